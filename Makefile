@@ -1,0 +1,55 @@
+# `make demo` and `make test` need Python 3.10 or newer and make, nothing else. TENSORFLOW=tensorflow-cpu takes the
+# smaller build; both give the same module, and one environment may hold only one of them.
+PYTHON ?= python3
+TENSORFLOW ?= tensorflow-cpu
+OLDEST_TENSORFLOW ?= 2.16.2
+VENV := .venv
+BIN := $(VENV)/bin
+export TF_CPP_MIN_LOG_LEVEL ?= 3
+
+.PHONY: demo test check lint types bench test-oldest clean
+
+demo: $(VENV)/examples.done
+	$(BIN)/python examples/digits.py
+
+test: $(VENV)/test.done
+	$(BIN)/python -m pytest
+
+check: lint types test
+
+lint: $(VENV)/test.done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/test.done
+	$(BIN)/mypy
+
+bench: $(VENV)/examples.done
+	$(BIN)/python benchmarks/call_cost.py
+	$(BIN)/python benchmarks/real_functions.py
+
+test-oldest:
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
+	.venv-oldest/bin/python -m pip install --quiet "$(TENSORFLOW)==$(OLDEST_TENSORFLOW)" "numpy<2" --group test
+	.venv-oldest/bin/python -m pip install --quiet --no-deps --editable .
+	.venv-oldest/bin/python -m pytest
+
+# The package is installed without its dependencies, because the build of TensorFlow is the user's choice.
+$(VENV)/installed.done: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TENSORFLOW)>=2.16" numpy
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+$(VENV)/test.done: $(VENV)/installed.done
+	$(BIN)/python -m pip install --quiet --group test --group lint
+	touch $@
+
+$(VENV)/examples.done: $(VENV)/installed.done
+	$(BIN)/python -m pip install --quiet "scikit-learn>=1.4" "matplotlib>=3.8"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .venv-oldest output

@@ -1,0 +1,118 @@
+"""Expensive functions that people really map, each with data: one sample in, one result out (the CNN takes batches)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function to map and what to map it over."""
+
+    fn: Callable[..., Any]
+    """Takes one sample, or a batch where `batched`."""
+
+    data: Any
+    """A tensor of shape `[rows, ...]`."""
+
+    batched: bool = False
+    """Whether `fn` takes a batch."""
+
+
+def ode(parameters: tf.Tensor) -> tf.Tensor:
+    """Lorenz system, 200 steps of Runge-Kutta 4, one parameter set `[3]` per sample -> end point `[3]`."""
+
+    def slope(state: tf.Tensor) -> tf.Tensor:
+        x, y, z = tf.unstack(state)
+        return tf.stack([parameters[0] * (y - x), x * (parameters[1] - z) - y, x * y - parameters[2] * z])
+
+    step, state = 0.01, tf.ones([3])
+    for _ in tf.range(200):
+        k1 = slope(state)
+        k2 = slope(state + step / 2 * k1)
+        k3 = slope(state + step / 2 * k2)
+        k4 = slope(state + step * k3)
+        state = state + step / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+    return state
+
+
+def mel(signal: tf.Tensor) -> tf.Tensor:
+    """Log mel spectrogram of a signal `[16000]` (one second at 16 kHz) -> `[frames, 64]`."""
+    spectrum = tf.abs(tf.signal.stft(signal, frame_length=512, frame_step=160))
+    weights = tf.signal.linear_to_mel_weight_matrix(64, 257, 16000, 80.0, 7600.0)
+    return tf.math.log(spectrum @ weights + 1e-6)
+
+
+def sinkhorn(images: tf.Tensor) -> tf.Tensor:
+    """Entropic optimal transport cost between two 8 x 8 images `[2, 64]`, 50 Sinkhorn iterations (Cuturi, 2013)."""
+    place = tf.cast(tf.stack(tf.meshgrid(tf.range(8), tf.range(8)), -1), tf.float32)
+    place = tf.reshape(place, [64, 2]) / 8
+    cost = tf.reduce_sum(tf.square(place[:, None] - place[None]), -1)
+    kernel = tf.exp(-cost / 0.05)
+    a, b = images[0] / tf.reduce_sum(images[0]), images[1] / tf.reduce_sum(images[1])
+    u = tf.ones([64])
+    v = tf.ones([64])
+    for _ in tf.range(50):
+        u = a / tf.linalg.matvec(kernel, v)
+        v = b / tf.linalg.matvec(kernel, u, transpose_a=True)
+    return tf.reduce_sum(u[:, None] * kernel * cost * v[None])
+
+
+def jpeg(encoded: tf.Tensor) -> tf.Tensor:
+    """Decode a JPEG and shrink it to `[64, 64, 3]`."""
+    image = tf.io.decode_jpeg(encoded, channels=3)
+    return tf.image.resize(image, [64, 64])
+
+
+def svd(matrix: tf.Tensor) -> tf.Tensor:
+    """Singular values of a small matrix `[24, 16]`."""
+    return tf.linalg.svd(matrix, compute_uv=False)
+
+
+def scan(signal: tf.Tensor) -> tf.Tensor:
+    """A long serial recurrence over `[2000]`: a leaky integrator with reset."""
+    level, resets = tf.constant(0.0), tf.constant(0.0)
+    for value in signal:
+        level = 0.99 * level + value
+        reset = tf.cast(level > 2.0, tf.float32)
+        resets += reset
+        level *= 1.0 - reset
+    return resets + level
+
+
+def cases() -> dict[str, Case]:
+    """The functions by name; the same data each time."""
+    random = np.random.default_rng(0)
+
+    def normal(*shape: int) -> np.ndarray:
+        return random.normal(size=shape).astype(np.float32)
+
+    photos = tf.constant(
+        [tf.io.encode_jpeg(tf.cast(random.integers(0, 255, [256, 256, 3]), tf.uint8)).numpy() for _ in range(64)]
+    )
+    cnn = tf.keras.Sequential(
+        [
+            tf.keras.Input([32, 32, 3]),
+            tf.keras.layers.Conv2D(32, 3, activation="relu"),
+            tf.keras.layers.Conv2D(64, 3, strides=2, activation="relu"),
+            tf.keras.layers.GlobalAveragePooling2D(),
+            tf.keras.layers.Dense(10),
+        ]
+    )
+    parameters = np.abs(normal(256, 3)) * [1.0, 1.0, 0.2] + np.array([10.0, 20.0, 2.0])
+    return {
+        "ODE solver": Case(ode, tf.constant(parameters, tf.float32)),
+        "mel spectrogram": Case(mel, tf.constant(normal(64, 16000))),
+        "Sinkhorn": Case(sinkhorn, tf.constant(np.abs(normal(256, 2, 64)) + 0.01)),
+        "JPEG decoding": Case(jpeg, tf.repeat(photos, 4)),
+        "small SVD": Case(svd, tf.constant(normal(1024, 24, 16))),
+        "serial scan": Case(scan, tf.constant(np.abs(normal(32, 2000)) * 0.1)),
+        "Keras CNN": Case(
+            lambda images: cnn(images, training=False), tf.constant(normal(256, 32, 32, 3)), batched=True
+        ),
+    }

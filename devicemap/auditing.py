@@ -1,0 +1,168 @@
+"""What a traced function does with the state it captures, read from its graph.
+
+Only protocol buffers are looked at: `Graph.as_graph_def()` holds every nested function too. A function reaches its
+captures as extra inputs, and hands them on to inner functions, loops and branches by position.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import tensorflow as tf
+
+READS = frozenset(
+    "ReadVariableOp ResourceGather ResourceGatherNd VariableShape VarIsInitializedOp "
+    "LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2".split()
+)
+"""Ops that leave the resource as it is."""
+
+ATOMIC = frozenset(
+    "AssignAddVariableOp AssignSubVariableOp RngReadAndSkip RngSkip "
+    "StatefulStandardNormalV2 StatefulTruncatedNormal StatefulUniform StatefulUniformFullInt StatefulUniformInt".split()
+)
+"""Updates that lock the resource and give the same end in any order. `ResourceScatterAdd` is not one: for numbers it
+takes the shared lock only, and two of them on one row lose updates."""
+
+RANDOM = frozenset(
+    "RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal ParameterizedTruncatedNormal "
+    "RandomGamma RandomPoisson RandomPoissonV2 RandomShuffle Multinomial".split()
+)
+"""Random ops that keep their own number stream, set by the attributes `seed` and `seed2`."""
+
+EFFECTS = frozenset("Print PrintV2 PyFunc EagerPyFunc".split())
+"""Ops that act outside of the graph (`PyFuncStateless` says that it does not)."""
+
+_ALIASES = frozenset("Identity IdentityN".split())
+
+
+class Treatment(Enum):
+    """How towers on several devices may share a captured resource."""
+
+    READ = "read only"
+    ATOMIC = "updated atomically, in any order"
+    SEED = "a seed that each call advances: every tower gets its own"
+    ORDERED = "written in a way that depends on order: towers run one after another"
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The state that a traced function touches."""
+
+    treatments: tuple[Treatment | None, ...]
+    """For each of `captured_inputs`; `None` for a plain tensor."""
+
+    random_ops: tuple[str, ...]
+    """Types of its stateful random ops."""
+
+    seeds: frozenset[tuple[int, int]]
+    """The fixed seeds among them: copies of the function would draw the same numbers."""
+
+    effects: tuple[str, ...]
+    """Types of its ops that act outside of the graph."""
+
+    @property
+    def seeded(self) -> bool:
+        """Whether copies of the function would draw the same numbers."""
+        return bool(self.seeds)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether shards must run one after another, in row order."""
+        return Treatment.ORDERED in self.treatments
+
+    @property
+    def writes(self) -> bool:
+        """Whether running it a second time on the same rows would change what the user keeps."""
+        return any(t is not None and t is not Treatment.READ for t in self.treatments)
+
+
+def audit(concrete: Any) -> Audit:
+    """Audit a `tf.types.experimental.ConcreteFunction`."""
+    graph_def = concrete.graph.as_graph_def()
+    walk = _Walk({f.signature.name: f for f in graph_def.library.function})
+    walk.nodes(graph_def.node, {t.op.name: t.op.name for t in concrete.inputs})
+    captured = concrete.captured_inputs
+    placeholders = concrete.inputs[len(concrete.inputs) - len(captured) :]
+    treatments = []
+    for outside, inside in zip(captured, placeholders):
+        is_resource = outside.dtype == tf.resource
+        treatments.append(_treatment(concrete, outside, walk.uses[inside.op.name]) if is_resource else None)
+    every_op = {*walk.types}
+    return Audit(
+        tuple(treatments), tuple(sorted(every_op & RANDOM)), frozenset(walk.seeds), tuple(sorted(every_op & EFFECTS))
+    )
+
+
+def variable_of(concrete: Any, handle: Any) -> Any:
+    """The `tf.Variable` that a captured resource handle belongs to, or `None`."""
+    return next((v for v in concrete.graph.variables if v.handle is handle), None)
+
+
+def _treatment(concrete: Any, handle: Any, ops: set[str]) -> Treatment:
+    if ops <= READS:
+        return Treatment.READ
+    if ops <= ATOMIC:
+        return Treatment.ATOMIC
+    variable = variable_of(concrete, handle)
+    # keras.random.SeedGenerator: reads [seed, counter], assigns [seed, counter + 1]. Nothing but its name tells it
+    # from a counter of the user's.
+    if variable is not None and "seed_generator_state" in variable.name and variable.shape.as_list() == [2]:
+        return Treatment.SEED
+    return Treatment.ORDERED
+
+
+@dataclass
+class _Walk:
+    """Walks nodes and the functions they call, following resources through their inputs."""
+
+    library: dict[str, Any]
+    uses: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    types: set[str] = field(default_factory=set)
+    seeds: set[tuple[int, int]] = field(default_factory=set)
+
+    def nodes(self, nodes: Any, names: dict[str, str]) -> None:
+        """Visit `nodes`; `names` maps the tensors known to be a resource (or input) to their outermost name."""
+        names = dict(names)
+        for node in nodes:
+            self.types.add(node.op)
+            if node.op in RANDOM:
+                self.seeds |= {(node.attr["seed"].i, node.attr["seed2"].i)} - {(0, 0)}
+            inputs = [names.get(_tensor(name)) for name in node.input if not name.startswith("^")]
+            if node.op in _ALIASES:
+                for i, name in enumerate(inputs):
+                    if name is not None:
+                        names[f"{node.name}:{i}"] = name
+                        if i == 0:
+                            names[node.name] = name
+                continue
+            called = [f for f in _functions(node) if f in self.library]
+            for function in called:
+                # branches get the inputs after the predicate, everything else gets all of them
+                passed = inputs[1:] if node.op in ("If", "StatelessIf", "Case", "StatelessCase") else inputs
+                definition = self.library[function]
+                arguments = [argument.name for argument in definition.signature.input_arg]
+                inner = {a: n for a, n in zip(arguments, passed) if n is not None}
+                self.nodes(definition.node_def, inner)
+            if not called:
+                for name in inputs:
+                    if name is not None:
+                        self.uses[name].add(node.op)
+
+
+def _tensor(name: str) -> str:
+    """`node`, `node:1` in a graph, and `argument`, `node:output:1` in a function, as `node` or `node:1`."""
+    node, _, rest = name.partition(":")
+    index = rest.rpartition(":")[2]
+    return node if index in ("", "0") else f"{node}:{index}"
+
+
+def _functions(node: Any) -> list[str]:
+    found = []
+    for value in node.attr.values():
+        if value.HasField("func"):
+            found.append(value.func.name)
+        found.extend(f.name for f in value.list.func)
+    return found

@@ -1,0 +1,257 @@
+"""One traced function on several devices: the per-device `tf.device` blocks, in one graph or one function each."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap.errors import FunctionError
+from devicemap.gathering import gather
+from devicemap.internals import UNCHAINED, Cancellation, unrecorded
+from devicemap.mirroring import Mirrors
+from devicemap.rows import HOST, cut_rows, empty_rows
+from devicemap.sharding import shard_rows
+from devicemap.tracing import Traced
+from devicemap.types import Shard
+
+_SOON_SECONDS = 0.1
+"""A call that takes no longer than this may run in the calling thread: that is how late Ctrl-C can then be."""
+
+_KEPT_SHARDS = 256
+
+
+class Towers:
+    """A traced function on each of several places.
+
+    A place is a device that takes one shard of a call; a device may be named more than once. Graphs are built on first
+    use, under one lock, and never change: calls need no lock.
+    """
+
+    def __init__(self, places: Sequence[str], output_device: str, trace: Callable[[int | None], Traced], name: str):
+        """`trace(None)` traces the function; `trace(n)` traces it again with random number stream `n`."""
+        self.places = tuple(places)
+        self.traced = trace(None)
+        self._trace = trace
+        self._output_device = output_device
+        self._scope = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "fn"  # what a name scope may hold
+        self._lock = threading.RLock()
+        self._graphs: dict[tuple[int, bool, bool], Any] = {}
+        self._functions: list[Any] = []
+        self._mirrors: dict[bool, Mirrors] = {}
+        self._streams: dict[str, list[Traced]] = {}
+        self._stream_count = 0
+        self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
+        self._seconds: float | None = None
+        self._calls: dict[int, Callable[..., Any]] = {}
+        self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self._input_specs())
+
+    def graph(self, shards: int, differentiable: bool, any_rows: bool = False) -> Any:
+        """The whole call as one `ConcreteFunction`: `(sizes, *leaves) -> (result leaves, rows that fn returned)`.
+
+        `sizes` is int32 `[shards]`, and the rows returned are int64 `[shards]` per leaf, for a `fn` of batches. With
+        `any_rows`, sizes may be 0, and those devices are not called.
+
+        Variables are copied to the devices, unless `differentiable`. Functions with seeded random ops get one graph only,
+        since each graph would begin their streams again.
+        """
+        if self.traced.audit.seeded:
+            shards, differentiable, any_rows = len(self.places), True, True
+        key = (shards, differentiable, any_rows)
+        if key not in self._graphs:
+            with self._lock:
+                if key not in self._graphs:
+                    self._graphs[key] = self._build_graph(*key)
+        return self._graphs[key]
+
+    @property
+    def belongs_to_a_graph(self) -> bool:
+        """Whether the function closes over tensors of a graph that is being built, and can run only there."""
+        return not all(hasattr(captured, "numpy") for captured in self.traced.concrete.captured_inputs)
+
+    def shards(self, rows: int) -> tuple[tuple[Shard, ...], Any]:
+        """The shards of a call on `rows` rows, and the `sizes` that the graph for it takes."""
+        if rows not in self._shards:
+            shards = shard_rows(rows, self.places)
+            sizes = [len(shard) for shard in shards]
+            if self.traced.audit.seeded:
+                sizes += [0] * (len(self.places) - len(sizes))
+            with tf.init_scope(), tf.device(HOST):
+                if len(self._shards) > _KEPT_SHARDS:
+                    self._shards.clear()
+                self._shards[rows] = shards, tf.constant(sizes, tf.int32)
+        return self._shards[rows]
+
+    def run(self, graph: Any, arguments: Sequence[Any]) -> Any:
+        """Call one of the graphs such that Ctrl-C takes effect at once."""
+        call = self._calls.get(id(graph))
+        if call is None:  # graphs live as long as self does
+            call = self._calls[id(graph)] = unrecorded(graph)
+        tensors = arguments if self._plain else tf.nest.flatten(arguments, expand_composites=True)
+        result, self._seconds = _run_interruptibly(call, tensors, self._seconds)
+        return result
+
+    def pack(self, leaves: Sequence[Any]) -> Any:
+        """The nest that the user's function returns, of these leaves."""
+        structure = self.traced.structure
+        return leaves[0] if structure is None else tf.nest.pack_sequence_as(structure, leaves)
+
+    def no_rows(self) -> list[Any]:
+        """Result leaves without rows."""
+        return [empty_rows(spec) for spec in self.traced.specs]
+
+    def functions(self) -> list[Any]:
+        """One `ConcreteFunction` per place: `(*leaves of a chunk) -> result leaves`. Call `refresh` first."""
+        with self._lock:
+            if not self._functions:
+                self._functions = [self._build_function(i) for i in range(len(self.places))]
+            return self._functions
+
+    def refresh(self) -> None:
+        """Bring the copies of captured variables up to date, for `functions`."""
+        mirrors = self._mirrors_for(False)
+        values = mirrors.values()
+        for i in range(len(self.places)):
+            mirrors.refresh(i, values)
+
+    def _build_graph(self, shards: int, differentiable: bool, any_rows: bool) -> Any:
+        mirrors = self._mirrors_for(not differentiable)
+        ordered = self.traced.audit.ordered
+
+        @tf.function(autograph=False, experimental_attributes=UNCHAINED)
+        def call(sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any]]:
+            values = mirrors.values()
+            with tf.device(HOST):
+                cut = zip(*(cut_rows(leaf, sizes, shards) for leaf in leaves))
+                sizes = tf.unstack(sizes, shards)
+            results: list[list[Any]] = []
+            for i, shard in enumerate(cut):
+                after = _ops_of(results[-1]) if ordered and results else []
+                with tf.control_dependencies(after):
+                    tower = partial(self._tower, i, shard, mirrors, values, "graph")
+                    results.append(tf.cond(sizes[i] > 0, tower, self.no_rows) if any_rows else tower())
+            with tf.device(self._output_device):
+                if any_rows:
+                    results = [_like_first(part, results[0]) for part in results]
+                if shards == 1:
+                    return tf.nest.map_structure(tf.identity, results[0], expand_composites=True), []
+                gathered = [gather(parts) for parts in zip(*results)]
+            return [rows for rows, _ in gathered], [lengths for _, lengths in gathered]
+
+        specs = self._input_specs()
+        with tf.device(None):
+            return call.get_concrete_function(tf.TensorSpec([shards], tf.int32), *specs)
+
+    def _build_function(self, i: int) -> Any:
+        mirrors = self._mirrors_for(True)
+
+        @tf.function(autograph=False)
+        def call(*leaves: Any) -> list[Any]:
+            return self._tower(i, leaves, mirrors, None, "function")
+
+        with tf.device(None):
+            return call.get_concrete_function(*self._input_specs())
+
+    def _tower(
+        self, i: int, shard: Sequence[Any], mirrors: Mirrors, values: dict[int, Any] | None, way: str
+    ) -> list[Any]:
+        """The traced function on place `i`; `values` refresh the captured copies first."""
+        concrete = self._on_stream(i, way).concrete
+        with tf.device(self.places[i]), tf.name_scope(f"{self._scope}_{i}"):
+            # Ops that are colocated with their input (tf.debugging's, for instance) would follow the shard to the
+            # device that cut it.
+            shard = tf.nest.map_structure(tf.identity, list(shard), expand_composites=True)
+            ready = [] if values is None else mirrors.refresh(i, values)
+            with tf.control_dependencies(ready), mirrors.captured_by(i, concrete):
+                return list(concrete(*shard))
+
+    def _mirrors_for(self, copy_read: bool) -> Mirrors:
+        with self._lock:
+            if copy_read not in self._mirrors:
+                self._mirrors[copy_read] = Mirrors(self.traced, self.places, copy_read)
+            return self._mirrors[copy_read]
+
+    def _on_stream(self, i: int, way: str) -> Traced:
+        """The trace for place `i`: the only one there is, unless its seeded random ops need a stream per place."""
+        if not self.traced.audit.seeded:
+            return self.traced
+        if way not in self._streams:
+            first = self._stream_count
+            self._stream_count += len(self.places)
+            self._streams[way] = [self._trace(first + n) for n in range(len(self.places))]
+            drawn = [traced.audit.seeds for streams in self._streams.values() for traced in streams]
+            if any(a & b for a, b in itertools.combinations(drawn, 2)):
+                # A tf.function that fn calls is not traced again, and keeps the seeds of its first trace.
+                raise FunctionError(
+                    "fn calls a tf.function that draws seeded random numbers, which would be the same numbers on every "
+                    "device. Use the option seed= with tf.random.stateless_* ops, or a tf.random.Generator, or take "
+                    "tf.random.set_seed or the inner tf.function away"
+                )
+        return self._streams[way][i]
+
+    def _input_specs(self) -> list[Any]:
+        leaves, _ = self.traced.concrete.structured_input_signature
+        return list(leaves)
+
+
+def _run_interruptibly(
+    function: Callable[..., Any], arguments: Sequence[Any], expected_seconds: float | None
+) -> tuple[Any, float]:
+    """Call a function of TensorFlow's such that Ctrl-C takes effect at once; returns its result and the seconds it took.
+
+    Python handles signals in the main thread, between two bytecodes: not while that thread is inside TensorFlow. So the
+    call runs in a thread of its own, unless it is expected to end soon, or this is not the main thread anyway.
+    """
+    start = time.perf_counter()
+    soon = expected_seconds is not None and expected_seconds < _SOON_SECONDS
+    if soon or threading.current_thread() is not threading.main_thread():
+        return function(*arguments), time.perf_counter() - start
+    cancellation = Cancellation()
+    cancellable = cancellation.cancellable(function)
+    outcome: list[Any] = []
+
+    def call() -> None:
+        try:
+            outcome.append((cancellable(*arguments), None))
+        except BaseException as error:  # handed to the caller, whatever it is
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=call, name="devicemap call", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        cancellation.cancel()
+        raise
+    ((result, error),) = outcome
+    if error is not None:
+        raise error
+    return result, time.perf_counter() - start
+
+
+def sizes_in_graph(rows: Any, shards: int) -> Any:
+    """`sharding.shard_sizes` for a number of rows that only the running graph knows; the last ones may be 0."""
+    rows = tf.cast(rows, tf.int32)
+    return rows // shards + tf.cast(tf.range(shards) < rows % shards, tf.int32)
+
+
+def _ops_of(results: Sequence[Any]) -> list[Any]:
+    return [t.op for t in tf.nest.flatten(list(results), expand_composites=True)]
+
+
+def _like_first(part: list[Any], first: list[Any]) -> list[Any]:
+    """Give results without rows the inner shape of the first ones, where it was not known before running."""
+    shaped = []
+    for leaf, model in zip(part, first):
+        if isinstance(leaf, tf.Tensor) and leaf is not model and not leaf.shape[1:].is_fully_defined():
+            shape = tf.shape(leaf)
+            empty = tf.concat([[0], tf.shape(model)[1:]], 0)
+            leaf = tf.reshape(leaf, tf.where(shape[0] > 0, shape, empty))
+        shaped.append(leaf)
+    return shaped

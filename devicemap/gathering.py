@@ -1,0 +1,118 @@
+"""Results of shards -> rows in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap.errors import FunctionError
+from devicemap.rows import count_rows
+from devicemap.types import Shard
+
+
+def gather(parts: Sequence[Any]) -> tuple[Any, Any]:
+    """Join the results of neighbouring shards, inside a graph.
+
+    Args:
+        parts: one leaf per shard, dense, ragged or sparse, each of shape `[rows of the shard, ...]`.
+
+    Returns:
+        The leaf of all rows, and the rows that each part had: int64 `[shards]`.
+    """
+    first = parts[0]
+    if isinstance(first, tf.RaggedTensor):
+        values, _ = gather([part.values for part in parts])
+        lengths, rows = gather([part.row_lengths() for part in parts])
+        return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False), rows
+    if isinstance(first, tf.SparseTensor):
+        rows = tf.stack([part.dense_shape[0] for part in parts])
+        return tf.sparse.concat(0, list(parts), expand_nonconcat_dims=True), rows
+    shape = first.shape
+    for part in parts[1:]:
+        shape = _common(shape, part.shape)
+    shape = tf.TensorShape([None]).concatenate(shape[1:])
+    array = tf.TensorArray(first.dtype, size=len(parts), infer_shape=False, element_shape=shape)
+    for i, part in enumerate(parts):
+        array = array.write(i, part)
+    # TensorArray.concat() is this op, and keeps the row counts to itself.
+    joined = tf.raw_ops.TensorListConcatV2(
+        input_handle=array.flow,
+        element_dtype=first.dtype,
+        element_shape=[-1 if d is None else d for d in shape.as_list()],
+        leading_dims=tf.zeros([0], tf.int64),
+    )
+    joined.tensor.set_shape(shape)
+    return joined.tensor, joined.lengths
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """Join the results of neighbouring chunks in eager code; the same as `gather` without its graph."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, tf.SparseTensor):
+        return tf.sparse.concat(0, list(parts), expand_nonconcat_dims=True)
+    if not isinstance(first, tf.RaggedTensor) and len({tuple(part.shape[1:]) for part in parts}) > 1:
+        raise FunctionError(uneven_message([part.shape[1:] for part in parts]))
+    return tf.concat(list(parts), axis=0)
+
+
+def check_row_counts(results: Sequence[Any], returned: Sequence[Any], shards: Sequence[Shard]) -> None:
+    """Raise unless a `fn` of batches returned as many rows as each shard has, in every leaf of its results.
+
+    `returned` is what `gather` tells per leaf, and empty where there is one shard, whose results are all there is.
+    """
+    counted = [counts.numpy() for counts in returned] or [[_rows_now(leaf)] for leaf in results]
+    for leaf, counts in enumerate(counted):
+        for count, shard in zip(counts, shards):
+            if count != len(shard):
+                raise FunctionError(
+                    f"fn returned {count} row(s) for the {len(shard)} row(s) it was given ({shard}; leaf {leaf} of its "
+                    "results); with batched=True it must return one row per input row, in order. Set batched=False for "
+                    "a fn of one row",
+                    [shard],
+                )
+
+
+def _rows_now(leaf: Any) -> int:
+    """The number of rows of an eager leaf; a dense one knows without running an op."""
+    return int(leaf.shape[0] if isinstance(leaf, tf.Tensor) else count_rows(leaf))
+
+
+def with_row_counts_checked(results: Sequence[Any], returned: Sequence[Any], sizes: Any) -> list[Any]:
+    """The same check inside the user's `tf.function`, where it is an assertion that runs with the graph."""
+    checks = [
+        tf.debugging.assert_equal(
+            counts,
+            tf.cast(sizes, tf.int64),
+            message="fn returned another number of rows than it was given; with batched=True it must return one row per "
+            "input row. Rows returned and rows given, per device:",
+        )
+        for counts in returned or [tf.stack([count_rows(leaf)]) for leaf in results]
+    ]
+    with tf.control_dependencies(checks):
+        return tf.nest.map_structure(tf.identity, list(results), expand_composites=True)
+
+
+def with_static_rows(leaf: Any, rows: int | None) -> Any:
+    """Tell TensorFlow the number of rows, where it is known while tracing."""
+    if isinstance(leaf, tf.Tensor):
+        leaf.set_shape(tf.TensorShape([rows]).concatenate(leaf.shape[1:]))
+    return leaf
+
+
+def uneven_message(shapes: Sequence[Any]) -> str:
+    """What to say where shards have results of different inner shapes."""
+    seen = list(dict.fromkeys(str(tf.TensorShape(shape)) for shape in shapes))
+    return (
+        f"fn returned dense results of different inner shapes for different shards: {', '.join(seen)}; a dense tensor "
+        "cannot hold both. Return a tf.RaggedTensor, or pad to a fixed shape"
+    )
+
+
+def _common(a: Any, b: Any) -> Any:
+    if a.rank is None or b.rank is None or a.rank != b.rank:
+        return tf.TensorShape(None)
+    return tf.TensorShape([x if x == y else None for x, y in zip(a.as_list(), b.as_list())])

@@ -1,0 +1,75 @@
+"""Everything devicemap uses of TensorFlow that is not public; each entry says why no public name serves.
+
+`tests/test_internals.py` fails the day one of them goes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tensorflow.python.eager import cancellation, record
+
+UNCHAINED = {"_disable_acd": True}
+"""`tf.function(experimental_attributes=UNCHAINED)`: no automatic control dependencies between the ops of the function.
+
+They would run one tower after another as soon as two of them hold a stateful op. The attribute's value is not public;
+the argument that takes it is. Order inside a tower is kept: each tower is a function of its own.
+"""
+
+
+def tape_is_recording() -> bool:
+    """Whether a `tf.GradientTape` or `tf.autodiff.ForwardAccumulator` of this thread may record the next op.
+
+    Public API tells only whether a given tape watches a given tensor, and needs that tape.
+    """
+    return bool(record.could_possibly_record())
+
+
+def unrecorded(concrete: Any) -> Callable[..., Any]:
+    """What calls a `ConcreteFunction` in eager code when no tape is recording, with tensors only.
+
+    The public call binds its arguments to a Python signature and asks the tapes first, which takes as long as running a
+    small graph does.
+    """
+    call, captured = concrete.inference_fn.call_preflattened, list(concrete.captured_inputs)
+    return lambda *tensors: call([*tensors, *captured])
+
+
+class Cancellation:
+    """Cancels running functions of TensorFlow from another thread.
+
+    TensorFlow's runtime can do that; the public API has no name for it since sessions went. Each call gets a manager of
+    its own, because a call that fails cancels what else runs under its manager.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[Any] = set()
+        self._cancelled = False
+
+    def cancellable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose calls end with `tf.errors.CancelledError` at `cancel`, and later ones at once."""
+
+        def call(*args: Any) -> Any:
+            manager = cancellation.CancellationManager()
+            with self._lock:
+                self._running.add(manager)
+                if self._cancelled:
+                    manager.start_cancel()
+            try:
+                return manager.get_cancelable_function(function)(*args)
+            finally:
+                with self._lock:
+                    self._running.discard(manager)
+
+        return call
+
+    def cancel(self) -> None:
+        """End the calls that run: no further op starts; what a device is computing goes on to its end."""
+        with self._lock:
+            self._cancelled = True
+            running = list(self._running)
+        for manager in running:
+            manager.start_cancel()

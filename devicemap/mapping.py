@@ -1,0 +1,293 @@
+"""parallel_map and DeviceMap: how rows travel from the user's data to the devices and back.
+
+    data ── as_rows ──> leaves [rows, ...] ── shard_sizes ──> a shard per place ── Towers ──> results ── gather ──> rows
+
+In-memory data goes through one graph that holds all of this. Datasets, and data with a `batch_size`, go in chunks, each
+to the first idle device.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap.chunking import Source, from_dataset, in_memory
+from devicemap.devices import choose_devices, places_on
+from devicemap.errors import DataError, FunctionError, OptionError, brief, function_error
+from devicemap.execution import Towers, sizes_in_graph
+from devicemap.gathering import check_row_counts, join, with_row_counts_checked, with_static_rows
+from devicemap.internals import Cancellation, tape_is_recording
+from devicemap.options import Options, check_options
+from devicemap.rows import HOST, Rows, as_rows, count_rows, freeze, take_rows
+from devicemap.scheduling import chunks_in_flight
+from devicemap.streaming import Chunk, run_chunks
+from devicemap.tracing import row_seeds, trace
+from devicemap.types import Shard
+
+_KEPT_MAPPERS = 64
+
+
+def parallel_map(
+    fn: Callable[..., Any],
+    data: Any,
+    *,
+    devices: Any = None,
+    batched: bool = False,
+    vectorize: bool | str = "auto",
+    batch_size: int | None = None,
+    seed: int | None = None,
+    fn_output_signature: Any = None,
+    jit_compile: bool = False,
+    output_device: Any = "/CPU:0",
+    name: str | None = None,
+    **unknown: Any,
+) -> Any:
+    """Map `fn` over the rows of `data` on several devices at once.
+
+    The result is that of `tf.map_fn(fn, data)`, or of `fn(data)` with `batched=True`, to rounding: same rows, order,
+    structure and dtypes, on any number of devices. Calling it again with the same `fn` and options does not trace again,
+    as long as `fn` is among the last 64 that were mapped; keep a `DeviceMap` to be independent of that.
+
+    Args:
+        fn: takes one sample, or with `batched=True` a batch of rows, and returns one result, or as many rows. A tuple
+            in `data` is passed as several arguments, a dict or named tuple as one.
+        data: a nest of tensors, arrays, lists, `RaggedTensor`s or `SparseTensor`s of shape `[rows, ...]`, or a
+            `tf.data.Dataset` of samples (`batched=False`) or of batches of rows (`batched=True`).
+        devices: `None` for every local GPU, else every local CPU; a kind (`"GPU"`); or a list of names (`"GPU:1"`,
+            `"/device:GPU:1"`, full names) or logical or physical devices.
+        batched: whether `fn` takes a batch.
+        vectorize: how a `fn` of one sample runs over the rows of a device: `True` as `tf.vectorized_map`, `False` as
+            `tf.map_fn`, `"auto"` the first where every op converts and the results are dense, else the second.
+        batch_size: rows per device call: data goes in chunks of at most that many rows, each to the first idle device.
+            `None`: in-memory data as one shard per device, a dataset's batches as they are, its samples in chunks of a
+            few per device.
+        seed: an int from 0 to 2**32 - 1: `fn` also gets `seed=`, a seed for `tf.random.stateless_*` (int32 `[2]`;
+            `[rows, 2]` when batched) that depends on `seed` and the row's index alone.
+        fn_output_signature: as in `tf.map_fn`, for a `fn` of one sample whose dense results differ in shape.
+        jit_compile: compile with XLA. Shards run in pieces of powers of two rows, to compile for few shapes.
+        output_device: where results are gathered.
+        name: a name for the ops and errors of this map.
+
+    Returns:
+        The nest that `fn` returns, of tensors of shape `[rows, ...]` on `output_device`. Lists in it become tensors.
+
+    Raises:
+        OptionError, DataError: before anything runs, for options and data that cannot be.
+        FunctionError: `fn` failed; it names the device and rows, and is an instance of the original error's class too.
+
+    Example:
+        >>> parallel_map(lambda row: tf.reduce_sum(row), tf.reshape(tf.range(6), [3, 2])).numpy()
+        array([1, 5, 9], dtype=int32)
+    """
+    options = dict(
+        devices=devices, batched=batched, vectorize=vectorize, batch_size=batch_size, seed=seed,
+        fn_output_signature=fn_output_signature, jit_compile=jit_compile, output_device=output_device, name=name,
+        **unknown,
+    )  # fmt: skip
+    return _mapper_of(fn, options)(data)
+
+
+class DeviceMap:
+    """A function mapped over devices: compiled once for each structure of data, reusable, thread-safe.
+
+    The options are those of `parallel_map`.
+
+    Example:
+        >>> mapper = DeviceMap(lambda x, y: {"sum": x + y})
+        >>> mapper((tf.range(3), tf.range(3)))["sum"].numpy()
+        array([0, 2, 4], dtype=int32)
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        devices: Any = None,
+        batched: bool = False,
+        vectorize: bool | str = "auto",
+        batch_size: int | None = None,
+        seed: int | None = None,
+        fn_output_signature: Any = None,
+        jit_compile: bool = False,
+        output_device: Any = "/CPU:0",
+        name: str | None = None,
+        **unknown: Any,
+    ):
+        options = dict(
+            devices=devices, batched=batched, vectorize=vectorize, batch_size=batch_size, seed=seed,
+            fn_output_signature=fn_output_signature, jit_compile=jit_compile, output_device=output_device, name=name,
+            **unknown,
+        )  # fmt: skip
+        self._fn = fn
+        self._options: Options = check_options(fn, options)
+        self._devices = choose_devices(self._options.devices)
+        (self._output_device,) = choose_devices([self._options.output_device])
+        self._name = self._options.name or str(getattr(fn, "__name__", type(fn).__name__))
+        self._lock = threading.RLock()
+        self._towers: dict[Any, Towers] = {}
+        self._towers_in: weakref.WeakKeyDictionary[Any, dict[Any, Towers]] = weakref.WeakKeyDictionary()
+
+    def __call__(self, data: Any) -> Any:
+        """Map over all of `data`; see `parallel_map` for what it may be and what comes back."""
+        eager = tf.executing_eagerly()
+        if isinstance(data, tf.data.Dataset):
+            if not eager:
+                raise DataError("a Dataset cannot be mapped inside a tf.function; map it outside, or pass tensors")
+            return self._in_chunks(from_dataset(data, self._options, len(self._devices)))
+        rows = as_rows(data)
+        if not eager:
+            return self._inside_function(rows)
+        if self._options.batch_size is not None:
+            return self._in_chunks(in_memory(rows, self._options.batch_size))
+        return self._in_one_graph(rows)
+
+    def __repr__(self) -> str:
+        return f"DeviceMap({self._name}, devices={[d.rpartition('device:')[2] for d in self._devices]})"
+
+    def _in_one_graph(self, rows: Rows) -> Any:
+        """In-memory data, in eager code: one graph takes it to the devices and back."""
+        towers = self._towers_for(rows)
+        if not rows.count:
+            return towers.pack(towers.no_rows())
+        taped = tape_is_recording()
+        shards, sizes = towers.shards(rows.count)
+        arguments = (sizes, *self._seeded(rows.leaves, 0, rows.count))
+        graph = towers.graph(len(shards), differentiable=taped)
+        try:
+            # A tape records what its own thread does, so a taped call stays in this one.
+            results, returned = graph(*arguments) if taped else towers.run(graph, arguments)
+        except Exception as error:
+            raise self._located(error, towers, arguments[1:], shards) from error
+        if self._options.batched:
+            check_row_counts(results, returned, shards)
+        return towers.pack(results)
+
+    def _inside_function(self, rows: Rows) -> Any:
+        """In-memory data, inside the user's own `tf.function`: the same graph becomes a part of it."""
+        towers = self._towers_for(rows)
+        if rows.count == 0:
+            return towers.pack(towers.no_rows())
+        count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
+        places = len(towers.places) if rows.count is None else len(towers.shards(rows.count)[0])
+        sizes = sizes_in_graph(count, places) if rows.count is None else towers.shards(rows.count)[1]
+        graph = towers.graph(places, differentiable=True, any_rows=rows.count is None)
+        results, returned = graph(sizes, *self._seeded(rows.leaves, 0, count))
+        if self._options.batched:
+            results = with_row_counts_checked(results, returned, sizes)
+        return towers.pack([with_static_rows(leaf, rows.count) for leaf in results])
+
+    def _in_chunks(self, source: Source) -> Any:
+        """Data that is read chunk by chunk: each goes to the first idle device, the results are joined in order."""
+        if tape_is_recording():
+            raise OptionError(
+                "a GradientTape is recording, and gradients do not go through chunks: pass in-memory data without "
+                "batch_size, or put the call into `with tape.stop_recording():` if you need none of it"
+            )
+        towers = self._towers_for(source)
+        towers.refresh()
+        cancellation = Cancellation()
+        functions = [cancellation.cancellable(function) for function in towers.functions()]
+        if towers.traced.audit.ordered:
+            functions = functions[:1]
+        workers = [partial(self._run_chunk, *pair) for pair in zip(functions, towers.places)]
+        stream = run_chunks(source.chunks, workers, chunks_in_flight(len(workers)), cancellation.cancel)
+        parts = [results for _, results in stream]
+        if not parts:
+            return towers.pack(towers.no_rows())
+        with tf.device(self._output_device):
+            return towers.pack([join(leaves) for leaves in zip(*parts)])
+
+    def _run_chunk(self, function: Callable[..., Any], device: str, chunk: Chunk) -> list[Any]:
+        shard = Shard(device, chunk.start, chunk.start + chunk.count)
+        try:
+            results: list[Any] = function(*self._seeded(chunk.leaves, chunk.start, chunk.count))
+        except Exception as error:
+            raise self._failed(error, [shard]) from error
+        if self._options.batched:
+            check_row_counts(results, [], [shard])
+        return results
+
+    def _seeded(self, leaves: tuple[Any, ...], first_row: int, rows: Any) -> tuple[Any, ...]:
+        if self._options.seed is None:
+            return leaves
+        with tf.device(HOST):
+            return (*leaves, row_seeds(self._options.seed, first_row, rows))
+
+    def _towers_for(self, data: Rows | Source) -> Towers:
+        """What `fn` was traced to for data of this structure, dtypes and inner shapes."""
+        towers = self._towers.get(data.key)
+        if towers is None and not tf.executing_eagerly():
+            towers = self._towers_in.get(tf.compat.v1.get_default_graph(), {}).get(data.key)
+        return towers or self._trace(data)
+
+    def _trace(self, data: Rows | Source) -> Towers:
+        specs = data.specs
+        key = freeze(specs)
+        with self._lock:
+            towers = self._towers.get(key)
+            if towers is None:
+                towers = Towers(
+                    places_on(self._devices),
+                    self._output_device,
+                    lambda stream: trace(self._fn, specs, self._options, stream),
+                    self._name,
+                )
+            known = self._towers
+            if towers.belongs_to_a_graph:  # fn closes over tensors of the user's tf.function
+                known = self._towers_in.setdefault(tf.compat.v1.get_default_graph(), {})
+            known[key] = known[data.key] = towers
+            return towers
+
+    def _located(
+        self, error: Exception, towers: Towers, leaves: Sequence[Any], shards: Sequence[Shard]
+    ) -> FunctionError:
+        """The error for a graph that failed. TensorFlow does not tell which tower it was, so the shards run once more,
+        each for itself, unless that would write a variable again."""
+        if len(shards) > 1 and not towers.traced.audit.writes:
+            towers.refresh()
+
+            def attempt(function: Callable[..., Any], shard: Shard) -> Exception | None:
+                try:
+                    function(*(take_rows(leaf, shard.start, shard.stop) for leaf in leaves))
+                except Exception as again:
+                    return again
+                return None
+
+            with ThreadPoolExecutor(len(shards)) as pool:
+                for shard, again in zip(shards, pool.map(attempt, towers.functions(), shards)):
+                    if again is not None:
+                        return self._failed(again, [shard])
+        return self._failed(error, shards)
+
+    def _failed(self, error: Exception, shards: Sequence[Shard]) -> FunctionError:
+        if isinstance(error, FunctionError):
+            return error
+        where = ", or ".join(map(str, shards))
+        return function_error(f"{self._name} failed on {where}: {type(error).__name__}: {brief(error)}", error, shards)
+
+
+_mappers: OrderedDict[Any, DeviceMap] = OrderedDict()
+_mappers_lock = threading.Lock()
+
+
+def _mapper_of(fn: Callable[..., Any], options: dict[str, Any]) -> DeviceMap:
+    """The mapper of an earlier `parallel_map` with the same `fn` and options, or a new one."""
+    try:
+        # with the types: 1 is True to a dict, and not to `batch_size`
+        key = (fn, *((name, type(value), freeze(value)) for name, value in options.items()))
+        hash(key)
+    except TypeError:  # an fn or option that cannot be a key
+        return DeviceMap(fn, **options)
+    with _mappers_lock:
+        mapper = _mappers.pop(key, None) or DeviceMap(fn, **options)
+        _mappers[key] = mapper
+        while len(_mappers) > _KEPT_MAPPERS:
+            _mappers.popitem(last=False)
+        return mapper

@@ -1,0 +1,68 @@
+"""The options of `parallel_map` and `DeviceMap`: their defaults, and what each may be."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any
+
+from devicemap.errors import OptionError, UnknownOptionError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checked options; the docstring of `parallel_map` says what they mean."""
+
+    devices: Any = None
+    batched: bool = False
+    vectorize: bool | str = "auto"
+    batch_size: int | None = None
+    seed: int | None = None
+    fn_output_signature: Any = None
+    jit_compile: bool = False
+    output_device: Any = "/CPU:0"
+    name: str | None = None
+
+
+def check_options(fn: Any, options: dict[str, Any]) -> Options:
+    """Make `Options` of what the user gave.
+
+    Raises:
+        UnknownOptionError: for a name that is not an option; the message holds the nearest one.
+        OptionError: for a value that the option cannot have, and for an `fn` that cannot be called.
+    """
+    names = [field.name for field in fields(Options)]
+    for name in options:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise UnknownOptionError(f"{name!r} is not an option; {hint}The options are {', '.join(names)}")
+    if not callable(fn):
+        raise OptionError(f"fn is {fn!r} of type {type(fn).__name__}; expected a function of one sample or one batch")
+    checked = Options(**options)
+    for name in ("batched", "jit_compile"):
+        value = getattr(checked, name)
+        if not isinstance(value, bool):
+            raise OptionError(f"{name}={value!r}; expected True or False")
+    if checked.vectorize != "auto" and not isinstance(checked.vectorize, bool):
+        raise OptionError(f"vectorize={checked.vectorize!r}; expected True, False or 'auto'")
+    if checked.batched and checked.vectorize != "auto":
+        raise OptionError(
+            f"vectorize={checked.vectorize!r} with batched=True: fn takes whole batches, there is nothing to vectorise; "
+            "leave vectorize out, or set batched=False for a fn of one sample"
+        )
+    if checked.batched and checked.fn_output_signature is not None:
+        raise OptionError("fn_output_signature with batched=True: it is for a fn of one sample; leave it out")
+    if checked.batch_size is not None and (
+        isinstance(checked.batch_size, bool) or not isinstance(checked.batch_size, int) or checked.batch_size < 1
+    ):
+        raise OptionError(
+            f"batch_size={checked.batch_size!r}; expected None or an int of at least 1, in rows per device call"
+        )
+    if checked.seed is not None and (
+        isinstance(checked.seed, bool) or not isinstance(checked.seed, int) or not 0 <= checked.seed < 2**32
+    ):
+        raise OptionError(f"seed={checked.seed!r}; expected None or an int from 0 to 2**32 - 1")
+    if checked.name is not None and not (isinstance(checked.name, str) and checked.name):
+        raise OptionError(f"name={checked.name!r}; expected None or a non-empty string")
+    return checked

@@ -1,0 +1,55 @@
+"""How many rows go where: integers and names only.
+
+This is the one place that knows about uneven remainders. Everything after it may rely on: shards are not empty,
+neighbours in the data are neighbours in the shards, and the sizes differ by at most one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from devicemap.types import Shard
+
+ROWS_PER_CORE = 16
+"""A call on fewer rows should cost what it costs on one core: see `benchmarks/call_cost.py`."""
+
+
+def shard_sizes(rows: int, shards: int) -> tuple[int, ...]:
+    """Sizes of at most `shards` balanced, non-empty shards of `rows` rows.
+
+    >>> shard_sizes(10, 4)
+    (3, 3, 2, 2)
+    >>> shard_sizes(2, 4)
+    (1, 1)
+    """
+    shards = min(rows, shards)
+    return tuple(rows // shards + (i < rows % shards) for i in range(shards))
+
+
+def shard_rows(rows: int, places: Sequence[str]) -> tuple[Shard, ...]:
+    """Balanced shards of rows 0 to `rows - 1`, for as many of the first places as are worth it.
+
+    Places are names of devices. One that repeats an earlier one is a further core of a CPU, and gets a shard only where
+    each shard has at least `ROWS_PER_CORE` rows.
+
+    >>> [str(s) for s in shard_rows(3, ["/device:CPU:0", "/device:CPU:1"])]
+    ['rows 0 to 1 on CPU:0', 'row 2 on CPU:1']
+    >>> [str(s) for s in shard_rows(3, ["/device:CPU:0", "/device:CPU:0"])]
+    ['rows 0 to 2 on CPU:0']
+    """
+    count = max(len(set(places)), min(len(places), rows // ROWS_PER_CORE))
+    shards, start = [], 0
+    for place, size in zip(places, shard_sizes(rows, count)):  # fewer sizes than places on few rows
+        shards.append(Shard(place, start, start + size))
+        start += size
+    return tuple(shards)
+
+
+def chunk_bounds(rows: int, batch_size: int) -> Iterator[tuple[int, int]]:
+    """The `(start, stop)` of consecutive chunks of at most `batch_size` rows.
+
+    >>> list(chunk_bounds(5, 2))
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    for start in range(0, rows, batch_size):
+        yield start, min(start + batch_size, rows)

@@ -1,0 +1,119 @@
+"""Functions that users map, with data: the laws are crossed with these."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+ROWS = 23
+Point = namedtuple("Point", "x y")
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    fn: Any
+    data: Any
+    batched: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    signature: Any = None
+    shape_known: bool = True
+    """Whether the inner shape of the results can be told without running: else no rows tell less than the serial map."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _steps(row: Any) -> Any:
+    count = tf.constant(0)
+    while tf.reduce_sum(row) < 20.0:
+        row = row + 1.0
+        count += 1
+    if row[0] > 7.0:
+        row = -row
+    return {"row": row, "count": count}
+
+
+_inner = tf.function(lambda row: tf.cumsum(row) * 2)
+
+
+def _with_inner(row: Any) -> Any:
+    return _inner(row) + _inner(row + 1)
+
+
+def _python(row: Any) -> Any:
+    return tf.ensure_shape(tf.py_function(lambda r: r.numpy()[::-1], [row], tf.float32), [3])
+
+
+def _structure(row: Any) -> Any:
+    return {"point": Point(row[0], [row[1], row[2]]), "more": (tf.reduce_sum(row), {"k": row[:, None] * row})}
+
+
+def _several(x: Any, y: Any) -> Any:
+    return x[0] * tf.cast(y["n"], tf.float32), y["text"]
+
+
+def _point(point: Point) -> Any:
+    return Point(point.y, point.x)
+
+
+def cases() -> list[Case]:
+    random = np.random.default_rng(0)
+    x = tf.constant(random.normal(size=[ROWS, 3]), tf.float32)
+    numbers = tf.range(ROWS, dtype=tf.int64)
+    text = tf.strings.as_string(numbers)
+    ragged = tf.RaggedTensor.from_row_lengths(tf.range(ROWS * (ROWS - 1) // 2), tf.range(ROWS))
+    deeper = tf.RaggedTensor.from_row_lengths(ragged, [1] * ROWS)
+    sparse = tf.sparse.from_dense(tf.cast(random.integers(0, 3, [ROWS, 5]), tf.int32))
+    variable = tf.Variable(random.normal(size=[3, 4]), dtype=tf.float32)
+    table = tf.lookup.StaticHashTable(
+        tf.lookup.KeyValueTensorInitializer(numbers, numbers * 10), default_value=tf.constant(-1, tf.int64)
+    )
+    dense = tf.keras.layers.Dense(4, activation="tanh")
+    dense.build([None, 3])
+    model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(5, "relu"), tf.keras.layers.Dense(2)])
+    no_vectorizing = {"vectorize": False}
+    a_ragged = tf.RaggedTensorSpec([None], tf.int32)
+    return [
+        Case("vectorised", lambda row: tf.sin(row) * 2, x),
+        Case("mapped", lambda row: tf.cos(row) * 2, x, options=no_vectorizing),
+        Case("to a scalar", tf.reduce_sum, x),
+        Case("scalars", lambda n: n * n, numbers),
+        Case("structure out", _structure, x),
+        Case("tuple and dict in", _several, (x, {"n": numbers, "text": text})),
+        Case("named tuple in", _point, Point(x, numbers)),
+        Case("control flow", _steps, x),
+        Case("inner function", _with_inner, x),
+        Case("py_function", _python, x),
+        Case("strings", lambda s: tf.strings.join([s, "!"]), text),
+        Case("complex and bool", lambda row: (tf.complex(row, row), row > 0), x),
+        Case("random, of no effect", lambda row: row + 0 * tf.random.normal([3]), x),
+        Case("captured variable", lambda row: tf.linalg.matvec(variable, row, transpose_a=True), x),
+        Case("lookup table", lambda n: table.lookup(n + 1), numbers),
+        Case("Keras layer", dense, x, batched=True),
+        Case("Keras model", lambda b: model(b, training=False), x, batched=True),
+        Case("batch", lambda b: (b * 2, tf.reduce_max(b, axis=1)), x, batched=True),
+        Case("batch of several", lambda a, n: {"p": a * tf.cast(n, tf.float32)[:, None]}, (x, numbers), batched=True),
+        Case("ragged in", lambda row: tf.reduce_sum(row), ragged, signature=tf.int32),
+        Case("ragged rows in", lambda row: tf.reduce_sum(row), deeper, signature=tf.int32),
+        Case("ragged batch", lambda b: b * 2, ragged, batched=True),
+        Case("deeper ragged batch", lambda b: b + 1, deeper, batched=True),
+        Case(
+            "ragged out",
+            lambda n: tf.range(tf.cast(n % 5, tf.int32)),
+            numbers,
+            options={"fn_output_signature": a_ragged},
+            signature=a_ragged,
+        ),
+        Case("sparse in", lambda row: tf.sparse.reduce_sum(row), sparse, signature=tf.int32),
+        Case("sparse batch", lambda b: b * 2, sparse, batched=True, shape_known=False),
+        Case("compiled", lambda row: tf.exp(-row) * row, x, options={"jit_compile": True}),
+        Case("compiled batch", lambda b: tf.nn.softmax(b), x, batched=True, options={"jit_compile": True}),
+    ]
+
+
+ALL = cases()

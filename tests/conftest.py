@@ -1,0 +1,21 @@
+"""Eight logical CPU devices, made once before TensorFlow initialises, and what the laws are crossed with."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import pytest
+import tensorflow as tf
+
+import devicemap
+
+devicemap.simulate_devices(8)
+tf.config.threading.set_inter_op_parallelism_threads(16)
+
+
+@pytest.fixture(params=[1, 2, 3, 8], ids="{} devices".format)
+def devices(request: pytest.FixtureRequest) -> list[str]:
+    """The device sets of the laws; not in order of their index, and not all of them on the home of variables."""
+    return [f"CPU:{i}" for i in (3, 0, 5, 1, 2, 4, 6, 7)][: request.param]

@@ -1,0 +1,71 @@
+"""The serial oracle: what law 1 says a parallel map must equal, and how to compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+
+def serial(fn: Any, data: Any, batched: bool, signature: Any = None) -> Any:
+    """`fn` over `data` on one device, as the hand would write it."""
+    unpack = type(data) is tuple
+    if batched:
+        return fn(*data) if unpack else fn(data)
+
+    @tf.function
+    def row(*elements: Any) -> Any:
+        return tensors(fn(*elements))
+
+    if signature is None:
+        specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape[1:], leaf.dtype), data)
+        results = row.get_concrete_function(*(specs if unpack else (specs,))).structured_outputs
+        signature = tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), results)
+
+    @tf.function
+    def mapped(data: Any) -> Any:
+        return tf.map_fn(lambda e: row(*e) if unpack else row(e), data, fn_output_signature=signature)
+
+    return mapped(data)
+
+
+def tensors(nest: Any) -> Any:
+    """tf.data's convention for what a function returns, which tf.map_fn does not share: lists become tensors."""
+    if isinstance(nest, dict):
+        return {key: tensors(value) for key, value in nest.items()}
+    if isinstance(nest, tuple):
+        made = [tensors(value) for value in nest]
+        return type(nest)(*made) if hasattr(nest, "_fields") else tuple(made)
+    return tf.stack(nest) if isinstance(nest, list) else nest
+
+
+def assert_same(got: Any, wanted: Any, exact: bool = False) -> None:
+    """Same structure, dtypes, static shapes and values, to rounding unless `exact`."""
+    tf.nest.assert_same_structure(got, wanted)
+    for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(wanted)):
+        assert type(a) is type(b)
+        assert a.dtype == b.dtype
+        if isinstance(a, tf.SparseTensor):
+            a, b = tf.sparse.to_dense(tf.sparse.reorder(a)), tf.sparse.to_dense(tf.sparse.reorder(b))
+        if isinstance(a, tf.RaggedTensor):
+            assert a.ragged_rank == b.ragged_rank
+            for x, y in zip(a.nested_row_splits, b.nested_row_splits):
+                np.testing.assert_array_equal(x, y)
+            a, b = a.flat_values, b.flat_values
+        assert a.shape == b.shape
+        if exact or not (a.dtype.is_floating or a.dtype.is_complex):
+            np.testing.assert_array_equal(a.numpy(), b.numpy())
+        else:
+            np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def first_rows(data: Any, rows: int) -> Any:
+    """The first `rows` rows of every leaf."""
+
+    def take(leaf: Any) -> Any:
+        if isinstance(leaf, tf.SparseTensor):
+            return tf.sparse.slice(leaf, [0] * leaf.shape.rank, [rows, *leaf.shape[1:]])
+        return leaf[:rows]
+
+    return tf.nest.map_structure(take, data)

@@ -1,0 +1,89 @@
+"""Law 1: every case, on every device set, in every way of running, equals the serial map."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import devicemap
+from cases import ALL, ROWS, Case
+from oracle import assert_same, first_rows, serial
+
+
+def _in_memory(mapper: Any, case: Case, data: Any) -> Any:
+    return mapper(data)
+
+
+def _unknown_rows(mapper: Any, case: Case, data: Any) -> Any:
+    """Inside the user's `tf.function`, which does not know the number of rows."""
+
+    def relax(leaf: Any) -> Any:
+        shape = [None, *leaf.shape[1:]]
+        if isinstance(leaf, tf.RaggedTensor):
+            return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
+        return (tf.SparseTensorSpec if isinstance(leaf, tf.SparseTensor) else tf.TensorSpec)(shape, leaf.dtype)
+
+    if case.name not in _functions:
+        signature = [tf.nest.map_structure(relax, data)]
+        _functions[case.name] = tf.function(lambda data: mapper(data), input_signature=signature)
+    return _functions[case.name](data)
+
+
+def _known_rows(mapper: Any, case: Case, data: Any) -> Any:
+    """Inside the user's `tf.function`, which knows: the static shape must survive."""
+    function = tf.function(lambda: mapper(data))
+    for leaf in tf.nest.flatten(function.get_concrete_function().structured_outputs):
+        assert not isinstance(leaf, tf.Tensor) or leaf.shape.is_fully_defined()
+    return function()
+
+
+def _dataset(mapper: Any, case: Case, data: Any) -> Any:
+    dataset = tf.data.Dataset.from_tensor_slices(data)
+    return mapper(dataset.batch(4) if case.batched else dataset)
+
+
+_functions: dict[str, Callable[[Any], Any]] = {}
+WAYS = {_in_memory: (0, 1, 2, 7, ROWS), _known_rows: (0, 2, ROWS), _unknown_rows: (0, 1, 7, ROWS), _dataset: (0, 7, ROWS)}
+
+
+@functools.cache
+def _wanted(name: str, rows: int) -> Any:
+    (case,) = (case for case in ALL if case.name == name)
+    return serial(case.fn, first_rows(case.data, rows), case.batched, case.signature)
+
+
+def _counts(case: Case, rows: tuple[int, ...]) -> list[int]:
+    return [n for n in rows if n or case.shape_known]
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_same_answer(case: Case, devices: list[str]) -> None:
+    mapper = devicemap.DeviceMap(case.fn, devices=devices, batched=case.batched, **case.options)
+    _functions.clear()
+    for way, counts in WAYS.items():
+        for rows in _counts(case, counts):
+            assert_same(way(mapper, case, first_rows(case.data, rows)), _wanted(case.name, rows))
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_same_answer_in_chunks(case: Case) -> None:
+    for batch_size in (1, 5, 100):
+        mapper = devicemap.DeviceMap(
+            case.fn, devices=["CPU:1", "CPU:6", "CPU:0"], batched=case.batched, batch_size=batch_size, **case.options
+        )
+        for rows in _counts(case, (0, 1, ROWS)):
+            data = first_rows(case.data, rows)
+            assert_same(mapper(data), _wanted(case.name, rows))
+            assert_same(_dataset(mapper, case, data), _wanted(case.name, rows))
+
+
+def test_same_answer_on_a_plain_cpu() -> None:
+    """One CPU device takes a shard per core."""
+    mapper = devicemap.DeviceMap(lambda row: (row * 2, tf.reduce_sum(row)), devices=["CPU:2"])
+    for rows in (1, 15, 16, 64, 1000):
+        data = tf.random.normal([rows, 3])
+        assert_same(mapper(data), (data * 2, tf.reduce_sum(data, 1)))
