@@ -113,7 +113,8 @@ def places_on(devices: tuple[str, ...]) -> tuple[str, ...]:
     that a second shard halves its time there, and costs functions nothing whose ops use all cores by themselves.
     """
     cpus = _of_kind(list(devices), "CPU")
-    cores = tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count() or 1
+    cores = os.cpu_count() or 1
+    cores = min(cores, tf.config.threading.get_inter_op_parallelism_threads() or cores)
     return (*devices, *cpus * (cores // max(1, len(cpus)) - 1))
 
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from devicemap.errors import FunctionError
 from devicemap.gathering import gather
-from devicemap.internals import UNCHAINED, Cancellation, unrecorded
+from devicemap.internals import UNCHAINED, UNCHAINED_UNIT, Cancellation, must_run, unrecorded
 from devicemap.mirroring import Mirrors
 from devicemap.rows import HOST, cut_rows, empty_rows
 from devicemap.sharding import shard_rows
@@ -36,8 +36,10 @@ class Towers:
 
     def __init__(self, places: Sequence[str], output_device: str, trace: Callable[[int | None], Traced], name: str):
         """`trace(None)` traces the function; `trace(n)` traces it again with random number stream `n`."""
-        self.places = tuple(places)
         self.traced = trace(None)
+        # A further core of a CPU gains nothing where shards wait for each other, and would need a stream of its own.
+        alone = self.traced.audit.ordered or self.traced.audit.seeded
+        self.places = tuple(dict.fromkeys(places)) if alone else tuple(places)
         self._trace = trace
         self._output_device = output_device
         self._scope = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "fn"  # what a name scope may hold
@@ -124,7 +126,9 @@ class Towers:
         mirrors = self._mirrors_for(not differentiable)
         ordered = self.traced.audit.ordered
 
-        @tf.function(autograph=False, experimental_attributes=UNCHAINED)
+        acts = bool(self.traced.audit.effects) or self.traced.audit.writes
+
+        @tf.function(autograph=False, experimental_attributes=UNCHAINED_UNIT if acts else UNCHAINED)
         def call(sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any]]:
             values = mirrors.values()
             with tf.device(HOST):
@@ -136,6 +140,8 @@ class Towers:
                 with tf.control_dependencies(after):
                     tower = partial(self._tower, i, shard, mirrors, values, "graph")
                     results.append(tf.cond(sizes[i] > 0, tower, self.no_rows) if any_rows else tower())
+            if acts:
+                must_run(op for tower in results for op in _ops_of(tower))
             with tf.device(self._output_device):
                 if any_rows:
                     results = [_like_first(part, results[0]) for part in results]

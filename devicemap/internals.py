@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import tensorflow as tf
 from tensorflow.python.eager import cancellation, record
 
 UNCHAINED = {"_disable_acd": True}
@@ -17,6 +18,22 @@ UNCHAINED = {"_disable_acd": True}
 They would run one tower after another as soon as two of them hold a stateful op. The attribute's value is not public;
 the argument that takes it is. Order inside a tower is kept: each tower is a function of its own.
 """
+
+
+UNCHAINED_UNIT = {**UNCHAINED, "_noinline": True}
+"""The same for a function whose ops must run although nobody uses what they return.
+
+Inlined into a caller, such a function leaves behind one op that all towers have a control edge to, across devices.
+"""
+
+
+def must_run(ops: Iterable[Any]) -> None:
+    """Let the function that is being traced run these ops whether or not their results are used.
+
+    Automatic control dependencies do this for stateful ops; a function without them has to say it itself.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    graph.control_outputs.extend(dict.fromkeys(ops))
 
 
 def tape_is_recording() -> bool:

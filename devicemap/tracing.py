@@ -161,6 +161,8 @@ def _map_over_rows(row_fn: Any, specs: list[Any], options: Options) -> tuple[Any
 
         @tf.function(autograph=False)
         def vectorized(*leaves: Any) -> list[Any]:
+            # The full slice has a dense gradient; vectorized_map's gather of all rows would hand on IndexedSlices.
+            leaves = tuple(leaf[:] for leaf in leaves)
             return list(tf.vectorized_map(lambda row: row_fn(*row), leaves, fallback_to_while_loop=False))
 
         try:

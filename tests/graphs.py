@@ -1,0 +1,63 @@
+"""What TensorFlow really ran: the partitioned graphs of a call, and the edges between devices in them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tensorflow.python.eager import context  # no public way to see the partitioned graphs of an eager call
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A tensor, or a control dependency, that goes from one device to another."""
+
+    sender: str
+    receiver: str
+    source: str
+    control: bool
+
+
+def partitions(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """The `GraphDef` of each device's part of a call: of its first one, when TensorFlow cuts the graph up."""
+    ctx = context.context()
+    ctx.enable_run_metadata()
+    ctx.export_run_metadata()  # what earlier calls left there
+    try:
+        function(*args)
+        metadata = ctx.export_run_metadata()
+    finally:
+        ctx.disable_run_metadata()
+    graphs = [graph for function_graphs in metadata.function_graphs for graph in function_graphs.partition_graphs]
+    assert graphs, "no graph was built in this call: nothing would be checked"
+    return graphs
+
+
+def edges(graphs: list[Any]) -> list[Edge]:
+    found = []
+    for graph in graphs:
+        nodes = {node.name: node for node in graph.node}
+        for node in graph.node:
+            if node.op in ("_Send", "_HostSend"):
+                source = nodes[node.input[0].partition(":")[0]]
+                # a control edge is sent as a constant that waits for the op
+                control = source.op == "Const" and any(i.startswith("^") for i in source.input)
+                sender, receiver = (_short(node.attr[f"{side}_device"].s.decode()) for side in ("send", "recv"))
+                found.append(Edge(sender, receiver, node.attr["tensor_name"].s.decode(), control))
+    return found
+
+
+def between_towers(graphs: list[Any], host: str = "CPU:0") -> list[Edge]:
+    """Edges that join two towers: neither end is the device where rows are cut and results are gathered."""
+    return [edge for edge in edges(graphs) if host not in (edge.sender, edge.receiver)]
+
+
+def placements(graphs: list[Any], op: str) -> Counter[str]:
+    """How many ops of a type (or a fused or library form of it) run on each device."""
+    return Counter(_short(node.device) for graph in graphs for node in graph.node if op in node.op)
+
+
+def _short(device: str) -> str:
+    return device.rpartition("device:")[2]

@@ -1,0 +1,558 @@
+"""Law 7: errors say what was given, what was expected and what to change; bad arguments fail before anything runs."""
+
+from __future__ import annotations
+
+import re
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import devicemap
+from devicemap.errors import DataError, DeviceError, DeviceMapError, FunctionError, OptionError, UnknownOptionError
+
+X = tf.reshape(tf.range(12.0), [6, 2])
+Pair = namedtuple("Pair", "a b")
+Options = dict[str, Any]
+
+ONE: Options = {"devices": ["CPU:1"]}
+SEVERAL: Options = {"devices": ["CPU:2", "CPU:0", "CPU:5"]}
+IN_MEMORY = {"one device": ONE, "several devices": SEVERAL}
+CHUNKED = {"one device, chunks": {**ONE, "batch_size": 4}, "several devices, chunks": {**SEVERAL, "batch_size": 4}}
+WAYS = {**IN_MEMORY, **CHUNKED}
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+
+
+class Counter:
+    """A function that counts how often Python runs it, for tracing or otherwise."""
+
+    def __init__(self, fn: Callable[..., Any] = lambda *rows: rows[0]):
+        self.fn, self.count = fn, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.count += 1
+        return self.fn(*args)
+
+
+BAD_OPTIONS: list[tuple[Options, type[Exception], str]] = [
+    (
+        {"batch_sise": 2},
+        UnknownOptionError,
+        r"^'batch_sise' is not an option; did you mean 'batch_size'\? The options ",
+    ),
+    ({"device": "GPU"}, UnknownOptionError, r"'device' is not an option; did you mean 'devices'\?"),
+    ({"q": 1}, UnknownOptionError, r"^'q' is not an option; The options are devices, batched, .*, name$"),
+    ({"batched": 1}, OptionError, r"^batched=1; expected True or False$"),
+    ({"batched": None}, OptionError, r"^batched=None; expected True or False$"),
+    ({"jit_compile": "yes"}, OptionError, r"^jit_compile='yes'; expected True or False$"),
+    ({"vectorize": "no"}, OptionError, r"^vectorize='no'; expected True, False or 'auto'$"),
+    ({"vectorize": 1}, OptionError, r"^vectorize=1; expected True, False or 'auto'$"),
+    ({"batched": True, "vectorize": True}, OptionError, r"vectorize=True with batched=True: .* leave vectorize out"),
+    ({"batched": True, "vectorize": False}, OptionError, r"vectorize=False with batched=True: .* set batched=False"),
+    ({"batched": True, "fn_output_signature": tf.int32}, OptionError, r"fn_output_signature with .* leave it out$"),
+    ({"batch_size": 0}, OptionError, r"^batch_size=0; expected None or an int of at least 1, in rows per device call$"),
+    ({"batch_size": -3}, OptionError, r"^batch_size=-3; "),
+    ({"batch_size": 2.5}, OptionError, r"^batch_size=2.5; "),
+    ({"batch_size": True}, OptionError, r"^batch_size=True; "),
+    ({"batch_size": "4"}, OptionError, r"^batch_size='4'; "),
+    ({"seed": -1}, OptionError, r"^seed=-1; expected None or an int from 0 to 2\*\*32 - 1$"),
+    ({"seed": 2**32}, OptionError, r"^seed=4294967296; "),
+    ({"seed": False}, OptionError, r"^seed=False; "),
+    ({"seed": 1.0}, OptionError, r"^seed=1.0; "),
+    ({"name": ""}, OptionError, r"^name=''; expected None or a non-empty string$"),
+    ({"name": 3}, OptionError, r"^name=3; expected None or a non-empty string$"),
+    ({"devices": "CPU:9"}, DeviceError, r"'CPU:9'.* there is CPU:0, CPU:1, .*CPU:7"),
+    ({"devices": "TPU"}, DeviceError, r"^devices='TPU': there is no device of this kind; there is CPU:0, "),
+    (
+        {"devices": []},
+        DeviceError,
+        r"^devices is empty; expected at least one device, or None for all; there is CPU:0, ",
+    ),
+    (
+        {"devices": ["CPU:1", "/CPU:1"]},
+        DeviceError,
+        r"devices holds /job:.*CPU:1 more than once; name each device once",
+    ),
+    ({"devices": [3]}, DeviceError, r"^devices holds 3 of type int; expected names such as 'GPU:0'"),
+    ({"output_device": "CPU:9"}, DeviceError, r"'CPU:9'.* there is CPU:0, "),
+    ({"output_device": 7}, DeviceError, r"7 of type int; expected "),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD_OPTIONS, ids=lambda value: str(value)[:60])
+def test_bad_options(options: Options, error: type[Exception], message: str) -> None:
+    fn = Counter()
+    for call in (lambda: devicemap.DeviceMap(fn, **options), lambda: devicemap.parallel_map(fn, X, **options)):
+        with pytest.raises(error, match=message):
+            call()
+    assert fn.count == 0
+    assert issubclass(error, DeviceMapError)
+    assert issubclass(error, ValueError)
+
+
+def test_an_unknown_option_is_a_type_error_too() -> None:
+    """As Python raises for an unknown keyword argument."""
+    with pytest.raises(TypeError, match="not an option"):
+        devicemap.DeviceMap(tf.identity, colour="red")
+
+
+@pytest.mark.parametrize("fn", [None, 3, "tf.sin"], ids=str)
+def test_fn_is_not_callable(fn: Any) -> None:
+    with pytest.raises(OptionError, match=f"^fn is {fn!r} of type {type(fn).__name__}; expected a function of one "):
+        devicemap.DeviceMap(fn)
+
+
+BAD_DATA: list[tuple[str, Any, str]] = [
+    (
+        "unequal",
+        (X, X[:4]),
+        r"^the leaves of data have different numbers of rows: data\[0\] has 6, data\[1\] has 4\. They ",
+    ),
+    (
+        "unequal in a dict",
+        {"a": X, "b": [1, 2]},
+        r"data\['a'\] has 6, data\['b'\] has 2\. They must share their first axis$",
+    ),
+    ("unequal in a named tuple", Pair(X, {"k": X[:1]}), r"data\.a has 6, data\.b\['k'\] has 1"),
+    ("unequal ragged", (X, tf.ragged.constant([[1], []])), r"data\[0\] has 6, data\[1\] has 2"),
+    ("unequal sparse", (X, tf.sparse.eye(3)), r"data\[0\] has 6, data\[1\] has 3"),
+    (
+        "scalar",
+        3.0,
+        r"^data is a scalar \(float32\); every leaf needs rows as its first axis, of shape \[rows, \.\.\.\]\. ",
+    ),
+    (
+        "scalar tensor",
+        tf.constant(1),
+        r"^data is a scalar \(int32\); .* Close over values that are the same for every row",
+    ),
+    ("scalar leaf", {"x": X, "k": np.float32(2)}, r"^data\['k'\] is a scalar \(float32\)"),
+    (
+        "generator",
+        (row for row in [1.0]),
+        r"^data is a generator, which can be read only once .* pass list\(\.\.\.\) of it",
+    ),
+    (
+        "iterator",
+        (X, iter([1, 2])),
+        r"^data\[1\] is a list_iterator, which .* tf\.data\.Dataset\.from_generator\(\.\.\.\)",
+    ),
+    ("empty tuple", (), r"^data is \(\), a nest without leaves; expected at least one tensor to map over$"),
+    ("empty dict", {}, r"^data is \{\}, a nest without leaves"),
+    ("nested empty", ({}, ()), r"^data is \(\{\}, \(\)\), a nest without leaves"),
+    ("None", None, r"^data is None; expected a tensor, an array or a list with rows as its first axis$"),
+    ("None leaf", (X, None), r"^data\[1\] is None; expected a tensor"),
+    ("string", "rows", r"^data is 'rows'; expected a tensor"),
+    ("bytes", b"rows", r"^data is b'rows'; expected a tensor"),
+    ("function", tf.sin, r"^data is <.*>; expected a tensor"),
+    (
+        "uneven lists",
+        [[1], [2, 3]],
+        r"^data is a list that does not convert .*; tf\.ragged\.constant makes rows of different",
+    ),
+    ("set", {"x": {1, 2}}, r"^data\['x'\] is a set that does not convert to a tensor"),
+    ("objects", np.array([object(), None]), r"^data is a ndarray of shape \(2,\) that does not convert to a tensor"),
+    ("dataset in a nest", (X, tf.data.Dataset.range(6)), r"^data\[1\] is a Dataset inside a nest; zip datasets with "),
+]
+
+
+@pytest.mark.parametrize("way", [ONE, SEVERAL, CHUNKED["several devices, chunks"]], ids=["one", "several", "chunks"])
+@pytest.mark.parametrize(("data", "message"), [case[1:] for case in BAD_DATA], ids=[case[0] for case in BAD_DATA])
+def test_bad_data(data: Any, message: str, way: Options) -> None:
+    fn = Counter()
+    with pytest.raises(DataError, match=message) as caught:
+        devicemap.DeviceMap(fn, **way)(data)
+    assert isinstance(caught.value, ValueError)
+    assert fn.count == 0
+
+
+_nested = tf.data.Dataset.range(4).window(2)
+_any_rank = tf.data.Dataset.from_generator(lambda: iter([]), output_signature=tf.TensorSpec(None, tf.int32))
+BAD_DATASETS: list[tuple[str, Any, Options, str]] = [
+    (
+        "batches of scalars",
+        tf.data.Dataset.range(4),
+        {"batched": True},
+        r"^the dataset has .* a scalar .* \.batch\(n\) ",
+    ),
+    (
+        "of datasets",
+        _nested,
+        {},
+        r"^the dataset has elements with DatasetSpec.*; expected dense, ragged or sparse tensors",
+    ),
+    (
+        "unknown rank",
+        _any_rank,
+        {},
+        r"^the dataset has elements of unknown rank .* output_signature, or map tf\.ensure_",
+    ),
+    ("batches of unknown rank", _any_rank, {"batched": True}, r"^the dataset has elements of unknown rank "),
+]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"), [case[1:] for case in BAD_DATASETS], ids=[case[0] for case in BAD_DATASETS]
+)
+def test_bad_datasets(dataset: Any, options: Options, message: str) -> None:
+    fn = Counter()
+    with pytest.raises(DataError, match=message):
+        devicemap.DeviceMap(fn, **SEVERAL, **options)(dataset)
+    assert fn.count == 0
+
+
+def test_a_batch_of_a_dataset_with_unequal_leaves() -> None:
+    dataset = tf.data.Dataset.from_tensors((tf.zeros([3]), tf.zeros([2])))
+    with pytest.raises(DataError, match=r"different numbers of rows: data\[0\] has 3, data\[1\] has 2"):
+        devicemap.DeviceMap(lambda a, b: a, **SEVERAL, batched=True)(dataset)
+
+
+def test_a_dataset_inside_a_function() -> None:
+    fn = Counter()
+    mapper = devicemap.DeviceMap(fn, **SEVERAL)
+    with pytest.raises(
+        DataError, match=r"Dataset cannot be mapped inside a tf.function; map it outside, or pass tensors"
+    ):
+        tf.function(lambda: mapper(tf.data.Dataset.range(4)), autograph=False)()
+    assert fn.count == 0
+
+
+def test_unknown_rank_inside_a_function() -> None:
+    fn = Counter()
+    mapper = devicemap.DeviceMap(fn, **SEVERAL)
+    function = tf.function(mapper, input_signature=[tf.TensorSpec(None, tf.int32)], autograph=False)
+    with pytest.raises(DataError, match=r"data is of unknown rank \(int32\); every leaf needs rows as its first axis"):
+        function(tf.range(3))
+    assert fn.count == 0
+
+
+@pytest.mark.parametrize("data", [X, tf.data.Dataset.from_tensor_slices(X)], ids=["in memory", "dataset"])
+def test_a_tape_with_chunks(data: Any) -> None:
+    fn = Counter()
+    mapper = devicemap.DeviceMap(fn, **SEVERAL, batch_size=2)
+    with (
+        tf.GradientTape() as tape,
+        pytest.raises(OptionError, match=r"GradientTape is recording, and .* batch_size, or "),
+    ):
+        mapper(data)
+    assert fn.count == 0
+    with tf.GradientTape() as tape, tape.stop_recording():  # what the message says
+        np.testing.assert_array_equal(mapper(data), X)
+
+
+BAD_RESULTS: list[tuple[str, Any, Options, str]] = [
+    (
+        "None",
+        lambda row: None,
+        {},
+        r"^the result of fn is None; expected a tensor for each row\. .* let it return something",
+    ),
+    ("None leaf", lambda row: (row, None), {}, r"^the result\[1\] of fn is None; "),
+    ("None of a batch", lambda b: {"a": None}, {"batched": True}, r"^the result\['a'\] of fn is None; "),
+    ("nothing", lambda row: (), {}, r"^fn returned \(\), a nest without leaves; expected at least one tensor$"),
+    (
+        "an object",
+        lambda row: {"o": Counter()},
+        {},
+        r"^fn could not be traced for one row .* return value of type Counter",
+    ),
+    (
+        "a list of unlike",
+        lambda row: (row, [row, row[0]]),
+        {},
+        r"^the result\[1\] of fn is a list, not a tensor: Shapes must",
+    ),
+    (
+        "a batch's scalar",
+        tf.reduce_sum,
+        {"batched": True},
+        r"^the result of fn is a scalar; .* Set batched=False for a fn ",
+    ),
+    (
+        "fewer results",
+        lambda b: (b, 1.0),
+        {"batched": True},
+        r"^the result\[1\] of fn is a scalar; with batched=True fn ",
+    ),
+    (
+        "a signature of too few",
+        lambda row: (row, row),
+        {"fn_output_signature": tf.float32},
+        r"^fn_output_signature has 1 leaves .*, but fn returns 2: ",
+    ),
+    (
+        "ragged with XLA",
+        lambda b: tf.RaggedTensor.from_tensor(b),
+        {"batched": True, "jit_compile": True},
+        r"^jit_compile=True with ragged or sparse results: XLA has only dense ones; set it to False$",
+    ),
+    (
+        "vectorize=True with ragged results",
+        lambda row: tf.RaggedTensor.from_tensor(row[None]),
+        {"vectorize": True},
+        r"^vectorize=True: fn returns ragged or sparse tensors\. Use vectorize='auto' or False to map row by row$",
+    ),
+    (
+        "vectorize=True with a signature",
+        lambda row: row,
+        {"vectorize": True, "fn_output_signature": tf.float32},
+        r"^vectorize=True: fn_output_signature is given, which is for tf\.map_fn\. Use ",
+    ),
+    (
+        "vectorize=True with an effect",
+        lambda row: tf.ensure_shape(tf.py_function(lambda r: r, [row], tf.float32), [2]),
+        {"vectorize": True},
+        r"^vectorize=True: EagerPyFunc acts once per row\. Use ",
+    ),
+    (
+        "vectorize=True with an op that does not convert",
+        lambda row: tf.unique(row).y,
+        {"vectorize": True},
+        r"^vectorize=True: Unique has no vectorised form\. Use vectorize='auto' or False$",
+    ),
+]
+
+
+@ways
+@pytest.mark.parametrize(
+    ("fn", "options", "message"), [case[1:] for case in BAD_RESULTS], ids=[case[0] for case in BAD_RESULTS]
+)
+def test_bad_results(fn: Any, options: Options, message: str, way: Options) -> None:
+    with pytest.raises(FunctionError, match=message) as caught:
+        devicemap.DeviceMap(fn, **way, **options)(X)
+    assert caught.value.shards == ()
+
+
+def test_vectorizing_a_write() -> None:
+    counter = tf.Variable(0.0)
+
+    def count(row: Any) -> Any:
+        counter.assign_add(1.0)
+        return row
+
+    with pytest.raises(
+        FunctionError, match=r"^vectorize=True: fn writes a variable or another resource, once per row\."
+    ):
+        devicemap.DeviceMap(count, **SEVERAL, vectorize=True)(X)
+    assert counter.numpy() == 0
+
+
+def test_vectorizing_ragged_data() -> None:
+    with pytest.raises(FunctionError, match=r"^vectorize=True: the data holds ragged or sparse tensors\."):
+        devicemap.DeviceMap(tf.reduce_sum, **SEVERAL, vectorize=True)(tf.ragged.constant([[1], [2, 3]]))
+
+
+WRONG_ROWS: list[tuple[Any, int]] = [
+    (lambda b: b[:-1], 0),
+    (lambda b: tf.concat([b, b], 0), 0),
+    (lambda b: (b, b[:0]), 1),
+    (lambda b: {"a": tf.reduce_sum(b, 0, keepdims=True)[1:], "b": b}, 0),
+    (lambda b: (b, tf.RaggedTensor.from_tensor(b)[1:]), 1),
+    (lambda b: tf.sparse.from_dense(b[1:]), 0),
+]
+wrong_rows = pytest.mark.parametrize(("fn", "leaf"), WRONG_ROWS, ids=range(len(WRONG_ROWS)))
+
+
+@ways
+@wrong_rows
+def test_wrong_number_of_rows(fn: Any, leaf: int, way: Options) -> None:
+    mapper = devicemap.DeviceMap(fn, **way, batched=True)
+    with pytest.raises(
+        FunctionError, match=r"^fn returned \d+ row\(s\) for the \d+ row\(s\) it was given \("
+    ) as caught:
+        mapper(X[:5])
+    (shard,) = caught.value.shards
+    text = str(caught.value)
+    assert f"for the {len(shard)} row(s) it was given ({shard}; leaf {leaf} of its results)" in text
+    assert "with batched=True it must return one row per input row, in order. Set batched=False for " in text
+    assert shard.start == 0
+
+
+@wrong_rows
+def test_wrong_number_of_rows_inside_a_function(fn: Any, leaf: int) -> None:
+    mapper = devicemap.DeviceMap(fn, **SEVERAL, batched=True)
+    function = tf.function(lambda x: mapper(x), input_signature=[tf.TensorSpec([None, 2])], autograph=False)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="fn returned another number of rows than it was given"):
+        function(X[:5])
+
+
+def test_different_inner_shapes_in_chunks() -> None:
+    mapper = devicemap.DeviceMap(
+        lambda b: tf.zeros([tf.shape(b)[0], tf.shape(b)[0]]), **SEVERAL, batched=True, batch_size=4
+    )
+    with pytest.raises(
+        FunctionError, match=r"different inner shapes .*: \(4,\), \(2,\); a dense .* or pad to a fixed shape$"
+    ):
+        mapper(X)
+
+
+class CustomError(Exception):
+    """One that cannot be made from a message alone."""
+
+    def __init__(self, code: int, *, detail: str):
+        super().__init__(f"code {code}: {detail}")
+        self.code, self.detail = code, detail
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    """A function of a row (of two numbers) that raises in row 5 of `X`, on whichever device has it."""
+
+    def python(row: Any) -> Any:
+        if row[0] == 10:
+            raise error
+        return row
+
+    return lambda row: tf.ensure_shape(tf.py_function(python, [row], tf.float32), [2])
+
+
+def _asserting(row: Any) -> Any:
+    tf.debugging.assert_less(row[0], 10.0, message="too large")
+    return row
+
+
+RAISED: list[tuple[str, Callable[..., Any], type[Exception], str]] = [
+    ("an assertion", _asserting, tf.errors.InvalidArgumentError, "too large"),
+    ("a ValueError", _raising(ValueError("odd value")), tf.errors.InvalidArgumentError, "ValueError: odd value"),
+    ("a TypeError", _raising(TypeError("odd type")), tf.errors.InvalidArgumentError, "TypeError: odd type"),
+    ("division by zero", _raising(ZeroDivisionError("by zero")), tf.errors.UnknownError, "ZeroDivisionError: by zero"),
+    ("no memory", _raising(MemoryError("too much")), tf.errors.ResourceExhaustedError, "MemoryError: too much"),
+    (
+        "TensorFlow's own error",
+        _raising(tf.errors.ResourceExhaustedError(None, None, "no room")),
+        tf.errors.UnknownError,  # what py_function makes of it
+        "ResourceExhaustedError: no room",
+    ),
+    ("a custom error", _raising(CustomError(7, detail="hot")), tf.errors.UnknownError, "CustomError: code 7: hot"),
+    (
+        "a bad index",
+        lambda row: tf.gather([1.0] * 10, tf.cast(row[0], tf.int32)),
+        tf.errors.InvalidArgumentError,
+        "= 10",
+    ),
+]
+LAST_SHARD = {
+    "one device": "rows 0 to 5 on CPU:1",
+    "several devices": "rows 4 to 5 on CPU:5",
+    "one device, chunks": "rows 4 to 5 on CPU:1",
+}
+
+
+@pytest.mark.parametrize(("way", "where"), [(WAYS[name], where) for name, where in LAST_SHARD.items()], ids=LAST_SHARD)
+@pytest.mark.parametrize(("fn", "error", "message"), [case[1:] for case in RAISED], ids=[case[0] for case in RAISED])
+def test_an_error_inside_fn(
+    fn: Callable[..., Any], error: type[Exception], message: str, way: Options, where: str
+) -> None:
+    mapper = devicemap.DeviceMap(fn, **way, name="mine")
+    with pytest.raises(FunctionError, match=f"^mine failed on {where}: {error.__name__}: ") as caught:
+        mapper(X)
+    assert isinstance(caught.value, error)
+    assert type(caught.value.__cause__) is error
+    assert message in caught.value.message
+    assert message in str(caught.value.__cause__)
+    assert [str(shard) for shard in caught.value.shards] == [where]
+
+
+def test_an_error_inside_fn_on_the_first_idle_device() -> None:
+    mapper = devicemap.DeviceMap(_asserting, **CHUNKED["several devices, chunks"])
+    with pytest.raises(
+        FunctionError, match=r"_asserting failed on rows 4 to 5 on CPU:[025]: InvalidArgumentError: "
+    ) as caught:
+        mapper(X)
+    (shard,) = caught.value.shards
+    assert (shard.start, shard.stop, str(shard) in str(caught.value)) == (4, 6, True)
+
+
+def test_an_error_inside_fn_that_writes_is_not_located() -> None:
+    """Finding out would write a second time."""
+    counter = tf.Variable(0)
+
+    def fn(row: Any) -> Any:
+        counter.assign_add(1)
+        with tf.control_dependencies([counter.read_value()]):
+            return tf.ensure_shape(tf.py_function(lambda r: 1 // 0, [row], tf.float32), [2])
+
+    with pytest.raises(FunctionError, match="rows 0 to 2 on CPU:0, or rows 3 to 5 on CPU:1: UnknownError") as caught:
+        devicemap.DeviceMap(fn, devices=["CPU:0", "CPU:1"])(X)
+    assert [len(shard) for shard in caught.value.shards] == [3, 3]
+    assert counter.numpy() <= 2
+
+
+def test_an_error_inside_fn_under_a_tape() -> None:
+    mapper = devicemap.DeviceMap(_asserting, **SEVERAL)
+    with (
+        tf.GradientTape(),
+        pytest.raises(FunctionError, match=r"rows 4 to 5 on CPU:5: InvalidArgumentError: .*too large"),
+    ):
+        mapper(X)
+
+
+WHILE_TRACING: list[Exception] = [
+    ZeroDivisionError("by zero"),
+    KeyError("key"),
+    StopIteration("over"),
+    tf.errors.NotFoundError(None, None, "no such file"),
+    CustomError(7, detail="hot"),
+]
+
+
+@ways
+@pytest.mark.parametrize("error", WHILE_TRACING, ids=lambda error: type(error).__name__)
+def test_an_error_while_tracing(error: Exception, way: Options) -> None:
+    def fn(row: Any) -> Any:
+        raise error
+
+    mapper = devicemap.DeviceMap(tf.autograph.experimental.do_not_convert(fn), **way)
+    name = type(error).__name__
+    with pytest.raises(
+        FunctionError, match=rf"^fn could not be traced for one row \(batched=False\) .*: {name}: "
+    ) as caught:
+        mapper(X)
+    assert isinstance(caught.value, type(error))
+    assert caught.value.__cause__ is error
+    assert caught.value.shards == ()
+    assert str(error) in str(caught.value)
+    assert caught.value.args == (str(caught.value),)
+
+
+def test_a_custom_error_keeps_its_attributes() -> None:
+    @tf.autograph.experimental.do_not_convert
+    def fn(row: Any) -> Any:
+        raise CustomError(7, detail="hot")
+
+    with pytest.raises(CustomError, match="code 7: hot") as caught:
+        devicemap.parallel_map(fn, X, **SEVERAL, batched=True)
+    assert (caught.value.code, caught.value.detail) == (7, "hot")
+
+
+@pytest.mark.parametrize(
+    ("fn", "data", "options"),
+    [
+        (lambda a, b: a, X, {}),
+        (lambda a: a, (X, X), {}),
+        (lambda a: a, X, {"seed": 1}),
+        (lambda a: a + "text", X, {}),
+    ],
+    ids=["too few arguments", "too many arguments", "no argument for the seed", "an addition that cannot be"],
+)
+def test_fn_does_not_fit_the_data(fn: Any, data: Any, options: Options) -> None:
+    with pytest.raises(
+        FunctionError, match=r"fn could not be traced for one row \(batched=False\) of TensorSpec\("
+    ) as caught:
+        devicemap.parallel_map(fn, data, **SEVERAL, **options)
+    assert isinstance(caught.value, TypeError | ValueError)
+    assert type(caught.value.__cause__) in type(caught.value).__mro__
+
+
+def test_an_error_of_the_input() -> None:
+    """It is no error of fn's, and comes through as it is."""
+
+    def rows() -> Any:
+        yield 1.0
+        raise KeyError("broken input")
+
+    dataset = tf.data.Dataset.from_generator(rows, output_signature=tf.TensorSpec([], tf.float32))
+    with pytest.raises(tf.errors.UnknownError, match=re.escape("KeyError: 'broken input'")):
+        devicemap.parallel_map(lambda row: row, dataset, **SEVERAL, batch_size=1)

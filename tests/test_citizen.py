@@ -1,0 +1,94 @@
+"""Law 8: Ctrl-C stops at once, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import devicemap
+
+X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])
+
+ENDLESS = """
+import sys, threading
+import tensorflow as tf
+import devicemap
+
+devicemap.simulate_devices(3)
+
+def endless(row):
+    tf.py_function(lambda: print("running", flush=True), [], [])
+    while tf.reduce_sum(row) >= 0.0:
+        row = row + 1e-9
+    return row
+
+data = tf.ones([6, 2])
+try:
+    devicemap.parallel_map(endless, {data})
+except KeyboardInterrupt:
+    print("stopped", flush=True)
+    alive = [t.name for t in threading.enumerate() if t.name.startswith("devicemap worker")]
+    sys.exit(len(alive))
+"""
+
+
+@pytest.mark.parametrize("data", ["data", "data, batch_size=1", "tf.data.Dataset.from_tensor_slices(data)"])
+def test_ctrl_c_stops_at_once(data: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDLESS.format(data=data)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "running\n"
+        interrupted = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        output, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "stopped" in output, error
+    assert process.returncode == 0
+    assert time.monotonic() - interrupted < 10  # the process's own end included; without cancelling it never ends
+
+
+def test_no_thread_stays() -> None:
+    before = set(threading.enumerate())
+    mapper = devicemap.DeviceMap(lambda row: row * 2, devices=["CPU:0", "CPU:1"], batch_size=2)
+    mapper(X)
+    devicemap.parallel_map(tf.sin, X)
+    with pytest.raises(devicemap.errors.FunctionError):
+        devicemap.parallel_map(lambda row: tf.debugging.assert_less(row, 5.0) or row, X, batch_size=1)
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_mapper_that_is_dropped_frees_its_function_and_copies() -> None:
+    class Scale(tf.Module):
+        def __init__(self) -> None:
+            self.by = tf.Variable(2.0)
+
+        def __call__(self, row: Any) -> Any:
+            return row * self.by
+
+    scale = Scale()
+    mapper = devicemap.DeviceMap(scale, devices=["CPU:1", "CPU:2"])
+    mapper(X)
+    dead = weakref.ref(scale)
+    del scale, mapper
+    gc.collect()
+    assert dead() is None
+
+
+def test_calls_leave_global_state_alone() -> None:
+    tf.random.set_seed(3)
+    before = tf.random.normal([2]).numpy().tolist()
+    tf.random.set_seed(3)
+    devicemap.parallel_map(lambda row: row + tf.random.normal([3]), X, devices=["CPU:1", "CPU:2"])
+    assert tf.random.normal([2]).numpy().tolist() == before

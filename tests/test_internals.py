@@ -1,0 +1,91 @@
+"""What devicemap uses of TensorFlow beyond its public names is still there and does what it is used for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import tensorflow as tf
+
+from devicemap.internals import UNCHAINED, UNCHAINED_UNIT, Cancellation, must_run, tape_is_recording, unrecorded
+
+
+@pytest.mark.parametrize("attributes", [UNCHAINED, UNCHAINED_UNIT])
+def test_no_control_dependencies_are_added(attributes: dict[str, bool]) -> None:
+    def two_prints(x: tf.Tensor) -> tf.Tensor:
+        tf.print(x, output_stream="file:///dev/null")
+        tf.print(x, output_stream="file:///dev/null")
+        return x
+
+    def chained(**options: object) -> int:
+        graph = tf.function(two_prints, **options).get_concrete_function(tf.TensorSpec([])).graph
+        return sum(bool(op.control_inputs) for op in graph.get_operations() if op.type == "PrintV2")
+
+    assert chained() == 1
+    assert chained(experimental_attributes=attributes) == 0
+
+
+def test_ops_that_must_run() -> None:
+    count = tf.Variable(0)
+
+    @tf.function(experimental_attributes=UNCHAINED_UNIT)
+    def unused(x: tf.Tensor) -> tf.Tensor:
+        must_run([tf.raw_ops.AssignAddVariableOp(resource=count.handle, value=1)])
+        return x
+
+    @tf.function
+    def caller(x: tf.Tensor) -> tf.Tensor:
+        unused(x)
+        return x
+
+    caller(tf.constant(1))
+    assert int(count) == 1
+
+
+def test_a_tape_is_seen() -> None:
+    assert not tape_is_recording()
+    with tf.GradientTape() as tape:
+        assert tape_is_recording()
+        with tape.stop_recording():
+            assert not tape_is_recording()
+    with tf.autodiff.ForwardAccumulator(tf.constant(1.0), tf.constant(1.0)):
+        assert tape_is_recording()
+
+
+def test_a_direct_call_with_captures_and_structure() -> None:
+    scale = tf.Variable(3.0)
+    concrete = tf.function(lambda x: ([x * scale], x)).get_concrete_function(tf.TensorSpec([None]))
+    (scaled,), same = unrecorded(concrete)(tf.constant([1.0, 2.0]))
+    assert scaled.numpy().tolist() == [3.0, 6.0]
+    assert same.numpy().tolist() == [1.0, 2.0]
+
+
+def test_a_running_function_is_cancelled() -> None:
+    @tf.function
+    def endless(x: tf.Tensor) -> tf.Tensor:
+        while x > 0:
+            x += 1
+            started()
+        return x
+
+    running = threading.Event()
+
+    def started() -> None:
+        tf.py_function(running.set, [], [])
+
+    cancellation, errors = Cancellation(), []
+
+    def run() -> None:
+        try:
+            cancellation.cancellable(endless.get_concrete_function(tf.TensorSpec([], tf.int64)))(tf.constant(1, tf.int64))
+        except tf.errors.CancelledError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert running.wait(60)
+    cancellation.cancel()
+    thread.join(60)
+    assert len(errors) == 1
+    with pytest.raises(tf.errors.CancelledError):
+        cancellation.cancellable(tf.function(lambda: tf.constant(1)).get_concrete_function())()

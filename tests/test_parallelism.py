@@ -1,0 +1,128 @@
+"""Law 2 on the graph that really ran: no edge joins two towers, whatever fn holds; and what fn does still happens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import devicemap
+from graphs import between_towers, edges, partitions, placements
+
+TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
+X = tf.reshape(tf.range(21, dtype=tf.float32), [7, 3])
+_inner = tf.function(lambda row: tf.random.normal([3]) + row)
+
+
+def _python(row: Any) -> Any:
+    return tf.ensure_shape(tf.py_function(lambda r: r + 1, [row], tf.float32), [3])
+
+
+def _asserting(row: Any) -> Any:
+    tf.debugging.assert_less(row, 100.0)
+    return tf.debugging.check_numerics(row, "not finite")
+
+
+def _printing(row: Any) -> Any:
+    tf.print("row", row, output_stream="file:///dev/null")
+    return row * 2
+
+
+def _everything(row: Any) -> Any:
+    _asserting(row)
+    return _printing(_python(row) + _inner(row) + tf.random.uniform([]))
+
+
+def _looping(row: Any) -> Any:
+    while tf.reduce_sum(row) < 1000.0:
+        row = row + 1.0 + tf.random.uniform([])
+    return row
+
+
+FUNCTIONS = [_python, _asserting, _printing, _everything, _looping, _inner, lambda row: tf.random.shuffle(row)]
+BATCHED = [False, True]
+
+
+@pytest.mark.parametrize("batched", BATCHED)
+@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: getattr(fn, "__name__", "function"))
+@pytest.mark.parametrize("caller", ["eager", "tf.function", "tape"])
+def test_no_edge_joins_two_towers(fn: Any, batched: bool, caller: str) -> None:
+    rows = (lambda batch: tf.map_fn(fn, batch)) if batched else fn
+    mapper = devicemap.DeviceMap(rows, devices=TOWERS, batched=batched)
+
+    def taped(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = mapper(x)
+        return y
+
+    graphs = partitions({"eager": mapper, "tf.function": tf.function(lambda x: mapper(x)), "tape": taped}[caller], X)
+    assert between_towers(graphs) == []
+    assert not [edge for edge in edges(graphs) if edge.control and edge.receiver == "CPU:0"]
+
+
+def test_two_maps_in_one_function_stay_apart() -> None:
+    mapper = devicemap.DeviceMap(_everything, devices=TOWERS)
+    graphs = partitions(tf.function(lambda x: mapper(mapper(x) * 0)), X)
+    assert between_towers(graphs) == []
+
+
+def test_work_is_where_it_belongs() -> None:
+    mapper = devicemap.DeviceMap(lambda b: tf.linalg.matmul(b, b, transpose_b=True)[:, :1], devices=TOWERS, batched=True)
+    graphs = partitions(mapper, X)
+    assert placements(graphs, "MatMul") == {"CPU:1": 1, "CPU:2": 1, "CPU:3": 1}
+    # a shard in and a result out for each tower, nothing else
+    assert sorted((e.sender, e.receiver) for e in edges(graphs)) == sorted(
+        pair for tower in TOWERS for pair in (("CPU:0", tower), (tower, "CPU:0"))
+    )
+
+
+def test_ops_colocated_with_their_input_stay_on_the_tower() -> None:
+    graphs = partitions(devicemap.DeviceMap(_asserting, devices=TOWERS), X)
+    assert set(placements(graphs, "CheckNumerics")) == set(TOWERS)
+
+
+def test_effects_happen_once_per_row() -> None:
+    seen: list[float] = []
+    count = tf.Variable(0)
+
+    def note(row: Any) -> Any:
+        tf.py_function(lambda r: seen.append(float(r[0])), [row], [])
+        count.assign_add(1)
+        return row
+
+    mapper = devicemap.DeviceMap(note, devices=TOWERS)
+    np.testing.assert_array_equal(mapper(X), X)
+    assert sorted(seen) == X[:, 0].numpy().tolist()
+    tf.function(lambda x: mapper(x))(X[:2])
+    mapper(tf.data.Dataset.from_tensor_slices(X))
+    assert len(seen) == int(count) == 7 + 2 + 7
+
+
+def test_effects_happen_when_nobody_uses_the_result() -> None:
+    count = tf.Variable(0)
+
+    def note(row: Any) -> Any:
+        count.assign_add(1)
+        return row
+
+    mapper = devicemap.DeviceMap(note, devices=TOWERS)
+
+    @tf.function
+    def ignore(x: Any) -> Any:
+        mapper(x)
+        return x
+
+    ignore(X)
+    assert int(count) == 7
+
+
+def test_prints_come_out(capfd: pytest.CaptureFixture[str]) -> None:
+    def fn(batch: Any) -> Any:
+        tf.print("rows:", tf.shape(batch)[0])
+        return batch
+
+    devicemap.parallel_map(fn, X, devices=TOWERS, batched=True)
+    assert sorted(capfd.readouterr().err.split()) == sorted(["rows:", "rows:", "rows:", "3", "2", "2"])

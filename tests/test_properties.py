@@ -1,0 +1,107 @@
+"""Law 1 as a property: whatever the rows, dtype, devices and chunks, the answer is NumPy's to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import devicemap
+
+DTYPES = [np.float16, np.float32, np.float64, np.int8, np.int32, np.int64, np.uint8, np.complex64]
+
+row_counts = st.integers(0, 40)
+inner_shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+device_lists = st.permutations([f"CPU:{i}" for i in range(8)]).flatmap(
+    lambda names: st.integers(1, 8).map(lambda count: names[:count])
+)
+batch_sizes = st.none() | st.integers(1, 10)
+few = settings(max_examples=40, deadline=None)
+
+
+def _affine(row: Any) -> Any:
+    return row * 2 + 1
+
+
+def _numbers(shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
+    """Small integers: no dtype rounds or overflows on them."""
+    return np.random.default_rng(seed).integers(0, 50, size=shape).astype(dtype)
+
+
+@few
+@given(
+    rows=row_counts,
+    inner=inner_shapes,
+    dtype=st.sampled_from(DTYPES),
+    devices=device_lists,
+    batched=st.booleans(),
+    batch_size=batch_sizes,
+    seed=st.integers(0, 2**16),
+)
+def test_any_map_is_the_serial_one(
+    rows: int,
+    inner: tuple[int, ...],
+    dtype: Any,
+    devices: list[str],
+    batched: bool,
+    batch_size: int | None,
+    seed: int,
+) -> None:
+    x = _numbers((rows, *inner), dtype, seed)
+    y = devicemap.parallel_map(_affine, x, devices=devices, batched=batched, batch_size=batch_size)
+    assert y.dtype == dtype
+    assert y.shape == x.shape
+    np.testing.assert_array_equal(y, x * dtype(2) + dtype(1))
+
+
+@few
+@given(rows=row_counts, devices=device_lists, batch_size=batch_sizes)
+def test_rows_keep_their_order(rows: int, devices: list[str], batch_size: int | None) -> None:
+    """Each row exactly once, by its number, for several leaves."""
+    x = {"number": tf.range(rows), "text": tf.strings.as_string(tf.range(rows))}
+    y = devicemap.parallel_map(_swap, x, devices=devices, batch_size=batch_size)
+    assert y[1].numpy().tolist() == list(range(rows))
+    assert y[0].numpy().tolist() == [b"%d" % i for i in range(rows)]
+
+
+def _swap(row: Any) -> Any:
+    return row["text"], row["number"]
+
+
+@few
+@given(rows=row_counts, sizes=st.integers(1, 10), devices=device_lists, batch_size=batch_sizes, batched=st.booleans())
+def test_any_dataset_is_its_rows(
+    rows: int, sizes: int, devices: list[str], batch_size: int | None, batched: bool
+) -> None:
+    x = np.arange(rows * 2, dtype=np.float32).reshape(rows, 2)
+    dataset = tf.data.Dataset.from_tensor_slices(x)
+    if batched:
+        dataset = dataset.batch(sizes)
+    y = devicemap.parallel_map(_affine, dataset, devices=devices, batched=batched, batch_size=batch_size)
+    np.testing.assert_array_equal(y, x * 2 + 1)
+
+
+@few
+@given(lengths=st.lists(st.integers(0, 5), max_size=20), devices=device_lists, batch_size=batch_sizes)
+def test_any_ragged_rows(lengths: list[int], devices: list[str], batch_size: int | None) -> None:
+    x = tf.RaggedTensor.from_row_lengths(tf.range(sum(lengths)), tf.constant(lengths, tf.int64))
+    y = devicemap.parallel_map(_affine, x, devices=devices, batch_size=batch_size, batched=True)
+    assert y.to_list() == [[2 * value + 1 for value in row] for row in x.to_list()]
+    lengths_seen = devicemap.parallel_map(tf.size, x, devices=devices, batch_size=batch_size)
+    assert lengths_seen.numpy().tolist() == lengths
+
+
+@few
+@given(rows=row_counts, seed=st.integers(0, 2**32 - 1), devices=device_lists, batch_size=batch_sizes)
+def test_seeds_do_not_depend_on_the_devices(rows: int, seed: int, devices: list[str], batch_size: int | None) -> None:
+    x = tf.zeros([rows])
+    seeds = devicemap.parallel_map(_seeds, x, devices=devices, batch_size=batch_size, seed=seed)
+    assert seeds.dtype == tf.int32
+    assert seeds.numpy().view(np.uint32).tolist() == [[seed, row] for row in range(rows)]
+
+
+def _seeds(row: Any, seed: Any) -> Any:
+    return seed

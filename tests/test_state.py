@@ -1,0 +1,174 @@
+"""Laws 4 and 5: captured variables, what fn writes, and random numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import devicemap
+from devicemap.auditing import Treatment, audit
+from graphs import between_towers, edges, partitions
+
+TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
+X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])
+
+
+def _samples(x: Any = X) -> Any:
+    return tf.data.Dataset.from_tensor_slices(x)
+
+
+def _treatments(fn: Any) -> list[Treatment | None]:
+    return list(audit(tf.function(fn).get_concrete_function(tf.TensorSpec([3]))).treatments)
+
+
+def test_a_captured_variable_travels_once_per_device_and_call() -> None:
+    weights = tf.Variable(tf.random.normal([3, 3]))
+
+    def often(row: Any) -> Any:
+        for _ in tf.range(5):
+            row = tf.linalg.matvec(weights, tf.linalg.matvec(weights, row)) / 10.0
+        return row
+
+    mapper = devicemap.DeviceMap(often, devices=TOWERS)
+    towards = Counter(edge.receiver for edge in edges(partitions(mapper, X)))
+    assert towards == {"CPU:0": 3, "CPU:1": 2, "CPU:2": 2, "CPU:3": 2}  # shard and variable in, result out
+
+
+def test_an_update_between_calls_is_seen() -> None:
+    scale = tf.Variable(2.0)
+    mapper = devicemap.DeviceMap(lambda row: row * scale, devices=["CPU:0", *TOWERS])
+    for value in (2.0, 3.0, -1.0):
+        scale.assign(value)
+        np.testing.assert_allclose(mapper(X), value * X)
+        np.testing.assert_allclose(mapper(_samples()), value * X)
+
+
+def test_variables_in_inner_functions_modules_and_layers() -> None:
+    class Affine(tf.Module):
+        def __init__(self) -> None:
+            self.a, self.b = tf.Variable(2.0), tf.Variable([1.0, 2.0, 3.0])
+
+        @tf.function
+        def __call__(self, row: Any) -> Any:
+            return self.a * row + self.b
+
+    affine, dense = Affine(), tf.keras.layers.Dense(3)
+    dense.build([None, 3])
+    y = devicemap.parallel_map(lambda b: dense(affine(b)), X, devices=TOWERS, batched=True)
+    np.testing.assert_allclose(y, dense(affine(X)), rtol=1e-4)
+
+
+def test_atomic_updates_lose_nothing_and_stay_parallel() -> None:
+    total = tf.Variable(tf.zeros([3]))
+
+    def add(row: Any) -> Any:
+        total.assign_add(row)
+        return row
+
+    assert _treatments(add) == [Treatment.ATOMIC]
+    mapper = devicemap.DeviceMap(add, devices=TOWERS)
+    mapper(X)
+    mapper(_samples())
+    np.testing.assert_allclose(total, 2 * tf.reduce_sum(X, 0))
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_what_depends_on_order_runs_in_order(devices: list[str], batched: bool) -> None:
+    state = tf.Variable(1.0)
+
+    def step(row: Any) -> Any:
+        state.assign(state * 0.5 + row[0])
+        return state.read_value()
+
+    fn = (lambda b: tf.map_fn(step, b, parallel_iterations=1)) if batched else step
+    wanted = tf.function(lambda x: tf.map_fn(step, x, parallel_iterations=1))(X)
+    for data in (X, _samples().batch(4) if batched else _samples()):
+        state.assign(1.0)
+        np.testing.assert_allclose(devicemap.DeviceMap(fn, devices=devices, batched=batched)(data), wanted)
+
+
+def test_treatments() -> None:
+    v, w = tf.Variable([1.0, 2.0, 3.0]), tf.Variable([1.0, 2.0, 3.0])
+    generator = tf.random.Generator.from_seed(1)
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
+
+    def in_loop(row: Any) -> Any:
+        for _ in tf.range(2):
+            if row[0] > 0.0:
+                v.assign_sub(row)
+        return row
+
+    def scatter(row: Any) -> Any:
+        w.scatter_nd_add([[0]], [row[0]])
+        return row
+
+    def insert(row: Any) -> Any:
+        table.insert(tf.cast(row[:1], tf.int64), [1])
+        return row
+
+    assert _treatments(lambda row: row * v + tf.gather(v, 1)) == [Treatment.READ]
+    assert _treatments(in_loop) == [Treatment.ATOMIC]
+    assert _treatments(scatter) == [Treatment.ORDERED]
+    assert _treatments(insert) == [Treatment.ORDERED]
+    assert _treatments(lambda row: row + generator.normal([3])) == [Treatment.ATOMIC]
+    assert _treatments(lambda row: row + tf.constant([1.0, 2.0, 3.0])) == []
+
+
+def _distinct(rows: Any) -> int:
+    return len({row.tobytes() for row in np.asarray(rows)})
+
+
+def test_dropout_draws_another_mask_for_each_device_chunk_and_call() -> None:
+    dropout = tf.keras.layers.Dropout(0.5)
+    mapper = devicemap.DeviceMap(lambda b: dropout(b, training=True), devices=TOWERS, batched=True)
+    ones = tf.ones([9, 256])
+    inside = tf.function(lambda x: mapper(x))
+    masks = [mapper(ones), mapper(ones), mapper(ones[:2]), mapper(_samples(ones).batch(2)), inside(ones), inside(ones)]
+    assert _distinct(np.concatenate(masks)) == 9 * 5 + 2
+
+    mapper = devicemap.DeviceMap(lambda b: dropout(b, training=True), devices=TOWERS, batched=True)
+    assert between_towers(partitions(mapper, ones)) == []
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+@pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batched": True}])
+def test_random_ops_never_repeat_a_stream(seeded: bool, options: dict[str, Any]) -> None:
+    tf.random.set_seed(1) if seeded else None
+
+    def draw(row: Any) -> Any:
+        return 0 * row + tf.random.normal(tf.shape(row)) + tf.random.uniform(tf.shape(row), seed=5)
+
+    mapper = devicemap.DeviceMap(draw, devices=TOWERS, **options)
+    chunks = _samples().batch(3) if options.get("batched") else _samples()
+    draws = [mapper(X), mapper(X), mapper(X[:2]), mapper(X[:1]), mapper(chunks), mapper(chunks)]
+    assert _distinct(np.concatenate(draws)) == 20 + 20 + 2 + 1 + 20 + 20
+
+
+def test_random_ops_in_an_inner_function_are_refused_where_they_would_repeat() -> None:
+    inner = tf.function(lambda row: row + tf.random.normal([3], seed=3))
+    with pytest.raises(devicemap.errors.FunctionError, match="same numbers on every device. Use the option seed="):
+        devicemap.parallel_map(lambda row: inner(row), X, devices=TOWERS)
+    devicemap.parallel_map(lambda row: inner(row) + 1, X, devices=["CPU:1"])
+
+
+def test_seeded_results_do_not_depend_on_devices_or_chunks(devices: list[str]) -> None:
+    def draw(row: Any, seed: Any) -> Any:
+        return row + tf.random.stateless_normal([3], seed)
+
+    def draw_batch(rows: Any, seed: Any) -> Any:
+        return rows + tf.map_fn(lambda s: tf.random.stateless_normal([3], s), seed, fn_output_signature=tf.float32)
+
+    wanted = devicemap.parallel_map(draw, X, devices=["CPU:0"], seed=11)
+    assert _distinct(wanted - X) == 20
+    for options in ({}, {"batch_size": 3}, {"batch_size": 1}):
+        got = devicemap.parallel_map(draw, X, devices=devices, seed=11, **options)
+        np.testing.assert_array_equal(got, wanted)
+        got = devicemap.parallel_map(draw_batch, X, devices=devices, seed=11, batched=True, **options)
+        np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_array_equal(devicemap.parallel_map(draw, _samples(), devices=devices, seed=11), wanted)
+    np.testing.assert_array_equal(tf.function(lambda: devicemap.parallel_map(draw, X, devices=devices, seed=11))(), wanted)
+    assert not np.allclose(devicemap.parallel_map(draw, X, devices=devices, seed=12), wanted)
