@@ -24,6 +24,9 @@ from devicemap.types import Shard
 _SOON_SECONDS = 0.1
 """A call that takes no longer than this may run in the calling thread: that is how late Ctrl-C can then be."""
 
+_FAREWELL_SECONDS = 0.5
+"""How long to wait for a cancelled call; an op that is running cannot be stopped, and its thread ends after it."""
+
 _KEPT_SHARDS = 256
 
 
@@ -222,19 +225,25 @@ def _run_interruptibly(
     cancellable = cancellation.cancellable(function)
     outcome: list[Any] = []
 
+    finished = threading.Event()  # not Thread.join: interrupted, it takes the thread for ended
+
     def call() -> None:
         try:
             outcome.append((cancellable(*arguments), None))
         except BaseException as error:  # handed to the caller, whatever it is
             outcome.append((None, error))
+        finished.set()
 
     thread = threading.Thread(target=call, name="devicemap call", daemon=True)
-    thread.start()
     try:
-        thread.join()
+        thread.start()
+        while not finished.wait(_SOON_SECONDS):  # a wait without an end can miss a signal that another thread gets
+            pass
     except BaseException:
         cancellation.cancel()
+        finished.wait(_FAREWELL_SECONDS)
         raise
+    thread.join()
     ((result, error),) = outcome
     if error is not None:
         raise error

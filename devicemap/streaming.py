@@ -18,6 +18,9 @@ from devicemap.types import Shard
 _FAREWELL_SECONDS = 0.5
 """How long to wait for cancelled workers; an op that is running cannot be stopped, and its thread ends after it."""
 
+_SIGNAL_SECONDS = 0.1
+"""How often the consumer looks up from waiting: a wait without an end can miss a signal that another thread gets."""
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -93,7 +96,7 @@ class _Dispatch:
                 while self._delivered not in self._finished:
                     if self._at_end and self._delivered == self._read:
                         return
-                    self._changed.wait()
+                    self._changed.wait(_SIGNAL_SECONDS)
                 chunk, result, error = self._finished.pop(self._delivered)
                 self._delivered += 1
                 self._changed.notify_all()
