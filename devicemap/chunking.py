@@ -52,6 +52,8 @@ def from_dataset(dataset: Any, options: Options, devices: int) -> Source:
                 f"the dataset has elements with a scalar ({spec}), but batched=True takes batches of rows. Call "
                 ".batch(n) on it, or set batched=False for a fn of one sample"
             )
+    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise DataError("the dataset is infinite, and its whole result would be too; take a part of it with .take(n)")
     if not options.batched:
         dataset = _batches_of_samples(dataset, options, devices)
     return Source(_any_rows(dataset.element_spec), _read(dataset, options.batch_size))

@@ -95,7 +95,7 @@ def choose_devices(devices: Any) -> tuple[str, ...]:
         if not chosen:
             raise DeviceError(f"devices={devices!r}: there is no device of this kind; {_there_is(names)}")
         return tuple(chosen)
-    if isinstance(devices, str | Device) or not isinstance(devices, Iterable):
+    if isinstance(devices, str) or hasattr(devices, "name") or not isinstance(devices, Iterable):
         devices = [devices]
     chosen = [name for entry in devices for name in _resolve(entry, names, host)]
     if not chosen:
@@ -104,6 +104,15 @@ def choose_devices(devices: Any) -> tuple[str, ...]:
         if chosen.count(name) > 1:
             raise DeviceError(f"devices holds {name} more than once; name each device once; {_there_is(names)}")
     return tuple(chosen)
+
+
+def choose_output_device(device: Any) -> str:
+    """Full name of the one logical device that the `output_device` option means; raises as `choose_devices`."""
+    names, host = _logical_devices()
+    chosen = _resolve(device, names, host, "output_device")
+    if len(chosen) > 1:
+        raise DeviceError(f"output_device is {device!r}, which has {len(chosen)} logical devices; name one of {chosen}")
+    return chosen[0]
 
 
 def places_on(devices: tuple[str, ...]) -> tuple[str, ...]:
@@ -127,12 +136,12 @@ def kind_of(name: str) -> str:
     return name.rpartition("device:")[2].partition(":")[0]
 
 
-def _resolve(entry: Any, names: list[str], host: str) -> list[str]:
-    """The full names that one entry of the `devices` option stands for."""
+def _resolve(entry: Any, names: list[str], host: str, option: str = "devices") -> list[str]:
+    """The full names that one entry of an option stands for."""
     given = entry if isinstance(entry, str) else getattr(entry, "name", None)
     if not isinstance(given, str):
         raise DeviceError(
-            f"devices holds {entry!r} of type {type(entry).__name__}; expected names such as 'GPU:0', "
+            f"{option} has {entry!r} of type {type(entry).__name__}; expected names such as 'GPU:0', "
             f"or logical or physical devices of tf.config; {_there_is(names)}"
         )
     if physical := _PHYSICAL.fullmatch(given):
@@ -148,7 +157,8 @@ def _resolve(entry: Any, names: list[str], host: str) -> list[str]:
     else:
         found = []
     if not found:
-        raise DeviceError(f"devices holds {given!r}, which is not a device here; {_there_is(names)}")
+        kind = f"; a kind stands alone, as in devices={given!r}" if given.isalpha() and option == "devices" else ""
+        raise DeviceError(f"{option} has {given!r}, which is not a device here{kind}; {_there_is(names)}")
     return found
 
 

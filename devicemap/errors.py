@@ -13,6 +13,7 @@ A `FunctionError` that was caused by another error is also an instance of that e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from devicemap.types import Shard
 
 class DeviceMapError(Exception):
     """The base of everything that devicemap raises."""
+
+    # Autograph keeps the class of an error raised while it traces only where the constructor is this one.
+    __init__ = Exception.__init__
 
 
 class OptionError(DeviceMapError, ValueError):
@@ -45,12 +49,18 @@ class FunctionError(DeviceMapError):
     shards: tuple[Shard, ...] = ()
     """Where it failed: one shard, or all that may have, where it cannot be told; empty while tracing."""
 
-    def __init__(self, message: str, shards: Sequence[Shard] = ()):
-        super().__init__(message)
-        self.shards = tuple(shards)
-
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
+
+    def __reduce__(self) -> tuple[Any, ...]:  # pickled, it is a plain FunctionError: the class may be made for it
+        return failure, (str(self), self.shards)
+
+
+def failure(message: str, shards: Sequence[Shard] = ()) -> FunctionError:
+    """A `FunctionError` of its own, not caused by another one."""
+    error = FunctionError(message)
+    error.shards = tuple(shards)
+    return error
 
 
 def function_error(message: str, original: BaseException, shards: Sequence[Shard] = ()) -> FunctionError:
@@ -59,13 +69,13 @@ def function_error(message: str, original: BaseException, shards: Sequence[Shard
     `original.__init__` is not called: its arguments are not known here, its attributes are copied instead.
     """
     if isinstance(original, FunctionError):
-        return FunctionError(message, shards)
+        return failure(message, shards)
     try:
         kind: Any = type("FunctionError", (FunctionError, type(original)), {"__module__": __name__})
         error: FunctionError = kind.__new__(kind, message)
         error.__dict__.update(vars(original))
-    except TypeError:  # a class that cannot be a base beside another one: its layout conflicts, or it is final
-        return FunctionError(message, shards)
+    except Exception:  # a class that cannot be a base beside another one: its layout conflicts, it is final, or objects
+        return failure(message, shards)
     error.args = (message,)
     error.shards = tuple(shards)
     return error
@@ -74,7 +84,10 @@ def function_error(message: str, original: BaseException, shards: Sequence[Shard
 def brief(error: BaseException) -> str:
     """The line of an error's message that says what happened: TensorFlow puts where it was traced in front of it."""
     for line in str(error).splitlines():
-        header = line.startswith(("Graph execution error", "Detected at node", "Traceback")) or line.endswith("found.")
-        if line.strip() and not header and (not line.startswith((" ", "\t")) or line.startswith("  (0) ")):
-            return line.strip().removeprefix("(0) ")
+        if line.strip() and not _TRACE.match(line):
+            return _CODE.sub("", line.strip())
     return str(error).strip() or type(error).__name__
+
+
+_TRACE = re.compile(r"Graph execution error|Detected at node|Traceback|<stack traces|\d+ root error|\s(?! \(0\) )")
+_CODE = re.compile(r"(\(0\) )?([A-Z_]+: +)?")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.errors import FunctionError
+from devicemap.errors import failure
 from devicemap.gathering import gather
 from devicemap.internals import UNCHAINED, UNCHAINED_UNIT, Cancellation, must_run, unrecorded
 from devicemap.mirroring import Mirrors
@@ -40,8 +41,9 @@ class Towers:
     def __init__(self, places: Sequence[str], output_device: str, trace: Callable[[int | None], Traced], name: str):
         """`trace(None)` traces the function; `trace(n)` traces it again with random number stream `n`."""
         self.traced = trace(None)
-        # A further core of a CPU gains nothing where shards wait for each other, and would need a stream of its own.
-        alone = self.traced.audit.ordered or self.traced.audit.seeded
+        # A further core of a CPU gains nothing where shards wait for each other, or where ops over all rows use the cores
+        # themselves (`benchmarks/real_functions.py`: half the rows cost as many ops); and it needs a stream of its own.
+        alone = self.traced.vectorized or self.traced.audit.ordered or self.traced.audit.seeded
         self.places = tuple(dict.fromkeys(places)) if alone else tuple(places)
         self._trace = trace
         self._output_device = output_device
@@ -53,7 +55,7 @@ class Towers:
         self._streams: dict[str, list[Traced]] = {}
         self._stream_count = 0
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
-        self._seconds: float | None = None
+        self._seconds = math.inf  # the last call took, and the first one compiles
         self._calls: dict[int, Callable[..., Any]] = {}
         self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self._input_specs())
 
@@ -95,12 +97,23 @@ class Towers:
 
     def run(self, graph: Any, arguments: Sequence[Any]) -> Any:
         """Call one of the graphs such that Ctrl-C takes effect at once."""
-        call = self._calls.get(id(graph))
-        if call is None:  # graphs live as long as self does
-            call = self._calls[id(graph)] = unrecorded(graph)
-        tensors = arguments if self._plain else tf.nest.flatten(arguments, expand_composites=True)
-        result, self._seconds = _run_interruptibly(call, tensors, self._seconds)
+        tensors = self.flat(arguments)
+        # Python handles signals in the main thread, between two bytecodes: not while that thread is inside TensorFlow. So
+        # a call runs in a thread of its own, unless it is expected to end soon, or this is not the main thread anyway.
+        if self._seconds < _SOON_SECONDS or threading.current_thread() is not threading.main_thread():
+            call = self._calls.get(id(graph))
+            if call is None:  # graphs live as long as self does
+                call = self._calls[id(graph)] = unrecorded(graph)
+            start = time.perf_counter()
+            result = call(*tensors)
+            self._seconds = time.perf_counter() - start
+            return result
+        result, self._seconds = _run_in_thread(graph, tensors)
         return result
+
+    def flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The tensors that leaves consist of."""
+        return leaves if self._plain else tf.nest.flatten(list(leaves), expand_composites=True)
 
     def pack(self, leaves: Sequence[Any]) -> Any:
         """The nest that the user's function returns, of these leaves."""
@@ -140,9 +153,12 @@ class Towers:
             results: list[list[Any]] = []
             for i, shard in enumerate(cut):
                 after = _ops_of(results[-1]) if ordered and results else []
-                with tf.control_dependencies(after):
+                if any_rows:
                     tower = partial(self._tower, i, shard, mirrors, values, "graph")
-                    results.append(tf.cond(sizes[i] > 0, tower, self.no_rows) if any_rows else tower())
+                    with tf.control_dependencies(after):
+                        results.append(tf.cond(sizes[i] > 0, tower, self.no_rows))
+                else:
+                    results.append(self._tower(i, shard, mirrors, values, "graph", after))
             if acts:
                 must_run(op for tower in results for op in _ops_of(tower))
             with tf.device(self._output_device):
@@ -168,16 +184,23 @@ class Towers:
             return call.get_concrete_function(*self._input_specs())
 
     def _tower(
-        self, i: int, shard: Sequence[Any], mirrors: Mirrors, values: dict[int, Any] | None, way: str
+        self,
+        i: int,
+        shard: Sequence[Any],
+        mirrors: Mirrors,
+        values: dict[int, Any] | None,
+        way: str,
+        after: Sequence[Any] = (),
     ) -> list[Any]:
-        """The traced function on place `i`; `values` refresh the captured copies first."""
+        """The traced function on place `i`, `after` other ops; `values` refresh the captured copies first."""
         concrete = self._on_stream(i, way).concrete
         with tf.device(self.places[i]), tf.name_scope(f"{self._scope}_{i}"):
             # Ops that are colocated with their input (tf.debugging's, for instance) would follow the shard to the
             # device that cut it.
             shard = tf.nest.map_structure(tf.identity, list(shard), expand_composites=True)
             ready = [] if values is None else mirrors.refresh(i, values)
-            with tf.control_dependencies(ready), mirrors.captured_by(i, concrete):
+            # Here, not around the whole: TensorFlow takes an edge to the call for redundant if its inputs have it.
+            with tf.control_dependencies([*ready, *after]), mirrors.captured_by(i, concrete):
                 return list(concrete(*shard))
 
     def _mirrors_for(self, copy_read: bool) -> Mirrors:
@@ -197,7 +220,7 @@ class Towers:
             drawn = [traced.audit.seeds for streams in self._streams.values() for traced in streams]
             if any(a & b for a, b in itertools.combinations(drawn, 2)):
                 # A tf.function that fn calls is not traced again, and keeps the seeds of its first trace.
-                raise FunctionError(
+                raise failure(
                     "fn calls a tf.function that draws seeded random numbers, which would be the same numbers on every "
                     "device. Use the option seed= with tf.random.stateless_* ops, or a tf.random.Generator, or take "
                     "tf.random.set_seed or the inner tf.function away"
@@ -209,32 +232,22 @@ class Towers:
         return list(leaves)
 
 
-def _run_interruptibly(
-    function: Callable[..., Any], arguments: Sequence[Any], expected_seconds: float | None
-) -> tuple[Any, float]:
-    """Call a function of TensorFlow's such that Ctrl-C takes effect at once; returns its result and the seconds it took.
-
-    Python handles signals in the main thread, between two bytecodes: not while that thread is inside TensorFlow. So the
-    call runs in a thread of its own, unless it is expected to end soon, or this is not the main thread anyway.
-    """
-    start = time.perf_counter()
-    soon = expected_seconds is not None and expected_seconds < _SOON_SECONDS
-    if soon or threading.current_thread() is not threading.main_thread():
-        return function(*arguments), time.perf_counter() - start
+def _run_in_thread(graph: Any, tensors: Sequence[Any]) -> tuple[Any, float]:
+    """Call a `ConcreteFunction` such that Ctrl-C takes effect at once; returns its result and the seconds it took."""
     cancellation = Cancellation()
-    cancellable = cancellation.cancellable(function)
+    cancellable = cancellation.cancellable(graph)
     outcome: list[Any] = []
-
     finished = threading.Event()  # not Thread.join: interrupted, it takes the thread for ended
 
     def call() -> None:
         try:
-            outcome.append((cancellable(*arguments), None))
+            outcome.append((cancellable(*tensors), None))
         except BaseException as error:  # handed to the caller, whatever it is
             outcome.append((None, error))
         finished.set()
 
     thread = threading.Thread(target=call, name="devicemap call", daemon=True)
+    start = time.perf_counter()
     try:
         thread.start()
         while not finished.wait(_SOON_SECONDS):  # a wait without an end can miss a signal that another thread gets

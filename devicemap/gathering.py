@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.errors import FunctionError
+from devicemap.errors import failure
 from devicemap.rows import count_rows
 from devicemap.types import Shard
 
@@ -32,7 +32,8 @@ def gather(parts: Sequence[Any]) -> tuple[Any, Any]:
     shape = first.shape
     for part in parts[1:]:
         shape = _common(shape, part.shape)
-    shape = tf.TensorShape([None]).concatenate(shape[1:])
+    if shape.rank is not None:
+        shape = tf.TensorShape([None]).concatenate(shape[1:])
     array = tf.TensorArray(first.dtype, size=len(parts), infer_shape=False, element_shape=shape)
     for i, part in enumerate(parts):
         array = array.write(i, part)
@@ -40,7 +41,7 @@ def gather(parts: Sequence[Any]) -> tuple[Any, Any]:
     joined = tf.raw_ops.TensorListConcatV2(
         input_handle=array.flow,
         element_dtype=first.dtype,
-        element_shape=[-1 if d is None else d for d in shape.as_list()],
+        element_shape=-1 if shape.rank is None else [-1 if d is None else d for d in shape.as_list()],
         leading_dims=tf.zeros([0], tf.int64),
     )
     joined.tensor.set_shape(shape)
@@ -54,8 +55,7 @@ def join(parts: Sequence[Any]) -> Any:
         return first
     if isinstance(first, tf.SparseTensor):
         return tf.sparse.concat(0, list(parts), expand_nonconcat_dims=True)
-    if not isinstance(first, tf.RaggedTensor) and len({tuple(part.shape[1:]) for part in parts}) > 1:
-        raise FunctionError(uneven_message([part.shape[1:] for part in parts]))
+    check_inner_shapes(parts)
     return tf.concat(list(parts), axis=0)
 
 
@@ -68,7 +68,7 @@ def check_row_counts(results: Sequence[Any], returned: Sequence[Any], shards: Se
     for leaf, counts in enumerate(counted):
         for count, shard in zip(counts, shards):
             if count != len(shard):
-                raise FunctionError(
+                raise failure(
                     f"fn returned {count} row(s) for the {len(shard)} row(s) it was given ({shard}; leaf {leaf} of its "
                     "results); with batched=True it must return one row per input row, in order. Set batched=False for "
                     "a fn of one row",
@@ -98,18 +98,24 @@ def with_row_counts_checked(results: Sequence[Any], returned: Sequence[Any], siz
 
 def with_static_rows(leaf: Any, rows: int | None) -> Any:
     """Tell TensorFlow the number of rows, where it is known while tracing."""
-    if isinstance(leaf, tf.Tensor):
+    if isinstance(leaf, tf.Tensor) and leaf.shape.rank is not None:
+        if rows is not None and leaf.shape[0] not in (None, rows):
+            raise failure(
+                f"fn returned {leaf.shape[0]} row(s) for the {rows} row(s) it was given; with batched=True it must return "
+                "one row per input row, in order. Set batched=False for a fn of one row"
+            )
         leaf.set_shape(tf.TensorShape([rows]).concatenate(leaf.shape[1:]))
     return leaf
 
 
-def uneven_message(shapes: Sequence[Any]) -> str:
-    """What to say where shards have results of different inner shapes."""
-    seen = list(dict.fromkeys(str(tf.TensorShape(shape)) for shape in shapes))
-    return (
-        f"fn returned dense results of different inner shapes for different shards: {', '.join(seen)}; a dense tensor "
-        "cannot hold both. Return a tf.RaggedTensor, or pad to a fixed shape"
-    )
+def check_inner_shapes(parts: Sequence[Any]) -> None:
+    """Raise where dense results of shards, eager ones, do not fit together."""
+    shapes = list(dict.fromkeys(str(part.shape[1:]) for part in parts if isinstance(part, tf.Tensor)))
+    if len(shapes) > 1:
+        raise failure(
+            f"fn returned dense results of different inner shapes for different shards: {', '.join(shapes)}; a dense "
+            "tensor cannot hold both. Return a tf.RaggedTensor, or pad to a fixed shape"
+        )
 
 
 def _common(a: Any, b: Any) -> Any:

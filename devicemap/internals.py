@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import cancellation, record
+from tensorflow.python.eager import cancellation, context, execute, record
+from tensorflow.python.eager.polymorphic_function import atomic_function
 
 UNCHAINED = {"_disable_acd": True}
 """`tf.function(experimental_attributes=UNCHAINED)`: no automatic control dependencies between the ops of the function.
@@ -55,10 +57,11 @@ def unrecorded(concrete: Any) -> Callable[..., Any]:
 
 
 class Cancellation:
-    """Cancels running functions of TensorFlow from another thread.
+    """Cancels running `ConcreteFunction`s from another thread.
 
-    TensorFlow's runtime can do that; the public API has no name for it since sessions went. Each call gets a manager of
-    its own, because a call that fails cancels what else runs under its manager.
+    TensorFlow's runtime can do that. Its Python has a context manager for it, but keeps the manager in a global of the
+    process, where threads meet those of others: so it is handed to the call itself here. Each call gets one of its own,
+    because a call that fails cancels what else runs under its manager.
     """
 
     def __init__(self) -> None:
@@ -66,20 +69,29 @@ class Cancellation:
         self._running: set[Any] = set()
         self._cancelled = False
 
-    def cancellable(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose calls end with `tf.errors.CancelledError` at `cancel`, and later ones at once."""
+    def cancellable(self, concrete: Any) -> Callable[..., Any]:
+        """As `unrecorded`, but calls end with `tf.errors.CancelledError` at `cancel`, and later ones at once."""
+        function, captured = concrete.inference_fn, list(concrete.captured_inputs)
+        name = tf.compat.as_str(function.name)
+        outputs = len(function.function_type.flat_outputs)
+        ctx = context.context()
+        attributes = tuple(itertools.chain(*ctx.function_call_options.as_attrs().items()))
 
-        def call(*args: Any) -> Any:
+        def call(*tensors: Any) -> Any:
             manager = cancellation.CancellationManager()
             with self._lock:
                 self._running.add(manager)
                 if self._cancelled:
                     manager.start_cancel()
             try:
-                return manager.get_cancelable_function(function)(*args)
+                with atomic_function.InterpolateRuntimeError(function):  # adds to an error where its op was defined
+                    results = execute.execute_with_cancellation(
+                        name, outputs, [*tensors, *captured], attributes, ctx, manager
+                    )
             finally:
                 with self._lock:
                     self._running.discard(manager)
+            return function.function_type.pack_output(results)
 
         return call
 

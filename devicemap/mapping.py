@@ -19,11 +19,11 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.chunking import Source, from_dataset, in_memory
-from devicemap.devices import choose_devices, places_on
+from devicemap.devices import choose_devices, choose_output_device, places_on
 from devicemap.errors import DataError, FunctionError, OptionError, brief, function_error
 from devicemap.execution import Towers, sizes_in_graph
-from devicemap.gathering import check_row_counts, join, with_row_counts_checked, with_static_rows
-from devicemap.internals import Cancellation, tape_is_recording
+from devicemap.gathering import check_inner_shapes, check_row_counts, join, with_row_counts_checked, with_static_rows
+from devicemap.internals import Cancellation, tape_is_recording, unrecorded
 from devicemap.options import Options, check_options
 from devicemap.rows import HOST, Rows, as_rows, count_rows, freeze, take_rows
 from devicemap.scheduling import chunks_in_flight
@@ -128,7 +128,7 @@ class DeviceMap:
         self._fn = fn
         self._options: Options = check_options(fn, options)
         self._devices = choose_devices(self._options.devices)
-        (self._output_device,) = choose_devices([self._options.output_device])
+        self._output_device = choose_output_device(self._options.output_device)
         self._name = self._options.name or str(getattr(fn, "__name__", type(fn).__name__))
         self._lock = threading.RLock()
         self._towers: dict[Any, Towers] = {}
@@ -164,13 +164,19 @@ class DeviceMap:
             # A tape records what its own thread does, so a taped call stays in this one.
             results, returned = graph(*arguments) if taped else towers.run(graph, arguments)
         except Exception as error:
-            raise self._located(error, towers, arguments[1:], shards) from error
+            located, cause = self._located(error, towers, arguments[1:], shards)
+            raise located from cause
         if self._options.batched:
             check_row_counts(results, returned, shards)
         return towers.pack(results)
 
     def _inside_function(self, rows: Rows) -> Any:
         """In-memory data, inside the user's own `tf.function`: the same graph becomes a part of it."""
+        if self._options.batch_size is not None:
+            raise OptionError(
+                f"batch_size={self._options.batch_size} inside a tf.function: chunks are handed out in eager code. Map "
+                "outside of the tf.function, or leave batch_size out"
+            )
         towers = self._towers_for(rows)
         if rows.count == 0:
             return towers.pack(towers.no_rows())
@@ -196,7 +202,7 @@ class DeviceMap:
         functions = [cancellation.cancellable(function) for function in towers.functions()]
         if towers.traced.audit.ordered:
             functions = functions[:1]
-        workers = [partial(self._run_chunk, *pair) for pair in zip(functions, towers.places)]
+        workers = [partial(self._run_chunk, towers, *pair) for pair in zip(functions, towers.places)]
         stream = run_chunks(source.chunks, workers, chunks_in_flight(len(workers)), cancellation.cancel)
         parts = [results for _, results in stream]
         if not parts:
@@ -204,10 +210,11 @@ class DeviceMap:
         with tf.device(self._output_device):
             return towers.pack([join(leaves) for leaves in zip(*parts)])
 
-    def _run_chunk(self, function: Callable[..., Any], device: str, chunk: Chunk) -> list[Any]:
+    def _run_chunk(self, towers: Towers, function: Callable[..., Any], device: str, chunk: Chunk) -> list[Any]:
         shard = Shard(device, chunk.start, chunk.start + chunk.count)
         try:
-            results: list[Any] = function(*self._seeded(chunk.leaves, chunk.start, chunk.count))
+            leaves = self._seeded(chunk.leaves, chunk.start, chunk.count)
+            results: list[Any] = function(*towers.flat(leaves))
         except Exception as error:
             raise self._failed(error, [shard]) from error
         if self._options.batched:
@@ -247,24 +254,33 @@ class DeviceMap:
 
     def _located(
         self, error: Exception, towers: Towers, leaves: Sequence[Any], shards: Sequence[Shard]
-    ) -> FunctionError:
-        """The error for a graph that failed. TensorFlow does not tell which tower it was, so the shards run once more,
-        each for itself, unless that would write a variable again."""
+    ) -> tuple[FunctionError, Exception]:
+        """The error for a graph that failed, and its cause.
+
+        TensorFlow does not tell which tower it was. So the shards run once more, each for itself, unless that would write
+        a variable again.
+        """
         if len(shards) > 1 and not towers.traced.audit.writes:
             towers.refresh()
 
-            def attempt(function: Callable[..., Any], shard: Shard) -> Exception | None:
+            def attempt(function: Any, shard: Shard) -> Any:
+                rows = [take_rows(leaf, shard.start, shard.stop) for leaf in leaves]
                 try:
-                    function(*(take_rows(leaf, shard.start, shard.stop) for leaf in leaves))
+                    return unrecorded(function)(*towers.flat(rows)), None
                 except Exception as again:
-                    return again
-                return None
+                    return None, again
 
             with ThreadPoolExecutor(len(shards)) as pool:
-                for shard, again in zip(shards, pool.map(attempt, towers.functions(), shards)):
-                    if again is not None:
-                        return self._failed(again, [shard])
-        return self._failed(error, shards)
+                outcomes = list(pool.map(attempt, towers.functions(), shards))
+            for shard, (_, again) in zip(shards, outcomes):
+                if again is not None:
+                    return self._failed(again, [shard]), again
+            try:
+                for parts in zip(*(results for results, _ in outcomes)):
+                    check_inner_shapes(parts)
+            except FunctionError as uneven:
+                return uneven, error
+        return self._failed(error, shards), error
 
     def _failed(self, error: Exception, shards: Sequence[Shard]) -> FunctionError:
         if isinstance(error, FunctionError):

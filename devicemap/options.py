@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any
 
 from devicemap.errors import OptionError, UnknownOptionError
@@ -35,10 +36,10 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
     for name in options:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UnknownOptionError(f"{name!r} is not an option; {hint}The options are {', '.join(names)}")
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise UnknownOptionError(f"{name!r} is not an option{hint} The options are {', '.join(names)}")
     if not callable(fn):
-        raise OptionError(f"fn is {fn!r} of type {type(fn).__name__}; expected a function of one sample or one batch")
+        raise OptionError(f"fn is of type {type(fn).__name__}, not callable; fn comes first, then the data")
     checked = Options(**options)
     for name in ("batched", "jit_compile"):
         value = getattr(checked, name)
@@ -54,13 +55,13 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
     if checked.batched and checked.fn_output_signature is not None:
         raise OptionError("fn_output_signature with batched=True: it is for a fn of one sample; leave it out")
     if checked.batch_size is not None and (
-        isinstance(checked.batch_size, bool) or not isinstance(checked.batch_size, int) or checked.batch_size < 1
+        isinstance(checked.batch_size, bool) or not isinstance(checked.batch_size, Integral) or checked.batch_size < 1
     ):
         raise OptionError(
             f"batch_size={checked.batch_size!r}; expected None or an int of at least 1, in rows per device call"
         )
     if checked.seed is not None and (
-        isinstance(checked.seed, bool) or not isinstance(checked.seed, int) or not 0 <= checked.seed < 2**32
+        isinstance(checked.seed, bool) or not isinstance(checked.seed, Integral) or not 0 <= checked.seed < 2**32
     ):
         raise OptionError(f"seed={checked.seed!r}; expected None or an int from 0 to 2**32 - 1")
     if checked.name is not None and not (isinstance(checked.name, str) and checked.name):

@@ -5,6 +5,7 @@ The conventions are `tf.data`'s: tuples and dicts are structure, lists become te
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,10 @@ def as_rows(data: Any) -> Rows:
     if isinstance(data, tf.Tensor) and data.shape.rank:  # the hot path: nothing to convert and nothing to compare
         return Rows(data, (data,), data.shape[0], (data.dtype, data.shape[1:]))
     structure = _convert(data, "data")
-    leaves = tuple(tf.nest.flatten(structure))
+    try:
+        leaves = tuple(tf.nest.flatten(structure))
+    except TypeError as error:
+        raise DataError(f"data holds a dict whose keys cannot be sorted ({error}); use keys of one type") from error
     paths = _paths(structure, "data")
     if not leaves:
         raise DataError(f"data is {data!r}, a nest without leaves; expected at least one tensor to map over")
@@ -100,6 +104,8 @@ def row_spec(spec: Any) -> Any:
 
 def empty_rows(spec: Any) -> Any:
     """No rows of what has `spec`: inner dimensions that it does not know are 0."""
+    if spec.shape.rank is None:
+        return tf.zeros([0], spec.dtype)
     if isinstance(spec, tf.RaggedTensorSpec):
         inner = [d or 0 for d in spec.shape[spec.ragged_rank + 1 :].as_list()]
         values = tf.zeros([0, *inner], spec.dtype)
@@ -155,7 +161,7 @@ def map_nest(leaf: Callable[[Any, str], Any], data: Any, path: str) -> Any:
     """Rebuild tuples (named ones too) and dicts with `leaf(value, path)` for everything else."""
     if isinstance(data, Mapping):
         entries = {key: map_nest(leaf, value, f"{path}[{key!r}]") for key, value in data.items()}
-        return entries if type(data) is dict else type(data)(entries)  # type: ignore[call-arg]
+        return OrderedDict(entries) if isinstance(data, OrderedDict) else entries
     if isinstance(data, tuple):
         if hasattr(data, "_fields"):
             return type(data)(*(map_nest(leaf, v, f"{path}.{f}") for f, v in zip(data._fields, data)))

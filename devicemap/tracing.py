@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap.auditing import Audit, audit
-from devicemap.errors import FunctionError, function_error
+from devicemap.errors import FunctionError, failure, function_error
 from devicemap.options import Options
 from devicemap.rows import map_nest, row_spec, spec_of
 
@@ -75,14 +75,19 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: int | No
                 vectorized, reason = False, "fn takes a batch"
             else:
                 row_fn = flat_fn.get_concrete_function(*map(row_spec, leaf_specs))
-                over_rows, vectorized, reason = _map_over_rows(row_fn, leaf_specs, options)
+                structure = shape_of_results[-1]
+                over_rows, vectorized, reason = _map_over_rows(row_fn, leaf_specs, options, structure)
             if options.jit_compile:
-                over_rows = _compile_by_powers_of_two(over_rows, leaf_specs)
+                over_rows = _compile_by_powers_of_two(over_rows, leaf_specs, options.batched)
     except FunctionError:
         raise
     except Exception as error:
         given = ", ".join(map(str, leaf_specs if options.batched else map(row_spec, leaf_specs)))
         what = "a batch" if options.batched else "one row (batched=False)"
+        if type(specs) is tuple:
+            what += f", as {len(specs)} arguments,"
+        if options.seed is not None:
+            what += " and the keyword seed"
         raise function_error(
             f"fn could not be traced for {what} of {given}: {type(error).__name__}: {error}", error
         ) from error
@@ -121,7 +126,7 @@ def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: l
         structures.append(tf.nest.map_structure(lambda _: None, results))
         flat = tf.nest.flatten(results)
         if not flat:
-            raise FunctionError(f"fn returned {results!r}, a nest without leaves; expected at least one tensor")
+            raise failure(f"fn returned {results!r}, a nest without leaves; expected at least one tensor")
         return list(flat)
 
     return flat_fn
@@ -130,33 +135,35 @@ def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: l
 def _result(value: Any, path: str, batched: bool) -> Any:
     """One leaf of what `fn` returned, as a tensor: by tf.data's conventions, lists are stacked."""
     if value is None:
-        raise FunctionError(
+        raise failure(
             f"{path} of fn is None; expected a tensor for each row. If fn is there for what it does, let it return "
             "something of the row, for instance the row itself"
         )
-    if isinstance(value, tf.TensorArray):
-        raise FunctionError(f"{path} of fn is a TensorArray; return its .stack() or .concat()")
+    if isinstance(value, tf.Tensor) and value.dtype == tf.variant:
+        raise failure(
+            f"{path} of fn is a TensorArray or another object, not a tensor; return its .stack() or .concat()"
+        )
     if not isinstance(value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor):
         if isinstance(value, tf.IndexedSlices):
             value = tf.convert_to_tensor(value)
         try:
             value = tf.convert_to_tensor(value)
         except (TypeError, ValueError) as error:
-            raise FunctionError(f"{path} of fn is a {type(value).__name__}, not a tensor: {error}") from error
+            raise failure(f"{path} of fn is a {type(value).__name__}, not a tensor: {error}") from error
     if batched and value.shape.rank == 0:
-        raise FunctionError(
+        raise failure(
             f"{path} of fn is a scalar; with batched=True fn must return as many rows as it is given, of shape "
             "[rows, ...]. Set batched=False for a fn of one row"
         )
     return value
 
 
-def _map_over_rows(row_fn: Any, specs: list[Any], options: Options) -> tuple[Any, bool, str]:
+def _map_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> tuple[Any, bool, str]:
     """The loop over a shard's rows: the function, whether it is vectorised, and why."""
     wanted = options.vectorize
     obstacle = None if wanted is False else _obstacle(row_fn, specs, options)
     if wanted is True and obstacle is not None:
-        raise FunctionError(f"vectorize=True: {obstacle}. Use vectorize='auto' or False to map row by row")
+        raise failure(f"vectorize=True: {obstacle}. Use vectorize='auto' or False to map row by row")
     if wanted is not False and obstacle is None:
 
         @tf.function(autograph=False)
@@ -171,8 +178,8 @@ def _map_over_rows(row_fn: Any, specs: list[Any], options: Options) -> tuple[Any
         except Exception as error:  # pfor raises ValueError, NotImplementedError, TypeError and more for what it lacks
             obstacle = _why(error)
             if wanted is True:
-                raise FunctionError(f"vectorize=True: {obstacle}. Use vectorize='auto' or False") from error
-    signature = _signature(row_fn, options)
+                raise failure(f"vectorize=True: {obstacle}. Use vectorize='auto' or False") from error
+    signature = _signature(row_fn, options, structure)
 
     @tf.function(autograph=False)
     def mapped(*leaves: Any) -> list[Any]:
@@ -197,21 +204,31 @@ def _obstacle(row_fn: Any, specs: list[Any], options: Options) -> str | None:
     return None
 
 
-def _signature(row_fn: Any, options: Options) -> list[Any]:
+def _signature(row_fn: Any, options: Options, structure: Any) -> list[Any]:
+    """What `tf.map_fn` is to expect: as `fn` returned it when it was traced, or as the user says."""
     outputs = row_fn.structured_outputs
+    returned = [tf.type_spec_from_value(leaf) for leaf in outputs]
     if options.fn_output_signature is None:
-        return [tf.type_spec_from_value(leaf) for leaf in outputs]
-    given = map_nest(lambda leaf, _: leaf, options.fn_output_signature, "")
+        return returned
+    given = options.fn_output_signature
+    try:
+        tf.nest.assert_same_structure(given, structure)
+    except (TypeError, ValueError) as error:
+        raise failure(
+            f"fn_output_signature is {given}, but fn returns {tf.nest.pack_sequence_as(structure, returned)}: "
+            "the nests must be the same"
+        ) from error
     flat = list(tf.nest.flatten(given))
-    if len(flat) != len(outputs):
-        raise FunctionError(
-            f"fn_output_signature has {len(flat)} leaves ({given}), but fn returns {len(outputs)}: "
-            f"{[str(tf.type_spec_from_value(leaf)) for leaf in outputs]}"
-        )
+    for spec, leaf in zip(flat, outputs):
+        dtype = tf.as_dtype(getattr(spec, "dtype", spec))
+        if dtype != leaf.dtype:
+            raise failure(
+                f"fn_output_signature has {dtype.name} where fn returns {leaf.dtype.name}; they must be the same"
+            )
     return flat
 
 
-def _compile_by_powers_of_two(over_rows: Any, specs: list[Any]) -> Any:
+def _compile_by_powers_of_two(over_rows: Any, specs: list[Any], batched: bool) -> Any:
     """Run a shard through XLA in pieces of 1, 2, 4, 8, ... rows, largest first.
 
     XLA compiles for each shape it meets. No row may be padded into `fn`, and sizes vary freely, so a shard is cut by the
@@ -219,7 +236,7 @@ def _compile_by_powers_of_two(over_rows: Any, specs: list[Any]) -> Any:
     """
     outputs = over_rows.structured_outputs
     if not all(isinstance(leaf, tf.Tensor) for leaf in outputs):
-        raise FunctionError("jit_compile=True with ragged or sparse results: XLA has only dense ones; set it to False")
+        raise failure("jit_compile=True with ragged or sparse results: XLA has only dense ones; set it to False")
     compiled = tf.function(lambda *leaves: over_rows(*leaves), autograph=False, jit_compile=True)
 
     @tf.function(autograph=False)
@@ -233,6 +250,11 @@ def _compile_by_powers_of_two(over_rows: Any, specs: list[Any]) -> Any:
         def step(start: Any, piece: Any, arrays: list[Any]) -> tuple[Any, Any, list[Any]]:
             size = tf.reduce_max(tf.where(_POWERS_OF_TWO <= rows - start, _POWERS_OF_TWO, 1))
             results = compiled(*[leaf[start : start + size] for leaf in leaves])
+            if batched:  # pieces that return too many and too few rows would add up
+                for result in results:
+                    tf.debugging.assert_equal(
+                        tf.shape(result)[0], size, "fn must return one row per input row: returned and given"
+                    )
             return start + size, piece + 1, [a.write(piece, r) for a, r in zip(arrays, results)]
 
         *_, arrays = tf.while_loop(lambda start, *_: start < rows, step, (0, 0, arrays))

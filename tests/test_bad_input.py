@@ -436,7 +436,6 @@ RAISED: list[tuple[str, Callable[..., Any], type[Exception], str]] = [
 LAST_SHARD = {
     "one device": "rows 0 to 5 on CPU:1",
     "several devices": "rows 4 to 5 on CPU:5",
-    "one device, chunks": "rows 4 to 5 on CPU:1",
 }
 
 
@@ -455,29 +454,23 @@ def test_an_error_inside_fn(
     assert [str(shard) for shard in caught.value.shards] == [where]
 
 
-def test_an_error_inside_fn_on_the_first_idle_device() -> None:
-    mapper = devicemap.DeviceMap(_asserting, **CHUNKED["several devices, chunks"])
-    with pytest.raises(
-        FunctionError, match=r"_asserting failed on rows 4 to 5 on CPU:[025]: InvalidArgumentError: "
-    ) as caught:
-        mapper(X)
-    (shard,) = caught.value.shards
-    assert (shard.start, shard.stop, str(shard) in str(caught.value)) == (4, 6, True)
-
-
 def test_an_error_inside_fn_that_writes_is_not_located() -> None:
     """Finding out would write a second time."""
     counter = tf.Variable(0)
+    python_calls = []
 
-    def fn(row: Any) -> Any:
-        counter.assign_add(1)
-        with tf.control_dependencies([counter.read_value()]):
-            return tf.ensure_shape(tf.py_function(lambda r: 1 // 0, [row], tf.float32), [2])
+    def python(batch: Any) -> Any:
+        python_calls.append(float(batch[0, 0]))
+        raise ZeroDivisionError
+
+    def fn(batch: Any) -> Any:
+        counter.assign(counter + 1)
+        return tf.ensure_shape(tf.py_function(python, [batch], tf.float32), [None, 2])
 
     with pytest.raises(FunctionError, match="rows 0 to 2 on CPU:0, or rows 3 to 5 on CPU:1: UnknownError") as caught:
-        devicemap.DeviceMap(fn, devices=["CPU:0", "CPU:1"])(X)
+        devicemap.DeviceMap(fn, devices=["CPU:0", "CPU:1"], batched=True)(X)
     assert [len(shard) for shard in caught.value.shards] == [3, 3]
-    assert counter.numpy() <= 2
+    assert python_calls == [0.0]
 
 
 def test_an_error_inside_fn_under_a_tape() -> None:

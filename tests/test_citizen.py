@@ -46,7 +46,7 @@ except KeyboardInterrupt:
 def test_ctrl_c_stops_at_once(data: str, tmp_path: pathlib.Path) -> None:
     program = tmp_path / "endless.py"
     program.write_text(ENDLESS.format(data=data))
-    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, program], **pipes) as process:
         try:
             assert process.stdout is not None

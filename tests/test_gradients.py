@@ -34,7 +34,11 @@ def test_gradients_are_those_of_the_serial_map(devices: list[str], batched: bool
 
     wanted = gradients(serial, X)
     mapped = tf.function(lambda x: mapper(x)) if place.startswith("tape outside") else mapper
-    run = tf.function(lambda x: gradients(mapped, x)) if place.startswith("tape inside") else lambda x: gradients(mapped, x)
+    run = (
+        tf.function(lambda x: gradients(mapped, x))
+        if place.startswith("tape inside")
+        else lambda x: gradients(mapped, x)
+    )
     for got, want in zip(run(X), wanted):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 

@@ -77,7 +77,9 @@ def test_a_running_function_is_cancelled() -> None:
 
     def run() -> None:
         try:
-            cancellation.cancellable(endless.get_concrete_function(tf.TensorSpec([], tf.int64)))(tf.constant(1, tf.int64))
+            cancellation.cancellable(endless.get_concrete_function(tf.TensorSpec([], tf.int64)))(
+                tf.constant(1, tf.int64)
+            )
         except tf.errors.CancelledError as error:
             errors.append(error)
 

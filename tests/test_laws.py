@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-
-import devicemap
 from cases import ALL, ROWS, Case
 from oracle import assert_same, first_rows, serial
+
+import devicemap
 
 
 def _in_memory(mapper: Any, case: Case, data: Any) -> Any:
@@ -47,7 +47,12 @@ def _dataset(mapper: Any, case: Case, data: Any) -> Any:
 
 
 _functions: dict[str, Callable[[Any], Any]] = {}
-WAYS = {_in_memory: (0, 1, 2, 7, ROWS), _known_rows: (0, 2, ROWS), _unknown_rows: (0, 1, 7, ROWS), _dataset: (0, 7, ROWS)}
+WAYS = {
+    _in_memory: (0, 1, 2, 7, ROWS),
+    _known_rows: (0, 2, ROWS),
+    _unknown_rows: (0, 1, 7, ROWS),
+    _dataset: (0, 7, ROWS),
+}
 
 
 @functools.cache

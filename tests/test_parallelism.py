@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from graphs import between_towers, edges, partitions, placements
 
 import devicemap
-from graphs import between_towers, edges, partitions, placements
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
 X = tf.reshape(tf.range(21, dtype=tf.float32), [7, 3])
@@ -55,8 +55,7 @@ def test_no_edge_joins_two_towers(fn: Any, batched: bool, caller: str) -> None:
     def taped(x: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(x)
-            y = mapper(x)
-        return y
+            return mapper(x)
 
     graphs = partitions({"eager": mapper, "tf.function": tf.function(lambda x: mapper(x)), "tape": taped}[caller], X)
     assert between_towers(graphs) == []
@@ -70,7 +69,9 @@ def test_two_maps_in_one_function_stay_apart() -> None:
 
 
 def test_work_is_where_it_belongs() -> None:
-    mapper = devicemap.DeviceMap(lambda b: tf.linalg.matmul(b, b, transpose_b=True)[:, :1], devices=TOWERS, batched=True)
+    mapper = devicemap.DeviceMap(
+        lambda b: tf.linalg.matmul(b, b, transpose_b=True)[:, :1], devices=TOWERS, batched=True
+    )
     graphs = partitions(mapper, X)
     assert placements(graphs, "MatMul") == {"CPU:1": 1, "CPU:2": 1, "CPU:3": 1}
     # a shard in and a result out for each tower, nothing else

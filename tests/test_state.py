@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from graphs import between_towers, edges, partitions
 
 import devicemap
 from devicemap.auditing import Treatment, audit
-from graphs import between_towers, edges, partitions
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
 X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])
@@ -150,7 +150,7 @@ def test_random_ops_never_repeat_a_stream(seeded: bool, options: dict[str, Any])
 
 def test_random_ops_in_an_inner_function_are_refused_where_they_would_repeat() -> None:
     inner = tf.function(lambda row: row + tf.random.normal([3], seed=3))
-    with pytest.raises(devicemap.errors.FunctionError, match="same numbers on every device. Use the option seed="):
+    with pytest.raises(devicemap.errors.FunctionError, match="same numbers on every device"):
         devicemap.parallel_map(lambda row: inner(row), X, devices=TOWERS)
     devicemap.parallel_map(lambda row: inner(row) + 1, X, devices=["CPU:1"])
 
@@ -170,5 +170,7 @@ def test_seeded_results_do_not_depend_on_devices_or_chunks(devices: list[str]) -
         got = devicemap.parallel_map(draw_batch, X, devices=devices, seed=11, batched=True, **options)
         np.testing.assert_array_equal(got, wanted)
     np.testing.assert_array_equal(devicemap.parallel_map(draw, _samples(), devices=devices, seed=11), wanted)
-    np.testing.assert_array_equal(tf.function(lambda: devicemap.parallel_map(draw, X, devices=devices, seed=11))(), wanted)
+    np.testing.assert_array_equal(
+        tf.function(lambda: devicemap.parallel_map(draw, X, devices=devices, seed=11))(), wanted
+    )
     assert not np.allclose(devicemap.parallel_map(draw, X, devices=devices, seed=12), wanted)

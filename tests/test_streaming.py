@@ -61,10 +61,9 @@ def test_an_error_comes_in_its_turn_after_what_was_finished() -> None:
             raise ZeroDivisionError("chunk 5")
         return chunk.start
 
-    stream, delivered = run_chunks(_chunks(100), [work] * 3, 6), []
+    delivered: list[int] = []
     with pytest.raises(ZeroDivisionError, match="chunk 5"):
-        for _, result in stream:
-            delivered.append(result)
+        delivered.extend(result for _, result in run_chunks(_chunks(100), [work] * 3, 6))
     assert delivered == [0, 1, 2, 3, 4]
     assert _threads() == set()
 
@@ -74,10 +73,9 @@ def test_an_error_of_the_input_comes_in_its_turn_too() -> None:
         yield from _chunks(3)
         raise OSError("the disk")
 
-    delivered = []
+    delivered: list[int] = []
     with pytest.raises(OSError, match="the disk"):
-        for _, result in run_chunks(chunks(), [_double] * 2, 4):
-            delivered.append(result)
+        delivered.extend(result for _, result in run_chunks(chunks(), [_double] * 2, 4))
     assert delivered == [0, 2, 4]
 
 
