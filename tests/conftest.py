@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -19,3 +20,10 @@ tf.config.threading.set_inter_op_parallelism_threads(16)
 def devices(request: pytest.FixtureRequest) -> list[str]:
     """The device sets of the laws; not in order of their index, and not all of them on the home of variables."""
     return [f"CPU:{i}" for i in (3, 0, 5, 1, 2, 4, 6, 7)][: request.param]
+
+
+@pytest.fixture(autouse=True)
+def _no_seed() -> Iterator[None]:
+    """Tests that set TensorFlow's global seed leave none behind."""
+    yield
+    tf.random.set_seed(None)
