@@ -1,7 +1,9 @@
-# `make demo` and `make test` need Python 3.10 or newer and make, nothing else. TENSORFLOW=tensorflow-cpu takes the
-# smaller build; both give the same module, and one environment may hold only one of them.
+# `make demo` and `make test` need Python 3.10 or newer and make, nothing else. TENSORFLOW names the build of TensorFlow:
+# the one for NVIDIA GPUs where there is one, else the small one where it exists. All give the same module, so that one
+# environment may hold only one of them.
 PYTHON ?= python3
-TENSORFLOW ?= tensorflow-cpu
+TENSORFLOW ?= $(shell if command -v nvidia-smi > /dev/null; then echo "tensorflow[and-cuda]"; \
+	elif [ "$$(uname -sm)" = "Linux x86_64" ]; then echo tensorflow-cpu; else echo tensorflow; fi)
 OLDEST_TENSORFLOW ?= 2.16.2
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,6 +27,7 @@ types: $(VENV)/test.done
 	$(BIN)/mypy
 
 bench: $(VENV)/examples.done
+	$(BIN)/python benchmarks/towers.py
 	$(BIN)/python benchmarks/call_cost.py
 	$(BIN)/python benchmarks/real_functions.py
 

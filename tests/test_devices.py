@@ -110,12 +110,12 @@ def test_devices_are_chosen_inside_a_function_and_another_scope_too() -> None:
 
 
 UNKNOWN: list[tuple[Any, str]] = [
-    ("CPU:8", "^devices holds 'CPU:8', which is not a device here; there is CPU:0, CPU:1, CPU:2, "),
-    (["CPU:0", "XPU:0"], "^devices holds 'XPU:0', which is not a device here; there is CPU:0, "),
-    ("/job:worker/device:CPU:0", "^devices holds '/job:worker/device:CPU:0', which is not a device here; "),
+    ("CPU:8", "^devices has 'CPU:8', which is not a device here; there is CPU:0, CPU:1, CPU:2, "),
+    (["CPU:0", "XPU:0"], "^devices has 'XPU:0', which is not a device here; there is CPU:0, "),
+    ("/job:worker/device:CPU:0", "^devices has '/job:worker/device:CPU:0', which is not a device here; "),
     (f"{HOST[:-1]}1/device:CPU:0", "task:1/device:CPU:0', which is not a device here; "),
-    ("", "^devices holds '', which is not a device here; there is CPU:0, "),
-    ("the first one", "^devices holds 'the first one', which is not a device here; there is CPU:0, "),
+    ("", "^devices has '', which is not a device here; there is CPU:0, "),
+    ("the first one", "^devices has 'the first one', which is not a device here; there is CPU:0, "),
     (
         tf.config.PhysicalDevice("/physical_device:CPU:7", "CPU")[:1],
         "'/physical_device:CPU:7', which is not a device here",
@@ -123,9 +123,9 @@ UNKNOWN: list[tuple[Any, str]] = [
     ("NPU", "^devices='NPU': there is no device of this kind; there is CPU:0, "),
     ([], "^devices is empty; expected at least one device, or None for all; there is CPU:0, "),
     (iter(()), "^devices is empty; "),
-    (0, "^devices holds 0 of type int; expected names such as 'GPU:0', or logical or physical devices of tf.config; "),
-    ([None], "^devices holds None of type NoneType; expected names"),
-    ([["CPU:0"]], r"^devices holds \['CPU:0'\] of type list; expected names"),
+    (0, "^devices has 0 of type int; expected names such as 'GPU:0', or logical or physical devices of tf.config; "),
+    ([None], "^devices has None of type NoneType; expected names"),
+    ([["CPU:0"]], r"^devices has \['CPU:0'\] of type list; expected names"),
     (
         ["CPU:2", "CPU:0", "/CPU:2"],
         "^devices holds /job:localhost.*CPU:2 more than once; name each device once; there is CPU:0",
