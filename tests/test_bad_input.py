@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import pickle
 import re
+import threading
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -101,8 +104,29 @@ def test_an_unknown_option_is_a_type_error_too() -> None:
 
 @pytest.mark.parametrize("fn", [None, 3, "tf.sin"], ids=str)
 def test_fn_is_not_callable(fn: Any) -> None:
-    with pytest.raises(OptionError, match=f"^fn is of type {type(fn).__name__}, not callable; fn comes first, then the data$"):
+    with pytest.raises(
+        OptionError, match=f"^fn is of type {type(fn).__name__}, not callable; fn comes first, then the data$"
+    ):
         devicemap.DeviceMap(fn)
+
+
+@pytest.mark.parametrize("data", [X, np.zeros([3]), [1.0, 2.0]], ids=["tensor", "array", "list"])
+def test_fn_after_the_data(data: Any) -> None:
+    message = f"^fn is of type {type(data).__name__}, not callable; fn comes first, then the data$"
+    with pytest.raises(OptionError, match=message):
+        devicemap.parallel_map(data, tf.sin)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    def fn(row: Any, seed: Any) -> Any:
+        return row + tf.random.stateless_normal([2], seed)
+
+    wanted = devicemap.parallel_map(fn, X, **ONE, batch_size=4, seed=2**32 - 1)
+    for integer in (np.int64, np.uint32):
+        options = {"batch_size": integer(4), "seed": integer(2**32 - 1)}
+        np.testing.assert_array_equal(devicemap.parallel_map(fn, X, **SEVERAL, **options), wanted)
+    with pytest.raises(OptionError, match=r"^batch_size=.*0.*; expected None or an int of at least 1"):
+        devicemap.DeviceMap(fn, batch_size=np.int64(0))
 
 
 BAD_DATA: list[tuple[str, Any, str]] = [
@@ -155,6 +179,12 @@ BAD_DATA: list[tuple[str, Any, str]] = [
     ),
     ("set", {"x": {1, 2}}, r"^data\['x'\] is a set that does not convert to a tensor"),
     ("objects", np.array([object(), None]), r"^data is a ndarray of shape \(2,\) that does not convert to a tensor"),
+    (
+        "keys of mixed types",
+        {"a": X, 1: X},
+        r"^data holds a dict whose keys cannot be sorted \(.*\); use keys of one type$",
+    ),
+    ("nested keys of mixed types", (X, {"k": {"a": X, 1: X}}), r"^data holds a dict whose keys cannot be sorted "),
     ("dataset in a nest", (X, tf.data.Dataset.range(6)), r"^data\[1\] is a Dataset inside a nest; zip datasets with "),
 ]
 
@@ -190,6 +220,13 @@ BAD_DATASETS: list[tuple[str, Any, Options, str]] = [
         {},
         r"^the dataset has elements of unknown rank .* output_signature, or map tf\.ensure_",
     ),
+    (
+        "infinite",
+        tf.data.Dataset.range(3).repeat(),
+        {},
+        r"^the dataset is infinite, and its whole result would be too; take a part of it with \.take\(n\)$",
+    ),
+    ("infinite batches", tf.data.Dataset.range(3).repeat().batch(2), {"batched": True}, r"^the dataset is infinite, "),
     ("batches of unknown rank", _any_rank, {"batched": True}, r"^the dataset has elements of unknown rank "),
 ]
 
@@ -202,6 +239,27 @@ def test_bad_datasets(dataset: Any, options: Options, message: str) -> None:
     with pytest.raises(DataError, match=message):
         devicemap.DeviceMap(fn, **SEVERAL, **options)(dataset)
     assert fn.count == 0
+
+
+def test_a_part_of_an_infinite_dataset() -> None:
+    dataset = tf.data.Dataset.range(3).repeat().take(7)
+    np.testing.assert_array_equal(devicemap.parallel_map(lambda i: i * 2, dataset, **SEVERAL), [0, 2, 4, 0, 2, 4, 0])
+
+
+@ways
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(
+    "data",
+    [collections.defaultdict(list, b=[1, 2, 3, 4, 5], a=[6, 7, 8, 9, 0]), collections.Counter(b=X[:5], a=-X[:5])],
+    ids=["defaultdict", "Counter"],
+)
+def test_other_mappings_are_dicts(data: Any, batched: bool, way: Options) -> None:
+    result = devicemap.parallel_map(lambda rows: {"all": rows, "b": rows["b"] * 2}, data, **way, batched=batched)
+    assert type(result) is type(result["all"]) is dict
+    assert set(result["all"]) == {"a", "b"}
+    for key in "ab":
+        np.testing.assert_array_equal(result["all"][key], data[key])
+    np.testing.assert_array_equal(result["b"], 2 * np.asarray(data["b"]))
 
 
 def test_a_batch_of_a_dataset_with_unequal_leaves() -> None:
@@ -217,6 +275,17 @@ def test_a_dataset_inside_a_function() -> None:
         DataError, match=r"Dataset cannot be mapped inside a tf.function; map it outside, or pass tensors"
     ):
         tf.function(lambda: mapper(tf.data.Dataset.range(4)), autograph=False)()
+    assert fn.count == 0
+
+
+@pytest.mark.parametrize("autograph", [True, False])
+def test_chunks_inside_a_function(autograph: bool) -> None:
+    fn = Counter()
+    mapper = devicemap.DeviceMap(fn, **SEVERAL, batch_size=3)
+    message = "batch_size=3 inside a tf.function: chunks are .* Map outside of the tf.function, or leave batch_size out"
+    with pytest.raises(OptionError, match=message) as caught:
+        tf.function(lambda x: mapper(x), autograph=autograph)(X)
+    assert type(caught.value) is OptionError
     assert fn.count == 0
 
 
@@ -282,6 +351,36 @@ BAD_RESULTS: list[tuple[str, Any, Options, str]] = [
         lambda row: (row, row),
         {"fn_output_signature": tf.float32},
         r"^fn_output_signature is <dtype: .float32.>, but fn returns \(TensorSpec\(.*\): the nests must be the same$",
+    ),
+    (
+        "a signature of another nest",
+        lambda row: row,
+        {"fn_output_signature": {"a": tf.float32}},
+        r"^fn_output_signature is \{'a': .*\}, but fn returns TensorSpec\(.*\): the nests must be the same$",
+    ),
+    (
+        "a signature of another dtype",
+        lambda row: row,
+        {"fn_output_signature": tf.float64},
+        r"^fn_output_signature has float64 where fn returns float32; they must be the same$",
+    ),
+    (
+        "a signature with a spec of another dtype",
+        lambda row: (row, row),
+        {"fn_output_signature": (tf.float32, tf.TensorSpec([2], tf.int32))},
+        r"^fn_output_signature has int32 where fn returns float32; they must be the same$",
+    ),
+    (
+        "a TensorArray",
+        lambda row: tf.TensorArray(tf.float32, 2).unstack(row),
+        {},
+        r"^the result of fn is a TensorArray or another object, not a tensor; return its \.stack\(\) or \.concat\(\)$",
+    ),
+    (
+        "a TensorArray of a batch",
+        lambda b: {"t": tf.TensorArray(tf.float32, 1).write(0, b)},
+        {"batched": True},
+        r"^the result\['t'\] of fn is a TensorArray or another object, not a tensor; ",
     ),
     (
         "ragged with XLA",
@@ -371,22 +470,91 @@ def test_wrong_number_of_rows(fn: Any, leaf: int, way: Options) -> None:
     assert shard.start == 0
 
 
+@pytest.mark.parametrize("way", IN_MEMORY.values(), ids=list(IN_MEMORY))
 @wrong_rows
-def test_wrong_number_of_rows_inside_a_function(fn: Any, leaf: int) -> None:
-    mapper = devicemap.DeviceMap(fn, **SEVERAL, batched=True)
+def test_wrong_number_of_rows_inside_a_function(fn: Any, leaf: int, way: Options) -> None:
+    mapper = devicemap.DeviceMap(fn, **way, batched=True)
     function = tf.function(lambda x: mapper(x), input_signature=[tf.TensorSpec([None, 2])], autograph=False)
     with pytest.raises(tf.errors.InvalidArgumentError, match="fn returned another number of rows than it was given"):
         function(X[:5])
 
 
-def test_different_inner_shapes_in_chunks() -> None:
-    mapper = devicemap.DeviceMap(
-        lambda b: tf.zeros([tf.shape(b)[0], tf.shape(b)[0]]), **SEVERAL, batched=True, batch_size=4
-    )
+def test_wrong_number_of_rows_on_one_device_inside_a_function() -> None:
+    """Of rows whose number is known: told while tracing where fn's is known too, else when it runs."""
+    mapper = devicemap.DeviceMap(lambda b: tf.zeros([3, 2]), **ONE, batched=True)
     with pytest.raises(
-        FunctionError, match=r"different inner shapes .*: \(4,\), \(2,\); a dense .* or pad to a fixed shape$"
+        FunctionError, match=r"fn returned 3 row\(s\) for the 6 row\(s\) it was given; .* in order\. Set "
     ):
+        tf.function(lambda x: mapper(x), autograph=False)(X)
+    mapper = devicemap.DeviceMap(lambda b: tf.boolean_mask(b, b[:, 0] > 3.0), **ONE, batched=True)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="fn returned another number of rows than it was given"):
+        tf.function(lambda x: mapper(x), autograph=False)(X)
+
+
+@ways
+def test_wrong_number_of_rows_in_the_pieces_of_xla(way: Options) -> None:
+    """On one device, pieces of 4 and 2 rows give 3 rows each: 6, as many as were given."""
+    mapper = devicemap.DeviceMap(lambda b: tf.zeros([3, 2]), **way, batched=True, jit_compile=True)
+    message = (
+        r"^<lambda> failed on rows 0 to \d on CPU:\d: InvalidArgumentError: .*fn must return one row per input row"
+    )
+    with pytest.raises(FunctionError, match=message) as caught:
         mapper(X)
+    assert isinstance(caught.value, tf.errors.InvalidArgumentError)
+
+
+def test_wrong_number_of_rows_in_the_pieces_of_xla_inside_a_function() -> None:
+    mapper = devicemap.DeviceMap(lambda b: tf.zeros([3, 2]), **ONE, batched=True, jit_compile=True)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="fn must return one row per input row"):
+        tf.function(lambda x: mapper(x), autograph=False)(X)
+
+
+def _square(batch: Any) -> Any:
+    """As many columns as rows."""
+    return tf.zeros([tf.shape(batch)[0], tf.shape(batch)[0]])
+
+
+def _of_uneven_rank(batch: Any) -> Any:
+    return tf.numpy_function(lambda rows: rows if len(rows) == 2 else rows[..., None], [batch], tf.float32)
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize(
+    ("fn", "shapes"),
+    [
+        (_square, r"\(2,\), \(1,\)"),
+        (lambda b: {"a": b, "b": _square(b)}, r"\(2,\), \(1,\)"),
+        (_of_uneven_rank, r"\(2,\), \(2, 1\)"),
+    ],
+    ids=["shapes", "shapes of a leaf", "ranks"],
+)
+def test_different_inner_shapes(fn: Any, shapes: str, batch_size: int | None) -> None:
+    mapper = devicemap.DeviceMap(fn, **SEVERAL, batched=True, batch_size=batch_size)
+    message = (
+        rf"^fn returned dense results of different inner shapes for different shards: {shapes}; a dense tensor cannot "
+        r"hold both\. Return a tf\.RaggedTensor, or pad to a fixed shape$"
+    )
+    with pytest.raises(FunctionError, match=message):
+        mapper(X[:5])
+
+
+@ways
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("rows", [6, 5, 1, 0])
+def test_results_of_unknown_rank(rows: int, batched: bool, way: Options) -> None:
+    def fn(x: Any) -> Any:
+        return tf.numpy_function(lambda array: array * 2, [x], tf.float32)
+
+    mapper = devicemap.DeviceMap(fn, **way, batched=batched)
+    # without rows, nothing tells how many axes results would have
+    wanted = X[:rows] * 2 if rows else np.zeros([0], np.float32)
+    result = mapper(X[:rows])
+    assert result.dtype == tf.float32
+    np.testing.assert_array_equal(result, wanted, strict=True)
+    if "batch_size" not in way:
+        for known in (rows, None):
+            function = tf.function(lambda x: mapper(x), input_signature=[tf.TensorSpec([known, 2])], autograph=False)
+            np.testing.assert_array_equal(function(X[:rows]), wanted, strict=True)
 
 
 class CustomError(Exception):
@@ -436,6 +604,8 @@ RAISED: list[tuple[str, Callable[..., Any], type[Exception], str]] = [
 LAST_SHARD = {
     "one device": "rows 0 to 5 on CPU:1",
     "several devices": "rows 4 to 5 on CPU:5",
+    "one device, chunks": "rows 4 to 5 on CPU:1",
+    "several devices, chunks": "rows 4 to 5 on CPU:[205]",
 }
 
 
@@ -449,9 +619,115 @@ def test_an_error_inside_fn(
         mapper(X)
     assert isinstance(caught.value, error)
     assert type(caught.value.__cause__) is error
+    assert message in str(caught.value)
     assert message in caught.value.message
     assert message in str(caught.value.__cause__)
-    assert [str(shard) for shard in caught.value.shards] == [where]
+    (shard,) = caught.value.shards
+    assert re.fullmatch(where, str(shard))
+
+
+@pytest.mark.parametrize("thread", ["the main thread", "another thread"])
+def test_the_whole_message(thread: str) -> None:
+    """A call in the main thread runs in a thread of its own, and in others it does not."""
+    mapper = devicemap.DeviceMap(_raising(ZeroDivisionError("by zero")), **ONE, name="mine")
+    raised: list[Exception] = []
+
+    def call() -> None:
+        try:
+            mapper(X)
+        except Exception as error:
+            raised.append(error)
+
+    if thread == "the main thread":
+        call()
+    else:
+        other = threading.Thread(target=call)
+        other.start()
+        other.join()
+    (error,) = raised
+    assert str(error) == "mine failed on rows 0 to 5 on CPU:1: UnknownError: ZeroDivisionError: by zero"
+
+
+@ways
+def test_a_pickled_error(way: Options) -> None:
+    with pytest.raises(FunctionError) as caught:
+        devicemap.parallel_map(_raising(ZeroDivisionError("by zero")), X, **way)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert type(again) is FunctionError
+    assert str(again) == str(caught.value)
+    assert again.args == caught.value.args
+    assert len(again.shards) == 1
+    assert again.shards == caught.value.shards
+
+
+def _odd_at_nine(row: Any) -> Any:
+    """A function of a number that raises for 9."""
+
+    def python(value: Any) -> Any:
+        if value == 9:
+            raise TypeError("odd type")
+        return value
+
+    return tf.ensure_shape(tf.py_function(python, [row], tf.float32), [])
+
+
+@pytest.mark.parametrize("way", [ONE, SEVERAL], ids=["one device", "several devices"])
+@pytest.mark.parametrize(
+    "data", [tf.range(12.0), tf.data.Dataset.from_tensor_slices(tf.range(12.0))], ids=["in memory", "dataset"]
+)
+def test_a_chunk_that_fails_names_its_own_rows(data: Any, way: Options) -> None:
+    """Not those of the chunks that are cancelled because of it."""
+    mapper = devicemap.DeviceMap(_odd_at_nine, **way, batch_size=4, name="mine")
+    for _ in range(20):
+        with pytest.raises(FunctionError) as caught:
+            mapper(data)
+        (shard,) = caught.value.shards
+        assert (shard.start, shard.stop) == (8, 12)
+        assert str(caught.value) == f"mine failed on {shard}: InvalidArgumentError: TypeError: odd type"
+        assert type(caught.value.__cause__) is tf.errors.InvalidArgumentError
+
+
+@ways
+@pytest.mark.parametrize("failing", ["the main thread", "another thread"])
+def test_a_call_that_fails_leaves_another_alone(failing: str, way: Options) -> None:
+    """One call is inside of fn from before the other one fails until after it has failed."""
+    inside, failed = threading.Event(), threading.Event()
+
+    def python(row: Any) -> Any:
+        if row[0] < 0:
+            assert inside.wait(60)
+            raise TypeError("odd type")
+        inside.set()
+        assert failed.wait(60)
+        return row
+
+    def fn(row: Any) -> Any:
+        return tf.ensure_shape(tf.py_function(python, [row], tf.float32), [2])
+
+    mapper = devicemap.DeviceMap(fn, **way)
+    results: list[Any] = []
+    errors: list[Exception] = []
+
+    def succeed() -> None:
+        results.append(mapper(X + 1))
+
+    def fail() -> None:
+        try:
+            mapper(-X - 1)
+        except Exception as error:
+            errors.append(error)
+        failed.set()
+
+    here, there = (fail, succeed) if failing == "the main thread" else (succeed, fail)
+    other = threading.Thread(target=there)
+    other.start()
+    here()
+    other.join()
+    (error,) = errors
+    assert isinstance(error, FunctionError)
+    assert "InvalidArgumentError: TypeError: odd type" in str(error)
+    (result,) = results
+    np.testing.assert_array_equal(result, X + 1)
 
 
 def test_an_error_inside_fn_that_writes_is_not_located() -> None:
@@ -508,6 +784,44 @@ def test_an_error_while_tracing(error: Exception, way: Options) -> None:
     assert caught.value.shards == ()
     assert str(error) in str(caught.value)
     assert caught.value.args == (str(caught.value),)
+
+
+def _raising_while_tracing(row: Any) -> Any:
+    raise ValueError("odd value")
+
+
+INSIDE: list[tuple[str, Any, Any, Options, type[Exception], str]] = [
+    ("data", tf.identity, (X, X[:2]), {}, DataError, "DataError: the leaves of data have different numbers of rows: "),
+    ("fn's result", lambda row: None, X, {}, FunctionError, "FunctionError: the result of fn is None; "),
+    ("an option", tf.identity, X, {"batched": 3}, OptionError, "OptionError: batched=3; expected True or False"),
+    ("no option", tf.identity, X, {"batch_sise": 3}, UnknownOptionError, "'batch_sise' is not an option; did you "),
+    ("devices", tf.identity, X, {"devices": "CPU:9"}, DeviceError, "DeviceError: devices has 'CPU:9', which is not "),
+]
+
+
+@pytest.mark.parametrize(
+    ("fn", "data", "options", "error", "message"), [case[1:] for case in INSIDE], ids=[case[0] for case in INSIDE]
+)
+def test_errors_keep_their_class_inside_a_function(
+    fn: Any, data: Any, options: Options, error: type[Exception], message: str
+) -> None:
+    @tf.function
+    def function() -> Any:
+        return devicemap.parallel_map(fn, data, **{**SEVERAL, **options})
+
+    with pytest.raises(error, match=message) as caught:
+        function()
+    assert type(caught.value) is error
+
+
+def test_an_error_while_tracing_keeps_both_classes_inside_a_function() -> None:
+    @tf.function
+    def function() -> Any:
+        return devicemap.parallel_map(_raising_while_tracing, X, **SEVERAL)
+
+    with pytest.raises(FunctionError, match="ValueError: odd value") as caught:
+        function()
+    assert isinstance(caught.value, ValueError)
 
 
 def test_a_custom_error_keeps_its_attributes() -> None:

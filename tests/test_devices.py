@@ -82,6 +82,8 @@ FORMS: list[tuple[str, Any, tuple[int, ...]]] = [
     ("physical devices", PHYSICAL, tuple(range(8))),
     ("a listed device", LISTED[4], (4,)),
     ("listed devices", LISTED[6:4:-1], (6, 5)),
+    ("one logical device", LOGICAL[3], (3,)),
+    ("one physical device", PHYSICAL[0], tuple(range(8))),
     ("of several forms", [LISTED[6], "CPU:0", LOGICAL[3]], (6, 0, 3)),
 ]
 
@@ -92,7 +94,7 @@ def test_forms_of_devices(devices: Any, chosen: tuple[int, ...]) -> None:
 
 
 def test_forms_of_devices_are_options() -> None:
-    for devices in ("CPU", "CPU:3", ["CPU:5", "/CPU:1"], [LOGICAL[5]], PHYSICAL, LISTED[2:]):
+    for devices in ("CPU", "CPU:3", ["CPU:5", "/CPU:1"], [LOGICAL[5]], LOGICAL[5], PHYSICAL, PHYSICAL[0], LISTED[2:]):
         np.testing.assert_array_equal(devicemap.parallel_map(lambda x: x + 1, X, devices=devices), X + 1)
     assert (
         repr(devicemap.DeviceMap(tf.sin, devices=["/CPU:5", LOGICAL[1]]))
@@ -131,6 +133,11 @@ UNKNOWN: list[tuple[Any, str]] = [
         "^devices holds /job:localhost.*CPU:2 more than once; name each device once; there is CPU:0",
     ),
     ([*PHYSICAL, "CPU:2"], "CPU:2 more than once; name each device once"),
+    (
+        ["CPU"],
+        "^devices has 'CPU', which is not a device here; a kind stands alone, as in devices='CPU'; there is CPU:0, ",
+    ),
+    (["CPU:1", "gpu"], "^devices has 'gpu', which is not a device here; a kind stands alone, as in devices='gpu'; "),
 ]
 
 
@@ -138,6 +145,28 @@ UNKNOWN: list[tuple[Any, str]] = [
 def test_devices_that_cannot_be(devices: Any, message: str) -> None:
     with pytest.raises(DeviceError, match=message):
         choose_devices(devices)
+
+
+NO_GPU = f"GPU:{len(tf.config.list_logical_devices('GPU'))}"  # GPU:0 on a machine without
+NO_OUTPUT: list[tuple[Any, str]] = [
+    (None, "^output_device has None of type NoneType; expected names such as 'GPU:0', or .*; there is CPU:0, "),
+    (7, "^output_device has 7 of type int; expected names such as "),
+    (["CPU:0"], r"^output_device has \['CPU:0'\] of type list; expected names such as "),
+    (NO_GPU, f"^output_device has '{NO_GPU}', which is not a device here; there is CPU:0, "),
+    ("CPU", "^output_device has 'CPU', which is not a device here; there is CPU:0, "),
+    (
+        PHYSICAL[0],
+        rf"^output_device is PhysicalDevice\(.*\), which has 8 logical devices; name one of \['{CPUS[0]}', ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("output_device", "message"), NO_OUTPUT, ids=lambda value: str(value)[:40])
+def test_output_devices_that_cannot_be(output_device: Any, message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
+        devicemap.DeviceMap(tf.identity, output_device=output_device)
+    with pytest.raises(DeviceError, match=message):
+        devicemap.parallel_map(tf.identity, X, output_device=output_device)
 
 
 @pytest.mark.parametrize("output_device", ["CPU:6", "/device:CPU:6", CPUS[6], LOGICAL[6], LISTED[6]], ids=str)

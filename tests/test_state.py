@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -89,6 +92,55 @@ def test_what_depends_on_order_runs_in_order(devices: list[str], batched: bool) 
     for data in (X, _samples().batch(4) if batched else _samples()):
         state.assign(1.0)
         np.testing.assert_allclose(devicemap.DeviceMap(fn, devices=devices, batched=batched)(data), wanted)
+
+
+def _calls(mapper: Any, how: str) -> Callable[[], Any]:
+    """Mapping `X` in eager code, or inside a user's `tf.function` that knows how many rows there are, or does not."""
+    if how == "eager":
+        return partial(mapper, X)
+    rows = 20 if how == "known rows" else None
+    return partial(tf.function(lambda x: mapper(x), input_signature=[tf.TensorSpec([rows, 3])]), X)
+
+
+hows = pytest.mark.parametrize("how", ["eager", "known rows", "unknown rows"])
+
+
+@hows
+def test_writes_of_several_devices_follow_each_other(how: str) -> None:
+    c = tf.Variable(0)
+
+    def write(batch: Any) -> Any:
+        c.assign(c * 2 + 1)
+        return batch
+
+    call = _calls(devicemap.DeviceMap(write, devices=TOWERS, batched=True), how)
+    ends = []
+    for _ in range(30):
+        c.assign(0)
+        np.testing.assert_array_equal(call(), X)
+        ends.append(int(c))
+    assert ends == [7] * 30
+
+
+@hows
+def test_no_device_writes_between_the_read_and_the_write_of_another(how: str) -> None:
+    c = tf.Variable(0.0)
+
+    def slow(batch: Any) -> Any:
+        time.sleep(0.005)  # other devices would read meanwhile
+        return tf.reduce_sum(batch)
+
+    def add(batch: Any) -> Any:
+        old = c.read_value()
+        c.assign(old + tf.ensure_shape(tf.py_function(slow, [batch], tf.float32), []))
+        return batch
+
+    call = _calls(devicemap.DeviceMap(add, devices=TOWERS, batched=True), how)
+    sums = []
+    for _ in range(5):
+        np.testing.assert_array_equal(call(), X)
+        sums.append(float(c))
+    assert sums == [1770.0 * n for n in range(1, 6)]
 
 
 def test_treatments() -> None:
