@@ -74,6 +74,7 @@ def function_error(message: str, original: BaseException, shards: Sequence[Shard
         kind: Any = type("FunctionError", (FunctionError, type(original)), {"__module__": __name__})
         error: FunctionError = kind.__new__(kind, message)
         error.__dict__.update(vars(original))
+        error.__dict__.pop("ag_error_metadata", None)  # autograph would make the original's message of it again
     except Exception:  # a class that cannot be a base beside another one: its layout conflicts, it is final, or objects
         return failure(message, shards)
     error.args = (message,)

@@ -78,6 +78,11 @@ def check_row_counts(results: Sequence[Any], returned: Sequence[Any], shards: Se
 
 def _rows_now(leaf: Any) -> int:
     """The number of rows of an eager leaf; a dense one knows without running an op."""
+    if leaf.shape.rank == 0:
+        raise failure(
+            "fn returned a scalar; with batched=True it must return one row per input row, of shape [rows, ...]. Set "
+            "batched=False for a fn of one row"
+        )
     return int(leaf.shape[0] if isinstance(leaf, tf.Tensor) else count_rows(leaf))
 
 
