@@ -29,6 +29,7 @@ types: $(VENV)/test.done
 bench: $(VENV)/examples.done
 	$(BIN)/python benchmarks/towers.py
 	$(BIN)/python benchmarks/call_cost.py
+	$(BIN)/python benchmarks/first_result.py
 	$(BIN)/python benchmarks/real_functions.py
 
 test-oldest:

@@ -17,6 +17,7 @@ from devicemap.errors import failure
 from devicemap.gathering import gather
 from devicemap.internals import UNCHAINED, UNCHAINED_UNIT, Cancellation, must_run, unrecorded
 from devicemap.mirroring import Mirrors
+from devicemap.optimizing import can_be_optimized_once, optimize
 from devicemap.rows import HOST, cut_rows, empty_rows
 from devicemap.sharding import shard_rows
 from devicemap.tracing import Traced
@@ -45,6 +46,8 @@ class Towers:
         # themselves (`benchmarks/real_functions.py`: half the rows cost as many ops); and it needs a stream of its own.
         alone = self.traced.vectorized or self.traced.audit.ordered or self.traced.audit.seeded
         self.places = tuple(dict.fromkeys(places)) if alone else tuple(places)
+        self.optimized = can_be_optimized_once(self.traced, self.places)
+        self._optimized: Any = None
         self._trace = trace
         self._output_device = output_device
         self._scope = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "fn"  # what a name scope may hold
@@ -103,12 +106,12 @@ class Towers:
         if self._seconds < _SOON_SECONDS or threading.current_thread() is not threading.main_thread():
             call = self._calls.get(id(graph))
             if call is None:  # graphs live as long as self does
-                call = self._calls[id(graph)] = unrecorded(graph)
+                call = self._calls[id(graph)] = unrecorded(graph, not self.optimized)
             start = time.perf_counter()
             result = call(*tensors)
             self._seconds = time.perf_counter() - start
             return result
-        result, self._seconds = _run_in_thread(graph, tensors)
+        result, self._seconds = _run_in_thread(graph, tensors, not self.optimized)
         return result
 
     def flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -141,6 +144,7 @@ class Towers:
     def _build_graph(self, shards: int, differentiable: bool, any_rows: bool) -> Any:
         mirrors = self._mirrors_for(not differentiable)
         ordered = self.traced.audit.ordered
+        concretes = [self._concrete(i, "graph", differentiable) for i in range(shards)]
 
         acts = bool(self.traced.audit.effects) or self.traced.audit.writes
 
@@ -154,11 +158,11 @@ class Towers:
             for i, shard in enumerate(cut):
                 after = _ops_of(results[-1]) if ordered and results else []
                 if any_rows:
-                    tower = partial(self._tower, i, shard, mirrors, values, "graph")
+                    tower = partial(self._tower, i, shard, mirrors, values, concretes[i])
                     with tf.control_dependencies(after):
                         results.append(tf.cond(sizes[i] > 0, tower, self.no_rows))
                 else:
-                    results.append(self._tower(i, shard, mirrors, values, "graph", after))
+                    results.append(self._tower(i, shard, mirrors, values, concretes[i], after))
             if acts:
                 must_run(op for tower in results for op in _ops_of(tower))
             with tf.device(self._output_device):
@@ -175,10 +179,11 @@ class Towers:
 
     def _build_function(self, i: int) -> Any:
         mirrors = self._mirrors_for(True)
+        concrete = self._concrete(i, "function", False)
 
         @tf.function(autograph=False)
         def call(*leaves: Any) -> list[Any]:
-            return self._tower(i, leaves, mirrors, None, "function")
+            return self._tower(i, leaves, mirrors, None, concrete)
 
         with tf.device(None):
             return call.get_concrete_function(*self._input_specs())
@@ -189,11 +194,10 @@ class Towers:
         shard: Sequence[Any],
         mirrors: Mirrors,
         values: dict[int, Any] | None,
-        way: str,
+        concrete: Any,
         after: Sequence[Any] = (),
     ) -> list[Any]:
         """The traced function on place `i`, `after` other ops; `values` refresh the captured copies first."""
-        concrete = self._on_stream(i, way).concrete
         with tf.device(self.places[i]), tf.name_scope(f"{self._scope}_{i}"):
             # Ops that are colocated with their input (tf.debugging's, for instance) would follow the shard to the
             # device that cut it.
@@ -208,6 +212,14 @@ class Towers:
             if copy_read not in self._mirrors:
                 self._mirrors[copy_read] = Mirrors(self.traced, self.places, copy_read)
             return self._mirrors[copy_read]
+
+    def _concrete(self, i: int, way: str, differentiable: bool) -> Any:
+        """What runs on place `i`: the traced function, optimised once for all places where that can be."""
+        if differentiable or not self.optimized:
+            return self._on_stream(i, way).concrete
+        if self._optimized is None:
+            self._optimized = optimize(self.traced)
+        return self._optimized
 
     def _on_stream(self, i: int, way: str) -> Traced:
         """The trace for place `i`: the only one there is, unless its seeded random ops need a stream per place."""
@@ -232,10 +244,10 @@ class Towers:
         return list(leaves)
 
 
-def _run_in_thread(graph: Any, tensors: Sequence[Any]) -> tuple[Any, float]:
+def _run_in_thread(graph: Any, tensors: Sequence[Any], optimize: bool) -> tuple[Any, float]:
     """Call a `ConcreteFunction` such that Ctrl-C takes effect at once; returns its result and the seconds it took."""
     cancellation = Cancellation()
-    cancellable = cancellation.cancellable(graph)
+    cancellable = cancellation.cancellable(graph, optimize)
     outcome: list[Any] = []
     finished = threading.Event()  # not Thread.join: interrupted, it takes the thread for ended
 

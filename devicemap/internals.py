@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.protobuf import meta_graph_pb2
 from tensorflow.python.eager import cancellation, context, execute, record
 from tensorflow.python.eager.polymorphic_function import atomic_function
+from tensorflow.python.grappler import tf_optimizer
 
 UNCHAINED = {"_disable_acd": True}
 """`tf.function(experimental_attributes=UNCHAINED)`: no automatic control dependencies between the ops of the function.
@@ -46,22 +48,55 @@ def tape_is_recording() -> bool:
     return bool(record.could_possibly_record())
 
 
-def unrecorded(concrete: Any) -> Callable[..., Any]:
+def optimized_graph(concrete: Any) -> Any:
+    """The `GraphDef` of a `ConcreteFunction` as TensorFlow would run it on its own, without nested function calls.
+
+    The runtime optimises only what it is about to run, and hands nothing back; TensorFlow's converters use the same entry.
+    The process's own optimiser options apply.
+    """
+    fetched = meta_graph_pb2.CollectionDef()
+    fetched.node_list.value.extend(tensor.name for tensor in concrete.outputs)
+    graph = tf.compat.v1.train.export_meta_graph(graph_def=concrete.graph.as_graph_def(), graph=concrete.graph)
+    graph.collection_def["train_op"].CopyFrom(fetched)
+    config = tf.compat.v1.ConfigProto.FromString(context.context().function_call_options.config_proto_serialized)
+    config.graph_options.rewrite_options.min_graph_nodes = -1  # small graphs too
+    return tf_optimizer.OptimizeGraph(config, graph)
+
+
+def unrecorded(concrete: Any, optimize: bool = True, manager: Any = None) -> Callable[..., Any]:
     """What calls a `ConcreteFunction` in eager code when no tape is recording, with tensors only.
 
     The public call binds its arguments to a Python signature and asks the tapes first, which takes as long as running a
-    small graph does.
+    small graph does. With `optimize=False`, the graph runs as it is. With a cancellation manager, the call can be cancelled:
+    TensorFlow's own way keeps the manager in a global of the process, where threads meet those of others.
     """
-    call, captured = concrete.inference_fn.call_preflattened, list(concrete.captured_inputs)
-    return lambda *tensors: call([*tensors, *captured])
+    function, captured = concrete.inference_fn, list(concrete.captured_inputs)
+    ctx = context.context()
+    attributes = dict(ctx.function_call_options.as_attrs())
+    if not optimize:
+        config = tf.compat.v1.ConfigProto.FromString(attributes["config_proto"])
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
+        attributes["config_proto"] = config.SerializeToString()
+    fixed = tf.compat.as_str(function.name), len(function.function_type.flat_outputs)
+    flat_attributes = tuple(itertools.chain(*attributes.items()))
+
+    def call(*tensors: Any) -> Any:
+        inputs = [*tensors, *captured]
+        with atomic_function.InterpolateRuntimeError(function):  # adds to an error where its op was defined
+            if manager is None:
+                results = execute.execute(*fixed, inputs, flat_attributes, ctx)
+            else:
+                results = execute.execute_with_cancellation(*fixed, inputs, flat_attributes, ctx, manager)
+        return function.function_type.pack_output(results)
+
+    return call
 
 
 class Cancellation:
     """Cancels running `ConcreteFunction`s from another thread.
 
-    TensorFlow's runtime can do that. Its Python has a context manager for it, but keeps the manager in a global of the
-    process, where threads meet those of others: so it is handed to the call itself here. Each call gets one of its own,
-    because a call that fails cancels what else runs under its manager.
+    TensorFlow's runtime can do that; the public API has no name for it since sessions went. Each call gets a manager of
+    its own, because a call that fails cancels what else runs under its manager.
     """
 
     def __init__(self) -> None:
@@ -69,13 +104,8 @@ class Cancellation:
         self._running: set[Any] = set()
         self._cancelled = False
 
-    def cancellable(self, concrete: Any) -> Callable[..., Any]:
+    def cancellable(self, concrete: Any, optimize: bool = True) -> Callable[..., Any]:
         """As `unrecorded`, but calls end with `tf.errors.CancelledError` at `cancel`, and later ones at once."""
-        function, captured = concrete.inference_fn, list(concrete.captured_inputs)
-        name = tf.compat.as_str(function.name)
-        outputs = len(function.function_type.flat_outputs)
-        ctx = context.context()
-        attributes = tuple(itertools.chain(*ctx.function_call_options.as_attrs().items()))
 
         def call(*tensors: Any) -> Any:
             manager = cancellation.CancellationManager()
@@ -84,14 +114,10 @@ class Cancellation:
                 if self._cancelled:
                     manager.start_cancel()
             try:
-                with atomic_function.InterpolateRuntimeError(function):  # adds to an error where its op was defined
-                    results = execute.execute_with_cancellation(
-                        name, outputs, [*tensors, *captured], attributes, ctx, manager
-                    )
+                return unrecorded(concrete, optimize, manager)(*tensors)
             finally:
                 with self._lock:
                     self._running.discard(manager)
-            return function.function_type.pack_output(results)
 
         return call
 

@@ -199,7 +199,7 @@ class DeviceMap:
         towers = self._towers_for(source)
         towers.refresh()
         cancellation = Cancellation()
-        functions = [cancellation.cancellable(function) for function in towers.functions()]
+        functions = [cancellation.cancellable(function, not towers.optimized) for function in towers.functions()]
         if towers.traced.audit.ordered:
             functions = functions[:1]
         workers = [partial(self._run_chunk, towers, *pair) for pair in zip(functions, towers.places)]
@@ -211,7 +211,7 @@ class DeviceMap:
             return towers.pack([join(leaves) for leaves in zip(*parts)])
 
     def _run_chunk(self, towers: Towers, function: Callable[..., Any], device: str, chunk: Chunk) -> list[Any]:
-        shard = Shard(device, chunk.start, chunk.start + chunk.count)
+        shard = chunk.on(device)
         try:
             leaves = self._seeded(chunk.leaves, chunk.start, chunk.count)
             results: list[Any] = function(*towers.flat(leaves))
@@ -266,7 +266,7 @@ class DeviceMap:
             def attempt(function: Any, shard: Shard) -> Any:
                 rows = [take_rows(leaf, shard.start, shard.stop) for leaf in leaves]
                 try:
-                    return unrecorded(function)(*towers.flat(rows)), None
+                    return unrecorded(function, not towers.optimized)(*towers.flat(rows)), None
                 except Exception as again:
                     return None, again
 

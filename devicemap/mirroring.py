@@ -39,10 +39,11 @@ class Mirrors:
                     self._read[i] = variable
         self._copies: list[dict[int, Any]] = []
         with tf.init_scope():
+            now = {i: variable.read_value() for i, variable in (self._seeds | self._read).items()}
             for device in devices:
-                needed = {**self._seeds, **{i: v for i, v in self._read.items() if v.device != device}}
+                needed = self._seeds | {i: v for i, v in self._read.items() if v.device != device}
                 with tf.device(device):
-                    self._copies.append({i: _copy(variable) for i, variable in needed.items()})
+                    self._copies.append({i: _copy(variable, now[i]) for i, variable in needed.items()})
             if self._seeds:
                 # RngReadAndSkip, which this uses, is the one op that reads and advances a state in one step.
                 self._draws = tf.random.Generator.from_seed(0)
@@ -92,5 +93,5 @@ class Mirrors:
         return tf.cast(tf.abs(tf.stack(folded)) % 2**31, variable.dtype)
 
 
-def _copy(variable: Any) -> Any:
-    return tf.Variable(variable.read_value(), trainable=False, dtype=variable.dtype, shape=variable.shape)
+def _copy(variable: Any, value: Any) -> Any:
+    return tf.Variable(value, trainable=False, dtype=variable.dtype, shape=variable.shape)

@@ -1,0 +1,114 @@
+"""One optimised function serves all devices: when it may, and that it is the same function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from graphs import partitions, placements
+
+import devicemap
+from devicemap.execution import Towers
+from devicemap.optimizing import can_be_optimized_once, optimize
+from devicemap.options import check_options
+from devicemap.rows import as_rows
+from devicemap.tracing import Traced, trace
+
+X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3]) / 60
+TWO = ["/device:CPU:0", "/device:CPU:1"]
+scale = tf.Variable(2.0)
+
+
+def _traced(fn: Any, data: Any = X, **options: Any) -> Traced:
+    return trace(fn, as_rows(data).specs, check_options(fn, options))
+
+
+def _loop(row: Any) -> Any:
+    while tf.reduce_sum(row) < 10.0:
+        row = row * scale + 1.0
+    return {"row": row, "on": tf.cond(row[0] > 5.0, lambda: row[0], lambda: -row[0])}
+
+
+def _constants(row: Any) -> Any:
+    return row @ tf.linalg.inv(tf.eye(3) * 2.0 + tf.ones([3, 3]))
+
+
+def _checked(row: Any) -> Any:
+    tf.debugging.assert_less(row, 0.5, message="too large")
+    return row
+
+
+@pytest.mark.parametrize(
+    ("fn", "options"),
+    [
+        (_loop, {}),
+        (_loop, {"vectorize": False}),
+        (_constants, {"batched": True}),
+        (lambda row: tf.scan(lambda a, b: 0.5 * a + b, row), {}),
+        (lambda row: tf.strings.as_string(row), {}),
+        (lambda row: tf.linalg.svd(tf.reshape(row, [3, 1]), compute_uv=False), {}),
+    ],
+)
+def test_it_is_the_same_function(fn: Any, options: dict[str, Any]) -> None:
+    traced = _traced(fn, **options)
+    assert can_be_optimized_once(traced, TWO)
+    for got, wanted in zip(optimize(traced)(X), traced.concrete(X)):
+        assert got.dtype == wanted.dtype
+        if got.dtype == tf.string:
+            np.testing.assert_array_equal(got, wanted)
+        else:
+            np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def test_assertions_stay() -> None:
+    with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
+        optimize(_traced(_checked))(X)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
+        devicemap.parallel_map(_checked, X, devices=["CPU:1", "CPU:2"])
+
+
+def _prints(row: Any) -> Any:
+    tf.print(row, output_stream="file:///dev/null")
+    return row
+
+
+def _adds(row: Any) -> Any:
+    scale.assign_add(0.0)
+    return row
+
+
+@pytest.mark.parametrize(
+    ("traced", "places"),
+    [
+        (lambda: _traced(tf.sin), TWO[:1]),
+        (lambda: _traced(tf.sin), ["/device:GPU:0", "/device:GPU:1"]),
+        (lambda: _traced(_prints), TWO),
+        (lambda: _traced(_adds), TWO),
+        (lambda: _traced(tf.sin, jit_compile=True), TWO),
+        (lambda: _traced(tf.reduce_sum, tf.ragged.constant([[1.0], []])), TWO),
+        (lambda: _traced(lambda row: row + tf.random.normal([3], seed=1)), TWO),
+    ],
+)
+def test_what_is_left_to_tensorflow(traced: Any, places: list[str]) -> None:
+    assert not can_be_optimized_once(traced(), places)
+
+
+def test_constants_are_folded_once_and_not_per_tower() -> None:
+    graphs = partitions(devicemap.DeviceMap(_constants, batched=True, devices=["CPU:1", "CPU:2", "CPU:3"]), X)
+    assert placements(graphs, "MatrixInverse") == {}
+    assert set(placements(graphs, "MatMul")) == {"CPU:1", "CPU:2", "CPU:3"}
+
+
+def test_gradients_go_through_the_original() -> None:
+    mapper = devicemap.DeviceMap(lambda row: tf.nn.relu(row * scale), devices=["CPU:1", "CPU:2"])
+    mapper(X)
+    with tf.GradientTape() as tape:
+        y = tf.reduce_sum(mapper(X))
+    np.testing.assert_allclose(tape.gradient(y, scale), tf.reduce_sum(X), rtol=1e-5)
+
+
+def test_towers_know() -> None:
+    towers = Towers(TWO, TWO[0], lambda stream: _traced(tf.sin), "fn")
+    assert towers.optimized
