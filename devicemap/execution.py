@@ -136,7 +136,7 @@ class Towers:
 
     def refresh(self) -> None:
         """Bring the copies of captured variables up to date, for `functions`."""
-        mirrors = self._mirrors_for(False)
+        mirrors = self._mirrors_for(True)
         values = mirrors.values()
         for i in range(len(self.places)):
             mirrors.refresh(i, values)

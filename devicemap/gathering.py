@@ -119,7 +119,8 @@ def check_inner_shapes(parts: Sequence[Any]) -> None:
     if len(shapes) > 1:
         raise failure(
             f"fn returned dense results of different inner shapes for different shards: {', '.join(shapes)}; a dense "
-            "tensor cannot hold both. Return a tf.RaggedTensor, or pad to a fixed shape"
+            "tensor cannot hold both. Return a tf.RaggedTensor, give fn_output_signature=tf.RaggedTensorSpec(...), or pad to "
+            "a fixed shape; if the data is a dataset of batches, set batched=True"
         )
 
 

@@ -179,7 +179,7 @@ def _map_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: A
             obstacle = _why(error)
             if wanted is True:
                 raise failure(f"vectorize=True: {obstacle}. Use vectorize='auto' or False") from error
-    signature = _signature(row_fn, options, structure)
+    signature = _signature(row_fn, specs, options, structure)
 
     @tf.function(autograph=False)
     def mapped(*leaves: Any) -> list[Any]:
@@ -204,10 +204,15 @@ def _obstacle(row_fn: Any, specs: list[Any], options: Options) -> str | None:
     return None
 
 
-def _signature(row_fn: Any, options: Options, structure: Any) -> list[Any]:
-    """What `tf.map_fn` is to expect: as `fn` returned it when it was traced, or as the user says."""
+def _signature(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> list[Any]:
+    """What `tf.map_fn` is to expect: as `fn` returned it when it was traced, or as the user says.
+
+    Where the data is ragged, rows of unknown length make ragged results, as in `tf.map_fn`.
+    """
     outputs = row_fn.structured_outputs
     returned = [tf.type_spec_from_value(leaf) for leaf in outputs]
+    if any(isinstance(spec, tf.RaggedTensorSpec) for spec in specs):
+        returned = [_as_ragged(spec) for spec in returned]
     if options.fn_output_signature is None:
         return returned
     given = options.fn_output_signature
@@ -226,6 +231,12 @@ def _signature(row_fn: Any, options: Options, structure: Any) -> list[Any]:
                 f"fn_output_signature has {dtype.name} where fn returns {leaf.dtype.name}; they must be the same"
             )
     return flat
+
+
+def _as_ragged(spec: Any) -> Any:
+    if isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[0] is None:
+        return tf.RaggedTensorSpec(spec.shape, spec.dtype, ragged_rank=0)
+    return spec
 
 
 def _compile_by_powers_of_two(over_rows: Any, specs: list[Any], batched: bool) -> Any:

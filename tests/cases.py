@@ -99,6 +99,7 @@ def cases() -> list[Case]:
         Case("batch", lambda b: (b * 2, tf.reduce_max(b, axis=1)), x, batched=True),
         Case("batch of several", lambda a, n: {"p": a * tf.cast(n, tf.float32)[:, None]}, (x, numbers), batched=True),
         Case("ragged in", lambda row: tf.reduce_sum(row), ragged, signature=tf.int32),
+        Case("ragged in and out", lambda row: row * 2, ragged),
         Case("ragged rows in", lambda row: tf.reduce_sum(row), deeper, signature=tf.int32),
         Case("ragged batch", lambda b: b * 2, ragged, batched=True),
         Case("deeper ragged batch", lambda b: b + 1, deeper, batched=True),

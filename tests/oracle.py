@@ -18,7 +18,7 @@ def serial(fn: Any, data: Any, batched: bool, signature: Any = None) -> Any:
     def row(*elements: Any) -> Any:
         return tensors(fn(*elements))
 
-    if signature is None:
+    if signature is None and not any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(data)):
         specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape[1:], leaf.dtype), data)
         results = row.get_concrete_function(*(specs if unpack else (specs,))).structured_outputs
         signature = tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), results)

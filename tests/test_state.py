@@ -50,6 +50,16 @@ def test_an_update_between_calls_is_seen() -> None:
         np.testing.assert_allclose(mapper(_samples()), value * X)
 
 
+@pytest.mark.parametrize("copies", [TOWERS, ["CPU:1"], ["CPU:0", "CPU:1"]])
+def test_an_update_between_chunked_calls_is_seen(copies: list[str]) -> None:
+    scale = tf.Variable(2.0)
+    mapper = devicemap.DeviceMap(lambda row: row * scale, devices=copies, batch_size=2)
+    for value in (2.0, 3.0, -1.0):
+        scale.assign(value)
+        np.testing.assert_allclose(mapper(X), value * X)
+        np.testing.assert_allclose(mapper(_samples()), value * X)
+
+
 def test_variables_in_inner_functions_modules_and_layers() -> None:
     class Affine(tf.Module):
         def __init__(self) -> None:
