@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +23,10 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 def compare(
     ways: dict[str, Callable[[], Any]], rounds: int, calls: int = 1, tolerance: float = 1e-4
 ) -> dict[str, list[float]]:
-    """Seconds per call of each way, one number per round; the ways take turns, so that noise meets all of them.
+    """Seconds per call of each way, one number per round.
+
+    The ways take turns in an order that changes, so that noise meets all of them, and what one leaves running in the
+    background (a pipeline that reads ahead) not always the same other.
 
     Every way must give the answer of the first one to a relative `tolerance`, before anything is timed.
     """
@@ -34,8 +38,9 @@ def compare(
         for _ in range(calls):
             wait(way())
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    order = random.Random(0)
     for _ in range(rounds):
-        for name, way in ways.items():
+        for name, way in order.sample(list(ways.items()), len(ways)):
             start = time.perf_counter()
             for _ in range(calls):
                 result = way()

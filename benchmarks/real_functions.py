@@ -49,7 +49,7 @@ def ways_of(case: Case) -> dict[str, Callable[[], Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=25)
     options = parser.parse_args()
     names = ["tf.function", "tf.map_fn", "tf.vectorized_map", "Dataset.map", "devicemap"]
     lines = [
