@@ -63,11 +63,11 @@ def optimized_graph(concrete: Any) -> Any:
     return tf_optimizer.OptimizeGraph(config, graph)
 
 
-def unrecorded(concrete: Any, optimize: bool = True, manager: Any = None) -> Callable[..., Any]:
+def unrecorded(concrete: Any, optimize: bool = True) -> Callable[..., Any]:
     """What calls a `ConcreteFunction` in eager code when no tape is recording, with tensors only.
 
     The public call binds its arguments to a Python signature and asks the tapes first, which takes as long as running a
-    small graph does. With `optimize=False`, the graph runs as it is. With a cancellation manager, the call can be cancelled:
+    small graph does. With `optimize=False`, the graph runs as it is. With a cancellation `manager`, a call can be cancelled:
     TensorFlow's own way keeps the manager in a global of the process, where threads meet those of others.
     """
     function, captured = concrete.inference_fn, list(concrete.captured_inputs)
@@ -80,7 +80,7 @@ def unrecorded(concrete: Any, optimize: bool = True, manager: Any = None) -> Cal
     fixed = tf.compat.as_str(function.name), len(function.function_type.flat_outputs)
     flat_attributes = tuple(itertools.chain(*attributes.items()))
 
-    def call(*tensors: Any) -> Any:
+    def call(*tensors: Any, manager: Any = None) -> Any:
         inputs = [*tensors, *captured]
         with atomic_function.InterpolateRuntimeError(function):  # adds to an error where its op was defined
             if manager is None:
@@ -106,6 +106,7 @@ class Cancellation:
 
     def cancellable(self, concrete: Any, optimize: bool = True) -> Callable[..., Any]:
         """As `unrecorded`, but calls end with `tf.errors.CancelledError` at `cancel`, and later ones at once."""
+        function = unrecorded(concrete, optimize)
 
         def call(*tensors: Any) -> Any:
             manager = cancellation.CancellationManager()
@@ -114,7 +115,7 @@ class Cancellation:
                 if self._cancelled:
                     manager.start_cancel()
             try:
-                return unrecorded(concrete, optimize, manager)(*tensors)
+                return function(*tensors, manager=manager)
             finally:
                 with self._lock:
                     self._running.discard(manager)

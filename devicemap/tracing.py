@@ -88,8 +88,10 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: int | No
             what += f", as {len(specs)} arguments,"
         if options.seed is not None:
             what += " and the keyword seed"
+        takes_batches = not options.batched and hasattr(fn, "built")  # Keras layers and models have that
+        hint = ". A Keras layer or model takes batches: set batched=True" if takes_batches else ""
         raise function_error(
-            f"fn could not be traced for {what} of {given}: {type(error).__name__}: {error}", error
+            f"fn could not be traced for {what} of {given}{hint}: {type(error).__name__}: {error}", error
         ) from error
     outputs = [spec_of(leaf) for leaf in over_rows.structured_outputs]
     return Traced(over_rows, shape_of_results[-1], tuple(outputs), vectorized, reason, audit(over_rows))
