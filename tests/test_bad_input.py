@@ -532,7 +532,8 @@ def test_different_inner_shapes(fn: Any, shapes: str, batch_size: int | None) ->
     mapper = devicemap.DeviceMap(fn, **SEVERAL, batched=True, batch_size=batch_size)
     message = (
         rf"^fn returned dense results of different inner shapes for different shards: {shapes}; a dense tensor cannot "
-        r"hold both\. Return a tf\.RaggedTensor, or pad to a fixed shape$"
+        r"hold both\. Return a tf\.RaggedTensor, give fn_output_signature=tf\.RaggedTensorSpec\(\.\.\.\), or pad to a fixed "
+        r"shape; if the data is a dataset of batches, set batched=True$"
     )
     with pytest.raises(FunctionError, match=message):
         mapper(X[:5])
