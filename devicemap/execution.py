@@ -15,9 +15,16 @@ import tensorflow as tf
 
 from devicemap.errors import failure
 from devicemap.gathering import gather
-from devicemap.internals import UNCHAINED, UNCHAINED_UNIT, Cancellation, must_run, unrecorded
-from devicemap.mirroring import Mirrors
-from devicemap.optimizing import can_be_optimized_once, optimize
+from devicemap.internals import (
+    UNCHAINED,
+    UNCHAINED_UNIT,
+    Cancellation,
+    differentiate_in_place,
+    must_run,
+    unrecorded,
+)
+from devicemap.mirroring import Mirrors, capturing
+from devicemap.optimizing import Runnable, as_traced, can_be_optimized_once, optimize
 from devicemap.rows import HOST, cut_rows, empty_rows
 from devicemap.sharding import shard_rows
 from devicemap.tracing import Traced
@@ -47,7 +54,7 @@ class Towers:
         alone = self.traced.vectorized or self.traced.audit.ordered or self.traced.audit.seeded
         self.places = tuple(dict.fromkeys(places)) if alone else tuple(places)
         self.optimized = can_be_optimized_once(self.traced, self.places)
-        self._optimized: Any = None
+        self._optimized: Runnable | None = None
         self._trace = trace
         self._output_device = output_device
         self._scope = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "fn"  # what a name scope may hold
@@ -68,7 +75,7 @@ class Towers:
         `sizes` is int32 `[shards]`, and the rows returned are int64 `[shards]` per leaf, for a `fn` of batches. With
         `any_rows`, sizes may be 0, and those devices are not called.
 
-        Variables are copied to the devices, unless `differentiable`. Functions with seeded random ops get one graph only,
+        Functions with seeded random ops get one graph only,
         since each graph would begin their streams again.
         """
         if self.traced.audit.seeded:
@@ -127,28 +134,33 @@ class Towers:
         """Result leaves without rows."""
         return [empty_rows(spec) for spec in self.traced.specs]
 
-    def functions(self) -> list[Any]:
-        """One `ConcreteFunction` per place: `(*leaves of a chunk) -> result leaves`. Call `refresh` first."""
+    def functions(self, cancellation: Cancellation | None = None) -> list[Callable[..., list[Any]]]:
+        """One function per place, for one call: `(*tensors of a chunk) -> result leaves`.
+
+        They see captured variables as they are now: each is brought to each device once, however many chunks follow.
+        """
         with self._lock:
             if not self._functions:
                 self._functions = [self._build_function(i) for i in range(len(self.places))]
-            return self._functions
-
-    def refresh(self) -> None:
-        """Bring the copies of captured variables up to date, for `functions`."""
-        mirrors = self._mirrors_for(True)
+        callable_of = cancellation.cancellable if cancellation else unrecorded
+        mirrors = self._mirrors_for(False)
         values = mirrors.values()
-        for i in range(len(self.places)):
-            mirrors.refresh(i, values)
+        functions: list[Callable[..., list[Any]]] = []
+        for i, (place, function) in enumerate(zip(self.places, self._functions)):
+            with tf.device(place):
+                mirrors.assign(i, values)
+                functions.append(partial(callable_of(function, not self.optimized), *mirrors.passed(values)))
+        return functions
 
     def _build_graph(self, shards: int, differentiable: bool, any_rows: bool) -> Any:
-        mirrors = self._mirrors_for(not differentiable)
+        mirrors = self._mirrors_for(differentiable)
         ordered = self.traced.audit.ordered
-        concretes = [self._concrete(i, "graph", differentiable) for i in range(shards)]
-
+        runnables = [self._runnable(i, "graph", differentiable) for i in range(shards)]
         acts = bool(self.traced.audit.effects) or self.traced.audit.writes
+        # Inlined into the user's function, one call could assign copies that another one is reading.
+        unit = acts or (differentiable and mirrors.any_copies)
 
-        @tf.function(autograph=False, experimental_attributes=UNCHAINED_UNIT if acts else UNCHAINED)
+        @tf.function(autograph=False, experimental_attributes=UNCHAINED_UNIT if unit else UNCHAINED)
         def call(sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any]]:
             values = mirrors.values()
             with tf.device(HOST):
@@ -157,66 +169,78 @@ class Towers:
             results: list[list[Any]] = []
             for i, shard in enumerate(cut):
                 after = _ops_of(results[-1]) if ordered and results else []
+                tower = partial(self._tower, i, shard, mirrors, values, runnables[i], differentiable)
                 if any_rows:
-                    tower = partial(self._tower, i, shard, mirrors, values, concretes[i])
                     with tf.control_dependencies(after):
                         results.append(tf.cond(sizes[i] > 0, tower, self.no_rows))
                 else:
-                    results.append(self._tower(i, shard, mirrors, values, concretes[i], after))
+                    results.append(tower(after))
             if acts:
                 must_run(op for tower in results for op in _ops_of(tower))
             with tf.device(self._output_device):
                 if any_rows:
                     results = [_like_first(part, results[0]) for part in results]
+                if differentiable:  # the gradient of a TensorArray asks for the shape of what was written, from here
+                    results = tf.nest.map_structure(tf.identity, results, expand_composites=True)
                 if shards == 1:
-                    return tf.nest.map_structure(tf.identity, results[0], expand_composites=True), []
-                gathered = [gather(parts) for parts in zip(*results)]
-            return [rows for rows, _ in gathered], [lengths for _, lengths in gathered]
+                    gathered = [
+                        (tf.nest.map_structure(tf.identity, leaf, expand_composites=True), None) for leaf in results[0]
+                    ]
+                else:
+                    gathered = [gather(parts) for parts in zip(*results)]
+            if differentiable:
+                differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
+            return [rows for rows, _ in gathered], [lengths for _, lengths in gathered if lengths is not None]
 
         specs = self._input_specs()
         with tf.device(None):
             return call.get_concrete_function(tf.TensorSpec([shards], tf.int32), *specs)
 
     def _build_function(self, i: int) -> Any:
-        mirrors = self._mirrors_for(True)
-        concrete = self._concrete(i, "function", False)
+        mirrors = self._mirrors_for(False)
+        runnable = self._runnable(i, "function", False)
+        values = [tensor.shape for tensor in runnable.concrete.inputs[: len(runnable.passed)]]
+        dtypes = [tensor.dtype for tensor in runnable.concrete.inputs[: len(runnable.passed)]]
 
         @tf.function(autograph=False)
-        def call(*leaves: Any) -> list[Any]:
-            return self._tower(i, leaves, mirrors, None, concrete)
+        def call(*inputs: Any) -> list[Any]:
+            passed, shard = inputs[: len(runnable.passed)], inputs[len(runnable.passed) :]
+            with tf.device(self.places[i]), tf.name_scope(f"{self._scope}_{i}"):
+                return _call(runnable, passed, shard, mirrors.captures(i))
 
         with tf.device(None):
-            return call.get_concrete_function(*self._input_specs())
+            return call.get_concrete_function(*map(tf.TensorSpec, values, dtypes), *self._input_specs())
 
     def _tower(
         self,
         i: int,
         shard: Sequence[Any],
         mirrors: Mirrors,
-        values: dict[int, Any] | None,
-        concrete: Any,
+        values: dict[int, Any],
+        runnable: Runnable,
+        differentiable: bool,
         after: Sequence[Any] = (),
     ) -> list[Any]:
-        """The traced function on place `i`, `after` other ops; `values` refresh the captured copies first."""
+        """The traced function on place `i`, `after` other ops, with captured variables of these values."""
         with tf.device(self.places[i]), tf.name_scope(f"{self._scope}_{i}"):
-            # Ops that are colocated with their input (tf.debugging's, for instance) would follow the shard to the
-            # device that cut it.
-            shard = tf.nest.map_structure(tf.identity, list(shard), expand_composites=True)
-            ready = [] if values is None else mirrors.refresh(i, values)
-            # Here, not around the whole: TensorFlow takes an edge to the call for redundant if its inputs have it.
-            with tf.control_dependencies([*ready, *after]), mirrors.captured_by(i, concrete):
-                return list(concrete(*shard))
+            handles = mirrors.assign(i, values, differentiable)
+            results = _call(runnable, mirrors.passed(values), shard, handles, after)
+            if differentiable:
+                differentiate_in_place(_ops_of(results))
+            return results
 
-    def _mirrors_for(self, copy_read: bool) -> Mirrors:
+    def _mirrors_for(self, differentiable: bool) -> Mirrors:
+        """Copies for graphs with gradients, and for others, whose functions take some values as arguments."""
         with self._lock:
-            if copy_read not in self._mirrors:
-                self._mirrors[copy_read] = Mirrors(self.traced, self.places, copy_read)
-            return self._mirrors[copy_read]
+            if differentiable not in self._mirrors:
+                passed = () if differentiable else self._runnable(0, "graph", False).passed
+                self._mirrors[differentiable] = Mirrors(self.traced, self.places, passed)
+            return self._mirrors[differentiable]
 
-    def _concrete(self, i: int, way: str, differentiable: bool) -> Any:
+    def _runnable(self, i: int, way: str, differentiable: bool) -> Runnable:
         """What runs on place `i`: the traced function, optimised once for all places where that can be."""
         if differentiable or not self.optimized:
-            return self._on_stream(i, way).concrete
+            return as_traced(self._on_stream(i, way))
         if self._optimized is None:
             self._optimized = optimize(self.traced)
         return self._optimized
@@ -279,6 +303,19 @@ def sizes_in_graph(rows: Any, shards: int) -> Any:
     """`sharding.shard_sizes` for a number of rows that only the running graph knows; the last ones may be 0."""
     rows = tf.cast(rows, tf.int32)
     return rows // shards + tf.cast(tf.range(shards) < rows % shards, tf.int32)
+
+
+def _call(
+    runnable: Runnable, passed: Sequence[Any], shard: Sequence[Any], handles: dict[int, Any], after: Sequence[Any] = ()
+) -> list[Any]:
+    """Call it on the device of the moment, with other handles for some of its captures."""
+    # Ops that are colocated with their input (tf.debugging's, for instance) would follow the shard to the device that cut
+    # it.
+    shard = tf.nest.map_structure(tf.identity, list(shard), expand_composites=True)
+    captured = {position: handles[i] for position, i in enumerate(runnable.captures) if i in handles}
+    # Here, not around the whole: TensorFlow takes an edge to the call for redundant if its inputs have it.
+    with tf.control_dependencies(after), capturing(runnable.concrete, captured):
+        return list(runnable.concrete(*passed, *shard))
 
 
 def _ops_of(results: Sequence[Any]) -> list[Any]:

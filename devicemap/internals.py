@@ -12,8 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.protobuf import meta_graph_pb2
-from tensorflow.python.eager import cancellation, context, execute, record
+from tensorflow.python.eager import cancellation, context, execute, forwardprop_util, record
 from tensorflow.python.eager.polymorphic_function import atomic_function
+from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.grappler import tf_optimizer
 
 UNCHAINED = {"_disable_acd": True}
@@ -40,12 +41,54 @@ def must_run(ops: Iterable[Any]) -> None:
     graph.control_outputs.extend(dict.fromkeys(ops))
 
 
+def differentiate_in_place(ops: Iterable[Any]) -> None:
+    """Let the gradients of these ops of the graph being traced be computed on the devices that the ops are placed on.
+
+    TensorFlow adds gradients to a function without a device, which means the first one; the option that would change it
+    (`colocate_gradients_with_ops` of `tf.gradients`) does not reach the gradients of functions, and each op's own gradient
+    function, the one place left, is not public.
+    """
+    for op in dict.fromkeys(ops):
+        try:
+            gradient = framework_ops.get_gradient_function(op)
+        except LookupError:  # it has none
+            continue
+        if op.device and gradient is not None:
+            op._gradient_function = _on_device(gradient, op.device)
+
+
+def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
+    def placed(op: Any, *upstream: Any) -> Any:
+        with tf.device(device):
+            return gradient(op, *upstream)
+
+    return placed
+
+
+def holding(handle: Any, value: Any) -> Any:
+    """The `handle` of a variable that was assigned `value`, linked to it: gradients of the one go to the other.
+
+    An assignment has no gradient. `tf.custom_gradient` would do, but keeps each graph that uses it for good.
+    """
+    linked, _ = tf.identity_n([handle, value])
+    linked.op._gradient_function = lambda op, of_handle, of_value: [None, of_handle]
+    return linked
+
+
 def tape_is_recording() -> bool:
     """Whether a `tf.GradientTape` or `tf.autodiff.ForwardAccumulator` of this thread may record the next op.
 
     Public API tells only whether a given tape watches a given tensor, and needs that tape.
     """
     return bool(record.could_possibly_record())
+
+
+def have_tangents(tensors: Iterable[Any]) -> bool:
+    """Whether a `tf.autodiff.ForwardAccumulator` of this thread follows one of these tensors.
+
+    Public API asks one accumulator, and needs it.
+    """
+    return bool(forwardprop_util.pack_tangents(list(tensors)).tangents)
 
 
 def optimized_graph(concrete: Any) -> Any:

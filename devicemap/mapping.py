@@ -23,7 +23,7 @@ from devicemap.devices import choose_devices, choose_output_device, places_on
 from devicemap.errors import DataError, FunctionError, OptionError, brief, function_error
 from devicemap.execution import Towers, sizes_in_graph
 from devicemap.gathering import check_inner_shapes, check_row_counts, join, with_row_counts_checked, with_static_rows
-from devicemap.internals import Cancellation, tape_is_recording, unrecorded
+from devicemap.internals import Cancellation, have_tangents, tape_is_recording
 from devicemap.options import Options, check_options
 from devicemap.rows import HOST, Rows, as_rows, count_rows, freeze, take_rows
 from devicemap.scheduling import chunks_in_flight
@@ -159,6 +159,11 @@ class DeviceMap:
         taped = tape_is_recording()
         shards, sizes = towers.shards(rows.count)
         arguments = (sizes, *self._seeded(rows.leaves, 0, rows.count))
+        if taped and have_tangents([*towers.flat(rows.leaves), *towers.traced.concrete.captured_inputs]):
+            raise DataError(
+                "a tf.autodiff.ForwardAccumulator follows the data or a variable of fn, and TensorArray, which gathers the "
+                "rows, has no forward mode; use a tf.GradientTape"
+            )
         graph = towers.graph(len(shards), differentiable=taped)
         try:
             # A tape records what its own thread does, so a taped call stays in this one.
@@ -197,9 +202,8 @@ class DeviceMap:
                 "batch_size, or put the call into `with tape.stop_recording():` if you need none of it"
             )
         towers = self._towers_for(source)
-        towers.refresh()
         cancellation = Cancellation()
-        functions = [cancellation.cancellable(function, not towers.optimized) for function in towers.functions()]
+        functions = towers.functions(cancellation)
         if towers.traced.audit.ordered:
             functions = functions[:1]
         workers = [partial(self._run_chunk, towers, *pair) for pair in zip(functions, towers.places)]
@@ -261,12 +265,11 @@ class DeviceMap:
         a variable again.
         """
         if len(shards) > 1 and not towers.traced.audit.writes:
-            towers.refresh()
 
             def attempt(function: Any, shard: Shard) -> Any:
                 rows = [take_rows(leaf, shard.start, shard.stop) for leaf in leaves]
                 try:
-                    return unrecorded(function, not towers.optimized)(*towers.flat(rows)), None
+                    return function(*towers.flat(rows)), None
                 except Exception as again:
                     return None, again
 

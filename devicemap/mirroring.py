@@ -1,8 +1,9 @@
-"""Captured variables -> a copy per device, refreshed once per call.
+"""Captured variables -> their values on each device, brought there once per call.
 
 A traced function reads a captured variable where the variable lives, so every tower would fetch it again for each read,
-in a loop for each step. Instead each tower captures a copy on its own device, which the call refreshes first. What a
-function writes is not copied, except for seeds that advance with each call: those must differ between towers.
+in a loop for each step. Instead each tower captures a copy on its own device, which the call assigns first; or, where the
+function takes the value itself, is given that. What a function writes is not copied, except for seeds that advance with
+each call: those must differ between towers.
 """
 
 from __future__ import annotations
@@ -14,42 +15,50 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.auditing import Treatment, variable_of
+from devicemap.internals import holding
 from devicemap.tracing import Traced
 
 
 class Mirrors:
-    """What the tower on each device captures in place of the original variables.
+    """What the tower on each place captures in place of the original variables.
 
     A copy holds a value from the start of some call that is running. Two threads that call at once while the original
     changes may see either value, as they would without copies.
     """
 
-    def __init__(self, traced: Traced, devices: Sequence[str], copy_read: bool):
-        """`copy_read=False` leaves variables that are only read where they are, so that gradients reach them."""
+    def __init__(self, traced: Traced, places: Sequence[str], passed: Sequence[int] = ()):
+        """`passed` are the captures (by index) whose values the function takes as arguments."""
         concrete = traced.concrete
-        self._captures = list(concrete.captured_inputs)
+        self._passed = tuple(passed)
         self._read: dict[int, Any] = {}
         self._seeds: dict[int, Any] = {}
-        for i, (handle, treatment) in enumerate(zip(self._captures, traced.audit.treatments)):
+        for i, (handle, treatment) in enumerate(zip(concrete.captured_inputs, traced.audit.treatments)):
+            variable = variable_of(concrete, handle)
             if treatment is Treatment.SEED:
-                self._seeds[i] = variable_of(concrete, handle)
-            elif treatment is Treatment.READ and copy_read:
-                variable = variable_of(concrete, handle)
-                if variable is not None and set(devices) != {variable.device}:
-                    self._read[i] = variable
+                self._seeds[i] = variable
+            elif (
+                treatment is Treatment.READ and variable is not None and (i in passed or {variable.device} != {*places})
+            ):
+                self._read[i] = variable
         self._copies: list[dict[int, Any]] = []
         with tf.init_scope():
-            now = {i: variable.read_value() for i, variable in (self._seeds | self._read).items()}
-            for device in devices:
-                needed = self._seeds | {i: v for i, v in self._read.items() if v.device != device}
-                with tf.device(device):
+            copied = {i: variable for i, variable in (self._seeds | self._read).items() if i not in passed}
+            now = {i: variable.read_value() for i, variable in copied.items()}
+            for place in places:
+                needed = {i: v for i, v in copied.items() if i in self._seeds or v.device != place}
+                with tf.device(place):
                     self._copies.append({i: _copy(variable, now[i]) for i, variable in needed.items()})
             if self._seeds:
                 # RngReadAndSkip, which this uses, is the one op that reads and advances a state in one step.
                 self._draws = tf.random.Generator.from_seed(0)
 
+    @property
+    def any_copies(self) -> bool:
+        """Whether calls assign copies that outlive them."""
+        return any(self._copies)
+
     def values(self) -> dict[int, Any]:
-        """What the copies are to hold, read once where each original lives; seeds of all towers as `[devices, 2]`."""
+        """What the towers are to hold, read once where each original lives; seeds of all towers as `[places, 2]`."""
         found = {}
         for i, variable in self._read.items():
             with tf.device(variable.device):
@@ -59,27 +68,35 @@ class Mirrors:
                 found[i] = self._seeds_of_towers(variable)
         return found
 
-    def refresh(self, tower: int, values: dict[int, Any]) -> list[Any]:
-        """Assign the copies of one tower, on its device; returns the ops to wait for (nothing in eager code)."""
-        ops = []
+    def passed(self, values: dict[int, Any]) -> list[Any]:
+        """The values that the function takes as arguments, on the device of the moment."""
+        return [tf.identity(values[i]) for i in self._passed]
+
+    def assign(self, tower: int, values: dict[int, Any], differentiable: bool = False) -> dict[int, Any]:
+        """Assign the copies of one tower, on the device of the moment.
+
+        Returns:
+            Handles of the copies by the index of the capture they replace. In a graph, whoever takes them waits for the
+            assignment; where `differentiable`, gradients go from them to the originals.
+        """
+        handles = {}
         for i, copy in self._copies[tower].items():
             value = values[i][tower] if i in self._seeds else values[i]
-            ops.append(tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value))
-        return [op for op in ops if op is not None]
+            assigned = tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value)
+            if assigned is None:  # eager code
+                handles[i] = copy.handle
+                continue
+            with tf.control_dependencies([assigned]):
+                link = differentiable and i in self._read
+                handles[i] = holding(copy.handle, value) if link else tf.identity(copy.handle)
+        return handles
 
-    @contextlib.contextmanager
-    def captured_by(self, tower: int, concrete: Any) -> Iterator[None]:
-        """While it lasts, calls of `concrete` capture the copies of one tower. Not for use by two threads at once."""
-        copies = self._copies[tower]
-        own = concrete.captured_inputs
-        concrete.set_external_captures([copies[i].handle if i in copies else own[i] for i in range(len(own))])
-        try:
-            yield
-        finally:
-            concrete.set_external_captures(own)
+    def captures(self, tower: int) -> dict[int, Any]:
+        """The handles of one tower's copies as they are, by the index of the capture they replace."""
+        return {i: copy.handle for i, copy in self._copies[tower].items()}
 
     def _seeds_of_towers(self, variable: Any) -> Any:
-        """Seeds `[devices, 2]` that no other tower or call has, and the original moved on by one step."""
+        """Seeds `[places, 2]` that no other tower or call has, and the original moved on by one step."""
         seed = variable.read_value()
         with tf.control_dependencies([seed]):
             step = tf.constant([0, 1], variable.dtype)
@@ -91,6 +108,17 @@ class Mirrors:
             ]
         # Keras takes the low 31 or 32 bits of each number, and counts upwards in the second
         return tf.cast(tf.abs(tf.stack(folded)) % 2**31, variable.dtype)
+
+
+@contextlib.contextmanager
+def capturing(concrete: Any, replaced: dict[int, Any]) -> Iterator[None]:
+    """While it lasts, calls of `concrete` capture other tensors in some places. Not for use by two threads at once."""
+    own = concrete.captured_inputs
+    concrete.set_external_captures([replaced.get(i, tensor) for i, tensor in enumerate(own)])
+    try:
+        yield
+    finally:
+        concrete.set_external_captures(own)
 
 
 def _copy(variable: Any, value: Any) -> Any:

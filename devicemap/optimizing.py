@@ -8,10 +8,12 @@ works on the function alone; the graph of the towers is then run without it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
+from devicemap.auditing import variable_of
 from devicemap.devices import kind_of
 from devicemap.internals import UNCHAINED, optimized_graph
 from devicemap.tracing import Traced
@@ -35,29 +37,88 @@ def can_be_optimized_once(traced: Traced, places: Sequence[str]) -> bool:
     )
 
 
-def optimize(traced: Traced) -> Any:
-    """`traced.concrete` as a `ConcreteFunction` of the optimised graph: same inputs, captures and list of results.
+@dataclass(frozen=True)
+class Runnable:
+    """What runs on a place: the traced function as it is, or optimised."""
 
-    It has no gradients: the optimiser fuses ops into others that have none.
+    concrete: Any
+    """`ConcreteFunction`: `(*passed values, *leaves) -> list of result leaves`."""
+
+    passed: tuple[int, ...]
+    """The captured variables, by index among the traced function's captures, whose values it takes as arguments."""
+
+    captures: tuple[int, ...]
+    """Which of the traced function's captures its own ones are, by index."""
+
+    optimized: bool
+    """Whether TensorFlow need not optimise what calls it. It then has no gradients."""
+
+
+def as_traced(traced: Traced) -> Runnable:
+    """`traced.concrete`, left to TensorFlow to optimise."""
+    return Runnable(traced.concrete, (), tuple(range(len(traced.concrete.captured_inputs))), False)
+
+
+def optimize(traced: Traced) -> Runnable:
+    """`traced.concrete` as TensorFlow would run it. It has no gradients: the optimiser fuses ops into others without.
+
+    A captured variable that nothing but a `ReadVariableOp` touches becomes an argument, so that no tower needs a copy.
     """
     concrete = traced.concrete
     captured = list(concrete.captured_inputs)
+    tensors = concrete.inputs[: len(concrete.inputs) - len(captured)]
     names = [tensor.op.name for tensor in concrete.inputs]
     outputs = list(concrete.outputs)
     graph_def = optimized_graph(concrete)
-    kept = {node.name for node in graph_def.node}
+    reads = _reads(graph_def, names[len(tensors) :])
+    replaced = {name for of_one in reads.values() for name in of_one}
+    used = {name.partition(":")[0] for node in graph_def.node if node.name not in replaced for name in node.input}
+    used |= {tensor.op.name for tensor in outputs}
+    _remove(graph_def, replaced)
+    passed = tuple(i for i, name in enumerate(names[len(tensors) :]) if name in reads)
+    captures = tuple(i for i in range(len(captured)) if i not in passed)
 
     @tf.function(autograph=False, experimental_attributes=UNCHAINED)
-    def optimized(*tensors: Any) -> list[Any]:
+    def optimized(*inputs: Any) -> list[Any]:
         capture = tf.compat.v1.get_default_graph().capture
-        fed = {name: tensor for name, tensor in zip(names, [*tensors, *map(capture, captured)]) if name in kept}
-        inputs = {**fed, **{f"^{name}": tensor for name, tensor in fed.items()}}  # control edges from them too
-        results = tf.graph_util.import_graph_def(graph_def, inputs, [tensor.name for tensor in outputs], name="")
+        values, leaves = inputs[: len(passed)], inputs[len(passed) :]
+        fed = dict(zip(names, leaves))
+        fed |= {names[len(tensors) + i]: capture(captured[i]) for i in captures}
+        for i, value in zip(passed, values):
+            fed |= dict.fromkeys(reads[names[len(tensors) + i]], value)
+        fed |= {f"^{name}": tensor for name, tensor in fed.items()}  # control edges from them too
+        fed = {name: tensor for name, tensor in fed.items() if name in used}
+        results = tf.graph_util.import_graph_def(graph_def, fed, [tensor.name for tensor in outputs], name="")
         for result, output in zip(results, outputs):
             result.set_shape(output.shape)
         return list(results)
 
-    specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete.inputs[: len(names) - len(captured)]]
-    function = optimized.get_concrete_function(*specs)
-    assert [*map(id, function.captured_inputs)] == [*map(id, captured)]
-    return function
+    variables = [variable_of(concrete, captured[i]) for i in passed]
+    specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
+    specs += [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
+    return Runnable(optimized.get_concrete_function(*specs), passed, captures, True)
+
+
+def _reads(graph_def: Any, names: Sequence[str]) -> dict[str, list[str]]:
+    """The `ReadVariableOp`s of each captured handle that has no other consumers."""
+    consumers: dict[str, list[Any]] = {name: [] for name in names}
+    for node in graph_def.node:
+        for name in node.input:
+            if (source := _node(name)) in consumers:
+                consumers[source].append(node)
+    return {
+        name: [node.name for node in nodes]
+        for name, nodes in consumers.items()
+        if nodes and all(node.op == "ReadVariableOp" for node in nodes)
+    }
+
+
+def _node(name: str) -> str:
+    """The node that an input `node`, `node:1` or `^node` comes from."""
+    return name.lstrip("^").partition(":")[0]
+
+
+def _remove(graph_def: Any, names: set[str]) -> None:
+    kept = [node for node in graph_def.node if node.name not in names]
+    del graph_def.node[:]
+    graph_def.node.extend(kept)

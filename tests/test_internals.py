@@ -7,7 +7,19 @@ import threading
 import pytest
 import tensorflow as tf
 
-from devicemap.internals import UNCHAINED, UNCHAINED_UNIT, Cancellation, must_run, tape_is_recording, unrecorded
+from devicemap.internals import (
+    UNCHAINED,
+    UNCHAINED_UNIT,
+    Cancellation,
+    differentiate_in_place,
+    have_tangents,
+    holding,
+    must_run,
+    tape_is_recording,
+    unrecorded,
+)
+
+X = tf.constant([[1.0, 2.0], [3.0, 4.0]])
 
 
 @pytest.mark.parametrize("attributes", [UNCHAINED, UNCHAINED_UNIT])
@@ -50,6 +62,38 @@ def test_a_tape_is_seen() -> None:
             assert not tape_is_recording()
     with tf.autodiff.ForwardAccumulator(tf.constant(1.0), tf.constant(1.0)):
         assert tape_is_recording()
+
+
+def test_tangents_are_seen() -> None:
+    followed, other = tf.constant(1.0), tf.constant(2.0)
+    assert not have_tangents([followed, other])
+    with tf.autodiff.ForwardAccumulator(followed, tf.constant(1.0)):
+        assert have_tangents([other, followed])
+        assert not have_tangents([other])
+
+
+def test_gradients_are_computed_where_the_op_is() -> None:
+    @tf.function
+    def squared(x: tf.Tensor) -> tf.Tensor:
+        with tf.device("/device:CPU:1"):
+            y = tf.linalg.matmul(x, x)
+        differentiate_in_place([y.op])
+        return y
+
+    graph = tf.function(lambda x: tf.gradients(squared.python_function(x), x)).get_concrete_function(X).graph
+    assert {op.device[-5:] for op in graph.get_operations() if op.type == "MatMul"} == {"CPU:1"}
+
+
+def test_gradients_go_from_a_copy_to_the_value_it_was_assigned() -> None:
+    copy = tf.Variable(tf.zeros([2, 2]))
+
+    @tf.function
+    def through_copy(value: tf.Tensor) -> tf.Tensor:
+        copy.assign(value)
+        read = tf.raw_ops.ReadVariableOp(resource=holding(copy.handle, value), dtype=tf.float32)
+        return tf.gradients(tf.reduce_sum(read**3), value)[0]
+
+    assert through_copy(X).numpy().tolist() == (3 * X**2).numpy().tolist()
 
 
 def test_a_direct_call_with_captures_and_structure() -> None:
