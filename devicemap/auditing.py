@@ -69,6 +69,11 @@ class Audit:
         return bool(self.seeds)
 
     @property
+    def advances_seed(self) -> bool:
+        """Whether it draws from a seed that each call advances."""
+        return Treatment.SEED in self.treatments
+
+    @property
     def ordered(self) -> bool:
         """Whether shards must run one after another, in row order."""
         return Treatment.ORDERED in self.treatments

@@ -1,44 +1,207 @@
-"""Datasets and in-memory rows -> chunks, in order, each with the index of its first row."""
+"""Datasets and in-memory rows -> chunks, cut when a device asks for one, each with the index of its first row."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from devicemap.errors import DataError
+from devicemap.gathering import join
 from devicemap.options import Options
 from devicemap.rows import HOST, Rows, as_rows, freeze, take_rows
-from devicemap.scheduling import samples_per_chunk
-from devicemap.sharding import chunk_bounds
-from devicemap.streaming import Chunk
+from devicemap.types import Shard
+
+_SAMPLES_PER_READ = 64
+"""Samples that are read at once where chunks have no fixed size: reading them one by one takes longer than small functions."""
+
+_READ_AHEAD = 2
+"""Elements that `tf.data` prepares in the background."""
+
+_ALL_ROWS = 2**62
+"""More than any element has."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """Data that is read chunk by chunk."""
+class Chunk:
+    """Neighbouring rows, read and ready to run."""
+
+    start: int
+    """Global index of the first row."""
+
+    count: int
+    """How many rows, at least one."""
+
+    leaves: tuple[Any, ...]
+    """Leaves of shape `[count, ...]`."""
+
+    group: int
+    """Chunks of one group are delivered as one: a batch of the user's, or `batch_size` rows."""
+
+    last: bool
+    """Whether it is the last one of its group."""
+
+    def on(self, device: str) -> Shard:
+        """The rows of this chunk, on a device."""
+        return Shard(device, self.start, self.start + self.count)
+
+    def split(self, sizes: list[int]) -> list[Chunk]:
+        """The same rows in smaller chunks."""
+        pieces, start = [], 0
+        for size in sizes:
+            with tf.device(HOST):
+                leaves = tuple(take_rows(leaf, start, start + size) for leaf in self.leaves)
+            start += size
+            pieces.append(Chunk(self.start + start - size, size, leaves, self.group, self.last and start == self.count))
+        return pieces
+
+
+class Source(Protocol):
+    """Rows that are read chunk by chunk, in order, by one thread at a time."""
 
     specs: Any
     """Nest of `tf.TypeSpec`s of a chunk, of shapes `[None, ...]`."""
 
-    chunks: Iterator[Chunk]
-    """The chunks; may be read once."""
+    key: Any
+    """As `Rows.key`: one trace serves one key."""
 
-    @property
-    def key(self) -> Any:
-        """As `Rows.key`: one trace serves one key."""
-        return freeze(self.specs)
+    rows: int | None
+    """How many rows there are, `None` where nobody knows."""
+
+    batch_size: int | None
+    """The most rows of a chunk; `None`: any."""
+
+    def take(self, rows: int, limit: int | None) -> Chunk | None:
+        """The next chunk, of about `rows` rows and never more than `limit`; `None` at the end."""
+
+    def rows_left(self) -> int | None:
+        """How many rows have not been taken, as far as can be told."""
+
+    def close(self) -> None:
+        """Stop what reads ahead."""
 
 
-def in_memory(rows: Rows, batch_size: int) -> Source:
-    """Chunks of at most `batch_size` rows."""
-    assert rows.count is not None  # eager code knows
-    return Source(rows.specs, _pieces(rows, 0, batch_size))
+class InMemory:
+    """Chunks of rows that are all there."""
+
+    def __init__(self, rows: Rows, batch_size: int | None):
+        assert rows.count is not None  # eager code knows
+        self.specs, self.key, self.batch_size = rows.specs, rows.key, batch_size
+        self.rows: int | None = rows.count
+        self._count = rows.count
+        self._leaves = rows.leaves
+        self._next = 0
+
+    def take(self, rows: int, limit: int | None) -> Chunk | None:
+        start = self._next
+        if start == self._count:
+            return None
+        group = start if self.batch_size is None else start // self.batch_size
+        end = self._count if self.batch_size is None else min((group + 1) * self.batch_size, self._count)
+        stop = min(start + rows, start + (limit or rows), end)
+        self._next = stop
+        with tf.device(HOST):
+            leaves = tuple(take_rows(leaf, start, stop) for leaf in self._leaves)
+        return Chunk(start, stop - start, leaves, group, self.batch_size is None or stop == end)
+
+    def rows_left(self) -> int | None:
+        return self._count - self._next
+
+    def close(self) -> None:
+        self._leaves = ()
 
 
-def from_dataset(dataset: Any, options: Options, devices: int) -> Source:
+class Elements:
+    """Chunks of a `tf.data.Dataset` of batches.
+
+    Batches are handed on as they are (`whole`), cut to `batch_size`, or, where `merged`, cut and joined to any size.
+    """
+
+    def __init__(self, dataset: Any, specs: Any, rows: int | None, batch_size: int | None, whole: bool, merged: bool):
+        self.specs, self.key, self.rows = specs, freeze(specs), rows
+        self.batch_size = batch_size
+        self._whole, self._merged = whole, merged
+        self._elements = _read(dataset.prefetch(_READ_AHEAD))
+        count = int(dataset.cardinality())
+        self._elements_left = count if count >= 0 else None
+        self._read_elements = self._read_rows = 0
+        self._element: Rows | None = None
+        self._taken_of_element = 0
+        self._next = 0
+        self._group = 0
+        self._rows_in_group = 0
+
+    def take(self, rows: int, limit: int | None) -> Chunk | None:
+        wanted = _ALL_ROWS if self._whole else rows
+        if limit is not None:
+            wanted = min(wanted, limit)
+        if self.batch_size is not None:
+            wanted = min(wanted, self.batch_size - self._rows_in_group)
+        pieces: list[tuple[Any, ...]] = []
+        count = 0
+        while count < wanted and (piece := self._piece(wanted - count)) is not None:
+            pieces.append(piece[1])
+            count += piece[0]
+            if not self._merged:
+                break
+        if not count:
+            return None
+        with tf.device(HOST):
+            leaves = pieces[0] if len(pieces) == 1 else tuple(join(parts) for parts in zip(*pieces))
+        return self._chunk(count, leaves)
+
+    def _chunk(self, count: int, leaves: tuple[Any, ...]) -> Chunk:
+        self._rows_in_group += count
+        fixed = self._whole or self.batch_size is not None
+        last = not fixed or self._element is None or self._rows_in_group == self.batch_size
+        chunk = Chunk(self._next, count, leaves, self._group, last)
+        self._next += count
+        if last:
+            self._group += 1
+            self._rows_in_group = 0
+        return chunk
+
+    def rows_left(self) -> int | None:
+        if self.rows is not None:
+            return self.rows - self._next
+        if self._elements_left is None:
+            return None
+        in_element = 0 if self._element is None else (self._element.count or 0) - self._taken_of_element
+        usual = self._read_rows / self._read_elements if self._read_elements else 1
+        return in_element + math.ceil(self._elements_left * max(usual, 1))
+
+    def close(self) -> None:
+        self._elements = iter(())
+        self._element = None
+
+    def _piece(self, wanted: int) -> tuple[int, tuple[Any, ...]] | None:
+        """At most `wanted` rows of one element."""
+        while self._element is None:
+            element = next(self._elements, None)
+            if element is None:
+                self._elements_left = 0
+                return None
+            if self._elements_left:
+                self._elements_left -= 1
+            self._read_elements += 1
+            self._read_rows += element.count or 0
+            self._element, self._taken_of_element = (element if element.count else None), 0
+        element, start = self._element, self._taken_of_element
+        assert element.count is not None
+        stop = min(start + wanted, element.count)
+        self._taken_of_element = stop
+        if stop == element.count:
+            self._element = None
+        if stop - start == element.count:
+            return element.count, element.leaves
+        with tf.device(HOST):
+            return stop - start, tuple(take_rows(leaf, start, stop) for leaf in element.leaves)
+
+
+def from_dataset(dataset: Any, options: Options) -> Elements:
     """Chunks of a `tf.data.Dataset`: of samples, or of batches that are handed on (cut to `batch_size` where given).
 
     Raises:
@@ -52,22 +215,25 @@ def from_dataset(dataset: Any, options: Options, devices: int) -> Source:
                 f"the dataset has elements with a scalar ({spec}), but batched=True takes batches of rows. Call "
                 ".batch(n) on it, or set batched=False for a fn of one sample"
             )
-    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise DataError("the dataset is infinite, and its whole result would be too; take a part of it with .take(n)")
-    if not options.batched:
-        dataset = _batches_of_samples(dataset, options, devices)
-    return Source(_any_rows(dataset.element_spec), _read(dataset, options.batch_size))
+    size = options.batch_size if isinstance(options.batch_size, int) else None
+    if options.batched:
+        fits = not any(_unknown_dimensions(spec)[1:] for spec in tf.nest.flatten(dataset.element_spec))
+        whole, merged, rows = options.batch_size is None, options.batch_size == "auto" and fits, None
+    else:
+        cardinality = int(dataset.cardinality())
+        whole, rows = False, cardinality if cardinality >= 0 else None
+        dataset, merged = _batches_of_samples(dataset, size)
+    return Elements(dataset, _any_rows(dataset.element_spec), rows, size, whole, merged)
 
 
-def _batches_of_samples(dataset: Any, options: Options, devices: int) -> Any:
-    cardinality = int(dataset.cardinality())
-    size = options.batch_size or samples_per_chunk(cardinality if cardinality >= 0 else None, devices)
+def _batches_of_samples(dataset: Any, size: int | None) -> tuple[Any, bool]:
+    """The dataset in batches, and whether several of them can be joined."""
     unknown = [_unknown_dimensions(spec) for spec in tf.nest.flatten(dataset.element_spec)]
     if all(not u for u in unknown):
-        return dataset.batch(size)
+        return dataset.batch(size or _SAMPLES_PER_READ), True
     if all(u in ([], [0]) for u in unknown):  # samples of different lengths: ragged rows, which fn gets dense again
-        return dataset.ragged_batch(size)
-    return dataset.batch(1)  # samples of different shapes cannot be held together
+        return dataset.ragged_batch(size or _SAMPLES_PER_READ), True
+    return dataset.batch(1), False  # samples of different shapes cannot be held together
 
 
 def _unknown_dimensions(spec: Any) -> list[int]:
@@ -95,22 +261,6 @@ def _any_rows(specs: Any) -> Any:
     return tf.nest.map_structure(relax, specs)
 
 
-def _read(dataset: Any, batch_size: int | None) -> Iterator[Chunk]:
-    start = 0
+def _read(dataset: Any) -> Iterator[Rows]:
     for element in dataset:
-        rows = as_rows(element)
-        yield from _pieces(rows, start, batch_size)
-        start += rows.count or 0
-
-
-def _pieces(rows: Rows, first_row: int, batch_size: int | None) -> Iterator[Chunk]:
-    """Non-empty chunks of `rows`, whose first has the global index `first_row`."""
-    count = rows.count or 0
-    if batch_size is None or 0 < count <= batch_size:
-        if count:
-            yield Chunk(first_row, count, rows.leaves)
-        return
-    for start, stop in chunk_bounds(count, batch_size):
-        with tf.device(HOST):  # not around the yield: whichever thread comes next goes on from there
-            leaves = tuple(take_rows(leaf, start, stop) for leaf in rows.leaves)
-        yield Chunk(first_row + start, stop - start, leaves)
+        yield as_rows(element)

@@ -26,6 +26,7 @@ from devicemap.internals import (
 from devicemap.mirroring import Mirrors, capturing
 from devicemap.optimizing import Runnable, as_traced, can_be_optimized_once, optimize
 from devicemap.rows import HOST, cut_rows, empty_rows
+from devicemap.scheduling import Pace
 from devicemap.sharding import shard_rows
 from devicemap.tracing import Traced
 from devicemap.types import Shard
@@ -60,7 +61,8 @@ class Towers:
         self._scope = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "fn"  # what a name scope may hold
         self._lock = threading.RLock()
         self._graphs: dict[tuple[int, bool, bool], Any] = {}
-        self._functions: list[Any] = []
+        self._functions: dict[str, Any] = {}
+        self.paces: dict[str, Pace] = {}
         self._mirrors: dict[bool, Mirrors] = {}
         self._streams: dict[str, list[Traced]] = {}
         self._stream_count = 0
@@ -134,22 +136,35 @@ class Towers:
         """Result leaves without rows."""
         return [empty_rows(spec) for spec in self.traced.specs]
 
-    def functions(self, cancellation: Cancellation | None = None) -> list[Callable[..., list[Any]]]:
-        """One function per place, for one call: `(*tensors of a chunk) -> result leaves`.
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices of the places, each once."""
+        return tuple(dict.fromkeys(self.places))
+
+    def in_flight(self, prefetch: int) -> dict[str, int]:
+        """How many chunks may be under way on each device; one in all where `fn` depends on their order."""
+        if self.traced.audit.ordered:
+            return {self.places[0]: 1}
+        if self.traced.audit.advances_seed:  # two at once on a device would draw from one seed
+            return dict.fromkeys(self.places, 1)
+        return {device: max(prefetch, self.places.count(device)) for device in self.devices}
+
+    def functions(self, cancellation: Cancellation | None = None) -> dict[str, Callable[..., list[Any]]]:
+        """One function per device, for one call: `(*tensors of a chunk) -> result leaves`, on the output device.
 
         They see captured variables as they are now: each is brought to each device once, however many chunks follow.
         """
         with self._lock:
             if not self._functions:
-                self._functions = [self._build_function(i) for i in range(len(self.places))]
+                self._functions = {device: self._build_function(device) for device in self.devices}
         callable_of = cancellation.cancellable if cancellation else unrecorded
         mirrors = self._mirrors_for(False)
         values = mirrors.values()
-        functions: list[Callable[..., list[Any]]] = []
-        for i, (place, function) in enumerate(zip(self.places, self._functions)):
-            with tf.device(place):
-                mirrors.assign(i, values)
-                functions.append(partial(callable_of(function, not self.optimized), *mirrors.passed(values)))
+        functions: dict[str, Callable[..., list[Any]]] = {}
+        for device, function in self._functions.items():
+            with tf.device(device):
+                mirrors.assign(self.places.index(device), values)
+                functions[device] = partial(callable_of(function, not self.optimized), *mirrors.passed(values))
         return functions
 
     def _build_graph(self, shards: int, differentiable: bool, any_rows: bool) -> Any:
@@ -196,7 +211,8 @@ class Towers:
         with tf.device(None):
             return call.get_concrete_function(tf.TensorSpec([shards], tf.int32), *specs)
 
-    def _build_function(self, i: int) -> Any:
+    def _build_function(self, device: str) -> Any:
+        i = self.places.index(device)
         mirrors = self._mirrors_for(False)
         runnable = self._runnable(i, "function", False)
         values = [tensor.shape for tensor in runnable.concrete.inputs[: len(runnable.passed)]]
@@ -205,8 +221,10 @@ class Towers:
         @tf.function(autograph=False)
         def call(*inputs: Any) -> list[Any]:
             passed, shard = inputs[: len(runnable.passed)], inputs[len(runnable.passed) :]
-            with tf.device(self.places[i]), tf.name_scope(f"{self._scope}_{i}"):
-                return _call(runnable, passed, shard, mirrors.captures(i))
+            with tf.device(device), tf.name_scope(f"{self._scope}_{i}"):
+                results = _call(runnable, passed, shard, mirrors.captures(i))
+            with tf.device(self._output_device):  # copied out as a part of the call
+                return tf.nest.map_structure(tf.identity, results, expand_composites=True)
 
         with tf.device(None):
             return call.get_concrete_function(*map(tf.TensorSpec, values, dtypes), *self._input_specs())

@@ -49,10 +49,10 @@ def gather(parts: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """Join the results of neighbouring chunks in eager code; the same as `gather` without its graph."""
+    """Join neighbouring rows in eager code; the same as `gather` without its graph."""
     first = parts[0]
-    if len(parts) == 1:  # a copy to the device that results are gathered on, unless it is there
-        return tf.nest.map_structure(tf.identity, first, expand_composites=True)
+    if len(parts) == 1:
+        return first
     if isinstance(first, tf.SparseTensor):
         return tf.sparse.concat(0, list(parts), expand_nonconcat_dims=True)
     check_inner_shapes(parts)

@@ -11,14 +11,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
-from devicemap.chunking import Source, from_dataset, in_memory
+from devicemap.chunking import Chunk, InMemory, Source, from_dataset
 from devicemap.devices import choose_devices, choose_output_device, places_on
 from devicemap.errors import DataError, FunctionError, OptionError, brief, function_error
 from devicemap.execution import Towers, sizes_in_graph
@@ -26,10 +27,10 @@ from devicemap.gathering import check_inner_shapes, check_row_counts, join, with
 from devicemap.internals import Cancellation, have_tangents, tape_is_recording
 from devicemap.options import Options, check_options
 from devicemap.rows import HOST, Rows, as_rows, count_rows, freeze, take_rows
-from devicemap.scheduling import chunks_in_flight
-from devicemap.streaming import Chunk, run_chunks
+from devicemap.scheduling import reorder_window
+from devicemap.streaming import Group, Lane, Rules, run_chunks
 from devicemap.tracing import row_seeds, trace
-from devicemap.types import Shard
+from devicemap.types import Event, Shard
 
 _KEPT_MAPPERS = 64
 
@@ -41,11 +42,15 @@ def parallel_map(
     devices: Any = None,
     batched: bool = False,
     vectorize: bool | str = "auto",
-    batch_size: int | None = None,
+    batch_size: int | str | None = None,
     seed: int | None = None,
     fn_output_signature: Any = None,
     jit_compile: bool = False,
     output_device: Any = "/CPU:0",
+    deterministic: bool = True,
+    prefetch: int = 2,
+    max_retries: int = 2,
+    progress: bool | Callable[[Event], Any] = False,
     name: str | None = None,
     **unknown: Any,
 ) -> Any:
@@ -66,13 +71,19 @@ def parallel_map(
         vectorize: how a `fn` of one sample runs over the rows of a device: `True` as `tf.vectorized_map`, `False` as
             `tf.map_fn`, `"auto"` the first where every op converts and the results are dense, else the second.
         batch_size: rows per device call: data goes in chunks of at most that many rows, each to the first idle device.
-            `None`: in-memory data as one shard per device, a dataset's batches as they are, its samples in chunks of a
-            few per device.
+            `"auto"`: found by measuring, for each device. `None`: in-memory data as one shard per device, a dataset's
+            batches as they are, its samples as with `"auto"`.
         seed: an int from 0 to 2**32 - 1: `fn` also gets `seed=`, a seed for `tf.random.stateless_*` (int32 `[2]`;
             `[rows, 2]` when batched) that depends on `seed` and the row's index alone.
         fn_output_signature: as in `tf.map_fn`, for a `fn` of one sample whose dense results differ in shape.
         jit_compile: compile with XLA. Shards run in pieces of powers of two rows, to compile for few shapes.
         output_device: where results are gathered.
+        deterministic: for streams: chunks in input order, or as they finish, each as `(first row, chunk)`.
+        prefetch: chunks in flight per device, so that copying in, computing and copying out overlap.
+        max_retries: how often a chunk that failed is tried again, on another device if there is one. What `fn` does
+            besides returning may then happen again. 0: the first error is raised, also where a device runs out of memory,
+            which otherwise gets smaller chunks.
+        progress: a progress bar; or a callable that gets each `devicemap.types.Event` of the call, one at a time.
         name: a name for the ops and errors of this map.
 
     Returns:
@@ -88,8 +99,8 @@ def parallel_map(
     """
     options = dict(
         devices=devices, batched=batched, vectorize=vectorize, batch_size=batch_size, seed=seed,
-        fn_output_signature=fn_output_signature, jit_compile=jit_compile, output_device=output_device, name=name,
-        **unknown,
+        fn_output_signature=fn_output_signature, jit_compile=jit_compile, output_device=output_device,
+        deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, name=name, **unknown,
     )  # fmt: skip
     return _mapper_of(fn, options)(data)
 
@@ -112,18 +123,22 @@ class DeviceMap:
         devices: Any = None,
         batched: bool = False,
         vectorize: bool | str = "auto",
-        batch_size: int | None = None,
+        batch_size: int | str | None = None,
         seed: int | None = None,
         fn_output_signature: Any = None,
         jit_compile: bool = False,
         output_device: Any = "/CPU:0",
+        deterministic: bool = True,
+        prefetch: int = 2,
+        max_retries: int = 2,
+        progress: bool | Callable[[Event], Any] = False,
         name: str | None = None,
         **unknown: Any,
     ):
         options = dict(
             devices=devices, batched=batched, vectorize=vectorize, batch_size=batch_size, seed=seed,
-            fn_output_signature=fn_output_signature, jit_compile=jit_compile, output_device=output_device, name=name,
-            **unknown,
+            fn_output_signature=fn_output_signature, jit_compile=jit_compile, output_device=output_device,
+            deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, name=name, **unknown,
         )  # fmt: skip
         self._fn = fn
         self._options: Options = check_options(fn, options)
@@ -138,15 +153,63 @@ class DeviceMap:
         """Map over all of `data`; see `parallel_map` for what it may be and what comes back."""
         eager = tf.executing_eagerly()
         if isinstance(data, tf.data.Dataset):
-            if not eager:
-                raise DataError("a Dataset cannot be mapped inside a tf.function; map it outside, or pass tensors")
-            return self._in_chunks(from_dataset(data, self._options, len(self._devices)))
+            source = self._source(data, "mapped")
+            if data.cardinality() == tf.data.INFINITE_CARDINALITY:
+                raise DataError(
+                    "the dataset is infinite, and its whole result would be too; take a part of it with .take(n), or map "
+                    "it as a stream"
+                )
+            return self._in_chunks(source)
         rows = as_rows(data)
         if not eager:
             return self._inside_function(rows)
         if self._options.batch_size is not None:
-            return self._in_chunks(in_memory(rows, self._options.batch_size))
+            return self._in_chunks(self._source(rows, "mapped"))
         return self._in_one_graph(rows)
+
+    def stream(self, data: Any) -> Iterator[Any]:
+        """Map over `data` chunk by chunk, in memory bounded by what is in flight, however long the data is.
+
+        Args:
+            data: as for `parallel_map`; a dataset may be infinite.
+
+        Returns:
+            A generator of chunks: nests of tensors of shape `[rows of the chunk, ...]`. Those of a dataset of batches are
+            its batches, those of everything else have `batch_size` rows, or with `batch_size=None` or `"auto"` as many as
+            pay. With `deterministic=False` they come as they finish, each as `(first row, chunk)`. Nothing is read before
+            the first chunk is asked for; closing or dropping the generator stops everything.
+
+        Raises:
+            OptionError, DataError: at once. `FunctionError` and errors of the dataset: when their turn comes; what was
+                finished before them has been delivered.
+
+        Example:
+            >>> mapper = DeviceMap(lambda n: n * n, batch_size=2)
+            >>> [chunk.numpy().tolist() for chunk in mapper.stream(tf.range(5))]
+            [[0, 1], [4, 9], [16]]
+        """
+        source = self._source(data, "streamed")
+        towers = self._towers_for(source)
+        return self._stream(source, towers)
+
+    def as_dataset(self, data: Any) -> tf.data.Dataset:
+        """The chunks of `stream(data)` as a `tf.data.Dataset`, for instance for `model.fit`.
+
+        Its elements are as `stream` yields them, of shape `[None, ...]`. Each iteration over it maps anew, so use
+        `.cache()` to keep the results of the first.
+
+        Example:
+            >>> dataset = DeviceMap(lambda n: n * n, batch_size=2).as_dataset(tf.range(5))
+            >>> dataset.element_spec
+            TensorSpec(shape=(None,), dtype=tf.int32, name=None)
+            >>> [n.item() for n in dataset.unbatch().as_numpy_iterator()]
+            [0, 1, 4, 9, 16]
+        """
+        towers = self._towers_for(self._source(data, "streamed"))
+        spec = towers.pack(list(towers.traced.specs))
+        if not self._options.deterministic:
+            spec = (tf.TensorSpec([], tf.int64), spec)
+        return tf.data.Dataset.from_generator(lambda: self.stream(data), output_signature=spec)
 
     def __repr__(self) -> str:
         return f"DeviceMap({self._name}, devices={[d.rpartition('device:')[2] for d in self._devices]})"
@@ -194,35 +257,60 @@ class DeviceMap:
             results = with_row_counts_checked(results, returned, sizes)
         return towers.pack([with_static_rows(leaf, rows.count) for leaf in results])
 
-    def _in_chunks(self, source: Source) -> Any:
-        """Data that is read chunk by chunk: each goes to the first idle device, the results are joined in order."""
+    def _source(self, data: Any, what: str) -> Source:
+        """Rows or a dataset, to be read chunk by chunk."""
+        if not tf.executing_eagerly():
+            raise DataError(
+                f"data cannot be {what} chunk by chunk inside a tf.function; do it outside, or pass tensors and no batch_size"
+            )
         if tape_is_recording():
             raise OptionError(
                 "a GradientTape is recording, and gradients do not go through chunks: pass in-memory data without "
                 "batch_size, or put the call into `with tape.stop_recording():` if you need none of it"
             )
+        if isinstance(data, tf.data.Dataset):
+            return from_dataset(data, self._options)
+        size = self._options.batch_size
+        return InMemory(data if isinstance(data, Rows) else as_rows(data), size if isinstance(size, int) else None)
+
+    def _in_chunks(self, source: Source) -> Any:
+        """Data that is read chunk by chunk: each goes to the first idle device, the results are joined in order."""
         towers = self._towers_for(source)
-        cancellation = Cancellation()
-        functions = towers.functions(cancellation)
-        if towers.traced.audit.ordered:
-            functions = functions[:1]
-        workers = [partial(self._run_chunk, towers, *pair) for pair in zip(functions, towers.places)]
-        stream = run_chunks(source.chunks, workers, chunks_in_flight(len(workers)), cancellation.cancel)
-        parts = [results for _, results in stream]
+        parts = [results for group in self._groups(source, towers, Rules()) for results in group.results]
         if not parts:
             return towers.pack(towers.no_rows())
         with tf.device(self._output_device):
             return towers.pack([join(leaves) for leaves in zip(*parts)])
 
+    def _stream(self, source: Source, towers: Towers) -> Iterator[Any]:
+        window = reorder_window(sum(towers.in_flight(self._options.prefetch).values()))
+        rules = Rules(window=window, deterministic=self._options.deterministic)
+        for group in self._groups(source, towers, rules):
+            with tf.device(self._output_device):
+                chunk = towers.pack([join(leaves) for leaves in zip(*group.results)])
+            yield chunk if self._options.deterministic else (group.start, chunk)
+
+    def _groups(self, source: Source, towers: Towers, rules: Rules) -> Iterator[Group]:
+        cancellation = Cancellation()
+        functions = towers.functions(cancellation)
+        lanes = [
+            Lane(device, partial(self._run_chunk, towers, functions[device], device), in_flight)
+            for device, in_flight in towers.in_flight(self._options.prefetch).items()
+        ]
+        rules = replace(
+            rules,
+            max_retries=self._options.max_retries,
+            observe=self._options.progress if callable(self._options.progress) else rules.observe,
+            describe=self._failed,
+            cancel=cancellation.cancel,
+        )
+        return run_chunks(source, lanes, rules, towers.paces)
+
     def _run_chunk(self, towers: Towers, function: Callable[..., Any], device: str, chunk: Chunk) -> list[Any]:
-        shard = chunk.on(device)
-        try:
-            leaves = self._seeded(chunk.leaves, chunk.start, chunk.count)
-            results: list[Any] = function(*towers.flat(leaves))
-        except Exception as error:
-            raise self._failed(error, [shard]) from error
+        leaves = self._seeded(chunk.leaves, chunk.start, chunk.count)
+        results: list[Any] = function(*towers.flat(leaves))
         if self._options.batched:
-            check_row_counts(results, [], [shard])
+            check_row_counts(results, [], [chunk.on(device)])
         return results
 
     def _seeded(self, leaves: tuple[Any, ...], first_row: int, rows: Any) -> tuple[Any, ...]:
@@ -258,7 +346,7 @@ class DeviceMap:
 
     def _located(
         self, error: Exception, towers: Towers, leaves: Sequence[Any], shards: Sequence[Shard]
-    ) -> tuple[FunctionError, Exception]:
+    ) -> tuple[BaseException, BaseException]:
         """The error for a graph that failed, and its cause.
 
         TensorFlow does not tell which tower it was. So the shards run once more, each for itself, unless that would write
@@ -273,8 +361,9 @@ class DeviceMap:
                 except Exception as again:
                     return None, again
 
+            functions = towers.functions()
             with ThreadPoolExecutor(len(shards)) as pool:
-                outcomes = list(pool.map(attempt, towers.functions(), shards))
+                outcomes = list(pool.map(attempt, (functions[shard.device] for shard in shards), shards))
             for shard, (_, again) in zip(shards, outcomes):
                 if again is not None:
                     return self._failed(again, [shard]), again
@@ -283,13 +372,18 @@ class DeviceMap:
                     check_inner_shapes(parts)
             except FunctionError as uneven:
                 return uneven, error
-        return self._failed(error, shards), error
+        return self._failed(error, shards, "or"), error
 
-    def _failed(self, error: Exception, shards: Sequence[Shard]) -> FunctionError:
-        if isinstance(error, FunctionError):
+    def _failed(self, error: BaseException, shards: Sequence[Shard], link: str = "and again on") -> BaseException:
+        """The error to raise for one that came from `shards`, one after another."""
+        if isinstance(error, FunctionError) or not isinstance(error, Exception):
             return error
-        where = ", or ".join(map(str, shards))
-        return function_error(f"{self._name} failed on {where}: {type(error).__name__}: {brief(error)}", error, shards)
+        where = f", {link} ".join(map(str, shards))
+        located = function_error(
+            f"{self._name} failed on {where}: {type(error).__name__}: {brief(error)}", error, shards
+        )
+        located.__cause__ = error
+        return located
 
 
 _mappers: OrderedDict[Any, DeviceMap] = OrderedDict()

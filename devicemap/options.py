@@ -17,11 +17,15 @@ class Options:
     devices: Any = None
     batched: bool = False
     vectorize: bool | str = "auto"
-    batch_size: int | None = None
+    batch_size: int | str | None = None
     seed: int | None = None
     fn_output_signature: Any = None
     jit_compile: bool = False
     output_device: Any = "/CPU:0"
+    deterministic: bool = True
+    prefetch: int = 2
+    max_retries: int = 2
+    progress: Any = False
     name: str | None = None
 
 
@@ -41,7 +45,7 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
     if not callable(fn):
         raise OptionError(f"fn is of type {type(fn).__name__}, not callable; fn comes first, then the data")
     checked = Options(**options)
-    for name in ("batched", "jit_compile"):
+    for name in ("batched", "jit_compile", "deterministic"):
         value = getattr(checked, name)
         if not isinstance(value, bool):
             raise OptionError(f"{name}={value!r}; expected True or False")
@@ -54,16 +58,26 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
         )
     if checked.batched and checked.fn_output_signature is not None:
         raise OptionError("fn_output_signature with batched=True: it is for a fn of one sample; leave it out")
-    if checked.batch_size is not None and (
-        isinstance(checked.batch_size, bool) or not isinstance(checked.batch_size, Integral) or checked.batch_size < 1
-    ):
+    if checked.batch_size not in (None, "auto") and not _is_int(checked.batch_size, 1):
         raise OptionError(
-            f"batch_size={checked.batch_size!r}; expected None or an int of at least 1, in rows per device call"
+            f"batch_size={checked.batch_size!r}; expected None, 'auto' or an int of at least 1, in rows per device call"
         )
-    if checked.seed is not None and (
-        isinstance(checked.seed, bool) or not isinstance(checked.seed, Integral) or not 0 <= checked.seed < 2**32
-    ):
+    if not _is_int(checked.prefetch, 1):
+        raise OptionError(
+            f"prefetch={checked.prefetch!r}; expected an int of at least 1: how many chunks are under way on a device"
+        )
+    if not _is_int(checked.max_retries, 0):
+        raise OptionError(
+            f"max_retries={checked.max_retries!r}; expected an int of at least 0: how often a failed chunk is tried again"
+        )
+    if not isinstance(checked.progress, bool) and not callable(checked.progress):
+        raise OptionError(f"progress={checked.progress!r}; expected True, False, or a callable that takes the events")
+    if checked.seed is not None and not (_is_int(checked.seed, 0) and checked.seed < 2**32):
         raise OptionError(f"seed={checked.seed!r}; expected None or an int from 0 to 2**32 - 1")
     if checked.name is not None and not (isinstance(checked.name, str) and checked.name):
         raise OptionError(f"name={checked.name!r}; expected None or a non-empty string")
     return checked
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least

@@ -1,25 +1,151 @@
-"""Which rows make a chunk, and in what order chunks go out: integers only."""
+"""How many rows a device takes next: numbers only.
+
+Chunks are cut when a device asks for one. What has been measured of the devices decides how large it is: so that a slow
+one is not left with the last large chunk, and, with `batch_size="auto"`, so that chunks are as large as pays.
+"""
 
 from __future__ import annotations
 
-_CHUNKS_PER_DEVICE = 4
-_SAMPLES_PER_CHUNK = 32
-_MOST_SAMPLES_PER_CHUNK = 1024
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+_FIRST_ROWS = 8
+"""Where `batch_size="auto"` begins."""
+
+_SHARES = 3.0
+"""What a device has in flight is at most this part of what it is expected to compute of what is left."""
+
+_PROBES = 32
+"""A device that has not been measured yet takes at most this part of its even share."""
+
+_SHORTEST_SECONDS = 0.003
+"""Chunks are not cut shorter than this for balance: dispatching one takes a tenth of it."""
+
+_WINDOW = 4
+"""How many times what is in flight a stream may have read and not delivered, so that a slow chunk stops nobody soon."""
+
+_SHORT_SECONDS = 0.02
+"""Chunks that take less may grow whatever they gain."""
+
+_LONG_SECONDS = 1.0
+"""Chunks that take longer have nothing to gain from growing."""
+
+_GAIN = 1.1
+"""How much faster, in rows per second, a chunk must be than the best smaller one for the next to be larger."""
 
 
-def samples_per_chunk(samples: int | None, devices: int) -> int:
-    """How many samples of a dataset go to a device at once; `samples` is `None` where nobody knows.
+@dataclass(frozen=True)
+class Pace:
+    """What has been seen of one device so far."""
 
-    Several chunks per device let uneven rows even out; a cap bounds the memory.
+    rows_per_second: float | None = None
+    """Its recent speed, `None` before its first chunk."""
 
-    >>> samples_per_chunk(100, 4), samples_per_chunk(3, 8), samples_per_chunk(None, 2)
-    (7, 1, 32)
+    rows_in_flight: int = 0
+    """Rows of chunks that it has been given and not finished."""
+
+    size: int = _FIRST_ROWS
+    """Rows per chunk that `batch_size="auto"` tries now."""
+
+    best_rows_per_second: float = 0.0
+    """The best speed that chunks of a smaller size had."""
+
+    largest: int = 0
+    """Rows of the largest chunk that it finished in this call."""
+
+    limit: int | None = None
+    """The most rows that fit into its memory, as far as known."""
+
+    def taking(self, rows: int) -> Pace:
+        """The device is given a chunk."""
+        return replace(self, rows_in_flight=self.rows_in_flight + rows)
+
+    def giving_up(self, rows: int) -> Pace:
+        """The device could not compute a chunk."""
+        return replace(self, rows_in_flight=self.rows_in_flight - rows)
+
+    def finishing(self, rows: int, seconds: float) -> Pace:
+        """The device finished a chunk; `seconds` is the time in which it worked on nothing else before."""
+        speed = rows / max(seconds, 1e-9)
+        known = self.rows_per_second
+        # the mean of the seconds per row, so that a row that is dearer counts for what it costs
+        smooth = speed if known is None else 2 / (1 / known + 1 / speed)
+        size, best = self.size, self.best_rows_per_second
+        if rows >= size and (seconds < _SHORT_SECONDS or (speed > _GAIN * best and seconds < _LONG_SECONDS)):
+            size, best = 2 * size, max(best, speed)
+        return replace(
+            self,
+            rows_per_second=smooth,
+            rows_in_flight=self.rows_in_flight - rows,
+            size=size,
+            best_rows_per_second=best,
+            largest=max(self.largest, rows),
+        )
+
+    def running_out_of_memory(self, rows: int) -> Pace:
+        """A chunk of so many rows did not fit: the next ones have half of them at most."""
+        limit = max(1, rows // 2)
+        limit = limit if self.limit is None else min(limit, self.limit)
+        return replace(self, limit=limit, size=min(self.size, limit))
+
+    def between_calls(self) -> Pace:
+        """What the next call may know."""
+        return replace(self, rows_in_flight=0, largest=0)
+
+
+def rows_to_take(pace: Pace, others: Collection[Pace], rows_left: int | None, batch_size: int | None) -> int:
+    """How many rows a device takes next; 0: none now, the others will be faster.
+
+    Args:
+        pace: of the device that asks.
+        others: of the other devices.
+        rows_left: rows that no device has been given yet, `None` where nobody knows.
+        batch_size: the most rows of a chunk; `None`: as many as pay.
+
+    At least one device, idle or at work, is never told 0 while rows are left. Chunks shrink towards the end, as in guided
+    self-scheduling (Polychronopoulos and Kuck, 1987), here in proportion to the speed of the device (as in factoring for
+    uneven processors: Hummel et al., 1996).
+
+    >>> fast, slow = Pace(rows_per_second=100.0, largest=64), Pace(rows_per_second=10.0, largest=64)
+    >>> rows_to_take(fast, [slow], 1100, 64), rows_to_take(slow, [fast], 1100, 64), rows_to_take(slow, [fast], 5, 64)
+    (64, 33, 0)
     """
-    if samples is None:
-        return _SAMPLES_PER_CHUNK
-    return max(1, min(_MOST_SAMPLES_PER_CHUNK, -(-samples // (_CHUNKS_PER_DEVICE * devices))))
+    most = batch_size if batch_size is not None else pace.size
+    if pace.limit is not None:
+        most = min(most, pace.limit)
+    if rows_left is None:
+        return most
+    if rows_left < 1:
+        return 0
+    probe = max(1, rows_left // (_PROBES * (1 + len(others))))
+    most = min(most, rows_left, 2 * max(pace.largest, probe))  # should the first rows be the dearest, not all on one device
+    if pace.rows_per_second is None:
+        known = [other for other in others if other.rows_per_second is not None]
+        if pace.rows_in_flight and known:  # its first chunk tells how large the next should be
+            return 0
+        return min(most, probe)
+    speed = pace.rows_per_second
+    known_speeds = [other.rows_per_second for other in others if other.rows_per_second is not None]
+    usual = sum(known_speeds, speed) / (1 + len(known_speeds))
+    loads = [(other.rows_per_second or usual, other.rows_in_flight) for other in others]
+    work = rows_left + sum(rows for _, rows in loads)
+    without = max(
+        work / max(sum(s for s, _ in loads), 1e-9), min((rows + 1) / s for s, rows in loads)
+    ) if loads else float("inf")  # fmt: skip
+    if (pace.rows_in_flight + 1) / speed > without:
+        return 0  # the others will have finished before it could
+    end = (work + pace.rows_in_flight) / (sum(s for s, _ in loads) + speed)
+    share = speed * end / _SHARES - pace.rows_in_flight
+    if share < 1 and pace.rows_in_flight:  # it has enough for now
+        return 0
+    shortest = speed * _SHORTEST_SECONDS
+    return max(1, min(most, int(max(share, shortest))))
 
 
-def chunks_in_flight(workers: int) -> int:
-    """How many chunks may be read and not yet delivered: one in work and one waiting for its turn per worker."""
-    return 2 * workers
+def reorder_window(in_flight: int) -> int:
+    """How many groups of chunks a stream may have read and not delivered.
+
+    >>> reorder_window(16)
+    64
+    """
+    return _WINDOW * in_flight

@@ -145,7 +145,7 @@ def test_forward_mode_is_refused() -> None:
     mapper = devicemap.DeviceMap(tf.sin, devices=["CPU:1", "CPU:2"])
     with (
         tf.autodiff.ForwardAccumulator(X, tf.ones_like(X)),
-        pytest.raises(devicemap.errors.DataError, match="use a tf.GradientTape"),
+        pytest.raises(devicemap.errors.DataError, match=r"use a tf\.GradientTape"),
     ):
         mapper(X)
 

@@ -1,53 +1,143 @@
-"""How large a chunk of samples is, and how many are on their way at once."""
+"""How many rows a device takes: pure numbers, played through without TensorFlow."""
 
 from __future__ import annotations
+
+import heapq
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devicemap.scheduling import chunks_in_flight, samples_per_chunk
-from devicemap.sharding import chunk_bounds
+from devicemap.scheduling import Pace, reorder_window, rows_to_take
 
-devices = st.integers(1, 16)
-
-
-@pytest.mark.parametrize(
-    ("samples", "devices", "size"),
-    [
-        (None, 1, 32),
-        (None, 8, 32),
-        (0, 1, 1),
-        (1, 8, 1),
-        (32, 8, 1),
-        (33, 8, 2),
-        (4096, 1, 1024),
-        (4097, 1, 1024),
-        (10**9, 8, 1024),
-    ],
+speeds = st.floats(0.1, 1e5)
+paces = st.builds(
+    Pace, rows_per_second=st.none() | speeds, rows_in_flight=st.integers(0, 500), limit=st.none() | st.integers(1, 100)
 )
-def test_samples_per_chunk(samples: int | None, devices: int, size: int) -> None:
-    assert samples_per_chunk(samples, devices) == size
 
 
-@given(st.integers(0, 10**7), devices)
-def test_samples_per_chunk_are_few_and_never_none(samples: int, devices: int) -> None:
-    assert 1 <= samples_per_chunk(samples, devices) <= 1024
+def play(
+    costs: list[float], devices: list[float], batch_size: int | None, in_flight: int = 2
+) -> tuple[float, list[int]]:
+    """A job on devices of given speeds: its seconds and the sizes of its chunks, as the policy cuts them.
+
+    A device works on its chunks one after another, and asks for the next one when it has fewer than `in_flight`.
+    """
+    state = [Pace() for _ in devices]
+    busy_until = [0.0] * len(devices)
+    done: list[tuple[float, int, int, float]] = []  # when, device, rows, started
+    sizes, taken, now = [], 0, 0.0
+    chunks_on = [0] * len(devices)
+    while taken < len(costs) or done:
+        for i in range(len(devices)):
+            while chunks_on[i] < in_flight and taken < len(costs):
+                others = [pace for j, pace in enumerate(state) if j != i]
+                rows = rows_to_take(state[i], others, len(costs) - taken, batch_size)
+                if not rows:
+                    break
+                start = max(now, busy_until[i])
+                busy_until[i] = start + sum(costs[taken : taken + rows]) / devices[i]
+                heapq.heappush(done, (busy_until[i], i, rows, start))
+                state[i] = state[i].taking(rows)
+                chunks_on[i] += 1
+                sizes.append(rows)
+                taken += rows
+        assert done, "rows are left and nobody takes them"
+        now, i, rows, start = heapq.heappop(done)
+        state[i] = state[i].finishing(rows, now - start)
+        chunks_on[i] -= 1
+    return max(busy_until), sizes
 
 
-@given(st.integers(1, 5000), devices)
-def test_every_device_can_have_a_chunk(samples: int, devices: int) -> None:
-    """Rows permitting: halving is not allowed to leave devices without work."""
-    chunks = len(list(chunk_bounds(samples, samples_per_chunk(samples, devices))))
-    assert chunks >= min(samples, devices)
+COSTS = [0.004] * 2048
+HOT = [0.004] * 1920 + [0.004 * 17] * 128
+TARGETS = [
+    ("even", COSTS, [1.0] * 8, 0.97),
+    ("hot block first", HOT[::-1], [1.0] * 8, 0.96),
+    ("hot block last", HOT, [1.0] * 8, 0.92),
+    ("half four times slower", COSTS, [1.0, 0.25] * 4, 0.95),
+    ("one ten times slower", COSTS, [0.1] + [1.0] * 7, 0.93),
+]
 
 
-@given(st.integers(0, 10**7), devices)
-def test_more_devices_never_make_larger_chunks(samples: int, devices: int) -> None:
-    assert samples_per_chunk(samples, devices + 1) <= samples_per_chunk(samples, devices)
+@pytest.mark.parametrize(("name", "costs", "devices", "share"), TARGETS, ids=[t[0] for t in TARGETS])
+@pytest.mark.parametrize("batch_size", [8, 32, 256, None])
+def test_share_of_the_ideal_time(
+    name: str, costs: list[float], devices: list[float], share: float, batch_size: int | None
+) -> None:
+    seconds, sizes = play(costs, devices, batch_size)
+    assert sum(sizes) == len(costs)
+    assert batch_size is None or max(sizes) <= batch_size
+    assert sum(costs) / sum(devices) / seconds >= share
 
 
-@given(devices)
-def test_chunks_in_flight(workers: int) -> None:
-    """One in work and one waiting per worker."""
-    assert chunks_in_flight(workers) == 2 * workers
+@given(
+    st.lists(st.floats(1e-4, 1.0), max_size=300),
+    st.lists(st.floats(0.05, 1.0), min_size=1, max_size=8),
+    st.none() | st.integers(1, 64),
+)
+def test_every_row_is_taken_once(costs: list[float], devices: list[float], batch_size: int | None) -> None:
+    _, sizes = play(costs, devices, batch_size)
+    assert sum(sizes) == len(costs)
+    assert all(sizes)
+
+
+@given(st.lists(paces, min_size=1, max_size=8), st.integers(1, 10**6), st.none() | st.integers(1, 1000))
+def test_somebody_takes_what_is_left(all_paces: list[Pace], rows_left: int, batch_size: int | None) -> None:
+    asked = [
+        rows_to_take(pace, all_paces[:i] + all_paces[i + 1 :], rows_left, batch_size)
+        for i, pace in enumerate(all_paces)
+    ]
+    assert all(0 <= rows <= rows_left for rows in asked)
+    assert any(asked) or any(pace.rows_in_flight for pace in all_paces)
+    for pace, rows in zip(all_paces, asked):
+        assert pace.limit is None or rows <= pace.limit
+        assert batch_size is None or rows <= batch_size
+
+
+@given(paces, st.lists(paces, max_size=8))
+def test_nobody_takes_what_is_not_there(pace: Pace, others: list[Pace]) -> None:
+    assert rows_to_take(pace, others, 0, 8) == 0
+
+
+def test_without_an_end_in_sight_chunks_are_whole() -> None:
+    assert rows_to_take(Pace(rows_per_second=10.0), [Pace()], None, 32) == 32
+    assert rows_to_take(Pace(rows_per_second=10.0, limit=5), [Pace()], None, 32) == 5
+
+
+def _grow(seconds_of: dict[int, float] | None = None, fixed: float = 0.0, per_row: float = 0.0) -> int:
+    pace = Pace()
+    for _ in range(60):
+        rows = pace.size
+        seconds = seconds_of[rows] if seconds_of else fixed + per_row * rows
+        pace = pace.taking(rows).finishing(rows, seconds)
+    return pace.size
+
+
+def test_auto_grows_while_it_pays() -> None:
+    # 30 ms per call and 0.1 ms per row: 1000 rows have 77% of the best speed there is
+    assert 1000 <= _grow(fixed=0.030, per_row=0.0001) <= 5000
+    # nothing to gain: a chunk needs to be long enough to hide what dispatching it takes, no longer
+    assert _grow(per_row=0.010) <= 32
+    assert 10_000 <= _grow(per_row=1e-6) <= 40_000
+
+
+def test_memory_limits() -> None:
+    pace = Pace(size=64).taking(64).giving_up(64).running_out_of_memory(64)
+    assert (pace.limit, pace.size, pace.rows_in_flight) == (32, 32, 0)
+    assert pace.running_out_of_memory(32).limit == 16
+    assert pace.running_out_of_memory(64).limit == 32  # another chunk of the old size was under way
+    assert Pace().running_out_of_memory(1).limit == 1
+    for _ in range(20):
+        pace = pace.taking(32).finishing(32, 0.001)
+    assert rows_to_take(pace, [], None, None) == 32
+
+
+def test_what_the_next_call_knows() -> None:
+    pace = Pace(5.0, rows_in_flight=3, size=64, best_rows_per_second=4.0, largest=9, limit=100)
+    assert pace.between_calls() == Pace(5.0, 0, 64, 4.0, 0, 100)
+
+
+@given(st.integers(1, 100))
+def test_a_window_holds_more_than_what_is_in_flight(in_flight: int) -> None:
+    assert reorder_window(in_flight) > in_flight
