@@ -5,7 +5,9 @@
     │   ├── UnknownOptionError (TypeError)   an option that does not exist
     │   └── DeviceError                      devices that do not exist, repeat, or come too late
     ├── DataError (ValueError)               data that has no rows, or not the same number in every leaf
-    └── FunctionError                        the mapped function failed, or returned something that is not rows
+    ├── FunctionError                        the mapped function failed, or returned something that is not rows
+    └── JournalError (OSError)               a folder of results that cannot be used, read or written
+        └── MissingRowsError                 rows that are asked for, and not in the folder or damaged there
 
 A `FunctionError` that was caused by another error is also an instance of that error's class, so that
 `except tf.errors.ResourceExhaustedError` and `except ZeroDivisionError` keep working; the original is its `__cause__`.
@@ -54,6 +56,17 @@ class FunctionError(DeviceMapError):
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickled, it is a plain FunctionError: the class may be made for it
         return failure, (str(self), self.shards)
+
+
+class JournalError(DeviceMapError, OSError):
+    """A folder of results that cannot be used (it holds something else, or is in use), or that the disk failed on.
+
+    `errno` is that of the operating system, where it was the cause: `errno.ENOSPC` for a full disk.
+    """
+
+
+class MissingRowsError(JournalError):
+    """Rows that are asked for, and are not among the results on disk, or damaged there."""
 
 
 def failure(message: str, shards: Sequence[Shard] = ()) -> FunctionError:

@@ -1,0 +1,91 @@
+"""Reading data again for a run that was interrupted: which rows are still to be computed, and is it the same data?"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+import tensorflow as tf
+
+from devicemap.digests import RowDigest, digest_rows
+from devicemap.errors import JournalError
+from devicemap.journal import Journal
+from devicemap.records import START_ANEW, Entry
+from devicemap.rows import HOST, Rows, take_rows
+from devicemap.streaming import Chunk
+
+
+def check_rows(rows: Rows, journal: Journal) -> None:
+    """Compare in-memory data with what every finished chunk was computed from, before anything runs.
+
+    Raises:
+        JournalError: the folder holds results of other rows.
+    """
+    for entry in journal.entries:
+        with tf.device(HOST):
+            leaves = [take_rows(leaf, entry.start, entry.stop) for leaf in rows.leaves]
+        if digest_rows(leaves) != entry.inputs:
+            raise _other_data(journal, entry)
+
+
+def checked(chunks: Iterable[Chunk], journal: Journal) -> Iterator[Chunk]:
+    """The same chunks, compared in passing with what the finished ones were computed from.
+
+    For data that cannot be read ahead of the run. It yields nothing before the first finished chunk has been compared,
+    and holds what it reads until then: seldom more than was in flight when the earlier run died. So other data is
+    refused before anything is written, unless it begins with the same rows.
+
+    Args:
+        chunks: in order, from row 0 on; where they are cut may differ from the earlier run.
+
+    Raises:
+        JournalError: the folder holds results of other rows, or of another number of them.
+    """
+    finished = deque(journal.entries)
+    held: list[Chunk] = []
+    compared = not finished
+    digest, rows = RowDigest(), 0
+    for chunk in chunks:
+        rows = chunk.start + chunk.count
+        while finished and finished[0].start < rows:
+            entry = finished[0]
+            digest.update(_cut(chunk, max(entry.start, chunk.start), min(entry.stop, rows)).leaves)
+            if entry.stop > rows:  # it goes on in the next chunk
+                break
+            if digest.hexdigest() != entry.inputs:
+                raise _other_data(journal, entry)
+            digest, compared = RowDigest(), True
+            finished.popleft()
+        held.append(chunk)
+        if compared:
+            yield from held
+            held.clear()
+    if finished or journal.rows not in (None, rows):
+        expected = journal.rows if journal.rows is not None else f"at least {finished[-1].stop}"
+        raise JournalError(
+            f"{journal.directory} holds results of other data: of {expected} rows, and the data has {rows} now. "
+            f"{START_ANEW}"
+        )
+
+
+def unfinished(chunks: Iterable[Chunk], journal: Journal) -> Iterator[Chunk]:
+    """The chunks, or the parts of them, whose results are missing."""
+    for chunk in chunks:
+        for start, stop in journal.missing(chunk.start, chunk.start + chunk.count):
+            yield _cut(chunk, start, stop)
+
+
+def _cut(chunk: Chunk, start: int, stop: int) -> Chunk:
+    """Rows `start` to `stop - 1`, some of those of the chunk."""
+    if stop - start == chunk.count:
+        return chunk
+    with tf.device(HOST):
+        leaves = tuple(take_rows(leaf, start - chunk.start, stop - chunk.start) for leaf in chunk.leaves)
+    return Chunk(start, stop - start, leaves)
+
+
+def _other_data(journal: Journal, entry: Entry) -> JournalError:
+    return JournalError(
+        f"{journal.directory} holds results of other data: rows {entry.start} to {entry.stop - 1} were not the same when "
+        f"they were computed. {START_ANEW}"
+    )

@@ -1,0 +1,411 @@
+"""Results read back: every kind of leaf, in whole and in part; missing and damaged rows are errors."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict, namedtuple
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from devicemap.encoding import decode_leaves, describe_call, describe_nest, encode_leaves, specs_of
+from devicemap.errors import JournalError, MissingRowsError
+from devicemap.journal import Journal, open_journal
+from devicemap.options import Options
+from devicemap.records import JOURNAL, Header
+from devicemap.results import Results, open_results
+from devicemap.rows import count_rows, spec_of, take_rows
+from devicemap.storage import pack_arrays, unpack_arrays
+
+NUMBERS = ["float16", "float32", "float64", "bfloat16", "int8", "int32", "int64", "uint8", "uint64", "bool"]
+NUMBERS += ["complex64", "complex128", "float8_e5m2", "int4"]
+Point = namedtuple("Point", "x y")
+
+few = settings(max_examples=60, deadline=None)
+
+
+def _header(specs: Any, rows: int | None) -> Header:
+    return describe_call(specs, tf.TensorSpec([None], tf.int64), Options(), rows, None, "f")
+
+
+def _write(
+    directory: Path, nest: Any, sizes: Sequence[int], specs: Any = None, rows: int | None = None, finish: bool = True
+) -> None:
+    """Write a nest in chunks of `sizes` rows, the last one first."""
+    leaves = tf.nest.flatten(nest)
+    specs = specs if specs is not None else tf.nest.map_structure(spec_of, nest)
+    with open_journal(directory, _header(specs, rows)) as journal:
+        stops = np.cumsum(sizes).tolist()
+        for start, stop in reversed(list(zip([0, *stops], stops))):
+            _append(journal, leaves, start, stop)
+        if finish:
+            journal.finish(sum(sizes))
+
+
+def _append(journal: Journal, leaves: list[Any], start: int, stop: int) -> None:
+    arrays = encode_leaves([take_rows(leaf, start, stop) for leaf in leaves])
+    journal.append(start, stop, arrays, "")
+
+
+def _check_same(actual: Any, expected: Any) -> None:
+    """The same leaf: dense as an array, to the last bit."""
+    if isinstance(expected, tf.RaggedTensor):
+        assert isinstance(actual, tf.RaggedTensor)
+        assert actual.dtype == expected.dtype
+        assert actual.row_splits.dtype == expected.row_splits.dtype
+        assert actual.ragged_rank == expected.ragged_rank
+        assert actual.to_list() == expected.to_list()
+        assert actual.flat_values.shape[1:] == expected.flat_values.shape[1:]
+    elif isinstance(expected, tf.SparseTensor):
+        assert isinstance(actual, tf.SparseTensor)
+        assert actual.dtype == expected.dtype
+        assert actual.dense_shape.numpy().tolist() == expected.dense_shape.numpy().tolist()
+        assert actual.indices.numpy().tolist() == expected.indices.numpy().tolist()
+        assert actual.values.numpy().tolist() == expected.values.numpy().tolist()
+    else:
+        assert isinstance(actual, np.ndarray)
+        _check_same_array(actual, expected.numpy())
+
+
+def _check_same_array(actual: Any, expected: Any) -> None:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    if actual.dtype == object:
+        assert actual.tolist() == expected.tolist()
+    else:
+        assert actual.tobytes() == expected.tobytes()
+
+
+def _dense(shape: Sequence[int], dtype: str, seed: int) -> Any:
+    """Any bits, NaNs among them."""
+    kind = tf.as_dtype(dtype)
+    random = np.random.default_rng(seed)
+    if kind == tf.bool or dtype == "int4":
+        return tf.constant(random.integers(0, 2, shape).astype(kind.as_numpy_dtype))
+    bits = random.integers(0, 256, (*shape, kind.size), np.uint8)
+    return tf.constant(bits.view(kind.as_numpy_dtype).reshape(shape), kind)
+
+
+strings = st.binary(max_size=4) | st.sampled_from([b"", b"\0", b"a\0\0", b"\0a", "ä".encode()])
+shapes = st.lists(st.integers(0, 3), max_size=2).flatmap(
+    lambda inner: st.integers(0, 9).map(lambda rows: (rows, *inner))
+)
+numbers = st.builds(_dense, shapes, st.sampled_from(NUMBERS), st.integers(0, 99))
+texts = shapes.flatmap(
+    lambda shape: st.lists(strings, min_size=int(np.prod(shape)), max_size=int(np.prod(shape))).map(
+        lambda values: tf.reshape(tf.constant(values, tf.string, [len(values)]), shape)
+    )
+)
+
+
+def _ragged(rows: list[list[int]], dtype: str, inner: list[int], splits: str, deeper: bool) -> Any:
+    lengths = tf.constant([len(row) for row in rows], splits)
+    values = _dense([sum(map(len, rows)), *inner], dtype, 0) if dtype != "string" else None
+    if values is None:
+        values = tf.fill([sum(map(len, rows)), *inner], b"a\0")
+    ragged = tf.RaggedTensor.from_row_lengths(values, lengths)
+    if deeper:  # each row is one row of rows
+        ragged = tf.RaggedTensor.from_row_splits(ragged, tf.range(len(rows) + 1, dtype=splits))
+    return ragged
+
+
+raggeds = st.builds(
+    _ragged,
+    st.lists(st.lists(st.just(0), max_size=3), max_size=6),
+    st.sampled_from(["int32", "float64", "complex64", "string", "bool"]),
+    st.lists(st.integers(0, 2), max_size=1),
+    st.sampled_from(["int32", "int64"]),
+    st.booleans(),
+)
+sparses = st.builds(
+    lambda rows, columns, seed: tf.sparse.from_dense(
+        np.random.default_rng(seed).integers(0, 2, (rows, columns)) * np.arange(1, columns + 1)
+    ),
+    st.integers(0, 6),
+    st.integers(0, 3),
+    st.integers(0, 99),
+)
+leaves = numbers | texts | raggeds | sparses
+
+
+@few
+@given(leaves)
+def test_any_leaf_survives(leaf: Any) -> None:
+    """Through the bytes of a file, and its spec through JSON."""
+    specs = specs_of(describe_nest(spec_of(leaf)))
+    assert specs == spec_of(leaf)
+    arrays = unpack_arrays(pack_arrays(encode_leaves([leaf, leaf])).tobytes())
+    for decoded in decode_leaves(arrays, [specs, specs]):
+        _check_same(decoded, leaf)
+
+
+@few
+@given(leaf=leaves, data=st.data())
+def test_any_part_of_any_chunks(tmp_path_factory: pytest.TempPathFactory, leaf: Any, data: Any) -> None:
+    rows = int(count_rows(leaf))
+    cuts = sorted(data.draw(st.sets(st.integers(1, rows - 1)))) if rows > 1 else []
+    sizes = np.diff([0, *cuts, rows]).tolist() if rows else []
+    directory = tmp_path_factory.mktemp("results")
+    _write(directory, {"it": leaf}, sizes)
+    results = open_results(directory)
+    assert len(results) == rows
+    if not rows:  # what no chunk tells is what the spec tells
+        assert results.load()["it"].shape[0] == 0
+        return
+    _check_same(results.load()["it"], leaf)
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, rows), st.integers(0, rows))))
+    if start < stop:
+        _check_same(results[start:stop]["it"], take_rows(leaf, start, stop))
+    assert int(count_rows(_tensor(results[start:stop]["it"]))) == stop - start
+    chunks = list(results)
+    assert [int(count_rows(_tensor(chunk["it"]))) for chunk in chunks] == sizes
+    for chunk, first, size in zip(chunks, [0, *cuts], sizes):
+        _check_same(chunk["it"], take_rows(leaf, first, first + size))
+
+
+def _tensor(leaf: Any) -> Any:
+    return tf.constant(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _nest() -> Any:
+    return {
+        "point": Point(tf.range(7), tf.cast(tf.range(7), tf.bfloat16)),
+        "more": (tf.strings.as_string(tf.range(7)), {"k": tf.reshape(tf.range(14.0), [7, 2])}),
+        "ragged": tf.RaggedTensor.from_row_lengths(tf.range(21), [0, 1, 2, 3, 4, 5, 6]),
+        "sparse": tf.sparse.from_dense(tf.eye(7, 3)),
+    }
+
+
+SIZES = [2, 4, 1]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    _write(tmp_path, _nest(), SIZES)
+    return tmp_path
+
+
+def test_structure(written: Path) -> None:
+    results = open_results(written)
+    loaded = results.load()
+    assert list(loaded) == ["more", "point", "ragged", "sparse"]
+    assert type(loaded["point"]).__name__ == "Point"
+    assert loaded["point"]._fields == ("x", "y")
+    assert loaded["point"].x.tolist() == list(range(7))
+    assert loaded["more"][0].tolist() == [b"%d" % i for i in range(7)]
+    expected = tf.nest.map_structure(spec_of, _nest())
+    assert tf.nest.flatten(results.structure) == tf.nest.flatten(expected)
+    assert type(next(iter(results))["point"]) is type(loaded["point"])
+    assert repr(results) == f"Results({str(written)!r}, rows=7, chunks=3, complete=True)"
+
+
+def test_a_single_leaf_has_no_structure(tmp_path: Path) -> None:
+    _write(tmp_path, tf.range(3), [3])
+    results = open_results(tmp_path)
+    assert results.load().tolist() == [0, 1, 2]
+    assert results.structure == tf.TensorSpec([None], tf.int32)
+
+
+def test_as_dataset(written: Path) -> None:
+    results = open_results(written)
+    dataset = results.as_dataset()
+    assert dataset.element_spec == results.structure
+    assert int(dataset.cardinality()) == 3
+    for _ in range(2):  # it can be read again
+        elements = list(dataset)
+        assert [int(element["point"].x.shape[0]) for element in elements] == SIZES
+        for element, chunk in zip(elements, results):
+            for actual, expected in zip(tf.nest.flatten(element), tf.nest.flatten(chunk)):
+                if isinstance(expected, np.ndarray):
+                    _check_same_array(actual.numpy(), expected)
+                else:
+                    _check_same(actual, expected)
+    rows = [row["point"].x.numpy() for row in dataset.unbatch()]
+    assert rows == list(range(7))
+
+
+def test_slices(written: Path) -> None:
+    results = open_results(written)
+    for rows in [slice(None), slice(2, 5), slice(-2, None), slice(3), slice(5, 2), slice(0, 99), slice(1, 6, 1)]:
+        assert results[rows]["point"].x.tolist() == list(range(7))[rows]
+    for wrong in [3, slice(0, 4, 2), "x"]:
+        with pytest.raises(TypeError, match="expected a slice without a step"):
+            results[wrong]  # type: ignore[index]
+
+
+def test_a_part_reads_only_its_chunks(written: Path) -> None:
+    os.unlink(written / "rows-000000000002-000000000006.npz")
+    results = open_results(written)
+    assert results[0:2]["point"].x.tolist() == [0, 1]
+    assert results[6:]["point"].x.tolist() == [6]
+    with pytest.raises(MissingRowsError, match=r"rows 2 to 5 are missing: .*Run write again"):
+        results[1:3]
+    chunks = iter(results)
+    assert next(chunks)["point"].x.tolist() == [0, 1]
+    with pytest.raises(MissingRowsError, match="rows 2 to 5 are missing"):
+        next(chunks)
+
+
+def test_damaged_rows_are_never_believed(tmp_path: Path) -> None:
+    _write(tmp_path, tf.range(6), [3, 3])
+    path = tmp_path / "rows-000000000000-000000000003.npz"
+    good = path.read_bytes()
+    results = open_results(tmp_path)
+    for offset in range(len(good)):
+        path.write_bytes(good[:offset] + bytes([good[offset] ^ 1]) + good[offset + 1 :])
+        with pytest.raises(MissingRowsError, match=r"rows 0 to 2 are damaged: .* computes them, and only them, again"):
+            results.load()
+    assert results[3:].tolist() == [3, 4, 5]
+    with pytest.raises(tf.errors.OpError, match="rows 0 to 2 are damaged"):
+        list(results.as_dataset())
+    path.write_bytes(good)
+    assert results.load().tolist() == list(range(6))
+
+
+def test_missing_rows_of_a_known_number(tmp_path: Path) -> None:
+    _write_some(tmp_path, rows=9)
+    results = open_results(tmp_path)
+    assert len(results) == 9
+    assert not results.complete
+    assert results.missing == [(2, 4), (6, 9)]
+    assert results[4:6].tolist() == [4, 5]
+    message = r"rows 2 to 3, 6 to 8 are missing in .*Run write again with the same function and data"
+    for read in [results.load, results.as_dataset]:
+        with pytest.raises(MissingRowsError, match=message):
+            read()
+    with pytest.raises(MissingRowsError, match="rows 2 to 3 are missing"):
+        results[1:5]
+    read_chunks = iter(results)
+    assert next(read_chunks).tolist() == [0, 1]
+    with pytest.raises(MissingRowsError, match="rows 2 to 3 are missing"):
+        next(read_chunks)
+    assert "rows=9, chunks=2, complete=False" in repr(results)
+
+
+def test_missing_rows_of_an_unknown_number(tmp_path: Path) -> None:
+    _write_some(tmp_path, rows=None)
+    results = open_results(tmp_path)
+    assert results.missing == [(2, 4), (6, None)]
+    assert not results.complete
+    assert results[4:6].tolist() == [4, 5]
+    for ask in [lambda: len(results), results.load, results.as_dataset, lambda: results[4:], lambda: results[-1:]]:
+        with pytest.raises(MissingRowsError, match="rows 2 to 3, from 6 on are missing"):
+            ask()
+    with pytest.raises(MissingRowsError, match="rows 6 to 7 are missing"):
+        results[4:8]
+    with pytest.raises(MissingRowsError, match="rows 2 to 3 are missing"):
+        for _ in results:
+            pass
+    assert "rows=?, chunks=2, complete=False" in repr(results)
+
+
+def _write_some(directory: Path, rows: int | None) -> None:
+    numbers = tf.range(9)
+    with open_journal(directory, _header(spec_of(numbers), rows)) as journal:
+        _append(journal, [numbers], 0, 2)
+        _append(journal, [numbers], 4, 6)
+
+
+def test_the_end_may_be_missing(tmp_path: Path) -> None:
+    """All that was recorded can be iterated over; then comes the error, not a silent end."""
+    _write(tmp_path, tf.range(4), [2, 2], finish=False)
+    chunks = iter(open_results(tmp_path))
+    assert [next(chunks).tolist(), next(chunks).tolist()] == [[0, 1], [2, 3]]
+    with pytest.raises(MissingRowsError, match="rows from 4 on are missing"):
+        next(chunks)
+
+
+def test_many_gaps_are_counted(tmp_path: Path) -> None:
+    numbers = tf.range(20)
+    with open_journal(tmp_path, _header(spec_of(numbers), 20)) as journal:
+        for i in range(0, 20, 2):
+            _append(journal, [numbers], i, i + 1)
+    with pytest.raises(MissingRowsError, match=r"rows 1 to 1, 3 to 3, 5 to 5, 7 to 7, 9 to 9 and 5 more ranges"):
+        open_results(tmp_path).load()
+
+
+def test_no_rows(tmp_path: Path) -> None:
+    nest = tf.nest.map_structure(lambda leaf: take_rows(leaf, 0, 0), _nest(), expand_composites=False)
+    _write(tmp_path, nest, [])
+    results = open_results(tmp_path)
+    assert (len(results), list(results), results.complete) == (0, [], True)
+    loaded = results.load()
+    assert loaded["more"][1]["k"].shape == (0, 2)
+    assert loaded["more"][0].dtype == object
+    assert loaded["point"].y.dtype == tf.bfloat16.as_numpy_dtype
+    assert loaded["ragged"].shape.as_list() == [0, None]
+    assert loaded["sparse"].dense_shape.numpy().tolist() == [0, 3]
+    assert list(results.as_dataset()) == []
+
+
+def test_uneven_inner_shapes_can_be_read_by_chunk(tmp_path: Path) -> None:
+    spec = tf.TensorSpec([None, None], tf.float32)
+    with open_journal(tmp_path, _header(spec, 4)) as journal:
+        journal.append(0, 2, encode_leaves([tf.zeros([2, 3])]), "")
+        journal.append(2, 4, encode_leaves([tf.zeros([2, 5])]), "")
+        journal.finish(4)
+    results = open_results(tmp_path)
+    assert [chunk.shape for chunk in results] == [(2, 3), (2, 5)]
+    assert [chunk.shape for chunk in results.as_dataset()] == [(2, 3), (2, 5)]
+    with pytest.raises(JournalError, match=r"rows 2 to 3 in .* are of shape \[5\] each, and rows before them of \[3\]"):
+        results.load()
+
+
+def test_sparse_chunks_of_several_widths_are_joined(tmp_path: Path) -> None:
+    parts = [tf.sparse.from_dense([[1, 2]]), tf.sparse.from_dense([[0, 0, 3]])]
+    with open_journal(tmp_path, _header(tf.SparseTensorSpec([None, None], tf.int32), 2)) as journal:
+        for i, part in enumerate(parts):
+            journal.append(i, i + 1, encode_leaves([part]), "")
+    assert tf.sparse.to_dense(open_results(tmp_path).load()).numpy().tolist() == [[1, 2, 0], [0, 0, 3]]
+
+
+def test_what_cannot_be_written() -> None:
+    for spec in [tf.TensorSpec([None], tf.variant), tf.TensorSpec([None], tf.resource), tf.OptionalSpec(None), None]:
+        with pytest.raises(JournalError, match="cannot be written to disk; expected tuples, named tuples and dicts"):
+            describe_nest({"x": spec})
+    with pytest.raises(JournalError, match=r"a dict has the key 1.5; only keys that are str or int"):
+        describe_nest({1.5: tf.TensorSpec([None], tf.int32)})
+
+
+def test_specs_through_json() -> None:
+    nest = {
+        "a": (Point(tf.TensorSpec([None, 2, None], tf.string), tf.TensorSpec(None, tf.bool)),),
+        "b": OrderedDict(x=tf.RaggedTensorSpec([None, None, 3], tf.float32, 1, tf.int32)),
+        "c": {1: tf.SparseTensorSpec([None, 4], tf.int64), 0: ()},
+    }
+    again = specs_of(describe_nest(nest))
+    assert tf.nest.flatten(again) == tf.nest.flatten(nest)
+    assert describe_nest(again) == describe_nest(nest)
+    assert describe_nest({"a": nest["a"], "b": nest["b"]}) == describe_nest({"b": nest["b"], "a": nest["a"]})
+
+
+def test_a_folder_without_results(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="Is this a directory that devicemap has written to"):
+        open_results(tmp_path)
+    with open_journal(tmp_path, _header(spec_of(tf.range(1)), 1)), pytest.raises(JournalError, match="no results yet"):
+        open_results(tmp_path)
+    (tmp_path / JOURNAL).write_text("something else\n")
+    with pytest.raises(JournalError, match="is not a journal of devicemap"):
+        open_results(tmp_path)
+
+
+def test_results_can_be_read_while_more_are_written(tmp_path: Path) -> None:
+    numbers = tf.range(4)
+    with open_journal(tmp_path, _header(spec_of(numbers), 4)) as journal:
+        _append(journal, [numbers], 0, 2)
+        early = open_results(tmp_path)
+        _append(journal, [numbers], 2, 4)
+        assert early.missing == [(2, 4)]
+        assert open_results(str(tmp_path)).load().tolist() == [0, 1, 2, 3]
+
+
+def test_results_are_documented() -> None:
+    public = [value for name, value in vars(Results).items() if not name.startswith("_")]
+    assert public
+    assert all(value.__doc__ for value in public)
