@@ -10,6 +10,9 @@ from devicemap.timelines import Span, lanes_of, short_names
 
 _COLOURS = {"finished": "tab:blue", "failed": "tab:red", "unfinished": "tab:grey"}
 _INCHES_PER_LANE = 0.3
+_MOST_BARS_WITH_EDGES = 200
+"""Edges tell bars apart that touch; of very many bars they would cover all there is."""
+
 
 
 def save_timeline(spans: Sequence[Span], devices: Sequence[str], title: str, path: str | os.PathLike[str]) -> None:
@@ -32,6 +35,7 @@ def save_timeline(spans: Sequence[Span], devices: Sequence[str], title: str, pat
         depth[span.shard.device] = max(depth[span.shard.device], lane + 1)
     height = sum(depth.values())
     # A `Figure` of its own leaves the state of pyplot, and the backend that the user chose, alone.
+    edge = 0.5 if len(spans) <= _MOST_BARS_WITH_EDGES else 0.0
     figure = figure_class(figsize=(9.0, 1.2 + _INCHES_PER_LANE * max(height, 3)), layout="constrained")
     axes = figure.add_subplot()
     labels, top, centres = short_names(devices), 0, []
@@ -44,7 +48,7 @@ def save_timeline(spans: Sequence[Span], devices: Sequence[str], title: str, pat
             ]
             for row in sorted({row for _, row in bars}):
                 times = [(span.started_seconds, span.seconds) for span, at in bars if at == row]
-                axes.broken_barh(times, (row + 0.1, 0.8), facecolors=colour, edgecolors="white", linewidth=0.5)
+                axes.broken_barh(times, (row + 0.1, 0.8), facecolors=colour, edgecolors="white", linewidth=edge)
         centres.append(top + depth[device] / 2)
         top += depth[device]
         axes.axhline(top, color="lightgrey", linewidth=0.5)
