@@ -14,7 +14,6 @@ _MOST_BARS_WITH_EDGES = 200
 """Edges tell bars apart that touch; of very many bars they would cover all there is."""
 
 
-
 def save_timeline(spans: Sequence[Span], devices: Sequence[str], title: str, path: str | os.PathLike[str]) -> None:
     """Draw a bar per chunk and device over the seconds of the call, and write it to `path`.
 

@@ -14,17 +14,21 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from devicemap.screens import Screen, has_screen, open_screen
+from devicemap.screens import Screen, has_screen, screen_of
 from devicemap.tallying import Tally
 from devicemap.types import CallFinished, CallStarted, Event
 
 _REFRESH_SECONDS = 0.25
 _BAR_CHARACTERS = 40
+_FEW_SECONDS = 10
 _WHOLE_ROWS = 100
 """From so many rows per second on, parts of a row are of no interest."""
 
 _FAREWELL_SECONDS = 1.0
 """How long to wait for the thread that draws, when the call has ended; a drawing takes a few milliseconds."""
+
+_TROUBLE = (Exception, SystemExit)
+"""What drawing may raise; `rich` exits the program when nobody reads its output any more."""
 
 
 class ProgressBar:
@@ -75,11 +79,11 @@ class ProgressBar:
         if not self._drawing:
             return
         try:
-            self._screen = open_screen(self._console)
+            self._screen = screen_of(self._console)
             self._paint()
             self._painter = threading.Thread(target=self._keep_painting, name="devicemap progress", daemon=True)
             self._painter.start()
-        except Exception:  # something else is drawn there, or the terminal has gone
+        except _TROUBLE:  # something else is drawn there, or the terminal has gone
             self._close()
 
     def _close(self) -> None:
@@ -91,18 +95,18 @@ class ProgressBar:
             if painter is not None and painter.ident is not None:
                 painter.join(_FAREWELL_SECONDS)
             if screen is not None:
-                with suppress(Exception):
+                with suppress(*_TROUBLE):
                     screen.show(draw(self._tally, self._tally.ended_seconds or 0.0, self._name))
         finally:
             if screen is not None:
-                with suppress(Exception):
+                with suppress(*_TROUBLE):
                     screen.close()
             if self._drawing:
                 self._drawing = False
                 self._one_at_a_time.release()
 
     def _keep_painting(self) -> None:
-        with suppress(Exception):  # nobody can see any more what cannot be drawn
+        with suppress(*_TROUBLE):  # nobody can see any more what cannot be drawn
             while not self._ended.wait(_REFRESH_SECONDS):
                 self._paint()
 
@@ -147,9 +151,9 @@ def _time(tally: Tally, now_seconds: float) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """Hours, minutes and whole seconds.
+    """Hours, minutes and whole seconds; seconds alone below ten of them.
 
-    >>> _clock(3725.2)
-    '1:02:05'
+    >>> _clock(3725.2), _clock(1.52)
+    ('1:02:05', '1.5 s')
     """
-    return str(timedelta(seconds=round(seconds)))
+    return f"{seconds:.1f} s" if seconds < _FEW_SECONDS else str(timedelta(seconds=round(seconds)))

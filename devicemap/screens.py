@@ -24,8 +24,8 @@ def has_screen(console: Any) -> bool:
     return console.is_jupyter or console.is_interactive
 
 
-def open_screen(console: Any) -> Screen:
-    """A screen on a console that has one. It may raise where something else is drawn on this console already."""
+def screen_of(console: Any) -> Screen:
+    """The screen of a console that has one; nothing happens before something is shown."""
     return NotebookScreen() if console.is_jupyter else TerminalScreen(console)
 
 
@@ -36,10 +36,10 @@ class TerminalScreen:
         from rich.live import Live
 
         self._live = Live(console=console, auto_refresh=False)
-        self._live.start()
 
     def show(self, drawing: Any) -> None:
-        """Replace what is shown."""
+        """Replace what is shown. The first time, it raises where `rich` cannot draw two things on one console."""
+        self._live.start()  # the first time only; not in `__init__`, so that whoever may have to close it has it already
         self._live.update(drawing, refresh=True)
 
     def close(self) -> None:

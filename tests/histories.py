@@ -54,7 +54,9 @@ def history(
     """
     names = [device(index) for index in range(devices)]
     factor = dict(zip(names, [*slowness, *[1.0] * devices]))
-    idle = [(0.0, lane, name) for lane in range(in_flight) for name in names if name != device(lost or 0) or lost is None]
+    idle = [
+        (0.0, lane, name) for lane in range(in_flight) for name in names if name != device(lost or 0) or lost is None
+    ]
     heapq.heapify(idle)
     events: list[Event] = [DeviceLost(0.0, device(lost), RuntimeError("broken"))] if lost is not None else []
     # what waits: index, first row, rows, seconds, attempt, when it may start

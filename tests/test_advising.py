@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from histories import device, history
 
 from devicemap.accounting import DeviceReport
 from devicemap.advising import late_shards, slow_devices, tail_seconds
@@ -10,7 +11,6 @@ from devicemap.metering import GpuUsage
 from devicemap.reporting import Report
 from devicemap.timelines import Span
 from devicemap.types import ChunkStarted, Shard
-from histories import device, history
 
 
 def _worked(index: int, rows: int, busy_seconds: float | None) -> DeviceReport:

@@ -7,10 +7,10 @@ import types
 from typing import Any
 
 import pytest
+from histories import device
 
 from devicemap.metering import GpuMeter, GpuUsage, nvml_identity
 from devicemap.types import CallFinished, CallStarted, ChunkFinished, ChunkStarted, Event, Shard
-from histories import device
 
 
 class FakeNvml(types.ModuleType):
@@ -60,7 +60,9 @@ def _no_cuda_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _call(*finished_seconds: float, end: float) -> list[Event]:
     shard = Shard(device(0), 0, 1)
-    chunks = [event for at in finished_seconds for event in (ChunkStarted(at, shard, 0.0), ChunkFinished(at, shard, 0.0))]
+    chunks = [
+        event for at in finished_seconds for event in (ChunkStarted(at, shard, 0.0), ChunkFinished(at, shard, 0.0))
+    ]
     return [CallStarted(0.0, None, (device(0),)), *chunks, CallFinished(end, None)]
 
 
@@ -93,7 +95,13 @@ def test_a_call_in_one_graph_is_sampled_at_its_end(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     "broken",
-    ["nvmlInit", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo", "nvmlShutdown"],
+    [
+        "nvmlInit",
+        "nvmlDeviceGetHandleByIndex",
+        "nvmlDeviceGetUtilizationRates",
+        "nvmlDeviceGetMemoryInfo",
+        "nvmlShutdown",
+    ],
 )
 def test_no_trouble_reaches_the_call(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([50] * 9, broken=broken)

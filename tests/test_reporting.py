@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import rich.console
+from histories import device, history, one_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,10 +16,20 @@ from devicemap.errors import DataError
 from devicemap.metering import GpuUsage
 from devicemap.reporting import Report
 from devicemap.tables import plain_text
-from devicemap.types import CallFinished, CallStarted, ChunkFinished, ChunkStarted, Event, Shard
-from histories import device, history, one_graph
+from devicemap.types import (
+    CallFinished,
+    CallStarted,
+    ChunkFailed,
+    ChunkFinished,
+    ChunkRetried,
+    ChunkStarted,
+    Event,
+    Shard,
+)
 
-MANY = history([(10, 1.0)] * 12, devices=3, in_flight=2, input_seconds=0.1, failing={3}, too_large={5}, after_seconds=0.5)
+MANY = history(
+    [(10, 1.0)] * 12, devices=3, in_flight=2, input_seconds=0.1, failing={3}, too_large={5}, after_seconds=0.5
+)
 
 CALLS = st.builds(
     history,
@@ -135,6 +146,32 @@ def test_other_than_all_events_of_a_call_are_refused(events: list[Event], named:
     with pytest.raises(DataError, match="a report takes all events of one finished call") as caught:
         Report.of(events)
     assert named in str(caught.value)
+
+
+def test_parts_of_parts_are_back_offs_of_their_own() -> None:
+    def failed(at: float, start: int, stop: int) -> ChunkFailed:
+        return ChunkFailed(at, Shard(device(0), start, stop), at - 1.0, MemoryError())
+
+    def again(at: float, start: int, stop: int, attempt: int) -> ChunkRetried:
+        return ChunkRetried(at, Shard(device(1), start, stop), attempt)
+
+    report = Report.of(
+        [
+            CallStarted(0.0, 8, (device(0), device(1))),
+            failed(1.0, 0, 8),
+            again(1.0, 0, 8, 2),  # all of it once more: a retry, no back-off
+            failed(2.0, 0, 8),
+            again(2.0, 0, 4, 1),
+            again(2.0, 4, 8, 1),
+            failed(3.0, 0, 4),
+            again(3.0, 0, 2, 1),
+            again(3.0, 2, 4, 1),
+            CallFinished(4.0, MemoryError()),
+        ]
+    )
+    assert [each.back_offs for each in report.devices] == [2, 0]
+    assert [each.retries for each in report.devices] == [0, 5]
+    assert [each.calls for each in report.devices] == [3, 0]
 
 
 def test_what_copying_took_is_told_where_it_is_known() -> None:
