@@ -1,0 +1,133 @@
+"""Stragglers and advice: numbers in, names and words out."""
+
+from __future__ import annotations
+
+import pytest
+from histories import device, history
+
+from devicemap.accounting import DeviceReport
+from devicemap.advising import late_shards, slow_devices, tail_seconds
+from devicemap.metering import GpuUsage
+from devicemap.reporting import Report
+from devicemap.timelines import Span
+from devicemap.types import ChunkStarted, Shard
+
+
+def _worked(index: int, rows: int, busy_seconds: float | None) -> DeviceReport:
+    return DeviceReport(device(index), rows, 1, busy_seconds, 0.0, 0.0, None, 0, 0, False, None, None)
+
+
+def _spans(*ends: tuple[int, float, float]) -> list[Span]:
+    return [Span(Shard(device(i), 10 * n, 10 * n + 10), *times, "finished") for n, (i, *times) in enumerate(ends)]
+
+
+@pytest.mark.parametrize(
+    ("rows_and_seconds", "slow"),
+    [
+        ([], []),
+        ([(10, 1.0)], []),
+        ([(10, 1.0), (10, 1.9)], []),
+        ([(10, 1.0), (10, 2.1)], [1]),
+        ([(10, 4.0), (10, 1.0), (10, 4.0), (10, 1.0)], [0, 2]),  # half of them
+        ([(10, 1.0), (0, 1.0), (10, 0.0)], []),  # no speed to tell
+        ([(10, 1.0), (1, None)], []),
+    ],
+)
+def test_slow_devices_map_less_than_half_of_what_the_others_do(
+    rows_and_seconds: list[tuple[int, float | None]], slow: list[int]
+) -> None:
+    reports = [_worked(index, *worked) for index, worked in enumerate(rows_and_seconds)]
+    assert slow_devices(reports) == tuple(device(index) for index in slow)
+
+
+def test_the_tail_is_from_the_first_idle_device_to_the_last_chunk() -> None:
+    spans = _spans((0, 0.0, 1.0), (1, 0.0, 3.0), (0, 1.0, 2.0), (2, 0.0, 0.5))
+    assert tail_seconds(spans) == 2.5
+    assert tail_seconds(spans, lost=[device(2)]) == 1.0
+    assert tail_seconds(spans[:1]) == tail_seconds([]) == 0.0
+
+
+def test_late_shards_are_those_that_end_over_a_tenth_of_the_call_after_the_first_idle_device() -> None:
+    spans = _spans((0, 0.0, 5.0), (1, 0.0, 5.9), (2, 0.0, 10.0))
+    assert late_shards(spans, 10.0) == (spans[2].shard,)
+    assert late_shards(spans[:2], 10.0) == ()
+    assert late_shards([], 0.0) == ()
+
+
+def test_an_even_call_gets_no_advice() -> None:
+    assert Report.of(history([(10, 1.0)] * 8, devices=4), traces=1).advice == ()
+
+
+def test_advice_for_a_slow_input() -> None:
+    (advice,) = Report.of(history([(10, 0.5)] * 10, devices=1, input_seconds=1.0)).advice
+    assert advice == (
+        "the devices waited 52% of the time for input: add .prefetch, .cache or more parallel calls to the input pipeline"
+    )
+
+
+def test_advice_for_a_long_last_chunk() -> None:
+    (advice,) = Report.of(history([(10, 1.0), (10, 1.0), (10, 0.8)], devices=2)).advice
+    assert advice == (
+        "the first device ran out of work 0.8 s before the end, while rows 20 to 29 on GPU:0 still ran: use a smaller "
+        "batch_size"
+    )
+
+
+def test_advice_for_a_long_last_row() -> None:
+    (advice, *_) = Report.of(history([(1, 1.0), (1, 1.0), (1, 3.0)], devices=2)).advice
+    assert advice.endswith("while row 2 on GPU:0 still ran: let rows that take long come first")
+
+
+def test_many_late_chunks_are_counted() -> None:
+    (advice, *_) = Report.of(history([(2, 1.0)] * 6, devices=6, slowness=[1, 5, 5, 5, 5, 5])).advice
+    assert "while 5 chunks, the last of them rows 10 to 11 on GPU:5, still ran" in advice
+
+
+def test_advice_for_too_few_chunks() -> None:
+    assert Report.of(history([(10, 1.0)] * 2, devices=4)).advice == (
+        "GPU:2 and GPU:3 got no rows, as there were too few chunks: use a smaller batch_size",
+    )
+    assert Report.of(history([(1, 1.0)] * 2, devices=3)).advice == (
+        "GPU:2 got no rows, as there were too few chunks: there were no more rows",
+    )
+
+
+def test_advice_for_a_slow_device() -> None:
+    report = Report.of(history([(10, 1.0)] * 9, devices=3, slowness=[1, 1, 4]))
+    assert report.slow_devices == (device(2),)
+    assert report.advice == (
+        "GPU:2 mapped 2.5 rows per busy second, the others 10: it is slower, shared with other programs, or its rows took "
+        "more work",
+    )
+
+
+def test_advice_for_lost_devices_and_for_running_out_of_memory() -> None:
+    assert Report.of(history([(2, 1.0)] * 4, devices=3, lost=2)).advice == (
+        "GPU:2 kept failing and got no more chunks: see the errors",
+    )
+    assert Report.of(history([(2, 1.0)] * 4, devices=1, too_large={0})).advice == (
+        "GPU:0 ran out of memory, and did chunks again in parts: use a smaller batch_size",
+    )
+
+
+def test_advice_for_tracing_in_the_call() -> None:
+    shifted = [
+        event if not isinstance(event, ChunkStarted) else ChunkStarted(event.seconds + 0.5, event.shard, 0.0)
+        for event in history([(10, 1.0)], devices=1)
+    ]
+    shifted[2] = type(shifted[2])(1.0, shifted[1].shard, 0.5)  # type: ignore[union-attr, call-arg]
+    assert Report.of(shifted, traces=0).advice == ()
+    assert Report.of(shifted, traces=1).advice == (
+        "the first chunk went out after 0.5 s, as fn had to be traced: keep the DeviceMap, later calls start at once",
+    )
+
+
+@pytest.mark.parametrize(("devices", "percent", "advised"), [(1, 45.0, True), (1, 95.0, False), (2, 45.0, False)])
+def test_advice_against_more_gpus_where_one_is_not_used_well(devices: int, percent: float, advised: bool) -> None:
+    usage = [GpuUsage(device(index), percent, 2**30) for index in range(devices)]
+    advice = Report.of(history([(10, 1.0)] * 2 * devices, devices=devices), usage=usage).advice
+    expected = (
+        "GPU:0 was in use 45% of the time: more GPUs would help little before it is over 90%; try a larger batch_size, "
+        "vectorize=True or a faster input first"
+    )
+    assert advice == ((expected,) if advised else ())

@@ -1,0 +1,265 @@
+"""What a report says of a call, in both ways of running."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import pytest
+import rich.console
+from histories import device, history, one_graph
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from devicemap.errors import DataError
+from devicemap.metering import GpuUsage
+from devicemap.reporting import Report
+from devicemap.tables import plain_text
+from devicemap.types import (
+    CallFinished,
+    CallStarted,
+    ChunkFailed,
+    ChunkFinished,
+    ChunkRetried,
+    ChunkStarted,
+    Event,
+    Shard,
+)
+
+MANY = history(
+    [(10, 1.0)] * 12, devices=3, in_flight=2, input_seconds=0.1, failing={3}, too_large={5}, after_seconds=0.5
+)
+
+CALLS = st.builds(
+    history,
+    st.lists(st.tuples(st.integers(1, 20), st.floats(0.0, 3.0)), max_size=12),
+    devices=st.integers(1, 4),
+    in_flight=st.integers(1, 3),
+    input_seconds=st.floats(0.0, 1.0),
+    failing=st.sets(st.integers(0, 11)),
+    too_large=st.sets(st.integers(0, 11)),
+    slowness=st.lists(st.floats(0.5, 5.0), max_size=4),
+    after_seconds=st.floats(0.0, 1.0),
+)
+
+
+@settings(deadline=None)
+@given(CALLS)
+def test_times_and_rows_add_up(events: list[Event]) -> None:
+    report = Report.of(events)
+    assert report.rows == report.expected_rows == sum(device.rows for device in report.devices)
+    for device_report in report.devices:
+        own = [span for span in report.spans if span.shard.device == device_report.device]
+        busy, idle = device_report.busy_seconds, device_report.idle_seconds
+        assert busy is not None
+        assert idle is not None
+        assert busy + idle == pytest.approx(report.wall_seconds)
+        assert 0.0 <= busy <= report.wall_seconds
+        assert busy <= sum(span.seconds for span in own) + 1e-9
+        assert 0.0 <= device_report.waiting_seconds <= idle
+    assert 0.0 <= (report.tail_seconds or 0.0) <= report.wall_seconds
+    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+    assert str(report)
+
+
+def test_a_report_counts_what_happened() -> None:
+    report = Report.of(MANY, traces=1)
+    assert (report.way, report.rows, report.expected_rows, report.traces, report.error) == ("chunks", 120, 120, 1, None)
+    assert (report.retries, report.back_offs, report.lost_devices) == (3, 1, ())  # one whole chunk, two halves of one
+    assert sum(each.calls for each in report.devices) == 12 + 3
+    assert [each.device for each in report.devices] == [device(0), device(1), device(2)]
+    assert report.wall_seconds == MANY[-1].seconds
+    assert report.rows_per_second == pytest.approx(120 / report.wall_seconds)
+
+
+def test_chunks_in_flight_at_once_are_counted_once() -> None:
+    (only,) = Report.of(history([(1, 2.0), (1, 2.0), (1, 2.0)], devices=1, in_flight=2, after_seconds=1.0)).devices
+    assert (only.rows, only.calls, only.busy_seconds, only.idle_seconds) == (3, 3, 4.0, 1.0)
+
+
+def test_a_device_does_not_wait_for_input_while_it_has_a_chunk() -> None:
+    shards = [Shard(device(0), row, row + 1) for row in range(3)]
+    events = [
+        CallStarted(0.0, 3, (device(0),)),
+        ChunkStarted(1.0, shards[0], waited_seconds=1.0),
+        ChunkStarted(2.0, shards[1], waited_seconds=2.0),  # its place waited, the device did not from 1 s on
+        ChunkFinished(3.0, shards[0], 1.0),
+        ChunkFinished(4.0, shards[1], 2.0),
+        ChunkStarted(4.5, shards[2], waited_seconds=1.5),
+        ChunkFinished(6.0, shards[2], 4.5),
+        CallFinished(6.0, None),
+    ]
+    (only,) = Report.of(events).devices
+    assert (only.busy_seconds, only.idle_seconds, only.waiting_seconds) == (4.5, 1.5, 1.5)
+
+
+def test_one_graph_does_not_tell_busy_times_apart() -> None:
+    report = Report.of(one_graph([4, 3, 3], 2.0), way="one graph", traces=0)
+    assert [each.rows for each in report.devices] == [4, 3, 3]
+    assert {(each.busy_seconds, each.idle_seconds) for each in report.devices} == {(None, None)}
+    assert (report.tail_seconds, report.slow_devices, report.late_shards) == (None, (), ())
+    assert report.advice == (
+        "the devices ran in one graph, which does not tell when each was done: pass batch_size to see busy times",
+    )
+    assert report.summary == "10 rows in 2 s (5 rows/s) in one graph on 3 devices, 0 traces"
+
+
+def test_one_graph_on_one_device_tells_its_busy_time() -> None:
+    report = Report.of(one_graph([10], 2.0), way="one graph")
+    assert report.devices[0].busy_seconds == 2.0
+    assert report.advice == ()
+
+
+def test_a_call_that_failed_says_why_and_keeps_no_error() -> None:
+    error = ValueError("row 3 is odd")
+    report = Report.of([*history([(4, 1.0)])[:-1], CallFinished(1.5, error)])
+    assert report.error == "ValueError: row 3 is odd"
+    assert "stopped by ValueError: row 3 is odd" in str(report)
+    assert not any(value is error for value in vars(report).values())
+
+
+def test_a_call_without_rows() -> None:
+    report = Report.of([CallStarted(0.0, 0, (device(0), device(1))), CallFinished(0.0, None)])
+    assert (report.rows, report.rows_per_second, report.wall_seconds, report.advice) == (0, 0.0, 0.0, ())
+    assert "0 rows in 0 s" in str(report)
+
+
+def test_a_lost_device_is_named() -> None:
+    report = Report.of(history([(2, 1.0)] * 4, devices=3, lost=2))
+    assert report.lost_devices == (device(2),)
+    assert report.devices[2].lost
+    assert "GPU:2 (lost)" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("events", "named"),
+    [
+        ([], "these 0 events hold []"),
+        (MANY[:-1], "hold ['CallStarted']"),
+        (MANY[1:], "hold ['CallFinished']"),
+        (MANY + MANY, "hold ['CallStarted', 'CallFinished', 'CallStarted', 'CallFinished']"),
+    ],
+    ids=["none", "not finished", "not started", "two calls"],
+)
+def test_other_than_all_events_of_a_call_are_refused(events: list[Event], named: str) -> None:
+    with pytest.raises(DataError, match="a report takes all events of one finished call") as caught:
+        Report.of(events)
+    assert named in str(caught.value)
+
+
+def test_parts_of_parts_are_back_offs_of_their_own() -> None:
+    def failed(at: float, start: int, stop: int) -> ChunkFailed:
+        return ChunkFailed(at, Shard(device(0), start, stop), at - 1.0, MemoryError())
+
+    def again(at: float, start: int, stop: int, attempt: int) -> ChunkRetried:
+        return ChunkRetried(at, Shard(device(1), start, stop), attempt)
+
+    report = Report.of(
+        [
+            CallStarted(0.0, 8, (device(0), device(1))),
+            failed(1.0, 0, 8),
+            again(1.0, 0, 8, 2),  # all of it once more: a retry, no back-off
+            failed(2.0, 0, 8),
+            again(2.0, 0, 4, 1),
+            again(2.0, 4, 8, 1),
+            failed(3.0, 0, 4),
+            again(3.0, 0, 2, 1),
+            again(3.0, 2, 4, 1),
+            CallFinished(4.0, MemoryError()),
+        ]
+    )
+    assert [each.back_offs for each in report.devices] == [2, 0]
+    assert [each.retries for each in report.devices] == [0, 5]
+    assert [each.calls for each in report.devices] == [3, 0]
+
+
+def test_what_copying_took_is_told_where_it_is_known() -> None:
+    shards = [Shard(device(i), 2 * i, 2 * i + 2) for i in range(2)]
+    events = [
+        CallStarted(0.0, 4, (device(0), device(1))),
+        *(ChunkStarted(0.0, shard, 0.0) for shard in shards),
+        ChunkFinished(1.0, shards[0], 0.0, copying_seconds=0.25),
+        ChunkFinished(1.0, shards[1], 0.0),
+        CallFinished(1.0, None),
+    ]
+    report = Report.of(events)
+    assert [each.copying_seconds for each in report.devices] == [0.25, None]
+    assert "copying" in str(report)
+
+
+def test_to_dict_has_units_in_its_names() -> None:
+    found = Report.of(MANY, usage=[GpuUsage(device(0), 45.0, 2**30)]).to_dict()
+    assert set(found) == {
+        "way", "rows", "expected_rows", "wall_seconds", "rows_per_second", "traces", "retries", "back_offs",
+        "tail_seconds", "lost_devices", "slow_devices", "late_shards", "error", "advice", "devices",
+    }  # fmt: skip
+    assert set(found["devices"][0]) == {
+        "device", "rows", "share", "calls", "busy_seconds", "idle_seconds", "waiting_seconds", "copying_seconds",
+        "retries", "back_offs", "lost", "utilisation_percent", "memory_bytes",
+    }  # fmt: skip
+    assert (found["devices"][0]["utilisation_percent"], found["devices"][0]["memory_bytes"]) == (45.0, 2**30)
+    assert sum(each["share"] for each in found["devices"]) == pytest.approx(1.0)
+
+
+def test_it_prints_as_a_plain_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "90")
+    text = str(Report.of(history([(10, 1.0)] * 4 + [(3, 0.5)], devices=2), traces=1))
+    assert text == (
+        "43 rows in 2.5 s (17.2 rows/s) in 5 chunks on 2 devices, 1 trace\n"
+        "\n"
+        "device  rows  share  calls   busy   idle\n"
+        "GPU:0     23    53%      3  2.5 s    0 s\n"
+        "GPU:1     20    47%      2    2 s  0.5 s\n"
+        "\n"
+        "* the first device ran out of work 0.5 s before the end, while rows 40 to 42 on GPU:0\n"
+        "still ran: use a smaller batch_size"
+    )
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_it_keeps_to_the_width_of_the_terminal(width: int) -> None:
+    report = Report.of(MANY, traces=1, usage=[GpuUsage(device(0), 45.0, 2**30)])
+    assert max(map(len, plain_text(report, width).splitlines())) <= width
+
+
+def test_rich_prints_it_in_colour_and_notebooks_show_it() -> None:
+    report = Report.of(MANY)
+    console = rich.console.Console(force_terminal=True, width=100, _environ={"TERM": "xterm"})
+    with console.capture() as capture:
+        console.print(report)
+    assert "\x1b[1m" in capture.get()
+    assert report._repr_html_().startswith("<pre>120 rows in ")
+
+
+def test_repr_leaves_out_the_spans() -> None:
+    assert "Span" not in repr(Report.of(MANY))
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.parametrize("events", [MANY, history([]), one_graph([5, 5], 1.0)], ids=["many", "none", "one graph"])
+def test_it_plots_a_timeline(events: list[Event], suffix: str, tmp_path: pathlib.Path) -> None:
+    had_pyplot = "matplotlib.pyplot" in sys.modules
+    path = tmp_path / f"timeline.{suffix}"
+    Report.of(events).plot(path)
+    assert path.read_bytes()[:4] == (b"\x89PNG" if suffix == "png" else b"<?xm")
+    assert ("matplotlib.pyplot" in sys.modules) == had_pyplot
+
+
+def test_it_saves_a_trace(tmp_path: pathlib.Path) -> None:
+    report = Report.of(MANY)
+    report.save_trace(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(bars) == len(report.spans)
+    assert sum(bar["dur"] for bar in bars) == pytest.approx(sum(span.seconds for span in report.spans) * 1e6)
+
+
+def test_without_the_extras_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with pytest.raises(ImportError, match="a plot needs matplotlib, which is not installed: pip install matplotlib"):
+        Report.of(MANY).plot(tmp_path / "timeline.png")
+    with pytest.raises(ImportError, match="to print a report takes rich, which is not installed: pip install rich"):
+        str(Report.of(MANY))
