@@ -1,0 +1,47 @@
+"""What mappers and devices tell about a call that has ended: how busy, how much memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap.devices import kind_of
+
+
+def busy_shares(mapper: Any) -> dict[str, float] | None:
+    """Per device, the share of the last call's time that it was busy; `None` where the mapper does not tell.
+
+    This is the one place that reads a mapper's report: `report.seconds` is the time of the call, `report.busy_seconds` maps
+    devices to theirs.
+    """
+    report = getattr(mapper, "report", None)
+    busy_seconds, seconds = getattr(report, "busy_seconds", None), getattr(report, "seconds", None)
+    if not busy_seconds or not seconds:
+        return None
+    return {device: min(1.0, busy / seconds) for device, busy in busy_seconds.items()}
+
+
+def reset_peak_memory(devices: Sequence[str]) -> None:
+    """Let devices that count their peak memory start anew."""
+    for name in _that_count(devices):
+        tf.config.experimental.reset_memory_stats(name)
+
+
+def read_peak_memory(devices: Sequence[str]) -> dict[str, int] | None:
+    """Per device that counts it, the most bytes that TensorFlow held there since the last reset; `None` for no device."""
+    peaks = {name: _info(name) for name in _that_count(devices)}
+    return {name: int(info["peak"]) for name, info in peaks.items()} or None
+
+
+def _that_count(devices: Sequence[str]) -> list[str]:
+    return [name for name in devices if kind_of(name) != "CPU" and _info(name)]  # a CPU says 0 for everything
+
+
+def _info(device: str) -> Any:
+    """TensorFlow's numbers for a device, empty where its allocator has none."""
+    try:
+        return tf.config.experimental.get_memory_info(device)
+    except (ValueError, tf.errors.OpError):  # ValueError is what is documented
+        return {}
