@@ -12,19 +12,22 @@ from typing import Any
 from devicemap.sweeping import Skipped, Way, name_devices
 from devicemap.types import Device
 
-_COLUMNS = ("mode", "devices", "batch_size", "vectorize", "rows/s", "call", "spread", "first call", "speed-up")
-_COLUMNS_AFTER = ("efficiency", "busy", "peak memory")
+_COLUMNS = ("mode", "devices", "batch_size", "vectorize", "rows", "rows/s", "call", "spread", "first call", "speed-up",
+            "efficiency", "busy", "peak memory")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Timing(Way):
     """What was read for one way of mapping, before it is compared with others."""
 
+    rows: int
+    """How many rows a call mapped: all, or fewer where eager code is too slow for all of them."""
+
     first_call_seconds: float
     """The first call, which traces and compiles."""
 
     call_seconds: float
-    """A later call on all rows, from handing over the data to having the results: the median over rounds."""
+    """A later call, from handing over the data to having the results: the median over rounds."""
 
     spread_seconds: float | None
     """Half the distance between the quartiles of the rounds; `None` where there was one round only."""
@@ -41,7 +44,7 @@ class Measurement(Timing):
     """One way of mapping, measured."""
 
     rows_per_second: float
-    """All rows over `call_seconds`."""
+    """`rows` over `call_seconds`."""
 
     speedup: float | None
     """How many times the rows per second of one device: the fastest measurement of one device in the same mode. `None`
@@ -51,19 +54,19 @@ class Measurement(Timing):
     """`speedup` over the number of devices: 1 where none is wasted."""
 
 
-def compare_timings(timings: Sequence[Timing], rows: int) -> tuple[Measurement, ...]:
+def compare_timings(timings: Sequence[Timing]) -> tuple[Measurement, ...]:
     """Rows per second, speed-up and efficiency of each timing among all."""
-    best_of_one: dict[str, float] = {}
-    for timing in timings:
+    rates = [timing.rows / timing.call_seconds for timing in timings]
+    of_one: dict[str, float] = {}
+    for timing, rate in zip(timings, rates):
         if len(timing.devices) == 1:
-            best_of_one[timing.mode] = min(timing.call_seconds, best_of_one.get(timing.mode, float("inf")))
+            of_one[timing.mode] = max(rate, of_one.get(timing.mode, 0.0))
     measurements = []
-    for timing in timings:
-        one = best_of_one.get(timing.mode)
-        speedup = None if one is None else one / timing.call_seconds
+    for timing, rate in zip(timings, rates):
+        one = of_one.get(timing.mode)
+        speedup = None if one is None else rate / one
         efficiency = None if speedup is None else speedup / len(timing.devices)
-        measurements.append(Measurement(**vars(timing), rows_per_second=rows / timing.call_seconds, speedup=speedup,
-                                        efficiency=efficiency))  # fmt: skip
+        measurements.append(Measurement(**vars(timing), rows_per_second=rate, speedup=speedup, efficiency=efficiency))
     return tuple(measurements)
 
 
@@ -75,7 +78,7 @@ class BenchmarkResult:
     """Name of the function."""
 
     rows: int
-    """How many rows each call mapped."""
+    """How many rows there were to map."""
 
     devices: tuple[Device, ...]
     """The devices that could be used, in the order given: one device means the first."""
@@ -105,11 +108,12 @@ class BenchmarkResult:
             ImportError: rich is not installed.
         """
         try:
+            from rich.box import SIMPLE_HEAD
             from rich.table import Table
         except ImportError as error:
             raise ImportError("a table needs rich: pip install rich. print(result) does without") from error
         header, *lines = self._cells()
-        table = Table(title=self._title(), caption=self.recommendation)
+        table = Table(title=self._title(), caption=self.recommendation, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for i, name in enumerate(header):
             table.add_column(name, justify="left" if i < 2 else "right")
         for line in lines:
@@ -121,23 +125,18 @@ class BenchmarkResult:
         widths = [max(map(len, column)) for column in zip(*lines)]
         text = [
             "  ".join(
-                cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths))
-            )
+                f"{cell:{'<' if i < 2 else '>'}{width}}" for i, (cell, width) in enumerate(zip(line, widths))
+            ).rstrip()
             for line in lines
         ]
-        skipped = [f"skipped: {way}: {way.reason}" for way in self.skipped]
+        reasons = dict.fromkeys(way.reason for way in self.skipped)
+        skipped = [
+            f"skipped, as {reason}: {'; '.join(str(way) for way in self.skipped if way.reason == reason)}"
+            for reason in reasons
+        ]
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        return "\n".join(
-            [
-                self._title(),
-                "",
-                *(line.rstrip() for line in text),
-                *skipped,
-                f"{self.machine}; {versions}",
-                "",
-                self.recommendation,
-            ]
-        )
+        parts = [self._title(), "", *text, *skipped, f"{self.machine}; {versions}", "", self.recommendation]
+        return "\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as dicts, lists, strings and numbers, such as JSON has."""
@@ -164,7 +163,7 @@ class BenchmarkResult:
 
     def _cells(self) -> list[list[str]]:
         """The header and a line per measurement; columns that nothing is known for are left out."""
-        lines = [[*_COLUMNS, *_COLUMNS_AFTER], *map(_cells_of, self.measurements)]
+        lines = [[*_COLUMNS], *map(_cells_of, self.measurements)]
         known = [any(column[1:]) for column in zip(*lines)]
         return [[cell for cell, keep in zip(line, known) if keep] for line in lines]
 
@@ -177,11 +176,12 @@ def _cells_of(m: Measurement) -> list[str]:
         name_devices(m.devices),
         str(m.batch_size),
         "" if m.vectorize is None else str(m.vectorize),
+        str(m.rows),
         f"{m.rows_per_second:.4g}",
         _duration(m.call_seconds),
         "" if m.spread_seconds is None else f"±{m.spread_seconds / m.call_seconds:.0%}",
         _duration(m.first_call_seconds),
-        "" if m.speedup is None else f"{m.speedup:.2f}",
+        "" if m.speedup is None else f"{m.speedup:.3g}",
         "" if m.efficiency is None else f"{m.efficiency:.0%}",
         busy,
         memory,

@@ -6,7 +6,7 @@ ways ── first call, check, warm-up ──> trials that time suffices for ─
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
@@ -18,12 +18,17 @@ from devicemap.gauges import busy_shares, read_peak_memory, reset_peak_memory
 from devicemap.mapping import DeviceMap
 from devicemap.measurements import Timing
 from devicemap.options import Options
-from devicemap.rows import Rows
+from devicemap.rows import Rows, take_rows
+from devicemap.sampling import first_rows
 from devicemap.sweeping import Skipped, Way
 from devicemap.timing import Budget, count_affordable, half_quartile_range, median, time_call, time_rounds
 
 _CALLS_TO_COME = 3
 """A way that is tried is called at least so often: first call, warm-up, one round."""
+
+_SHARE_OF_EAGER_CALL = 1 / 60
+"""One call of eager code takes about this share of the budget at most, on fewer rows where need be: it can be a thousand
+times slower than a graph, and should not leave the rest without time."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +38,23 @@ class Candidate:
     way: Way
     """Which way."""
 
-    call: Callable[[], Any]
-    """Maps the rows; the results are there when it returns."""
-
     mapper: DeviceMap | EagerMap
     """What does it."""
+
+    rows: Rows
+    """What a call maps."""
+
+    @property
+    def count(self) -> int:
+        """How many rows a call maps."""
+        return self.rows.count or 0  # eager code knows
+
+    def call(self) -> Any:
+        """Map the rows; the results are there when this returns: their numbers are on the host."""
+        results = self.mapper(self.rows) if isinstance(self.mapper, EagerMap) else self.mapper(self.rows.structure)
+        for tensor in tf.nest.flatten(results, expand_composites=True):
+            tensor.numpy()
+        return results
 
 
 @dataclass(frozen=True)
@@ -65,90 +82,100 @@ class _NotMeasured(Exception):
 
 
 def candidate_for(way: Way, fn: Callable[..., Any], rows: Rows, given: dict[str, Any], checked: Options) -> Candidate:
+    """What maps `rows` in this way; `given` are the user's options, `checked` the same with their defaults."""
     if way.mode == "eager":
-        eager = EagerMap(fn, way.devices, way.batch_size, checked)
-        return Candidate(way, lambda: _wait(eager(rows)), eager)
+        return Candidate(way, EagerMap(fn, way.devices, way.batch_size, checked), rows)
     options = {**given, "devices": list(way.devices), "batch_size": way.batch_size}
     if way.vectorize is not None:
         options["vectorize"] = way.vectorize
-    mapper = DeviceMap(fn, **options)
-    return Candidate(way, lambda: _wait(mapper(rows.structure)), mapper)
-
-
-def _wait(results: Any) -> Any:
-    """The results, once they are computed: when their numbers are on the host."""
-    for tensor in tf.nest.flatten(results, expand_composites=True):
-        tensor.numpy()
-    return results
+    return Candidate(way, DeviceMap(fn, **options), rows)
 
 
 def try_out(
-    candidates: Sequence[Candidate], essential: int, rows: Rows, tolerance: float | None, budget: Budget
+    candidates: Sequence[Candidate], essential: int, tolerance: float | None, budget: Budget
 ) -> tuple[list[Trial], list[Skipped]]:
-    """Call each candidate for the first time, check its results, and warm it up, as long as half of the budget lasts."""
+    """Call each candidate for the first time, check its results, and warm it up, as long as half of the budget lasts.
+
+    Args:
+        candidates: the most telling first.
+        essential: so many of them are tried whatever the budget.
+        tolerance: by how much results may differ from those of the first; `None` does not compare.
+        budget: what may be spent.
+
+    Raises:
+        FunctionError: `fn` failed, results differ, or every candidate ran out of memory.
+    """
     trials: list[Trial] = []
     skipped: list[Skipped] = []
-    reference: tuple[Way, Any] | None = None
+    reference: tuple[Candidate, Any] | None = None
     for candidate in candidates:
-        way = candidate.way
+        spare = len(trials) >= essential
         try:
-            if len(trials) >= essential:
-                _check_time(candidate, rows, budget)
-            elif isinstance(candidate.mapper, EagerMap):
-                candidate.mapper.prepare(rows)
+            if spare and budget.left_seconds < budget.seconds / 2:
+                raise _NotMeasured(f"half of the time went to ways that tell more; {_more_seconds(budget)}")
+            if isinstance(candidate.mapper, EagerMap):
+                candidate = _fit(candidate, candidate.mapper, spare, budget)
             results, first_call_seconds = time_call(candidate.call, budget.clock)
             if reference is None:
-                reference = way, results
+                reference = candidate, results
             elif tolerance is not None:
-                _check_same(way, results, *reference, tolerance)
-            if len(trials) >= essential and first_call_seconds > budget.left_seconds:
+                _check_same(candidate, results, *reference, tolerance)
+            if spare and first_call_seconds > budget.left_seconds:
                 raise _NotMeasured(f"its first call took {first_call_seconds:.1f} s; {_more_seconds(budget)}")
-            reset_peak_memory(way.devices)
+            del results
+            reset_peak_memory(candidate.way.devices)
             _, call_seconds = time_call(candidate.call, budget.clock)
         except _NotMeasured as reason:
-            skipped.append(Skipped(**vars(way), reason=str(reason)))
+            skipped.append(Skipped(**vars(candidate.way), reason=str(reason)))
         except tf.errors.ResourceExhaustedError as error:
-            skipped.append(Skipped(**vars(way), reason=f"out of memory: {brief(error)}"))
+            skipped.append(Skipped(**vars(candidate.way), reason=f"out of memory: {brief(error)}"))
         else:
-            shares, peaks = busy_shares(candidate.mapper), read_peak_memory(way.devices)
+            shares, peaks = busy_shares(candidate.mapper), read_peak_memory(candidate.way.devices)
             trials.append(Trial(candidate, first_call_seconds, call_seconds, shares, peaks))
     if not trials:
         raise failure(f"nothing could be measured: {'; '.join(f'{way}: {way.reason}' for way in skipped)}")
     return trials, skipped
 
 
-def _check_time(candidate: Candidate, rows: Rows, budget: Budget) -> None:
-    """Raise `_NotMeasured` for a candidate that there is no time for."""
-    if budget.left_seconds < budget.seconds / 2:
-        raise _NotMeasured(f"half of the time went to ways that tell more; {_more_seconds(budget)}")
-    eager = candidate.mapper
-    if not isinstance(eager, EagerMap):
-        return
-    eager.prepare(rows)
-    few = eager.few_rows(rows)
-    if (rows.count or 0) < 2 * (few.count or 0):
-        return
-    _wait(eager(few))  # eager ops are slower when they run for the first time
-    _, seconds = time_call(lambda: _wait(eager(few)), budget.clock)
-    expected = seconds * (rows.count or 0) / (few.count or 0)
-    if _CALLS_TO_COME * expected > budget.left_seconds:
-        raise _NotMeasured(f"a call would take about {expected:.1f} s; {_more_seconds(budget)}, or fewer rows")
+def _fit(candidate: Candidate, eager: EagerMap, spare: bool, budget: Budget) -> Candidate:
+    """Eager code on as many rows as its share of the budget allows; each row or chunk costs a call of `fn`."""
+    eager.prepare(candidate.rows)
+    few = Candidate(candidate.way, eager, eager.few_rows(candidate.rows))
+    least = few.count * len(candidate.way.devices)
+    if least >= candidate.count:
+        return candidate
+    few.call()  # eager ops are slower when they run for the first time
+    _, seconds = time_call(few.call, budget.clock)
+    expected = seconds * len(candidate.way.devices)
+    if spare and _CALLS_TO_COME * expected > budget.left_seconds:
+        raise _NotMeasured(f"{least} rows would take about {expected:.1f} s; {_more_seconds(budget)}")
+    affordable = int(_SHARE_OF_EAGER_CALL * budget.seconds / seconds) * few.count
+    return replace(candidate, rows=first_rows(candidate.rows, max(least, affordable)))
 
 
-def _check_same(way: Way, results: Any, other: Way, wanted: Any, tolerance: float) -> None:
+def _check_same(candidate: Candidate, results: Any, reference: Candidate, wanted: Any, tolerance: float) -> None:
+    count = min(candidate.count, reference.count)
+    results, wanted = (
+        tf.nest.map_structure(lambda leaf: take_rows(leaf, 0, count), nest) for nest in (results, wanted)
+    )
     found = find_difference(results, wanted, tolerance)
     if found:
         raise failure(
-            f"two ways give different results, {way} and {other}: {found}. They must agree to tolerance={tolerance}. If fn "
-            "draws random numbers, draw them with tf.random.stateless_* and the option seed=..., or set tolerance=None; if "
-            "this is rounding, as 16-bit floats do, set a larger tolerance; if fn writes state, benchmark it without"
+            f"two ways give different results, {candidate.way} and {reference.way}: {found}. They must agree to "
+            f"tolerance={tolerance}. If fn draws random numbers, draw them with tf.random.stateless_* and the option "
+            "seed=..., or set tolerance=None; if this is rounding, as 16-bit floats do, set a larger tolerance; if fn writes "
+            "state, benchmark it without"
         )
 
 
 def time_trials(
     trials: Sequence[Trial], essential: int, rounds: int, budget: Budget
 ) -> tuple[list[Timing], list[Skipped], int]:
-    """Time the trials that there is time for; those that were, the others, and the number of rounds."""
+    """Time the trials that there is time for, at least the first `essential` ones.
+
+    Returns:
+        A `Timing` for each of them, the others as skipped, and the number of rounds.
+    """
     count = count_affordable([trial.call_seconds for trial in trials], budget.left_seconds, essential)
     timed, left_out = trials[:count], trials[count:]
     calls = [trial.candidate.call for trial in timed]
@@ -156,6 +183,7 @@ def time_trials(
     timings = [
         Timing(
             **vars(trial.candidate.way),
+            rows=trial.candidate.count,
             first_call_seconds=trial.first_call_seconds,
             call_seconds=median(seconds),
             spread_seconds=half_quartile_range(seconds),
