@@ -48,7 +48,7 @@ def _difference_of_arrays(path: str, a: Any, b: Any, dtype: Any, tolerance: floa
         if not np.any(wrong):
             return None
         where = tuple(int(i) for i in np.argwhere(wrong)[0])
-        return f"{path} has {a[where]!r} and {b[where]!r} at index {list(where)}"
+        return f"{path} has {a.item(where)!r} and {b.item(where)!r} at index {list(where)}"
     wide = np.complex128 if dtype.is_complex else np.float64  # bfloat16 too, which NumPy cannot compare by itself
     a, b = a.astype(wide), b.astype(wide)
     wrong = ~np.isclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -74,8 +74,9 @@ class EagerMap:
                     results = self._apply(data, *seeds)
                     check_row_counts(tf.nest.flatten(results), [], [shard])
                     return results
-                signature = self._signatures[rows.key]
-                return tf.map_fn(lambda row: self._apply(*row), (data, *seeds), fn_output_signature=signature)
+                # tf.map_fn would convert fn with autograph, in eager code too: slower, and errors lose their class
+                row_fn = tf.autograph.experimental.do_not_convert(lambda row: self._apply(*row))
+                return tf.map_fn(row_fn, (data, *seeds), fn_output_signature=self._signatures[rows.key])
         except FunctionError:
             raise
         except Exception as error:
