@@ -148,7 +148,7 @@ def _fit(candidate: Candidate, eager: EagerMap, spare: bool, budget: Budget) -> 
     _, seconds = time_call(few.call, budget.clock)
     expected = seconds * len(candidate.way.devices)
     if spare and _CALLS_TO_COME * expected > budget.left_seconds:
-        raise _NotMeasured(f"{least} rows would take about {expected:.1f} s; {_more_seconds(budget)}")
+        raise _NotMeasured(f"{least} row(s) would take about {expected:.1f} s; {_more_seconds(budget)}")
     affordable = int(_SHARE_OF_EAGER_CALL * budget.seconds / seconds) * few.count
     return replace(candidate, rows=first_rows(candidate.rows, max(least, affordable)))
 

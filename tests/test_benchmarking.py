@@ -262,7 +262,7 @@ def test_slow_eager_code_maps_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> Non
     (reason,) = {way.reason for way in result.skipped if way.mode == "eager" and len(way.devices) == 3}
     assert reason == "half of the time went to ways that tell more; the budget is seconds=0.4, give more"
     (reason,) = {way.reason for way in result.skipped if way.mode == "eager" and len(way.devices) == 1}
-    assert reason == "1 rows would take about 0.1 s; the budget is seconds=0.4, give more"
+    assert reason == "1 row(s) would take about 0.1 s; the budget is seconds=0.4, give more"
 
 
 def test_the_first_way_is_measured_whatever_the_budget() -> None:
