@@ -11,11 +11,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.advising import recommend
 from devicemap.devices import choose_devices, choose_output_device, list_devices
 from devicemap.errors import DeviceMapError, OptionError
 from devicemap.measurements import BenchmarkResult, compare_timings
 from devicemap.options import Options, check_options
+from devicemap.recommending import recommend
 from devicemap.sampling import rows_in_memory
 from devicemap.sweeping import MODES, default_batch_sizes, ways_to_measure
 from devicemap.timing import Budget

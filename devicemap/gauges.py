@@ -13,14 +13,19 @@ from devicemap.devices import kind_of
 def busy_shares(mapper: Any) -> dict[str, float] | None:
     """Per device, the share of the last call's time that it was busy; `None` where the mapper does not tell.
 
-    This is the one place that reads a mapper's report: `report.seconds` is the time of the call, `report.busy_seconds` maps
-    devices to theirs.
+    This is the one place that reads a mapper's report. What was sampled of a GPU counts for more than the time that chunks
+    were under way there: that holds copying, and waiting for the host.
     """
     report = getattr(mapper, "report", None)
-    busy_seconds, seconds = getattr(report, "busy_seconds", None), getattr(report, "seconds", None)
-    if not busy_seconds or not seconds:
+    if report is None or not report.wall_seconds:
         return None
-    return {device: min(1.0, busy / seconds) for device, busy in busy_seconds.items()}
+    shares = {}
+    for device in report.devices:
+        if device.utilisation_percent is not None:
+            shares[device.device] = device.utilisation_percent / 100
+        elif device.busy_seconds is not None:
+            shares[device.device] = device.busy_seconds / report.wall_seconds
+    return shares or None
 
 
 def reset_peak_memory(devices: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def test_every_way_is_measured(swept: BenchmarkResult) -> None:
         assert m.rows_per_second == pytest.approx(23 / m.call_seconds)
         assert m.spread_seconds is not None
         assert m.efficiency == pytest.approx(m.speedup / len(m.devices))  # type: ignore[operator]
-        assert m.busy_shares is None  # nobody tells on CPUs
+        assert m.busy_shares is None or set(m.busy_shares) <= set(m.devices)
         assert m.peak_memory_bytes is None
     assert swept.measurements[0].first_call_seconds > swept.measurements[0].call_seconds  # it traced
 
@@ -74,7 +75,7 @@ def test_it_prints_what_was_measured_and_what_to_use(swept: BenchmarkResult) -> 
     assert text.endswith(f"\n\n{swept.recommendation}")
     assert swept.recommendation.startswith("Use ")
     assert "graph  3 CPUs            4       auto" in text
-    assert "busy" not in text  # nothing is known for it
+    assert "peak memory" not in text  # nothing is known for it
     assert f"TensorFlow {tf.__version__}, devicemap {devicemap.__version__}" in text
 
 
@@ -335,12 +336,16 @@ def test_inside_a_function_there_is_nothing_to_time() -> None:
 
 
 def test_busy_shares_come_from_the_report_of_a_mapper() -> None:
-    class Told:
-        class report:
-            seconds = 2.0
-            busy_seconds = {"GPU:0": 1.0, "GPU:1": 2.5}
+    def on(device: str, busy_seconds: float | None, utilisation_percent: float | None) -> SimpleNamespace:
+        return SimpleNamespace(device=device, busy_seconds=busy_seconds, utilisation_percent=utilisation_percent)
 
-    assert busy_shares(Told()) == {"GPU:0": 0.5, "GPU:1": 1.0}
+    def told(*devices: SimpleNamespace) -> SimpleNamespace:
+        return SimpleNamespace(report=SimpleNamespace(wall_seconds=2.0, devices=devices))
+
+    devices = [on("GPU:0", 1.0, None), on("GPU:1", 2.0, 40.0), on("GPU:2", None, None)]
+    assert busy_shares(told(*devices)) == {"GPU:0": 0.5, "GPU:1": 0.4}
+    assert busy_shares(told(*devices[2:])) is None
+    assert busy_shares(SimpleNamespace(report=None)) is None  # no call has ended
     assert busy_shares(object()) is None
 
 
