@@ -1,7 +1,8 @@
 """Map an expensive TensorFlow function over data on every device of a machine, in parallel and in order."""
 
+from devicemap.benchmarking import benchmark
 from devicemap.devices import list_devices, simulate_devices
 from devicemap.mapping import DeviceMap, parallel_map
 
-__all__ = ["DeviceMap", "list_devices", "parallel_map", "simulate_devices"]
+__all__ = ["DeviceMap", "benchmark", "list_devices", "parallel_map", "simulate_devices"]
 __version__ = "0.1.0"

@@ -1,0 +1,105 @@
+"""Time several calls side by side, within a budget: what fits, interleaved rounds, medians. Free of TensorFlow.
+
+A call that is timed has to wait for its result by itself. The clock is an argument, so that tests can script it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_READING_SECONDS = 0.01
+"""A reading of the clock covers at least about this long: shorter calls are repeated within it."""
+
+_MOST_REPEATS = 100
+
+Clock = Callable[[], float]
+
+
+class Budget:
+    """Seconds that may be spent from now on."""
+
+    def __init__(self, seconds: float, clock: Clock = time.perf_counter):
+        self.seconds = seconds
+        self.clock = clock
+        self._start = clock()
+
+    @property
+    def left_seconds(self) -> float:
+        """What is left; below 0 where it was overdrawn."""
+        return self.seconds - (self.clock() - self._start)
+
+
+def time_call(call: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
+    """The result of a call, and the seconds it took."""
+    start = clock()
+    result = call()
+    return result, clock() - start
+
+
+def time_rounds(
+    calls: Sequence[Callable[[], Any]], call_seconds: Sequence[float], rounds: int, budget: Budget
+) -> list[list[float]]:
+    """Seconds per call of each, one number per round; `rounds` rounds, or as many as the budget has time for, at least one.
+
+    In each round every call has its turn, in an order that changes, so that noise meets all of them and what one leaves
+    running in the background not always the same other.
+
+    Args:
+        calls: what to time; each waits for its result.
+        call_seconds: how long each takes, roughly, to choose how often a reading repeats it.
+        rounds: at least 1.
+        budget: what may be spent.
+    """
+    seconds: list[list[float]] = [[] for _ in calls]
+    order = random.Random(0)
+    for _ in range(rounds):
+        left = budget.left_seconds
+        for i in order.sample(range(len(calls)), len(calls)):
+            repeats = _repeats(call_seconds[i])
+            start = budget.clock()
+            for _ in range(repeats):
+                calls[i]()
+            seconds[i].append((budget.clock() - start) / repeats)
+        round_seconds = left - budget.left_seconds
+        if budget.left_seconds < round_seconds:
+            break
+    return seconds
+
+
+def count_affordable(call_seconds: Sequence[float], left_seconds: float, essential: int) -> int:
+    """How many of the first calls one round may time in `left_seconds`; at least the `essential` ones.
+
+    >>> count_affordable([1.0, 1.0, 2.0, 5.0], 6.0, essential=1)
+    3
+    """
+    total = 0.0
+    for i, seconds in enumerate(call_seconds):
+        total += seconds * _repeats(seconds)
+        if total > left_seconds and i >= essential:
+            return i
+    return len(call_seconds)
+
+
+def median(seconds: Sequence[float]) -> float:
+    return statistics.median(seconds)
+
+
+def half_quartile_range(seconds: Sequence[float]) -> float | None:
+    """Half the distance between the quartiles; `None` for a single number, which tells no spread.
+
+    >>> half_quartile_range([1.0, 2.0, 3.0, 4.0, 5.0])
+    1.0
+    """
+    if len(seconds) < 2:
+        return None
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / 2
+
+
+def _repeats(call_seconds: float) -> int:
+    return max(1, min(_MOST_REPEATS, math.ceil(_READING_SECONDS / max(call_seconds, 1e-9))))
