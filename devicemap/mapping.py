@@ -8,6 +8,7 @@ to the first idle device.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -21,10 +22,15 @@ import tensorflow as tf
 
 from devicemap.chunking import Chunk, InMemory, Source, from_dataset
 from devicemap.devices import choose_devices, choose_output_device, places_on
-from devicemap.errors import DataError, FunctionError, OptionError, brief, function_error
+from devicemap.errors import DataError, DeviceMapError, FunctionError, OptionError, brief, function_error
 from devicemap.execution import Towers, sizes_in_graph
 from devicemap.gathering import check_inner_shapes, check_row_counts, join, with_row_counts_checked, with_static_rows
 from devicemap.internals import Cancellation, have_tangents, tape_is_recording
+from devicemap.journal.digests import digest_rows
+from devicemap.journal.encoding import describe_call, encode_leaves
+from devicemap.journal.results import Results, open_results
+from devicemap.journal.resuming import Unfinished, check_rows
+from devicemap.journal.writing import open_journal
 from devicemap.options import Options, check_options
 from devicemap.rows import HOST, Rows, as_rows, count_rows, freeze, take_rows
 from devicemap.scheduling import reorder_window
@@ -211,6 +217,53 @@ class DeviceMap:
             spec = (tf.TensorSpec([], tf.int64), spec)
         return tf.data.Dataset.from_generator(lambda: self.stream(data), output_signature=spec)
 
+    def write(self, data: Any, directory: str | os.PathLike[str]) -> Results:
+        """Map over `data`, and keep each finished chunk on disk; run again, it computes only what is missing.
+
+        Killed at any moment, also by a full disk, it loses at most the chunks that were in flight. A chunk file that is
+        damaged or half written is computed again.
+
+        Args:
+            data: as for `parallel_map`; the same again when it is run again, which is checked.
+            directory: a new or empty one, or one that an earlier run of the same call has left.
+
+        Returns:
+            What the directory holds, as `devicemap.open_results(directory)` does.
+
+        Raises:
+            JournalError: the directory holds something else, results of other data or of another call, or another
+                process writes to it; then nothing in it has been touched. Or the disk failed.
+
+        Example:
+            >>> import tempfile
+            >>> directory = tempfile.mkdtemp()
+            >>> results = DeviceMap(lambda n: n * n, batch_size=2).write(tf.range(5), directory)
+            >>> results.load()
+            array([ 0,  1,  4,  9, 16], dtype=int32)
+        """
+        in_memory = not isinstance(data, tf.data.Dataset)
+        if in_memory:
+            data = as_rows(data)
+        elif data.cardinality() == tf.data.INFINITE_CARDINALITY:
+            raise DataError("the dataset is infinite, and its results would be too; take a part of it with .take(n)")
+        source = self._source(data, "written")
+        towers = self._towers_for(source)
+        specs = towers.pack(list(towers.traced.specs))
+        header = describe_call(specs, source.specs, self._options, source.rows, None, self._name)
+        with open_journal(directory, header) as journal:
+            if in_memory:
+                check_rows(data, journal)
+            missing = Unfinished(source, journal, compared=in_memory)
+
+            def keep(chunk: Chunk, results: list[Any]) -> None:
+                stop = chunk.start + chunk.count
+                journal.append(chunk.start, stop, encode_leaves(results), digest_rows(chunk.leaves))
+
+            for _ in self._groups(missing, towers, Rules(), keep):
+                pass
+            journal.finish(missing.rows_read)
+        return open_results(directory)
+
     def __repr__(self) -> str:
         return f"DeviceMap({self._name}, devices={[d.rpartition('device:')[2] for d in self._devices]})"
 
@@ -290,11 +343,14 @@ class DeviceMap:
                 chunk = towers.pack([join(leaves) for leaves in zip(*group.results)])
             yield chunk if self._options.deterministic else (group.start, chunk)
 
-    def _groups(self, source: Source, towers: Towers, rules: Rules) -> Iterator[Group]:
+    def _groups(
+        self, source: Source, towers: Towers, rules: Rules, keep: Callable[[Chunk, list[Any]], None] | None = None
+    ) -> Iterator[Group]:
+        """The results of all chunks; where they are kept elsewhere, groups without results."""
         cancellation = Cancellation()
         functions = towers.functions(cancellation)
         lanes = [
-            Lane(device, partial(self._run_chunk, towers, functions[device], device), in_flight)
+            Lane(device, partial(self._run_chunk, towers, functions[device], device, keep), in_flight)
             for device, in_flight in towers.in_flight(self._options.prefetch).items()
         ]
         rules = replace(
@@ -306,12 +362,19 @@ class DeviceMap:
         )
         return run_chunks(source, lanes, rules, towers.paces)
 
-    def _run_chunk(self, towers: Towers, function: Callable[..., Any], device: str, chunk: Chunk) -> list[Any]:
+    def _run_chunk(
+        self,
+        towers: Towers,
+        function: Callable[..., Any],
+        device: str,
+        keep: Callable[[Chunk, list[Any]], None] | None,
+        chunk: Chunk,
+    ) -> list[Any] | None:
         leaves = self._seeded(chunk.leaves, chunk.start, chunk.count)
         results: list[Any] = function(*towers.flat(leaves))
         if self._options.batched:
             check_row_counts(results, [], [chunk.on(device)])
-        return results
+        return results if keep is None else keep(chunk, results)
 
     def _seeded(self, leaves: tuple[Any, ...], first_row: int, rows: Any) -> tuple[Any, ...]:
         if self._options.seed is None:
@@ -376,7 +439,7 @@ class DeviceMap:
 
     def _failed(self, error: BaseException, shards: Sequence[Shard], link: str = "and again on") -> BaseException:
         """The error to raise for one that came from `shards`, one after another."""
-        if isinstance(error, FunctionError) or not isinstance(error, Exception):
+        if isinstance(error, DeviceMapError) or not isinstance(error, Exception):
             return error
         where = f", {link} ".join(map(str, shards))
         located = function_error(

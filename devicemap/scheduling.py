@@ -118,7 +118,9 @@ def rows_to_take(pace: Pace, others: Collection[Pace], rows_left: int | None, ba
     if rows_left < 1:
         return 0
     probe = max(1, rows_left // (_PROBES * (1 + len(others))))
-    most = min(most, rows_left, 2 * max(pace.largest, probe))  # should the first rows be the dearest, not all on one device
+    most = min(
+        most, rows_left, 2 * max(pace.largest, probe)
+    )  # should the first rows be the dearest, not all on one device
     if pace.rows_per_second is None:
         known = [other for other in others if other.rows_per_second is not None]
         if pace.rows_in_flight and known:  # its first chunk tells how large the next should be

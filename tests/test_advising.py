@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from histories import device, history
 
-from devicemap.accounting import DeviceReport
-from devicemap.advising import late_shards, slow_devices, tail_seconds
-from devicemap.metering import GpuUsage
-from devicemap.reporting import Report
-from devicemap.timelines import Span
+from devicemap.reporting.accounting import DeviceReport
+from devicemap.reporting.advising import late_shards, slow_devices, tail_seconds
+from devicemap.reporting.metering import GpuUsage
+from devicemap.reporting.reports import Report
+from devicemap.reporting.timelines import Span
 from devicemap.types import ChunkStarted, Shard
 
 

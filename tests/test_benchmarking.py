@@ -14,11 +14,11 @@ import tensorflow as tf
 from cases import ALL, Case
 
 import devicemap
-from devicemap.benchmarking import benchmark
+from devicemap.benchmarking.gauges import busy_shares, read_peak_memory, reset_peak_memory
+from devicemap.benchmarking.measurements import BenchmarkResult
+from devicemap.benchmarking.running import benchmark
+from devicemap.benchmarking.timing import Budget
 from devicemap.errors import DataError, DeviceError, DeviceMapError, FunctionError, OptionError, UnknownOptionError
-from devicemap.gauges import busy_shares, read_peak_memory, reset_peak_memory
-from devicemap.measurements import BenchmarkResult
-from devicemap.timing import Budget
 
 ROWS = tf.constant(np.random.default_rng(0).normal(size=[23, 3]), tf.float32)
 THREE = ["CPU:3", "CPU:0", "CPU:5"]
@@ -245,7 +245,7 @@ class _Clock:
 
 def test_slow_eager_code_maps_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = _Clock()
-    monkeypatch.setattr("devicemap.benchmarking.Budget", lambda seconds: Budget(seconds, clock))
+    monkeypatch.setattr("devicemap.benchmarking.running.Budget", lambda seconds: Budget(seconds, clock))
 
     def fn(row: Any) -> Any:
         if tf.executing_eagerly():

@@ -9,7 +9,7 @@ import pytest
 
 import devicemap
 
-NAMES = ["DeviceMap", "benchmark", "list_devices", "parallel_map", "simulate_devices"]
+NAMES = ["DeviceMap", "benchmark", "list_devices", "open_results", "parallel_map", "simulate_devices"]
 
 
 def test_exports_are_exactly_these() -> None:

@@ -19,10 +19,9 @@ import numpy as np
 import pytest
 
 import devicemap
-from devicemap import journal as journal_module
 from devicemap.errors import DeviceMapError, JournalError, MissingRowsError
-from devicemap.journal import Journal, open_journal
-from devicemap.records import (
+from devicemap.journal import writing as journal_module
+from devicemap.journal.records import (
     JOURNAL,
     Entry,
     Header,
@@ -34,7 +33,8 @@ from devicemap.records import (
     read_line,
     write_line,
 )
-from devicemap.storage import pack_arrays, unpack_arrays, write_synced
+from devicemap.journal.storage import pack_arrays, unpack_arrays, write_synced
+from devicemap.journal.writing import Journal, open_journal
 
 SPEC = {"dense": "int64", "shape": [None]}
 HEADER = Header(
@@ -286,8 +286,8 @@ package = types.ModuleType("devicemap")  # its modules, without its __init__, wh
 package.__path__ = [sys.argv[1]]
 sys.modules["devicemap"] = package
 import numpy as np
-from devicemap.journal import open_journal
-from devicemap.records import Header
+from devicemap.journal.writing import open_journal
+from devicemap.journal.records import Header
 assert "tensorflow" not in sys.modules
 SPEC = {"dense": "int64", "shape": [None]}
 def header(rows): return Header(SPEC, SPEC, False, 4, None, None, rows, "f")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from histories import device
 
-from devicemap.metering import GpuMeter, GpuUsage, nvml_identity
+from devicemap.reporting.metering import GpuMeter, GpuUsage, nvml_identity
 from devicemap.types import CallFinished, CallStarted, ChunkFinished, ChunkStarted, Event, Shard
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from devicemap.errors import DataError
-from devicemap.metering import GpuUsage
-from devicemap.reporting import Report
-from devicemap.tables import plain_text
+from devicemap.reporting.metering import GpuUsage
+from devicemap.reporting.reports import Report
+from devicemap.reporting.tables import plain_text
 from devicemap.types import (
     CallFinished,
     CallStarted,

@@ -14,13 +14,13 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from devicemap.digests import RowDigest, digest_rows
+from devicemap.chunking import Chunk
 from devicemap.errors import JournalError
-from devicemap.journal import Journal, open_journal
-from devicemap.records import Header
-from devicemap.resuming import check_rows, checked, unfinished
+from devicemap.journal.digests import RowDigest, digest_rows
+from devicemap.journal.records import Header
+from devicemap.journal.resuming import check_rows, checked, unfinished
+from devicemap.journal.writing import Journal, open_journal
 from devicemap.rows import as_rows, count_rows, take_rows
-from devicemap.streaming import Chunk
 
 SPEC = {"dense": "int64", "shape": [None]}
 HEADER = Header(SPEC, SPEC, False, "auto", None, None, None, "f")
@@ -94,7 +94,7 @@ def _chunks(data: Any, sizes: Sequence[int], read: list[int] | None = None) -> I
     for size in sizes:
         if read is not None:
             read.append(start)
-        yield Chunk(start, size, (data[start : start + size],))
+        yield Chunk(start, size, (data[start : start + size],), start, True)
         start += size
     assert start == len(data)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from devicemap.errors import JournalError, MissingRowsError
-from devicemap.storage import checksum, disk_errors
+from devicemap.journal.storage import checksum, disk_errors
 
 JOURNAL = "journal.jsonl"
 """The name of the journal in its folder."""

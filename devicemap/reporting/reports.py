@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from devicemap.accounting import DeviceReport, account
-from devicemap.advising import advise, late_shards, slow_devices, tail_seconds
 from devicemap.errors import DataError, brief
-from devicemap.metering import GpuUsage
-from devicemap.plotting import save_timeline
-from devicemap.tables import plain_text, report_table
-from devicemap.timelines import Span, chrome_trace, spans_of
+from devicemap.reporting.accounting import DeviceReport, account
+from devicemap.reporting.advising import advise, late_shards, slow_devices, tail_seconds
+from devicemap.reporting.metering import GpuUsage
+from devicemap.reporting.plotting import save_timeline
+from devicemap.reporting.tables import plain_text, report_table
+from devicemap.reporting.timelines import Span, chrome_trace, spans_of
 from devicemap.types import CallFinished, CallStarted, Event, Shard
 
 

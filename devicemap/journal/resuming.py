@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 
 import tensorflow as tf
 
-from devicemap.digests import RowDigest, digest_rows
+from devicemap.chunking import Chunk, Source
 from devicemap.errors import JournalError
-from devicemap.journal import Journal
-from devicemap.records import START_ANEW, Entry
+from devicemap.journal.digests import RowDigest, digest_rows
+from devicemap.journal.records import START_ANEW, Entry
+from devicemap.journal.writing import Journal
 from devicemap.rows import HOST, Rows, take_rows
-from devicemap.streaming import Chunk
 
 
 def check_rows(rows: Rows, journal: Journal) -> None:
@@ -75,13 +75,41 @@ def unfinished(chunks: Iterable[Chunk], journal: Journal) -> Iterator[Chunk]:
             yield _cut(chunk, start, stop)
 
 
+class Unfinished:
+    """What is missing of a source, as a source."""
+
+    def __init__(self, source: Source, journal: Journal, compared: bool):
+        """`compared` says that the data has been compared with what the journal holds; otherwise it is in passing."""
+        self.specs, self.key, self.rows, self.batch_size = source.specs, source.key, source.rows, source.batch_size
+        self.rows_read = 0
+        self._source = source
+        self._wanted: tuple[int, int | None] = (1, None)
+        chunks = self._read()
+        self._missing = unfinished(chunks if compared else checked(chunks, journal), journal)
+
+    def take(self, rows: int, limit: int | None) -> Chunk | None:
+        self._wanted = rows, limit
+        return next(self._missing, None)
+
+    def rows_left(self) -> int | None:
+        return self._source.rows_left()
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _read(self) -> Iterator[Chunk]:
+        while (chunk := self._source.take(*self._wanted)) is not None:
+            self.rows_read = chunk.start + chunk.count
+            yield chunk
+
+
 def _cut(chunk: Chunk, start: int, stop: int) -> Chunk:
     """Rows `start` to `stop - 1`, some of those of the chunk."""
-    if stop - start == chunk.count:
-        return chunk
-    with tf.device(HOST):
-        leaves = tuple(take_rows(leaf, start - chunk.start, stop - chunk.start) for leaf in chunk.leaves)
-    return Chunk(start, stop - start, leaves)
+    leaves = chunk.leaves
+    if stop - start < chunk.count:
+        with tf.device(HOST):
+            leaves = tuple(take_rows(leaf, start - chunk.start, stop - chunk.start) for leaf in leaves)
+    return Chunk(start, stop - start, leaves, group=start, last=True)
 
 
 def _other_data(journal: Journal, entry: Entry) -> JournalError:

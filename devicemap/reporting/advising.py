@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from devicemap.accounting import DeviceReport
-from devicemap.timelines import Span, short_names
+from devicemap.reporting.accounting import DeviceReport
+from devicemap.reporting.timelines import Span, short_names
 from devicemap.types import Shard
 
 _SLOW = 0.5

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap.encoding import Array, decode_leaves, specs_of
 from devicemap.errors import JournalError, MissingRowsError
 from devicemap.gathering import join
-from devicemap.records import Contents, Entry, missing_rows, read_chunk, read_journal
+from devicemap.journal.encoding import Array, decode_leaves, specs_of
+from devicemap.journal.records import Contents, Entry, missing_rows, read_chunk, read_journal
+from devicemap.journal.storage import unpack_arrays
 from devicemap.rows import HOST, empty_rows, take_rows
-from devicemap.storage import unpack_arrays
 
 
 def open_results(directory: str | os.PathLike[str]) -> Results:

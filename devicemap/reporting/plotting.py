@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from devicemap.timelines import Span, lanes_of, short_names
+from devicemap.reporting.timelines import Span, lanes_of, short_names
 
 _COLOURS = {"finished": "tab:blue", "failed": "tab:red", "unfinished": "tab:grey"}
 _INCHES_PER_LANE = 0.3

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap.encoding import Array, encode_array
+from devicemap.journal.encoding import Array, encode_array
 
 
 class RowDigest:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from devicemap.metering import GpuUsage
-from devicemap.timelines import Span, union_seconds
+from devicemap.reporting.metering import GpuUsage
+from devicemap.reporting.timelines import Span, union_seconds
 from devicemap.types import (
     CallStarted,
     ChunkFailed,

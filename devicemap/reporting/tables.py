@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from devicemap.accounting import DeviceReport
-from devicemap.timelines import short_names
+from devicemap.reporting.accounting import DeviceReport
+from devicemap.reporting.timelines import short_names
 
 
 def report_table(summary: str, devices: Sequence[DeviceReport], error: str | None, advice: Sequence[str]) -> Any:

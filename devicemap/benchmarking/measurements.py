@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from devicemap.sweeping import Skipped, Way, name_devices
+from devicemap.benchmarking.sweeping import Skipped, Way, name_devices
 from devicemap.types import Device
 
 _COLUMNS = ("mode", "devices", "batch_size", "vectorize", "rows", "rows/s", "call", "spread", "first call", "speed-up",
@@ -152,7 +152,7 @@ class BenchmarkResult:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from devicemap.charts import draw_benchmark
+        from devicemap.benchmarking.charts import draw_benchmark
 
         draw_benchmark(self, path)
 

@@ -14,8 +14,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from devicemap.screens import Screen, has_screen, screen_of
-from devicemap.tallying import Tally
+from devicemap.reporting.screens import Screen, has_screen, screen_of
+from devicemap.reporting.tallying import Tally
 from devicemap.types import CallFinished, CallStarted, Event
 
 _REFRESH_SECONDS = 0.25

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from devicemap.timelines import short_names
+from devicemap.reporting.timelines import short_names
 from devicemap.types import CallFinished, CallStarted, ChunkFinished, ChunkStarted, Event
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap.errors import JournalError
+from devicemap.journal.records import Header
 from devicemap.options import Options
-from devicemap.records import Header
 from devicemap.rows import HOST
 
 Array = np.ndarray[Any, Any]

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from devicemap.errors import JournalError, MissingRowsError
-from devicemap.records import (
+from devicemap.journal.records import (
     JOURNAL,
     START_ANEW,
     Contents,
@@ -42,7 +42,7 @@ from devicemap.records import (
     read_chunk,
     write_line,
 )
-from devicemap.storage import (
+from devicemap.journal.storage import (
     READ_AND_CREATE,
     checksum,
     disk_errors,

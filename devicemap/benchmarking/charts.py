@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from devicemap.measurements import BenchmarkResult, Measurement
-from devicemap.sweeping import name_devices
+from devicemap.benchmarking.measurements import BenchmarkResult, Measurement
+from devicemap.benchmarking.sweeping import name_devices
 
 
 def draw_benchmark(result: BenchmarkResult, path: str | os.PathLike[str]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from devicemap.measurements import Measurement
-from devicemap.sweeping import name_devices
+from devicemap.benchmarking.measurements import Measurement
+from devicemap.benchmarking.sweeping import name_devices
 
 _WORTH_IT = 1.1
 """More devices, or another mode, are recommended from this many times the rows per second; below, it may be noise, and

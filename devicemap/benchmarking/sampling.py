@@ -37,13 +37,12 @@ def first_rows(rows: Rows, most: int) -> Rows:
 
 
 def _read_rows(dataset: Any, options: Options, most: int) -> Rows:
-    source = from_dataset(dataset, options, 1)
+    source = from_dataset(dataset, options)
     chunks, count = [], 0
-    for chunk in source.chunks:
+    while count < most and (chunk := source.take(most - count, None)) is not None:
         chunks.append(chunk.leaves)
         count += chunk.count
-        if count >= most:
-            break
+    source.close()
     if not chunks:
         raise DataError("the dataset is empty; expected at least one row, better many more than there are devices")
     try:
