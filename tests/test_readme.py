@@ -1,23 +1,59 @@
-"""The README's Python blocks run, one after another, as a program of a user's."""
+"""The Python blocks of the README and of `docs/` run, those of a page one after another, as a program of a user's."""
 
 from __future__ import annotations
 
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 
-README = pathlib.Path(__file__).parent.parent / "README.md"
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+def _blocks(page: pathlib.Path) -> list[str]:
+    """The Python code of a page; every other kind of block says what it is."""
+    text = page.read_text(encoding="utf-8")
+    fences = re.findall(r"^```(.*)$", text, re.M)
+    assert all(kind in ("python", "console", "text") for kind in fences[::2]), fences
+    assert not any(fences[1::2]), fences
+    return re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
 
 
 def test_the_code_runs(tmp_path: pathlib.Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.M | re.S)
+    blocks = _blocks(README)
     assert len(blocks) >= 5
     program = tmp_path / "readme.py"
     program.write_text("\n".join(blocks))
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "CPU:0 CPU None" in done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the eight logical devices of the tests, in a namespace and a folder of their own."""
+    program = tmp_path / f"{page.stem}_page.py"  # a file, since autograph reads the source of what it converts
+    program.write_text("\n".join(_blocks(page)), encoding="utf-8")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    runpy.run_path(str(program), run_name="__main__")
+
+
+def test_pages_are_linked() -> None:
+    """From the index, and all links between files of this repository lead somewhere."""
+    assert {page.stem for page in PAGES} >= {"index", "streaming", "state", "faults"}
+    for page in (README, *PAGES):
+        links = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
+        for link in links:
+            assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
+        if page.stem == "index":
+            assert {other.name for other in PAGES if other != page} <= {*links}
 
 
 def test_every_option_is_in_the_table() -> None:
