@@ -45,7 +45,7 @@ def integral_to(precision: float) -> Callable[..., dict[str, tf.Tensor]]:
         count, total, squares = 0, tf.constant(0.0, tf.float64), tf.constant(0.0, tf.float64)
         mean, error = tf.constant(0.0, tf.float64), tf.constant(math.inf, tf.float64)
         while error > precision * mean and count < MOST_BLOCKS:
-            own = tf.random.experimental.stateless_fold_in(seed, count)  # a seed for each block of points
+            own = tf.random.fold_in(seed, count)  # a seed for each block of points
             points = tf.random.stateless_uniform([POINTS, DIMENSIONS], own)
             away = row["sharpness"] * (points - row["peak"])
             heights = tf.cast(tf.exp(-tf.reduce_sum(away * away, -1)), tf.float64)
