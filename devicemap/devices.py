@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -170,6 +170,15 @@ def _fields(name: str) -> dict[str, str]:
 
 def _of_kind(names: list[str], kind: str) -> list[str]:
     return [name for name in names if kind_of(name) == kind]
+
+
+def gpu_indices(names: Sequence[str]) -> dict[str, int]:
+    """For each local GPU among these full names, the index of the physical GPU it is a part of."""
+    if not any(kind_of(name) == "GPU" for name in names):
+        return {}
+    _, host = _logical_devices()
+    parts = {f"{host}/device:GPU:{p.index}": p.physical_index for p in _parts_of_physical_devices() if p.kind == "GPU"}
+    return {name: parts[name] for name in names if name in parts}
 
 
 def _index(name: str) -> int:

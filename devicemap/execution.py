@@ -49,14 +49,15 @@ class Towers:
 
     def __init__(self, places: Sequence[str], output_device: str, trace: Callable[[int | None], Traced], name: str):
         """`trace(None)` traces the function; `trace(n)` traces it again with random number stream `n`."""
-        self.traced = trace(None)
+        self._traces = 0
+        self._trace = trace
+        self.traced = self._trace_again(None)
         # A further core of a CPU gains nothing where shards wait for each other, or where ops over all rows use the cores
         # themselves (`benchmarks/real_functions.py`: half the rows cost as many ops); and it needs a stream of its own.
         alone = self.traced.vectorized or self.traced.audit.ordered or self.traced.audit.seeded
         self.places = tuple(dict.fromkeys(places)) if alone else tuple(places)
         self.optimized = can_be_optimized_once(self.traced, self.places)
         self._optimized: Runnable | None = None
-        self._trace = trace
         self._output_device = output_device
         self._scope = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "fn"  # what a name scope may hold
         self._lock = threading.RLock()
@@ -122,6 +123,16 @@ class Towers:
             return result
         result, self._seconds = _run_in_thread(graph, tensors, not self.optimized)
         return result
+
+    def take_traces(self) -> int:
+        """How often `fn` was traced since this was asked last."""
+        with self._lock:
+            traces, self._traces = self._traces, 0
+            return traces
+
+    def _trace_again(self, stream: int | None) -> Traced:
+        self._traces += 1
+        return self._trace(stream)
 
     def flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The tensors that leaves consist of."""
@@ -270,7 +281,7 @@ class Towers:
         if way not in self._streams:
             first = self._stream_count
             self._stream_count += len(self.places)
-            self._streams[way] = [self._trace(first + n) for n in range(len(self.places))]
+            self._streams[way] = [self._trace_again(first + n) for n in range(len(self.places))]
             drawn = [traced.audit.seeds for streams in self._streams.values() for traced in streams]
             if any(a & b for a, b in itertools.combinations(drawn, 2)):
                 # A tf.function that fn calls is not traced again, and keeps the seeds of its first trace.

@@ -21,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.chunking import Chunk, InMemory, Source, from_dataset
-from devicemap.devices import choose_devices, choose_output_device, places_on
+from devicemap.devices import choose_devices, choose_output_device, gpu_indices, places_on
 from devicemap.errors import DataError, DeviceMapError, FunctionError, OptionError, brief, function_error
 from devicemap.execution import Towers, sizes_in_graph
 from devicemap.findings import Verification
@@ -33,11 +33,12 @@ from devicemap.journal.results import Results, open_results
 from devicemap.journal.resuming import Unfinished, check_rows
 from devicemap.journal.writing import open_journal
 from devicemap.options import Options, check_options
+from devicemap.reporting import GraphCall, ProgressBar, Recorder, Report
 from devicemap.rows import HOST, Rows, as_rows, count_rows, freeze, take_rows
 from devicemap.scheduling import reorder_window
 from devicemap.streaming import Group, Lane, Rules, run_chunks
 from devicemap.tracing import row_seeds, trace
-from devicemap.types import Event, Shard
+from devicemap.types import Event, Shard, short_name
 from devicemap.verifying import check_limits, rows_to_verify, verify_rows
 
 _KEPT_MAPPERS = 64
@@ -153,6 +154,8 @@ class DeviceMap:
         self._devices = choose_devices(self._options.devices)
         self._output_device = choose_output_device(self._options.output_device)
         self._name = self._options.name or str(getattr(fn, "__name__", type(fn).__name__))
+        self._gpus = gpu_indices(self._devices)
+        self._last_call: GraphCall | Recorder | None = None
         self._lock = threading.RLock()
         self._towers: dict[Any, Towers] = {}
         self._towers_in: weakref.WeakKeyDictionary[Any, dict[Any, Towers]] = weakref.WeakKeyDictionary()
@@ -218,6 +221,20 @@ class DeviceMap:
         if not self._options.deterministic:
             spec = (tf.TensorSpec([], tf.int64), spec)
         return tf.data.Dataset.from_generator(lambda: self.stream(data), output_signature=spec)
+
+    @property
+    def report(self) -> Report | None:
+        """What happened in the last call that has finished: rows, times, devices, retries; `None` before the first.
+
+        Calls inside a `tf.function` of the user's are not seen.
+
+        Example:
+            >>> mapper = DeviceMap(lambda n: n * n)
+            >>> _ = mapper(tf.range(100))
+            >>> mapper.report.rows, mapper.report.way
+            (100, 'one graph')
+        """
+        return None if self._last_call is None else self._last_call.report()
 
     def write(self, data: Any, directory: str | os.PathLike[str]) -> Results:
         """Map over `data`, and keep each finished chunk on disk; run again, it computes only what is missing.
@@ -313,14 +330,15 @@ class DeviceMap:
                 "rows, has no forward mode; use a tf.GradientTape"
             )
         graph = towers.graph(len(shards), differentiable=taped)
-        try:
-            # A tape records what its own thread does, so a taped call stays in this one.
-            results, returned = graph(*arguments) if taped else towers.run(graph, arguments)
-        except Exception as error:
-            located, cause = self._located(error, towers, arguments[1:], shards)
-            raise located from cause
-        if self._options.batched:
-            check_row_counts(results, returned, shards)
+        with GraphCall(shards, towers.take_traces(), self._gpus, self._listeners(), self._keep_call):
+            try:
+                # A tape records what its own thread does, so a taped call stays in this one.
+                results, returned = graph(*arguments) if taped else towers.run(graph, arguments)
+            except Exception as error:
+                located, cause = self._located(error, towers, arguments[1:], shards)
+                raise located from cause
+            if self._options.batched:
+                check_row_counts(results, returned, shards)
         return towers.pack(results)
 
     def _inside_function(self, rows: Rows) -> Any:
@@ -379,6 +397,13 @@ class DeviceMap:
         self, source: Source, towers: Towers, rules: Rules, keep: Callable[[Chunk, list[Any]], None] | None = None
     ) -> Iterator[Group]:
         """The results of all chunks; where they are kept elsewhere, groups without results."""
+        recorder = Recorder("chunks", towers.take_traces(), self._gpus)
+        listeners: tuple[Callable[[Event], object], ...] = (recorder, *self._listeners())
+
+        def tell(event: Event) -> None:
+            for listener in listeners:
+                listener(event)
+
         cancellation = Cancellation()
         functions = towers.functions(cancellation)
         lanes = [
@@ -388,11 +413,14 @@ class DeviceMap:
         rules = replace(
             rules,
             max_retries=self._options.max_retries,
-            observe=self._options.progress if callable(self._options.progress) else rules.observe,
+            observe=tell,
             describe=self._failed,
             cancel=cancellation.cancel,
         )
-        return run_chunks(source, lanes, rules, towers.paces)
+        try:
+            yield from run_chunks(source, lanes, rules, towers.paces)
+        finally:
+            self._keep_call(recorder)
 
     def _run_chunk(
         self,
@@ -407,6 +435,14 @@ class DeviceMap:
         if self._options.batched:
             check_row_counts(results, [], [chunk.on(device)])
         return results if keep is None else keep(chunk, results)
+
+    def _listeners(self) -> tuple[Callable[[Event], object], ...]:
+        """Who hears of a call besides its report."""
+        progress = self._options.progress
+        return (ProgressBar(self._name),) if progress is True else (progress,) if progress else ()
+
+    def _keep_call(self, call: GraphCall | Recorder) -> None:
+        self._last_call = call
 
     def _seeded(self, leaves: tuple[Any, ...], first_row: int, rows: Any) -> tuple[Any, ...]:
         if self._options.seed is None:
@@ -467,13 +503,18 @@ class DeviceMap:
                     check_inner_shapes(parts)
             except FunctionError as uneven:
                 return uneven, error
-        return self._failed(error, shards, "or"), error
+        return self._failed(error, shards), error
 
-    def _failed(self, error: BaseException, shards: Sequence[Shard], link: str = "and again on") -> BaseException:
-        """The error to raise for one that came from `shards`, one after another."""
+    def _failed(self, error: BaseException, shards: Sequence[Shard]) -> BaseException:
+        """The error to raise for one that came from `shards`: from one of several, or one after another."""
         if isinstance(error, DeviceMapError) or not isinstance(error, Exception):
             return error
-        where = f", {link} ".join(map(str, shards))
+        again = len({(shard.start, shard.stop) for shard in shards}) == 1  # the same rows, on one device after another
+        where = (
+            ", then ".join([str(shards[0]), *(short_name(shard.device) for shard in shards[1:])])
+            if again
+            else ", or ".join(map(str, shards))
+        )
         located = function_error(
             f"{self._name} failed on {where}: {type(error).__name__}: {brief(error)}", error, shards
         )

@@ -6,6 +6,7 @@ one is not left with the last large chunk, and, with `batch_size="auto"`, so tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,9 @@ _PROBES = 32
 
 _SHORTEST_SECONDS = 0.003
 """Chunks are not cut shorter than this for balance: dispatching one takes a tenth of it."""
+
+_AS_QUICK = 1.5
+"""Chunks that take no longer than this many times the quickest are as quick as it."""
 
 _WINDOW = 4
 """How many times what is in flight a stream may have read and not delivered, so that a slow chunk stops nobody soon."""
@@ -53,6 +57,12 @@ class Pace:
     largest: int = 0
     """Rows of the largest chunk that it finished in this call."""
 
+    quickest_seconds: float = math.inf
+    """The shortest that a chunk took in this call."""
+
+    quick_rows: int = 0
+    """Rows of the largest chunk that was as quick: some functions take as long for fewer rows."""
+
     limit: int | None = None
     """The most rows that fit into its memory, as far as known."""
 
@@ -73,6 +83,11 @@ class Pace:
         size, best = self.size, self.best_rows_per_second
         if rows >= size and (seconds < _SHORT_SECONDS or (speed > _GAIN * best and seconds < _LONG_SECONDS)):
             size, best = 2 * size, max(best, speed)
+        quickest, quick = min(self.quickest_seconds, seconds), self.quick_rows
+        if _AS_QUICK * seconds < self.quickest_seconds:
+            quick = rows
+        elif seconds <= _AS_QUICK * quickest:
+            quick = max(quick, rows)
         return replace(
             self,
             rows_per_second=smooth,
@@ -80,6 +95,8 @@ class Pace:
             size=size,
             best_rows_per_second=best,
             largest=max(self.largest, rows),
+            quickest_seconds=quickest,
+            quick_rows=quick,
         )
 
     def running_out_of_memory(self, rows: int) -> Pace:
@@ -90,7 +107,7 @@ class Pace:
 
     def between_calls(self) -> Pace:
         """What the next call may know."""
-        return replace(self, rows_in_flight=0, largest=0)
+        return replace(self, rows_in_flight=0, largest=0, quickest_seconds=math.inf, quick_rows=0)
 
 
 def rows_to_take(pace: Pace, others: Collection[Pace], rows_left: int | None, batch_size: int | None) -> int:
@@ -106,7 +123,7 @@ def rows_to_take(pace: Pace, others: Collection[Pace], rows_left: int | None, ba
     self-scheduling (Polychronopoulos and Kuck, 1987), here in proportion to the speed of the device (as in factoring for
     uneven processors: Hummel et al., 1996).
 
-    >>> fast, slow = Pace(rows_per_second=100.0, largest=64), Pace(rows_per_second=10.0, largest=64)
+    >>> fast, slow = (Pace(rows_per_second=speed, largest=64, quickest_seconds=0.01) for speed in (100.0, 10.0))
     >>> rows_to_take(fast, [slow], 1100, 64), rows_to_take(slow, [fast], 1100, 64), rows_to_take(slow, [fast], 5, 64)
     (64, 33, 0)
     """
@@ -118,30 +135,29 @@ def rows_to_take(pace: Pace, others: Collection[Pace], rows_left: int | None, ba
     if rows_left < 1:
         return 0
     probe = max(1, rows_left // (_PROBES * (1 + len(others))))
-    most = min(
-        most, rows_left, 2 * max(pace.largest, probe)
-    )  # should the first rows be the dearest, not all on one device
+    # Should the first rows be the dearest, not too many of them may wait on one device.
+    most = min(most, rows_left, 2 * max(pace.largest, probe))
     if pace.rows_per_second is None:
-        known = [other for other in others if other.rows_per_second is not None]
-        if pace.rows_in_flight and known:  # its first chunk tells how large the next should be
-            return 0
-        return min(most, probe)
+        known = any(other.rows_per_second is not None for other in others)
+        return (
+            0 if pace.rows_in_flight and known else min(most, probe)
+        )  # its first chunk tells how large the next should be
     speed = pace.rows_per_second
     known_speeds = [other.rows_per_second for other in others if other.rows_per_second is not None]
     usual = sum(known_speeds, speed) / (1 + len(known_speeds))
     loads = [(other.rows_per_second or usual, other.rows_in_flight) for other in others]
-    work = rows_left + sum(rows for _, rows in loads)
-    without = max(
-        work / max(sum(s for s, _ in loads), 1e-9), min((rows + 1) / s for s, rows in loads)
-    ) if loads else float("inf")  # fmt: skip
-    if (pace.rows_in_flight + 1) / speed > without:
-        return 0  # the others will have finished before it could
-    end = (work + pace.rows_in_flight) / (sum(s for s, _ in loads) + speed)
-    share = speed * end / _SHARES - pace.rows_in_flight
+    speed_of_others = sum(s for s, _ in loads)
+    work_of_others = rows_left + sum(rows for _, rows in loads)
+    if loads:
+        without = max(work_of_others / speed_of_others, min((rows + 1) / s for s, rows in loads))
+        if (pace.rows_in_flight + 1) / speed > without:
+            return 0  # the others will have finished before it could
+    seconds_left = (work_of_others + pace.rows_in_flight) / (speed_of_others + speed)
+    share = speed * seconds_left / _SHARES - pace.rows_in_flight
     if share < 1 and pace.rows_in_flight:  # it has enough for now
         return 0
-    shortest = speed * _SHORTEST_SECONDS
-    return max(1, min(most, int(max(share, shortest))))
+    least = max(1, pace.quick_rows // 4, int(speed * _SHORTEST_SECONDS))
+    return min(most, max(int(share), least))
 
 
 def reorder_window(in_flight: int) -> int:

@@ -40,7 +40,16 @@ class Shard:
 
     def __str__(self) -> str:
         rows = f"row {self.start}" if len(self) == 1 else f"rows {self.start} to {self.stop - 1}"
-        return f"{rows} on {self.device.rpartition('device:')[2]}"
+        return f"{rows} on {short_name(self.device)}"
+
+
+def short_name(device: str) -> str:
+    """A device's name without its host.
+
+    >>> short_name("/job:localhost/replica:0/task:0/device:GPU:1")
+    'GPU:1'
+    """
+    return device.rpartition("device:")[2]
 
 
 @dataclass(frozen=True)

@@ -308,7 +308,7 @@ def test_data_without_rows_is_an_error() -> None:
         ({"modes": None}, OptionError, "expected a list of one or both"),
         ({"batch_sizes": []}, OptionError, r"batch_sizes=\[\]; expected a list of None and ints"),
         ({"batch_sizes": 8}, OptionError, "batch_sizes=8; expected a list"),
-        ({"batch_sizes": [None, 0]}, OptionError, "batch_size=0; expected None or an int of at least 1"),
+        ({"batch_sizes": [None, 0]}, OptionError, "batch_size=0; expected None, .auto. or an int of at least 1"),
         ({"batch_sizes": [True]}, OptionError, "batch_size=True; expected"),
         ({"batch_size": 8}, OptionError, r"batch_size=8 is what a benchmark varies; give batch_sizes=\[8\]"),
         ({"rounds": 0}, OptionError, "rounds=0; expected an int of at least 1"),

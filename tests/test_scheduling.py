@@ -17,7 +17,7 @@ paces = st.builds(
 
 
 def play(
-    costs: list[float], devices: list[float], batch_size: int | None, in_flight: int = 2
+    costs: list[float], devices: list[float], batch_size: int | None, in_flight: int = 2, per_call: float = 0.0
 ) -> tuple[float, list[int]]:
     """A job on devices of given speeds: its seconds and the sizes of its chunks, as the policy cuts them.
 
@@ -36,7 +36,7 @@ def play(
                 if not rows:
                     break
                 start = max(now, busy_until[i])
-                busy_until[i] = start + sum(costs[taken : taken + rows]) / devices[i]
+                busy_until[i] = start + per_call + sum(costs[taken : taken + rows]) / devices[i]
                 heapq.heappush(done, (busy_until[i], i, rows, start))
                 state[i] = state[i].taking(rows)
                 chunks_on[i] += 1
@@ -69,6 +69,13 @@ def test_share_of_the_ideal_time(
     assert sum(sizes) == len(costs)
     assert batch_size is None or max(sizes) <= batch_size
     assert sum(costs) / sum(devices) / seconds >= share
+
+
+def test_chunks_that_take_as_long_for_fewer_rows_are_not_cut_for_balance() -> None:
+    """As on a GPU that is not full: 50 ms per call, whatever the rows."""
+    seconds, sizes = play([1e-6] * 10_000, [1.0] * 4, 250, per_call=0.05)
+    assert len(sizes) <= 2 * 10_000 / 250
+    assert seconds <= 2 * 0.05 * 10_000 / 250 / 4
 
 
 @given(
@@ -134,8 +141,8 @@ def test_memory_limits() -> None:
 
 
 def test_what_the_next_call_knows() -> None:
-    pace = Pace(5.0, rows_in_flight=3, size=64, best_rows_per_second=4.0, largest=9, limit=100)
-    assert pace.between_calls() == Pace(5.0, 0, 64, 4.0, 0, 100)
+    pace = Pace(5.0, rows_in_flight=3, size=64, best_rows_per_second=4.0, largest=9, quickest_seconds=1.0, limit=100)
+    assert pace.between_calls() == Pace(5.0, size=64, best_rows_per_second=4.0, limit=100)
 
 
 @given(st.integers(1, 100))

@@ -1,96 +1,420 @@
-"""Dispatched chunks: order, the window, errors, and leaving early; without TensorFlow."""
+"""Dispatched chunks: order, balance, the window, errors, retries, and leaving early; without TensorFlow's devices."""
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
-from devicemap.streaming import Chunk, run_chunks
+from devicemap.chunking import Chunk
+from devicemap.scheduling import Pace
+from devicemap.streaming import Lane, Rules, run_chunks
+from devicemap.types import (
+    CallFinished,
+    CallStarted,
+    ChunkFailed,
+    ChunkFinished,
+    ChunkRetried,
+    ChunkStarted,
+    DeviceLost,
+    Event,
+)
+
+pytestmark = pytest.mark.usefixtures("_no_thread_stays")
 
 
-def _chunks(count: int, taken: list[int] | None = None) -> Iterator[Chunk]:
-    for i in range(count):
-        if taken is not None:
-            taken.append(i)
-        yield Chunk(i, 1, (i,))
-
-
-def _double(chunk: Chunk) -> Any:
-    return chunk.leaves[0] * 2
+@pytest.fixture
+def _no_thread_stays() -> Iterator[None]:
+    yield
+    assert _threads() == set()
 
 
 def _threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("devicemap")}
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("devicemap worker")}
 
 
-@pytest.mark.parametrize("workers", [1, 2, 8])
+class Rows:
+    """Rows 0 to `count - 1`, whose one leaf is the row's index, in groups of `batch_size`."""
+
+    specs = key = None
+
+    def __init__(self, count: int | None, batch_size: int | None = 1, fails_at: int | None = None):
+        self.rows, self.batch_size = count, batch_size
+        self.next = 0
+        self.closed = False
+        self._fails_at = fails_at
+
+    def take(self, rows: int, limit: int | None) -> Chunk | None:
+        start = self.next
+        if start == self._fails_at:
+            raise OSError("the disk")
+        if start == self.rows:
+            return None
+        size = self.batch_size or 1
+        end = (start // size + 1) * size if self.batch_size else start + rows
+        end = min(end, start + rows, start + (limit or rows), self.rows or 2**62)
+        self.next = end
+        group = start // size if self.batch_size else start
+        last = self.batch_size is None or end % size == 0 or end == self.rows
+        return IndexChunk(start, end - start, (list(range(start, end)),), group, last)
+
+    def rows_left(self) -> int | None:
+        return None if self.rows is None else self.rows - self.next
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class IndexChunk(Chunk):
+    def split(self, sizes: list[int]) -> list[Chunk]:
+        bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        return [
+            IndexChunk(self.start + a, b - a, (self.leaves[0][a:b],), self.group, self.last and b == self.count)
+            for a, b in itertools.pairwise(bounds)
+        ]
+
+
+def _double(chunk: Chunk) -> Any:
+    return [2 * row for row in chunk.leaves[0]]
+
+
+def _lanes(run: Callable[[str, Chunk], Any], devices: int = 2, in_flight: int = 2) -> list[Lane]:
+    def on(device: str) -> Callable[[Chunk], Any]:
+        return lambda chunk: run(device, chunk)
+
+    return [Lane(f"/device:CPU:{i}", on(f"/device:CPU:{i}"), in_flight) for i in range(devices)]
+
+
+def _plain(devices: int, in_flight: int = 2) -> list[Lane]:
+    return _lanes(lambda device, chunk: _double(chunk), devices, in_flight)
+
+
+def _flat(groups: Any) -> list[int]:
+    return [row for group in groups for result in group.results for row in result]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, None])
+@pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("count", [0, 1, 5, 200])
-def test_every_chunk_once_and_in_order(workers: int, count: int) -> None:
-    results = [(chunk.start, result) for chunk, result in run_chunks(_chunks(count), [_double] * workers, 4)]
-    assert results == [(i, 2 * i) for i in range(count)]
-    assert _threads() == set()
+def test_every_row_once_and_in_order(devices: int, count: int, batch_size: int | None) -> None:
+    source = Rows(count, batch_size)
+    groups = list(run_chunks(source, _plain(devices), Rules()))
+    assert _flat(groups) == [2 * i for i in range(count)]
+    if batch_size is not None:  # delivered as asked for, however the devices cut them
+        assert [group.count for group in groups] == [
+            min(batch_size, count - start) for start in range(0, count, batch_size)
+        ]
+    assert source.closed
+
+
+def test_as_they_finish() -> None:
+    release = threading.Event()
+
+    def run(device: str, chunk: Chunk) -> Any:
+        if chunk.start == 0:
+            assert release.wait(10)
+        return _double(chunk)
+
+    starts = []
+    for group in run_chunks(Rows(20), _lanes(run), Rules(deterministic=False)):
+        starts.append(group.start)
+        if len(starts) == 19:
+            release.set()
+    assert starts[-1] == 0
+    assert sorted(starts) == list(range(20))
 
 
 def test_a_slow_chunk_does_not_stop_the_others_until_the_window_is_full() -> None:
     release, started = threading.Event(), [threading.Event() for _ in range(10)]
 
-    def work(chunk: Chunk) -> int:
+    def run(device: str, chunk: Chunk) -> Any:
         started[chunk.start].set()
         if chunk.start == 0:
             assert release.wait(10)
-        return chunk.start
+        return _double(chunk)
 
-    taken: list[int] = []
-    stream = run_chunks(_chunks(10, taken), [work] * 2, window=4)
+    source = Rows(10)
+    stream = run_chunks(source, _lanes(run, in_flight=1), Rules(window=4))
     consumed: list[int] = []
-    consumer = threading.Thread(target=lambda: consumed.extend(result for _, result in stream))
+    consumer = threading.Thread(target=lambda: consumed.extend(_flat(stream)))
     consumer.start()
     assert started[3].wait(10)
-    assert taken == [0, 1, 2, 3]  # read and not delivered: no more than the window
+    assert source.next == 4  # read and not delivered: no more than the window
     release.set()
     consumer.join(10)
-    assert consumed == list(range(10))
+    assert consumed == [2 * i for i in range(10)]
+
+
+def test_an_endless_source_is_read_no_further_than_the_window() -> None:
+    source = Rows(None, 4)
+    stream = run_chunks(source, _plain(2), Rules(window=8))
+    assert [next(stream).start for _ in range(5)] == [0, 4, 8, 12, 16]
+    stream.close()
+    assert source.next <= 4 * (5 + 8)
+    assert source.closed
 
 
 def test_an_error_comes_in_its_turn_after_what_was_finished() -> None:
-    def work(chunk: Chunk) -> int:
+    def run(device: str, chunk: Chunk) -> Any:
         if chunk.start == 5:
             raise ZeroDivisionError("chunk 5")
-        return chunk.start
+        return _double(chunk)
 
     delivered: list[int] = []
     with pytest.raises(ZeroDivisionError, match="chunk 5"):
-        delivered.extend(result for _, result in run_chunks(_chunks(100), [work] * 3, 6))
-    assert delivered == [0, 1, 2, 3, 4]
-    assert _threads() == set()
+        delivered.extend(_take(run_chunks(Rows(100), _lanes(run), Rules(max_retries=2)), delivered))
+    assert delivered == [0, 2, 4, 6, 8]
+
+
+def _take(groups: Any, into: list[int]) -> list[int]:
+    for group in groups:
+        into += [row for result in group.results for row in result]
+    return []
 
 
 def test_an_error_of_the_input_comes_in_its_turn_too() -> None:
-    def chunks() -> Iterator[Chunk]:
-        yield from _chunks(3)
-        raise OSError("the disk")
-
     delivered: list[int] = []
     with pytest.raises(OSError, match="the disk"):
-        delivered.extend(result for _, result in run_chunks(chunks(), [_double] * 2, 4))
+        _take(run_chunks(Rows(10, fails_at=3), _plain(2), Rules()), delivered)
     assert delivered == [0, 2, 4]
 
 
 def test_leaving_early_stops_reading_and_cancels_what_runs() -> None:
-    taken: list[int] = []
     cancelled = threading.Event()
 
-    def work(chunk: Chunk) -> int:
+    def run(device: str, chunk: Chunk) -> Any:
         if chunk.start > 2:
             assert cancelled.wait(10)
-        return chunk.start
+        return _double(chunk)
 
-    stream = run_chunks(_chunks(1000, taken), [work] * 2, 4, cancelled.set)
-    assert [next(stream)[1] for _ in range(3)] == [0, 1, 2]
+    source = Rows(1000)
+    stream = run_chunks(source, _lanes(run), Rules(window=4, cancel=cancelled.set))
+    assert [next(stream).start for _ in range(3)] == [0, 1, 2]
     stream.close()
     assert cancelled.is_set()
-    assert len(taken) <= 3 + 4
-    assert _threads() == set()
+    assert source.next <= 3 + 4
+
+
+def test_a_stream_that_is_never_begun_reads_nothing() -> None:
+    source = Rows(10)
+    run_chunks(source, _plain(2), Rules()).close()
+    assert source.next == 0
+
+
+def test_one_call_tells_its_story() -> None:
+    events: list[Event] = []
+    _flat(run_chunks(Rows(30, 4), _plain(3), Rules(observe=events.append)))
+    assert isinstance(events[0], CallStarted)
+    assert events[0].rows == 30
+    assert len(events[0].devices) == 3
+    assert isinstance(events[-1], CallFinished)
+    assert events[-1].error is None
+    assert [event.seconds for event in events] == sorted(event.seconds for event in events)
+    started = [event.shard for event in events if isinstance(event, ChunkStarted)]
+    finished = [event.shard for event in events if isinstance(event, ChunkFinished)]
+    assert sorted(started, key=lambda shard: shard.start) == sorted(finished, key=lambda shard: shard.start)
+    assert sum(map(len, finished)) == 30
+
+
+def test_what_an_observer_raises_ends_the_call() -> None:
+    def observe(event: Event) -> None:
+        if isinstance(event, ChunkFinished) and event.shard.start == 3:
+            raise RuntimeError("no more room for logs")
+
+    with pytest.raises(RuntimeError, match="no more room"):
+        _flat(run_chunks(Rows(1000), _plain(2), Rules(observe=observe, window=4)))
+
+
+class Faults:
+    """Devices that fail as they are told to: `fails(device, chunk, call)` returns an error to raise, or None."""
+
+    def __init__(self, fails: Callable[[str, Chunk, int], BaseException | None]):
+        self.calls: Counter[str] = Counter()
+        self._fails = fails
+        self._lock = threading.Lock()
+
+    def __call__(self, device: str, chunk: Chunk) -> Any:
+        with self._lock:
+            call = self.calls[device]
+            self.calls[device] += 1
+        if (error := self._fails(device, chunk, call)) is not None:
+            raise error
+        return _double(chunk)
+
+
+def _broken() -> BaseException:
+    return tf.errors.UnavailableError(None, None, "broken")
+
+
+def _full() -> BaseException:
+    return tf.errors.ResourceExhaustedError(None, None, "full")
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_chunk_that_fails_once_is_tried_again_elsewhere(deterministic: bool) -> None:
+    failed = threading.Event()
+
+    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
+        if chunk.start == 8 and not failed.is_set():
+            failed.set()
+            return _broken()
+        return None
+
+    events: list[Event] = []
+    rules = Rules(max_retries=2, observe=events.append, deterministic=deterministic)
+    rows = _flat(run_chunks(Rows(40, 4), _lanes(Faults(fails)), rules))
+    assert sorted(rows) == [2 * i for i in range(40)]
+    if deterministic:
+        assert rows == sorted(rows)
+    (failure,) = [event for event in events if isinstance(event, ChunkFailed)]
+    (retry,) = [event for event in events if isinstance(event, ChunkRetried)]
+    assert (retry.shard.start, retry.shard.stop, retry.attempt) == (failure.shard.start, failure.shard.stop, 2)
+    assert retry.shard.device != failure.shard.device
+
+
+def test_a_device_that_keeps_failing_is_set_aside() -> None:
+    lost = threading.Event()
+
+    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
+        if device.endswith("1"):
+            return _broken() if call >= 2 else None
+        if chunk.start >= 20:  # or the others would have done all before it breaks
+            assert lost.wait(10)
+        return None
+
+    events: list[Event] = []
+
+    def observe(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, DeviceLost):
+            lost.set()
+
+    faults = Faults(fails)
+    rows = _flat(run_chunks(Rows(200, 2), _lanes(faults, 3, 1), Rules(max_retries=2, observe=observe)))
+    assert rows == [2 * i for i in range(200)]
+    assert [event.device for event in events if isinstance(event, DeviceLost)] == ["/device:CPU:1"]
+    assert faults.calls["/device:CPU:1"] == 2 + 3
+
+
+def test_a_chunk_that_fails_everywhere_raises_its_error_after_finite_work() -> None:
+    attempts: list[str] = []
+
+    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
+        if chunk.start == 6:
+            attempts.append(device)
+            return _broken()
+        return None
+
+    told: list[Any] = []
+
+    def describe(error: BaseException, shards: Any) -> BaseException:
+        told.append(shards)
+        return error
+
+    delivered: list[int] = []
+    with pytest.raises(tf.errors.UnavailableError):
+        _take(run_chunks(Rows(40, 2), _lanes(Faults(fails), 3), Rules(max_retries=2, describe=describe)), delivered)
+    assert delivered == [0, 2, 4, 6, 8, 10]
+    assert len(attempts) == 3  # the first and two more
+    assert len(set(attempts)) == 3  # each on another device
+    ((*shards,),) = told
+    assert [shard.device for shard in shards] == attempts
+
+
+@pytest.mark.parametrize("max_retries", [0, 1, 5])
+def test_one_device_tries_again_itself(max_retries: int) -> None:
+    attempts: list[int] = []
+
+    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
+        attempts.append(call)
+        return _broken()
+
+    with pytest.raises(tf.errors.UnavailableError):
+        _flat(run_chunks(Rows(4, 4), _lanes(Faults(fails), 1, 1), Rules(max_retries=max_retries)))
+    assert len(attempts) <= 1 + max_retries
+    assert len(attempts) >= min(1 + max_retries, 3)
+
+
+def test_when_no_device_is_left_the_error_comes_at_once() -> None:
+    faults = Faults(lambda device, chunk, call: _broken())
+    with pytest.raises(tf.errors.UnavailableError):
+        _flat(run_chunks(Rows(10_000, 2), _lanes(faults, 4), Rules(max_retries=1000)))
+    assert sum(faults.calls.values()) <= 4 * (3 + 1)  # three failures each, and what was in flight meanwhile
+
+
+def test_bad_input_is_not_tried_again() -> None:
+    attempts: list[int] = []
+
+    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
+        if 4 not in chunk.leaves[0]:
+            return None
+        attempts.append(call)
+        return tf.errors.InvalidArgumentError(None, None, "bad")
+
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        _flat(run_chunks(Rows(6, 2), _lanes(Faults(fails), 3), Rules(max_retries=5)))
+    assert len(attempts) == 1
+
+
+@pytest.mark.parametrize("batch_size", [64, None])
+def test_out_of_memory_cuts_only_that_devices_chunks(batch_size: int | None) -> None:
+    refused: Counter[str] = Counter()
+    largest: Counter[str] = Counter()
+    once = threading.Event()
+
+    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
+        if device.endswith("1") and chunk.count > 5:
+            refused[device] += 1
+            once.set()
+            return _full()
+        if device.endswith("0") and chunk.start > 100:  # or it would have done all before
+            assert once.wait(10)
+        largest[device] = max(largest[device], chunk.count)
+        return None
+
+    paces: dict[str, Pace] = {}
+    for _ in range(2):
+        source = Rows(2000, batch_size)
+        groups = list(run_chunks(source, _lanes(Faults(fails), 2), Rules(max_retries=2), paces))
+        assert _flat(groups) == [2 * i for i in range(2000)]
+        if batch_size:
+            assert [group.count for group in groups[:-1]] == [64] * (2000 // 64)
+    assert 1 <= refused["/device:CPU:1"] <= 8
+    assert paces["/device:CPU:1"].limit in (1, 2, 3, 4, 5)
+    assert paces["/device:CPU:0"].limit is None
+    assert largest["/device:CPU:0"] > 5
+
+
+def test_a_row_that_does_not_fit_is_an_error_that_names_it() -> None:
+    told: list[Any] = []
+
+    def describe(error: BaseException, shards: Any) -> BaseException:
+        told.extend(shards)
+        return error
+
+    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
+        return _full() if 7 in chunk.leaves[0] else None
+
+    with pytest.raises(tf.errors.ResourceExhaustedError):
+        _flat(run_chunks(Rows(40, 8), _lanes(Faults(fails), 2), Rules(max_retries=2, describe=describe)))
+    assert [(shard.start, shard.stop) for shard in told] == [(7, 8)]
+
+
+def test_thousands_of_chunks_with_random_faults() -> None:
+    """No row is lost or repeated; which errors come where is drawn from the row, so that it is the same each time."""
+
+    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
+        drawn = hash((device, chunk.start, call)) % 100
+        if drawn < 4:
+            return _broken()
+        return _full() if drawn < 8 and chunk.count > 1 else None
+
+    for seed in range(3):
+        faults = Faults(lambda device, chunk, call, seed=seed: fails(f"{device}{seed}", chunk, call))
+        rows = _flat(run_chunks(Rows(6000, 3), _lanes(faults, 4), Rules(max_retries=50, window=64)))
+        assert rows == [2 * i for i in range(6000)]

@@ -1,7 +1,7 @@
 """Events of a call -> a progress bar, a report, its plots; and what GPUs did meanwhile."""
 
-from devicemap.reporting.metering import GpuMeter
 from devicemap.reporting.progress import ProgressBar
+from devicemap.reporting.recording import GraphCall, Recorder
 from devicemap.reporting.reports import Report
 
-__all__ = ["GpuMeter", "ProgressBar", "Report"]
+__all__ = ["GraphCall", "ProgressBar", "Recorder", "Report"]

@@ -1,0 +1,109 @@
+"""The last call, kept until somebody asks for its report: building one takes longer than a small call."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from devicemap.errors import DeviceMapError, brief
+from devicemap.reporting.metering import GpuMeter
+from devicemap.reporting.reports import Report
+from devicemap.types import CallFinished, CallStarted, ChunkFailed, ChunkFinished, ChunkStarted, Event, Shard
+
+_KEPT_EVENTS = 100_000
+"""An endless stream has no end of events; a report of more than these tells of its latest part."""
+
+
+class Recorder:
+    """Listens to one call, and makes its report when asked."""
+
+    def __init__(self, way: Literal["one graph", "chunks"], traces: int, gpus: Mapping[str, int]):
+        """`gpus`: for the full name of each GPU among the devices, the index of the physical one."""
+        self._way = way
+        self._traces = traces
+        self._meter = GpuMeter(gpus)
+        self._begin: Event | None = None
+        self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
+        self._report: Report | None = None
+
+    def __call__(self, event: Event) -> None:
+        self._meter(event)
+        if isinstance(event, ChunkFailed):  # its traceback holds the tensors of the chunk
+            event = replace(event, error=DeviceMapError(f"{type(event.error).__name__}: {brief(event.error)}"))
+        if isinstance(event, CallStarted):
+            self._begin = event
+        else:
+            self._events.append(event)
+        if isinstance(event, CallFinished) and event.error is not None:
+            self.report()
+
+    def report(self) -> Report:
+        """The report of the call, which has finished."""
+        if self._report is None:
+            assert self._begin is not None
+            events = [self._begin, *self._events]
+            self._report = Report.of(events, way=self._way, traces=self._traces, usage=self._meter.usage)
+            self._events.clear()
+        return self._report
+
+
+class GraphCall:
+    """A call that is one graph, timed: a context for as long as it lasts. All its shards are under way all the time."""
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        traces: int,
+        gpus: Mapping[str, int],
+        listeners: Sequence[Callable[[Event], object]],
+        finished: Callable[[GraphCall], None],
+    ):
+        """`listeners` hear of it as of any other call; `finished` gets it when it has ended."""
+        self._shards = shards
+        self._listeners = listeners
+        self._finished = finished
+        self._recorder = Recorder("one graph", traces, gpus)
+        self._seconds = 0.0
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> GraphCall:
+        self._began = time.perf_counter()
+        if self._listeners:
+            self._tell(self._first_events())
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._seconds = time.perf_counter() - self._began
+        self._error = error
+        self._finished(self)
+        try:
+            if self._listeners:
+                self._tell(self._last_events())
+        finally:
+            if error is not None:
+                self.report()
+
+    def report(self) -> Report:
+        """The report of the call, which has finished."""
+        if self._shards:
+            for event in (*self._first_events(), *self._last_events()):
+                self._recorder(event)
+            self._shards, self._error = (), None
+        return self._recorder.report()
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        for event in events:
+            for listener in self._listeners:
+                listener(event)
+
+    def _first_events(self) -> list[Event]:
+        devices = tuple(dict.fromkeys(shard.device for shard in self._shards))
+        started = [ChunkStarted(0.0, shard, 0.0) for shard in self._shards]
+        return [CallStarted(0.0, sum(map(len, self._shards)), devices), *started]
+
+    def _last_events(self) -> list[Event]:
+        finished = [ChunkFinished(self._seconds, shard, 0.0) for shard in self._shards]
+        return [*(finished if self._error is None else []), CallFinished(self._seconds, self._error)]
