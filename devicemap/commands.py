@@ -85,10 +85,7 @@ def run_command(options: argparse.Namespace) -> None:
         rich.reconfigure(stderr=True)  # the bar is no output
     mapper = _mapper(options, progress=not options.quiet)
     results = mapper.write(_data(options), options.out)
-    size = sum(file.stat().st_size for file in Path(options.out).iterdir())
-    print(
-        f"{len(results)} rows in {options.out}, {size / 2**20:.1f} MiB; devicemap.open_results({options.out!r}) reads them"
-    )
+    print(f"{len(results)} rows in {options.out}; devicemap.open_results({options.out!r}) reads them")
 
 
 def _mapper(options: argparse.Namespace, **more: Any) -> DeviceMap:

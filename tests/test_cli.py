@@ -150,7 +150,7 @@ def test_seed_and_a_method() -> None:
 def test_run_says_what_it_did_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     np.save("x.npy", X)
     run("double", "x.npy")
-    assert capsys.readouterr().out.startswith("20 rows in out, ")
+    assert capsys.readouterr().out.startswith("20 rows in out; ")
     files = {file.name: file.stat().st_mtime_ns for file in pathlib.Path("out").glob("*.npz")}
     run("double", "x.npy")
     assert files == {file.name: file.stat().st_mtime_ns for file in pathlib.Path("out").glob("*.npz")}
