@@ -24,6 +24,7 @@ from devicemap.chunking import Chunk, InMemory, Source, from_dataset
 from devicemap.devices import choose_devices, choose_output_device, gpu_indices, places_on
 from devicemap.errors import DataError, DeviceMapError, FunctionError, OptionError, brief, function_error
 from devicemap.execution import Towers, sizes_in_graph
+from devicemap.findings import Verification
 from devicemap.gathering import check_inner_shapes, check_row_counts, join, with_row_counts_checked, with_static_rows
 from devicemap.internals import Cancellation, have_tangents, tape_is_recording
 from devicemap.journal.digests import digest_rows
@@ -38,6 +39,7 @@ from devicemap.scheduling import reorder_window
 from devicemap.streaming import Group, Lane, Rules, run_chunks
 from devicemap.tracing import row_seeds, trace
 from devicemap.types import Event, Shard, short_name
+from devicemap.verifying import check_limits, rows_to_verify, verify_rows
 
 _KEPT_MAPPERS = 64
 
@@ -280,6 +282,36 @@ class DeviceMap:
                 pass
             journal.finish(missing.rows_read)
         return open_results(directory)
+
+    def verify(self, data: Any, rows: int | None = None, *, tolerance: float | None = None) -> Verification:
+        """Run `fn` on some rows in several ways, and compare: does it give the same however its rows are spread?
+
+        The ways are: all rows at once, the same again, one by one, over the devices and in reverse, in a graph and in eager
+        code. So `fn` is called many times, on more rows than there are: whatever it does besides returning happens as
+        often, and nothing that it writes is put back.
+
+        Args:
+            data: as for `parallel_map`; the first rows are taken.
+            rows: how many; `None` for two per device, and at least 16.
+            tolerance: by how much numbers with a fraction may differ and still be the same, relative to the largest number
+                of their output. `None`: half of the digits of their dtype have to agree. Everything else has to be equal.
+
+        Returns:
+            A `Verification` with `ok` and the findings; print it.
+
+        Raises:
+            OptionError, DataError: before anything runs. `FunctionError`: `fn` fails over the devices; what fails in other
+                ways only is a finding.
+
+        Example:
+            >>> mapper = DeviceMap(lambda batch: batch - tf.reduce_mean(batch), batched=True)
+            >>> verification = mapper.verify(tf.range(6.0), rows=6)
+            >>> verification.ok, verification.findings[0].kind
+            (False, 'coupled')
+        """
+        check_limits(rows, tolerance)
+        some = rows_to_verify(data, rows, self._options, self._devices)
+        return verify_rows(self._fn, some, self._options, self._towers_for(some), self, tolerance, self._name)
 
     def __repr__(self) -> str:
         return f"DeviceMap({self._name}, devices={[d.rpartition('device:')[2] for d in self._devices]})"
