@@ -24,7 +24,6 @@ from devicemap.chunking import Chunk, InMemory, Source, from_dataset
 from devicemap.devices import choose_devices, choose_output_device, gpu_indices, places_on
 from devicemap.errors import DataError, DeviceMapError, FunctionError, OptionError, brief, function_error
 from devicemap.execution import Towers, sizes_in_graph
-from devicemap.findings import Verification
 from devicemap.gathering import check_inner_shapes, check_row_counts, join, with_row_counts_checked, with_static_rows
 from devicemap.internals import Cancellation, have_tangents, tape_is_recording
 from devicemap.journal.digests import digest_rows
@@ -39,7 +38,8 @@ from devicemap.scheduling import reorder_window
 from devicemap.streaming import Group, Lane, Rules, run_chunks
 from devicemap.tracing import row_seeds, trace
 from devicemap.types import Event, Shard, short_name
-from devicemap.verifying import check_limits, rows_to_verify, verify_rows
+from devicemap.verifying.checking import check_limits, rows_to_verify, verify_rows
+from devicemap.verifying.findings import Verification
 
 _KEPT_MAPPERS = 64
 

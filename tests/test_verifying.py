@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from devicemap import DeviceMap
 from devicemap.comparing import Difference
-from devicemap.diagnosing import Facts, diagnose
 from devicemap.errors import DataError, DeviceMapError, FunctionError, OptionError
-from devicemap.findings import Comparison
+from devicemap.verifying.diagnosing import Facts, diagnose
+from devicemap.verifying.findings import Comparison
 
 X = tf.random.stateless_normal([20, 4], [1, 2])
 THREE = ["CPU:0", "CPU:1", "CPU:2"]

@@ -19,17 +19,17 @@ import tensorflow as tf
 
 from devicemap.auditing import ATOMIC, Audit, Treatment, variable_of
 from devicemap.comparing import compare_results, output_paths
-from devicemap.diagnosing import Facts, diagnose
 from devicemap.eager import EagerMap
 from devicemap.errors import DeviceMapError, OptionError, brief
 from devicemap.execution import Towers
-from devicemap.findings import Comparison, Verification
 from devicemap.gathering import join
 from devicemap.options import Options
-from devicemap.rounding import allowance
 from devicemap.rows import HOST, Rows, as_rows, take_rows
 from devicemap.sampling import rows_in_memory
 from devicemap.tracing import row_seeds
+from devicemap.verifying.diagnosing import Facts, diagnose
+from devicemap.verifying.findings import Comparison, Verification
+from devicemap.verifying.rounding import allowance
 
 _LEAST_ROWS = 16
 _ROWS_PER_DEVICE = 2

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from devicemap.comparing import Difference
-from devicemap.findings import Comparison, Finding, describe, weigh
+from devicemap.verifying.findings import Comparison, Finding, describe, weigh
 
 CAUSES = ("graph again", "eager again", "coupled", "order", "devices", "eager")
 """What a comparison asks, the deepest cause first."""
