@@ -1,9 +1,41 @@
 """Map an expensive TensorFlow function over data on every device of a machine, in parallel and in order."""
 
-from devicemap.benchmarking import benchmark
-from devicemap.devices import list_devices, simulate_devices
-from devicemap.journal.results import open_results
-from devicemap.mapping import DeviceMap, parallel_map
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from devicemap.benchmarking import benchmark
+    from devicemap.devices import list_devices, simulate_devices
+    from devicemap.journal.results import open_results
+    from devicemap.mapping import DeviceMap, parallel_map
 
 __all__ = ["DeviceMap", "benchmark", "list_devices", "open_results", "parallel_map", "simulate_devices"]
 __version__ = "0.1.0"
+
+_HOMES = {
+    "DeviceMap": "devicemap.mapping",
+    "benchmark": "devicemap.benchmarking",
+    "list_devices": "devicemap.devices",
+    "open_results": "devicemap.journal.results",
+    "parallel_map": "devicemap.mapping",
+    "simulate_devices": "devicemap.devices",
+}
+"""Where the public names are. They are imported when they are first used, so that `devicemap --help` and completion in a
+shell need not wait seconds for TensorFlow."""
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name in _HOMES:
+        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        return value
+    if not name.startswith("_"):  # a module of the package, as `devicemap.errors` after `import devicemap`
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

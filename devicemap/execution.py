@@ -34,7 +34,7 @@ from devicemap.types import Shard
 _SOON_SECONDS = 0.1
 """A call that takes no longer than this may run in the calling thread: that is how late Ctrl-C can then be."""
 
-_FAREWELL_SECONDS = 0.5
+_FAREWELL_SECONDS = 0.8
 """How long to wait for a cancelled call; an op that is running cannot be stopped, and its thread ends after it."""
 
 _KEPT_SHARDS = 256

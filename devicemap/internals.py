@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import meta_graph_pb2
 from tensorflow.python.eager import cancellation, context, execute, forwardprop_util, record
 from tensorflow.python.eager.polymorphic_function import atomic_function
+from tensorflow.python.framework import kernels
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.grappler import tf_optimizer
 
@@ -104,6 +105,29 @@ def optimized_graph(concrete: Any) -> Any:
     config = tf.compat.v1.ConfigProto.FromString(context.context().function_call_options.config_proto_serialized)
     config.graph_options.rewrite_options.min_graph_nodes = -1  # small graphs too
     return tf_optimizer.OptimizeGraph(config, graph)
+
+
+def functions_within(graph: Any) -> dict[str, tuple[Any, bool]]:
+    """The functions that a function's graph calls, at any depth: name -> its graph, and whether XLA compiles it.
+
+    `Graph.as_graph_def()` holds them too, but without the dtypes and shapes of their tensors.
+    """
+    return {
+        name: (function.graph, "_XlaMustCompile" in function.cached_definition.attr)
+        for name, function in graph._functions.items()
+        if function.graph is not None
+    }
+
+
+def registered_kernels(op: str) -> list[tuple[str, dict[str, frozenset[int]]]]:
+    """The kernels that this process has for a type of op: device type, and the dtypes (enums) each attribute may have.
+
+    Placing an op on a device tells too late, and only with that device at hand.
+    """
+    return [
+        (kernel.device_type, {c.name: frozenset(c.allowed_values.list.type) for c in kernel.constraint})
+        for kernel in kernels.get_registered_kernels_for_op(op).kernel
+    ]
 
 
 def unrecorded(concrete: Any, optimize: bool = True) -> Callable[..., Any]:

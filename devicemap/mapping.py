@@ -24,6 +24,7 @@ from devicemap.chunking import Chunk, InMemory, Source, from_dataset
 from devicemap.devices import choose_devices, choose_output_device, gpu_indices, places_on
 from devicemap.errors import DataError, DeviceMapError, FunctionError, OptionError, brief, function_error
 from devicemap.execution import Towers, sizes_in_graph
+from devicemap.explaining import Asked, Plan, ask, explain_call
 from devicemap.gathering import check_inner_shapes, check_row_counts, join, with_row_counts_checked, with_static_rows
 from devicemap.internals import Cancellation, have_tangents, tape_is_recording
 from devicemap.journal.digests import digest_rows
@@ -38,6 +39,8 @@ from devicemap.scheduling import reorder_window
 from devicemap.streaming import Group, Lane, Rules, run_chunks
 from devicemap.tracing import row_seeds, trace
 from devicemap.types import Event, Shard, short_name
+from devicemap.verifying.checking import check_limits, rows_to_verify, verify_rows
+from devicemap.verifying.findings import Verification
 
 _KEPT_MAPPERS = 64
 
@@ -281,6 +284,56 @@ class DeviceMap:
             journal.finish(missing.rows_read)
         return open_results(directory)
 
+    def verify(self, data: Any, rows: int | None = None, *, tolerance: float | None = None) -> Verification:
+        """Run `fn` on some rows in several ways, and compare: does it give the same however its rows are spread?
+
+        The ways are: all rows at once, the same again, one by one, over the devices and in reverse, in a graph and in eager
+        code. So `fn` is called many times, on more rows than there are: whatever it does besides returning happens as
+        often, and nothing that it writes is put back.
+
+        Args:
+            data: as for `parallel_map`; the first rows are taken.
+            rows: how many; `None` for two per device, and at least 16.
+            tolerance: by how much numbers with a fraction may differ and still be the same, relative to the largest number
+                of their output. `None`: half of the digits of their dtype have to agree. Everything else has to be equal.
+
+        Returns:
+            A `Verification` with `ok` and the findings; print it.
+
+        Raises:
+            OptionError, DataError: before anything runs. `FunctionError`: `fn` fails over the devices; what fails in other
+                ways only is a finding.
+
+        Example:
+            >>> mapper = DeviceMap(lambda batch: batch - tf.reduce_mean(batch), batched=True)
+            >>> verification = mapper.verify(tf.range(6.0), rows=6)
+            >>> verification.ok, verification.findings[0].kind
+            (False, 'coupled')
+        """
+        check_limits(rows, tolerance)
+        some = rows_to_verify(data, rows, self._options, self._devices)
+        return verify_rows(self._fn, some, self._options, self._towers_for(some), self, tolerance, self._name)
+
+    def explain(self, data_or_spec: Any) -> Plan:
+        """What a call would do, and what stands in the way of parallelism, without running `fn`.
+
+        `fn` is traced, and graphs are built, as a call would; a later call does neither again.
+
+        Args:
+            data_or_spec: data as for `parallel_map`, or a nest of `tf.TypeSpec`s in its place; `None` rows are unknown.
+
+        Raises:
+            DataError, OptionError: as a call; also inside a `tf.function`. `FunctionError`: `fn` cannot be traced.
+
+        Example:
+            >>> plan = DeviceMap(lambda n: n * n, devices=["CPU:0"], batch_size=2).explain(tf.TensorSpec([5], tf.int32))
+            >>> plan.rows, plan.way, plan.vectorized
+            (5, 'chunks', True)
+        """
+        asked = ask(data_or_spec, self._options)
+        towers = self._towers_for(asked)
+        return explain_call(asked, towers, self._options, self._fn, self._devices, self._output_device, self._name)
+
     def __repr__(self) -> str:
         return f"DeviceMap({self._name}, devices={[d.rpartition('device:')[2] for d in self._devices]})"
 
@@ -418,14 +471,14 @@ class DeviceMap:
         with tf.device(HOST):
             return (*leaves, row_seeds(self._options.seed, first_row, rows))
 
-    def _towers_for(self, data: Rows | Source) -> Towers:
+    def _towers_for(self, data: Rows | Source | Asked) -> Towers:
         """What `fn` was traced to for data of this structure, dtypes and inner shapes."""
         towers = self._towers.get(data.key)
         if towers is None and not tf.executing_eagerly():
             towers = self._towers_in.get(tf.compat.v1.get_default_graph(), {}).get(data.key)
         return towers or self._trace(data)
 
-    def _trace(self, data: Rows | Source) -> Towers:
+    def _trace(self, data: Rows | Source | Asked) -> Towers:
         specs = data.specs
         key = freeze(specs)
         with self._lock:

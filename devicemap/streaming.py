@@ -29,7 +29,7 @@ from devicemap.types import (
     Shard,
 )
 
-_FAREWELL_SECONDS = 0.5
+_FAREWELL_SECONDS = 0.8
 """How long to wait for cancelled workers; an op that is running cannot be stopped, and its thread ends after it."""
 
 _SIGNAL_SECONDS = 0.1

@@ -12,9 +12,11 @@ from devicemap.internals import (
     UNCHAINED_UNIT,
     Cancellation,
     differentiate_in_place,
+    functions_within,
     have_tangents,
     holding,
     must_run,
+    registered_kernels,
     tape_is_recording,
     unrecorded,
 )
@@ -94,6 +96,26 @@ def test_gradients_go_from_a_copy_to_the_value_it_was_assigned() -> None:
         return tf.gradients(tf.reduce_sum(read**3), value)[0]
 
     assert through_copy(X).numpy().tolist() == (3 * X**2).numpy().tolist()
+
+
+def test_functions_that_a_function_calls() -> None:
+    inner = tf.function(lambda x: tf.sin(x))
+    compiled = tf.function(lambda x: tf.cos(x), jit_compile=True)
+    middle = tf.function(lambda x: inner(x) + compiled(x))
+    graph = tf.function(lambda x: middle(x)).get_concrete_function(tf.TensorSpec([None])).graph
+    found = functions_within(graph)
+    assert set(found) == {function.signature.name for function in graph.as_graph_def().library.function}
+    holding = {
+        op.type: xla for inside, xla in found.values() for op in inside.get_operations() if op.type in ("Sin", "Cos")
+    }
+    assert holding == {"Sin": False, "Cos": True}
+
+
+def test_kernels_are_listed() -> None:
+    assert registered_kernels("DecodeJpeg") == [("CPU", {})]
+    dtypes = [dtypes["T"] for device, dtypes in registered_kernels("MatMul") if device == "CPU"]
+    assert frozenset([tf.float32.as_datatype_enum]) in dtypes
+    assert not any(tf.string.as_datatype_enum in allowed for allowed in dtypes)
 
 
 def test_a_direct_call_with_captures_and_structure() -> None:

@@ -13,13 +13,13 @@ import tensorflow as tf
 
 from devicemap.benchmarking.measurements import BenchmarkResult, compare_timings
 from devicemap.benchmarking.recommending import recommend
-from devicemap.benchmarking.sampling import rows_in_memory
 from devicemap.benchmarking.sweeping import MODES, default_batch_sizes, ways_to_measure
 from devicemap.benchmarking.timing import Budget
 from devicemap.benchmarking.trials import candidate_for, time_trials, try_out
 from devicemap.devices import choose_devices, choose_output_device, list_devices
 from devicemap.errors import DeviceMapError, OptionError
 from devicemap.options import Options, check_options
+from devicemap.sampling import rows_in_memory
 
 _ROWS_OF_A_DATASET = 1024
 

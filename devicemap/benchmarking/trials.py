@@ -11,17 +11,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.benchmarking.comparing import find_difference
-from devicemap.benchmarking.eager import EagerMap
 from devicemap.benchmarking.gauges import busy_shares, read_peak_memory, reset_peak_memory
 from devicemap.benchmarking.measurements import Timing
-from devicemap.benchmarking.sampling import first_rows
 from devicemap.benchmarking.sweeping import Skipped, Way
 from devicemap.benchmarking.timing import Budget, count_affordable, half_quartile_range, median, time_call, time_rounds
+from devicemap.comparing import find_difference
+from devicemap.eager import EagerMap
 from devicemap.errors import brief, failure
 from devicemap.mapping import DeviceMap
 from devicemap.options import Options
 from devicemap.rows import Rows, take_rows
+from devicemap.sampling import first_rows
 
 _CALLS_TO_COME = 3
 """A way that is tried is called at least so often: first call, warm-up, one round."""

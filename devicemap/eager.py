@@ -8,11 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.benchmarking.sampling import first_rows
 from devicemap.errors import FunctionError, brief, function_error
 from devicemap.gathering import check_row_counts, join
 from devicemap.options import Options
 from devicemap.rows import HOST, Rows, map_nest, row_spec, take_rows
+from devicemap.sampling import first_rows
 from devicemap.sharding import chunk_bounds, shard_rows
 from devicemap.tracing import row_seeds, trace
 from devicemap.types import Shard

@@ -1,0 +1,60 @@
+"""What a traced function captures, and how the devices share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from devicemap.auditing import Treatment, variable_of
+from devicemap.explaining.naming import name_in_code, variable_name
+from devicemap.explaining.plans import Captured, Handling
+from devicemap.explaining.walking import passed_values, row_size
+from devicemap.tracing import Traced
+
+
+def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str], call: Any) -> tuple[Captured, ...]:
+    """Everything that `fn` captures, in the order in which its trace does.
+
+    Args:
+        traced: the trace of `fn`.
+        fn: to name variables as its code does.
+        devices: full names of those that rows go to.
+        call: the built graph of a call, which tells what is passed by value; `None` where nothing is.
+    """
+    handles = traced.concrete.captured_inputs
+    passed = [False] * len(handles) if call is None else passed_values(call, handles)
+    found = []
+    for handle, treatment, by_value in zip(handles, traced.audit.treatments, passed):
+        variable = variable_of(traced.concrete, handle)
+        if variable is not None and treatment is not None:
+            found.append(_variable(variable, variable_name(variable, fn), treatment, by_value, devices))
+        elif treatment is None:
+            handling = Handling.IN_PLACE if {*devices} <= {handle.device} else Handling.PASSED
+            name = name_in_code(handle, fn) or f"tensor {len(found) + 1}"
+            found.append(Captured(name, "tensor", *_elements(handle), handle.device, handling))
+        else:
+            handling = Handling.LOOKED_UP if treatment is Treatment.READ else Handling.ORDERED
+            if {*devices} <= {handle.device} and handling is Handling.LOOKED_UP:
+                handling = Handling.IN_PLACE
+            name = name_in_code(handle, fn) or f"resource {len(found) + 1}"
+            found.append(Captured(name, "resource", None, None, None, handle.device, handling))
+    return tuple(found)
+
+
+def _variable(variable: Any, name: str, treatment: Treatment, by_value: bool, devices: Sequence[str]) -> Captured:
+    if treatment is Treatment.READ:
+        elsewhere = Handling.PASSED if by_value else Handling.COPIED
+        handling = Handling.IN_PLACE if {*devices} <= {variable.device} else elsewhere
+    else:
+        handling = _WRITTEN[treatment]
+    return Captured(name, "variable", *_elements(variable), variable.device, handling)
+
+
+_WRITTEN = {Treatment.ATOMIC: Handling.ATOMIC, Treatment.SEED: Handling.SEED, Treatment.ORDERED: Handling.ORDERED}
+
+
+def _elements(value: Any) -> tuple[str, tuple[int | None, ...] | None, int | None]:
+    """Dtype, shape and bytes of a tensor or variable."""
+    shape = None if value.shape.rank is None else tuple(value.shape.as_list())
+    size = None if shape is None or None in shape else row_size(value.shape, value.dtype)
+    return value.dtype.name, shape, size

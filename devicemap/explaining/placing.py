@@ -1,0 +1,65 @@
+"""Which ops of a function leave the device of their rows: those it has no kernel for, and those that are placed elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from devicemap.explaining.plans import StrayOp
+from devicemap.explaining.walking import called_by, full_name, is_placed
+from devicemap.internals import registered_kernels
+
+Kernels = Sequence[tuple[str, Mapping[str, frozenset[int]]]]
+"""Of a type of op: the device type of each kernel, and the dtypes (enums) that each attribute may have."""
+
+_NOT_PLACED = frozenset("Placeholder NoOp Const".split())
+"""Ops that stand for inputs, for order, or for values that are copied wherever they are used."""
+
+
+def has_kernel(kernels: Kernels, kind: str, dtypes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether a kind of device has one of these kernels for an op with attributes of these dtypes.
+
+    Kernels for `"DEFAULT"` serve every kind, as in TensorFlow.
+
+    >>> has_kernel([("CPU", {}), ("GPU", {"T": frozenset([1])})], "GPU", {"T": [7]})
+    False
+    """
+    return any(
+        device in (kind, "DEFAULT")
+        and all(set(dtypes.get(attribute, ())) <= allowed for attribute, allowed in constraints.items())
+        for device, constraints in kernels
+    )
+
+
+def stray_ops(
+    ops: Iterable[Any],
+    places: Sequence[str],
+    kinds: Sequence[str],
+    kernels_of: Callable[[str], Kernels] = registered_kernels,
+) -> list[StrayOp]:
+    """The ops that do not run where their rows are, each type once per device that it leaves or goes to.
+
+    Args:
+        ops: of the traced function, as `walking.live_ops` finds them.
+        places: full names of the devices that it runs on.
+        kinds: the kinds of these.
+        kernels_of: the kernels there are for a type of op. TensorFlow knows those of the devices that it was built for.
+    """
+    found: dict[StrayOp, None] = {}
+    for op in ops:
+        if op.type in _NOT_PLACED or called_by(op):
+            continue
+        if is_placed(op.device) and any(full_name(op.device) != place for place in places):
+            found[StrayOp(op.type, full_name(op.device), "placed by fn")] = None
+            continue
+        kernels = kernels_of(op.type)
+        for kind in dict.fromkeys(kinds):
+            if kernels and not has_kernel(kernels, kind, _dtypes(op)):
+                found[StrayOp(op.type, kind, "no kernel")] = None
+    return list(found)
+
+
+def _dtypes(op: Any) -> dict[str, list[int]]:
+    """The dtypes (enums) among the attributes of an op."""
+    attributes = op.node_def.attr.items()
+    return {name: [value.type] if value.type else list(value.list.type) for name, value in attributes}

@@ -1,0 +1,168 @@
+"""The facts of a call, gathered into a `Plan`: from its traced function, its built graph, and numbers of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap.devices import choose_output_device, kind_of, list_devices
+from devicemap.execution import Towers
+from devicemap.explaining.asking import Asked
+from devicemap.explaining.capturing import captured_by
+from devicemap.explaining.placing import stray_ops
+from devicemap.explaining.plans import Captured, ControlEdge, DevicePlan, Handling, Plan, RandomOps, StrayOp, Transfer
+from devicemap.explaining.traffic import Leaf, captured_on, rows_in_chunks, rows_in_one_graph, to_strays
+from devicemap.explaining.walking import live_ops, memory_bytes_per_row, row_size, waits_between_devices
+from devicemap.options import Options
+from devicemap.rows import HOST
+from devicemap.types import Shard
+
+_PYTHON_OPS = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())
+
+
+def explain_call(
+    asked: Asked,
+    towers: Towers,
+    options: Options,
+    fn: Callable[..., Any],
+    devices: Sequence[str],
+    output_device: str,
+    name: str,
+) -> Plan:
+    """The plan of a call on what was `asked`, with these `towers` of `fn`."""
+    traced, chunks = towers.traced, asked.chunks
+    audit, ops = traced.audit, live_ops(traced.concrete)
+    shards = () if chunks else _shards(asked.rows, towers)
+    call = _built_graph(towers, shards, chunks)
+    used = towers.devices if chunks else tuple(dict.fromkeys(shard.device for shard in shards))
+    captured = captured_by(traced, fn, used, call)
+    kinds = [kind_of(device) for device in towers.devices]
+    strays = () if options.jit_compile else tuple(stray_ops(ops, towers.devices, kinds))
+    per_row = None if options.jit_compile else memory_bytes_per_row(traced, options.batched)
+    in_flight = towers.in_flight(options.prefetch)
+    working = tuple(in_flight) if chunks else used
+    return Plan(
+        name=name,
+        way="chunks" if chunks else "one graph",
+        rows=asked.rows,
+        batch_size=options.batch_size if chunks else None,
+        devices=tuple(
+            _device_plan(device, asked, shards, in_flight.get(device, 0) if chunks else None, options, per_row)
+            for device in devices
+        ),
+        batched=options.batched,
+        vectorized=traced.vectorized,
+        reason=traced.reason,
+        traces=1 + len(towers.places) if audit.seeded else 1,
+        control_edges=() if chunks or call is None else tuple(ControlEdge(*w) for w in waits_between_devices(call)),
+        ordered=tuple(c.name for c in captured if c.handling is Handling.ORDERED),
+        strays=strays,
+        transfers=_transfers(asked, towers, shards, working, captured, strays, output_device),
+        captured=captured,
+        random_ops=_random_ops(ops, captured, towers, options),
+        python_ops=tuple(sorted({op.type for op in ops} & _PYTHON_OPS)),
+        memory_bytes_per_row=per_row,
+    )
+
+
+def _shards(rows: int | None, towers: Towers) -> tuple[Shard, ...]:
+    """Those of the call; where the rows are not known, one for each place, as many rows have."""
+    if rows is None:
+        return tuple(Shard(place, i, i + 1) for i, place in enumerate(towers.places))
+    return towers.shards(rows)[0]
+
+
+def _built_graph(towers: Towers, shards: Sequence[Shard], chunks: bool) -> Any:
+    """The graph that the call runs; for chunks, one that shows what their functions take, where that is not known anyway.
+
+    A function with seeded random ops is traced for each graph, so that none is built for chunks, which would not use it.
+    """
+    if chunks:
+        return towers.graph(1, differentiable=False) if towers.optimized else None
+    return towers.graph(len(shards), differentiable=False) if shards else None
+
+
+def _device_plan(
+    device: str, asked: Asked, shards: Sequence[Shard], in_flight: int | None, options: Options, per_row: int | None
+) -> DevicePlan:
+    own = [len(shard) for shard in shards if shard.device == device]
+    at_once: int | None = None
+    if in_flight is None:
+        rows = None if asked.rows is None else sum(own)
+        at_once = rows
+    else:
+        rows = None
+        if isinstance(options.batch_size, int):
+            at_once = in_flight * options.batch_size
+            at_once = at_once if asked.rows is None else min(at_once, asked.rows)
+    limit = next((d.memory for d in list_devices(kind_of(device)) if d.name == device), None)
+    memory = None if per_row is None or at_once is None else per_row * at_once
+    return DevicePlan(device, kind_of(device), rows, len(own) if in_flight is None else None, in_flight, memory, limit)
+
+
+def _transfers(
+    asked: Asked,
+    towers: Towers,
+    shards: Sequence[Shard],
+    working: Sequence[str],
+    captured: Sequence[Captured],
+    strays: Sequence[StrayOp],
+    output_device: str,
+) -> tuple[Transfer, ...]:
+    host, chunks = choose_output_device(HOST), asked.chunks
+    specs = list(towers.traced.concrete.structured_input_signature[0])
+    homes = [*asked.homes, *[host] * (len(specs) - len(asked.homes))]
+    arriving = [_leaf(spec, home) for spec, home in zip(specs, homes)]
+    found: list[Transfer] = []
+    if chunks or len(shards) > 1:  # cut on the host; a single shard goes from where it is
+        found += _to_the_host(arriving, asked.rows, host)
+        arriving = [Leaf(leaf.tensors, leaf.bytes_per_row, host) for leaf in arriving]
+    leaving = [_leaf(spec, output_device) for spec in towers.traced.specs]
+    for what, leaves, to_devices in (("rows", arriving, True), ("results", leaving, False)):
+        if chunks:
+            found += rows_in_chunks(what, leaves, working, asked.rows, to_devices=to_devices)
+        else:
+            known = asked.rows is not None
+            found += rows_in_one_graph(what, leaves, shards, to_devices=to_devices, rows_known=known)
+    return (*found, *captured_on(working, captured, len(towers.places)), *to_strays(working, strays, host))
+
+
+def _to_the_host(leaves: Sequence[Leaf], rows: int | None, host: str) -> list[Transfer]:
+    whole = [Shard(host, 0, 1 if rows is None else rows)] if rows != 0 else []
+    return rows_in_one_graph("rows", leaves, whole, to_devices=True, rows_known=rows is not None)
+
+
+def _leaf(spec: Any, home: str) -> Leaf:
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return Leaf(spec.ragged_rank + 1, None, home)
+    if isinstance(spec, tf.SparseTensorSpec):
+        return Leaf(3, None, home)
+    return Leaf(1, row_size(spec.shape, spec.dtype), home)
+
+
+def _random_ops(
+    ops: Sequence[Any], captured: Sequence[Captured], towers: Towers, options: Options
+) -> tuple[RandomOps, ...]:
+    audit, types = towers.traced.audit, {op.type for op in ops}
+    found = []
+    if audit.random_ops:
+        seeded = (
+            "fixed seeds, mixed with a number for each device: a trace and a number stream for each"
+            if audit.seeded
+            else "no seed was set: each device draws a number stream of its own"
+        )
+        found.append(RandomOps(audit.random_ops, seeded))
+    skips = sorted(t for t in types if t.startswith(("Rng", "Stateful")) and "Call" not in t)
+    if skips:
+        found.append(RandomOps(tuple(skips), "a tf.random.Generator, which all devices advance in turn, atomically"))
+    stateless = tuple(sorted(t for t in types if t.startswith("Stateless") and ("Random" in t or "Multinomial" in t)))
+    drawing = tuple(t for t in stateless if "GetAlg" not in t and "GetKey" not in t and "Counter" not in t)
+    if drawing and not skips:
+        keras = any(c.handling is Handling.SEED for c in captured)
+        from_row = "the option seed= and the row's index: the same results on any devices"
+        fixed = "the seeds that fn gives them: the same numbers wherever those are the same"
+        from_keras = "a Keras seed generator: a seed of its own for each device and call"
+        found.append(RandomOps(drawing, from_keras if keras else from_row if options.seed is not None else fixed))
+    return tuple(found)

@@ -1,0 +1,149 @@
+"""What can be read from graphs before they run: which ops there are, where they want to be, what waits for what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap.internals import functions_within
+from devicemap.tracing import Traced
+
+_FREE = frozenset("Identity IdentityN StopGradient Reshape ExpandDims Squeeze Placeholder Const ReadVariableOp".split())
+"""Ops whose result is their input, or does not depend on the row."""
+
+
+def live_ops(concrete: Any) -> list[Any]:
+    """The ops of a `ConcreteFunction` and of what it calls that its results or effects need, each once.
+
+    Vectorising leaves the ops for a single row behind, which nothing needs. What XLA compiles is left out: its ops are
+    not run one by one.
+    """
+    return _reached([concrete.graph], functions_within(concrete.graph))
+
+
+def row_ops(vectorized: Any) -> list[Any]:
+    """The ops for a single row of a vectorised `ConcreteFunction`, which it was made from and does not run."""
+    functions = functions_within(vectorized.graph)
+    live = {*live_ops(vectorized)}
+    left = [op for op in vectorized.graph.get_operations() if op not in live]
+    return _reached([functions[name][0] for op in left for name in called_by(op) if name in functions], functions)
+
+
+def _reached(graphs: list[Any], functions: dict[str, tuple[Any, bool]]) -> list[Any]:
+    """The ops that the results and effects of graphs need, and of the functions that these call."""
+    found: dict[Any, None] = {}
+    pending = list(graphs)
+    entered: set[str] = set()
+    while pending:
+        graph = pending.pop()
+        needed = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)
+        while needed:
+            op = needed.pop()
+            if op in found:
+                continue
+            found[op] = None
+            needed += [*op.control_inputs, *(tensor.op for tensor in op.inputs)]
+            for name in called_by(op):
+                inner, compiled = functions.get(name, (None, False))
+                if inner is not None and not compiled and name not in entered:
+                    entered.add(name)
+                    pending.append(inner)
+    return list(found)
+
+
+def called_by(op: Any) -> list[str]:
+    """The names of the functions that an op calls."""
+    values = op.node_def.attr.values()
+    return [v.func.name for v in values if v.HasField("func")] + [f.name for v in values for f in v.list.func]
+
+
+def waits_between_devices(concrete: Any) -> list[tuple[str, str]]:
+    """Pairs of devices, `(sender, receiver)`, that control edges of a call's graph join: the second waits for the first."""
+    functions = functions_within(concrete.graph)
+    homes = {op: _home(op, functions) for op in concrete.graph.get_operations()}
+    pairs = {(homes[before], receiver): None for op, receiver in homes.items() for before in op.control_inputs}
+    return [(sender, receiver) for sender, receiver in pairs if sender and receiver and sender != receiver]
+
+
+def passed_values(concrete: Any, handles: Iterable[Any]) -> list[bool]:
+    """For each captured variable of a call's graph: whether its value goes to the towers, not into copies."""
+    captured = concrete.captured_inputs
+    inside = concrete.inputs[len(concrete.inputs) - len(captured) :]
+    return [
+        any(
+            not _reaches(read, "AssignVariableOp")
+            for outer, inner in zip(captured, inside)
+            if outer is handle
+            for read in inner.consumers()
+            if read.type == "ReadVariableOp"
+        )
+        for handle in handles
+    ]
+
+
+def memory_bytes_per_row(traced: Traced, batched: bool) -> int | None:
+    """An upper estimate of the memory that a traced function takes for one more row; `None` where it cannot be told.
+
+    Where all rows run at once, it is the row, and what each op of `fn` makes of it, as if nothing were freed before the
+    end; ops in a loop count once. Where a loop runs over rows, it is the row and its result, twice: as tensors, and as the
+    lists that the loop works on. What a step of that loop takes does not grow with the rows.
+    """
+    leaves = [*traced.concrete.structured_input_signature[0], *traced.specs]
+    ends = [row_size(leaf.shape, leaf.dtype) if isinstance(leaf, tf.TensorSpec) else None for leaf in leaves]
+    if None in ends:
+        return None
+    total = sum(size or 0 for size in ends)
+    if not (batched or traced.vectorized):
+        return 2 * total
+    for op in live_ops(traced.concrete) if batched else row_ops(traced.concrete):
+        for tensor in op.outputs:
+            if op.type in _FREE or called_by(op) or tensor.dtype in (tf.resource, tf.variant):
+                continue
+            size = row_size(tensor.shape, tensor.dtype)
+            if size is None:
+                return None
+            has_rows = not batched or (tensor.shape.rank and tensor.shape[0] is None)
+            total += size if has_rows else 0
+    return total
+
+
+def row_size(shape: Any, dtype: Any) -> int | None:
+    """Bytes of a tensor, or of one row of it where the first dimension is not known; `None` where it cannot be told.
+
+    >>> row_size(tf.TensorShape([None, 3]), tf.float32), row_size(tf.TensorShape([None]), tf.string)
+    (12, None)
+    """
+    if shape.rank is None or dtype in (tf.string, tf.resource, tf.variant):
+        return None
+    inner = shape[1:] if shape.rank and shape[0] is None else shape
+    elements = inner.num_elements()
+    return None if elements is None else int(elements) * int(dtype.size)
+
+
+def full_name(device: str) -> str:
+    """The full name of a device on this host that may be named in part.
+
+    >>> full_name("/device:CPU:1")
+    '/job:localhost/replica:0/task:0/device:CPU:1'
+    """
+    here = tf.DeviceSpec(job="localhost", replica=0, task=0, device_type="CPU", device_index=0)
+    return here.make_merged_spec(tf.DeviceSpec.from_string(device)).to_string()
+
+
+def is_placed(device: str) -> bool:
+    """Whether what an op asks for names a device, and not only a host, as `tf.py_function` does."""
+    return bool(tf.DeviceSpec.from_string(device).device_type)
+
+
+def _home(op: Any, functions: dict[str, tuple[Any, bool]]) -> str | None:
+    """The device that an op is placed on; of a branch without one, which holds a tower that may get no rows, the tower's."""
+    inside = [o for name in called_by(op) if name in functions for o in functions[name][0].get_operations()]
+    return next((full_name(o.device) for o in [op, *inside] if is_placed(o.device)), None)
+
+
+def _reaches(op: Any, wanted: str) -> bool:
+    """Whether what `op` computes is an input of an op of a type, directly or through identities."""
+    consumers = [consumer for tensor in op.outputs for consumer in tensor.consumers()]
+    return any(c.type == wanted or (c.type == "Identity" and _reaches(c, wanted)) for c in consumers)

@@ -1,0 +1,365 @@
+"""The command line, as a user of a shell meets it; what the inputs hold is compared with the rows that come out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import devicemap
+from devicemap.cli import main
+from devicemap.errors import DataError
+from devicemap.reading import read_input
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+FUNCTIONS = """
+import tensorflow as tf
+
+calls = 0
+
+def double(row):
+    return row * 2
+
+def named(rows):
+    return {"sum": rows["a"] + rows["b"]}
+
+def length(content):
+    return tf.strings.length(content)
+
+def noise(row, seed):
+    return row + tf.random.stateless_normal([], seed)
+
+def stop(row):
+    raise KeyboardInterrupt
+
+def broken(row):
+    return row @ row
+
+class Model:
+    def apply(self, row):
+        return row + 1
+
+model = Model()
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_with_functions(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "functions", raising=False)
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+
+
+def run(function: str, path: str, *options: str) -> Any:
+    """The results of `devicemap run`, which has to work."""
+    assert (
+        main(["run", f"functions:{function}", path, "--out", "out", "--quiet", "--devices", "CPU:0,CPU:1", *options])
+        == 0
+    )
+    return devicemap.open_results("out").load()
+
+
+X = np.arange(40, dtype=np.float32).reshape(20, 2)
+
+
+@pytest.mark.parametrize("options", [[], ["--batched"], ["--batch-size", "3"], ["--batched", "--batch-size", "3"]])
+def test_npy(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("devicemap.reading._SLICE_BYTES", 7 * X[0].nbytes)  # several slices, and an uneven one
+    np.save("x.npy", X)
+    np.testing.assert_array_equal(run("double", "x.npy", *options), X * 2)
+
+
+def test_several_npy_are_one_after_another() -> None:
+    pathlib.Path("parts").mkdir()
+    for i, part in enumerate(np.split(X, 4)):
+        np.save(f"parts/{i}.npy", np.asfortranarray(part.astype(">f4")))
+    np.testing.assert_array_equal(run("double", "parts"), X * 2)
+    np.testing.assert_array_equal(run("double", "parts/*.npy"), X * 2)  # the same rows: nothing is left to do
+
+
+def test_text_in_npy() -> None:
+    np.save("x.npy", np.array(["one", "three", "\u00e4"]))
+    assert run("length", "x.npy").tolist() == [3, 5, 2]
+
+
+def test_npz_is_a_dict() -> None:
+    np.savez("x.npz", a=X, b=X + 1)
+    np.testing.assert_array_equal(run("named", "x.npz")["sum"], X + X + 1)
+
+
+@pytest.mark.parametrize("options", [[], ["--batched"]])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_tfrecord(suffix: str, options: list[str]) -> None:
+    for i in range(2):
+        name = f"x.tfrecord-0000{i}-of-00002{suffix}"
+        with tf.io.TFRecordWriter(name, options="GZIP" if suffix else "") as writer:
+            for n in range(5):
+                writer.write(b"x" * (5 * i + n))
+    assert run("length", f"x.tfrecord*{suffix}", *options).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("options", [[], ["--batched"]])
+def test_a_folder_of_files(options: list[str]) -> None:
+    folder = pathlib.Path("files")
+    (folder / "deeper").mkdir(parents=True)
+    for n in range(7):
+        (folder / f"{n}.jpg").write_bytes(b"x" * n)
+    (folder / "deeper" / "a.jpg").write_bytes(b"x" * 100)
+    (folder / ".hidden").write_bytes(b"x" * 1000)
+    assert run("length", "files", *options).tolist() == list(range(7))
+
+
+def test_a_pattern_goes_deeper() -> None:
+    folder = pathlib.Path("files")
+    (folder / "deeper").mkdir(parents=True)
+    (folder / "b.jpg").write_bytes(b"x")
+    (folder / "deeper" / "a.jpg").write_bytes(b"xx")
+    assert run("length", "files/**/*.jpg").tolist() == [1, 2]
+    assert len(read_input("files/b.jpg", False, None)) == 1
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_saved_dataset(batched: bool) -> None:
+    dataset = tf.data.Dataset.from_tensor_slices(X)
+    (dataset.batch(6) if batched else dataset).save("saved")
+    np.testing.assert_array_equal(run("double", "saved", *["--batched"] * batched), X * 2)
+
+
+def test_seed_and_a_method() -> None:
+    np.save("x.npy", X[:, 0])
+    one = run("noise", "x.npy", "--seed", "3", "--batch-size", "7")
+    two = devicemap.parallel_map(
+        lambda row, seed: row + tf.random.stateless_normal([], seed), X[:, 0], seed=3, devices="CPU"
+    )
+    np.testing.assert_allclose(one, two, rtol=1e-6)
+    assert main(["run", "functions:model.apply", "x.npy", "--out", "other", "--quiet"]) == 0
+
+
+def test_run_says_what_it_did_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    np.save("x.npy", X)
+    run("double", "x.npy")
+    assert capsys.readouterr().out.startswith("20 rows in out; ")
+    files = {file.name: file.stat().st_mtime_ns for file in pathlib.Path("out").glob("*.npz")}
+    run("double", "x.npy")
+    assert files == {file.name: file.stat().st_mtime_ns for file in pathlib.Path("out").glob("*.npz")}
+
+
+def test_progress_leaves_the_output_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    rich = pytest.importorskip("rich")
+    monkeypatch.setattr(rich, "reconfigure", lambda **settings: seen.append(settings))
+    seen: list[Any] = []
+    np.save("x.npy", X)
+    assert main(["run", "functions:double", "x.npy", "--out", "out"]) == 0
+    assert seen == [{"stderr": True}]
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["functions:double", "nowhere.npy"], 1, "nowhere.npy: there is no such file or folder"),
+        (["functions:double", "no*.npy"], 1, "no file matches this pattern"),
+        (["functions", "x.npy"], 2, "'functions' is no function; expected MODULE:FUNCTION"),
+        (["functions.py:double", "x.npy"], 2, "is a file; expected a module, as in functions:double"),
+        (["nowhere:double", "x.npy"], 2, "there is no module 'nowhere' in"),
+        (["functions:treble", "x.npy"], 2, "there is no 'treble' in it; there is Model, broken, double,"),
+        (["functions:number", "x.npy"], 2, "is of type int, which cannot be called"),
+        (["raises:fn", "x.npy"], 1, "importing raises failed: ZeroDivisionError"),
+        (["needs:fn", "x.npy"], 1, "importing needs failed: No module named 'not_there'"),
+        (["functions:double", "x.npy", "--devices", "GPU:99"], 2, "'GPU:99', which is not a device here"),
+        (["functions:double", "x.npy", "--seed", "-1"], 2, "seed=-1; expected None or an int"),
+        (["functions:broken", "x.npy"], 1, "fn could not be traced"),
+        (["functions:double", "x.npy", "--out", "full"], 1, "no journal of devicemap"),
+        (["functions:double", "y.npz", "--out", "other"], 1, "holds results of another call"),
+        (["functions:stop", "x.npy"], 130, "interrupted. What was finished is kept: run the same command again"),
+    ],
+)
+def test_mistakes(arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save("x.npy", X)
+    np.savez("y.npz", X)
+    pathlib.Path("raises.py").write_text("1 / 0")
+    pathlib.Path("needs.py").write_text("import not_there")
+    pathlib.Path("full").mkdir()
+    pathlib.Path("full/thesis.tex").touch()
+    if "other" in arguments:
+        assert main(["run", "functions:length", "functions.py", "--out", "other", "--quiet"]) == 0
+        arguments = ["functions:double", "x.npy", "--out", "other"]
+    out = [] if "--out" in arguments else ["--out", "out"]
+    assert main(["run", *arguments, *out, "--quiet"]) == code
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.startswith("devicemap run: ")
+    assert ("error: " in said) == (code != 130)
+    assert "Traceback" not in said
+    assert main(["run", *arguments, *out, "--quiet", "--traceback"]) == code
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["run", "f:g", "x.npy"], "required: --out"),
+        (["run", "f:g", "x.npy", "--out", "out", "--batch-size", "0"], "'0' is not a whole number from 1 on"),
+        (["bench", "f:g", "x.npy", "--json", "nowhere/x.json"], "not the name of a file in a folder that exists"),
+        (["devices", "--simulate", "two"], "'two' is not a whole number"),
+    ],
+)
+def test_command_lines_that_cannot_be(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_of:
+        main(arguments)
+    assert exit_of.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_inputs_that_cannot_be_read() -> None:
+    pathlib.Path("mixed").mkdir()
+    np.save("mixed/x.npy", X)
+    pathlib.Path("mixed/readme.txt").touch()
+    pathlib.Path("empty").mkdir()
+    np.save("scalar.npy", np.float32(1))
+    np.save("objects.npy", np.array([{}, None]), allow_pickle=True)
+    np.save("dates.npy", np.array(["2020-01-01"], "datetime64[D]"))
+    pathlib.Path("text.npy").write_text("not an array")
+    pathlib.Path("text.npz").write_text("not an archive")
+    np.savez("none.npz")
+    pathlib.Path("uneven").mkdir()
+    np.save("uneven/0.npy", X)
+    np.save("uneven/1.npy", X[:, 0])
+    pathlib.Path("packed").mkdir()
+    pathlib.Path("packed/0.tfrecord").touch()
+    pathlib.Path("packed/1.tfrecord.gz").write_bytes(gzip.compress(b""))
+    for path, words in {
+        "mixed": "several kinds",
+        "empty": "without files",
+        "scalar.npy": "a single number",
+        "objects.npy": "not a .npy file of a plain array",
+        "dates.npy": "which TensorFlow has no dtype for",
+        "text.npy": "not a .npy file",
+        "text.npz": "not a .npz file",
+        "none.npz": "holds no arrays",
+        "uneven": "rows of one dtype and shape",
+        "packed": "some are compressed",
+    }.items():
+        with pytest.raises(DataError, match=words):
+            read_input(path, False, None)
+
+
+def test_a_large_npy_is_not_read_before_it_is_asked_for() -> None:
+    array = np.lib.format.open_memmap(
+        "large.npy", mode="w+", dtype=np.float32, shape=(2**22, 2**12)
+    )  # 64 GiB, of holes
+    array[0], array[-1] = 1, 2
+    dataset = read_input("large.npy", False, None)
+    assert int(dataset.cardinality()) == 2**22
+    assert next(iter(dataset)).numpy().tolist() == [1.0] * 2**12
+
+
+class Plan:
+    def to_dict(self) -> dict[str, int]:
+        return {"rows": 20}
+
+    def __str__(self) -> str:
+        return "what will run where"
+
+
+def test_explain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(devicemap.DeviceMap, "explain", lambda self, data: Plan(), raising=False)
+    np.save("x.npy", X)
+    assert main(["explain", "functions:double", "x.npy", "--json", "plan.json"]) == 0
+    assert capsys.readouterr().out == "what will run where\n"
+    assert json.loads(pathlib.Path("plan.json").read_text()) == {"rows": 20}
+
+
+def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    np.save("x.npy", X)
+    saving = ["--json", "b.json", "--plot", "b.png"]
+    few = ["--devices", "CPU:0,CPU:1", "--rows", "8", "--seconds", "0.5", "--batch-size", "4"]
+    assert main(["bench", "functions:double", "x.npy", *few, *saving]) == 0
+    assert "double over 8 rows" in capsys.readouterr().out
+    assert json.loads(pathlib.Path("b.json").read_text())["rows"] == 8
+    assert pathlib.Path("b.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["bench", "functions:double", "x.npy", "--batch-size", "auto"]) == 2
+
+
+def _shell(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **settings}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_help_does_not_wait_for_tensorflow() -> None:
+    program = (
+        "import sys, devicemap.cli\n"
+        "try:\n    devicemap.cli.main(['--help'])\n"
+        "except SystemExit as end:\n    assert end.code == 0\n"
+        "assert not {'tensorflow', 'numpy', 'rich'} & set(sys.modules)"
+    )
+    done = _shell("-c", program)
+    assert done.returncode == 0, done.stderr
+    assert "usage: devicemap" in done.stdout
+    assert _shell("-m", "devicemap", "--version").stdout == f"devicemap {devicemap.__version__}\n"
+
+
+def test_devices_in_a_process_of_its_own() -> None:
+    done = _shell("-m", "devicemap", "devices", "--simulate", "3")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:4]] == ["CPU:0", "CPU:1", "CPU:2"]
+    assert "\nNo GPU: " in done.stdout
+
+
+def test_ctrl_c_keeps_what_was_finished(tmp_path: pathlib.Path) -> None:
+    np.save("x.npy", X)
+    pathlib.Path("slow.py").write_text(
+        "import os, time\nimport tensorflow as tf\n\n"
+        "def wait(row):\n"
+        "    if row[0] == 20.0 and not os.path.exists('later'):\n"
+        "        print('here', flush=True)\n"
+        "        time.sleep(60)\n"
+        "    return row\n\n"
+        "def fn(row):\n    return tf.ensure_shape(tf.py_function(wait, [row], tf.float32), [2])\n"
+    )
+    command = [
+        "-m",
+        "devicemap",
+        "run",
+        "slow:fn",
+        "x.npy",
+        "--out",
+        "out",
+        "--batch-size",
+        "1",
+        "--simulate",
+        "1",
+        "--quiet",
+    ]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, *command], env=environment, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "here\n"
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130, said
+    assert "run the same command again to go on" in said
+    assert "Traceback" not in said
+    pathlib.Path("later").touch()
+    assert _shell(*command).returncode == 0
+    np.testing.assert_array_equal(devicemap.open_results("out").load(), X)

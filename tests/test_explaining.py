@@ -1,0 +1,597 @@
+"""`explain` says before a call what the partitioned graph of the call then shows; and it runs nothing."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import ALL, Case
+from graphs import between_towers, byte_edges, edges, partitions, placements
+
+import devicemap
+from devicemap.errors import DataError
+from devicemap.explaining.advising import advise
+from devicemap.explaining.placing import has_kernel, stray_ops
+from devicemap.explaining.plans import ControlEdge, DevicePlan, Handling, Plan, StrayOp, Transfer
+from devicemap.explaining.traffic import Leaf, rows_in_chunks, rows_in_one_graph
+from devicemap.types import Shard
+
+X = tf.reshape(tf.range(21, dtype=tf.float32), [7, 3])
+TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
+
+
+def full(name: str) -> str:
+    return f"/job:localhost/replica:0/task:0/device:{name}"
+
+
+def short(name: str) -> str:
+    return name.rpartition("device:")[2]
+
+
+class Function:
+    """A function to explain, made anew for each test, with what it keeps."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.total = tf.Variable(0.0)
+        self.weights = tf.Variable(tf.ones([3, 4]))
+        self.embedding = tf.Variable(tf.random.normal([50, 6]))
+        self.large = tf.ones([300])
+        self.dropout = tf.keras.layers.Dropout(0.5)
+
+    def elementwise(self, row: Any) -> Any:
+        return tf.sin(row) * 2
+
+    def loop(self, row: Any) -> Any:
+        for _ in tf.range(4):
+            row = row + tf.linalg.matvec(self.weights, tf.linalg.matvec(self.weights, row, transpose_a=True))
+        return row
+
+    def weighted(self, row: Any) -> Any:
+        return tf.linalg.matvec(self.weights, row, transpose_a=True)
+
+    def gather(self, row: Any) -> Any:
+        return tf.gather(self.embedding, tf.cast(row[0], tf.int32) % 50)
+
+    def tensor(self, row: Any) -> Any:
+        return row * tf.reduce_sum(self.large)
+
+    def ordered(self, row: Any) -> Any:
+        self.total.assign(self.total * 0.5 + row[0])
+        return row
+
+    def atomic(self, row: Any) -> Any:
+        self.total.assign_add(row[0])
+        return row
+
+    def python(self, row: Any) -> Any:
+        def count(row: Any) -> Any:
+            self.calls += 1
+            return row
+
+        return tf.ensure_shape(tf.py_function(count, [row], tf.float32), [3])
+
+    def seeded(self, row: Any) -> Any:
+        return row + tf.random.normal([3], seed=7)
+
+    def dropped(self, batch: Any) -> Any:
+        return self.dropout(batch, training=True)
+
+
+DATA_ALONE = ["elementwise", "weighted", "loop", "gather", "tensor", "seeded", "dropped"]
+EVERYTHING = [*DATA_ALONE, "ordered", "atomic", "python"]
+
+
+def mapper_of(name: str, devices: list[str], **options: Any) -> tuple[Any, Function]:
+    function = Function()
+    batched = name == "dropped"
+    return devicemap.DeviceMap(getattr(function, name), devices=devices, batched=batched, **options), function
+
+
+# Audits: what was said, against the graph that ran
+
+
+@pytest.mark.parametrize("name", DATA_ALONE)
+@pytest.mark.parametrize("rows", [1, 7])
+def test_what_travels_is_what_the_graph_sends(name: str, rows: int, devices: list[str]) -> None:
+    options = (
+        {"vectorize": False} if name == "loop" else {}
+    )  # TensorFlow infers no shape for what a vectorised loop ends with
+    mapper, _ = mapper_of(name, devices, **options)
+    plan = mapper.explain(X[:rows])
+    graphs = partitions(mapper, X[:rows])
+    on_devices = {short(device.device): device.rows or 0 for device in plan.devices}
+    idle = {name for name, count in on_devices.items() if not count}  # of a graph for any rows; they are not called
+    sent = byte_edges(graphs, {"leaves_0": X[:rows], "sizes": _sizes(plan)}, on_devices)
+    told: Counter[tuple[str, str]] = Counter()
+    tensors: Counter[tuple[str, str]] = Counter()
+    for transfer in plan.transfers:
+        assert transfer.bytes_per_call is not None
+        assert transfer.tensors is not None
+        told[short(transfer.sender), short(transfer.receiver)] += transfer.bytes_per_call
+        tensors[short(transfer.sender), short(transfer.receiver)] += transfer.tensors
+    assert tensors == Counter(
+        (e.sender, e.receiver) for e in edges(graphs) if not (e.control or idle & {e.sender, e.receiver} - {"CPU:0"})
+    )
+    assert told == +sent
+    assert plan.bytes_per_call == sum(sent.values())
+
+
+def _sizes(plan: Plan) -> Any:
+    sizes = [device.rows or 0 for device in plan.devices]
+    return tf.constant(sizes if plan.traces > 1 else [size for size in sizes if size], tf.int32)
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize("towers", [TOWERS, ["CPU:3", "CPU:0", "CPU:5"]], ids=["apart from the host", "with the host"])
+def test_pairs_of_devices_and_order_are_those_of_the_graph(name: str, towers: list[str]) -> None:
+    mapper, _ = mapper_of(name, towers)
+    plan = mapper.explain(X)
+    graphs = partitions(mapper, X)
+    waits = {(short(e.sender), short(e.receiver)) for e in plan.control_edges}
+    told = {(short(t.sender), short(t.receiver)) for t in plan.transfers}
+    seen = {(edge.sender, edge.receiver) for edge in edges(graphs)}
+    assert told | waits == seen
+    if towers == TOWERS:
+        assert waits == {(edge.sender, edge.receiver) for edge in between_towers(graphs)}
+        assert all(edge.control for edge in between_towers(graphs))
+
+
+@pytest.mark.parametrize("name", ["elementwise", "python", "seeded"])
+def test_devices_and_rows_are_those_of_the_call(name: str, devices: list[str]) -> None:
+    mapper, _ = mapper_of(name, devices)
+    plan = mapper.explain(X)
+    assert [device.device for device in plan.devices] == [full(d) for d in devices]
+    assert sum(device.rows or 0 for device in plan.devices) == 7
+    towers = next(iter(mapper._towers.values()))
+    wanted = Counter(shard.device for shard in towers.shards(7)[0] for _ in range(len(shard)))
+    assert {d.device: d.rows for d in plan.devices if d.rows} == wanted
+
+
+def test_ops_that_leave_their_device_do_so_in_the_graph() -> None:
+    def pinned(row: Any) -> Any:
+        with tf.device("/CPU:5"):
+            return tf.linalg.matvec(tf.ones([3, 3]), row)
+
+    mapper = devicemap.DeviceMap(pinned, devices=TOWERS, vectorize=False)
+    plan = mapper.explain(X)
+    assert StrayOp("MatMul", full("CPU:5"), "placed by fn") in plan.strays
+    assert set(placements(partitions(mapper, X), "MatMul")) == {"CPU:5"}
+    assert any("take tf.device out of fn" in line for line in plan.advice)
+
+    mapper, _ = mapper_of("python", TOWERS)
+    plan = mapper.explain(X)
+    assert (plan.strays, plan.python_ops) == ((), ("EagerPyFunc",))
+    assert set(placements(partitions(mapper, X), "EagerPyFunc")) == set(TOWERS)
+
+
+def test_vectorising_forgets_a_device_and_the_plan_says_so() -> None:
+    def pinned(row: Any) -> Any:
+        with tf.device("/CPU:5"):
+            return tf.linalg.matvec(tf.eye(3) * 2, row)
+
+    mapper = devicemap.DeviceMap(pinned, devices=TOWERS)
+    assert mapper.explain(X).strays == ()
+    assert set(placements(partitions(mapper, X), "MatMul")) <= set(TOWERS)
+
+
+# It runs nothing, and what it makes is used
+
+
+@pytest.mark.parametrize("given", ["data", "spec"])
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_nothing_runs_and_nothing_is_traced_again(name: str, given: str) -> None:
+    mapper, function = mapper_of(name, TOWERS)
+    states = [v.numpy() for v in function.dropout.variables]
+    asked = X if given == "data" else tf.TensorSpec(X.shape, X.dtype)
+    plan = mapper.explain(asked)
+    assert function.calls == 0
+    assert float(function.total) == 0.0
+    for variable, state in zip(function.dropout.variables, states):
+        np.testing.assert_array_equal(variable, state)
+    before = _built(mapper)
+    mapper(X)
+    assert _built(mapper) == before
+    assert mapper.explain(asked) == plan
+
+
+def _built(mapper: Any) -> dict[int, dict[Any, Any]]:
+    """All traces of a mapper, with the graphs that were built of each."""
+    return {id(towers): dict(towers._graphs) for towers in mapper._towers.values()}
+
+
+def test_a_generator_does_not_move() -> None:
+    generator = tf.random.Generator.from_seed(3)
+    before = generator.state.numpy()
+    plan = devicemap.DeviceMap(lambda row: row + generator.normal([3]), devices=TOWERS).explain(X)
+    np.testing.assert_array_equal(generator.state, before)
+    (random,) = plan.random_ops
+    assert random.ops == ("RngReadAndSkip",)
+    assert "atomically" in random.seeding
+
+
+_TRACED_FOR_NOTHING = "chunks trace the streams of the graph too, which they do not use"
+
+
+@pytest.mark.parametrize(
+    ("seeded", "chunks"),
+    [
+        (False, False),
+        (False, True),
+        (True, False),
+        pytest.param(True, True, marks=pytest.mark.xfail(reason=_TRACED_FOR_NOTHING, strict=False)),
+    ],
+)
+def test_traces_are_counted(seeded: bool, chunks: bool) -> None:
+    traces = 0
+
+    def fn(row: Any) -> Any:
+        nonlocal traces
+        traces += 1
+        return row + (tf.random.normal([3], seed=1) if seeded else 0.0)
+
+    mapper = devicemap.DeviceMap(fn, devices=TOWERS, batch_size=2 if chunks else None)
+    plan = mapper.explain(X)
+    mapper(X)
+    mapper(X[:1])
+    assert traces == plan.traces == (4 if seeded else 1)
+
+
+def test_seeded_draws_are_the_same_with_and_without_a_plan() -> None:
+    draws = []
+    for explained in (False, True):
+        tf.random.set_seed(1)
+        mapper, _ = mapper_of("seeded", TOWERS)
+        if explained:
+            mapper.explain(X)
+        draws.append(mapper(X).numpy())
+    np.testing.assert_array_equal(*draws)
+
+
+def test_no_stream_is_made_for_chunks() -> None:
+    mapper, _ = mapper_of("seeded", TOWERS, batch_size=2)
+    mapper.explain(X)
+    (towers,) = set(mapper._towers.values())
+    assert (towers._streams, towers._graphs) == ({}, {})
+
+
+# Data, specs, chunks, unknown rows
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_spec_gives_the_plan_of_data(name: str, batch_size: int | None) -> None:
+    mapper, _ = mapper_of(name, TOWERS, batch_size=batch_size)
+    assert mapper.explain(tf.TensorSpec([7, 3], tf.float32, name="x")) == mapper.explain(X)
+
+
+def test_a_nest_of_ragged_sparse_and_dense_specs() -> None:
+    ragged = tf.ragged.constant([[1.0], [2.0, 3.0]])
+    sparse = tf.sparse.from_dense([[1.0, 0.0], [0.0, 2.0]])
+    mapper = devicemap.DeviceMap(lambda r, s, d: d["n"] + tf.reduce_sum(r), devices=["CPU:0", "CPU:1"])
+    data = (ragged, sparse, {"n": tf.constant([1.0, 2.0])})
+    specs = (
+        tf.RaggedTensorSpec([2, None], tf.float32),
+        tf.SparseTensorSpec([None, 2], tf.float32),
+        {"n": tf.TensorSpec([2])},
+    )
+    plan = mapper.explain(specs)
+    assert plan == mapper.explain(data)
+    rows, results = plan.transfers
+    assert (rows.tensors, rows.bytes_per_call, rows.bytes_per_row) == (2 + 3 + 1, None, None)
+    assert (results.bytes_per_call, plan.bytes_per_call, plan.memory_bytes_per_row) == (4, None, None)
+    assert len(mapper._towers) == 1 or len(set(map(id, mapper._towers.values()))) == 1
+
+
+def test_unknown_rows() -> None:
+    mapper, _ = mapper_of("loop", TOWERS)
+    plan = mapper.explain(tf.TensorSpec([None, 3]))
+    assert plan.rows is None
+    assert [device.rows for device in plan.devices] == [None] * 3
+    assert {(t.what, t.bytes_per_row, t.bytes_per_call) for t in plan.transfers} == {
+        ("rows", 12, None),
+        ("results", 12, None),
+        ("weights", None, 48),
+    }
+    assert "an unknown number of rows on 3 devices" in str(plan)
+
+
+def test_no_rows() -> None:
+    plan = mapper_of("loop", TOWERS)[0].explain(X[:0])
+    assert (plan.rows, plan.transfers, [d.rows for d in plan.devices]) == (0, (), [0, 0, 0])
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_chunks_of_data_and_of_a_dataset(name: str) -> None:
+    mapper, function = mapper_of(name, TOWERS, batch_size=2)
+    dataset = tf.data.Dataset.from_tensor_slices(X)
+    plan = mapper.explain(dataset.batch(4) if name == "dropped" else dataset)
+    of_data = mapper.explain(X)
+    assert plan.way == of_data.way == "chunks"
+    assert plan.transfers == of_data.transfers if name != "dropped" else plan.rows is None
+    assert plan.control_edges == ()
+    in_flight = [device.chunks_in_flight for device in plan.devices]
+    assert in_flight == {"ordered": [1, 0, 0], "dropped": [1, 1, 1]}.get(name, [2, 2, 2])
+    assert function.calls == 0
+    graphs = partitions(mapper, X)
+    assert between_towers(graphs) == []
+    towards = {short(t.receiver) for t in plan.transfers if t.what == "rows"}
+    assert {e.receiver for e in edges(graphs)} - {"CPU:0"} <= towards
+
+
+def test_one_device_gets_all_chunks() -> None:
+    plan = mapper_of("elementwise", ["CPU:2"], batch_size=2)[0].explain(X)
+    assert {t.what: t.bytes_per_call for t in plan.transfers} == {"rows": 84, "results": 84}
+
+
+def test_data_on_another_device_goes_over_the_host() -> None:
+    with tf.device("CPU:4"):
+        there = tf.identity(X)
+    mapper, _ = mapper_of("elementwise", ["CPU:1", "CPU:0"])
+    transfers = {(short(t.sender), short(t.receiver)): t.bytes_per_call for t in mapper.explain(there).transfers}
+    assert transfers == {("CPU:4", "CPU:0"): 84, ("CPU:0", "CPU:1"): 48, ("CPU:1", "CPU:0"): 48}
+    seen = Counter((edge.sender, edge.receiver) for edge in edges(partitions(mapper, there)))
+    assert set(seen) == set(transfers)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((tf.TensorSpec([3]), X), r"data_or_spec\[1\] is a .*Tensor; expected tf.TensorSpec"),
+        (tf.TensorSpec([]), "needs rows as its first axis"),
+        (tf.TensorSpec(None), "needs rows as its first axis"),
+        ((tf.TensorSpec([3]), tf.TensorSpec([4])), r"data_or_spec\[0\] has 3, data_or_spec\[1\] has 4"),
+        (tf.TensorArraySpec(), "TensorArraySpec; expected"),
+    ],
+)
+def test_specs_that_cannot_be(given: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        devicemap.DeviceMap(tf.sin, devices=["CPU:0"]).explain(given)
+
+
+def test_inside_a_function_it_is_refused() -> None:
+    mapper = devicemap.DeviceMap(tf.sin, devices=["CPU:0"])
+    with pytest.raises(DataError, match=r"inside a tf\.function"):
+        tf.function(lambda x: mapper.explain(x).rows)(X)
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_whatever_can_be_mapped_can_be_explained(case: Case) -> None:
+    mapper = devicemap.DeviceMap(case.fn, devices=TOWERS, batched=case.batched, **case.options)
+    plan = mapper.explain(case.data)
+    assert plan.control_edges == plan.ordered == ()
+    assert plan.summary in str(plan)
+    json.dumps(plan.to_dict())
+    assert {t.what for t in plan.transfers} >= {"rows", "results"}
+
+
+# What fn captures and draws
+
+
+def test_how_what_is_captured_is_shared() -> None:
+    def handling(name: str, devices: list[str], **options: Any) -> list[tuple[str, Handling, int | None]]:
+        plan = mapper_of(name, devices, **options)[0].explain(X)
+        return [(c.name, c.handling, c.size_bytes) for c in plan.captured]
+
+    assert handling("loop", TOWERS) == [("weights", Handling.COPIED, 48)]
+    assert handling("weighted", TOWERS) == [("weights", Handling.PASSED, 48)]
+    assert handling("gather", TOWERS) == [("embedding", Handling.COPIED, 1200)]
+    assert handling("loop", ["CPU:0"]) == [("weights", Handling.IN_PLACE, 48)]
+    assert handling("weighted", TOWERS, batch_size=2) == [("weights", Handling.PASSED, 48)]
+    assert handling("loop", TOWERS, batch_size=2) == [("weights", Handling.COPIED, 48)]
+    assert handling("tensor", TOWERS) == [("large", Handling.PASSED, 1200)]
+    assert handling("ordered", TOWERS) == [("total", Handling.ORDERED, 4)]
+    assert handling("atomic", TOWERS) == [("total", Handling.ATOMIC, 4)]
+    ((name, dropped, _),) = handling("dropped", TOWERS)
+    assert "seed_generator_state" in name
+    assert dropped is Handling.SEED
+
+
+def test_names_come_from_the_code_where_variables_have_none() -> None:
+    total, table = tf.Variable(1.0), tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
+    named = tf.Variable(2.0, name="scale")
+
+    def fn(n: Any) -> Any:
+        total.assign_add(1.0)
+        return table.lookup(n) + tf.cast(named, tf.int64)
+
+    plan = devicemap.DeviceMap(fn, devices=TOWERS).explain(tf.TensorSpec([5], tf.int64))
+    assert {"total", "table", "scale"} <= {c.name for c in plan.captured}
+    assert {c.name: c.handling for c in plan.captured}["table"] is Handling.LOOKED_UP
+    assert any("looks things up in `table`, which lives on CPU:0" in line for line in plan.advice)
+
+
+def test_batch_normalisation_and_metrics_are_named() -> None:
+    norm, metric = tf.keras.layers.BatchNormalization(), tf.keras.metrics.Mean()
+    norm.build([None, 3])
+    plan = devicemap.DeviceMap(lambda b: norm(b, training=True), batched=True, devices=TOWERS).explain(X)
+    assert [name.rpartition("/")[2] for name in plan.ordered] == ["moving_mean", "moving_variance"]
+    assert plan.control_edges == (
+        ControlEdge(full("CPU:1"), full("CPU:2")),
+        ControlEdge(full("CPU:2"), full("CPU:3")),
+    )
+    assert "call batch normalisation with training=False" in plan.advice[0]
+
+    def measured(batch: Any) -> Any:
+        metric.update_state(batch)
+        return batch
+
+    plan = devicemap.DeviceMap(measured, batched=True, devices=TOWERS).explain(X)
+    assert plan.ordered
+    assert "devices work one after another, in row order" in plan.advice[0]
+
+
+def test_random_ops_and_their_seeds() -> None:
+    def seeding(fn: Any, **options: Any) -> str:
+        (random,) = devicemap.DeviceMap(fn, devices=TOWERS, **options).explain(X).random_ops
+        return random.seeding
+
+    dropout = tf.keras.layers.Dropout(0.5)
+    assert "a number stream for each" in seeding(lambda row: row + tf.random.normal([3], seed=1))
+    assert "of its own" in seeding(lambda row: row + tf.random.normal([3]))
+    assert "Keras" in seeding(lambda b: dropout(b, training=True), batched=True)
+    assert "row's index" in seeding(lambda row, seed: row + tf.random.stateless_normal([3], seed), seed=4)
+    assert "that fn gives them" in seeding(lambda row: row + tf.random.stateless_normal([3], [1, 2]))
+
+
+def test_memory_is_an_upper_estimate_from_shapes() -> None:
+    def memory(fn: Any, **options: Any) -> int | None:
+        return devicemap.DeviceMap(fn, devices=TOWERS, **options).explain(X).memory_bytes_per_row
+
+    assert memory(tf.sin) == 3 * 12  # the row, its result, and the op's
+    assert memory(lambda row: tf.sin(tf.cos(row))) == 4 * 12
+    assert memory(lambda b: tf.sin(b), batched=True) == 3 * 12
+    assert memory(tf.sin, vectorize=False) == 2 * (12 + 12)
+    assert memory(lambda row: tf.boolean_mask(row, row > 0), vectorize=False) is None
+    assert memory(lambda row: tf.strings.as_string(row)) is None
+    plan = devicemap.DeviceMap(tf.sin, devices=TOWERS).explain(X)
+    assert [device.memory_bytes for device in plan.devices] == [3 * 36, 2 * 36, 2 * 36]
+
+
+# Decisions, without TensorFlow
+
+
+FLOAT, TEXT = tf.float32.as_datatype_enum, tf.string.as_datatype_enum
+KERNELS: dict[str, list[tuple[str, dict[str, frozenset[int]]]]] = {
+    "DecodeJpeg": [("CPU", {})],
+    "Sin": [("CPU", {"T": frozenset([FLOAT])}), ("GPU", {"T": frozenset([FLOAT])})],
+    "Identity": [("CPU", {}), ("DEFAULT", {"T": frozenset([FLOAT])})],
+    "AsString": [("CPU", {})],
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "kind", "dtypes", "there"),
+    [
+        ("DecodeJpeg", "GPU", {}, False),
+        ("DecodeJpeg", "CPU", {}, True),
+        ("Sin", "GPU", {"T": [FLOAT]}, True),
+        ("Identity", "GPU", {"T": [FLOAT]}, True),
+        ("Identity", "GPU", {"T": [TEXT]}, False),
+    ],
+)
+def test_kernels_by_kind_and_dtype(op: str, kind: str, dtypes: dict[str, list[int]], there: bool) -> None:
+    assert has_kernel(KERNELS[op], kind, dtypes) is there
+
+
+def test_ops_without_a_kernel_on_a_gpu() -> None:
+    def fn(text: Any) -> Any:
+        return tf.sin(tf.cast(tf.io.decode_jpeg(text), tf.float32)), tf.strings.as_string(tf.identity(1.0))
+
+    ops = tf.function(fn).get_concrete_function(tf.TensorSpec([], tf.string)).graph.get_operations()
+
+    def kernels_of(op: str) -> list[tuple[str, dict[str, frozenset[int]]]]:
+        return KERNELS.get(op, [])
+
+    found = stray_ops(ops, [full("GPU:0")], ["GPU"], kernels_of)
+    assert {(s.op, s.device, s.reason) for s in found} == {
+        ("DecodeJpeg", "GPU", "no kernel"),
+        ("AsString", "GPU", "no kernel"),
+        ("Identity", "GPU", "no kernel"),  # of the text
+    }
+    assert stray_ops(ops, [full("CPU:0")], ["CPU"], kernels_of) == []
+
+
+def test_rows_in_one_graph_and_in_chunks() -> None:
+    leaves = [Leaf(1, 12, "host"), Leaf(3, None, "host")]
+    shards = [Shard("a", 0, 3), Shard("host", 3, 5), Shard("a", 5, 6)]
+    assert rows_in_one_graph("rows", leaves[:1], shards, to_devices=True, rows_known=True) == [
+        Transfer("rows", "host", "a", 2, 48, 12)
+    ]
+    assert rows_in_one_graph("results", leaves, shards, to_devices=False, rows_known=True) == [
+        Transfer("results", "a", "host", 8, None, None)
+    ]
+    assert rows_in_chunks("rows", leaves[:1], ["a", "host"], 6, to_devices=True) == [
+        Transfer("rows", "host", "a", None, None, 12)
+    ]
+
+
+def _plan(**facts: Any) -> Plan:
+    devices = facts.pop("device_rows", [4, 4])
+    usual = Plan(
+        name="fn", way="one graph", rows=8, batch_size=None, batched=False, vectorized=True, reason="it can", traces=1,
+        devices=tuple(DevicePlan(f"/device:GPU:{i}", "GPU", n, 1, None, 100, None) for i, n in enumerate(devices)),
+        control_edges=(), ordered=(), strays=(), transfers=(), captured=(), random_ops=(), python_ops=(),
+        memory_bytes_per_row=25,
+    )  # fmt: skip
+    return replace(usual, **facts)
+
+
+ADVICE: list[tuple[dict[str, Any], str]] = [
+    (
+        {"ordered": ("total",)},
+        "`total` is written in a way that depends on order (as in v.assign(g(v))), so the devices work one after another, "
+        "in row order: use assign_add if the order does not matter, or return what changes it and update it after the call",
+    ),
+    (
+        {"strays": (StrayOp("DecodeJpeg", "GPU", "no kernel"),)},
+        "DecodeJpeg has no kernel on GPU: do this in the input pipeline (Dataset.map) instead",
+    ),
+    (
+        {"strays": tuple(StrayOp(op, "GPU", "no kernel") for op in ("A", "B", "C"))},
+        "A, B and C have no kernel on GPU: do this in the input pipeline (Dataset.map) instead",
+    ),
+    (
+        {"vectorized": False, "reason": "Foo has no vectorised form"},
+        "fn is mapped row by row because Foo has no vectorised form; a fn of a whole batch (batched=True) may be faster",
+    ),
+    (
+        {"python_ops": ("PyFunc",)},
+        "PyFunc calls Python, where all devices take turns: use TensorFlow ops instead where it computes, or do it in the "
+        "input pipeline",
+    ),
+    ({"rows": 3, "device_rows": [1, 1, 1, 0, 0, 0, 0, 0]}, "3 rows for 8 devices: 5 devices stay idle"),
+    ({"rows": 1, "device_rows": [1, 0]}, "1 row for 2 devices: 1 device stays idle"),
+    (
+        {"way": "chunks", "batch_size": 8},
+        "8 rows in chunks of up to 8 are 1 for 2 devices: use a smaller batch_size",
+    ),
+    (
+        {"devices": (DevicePlan("/device:GPU:0", "GPU", 8, 1, None, 3 * 2**30, 2**30),)},
+        "the rows of GPU:0 may take up to 3.0 GiB, of which it has 1.0 GiB: pass batch_size",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("facts", "sentence"), ADVICE)
+def test_advice(facts: dict[str, Any], sentence: str) -> None:
+    assert advise(_plan(**facts)) == (sentence,)
+
+
+def test_no_advice_where_nothing_stands_in_the_way() -> None:
+    assert _plan().advice == ()
+    assert _plan(vectorized=False, reason="vectorize=False").advice == ()
+    assert mapper_of("loop", TOWERS)[0].explain(X).advice == ()
+
+
+# The value
+
+
+def test_it_is_frozen_and_plain() -> None:
+    for name in EVERYTHING:
+        plan = mapper_of(name, TOWERS)[0].explain(X)
+        with pytest.raises(FrozenInstanceError):
+            plan.rows = 1  # type: ignore[misc]
+        hash(plan)
+        as_dict = json.loads(json.dumps(plan.to_dict()))
+        assert as_dict == plan.to_dict()
+        assert as_dict["advice"] == list(plan.advice)
+        assert as_dict["devices"][0]["memory_bytes"] == plan.devices[0].memory_bytes
+
+
+def test_it_reads_well() -> None:
+    text = str(mapper_of("ordered", TOWERS)[0].explain(X))
+    for line in (
+        "ordered: 7 rows on 3 devices, in one graph",
+        "control edges between devices: CPU:2 waits for CPU:1, CPU:3 waits for CPU:2",
+        "order is kept for: total",
+        "traces of fn: 1",
+        "* `total` is written in a way that depends on order",
+    ):
+        assert line in text
+    assert all(len(line) <= 100 for line in text.splitlines())
