@@ -262,7 +262,7 @@ class Towers:
         """Copies for graphs with gradients, and for others, whose functions take some values as arguments."""
         with self._lock:
             if differentiable not in self._mirrors:
-                passed = () if differentiable else self._runnable(0, "graph", False).passed
+                passed = self._runnable(0, "graph", False).passed if self.optimized and not differentiable else ()
                 self._mirrors[differentiable] = Mirrors(self.traced, self.places, passed)
             return self._mirrors[differentiable]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any
 
@@ -76,7 +76,8 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
         raise OptionError(f"seed={checked.seed!r}; expected None or an int from 0 to 2**32 - 1")
     if checked.name is not None and not (isinstance(checked.name, str) and checked.name):
         raise OptionError(f"name={checked.name!r}; expected None or a non-empty string")
-    return checked
+    size = checked.batch_size
+    return replace(checked, batch_size=int(size)) if isinstance(size, Integral) else checked
 
 
 def _is_int(value: Any, least: int) -> bool:

@@ -29,7 +29,7 @@ def test_the_code_runs(tmp_path: pathlib.Path) -> None:
     assert len(blocks) >= 5
     program = tmp_path / "readme.py"
     program.write_text("\n".join(blocks))
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "CPU:0 CPU None" in done.stdout
 

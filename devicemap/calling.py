@@ -1,0 +1,216 @@
+"""How rows travel from the user's data to the devices and back, in one of two ways.
+
+    one graph   rows ── shards ──> a tower per place, in one tf.function ──> gathered rows
+    chunks      source ── take ──> a chunk ──> the first idle device's function ──> groups, in order ── join ──> rows
+
+In-memory data goes through one graph that holds all of it: lowest cost per call, differentiable. Datasets, and data with a
+`batch_size`, go in chunks, each to the first idle device: balanced, in bounded memory, and surviving a chunk that fails.
+Both take the same traced function, and the same copies of what it captures.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap.chunking import Chunk, InMemory, Source, from_dataset
+from devicemap.devices import gpu_indices
+from devicemap.errors import DataError, OptionError
+from devicemap.execution import Towers, sizes_in_graph
+from devicemap.gathering import check_row_counts, join, with_row_counts_checked, with_static_rows
+from devicemap.internals import Cancellation, have_tangents, tape_is_recording
+from devicemap.journal.digests import digest_rows
+from devicemap.journal.encoding import describe_call, encode_leaves
+from devicemap.journal.resuming import Unfinished, check_rows
+from devicemap.journal.writing import open_journal
+from devicemap.programs import Program
+from devicemap.reporting import GraphCall, ProgressBar, Recorder
+from devicemap.rows import Rows, as_rows, count_rows
+from devicemap.scheduling import reorder_window
+from devicemap.streaming import Group, Lane, Rules, run_chunks
+from devicemap.types import Event
+
+
+class Calls:
+    """Calls of one program, and the last one that has finished."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.last: GraphCall | Recorder | None = None
+        self._options = program.options
+        self._gpus = gpu_indices(program.devices)
+
+    def in_one_graph(self, rows: Rows) -> Any:
+        """In-memory data, in eager code: one graph takes it to the devices and back."""
+        towers = self.program.towers_for(rows)
+        if not rows.count:
+            return towers.pack(towers.no_rows())
+        taped = tape_is_recording()
+        shards, sizes = towers.shards(rows.count)
+        arguments = (sizes, *self.program.seeded(rows.leaves, 0, rows.count))
+        if taped and have_tangents([*towers.flat(rows.leaves), *towers.traced.concrete.captured_inputs]):
+            raise DataError(
+                "a tf.autodiff.ForwardAccumulator follows the data or a variable of fn, and TensorArray, which gathers the "
+                "rows, has no forward mode; use a tf.GradientTape"
+            )
+        graph = towers.graph(len(shards), differentiable=taped)
+        with GraphCall(shards, towers.take_traces(), self._gpus, self._listeners(), self._keep):
+            try:
+                # A tape records what its own thread does, so a taped call stays in this one.
+                results, returned = graph(*arguments) if taped else towers.run(graph, arguments)
+            except Exception as error:
+                located, cause = self.program.located(error, towers, arguments[1:], shards)
+                raise located from cause
+            if self._options.batched:
+                check_row_counts(results, returned, shards)
+        return towers.pack(results)
+
+    def inside_function(self, rows: Rows) -> Any:
+        """In-memory data, inside the user's own `tf.function`: the same graph becomes a part of it."""
+        if self._options.batch_size is not None:
+            raise OptionError(
+                f"batch_size={self._options.batch_size} inside a tf.function: chunks are handed out in eager code. Map "
+                "outside of the tf.function, or leave batch_size out"
+            )
+        towers = self.program.towers_for(rows)
+        if rows.count == 0:
+            return towers.pack(towers.no_rows())
+        count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
+        places = len(towers.places) if rows.count is None else len(towers.shards(rows.count)[0])
+        sizes = sizes_in_graph(count, places) if rows.count is None else towers.shards(rows.count)[1]
+        graph = towers.graph(places, differentiable=True, any_rows=rows.count is None)
+        results, returned = graph(sizes, *self.program.seeded(rows.leaves, 0, count))
+        if self._options.batched:
+            results = with_row_counts_checked(results, returned, sizes)
+        return towers.pack([with_static_rows(leaf, rows.count) for leaf in results])
+
+    def in_chunks(self, data: Any) -> Any:
+        """Rows or a dataset, in eager code: each chunk goes to the first idle device, the results are joined in order."""
+        source = self._source(data, "mapped")
+        towers = self.program.towers_for(source)
+        parts = [results for group in self._groups(source, towers, Rules()) for results in group.results]
+        if not parts:
+            return towers.pack(towers.no_rows())
+        return self._join(towers, parts)
+
+    def stream(self, data: Any) -> Iterator[Any]:
+        """The same as chunks come, with bounded memory."""
+        source = self._source(data, "streamed", endless=True)
+        towers = self.program.towers_for(source)
+        window = reorder_window(sum(towers.in_flight(self._options.prefetch).values()))
+        rules = Rules(window=window, deterministic=self._options.deterministic)
+
+        def chunks() -> Iterator[Any]:
+            for group in self._groups(source, towers, rules):
+                chunk = self._join(towers, group.results)
+                yield chunk if self._options.deterministic else (group.start, chunk)
+
+        return chunks()
+
+    def spec_of_stream(self, data: Any) -> Any:
+        """What `stream` yields, as a nest of `tf.TypeSpec`s."""
+        towers = self.program.towers_for(self._source(data, "streamed", endless=True))
+        spec = towers.pack(list(towers.traced.specs))
+        return spec if self._options.deterministic else (tf.TensorSpec([], tf.int64), spec)
+
+    def write(self, data: Any, directory: str | os.PathLike[str]) -> None:
+        """Keep the results of all chunks that a directory does not hold yet."""
+        in_memory = not isinstance(data, tf.data.Dataset)
+        rows = as_rows(data) if in_memory else data
+        source = self._source(rows, "written")
+        towers = self.program.towers_for(source)
+        specs = towers.pack(list(towers.traced.specs))
+        header = describe_call(specs, source.specs, self._options, source.rows, None, self.program.name)
+        with open_journal(directory, header) as journal:
+            if in_memory:
+                check_rows(rows, journal)
+            missing = Unfinished(source, journal, compared=in_memory)
+
+            def keep(chunk: Chunk, results: list[Any]) -> None:
+                stop = chunk.start + chunk.count
+                journal.append(chunk.start, stop, encode_leaves(results), digest_rows(chunk.leaves))
+
+            for _ in self._groups(missing, towers, Rules(), keep):
+                pass
+            journal.finish(missing.rows_read)
+
+    def _source(self, data: Any, what: str, endless: bool = False) -> Source:
+        """Rows or a dataset, to be read chunk by chunk."""
+        if not tf.executing_eagerly():
+            raise DataError(
+                f"data cannot be {what} chunk by chunk inside a tf.function; do it outside, or pass tensors and no batch_size"
+            )
+        if tape_is_recording():
+            raise OptionError(
+                "a GradientTape is recording, and gradients do not go through chunks: pass in-memory data without "
+                "batch_size, or put the call into `with tape.stop_recording():` if you need none of it"
+            )
+        if not isinstance(data, tf.data.Dataset):
+            size = self._options.batch_size
+            return InMemory(data if isinstance(data, Rows) else as_rows(data), size if isinstance(size, int) else None)
+        if not endless and data.cardinality() == tf.data.INFINITE_CARDINALITY:
+            raise DataError(
+                "the dataset is infinite, and its whole result would be too; take a part of it with .take(n), or map it as "
+                "a stream"
+            )
+        return from_dataset(data, self._options)
+
+    def _join(self, towers: Towers, parts: list[list[Any]]) -> Any:
+        with tf.device(self.program.output_device):
+            return towers.pack([join(leaves) for leaves in zip(*parts)])
+
+    def _groups(
+        self, source: Source, towers: Towers, rules: Rules, keep: Callable[[Chunk, list[Any]], None] | None = None
+    ) -> Iterator[Group]:
+        """The results of all chunks; where they are kept elsewhere, groups without results."""
+        recorder = Recorder("chunks", towers.take_traces(), self._gpus)
+        listeners: tuple[Callable[[Event], object], ...] = (recorder, *self._listeners())
+
+        def tell(event: Event) -> None:
+            for listener in listeners:
+                listener(event)
+
+        cancellation = Cancellation()
+        functions = towers.functions(cancellation)
+        lanes = [
+            Lane(device, partial(self._run_chunk, towers, functions[device], device, keep), in_flight)
+            for device, in_flight in towers.in_flight(self._options.prefetch).items()
+        ]
+        rules = replace(
+            rules,
+            max_retries=self._options.max_retries,
+            observe=tell,
+            describe=self.program.failed,
+            cancel=cancellation.cancel,
+        )
+        try:
+            yield from run_chunks(source, lanes, rules, towers.paces)
+        finally:
+            self._keep(recorder)
+
+    def _run_chunk(
+        self,
+        towers: Towers,
+        function: Callable[..., Any],
+        device: str,
+        keep: Callable[[Chunk, list[Any]], None] | None,
+        chunk: Chunk,
+    ) -> list[Any] | None:
+        leaves = self.program.seeded(chunk.leaves, chunk.start, chunk.count)
+        results: list[Any] = function(*towers.flat(leaves))
+        if self._options.batched:
+            check_row_counts(results, [], [chunk.on(device)])
+        return results if keep is None else keep(chunk, results)
+
+    def _listeners(self) -> tuple[Callable[[Event], object], ...]:
+        """Who hears of a call besides its report."""
+        progress = self._options.progress
+        return (ProgressBar(self.program.name),) if progress is True else (progress,) if progress else ()
+
+    def _keep(self, call: GraphCall | Recorder) -> None:
+        self.last = call

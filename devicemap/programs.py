@@ -1,0 +1,123 @@
+"""A user's function with its options and devices, and what it was compiled to for each structure of data."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from devicemap.devices import choose_devices, choose_output_device, places_on
+from devicemap.errors import DeviceMapError, FunctionError, brief, function_error
+from devicemap.execution import Towers
+from devicemap.gathering import check_inner_shapes
+from devicemap.options import Options, check_options
+from devicemap.rows import HOST, freeze, take_rows
+from devicemap.tracing import row_seeds, trace
+from devicemap.types import Shard, short_name
+
+
+class Structured(Protocol):
+    """What `fn` can be traced for: rows, something that rows are read from, or specs alone."""
+
+    @property
+    def specs(self) -> Any:
+        """Nest of `tf.TypeSpec`s, of shapes `[None, ...]`."""
+
+    @property
+    def key(self) -> Any:
+        """Hashable: one trace serves one key."""
+
+
+class Program:
+    """Checked options, chosen devices, and a `Towers` per structure of data. Thread-safe."""
+
+    def __init__(self, fn: Callable[..., Any], options: dict[str, Any]):
+        self.fn = fn
+        self.options: Options = check_options(fn, options)
+        self.devices = choose_devices(self.options.devices)
+        self.output_device = choose_output_device(self.options.output_device)
+        self.name = self.options.name or str(getattr(fn, "__name__", type(fn).__name__))
+        self._lock = threading.RLock()
+        self._towers: dict[Any, Towers] = {}
+        self._towers_in: weakref.WeakKeyDictionary[Any, dict[Any, Towers]] = weakref.WeakKeyDictionary()
+
+    def towers_for(self, data: Structured) -> Towers:
+        """What `fn` was traced to for data of this structure, dtypes and inner shapes."""
+        towers = self._towers.get(data.key)
+        if towers is None and not tf.executing_eagerly():
+            towers = self._towers_in.get(tf.compat.v1.get_default_graph(), {}).get(data.key)
+        return towers or self._trace(data)
+
+    def _trace(self, data: Structured) -> Towers:
+        specs = data.specs
+        key = freeze(specs)
+        with self._lock:
+            towers = self._towers.get(key)
+            if towers is None:
+                towers = Towers(
+                    places_on(self.devices),
+                    self.output_device,
+                    lambda stream: trace(self.fn, specs, self.options, stream),
+                    self.name,
+                )
+            known = self._towers
+            if towers.belongs_to_a_graph:  # fn closes over tensors of the user's tf.function
+                known = self._towers_in.setdefault(tf.compat.v1.get_default_graph(), {})
+            known[key] = known[data.key] = towers
+            return towers
+
+    def seeded(self, leaves: tuple[Any, ...], first_row: int, rows: Any) -> tuple[Any, ...]:
+        if self.options.seed is None:
+            return leaves
+        with tf.device(HOST):
+            return (*leaves, row_seeds(self.options.seed, first_row, rows))
+
+    def located(
+        self, error: Exception, towers: Towers, leaves: Sequence[Any], shards: Sequence[Shard]
+    ) -> tuple[BaseException, BaseException]:
+        """The error for a graph that failed, and its cause.
+
+        TensorFlow does not tell which tower it was. So the shards run once more, each for itself, unless that would write
+        a variable again.
+        """
+        if len(shards) > 1 and not towers.traced.audit.writes:
+
+            def attempt(function: Any, shard: Shard) -> Any:
+                rows = [take_rows(leaf, shard.start, shard.stop) for leaf in leaves]
+                try:
+                    return function(*towers.flat(rows)), None
+                except Exception as again:
+                    return None, again
+
+            functions = towers.functions()
+            with ThreadPoolExecutor(len(shards)) as pool:
+                outcomes = list(pool.map(attempt, (functions[shard.device] for shard in shards), shards))
+            for shard, (_, again) in zip(shards, outcomes):
+                if again is not None:
+                    return self.failed(again, [shard]), again
+            try:
+                for parts in zip(*(results for results, _ in outcomes)):
+                    check_inner_shapes(parts)
+            except FunctionError as uneven:
+                return uneven, error
+        return self.failed(error, shards), error
+
+    def failed(self, error: BaseException, shards: Sequence[Shard]) -> BaseException:
+        """The error to raise for one that came from `shards`: from one of several, or one after another."""
+        if isinstance(error, DeviceMapError) or not isinstance(error, Exception):
+            return error
+        again = len({(shard.start, shard.stop) for shard in shards}) == 1  # the same rows, on one device after another
+        where = (
+            ", then ".join([str(shards[0]), *(short_name(shard.device) for shard in shards[1:])])
+            if again
+            else ", or ".join(map(str, shards))
+        )
+        located = function_error(
+            f"{self.name} failed on {where}: {type(error).__name__}: {brief(error)}", error, shards
+        )
+        located.__cause__ = error
+        return located
