@@ -32,6 +32,7 @@ from devicemap.programs import Program
 from devicemap.reporting import GraphCall, ProgressBar, Recorder
 from devicemap.rows import Rows, as_rows, count_rows
 from devicemap.scheduling import reorder_window
+from devicemap.sharding import chunk_bounds
 from devicemap.streaming import Group, Lane, Rules, run_chunks
 from devicemap.types import Event
 
@@ -112,11 +113,15 @@ class Calls:
 
         return chunks()
 
-    def spec_of_stream(self, data: Any) -> Any:
-        """What `stream` yields, as a nest of `tf.TypeSpec`s."""
-        towers = self.program.towers_for(self._source(data, "streamed", endless=True))
+    def shape_of_stream(self, data: Any) -> tuple[Any, int | None]:
+        """What `stream` yields, as a nest of `tf.TypeSpec`s, and how many of them, where that is known."""
+        source = self._source(data, "streamed", endless=True)
+        towers = self.program.towers_for(source)
         spec = towers.pack(list(towers.traced.specs))
-        return spec if self._options.deterministic else (tf.TensorSpec([], tf.int64), spec)
+        count = None
+        if source.rows is not None and source.batch_size is not None:
+            count = len(list(chunk_bounds(source.rows, source.batch_size)))
+        return spec if self._options.deterministic else (tf.TensorSpec([], tf.int64), spec), count
 
     def write(self, data: Any, directory: str | os.PathLike[str]) -> None:
         """Keep the results of all chunks that a directory does not hold yet."""

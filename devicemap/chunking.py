@@ -223,6 +223,7 @@ def from_dataset(dataset: Any, options: Options) -> Elements:
         cardinality = int(dataset.cardinality())
         whole, rows = False, cardinality if cardinality >= 0 else None
         dataset, merged = _batches_of_samples(dataset, size)
+        size = size if merged else 1
     return Elements(dataset, _any_rows(dataset.element_spec), rows, size, whole, merged)
 
 

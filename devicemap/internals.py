@@ -100,7 +100,7 @@ def optimized_graph(concrete: Any) -> Any:
     """
     fetched = meta_graph_pb2.CollectionDef()
     fetched.node_list.value.extend(tensor.name for tensor in concrete.outputs)
-    graph = tf.compat.v1.train.export_meta_graph(graph_def=concrete.graph.as_graph_def(), graph=concrete.graph)
+    graph = meta_graph_pb2.MetaGraphDef(graph_def=concrete.graph.as_graph_def())
     graph.collection_def["train_op"].CopyFrom(fetched)
     config = tf.compat.v1.ConfigProto.FromString(context.context().function_call_options.config_proto_serialized)
     config.graph_options.rewrite_options.min_graph_nodes = -1  # small graphs too

@@ -150,9 +150,10 @@ class DeviceMap:
 
         Returns:
             A generator of chunks: nests of tensors of shape `[rows of the chunk, ...]`. Those of a dataset of batches are
-            its batches, those of everything else have `batch_size` rows, or with `batch_size=None` or `"auto"` as many as
-            pay. With `deterministic=False` they come as they finish, each as `(first row, chunk)`. Nothing is read before
-            the first chunk is asked for; closing or dropping the generator stops everything.
+            its batches, cut to `batch_size` where one is given; those of everything else have `batch_size` rows, or with
+            `batch_size=None` or `"auto"` as many as pay. With `deterministic=False` they come as they finish, each as
+            `(first row, chunk)`. Nothing is read before the first chunk is asked for; closing or dropping the generator
+            stops everything.
 
         Raises:
             OptionError, DataError: at once. `FunctionError` and errors of the dataset: when their turn comes; what was
@@ -178,8 +179,9 @@ class DeviceMap:
             >>> [n.item() for n in dataset.unbatch().as_numpy_iterator()]
             [0, 1, 4, 9, 16]
         """
-        spec = self._calls.spec_of_stream(data)
-        return tf.data.Dataset.from_generator(lambda: self.stream(data), output_signature=spec)
+        spec, count = self._calls.shape_of_stream(data)
+        dataset = tf.data.Dataset.from_generator(lambda: self.stream(data), output_signature=spec)
+        return dataset if count is None else dataset.apply(tf.data.experimental.assert_cardinality(count))
 
     @property
     def report(self) -> Report | None:

@@ -47,6 +47,8 @@ def checked(chunks: Iterable[Chunk], journal: Journal) -> Iterator[Chunk]:
     digest, rows = RowDigest(), 0
     for chunk in chunks:
         rows = chunk.start + chunk.count
+        if journal.rows is not None and rows > journal.rows:
+            raise _other_number(journal, f"{journal.rows} rows", f"at least {rows}")
         while finished and finished[0].start < rows:
             entry = finished[0]
             digest.update(_cut(chunk, max(entry.start, chunk.start), min(entry.stop, rows)).leaves)
@@ -61,11 +63,8 @@ def checked(chunks: Iterable[Chunk], journal: Journal) -> Iterator[Chunk]:
             yield from held
             held.clear()
     if finished or journal.rows not in (None, rows):
-        expected = journal.rows if journal.rows is not None else f"at least {finished[-1].stop}"
-        raise JournalError(
-            f"{journal.directory} holds results of other data: of {expected} rows, and the data has {rows} now. "
-            f"{START_ANEW}"
-        )
+        expected = f"{journal.rows}" if journal.rows is not None else f"at least {finished[-1].stop}"
+        raise _other_number(journal, f"{expected} rows", str(rows))
 
 
 def unfinished(chunks: Iterable[Chunk], journal: Journal) -> Iterator[Chunk]:
@@ -110,6 +109,12 @@ def _cut(chunk: Chunk, start: int, stop: int) -> Chunk:
         with tf.device(HOST):
             leaves = tuple(take_rows(leaf, start - chunk.start, stop - chunk.start) for leaf in leaves)
     return Chunk(start, stop - start, leaves, group=start, last=True)
+
+
+def _other_number(journal: Journal, expected: str, rows: str) -> JournalError:
+    return JournalError(
+        f"{journal.directory} holds results of other data: of {expected}, and the data has {rows} now. {START_ANEW}"
+    )
 
 
 def _other_data(journal: Journal, entry: Entry) -> JournalError:
