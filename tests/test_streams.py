@@ -1,0 +1,265 @@
+"""`DeviceMap.stream` and `as_dataset` on data, devices and consumers; what they are made of is tested in test_streaming."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import devicemap
+from devicemap.errors import DataError, FunctionError, OptionError
+from devicemap.types import CallFinished, ChunkFinished, Event
+
+X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])
+BATCHES = [4, 1, 7, 8]
+
+
+def _samples() -> Any:
+    return tf.data.Dataset.from_tensor_slices(X)
+
+
+def _batches(rows: Any = X, sizes: list[int] = BATCHES) -> Any:
+    """A dataset of uneven batches, of unknown cardinality."""
+
+    def read() -> Iterator[Any]:
+        yield from tf.split(rows, sizes)
+
+    spec = tf.TensorSpec([None, *rows.shape[1:]], rows.dtype)
+    return tf.data.Dataset.from_generator(read, output_signature=spec)
+
+
+def _threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("devicemap")}
+
+
+def _take(chunks: Any, into: list[Any]) -> None:
+    for chunk in chunks:
+        into.append(chunk)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "sizes"),
+    [
+        (X, {"batch_size": 6}, [6, 6, 6, 2]),
+        (X, {"batch_size": 50}, [20]),
+        (_samples(), {"batch_size": 6}, [6, 6, 6, 2]),
+        (_batches(), {"batched": True}, BATCHES),
+        (_batches(), {"batched": True, "batch_size": 5}, [4, 1, 5, 2, 5, 3]),
+        (X, {}, None),
+        (X, {"batch_size": "auto"}, None),
+        (_samples(), {}, None),
+        (_batches(), {"batched": True, "batch_size": "auto"}, None),
+        (X[:0], {"batch_size": 6}, []),
+        (_samples().take(0), {}, []),
+    ],
+)
+def test_chunks_come_in_order(devices: list[str], data: Any, options: dict[str, Any], sizes: list[int] | None) -> None:
+    mapper = devicemap.DeviceMap(lambda x: {"twice": x * 2}, devices=devices, **options)
+    for _ in range(2):
+        chunks = list(mapper.stream(data))
+        if sizes is not None:
+            assert [len(chunk["twice"]) for chunk in chunks] == sizes
+        rows = np.concatenate([chunk["twice"] for chunk in chunks] or [np.zeros([0, 3])])
+        np.testing.assert_array_equal(rows, X * 2 if sizes != [] else np.zeros([0, 3]))
+    assert _threads() == set()
+
+
+def test_as_they_finish(devices: list[str]) -> None:
+    mapper = devicemap.DeviceMap(lambda x: x * 2, devices=devices, batch_size=3, deterministic=False)
+    found = dict(mapper.stream(_samples()))
+    assert sorted(found) == [0, 3, 6, 9, 12, 15, 18]
+    for start, chunk in found.items():
+        np.testing.assert_array_equal(chunk, X[start : start + 3] * 2)
+
+
+def test_ragged_samples_and_strings() -> None:
+    words = tf.data.Dataset.from_generator(
+        lambda: (["a b", "c", "d e f"][:n] for n in (1, 3, 0, 2)), output_signature=tf.TensorSpec([None], tf.string)
+    )
+    mapper = devicemap.DeviceMap(
+        lambda row: tf.strings.length(row), fn_output_signature=tf.RaggedTensorSpec([None], tf.int32), batch_size=2
+    )
+    assert [chunk.to_list() for chunk in mapper.stream(words)] == [[[3], [3, 1, 5]], [[], [3, 1]]]
+
+
+def test_an_endless_dataset() -> None:
+    read = 0
+
+    def forever() -> Iterator[int]:
+        nonlocal read
+        while True:
+            read += 1
+            yield read
+
+    numbers = tf.data.Dataset.from_generator(forever, output_signature=tf.TensorSpec([], tf.int64))
+    mapper = devicemap.DeviceMap(lambda n: n * n, devices=["CPU:1", "CPU:2"], batch_size=4)
+    stream = mapper.stream(numbers)
+    assert [next(stream).numpy().tolist() for _ in range(2)] == [[1, 4, 9, 16], [25, 36, 49, 64]]
+    time.sleep(0.5)  # a consumer that does nothing for a while
+    assert read < 4 * 40
+    stream.close()
+    assert _threads() == set()
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_a_stream_that_is_dropped() -> None:
+    mapper = devicemap.DeviceMap(lambda n: n * n, batch_size=1)
+    stream = mapper.stream(tf.data.Dataset.range(10).repeat())
+    next(stream)
+    del stream
+    gc.collect()
+    assert _threads() == set()
+
+
+def test_a_consumer_that_raises() -> None:
+    mapper = devicemap.DeviceMap(lambda n: n * n, batch_size=1)
+
+    def consume() -> None:
+        for chunk in mapper.stream(tf.data.Dataset.range(10).repeat()):
+            if chunk[0] == 9:
+                raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        consume()
+    gc.collect()
+    assert _threads() == set()
+
+
+def test_a_dataset_that_raises_half_way() -> None:
+    def read() -> Iterator[Any]:
+        for i in range(6):
+            if i == 4:
+                raise OSError("the disk")
+            yield i
+
+    numbers = tf.data.Dataset.from_generator(read, output_signature=tf.TensorSpec([], tf.int64))
+    mapper = devicemap.DeviceMap(lambda n: n * n, batch_size=1)
+    delivered: list[Any] = []
+    with pytest.raises(tf.errors.OpError, match="the disk"):
+        _take(mapper.stream(numbers), delivered)
+    assert np.concatenate(delivered).tolist() == [0, 1, 4, 9]
+    assert mapper.report is not None
+    assert "the disk" in str(mapper.report.error)
+
+
+def test_a_dataset_that_changes_its_structure() -> None:
+    def read() -> Iterator[Any]:
+        yield np.zeros([2, 3], np.float32)
+        yield np.zeros([2, 4], np.float32)
+
+    changing = tf.data.Dataset.from_generator(read, output_signature=tf.TensorSpec([None, 3], tf.float32))
+    delivered: list[Any] = []
+    with pytest.raises(tf.errors.OpError, match=r"\[None, 3\]|\(None, 3\)"):
+        _take(devicemap.DeviceMap(lambda b: b, batched=True).stream(changing), delivered)
+    assert len(delivered) == 1
+
+
+def test_inner_shapes_that_change_are_told_apart() -> None:
+    """Each chunk of a stream is for itself; a whole result cannot hold both."""
+
+    def read() -> Iterator[Any]:
+        yield np.zeros([2, 3], np.float32)
+        yield np.zeros([2, 4], np.float32)
+
+    changing = tf.data.Dataset.from_generator(read, output_signature=tf.TensorSpec([None, None], tf.float32))
+    mapper = devicemap.DeviceMap(lambda b: b, batched=True)
+    assert [chunk.shape.as_list() for chunk in mapper.stream(changing)] == [[2, 3], [2, 4]]
+    with pytest.raises(FunctionError, match="different inner shapes"):
+        mapper(changing)
+
+
+def test_an_error_in_a_stream_comes_after_what_was_finished() -> None:
+    def fn(n: Any) -> Any:
+        tf.debugging.assert_less(n, tf.constant(9, tf.int64), message="too large")
+        return n
+
+    delivered: list[Any] = []
+    message = r"failed on rows? .* on CPU:\d: InvalidArgumentError: .*too large"
+    with pytest.raises(FunctionError, match=message) as caught:
+        _take(devicemap.DeviceMap(fn, batch_size=3).stream(tf.data.Dataset.range(20)), delivered)
+    assert np.concatenate(delivered).tolist() == list(range(9))
+    assert 9 <= caught.value.shards[0].start < 12
+    assert isinstance(caught.value, tf.errors.InvalidArgumentError)
+
+
+def test_two_streams_of_one_mapper_at_once() -> None:
+    mapper = devicemap.DeviceMap(lambda n: n * n, devices=["CPU:0", "CPU:1"], batch_size=3)
+    for a, b in zip(mapper.stream(tf.range(30)), mapper.stream(tf.range(30))):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_events_of_a_stream() -> None:
+    events: list[Event] = []
+    mapper = devicemap.DeviceMap(lambda n: n * n, batch_size=3, progress=events.append)
+    list(mapper.stream(tf.range(10)))
+    assert sum(len(event.shard) for event in events if isinstance(event, ChunkFinished)) == 10
+    assert isinstance(events[-1], CallFinished)
+    assert mapper.report is not None
+    assert (mapper.report.way, mapper.report.rows) == ("chunks", 10)
+
+
+def test_as_a_dataset(devices: list[str]) -> None:
+    mapper = devicemap.DeviceMap(lambda x: (x * 2, tf.reduce_sum(x)), devices=devices, batch_size=6)
+    dataset = mapper.as_dataset(X)
+    assert dataset.element_spec == (tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None], tf.float32))
+    assert int(dataset.cardinality()) == 4
+    for _ in range(2):  # each iteration maps anew
+        rows, sums = next(iter(dataset.unbatch().batch(20)))
+        np.testing.assert_array_equal(rows, X * 2)
+        np.testing.assert_allclose(sums, tf.reduce_sum(X, 1))
+    assert [len(rows) for rows, _ in dataset.prefetch(2).repeat(2)] == [6, 6, 6, 2] * 2
+    iterator = iter(dataset)
+    next(iterator)
+    del iterator
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while _threads() and time.monotonic() < deadline:  # tf.data lets go of the generator in a thread of its own
+        time.sleep(0.01)
+    assert _threads() == set()
+
+
+def test_as_a_dataset_with_first_rows() -> None:
+    mapper = devicemap.DeviceMap(lambda x: x * 2, batch_size=6, deterministic=False)
+    dataset = mapper.as_dataset(_samples())
+    assert dataset.element_spec == (tf.TensorSpec([], tf.int64), tf.TensorSpec([None, 3], tf.float32))
+    assert sorted(int(start) for start, _ in dataset) == [0, 6, 12, 18]
+
+
+def test_a_model_is_fitted_on_a_stream() -> None:
+    mapper = devicemap.DeviceMap(lambda x: (x / 60, tf.reduce_sum(x, keepdims=True) / 60), batch_size=5)
+    model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    history = model.fit(mapper.as_dataset(X), epochs=3, verbose=0, shuffle=False).history["loss"]
+    assert len(history) == 3
+    assert history[-1] < history[0]
+
+
+def test_where_there_are_no_streams() -> None:
+    mapper = devicemap.DeviceMap(lambda x: x * 2, batch_size=6)
+    with pytest.raises(DataError, match=r"streamed chunk by chunk inside a tf\.function"):
+        tf.function(lambda: list(mapper.stream(X)), autograph=False)()
+    with tf.GradientTape(), pytest.raises(OptionError, match="gradients do not go through chunks"):
+        mapper.stream(X)  # at once, not at the first chunk
+    with pytest.raises(DataError, match="scalar"):
+        mapper.stream(tf.constant(1.0))
+
+
+@pytest.mark.parametrize("devices_in_flight", [1, 2, 4])
+def test_dropout_masks_of_a_stream_differ(devices_in_flight: int) -> None:
+    dropout = tf.keras.layers.Dropout(0.5, seed=1)
+    mapper = devicemap.DeviceMap(
+        lambda b: dropout(b, training=True),
+        devices=["CPU:1", "CPU:2"],
+        batched=True,
+        batch_size=4,
+        prefetch=devices_in_flight,
+    )
+    masks = [tuple(row) for chunk in mapper.stream(tf.ones([64, 40])) for row in chunk.numpy()]
+    assert len(set(masks)) == 64
