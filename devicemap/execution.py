@@ -182,7 +182,7 @@ class Towers:
         mirrors = self._mirrors_for(differentiable)
         ordered = self.traced.audit.ordered
         runnables = [self._runnable(i, "graph", differentiable) for i in range(shards)]
-        acts = bool(self.traced.audit.effects) or self.traced.audit.writes
+        acts = self._acts
         # Inlined into the user's function, one call could assign copies that another one is reading.
         unit = acts or (differentiable and mirrors.any_copies)
 
@@ -222,6 +222,11 @@ class Towers:
         with tf.device(None):
             return call.get_concrete_function(tf.TensorSpec([shards], tf.int32), *specs)
 
+    @property
+    def _acts(self) -> bool:
+        """Whether `fn` does something besides returning."""
+        return bool(self.traced.audit.effects) or self.traced.audit.writes
+
     def _build_function(self, device: str) -> Any:
         i = self.places.index(device)
         mirrors = self._mirrors_for(False)
@@ -229,11 +234,15 @@ class Towers:
         values = [tensor.shape for tensor in runnable.concrete.inputs[: len(runnable.passed)]]
         dtypes = [tensor.dtype for tensor in runnable.concrete.inputs[: len(runnable.passed)]]
 
-        @tf.function(autograph=False)
+        acts = self._acts
+
+        @tf.function(autograph=False, experimental_attributes=UNCHAINED_UNIT if acts else UNCHAINED)
         def call(*inputs: Any) -> list[Any]:
             passed, shard = inputs[: len(runnable.passed)], inputs[len(runnable.passed) :]
             with tf.device(device), tf.name_scope(f"{self._scope}_{i}"):
                 results = _call(runnable, passed, shard, mirrors.captures(i))
+            if acts:
+                must_run(_ops_of(results))
             with tf.device(self._output_device):  # copied out as a part of the call
                 return tf.nest.map_structure(tf.identity, results, expand_composites=True)
 

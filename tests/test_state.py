@@ -41,6 +41,25 @@ def test_a_captured_variable_travels_once_per_device_and_call() -> None:
     assert towards == {"CPU:0": 3, "CPU:1": 2, "CPU:2": 2, "CPU:3": 2}  # shard and variable in, result out
 
 
+@pytest.mark.parametrize("vectorize", ["auto", False])
+def test_chunks_bring_no_variable_along(vectorize: Any) -> None:
+    """It is on each device before the first chunk of a call; then rows go in and results out, and nothing else."""
+    weights, table = tf.Variable(tf.random.normal([3, 3])), tf.Variable(tf.random.normal([50, 3]))
+
+    def fn(row: Any) -> Any:
+        return tf.linalg.matvec(weights, row) + tf.gather(table, tf.cast(row[0], tf.int32) % 50)
+
+    mapper = devicemap.DeviceMap(fn, devices=TOWERS, batch_size=5, vectorize=vectorize)
+    found = edges(partitions(mapper, X))
+    assert {(edge.sender, edge.receiver) for edge in found} <= {
+        pair for tower in TOWERS for pair in [("CPU:0", tower), (tower, "CPU:0")]
+    }
+    assert not any(edge.control for edge in found)
+    towers = {edge.receiver for edge in found} - {"CPU:0"}
+    assert len({(edge.sender, edge.receiver, edge.source) for edge in found}) == 2 * len(towers)
+    np.testing.assert_allclose(mapper(X), tf.map_fn(fn, X), rtol=1e-4, atol=1e-5)
+
+
 def test_an_update_between_calls_is_seen() -> None:
     scale = tf.Variable(2.0)
     mapper = devicemap.DeviceMap(lambda row: row * scale, devices=["CPU:0", *TOWERS])
