@@ -306,7 +306,7 @@ def test_data_without_rows_is_an_error() -> None:
         ({"modes": "graph"}, OptionError, "modes='graph'; expected a list"),
         ({"modes": []}, OptionError, "expected a list of one or both"),
         ({"modes": None}, OptionError, "expected a list of one or both"),
-        ({"batch_sizes": []}, OptionError, r"batch_sizes=\[\]; expected a list of None and ints"),
+        ({"batch_sizes": []}, OptionError, r"batch_sizes=\[\]; expected a list of None, 'auto' and ints"),
         ({"batch_sizes": 8}, OptionError, "batch_sizes=8; expected a list"),
         ({"batch_sizes": [None, 0]}, OptionError, "batch_size=0; expected None, .auto. or an int of at least 1"),
         ({"batch_sizes": [True]}, OptionError, "batch_size=True; expected"),
@@ -328,6 +328,13 @@ def test_bad_options_fail_before_anything_runs(options: dict[str, Any], error: A
 
     with pytest.raises(error, match=message):
         benchmark(fn, ROWS, **options)
+
+
+def test_batch_sizes_that_are_found_out(tmp_path: Path) -> None:
+    result = benchmark(_row, ROWS, batch_sizes=[None, "auto", 4], rounds=2, seconds=20)
+    assert {m.batch_size for m in result.measurements if m.mode == "graph"} == {None, "auto", 4}
+    json.dumps(result.to_dict())
+    result.plot(tmp_path / "sweep.png")
 
 
 def test_inside_a_function_there_is_nothing_to_time() -> None:

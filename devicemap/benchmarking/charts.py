@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -39,8 +40,8 @@ def _series(measurements: Sequence[Measurement]) -> dict[str, list[Measurement]]
 
 
 def _position(m: Measurement) -> float:
-    """Ascending batch sizes; `None` means the largest there are."""
-    return float("inf") if m.batch_size is None else m.batch_size
+    """Ascending batch sizes; `None` means the largest there are, and `"auto"` stands before all."""
+    return m.batch_size if isinstance(m.batch_size, int) else 0 if m.batch_size == "auto" else math.inf
 
 
 def _draw_rates(axes: Any, series: dict[str, list[Measurement]]) -> None:
@@ -48,9 +49,8 @@ def _draw_rates(axes: Any, series: dict[str, list[Measurement]]) -> None:
     for label, found in series.items():
         at = [positions.index(_position(m)) for m in found]
         axes.plot(at, [m.rows_per_second for m in found], marker="o", label=label)
-    axes.set_xticks(
-        range(len(positions)), ["a shard\nper device" if p == float("inf") else f"{p:.0f}" for p in positions]
-    )
+    names = {0: "auto", math.inf: "a shard\nper device"}
+    axes.set_xticks(range(len(positions)), [names.get(p, f"{p:.0f}") for p in positions])
     axes.set_yscale("log")
     axes.set(xlabel="batch_size, rows per device call", ylabel="rows per second")
     axes.grid(alpha=0.3, which="both")

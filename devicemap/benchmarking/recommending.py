@@ -74,9 +74,12 @@ def _choose(measurements: Sequence[Measurement]) -> Measurement | None:
         return None
     fastest = max(m.rows_per_second for m in measurements)
     good = [m for m in measurements if m.rows_per_second * _AS_GOOD >= fastest]
-    return min(
-        good, key=lambda m: (m.vectorize is False, m.batch_size is not None, -(m.batch_size or 0), len(m.devices))
-    )
+
+    def complexity(m: Measurement) -> tuple[bool, bool, int, int]:
+        rows = m.batch_size if isinstance(m.batch_size, int) else 0
+        return m.vectorize is False, m.batch_size is not None, -rows, len(m.devices)
+
+    return min(good, key=complexity)
 
 
 def _idle_gpu(one: Measurement) -> str | None:
@@ -87,7 +90,7 @@ def _idle_gpu(one: Measurement) -> str | None:
 
 def _settings(m: Measurement) -> str:
     vectorize = "" if m.vectorize is None else f" and vectorize={m.vectorize!r}"
-    return f"batch_size={m.batch_size}{vectorize}"
+    return f"batch_size={m.batch_size!r}{vectorize}"
 
 
 def _lower(sentence: str) -> str:

@@ -29,7 +29,7 @@ def benchmark(
     data: Any,
     *,
     devices: Any = None,
-    batch_sizes: Iterable[int | None] | None = None,
+    batch_sizes: Iterable[int | str | None] | None = None,
     modes: Iterable[str] = MODES,
     rounds: int = 5,
     seconds: float = 30.0,
@@ -122,15 +122,15 @@ def _check_options(fn: Callable[..., Any], options: dict[str, Any]) -> Options:
     return replace(checked, output_device=choose_output_device(checked.output_device))
 
 
-def _check_batch_sizes(fn: Callable[..., Any], batch_sizes: Iterable[int | None]) -> tuple[int | None, ...]:
+def _check_batch_sizes(fn: Callable[..., Any], batch_sizes: Iterable[int | str | None]) -> tuple[int | str | None, ...]:
     sizes = [] if isinstance(batch_sizes, str) or not isinstance(batch_sizes, Iterable) else list(batch_sizes)
     if not sizes:
         raise OptionError(
-            f"batch_sizes={batch_sizes!r}; expected a list of None and ints, or None for a few that fit the rows"
+            f"batch_sizes={batch_sizes!r}; expected a list of None, 'auto' and ints, or None for a few that fit the rows"
         )
     for size in sizes:
         check_options(fn, {"batch_size": size})
-    return tuple(dict.fromkeys(None if size is None else int(size) for size in sizes))
+    return tuple(dict.fromkeys(size if size in (None, "auto") else int(size) for size in sizes))
 
 
 def _check_limits(rounds: Any, seconds: Any, max_rows: Any, tolerance: Any) -> None:

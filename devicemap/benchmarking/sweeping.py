@@ -23,8 +23,8 @@ class Way:
     devices: tuple[str, ...]
     """Full names of the devices it runs on."""
 
-    batch_size: int | None
-    """Rows per device call; `None` for one shard per device."""
+    batch_size: int | str | None
+    """Rows per device call; `None` for one shard per device, `"auto"` for what a graph finds out."""
 
     vectorize: bool | str | None
     """The option of that name, where it has a meaning: in graph mode, for a `fn` of one sample. `None` elsewhere."""
@@ -45,7 +45,7 @@ class Skipped(Way):
 def ways_to_measure(
     modes: Sequence[str],
     devices: tuple[str, ...],
-    batch_sizes: Sequence[int | None],
+    batch_sizes: Sequence[int | str | None],
     batched: bool,
     vectorize: bool | str | None,
 ) -> list[Way]:
@@ -66,9 +66,9 @@ def ways_to_measure(
     first, *others = batch_sizes
     chosen: bool | str | None = None if batched else "auto" if vectorize is None else vectorize
 
-    def on_sets(mode: str, batch_size: int | None, vectorize: bool | str | None) -> list[Way]:
+    def on_sets(mode: str, batch_size: int | str | None, vectorize: bool | str | None) -> list[Way]:
         if mode == "eager":
-            batch_size, vectorize = (batch_size if batched else None), None
+            batch_size, vectorize = (batch_size if batched and batch_size != "auto" else None), None
         return [Way(mode, names, batch_size, vectorize) for names in sets]
 
     ways = [way for mode in mode_order for way in on_sets(mode, first, chosen)]

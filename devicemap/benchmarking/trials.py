@@ -84,7 +84,8 @@ class _NotMeasured(Exception):
 def candidate_for(way: Way, fn: Callable[..., Any], rows: Rows, given: dict[str, Any], checked: Options) -> Candidate:
     """What maps `rows` in this way; `given` are the user's options, `checked` the same with their defaults."""
     if way.mode == "eager":
-        return Candidate(way, EagerMap(fn, way.devices, way.batch_size, checked), rows)
+        size = way.batch_size if isinstance(way.batch_size, int) else None
+        return Candidate(way, EagerMap(fn, way.devices, size, checked), rows)
     options = {**given, "devices": list(way.devices), "batch_size": way.batch_size}
     if way.vectorize is not None:
         options["vectorize"] = way.vectorize
