@@ -11,16 +11,19 @@ Both take the same traced function, and the same copies of what it captures.
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from devicemap.chunking import Chunk, InMemory, Source, from_dataset
+from devicemap.chunking import Chunk, Elements, InMemory, Source, from_dataset
 from devicemap.devices import gpu_indices
-from devicemap.errors import DataError, OptionError
+from devicemap.errors import DataError, OptionError, brief
 from devicemap.execution import Towers, sizes_in_graph
 from devicemap.gathering import check_row_counts, join, with_row_counts_checked, with_static_rows
 from devicemap.internals import Cancellation, have_tangents, tape_is_recording
@@ -34,7 +37,7 @@ from devicemap.rows import Rows, as_rows, count_rows
 from devicemap.scheduling import reorder_window
 from devicemap.sharding import chunk_bounds
 from devicemap.streaming import Group, Lane, Rules, run_chunks
-from devicemap.types import Event
+from devicemap.types import DeviceLost, Event, short_name
 
 
 class Calls:
@@ -130,7 +133,8 @@ class Calls:
         source = self._source(rows, "written")
         towers = self.program.towers_for(source)
         specs = towers.pack(list(towers.traced.specs))
-        header = describe_call(specs, source.specs, self._options, source.rows, None, self.program.name)
+        chunk_rows = source.rows_of_first_batch() if isinstance(source, Elements) else None
+        header = describe_call(specs, source.specs, self._options, source.rows, chunk_rows, self.program.name)
         with open_journal(directory, header) as journal:
             if in_memory:
                 check_rows(rows, journal)
@@ -175,8 +179,11 @@ class Calls:
         """The results of all chunks; where they are kept elsewhere, groups without results."""
         recorder = Recorder("chunks", towers.take_traces(), self._gpus)
         listeners: tuple[Callable[[Event], object], ...] = (recorder, *self._listeners())
+        lost: list[DeviceLost] = []
 
         def tell(event: Event) -> None:
+            if isinstance(event, DeviceLost):
+                lost.append(event)
             for listener in listeners:
                 listener(event)
 
@@ -197,6 +204,9 @@ class Calls:
             yield from run_chunks(source, lanes, rules, towers.paces)
         finally:
             self._keep(recorder)
+            # Here, and not where it happened: a warning in a worker's thread comes from no line of the user's.
+            for event in lost:
+                warn_of_loss(self.program.name, event)
 
     def _run_chunk(
         self,
@@ -219,3 +229,17 @@ class Calls:
 
     def _keep(self, call: GraphCall | Recorder) -> None:
         self.last = call
+
+
+def warn_of_loss(name: str, event: DeviceLost) -> None:
+    """Warn the user, at the line that called devicemap, of a device that was set aside."""
+    package = str(Path(__file__).parent)
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(
+        f"{name}: {short_name(event.device)} kept failing, and got no more chunks in this call. Its last error was "
+        f"{type(event.error).__name__}: {brief(event.error)}",
+        RuntimeWarning,
+        stacklevel=level,
+    )

@@ -177,8 +177,13 @@ class Elements:
         self._elements = iter(())
         self._element = None
 
-    def _piece(self, wanted: int) -> tuple[int, tuple[Any, ...]] | None:
-        """At most `wanted` rows of one element."""
+    def rows_of_first_batch(self) -> int | None:
+        """Rows of the first chunk, where batches are handed on as they are: it is read now. Else, or without rows, `None`."""
+        first = self._next_element() if self._whole else None
+        return None if first is None else first.count
+
+    def _next_element(self) -> Rows | None:
+        """The element that rows are taken from, read if none is left of the one before; `None` at the end."""
         while self._element is None:
             element = next(self._elements, None)
             if element is None:
@@ -189,7 +194,13 @@ class Elements:
             self._read_elements += 1
             self._read_rows += element.count or 0
             self._element, self._taken_of_element = (element if element.count else None), 0
-        element, start = self._element, self._taken_of_element
+        return self._element
+
+    def _piece(self, wanted: int) -> tuple[int, tuple[Any, ...]] | None:
+        """At most `wanted` rows of one element."""
+        element, start = self._next_element(), self._taken_of_element
+        if element is None:
+            return None
         assert element.count is not None
         stop = min(start + wanted, element.count)
         self._taken_of_element = stop

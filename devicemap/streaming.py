@@ -134,6 +134,14 @@ class _Task:
     """Whether some of its rows failed before."""
 
 
+def _cut(task: _Task, limit: int) -> list[_Task]:
+    """The task in parts of at most `limit` rows, each with the history of the whole."""
+    return [
+        replace(task, chunk=piece, tried=tuple(piece.on(shard.device) for shard in task.tried))
+        for piece in task.chunk.split(parts(task.chunk.count, limit))
+    ]
+
+
 @dataclass
 class _Open:
     """A group whose results are not all delivered."""
@@ -198,8 +206,11 @@ class _Dispatch:
 
     def work(self, lane: Lane) -> None:
         """A worker's life: take the next chunk, run it, hand in the result."""
-        while (taken := self._take(lane.device)) is not None:
-            self._run(lane, *taken)
+        try:
+            while (taken := self._take(lane.device)) is not None:
+                self._run(lane, *taken)
+        except BaseException as error:  # of cutting a chunk, or of describing an error: nobody may wait for it
+            self._end_with(error)
 
     def deliver(self) -> Iterator[Group]:
         """The consumer's side: groups until all are out, or the first error."""
@@ -263,6 +274,11 @@ class _Dispatch:
                 return self._handed_to(device, _Task(chunk)), waited
 
     def _handed_to(self, device: str, task: _Task) -> _Task:
+        limit = self.paces[device].limit
+        if limit is not None and task.chunk.count > limit:  # cut before that was known, or for another device
+            task, *rest = _cut(task, limit)
+            self._retries[:0] = rest
+            self._changed.notify_all()
         self._running += 1
         self.paces[device] = self.paces[device].taking(task.chunk.count)
         return task
@@ -313,20 +329,21 @@ class _Dispatch:
             if action is Remedy.SPLIT:
                 pace = self.paces[shard.device] = pace.running_out_of_memory(len(shard))
                 assert pace.limit is not None
-                pieces = task.chunk.split(parts(len(shard), pace.limit))
-                self._retries += [_Task(piece, only=shard.device, again=True) for piece in pieces]
+                whole = _Task(task.chunk, only=shard.device, again=True)
+                self._retries[:0] = _cut(whole, pace.limit)  # first: they are the earliest rows that the device had
             elif action is Remedy.RETRY:
                 self._failures[shard.device] += 1
-                lost = self._failures[shard.device] == FAILURES_IN_A_ROW
+                lost = shard.device in self._alive and self._failures[shard.device] >= FAILURES_IN_A_ROW
                 if lost:
                     self._alive.discard(shard.device)
                 if self._alive:
                     self._retries.append(replace(task, tried=tried, again=True))
                 else:
-                    self._error = self._rules.describe(error, tried)
+                    self._error = self._error or self._rules.describe(error, tried)
                     self._at_end = True
             else:
                 self._groups[task.chunk.group].error = self._rules.describe(error, tried)
+                self._retries = [other for other in self._retries if other.chunk.group != task.chunk.group]
                 self._at_end = True
             return lost
 
@@ -342,7 +359,8 @@ class _Dispatch:
                 for number in turn:
                     if (error := self._groups[number].error) is not None:
                         raise error
-                going_on = self._running or self._reading or (self._retries and self._alive)
+                reading = self._reading and self._error is None  # after an error, nobody computes what is still read
+                going_on = self._running or reading or (self._retries and self._alive)
                 if self._at_end and not going_on:
                     if self._error is not None:
                         raise self._error

@@ -1,0 +1,499 @@
+"""Faults in whole calls: devices that run out of memory or break, rows that fail, long jobs, and being interrupted.
+
+Faults are scripted in two ways: on simulated accelerators, where the fault comes out of an op, and without a compiler, where
+the function that a device runs raises what a script says. How the dispatcher alone deals with them is in test_streaming.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import re
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import devicemap
+from benchmarks import simulator
+from devicemap.errors import FunctionError
+from devicemap.execution import Towers
+from devicemap.types import ChunkFailed, ChunkRetried, ChunkStarted, DeviceLost, Event, short_name
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("devicemap")] == []
+
+
+@pytest.fixture(autouse=True)
+def _one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further cores of a CPU take further chunks; here as many are in flight on a device as `prefetch` says."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+
+
+@pytest.fixture
+def sim() -> Iterator[simulator.Simulator]:
+    """The simulator, with fresh devices before and after."""
+    try:
+        sim = simulator.load()
+    except simulator.Unavailable as reason:
+        pytest.skip(str(reason))
+    sim.reset()
+    yield sim
+    sim.reset()
+
+
+Script = Callable[[str, list[int], int], BaseException | None]
+"""Device, rows and which call of the device it is -> what to raise."""
+
+
+@dataclass
+class Faults:
+    """Raises what a script says instead of running a device's function, and counts. The data is the rows' indices."""
+
+    script: Script = lambda device, rows, call: None
+    calls: Counter[str] = field(default_factory=Counter)
+    failed: list[tuple[str, list[int]]] = field(default_factory=list)
+    computed: list[int] = field(default_factory=list)
+    largest: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def around(self, device: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        name = short_name(device)
+
+        def call(rows: Any) -> Any:
+            indices = rows.numpy().tolist()
+            with self.lock:
+                number = self.calls[name]
+                self.calls[name] += 1
+                error = self.script(name, indices, number)
+                if error is not None:
+                    self.failed.append((name, indices))
+            if error is not None:
+                raise error
+            result = function(rows)
+            with self.lock:
+                self.computed += indices
+                self.largest[name] = max(self.largest[name], len(indices))
+            return result
+
+        return call
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """What stands between the library and its devices."""
+    faults, functions = Faults(), Towers.functions
+
+    def scripted(self: Towers, *args: Any) -> Any:
+        return {device: faults.around(device, function) for device, function in functions(self, *args).items()}
+
+    monkeypatch.setattr(Towers, "functions", scripted)
+    return faults
+
+
+def _oom() -> BaseException:
+    return tf.errors.ResourceExhaustedError(None, None, "no room")
+
+
+def _broken() -> BaseException:
+    return tf.errors.UnavailableError(None, None, "it broke")
+
+
+def _triple(row: Any) -> Any:
+    return 3 * row + 1
+
+
+def _of(events: list[Event], kind: type[Event]) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def _take(chunks: Iterable[Any], into: list[int]) -> None:
+    for chunk in chunks:
+        into += chunk.numpy().tolist()
+
+
+# Out of memory
+
+
+def _work(sim: simulator.Simulator, rows: int, **options: Any) -> tuple[devicemap.DeviceMap, Any, Any]:
+    """A mapper of simulated work, its data, and what has to come out; a row takes 20 microseconds."""
+    data = tf.range(rows), tf.fill([rows], 2e-5)
+    return devicemap.DeviceMap(sim.work, batched=True, **options), data, 2 * np.arange(rows) + 1
+
+
+def test_each_limit_is_found_once(sim: simulator.Simulator) -> None:
+    """One device, one chunk at a time: 64, 32 and 16 rows are refused, 8 fit, and no other chunk is refused ever again."""
+    mapper, data, expected = _work(sim, 2048, devices=["CPU:1"], batch_size=64, prefetch=1)
+    sim.configure("CPU:1", memory_rows=10)
+    np.testing.assert_array_equal(mapper(data), expected)
+    assert sim.usage("CPU:1").refused == 3
+    assert mapper.report.back_offs == 3
+    np.testing.assert_array_equal(mapper(data), expected)
+    assert sim.usage("CPU:1").refused == 3
+    assert (mapper.report.back_offs, mapper.report.retries) == (0, 0)
+    assert sim.usage("CPU:1").rows == 2 * 2048  # no row was computed twice
+
+
+def test_only_the_device_without_room_gets_smaller_chunks(sim: simulator.Simulator) -> None:
+    devices = ["CPU:1", "CPU:2", "CPU:3"]
+    mapper, data, expected = _work(sim, 12_000, devices=devices, batch_size=64)
+    sim.configure("CPU:2", memory_rows=10)
+    np.testing.assert_array_equal(mapper(data), expected)
+    first = [sim.usage(device).refused for device in devices]
+    assert first[0] == first[2] == 0
+    assert 1 <= first[1] <= 2 * 3  # two chunks in flight, of which each may find the limit
+    np.testing.assert_array_equal(mapper(data), expected)
+    assert [sim.usage(device).refused for device in devices] == first
+    calls = [call for call in sim.calls() if call.outcome == "finished"]
+    assert {device: max(call.rows for call in calls if call.device == device) for device in devices} == {
+        "CPU:1": 64,
+        "CPU:2": 8,
+        "CPU:3": 64,
+    }
+
+
+@pytest.mark.parametrize("batch_size", [64, "auto"])
+def test_limits_on_all_devices(sim: simulator.Simulator, batch_size: int | str) -> None:
+    limits = {f"CPU:{i}": 7 * (i + 1) for i in range(4)}
+    for device, rows in limits.items():
+        sim.configure(device, memory_rows=rows)
+    mapper, data, expected = _work(sim, 8000, devices=list(limits), batch_size=batch_size)
+    np.testing.assert_array_equal(mapper(data), expected)
+    first = sum(sim.usage(device).refused for device in limits)
+    assert 1 <= first <= 4 * 2 * 4  # devices, chunks in flight, and halvings from 64 down to 7
+    np.testing.assert_array_equal(mapper(data), expected)
+    assert sum(sim.usage(device).refused for device in limits) <= first + 2  # a device that was idle the first time
+    assert sum(sim.usage(device).rows for device in limits) == 2 * 8000
+
+
+def test_batches_of_a_dataset_keep_their_size_for_the_user(sim: simulator.Simulator) -> None:
+    sim.configure("CPU:1", memory_rows=10)
+    mapper, data, expected = _work(sim, 640, devices=["CPU:1", "CPU:2"])
+    chunks = list(mapper.stream(tf.data.Dataset.from_tensor_slices(data).batch(32)))
+    assert [len(chunk) for chunk in chunks] == [32] * 20
+    np.testing.assert_array_equal(tf.concat(chunks, 0), expected)
+
+
+@pytest.mark.parametrize("batch_size", [8, "auto"])
+def test_a_row_that_does_not_fit_is_named(sim: simulator.Simulator, batch_size: int | str) -> None:
+    sim.configure("CPU:3", memory_rows=0)
+    mapper, data, _ = _work(sim, 1000, devices=["CPU:3"], batch_size=batch_size, prefetch=1)
+    with pytest.raises(tf.errors.ResourceExhaustedError, match=r"work failed on row 0 on CPU:3: .*memory") as caught:
+        mapper(data)
+    assert isinstance(caught.value, FunctionError)
+    assert [str(shard) for shard in caught.value.shards] == ["row 0 on CPU:3"]
+    assert sim.usage("CPU:3").refused == 4  # 8, 4, 2 and 1
+
+
+def test_out_of_memory_is_known_by_its_class(faults: Faults) -> None:
+    """A text that speaks of memory is not enough, and none is needed."""
+    silent = tf.errors.ResourceExhaustedError(None, None, "")
+    faults.script = lambda device, rows, call: silent if len(rows) > 2 else None
+    mapper = devicemap.DeviceMap(_triple, devices=["CPU:1"], batch_size=8, prefetch=1)
+    assert mapper(tf.range(64)).numpy().tolist() == [3 * i + 1 for i in range(64)]
+    # The first chunk of a device that nobody has measured is small: 2 rows of 64, then 4, which are refused.
+    assert [len(rows) for _, rows in faults.failed] == [4]
+    talking = tf.errors.InvalidArgumentError(None, None, "OOM: ran out of memory, resource exhausted")
+    faults.script = lambda device, rows, call: talking
+    with pytest.raises(tf.errors.InvalidArgumentError, match="ran out of memory"):
+        devicemap.DeviceMap(_triple, devices=["CPU:1"], batch_size=8)(tf.range(8))
+
+
+def test_a_chunk_from_a_broken_device_is_cut_for_the_one_that_takes_it(faults: Faults) -> None:
+    """CPU:2 has learned that it takes two rows; CPU:1 breaks with eight."""
+
+    def fails(device: str, rows: list[int], call: int) -> BaseException | None:
+        if device == "CPU:2":
+            return _oom() if len(rows) > 2 else None
+        return None if breaks.is_set() is False else _broken()
+
+    breaks = threading.Event()
+    faults.script = fails
+    mapper = devicemap.DeviceMap(_triple, devices=["CPU:1", "CPU:2"], batch_size=8, prefetch=1)
+    expected = [3 * i + 1 for i in range(4096)]
+    assert mapper(tf.range(4096)).numpy().tolist() == expected
+    refused = len(faults.failed)
+    assert refused <= 3
+    breaks.set()
+    with pytest.warns(RuntimeWarning, match="CPU:1 kept failing"):
+        assert mapper(tf.range(4096)).numpy().tolist() == expected
+    assert [device for device, _ in faults.failed[refused:]].count("CPU:2") <= 2  # none, if it had learned its limit
+
+
+# Devices that break
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_a_device_that_breaks_for_good(sim: simulator.Simulator, n: int) -> None:
+    events: list[Event] = []
+    devices = ["CPU:1", "CPU:2", "CPU:3"]
+    sim.configure("CPU:2", fails_from_call=n, error_code=tf.errors.INTERNAL)
+    mapper, data, expected = _work(sim, 6000, devices=devices, batch_size=16, prefetch=1, progress=events.append)
+    message = r"work: CPU:2 kept failing, and got no more chunks in this call. Its last error was InternalError: "
+    with pytest.warns(RuntimeWarning, match=message) as warned:
+        np.testing.assert_array_equal(mapper(data), expected)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__  # the line that called, not one of the library's
+    assert sim.usage("CPU:2").refused == len(_of(events, ChunkFailed)) == 3
+    assert sim.usage("CPU:2").calls == n
+    assert [short_name(event.device) for event in _of(events, DeviceLost)] == ["CPU:2"]
+    retries = _of(events, ChunkRetried)
+    assert len(retries) == mapper.report.retries == 3
+    assert all(short_name(event.shard.device) != "CPU:2" for event in retries)
+    assert [short_name(device) for device in mapper.report.lost_devices] == ["CPU:2"]
+    assert sum(sim.usage(device).rows for device in devices) == 6000
+
+
+def test_a_device_that_breaks_for_a_while_stays(sim: simulator.Simulator) -> None:
+    events: list[Event] = []
+    sim.configure("CPU:2", fails_from_call=4, fails_for_calls=2, error_code=tf.errors.INTERNAL)
+    mapper, data, expected = _work(
+        sim, 6000, devices=["CPU:1", "CPU:2"], batch_size=16, prefetch=1, progress=events.append
+    )
+    np.testing.assert_array_equal(mapper(data), expected)
+    assert (sim.usage("CPU:2").refused, mapper.report.retries, mapper.report.lost_devices) == (2, 2, ())
+    assert sim.usage("CPU:2").calls > 4
+    assert _of(events, DeviceLost) == []
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_when_no_device_is_left_the_original_error_comes_at_once(sim: simulator.Simulator, count: int) -> None:
+    devices = [f"CPU:{i}" for i in range(count)]
+    for device in devices:
+        sim.configure(device, fails_from_call=0, error_code=tf.errors.INTERNAL)
+    mapper, data, _ = _work(sim, 100_000, devices=devices, batch_size=16, max_retries=1000)
+    with (
+        pytest.warns(RuntimeWarning, match="kept failing") as warned,
+        pytest.raises(tf.errors.InternalError, match=r"work failed on rows \d+ to \d+ on CPU:"),
+    ):
+        mapper(data)
+    assert len(warned) == count
+    assert 3 * count <= len(sim.calls()) <= 4 * count  # and what was in flight besides
+
+
+def test_a_warning_reaches_the_thread_that_consumes(faults: Faults) -> None:
+    faults.script = lambda device, rows, call: _broken() if device == "CPU:2" else None
+    stream = devicemap.DeviceMap(_triple, devices=["CPU:1", "CPU:2"], batch_size=2, prefetch=1).stream(tf.range(4000))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chunks = [next(stream)]
+        with pytest.raises(RuntimeWarning, match="CPU:2 kept failing"):
+            chunks.extend(stream)
+    np.testing.assert_array_equal(tf.concat(chunks, 0), 3 * np.arange(4000) + 1)
+
+
+def test_the_error_does_not_wait_for_input_that_nobody_would_compute(faults: Faults) -> None:
+    faults.script = lambda device, rows, call: _broken()
+    failed, release = threading.Event(), threading.Event()
+
+    def rows() -> Iterator[int]:
+        yield from range(64)
+        failed.wait(10)
+        release.wait(10)
+
+    def observe(event: Event) -> None:
+        if isinstance(event, DeviceLost):
+            failed.set()
+
+    dataset = tf.data.Dataset.from_generator(rows, output_signature=tf.TensorSpec([], tf.int32))
+    mapper = devicemap.DeviceMap(_triple, devices=["CPU:1"], batch_size=8, max_retries=9, progress=observe)
+    with pytest.warns(RuntimeWarning), pytest.raises(tf.errors.UnavailableError, match="it broke"):
+        mapper(dataset)
+    assert not release.is_set()
+    release.set()
+    _wait_for_threads()
+
+
+def _wait_for_threads() -> None:
+    """Input that is being read cannot be stopped: its thread ends with it."""
+    deadline = time.monotonic() + 10
+    while any(thread.name.startswith("devicemap") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# Rows that fail
+
+
+def test_bad_input_is_not_tried_again(sim: simulator.Simulator) -> None:
+    mapper, (rows, seconds), _ = _work(sim, 400, devices=["CPU:1", "CPU:2"], batch_size=4, max_retries=5)
+    seconds = tf.tensor_scatter_nd_update(seconds, [[37]], [-1.0])
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        mapper((rows, seconds))
+    (shard,) = caught.value.shards
+    assert shard.start <= 37 < shard.stop
+    assert sum(sim.usage(device).refused for device in ("CPU:1", "CPU:2")) == 1
+
+
+@pytest.mark.parametrize("max_retries", [0, 1, 2])
+def test_a_row_that_fails_everywhere(faults: Faults, max_retries: int) -> None:
+    faults.script = lambda device, rows, call: _broken() if 37 in rows else None
+    devices = ["CPU:1", "CPU:2", "CPU:3"]
+    mapper = devicemap.DeviceMap(_triple, devices=devices, batch_size=4, max_retries=max_retries, name="triple")
+    delivered: list[int] = []
+    with pytest.raises(tf.errors.UnavailableError, match="it broke") as caught:
+        _take(mapper.stream(tf.range(400)), delivered)
+    tried = [device for device, _ in faults.failed]
+    assert len(tried) == 1 + max_retries
+    assert len(set(tried)) == len(tried)  # each time on another device
+    assert [short_name(shard.device) for shard in caught.value.shards] == tried
+    first, last = faults.failed[0][1][0], faults.failed[0][1][-1]
+    assert first <= 37 <= last
+    where = f"row {first}" if first == last else f"rows {first} to {last}"
+    assert str(caught.value) == f"triple failed on {where} on {', then '.join([tried[0]])}{_then(tried[1:])}: " + (
+        "UnavailableError: it broke"
+    )
+    assert delivered == [3 * i + 1 for i in range(36)]  # all that comes before
+    assert len(faults.computed) == len(set(faults.computed))
+
+
+def _then(devices: list[str]) -> str:
+    return "".join(f", then {device}" for device in devices)
+
+
+def test_without_retries_the_first_error_is_raised(faults: Faults) -> None:
+    for error in (_oom(), _broken()):
+        faults.script = lambda device, rows, call: error
+        faults.failed.clear()
+        mapper = devicemap.DeviceMap(_triple, devices=["CPU:1"], batch_size=4, prefetch=1, max_retries=0)
+        with pytest.raises(type(error)):
+            mapper(tf.range(400))
+        assert len(faults.failed) == 1
+
+
+def test_side_effects_of_a_retried_chunk_happen_again(sim: simulator.Simulator) -> None:
+    """As the documentation says: what failed may have happened in part before."""
+    counter = tf.Variable(0, dtype=tf.int64)
+    sim.configure("CPU:1", fails_from_call=0, fails_for_calls=2)
+
+    def counting(rows: Any, seconds: Any) -> Any:
+        with tf.control_dependencies([counter.assign_add(1)]):
+            return sim.work(rows, seconds)
+
+    rows = tf.range(40), tf.zeros([40])
+    results = devicemap.DeviceMap(counting, batched=True, devices=["CPU:1"], batch_size=8, prefetch=1)(rows)
+    np.testing.assert_array_equal(results, 2 * np.arange(40) + 1)
+    assert int(counter) == sim.usage("CPU:1").calls + 2
+
+
+# Interruption
+
+
+def test_an_error_in_the_consumer_stops_all(sim: simulator.Simulator) -> None:
+    mapper, (rows, seconds), _ = _work(sim, 64, devices=["CPU:1", "CPU:2"], batch_size=4)
+    hangs = tf.tensor_scatter_nd_update(seconds, tf.range(20, 64)[:, None], tf.fill([44], np.inf))
+    stream = mapper.stream((rows, hangs))
+
+    def consume() -> None:
+        for _ in stream:
+            raise ZeroDivisionError("the consumer's own")
+
+    with pytest.raises(ZeroDivisionError):
+        consume()
+    ended = time.monotonic()
+    stream.close()
+    assert time.monotonic() - ended < 1
+
+
+@pytest.mark.parametrize("way", ["call", "stream"])
+def test_ctrl_c_stops_within_a_second(sim: simulator.Simulator, way: str) -> None:
+    """Rows from 20 on hang until they are cancelled; what comes before them has been delivered."""
+    interrupted: list[float] = []
+
+    def interrupt() -> None:
+        interrupted.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(0.3, interrupt)
+
+    def observe(event: Event) -> None:
+        if isinstance(event, ChunkStarted) and event.shard.stop > 20 and timer.ident is None:
+            timer.start()
+
+    options: Any = {"devices": ["CPU:1", "CPU:2"], "batch_size": 4, "prefetch": 1, "progress": observe}
+    mapper, (rows, seconds), expected = _work(sim, 64, **options)
+    hangs = tf.tensor_scatter_nd_update(seconds, tf.range(20, 64)[:, None], tf.fill([44], np.inf))
+    delivered: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        _take([mapper((rows, hangs))] if way == "call" else mapper.stream((rows, hangs)), delivered)
+    assert time.monotonic() - interrupted[0] < 1
+    timer.join()
+    assert delivered == (expected[:20].tolist() if way == "stream" else [])
+
+
+# A soak
+
+
+@pytest.mark.parametrize("chunks", [2000, pytest.param(40_000, marks=pytest.mark.slow)], ids=["short", "long"])
+def test_a_long_job_with_random_faults(faults: Faults, chunks: int, record_property: Callable[..., None]) -> None:
+    """No row is lost or repeated, and threads, file handles and memory stay flat."""
+    draw, recent = random.Random(20), {f"CPU:{i}": [False] * 8 for i in range(4)}
+
+    def fails(device: str, rows: list[int], call: int) -> BaseException | None:
+        if len(rows) > 2 + int(device[-1]):
+            return _oom()
+        # A device that fails three times in a row, in whatever order the calls end, would be set aside.
+        error = _broken() if draw.random() < 0.04 and not any(recent[device]) else None
+        recent[device] = [*recent[device][1:], error is not None]
+        return error
+
+    faults.script = fails
+    rows = 4 * chunks
+    dataset = tf.data.Dataset.range(rows)
+    mapper = devicemap.DeviceMap(_triple, devices=list(recent), batch_size=4, max_retries=20)
+    before = after = _Usage.now()
+    expected = 0
+    for i, chunk in enumerate(mapper.stream(dataset)):
+        values = chunk.numpy().tolist()
+        assert values == [3 * (expected + j) + 1 for j in range(4)]
+        expected += 4
+        if i == chunks // 4:
+            before = _Usage.now()
+        if i == chunks - 10:
+            after = _Usage.now()
+    assert expected == rows
+    assert sorted(faults.computed) == list(range(rows))  # computed once, too
+    assert len(faults.failed) > chunks // 50
+    record_property(
+        "usage", f"{chunks} chunks, {len(faults.failed)} failures: {before} -> {after}, then {_Usage.now()}"
+    )
+    assert after.threads <= before.threads
+    assert after.handles <= before.handles
+    assert after.memory_bytes - before.memory_bytes < 2**25
+    assert _Usage.now().threads <= before.threads - 8  # two workers for each device
+
+
+@dataclass(frozen=True)
+class _Usage:
+    """What this process holds."""
+
+    threads: int
+    """Python's."""
+
+    handles: int
+    """Open files; 0 where the system does not list them."""
+
+    memory_bytes: int
+    """Resident; 0 where the system does not tell."""
+
+    @classmethod
+    def now(cls) -> _Usage:
+        gc.collect()
+        if not sys.platform.startswith("linux"):
+            return cls(threading.active_count(), 0, 0)
+        with open("/proc/self/status") as status:
+            (kibibytes,) = re.findall(r"VmRSS:\s+(\d+) kB", status.read())
+        return cls(threading.active_count(), len(os.listdir("/proc/self/fd")), 1024 * int(kibibytes))
