@@ -111,7 +111,9 @@ def run_chunks(
             rules.cancel()
         deadline = time.monotonic() + _FAREWELL_SECONDS
         for thread in threads:
-            if thread.ident is not None:  # the interruption may have come before it was started
+            started = thread.ident is not None  # the interruption may have come before
+            # An observer may close the generator, and the garbage collector may do so in any thread, a worker included.
+            if started and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         source.close()
         if paces is not None:
@@ -198,8 +200,13 @@ class _Dispatch:
 
     def work(self, lane: Lane) -> None:
         """A worker's life: take the next chunk, run it, hand in the result."""
-        while (taken := self._take(lane.device)) is not None:
-            self._run(lane, *taken)
+        try:
+            while (taken := self._take(lane.device)) is not None:
+                self._run(lane, *taken)
+        except (
+            BaseException
+        ) as error:  # not of the function, but of what was to be done about it: nobody may wait for ever
+            self._end_with(error)
 
     def deliver(self) -> Iterator[Group]:
         """The consumer's side: groups until all are out, or the first error."""
@@ -253,6 +260,8 @@ class _Dispatch:
             with self._changed:
                 self._reading = False
                 self._changed.notify_all()
+                if self._stopped:  # while it was read
+                    return None
                 if chunk is None:
                     self._at_end = True
                     continue
