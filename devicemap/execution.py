@@ -97,16 +97,18 @@ class Towers:
 
     def shards(self, rows: int) -> tuple[tuple[Shard, ...], Any]:
         """The shards of a call on `rows` rows, and the `sizes` that the graph for it takes."""
-        if rows not in self._shards:
+        known = self._shards.get(rows)
+        if known is None:
             shards = shard_rows(rows, self.places)
             sizes = [len(shard) for shard in shards]
             if self.traced.audit.seeded:
                 sizes += [0] * (len(self.places) - len(sizes))
             with tf.init_scope(), tf.device(HOST):
-                if len(self._shards) > _KEPT_SHARDS:
-                    self._shards.clear()
-                self._shards[rows] = shards, tf.constant(sizes, tf.int32)
-        return self._shards[rows]
+                known = shards, tf.constant(sizes, tf.int32)
+            if len(self._shards) > _KEPT_SHARDS:
+                self._shards.clear()  # other threads may do so at any moment, too
+            self._shards[rows] = known
+        return known
 
     def run(self, graph: Any, arguments: Sequence[Any]) -> Any:
         """Call one of the graphs such that Ctrl-C takes effect at once."""

@@ -70,7 +70,9 @@ def optimize(traced: Traced) -> Runnable:
     names = [tensor.op.name for tensor in concrete.inputs]
     outputs = list(concrete.outputs)
     graph_def = optimized_graph(concrete)
-    reads = _reads(graph_def, names[len(tensors) :])
+    # A handle that fn uses without its variable stays a capture: its shape and device are not known here.
+    variables = {name: variable_of(concrete, handle) for name, handle in zip(names[len(tensors) :], captured)}
+    reads = _reads(graph_def, [name for name, variable in variables.items() if variable is not None])
     replaced = {name for of_one in reads.values() for name in of_one}
     used = {name.partition(":")[0] for node in graph_def.node if node.name not in replaced for name in node.input}
     used |= {tensor.op.name for tensor in outputs}
@@ -93,8 +95,8 @@ def optimize(traced: Traced) -> Runnable:
             result.set_shape(output.shape)
         return list(results)
 
-    variables = [variable_of(concrete, captured[i]) for i in passed]
-    specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
+    of_passed = [variables[names[len(tensors) + i]] for i in passed]
+    specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in of_passed]
     specs += [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
     return Runnable(optimized.get_concrete_function(*specs), passed, captures, True)
 

@@ -111,7 +111,9 @@ def run_chunks(
             rules.cancel()
         deadline = time.monotonic() + _FAREWELL_SECONDS
         for thread in threads:
-            if thread.ident is not None:  # the interruption may have come before it was started
+            started = thread.ident is not None  # the interruption may have come before
+            # An observer may close the generator, and the garbage collector may do so in any thread, a worker included.
+            if started and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         source.close()
         if paces is not None:
@@ -264,6 +266,8 @@ class _Dispatch:
             with self._changed:
                 self._reading = False
                 self._changed.notify_all()
+                if self._stopped:  # while it was read
+                    return None
                 if chunk is None:
                     self._at_end = True
                     continue

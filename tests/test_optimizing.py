@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -117,6 +119,32 @@ def test_gradients_go_through_the_original() -> None:
     np.testing.assert_allclose(tape.gradient(y, scale), tf.reduce_sum(X), rtol=1e-5)
 
 
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_a_handle_without_its_variable_is_read_where_it_is(batch_size: int | None) -> None:
+    variable = tf.Variable(2.0)
+
+    def fn(row: Any) -> Any:
+        return row * tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=tf.float32)
+
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"], batch_size=batch_size)
+    np.testing.assert_allclose(mapper(X), 2 * X)
+    variable.assign(3.0)
+    np.testing.assert_allclose(mapper(X), 3 * X)
+
+
 def test_towers_know() -> None:
     towers = Towers(TWO, TWO[0], lambda stream: _traced(tf.sin), "fn")
     assert towers.optimized
+
+
+def test_threads_may_ask_for_more_shards_than_are_kept() -> None:
+    towers = Towers(TWO, TWO[0], lambda stream: _traced(tf.sin), "fn")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            sizes = [(i * 131) % 601 + 1 for i in range(3000)]
+            for size, (shards, _) in zip(sizes, pool.map(towers.shards, sizes)):
+                assert sum(map(len, shards)) == size
+    finally:
+        sys.setswitchinterval(interval)

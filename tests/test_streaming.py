@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -198,6 +199,60 @@ def test_leaving_early_stops_reading_and_cancels_what_runs() -> None:
     stream.close()
     assert cancelled.is_set()
     assert source.next <= 3 + 4
+
+
+def test_what_was_being_read_when_the_stream_was_left_does_not_run() -> None:
+    ran: list[int] = []
+    reading, left = threading.Event(), threading.Event()
+
+    class Slow(Rows):
+        def take(self, rows: int, limit: int | None) -> Chunk | None:
+            if self.next == 1:
+                reading.set()
+                assert left.wait(10)
+            return super().take(rows, limit)
+
+    def run(device: str, chunk: Chunk) -> Any:
+        ran.append(chunk.start)
+        return _double(chunk)
+
+    stream = run_chunks(Slow(5), _lanes(run, devices=1, in_flight=1), Rules(cancel=left.set))
+    next(stream)
+    assert reading.wait(10)
+    threading.Timer(0.1, left.set).start()
+    stream.close()
+    assert ran == [0]
+
+
+def test_an_observer_may_close_the_stream() -> None:
+    source, streams, errors = Rows(1000), [], []
+
+    def close(event: Event) -> None:
+        if isinstance(event, ChunkFinished) and event.shard.start == 2:
+            began.wait(10)
+            try:
+                streams[0].close()
+            except BaseException as error:
+                errors.append(error)
+
+    began = threading.Event()
+    streams.append(run_chunks(source, _plain(1), Rules(observe=close)))
+    next(streams[0])
+    began.set()
+    deadline = time.monotonic() + 10
+    while _threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not errors
+    assert not _threads()
+    assert source.closed
+
+
+def test_an_error_that_cannot_be_described_is_raised_instead_of_waiting_for_ever() -> None:
+    def describe(error: BaseException, shards: Any) -> BaseException:
+        raise KeyError("no words")
+
+    with pytest.raises(KeyError, match="no words"):
+        list(run_chunks(Rows(5), _lanes(lambda device, chunk: 1 / 0), Rules(describe=describe)))
 
 
 def test_a_stream_that_is_never_begun_reads_nothing() -> None:
