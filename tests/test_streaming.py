@@ -200,6 +200,61 @@ def test_leaving_early_stops_reading_and_cancels_what_runs() -> None:
     assert source.next <= 3 + 4
 
 
+def test_what_is_read_while_the_stream_closes_does_not_begin() -> None:
+    """Nothing would cancel it."""
+    ran: list[int] = []
+
+    class Slow(Rows):
+        closing = threading.Event()
+
+        def take(self, rows: int, limit: int | None) -> Chunk | None:
+            if self.next == 1:
+                assert self.closing.wait(10)
+            return super().take(rows, limit)
+
+        def close(self) -> None:
+            self.closing.set()
+
+    def run(device: str, chunk: Chunk) -> Any:
+        ran.append(chunk.start)
+        return _double(chunk)
+
+    stream = run_chunks(Slow(10), _lanes(run, 1, 1), Rules())
+    next(stream)
+    stream.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("devicemap worker"):
+            thread.join(10)
+    assert ran == [0]
+
+
+def test_an_error_that_cannot_be_described_is_raised_all_the_same() -> None:
+    def describe(error: BaseException, shards: Any) -> BaseException:
+        raise RecursionError("no words")
+
+    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
+        return ValueError() if chunk.start == 3 else None
+
+    with pytest.raises(RecursionError, match="no words"):
+        _flat(run_chunks(Rows(10), _lanes(Faults(fails)), Rules(max_retries=1, describe=describe)))
+
+
+def test_parts_are_cut_again_when_their_device_has_even_less_room() -> None:
+    """64 rows where 5 fit: refused are 64, 32, 16 and 8, one of each."""
+    refused: list[int] = []
+
+    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
+        if chunk.count > 5:
+            refused.append(chunk.count)
+            return _full()
+        return None
+
+    paces = {"/device:CPU:0": Pace(rows_per_second=1e3, largest=64, quickest_seconds=1.0)}
+    lanes = _lanes(Faults(fails), 1, 1)
+    assert _flat(run_chunks(Rows(2048, 64), lanes, Rules(max_retries=2), paces)) == [2 * i for i in range(2048)]
+    assert refused == [64, 32, 16, 8]
+
+
 def test_a_stream_that_is_never_begun_reads_nothing() -> None:
     source = Rows(10)
     run_chunks(source, _plain(2), Rules()).close()
