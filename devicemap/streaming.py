@@ -271,6 +271,8 @@ class _Dispatch:
                 if chunk is None:
                     self._at_end = True
                     continue
+                if self._stopped:  # meanwhile: what began now would be cancelled by nobody
+                    return None
                 group = self._groups.setdefault(chunk.group, _Open(chunk.start))
                 group.left += chunk.count
                 group.closed |= chunk.last

@@ -393,7 +393,7 @@ def test_side_effects_of_a_retried_chunk_happen_again(sim: simulator.Simulator) 
 
 
 def test_an_error_in_the_consumer_stops_all(sim: simulator.Simulator) -> None:
-    mapper, (rows, seconds), _ = _work(sim, 64, devices=["CPU:1", "CPU:2"], batch_size=4)
+    mapper, (rows, seconds), _ = _work(sim, 64, devices=["CPU:1", "CPU:2"], batch_size=4, prefetch=1)
     hangs = tf.tensor_scatter_nd_update(seconds, tf.range(20, 64)[:, None], tf.fill([44], np.inf))
     stream = mapper.stream((rows, hangs))
 
