@@ -107,6 +107,25 @@ def test_a_mapper_that_is_dropped_frees_its_function_and_copies() -> None:
     assert dead() is None
 
 
+def test_a_mapper_that_stays_frees_the_graphs_that_it_was_called_in() -> None:
+    scale: list[Any] = []
+    mapper = devicemap.DeviceMap(lambda row: row * scale[0], devices=["CPU:0", "CPU:1"])
+    graphs = []
+    for _ in range(2):
+
+        @tf.function
+        def user(x: Any) -> Any:
+            scale[:] = [tf.reduce_sum(x)]
+            graphs.append(weakref.ref(tf.compat.v1.get_default_graph()))
+            return mapper(x) + mapper(x)
+
+        user(X)
+    del user
+    scale.clear()
+    gc.collect()
+    assert [graph() for graph in graphs] == [None, None]
+
+
 def test_calls_leave_global_state_alone() -> None:
     tf.random.set_seed(3)
     before = tf.random.normal([2]).numpy().tolist()
