@@ -68,7 +68,7 @@ class Towers:
         self._streams: dict[str, list[Traced]] = {}
         self._stream_count = 0
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
-        self._seconds = math.inf  # the last call took, and the first one compiles
+        self._last = math.inf, 1  # seconds and rows of the last call; the first one compiles
         self._calls: dict[int, Callable[..., Any]] = {}
         self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self._input_specs())
 
@@ -110,20 +110,23 @@ class Towers:
             self._shards[rows] = known
         return known
 
-    def run(self, graph: Any, arguments: Sequence[Any]) -> Any:
-        """Call one of the graphs such that Ctrl-C takes effect at once."""
+    def run(self, graph: Any, arguments: Sequence[Any], rows: int) -> Any:
+        """Call one of the graphs, on so many rows, such that Ctrl-C takes effect at once."""
         tensors = self.flat(arguments)
         # Python handles signals in the main thread, between two bytecodes: not while that thread is inside TensorFlow. So
         # a call runs in a thread of its own, unless it is expected to end soon, or this is not the main thread anyway.
-        if self._seconds < _SOON_SECONDS or threading.current_thread() is not threading.main_thread():
+        last_seconds, last_rows = self._last
+        expected_seconds = last_seconds * max(1.0, rows / last_rows)
+        if expected_seconds < _SOON_SECONDS or threading.current_thread() is not threading.main_thread():
             call = self._calls.get(id(graph))
             if call is None:  # graphs live as long as self does
                 call = self._calls[id(graph)] = unrecorded(graph, not self.optimized)
             start = time.perf_counter()
             result = call(*tensors)
-            self._seconds = time.perf_counter() - start
+            self._last = time.perf_counter() - start, rows
             return result
-        result, self._seconds = _run_in_thread(graph, tensors, not self.optimized)
+        result, seconds = _run_in_thread(graph, tensors, not self.optimized)
+        self._last = seconds, rows
         return result
 
     def take_traces(self) -> int:

@@ -19,6 +19,9 @@ from devicemap.rows import HOST, freeze, take_rows
 from devicemap.tracing import row_seeds, trace
 from devicemap.types import Shard, short_name
 
+_TOWERS = "_devicemap_towers"
+"""The attribute of a graph that is being built that holds, for each program, the towers that belong to it."""
+
 
 class Structured(Protocol):
     """What `fn` can be traced for: rows, something that rows are read from, or specs alone."""
@@ -43,13 +46,12 @@ class Program:
         self.name = self.options.name or str(getattr(fn, "__name__", type(fn).__name__))
         self._lock = threading.RLock()
         self._towers: dict[Any, Towers] = {}
-        self._towers_in: weakref.WeakKeyDictionary[Any, dict[Any, Towers]] = weakref.WeakKeyDictionary()
 
     def towers_for(self, data: Structured) -> Towers:
         """What `fn` was traced to for data of this structure, dtypes and inner shapes."""
         towers = self._towers.get(data.key)
         if towers is None and not tf.executing_eagerly():
-            towers = self._towers_in.get(tf.compat.v1.get_default_graph(), {}).get(data.key)
+            towers = self._towers_in_graph().get(data.key)
         return towers or self._trace(data)
 
     def _trace(self, data: Structured) -> Towers:
@@ -66,9 +68,20 @@ class Program:
                 )
             known = self._towers
             if towers.belongs_to_a_graph:  # fn closes over tensors of the user's tf.function
-                known = self._towers_in.setdefault(tf.compat.v1.get_default_graph(), {})
+                known = self._towers_in_graph()
             known[key] = known[data.key] = towers
             return towers
+
+    def _towers_in_graph(self) -> dict[Any, Towers]:
+        """What `fn` was traced to in the graph that is being built, where it closes over tensors of that.
+
+        The graph keeps it, not the program: a table of weak graphs would hold them for good, since towers refer to theirs.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        if not hasattr(graph, _TOWERS):
+            setattr(graph, _TOWERS, weakref.WeakKeyDictionary())
+        found: dict[Any, Towers] = getattr(graph, _TOWERS).setdefault(self, {})
+        return found
 
     def seeded(self, leaves: tuple[Any, ...], first_row: int, rows: Any) -> tuple[Any, ...]:
         if self.options.seed is None:

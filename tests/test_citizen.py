@@ -26,13 +26,20 @@ import devicemap
 
 devicemap.simulate_devices(3)
 
+def announce():
+    print("running\\n", end="", flush=True)
+    return 0.0
+
 def endless(row):
-    tf.py_function(lambda: print("running", flush=True), [], [])
+    if row[0] == 0.0:
+        return row
+    row += tf.py_function(announce, [], tf.float32)  # before the loops take all threads
     while tf.reduce_sum(row) >= 0.0:
         row = row + 1e-9
     return row
 
 data = tf.ones([6, 2])
+{before}
 try:
     devicemap.parallel_map(endless, {data})
 except KeyboardInterrupt:
@@ -42,10 +49,22 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("data", ["data", "data, batch_size=1", "tf.data.Dataset.from_tensor_slices(data)"])
-def test_ctrl_c_stops_at_once(data: str, tmp_path: pathlib.Path) -> None:
+QUICK = "for _ in range(3): devicemap.parallel_map(endless, tf.zeros([3, 2]))"
+
+
+@pytest.mark.parametrize(
+    ("data", "before"),
+    [
+        ("data", ""),
+        ("tf.ones([100_000, 2])", QUICK),
+        ("data, batch_size=1", ""),
+        ("tf.data.Dataset.from_tensor_slices(data)", ""),
+    ],
+    ids=["one graph", "more rows than in quick calls before", "chunks", "dataset"],
+)
+def test_ctrl_c_stops_at_once(data: str, before: str, tmp_path: pathlib.Path) -> None:
     program = tmp_path / "endless.py"
-    program.write_text(ENDLESS.format(data=data))
+    program.write_text(ENDLESS.format(data=data, before=before))
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, program], **pipes) as process:
         try:
@@ -86,6 +105,25 @@ def test_a_mapper_that_is_dropped_frees_its_function_and_copies() -> None:
     del scale, mapper
     gc.collect()
     assert dead() is None
+
+
+def test_a_mapper_that_stays_frees_the_graphs_that_it_was_called_in() -> None:
+    scale: list[Any] = []
+    mapper = devicemap.DeviceMap(lambda row: row * scale[0], devices=["CPU:0", "CPU:1"])
+    graphs = []
+    for _ in range(2):
+
+        @tf.function
+        def user(x: Any) -> Any:
+            scale[:] = [tf.reduce_sum(x)]
+            graphs.append(weakref.ref(tf.compat.v1.get_default_graph()))
+            return mapper(x) + mapper(x)
+
+        user(X)
+    del user
+    scale.clear()
+    gc.collect()
+    assert [graph() for graph in graphs] == [None, None]
 
 
 def test_calls_leave_global_state_alone() -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import pathlib
 import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import rich.console
+import tensorflow as tf
 from histories import device, history, one_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import devicemap
 from devicemap.errors import DataError
+from devicemap.reporting import Recorder
 from devicemap.reporting.metering import GpuUsage
 from devicemap.reporting.reports import Report
 from devicemap.reporting.tables import plain_text
@@ -23,6 +29,7 @@ from devicemap.types import (
     ChunkFinished,
     ChunkRetried,
     ChunkStarted,
+    DeviceLost,
     Event,
     Shard,
 )
@@ -263,3 +270,31 @@ def test_without_the_extras_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
         Report.of(MANY).plot(tmp_path / "timeline.png")
     with pytest.raises(ImportError, match="to print a report takes rich, which is not installed: pip install rich"):
         str(Report.of(MANY))
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_threads_may_ask_for_one_report(batch_size: int | None) -> None:
+    mapper = devicemap.DeviceMap(lambda row: row + 1, devices=["CPU:0", "CPU:1", "CPU:2"], batch_size=batch_size)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            for _ in range(50):
+                mapper(tf.range(10))
+                assert {report.rows for report in pool.map(lambda _: mapper.report, range(6))} == {10}
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("kind", ["failed", "lost"])
+def test_a_call_that_was_saved_keeps_no_error(kind: str) -> None:
+    error = tf.errors.UnavailableError(None, None, "gone")
+    kept = weakref.ref(error)
+    recorder = Recorder("chunks", 0, {})
+    recorder(CallStarted(0.0, 1, ("CPU:0",)))
+    failed = ChunkFailed(1.0, Shard("CPU:0", 0, 1), 0.0, error)
+    recorder(failed if kind == "failed" else DeviceLost(1.0, "CPU:0", error))
+    recorder(CallFinished(2.0, None))
+    del error, failed
+    gc.collect()
+    assert kept() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,16 @@ from typing import Literal
 from devicemap.errors import DeviceMapError, brief
 from devicemap.reporting.metering import GpuMeter
 from devicemap.reporting.reports import Report
-from devicemap.types import CallFinished, CallStarted, ChunkFailed, ChunkFinished, ChunkStarted, Event, Shard
+from devicemap.types import (
+    CallFinished,
+    CallStarted,
+    ChunkFailed,
+    ChunkFinished,
+    ChunkStarted,
+    DeviceLost,
+    Event,
+    Shard,
+)
 
 _KEPT_EVENTS = 100_000
 """An endless stream has no end of events; a report of more than these tells of its latest part."""
@@ -28,10 +38,11 @@ class Recorder:
         self._begin: Event | None = None
         self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self._report: Report | None = None
+        self._lock = threading.RLock()  # several threads may ask for the report of the last call
 
     def __call__(self, event: Event) -> None:
         self._meter(event)
-        if isinstance(event, ChunkFailed):  # its traceback holds the tensors of the chunk
+        if isinstance(event, ChunkFailed | DeviceLost):  # its traceback holds the tensors of the chunk
             event = replace(event, error=DeviceMapError(f"{type(event.error).__name__}: {brief(event.error)}"))
         if isinstance(event, CallStarted):
             self._begin = event
@@ -42,12 +53,13 @@ class Recorder:
 
     def report(self) -> Report:
         """The report of the call, which has finished."""
-        if self._report is None:
-            assert self._begin is not None
-            events = [self._begin, *self._events]
-            self._report = Report.of(events, way=self._way, traces=self._traces, usage=self._meter.usage)
-            self._events.clear()
-        return self._report
+        with self._lock:
+            if self._report is None:
+                assert self._begin is not None
+                events = [self._begin, *self._events]
+                self._report = Report.of(events, way=self._way, traces=self._traces, usage=self._meter.usage)
+                self._events.clear()
+            return self._report
 
 
 class GraphCall:
@@ -66,6 +78,7 @@ class GraphCall:
         self._listeners = listeners
         self._finished = finished
         self._recorder = Recorder("one graph", traces, gpus)
+        self._lock = threading.RLock()
         self._seconds = 0.0
         self._error: BaseException | None = None
 
@@ -88,11 +101,12 @@ class GraphCall:
 
     def report(self) -> Report:
         """The report of the call, which has finished."""
-        if self._shards:
-            for event in (*self._first_events(), *self._last_events()):
-                self._recorder(event)
-            self._shards, self._error = (), None
-        return self._recorder.report()
+        with self._lock:
+            if self._shards:
+                for event in (*self._first_events(), *self._last_events()):
+                    self._recorder(event)
+                self._shards, self._error = (), None
+            return self._recorder.report()
 
     def _tell(self, events: Sequence[Event]) -> None:
         for event in events:
