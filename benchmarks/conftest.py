@@ -32,7 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("devices")
     group.addoption("--devices", type=int, default=8, help="how many devices the benchmarks run on (8)")
     group.addoption("--gpu-memory", type=int, help="megabytes of each logical GPU that a GPU is cut into")
-    group.addoption("--quick", action="store_true", help="small cases, once: that the suite works, not how fast things are")
+    group.addoption(
+        "--quick", action="store_true", help="small cases, once: that the suite works, not how fast things are"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,7 +57,7 @@ def pytest_benchmark_update_commit_info(config: pytest.Config, commit_info: dict
 def scale(pytestconfig: pytest.Config) -> Scale:
     devices = pytestconfig.getoption("--devices")
     if pytestconfig.getoption("--quick"):
-        return Scale(quick=True, devices=devices, rounds=2, job_seconds=0.05)
+        return Scale(quick=True, devices=devices, rounds=1, job_seconds=0.05)
     return Scale(quick=False, devices=devices, rounds=5, job_seconds=1.0)
 
 
@@ -80,4 +82,4 @@ def accelerators(sim: simulator.Simulator, scale: Scale) -> list[str]:
 @pytest.fixture
 def real_devices(scale: Scale) -> list[str]:
     """Names of the devices that compute: GPUs where there are any."""
-    return hardware.real_devices(scale.devices)
+    return hardware.all_devices()[: scale.devices]

@@ -30,10 +30,9 @@ def cut_devices(count: int, memory_megabytes: int | None = None) -> None:
     devicemap.simulate_devices(count)  # initialises TensorFlow
 
 
-def real_devices(count: int) -> list[str]:
-    """Full names of `count` devices that compute: GPUs where there are any, else CPU devices."""
-    gpus = [device.name for device in devicemap.list_devices("GPU")]
-    return (gpus or simulated_devices(count))[:count]
+def all_devices() -> list[str]:
+    """Full names of the devices that compute: all GPUs, else all logical CPU devices."""
+    return [device.name for device in devicemap.list_devices("GPU") or devicemap.list_devices("CPU")]
 
 
 def simulated_devices(count: int) -> list[str]:

@@ -7,7 +7,6 @@ ratios are of one run and noise meets all ways alike.
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,10 +14,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-Way = Callable[[], Any]
+from benchmarks.records import OURS
 
-OURS = "devicemap"
-"""How the names of our own ways begin; all others are peers."""
+Way = Callable[[], Any]
 
 _LONG_SECONDS = 0.5
 """A way whose checked call took longer is warm: what a first call costs is little of it, or has been paid."""
@@ -97,18 +95,6 @@ def compare(
 def as_arrays(result: Any) -> list[np.ndarray]:
     """Wait for the devices: a result is on the host when its numbers are."""
     return [np.asarray(leaf) for leaf in tf.nest.flatten(result)]
-
-
-def median(seconds: Sequence[float]) -> float:
-    return statistics.median(seconds)
-
-
-def spread(seconds: Sequence[float]) -> float:
-    """Half the distance between the quartiles, as a share of the median; 0 of a single number."""
-    if len(seconds) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return (high - low) / 2 / median(seconds)
 
 
 def _seconds_of(way: Way, calls: int) -> float:

@@ -1,11 +1,12 @@
 """The peers: other ways to map a function over rows, each as its best users write it, with the source that it follows.
 
 Each takes `fn` and what it needs, and returns a function of the data, a tuple of tensors `[rows, ...]`, to be called many
-times; what it builds or traces once is not built again. A `fn` takes batches of rows.
+times. What is set up or traced once is so in the first call, which is timed apart. A `fn` takes batches of rows.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import queue
 from collections.abc import Callable, Sequence
@@ -67,13 +68,13 @@ def mirrored_strategy(fn: Fn, devices: Sequence[str], replica_rows: int) -> Mapp
     (`experimental_distribute_values_from_function`, which is faster than a distributed dataset for data in memory). One
     global batch has `replica_rows` rows for each device; the devices wait for each other after each.
     """
-    strategy = tf.distribute.MirroredStrategy(list(devices))
 
-    @tf.function
-    def step(*values: Any) -> Any:
-        return strategy.run(fn, args=values)
+    @functools.cache
+    def set_up() -> tuple[Any, Any]:
+        strategy = tf.distribute.MirroredStrategy(list(devices))
+        return strategy, tf.function(lambda *values: strategy.run(fn, args=values))
 
-    def batch_from(first_row: int, data: tuple[Any, ...]) -> list[Any]:
+    def batch_from(strategy: Any, first_row: int, data: tuple[Any, ...]) -> list[Any]:
         def on_replica(leaf: Any, context: Any) -> Any:
             start = first_row + context.replica_id_in_sync_group * replica_rows
             return leaf[start : start + replica_rows]
@@ -82,9 +83,10 @@ def mirrored_strategy(fn: Fn, devices: Sequence[str], replica_rows: int) -> Mapp
         return [distribute(lambda context, leaf=leaf: on_replica(leaf, context)) for leaf in data]
 
     def mapped(*data: Any) -> Any:
+        strategy, step = set_up()
         results: list[Any] = []
         for first_row in range(0, len(data[0]), replica_rows * len(devices)):
-            results += strategy.experimental_local_results(step(*batch_from(first_row, data)))
+            results += strategy.experimental_local_results(step(*batch_from(strategy, first_row, data)))
         return tf.concat(results, 0)
 
     return mapped
@@ -180,12 +182,15 @@ def ray_data(worker: type, devices: int, batch_size: int) -> Mapped | None:
     import numpy as np
     import ray
 
-    ray.init(num_cpus=devices, include_dashboard=False, log_to_driver=False, ignore_reinit_error=True)
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.execution_options.preserve_order = True
+    @functools.cache
+    def set_up() -> None:
+        ray.init(num_cpus=2 * devices, include_dashboard=False, log_to_driver=False, ignore_reinit_error=True)
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        context.execution_options.preserve_order = True
 
     def mapped(*data: Any) -> Any:
+        set_up()
         columns = {f"x{i}": np.asarray(leaf) for i, leaf in enumerate(data)}
         blocks = -(-len(data[0]) // batch_size)
         rows = [dict(zip(columns, row)) for row in zip(*columns.values())]

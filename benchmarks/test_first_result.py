@@ -18,7 +18,7 @@ from benchmarks.measuring import Way, compare
 
 ROWS = 32
 MOST = 1.5
-QUICK = ("small SVD", "Keras CNN")
+QUICK = ("small SVD",)
 
 NAMES = ("ODE solver", "mel spectrogram", "Sinkhorn", "JPEG decoding", "small SVD", "serial scan", "Keras CNN")
 

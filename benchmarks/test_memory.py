@@ -43,7 +43,10 @@ def test_streamed_gigabytes(benchmark: Any, real_devices: list[str], scale: Scal
 
         return run
 
-    ways = {"devicemap": way("devicemap", lambda: mapper.stream(dataset)), "Dataset.map": way("Dataset.map", lambda: mapped)}
+    ways = {
+        "devicemap": way("devicemap", lambda: mapper.stream(dataset)),
+        "Dataset.map": way("Dataset.map", lambda: mapped),
+    }
     compare(
         benchmark, ways, topic="memory", case=f"{batches * BATCH_MEGABYTES} MB in batches of {BATCH_MEGABYTES} MB",
         rounds=1, devices=len(real_devices), answer=np.arange(batches, dtype=np.float32) * rows, rise_megabytes=rises,

@@ -39,7 +39,11 @@ def test_eager_against_graph(benchmark: Any, sim: Simulator, accelerators: list[
     fn, data = functions(sim)[name], (job.rows, job.seconds)
     eager, graph = peers.eager_blocks(fn, accelerators), peers.graph_blocks(fn, accelerators)
     mapper = devicemap.DeviceMap(fn, devices=accelerators, batched=True)
-    ways = {"eager blocks": lambda: eager(*data), "graph blocks": lambda: graph(*data), "devicemap": lambda: mapper(data)}
+    ways = {
+        "eager blocks": lambda: eager(*data),
+        "graph blocks": lambda: graph(*data),
+        "devicemap": lambda: mapper(data),
+    }
     if name != "random in a map_fn":
         strategy = peers.mirrored_strategy(fn, accelerators, len(job.rows) // scale.devices)
         threads = peers.joblib_threads(fn, accelerators, 8)
