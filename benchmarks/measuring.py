@@ -33,7 +33,7 @@ def compare(
     calls: int = 1,
     answer: Any = None,
     tolerance: float = 1e-4,
-    patience_seconds: float = 8.0,
+    patience_seconds: float = 3.0,
     subject: str | None = None,
     **facts: Any,
 ) -> dict[str, list[float]]:
@@ -51,7 +51,7 @@ def compare(
         devices: how many devices the ways may use.
         calls: how often a way is called in one turn.
         answer: what every way must give, to a relative `tolerance`; `None`: what the first way gives.
-        patience_seconds: a way that took so long in all takes no more turns, once it has had two.
+        patience_seconds: a way that took so long in all its turns takes no more; the subject always takes all.
         subject: the way that pytest-benchmark times; `None`: the first of ours.
         facts: what else the report should know, as `ideal_seconds`, or `targets`, by way.
 
@@ -74,8 +74,7 @@ def compare(
 
     def others() -> None:
         for name, way in order.sample(list(ways.items()), len(ways)):
-            patient = sum(seconds[name]) * calls < patience_seconds or len(seconds[name]) < 2
-            if name != subject and patient:
+            if name != subject and sum(seconds[name]) * calls < patience_seconds:
                 seconds[name].append(_seconds_of(way, calls))
 
     def turn() -> None:

@@ -71,7 +71,11 @@ def write_page(topic: str, records: Sequence[Record], plots: Sequence[str]) -> s
     """One topic: tables, what the first calls took, and plots."""
     title, text = TOPICS[topic]
     turns = max(len(seconds) for record in records for seconds in record.seconds.values())
-    parts = [f"# {title}", f"{_machines(records)}. Turns of each way: {turns}, fewer where one takes long. {text}", table(records)]
+    parts = [
+        f"# {title}",
+        f"{_machines(records)}. Turns of each way: {turns}, fewer where one takes long. {text}",
+        table(records),
+    ]
     if topic in ("scaling", "balance", "streaming", "call_cost", "real_functions", "gpu"):
         parts += ["## Seconds of the first call, with set-up and tracing", first_calls(records)]
     if any("traffic" in record.facts for record in records):

@@ -107,5 +107,5 @@ def ray_data(devices: int, job: jobs.Job) -> dict[str, Way]:
 def measure(benchmark: Any, ways: dict[str, Way], job: jobs.Job, scale: Scale, case: str) -> None:
     compare(
         benchmark, ways, topic="balance", case=case, rounds=scale.rounds, devices=scale.devices, answer=job.answer,
-        ideal_seconds=job.ideal_seconds, targets={"least share": TARGETS[case]}, patience_seconds=4.0,
+        ideal_seconds=job.ideal_seconds, targets={"least share": TARGETS[case]}, subject=CHUNKS,
     )  # fmt: skip

@@ -18,7 +18,7 @@ CALL_SECONDS = 0.002
 JOB_SECONDS = 0.4
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 4, 8, 16, 32, 64, "auto"])
+@pytest.mark.parametrize("batch_size", [1, 4, 16, 64, "auto"])
 def test_batch_size(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale, batch_size: Any) -> None:
     if scale.quick and batch_size not in (4, "auto"):
         pytest.skip("a short run takes two of them")
@@ -34,5 +34,5 @@ def test_batch_size(benchmark: Any, sim: Simulator, accelerators: list[str], sca
         ways |= {"joblib threads": lambda: threads(*data), "Dataset.map": lambda: dataset(*data)}
     compare(
         benchmark, ways, topic="batch_size", case=str(batch_size), rounds=scale.rounds, devices=scale.devices,
-        answer=job.answer, ideal_seconds=job.ideal_seconds,
+        answer=job.answer, ideal_seconds=job.ideal_seconds, patience_seconds=1.5,
     )  # fmt: skip

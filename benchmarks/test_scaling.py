@@ -50,7 +50,7 @@ def test_eager_against_graph(benchmark: Any, sim: Simulator, accelerators: list[
         ways |= {"MirroredStrategy": lambda: strategy(*data), "joblib threads": lambda: threads(*data)}
     compare(
         benchmark, ways, topic="scaling", case=name, rounds=scale.rounds, devices=scale.devices, answer=job.answer,
-        ideal_seconds=job.ideal_seconds, patience_seconds=4.0,
+        ideal_seconds=job.ideal_seconds,
     )  # fmt: skip
 
 

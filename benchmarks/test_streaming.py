@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +49,7 @@ def test_in_memory(benchmark: Any, sim: Simulator, accelerators: list[str], scal
 
 
 def test_slow_input(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
-    """The input takes twice as long as the devices."""
+    """The input takes twice as long as the devices; so the ideal is what reading alone takes, which is measured."""
     job = even_job(scale)
     batch_seconds = 2 * job.ideal_seconds * BATCH_SIZE / len(job.rows)
 
@@ -61,14 +62,18 @@ def test_slow_input(benchmark: Any, sim: Simulator, accelerators: list[str], sca
         return rows, batch[1]
 
     batches = tf.data.Dataset.from_tensor_slices((job.rows, job.seconds)).batch(BATCH_SIZE).map(read)
+    reading = []
+    for _ in range(scale.rounds):
+        start = time.perf_counter()
+        joined(rows for rows, _ in batches)
+        reading.append(time.perf_counter() - start)
     mapper = devicemap.DeviceMap(sim.work, devices=accelerators, batched=True)
     dataset_map = peers.dataset_map(sim.work, accelerators)(batches)
     compare(
         benchmark,
         {"devicemap": lambda: joined(mapper.stream(batches)), "Dataset.map": lambda: joined(dataset_map)},
         topic="streaming", case="input twice as slow as the devices", rounds=scale.rounds, devices=scale.devices,
-        answer=job.answer, ideal_seconds=2 * job.ideal_seconds, targets={"least share": {"devicemap": 0.95}},
-        patience_seconds=6.0,
+        answer=job.answer, ideal_seconds=statistics.median(reading), targets={"least share": {"devicemap": 0.95}},
     )  # fmt: skip
 
 
