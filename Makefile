@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test check lint types bench test-oldest clean
+.PHONY: demo test check lint types bench bench-quick test-oldest clean
 
 demo: $(VENV)/examples.done
 	$(BIN)/python examples/digits.py
@@ -26,11 +26,13 @@ lint: $(VENV)/test.done
 types: $(VENV)/test.done
 	$(BIN)/mypy
 
-bench: $(VENV)/examples.done
-	$(BIN)/python benchmarks/towers.py
-	$(BIN)/python benchmarks/call_cost.py
-	$(BIN)/python benchmarks/first_result.py
-	$(BIN)/python benchmarks/real_functions.py
+# Every figure of the README; a run that was stopped goes on. `make bench TOPICS="balance memory"` runs some of it.
+bench: $(VENV)/bench.done
+	$(BIN)/python -m benchmarks $(TOPICS)
+
+# A minute, for CI: that the suite runs, and that every way gives the right answer.
+bench-quick: $(VENV)/bench.done
+	$(BIN)/python -m benchmarks --quick $(TOPICS)
 
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
@@ -49,6 +51,10 @@ $(VENV)/installed.done: pyproject.toml
 
 $(VENV)/test.done: $(VENV)/installed.done
 	$(BIN)/python -m pip install --quiet --group test --group lint
+	touch $@
+
+$(VENV)/bench.done: $(VENV)/installed.done
+	$(BIN)/python -m pip install --quiet --group bench
 	touch $@
 
 $(VENV)/examples.done: $(VENV)/installed.done

@@ -41,6 +41,26 @@ def ode(parameters: tf.Tensor) -> tf.Tensor:
     return state
 
 
+def ode_in_jax(parameters: Any) -> Any:
+    """The same in JAX."""
+    import jax
+    import jax.numpy as jnp
+
+    def slope(state: Any) -> Any:
+        x, y, z = state
+        return jnp.stack([parameters[0] * (y - x), x * (parameters[1] - z) - y, x * y - parameters[2] * z])
+
+    def advance(_: Any, state: Any) -> Any:
+        step = 0.01
+        k1 = slope(state)
+        k2 = slope(state + step / 2 * k1)
+        k3 = slope(state + step / 2 * k2)
+        k4 = slope(state + step * k3)
+        return state + step / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+
+    return jax.lax.fori_loop(0, 200, advance, jnp.ones(3))
+
+
 def mel(signal: tf.Tensor) -> tf.Tensor:
     """Log mel spectrogram of a signal `[16000]` (one second at 16 kHz) -> `[frames, 64]`."""
     spectrum = tf.abs(tf.signal.stft(signal, frame_length=512, frame_step=160))

@@ -1,80 +1,111 @@
-"""Time ways of doing one thing side by side: warm up, check, interleave, take medians; and write down what came out."""
+"""Time ways of doing one thing side by side: check the answers, warm up, let the ways take turns; write down all seconds.
+
+pytest-benchmark times one way, the subject. The others take their turns in its set-up, before each of its rounds, so that
+ratios are of one run and noise meets all ways alike.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
-import platform
 import random
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-import devicemap
+from benchmarks.records import OURS
 
-RESULTS = pathlib.Path(__file__).parent / "results"
+Way = Callable[[], Any]
+
+_LONG_SECONDS = 0.5
+"""A way whose checked call took longer is warm: what a first call costs is little of it, or has been paid."""
 
 
 def compare(
-    ways: dict[str, Callable[[], Any]], rounds: int, calls: int = 1, tolerance: float = 1e-4
+    benchmark: Any,
+    ways: Mapping[str, Way],
+    *,
+    topic: str,
+    case: str,
+    rounds: int,
+    devices: int,
+    calls: int = 1,
+    answer: Any = None,
+    tolerance: float = 1e-4,
+    patience_seconds: float = 3.0,
+    subject: str | None = None,
+    **facts: Any,
 ) -> dict[str, list[float]]:
-    """Seconds per call of each way, one number per round.
+    """Seconds per call of each way, one number per round, which are also put into the benchmark's `extra_info`.
 
-    The ways take turns in an order that changes, so that noise meets all of them, and what one leaves running in the
-    background (a pipeline that reads ahead) not always the same other.
+    The ways take turns in an order that changes, so that what one leaves running in the background (a pipeline that reads
+    ahead) does not always meet the same other.
 
-    Every way must give the answer of the first one to a relative `tolerance`, before anything is timed.
+    Args:
+        benchmark: pytest-benchmark's fixture.
+        ways: by name; every one has to give the `answer`.
+        topic: the table that the case belongs to.
+        case: the row of that table.
+        rounds: how often each way takes its turn.
+        devices: how many devices the ways may use.
+        calls: how often a way is called in one turn.
+        answer: what every way must give, to a relative `tolerance`; `None`: what the first way gives.
+        patience_seconds: a way that took so long in all its turns takes no more; the subject always takes all.
+        subject: the way that pytest-benchmark times; `None`: the first of ours.
+        facts: what else the report should know, as `ideal_seconds`, or `targets`, by way.
+
+    Raises:
+        AssertionError: a way gave another answer; nothing was timed.
     """
-    answers = {name: way() for name, way in ways.items()}
-    first = next(iter(answers.values()))
-    for name, answer in answers.items():
-        np.testing.assert_allclose(answer, first, rtol=tolerance, atol=tolerance, err_msg=name)
-    for way in ways.values():
-        for _ in range(calls):
-            wait(way())
+    subject = subject or next(name for name in ways if name.startswith(OURS))
+    first_seconds = {}
+    for name, way in ways.items():
+        start = time.perf_counter()
+        got = as_arrays(way())
+        first_seconds[name] = time.perf_counter() - start
+        answer = got if answer is None else answer
+        _check(got, as_arrays(answer), tolerance, name)
+    for name, way in ways.items():
+        if first_seconds[name] < _LONG_SECONDS or name == subject:
+            _seconds_of(way, calls)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     order = random.Random(0)
-    for _ in range(rounds):
+
+    def others() -> None:
         for name, way in order.sample(list(ways.items()), len(ways)):
-            start = time.perf_counter()
-            for _ in range(calls):
-                result = way()
-            wait(result)
-            seconds[name].append((time.perf_counter() - start) / calls)
+            if name != subject and sum(seconds[name]) * calls < patience_seconds:
+                seconds[name].append(_seconds_of(way, calls))
+
+    def turn() -> None:
+        result = None
+        for _ in range(calls):
+            result = ways[subject]()
+        as_arrays(result)
+
+    benchmark.group = topic
+    benchmark.pedantic(turn, setup=others, rounds=rounds)
+    seconds[subject] = [total / calls for total in benchmark.stats.stats.data]
+    facts |= {"topic": topic, "case": case, "devices": devices, "seconds": seconds, "first_seconds": first_seconds}
+    benchmark.extra_info.update(facts)
     return seconds
 
 
-def wait(result: Any) -> None:
+def as_arrays(result: Any) -> list[np.ndarray]:
     """Wait for the devices: a result is on the host when its numbers are."""
-    for leaf in tf.nest.flatten(result):
-        np.asarray(leaf)
+    return [np.asarray(leaf) for leaf in tf.nest.flatten(result)]
 
 
-def median(seconds: list[float]) -> float:
-    return statistics.median(seconds)
+def _seconds_of(way: Way, calls: int) -> float:
+    start = time.perf_counter()
+    result = None
+    for _ in range(calls):
+        result = way()
+    as_arrays(result)
+    return (time.perf_counter() - start) / calls
 
 
-def spread(seconds: list[float]) -> float:
-    """Half the distance between the quartiles, as a share of the median."""
-    low, _, high = statistics.quantiles(seconds, n=4)
-    return (high - low) / 2 / median(seconds)
-
-
-def machine() -> str:
-    return (
-        f"{os.cpu_count()} cores {platform.machine()}, Python {platform.python_version()}, "
-        f"TensorFlow {tf.__version__}, devicemap {devicemap.__version__}"
-    )
-
-
-def save(name: str, table: str, measured: Any) -> None:
-    """Write the table as Markdown and everything measured as JSON, and print the table."""
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.md").write_text(table)
-    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine(), "seconds": measured}, indent=1) + "\n")
-    print(table)
+def _check(got: Sequence[np.ndarray], answer: Sequence[np.ndarray], tolerance: float, name: str) -> None:
+    assert len(got) == len(answer), f"{name} gives {len(got)} tensors, expected {len(answer)}"
+    for leaf, expected in zip(got, answer):
+        np.testing.assert_allclose(leaf, expected, rtol=tolerance, atol=tolerance, err_msg=name)

@@ -266,8 +266,6 @@ class _Dispatch:
             with self._changed:
                 self._reading = False
                 self._changed.notify_all()
-                if self._stopped:  # while it was read
-                    return None
                 if chunk is None:
                     self._at_end = True
                     continue

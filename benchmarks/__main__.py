@@ -1,0 +1,119 @@
+"""Run the suite, and write the tables and plots.
+
+    python -m benchmarks                 # everything, into benchmarks/results/
+    python -m benchmarks balance memory  # these topics only
+    python -m benchmarks --quick         # a minute, into a folder that is thrown away: that the suite works
+
+TensorFlow makes its devices once per process, so each file of cases runs in a process of its own for each number of
+devices. What it measured is in `raw/` when it ends; a run that was stopped goes on behind what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import report
+
+HERE = Path(__file__).parent
+
+COUNTS = {
+    "balance": (8,),
+    "batch_size": (8,),
+    "streaming": (8,),
+    "memory": (8,),
+    "call_cost": (1, 2, 8, 16),
+    "gathering": (8,),
+    "scaling": (1, 2, 4, 8, 16),
+    "real_functions": (1,),
+    "first_result": (16,),
+}
+"""On how many devices each topic runs, in this order: what the targets ask for."""
+
+QUICK_DEVICES = 4
+
+TIMEOUT_SECONDS = 900
+"""For one process; all of them together take about a quarter of an hour."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("topics", nargs="*", metavar="TOPIC", help=f"of {', '.join(COUNTS)}; all without one")
+    parser.add_argument("--quick", action="store_true", help="small cases, once, in one process, on 4 devices")
+    parser.add_argument(
+        "--devices", type=int, action="append", help="in place of the topics' own numbers; may be repeated"
+    )
+    parser.add_argument("--gpu-memory", type=int, help="megabytes of each logical GPU that a GPU is cut into")
+    options = parser.parse_args()
+    if unknown := set(options.topics) - set(COUNTS):
+        parser.error(f"no topic {', '.join(sorted(unknown))}; expected some of {', '.join(COUNTS)}")
+    topics = options.topics or list(COUNTS)
+    extra = ["--gpu-memory", str(options.gpu_memory)] if options.gpu_memory else []
+    if options.quick:
+        return run_quick(topics, extra)
+    return run(topics, options.devices, report.RESULTS, extra)
+
+
+def run_quick(topics: Sequence[str], extra: Sequence[str]) -> int:
+    """All topics in one process, and a report of them, which tells nothing of speed."""
+    with tempfile.TemporaryDirectory() as folder:
+        raw = Path(folder) / "raw"
+        raw.mkdir()
+        status = measure(topics, QUICK_DEVICES, raw / "quick.json", ["--quick", *extra])
+        if not status:
+            report.write(Path(folder))  # targets are not for so short a run
+        return status
+
+
+def run(topics: Sequence[str], counts: Sequence[int] | None, folder: Path, extra: Sequence[str]) -> int:
+    """Each topic on each number of devices, but for what an unfinished run has measured already."""
+    raw, unfinished = folder / "raw", folder / "raw" / "unfinished"
+    raw.mkdir(parents=True, exist_ok=True)
+    jobs = [(topic, count, raw / f"{topic}-{count:02}.json") for topic in topics for count in counts or COUNTS[topic]]
+    if not unfinished.exists():
+        unfinished.touch()
+        for topic in topics:
+            for path in raw.glob(f"{topic}-*.json"):
+                path.unlink()
+    failed = [path.stem for topic, count, path in jobs if not path.exists() and measure([topic], count, path, extra)]
+    if failed:
+        print(f"failed: {', '.join(failed)}; another run takes up there")
+    else:
+        unfinished.unlink()
+    missed = report.main([str(folder)]) if any(raw.glob("*.json")) else 0
+    return 1 if failed else missed
+
+
+def measure(topics: Sequence[str], devices: int, path: Path, extra: Sequence[str]) -> int:
+    """Run pytest in a process; the results are at `path` if, and only if, all cases passed."""
+    files = [str(HERE / f"test_{topic}.py") for topic in topics]
+    part = path.with_suffix(".part")
+    command = [
+        sys.executable, "-m", "pytest", *files, f"--devices={devices}", f"--benchmark-json={part}", "-q", "-p", "no:warnings",
+        "-p", "no:cacheprovider", "--benchmark-columns=median,iqr,rounds", "--benchmark-sort=name", *extra,
+    ]  # fmt: skip
+    print(f"{', '.join(topics)} on {devices} devices", flush=True)
+    try:
+        status = subprocess.run(
+            command,
+            cwd=HERE.parent,
+            timeout=TIMEOUT_SECONDS,
+            env={"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ},
+            check=False,
+        ).returncode
+    except subprocess.TimeoutExpired:
+        status = 124
+    if not status:
+        shutil.move(part, path)
+    part.unlink(missing_ok=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

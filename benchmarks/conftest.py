@@ -1,0 +1,85 @@
+"""The devices of a run, made once per process; how much a run measures; the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from benchmarks import hardware, simulator
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much a run measures."""
+
+    quick: bool
+    """Whether each case only has to run, and to give its answer."""
+
+    devices: int
+    """How many devices there are."""
+
+    rounds: int
+    """How often each way takes its turn."""
+
+    job_seconds: float
+    """The ideal time of a simulated job."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("devices")
+    group.addoption("--devices", type=int, default=8, help="how many devices the benchmarks run on (8)")
+    group.addoption("--gpu-memory", type=int, help="megabytes of each logical GPU that a GPU is cut into")
+    group.addoption(
+        "--quick", action="store_true", help="small cases, once: that the suite works, not how fast things are"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hardware.cut_devices(config.getoption("--devices"), config.getoption("--gpu-memory"))
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    """What the tables say of the machine, in place of its name and address."""
+    machine_info.clear()
+    machine_info["description"] = hardware.describe()
+
+
+def pytest_benchmark_update_commit_info(config: pytest.Config, commit_info: dict[str, Any]) -> None:
+    """Which code it was, without the branch's name."""
+    for key in set(commit_info) - {"id", "time", "dirty"}:
+        del commit_info[key]
+
+
+@pytest.fixture(scope="session")
+def scale(pytestconfig: pytest.Config) -> Scale:
+    devices = pytestconfig.getoption("--devices")
+    if pytestconfig.getoption("--quick"):
+        return Scale(quick=True, devices=devices, rounds=1, job_seconds=0.05)
+    return Scale(quick=False, devices=devices, rounds=5, job_seconds=1.0)
+
+
+@pytest.fixture
+def sim() -> Iterator[simulator.Simulator]:
+    """The simulated accelerators, as fresh ones."""
+    try:
+        sim = simulator.load()
+    except simulator.Unavailable as reason:
+        pytest.skip(str(reason))
+    sim.reset()
+    yield sim
+    sim.reset()
+
+
+@pytest.fixture
+def accelerators(sim: simulator.Simulator, scale: Scale) -> list[str]:
+    """Names of the simulated accelerators."""
+    return hardware.simulated_devices(scale.devices)
+
+
+@pytest.fixture
+def real_devices(scale: Scale) -> list[str]:
+    """Names of the devices that compute: GPUs where there are any."""
+    return hardware.all_devices()[: scale.devices]

@@ -1,0 +1,133 @@
+"""The plots of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import OURS, Record
+
+COLORS = {
+    "devicemap": "tab:blue",
+    "graph blocks": "tab:red",
+    "eager blocks": "tab:orange",
+    "MirroredStrategy": "tab:green",
+    "joblib threads": "tab:purple",
+    "Dataset.map": "tab:brown",
+}
+"""One colour for a way in all plots."""
+
+
+def draw(pages: Mapping[str, Sequence[Record]], folder: Path) -> dict[str, list[str]]:
+    """Write the plots; returns the names of the files for each page."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    plots: dict[str, list[str]] = {}
+    if scaling := pages.get("scaling"):
+        draw_scaling(scaling, folder / "share.png", "share of the ideal time", lambda record, way: record.share(way))
+        draw_scaling(
+            scaling,
+            folder / "speed_up.png",
+            "speed-up",
+            lambda record, way: record.share(way) * record.devices,
+            ideal=True,
+        )
+        draw_eager_graph(scaling, folder / "eager_graph.png")
+        plots["scaling"] = ["share.png", "speed_up.png", "eager_graph.png"]
+    if sweep := pages.get("batch_size"):
+        draw_batch_sizes(sweep, folder / "batch_size.png")
+        plots["batch_size"] = ["batch_size.png"]
+    return plots
+
+
+def draw_scaling(
+    records: Sequence[Record], path: Path, label: str, value: Callable[[Record, str], float], ideal: bool = False
+) -> None:
+    """A value against devices, a panel for each function."""
+    figure, panels = _panels(records)
+    for axes, case in zip(panels, _cases(records)):
+        mine = [record for record in records if record.case == case]
+        counts = [record.devices for record in mine]
+        axes.plot(counts, counts if ideal else [1] * len(counts), color="0.7", linestyle="--", label="ideal")
+        for way in _ways(mine):
+            points = [(record.devices, value(record, way)) for record in mine if way in record.seconds]
+            axes.plot(*zip(*points), color=COLORS.get(way), marker="o", markersize=4, label=way)
+        axes.set_xscale("log", base=2)
+        axes.set(title=case, xlabel="simulated devices", xticks=counts, xticklabels=counts)
+        if ideal:
+            axes.set_yscale("log", base=2)
+            axes.set(yticks=counts, yticklabels=counts)
+        else:
+            axes.set_ylim(0, 1.05)
+    panels[0].set_ylabel(label)
+    _finish(figure, panels, path)
+
+
+def draw_eager_graph(records: Sequence[Record], path: Path) -> None:
+    """Seconds of the same blocks run eagerly and in a graph, and of devicemap, on the most devices."""
+    ways = ("eager blocks", "graph blocks", "devicemap")
+    most = max(record.devices for record in records)
+    mine = [record for record in records if record.devices == most]
+    figure, (axes,) = _panels(mine[:1])
+    for i, way in enumerate(ways):
+        places = [case + 0.27 * (i - 1) for case in range(len(mine))]
+        seconds = [record.seconds_of(way) for record in mine]
+        bars = axes.bar(places, seconds, width=0.25, color=COLORS[way], label=way)
+        axes.bar_label(bars, fmt="%.2f", fontsize="x-small")
+    axes.set(title=f"{most} simulated devices", ylabel="seconds", xticks=range(len(mine)))
+    axes.set_xticklabels([record.case for record in mine])
+    _finish(figure, [axes], path)
+
+
+def draw_batch_sizes(records: Sequence[Record], path: Path) -> None:
+    """Seconds against rows per call; `batch_size="auto"` as a line across."""
+    fixed = sorted((record for record in records if record.case != "auto"), key=lambda record: int(record.case))
+    figure, (axes,) = _panels(records[:1])
+    for way in _ways(fixed):
+        points = [(int(record.case), record.seconds_of(way)) for record in fixed]
+        axes.plot(*zip(*points), color=COLORS.get(way), marker="o", markersize=4, label=way)
+    for record in records:
+        if record.case == "auto":
+            axes.axhline(
+                record.seconds_of(OURS), color=COLORS[OURS], linestyle=":", label='devicemap, batch_size="auto"'
+            )
+    if records[0].ideal_seconds is not None:
+        axes.axhline(records[0].ideal_seconds, color="0.7", linestyle="--", label="ideal")
+    axes.set_xscale("log", base=2)
+    sizes = [int(record.case) for record in fixed]
+    axes.set(title=f"{records[0].devices} simulated devices", xlabel="rows per call", ylabel="seconds")
+    axes.set(xticks=sizes, xticklabels=sizes, ylim=(0, None))
+    _finish(figure, [axes], path)
+
+
+def _cases(records: Sequence[Record]) -> list[str]:
+    return list(dict.fromkeys(record.case for record in records))
+
+
+def _ways(records: Sequence[Record]) -> list[str]:
+    return list(dict.fromkeys(way for record in records for way in record.seconds))
+
+
+def _panels(records: Sequence[Record]) -> tuple[Any, list[Any]]:
+    """A panel for each case."""
+    from matplotlib import pyplot
+
+    count = len(_cases(records))
+    size = (6.4, 3.6) if count == 1 else (3.4 * count, 3.4)
+    figure, panels = pyplot.subplots(1, count, figsize=size, layout="constrained", sharey=True, squeeze=False)
+    return figure, list(panels[0])
+
+
+def _finish(figure: Any, panels: Sequence[Any], path: Path) -> None:
+    from matplotlib import pyplot
+
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+    handles = dict(zip(*reversed(panels[0].get_legend_handles_labels())))
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize="small"
+    )
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)

@@ -1,0 +1,186 @@
+"""Raw results -> tables in Markdown and plots.
+
+    python -m benchmarks.report [FOLDER]      # the folder that holds raw/; benchmarks/results without one
+
+The exit status is 1 where a target was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.plots import draw
+from benchmarks.records import OURS, Record, Verdict, judge, read
+
+RESULTS = Path(__file__).parent / "results"
+
+SPREAD = "Medians, ± half the distance between the quartiles in percent of them"
+
+SHARE_TEXT = (
+    f"Share of the ideal time (total work by total speed) on simulated accelerators. {SPREAD}; the number of times the best "
+    "peer takes, in brackets: below 1, devicemap is faster. The ways took turns in one run."
+)
+
+TIME_TEXT = f"{SPREAD}; the number of times the best peer takes, in brackets: below 1, devicemap is faster."
+
+TOPICS = {
+    "scaling": ("Eager against graph", SHARE_TEXT + " Each number of devices has as much more work."),
+    "balance": ("Share of the ideal time", SHARE_TEXT),
+    "batch_size": ("Time against batch size", SHARE_TEXT + " A row takes 5 ms of a device, and a call 2 ms besides."),
+    "streaming": ("Streams", SHARE_TEXT),
+    "memory": ("Memory of a stream", TIME_TEXT),
+    "call_cost": ("Cost of a call on a few rows", TIME_TEXT),
+    "first_result": ("Time to the first result", TIME_TEXT + " Each turn makes its map anew."),
+    "gathering": ("Gathering", TIME_TEXT + " What is sent between devices is counted in the graph that ran."),
+    "real_functions": ("Real functions", TIME_TEXT + " All rows in one call."),
+    "gpu": ("GPUs", TIME_TEXT),
+}
+"""Title and text of each page, in the order of the index."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS)
+    folder = parser.parse_args(arguments).folder
+    missed = [verdict for verdict in write(folder) if not verdict.met]
+    for verdict in missed:
+        print(f"missed: {verdict.record.case}, {verdict.record.devices} devices, {_demand(verdict)}")
+    return 1 if missed else 0
+
+
+def write(folder: Path) -> list[Verdict]:
+    """Write the tables and plots of what is in `raw/`; returns the targets with what was reached."""
+    records = read(folder / "raw")
+    if not records:
+        sys.exit(f"no results in {folder / 'raw'}; run `make bench` first")
+    pages = {topic: [record for record in records if record.topic == topic] for topic in TOPICS}
+    pages = {topic: page for topic, page in pages.items() if page}
+    plots = draw(pages, folder)
+    for topic, page in pages.items():
+        (folder / f"{topic}.md").write_text(write_page(topic, page, plots.get(topic, [])))
+    verdicts = list(judge(records))
+    (folder / "README.md").write_text(write_index(list(pages), verdicts, records))
+    return verdicts
+
+
+def write_page(topic: str, records: Sequence[Record], plots: Sequence[str]) -> str:
+    """One topic: tables, what the first calls took, and plots."""
+    title, text = TOPICS[topic]
+    turns = max(len(seconds) for record in records for seconds in record.seconds.values())
+    parts = [
+        f"# {title}",
+        f"{_machines(records)}. Turns of each way: {turns}, fewer where one takes long. {text}",
+        table(records),
+    ]
+    if topic in ("scaling", "balance", "streaming", "call_cost", "real_functions", "gpu"):
+        parts += ["## Seconds of the first call, with set-up and tracing", first_calls(records)]
+    if any("traffic" in record.facts for record in records):
+        parts += ["## Sent between devices", sent(records)]
+    if any("rise_megabytes" in record.facts for record in records):
+        parts += ["## How far the peak of the memory is above the start", rises(records)]
+    parts += [f"![{title}]({name})" for name in plots]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_index(topics: Sequence[str], verdicts: Sequence[Verdict], records: Sequence[Record]) -> str:
+    """The pages, and the targets with what was reached."""
+    links = "\n".join(f"- [{TOPICS[topic][0]}]({topic}.md)" for topic in topics)
+    rows = [
+        [v.record.topic, v.record.case, v.record.devices, v.way, _demand(v), "yes" if v.met else "**no**"]
+        for v in verdicts
+    ]
+    head = ["topic", "case", "devices", "way", "reached, target", "met"]
+    return (
+        f"# Results\n\n{_machines(records)}. Written by `make bench`; `raw/` holds what pytest-benchmark measured.\n\n"
+        f"{links}\n\n## Targets\n\n{_markdown(head, rows)}\n"
+    )
+
+
+def table(records: Sequence[Record]) -> str:
+    """A row for each case and number of devices, a column for each way."""
+    ways = _ways(records)
+    shares = all(record.ideal_seconds is not None for record in records)
+    cell = _share_cell if shares else _time_cell
+    rows = [[r.case, r.devices, *(cell(r, way) if way in r.seconds else "" for way in ways)] for r in records]
+    return _markdown(["case", "devices", *ways], rows)
+
+
+def first_calls(records: Sequence[Record]) -> str:
+    ways = _ways(records)
+    rows = [
+        [r.case, r.devices, *(f"{r.first_seconds[way]:.2f}" if way in r.first_seconds else "" for way in ways)]
+        for r in records
+    ]
+    return _markdown(["case", "devices", *ways], rows)
+
+
+def sent(records: Sequence[Record]) -> str:
+    rows = [
+        [r.case, r.devices, way, t["tensors"], t["lists"], f"{t['variable_bytes'] / 1000:.0f} kB"]
+        for r in records
+        for way, t in r.facts["traffic"].items()
+    ]
+    return _markdown(["case", "devices", "way", "tensors", "of them whole lists", "whole variables"], rows)
+
+
+def rises(records: Sequence[Record]) -> str:
+    rows = [
+        [r.case, r.devices, way, f"{megabytes:.0f} MB"]
+        for r in records
+        for way, megabytes in r.facts["rise_megabytes"].items()
+    ]
+    return _markdown(["case", "devices", "way", "rise"], rows)
+
+
+def _share_cell(record: Record, way: str) -> str:
+    return f"{record.share(way):.3f} ± {_spread(record.seconds[way])}{_ratio(record, way)}"
+
+
+def _time_cell(record: Record, way: str) -> str:
+    return f"{_duration(record.seconds_of(way))} ± {_spread(record.seconds[way])}{_ratio(record, way)}"
+
+
+def _ratio(record: Record, way: str) -> str:
+    ratio = record.ratio(way) if way.startswith(OURS) else None
+    return "" if ratio is None else f" ({ratio:.2f})"
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    if len(seconds) < 2:
+        return "?"
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return f"{50 * (high - low) / middle:.0f}%"
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} µs"
+
+
+def _demand(verdict: Verdict) -> str:
+    digits = 0 if verdict.demand == "most megabytes" else 2
+    return f"{verdict.way}: {verdict.reached:.{digits}f}, {verdict.demand} {verdict.target:.{digits}f}"
+
+
+def _ways(records: Sequence[Record]) -> list[str]:
+    """All ways, ours first."""
+    ways = dict.fromkeys(way for record in records for way in record.seconds)
+    return sorted(ways, key=lambda way: not way.startswith(OURS))
+
+
+def _machines(records: Sequence[Record]) -> str:
+    return "; ".join(dict.fromkeys(record.machine for record in records))
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

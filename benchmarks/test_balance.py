@@ -1,0 +1,111 @@
+"""Share of the ideal time on simulated accelerators: even work, a hot block, uneven devices, functions with state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import devicemap
+from benchmarks import jobs, peers
+from benchmarks.conftest import Scale
+from benchmarks.measuring import Way, compare
+from benchmarks.simulator import Simulator
+
+BATCH_SIZE = 16
+"""Rows per chunk, of 5 ms each: a hundred chunks for 8 devices. joblib's threads do best with it too."""
+
+ONE_GRAPH, CHUNKS, AUTO = "devicemap", "devicemap, batch_size=16", 'devicemap, batch_size="auto"'
+
+TARGETS = {
+    "even": {ONE_GRAPH: 0.97, CHUNKS: 0.95, AUTO: 0.80},
+    "even, stateful": {ONE_GRAPH: 0.95, CHUNKS: 0.93, AUTO: 0.80},
+    "even, random in a map_fn": {ONE_GRAPH: 0.95, CHUNKS: 0.93, AUTO: 0.80},
+    "a hot block, first": {CHUNKS: 0.95, AUTO: 0.80},
+    "a hot block, last": {CHUNKS: 0.90, AUTO: 0.80},
+    "half of the devices 4 times slower": {CHUNKS: 0.93, AUTO: 0.80},
+    "one device 10 times slower": {CHUNKS: 0.88, AUTO: 0.80},
+}
+"""Least shares of the ideal time, with 8 devices and a job of a second."""
+
+
+@pytest.mark.parametrize("name", list(jobs.JOBS))
+def test_balance(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale, name: str) -> None:
+    job = jobs.make_job(scale.devices, scale.job_seconds, *jobs.JOBS[name])
+    job.configure(sim)
+    ways = ours(sim.work, accelerators, job, batched=True) | theirs(sim.work, accelerators, job)
+    if name == "even" and not scale.quick:
+        ways |= ray_data(scale.devices, job)
+    measure(benchmark, ways, job, scale, name)
+
+
+def test_stateful(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
+    job = jobs.make_job(scale.devices, scale.job_seconds, jobs.even, jobs.equal)
+    ways = ours(sim.stateful_work, accelerators, job, batched=True) | theirs(sim.stateful_work, accelerators, job)
+    measure(benchmark, ways, job, scale, "even, stateful")
+
+
+def test_random(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
+    """A `fn` of one sample that draws a random number, in a `tf.map_fn` with all."""
+    job = jobs.make_job(scale.devices, scale.job_seconds, jobs.even, jobs.equal)
+
+    def row(values: Any, seconds: Any) -> Any:
+        return sim.work(values, seconds) + 0.0 * tf.random.normal([])
+
+    def batch(rows: Any, seconds: Any) -> Any:
+        return tf.map_fn(lambda pair: row(*pair), (rows, seconds), fn_output_signature=tf.float32)
+
+    ways = ours(row, accelerators, job, batched=False) | theirs(batch, accelerators, job)
+    measure(benchmark, ways, job, scale, "even, random in a map_fn")
+
+
+def ours(fn: Callable[..., Any], devices: list[str], job: jobs.Job, batched: bool) -> dict[str, Way]:
+    def mapped(batch_size: int | str | None) -> Way:
+        mapper = devicemap.DeviceMap(fn, devices=devices, batched=batched, batch_size=batch_size)
+        return lambda: mapper((job.rows, job.seconds))
+
+    return {ONE_GRAPH: mapped(None), CHUNKS: mapped(BATCH_SIZE), AUTO: mapped("auto")}
+
+
+def theirs(fn: Callable[..., Any], devices: list[str], job: jobs.Job) -> dict[str, Way]:
+    graph = peers.graph_blocks(fn, devices)
+    # one step where all rows and devices are alike; else small steps, so that no device gets all of the hot rows
+    alike = np.ptp(job.seconds) == 0
+    strategy = peers.mirrored_strategy(fn, devices, len(job.rows) // len(devices) if alike else 4)
+    threads = peers.joblib_threads(fn, devices, BATCH_SIZE)
+    dataset = peers.in_memory(peers.dataset_map(fn, devices), 4)
+    data = job.rows, job.seconds
+    return {
+        "graph blocks": lambda: graph(*data),
+        "MirroredStrategy": lambda: strategy(*data),
+        "joblib threads": lambda: threads(*data),
+        "Dataset.map": lambda: dataset(*data),
+    }
+
+
+class SimulatedActor:
+    """One simulated accelerator in a process of Ray's."""
+
+    def __init__(self) -> None:
+        from benchmarks import simulator
+
+        self._work = tf.function(simulator.load().work)
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        rows, seconds = (tf.constant(np.stack(list(batch[name])), tf.float32) for name in ("x0", "x1"))
+        return {"y": self._work(rows, seconds).numpy()}
+
+
+def ray_data(devices: int, job: jobs.Job) -> dict[str, Way]:
+    mapped = peers.ray_data(SimulatedActor, devices, BATCH_SIZE)
+    return {} if mapped is None else {"Ray Data": lambda: mapped(job.rows, job.seconds)}
+
+
+def measure(benchmark: Any, ways: dict[str, Way], job: jobs.Job, scale: Scale, case: str) -> None:
+    compare(
+        benchmark, ways, topic="balance", case=case, rounds=scale.rounds, devices=scale.devices, answer=job.answer,
+        ideal_seconds=job.ideal_seconds, targets={"least share": TARGETS[case]}, subject=CHUNKS,
+    )  # fmt: skip

@@ -1,0 +1,38 @@
+"""What a call on a few rows costs, against the best graph that a hand could write for the same devices.
+
+The hand-written graph does what devicemap promises and no more: a tf.function with a static tf.split, a tf.device block per
+device, the function's ops inlined, and tf.concat or a TensorArray outside of the blocks. The better of the two counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+import devicemap
+from benchmarks import peers
+from benchmarks.conftest import Scale
+from benchmarks.measuring import compare
+
+ROWS = 16
+MOST = 1.10
+
+
+def fn(batch: Any) -> Any:
+    return tf.sin(batch) * 2.0
+
+
+def test_call_on_few_rows(benchmark: Any, real_devices: list[str], scale: Scale) -> None:
+    x = tf.random.stateless_normal([ROWS, 3], [0, 0])
+    concat, array = (peers.graph_blocks(fn, real_devices, gathering) for gathering in ("tf.concat", "TensorArray"))
+    mapper = devicemap.DeviceMap(fn, devices=real_devices, batched=True)
+    ways = {
+        "graph blocks, tf.concat": lambda: concat(x),
+        "graph blocks, TensorArray": lambda: array(x),
+        "devicemap": lambda: mapper(x),
+    }
+    compare(
+        benchmark, ways, topic="call_cost", case=f"{ROWS} rows", rounds=5 if scale.quick else 40, calls=20,
+        devices=len(real_devices), targets={"most ratio": {"devicemap": MOST}},
+    )  # fmt: skip

@@ -1,0 +1,70 @@
+"""How far the memory of the process rises while 4 GB stream through it. Run in a process of its own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import devicemap
+from benchmarks import peers
+from benchmarks.conftest import Scale
+from benchmarks.measuring import compare
+
+MEGABYTES, BATCH_MEGABYTES, QUICK_MEGABYTES = 4000, 4, 80
+MOST_MEGABYTES = 300
+WIDTH = 16384
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of the resident memory from Linux's /proc")
+def test_streamed_gigabytes(benchmark: Any, real_devices: list[str], scale: Scale) -> None:
+    """Batches that are made as they are read, and a sum for each of their rows."""
+    rows = BATCH_MEGABYTES * 10**6 // (4 * WIDTH)
+    batches = (QUICK_MEGABYTES if scale.quick else MEGABYTES) // BATCH_MEGABYTES
+    dataset = tf.data.Dataset.range(batches).map(lambda n: tf.fill([rows, WIDTH], tf.cast(n, tf.float32)))
+
+    def fn(batch: Any) -> Any:
+        return tf.reduce_max(batch, 1)
+
+    mapper = devicemap.DeviceMap(fn, devices=real_devices, batched=True)
+    mapped = peers.dataset_map(fn, real_devices)(dataset)
+    rises: dict[str, float] = {}
+
+    def way(name: str, chunks: Any) -> Any:
+        def run() -> Any:
+            start = reset_peak_megabytes()
+            sums = [tf.reduce_sum(chunk) for chunk in chunks()]
+            rises[name] = max(rises.get(name, 0.0), peak_megabytes() - start)
+            return tf.stack(sums)
+
+        return run
+
+    ways = {
+        "devicemap": way("devicemap", lambda: mapper.stream(dataset)),
+        "Dataset.map": way("Dataset.map", lambda: mapped),
+    }
+    compare(
+        benchmark, ways, topic="memory", case=f"{batches * BATCH_MEGABYTES} MB in batches of {BATCH_MEGABYTES} MB",
+        rounds=1, devices=len(real_devices), answer=np.arange(batches, dtype=np.float32) * rows, rise_megabytes=rises,
+        targets={"most megabytes": {"devicemap": MOST_MEGABYTES}},
+    )  # fmt: skip
+
+
+def reset_peak_megabytes() -> float:
+    """Begin to look for the peak anew; returns what the process holds now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _megabytes("VmRSS")
+
+
+def peak_megabytes() -> float:
+    """The most that the process held since then."""
+    return _megabytes("VmHWM")
+
+
+def _megabytes(field: str) -> float:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(field)) / 1000

@@ -1,0 +1,105 @@
+"""Streams: chunks in input order from a dataset, as a share of the slower of input and compute."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import devicemap
+from benchmarks import jobs, peers
+from benchmarks.conftest import Scale
+from benchmarks.measuring import compare
+from benchmarks.simulator import Simulator
+
+BATCH_SIZE = 8
+"""Rows of a batch of the user's, of 5 ms each: 25 batches per device."""
+
+
+def test_samples(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
+    job = even_job(scale)
+    samples = tf.data.Dataset.from_tensor_slices((job.rows, job.seconds))
+    mapper = devicemap.DeviceMap(sim.work, devices=accelerators)
+    measure(benchmark, "samples", sim, accelerators, job, scale, lambda: mapper.stream(samples), least=0.93)
+
+
+def test_batches(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
+    job = even_job(scale)
+    batches = tf.data.Dataset.from_tensor_slices((job.rows, job.seconds)).batch(BATCH_SIZE)
+    mapper = devicemap.DeviceMap(sim.work, devices=accelerators, batched=True)
+    measure(benchmark, "ready batches", sim, accelerators, job, scale, lambda: mapper.stream(batches), least=0.90)
+
+
+def test_as_dataset(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
+    job = even_job(scale)
+    mapper = devicemap.DeviceMap(sim.work, devices=accelerators, batched=True, batch_size=BATCH_SIZE)
+    dataset = mapper.as_dataset((job.rows, job.seconds))
+    measure(benchmark, "as_dataset", sim, accelerators, job, scale, lambda: dataset, least=0.90)
+
+
+def test_in_memory(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
+    job = even_job(scale)
+    mapper = devicemap.DeviceMap(sim.work, devices=accelerators, batched=True, batch_size=BATCH_SIZE)
+    data = job.rows, job.seconds
+    measure(benchmark, "data in memory", sim, accelerators, job, scale, lambda: mapper.stream(data), least=0.95)
+
+
+def test_slow_input(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
+    """The input takes twice as long as the devices; so the ideal is what reading alone takes, which is measured."""
+    job = even_job(scale)
+    batch_seconds = 2 * job.ideal_seconds * BATCH_SIZE / len(job.rows)
+
+    def read(*batch: Any) -> Any:
+        def wait(rows: np.ndarray) -> np.ndarray:
+            time.sleep(batch_seconds)
+            return rows
+
+        rows = tf.ensure_shape(tf.numpy_function(wait, [batch[0]], tf.float32), [None, 4])
+        return rows, batch[1]
+
+    batches = tf.data.Dataset.from_tensor_slices((job.rows, job.seconds)).batch(BATCH_SIZE).map(read)
+    reading = []
+    for _ in range(scale.rounds):
+        start = time.perf_counter()
+        joined(rows for rows, _ in batches)
+        reading.append(time.perf_counter() - start)
+    mapper = devicemap.DeviceMap(sim.work, devices=accelerators, batched=True)
+    dataset_map = peers.dataset_map(sim.work, accelerators)(batches)
+    compare(
+        benchmark,
+        {"devicemap": lambda: joined(mapper.stream(batches)), "Dataset.map": lambda: joined(dataset_map)},
+        topic="streaming", case="input twice as slow as the devices", rounds=scale.rounds, devices=scale.devices,
+        answer=job.answer, ideal_seconds=statistics.median(reading), targets={"least share": {"devicemap": 0.95}},
+    )  # fmt: skip
+
+
+def even_job(scale: Scale) -> jobs.Job:
+    return jobs.make_job(scale.devices, scale.job_seconds, jobs.even, jobs.equal)
+
+
+def joined(chunks: Any) -> Any:
+    return tf.concat(list(chunks), 0)
+
+
+def measure(
+    benchmark: Any,
+    case: str,
+    sim: Simulator,
+    devices: list[str],
+    job: jobs.Job,
+    scale: Scale,
+    stream: Callable[[], Any],
+    least: float,
+) -> None:
+    """Against `Dataset.map` over the same rows."""
+    batches = tf.data.Dataset.from_tensor_slices((job.rows, job.seconds)).batch(BATCH_SIZE)
+    dataset_map = peers.dataset_map(sim.work, devices)(batches)
+    compare(
+        benchmark, {"devicemap": lambda: joined(stream()), "Dataset.map": lambda: joined(dataset_map)}, topic="streaming",
+        case=case, rounds=scale.rounds, devices=scale.devices, answer=job.answer, ideal_seconds=job.ideal_seconds,
+        targets={"least share": {"devicemap": least}},
+    )  # fmt: skip
