@@ -118,7 +118,7 @@ def choose_output_device(device: Any) -> str:
 def places_on(devices: tuple[str, ...]) -> tuple[str, ...]:
     """Where the shards of one call may run: once on each device, and again on CPU devices for each further core.
 
-    TensorFlow runs a serial function on one core, however many a CPU device has. `benchmarks/real_functions.py` shows
+    TensorFlow runs a serial function on one core, however many a CPU device has. `benchmarks/test_real_functions.py` shows
     that a second shard halves its time there, and costs functions nothing whose ops use all cores by themselves.
     """
     cpus = _of_kind(list(devices), "CPU")

@@ -53,7 +53,7 @@ class Towers:
         self._trace = trace
         self.traced = self._trace_again(None)
         # A further core of a CPU gains nothing where shards wait for each other, or where ops over all rows use the cores
-        # themselves (`benchmarks/real_functions.py`: half the rows cost as many ops); and it needs a stream of its own.
+        # themselves (`benchmarks/test_real_functions.py`: half the rows cost as many ops); and it needs a stream of its own.
         alone = self.traced.vectorized or self.traced.audit.ordered or self.traced.audit.seeded
         self.places = tuple(dict.fromkeys(places)) if alone else tuple(places)
         self.optimized = can_be_optimized_once(self.traced, self.places)

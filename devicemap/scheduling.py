@@ -10,6 +10,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+# What follows was tuned on the jobs of `benchmarks/test_balance.py`, played through in `tests/test_scheduling.py`.
+
 _FIRST_ROWS = 8
 """Where `batch_size="auto"` begins."""
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from devicemap.types import Shard
 
 ROWS_PER_CORE = 16
-"""A call on fewer rows should cost what it costs on one core: see `benchmarks/call_cost.py`."""
+"""A call on fewer rows should cost what it costs on one core: see `benchmarks/test_call_cost.py`."""
 
 
 def shard_sizes(rows: int, shards: int) -> tuple[int, ...]:
