@@ -1,8 +1,8 @@
 """A traced function, optimised once for all the devices it runs on.
 
 TensorFlow's optimiser (Grappler) works on the whole graph of a call, in which every tower is a copy of the same function:
-16 devices take 16 times as long, and until the first result that is most of the time (`benchmarks/test_first_result.py`). Here it
-works on the function alone; the graph of the towers is then run without it.
+16 devices take 16 times as long, and until the first result that is most of the time
+(`benchmarks/test_first_result.py`). Here it works on the function alone; the graph of the towers is then run without it.
 """
 
 from __future__ import annotations
