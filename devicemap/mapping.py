@@ -70,7 +70,7 @@ def parallel_map(
         prefetch: chunks in flight per device, so that copying in, computing and copying out overlap.
         max_retries: how often a chunk that failed is tried again, on another device if there is one. What `fn` does
             besides returning may then happen again. 0: the first error is raised, also where a device runs out of memory,
-            which otherwise gets smaller chunks.
+            which otherwise gets smaller chunks. A device that keeps failing is set aside, with a `RuntimeWarning`.
         progress: a progress bar; or a callable that gets each `devicemap.types.Event` of the call, one at a time.
         name: a name for the ops and errors of this map.
 
