@@ -66,7 +66,8 @@ class Calls:
         with GraphCall(shards, towers.take_traces(), self._gpus, self._listeners(), self._keep):
             try:
                 # A tape records what its own thread does, so a taped call stays in this one.
-                results, returned = graph(*arguments) if taped else towers.run(graph, arguments, rows.count)
+                with towers.drawing_alone():
+                    results, returned = graph(*arguments) if taped else towers.run(graph, arguments, rows.count)
             except Exception as error:
                 located, cause = self.program.located(error, towers, arguments[1:], shards)
                 raise located from cause

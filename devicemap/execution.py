@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,8 @@ class Towers:
         self._output_device = output_device
         self._scope = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "fn"  # what a name scope may hold
         self._lock = threading.RLock()
+        # Two calls at once would read a device's copy of an advancing seed before either writes it.
+        self._drawing = {device: threading.Lock() for device in self.devices if self.traced.audit.advances_seed}
         self._graphs: dict[tuple[int, bool, bool], Any] = {}
         self._functions: dict[str, Any] = {}
         self.paces: dict[str, Pace] = {}
@@ -129,6 +132,10 @@ class Towers:
         self._last = seconds, rows
         return result
 
+    def drawing_alone(self) -> contextlib.AbstractContextManager[None]:
+        """While it lasts, no other call of the function draws from the seeds that each of its calls advances."""
+        return _all_of(self._drawing.values()) if self._drawing else contextlib.nullcontext()
+
     def take_traces(self) -> int:
         """How often `fn` was traced since this was asked last."""
         with self._lock:
@@ -178,9 +185,11 @@ class Towers:
         values = mirrors.values()
         functions: dict[str, Callable[..., list[Any]]] = {}
         for device, function in self._functions.items():
-            with tf.device(device):
+            lock = self._drawing.get(device)
+            with tf.device(device), lock or contextlib.nullcontext():
                 mirrors.assign(self.places.index(device), values)
-                functions[device] = partial(callable_of(function, not self.optimized), *mirrors.passed(values))
+                of_call = partial(callable_of(function, not self.optimized), *mirrors.passed(values))
+            functions[device] = of_call if lock is None else partial(_holding, lock, of_call)
         return functions
 
     def _build_graph(self, shards: int, differentiable: bool, any_rows: bool) -> Any:
@@ -340,6 +349,19 @@ def _run_in_thread(graph: Any, tensors: Sequence[Any], optimize: bool) -> tuple[
     if error is not None:
         raise error
     return result, time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def _all_of(locks: Iterable[threading.Lock]) -> Iterator[None]:
+    with contextlib.ExitStack() as held:
+        for lock in locks:
+            held.enter_context(lock)
+        yield
+
+
+def _holding(lock: threading.Lock, function: Callable[..., Any], *tensors: Any) -> Any:
+    with lock:
+        return function(*tensors)
 
 
 def sizes_in_graph(rows: Any, shards: int) -> Any:

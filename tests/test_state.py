@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -213,6 +214,19 @@ def test_dropout_draws_another_mask_for_each_device_chunk_and_call() -> None:
 
     mapper = devicemap.DeviceMap(lambda b: dropout(b, training=True), devices=TOWERS, batched=True)
     assert between_towers(partitions(mapper, ones)) == []
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_threads_that_share_a_mapper_draw_different_masks(batch_size: int | None) -> None:
+    dropout = tf.keras.layers.Dropout(0.5)
+    mapper = devicemap.DeviceMap(
+        lambda batch: dropout(batch, training=True), batched=True, batch_size=batch_size, devices=["CPU:1", "CPU:2"]
+    )
+    rows = tf.ones([8, 256])
+    mapper(rows)
+    with ThreadPoolExecutor(6) as pool:
+        masks = tf.concat(list(pool.map(lambda _: mapper(rows), range(300))), 0)
+    assert _distinct(masks) == len(masks)
 
 
 @pytest.mark.parametrize("seeded", [True, False])
