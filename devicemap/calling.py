@@ -53,7 +53,8 @@ class Calls:
         """In-memory data, in eager code: one graph takes it to the devices and back."""
         towers = self.program.towers_for(rows)
         if not rows.count:
-            return towers.pack(towers.no_rows())
+            with GraphCall((), towers.take_traces(), self._gpus, self._listeners(), self._keep):
+                return towers.pack(towers.no_rows())
         taped = tape_is_recording()
         shards, sizes = towers.shards(rows.count)
         arguments = (sizes, *self.program.seeded(rows.leaves, 0, rows.count))

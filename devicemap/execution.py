@@ -220,14 +220,14 @@ class Towers:
             with tf.device(self._output_device):
                 if any_rows:
                     results = [_like_first(part, results[0]) for part in results]
-                if differentiable:  # the gradient of a TensorArray asks for the shape of what was written, from here
+                if differentiable:  # the gradient of joining asks for the shape of each part, from here
                     results = tf.nest.map_structure(tf.identity, results, expand_composites=True)
                 if shards == 1:
                     gathered = [
                         (tf.nest.map_structure(tf.identity, leaf, expand_composites=True), None) for leaf in results[0]
                     ]
                 else:
-                    gathered = [gather(parts) for parts in zip(*results)]
+                    gathered = [gather(parts, differentiable) for parts in zip(*results)]
             if differentiable:
                 differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
             return [rows for rows, _ in gathered], [lengths for _, lengths in gathered if lengths is not None]

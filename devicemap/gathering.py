@@ -12,18 +12,20 @@ from devicemap.rows import count_rows
 from devicemap.types import Shard
 
 
-def gather(parts: Sequence[Any]) -> tuple[Any, Any]:
+def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any]:
     """Join the results of neighbouring shards, inside a graph.
 
     Args:
         parts: one leaf per shard, dense, ragged or sparse, each of shape `[rows of the shard, ...]`.
+        differentiable: without a `TensorArray` where that can be: the gradient of one has no vectorised form, which
+            `GradientTape.jacobian` asks for.
 
     Returns:
         The leaf of all rows, and the rows that each part had: int64 `[shards]`.
     """
     first = parts[0]
     if isinstance(first, tf.RaggedTensor):
-        values, _ = gather([part.values for part in parts])
+        values, _ = gather([part.values for part in parts], differentiable)
         lengths, rows = gather([part.row_lengths() for part in parts])
         return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False), rows
     if isinstance(first, tf.SparseTensor):
@@ -34,6 +36,10 @@ def gather(parts: Sequence[Any]) -> tuple[Any, Any]:
         shape = _common(shape, part.shape)
     if shape.rank is not None:
         shape = tf.TensorShape([None]).concatenate(shape[1:])
+    if differentiable and shape.rank is not None:
+        joined = tf.concat(list(parts), 0)
+        joined.set_shape(shape)
+        return joined, tf.stack([tf.shape(part, tf.int64)[0] for part in parts])
     array = tf.TensorArray(first.dtype, size=len(parts), infer_shape=False, element_shape=shape)
     for i, part in enumerate(parts):
         array = array.write(i, part)

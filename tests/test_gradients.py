@@ -141,6 +141,18 @@ def test_an_update_between_two_calls_in_one_tape(devices: list[str]) -> None:
             np.testing.assert_allclose(got, 2 * X * factor, rtol=1e-5)
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_jacobians(batched: bool) -> None:
+    weights = tf.Variable(tf.eye(3) * 2)
+    fn = (lambda b: tf.tanh(b @ weights)) if batched else (lambda x: tf.tanh(tf.linalg.matvec(weights, x)))
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"], batched=batched)
+    with tf.GradientTape() as tape:
+        tape.watch(X)
+        y = mapper(X)
+    wanted = tf.linalg.diag((1 - tf.tanh(2 * X) ** 2) * 2)
+    np.testing.assert_allclose(tape.batch_jacobian(y, X), wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_forward_mode_is_refused() -> None:
     mapper = devicemap.DeviceMap(tf.sin, devices=["CPU:1", "CPU:2"])
     with (

@@ -74,7 +74,7 @@ class GraphCall:
         finished: Callable[[GraphCall], None],
     ):
         """`listeners` hear of it as of any other call; `finished` gets it when it has ended."""
-        self._shards = shards
+        self._shards: Sequence[Shard] | None = shards
         self._listeners = listeners
         self._finished = finished
         self._recorder = Recorder("one graph", traces, gpus)
@@ -102,10 +102,10 @@ class GraphCall:
     def report(self) -> Report:
         """The report of the call, which has finished."""
         with self._lock:
-            if self._shards:
+            if self._shards is not None:
                 for event in (*self._first_events(), *self._last_events()):
                     self._recorder(event)
-                self._shards, self._error = (), None
+                self._shards, self._error = None, None
             return self._recorder.report()
 
     def _tell(self, events: Sequence[Event]) -> None:
@@ -114,10 +114,13 @@ class GraphCall:
                 listener(event)
 
     def _first_events(self) -> list[Event]:
-        devices = tuple(dict.fromkeys(shard.device for shard in self._shards))
-        started = [ChunkStarted(0.0, shard, 0.0) for shard in self._shards]
-        return [CallStarted(0.0, sum(map(len, self._shards)), devices), *started]
+        shards = self._shards or ()
+        devices = tuple(dict.fromkeys(shard.device for shard in shards))
+        return [
+            CallStarted(0.0, sum(map(len, shards)), devices),
+            *(ChunkStarted(0.0, shard, 0.0) for shard in shards),
+        ]
 
     def _last_events(self) -> list[Event]:
-        finished = [ChunkFinished(self._seconds, shard, 0.0) for shard in self._shards]
+        finished = [ChunkFinished(self._seconds, shard, 0.0) for shard in self._shards or ()]
         return [*(finished if self._error is None else []), CallFinished(self._seconds, self._error)]
