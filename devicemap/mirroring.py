@@ -69,8 +69,10 @@ class Mirrors:
         return found
 
     def passed(self, values: dict[int, Any]) -> list[Any]:
-        """The values that the function takes as arguments, on the device of the moment."""
-        return [tf.identity(values[i]) for i in self._passed]
+        """The values that the function takes as arguments; in eager code, on the device of the moment."""
+        if tf.executing_eagerly():
+            return [tf.identity(values[i]) for i in self._passed]
+        return [values[i] for i in self._passed]  # they travel to whoever takes them, once for each device
 
     def assign(self, tower: int, values: dict[int, Any], differentiable: bool = False) -> dict[int, Any]:
         """Assign the copies of one tower, on the device of the moment.
