@@ -8,15 +8,15 @@ from typing import Any
 
 from benchmarks.records import OURS, Record
 
-COLORS = {
-    "devicemap": "tab:blue",
-    "graph blocks": "tab:red",
-    "eager blocks": "tab:orange",
-    "MirroredStrategy": "tab:green",
-    "joblib threads": "tab:purple",
-    "Dataset.map": "tab:brown",
+STYLES: dict[str, dict[str, Any]] = {
+    "graph blocks": {"color": "tab:red", "marker": "s", "markersize": 10, "markerfacecolor": "none"},
+    "eager blocks": {"color": "tab:orange", "marker": "s", "markersize": 5},
+    "MirroredStrategy": {"color": "tab:green", "marker": "^", "markersize": 8, "markerfacecolor": "none"},
+    "joblib threads": {"color": "tab:purple", "marker": "D", "markersize": 4},
+    "Dataset.map": {"color": "tab:brown", "marker": "v", "markersize": 5},
+    "devicemap": {"color": "tab:blue", "marker": "o", "markersize": 4},
 }
-"""One colour for a way in all plots."""
+"""One look for a way in all plots, in the order in which they are drawn: where lines cover each other, markers show."""
 
 
 def draw(pages: Mapping[str, Sequence[Record]], folder: Path) -> dict[str, list[str]]:
@@ -53,7 +53,7 @@ def draw_scaling(
         axes.plot(counts, counts if ideal else [1] * len(counts), color="0.7", linestyle="--", label="ideal")
         for way in _ways(mine):
             points = [(record.devices, value(record, way)) for record in mine if way in record.seconds]
-            axes.plot(*zip(*points), color=COLORS.get(way), marker="o", markersize=4, label=way)
+            axes.plot(*zip(*points), label=way, **STYLES.get(way, {"marker": "."}))
         axes.set_xscale("log", base=2)
         axes.set(title=case, xlabel="simulated devices", xticks=counts, xticklabels=counts)
         if ideal:
@@ -74,7 +74,7 @@ def draw_eager_graph(records: Sequence[Record], path: Path) -> None:
     for i, way in enumerate(ways):
         places = [case + 0.27 * (i - 1) for case in range(len(mine))]
         seconds = [record.seconds_of(way) for record in mine]
-        bars = axes.bar(places, seconds, width=0.25, color=COLORS[way], label=way)
+        bars = axes.bar(places, seconds, width=0.25, color=STYLES[way]["color"], label=way)
         axes.bar_label(bars, fmt="%.2f", fontsize="x-small")
     axes.set(title=f"{most} simulated devices", ylabel="seconds", xticks=range(len(mine)))
     axes.set_xticklabels([record.case for record in mine])
@@ -87,11 +87,14 @@ def draw_batch_sizes(records: Sequence[Record], path: Path) -> None:
     figure, (axes,) = _panels(records[:1])
     for way in _ways(fixed):
         points = [(int(record.case), record.seconds_of(way)) for record in fixed]
-        axes.plot(*zip(*points), color=COLORS.get(way), marker="o", markersize=4, label=way)
+        axes.plot(*zip(*points), label=way, **STYLES.get(way, {"marker": "."}))
     for record in records:
         if record.case == "auto":
             axes.axhline(
-                record.seconds_of(OURS), color=COLORS[OURS], linestyle=":", label='devicemap, batch_size="auto"'
+                record.seconds_of(OURS),
+                color=STYLES[OURS]["color"],
+                linestyle=":",
+                label='devicemap, batch_size="auto"',
             )
     if records[0].ideal_seconds is not None:
         axes.axhline(records[0].ideal_seconds, color="0.7", linestyle="--", label="ideal")
@@ -107,7 +110,9 @@ def _cases(records: Sequence[Record]) -> list[str]:
 
 
 def _ways(records: Sequence[Record]) -> list[str]:
-    return list(dict.fromkeys(way for record in records for way in record.seconds))
+    order = list(STYLES)
+    ways = dict.fromkeys(way for record in records for way in record.seconds)
+    return sorted(ways, key=lambda way: order.index(way) if way in order else -1)
 
 
 def _panels(records: Sequence[Record]) -> tuple[Any, list[Any]]:
