@@ -5,7 +5,7 @@
     python -m benchmarks --quick         # a minute, into a folder that is thrown away: that the suite works
 
 TensorFlow makes its devices once per process, so each file of cases runs in a process of its own for each number of
-devices. What it measured is in `raw/` when it ends; a run that was stopped goes on behind what is there.
+devices. What it measured is in `raw/` when it ends. A run of everything that was stopped goes on behind what is there.
 """
 
 from __future__ import annotations
@@ -72,19 +72,21 @@ def run_quick(topics: Sequence[str], extra: Sequence[str]) -> int:
 
 
 def run(topics: Sequence[str], counts: Sequence[int] | None, folder: Path, extra: Sequence[str]) -> int:
-    """Each topic on each number of devices, but for what an unfinished run has measured already."""
+    """Each topic on each number of devices; a run of all topics leaves out what an unfinished one has measured already."""
     raw, unfinished = folder / "raw", folder / "raw" / "unfinished"
     raw.mkdir(parents=True, exist_ok=True)
     jobs = [(topic, count, raw / f"{topic}-{count:02}.json") for topic in topics for count in counts or COUNTS[topic]]
-    if not unfinished.exists():
-        unfinished.touch()
+    all_topics = list(topics) == list(COUNTS)
+    if not (all_topics and unfinished.exists()):
         for topic in topics:
             for path in raw.glob(f"{topic}-*.json"):
                 path.unlink()
+    if all_topics:
+        unfinished.touch()
     failed = [path.stem for topic, count, path in jobs if not path.exists() and measure([topic], count, path, extra)]
     if failed:
-        print(f"failed: {', '.join(failed)}; another run takes up there")
-    else:
+        print(f"failed: {', '.join(failed)}")
+    elif all_topics:
         unfinished.unlink()
     missed = report.main([str(folder)]) if any(raw.glob("*.json")) else 0
     return 1 if failed else missed
@@ -99,12 +101,13 @@ def measure(topics: Sequence[str], devices: int, path: Path, extra: Sequence[str
         "-p", "no:cacheprovider", "--benchmark-columns=median,iqr,rounds", "--benchmark-sort=name", *extra,
     ]  # fmt: skip
     print(f"{', '.join(topics)} on {devices} devices", flush=True)
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "PYTHONPATH": str(HERE.parent)}  # for processes of peers
     try:
         status = subprocess.run(
             command,
             cwd=HERE.parent,
             timeout=TIMEOUT_SECONDS,
-            env={"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ},
+            env=environment,
             check=False,
         ).returncode
     except subprocess.TimeoutExpired:

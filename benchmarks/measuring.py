@@ -6,6 +6,7 @@ ratios are of one run and noise meets all ways alike.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,10 @@ Way = Callable[[], Any]
 
 _LONG_SECONDS = 0.5
 """A way whose checked call took longer is warm: what a first call costs is little of it, or has been paid."""
+
+
+_LEAST = 0.98
+"""No way can take less than this part of the ideal time; an ideal that was measured may be off by as much."""
 
 
 def compare(
@@ -56,7 +61,8 @@ def compare(
         facts: what else the report should know, as `ideal_seconds`, or `targets`, by way.
 
     Raises:
-        AssertionError: a way gave another answer; nothing was timed.
+        AssertionError: a way gave another answer, and nothing was timed; or one took less than the ideal time, so that a
+            share of it would mean nothing.
     """
     subject = subject or next(name for name in ways if name.startswith(OURS))
     first_seconds = {}
@@ -86,6 +92,11 @@ def compare(
     benchmark.group = topic
     benchmark.pedantic(turn, setup=others, rounds=rounds)
     seconds[subject] = [total / calls for total in benchmark.stats.stats.data]
+    if (ideal := facts.get("ideal_seconds")) is not None:
+        fastest = min(seconds, key=lambda name: min(seconds[name], default=math.inf))
+        assert min(seconds[fastest]) > _LEAST * ideal, (
+            f"{fastest} took {min(seconds[fastest]):.3f} s, which is less than the ideal {ideal:.3f} s: that is no ideal"
+        )
     facts |= {"topic": topic, "case": case, "devices": devices, "seconds": seconds, "first_seconds": first_seconds}
     benchmark.extra_info.update(facts)
     return seconds

@@ -78,6 +78,8 @@ def write_page(topic: str, records: Sequence[Record], plots: Sequence[str]) -> s
     ]
     if topic in ("scaling", "balance", "streaming", "call_cost", "real_functions", "gpu"):
         parts += ["## Seconds of the first call, with set-up and tracing", first_calls(records)]
+    if any(any(record.facts.get("steady_seconds", {}).values()) for record in records):
+        parts += ["## Steady state of ways that set up anew in every run", steady(records)]
     if any("traffic" in record.facts for record in records):
         parts += ["## Sent between devices", sent(records)]
     if any("rise_megabytes" in record.facts for record in records):
@@ -116,6 +118,16 @@ def first_calls(records: Sequence[Record]) -> str:
         for r in records
     ]
     return _markdown(["case", "devices", *ways], rows)
+
+
+def steady(records: Sequence[Record]) -> str:
+    rows = [
+        [record.case, record.devices, way, f"{record.ideal_seconds / statistics.median(seconds):.3f}"]
+        for record in records
+        for way, seconds in record.facts.get("steady_seconds", {}).items()
+        if seconds and record.ideal_seconds is not None
+    ]
+    return _markdown(["case", "devices", "way", "share of the ideal time"], rows)
 
 
 def sent(records: Sequence[Record]) -> str:

@@ -1,0 +1,85 @@
+"""The benchmark suite: what it makes of measured seconds, and how an unfinished run goes on. Nothing here is timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import __main__ as suite
+from benchmarks import report
+from benchmarks.records import Record, judge, read
+
+
+def record(**changes: Any) -> Record:
+    seconds = {"devicemap": [1.1, 1.0, 1.2], "slow peer": [4.0, 4.0], "joblib threads": [2.2, 2.0, 2.4]}
+    facts: dict[str, Any] = {
+        "topic": "balance",
+        "case": "even",
+        "devices": 8,
+        "seconds": seconds,
+        "first_seconds": {},
+        "ideal_seconds": 0.99,
+    }
+    return Record(**(facts | changes))
+
+
+def test_shares_and_ratios_are_of_medians() -> None:
+    assert record().share("devicemap") == pytest.approx(0.9)
+    assert record().best_peer() == "joblib threads"
+    assert record().ratio("devicemap") == pytest.approx(0.5)
+    alone = record(seconds={"devicemap": [1.0]})
+    assert (alone.best_peer(), alone.ratio("devicemap")) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("demand", "facts", "reached", "met", "missed"),
+    [
+        ("least share", {}, 0.9, 0.90, 0.91),
+        ("most ratio", {}, 0.5, 0.50, 0.49),
+        ("most ratio to base", {"base": "slow peer"}, 0.275, 0.28, 0.27),
+        ("most megabytes", {"rise_megabytes": {"devicemap": 96}}, 96, 300, 90),
+    ],
+)
+def test_targets(demand: str, facts: dict[str, Any], reached: float, met: float, missed: float) -> None:
+    for target, good in ((met, True), (missed, False)):
+        (verdict,) = judge([record(targets={demand: {"devicemap": target}}, facts=facts)])
+        assert (verdict.reached, verdict.met) == (pytest.approx(reached), good)
+
+
+def test_a_cell_tells_the_share_its_spread_and_the_ratio() -> None:
+    row = report.table([record()]).splitlines()[-1]
+    assert row == "| even | 8 | 0.900 ± 5% (0.50) | 0.247 ± 0% | 0.450 ± 5% |"
+
+
+def write_raw(path: Path) -> None:
+    info = {"topic": "call_cost", "case": "16 rows", "devices": int(path.stem[-2:])}
+    info |= {"seconds": {"devicemap": [1e-4, 2e-4]}, "first_seconds": {"devicemap": 0.5}}
+    path.write_text(json.dumps({"machine_info": {"description": "a machine"}, "benchmarks": [{"extra_info": info}]}))
+
+
+def test_an_unfinished_run_goes_on_and_a_finished_one_begins_anew(tmp_path: Path, monkeypatch: Any) -> None:
+    ran: list[int] = []
+    broken = {8}
+
+    def measure(topics: Any, devices: int, path: Path, extra: Any) -> int:
+        ran.append(devices)
+        if devices not in broken:
+            write_raw(path)
+        return int(devices in broken)
+
+    monkeypatch.setattr(suite, "measure", measure)
+    monkeypatch.setattr(suite, "COUNTS", {"call_cost": (1, 2, 8, 16)})
+    assert suite.run(["call_cost"], None, tmp_path, []) == 1
+    assert ran == [1, 2, 8, 16]
+    ran.clear()
+    broken.clear()
+    assert suite.run(["call_cost"], None, tmp_path, []) == 0
+    assert ran == [8]
+    assert [r.devices for r in read(tmp_path / "raw")] == [1, 2, 8, 16]
+    assert "| 16 rows | 8 | 150 µs ± 17% |" in (tmp_path / "call_cost.md").read_text()
+    ran.clear()
+    assert suite.run(["call_cost"], None, tmp_path, []) == 0
+    assert ran == [1, 2, 8, 16]
