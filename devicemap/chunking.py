@@ -74,6 +74,9 @@ class Source(Protocol):
     batch_size: int | None
     """The most rows of a chunk; `None`: any."""
 
+    reads: bool
+    """Whether rows are read while the call runs, so that devices may wait for them."""
+
     def take(self, rows: int, limit: int | None) -> Chunk | None:
         """The next chunk, of about `rows` rows and never more than `limit`; `None` at the end."""
 
@@ -86,6 +89,8 @@ class Source(Protocol):
 
 class InMemory:
     """Chunks of rows that are all there."""
+
+    reads = False
 
     def __init__(self, rows: Rows, batch_size: int | None):
         assert rows.count is not None  # eager code knows
@@ -119,6 +124,8 @@ class Elements:
 
     Batches are handed on as they are (`whole`), cut to `batch_size`, or, where `merged`, cut and joined to any size.
     """
+
+    reads = True
 
     def __init__(self, dataset: Any, specs: Any, rows: int | None, batch_size: int | None, whole: bool, merged: bool):
         self.specs, self.key, self.rows = specs, freeze(specs), rows

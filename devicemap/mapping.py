@@ -251,9 +251,14 @@ class DeviceMap:
             (False, 'coupled')
         """
         check_limits(rows, tolerance)
-        program = self._program
+        program, last = self._program, self._calls.last
         some = rows_to_verify(data, rows, program.options, program.devices)
-        return verify_rows(program.fn, some, program.options, program.towers_for(some), self, tolerance, program.name)
+        try:
+            return verify_rows(
+                program.fn, some, program.options, program.towers_for(some), self, tolerance, program.name
+            )
+        finally:
+            self._calls.last = last  # `report` is about the user's own calls
 
     def explain(self, data_or_spec: Any) -> Plan:
         """What a call would do, and what stands in the way of parallelism, without running `fn`.

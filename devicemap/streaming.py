@@ -274,7 +274,8 @@ class _Dispatch:
                 group = self._groups.setdefault(chunk.group, _Open(chunk.start))
                 group.left += chunk.count
                 group.closed |= chunk.last
-                waited = 0.0 if pace.rows_in_flight else self._now() - asked
+                idle = not pace.rows_in_flight and self._source.reads
+                waited = self._now() - asked if idle else 0.0
                 return self._handed_to(device, _Task(chunk)), waited
 
     def _handed_to(self, device: str, task: _Task) -> _Task:

@@ -90,6 +90,8 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: int | No
             what += " and the keyword seed"
         takes_batches = not options.batched and hasattr(fn, "built")  # Keras layers and models have that
         hint = ". A Keras layer or model takes batches: set batched=True" if takes_batches else ""
+        if type(specs) is tuple and hasattr(fn, "built"):
+            hint += ". A tuple is passed as several arguments: drop labels with dataset.map(lambda x, y: x)"
         raise function_error(
             f"fn could not be traced for {what} of {given}{hint}: {type(error).__name__}: {error}", error
         ) from error

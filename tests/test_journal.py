@@ -567,12 +567,10 @@ def test_another_call_is_refused(tmp_path: Path, name: str, value: Any, finish: 
         assert _write(tmp_path) == CHUNKS[1:]
 
 
-def test_the_name_of_the_function_may_change(tmp_path: Path) -> None:
+def test_another_function_is_refused(tmp_path: Path) -> None:
     _write(tmp_path, [(0, 4)], finish=False)
-    with open_journal(tmp_path, replace(HEADER, function="g")) as journal:
-        _append(journal, 4, 12)
-        journal.finish(12)
-    _check_whole(tmp_path, [(0, 4), (4, 12)])
+    with pytest.raises(JournalError, match="function was 'f' there, and is 'g' now"):
+        open_journal(tmp_path, replace(HEADER, function="g"))
 
 
 def test_a_folder_without_results_takes_any_call(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ class Rows:
     """Rows 0 to `count - 1`, whose one leaf is the row's index, in groups of `batch_size`."""
 
     specs = key = None
+    reads = True
 
     def __init__(self, count: int | None, batch_size: int | None = 1, fails_at: int | None = None):
         self.rows, self.batch_size = count, batch_size

@@ -331,7 +331,7 @@ def test_an_interruption_keeps_what_was_finished(tmp_path: Path, how: str) -> No
                     raise ZeroDivisionError("the observer's own")
                 os.kill(os.getpid(), signal.SIGINT)
 
-    mapper = devicemap.DeviceMap(_slow, devices=DEVICES, batched=True, batch_size=4, progress=observe)
+    mapper = devicemap.DeviceMap(_slow, devices=DEVICES, batched=True, batch_size=4, progress=observe, name="_triple")
     with pytest.raises(KeyboardInterrupt if how == "ctrl-c" else ZeroDivisionError):
         mapper.write(DATA, tmp_path)
     assert time.monotonic() - interrupted[0] < 1

@@ -80,6 +80,7 @@ class Unfinished:
     def __init__(self, source: Source, journal: Journal, compared: bool):
         """`compared` says that the data has been compared with what the journal holds; otherwise it is in passing."""
         self.specs, self.key, self.rows, self.batch_size = source.specs, source.key, source.rows, source.batch_size
+        self.reads = source.reads
         self.rows_read = 0
         self._source = source
         self._wanted: tuple[int, int | None] = (1, None)

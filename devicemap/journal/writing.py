@@ -229,7 +229,7 @@ def _continued(path: Path, contents: Contents, header: Header) -> Contents:
         if others:
             raise JournalError(f"{path} holds {_some(others)}, but the journal there has no beginning. {START_ANEW}")
         return anew
-    for name in (field.name for field in fields(Header) if field.name != "function"):
+    for name in (field.name for field in fields(Header)):
         there, here = getattr(contents.header, name), getattr(header, name)
         if there != here:
             if not (contents.entries or contents.ended or any(map(_OURS.fullmatch, os.listdir(path)))):

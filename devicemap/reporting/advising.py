@@ -15,6 +15,9 @@ from devicemap.types import Shard
 _SLOW = 0.5
 """A device is slow that maps fewer rows per busy second than this share of the others' median."""
 
+_LONG_SECONDS = 0.1
+"""Calls, and waits, that take less say nothing of the devices."""
+
 _WORTH_SAYING = 0.1
 """Time that was lost is worth saying from this share of the call's time on."""
 
@@ -84,17 +87,17 @@ def _about_chunks(devices: Sequence[DeviceReport], spans: Sequence[Span], wall_s
     names = _names(devices)
     lost = [device.device for device in devices if device.lost]
     waiting = sum(device.waiting_seconds for device in devices) / (len(devices) * wall_seconds or 1.0)
-    if waiting > _WORTH_SAYING:
+    if waiting > _WORTH_SAYING and waiting * wall_seconds > _LONG_SECONDS:
         yield (
             f"the devices waited {waiting:.0%} of the time for input: add .prefetch, .cache or more parallel calls to "
             "the input pipeline"
         )
     out_of_work = [names[device.device] for device in devices if not device.calls and not device.lost]
-    if out_of_work and len(out_of_work) < len(devices):
+    if out_of_work and len(out_of_work) < len(devices) and wall_seconds > _LONG_SECONDS:
         cure = "use a smaller batch_size" if any(len(span.shard) > 1 for span in spans) else "there were no more rows"
         yield f"{_list(out_of_work)} got no rows, as there were too few chunks: {cure}"
     late = late_shards(spans, wall_seconds, lost)
-    if late:
+    if late and wall_seconds > _LONG_SECONDS:
         rows = [str(shard) for shard in late]
         which = _list(rows) if len(rows) <= _NAMED else f"{len(rows)} chunks, the last of them {rows[-1]},"
         cure = (
@@ -107,7 +110,7 @@ def _about_chunks(devices: Sequence[DeviceReport], spans: Sequence[Span], wall_s
             f"ran: {cure}"
         )
     speeds = {device.device: device.rows_per_busy_second or 0.0 for device in devices}
-    for slow in slow_devices(devices):
+    for slow in slow_devices(devices) if wall_seconds > _LONG_SECONDS else ():
         others = median(speed for name, speed in speeds.items() if name != slow and speed)
         yield (
             f"{names[slow]} mapped {speeds[slow]:.3g} rows per busy second, the others {others:.3g}: it is slower, "
