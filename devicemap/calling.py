@@ -35,7 +35,6 @@ from devicemap.programs import Program
 from devicemap.reporting import GraphCall, ProgressBar, Recorder
 from devicemap.rows import Rows, as_rows, count_rows
 from devicemap.scheduling import reorder_window
-from devicemap.sharding import chunk_bounds
 from devicemap.streaming import Group, Lane, Rules, run_chunks
 from devicemap.types import DeviceLost, Event, short_name
 
@@ -125,7 +124,7 @@ class Calls:
         spec = towers.pack(list(towers.traced.specs))
         count = None
         if source.rows is not None and source.batch_size is not None:
-            count = len(list(chunk_bounds(source.rows, source.batch_size)))
+            count = -(-source.rows // source.batch_size)
         return spec if self._options.deterministic else (tf.TensorSpec([], tf.int64), spec), count
 
     def write(self, data: Any, directory: str | os.PathLike[str]) -> None:

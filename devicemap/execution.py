@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +22,7 @@ from devicemap.internals import (
     must_run,
     unrecorded,
 )
+from devicemap.invoking import Invoker
 from devicemap.mirroring import Mirrors, capturing
 from devicemap.optimizing import Runnable, as_traced, can_be_optimized_once, optimize
 from devicemap.rows import HOST, cut_rows, empty_rows
@@ -31,12 +30,6 @@ from devicemap.scheduling import Pace
 from devicemap.sharding import shard_rows
 from devicemap.tracing import Traced
 from devicemap.types import Shard
-
-_SOON_SECONDS = 0.1
-"""A call that takes no longer than this may run in the calling thread: that is how late Ctrl-C can then be."""
-
-_FAREWELL_SECONDS = 0.8
-"""How long to wait for a cancelled call; an op that is running cannot be stopped, and its thread ends after it."""
 
 _KEPT_SHARDS = 256
 
@@ -71,8 +64,7 @@ class Towers:
         self._streams: dict[str, list[Traced]] = {}
         self._stream_count = 0
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
-        self._last = math.inf, 1  # seconds and rows of the last call; the first one compiles
-        self._calls: dict[int, Callable[..., Any]] = {}
+        self._invoker = Invoker(optimize=not self.optimized)
         self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self._input_specs())
 
     def graph(self, shards: int, differentiable: bool, any_rows: bool = False) -> Any:
@@ -81,8 +73,7 @@ class Towers:
         `sizes` is int32 `[shards]`, and the rows returned are int64 `[shards]` per leaf, for a `fn` of batches. With
         `any_rows`, sizes may be 0, and those devices are not called.
 
-        Functions with seeded random ops get one graph only,
-        since each graph would begin their streams again.
+        Functions with seeded random ops get one graph only, since each graph would begin their streams again.
         """
         if self.traced.audit.seeded:
             shards, differentiable, any_rows = len(self.places), True, True
@@ -115,22 +106,7 @@ class Towers:
 
     def run(self, graph: Any, arguments: Sequence[Any], rows: int) -> Any:
         """Call one of the graphs, on so many rows, such that Ctrl-C takes effect at once."""
-        tensors = self.flat(arguments)
-        # Python handles signals in the main thread, between two bytecodes: not while that thread is inside TensorFlow. So
-        # a call runs in a thread of its own, unless it is expected to end soon, or this is not the main thread anyway.
-        last_seconds, last_rows = self._last
-        expected_seconds = last_seconds * max(1.0, rows / last_rows)
-        if expected_seconds < _SOON_SECONDS or threading.current_thread() is not threading.main_thread():
-            call = self._calls.get(id(graph))
-            if call is None:  # graphs live as long as self does
-                call = self._calls[id(graph)] = unrecorded(graph, not self.optimized)
-            start = time.perf_counter()
-            result = call(*tensors)
-            self._last = time.perf_counter() - start, rows
-            return result
-        result, seconds = _run_in_thread(graph, tensors, not self.optimized)
-        self._last = seconds, rows
-        return result
+        return self._invoker.call(graph, self.flat(arguments), rows)
 
     def drawing_alone(self) -> contextlib.AbstractContextManager[None]:
         """While it lasts, no other call of the function draws from the seeds that each of its calls advances."""
@@ -245,9 +221,7 @@ class Towers:
         i = self.places.index(device)
         mirrors = self._mirrors_for(False)
         runnable = self._runnable(i, "function", False)
-        values = [tensor.shape for tensor in runnable.concrete.inputs[: len(runnable.passed)]]
-        dtypes = [tensor.dtype for tensor in runnable.concrete.inputs[: len(runnable.passed)]]
-
+        passed_specs = [tf.TensorSpec(t.shape, t.dtype) for t in runnable.concrete.inputs[: len(runnable.passed)]]
         acts = self._acts
 
         @tf.function(autograph=False, experimental_attributes=UNCHAINED_UNIT if acts else UNCHAINED)
@@ -261,7 +235,7 @@ class Towers:
                 return tf.nest.map_structure(tf.identity, results, expand_composites=True)
 
         with tf.device(None):
-            return call.get_concrete_function(*map(tf.TensorSpec, values, dtypes), *self._input_specs())
+            return call.get_concrete_function(*passed_specs, *self._input_specs())
 
     def _tower(
         self,
@@ -318,37 +292,6 @@ class Towers:
     def _input_specs(self) -> list[Any]:
         leaves, _ = self.traced.concrete.structured_input_signature
         return list(leaves)
-
-
-def _run_in_thread(graph: Any, tensors: Sequence[Any], optimize: bool) -> tuple[Any, float]:
-    """Call a `ConcreteFunction` such that Ctrl-C takes effect at once; returns its result and the seconds it took."""
-    cancellation = Cancellation()
-    cancellable = cancellation.cancellable(graph, optimize)
-    outcome: list[Any] = []
-    finished = threading.Event()  # not Thread.join: interrupted, it takes the thread for ended
-
-    def call() -> None:
-        try:
-            outcome.append((cancellable(*tensors), None))
-        except BaseException as error:  # handed to the caller, whatever it is
-            outcome.append((None, error))
-        finished.set()
-
-    thread = threading.Thread(target=call, name="devicemap call", daemon=True)
-    start = time.perf_counter()
-    try:
-        thread.start()
-        while not finished.wait(_SOON_SECONDS):  # a wait without an end can miss a signal that another thread gets
-            pass
-    except BaseException:
-        cancellation.cancel()
-        finished.wait(_FAREWELL_SECONDS)
-        raise
-    thread.join()
-    ((result, error),) = outcome
-    if error is not None:
-        raise error
-    return result, time.perf_counter() - start
 
 
 @contextlib.contextmanager

@@ -84,6 +84,7 @@ class Program:
         return found
 
     def seeded(self, leaves: tuple[Any, ...], first_row: int, rows: Any) -> tuple[Any, ...]:
+        """The leaves, and with the option `seed` the seed of each row behind them."""
         if self.options.seed is None:
             return leaves
         with tf.device(HOST):

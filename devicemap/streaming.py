@@ -170,8 +170,8 @@ class _Open:
 
 
 class _Dispatch:
-    """What the workers and the consumer share. `_changed` guards everything, and is never held while something slow
-    happens; whoever sets `_reading` reads the source alone."""
+    """What the workers and the consumer share. `_changed` guards everything, and is not held while a chunk is read or
+    run (only while one that does not fit is cut); whoever sets `_reading` reads the source alone."""
 
     def __init__(self, source: Source, lanes: Sequence[Lane], rules: Rules, paces: Mapping[str, Pace]):
         self._source = source

@@ -227,7 +227,9 @@ def test_ctrl_c_while_it_opens_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_end_of_a_call_that_never_began_is_no_trouble() -> None:
-    ProgressBar(console=_terminal())(CallFinished(0.0, None))
+    console = _terminal()
+    ProgressBar(console=console)(CallFinished(0.0, None))
+    assert _drawn(console) == ""
 
 
 def test_a_notebook_has_one_output_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:

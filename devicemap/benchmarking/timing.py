@@ -86,6 +86,11 @@ def count_affordable(call_seconds: Sequence[float], left_seconds: float, essenti
 
 
 def median(seconds: Sequence[float]) -> float:
+    """The median of at least one number.
+
+    >>> median([3.0, 1.0, 2.0])
+    2.0
+    """
     return statistics.median(seconds)
 
 

@@ -15,7 +15,7 @@ from devicemap.types import Shard
 _SLOW = 0.5
 """A device is slow that maps fewer rows per busy second than this share of the others' median."""
 
-_LONG_SECONDS = 0.1
+_LONG_SECONDS = 0.5
 """Calls, and waits, that take less say nothing of the devices."""
 
 _WORTH_SAYING = 0.1
