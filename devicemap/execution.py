@@ -281,11 +281,11 @@ class Towers:
             self._streams[way] = [self._trace_again(first + n) for n in range(len(self.places))]
             drawn = [traced.audit.seeds for streams in self._streams.values() for traced in streams]
             if any(a & b for a, b in itertools.combinations(drawn, 2)):
-                # A tf.function that fn calls is not traced again, and keeps the seeds of its first trace.
+                # What was traced before, by itself or for a SavedModel, is not traced again and keeps its seeds.
                 raise failure(
-                    "fn calls a tf.function that draws seeded random numbers, which would be the same numbers on every "
-                    "device. Use the option seed= with tf.random.stateless_* ops, or a tf.random.Generator, or take "
-                    "tf.random.set_seed or the inner tf.function away"
+                    "fn calls a ConcreteFunction, or a function of a SavedModel, whose random ops have a fixed seed; they "
+                    "would draw the same numbers on every device. Call a tf.function instead, which is traced for each "
+                    "device, or use the option seed= with tf.random.stateless_* ops, or a tf.random.Generator"
                 )
         return self._streams[way][i]
 

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -17,6 +18,7 @@ from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import kernels
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.grappler import tf_optimizer
+from tensorflow.python.ops import control_flow_ops
 
 UNCHAINED = {"_disable_acd": True}
 """`tf.function(experimental_attributes=UNCHAINED)`: no automatic control dependencies between the ops of the function.
@@ -74,6 +76,34 @@ def holding(handle: Any, value: Any) -> Any:
     linked, _ = tf.identity_n([handle, value])
     linked.op._gradient_function = lambda op, of_handle, of_value: [None, of_handle]
     return linked
+
+
+class _Retracing(control_flow_ops.XLAControlFlowContext):
+    """What keys the caches of `tf.function`s by its own identity, and does nothing else."""
+
+    def IsXLAContext(self) -> bool:
+        return False
+
+    def RequiresUniqueFunctionRetracing(self) -> bool:
+        return True
+
+
+_retracings: list[_Retracing] = []
+
+
+@contextlib.contextmanager
+def retracing() -> Iterator[None]:
+    """While it lasts, each `tf.function` that the graph being traced calls is traced once more, and not taken from its cache.
+
+    A trace holds the seeds of its random ops, but the cache is not keyed by them, nor by anything else that is public.
+    """
+    enclosing = _Retracing()
+    _retracings.append(enclosing)  # for good: the key is its id, which no later one may have
+    enclosing.Enter()
+    try:
+        yield
+    finally:
+        enclosing.Exit()
 
 
 def tape_is_recording() -> bool:

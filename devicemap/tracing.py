@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from devicemap.auditing import Audit, audit
 from devicemap.errors import FunctionError, failure, function_error
+from devicemap.internals import retracing
 from devicemap.options import Options
 from devicemap.rows import map_nest, row_spec, spec_of
 
@@ -290,7 +291,8 @@ def _streams(stream: int | None) -> Iterator[None]:
     graph = tf.compat.v1.get_default_graph()
     mixed = np.random.SeedSequence([_UNSEEDED if graph.seed is None else graph.seed & (2**63 - 1), stream])
     graph.seed = int(mixed.generate_state(1, np.uint32)[0] >> 1)
-    yield
+    with retracing():  # the tf.functions that fn calls hold seeds too
+        yield
 
 
 @contextlib.contextmanager

@@ -243,8 +243,25 @@ def test_random_ops_never_repeat_a_stream(seeded: bool, options: dict[str, Any])
     assert _distinct(np.concatenate(draws)) == 20 + 20 + 2 + 1 + 20 + 20
 
 
-def test_random_ops_in_an_inner_function_are_refused_where_they_would_repeat() -> None:
+@pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batch_size": 3}])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_random_ops_in_inner_functions_never_repeat_a_stream(depth: int, options: dict[str, Any]) -> None:
+    """The function itself, one that it calls, and one that this calls in a loop."""
+    tf.random.set_seed(1)
     inner = tf.function(lambda row: row + tf.random.normal([3], seed=3))
+    looping = tf.function(lambda row: tf.map_fn(lambda number: inner(number)[0], row))
+    fn = (inner, lambda row: inner(row) + 1.0, lambda row: looping(row))[depth]
+    mapper = devicemap.DeviceMap(fn, devices=TOWERS, **options)
+    assert _distinct(np.concatenate([mapper(X), mapper(X), mapper(X[:2])])) == 20 + 20 + 2
+    if not options.get("batch_size"):
+        with tf.GradientTape() as tape:
+            tape.watch(X)
+            total = tf.reduce_sum(mapper(X))
+        np.testing.assert_array_equal(tape.gradient(total, X), tf.ones_like(X))
+
+
+def test_random_ops_with_seeds_that_cannot_change_are_refused_where_they_would_repeat() -> None:
+    inner = tf.function(lambda row: row + tf.random.normal([3], seed=3)).get_concrete_function(tf.TensorSpec([3]))
     with pytest.raises(devicemap.errors.FunctionError, match="same numbers on every device"):
         devicemap.parallel_map(lambda row: inner(row), X, devices=TOWERS)
     devicemap.parallel_map(lambda row: inner(row) + 1, X, devices=["CPU:1"])
