@@ -29,6 +29,7 @@ COUNTS = {
     "streaming": (8,),
     "memory": (8,),
     "call_cost": (1, 2, 8, 16),
+    "reporting": (8,),
     "gathering": (8,),
     "scaling": (1, 2, 4, 8, 16),
     "real_functions": (1,),

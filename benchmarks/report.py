@@ -34,6 +34,7 @@ TOPICS = {
     "streaming": ("Streams", SHARE_TEXT),
     "memory": ("Memory of a stream", TIME_TEXT),
     "call_cost": ("Cost of a call on a few rows", TIME_TEXT),
+    "reporting": ("Cost of a report", TIME_TEXT),
     "first_result": ("Time to the first result", TIME_TEXT + " Each turn makes its map anew."),
     "gathering": ("Gathering", TIME_TEXT + " What is sent between devices is counted in the graph that ran."),
     "real_functions": ("Real functions", TIME_TEXT + " All rows in one call."),

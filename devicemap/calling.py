@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,9 @@ from devicemap.reporting import GraphCall, ProgressBar, Recorder
 from devicemap.rows import Rows, as_rows, count_rows
 from devicemap.scheduling import reorder_window
 from devicemap.streaming import Group, Lane, Rules, run_chunks
-from devicemap.types import DeviceLost, Event, short_name
+from devicemap.types import DeviceLost, Event, Shard, short_name
+
+_NOBODY = nullcontext()
 
 
 class Calls:
@@ -52,7 +55,7 @@ class Calls:
         """In-memory data, in eager code: one graph takes it to the devices and back."""
         towers = self.program.towers_for(rows)
         if not rows.count:
-            with GraphCall((), towers.take_traces(), self._gpus, self._listeners(), self._keep):
+            with self._graph_call(towers, ()):
                 return towers.pack(towers.no_rows())
         taped = tape_is_recording()
         shards, sizes = towers.shards(rows.count)
@@ -63,11 +66,14 @@ class Calls:
                 "rows, has no forward mode; use a tf.GradientTape"
             )
         graph = towers.graph(len(shards), differentiable=taped)
-        with GraphCall(shards, towers.take_traces(), self._gpus, self._listeners(), self._keep):
+        with self._graph_call(towers, shards) as call:
             try:
                 # A tape records what its own thread does, so a taped call stays in this one.
                 with towers.drawing_alone():
-                    results, returned = graph(*arguments) if taped else towers.run(graph, arguments, rows.count)
+                    outputs = graph(*arguments) if taped else towers.run(graph, arguments, rows.count)
+                    results, returned, arrivals = outputs
+                if call is not None:
+                    call.arrivals = arrivals
             except Exception as error:
                 located, cause = self.program.located(error, towers, arguments[1:], shards)
                 raise located from cause
@@ -88,8 +94,8 @@ class Calls:
         count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
         places = len(towers.places) if rows.count is None else len(towers.shards(rows.count)[0])
         sizes = sizes_in_graph(count, places) if rows.count is None else towers.shards(rows.count)[1]
-        graph = towers.graph(places, differentiable=True, any_rows=rows.count is None)
-        results, returned = graph(sizes, *self.program.seeded(rows.leaves, 0, count))
+        graph = towers.graph(places, differentiable=True, any_rows=rows.count is None, inlined=True)
+        results, returned, _ = graph(sizes, *self.program.seeded(rows.leaves, 0, count))
         if self._options.batched:
             results = with_row_counts_checked(results, returned, sizes)
         return towers.pack([with_static_rows(leaf, rows.count) for leaf in results])
@@ -178,8 +184,11 @@ class Calls:
         self, source: Source, towers: Towers, rules: Rules, keep: Callable[[Chunk, list[Any]], None] | None = None
     ) -> Iterator[Group]:
         """The results of all chunks; where they are kept elsewhere, groups without results."""
-        recorder = Recorder("chunks", towers.take_traces(), self._gpus)
-        listeners: tuple[Callable[[Event], object], ...] = (recorder, *self._listeners())
+        listeners = self._listeners()
+        recorder = None
+        if self._options.report:
+            recorder = Recorder("chunks", towers.take_traces(), self._gpus)
+            listeners = (recorder, *listeners)
         lost: list[DeviceLost] = []
 
         def tell(event: Event) -> None:
@@ -204,7 +213,8 @@ class Calls:
         try:
             yield from run_chunks(source, lanes, rules, towers.paces)
         finally:
-            self._keep(recorder)
+            if recorder is not None:
+                self._keep(recorder)
             # Here, and not where it happened: a warning in a worker's thread comes from no line of the user's.
             for event in lost:
                 warn_of_loss(self.program.name, event)
@@ -222,6 +232,14 @@ class Calls:
         if self._options.batched:
             check_row_counts(results, [], [chunk.on(device)])
         return results if keep is None else keep(chunk, results)
+
+    def _graph_call(self, towers: Towers, shards: Sequence[Shard]) -> AbstractContextManager[GraphCall | None]:
+        """What listens to a call in one graph, where somebody does."""
+        listeners = self._listeners()
+        if not self._options.report and not listeners:
+            return _NOBODY
+        keep = self._keep if self._options.report else None
+        return GraphCall(shards, towers.traced.audit.ordered, towers.take_traces(), self._gpus, listeners, keep)
 
     def _listeners(self) -> tuple[Callable[[Event], object], ...]:
         """Who hears of a call besides its report."""

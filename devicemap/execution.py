@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap.devices import kind_of
 from devicemap.errors import failure
 from devicemap.gathering import gather
 from devicemap.internals import (
@@ -41,8 +42,13 @@ class Towers:
     use, under one lock, and never change: calls need no lock.
     """
 
-    def __init__(self, places: Sequence[str], output_device: str, trace: Callable[[int | None], Traced], name: str):
-        """`trace(None)` traces the function; `trace(n)` traces it again with random number stream `n`."""
+    def __init__(
+        self, places: Sequence[str], output_device: str, trace: Callable[[int | None], Traced], name: str, clocked: bool
+    ):
+        """`trace(None)` traces the function; `trace(n)` traces it again with random number stream `n`.
+
+        `clocked`: whether graphs tell when each shard was done, where the output device has a clock.
+        """
         self._traces = 0
         self._trace = trace
         self.traced = self._trace_again(None)
@@ -53,11 +59,12 @@ class Towers:
         self.optimized = can_be_optimized_once(self.traced, self.places)
         self._optimized: Runnable | None = None
         self._output_device = output_device
+        self._clocked = clocked and kind_of(output_device) == "CPU"
         self._scope = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "fn"  # what a name scope may hold
         self._lock = threading.RLock()
         # Two calls at once would read a device's copy of an advancing seed before either writes it.
         self._drawing = {device: threading.Lock() for device in self.devices if self.traced.audit.advances_seed}
-        self._graphs: dict[tuple[int, bool, bool], Any] = {}
+        self._graphs: dict[tuple[int, bool, bool, bool], Any] = {}
         self._functions: dict[str, Any] = {}
         self.paces: dict[str, Pace] = {}
         self._mirrors: dict[bool, Mirrors] = {}
@@ -67,17 +74,19 @@ class Towers:
         self._invoker = Invoker(optimize=not self.optimized)
         self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self._input_specs())
 
-    def graph(self, shards: int, differentiable: bool, any_rows: bool = False) -> Any:
-        """The whole call as one `ConcreteFunction`: `(sizes, *leaves) -> (result leaves, rows that fn returned)`.
+    def graph(self, shards: int, differentiable: bool, any_rows: bool = False, inlined: bool = False) -> Any:
+        """The whole call as one `ConcreteFunction`: `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`.
 
         `sizes` is int32 `[shards]`, and the rows returned are int64 `[shards]` per leaf, for a `fn` of batches. With
-        `any_rows`, sizes may be 0, and those devices are not called.
+        `any_rows`, sizes may be 0, and those devices are not called. The arrivals are one tensor, float64 `[shards]`: when
+        the results of each shard were there, in seconds since the epoch; or none, for one shard, without clocks, and
+        where the graph is to be `inlined` into another: a clock is a stateful op, which that would wait for.
 
         Functions with seeded random ops get one graph only, since each graph would begin their streams again.
         """
         if self.traced.audit.seeded:
-            shards, differentiable, any_rows = len(self.places), True, True
-        key = (shards, differentiable, any_rows)
+            shards, differentiable, any_rows, inlined = len(self.places), True, True, False
+        key = (shards, differentiable, any_rows, self._clocked and shards > 1 and not inlined)
         if key not in self._graphs:
             with self._lock:
                 if key not in self._graphs:
@@ -168,7 +177,7 @@ class Towers:
             functions[device] = of_call if lock is None else partial(_holding, lock, of_call)
         return functions
 
-    def _build_graph(self, shards: int, differentiable: bool, any_rows: bool) -> Any:
+    def _build_graph(self, shards: int, differentiable: bool, any_rows: bool, clocked: bool) -> Any:
         mirrors = self._mirrors_for(differentiable)
         ordered = self.traced.audit.ordered
         runnables = [self._runnable(i, "graph", differentiable) for i in range(shards)]
@@ -177,7 +186,7 @@ class Towers:
         unit = acts or (differentiable and mirrors.any_copies)
 
         @tf.function(autograph=False, experimental_attributes=UNCHAINED_UNIT if unit else UNCHAINED)
-        def call(sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any]]:
+        def call(sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any], list[Any]]:
             values = mirrors.values()
             with tf.device(HOST):
                 cut = zip(*(cut_rows(leaf, sizes, shards) for leaf in leaves))
@@ -196,8 +205,9 @@ class Towers:
             with tf.device(self._output_device):
                 if any_rows:
                     results = [_like_first(part, results[0]) for part in results]
-                if differentiable:  # the gradient of joining asks for the shape of each part, from here
+                if differentiable or clocked:  # the gradient of joining asks for the shape of each part, from here
                     results = tf.nest.map_structure(tf.identity, results, expand_composites=True)
+                arrivals = [_arrivals(results)] if clocked else []
                 if shards == 1:
                     gathered = [
                         (tf.nest.map_structure(tf.identity, leaf, expand_composites=True), None) for leaf in results[0]
@@ -206,7 +216,8 @@ class Towers:
                     gathered = [gather(parts, differentiable) for parts in zip(*results)]
             if differentiable:
                 differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
-            return [rows for rows, _ in gathered], [lengths for _, lengths in gathered if lengths is not None]
+            lengths = [lengths for _, lengths in gathered if lengths is not None]
+            return [rows for rows, _ in gathered], lengths, arrivals
 
         specs = self._input_specs()
         with tf.device(None):
@@ -328,6 +339,15 @@ def _call(
 
 def _ops_of(results: Sequence[Any]) -> list[Any]:
     return [t.op for t in tf.nest.flatten(list(results), expand_composites=True)]
+
+
+def _arrivals(results: Sequence[Sequence[Any]]) -> Any:
+    """When each of these was there, on the device of the moment: float64 `[len(results)]`, in seconds since the epoch."""
+    times = []
+    for part in results:
+        with tf.control_dependencies(_ops_of(part)):
+            times.append(tf.timestamp())
+    return tf.stack(times)
 
 
 def _like_first(part: list[Any], first: list[Any]) -> list[Any]:

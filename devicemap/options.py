@@ -26,6 +26,7 @@ class Options:
     prefetch: int = 2
     max_retries: int = 2
     progress: Any = False
+    report: bool = True
     name: str | None = None
 
 
@@ -45,7 +46,7 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
     if not callable(fn):
         raise OptionError(f"fn is of type {type(fn).__name__}, not callable; fn comes first, then the data")
     checked = Options(**options)
-    for name in ("batched", "jit_compile", "deterministic"):
+    for name in ("batched", "jit_compile", "deterministic", "report"):
         value = getattr(checked, name)
         if not isinstance(value, bool):
             raise OptionError(f"{name}={value!r}; expected True or False")

@@ -65,6 +65,7 @@ class Program:
                     self.output_device,
                     lambda stream: trace(self.fn, specs, self.options, stream),
                     self.name,
+                    self.options.report,
                 )
             known = self._towers
             if towers.belongs_to_a_graph:  # fn closes over tensors of the user's tf.function

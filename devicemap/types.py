@@ -92,9 +92,6 @@ class ChunkFinished(Event):
     started_seconds: float
     """When it was handed to the device, in seconds since the call began."""
 
-    copying_seconds: float | None = None
-    """How much of this went into copying to and from the device, `None` where it cannot be told."""
-
 
 @dataclass(frozen=True)
 class ChunkFailed(Event):

@@ -133,12 +133,12 @@ def test_a_handle_without_its_variable_is_read_where_it_is(batch_size: int | Non
 
 
 def test_towers_know() -> None:
-    towers = Towers(TWO, TWO[0], lambda stream: _traced(tf.sin), "fn")
+    towers = Towers(TWO, TWO[0], lambda stream: _traced(tf.sin), "fn", False)
     assert towers.optimized
 
 
 def test_threads_may_ask_for_more_shards_than_are_kept() -> None:
-    towers = Towers(TWO, TWO[0], lambda stream: _traced(tf.sin), "fn")
+    towers = Towers(TWO, TWO[0], lambda stream: _traced(tf.sin), "fn", False)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

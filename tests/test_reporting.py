@@ -6,19 +6,23 @@ import gc
 import json
 import pathlib
 import sys
+import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import rich.console
 import tensorflow as tf
+from graphs import partitions, placements
 from histories import device, history, one_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import devicemap
 from devicemap.errors import DataError
-from devicemap.reporting import Recorder
+from devicemap.reporting import GraphCall, Recorder, recording
 from devicemap.reporting.metering import GpuUsage
 from devicemap.reporting.reports import Report
 from devicemap.reporting.tables import plain_text
@@ -101,13 +105,13 @@ def test_a_device_does_not_wait_for_input_while_it_has_a_chunk() -> None:
     assert (only.busy_seconds, only.idle_seconds, only.waiting_seconds) == (4.5, 1.5, 1.5)
 
 
-def test_one_graph_does_not_tell_busy_times_apart() -> None:
-    report = Report.of(one_graph([4, 3, 3], 2.0), way="one graph", traces=0)
+def test_a_graph_without_clocks_does_not_tell_busy_times_apart() -> None:
+    report = Report.of(one_graph([4, 3, 3], 2.0), way="one graph", traces=0, told_apart=False)
     assert [each.rows for each in report.devices] == [4, 3, 3]
     assert {(each.busy_seconds, each.idle_seconds) for each in report.devices} == {(None, None)}
     assert (report.tail_seconds, report.slow_devices, report.late_shards) == (None, (), ())
     assert report.advice == (
-        "the devices ran in one graph, which does not tell when each was done: pass batch_size to see busy times",
+        "nothing tells when each device was done: pass batch_size, or let an output_device of kind CPU gather the rows",
     )
     assert report.summary == "10 rows in 2 s (5 rows/s) in one graph on 3 devices, 0 traces"
 
@@ -182,17 +186,20 @@ def test_parts_of_parts_are_back_offs_of_their_own() -> None:
 
 
 def test_what_copying_took_is_told_where_it_is_known() -> None:
-    shards = [Shard(device(i), 2 * i, 2 * i + 2) for i in range(2)]
+    names = [
+        f"/job:{job}/replica:0/task:0/device:{kind}:0"
+        for job, kind in (("localhost", "CPU"), ("localhost", "GPU"), ("worker", "CPU"))
+    ]
+    shards = [Shard(name, 2 * i, 2 * i + 2) for i, name in enumerate(names)]
     events = [
-        CallStarted(0.0, 4, (device(0), device(1))),
+        CallStarted(0.0, 6, tuple(names)),
         *(ChunkStarted(0.0, shard, 0.0) for shard in shards),
-        ChunkFinished(1.0, shards[0], 0.0, copying_seconds=0.25),
-        ChunkFinished(1.0, shards[1], 0.0),
+        *(ChunkFinished(1.0, shard, 0.0) for shard in shards),
         CallFinished(1.0, None),
     ]
     report = Report.of(events)
-    assert [each.copying_seconds for each in report.devices] == [0.25, None]
-    assert "copying" in str(report)
+    assert [each.copying_seconds for each in report.devices] == [0.0, None, None]
+    assert "copying" not in str(report)  # nothing to say
 
 
 def test_to_dict_has_units_in_its_names() -> None:
@@ -298,3 +305,91 @@ def test_a_call_that_was_saved_keeps_no_error(kind: str) -> None:
     del error, failed
     gc.collect()
     assert kept() is None
+
+
+class Clock:
+    """In place of the module `time`: the clock of the day, and one that began with the call."""
+
+    def __init__(self, *times: float):
+        self.times = list(times)
+        self.time = lambda: 1000.0 + self.times[0]
+        self.perf_counter = lambda: self.times.pop(0)
+
+
+ARRIVALS = [
+    # in turn, when each was there, when each began and was done, the tail
+    (False, [1.0, 3.0, 2.0], [(0.0, 1.0), (0.0, 3.0), (0.0, 2.0)], 2.0),
+    (True, [1.0, 3.0, 3.5], [(0.0, 1.0), (1.0, 3.0), (3.0, 3.5)], None),
+    (False, [-1.0, 9.0, 2.0], [(0.0, 0.0), (0.0, 4.0), (0.0, 2.0)], 4.0),  # somebody set the clock of the day
+    (True, [2.0, 1.0, 3.0], [(0.0, 2.0), (2.0, 2.0), (2.0, 3.0)], None),
+]
+
+
+@pytest.mark.parametrize(("in_turn", "at", "spans", "tail"), ARRIVALS)
+def test_a_graph_with_clocks_tells_when_each_device_was_done(
+    monkeypatch: pytest.MonkeyPatch,
+    in_turn: bool,
+    at: list[float],
+    spans: list[tuple[float, float]],
+    tail: float | None,
+) -> None:
+    monkeypatch.setattr(recording, "time", Clock(0.0, 4.0))
+    heard: list[Event] = []
+    kept: list[GraphCall] = []
+    shards = [Shard(device(i), 2 * i, 2 * i + 2) for i in range(3)]
+    with GraphCall(shards, in_turn, 0, {}, [heard.append], kept.append) as call:
+        call.arrivals = [tf.constant([1000.0 + second for second in at] + [0.0], tf.float64)]  # of one device more
+    report = kept[0].report()
+    assert {span.shard: (span.started_seconds, span.finished_seconds) for span in report.spans} == dict(
+        zip(shards, spans)
+    )
+    assert [(each.busy_seconds, each.idle_seconds) for each in report.devices] == [
+        (stop - start, 4.0 - (stop - start)) for start, stop in spans
+    ]
+    assert report.tail_seconds == tail
+    assert [event.seconds for event in heard] == sorted(event.seconds for event in heard)
+    assert Report.of(heard, way="one graph", traces=0) == report
+    assert ("one after another" in str(report)) == in_turn
+
+
+def test_one_graph_tells_how_long_each_device_was_busy() -> None:
+    def wait(row: Any) -> Any:
+        time.sleep(0.2) if row == 3 else None
+        return row
+
+    mapper = devicemap.DeviceMap(lambda row: tf.numpy_function(wait, [row], tf.int32), devices=["CPU:1", "CPU:2"])
+    mapper(tf.range(4))
+    report = mapper.report
+    assert report.way == "one graph"
+    first, last = report.devices
+    assert 0.0 < first.busy_seconds <= last.busy_seconds <= report.wall_seconds
+    assert last.busy_seconds >= 0.2
+    assert [each.busy_seconds + each.idle_seconds for each in report.devices] == [report.wall_seconds] * 2
+
+
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_without_a_report_nothing_is_kept(batch_size: int | None) -> None:
+    heard: list[Event] = []
+    mapper = devicemap.DeviceMap(lambda n: n * n, batch_size=batch_size, report=False)
+    listening = devicemap.DeviceMap(lambda n: n * n, batch_size=batch_size, report=False, progress=heard.append)
+    for each in (mapper, listening):
+        each(tf.range(10))
+        each(tf.range(0))
+        assert each.report is None
+    assert [type(event) for event in heard if isinstance(event, CallFinished)] == [CallFinished] * 2
+
+
+@pytest.mark.parametrize(("report", "clocks"), [(True, 3), (False, 0)])
+def test_a_graph_has_a_clock_for_each_device_only_for_a_report(report: bool, clocks: int) -> None:
+    x = tf.range(7.0)
+    towers = ["CPU:1", "CPU:2", "CPU:3"]
+
+    def mapper() -> devicemap.DeviceMap:
+        return devicemap.DeviceMap(lambda n: n * n, devices=towers, report=report)
+
+    def timestamps(function: Callable[..., Any]) -> int:
+        return sum(placements(partitions(function, x), "Timestamp").values())
+
+    assert timestamps(mapper()) == clocks
+    assert timestamps(tf.function(mapper())) == 0  # a stateful op would wait for those of the caller
+    assert timestamps(devicemap.DeviceMap(lambda n: n * n, devices=["CPU:1"], report=report)) == 0

@@ -10,13 +10,14 @@ from devicemap.reporting.timelines import Span, union_seconds
 from devicemap.types import (
     CallStarted,
     ChunkFailed,
-    ChunkFinished,
     ChunkRetried,
     ChunkStarted,
     DeviceLost,
     Event,
     Shard,
 )
+
+_SHARES_MEMORY = "/job:localhost/replica:0/task:0/device:CPU:"
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class DeviceReport:
     """How often it ran the function: chunks, or shards of the one graph, that finished or failed."""
 
     busy_seconds: float | None
-    """How long at least one chunk was under way on it; `None` where one graph hides when each device was done."""
+    """How long at least one chunk was under way on it; `None` where a graph hides when each device was done."""
 
     idle_seconds: float | None
     """The rest of the call's time; `None` where the busy time is."""
@@ -42,7 +43,8 @@ class DeviceReport:
     """How much of the idle time it waited for rows to be read."""
 
     copying_seconds: float | None
-    """How long copying to and from it took; `None` where nothing tells."""
+    """How long copying to and from it took: 0 for a CPU of this host, which is handed tensors as they lie in memory; `None`
+    for other devices, where TensorFlow copies in the course of a call and tells nobody."""
 
     retries: int
     """How often it got rows that had failed before, there or elsewhere."""
@@ -96,11 +98,6 @@ def account(
         idle_seconds = wall_seconds - busy_seconds
         # Chunks that wait while another one is under way on their device do not make it wait.
         waiting_seconds = min(idle_seconds, max(0.0, union_seconds(busy + waits) - busy_seconds))
-        copies = [
-            event.copying_seconds
-            for event in events
-            if isinstance(event, ChunkFinished) and event.shard.device == device and event.copying_seconds is not None
-        ]
         gpu = usage_of.get(device)
         return DeviceReport(
             device=device,
@@ -109,7 +106,7 @@ def account(
             busy_seconds=busy_seconds if told_apart else None,
             idle_seconds=idle_seconds if told_apart else None,
             waiting_seconds=waiting_seconds,
-            copying_seconds=sum(copies) if copies else None,
+            copying_seconds=0.0 if device.startswith(_SHARES_MEMORY) else None,
             retries=sum(event.shard.device == device for event in retried),
             back_offs=sum(shard.device == device for shard in cut),
             lost=device in lost,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from devicemap.reporting.accounting import DeviceReport
-from devicemap.reporting.timelines import Span, short_names
+from devicemap.reporting.timelines import Span, ran_in_turn, short_names
 from devicemap.types import Shard
 
 _SLOW = 0.5
@@ -62,12 +62,14 @@ def advise(
 ) -> tuple[str, ...]:
     """What to change, a sentence or two for each thing that is worth it; the most telling first."""
     found: list[str] = []
-    if not one_graph:
-        found += _about_chunks(devices, spans, wall_seconds)
-    elif any(device.busy_seconds is None for device in devices) and spans:
+    if any(device.busy_seconds is None for device in devices) and spans:
         found.append(
-            "the devices ran in one graph, which does not tell when each was done: pass batch_size to see busy times"
+            "nothing tells when each device was done: pass batch_size, or let an output_device of kind CPU gather the rows"
         )
+    elif one_graph and ran_in_turn(spans):
+        found.append("the devices worked one after another, since fn depends on the order of rows: see explain")
+    else:
+        found += _about_balance(devices, spans, wall_seconds, one_graph)
     first = min((span.started_seconds for span in spans), default=0.0)
     if traces and not one_graph and first > 2 * _WORTH_SAYING * wall_seconds:
         found.append(
@@ -83,7 +85,9 @@ def advise(
     return tuple(found)
 
 
-def _about_chunks(devices: Sequence[DeviceReport], spans: Sequence[Span], wall_seconds: float) -> Iterator[str]:
+def _about_balance(
+    devices: Sequence[DeviceReport], spans: Sequence[Span], wall_seconds: float, one_graph: bool
+) -> Iterator[str]:
     names = _names(devices)
     lost = [device.device for device in devices if device.lost]
     waiting = sum(device.waiting_seconds for device in devices) / (len(devices) * wall_seconds or 1.0)
@@ -100,11 +104,9 @@ def _about_chunks(devices: Sequence[DeviceReport], spans: Sequence[Span], wall_s
     if late and wall_seconds > _LONG_SECONDS:
         rows = [str(shard) for shard in late]
         which = _list(rows) if len(rows) <= _NAMED else f"{len(rows)} chunks, the last of them {rows[-1]},"
-        cure = (
-            "use a smaller batch_size"
-            if any(len(shard) > 1 for shard in late)
-            else "let rows that take long come first"
-        )
+        cure = "let rows that take long come first"
+        if any(len(shard) > 1 for shard in late):
+            cure = "pass batch_size, for chunks that go to idle devices" if one_graph else "use a smaller batch_size"
         yield (
             f"the first device ran out of work {tail_seconds(spans, lost):.2g} s before the end, while {which} still "
             f"ran: {cure}"

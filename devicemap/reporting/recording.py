@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from devicemap.errors import DeviceMapError, brief
 from devicemap.reporting.metering import GpuMeter
@@ -38,6 +38,8 @@ class Recorder:
         self._begin: Event | None = None
         self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self._report: Report | None = None
+        self.told_apart = True
+        """Whether the events tell when each device was done."""
         self._lock = threading.RLock()  # several threads may ask for the report of the last call
 
     def __call__(self, event: Event) -> None:
@@ -57,24 +59,37 @@ class Recorder:
             if self._report is None:
                 assert self._begin is not None
                 events = [self._begin, *self._events]
-                self._report = Report.of(events, way=self._way, traces=self._traces, usage=self._meter.usage)
+                self._report = Report.of(
+                    events,
+                    way=self._way,
+                    traces=self._traces,
+                    told_apart=self.told_apart,
+                    usage=self._meter.usage,
+                )
                 self._events.clear()
             return self._report
 
 
 class GraphCall:
-    """A call that is one graph, timed: a context for as long as it lasts. All its shards are under way all the time."""
+    """A call that is one graph, timed: a context for as long as it lasts. Its shards begin together, or one by one."""
+
+    arrivals: Sequence[Any] = ()
+    """Set by whoever runs the graph: one tensor, float64 `[shards]`, when the results of each shard were there, in seconds
+    since the epoch; or none, where the graph does not tell."""
 
     def __init__(
         self,
         shards: Sequence[Shard],
+        in_turn: bool,
         traces: int,
         gpus: Mapping[str, int],
         listeners: Sequence[Callable[[Event], object]],
-        finished: Callable[[GraphCall], None],
+        finished: Callable[[GraphCall], None] | None,
     ):
-        """`listeners` hear of it as of any other call; `finished` gets it when it has ended."""
+        """`in_turn`: whether each shard waits for the one before it. `listeners` hear of the call as of any other;
+        `finished`, if any, gets it when it has ended."""
         self._shards: Sequence[Shard] | None = shards
+        self._in_turn = in_turn
         self._listeners = listeners
         self._finished = finished
         self._recorder = Recorder("one graph", traces, gpus)
@@ -83,6 +98,7 @@ class GraphCall:
         self._error: BaseException | None = None
 
     def __enter__(self) -> GraphCall:
+        self._began_at = time.time()
         self._began = time.perf_counter()
         if self._listeners:
             self._tell(self._first_events())
@@ -91,7 +107,8 @@ class GraphCall:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._seconds = time.perf_counter() - self._began
         self._error = error
-        self._finished(self)
+        if self._finished is not None:
+            self._finished(self)
         try:
             if self._listeners:
                 self._tell(self._last_events())
@@ -105,7 +122,9 @@ class GraphCall:
             if self._shards is not None:
                 for event in (*self._first_events(), *self._last_events()):
                     self._recorder(event)
-                self._shards, self._error = None, None
+                several = len({shard.device for shard in self._shards}) > 1
+                self._recorder.told_apart = bool(self.arrivals) or not several
+                self._shards, self._error, self.arrivals = None, None, ()
             return self._recorder.report()
 
     def _tell(self, events: Sequence[Event]) -> None:
@@ -116,11 +135,29 @@ class GraphCall:
     def _first_events(self) -> list[Event]:
         shards = self._shards or ()
         devices = tuple(dict.fromkeys(shard.device for shard in shards))
+        begun = shards[:1] if self._in_turn else shards
         return [
             CallStarted(0.0, sum(map(len, shards)), devices),
-            *(ChunkStarted(0.0, shard, 0.0) for shard in shards),
+            *(ChunkStarted(0.0, shard, 0.0) for shard in begun),
         ]
 
     def _last_events(self) -> list[Event]:
-        finished = [ChunkFinished(self._seconds, shard, 0.0) for shard in self._shards or ()]
-        return [*(finished if self._error is None else []), CallFinished(self._seconds, self._error)]
+        events: list[Event] = []
+        if self._error is None:
+            shards = self._shards or ()
+            finished = self._finish_seconds(len(shards))
+            started = [0.0, *finished[:-1]] if self._in_turn and self.arrivals else [0.0] * len(shards)
+            later = zip(started[1:], shards[1:]) if self._in_turn else ()
+            events += [ChunkStarted(seconds, shard, 0.0) for seconds, shard in later]
+            events += [ChunkFinished(stop, shard, start) for start, stop, shard in zip(started, finished, shards)]
+            events.sort(key=lambda event: event.seconds)  # of two at one time, the start comes first: sorting is stable
+        return [*events, CallFinished(self._seconds, self._error)]
+
+    def _finish_seconds(self, shards: int) -> list[float]:
+        """When each shard was done, in seconds since the call began."""
+        if not self.arrivals:
+            return [self._seconds] * shards
+        # The clock of the graph is that of the day, which may be set meanwhile.
+        since = [min(max(at - self._began_at, 0.0), self._seconds) for at in self.arrivals[0].numpy().tolist()]
+        since = since[:shards]  # a graph for any number of rows has a place for each device
+        return [max(since[: i + 1]) for i in range(shards)] if self._in_turn else since

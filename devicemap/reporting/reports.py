@@ -16,7 +16,7 @@ from devicemap.reporting.advising import advise, late_shards, slow_devices, tail
 from devicemap.reporting.metering import GpuUsage
 from devicemap.reporting.plotting import save_timeline
 from devicemap.reporting.tables import plain_text, report_table
-from devicemap.reporting.timelines import Span, chrome_trace, spans_of
+from devicemap.reporting.timelines import Span, chrome_trace, ran_in_turn, spans_of
 from devicemap.types import CallFinished, CallStarted, Event, Shard
 
 
@@ -68,6 +68,7 @@ class Report:
         *,
         way: Literal["one graph", "chunks"] = "chunks",
         traces: int | None = None,
+        told_apart: bool = True,
         usage: Iterable[GpuUsage] = (),
     ) -> Report:
         """The report of one finished call.
@@ -76,8 +77,9 @@ class Report:
 
         Args:
             events: all events of the call, in order.
-            way: `"one graph"` where one graph held all devices: then there is no telling when each of several was done.
+            way: `"one graph"` where one graph held all devices.
             traces: how often `fn` was traced in this call.
+            told_apart: whether the events tell when each device was done; otherwise its busy and idle times are `None`.
             usage: what a `GpuMeter` sampled.
 
         Raises:
@@ -86,7 +88,6 @@ class Report:
         events = tuple(events)
         started, finished = _ends_of(events)
         spans = spans_of(events)
-        told_apart = way == "chunks" or len({span.shard.device for span in spans}) < 2
         devices = account(events, spans, end_seconds=finished.seconds, told_apart=told_apart, usage=usage)
         return cls(
             way=way,
@@ -127,12 +128,15 @@ class Report:
     @property
     def late_shards(self) -> tuple[Shard, ...]:
         """Stragglers: the chunks that ended long after the first device had nothing more to do."""
-        return () if self.way == "one graph" else late_shards(self.spans, self.wall_seconds, self.lost_devices)
+        return late_shards(self.spans, self.wall_seconds, self.lost_devices) if self.tail_seconds is not None else ()
 
     @property
     def tail_seconds(self) -> float | None:
-        """How long before the last chunk ended the first device ran out of work; `None` for one graph."""
-        return None if self.way == "one graph" else tail_seconds(self.spans, self.lost_devices)
+        """How long before the last chunk ended the first device ran out of work; `None` where nobody can tell, and where
+        the devices of one graph worked one after another."""
+        told_apart = all(device.busy_seconds is not None for device in self.devices)
+        in_turn = self.way == "one graph" and ran_in_turn(self.spans)
+        return tail_seconds(self.spans, self.lost_devices) if told_apart and not in_turn else None
 
     @property
     def advice(self) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ def _columns(devices: Sequence[DeviceReport]) -> dict[str, Callable[[DeviceRepor
         "busy": lambda device: _seconds(device.busy_seconds),
         "idle": lambda device: _seconds(device.idle_seconds),
         "waiting": lambda device: _seconds(device.waiting_seconds or None),
-        "copying": lambda device: _seconds(device.copying_seconds),
+        "copying": lambda device: _seconds(device.copying_seconds or None),
         "retries": lambda device: f"{device.retries or ''}",
         "back-offs": lambda device: f"{device.back_offs or ''}",
         "in use": lambda device: "" if device.utilisation_percent is None else f"{device.utilisation_percent:.0f}%",

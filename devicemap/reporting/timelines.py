@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,13 @@ def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
         total += max(0.0, stop - max(start, reached))
         reached = max(reached, stop)
     return total
+
+
+def ran_in_turn(spans: Sequence[Span]) -> bool:
+    """Whether there are several spans, and each began when the one before it had ended."""
+    in_order = sorted(spans, key=lambda span: span.started_seconds)
+    pairs = list(itertools.pairwise(in_order))
+    return bool(pairs) and all(before.finished_seconds <= after.started_seconds for before, after in pairs)
 
 
 def lanes_of(spans: Sequence[Span]) -> tuple[int, ...]:
