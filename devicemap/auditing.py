@@ -84,9 +84,8 @@ class Audit:
         return any(t is not None and t is not Treatment.READ for t in self.treatments)
 
 
-def audit(concrete: Any) -> Audit:
-    """Audit a `tf.types.experimental.ConcreteFunction`."""
-    graph_def = concrete.graph.as_graph_def()
+def audit(concrete: Any, graph_def: Any) -> Audit:
+    """Audit a `tf.types.experimental.ConcreteFunction`, of which `graph_def` is the graph."""
     walk = _Walk({f.signature.name: f for f in graph_def.library.function})
     walk.nodes(graph_def.node, {t.op.name: t.op.name for t in concrete.inputs})
     captured = concrete.captured_inputs

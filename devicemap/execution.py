@@ -260,7 +260,7 @@ class Towers:
     ) -> list[Any]:
         """The traced function on place `i`, `after` other ops, with captured variables of these values."""
         with tf.device(self.places[i]), tf.name_scope(f"{self._scope}_{i}"):
-            handles = mirrors.assign(i, values, differentiable)
+            handles = mirrors.assign(i, values)
             results = _call(runnable, mirrors.passed(values), shard, handles, after)
             if differentiable:
                 differentiate_in_place(_ops_of(results))
@@ -271,7 +271,7 @@ class Towers:
         with self._lock:
             if differentiable not in self._mirrors:
                 passed = self._runnable(0, "graph", False).passed if self.optimized and not differentiable else ()
-                self._mirrors[differentiable] = Mirrors(self.traced, self.places, passed)
+                self._mirrors[differentiable] = Mirrors(self.traced, self.places, differentiable, passed)
             return self._mirrors[differentiable]
 
     def _runnable(self, i: int, way: str, differentiable: bool) -> Runnable:

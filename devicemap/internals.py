@@ -62,10 +62,51 @@ def differentiate_in_place(ops: Iterable[Any]) -> None:
 
 def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
     def placed(op: Any, *upstream: Any) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        known = len(graph.get_operations())
         with tf.device(device):
-            return gradient(op, *upstream)
+            gradients = gradient(op, *upstream)
+            for added in graph.get_operations()[known:]:
+                _bring_lists(added)
+        return gradients
 
     return placed
+
+
+def _bring_lists(op: Any) -> None:
+    """Let an op take what comes into its graph as a list (of a loop's intermediate results) from the device of the moment.
+
+    TensorFlow hands tensors to a function where they are, but lists on the first device; a loop then fetches its list from
+    there, and hands it back, in each step.
+    """
+    for i, tensor in enumerate(op.inputs):
+        if tensor.dtype != tf.resource and tensor.op.type == "Placeholder":
+            op._update_input(i, tf.identity(tensor))
+
+
+def differentiate_freely(graph: Any) -> None:
+    """Let the gradients of gathers in a function's graph, and in those that it calls, not ask for a device.
+
+    They ask for that of what was gathered from, by name. In the gradients of a function that several towers call it is one
+    name, and TensorFlow brings all of it to one device.
+    """
+    for each in (graph, *(inner for inner, _ in functions_within(graph).values())):
+        for op in each.get_operations():
+            if op.type in ("Gather", "GatherV2"):
+                op._gradient_function = _without_colocation(framework_ops.get_gradient_function(op))
+
+
+def _without_colocation(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    def free(op: Any, *upstream: Any) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        known = len(graph.get_operations())
+        gradients = gradient(op, *upstream)
+        for added in graph.get_operations()[known:]:
+            if "_class" in added.node_def.attr:
+                added._clear_attr("_class")
+        return gradients
+
+    return free
 
 
 def holding(handle: Any, value: Any) -> Any:
@@ -122,15 +163,15 @@ def have_tangents(tensors: Iterable[Any]) -> bool:
     return bool(forwardprop_util.pack_tangents(list(tensors)).tangents)
 
 
-def optimized_graph(concrete: Any) -> Any:
-    """The `GraphDef` of a `ConcreteFunction` as TensorFlow would run it on its own, without nested function calls.
+def optimized_graph(graph_def: Any, outputs: Iterable[str]) -> Any:
+    """A `GraphDef` that gives these `outputs`, as TensorFlow would run it on its own, without nested function calls.
 
     The runtime optimises only what it is about to run, and hands nothing back; TensorFlow's converters use the same entry.
     The process's own optimiser options apply.
     """
     fetched = meta_graph_pb2.CollectionDef()
-    fetched.node_list.value.extend(tensor.name for tensor in concrete.outputs)
-    graph = meta_graph_pb2.MetaGraphDef(graph_def=concrete.graph.as_graph_def())
+    fetched.node_list.value.extend(outputs)
+    graph = meta_graph_pb2.MetaGraphDef(graph_def=graph_def)
     graph.collection_def["train_op"].CopyFrom(fetched)
     config = tf.compat.v1.ConfigProto.FromString(context.context().function_call_options.config_proto_serialized)
     config.graph_options.rewrite_options.min_graph_nodes = -1  # small graphs too

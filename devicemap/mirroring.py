@@ -1,9 +1,12 @@
-"""Captured variables -> their values on each device, brought there once per call.
+"""Captured variables and tensors -> their values on each device, brought there once per call.
 
 A traced function reads a captured variable where the variable lives, so every tower would fetch it again for each read,
 in a loop for each step. Instead each tower captures a copy on its own device, which the call assigns first; or, where the
 function takes the value itself, is given that. What a function writes is not copied, except for seeds that advance with
 each call: those must differ between towers.
+
+A captured tensor never changes, so that each device gets it once for all calls; where gradients go through it, once per
+call.
 """
 
 from __future__ import annotations
@@ -26,9 +29,13 @@ class Mirrors:
     changes may see either value, as they would without copies.
     """
 
-    def __init__(self, traced: Traced, places: Sequence[str], passed: Sequence[int] = ()):
-        """`passed` are the captures (by index) whose values the function takes as arguments."""
+    def __init__(self, traced: Traced, places: Sequence[str], differentiable: bool, passed: Sequence[int] = ()):
+        """`passed` are the captures (by index) whose values the function takes as arguments.
+
+        Where they are to be `differentiable`, gradients go from what the towers hold to the originals.
+        """
         concrete = traced.concrete
+        self._differentiable = differentiable
         self._passed = tuple(passed)
         self._read: dict[int, Any] = {}
         self._seeds: dict[int, Any] = {}
@@ -40,6 +47,12 @@ class Mirrors:
                 treatment is Treatment.READ and variable is not None and (i in passed or {variable.device} != {*places})
             ):
                 self._read[i] = variable
+        self._tensors = {
+            i: tensor
+            for i, (tensor, treatment) in enumerate(zip(concrete.captured_inputs, traced.audit.treatments))
+            if treatment is None and tensor.dtype != tf.variant
+        }
+        self._kept: list[dict[int, Any]] = [{} for _ in places]
         self._copies: list[dict[int, Any]] = []
         with tf.init_scope():
             copied = {i: variable for i, variable in (self._seeds | self._read).items() if i not in passed}
@@ -48,6 +61,10 @@ class Mirrors:
                 needed = {i: v for i, v in copied.items() if i in self._seeds or v.device != place}
                 with tf.device(place):
                     self._copies.append({i: _copy(variable, now[i]) for i, variable in needed.items()})
+            if not differentiable:
+                for place, kept in zip(places, self._kept):
+                    with tf.device(place):
+                        kept |= {i: tf.identity(t) for i, t in self._tensors.items() if t.device != place}
             if self._seeds:
                 # RngReadAndSkip, which this uses, is the one op that reads and advances a state in one step.
                 self._draws = tf.random.Generator.from_seed(0)
@@ -74,14 +91,16 @@ class Mirrors:
             return [tf.identity(values[i]) for i in self._passed]
         return [values[i] for i in self._passed]  # they travel to whoever takes them, once for each device
 
-    def assign(self, tower: int, values: dict[int, Any], differentiable: bool = False) -> dict[int, Any]:
+    def assign(self, tower: int, values: dict[int, Any]) -> dict[int, Any]:
         """Assign the copies of one tower, on the device of the moment.
 
         Returns:
-            Handles of the copies by the index of the capture they replace. In a graph, whoever takes them waits for the
-            assignment; where `differentiable`, gradients go from them to the originals.
+            Handles of the copies, and copies of tensors, by the index of the capture they replace. In a graph, whoever
+            takes them waits for the assignment.
         """
-        handles = {}
+        handles = dict(self._kept[tower])
+        if self._differentiable:
+            handles |= {i: tf.identity(tensor) for i, tensor in self._tensors.items()}
         for i, copy in self._copies[tower].items():
             value = values[i][tower] if i in self._seeds else values[i]
             assigned = tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value)
@@ -89,13 +108,13 @@ class Mirrors:
                 handles[i] = copy.handle
                 continue
             with tf.control_dependencies([assigned]):
-                link = differentiable and i in self._read
+                link = self._differentiable and i in self._read
                 handles[i] = holding(copy.handle, value) if link else tf.identity(copy.handle)
         return handles
 
     def captures(self, tower: int) -> dict[int, Any]:
-        """The handles of one tower's copies as they are, by the index of the capture they replace."""
-        return {i: copy.handle for i, copy in self._copies[tower].items()}
+        """One tower's copies as they are, by the index of the capture they replace: handles, and tensors."""
+        return self._kept[tower] | {i: copy.handle for i, copy in self._copies[tower].items()}
 
     def _seeds_of_towers(self, variable: Any) -> Any:
         """Seeds `[places, 2]` that no other tower or call has, and the original moved on by one step."""

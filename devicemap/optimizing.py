@@ -26,14 +26,13 @@ def can_be_optimized_once(traced: Traced, places: Sequence[str]) -> bool:
     outside of the graph or write state are left alone; so are those with their own compiler, or with results that are
     not plain tensors.
     """
-    graph = traced.concrete.graph
     leaves = [*tf.nest.flatten(traced.concrete.structured_input_signature), *traced.specs]
     return (
         len(places) > 1
         and all(kind_of(place) == "CPU" for place in places)
         and not (traced.audit.effects or traced.audit.writes or traced.audit.seeded)
         and all(isinstance(leaf, tf.TensorSpec) for leaf in leaves)
-        and not any("_XlaMustCompile" in function.attr for function in graph.as_graph_def().library.function)
+        and not any("_XlaMustCompile" in function.attr for function in traced.graph_def.library.function)
     )
 
 
@@ -68,8 +67,8 @@ def optimize(traced: Traced) -> Runnable:
     captured = list(concrete.captured_inputs)
     tensors = concrete.inputs[: len(concrete.inputs) - len(captured)]
     names = [tensor.op.name for tensor in concrete.inputs]
-    outputs = list(concrete.outputs)
-    graph_def = optimized_graph(concrete)
+    outputs = list(concrete.outputs[: len(traced.specs)])
+    graph_def = optimized_graph(traced.graph_def, [tensor.name for tensor in outputs])
     # A handle that fn uses without its variable stays a capture: its shape and device are not known here.
     variables = {name: variable_of(concrete, handle) for name, handle in zip(names[len(tensors) :], captured)}
     reads = _reads(graph_def, [name for name, variable in variables.items() if variable is not None])

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from devicemap.auditing import Audit, audit
 from devicemap.errors import FunctionError, failure, function_error
-from devicemap.internals import retracing
+from devicemap.internals import differentiate_freely, retracing
 from devicemap.options import Options
 from devicemap.rows import map_nest, row_spec, spec_of
 
@@ -33,6 +33,9 @@ class Traced:
 
     concrete: Any
     """`tf.types.experimental.ConcreteFunction`: leaves of a shard, each `[rows, ...]` -> list of result leaves."""
+
+    graph_def: Any
+    """`GraphDef` of it, as it was traced: gradients of loops make `concrete.graph` return what they need besides."""
 
     structure: Any
     """The nest that the result leaves are packed into; its own leaves say what results there are."""
@@ -96,8 +99,11 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: int | No
         raise function_error(
             f"fn could not be traced for {what} of {given}{hint}: {type(error).__name__}: {error}", error
         ) from error
+    differentiate_freely(over_rows.graph)
     outputs = [spec_of(leaf) for leaf in over_rows.structured_outputs]
-    return Traced(over_rows, shape_of_results[-1], tuple(outputs), vectorized, reason, audit(over_rows))
+    graph_def = over_rows.graph.as_graph_def()
+    found = audit(over_rows, graph_def)
+    return Traced(over_rows, graph_def, shape_of_results[-1], tuple(outputs), vectorized, reason, found)
 
 
 def row_seeds(seed: int, first_row: int, rows: Any) -> Any:
@@ -201,7 +207,7 @@ def _obstacle(row_fn: Any, specs: list[Any], options: Options) -> str | None:
         return "the data holds ragged or sparse tensors"
     if not all(isinstance(leaf, tf.Tensor) for leaf in row_fn.structured_outputs):
         return "fn returns ragged or sparse tensors"
-    found = audit(row_fn)
+    found = audit(row_fn, row_fn.graph.as_graph_def())
     if found.effects:
         return f"{found.effects[0]} acts once per row"
     if found.writes:

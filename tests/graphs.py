@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,16 @@ def between_towers(graphs: list[Any], host: str = "CPU:0") -> list[Edge]:
 def placements(graphs: list[Any], op: str) -> Counter[str]:
     """How many ops of a type (or a fused or library form of it) run on each device."""
     return Counter(_short(node.device) for graph in graphs for node in graph.node if op in node.op)
+
+
+def ops_on(graphs: list[Any]) -> dict[str, Counter[str]]:
+    """How many ops of each type run on each device; constants and what comes in, goes out or is sent are not counted."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for graph in graphs:
+        for node in graph.node:
+            if node.op not in ("Const", "NoOp", "Identity") and not re.match("_(?!Fused)", node.op):
+                found[_short(node.device)][node.op] += 1
+    return found
 
 
 def byte_edges(graphs: list[Any], arguments: dict[str, Any], rows: dict[str, int]) -> Counter[tuple[str, str]]:

@@ -374,7 +374,7 @@ def test_how_what_is_captured_is_shared() -> None:
     assert handling("loop", ["CPU:0"]) == [("weights", Handling.IN_PLACE, 48)]
     assert handling("weighted", TOWERS, batch_size=2) == [("weights", Handling.PASSED, 48)]
     assert handling("loop", TOWERS, batch_size=2) == [("weights", Handling.COPIED, 48)]
-    assert handling("tensor", TOWERS) == [("large", Handling.PASSED, 1200)]
+    assert handling("tensor", TOWERS) == [("large", Handling.KEPT, 1200)]
     assert handling("ordered", TOWERS) == [("total", Handling.ORDERED, 4)]
     assert handling("atomic", TOWERS) == [("total", Handling.ATOMIC, 4)]
     ((name, dropped, _),) = handling("dropped", TOWERS)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from graphs import between_towers, partitions, placements
+from graphs import between_towers, edges, ops_on, partitions, placements
 
 import devicemap
 
@@ -102,24 +102,69 @@ def test_second_order_reaches_inputs_and_variables(name: str, options: dict[str,
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"batched": True}, {}, {"vectorize": False}], ids=str)
-def test_backward_work_runs_where_the_forward_work_ran(options: dict[str, Any]) -> None:
-    weights = tf.Variable(tf.eye(3))
-    fn = (lambda b: tf.tanh(b @ weights) @ weights) if "batched" in options else _simulate(weights)
-    mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2", "CPU:3"], **options)
+def _looping_over_batches(weights: Any) -> Any:
+    def fn(batch: Any) -> Any:
+        for _ in tf.range(3):
+            batch = tf.tanh(batch @ weights)
+        return batch
+
+    return fn
+
+
+FUNCTIONS = {
+    "batch": (lambda weights: lambda b: tf.tanh(b @ weights) @ weights, {"batched": True}),
+    "loop over a batch": (_looping_over_batches, {"batched": True}),
+    "gather from a batch": (lambda weights: lambda b: tf.gather(b @ weights, [2, 0, 0], axis=1), {"batched": True}),
+    "loop": (_simulate, {}),
+    "loop, mapped": (_simulate, {"vectorize": False}),
+}
+
+
+@pytest.mark.parametrize("place", ["eager", "tf.function"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_backward_work_runs_where_the_forward_work_ran(name: str, place: str) -> None:
+    # A call that assigns copies of variables stays a function of its own in the user's; there TensorFlow shows no parts of it.
+    weights = tf.Variable(tf.eye(3)) if place == "eager" else tf.eye(3)
+    make, options = FUNCTIONS[name]
+    mapper = devicemap.DeviceMap(make(weights), devices=["CPU:1", "CPU:2", "CPU:3"], **options)
+    rows = X[:6]  # as many for each device, so that TensorFlow finds the same constants in each
 
     def gradients() -> Any:
         with tf.GradientTape() as tape:
-            tape.watch(X)
-            loss = tf.reduce_sum(mapper(X) ** 2)
-        return tape.gradient(loss, [X, weights])
+            tape.watch([rows, weights])
+            loss = tf.reduce_sum(mapper(rows) ** 2)
+        return tape.gradient(loss, [rows, weights])
 
-    graphs = partitions(gradients)
-    for op in ("MatMul", "TanhGrad"):
-        where = placements(graphs, op)
-        assert set(where) == {"CPU:1", "CPU:2", "CPU:3"}
-        assert len(set(where.values())) == 1
-    assert not [edge for edge in between_towers(graphs) if edge.control]
+    graphs = partitions(gradients if place == "eager" else tf.function(gradients))
+    assert between_towers(graphs) == []
+    assert not [edge for edge in edges(graphs) if edge.control]
+    counts = {device: sum(ops.values()) for device, ops in ops_on(graphs).items()}
+    assert counts["CPU:1"] == counts["CPU:2"] == counts["CPU:3"]
+    # where rows are cut and joined there is no part of a loop, and nothing that computes
+    on_host = ops_on(graphs)["CPU:0"]
+    assert not {"Enter", "NextIteration", "MatMul", "_FusedMatMul", "Tanh", "TanhGrad"} & set(on_host)
+    assert placements(graphs, "MatMul")["CPU:1"]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_calls_with_and_without_a_tape_take_turns(name: str, devices: list[str]) -> None:
+    weights = tf.Variable(tf.reshape(tf.range(9, dtype=tf.float32), [3, 3]) / 9)
+    make, options = FUNCTIONS[name]
+    fn = make(weights)
+    mapper = devicemap.DeviceMap(fn, devices=devices, **options)
+    wanted = fn(X) if "batched" in options else tf.map_fn(fn, X)
+    plans = []
+    for _ in range(2):
+        plans.append(mapper.explain(X))
+        with tf.GradientTape() as tape:
+            tape.watch(X)
+            np.testing.assert_allclose(mapper(X), wanted, rtol=1e-5)
+        assert tape.gradient(mapper(X), X) is None
+        np.testing.assert_allclose(mapper(X), wanted, rtol=1e-5)
+        np.testing.assert_allclose(mapper(tf.data.Dataset.from_tensors(X)), wanted, rtol=1e-5) if (
+            "batched" in options
+        ) else None
+    assert plans[0].to_dict() == plans[1].to_dict()
 
 
 def test_an_update_between_two_calls_in_one_tape(devices: list[str]) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from graphs import partitions, placements
 
 from devicemap.internals import (
     UNCHAINED,
     UNCHAINED_UNIT,
     Cancellation,
+    differentiate_freely,
     differentiate_in_place,
     functions_within,
     have_tangents,
@@ -88,6 +90,46 @@ def test_gradients_are_computed_where_the_op_is() -> None:
 
     graph = tf.function(lambda x: tf.gradients(squared.python_function(x), x)).get_concrete_function(X).graph
     assert {op.device[-5:] for op in graph.get_operations() if op.type == "MatMul"} == {"CPU:1"}
+
+
+def test_lists_come_to_the_device_of_the_gradient() -> None:
+    """A loop's gradient takes the lists of its intermediate results where `tf.gradients` would take them from elsewhere."""
+
+    @tf.function
+    def looping(x: tf.Tensor) -> tf.Tensor:
+        for _ in tf.range(3):
+            x = tf.tanh(x)
+        return x
+
+    @tf.function
+    def call(x: tf.Tensor) -> tf.Tensor:
+        with tf.device("/device:CPU:1"):
+            y = looping(x)
+        differentiate_in_place([y.op])
+        return y
+
+    with tf.GradientTape() as tape:
+        tape.watch(X)
+        y = call(X)
+    graphs = partitions(lambda: tape.gradient(y, X))
+    assert set(placements(graphs, "Enter")) == {"CPU:1"}
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_gradients_of_gathers_ask_for_no_device(free: bool) -> None:
+    inner = tf.function(lambda x: tf.gather(tf.tanh(x), [1, 0], axis=1))
+    gather = tf.function(lambda x: inner(x)).get_concrete_function(tf.TensorSpec([None, 2]))
+    if free:
+        differentiate_freely(gather.graph)
+
+    @tf.function
+    def gradient(x: tf.Tensor) -> tf.Tensor:
+        return tf.gradients(gather(x), x)[0]
+
+    graph_def = gradient.get_concrete_function(tf.TensorSpec([None, 2])).graph.as_graph_def()
+    in_functions = [node for function in graph_def.library.function for node in function.node_def]
+    assert any("_class" in node.attr for node in in_functions) != free
+    np.testing.assert_allclose(gradient(X), 1 - np.tanh(X) ** 2, rtol=1e-3)
 
 
 def test_gradients_go_from_a_copy_to_the_value_it_was_assigned() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from graphs import between_towers, edges, partitions
+from graphs import between_towers, edges, ops_on, partitions
 
 import devicemap
 from devicemap.auditing import Treatment, audit
@@ -26,7 +26,8 @@ def _samples(x: Any = X) -> Any:
 
 
 def _treatments(fn: Any) -> list[Treatment | None]:
-    return list(audit(tf.function(fn).get_concrete_function(tf.TensorSpec([3]))).treatments)
+    concrete = tf.function(fn).get_concrete_function(tf.TensorSpec([3]))
+    return list(audit(concrete, concrete.graph.as_graph_def()).treatments)
 
 
 def test_a_captured_variable_travels_once_per_device_and_call() -> None:
@@ -40,6 +41,27 @@ def test_a_captured_variable_travels_once_per_device_and_call() -> None:
     mapper = devicemap.DeviceMap(often, devices=TOWERS)
     towards = Counter(edge.receiver for edge in edges(partitions(mapper, X)))
     assert towards == {"CPU:0": 3, "CPU:1": 2, "CPU:2": 2, "CPU:3": 2}  # shard and variable in, result out
+
+
+@pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batch_size": 4}, {"report": False}], ids=str)
+def test_a_captured_tensor_travels_never_again(options: dict[str, Any]) -> None:
+    """Nor does a loop ask for it, or for its turn, where it comes from."""
+    weights = tf.random.normal([3, 3])
+
+    def often(row: Any) -> Any:
+        for _ in tf.range(5):
+            row = tf.linalg.matvec(weights, tf.linalg.matvec(weights, row)) / 10.0
+        return row
+
+    mapper = devicemap.DeviceMap(often, devices=TOWERS, **options)
+    graphs = partitions(mapper, X)
+    found = {(edge.sender, edge.receiver, edge.source) for edge in edges(graphs)}
+    towers = {receiver for _, receiver, _ in found} - {"CPU:0"}
+    assert Counter((sender, receiver) for sender, receiver, _ in found) == {
+        pair: 1 for tower in towers for pair in (("CPU:0", tower), (tower, "CPU:0"))
+    }
+    assert not ops_on(graphs)["CPU:0"]["Enter"]
+    np.testing.assert_allclose(mapper(X), tf.map_fn(often, X), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("vectorize", ["auto", False])

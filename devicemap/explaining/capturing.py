@@ -29,7 +29,7 @@ def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str], 
         if variable is not None and treatment is not None:
             found.append(_variable(variable, variable_name(variable, fn), treatment, by_value, devices))
         elif treatment is None:
-            handling = Handling.IN_PLACE if {*devices} <= {handle.device} else Handling.PASSED
+            handling = Handling.IN_PLACE if {*devices} <= {handle.device} else Handling.KEPT
             name = name_in_code(handle, fn) or f"tensor {len(found) + 1}"
             found.append(Captured(name, "tensor", *_elements(handle), handle.device, handling))
         else:

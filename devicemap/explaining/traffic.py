@@ -75,7 +75,7 @@ def captured_on(devices: Sequence[str], captured: Sequence[Captured], places: in
                 if size is not None and thing.handling is Handling.SEED:
                     size *= places
                 yield Transfer(thing.name, thing.device, device, 1, size, None)
-            elif thing.handling is not Handling.IN_PLACE:
+            elif thing.handling not in (Handling.IN_PLACE, Handling.KEPT):
                 yield Transfer(thing.name, device, thing.device, None, None, None)
 
 
