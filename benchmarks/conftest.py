@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from benchmarks import hardware, simulator
+from benchmarks import hardware
+from benchmarks.simulator import Simulator
+from benchmarks.simulator.fixtures import sim as sim
 
 
 @dataclass(frozen=True)
@@ -62,19 +63,7 @@ def scale(pytestconfig: pytest.Config) -> Scale:
 
 
 @pytest.fixture
-def sim() -> Iterator[simulator.Simulator]:
-    """The simulated accelerators, as fresh ones."""
-    try:
-        sim = simulator.load()
-    except simulator.Unavailable as reason:
-        pytest.skip(str(reason))
-    sim.reset()
-    yield sim
-    sim.reset()
-
-
-@pytest.fixture
-def accelerators(sim: simulator.Simulator, scale: Scale) -> list[str]:
+def accelerators(sim: Simulator, scale: Scale) -> list[str]:
     """Names of the simulated accelerators."""
     return hardware.simulated_devices(scale.devices)
 

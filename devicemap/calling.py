@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from devicemap.chunking import Chunk, Elements, InMemory, Source, from_dataset
 from devicemap.devices import gpu_indices
+from devicemap.dispatching import Rules
 from devicemap.errors import DataError, OptionError, brief
 from devicemap.execution import Towers, sizes_in_graph
 from devicemap.gathering import check_row_counts, join, with_row_counts_checked, with_static_rows
@@ -33,10 +34,11 @@ from devicemap.journal.encoding import describe_call, encode_leaves
 from devicemap.journal.resuming import Unfinished, check_rows
 from devicemap.journal.writing import open_journal
 from devicemap.programs import Program
+from devicemap.reordering import Group
 from devicemap.reporting import GraphCall, ProgressBar, Recorder
 from devicemap.rows import Rows, as_rows, count_rows
 from devicemap.scheduling import reorder_window
-from devicemap.streaming import Group, Lane, Rules, run_chunks
+from devicemap.streaming import Lane, run_chunks
 from devicemap.types import DeviceLost, Event, Shard, short_name
 
 _NOBODY = nullcontext()

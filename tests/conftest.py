@@ -1,4 +1,4 @@
-"""Eight logical CPU devices, made once before TensorFlow initialises, and what the laws are crossed with."""
+"""Eight logical CPU devices, made once before TensorFlow initialises, the simulator, and what the laws are crossed with."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import devicemap
+from benchmarks.simulator.fixtures import sim as sim
 
 devicemap.simulate_devices(8)
 tf.config.threading.set_inter_op_parallelism_threads(16)

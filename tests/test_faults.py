@@ -43,18 +43,6 @@ def _one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
 
 
-@pytest.fixture
-def sim() -> Iterator[simulator.Simulator]:
-    """The simulator, with fresh devices before and after."""
-    try:
-        sim = simulator.load()
-    except simulator.Unavailable as reason:
-        pytest.skip(str(reason))
-    sim.reset()
-    yield sim
-    sim.reset()
-
-
 Script = Callable[[str, list[int], int], BaseException | None]
 """Device, rows and which call of the device it is -> what to raise."""
 

@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,6 @@ from benchmarks.simulator import building, simulation
 
 DEVICES = [f"CPU:{i}" for i in range(8)]
 ROWS = tf.reshape(tf.range(8, dtype=tf.float32), [4, 2])
-
-
-@pytest.fixture
-def sim() -> Iterator[simulator.Simulator]:
-    """The simulator, with fresh devices before and after."""
-    try:
-        sim = simulator.load()
-    except simulator.Unavailable as reason:
-        pytest.skip(str(reason))
-    sim.reset()
-    yield sim
-    sim.reset()
 
 
 def _on(devices: list[str], op: Callable[..., Any], seconds: float) -> None:

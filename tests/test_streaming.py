@@ -13,8 +13,9 @@ import pytest
 import tensorflow as tf
 
 from devicemap.chunking import Chunk
+from devicemap.dispatching import Rules
 from devicemap.scheduling import Pace
-from devicemap.streaming import Lane, Rules, run_chunks
+from devicemap.streaming import Lane, run_chunks
 from devicemap.types import (
     CallFinished,
     CallStarted,

@@ -1,6 +1,6 @@
 """`DeviceMap.write`: killed, on a full disk, damaged, shared, interrupted and faulty; run again, it computes what is missing.
 
-How the folder alone behaves, at each of its bytes and steps, is in test_journal.
+How the folder alone behaves, at each of its bytes and steps, is in test_journal and its neighbours.
 """
 
 from __future__ import annotations

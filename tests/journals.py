@@ -1,0 +1,114 @@
+"""A folder of results with twelve rows in three chunks: written, checked, and written by a process of its own. NumPy only."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import devicemap
+from devicemap.journal.records import JOURNAL, Header, read_chunk, read_journal
+from devicemap.journal.storage import unpack_arrays
+from devicemap.journal.writing import Journal, open_journal
+
+SPEC = {"dense": "int64", "shape": [None]}
+HEADER = Header(
+    results=SPEC, inputs=SPEC, batched=False, batch_size=4, chunk_rows=None, seed=None, rows=12, function="f"
+)
+CHUNKS = [(0, 4), (4, 8), (8, 12)]
+
+
+def squares(start: int, stop: int) -> dict[str, Any]:
+    """The results of some rows."""
+    return {"0.values": np.arange(start, stop) ** 2}
+
+
+def append(journal: Journal, start: int, stop: int) -> None:
+    """Write one chunk."""
+    journal.append(start, stop, squares(start, stop), f"digest of {start}")
+
+
+def write_missing(
+    directory: Path, chunks: list[tuple[int, int]] = CHUNKS, finish: bool = True
+) -> list[tuple[int, int]]:
+    """Write what is missing of the chunks; returns what that was."""
+    computed = []
+    with open_journal(directory, HEADER) as journal:
+        for start, stop in chunks:
+            for gap in journal.missing(start, stop):
+                append(journal, *gap)
+                computed.append(gap)
+        if finish:
+            journal.finish(12)
+    return computed
+
+
+def check_whole(directory: Path, ranges: list[tuple[int, int]] = CHUNKS) -> None:
+    """All rows are there and right, and nothing else is in the folder."""
+    contents = read_journal(directory)
+    assert contents.ended
+    assert contents.rows == 12
+    assert [(entry.start, entry.stop) for entry in contents.entries] == ranges
+    assert sorted(os.listdir(directory)) == [JOURNAL, *(entry.file for entry in contents.entries)]
+    for entry in contents.entries:
+        arrays = unpack_arrays(read_chunk(directory, entry))
+        np.testing.assert_array_equal(arrays["0.values"], np.arange(entry.start, entry.stop) ** 2)
+
+
+def _snapshot(directory: Path) -> Any:
+    return {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in directory.rglob("*")}
+
+
+@contextmanager
+def untouched(directory: Path) -> Iterator[None]:
+    """Nothing in the folder changes inside of this context."""
+    before = _snapshot(directory)
+    try:
+        yield
+    finally:
+        assert _snapshot(directory) == before
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A folder that holds all rows."""
+    directory = tmp_path / "written"
+    assert write_missing(directory) == CHUNKS
+    return directory
+
+
+_LIGHT = """
+import os, sys, types
+package = types.ModuleType("devicemap")  # its modules, without its __init__, which imports TensorFlow
+package.__path__ = [sys.argv[1]]
+sys.modules["devicemap"] = package
+import numpy as np
+from devicemap.journal.writing import open_journal
+from devicemap.journal.records import Header
+assert "tensorflow" not in sys.modules
+SPEC = {"dense": "int64", "shape": [None]}
+def header(rows): return Header(SPEC, SPEC, False, 4, None, None, rows, "f")
+def write(directory, rows):
+    computed = 0
+    with open_journal(directory, header(rows)) as journal:
+        for start in range(0, rows, 4):
+            for gap in journal.missing(start, start + 4):
+                journal.append(*gap, {"0.values": np.arange(*gap) ** 2}, f"digest of {start}")
+                computed += 1
+        journal.finish(rows)
+    return computed
+"""
+
+
+def run_alone(code: str, *arguments: Any) -> Any:
+    """Run code in a process of its own that has the journal and no TensorFlow; returns what it printed, as JSON."""
+    command = [sys.executable, "-c", _LIGHT + code, str(Path(devicemap.__file__).parent), *map(str, arguments)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout)

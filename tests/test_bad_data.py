@@ -1,0 +1,188 @@
+"""Data given badly: errors say which leaf is wrong and what to give instead, before fn is even traced."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections import namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from ways import CHUNKED, ONE, SEVERAL, Counter, Options, X, ways
+
+import devicemap
+from devicemap.errors import DataError
+
+Pair = namedtuple("Pair", "a b")
+
+BAD_DATA: list[tuple[str, Any, str]] = [
+    (
+        "unequal",
+        (X, X[:4]),
+        r"^the leaves of data have different numbers of rows: data\[0\] has 6, data\[1\] has 4\. They ",
+    ),
+    (
+        "unequal in a dict",
+        {"a": X, "b": [1, 2]},
+        r"data\['a'\] has 6, data\['b'\] has 2\. They must share their first axis$",
+    ),
+    ("unequal in a named tuple", Pair(X, {"k": X[:1]}), r"data\.a has 6, data\.b\['k'\] has 1"),
+    ("unequal ragged", (X, tf.ragged.constant([[1], []])), r"data\[0\] has 6, data\[1\] has 2"),
+    ("unequal sparse", (X, tf.sparse.eye(3)), r"data\[0\] has 6, data\[1\] has 3"),
+    (
+        "scalar",
+        3.0,
+        r"^data is a scalar \(float32\); every leaf needs rows as its first axis, of shape \[rows, \.\.\.\]\. ",
+    ),
+    (
+        "scalar tensor",
+        tf.constant(1),
+        r"^data is a scalar \(int32\); .* Close over values that are the same for every row",
+    ),
+    ("scalar leaf", {"x": X, "k": np.float32(2)}, r"^data\['k'\] is a scalar \(float32\)"),
+    (
+        "generator",
+        (row for row in [1.0]),
+        r"^data is a generator, which can be read only once .* pass list\(\.\.\.\) of it",
+    ),
+    (
+        "iterator",
+        (X, iter([1, 2])),
+        r"^data\[1\] is a list_iterator, which .* tf\.data\.Dataset\.from_generator\(\.\.\.\)",
+    ),
+    ("empty tuple", (), r"^data is \(\), a nest without leaves; expected at least one tensor to map over$"),
+    ("empty dict", {}, r"^data is \{\}, a nest without leaves"),
+    ("nested empty", ({}, ()), r"^data is \(\{\}, \(\)\), a nest without leaves"),
+    ("None", None, r"^data is None; expected a tensor, an array or a list with rows as its first axis$"),
+    ("None leaf", (X, None), r"^data\[1\] is None; expected a tensor"),
+    ("string", "rows", r"^data is 'rows'; expected a tensor"),
+    ("bytes", b"rows", r"^data is b'rows'; expected a tensor"),
+    ("function", tf.sin, r"^data is <.*>; expected a tensor"),
+    (
+        "uneven lists",
+        [[1], [2, 3]],
+        r"^data is a list that does not convert .*; tf\.ragged\.constant makes rows of different",
+    ),
+    ("set", {"x": {1, 2}}, r"^data\['x'\] is a set that does not convert to a tensor"),
+    ("objects", np.array([object(), None]), r"^data is a ndarray of shape \(2,\) that does not convert to a tensor"),
+    (
+        "keys of mixed types",
+        {"a": X, 1: X},
+        r"^data holds a dict whose keys cannot be sorted \(.*\); use keys of one type$",
+    ),
+    ("nested keys of mixed types", (X, {"k": {"a": X, 1: X}}), r"^data holds a dict whose keys cannot be sorted "),
+    ("dataset in a nest", (X, tf.data.Dataset.range(6)), r"^data\[1\] is a Dataset inside a nest; zip datasets with "),
+]
+
+
+@pytest.mark.parametrize("way", [ONE, SEVERAL, CHUNKED["several devices, chunks"]], ids=["one", "several", "chunks"])
+@pytest.mark.parametrize(("data", "message"), [case[1:] for case in BAD_DATA], ids=[case[0] for case in BAD_DATA])
+def test_bad_data(data: Any, message: str, way: Options) -> None:
+    fn = Counter()
+    with pytest.raises(DataError, match=message) as caught:
+        devicemap.DeviceMap(fn, **way)(data)
+    assert isinstance(caught.value, ValueError)
+    assert fn.count == 0
+
+
+_nested = tf.data.Dataset.range(4).window(2)
+_any_rank = tf.data.Dataset.from_generator(lambda: iter([]), output_signature=tf.TensorSpec(None, tf.int32))
+BAD_DATASETS: list[tuple[str, Any, Options, str]] = [
+    (
+        "batches of scalars",
+        tf.data.Dataset.range(4),
+        {"batched": True},
+        r"^the dataset has .* a scalar .* \.batch\(n\) ",
+    ),
+    (
+        "of datasets",
+        _nested,
+        {},
+        r"^the dataset has elements with DatasetSpec.*; expected dense, ragged or sparse tensors",
+    ),
+    (
+        "unknown rank",
+        _any_rank,
+        {},
+        r"^the dataset has elements of unknown rank .* output_signature, or map tf\.ensure_",
+    ),
+    (
+        "infinite",
+        tf.data.Dataset.range(3).repeat(),
+        {},
+        r"^the dataset is infinite, and its whole result would be too; take a part of it with \.take\(n\), or map "
+        r"it as a stream$",
+    ),
+    ("infinite batches", tf.data.Dataset.range(3).repeat().batch(2), {"batched": True}, r"^the dataset is infinite, "),
+    ("batches of unknown rank", _any_rank, {"batched": True}, r"^the dataset has elements of unknown rank "),
+]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"), [case[1:] for case in BAD_DATASETS], ids=[case[0] for case in BAD_DATASETS]
+)
+def test_bad_datasets(dataset: Any, options: Options, message: str) -> None:
+    fn = Counter()
+    with pytest.raises(DataError, match=message):
+        devicemap.DeviceMap(fn, **SEVERAL, **options)(dataset)
+    assert fn.count == 0
+
+
+def test_a_part_of_an_infinite_dataset() -> None:
+    dataset = tf.data.Dataset.range(3).repeat().take(7)
+    np.testing.assert_array_equal(devicemap.parallel_map(lambda i: i * 2, dataset, **SEVERAL), [0, 2, 4, 0, 2, 4, 0])
+
+
+@ways
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(
+    "data",
+    [collections.defaultdict(list, b=[1, 2, 3, 4, 5], a=[6, 7, 8, 9, 0]), collections.Counter(b=X[:5], a=-X[:5])],
+    ids=["defaultdict", "Counter"],
+)
+def test_other_mappings_are_dicts(data: Any, batched: bool, way: Options) -> None:
+    result = devicemap.parallel_map(lambda rows: {"all": rows, "b": rows["b"] * 2}, data, **way, batched=batched)
+    assert type(result) is type(result["all"]) is dict
+    assert set(result["all"]) == {"a", "b"}
+    for key in "ab":
+        np.testing.assert_array_equal(result["all"][key], data[key])
+    np.testing.assert_array_equal(result["b"], 2 * np.asarray(data["b"]))
+
+
+def test_a_batch_of_a_dataset_with_unequal_leaves() -> None:
+    dataset = tf.data.Dataset.from_tensors((tf.zeros([3]), tf.zeros([2])))
+    with pytest.raises(DataError, match=r"different numbers of rows: data\[0\] has 3, data\[1\] has 2"):
+        devicemap.DeviceMap(lambda a, b: a, **SEVERAL, batched=True)(dataset)
+
+
+def test_a_dataset_inside_a_function() -> None:
+    fn = Counter()
+    mapper = devicemap.DeviceMap(fn, **SEVERAL)
+    with pytest.raises(
+        DataError, match=r"data cannot be mapped chunk by chunk inside a tf.function; do it outside, or pass tensors"
+    ):
+        tf.function(lambda: mapper(tf.data.Dataset.range(4)), autograph=False)()
+    assert fn.count == 0
+
+
+def test_unknown_rank_inside_a_function() -> None:
+    fn = Counter()
+    mapper = devicemap.DeviceMap(fn, **SEVERAL)
+    function = tf.function(mapper, input_signature=[tf.TensorSpec(None, tf.int32)], autograph=False)
+    with pytest.raises(DataError, match=r"data is of unknown rank \(int32\); every leaf needs rows as its first axis"):
+        function(tf.range(3))
+    assert fn.count == 0
+
+
+def test_an_error_of_the_input() -> None:
+    """It is no error of fn's, and comes through as it is."""
+
+    def rows() -> Any:
+        yield 1.0
+        raise KeyError("broken input")
+
+    dataset = tf.data.Dataset.from_generator(rows, output_signature=tf.TensorSpec([], tf.float32))
+    with pytest.raises(tf.errors.UnknownError, match=re.escape("KeyError: 'broken input'")):
+        devicemap.parallel_map(lambda row: row, dataset, **SEVERAL, batch_size=1)

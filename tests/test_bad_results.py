@@ -1,0 +1,256 @@
+"""Functions that return what cannot be gathered: errors say which leaf of it is wrong and what to return instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from ways import IN_MEMORY, ONE, SEVERAL, Counter, Options, X, ways
+
+import devicemap
+from devicemap.errors import FunctionError
+
+BAD_RESULTS: list[tuple[str, Any, Options, str]] = [
+    (
+        "None",
+        lambda row: None,
+        {},
+        r"^the result of fn is None; expected a tensor for each row\. .* let it return something",
+    ),
+    ("None leaf", lambda row: (row, None), {}, r"^the result\[1\] of fn is None; "),
+    ("None of a batch", lambda b: {"a": None}, {"batched": True}, r"^the result\['a'\] of fn is None; "),
+    ("nothing", lambda row: (), {}, r"^fn returned \(\), a nest without leaves; expected at least one tensor$"),
+    (
+        "an object",
+        lambda row: {"o": Counter()},
+        {},
+        r"^fn could not be traced for one row .* return value of type Counter",
+    ),
+    (
+        "a list of unlike",
+        lambda row: (row, [row, row[0]]),
+        {},
+        r"^the result\[1\] of fn is a list, not a tensor: Shapes must",
+    ),
+    (
+        "a batch's scalar",
+        tf.reduce_sum,
+        {"batched": True},
+        r"^the result of fn is a scalar; .* Set batched=False for a fn ",
+    ),
+    (
+        "fewer results",
+        lambda b: (b, 1.0),
+        {"batched": True},
+        r"^the result\[1\] of fn is a scalar; with batched=True fn ",
+    ),
+    (
+        "a signature of too few",
+        lambda row: (row, row),
+        {"fn_output_signature": tf.float32},
+        r"^fn_output_signature is <dtype: .float32.>, but fn returns \(TensorSpec\(.*\): the nests must be the same$",
+    ),
+    (
+        "a signature of another nest",
+        lambda row: row,
+        {"fn_output_signature": {"a": tf.float32}},
+        r"^fn_output_signature is \{'a': .*\}, but fn returns TensorSpec\(.*\): the nests must be the same$",
+    ),
+    (
+        "a signature of another dtype",
+        lambda row: row,
+        {"fn_output_signature": tf.float64},
+        r"^fn_output_signature has float64 where fn returns float32; they must be the same$",
+    ),
+    (
+        "a signature with a spec of another dtype",
+        lambda row: (row, row),
+        {"fn_output_signature": (tf.float32, tf.TensorSpec([2], tf.int32))},
+        r"^fn_output_signature has int32 where fn returns float32; they must be the same$",
+    ),
+    (
+        "a TensorArray",
+        lambda row: tf.TensorArray(tf.float32, 2).unstack(row),
+        {},
+        r"^the result of fn is a TensorArray or another object, not a tensor; return its \.stack\(\) or \.concat\(\)$",
+    ),
+    (
+        "a TensorArray of a batch",
+        lambda b: {"t": tf.TensorArray(tf.float32, 1).write(0, b)},
+        {"batched": True},
+        r"^the result\['t'\] of fn is a TensorArray or another object, not a tensor; ",
+    ),
+    (
+        "ragged with XLA",
+        lambda b: tf.RaggedTensor.from_tensor(b),
+        {"batched": True, "jit_compile": True},
+        r"^jit_compile=True with ragged or sparse results: XLA has only dense ones; set it to False$",
+    ),
+    (
+        "vectorize=True with ragged results",
+        lambda row: tf.RaggedTensor.from_tensor(row[None]),
+        {"vectorize": True},
+        r"^vectorize=True: fn returns ragged or sparse tensors\. Use vectorize='auto' or False to map row by row$",
+    ),
+    (
+        "vectorize=True with a signature",
+        lambda row: row,
+        {"vectorize": True, "fn_output_signature": tf.float32},
+        r"^vectorize=True: fn_output_signature is given, which is for tf\.map_fn\. Use ",
+    ),
+    (
+        "vectorize=True with an effect",
+        lambda row: tf.ensure_shape(tf.py_function(lambda r: r, [row], tf.float32), [2]),
+        {"vectorize": True},
+        r"^vectorize=True: EagerPyFunc acts once per row\. Use ",
+    ),
+    (
+        "vectorize=True with an op that does not convert",
+        lambda row: tf.unique(row).y,
+        {"vectorize": True},
+        r"^vectorize=True: Unique has no vectorised form\. Use vectorize='auto' or False$",
+    ),
+]
+
+
+@ways
+@pytest.mark.parametrize(
+    ("fn", "options", "message"), [case[1:] for case in BAD_RESULTS], ids=[case[0] for case in BAD_RESULTS]
+)
+def test_bad_results(fn: Any, options: Options, message: str, way: Options) -> None:
+    with pytest.raises(FunctionError, match=message) as caught:
+        devicemap.DeviceMap(fn, **way, **options)(X)
+    assert caught.value.shards == ()
+
+
+def test_vectorizing_a_write() -> None:
+    counter = tf.Variable(0.0)
+
+    def count(row: Any) -> Any:
+        counter.assign_add(1.0)
+        return row
+
+    with pytest.raises(
+        FunctionError, match=r"^vectorize=True: fn writes a variable or another resource, once per row\."
+    ):
+        devicemap.DeviceMap(count, **SEVERAL, vectorize=True)(X)
+    assert counter.numpy() == 0
+
+
+def test_vectorizing_ragged_data() -> None:
+    with pytest.raises(FunctionError, match=r"^vectorize=True: the data holds ragged or sparse tensors\."):
+        devicemap.DeviceMap(tf.reduce_sum, **SEVERAL, vectorize=True)(tf.ragged.constant([[1], [2, 3]]))
+
+
+WRONG_ROWS: list[tuple[Any, int]] = [
+    (lambda b: b[:-1], 0),
+    (lambda b: tf.concat([b, b], 0), 0),
+    (lambda b: (b, b[:0]), 1),
+    (lambda b: {"a": tf.reduce_sum(b, 0, keepdims=True)[1:], "b": b}, 0),
+    (lambda b: (b, tf.RaggedTensor.from_tensor(b)[1:]), 1),
+    (lambda b: tf.sparse.from_dense(b[1:]), 0),
+]
+wrong_rows = pytest.mark.parametrize(("fn", "leaf"), WRONG_ROWS, ids=range(len(WRONG_ROWS)))
+
+
+@ways
+@wrong_rows
+def test_wrong_number_of_rows(fn: Any, leaf: int, way: Options) -> None:
+    mapper = devicemap.DeviceMap(fn, **way, batched=True)
+    with pytest.raises(
+        FunctionError, match=r"^fn returned \d+ row\(s\) for the \d+ row\(s\) it was given \("
+    ) as caught:
+        mapper(X[:5])
+    (shard,) = caught.value.shards
+    text = str(caught.value)
+    assert f"for the {len(shard)} row(s) it was given ({shard}; leaf {leaf} of its results)" in text
+    assert "with batched=True it must return one row per input row, in order. Set batched=False for " in text
+    assert shard.start == 0 or "batch_size" in way  # not the first chunk, where fn is right for a single row
+
+
+@pytest.mark.parametrize("way", IN_MEMORY.values(), ids=list(IN_MEMORY))
+@wrong_rows
+def test_wrong_number_of_rows_inside_a_function(fn: Any, leaf: int, way: Options) -> None:
+    mapper = devicemap.DeviceMap(fn, **way, batched=True)
+    function = tf.function(lambda x: mapper(x), input_signature=[tf.TensorSpec([None, 2])], autograph=False)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="fn returned another number of rows than it was given"):
+        function(X[:5])
+
+
+def test_wrong_number_of_rows_on_one_device_inside_a_function() -> None:
+    """Of rows whose number is known: told while tracing where fn's is known too, else when it runs."""
+    mapper = devicemap.DeviceMap(lambda b: tf.zeros([3, 2]), **ONE, batched=True)
+    with pytest.raises(
+        FunctionError, match=r"fn returned 3 row\(s\) for the 6 row\(s\) it was given; .* in order\. Set "
+    ):
+        tf.function(lambda x: mapper(x), autograph=False)(X)
+    mapper = devicemap.DeviceMap(lambda b: tf.boolean_mask(b, b[:, 0] > 3.0), **ONE, batched=True)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="fn returned another number of rows than it was given"):
+        tf.function(lambda x: mapper(x), autograph=False)(X)
+
+
+@ways
+def test_wrong_number_of_rows_in_the_pieces_of_xla(way: Options) -> None:
+    """On one device, pieces of 4 and 2 rows give 3 rows each: 6, as many as were given."""
+    mapper = devicemap.DeviceMap(lambda b: tf.zeros([3, 2]), **way, batched=True, jit_compile=True)
+    message = r"^<lambda> failed on rows? \d.* on CPU:\d: InvalidArgumentError: .*fn must return one row per input row"
+    with pytest.raises(FunctionError, match=message) as caught:
+        mapper(X)
+    assert isinstance(caught.value, tf.errors.InvalidArgumentError)
+
+
+def test_wrong_number_of_rows_in_the_pieces_of_xla_inside_a_function() -> None:
+    mapper = devicemap.DeviceMap(lambda b: tf.zeros([3, 2]), **ONE, batched=True, jit_compile=True)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="fn must return one row per input row"):
+        tf.function(lambda x: mapper(x), autograph=False)(X)
+
+
+def _square(batch: Any) -> Any:
+    """As many columns as rows."""
+    return tf.zeros([tf.shape(batch)[0], tf.shape(batch)[0]])
+
+
+def _of_uneven_rank(batch: Any) -> Any:
+    return tf.numpy_function(lambda rows: rows if len(rows) == 2 else rows[..., None], [batch], tf.float32)
+
+
+@pytest.mark.parametrize("as_batches", [False, True])
+@pytest.mark.parametrize(
+    ("fn", "shapes"),
+    [
+        (_square, r"\(2,\), \(1,\)"),
+        (lambda b: {"a": b, "b": _square(b)}, r"\(2,\), \(1,\)"),
+        (_of_uneven_rank, r"\(2,\), \(2, 1\)"),
+    ],
+    ids=["shapes", "shapes of a leaf", "ranks"],
+)
+def test_different_inner_shapes(fn: Any, shapes: str, as_batches: bool) -> None:
+    mapper = devicemap.DeviceMap(fn, **SEVERAL, batched=True)
+    message = (
+        rf"^fn returned dense results of different inner shapes for different shards: {shapes}; a dense tensor cannot "
+        r"hold both\. Return a tf\.RaggedTensor, give fn_output_signature=tf\.RaggedTensorSpec\(\.\.\.\), or pad to a fixed "
+        r"shape; if the data is a dataset of batches, set batched=True$"
+    )
+    with pytest.raises(FunctionError, match=message):
+        mapper(X[:5])
+
+
+@ways
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("rows", [6, 5, 1, 0])
+def test_results_of_unknown_rank(rows: int, batched: bool, way: Options) -> None:
+    def fn(x: Any) -> Any:
+        return tf.numpy_function(lambda array: array * 2, [x], tf.float32)
+
+    mapper = devicemap.DeviceMap(fn, **way, batched=batched)
+    # without rows, nothing tells how many axes results would have
+    wanted = X[:rows] * 2 if rows else np.zeros([0], np.float32)
+    result = mapper(X[:rows])
+    assert result.dtype == tf.float32
+    np.testing.assert_array_equal(result, wanted, strict=True)
+    if "batch_size" not in way:
+        for known in (rows, None):
+            function = tf.function(lambda x: mapper(x), input_signature=[tf.TensorSpec([known, 2])], autograph=False)
+            np.testing.assert_array_equal(function(X[:rows]), wanted, strict=True)

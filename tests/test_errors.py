@@ -1,0 +1,313 @@
+"""Errors that fn raises: they say on which device and rows, keep their class, and leave other calls alone."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from ways import ONE, SEVERAL, WAYS, Options, X, ways
+
+import devicemap
+from devicemap.errors import DataError, DeviceError, FunctionError, OptionError, UnknownOptionError
+
+
+class CustomError(Exception):
+    """One that cannot be made from a message alone."""
+
+    def __init__(self, code: int, *, detail: str):
+        super().__init__(f"code {code}: {detail}")
+        self.code, self.detail = code, detail
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    """A function of a row (of two numbers) that raises in row 5 of `X`, on whichever device has it."""
+
+    def python(row: Any) -> Any:
+        if row[0] == 10:
+            raise error
+        return row
+
+    return lambda row: tf.ensure_shape(tf.py_function(python, [row], tf.float32), [2])
+
+
+def _asserting(row: Any) -> Any:
+    tf.debugging.assert_less(row[0], 10.0, message="too large")
+    return row
+
+
+RAISED: list[tuple[str, Callable[..., Any], type[Exception], str]] = [
+    ("an assertion", _asserting, tf.errors.InvalidArgumentError, "too large"),
+    ("a ValueError", _raising(ValueError("odd value")), tf.errors.InvalidArgumentError, "ValueError: odd value"),
+    ("a TypeError", _raising(TypeError("odd type")), tf.errors.InvalidArgumentError, "TypeError: odd type"),
+    ("division by zero", _raising(ZeroDivisionError("by zero")), tf.errors.UnknownError, "ZeroDivisionError: by zero"),
+    ("no memory", _raising(MemoryError("too much")), tf.errors.ResourceExhaustedError, "MemoryError: too much"),
+    (
+        "TensorFlow's own error",
+        _raising(tf.errors.ResourceExhaustedError(None, None, "no room")),
+        tf.errors.UnknownError,  # what py_function makes of it
+        "ResourceExhaustedError: no room",
+    ),
+    ("a custom error", _raising(CustomError(7, detail="hot")), tf.errors.UnknownError, "CustomError: code 7: hot"),
+    (
+        "a bad index",
+        lambda row: tf.gather([1.0] * 10, tf.cast(row[0], tf.int32)),
+        tf.errors.InvalidArgumentError,
+        "= 10",
+    ),
+]
+LAST_SHARD = {
+    "one device": "rows 0 to 5 on CPU:1",
+    "several devices": "rows 4 to 5 on CPU:5",
+    "one device, chunks": "rows? .*5 on CPU:1(, then CPU:1)*",
+    "several devices, chunks": "rows? .*5 on CPU:[205](, then CPU:[205])*",
+}
+
+
+@pytest.mark.parametrize(("way", "where"), [(WAYS[name], where) for name, where in LAST_SHARD.items()], ids=LAST_SHARD)
+@pytest.mark.parametrize(("fn", "error", "message"), [case[1:] for case in RAISED], ids=[case[0] for case in RAISED])
+def test_an_error_inside_fn(
+    fn: Callable[..., Any], error: type[Exception], message: str, way: Options, where: str
+) -> None:
+    mapper = devicemap.DeviceMap(fn, **way, name="mine")
+    with pytest.raises(FunctionError, match=f"^mine failed on {where}: {error.__name__}: ") as caught:
+        mapper(X)
+    assert isinstance(caught.value, error)
+    assert type(caught.value.__cause__) is error
+    assert message in str(caught.value)
+    assert message in caught.value.message
+    assert message in str(caught.value.__cause__)
+    for shard in caught.value.shards:  # more than one where it was tried again
+        assert re.fullmatch(where, str(shard))
+
+
+@pytest.mark.parametrize("thread", ["the main thread", "another thread"])
+def test_the_whole_message(thread: str) -> None:
+    """A call in the main thread runs in a thread of its own, and in others it does not."""
+    mapper = devicemap.DeviceMap(_raising(ZeroDivisionError("by zero")), **ONE, name="mine")
+    raised: list[Exception] = []
+
+    def call() -> None:
+        try:
+            mapper(X)
+        except Exception as error:
+            raised.append(error)
+
+    if thread == "the main thread":
+        call()
+    else:
+        other = threading.Thread(target=call)
+        other.start()
+        other.join()
+    (error,) = raised
+    assert str(error) == "mine failed on rows 0 to 5 on CPU:1: UnknownError: ZeroDivisionError: by zero"
+
+
+@ways
+def test_a_pickled_error(way: Options) -> None:
+    with pytest.raises(FunctionError) as caught:
+        devicemap.parallel_map(_raising(ZeroDivisionError("by zero")), X, **way)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert type(again) is FunctionError
+    assert str(again) == str(caught.value)
+    assert again.args == caught.value.args
+    assert again.shards
+    assert again.shards == caught.value.shards
+
+
+def _odd_at_nine(row: Any) -> Any:
+    """A function of a number that raises for 9."""
+
+    def python(value: Any) -> Any:
+        if value == 9:
+            raise TypeError("odd type")
+        return value
+
+    return tf.ensure_shape(tf.py_function(python, [row], tf.float32), [])
+
+
+@pytest.mark.parametrize("way", [ONE, SEVERAL], ids=["one device", "several devices"])
+@pytest.mark.parametrize(
+    "data", [tf.range(12.0), tf.data.Dataset.from_tensor_slices(tf.range(12.0))], ids=["in memory", "dataset"]
+)
+def test_a_chunk_that_fails_names_its_own_rows(data: Any, way: Options) -> None:
+    """Not those of the chunks that are cancelled because of it."""
+    mapper = devicemap.DeviceMap(_odd_at_nine, **way, batch_size=4, name="mine")
+    for _ in range(20):
+        with pytest.raises(FunctionError) as caught:
+            mapper(data)
+        (shard,) = caught.value.shards
+        assert 8 <= shard.start <= 9 < shard.stop <= 12
+        assert str(caught.value) == f"mine failed on {shard}: InvalidArgumentError: TypeError: odd type"
+        assert type(caught.value.__cause__) is tf.errors.InvalidArgumentError
+
+
+@ways
+@pytest.mark.parametrize("failing", ["the main thread", "another thread"])
+def test_a_call_that_fails_leaves_another_alone(failing: str, way: Options) -> None:
+    """One call is inside of fn from before the other one fails until after it has failed."""
+    inside, failed = threading.Event(), threading.Event()
+
+    def python(row: Any) -> Any:
+        if row[0] < 0:
+            assert inside.wait(60)
+            raise TypeError("odd type")
+        inside.set()
+        assert failed.wait(60)
+        return row
+
+    def fn(row: Any) -> Any:
+        return tf.ensure_shape(tf.py_function(python, [row], tf.float32), [2])
+
+    mapper = devicemap.DeviceMap(fn, **way)
+    results: list[Any] = []
+    errors: list[Exception] = []
+
+    def succeed() -> None:
+        results.append(mapper(X + 1))
+
+    def fail() -> None:
+        try:
+            mapper(-X - 1)
+        except Exception as error:
+            errors.append(error)
+        failed.set()
+
+    here, there = (fail, succeed) if failing == "the main thread" else (succeed, fail)
+    other = threading.Thread(target=there)
+    other.start()
+    here()
+    other.join()
+    (error,) = errors
+    assert isinstance(error, FunctionError)
+    assert "InvalidArgumentError: TypeError: odd type" in str(error)
+    (result,) = results
+    np.testing.assert_array_equal(result, X + 1)
+
+
+def test_an_error_inside_fn_that_writes_is_not_located() -> None:
+    """Finding out would write a second time."""
+    counter = tf.Variable(0)
+    python_calls = []
+
+    def python(batch: Any) -> Any:
+        python_calls.append(float(batch[0, 0]))
+        raise ZeroDivisionError
+
+    def fn(batch: Any) -> Any:
+        counter.assign(counter + 1)
+        return tf.ensure_shape(tf.py_function(python, [batch], tf.float32), [None, 2])
+
+    with pytest.raises(FunctionError, match="rows 0 to 2 on CPU:0, or rows 3 to 5 on CPU:1: UnknownError") as caught:
+        devicemap.DeviceMap(fn, devices=["CPU:0", "CPU:1"], batched=True)(X)
+    assert [len(shard) for shard in caught.value.shards] == [3, 3]
+    assert python_calls == [0.0]
+
+
+def test_an_error_inside_fn_under_a_tape() -> None:
+    mapper = devicemap.DeviceMap(_asserting, **SEVERAL)
+    with (
+        tf.GradientTape(),
+        pytest.raises(FunctionError, match=r"rows 4 to 5 on CPU:5: InvalidArgumentError: .*too large"),
+    ):
+        mapper(X)
+
+
+WHILE_TRACING: list[Exception] = [
+    ZeroDivisionError("by zero"),
+    KeyError("key"),
+    StopIteration("over"),
+    tf.errors.NotFoundError(None, None, "no such file"),
+    CustomError(7, detail="hot"),
+]
+
+
+@ways
+@pytest.mark.parametrize("error", WHILE_TRACING, ids=lambda error: type(error).__name__)
+def test_an_error_while_tracing(error: Exception, way: Options) -> None:
+    def fn(row: Any) -> Any:
+        raise error
+
+    mapper = devicemap.DeviceMap(tf.autograph.experimental.do_not_convert(fn), **way)
+    name = type(error).__name__
+    with pytest.raises(
+        FunctionError, match=rf"^fn could not be traced for one row \(batched=False\) .*: {name}: "
+    ) as caught:
+        mapper(X)
+    assert isinstance(caught.value, type(error))
+    assert caught.value.__cause__ is error
+    assert caught.value.shards == ()
+    assert str(error) in str(caught.value)
+    assert caught.value.args == (str(caught.value),)
+
+
+def _raising_while_tracing(row: Any) -> Any:
+    raise ValueError("odd value")
+
+
+INSIDE: list[tuple[str, Any, Any, Options, type[Exception], str]] = [
+    ("data", tf.identity, (X, X[:2]), {}, DataError, "DataError: the leaves of data have different numbers of rows: "),
+    ("fn's result", lambda row: None, X, {}, FunctionError, "FunctionError: the result of fn is None; "),
+    ("an option", tf.identity, X, {"batched": 3}, OptionError, "OptionError: batched=3; expected True or False"),
+    ("no option", tf.identity, X, {"batch_sise": 3}, UnknownOptionError, "'batch_sise' is not an option; did you "),
+    ("devices", tf.identity, X, {"devices": "CPU:9"}, DeviceError, "DeviceError: devices has 'CPU:9', which is not "),
+]
+
+
+@pytest.mark.parametrize(
+    ("fn", "data", "options", "error", "message"), [case[1:] for case in INSIDE], ids=[case[0] for case in INSIDE]
+)
+def test_errors_keep_their_class_inside_a_function(
+    fn: Any, data: Any, options: Options, error: type[Exception], message: str
+) -> None:
+    @tf.function
+    def function() -> Any:
+        return devicemap.parallel_map(fn, data, **{**SEVERAL, **options})
+
+    with pytest.raises(error, match=message) as caught:
+        function()
+    assert type(caught.value) is error
+
+
+def test_an_error_while_tracing_keeps_both_classes_inside_a_function() -> None:
+    @tf.function
+    def function() -> Any:
+        return devicemap.parallel_map(_raising_while_tracing, X, **SEVERAL)
+
+    with pytest.raises(FunctionError, match="ValueError: odd value") as caught:
+        function()
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_custom_error_keeps_its_attributes() -> None:
+    @tf.autograph.experimental.do_not_convert
+    def fn(row: Any) -> Any:
+        raise CustomError(7, detail="hot")
+
+    with pytest.raises(CustomError, match="code 7: hot") as caught:
+        devicemap.parallel_map(fn, X, **SEVERAL, batched=True)
+    assert (caught.value.code, caught.value.detail) == (7, "hot")
+
+
+@pytest.mark.parametrize(
+    ("fn", "data", "options", "given"),
+    [
+        (lambda a, b: a, X, {}, ""),
+        (lambda a: a, (X, X), {}, ", as 2 arguments,"),
+        (lambda a: a, X, {"seed": 1}, " and the keyword seed"),
+        (lambda a, b: a, (X, X), {"seed": 1}, ", as 2 arguments, and the keyword seed"),
+        (lambda a: a + "text", X, {}, ""),
+    ],
+    ids=["too few arguments", "too many arguments", "no seed", "several arguments, no seed", "a bad addition"],
+)
+def test_fn_does_not_fit_the_data(fn: Any, data: Any, options: Options, given: str) -> None:
+    message = rf"^fn could not be traced for one row \(batched=False\){given} of TensorSpec\("
+    with pytest.raises(FunctionError, match=message) as caught:
+        devicemap.parallel_map(fn, data, **SEVERAL, **options)
+    assert isinstance(caught.value, TypeError | ValueError)
+    assert type(caught.value.__cause__) in type(caught.value).__mro__

@@ -1,0 +1,128 @@
+"""What a plan says of ops, rows and bytes, and advises: names and numbers in, so that it can be told of GPUs without one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from histories import device
+
+from devicemap.explaining.advising import advise
+from devicemap.explaining.placing import has_kernel, stray_ops
+from devicemap.explaining.plans import DevicePlan, Plan, StrayOp, Transfer
+from devicemap.explaining.traffic import Leaf, rows_in_chunks, rows_in_one_graph
+from devicemap.types import Shard
+
+FLOAT, TEXT = tf.float32.as_datatype_enum, tf.string.as_datatype_enum
+KERNELS: dict[str, list[tuple[str, dict[str, frozenset[int]]]]] = {
+    "DecodeJpeg": [("CPU", {})],
+    "Sin": [("CPU", {"T": frozenset([FLOAT])}), ("GPU", {"T": frozenset([FLOAT])})],
+    "Identity": [("CPU", {}), ("DEFAULT", {"T": frozenset([FLOAT])})],
+    "AsString": [("CPU", {})],
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "kind", "dtypes", "there"),
+    [
+        ("DecodeJpeg", "GPU", {}, False),
+        ("DecodeJpeg", "CPU", {}, True),
+        ("Sin", "GPU", {"T": [FLOAT]}, True),
+        ("Identity", "GPU", {"T": [FLOAT]}, True),
+        ("Identity", "GPU", {"T": [TEXT]}, False),
+    ],
+)
+def test_kernels_by_kind_and_dtype(op: str, kind: str, dtypes: dict[str, list[int]], there: bool) -> None:
+    assert has_kernel(KERNELS[op], kind, dtypes) is there
+
+
+def test_ops_without_a_kernel_on_a_gpu() -> None:
+    def fn(text: Any) -> Any:
+        return tf.sin(tf.cast(tf.io.decode_jpeg(text), tf.float32)), tf.strings.as_string(tf.identity(1.0))
+
+    ops = tf.function(fn).get_concrete_function(tf.TensorSpec([], tf.string)).graph.get_operations()
+
+    def kernels_of(op: str) -> list[tuple[str, dict[str, frozenset[int]]]]:
+        return KERNELS.get(op, [])
+
+    found = stray_ops(ops, [device(0)], ["GPU"], kernels_of)
+    assert {(s.op, s.device, s.reason) for s in found} == {
+        ("DecodeJpeg", "GPU", "no kernel"),
+        ("AsString", "GPU", "no kernel"),
+        ("Identity", "GPU", "no kernel"),  # of the text
+    }
+    assert stray_ops(ops, [device(0, "CPU")], ["CPU"], kernels_of) == []
+
+
+def test_rows_in_one_graph_and_in_chunks() -> None:
+    leaves = [Leaf(1, 12, "host"), Leaf(3, None, "host")]
+    shards = [Shard("a", 0, 3), Shard("host", 3, 5), Shard("a", 5, 6)]
+    assert rows_in_one_graph("rows", leaves[:1], shards, to_devices=True, rows_known=True) == [
+        Transfer("rows", "host", "a", 2, 48, 12)
+    ]
+    assert rows_in_one_graph("results", leaves, shards, to_devices=False, rows_known=True) == [
+        Transfer("results", "a", "host", 8, None, None)
+    ]
+    assert rows_in_chunks("rows", leaves[:1], ["a", "host"], 6, to_devices=True) == [
+        Transfer("rows", "host", "a", None, None, 12)
+    ]
+
+
+def _plan(**facts: Any) -> Plan:
+    devices = facts.pop("device_rows", [4, 4])
+    usual = Plan(
+        name="fn", way="one graph", rows=8, batch_size=None, batched=False, vectorized=True, reason="it can", traces=1,
+        devices=tuple(DevicePlan(f"/device:GPU:{i}", "GPU", n, 1, None, 100, None) for i, n in enumerate(devices)),
+        control_edges=(), ordered=(), strays=(), transfers=(), captured=(), random_ops=(), python_ops=(),
+        memory_bytes_per_row=25,
+    )  # fmt: skip
+    return replace(usual, **facts)
+
+
+ADVICE: list[tuple[dict[str, Any], str]] = [
+    (
+        {"ordered": ("total",)},
+        "`total` is written in a way that depends on order (as in v.assign(g(v))), so the devices work one after another, "
+        "in row order: use the assign_add of a tf.Variable (not of Keras) if the order does not matter, or return what "
+        "changes it and update it after the call",
+    ),
+    (
+        {"strays": (StrayOp("DecodeJpeg", "GPU", "no kernel"),)},
+        "DecodeJpeg has no kernel on GPU: do this in the input pipeline (Dataset.map) instead",
+    ),
+    (
+        {"strays": tuple(StrayOp(op, "GPU", "no kernel") for op in ("A", "B", "C"))},
+        "A, B and C have no kernel on GPU: do this in the input pipeline (Dataset.map) instead",
+    ),
+    (
+        {"vectorized": False, "reason": "Foo has no vectorised form"},
+        "fn is mapped row by row because Foo has no vectorised form; a fn of a whole batch (batched=True) may be faster",
+    ),
+    (
+        {"python_ops": ("PyFunc",)},
+        "PyFunc calls Python, where all devices take turns: use TensorFlow ops instead where it computes, or do it in the "
+        "input pipeline",
+    ),
+    ({"rows": 3, "device_rows": [1, 1, 1, 0, 0, 0, 0, 0]}, "3 rows for 8 devices: 5 devices stay idle"),
+    ({"rows": 1, "device_rows": [1, 0]}, "1 row for 2 devices: 1 device stays idle"),
+    (
+        {"way": "chunks", "batch_size": 8},
+        "8 rows in chunks of up to 8 are 1 for 2 devices: use a smaller batch_size",
+    ),
+    (
+        {"devices": (DevicePlan("/device:GPU:0", "GPU", 8, 1, None, 3 * 2**30, 2**30),)},
+        "the rows of GPU:0 may take up to 3.0 GiB, of which it has 1.0 GiB: pass batch_size",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("facts", "sentence"), ADVICE)
+def test_advice(facts: dict[str, Any], sentence: str) -> None:
+    assert advise(_plan(**facts)) == (sentence,)
+
+
+def test_no_advice_where_nothing_stands_in_the_way() -> None:
+    assert _plan().advice == ()
+    assert _plan(vectorized=False, reason="vectorize=False").advice == ()
