@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import hardware, simulator
+from benchmarks import hardware, simulator, traffic
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,15 @@ def sim() -> Iterator[simulator.Simulator]:
     sim.reset()
     yield sim
     sim.reset()
+
+
+@pytest.fixture
+def meter() -> traffic.Meter:
+    """What counts the bytes that are sent between devices; asked for before the graphs are made, which it has to see."""
+    try:
+        return traffic.load()
+    except simulator.Unavailable as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.fixture

@@ -49,7 +49,8 @@ def build(
     """
     cache = cache or source.with_name("build")
     command = [*shlex.split(compiler or os.environ.get("CXX", "") or "g++"), *_OPTIONS, str(source)]
-    command += [*tf.sysconfig.get_compile_flags(), *tf.sysconfig.get_link_flags(), *(f"-l:{name}" for name in libraries)]
+    command += [*tf.sysconfig.get_compile_flags(), *tf.sysconfig.get_link_flags()]
+    command += [f"-l:{name}" for name in libraries]
     library = cache / f"{source.stem}-{_key(source, command)}.so"
     if library.exists():
         return library
