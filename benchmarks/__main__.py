@@ -30,6 +30,7 @@ COUNTS = {
     "memory": (8,),
     "call_cost": (1, 2, 8, 16),
     "gathering": (8,),
+    "captured": (8,),
     "scaling": (1, 2, 4, 8, 16),
     "real_functions": (1,),
     "first_result": (16,),
