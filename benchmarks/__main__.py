@@ -31,6 +31,7 @@ COUNTS = {
     "call_cost": (1, 2, 8, 16),
     "reporting": (8,),
     "gathering": (8,),
+    "captured": (8,),
     "scaling": (1, 2, 4, 8, 16),
     "real_functions": (1,),
     "first_result": (16,),

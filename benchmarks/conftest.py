@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import hardware
-from benchmarks.simulator import Simulator
+from benchmarks import hardware, traffic
+from benchmarks.simulator import Simulator, Unavailable
 from benchmarks.simulator.fixtures import sim as sim
 
 
@@ -60,6 +60,15 @@ def scale(pytestconfig: pytest.Config) -> Scale:
     if pytestconfig.getoption("--quick"):
         return Scale(quick=True, devices=devices, rounds=1, job_seconds=0.05)
     return Scale(quick=False, devices=devices, rounds=5, job_seconds=1.0)
+
+
+@pytest.fixture
+def meter() -> traffic.Meter:
+    """What counts the bytes that are sent between devices; asked for before the graphs are made, which it has to see."""
+    try:
+        return traffic.load()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.fixture

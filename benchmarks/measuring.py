@@ -10,12 +10,14 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from benchmarks.records import OURS
+from benchmarks.traffic import Meter
 
 Way = Callable[[], Any]
 
@@ -40,6 +42,7 @@ def compare(
     tolerance: float = 1e-4,
     patience_seconds: float = 3.0,
     subject: str | None = None,
+    meter: Meter | None = None,
     **facts: Any,
 ) -> dict[str, list[float]]:
     """Seconds per call of each way, one number per round, which are also put into the benchmark's `extra_info`.
@@ -58,6 +61,7 @@ def compare(
         answer: what every way must give, to a relative `tolerance`; `None`: what the first way gives.
         patience_seconds: a way that took so long in all its turns takes no more; the subject always takes all.
         subject: the way that pytest-benchmark times; `None`: the first of ours.
+        meter: counts what the second call of each way sends between devices, for the report; `None`: nobody does.
         facts: what else the report should know, as `ideal_seconds`, or `targets`, by way.
 
     Raises:
@@ -72,6 +76,8 @@ def compare(
         first_seconds[name] = time.perf_counter() - start
         answer = got if answer is None else answer
         _check(got, as_arrays(answer), tolerance, name)
+    if meter is not None:
+        facts["traffic"] = {name: asdict(meter.measure(way)) for name, way in ways.items()}
     for name, way in ways.items():
         if first_seconds[name] < _LONG_SECONDS or name == subject:
             _seconds_of(way, calls)

@@ -27,6 +27,18 @@ SHARE_TEXT = (
 
 TIME_TEXT = f"{SPREAD}; the number of times the best peer takes, in brackets: below 1, devicemap is faster."
 
+SENT_TEXT = (
+    "What is sent between devices is counted while a call runs, in loops for each step. Between CPU devices it is handed over "
+    "without a copy: there, bytes cost no time, and only waiting for them does."
+)
+
+CAPTURED_TEXT = (
+    "The variables live on the first device, and the blocks read them there. A loop in a block fetches its rows, too, anew in "
+    "each step, unless the block begins with a `tf.identity` of them (rows copied first); where the function lets its "
+    "author do so, the same for a variable (rows and table copied first) is what devicemap does by itself. What is sent in "
+    "batches is of the whole job; chunks that happen to go to the first device do not travel."
+)
+
 TOPICS = {
     "scaling": ("Eager against graph", SHARE_TEXT + " Each number of devices has as much more work."),
     "balance": ("Share of the ideal time", SHARE_TEXT),
@@ -36,7 +48,8 @@ TOPICS = {
     "call_cost": ("Cost of a call on a few rows", TIME_TEXT),
     "reporting": ("Cost of a report", TIME_TEXT),
     "first_result": ("Time to the first result", TIME_TEXT + " Each turn makes its map anew."),
-    "gathering": ("Gathering", TIME_TEXT + " What is sent between devices is counted in the graph that ran."),
+    "gathering": ("Gathering", TIME_TEXT + " " + SENT_TEXT),
+    "captured": ("Captured variables", TIME_TEXT + " " + CAPTURED_TEXT + " " + SENT_TEXT),
     "real_functions": ("Real functions", TIME_TEXT + " All rows in one call."),
     "gpu": ("GPUs", TIME_TEXT),
 }
@@ -133,11 +146,11 @@ def steady(records: Sequence[Record]) -> str:
 
 def sent(records: Sequence[Record]) -> str:
     rows = [
-        [r.case, r.devices, way, t["tensors"], t["lists"], f"{t['variable_bytes'] / 1000:.0f} kB"]
+        [r.case, r.devices, way, f"{t['bytes'] / 1000:.0f}", t["tensors"], t["lists"]]
         for r in records
         for way, t in r.facts["traffic"].items()
     ]
-    return _markdown(["case", "devices", "way", "tensors", "of them whole lists", "whole variables"], rows)
+    return _markdown(["case", "devices", "way", "kB per call", "tensors", "of them whole lists"], rows)
 
 
 def rises(records: Sequence[Record]) -> str:

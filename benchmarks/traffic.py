@@ -1,51 +1,104 @@
-"""What travels between devices in a call, read from the graph that TensorFlow really ran."""
+"""What travels between devices in a call, counted while it runs, and so in a loop for each of its turns.
+
+In graphs, the ops that send are counted (`sends.cc`). TensorFlow's run metadata has the graphs of a call, and nothing of how
+often what is in them ran, or how large it was. Eager ops fetch inputs from other devices by themselves; they are listened to.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import contextlib
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import context  # no public way to listen to eager ops
+from tensorflow.python.framework import op_callbacks
 
-from tests.graphs import partitions
+from benchmarks.simulator.building import Unavailable, build
+
+SOURCE = Path(__file__).with_name("sends.cc")
+
+LIBRARIES = ("libtensorflow_cc.so.2",)
+"""Where TensorFlow 2.16 keeps the kernels that send; 2.21 has them where libraries of ops look by themselves."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Tensors that are sent from device to device in one call."""
+    """What one call sent from device to device."""
 
     tensors: int
-    """How many."""
+    """How many, those included that have no bytes and only say that something is done."""
 
     lists: int
     """How many of them are whole lists, as those of a `tf.TensorArray`."""
 
-    variable_bytes: int
-    """Bytes of those that are whole captured variables; how large the others are, rows and results, the graph does not
-    tell."""
+    bytes: int
+    """Of all of them; of a list, those of the tensors in it. The characters of strings are not counted."""
 
 
-def between_devices(function: Callable[..., Any], *args: Any) -> Traffic:
-    """The traffic of a call, which must be the first one: TensorFlow shows a graph when it cuts it up."""
-    tensors = lists = variable_bytes = 0
-    for graph in partitions(function, *args):
-        nodes = {node.name: node for node in graph.node}
-        for node in graph.node:
-            if node.op in ("_Send", "_HostSend"):
-                tensors += 1
-                lists += node.attr["T"].type == tf.variant.as_datatype_enum
-                variable_bytes += _variable_bytes(nodes, node)
-    return Traffic(tensors, lists, variable_bytes)
+class Meter:
+    """Counts what is sent in this process. `load` gives it."""
+
+    def __init__(self, control: ctypes.CDLL):
+        self._control = control
+
+    def measure(self, call: Callable[[], Any]) -> Traffic:
+        """What a call sends while nothing else runs in this process.
+
+        Call it once before: a first call traces, and may send more. Graphs that were made before the meter was loaded are
+        not seen, nor eager ops of other threads.
+        """
+        self._take()
+        with _eager_copies() as copies:
+            call()
+        sent = self._take()
+        return Traffic(sent.tensors + len(copies), sent.lists, sent.bytes + sum(copies))
+
+    def _take(self) -> Traffic:
+        counts = (ctypes.c_int64 * 3)()
+        self._control.sends_take(counts)
+        return Traffic(*counts)
 
 
-def _variable_bytes(nodes: dict[str, Any], node: Any) -> int:
-    """The size of the variable that is sent as it was read; 0 for anything else."""
-    while node.op in ("_Send", "_HostSend", "Identity", "ReadVariableOp") and node.input:
-        source = nodes[node.input[0].partition(":")[0]]
-        if node.op == "ReadVariableOp" and (shapes := source.attr["_handle_shapes"].list.shape):
-            dtype = tf.dtypes.as_dtype(node.attr["dtype"].type)
-            return math.prod(dimension.size for dimension in shapes[0].dim) * dtype.size
-        node = source
-    return 0
+@functools.cache
+def load() -> Meter:
+    """The meter of this process, compiled if it was not yet; that takes about ten seconds.
+
+    Raises:
+        Unavailable: it cannot be compiled or loaded here; the message says why.
+    """
+    library = str(build(source=SOURCE, libraries=LIBRARIES))
+    try:
+        tf.load_library(library)
+        control = ctypes.CDLL(library)
+    except (tf.errors.OpError, OSError) as error:
+        raise Unavailable(f"{library} does not load into TensorFlow {tf.__version__}: {error}") from error
+    control.sends_take.argtypes = [ctypes.POINTER(ctypes.c_int64)]
+    control.sends_take.restype = None
+    return Meter(control)
+
+
+@contextlib.contextmanager
+def _eager_copies() -> Iterator[list[int]]:
+    """The bytes of each tensor that an eager op of this thread fetches from another device, as they come."""
+    copies: list[int] = []
+
+    def note(op: str, inputs: Any, _: Any, outputs: Any, op_name: str | None = None, graph: Any = None) -> None:
+        if graph is not None or context.context().has_function(op):  # a function sends for itself
+            return
+        # an op runs where its variable is, else where its result comes to lie
+        places = [tensor.device for tensor in (*inputs, *outputs) if tensor.dtype == tf.resource]
+        places += [tensor.device for tensor in outputs]
+        for tensor in inputs:
+            if places and tensor.dtype != tf.resource and tensor.device != places[0]:
+                copies.append(tensor.dtype.size * tensor.shape.num_elements())
+
+    op_callbacks.add_op_callback(note)
+    try:
+        yield copies
+    finally:
+        op_callbacks.remove_op_callback(note)

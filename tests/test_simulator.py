@@ -315,7 +315,7 @@ def test_no_compiler(tmp_path: Path) -> None:
 )
 def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str) -> None:
     monkeypatch.setenv("CXX", _compiler(script.replace("\n", "\\n")))
-    with pytest.raises(simulator.Unavailable, match=f"could not compile the simulator .exit {reason}"):
+    with pytest.raises(simulator.Unavailable, match=f"could not compile accelerator.cc .exit {reason}"):
         building.build(cache=tmp_path)
     assert list(tmp_path.iterdir()) == []
 

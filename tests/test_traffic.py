@@ -1,0 +1,111 @@
+"""What the benchmarks count as sent between devices, held against graphs whose traffic can be computed on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import devicemap
+from benchmarks import traffic
+from benchmarks.simulator import Unavailable
+from benchmarks.traffic import Traffic
+
+ROWS = tf.ones([10, 4])  # 160 bytes, on CPU:0
+
+
+@pytest.fixture(scope="module")
+def meter() -> traffic.Meter:
+    try:
+        return traffic.load()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def second(meter: traffic.Meter, function: Callable[..., Any], *args: Any) -> Traffic:
+    function(*args)
+    return meter.measure(lambda: function(*args))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_a_loop_sends_in_each_turn(meter: traffic.Meter, steps: int) -> None:
+    with tf.device("CPU:0"):
+        table = tf.Variable(tf.ones([7, 3]))
+
+    @tf.function
+    def looping(rows: Any, steps: Any) -> Any:
+        with tf.device("CPU:1"):
+            state = tf.sin(rows)  # 160 bytes to CPU:1
+            steps = tf.identity(steps)  # 4
+            for _ in tf.range(steps):
+                with tf.device("CPU:2"):
+                    column = tf.cos(state)[:, :1]  # 160 to CPU:2 in each turn
+                with tf.device("CPU:1"):
+                    state += column + tf.reduce_sum(table)  # 40, and 84 of the variable, to CPU:1
+            state = tf.identity(state)
+        with tf.device("CPU:0"):
+            return tf.identity(state)  # 160 to CPU:0
+
+    sent = second(meter, looping, ROWS, tf.constant(steps))
+    to_go_on = 2 * (steps + 1)  # CPU:0 and CPU:2 hear of each turn, and that there is none, by a byte each
+    assert sent.bytes == 160 + 4 + steps * (160 + 40 + 84) + to_go_on + 160
+
+
+def test_a_branch_that_is_not_taken_sends_nothing(meter: traffic.Meter) -> None:
+    @tf.function
+    def branching(rows: Any, taken: Any) -> Any:
+        with tf.device("CPU:1"):
+            return tf.cond(taken, lambda: tf.sin(rows), lambda: tf.zeros([10, 4]))
+
+    with_rows, without = (second(meter, branching, ROWS, tf.constant(taken)) for taken in (True, False))
+    assert with_rows.bytes - without.bytes == 160
+
+
+def test_a_list_is_as_large_as_its_tensors(meter: traffic.Meter) -> None:
+    @tf.function
+    def writing(rows: Any) -> Any:
+        with tf.device("CPU:0"):
+            array = tf.TensorArray(tf.float32, 2, element_shape=[5, 4]).write(0, rows[:5])  # 80 bytes in it
+        with tf.device("CPU:1"):
+            array = array.write(1, tf.sin(rows)[5:])  # 80 of the list and 160 of the rows to CPU:1
+        with tf.device("CPU:0"):
+            return array.stack()  # 160 of the list to CPU:0
+
+    assert second(meter, writing, ROWS) == Traffic(tensors=3, lists=2, bytes=80 + 160 + 160)
+
+
+def test_eager_ops_fetch_from_other_devices(meter: traffic.Meter) -> None:
+    with tf.device("CPU:1"):
+        copy = tf.Variable(ROWS)
+    with tf.device("CPU:2"):
+        row = tf.ones([4])
+
+    def eager() -> None:
+        tf.sin(ROWS)  # stays
+        copy.assign(ROWS)  # 160 bytes to CPU:1
+        copy.read_value()  # 160 to CPU:0, where eager ops run outside of all blocks
+        with tf.device("CPU:2"):
+            tf.add(ROWS, row)  # 160 to CPU:2
+
+    assert second(meter, eager) == Traffic(tensors=3, lists=0, bytes=480)
+
+
+@pytest.mark.parametrize("batch_size", [None, 6])
+@pytest.mark.parametrize("by_handle", [False, True])
+def test_devicemap_sends_a_variable_once_per_device(
+    meter: traffic.Meter, batch_size: int | None, by_handle: bool
+) -> None:
+    with tf.device("CPU:0"):
+        table = tf.Variable(tf.ones([100, 4]))  # 1600 bytes
+
+    def fn(ids: Any) -> Any:
+        state = tf.zeros([tf.shape(ids)[0], 4])
+        for i in tf.range(5):
+            state += tf.gather(table, ids[:, i]) if by_handle else table[:1]
+        return state
+
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"], batched=True, batch_size=batch_size)
+    sent = second(meter, mapper, tf.zeros([24, 5], tf.int32))
+    assert sent.bytes == 2 * 1600 + 24 * 5 * 4 + 24 * 4 * 4  # ids there, states back
