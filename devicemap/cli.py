@@ -103,6 +103,7 @@ def _build_parser() -> argparse.ArgumentParser:
     run.add_argument("--quiet", action="store_true", help="no progress bar")
     explain = _add(commands, "explain", "say what will run where, and what stands in the way of parallelism", mapping)
     explain.add_argument("--json", type=_new_file, metavar="FILE", help="save it")
+    explain.add_argument("--plot", type=_new_file, metavar="FILE", help="draw what travels (.png, .svg, .pdf)")
     bench = _add(commands, "bench", "measure eager code against graphs, one device against all", mapping)
     bench.add_argument("--json", type=_new_file, metavar="FILE", help="save what was measured")
     bench.add_argument(

@@ -52,6 +52,8 @@ def explain_command(options: argparse.Namespace) -> None:
     print(plan)
     if options.json:
         options.json.write_text(json.dumps(plan.to_dict(), indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        plan.plot(options.plot)
 
 
 def bench_command(options: argparse.Namespace) -> None:
@@ -85,6 +87,8 @@ def run_command(options: argparse.Namespace) -> None:
         rich.reconfigure(stderr=True)  # the bar is no output
     mapper = _mapper(options, progress=not options.quiet)
     results = mapper.write(_data(options), options.out)
+    if (report := mapper.report) is not None:
+        print(report.summary)
     print(f"{len(results)} rows in {options.out}; devicemap.open_results({options.out!r}) reads them")
 
 

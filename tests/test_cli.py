@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def test_seed_and_a_method() -> None:
 def test_run_says_what_it_did_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     np.save("x.npy", X)
     run("double", "x.npy")
-    assert capsys.readouterr().out.startswith("20 rows in out; ")
+    assert re.fullmatch(r"20 rows in .* s \(.* rows/s\) in .*\n20 rows in out; .*\n", capsys.readouterr().out)
     files = {file.name: file.stat().st_mtime_ns for file in pathlib.Path("out").glob("*.npz")}
     run("double", "x.npy")
     assert files == {file.name: file.stat().st_mtime_ns for file in pathlib.Path("out").glob("*.npz")}
@@ -163,7 +164,7 @@ def test_progress_leaves_the_output_alone(capsys: pytest.CaptureFixture[str], mo
     np.save("x.npy", X)
     assert main(["run", "functions:double", "x.npy", "--out", "out"]) == 0
     assert seen == [{"stderr": True}]
-    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 @pytest.mark.parametrize(
@@ -272,6 +273,9 @@ class Plan:
     def to_dict(self) -> dict[str, int]:
         return {"rows": 20}
 
+    def plot(self, path: pathlib.Path) -> None:
+        path.write_text("a picture")
+
     def __str__(self) -> str:
         return "what will run where"
 
@@ -279,7 +283,8 @@ class Plan:
 def test_explain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(devicemap.DeviceMap, "explain", lambda self, data: Plan(), raising=False)
     np.save("x.npy", X)
-    assert main(["explain", "functions:double", "x.npy", "--json", "plan.json"]) == 0
+    assert main(["explain", "functions:double", "x.npy", "--json", "plan.json", "--plot", "plan.png"]) == 0
+    assert pathlib.Path("plan.png").read_text() == "a picture"
     assert capsys.readouterr().out == "what will run where\n"
     assert json.loads(pathlib.Path("plan.json").read_text()) == {"rows": 20}
 

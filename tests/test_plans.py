@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import tensorflow as tf
 from histories import device
 
+import devicemap
 from devicemap.explaining.advising import advise
 from devicemap.explaining.placing import has_kernel, stray_ops
 from devicemap.explaining.plans import DevicePlan, Plan, StrayOp, Transfer
@@ -126,3 +128,24 @@ def test_advice(facts: dict[str, Any], sentence: str) -> None:
 def test_no_advice_where_nothing_stands_in_the_way() -> None:
     assert _plan().advice == ()
     assert _plan(vectorized=False, reason="vectorize=False").advice == ()
+
+
+@pytest.mark.parametrize("way", [{}, {"batch_size": 10}], ids=["one graph", "chunks"])
+@pytest.mark.parametrize("spec", [tf.TensorSpec([100, 3]), tf.TensorSpec([None, 3]), tf.TensorSpec([10, 3], tf.string)])
+def test_plans_are_drawn(tmp_path: pathlib.Path, way: dict[str, Any], spec: Any) -> None:
+    pytest.importorskip("matplotlib")
+    level = tf.Variable(0.0)
+
+    def fn(row: Any) -> Any:
+        if row.dtype != tf.string:
+            level.assign(level * 2.0 + row[0])
+        return row
+
+    plan = devicemap.DeviceMap(fn, devices=["CPU:0", "CPU:1", "CPU:2"], **way).explain(spec)
+    plan.plot(tmp_path / "plan.svg")
+    picture = (tmp_path / "plan.svg").read_text()
+    assert "<svg" in picture
+    for text in (plan.summary, "CPU:1", *(["in red"] if plan.control_edges else [])):
+        assert text in picture  # it is drawn as outlines, and said in a comment
+    with pytest.raises(ValueError, match="not supported"):
+        plan.plot(tmp_path / "plan.nonsense")

@@ -9,6 +9,7 @@ from typing import Any
 
 from devicemap.benchmarking.measurements import BenchmarkResult, Measurement
 from devicemap.benchmarking.sweeping import name_devices
+from devicemap.reporting.plotting import figure_class
 
 
 def draw_benchmark(result: BenchmarkResult, path: str | os.PathLike[str]) -> None:
@@ -17,11 +18,7 @@ def draw_benchmark(result: BenchmarkResult, path: str | os.PathLike[str]) -> Non
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("a plot needs matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = figure_class()(figsize=(11, 4.5), layout="constrained")
     rates, speedups = figure.subplots(1, 2)
     series = _series(result.measurements)
     _draw_rates(rates, series)

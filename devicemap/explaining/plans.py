@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import os
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
 from devicemap.explaining.advising import advise
+from devicemap.explaining.drawing import save_traffic
 from devicemap.explaining.tables import plan_table
 from devicemap.reporting.tables import plain_text
 
@@ -240,6 +242,10 @@ class Plan:
         for random in plain["random_ops"]:
             random["ops"] = list(random["ops"])
         return {**plain, "bytes_per_call": self.bytes_per_call, "advice": list(self.advice)}
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw what goes from device to device into a `.png`, `.svg` or `.pdf`: a matrix of bytes; needs matplotlib."""
+        save_traffic(self, path)
 
     def __str__(self) -> str:
         return plain_text(self.__rich__())

@@ -1,4 +1,4 @@
-"""The timeline of a call as a picture. A leaf, and the one module that knows matplotlib."""
+"""The timeline of a call as a picture."""
 
 from __future__ import annotations
 
@@ -27,15 +27,13 @@ def save_timeline(spans: Sequence[Span], devices: Sequence[str], title: str, pat
         ImportError: without matplotlib.
         ValueError: for a format that matplotlib does not know.
     """
-    figure_class = _figure_class()
     lanes = lanes_of(spans)
     depth = dict.fromkeys(devices, 1)
     for span, lane in zip(spans, lanes):
         depth[span.shard.device] = max(depth[span.shard.device], lane + 1)
     height = sum(depth.values())
-    # A `Figure` of its own leaves the state of pyplot, and the backend that the user chose, alone.
     edge = 0.5 if len(spans) <= _MOST_BARS_WITH_EDGES else 0.0
-    figure = figure_class(figsize=(9.0, 1.2 + _INCHES_PER_LANE * max(height, 3)), layout="constrained")
+    figure = figure_class()(figsize=(9.0, 1.2 + _INCHES_PER_LANE * max(height, 3)), layout="constrained")
     axes = figure.add_subplot()
     labels, top, centres = short_names(devices), 0, []
     for device in devices:
@@ -63,7 +61,8 @@ def save_timeline(spans: Sequence[Span], devices: Sequence[str], title: str, pat
     figure.savefig(path)
 
 
-def _figure_class() -> Any:
+def figure_class() -> Any:
+    """matplotlib's `Figure`, which leaves the state of pyplot, and the backend that the user chose, alone."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
