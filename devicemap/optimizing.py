@@ -75,7 +75,7 @@ def optimize(traced: Traced) -> Runnable:
     replaced = {name for of_one in reads.values() for name in of_one}
     used = {name.partition(":")[0] for node in graph_def.node if node.name not in replaced for name in node.input}
     used |= {tensor.op.name for tensor in outputs}
-    _remove(graph_def, replaced)
+    _remove(graph_def, replaced | {*names})  # what is fed
     passed = tuple(i for i, name in enumerate(names[len(tensors) :]) if name in reads)
     captures = tuple(i for i in range(len(captured)) if i not in passed)
 
