@@ -7,6 +7,7 @@ captures as extra inputs, and hands them on to inner functions, loops and branch
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -63,6 +64,13 @@ class Audit:
     effects: tuple[str, ...]
     """Types of its ops that act outside of the graph."""
 
+    obstacles: tuple[str, ...] = ()
+    """Why running many rows at once would not be right, although TensorFlow would do it."""
+
+    colocated: bool = False
+    """Whether an op asks, by name, for the device of one of its function's inputs: in copies of the function, that is one
+    name for the inputs of all."""
+
     @property
     def seeded(self) -> bool:
         """Whether copies of the function would draw the same numbers."""
@@ -96,7 +104,12 @@ def audit(concrete: Any, graph_def: Any) -> Audit:
         treatments.append(_treatment(concrete, outside, walk.uses[inside.op.name]) if is_resource else None)
     every_op = {*walk.types}
     return Audit(
-        tuple(treatments), tuple(sorted(every_op & RANDOM)), frozenset(walk.seeds), tuple(sorted(every_op & EFFECTS))
+        tuple(treatments),
+        tuple(sorted(every_op & RANDOM)),
+        frozenset(walk.seeds),
+        tuple(sorted(every_op & EFFECTS)),
+        tuple(walk.obstacles),
+        walk.colocated,
     )
 
 
@@ -126,12 +139,18 @@ class _Walk:
     uses: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     types: set[str] = field(default_factory=set)
     seeds: set[tuple[int, int]] = field(default_factory=set)
+    obstacles: dict[str, None] = field(default_factory=dict)
+    colocated: bool = False
 
     def nodes(self, nodes: Any, names: dict[str, str]) -> None:
         """Visit `nodes`; `names` maps the tensors known to be a resource (or input) to their outermost name."""
         names = dict(names)
+        inside = {node.name for node in nodes if node.op != "Placeholder"}
         for node in nodes:
             self.types.add(node.op)
+            self.colocated |= any(group.decode().removeprefix("loc:@") not in inside for group in _groups(node))
+            if obstacle := _obstacle(node):
+                self.obstacles[obstacle] = None
             if node.op in RANDOM:
                 self.seeds |= {(node.attr["seed"].i, node.attr["seed2"].i)} - {(0, 0)}
             inputs = [names.get(_tensor(name)) for name in node.input if not name.startswith("^")]
@@ -154,6 +173,19 @@ class _Walk:
                 for name in inputs:
                     if name is not None:
                         self.uses[name].add(node.op)
+
+
+def _groups(node: Any) -> Iterable[bytes]:
+    """What it is colocated with."""
+    return node.attr["_class"].list.s if "_class" in node.attr else ()
+
+
+def _obstacle(node: Any) -> str | None:
+    if node.op == "IdentityN" and "_gradient_op_type" in node.attr:  # pfor makes an IdentityN of it, and no more
+        return "fn has a custom gradient (tf.custom_gradient, tf.nn.silu, ...), which vectorising would drop"
+    if node.op == "TensorListSetItem" and node.attr["resize_if_index_out_of_bounds"].b:  # pfor does not
+        return "fn holds a TensorArray of dynamic size"
+    return None
 
 
 def _tensor(name: str) -> str:

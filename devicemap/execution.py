@@ -34,6 +34,9 @@ from devicemap.types import Shard
 
 _KEPT_SHARDS = 256
 
+_stream_numbers = itertools.count()
+"""Of the whole process: two maps of one function draw different numbers, too."""
+
 
 class Towers:
     """A traced function on each of several places.
@@ -69,7 +72,6 @@ class Towers:
         self.paces: dict[str, Pace] = {}
         self._mirrors: dict[bool, Mirrors] = {}
         self._streams: dict[str, list[Traced]] = {}
-        self._stream_count = 0
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
         self._invoker = Invoker(optimize=not self.optimized)
         self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self._input_specs())
@@ -82,15 +84,19 @@ class Towers:
         the results of each shard were there, in seconds since the epoch; or none, for one shard, without clocks, and
         where the graph is to be `inlined` into another: a clock is a stateful op, which that would wait for.
 
-        Functions with seeded random ops get one graph only, since each graph would begin their streams again.
+        Functions with seeded random ops get one graph for calls with a tape, one for those without, and one for each that is
+        inlined, all for any rows: each begins number streams of its own.
         """
         if self.traced.audit.seeded:
-            shards, differentiable, any_rows, inlined = len(self.places), True, True, False
+            if inlined:
+                with self._lock:
+                    return self._build_graph(len(self.places), True, True, False, "inlined")
+            shards, any_rows = len(self.places), True
         key = (shards, differentiable, any_rows, self._clocked and shards > 1 and not inlined)
         if key not in self._graphs:
             with self._lock:
                 if key not in self._graphs:
-                    self._graphs[key] = self._build_graph(*key)
+                    self._graphs[key] = self._build_graph(*key, "taped" if differentiable else "graph")
         return self._graphs[key]
 
     @property
@@ -177,10 +183,10 @@ class Towers:
             functions[device] = of_call if lock is None else partial(_holding, lock, of_call)
         return functions
 
-    def _build_graph(self, shards: int, differentiable: bool, any_rows: bool, clocked: bool) -> Any:
+    def _build_graph(self, shards: int, differentiable: bool, any_rows: bool, clocked: bool, way: str) -> Any:
         mirrors = self._mirrors_for(differentiable)
         ordered = self.traced.audit.ordered
-        runnables = [self._runnable(i, "graph", differentiable) for i in range(shards)]
+        runnables = [self._runnable(i, way, differentiable) for i in range(shards)]
         acts = self._acts
         # Inlined into the user's function, one call could assign copies that another one is reading.
         unit = acts or (differentiable and mirrors.any_copies)
@@ -220,6 +226,8 @@ class Towers:
             return [rows for rows, _ in gathered], lengths, arrivals
 
         specs = self._input_specs()
+        if way == "inlined":
+            self._streams.pop(way, None)  # the next one takes others
         with tf.device(None):
             return call.get_concrete_function(tf.TensorSpec([shards], tf.int32), *specs)
 
@@ -287,16 +295,15 @@ class Towers:
         if not self.traced.audit.seeded:
             return self.traced
         if way not in self._streams:
-            first = self._stream_count
-            self._stream_count += len(self.places)
-            self._streams[way] = [self._trace_again(first + n) for n in range(len(self.places))]
+            self._streams[way] = [self._trace_again(next(_stream_numbers)) for _ in self.places]
             drawn = [traced.audit.seeds for streams in self._streams.values() for traced in streams]
             if any(a & b for a, b in itertools.combinations(drawn, 2)):
                 # What was traced before, by itself or for a SavedModel, is not traced again and keeps its seeds.
                 raise failure(
-                    "fn calls a ConcreteFunction, or a function of a SavedModel, whose random ops have a fixed seed; they "
-                    "would draw the same numbers on every device. Call a tf.function instead, which is traced for each "
-                    "device, or use the option seed= with tf.random.stateless_* ops, or a tf.random.Generator"
+                    "fn calls a ConcreteFunction, a function of a SavedModel, or one with jit_compile=True, whose random ops "
+                    "have a fixed seed; they would draw the same numbers on every device. Call a plain tf.function instead, "
+                    "which is traced for each device, or use the option seed= with tf.random.stateless_* ops, or a "
+                    "tf.random.Generator"
                 )
         return self._streams[way][i]
 

@@ -93,7 +93,9 @@ def differentiate_freely(graph: Any) -> None:
     for each in (graph, *(inner for inner, _ in functions_within(graph).values())):
         for op in each.get_operations():
             if op.type in ("Gather", "GatherV2"):
-                op._gradient_function = _without_colocation(framework_ops.get_gradient_function(op))
+                gradient = framework_ops.get_gradient_function(op)
+                if not hasattr(gradient, "without_colocation"):  # a function that fn calls is met again in each trace
+                    op._gradient_function = _without_colocation(gradient)
 
 
 def _without_colocation(gradient: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,6 +108,7 @@ def _without_colocation(gradient: Callable[..., Any]) -> Callable[..., Any]:
                 added._clear_attr("_class")
         return gradients
 
+    free.without_colocation = True  # type: ignore[attr-defined]
     return free
 
 

@@ -103,6 +103,10 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: int | No
     outputs = [spec_of(leaf) for leaf in over_rows.structured_outputs]
     graph_def = over_rows.graph.as_graph_def()
     found = audit(over_rows, graph_def)
+    if found.colocated:
+        over_rows = _kept_whole(over_rows, leaf_specs)
+        graph_def = over_rows.graph.as_graph_def()
+        found = audit(over_rows, graph_def)
     return Traced(over_rows, graph_def, shape_of_results[-1], tuple(outputs), vectorized, reason, found)
 
 
@@ -212,6 +216,8 @@ def _obstacle(row_fn: Any, specs: list[Any], options: Options) -> str | None:
         return f"{found.effects[0]} acts once per row"
     if found.writes:
         return "fn writes a variable or another resource, once per row"
+    if found.obstacles:
+        return found.obstacles[0]
     return None
 
 
@@ -283,6 +289,16 @@ def _compile_by_powers_of_two(over_rows: Any, specs: list[Any], batched: bool) -
         return [array.concat() for array in arrays]
 
     return in_pieces.get_concrete_function(*specs)
+
+
+def _kept_whole(over_rows: Any, specs: list[Any]) -> Any:
+    """The function as one that is never inlined, so that names in it stay its own wherever it is called."""
+
+    @tf.function(autograph=False, experimental_attributes={"_noinline": True})
+    def whole(*leaves: Any) -> Any:
+        return over_rows(*leaves)
+
+    return whole.get_concrete_function(*specs)
 
 
 @contextlib.contextmanager

@@ -146,6 +146,55 @@ def test_backward_work_runs_where_the_forward_work_ran(name: str, place: str) ->
     assert placements(graphs, "MatMul")["CPU:1"]
 
 
+@tf.custom_gradient
+def _reversed(row: Any) -> Any:
+    return 1.0 * row, lambda upstream: -upstream
+
+
+@pytest.mark.parametrize(
+    ("fn", "wanted"),
+    [(_reversed, -1.0), (lambda row: _inner_reversed(row), -1.0), (tf.grad_pass_through(tf.round), 1.0)],
+    ids=["custom", "in a function", "passed through"],
+)
+def test_custom_gradients_are_kept(fn: Any, wanted: float) -> None:
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"])
+    for mapped in (mapper, lambda x: tf.map_fn(fn, x)):
+        with tf.GradientTape() as tape:
+            tape.watch(X)
+            total = tf.reduce_sum(mapped(X))
+        np.testing.assert_array_equal(tape.gradient(total, X), wanted * tf.ones_like(X))
+    assert mapper.explain(X).reason.startswith("fn has a custom gradient")
+    with pytest.raises(devicemap.errors.FunctionError, match="which vectorising would drop"):
+        devicemap.parallel_map(fn, X, vectorize=True)
+
+
+_inner_reversed = tf.function(lambda row: _reversed(_reversed(_reversed(row))))
+
+
+@pytest.mark.parametrize("acts", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+def test_ops_that_ask_for_the_device_of_a_variable(batched: bool, acts: bool) -> None:
+    """`tf.nn.embedding_lookup` does, by the name of its handle: one name for the copies on all devices."""
+    table = tf.Variable(tf.reshape(tf.range(24.0), [8, 3]))
+
+    def fn(rows: Any) -> Any:
+        if acts:  # not optimised then, and so inlined as it is
+            tf.print("", output_stream="file:///dev/null")
+        return tf.nn.embedding_lookup(table, tf.cast(rows, tf.int32)) ** 2
+
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2", "CPU:3"], batched=batched)
+
+    def gradients(mapped: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(X)
+            y = mapped(X)
+        return y, tf.convert_to_tensor(tape.gradient(y, table))
+
+    for got, wanted in zip(gradients(mapper), gradients(fn)):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    np.testing.assert_allclose(mapper(X), fn(X), rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_calls_with_and_without_a_tape_take_turns(name: str, devices: list[str]) -> None:
     weights = tf.Variable(tf.reshape(tf.range(9, dtype=tf.float32), [3, 3]) / 9)

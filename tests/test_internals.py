@@ -127,6 +127,15 @@ def test_gradients_of_gathers_ask_for_no_device(free: bool) -> None:
         return tf.gradients(gather(x), x)[0]
 
     graph_def = gradient.get_concrete_function(tf.TensorSpec([None, 2])).graph.as_graph_def()
+    if free:
+        differentiate_freely(gather.graph)  # once more: each trace meets the functions that fn calls
+        (op,) = (
+            op
+            for op in inner.get_concrete_function(tf.TensorSpec([None, 2])).graph.get_operations()
+            if "Gather" in op.type
+        )
+        assert op._gradient_function.without_colocation
+        assert not hasattr(op._gradient_function.__closure__[0].cell_contents, "without_colocation")
     in_functions = [node for function in graph_def.library.function for node in function.node_def]
     assert any("_class" in node.attr for node in in_functions) != free
     np.testing.assert_allclose(gradient(X), 1 - np.tanh(X) ** 2, rtol=1e-3)

@@ -282,6 +282,29 @@ def test_random_ops_in_inner_functions_never_repeat_a_stream(depth: int, options
         np.testing.assert_array_equal(tape.gradient(total, X), tf.ones_like(X))
 
 
+def test_random_ops_never_repeat_a_stream_in_other_calls_and_maps() -> None:
+    """With a tape and without, in functions of the user's, for data of another kind, and in maps with other options."""
+    tf.random.set_seed(1)
+
+    def draw(row: Any) -> Any:
+        return 0.0 * row + tf.random.normal([3])
+
+    mapper = devicemap.DeviceMap(draw, devices=TOWERS)
+    followed = tf.Variable(X)
+    draws = [mapper(X)]
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            draws.append(mapper(followed))
+        np.testing.assert_array_equal(tape.gradient(draws[-1], followed), tf.zeros_like(X))
+    twice = tf.function(lambda x: (mapper(x), mapper(x)))
+    draws += [mapper(X), *twice(X), *twice(X), tf.function(lambda x: mapper(x) + 0.0)(X)]
+    draws += [mapper(tf.zeros([4, 5, 3])), devicemap.DeviceMap(draw, devices=TOWERS, batch_size=5)(X)]
+    draws += [devicemap.DeviceMap(draw, devices=["CPU:1"])(X) for _ in range(2)]
+    numbers = np.concatenate([np.unique(each) for each in draws])
+    assert len(numbers) == 12 * X.shape[0] * 3 + 4 * 3  # rows of [5, 3] repeat what they drew five times
+    assert len({*numbers}) == len(numbers)
+
+
 def test_random_ops_with_seeds_that_cannot_change_are_refused_where_they_would_repeat() -> None:
     inner = tf.function(lambda row: row + tf.random.normal([3], seed=3)).get_concrete_function(tf.TensorSpec([3]))
     with pytest.raises(devicemap.errors.FunctionError, match="same numbers on every device"):

@@ -151,6 +151,21 @@ def test_the_choice_can_be_made_by_hand() -> None:
         _traced(tf.strings.length, tf.constant(["a"]), vectorize=True)
 
 
+def test_lists_that_grow_are_not_vectorised() -> None:
+    """`tf.vectorized_map` converts them, and fails when it runs."""
+
+    def powers(row: Any) -> Any:
+        array = tf.TensorArray(tf.float32, 0, dynamic_size=True)
+        for i in tf.range(4):
+            array = array.write(i, row)
+            row *= 2.0
+        return array.stack()
+
+    traced = _traced(powers, X)
+    assert (traced.vectorized, traced.reason) == (False, "fn holds a TensorArray of dynamic size")
+    np.testing.assert_array_equal(devicemap.parallel_map(powers, X, devices=["CPU:1", "CPU:2"]), tf.map_fn(powers, X))
+
+
 def test_a_failed_conversion_leaves_no_trace_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     tf.get_logger().propagate = True
     try:
