@@ -34,8 +34,7 @@ from devicemap.types import Shard
 
 _KEPT_SHARDS = 256
 
-_stream_numbers = itertools.count()
-"""Of the whole process: two maps of one function draw different numbers, too."""
+_unseeded_streams = itertools.count()
 
 
 class Towers:
@@ -295,7 +294,7 @@ class Towers:
         if not self.traced.audit.seeded:
             return self.traced
         if way not in self._streams:
-            self._streams[way] = [self._trace_again(next(_stream_numbers)) for _ in self.places]
+            self._streams[way] = [self._trace_again(_next_stream()) for _ in self.places]
             drawn = [traced.audit.seeds for streams in self._streams.values() for traced in streams]
             if any(a & b for a, b in itertools.combinations(drawn, 2)):
                 # What was traced before, by itself or for a SavedModel, is not traced again and keeps its seeds.
@@ -310,6 +309,13 @@ class Towers:
     def _input_specs(self) -> list[Any]:
         leaves, _ = self.traced.concrete.structured_input_signature
         return list(leaves)
+
+
+def _next_stream() -> int:
+    """The number of a stream that no other map of the process has, either; again the same ones after `tf.random.set_seed`."""
+    with tf.init_scope():
+        _, drawn = tf.compat.v1.random.get_seed(None)  # what an eager op would take; `None` without a global seed
+    return next(_unseeded_streams) if drawn is None else int(drawn)
 
 
 @contextlib.contextmanager
