@@ -21,6 +21,7 @@ from devicemap.internals import (
     Cancellation,
     differentiate_in_place,
     must_run,
+    seeding,
     unrecorded,
 )
 from devicemap.invoking import Invoker
@@ -34,7 +35,8 @@ from devicemap.types import Shard
 
 _KEPT_SHARDS = 256
 
-_unseeded_streams = itertools.count()
+_stream_lock = threading.Lock()
+_streams_since: tuple[Any, Iterator[int]] = (None, itertools.count())
 
 
 class Towers:
@@ -312,10 +314,13 @@ class Towers:
 
 
 def _next_stream() -> int:
-    """The number of a stream that no other map of the process has, either; again the same ones after `tf.random.set_seed`."""
-    with tf.init_scope():
-        _, drawn = tf.compat.v1.random.get_seed(None)  # what an eager op would take; `None` without a global seed
-    return next(_unseeded_streams) if drawn is None else int(drawn)
+    """The number of a stream that no other map of the process has, either; from 0 again after `tf.random.set_seed`."""
+    global _streams_since
+    with _stream_lock:
+        now = seeding()
+        if _streams_since[0] is not now:
+            _streams_since = now, itertools.count()
+        return next(_streams_since[1])
 
 
 @contextlib.contextmanager

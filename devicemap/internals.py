@@ -122,6 +122,11 @@ def holding(handle: Any, value: Any) -> Any:
     return linked
 
 
+def seeding() -> Any:
+    """What stands for the last `tf.random.set_seed`: another object after each. Public API tells only the seed, by drawing."""
+    return getattr(context.context(), "_rng", None)
+
+
 class _Retracing(control_flow_ops.XLAControlFlowContext):
     """What keys the caches of `tf.function`s by its own identity, and does nothing else."""
 

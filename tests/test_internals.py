@@ -23,6 +23,7 @@ from devicemap.internals import (
     must_run,
     registered_kernels,
     retracing,
+    seeding,
     tape_is_recording,
     unrecorded,
 )
@@ -244,3 +245,12 @@ def test_inner_functions_are_traced_again() -> None:
     loops = [op for graph in traces for op in graph.get_operations() if "While" in op.type]
     assert len(loops) == 3
     assert all(op.get_attr("_lower_using_switch_merge") for op in loops)
+
+
+def test_each_seeding_is_another() -> None:
+    tf.random.set_seed(1)
+    first = seeding()
+    tf.random.normal([])
+    assert seeding() is first is not None
+    tf.random.set_seed(1)
+    assert seeding() is not first
