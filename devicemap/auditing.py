@@ -64,8 +64,11 @@ class Audit:
     effects: tuple[str, ...]
     """Types of its ops that act outside of the graph."""
 
-    obstacles: tuple[str, ...] = ()
-    """Why running many rows at once would not be right, although TensorFlow would do it."""
+    custom_gradients: bool = False
+    """Whether it holds a `tf.custom_gradient`."""
+
+    growing_lists: bool = False
+    """Whether it holds a `tf.TensorArray` of dynamic size."""
 
     colocated: bool = False
     """Whether an op asks, by name, for the device of one of its function's inputs: in copies of the function, that is one
@@ -108,7 +111,8 @@ def audit(concrete: Any, graph_def: Any) -> Audit:
         tuple(sorted(every_op & RANDOM)),
         frozenset(walk.seeds),
         tuple(sorted(every_op & EFFECTS)),
-        tuple(walk.obstacles),
+        walk.custom_gradients,
+        walk.growing_lists,
         walk.colocated,
     )
 
@@ -139,7 +143,8 @@ class _Walk:
     uses: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     types: set[str] = field(default_factory=set)
     seeds: set[tuple[int, int]] = field(default_factory=set)
-    obstacles: dict[str, None] = field(default_factory=dict)
+    custom_gradients: bool = False
+    growing_lists: bool = False
     colocated: bool = False
 
     def nodes(self, nodes: Any, names: dict[str, str]) -> None:
@@ -149,8 +154,8 @@ class _Walk:
         for node in nodes:
             self.types.add(node.op)
             self.colocated |= any(group.decode().removeprefix("loc:@") not in inside for group in _groups(node))
-            if obstacle := _obstacle(node):
-                self.obstacles[obstacle] = None
+            self.custom_gradients |= node.op == "IdentityN" and "_gradient_op_type" in node.attr
+            self.growing_lists |= node.op == "TensorListSetItem" and node.attr["resize_if_index_out_of_bounds"].b
             if node.op in RANDOM:
                 self.seeds |= {(node.attr["seed"].i, node.attr["seed2"].i)} - {(0, 0)}
             inputs = [names.get(_tensor(name)) for name in node.input if not name.startswith("^")]
@@ -178,14 +183,6 @@ class _Walk:
 def _groups(node: Any) -> Iterable[bytes]:
     """What it is colocated with."""
     return node.attr["_class"].list.s if "_class" in node.attr else ()
-
-
-def _obstacle(node: Any) -> str | None:
-    if node.op == "IdentityN" and "_gradient_op_type" in node.attr:  # pfor makes an IdentityN of it, and no more
-        return "fn has a custom gradient (tf.custom_gradient, tf.nn.silu, ...), which vectorising would drop"
-    if node.op == "TensorListSetItem" and node.attr["resize_if_index_out_of_bounds"].b:  # pfor does not
-        return "fn holds a TensorArray of dynamic size"
-    return None
 
 
 def _tensor(name: str) -> str:

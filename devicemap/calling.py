@@ -59,20 +59,20 @@ class Calls:
         if not rows.count:
             with self._graph_call(towers, ()):
                 return towers.pack(towers.no_rows())
-        taped = tape_is_recording()
+        gradients = towers.order_of_gradients(rows.leaves)
         shards, sizes = towers.shards(rows.count)
         arguments = (sizes, *self.program.seeded(rows.leaves, 0, rows.count))
-        if taped and have_tangents([*towers.flat(rows.leaves), *towers.traced.concrete.captured_inputs]):
+        if gradients and have_tangents([*towers.flat(rows.leaves), *towers.traced.concrete.captured_inputs]):
             raise DataError(
                 "a tf.autodiff.ForwardAccumulator follows the data or a variable of fn, and TensorArray, which gathers the "
                 "rows, has no forward mode; use a tf.GradientTape"
             )
-        graph = towers.graph(len(shards), differentiable=taped)
+        graph = towers.graph(len(shards), gradients)
         with self._graph_call(towers, shards) as call:
             try:
                 # A tape records what its own thread does, so a taped call stays in this one.
                 with towers.drawing_alone():
-                    outputs = graph(*arguments) if taped else towers.run(graph, arguments, rows.count)
+                    outputs = graph(*arguments) if gradients else towers.run(graph, arguments, rows.count)
                     results, returned, arrivals = outputs
                 if call is not None:
                     call.arrivals = arrivals
@@ -96,7 +96,7 @@ class Calls:
         count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
         places = len(towers.places) if rows.count is None else len(towers.shards(rows.count)[0])
         sizes = sizes_in_graph(count, places) if rows.count is None else towers.shards(rows.count)[1]
-        graph = towers.graph(places, differentiable=True, any_rows=rows.count is None, inlined=True)
+        graph = towers.graph(places, 2, any_rows=rows.count is None, inlined=True)
         results, returned, _ = graph(sizes, *self.program.seeded(rows.leaves, 0, count))
         if self._options.batched:
             results = with_row_counts_checked(results, returned, sizes)

@@ -13,8 +13,9 @@ from devicemap.gathering import check_row_counts, join
 from devicemap.options import Options
 from devicemap.rows import HOST, Rows, map_nest, row_spec, take_rows
 from devicemap.sampling import first_rows
+from devicemap.seeding import row_seeds
 from devicemap.sharding import chunk_bounds, shard_rows
-from devicemap.tracing import row_seeds, trace
+from devicemap.tracing import trace
 from devicemap.types import Shard
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from devicemap.devices import kind_of
-from devicemap.errors import failure
 from devicemap.gathering import gather
 from devicemap.internals import (
     UNCHAINED,
@@ -21,7 +19,8 @@ from devicemap.internals import (
     Cancellation,
     differentiate_in_place,
     must_run,
-    seeding,
+    order_of_gradients,
+    tape_is_recording,
     unrecorded,
 )
 from devicemap.invoking import Invoker
@@ -29,14 +28,12 @@ from devicemap.mirroring import Mirrors, capturing
 from devicemap.optimizing import Runnable, as_traced, can_be_optimized_once, optimize
 from devicemap.rows import HOST, cut_rows, empty_rows
 from devicemap.scheduling import Pace
+from devicemap.seeding import Streams
 from devicemap.sharding import shard_rows
 from devicemap.tracing import Traced
 from devicemap.types import Shard
 
 _KEPT_SHARDS = 256
-
-_stream_lock = threading.Lock()
-_streams_since: tuple[Any, Iterator[int]] = (None, itertools.count())
 
 
 class Towers:
@@ -68,16 +65,16 @@ class Towers:
         self._lock = threading.RLock()
         # Two calls at once would read a device's copy of an advancing seed before either writes it.
         self._drawing = {device: threading.Lock() for device in self.devices if self.traced.audit.advances_seed}
-        self._graphs: dict[tuple[int, bool, bool, bool], Any] = {}
+        self._graphs: dict[tuple[int, int, bool, bool], Any] = {}
         self._functions: dict[str, Any] = {}
         self.paces: dict[str, Pace] = {}
         self._mirrors: dict[bool, Mirrors] = {}
-        self._streams: dict[str, list[Traced]] = {}
+        self._streams = Streams(self._trace_again, len(self.places))
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
         self._invoker = Invoker(optimize=not self.optimized)
         self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self._input_specs())
 
-    def graph(self, shards: int, differentiable: bool, any_rows: bool = False, inlined: bool = False) -> Any:
+    def graph(self, shards: int, gradients: int, any_rows: bool = False, inlined: bool = False) -> Any:
         """The whole call as one `ConcreteFunction`: `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`.
 
         `sizes` is int32 `[shards]`, and the rows returned are int64 `[shards]` per leaf, for a `fn` of batches. With
@@ -85,20 +82,27 @@ class Towers:
         the results of each shard were there, in seconds since the epoch; or none, for one shard, without clocks, and
         where the graph is to be `inlined` into another: a clock is a stateful op, which that would wait for.
 
-        Functions with seeded random ops get one graph for calls with a tape, one for those without, and one for each that is
-        inlined, all for any rows: each begins number streams of its own.
+        `gradients` tells which may be asked for: 0 none, 1 first ones, 2 any (`order_of_gradients`). A function with seeded
+        random ops gets a graph for each, as TensorFlow runs other ops for each, and one for each that is inlined, all for
+        any rows: each begins number streams of its own.
         """
+        differentiable = gradients > 0
         if self.traced.audit.seeded:
             if inlined:
                 with self._lock:
                     return self._build_graph(len(self.places), True, True, False, "inlined")
             shards, any_rows = len(self.places), True
-        key = (shards, differentiable, any_rows, self._clocked and shards > 1 and not inlined)
+        way = gradients if self.traced.audit.seeded else int(differentiable)
+        key = (shards, way, any_rows, self._clocked and shards > 1 and not inlined)
         if key not in self._graphs:
             with self._lock:
                 if key not in self._graphs:
-                    self._graphs[key] = self._build_graph(*key, "taped" if differentiable else "graph")
+                    self._graphs[key] = self._build_graph(shards, differentiable, any_rows, key[-1], way)
         return self._graphs[key]
+
+    def order_of_gradients(self, leaves: Sequence[Any]) -> int:
+        """Which gradients of a call in eager code may be asked for, as `graph` takes it."""
+        return order_of_gradients(self.traced.concrete, self.flat(leaves)) if tape_is_recording() else 0
 
     @property
     def belongs_to_a_graph(self) -> bool:
@@ -184,7 +188,7 @@ class Towers:
             functions[device] = of_call if lock is None else partial(_holding, lock, of_call)
         return functions
 
-    def _build_graph(self, shards: int, differentiable: bool, any_rows: bool, clocked: bool, way: str) -> Any:
+    def _build_graph(self, shards: int, differentiable: bool, any_rows: bool, clocked: bool, way: Hashable) -> Any:
         mirrors = self._mirrors_for(differentiable)
         ordered = self.traced.audit.ordered
         runnables = [self._runnable(i, way, differentiable) for i in range(shards)]
@@ -228,7 +232,7 @@ class Towers:
 
         specs = self._input_specs()
         if way == "inlined":
-            self._streams.pop(way, None)  # the next one takes others
+            self._streams.forget(way)
         with tf.device(None):
             return call.get_concrete_function(tf.TensorSpec([shards], tf.int32), *specs)
 
@@ -279,48 +283,31 @@ class Towers:
         """Copies for graphs with gradients, and for others, whose functions take some values as arguments."""
         with self._lock:
             if differentiable not in self._mirrors:
-                passed = self._runnable(0, "graph", False).passed if self.optimized and not differentiable else ()
-                self._mirrors[differentiable] = Mirrors(self.traced, self.places, differentiable, passed)
+                passed = self._runnable(0, 0, False).passed if self.optimized and not differentiable else ()
+                traced = _for(differentiable, self.traced)
+                self._mirrors[differentiable] = Mirrors(traced, self.places, differentiable, passed)
             return self._mirrors[differentiable]
 
-    def _runnable(self, i: int, way: str, differentiable: bool) -> Runnable:
-        """What runs on place `i`: the traced function, optimised once for all places where that can be."""
-        if differentiable or not self.optimized:
-            return as_traced(self._on_stream(i, way))
-        if self._optimized is None:
-            self._optimized = optimize(self.traced)
-        return self._optimized
+    def _runnable(self, i: int, way: Hashable, differentiable: bool) -> Runnable:
+        """What runs on place `i`: the traced function, optimised once for all places where that can be.
 
-    def _on_stream(self, i: int, way: str) -> Traced:
-        """The trace for place `i`: the only one there is, unless its seeded random ops need a stream per place."""
-        if not self.traced.audit.seeded:
-            return self.traced
-        if way not in self._streams:
-            self._streams[way] = [self._trace_again(_next_stream()) for _ in self.places]
-            drawn = [traced.audit.seeds for streams in self._streams.values() for traced in streams]
-            if any(a & b for a, b in itertools.combinations(drawn, 2)):
-                # What was traced before, by itself or for a SavedModel, is not traced again and keeps its seeds.
-                raise failure(
-                    "fn calls a ConcreteFunction, a function of a SavedModel, or one with jit_compile=True, whose random ops "
-                    "have a fixed seed; they would draw the same numbers on every device. Call a plain tf.function instead, "
-                    "which is traced for each device, or use the option seed= with tf.random.stateless_* ops, or a "
-                    "tf.random.Generator"
-                )
-        return self._streams[way][i]
+        If its seeded random ops need a stream per place and way of calling, it is a trace of its own.
+        """
+        if self.optimized and not differentiable:
+            if self._optimized is None:
+                self._optimized = optimize(self.traced)
+            return self._optimized
+        traced = self._streams.traces(way)[i] if self.traced.audit.seeded else self.traced
+        return as_traced(_for(differentiable, traced))
 
     def _input_specs(self) -> list[Any]:
         leaves, _ = self.traced.concrete.structured_input_signature
         return list(leaves)
 
 
-def _next_stream() -> int:
-    """The number of a stream that no other map of the process has, either; from 0 again after `tf.random.set_seed`."""
-    global _streams_since
-    with _stream_lock:
-        now = seeding()
-        if _streams_since[0] is not now:
-            _streams_since = now, itertools.count()
-        return next(_streams_since[1])
+def _for(differentiable: bool, traced: Traced) -> Traced:
+    """The variant that has the right gradients, or the one that is fast."""
+    return traced.with_gradients or traced if differentiable else traced
 
 
 @contextlib.contextmanager

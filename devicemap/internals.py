@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
 from tensorflow.core.protobuf import meta_graph_pb2
 from tensorflow.python.eager import cancellation, context, execute, forwardprop_util, record
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import kernels
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.grappler import tf_optimizer
-from tensorflow.python.ops import control_flow_ops
+from tensorflow.python.ops import control_flow_ops, gradients_util, handle_data_util, resource_variable_ops
 
 UNCHAINED = {"_disable_acd": True}
 """`tf.function(experimental_attributes=UNCHAINED)`: no automatic control dependencies between the ops of the function.
@@ -67,17 +68,17 @@ def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
         with tf.device(device):
             gradients = gradient(op, *upstream)
             for added in graph.get_operations()[known:]:
-                _bring_lists(added)
+                _bring_inputs(added)
         return gradients
 
     return placed
 
 
-def _bring_lists(op: Any) -> None:
-    """Let an op take what comes into its graph as a list (of a loop's intermediate results) from the device of the moment.
+def _bring_inputs(op: Any) -> None:
+    """Let an op take what comes into its graph by way of the device of the moment; variables stay where they are.
 
-    TensorFlow hands tensors to a function where they are, but lists on the first device; a loop then fetches its list from
-    there, and hands it back, in each step.
+    TensorFlow hands lists (of a loop's intermediate results) to a function on the first device, whatever made them; a loop
+    then fetches its list from there, and hands it back, in each step.
     """
     for i, tensor in enumerate(op.inputs):
         if tensor.dtype != tf.resource and tensor.op.type == "Placeholder":
@@ -96,6 +97,41 @@ def differentiate_freely(graph: Any) -> None:
                 gradient = framework_ops.get_gradient_function(op)
                 if not hasattr(gradient, "without_colocation"):  # a function that fn calls is met again in each trace
                     op._gradient_function = _without_colocation(gradient)
+
+
+def complete_handle_data(graph: Any) -> None:
+    """Tell a function's graph, and those that it calls, what variables the handles are of that their ops hand on.
+
+    A branch of `tf.cond` does not tell (vectorised loops have one in each step), and second gradients of what follows
+    need the shape: without it they fail.
+    """
+    graphs = {name: inner for name, (inner, _) in functions_within(graph).items()}
+    more = True
+    while more:
+        more = False
+        for each in (graph, *graphs.values()):
+            for op in each.get_operations():
+                for i, handle in enumerate(op.outputs):
+                    if handle.dtype == tf.resource and not _has_handle_data(handle):
+                        source = _handed_on(op, i, graphs)
+                        if source is not None and _has_handle_data(source):
+                            handle_data_util.copy_handle_data(source, handle)
+                            more = True
+
+
+def _handed_on(op: Any, i: int, graphs: dict[str, Any]) -> Any:
+    """The tensor that is output `i` of an op that only hands it on."""
+    if op.type in ("Identity", "IdentityN", "While", "StatelessWhile"):
+        return op.inputs[i]
+    attribute = {"If": "then_branch", "StatelessIf": "then_branch"}.get(op.type, "f")
+    calls = op.type in ("If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")
+    called = graphs.get(op.get_attr(attribute).name) if calls else None
+    return None if called is None else called.outputs[i]
+
+
+def _has_handle_data(handle: Any) -> bool:
+    of_what = handle_data_util.get_resource_handle_data(handle).shape_and_type
+    return len(of_what) > 0 and not any(each.shape.unknown_rank for each in of_what)
 
 
 def _without_colocation(gradient: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,7 +158,7 @@ def holding(handle: Any, value: Any) -> Any:
     return linked
 
 
-def seeding() -> Any:
+def last_set_seed() -> Any:
     """What stands for the last `tf.random.set_seed`: another object after each. Public API tells only the seed, by drawing."""
     return getattr(context.context(), "_rng", None)
 
@@ -163,6 +199,16 @@ def tape_is_recording() -> bool:
     return bool(record.could_possibly_record())
 
 
+def order_of_gradients(concrete: Any, tensors: Iterable[Any]) -> int:
+    """Which gradients a call of a `ConcreteFunction` in eager code has to keep: 0 none, 1 first ones, 2 any.
+
+    TensorFlow runs another function for each; public API does not tell which.
+    """
+    for variable in concrete.graph.variables:  # as the call would: tapes may start to watch it here
+        resource_variable_ops.variable_accessed(variable)
+    return int(gradients_util.PossibleTapeGradientTypes([*tensors, *concrete.captured_inputs]))
+
+
 def have_tangents(tensors: Iterable[Any]) -> bool:
     """Whether a `tf.autodiff.ForwardAccumulator` of this thread follows one of these tensors.
 
@@ -184,6 +230,30 @@ def optimized_graph(graph_def: Any, outputs: Iterable[str]) -> Any:
     config = tf.compat.v1.ConfigProto.FromString(context.context().function_call_options.config_proto_serialized)
     config.graph_options.rewrite_options.min_graph_nodes = -1  # small graphs too
     return tf_optimizer.OptimizeGraph(config, graph)
+
+
+def squeeze_named_axes(graph: Any) -> bool:
+    """Let a function's graph, and those that it calls, say which axes of length 1 they drop; whether all could.
+
+    `tf.squeeze` without an axis drops all, and vectorised, of one row, the row axis too: `tf.vectorized_map` adds that as if
+    it were one of many.
+    """
+    graphs = (graph, *(inner for inner, _ in functions_within(graph).values()))
+    squeezes = [op for each in graphs for op in each.get_operations() if op.type == "Squeeze"]
+    for op in squeezes:
+        if op.get_attr("squeeze_dims"):
+            continue
+        tensor = op.inputs[0]
+        if not tensor.shape.is_fully_defined():
+            return False
+        axes = [axis for axis, length in enumerate(tensor.shape) if length == 1]
+        if axes:
+            op._set_attr("squeeze_dims", attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(i=axes)))
+            continue
+        for consumer in op.outputs[0].consumers():  # it drops nothing, and has no way to say so
+            for i in [i for i, used in enumerate(consumer.inputs) if used is op.outputs[0]]:
+                consumer._update_input(i, tensor)
+    return True
 
 
 def functions_within(graph: Any) -> dict[str, tuple[Any, bool]]:

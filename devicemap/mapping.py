@@ -6,7 +6,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
@@ -22,7 +22,15 @@ from devicemap.verifying.findings import Verification
 
 _KEPT_MAPPERS = 64
 
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
+
+def _as_written(function: CallableT) -> CallableT:
+    """The function as it is also where a `tf.function` calls it: autograph is for `fn`, which gets a context of its own."""
+    return cast(CallableT, tf.autograph.experimental.do_not_convert(function))
+
+
+@_as_written
 def parallel_map(
     fn: Callable[..., Any],
     data: Any,
@@ -137,6 +145,7 @@ class DeviceMap:
         self._program = Program(fn, options)
         self._calls = Calls(self._program)
 
+    @_as_written
     def __call__(self, data: Any) -> Any:
         """Map over all of `data`; see `parallel_map` for what it may be and what comes back."""
         if isinstance(data, tf.data.Dataset):

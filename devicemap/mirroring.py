@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import tensorflow as tf
@@ -54,20 +55,24 @@ class Mirrors:
         }
         self._kept: list[dict[int, Any]] = [{} for _ in places]
         self._copies: list[dict[int, Any]] = []
-        with tf.init_scope():
-            copied = {i: variable for i, variable in (self._seeds | self._read).items() if i not in passed}
-            now = {i: variable.read_value() for i, variable in copied.items()}
-            for place in places:
-                needed = {i: v for i, v in copied.items() if i in self._seeds or v.device != place}
+        # In a thread of its own: what the user's tf.function or strategy does with variables that are created is not for these.
+        with ThreadPoolExecutor(1) as other_thread:
+            other_thread.submit(self._create, passed, places).result()
+
+    def _create(self, passed: Sequence[int], places: Sequence[str]) -> None:
+        copied = {i: variable for i, variable in (self._seeds | self._read).items() if i not in passed}
+        now = {i: _first_value(variable) for i, variable in copied.items()}
+        for place in places:
+            needed = {i: v for i, v in copied.items() if i in self._seeds or v.device != place}
+            with tf.device(place):
+                self._copies.append({i: _copy(variable, now[i]) for i, variable in needed.items()})
+        if not self._differentiable:
+            for place, kept in zip(places, self._kept):
                 with tf.device(place):
-                    self._copies.append({i: _copy(variable, now[i]) for i, variable in needed.items()})
-            if not differentiable:
-                for place, kept in zip(places, self._kept):
-                    with tf.device(place):
-                        kept |= {i: tf.identity(t) for i, t in self._tensors.items() if t.device != place}
-            if self._seeds:
-                # RngReadAndSkip, which this uses, is the one op that reads and advances a state in one step.
-                self._draws = tf.random.Generator.from_seed(0)
+                    kept |= {i: tf.identity(t) for i, t in self._tensors.items() if t.device != place}
+        if self._seeds:
+            # RngReadAndSkip, which this uses, is the one op that reads and advances a state in one step.
+            self._draws = tf.random.Generator.from_seed(0)
 
     @property
     def any_copies(self) -> bool:
@@ -140,6 +145,15 @@ def capturing(concrete: Any, replaced: dict[int, Any]) -> Iterator[None]:
         yield
     finally:
         concrete.set_external_captures(own)
+
+
+def _first_value(variable: Any) -> Any:
+    """What copies begin with. Each call assigns them, so it does not matter for a variable that has no value yet: a
+    `tf.function` of the user's gives one to those that it creates after it was traced.
+    """
+    if variable.is_initialized():
+        return variable.read_value()
+    return tf.zeros([size or 0 for size in variable.shape], variable.dtype)
 
 
 def _copy(variable: Any, value: Any) -> Any:

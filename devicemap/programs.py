@@ -16,7 +16,8 @@ from devicemap.execution import Towers
 from devicemap.gathering import check_inner_shapes
 from devicemap.options import Options, check_options
 from devicemap.rows import HOST, freeze, take_rows
-from devicemap.tracing import row_seeds, trace
+from devicemap.seeding import row_seeds
+from devicemap.tracing import trace
 from devicemap.types import Shard, short_name
 
 _TOWERS = "_devicemap_towers"

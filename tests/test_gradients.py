@@ -163,12 +163,58 @@ def test_custom_gradients_are_kept(fn: Any, wanted: float) -> None:
             tape.watch(X)
             total = tf.reduce_sum(mapped(X))
         np.testing.assert_array_equal(tape.gradient(total, X), wanted * tf.ones_like(X))
-    assert mapper.explain(X).reason.startswith("fn has a custom gradient")
-    with pytest.raises(devicemap.errors.FunctionError, match="which vectorising would drop"):
-        devicemap.parallel_map(fn, X, vectorize=True)
+    plan = mapper.explain(X)  # of a call without a tape
+    assert plan.vectorized
+    assert "one by one where a GradientTape may record, because fn has a custom gradient" in plan.reason
+    np.testing.assert_array_equal(mapper(X), tf.map_fn(fn, X))
+    inside = tf.function(lambda x: mapper(x))
+    with tf.GradientTape() as tape:
+        tape.watch(X)
+        total = tf.reduce_sum(inside(X))
+    np.testing.assert_array_equal(tape.gradient(total, X), wanted * tf.ones_like(X))
 
 
 _inner_reversed = tf.function(lambda row: _reversed(_reversed(_reversed(row))))
+
+
+def test_tapes_of_all_kinds_take_turns(devices: list[str]) -> None:
+    """With a function whose loop hands variables on, in a branch of its own once it is vectorised."""
+    lstm = tf.keras.layers.LSTM(3)
+    lstm.build([None, None, 1])
+
+    def fn(row: Any) -> Any:
+        return lstm(row[None, :, None])[0]
+
+    def once(mapped: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(X)
+            total = tf.reduce_sum(mapped(X) ** 2)
+        return [tape.gradient(total, [X, *lstm.weights])]
+
+    def twice(mapped: Any) -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(X)
+            total = tf.reduce_sum(mapped(X) ** 2)
+        return [tape.gradient(total, [X, *lstm.weights]) for _ in range(2)]
+
+    def nested(mapped: Any) -> Any:
+        with tf.GradientTape() as outer:
+            outer.watch(X)
+            with tf.GradientTape() as inner:
+                inner.watch(X)
+                total = tf.reduce_sum(mapped(X) ** 2)
+            first = inner.gradient(total, [X, *lstm.weights])
+            of_first = tf.add_n([tf.reduce_sum(gradient**2) for gradient in first])
+        return [first, outer.gradient(of_first, [X, *lstm.weights])]
+
+    mapper = devicemap.DeviceMap(fn, devices=devices)
+    assert mapper.explain(X).vectorized
+    wanted = nested(lambda x: tf.map_fn(fn, x))
+    for kind in (None, once, twice, None, nested, once):
+        np.testing.assert_allclose(mapper(X), tf.map_fn(fn, X), rtol=1e-5)
+        for got, want in zip(kind(mapper) if kind else [], wanted if kind is nested else wanted[:1] * 2):
+            for a, b in zip(got, want):
+                np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("acts", [False, True])

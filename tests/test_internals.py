@@ -10,20 +10,23 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from graphs import partitions, placements
+from tensorflow.python.ops import handle_data_util
 
 from devicemap.internals import (
     UNCHAINED,
     UNCHAINED_UNIT,
     Cancellation,
+    complete_handle_data,
     differentiate_freely,
     differentiate_in_place,
     functions_within,
     have_tangents,
     holding,
+    last_set_seed,
     must_run,
+    order_of_gradients,
     registered_kernels,
     retracing,
-    seeding,
     tape_is_recording,
     unrecorded,
 )
@@ -249,8 +252,44 @@ def test_inner_functions_are_traced_again() -> None:
 
 def test_each_seeding_is_another() -> None:
     tf.random.set_seed(1)
-    first = seeding()
+    first = last_set_seed()
     tf.random.normal([])
-    assert seeding() is first is not None
+    assert last_set_seed() is first is not None
     tf.random.set_seed(1)
-    assert seeding() is not first
+    assert last_set_seed() is not first
+
+
+def test_what_handles_are_of_is_known_behind_a_branch() -> None:
+    variable = tf.Variable([1.0, 2.0])
+
+    @tf.function(autograph=False)
+    def chosen(x: tf.Tensor) -> tf.Tensor:
+        return tf.raw_ops.If(
+            cond=x[0, 0] > 0.0, input=[variable.handle], Tout=[tf.resource], then_branch=same, else_branch=same
+        )[0]
+
+    same = tf.function(lambda handle: handle).get_concrete_function(variable.handle)
+    graph = chosen.get_concrete_function(X).graph
+    (branch,) = (op.outputs[0] for op in graph.get_operations() if op.type == "If")
+    before = handle_data_util.get_resource_handle_data(branch).shape_and_type
+    assert not before or before[0].shape.unknown_rank
+    complete_handle_data(graph)
+    for handle in (branch, graph.outputs[0]):
+        (known,) = handle_data_util.get_resource_handle_data(handle).shape_and_type
+        assert tf.TensorShape(known.shape) == [2]
+
+
+def test_which_gradients_a_call_has_to_keep() -> None:
+    variable, x = tf.Variable(2.0), tf.constant(3.0)
+    concrete = tf.function(lambda x: x * variable).get_concrete_function(x)
+    with tf.GradientTape(watch_accessed_variables=False):
+        assert order_of_gradients(concrete, [x]) == 0
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(x)
+        assert order_of_gradients(concrete, [x]) == 1
+    with tf.GradientTape():  # the variable
+        assert order_of_gradients(concrete, [x]) == 1
+        with tf.GradientTape():
+            assert order_of_gradients(concrete, [x]) == 2
+    with tf.GradientTape(persistent=True):
+        assert order_of_gradients(concrete, [x]) == 2

@@ -193,6 +193,12 @@ def test_what_cannot_be_drawn_does_not_stop_the_call(console: Console, monkeypat
     bar = ProgressBar(console=console)
     for event in EVENTS:
         bar(event)
+    after = _terminal()
+    bar = ProgressBar(console=after)  # the next one finds everything given back
+    for event in EVENTS:
+        bar(event)
+    assert "rows" in _drawn(after)
+    assert "devicemap progress" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize("good", [0, 1, 2])

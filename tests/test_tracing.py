@@ -12,7 +12,8 @@ import tensorflow as tf
 import devicemap
 from devicemap.options import check_options
 from devicemap.rows import as_rows
-from devicemap.tracing import row_seeds, trace
+from devicemap.seeding import row_seeds
+from devicemap.tracing import trace
 
 X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])
 

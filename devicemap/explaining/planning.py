@@ -80,8 +80,8 @@ def _built_graph(towers: Towers, shards: Sequence[Shard], chunks: bool) -> Any:
     A function with seeded random ops is traced for each graph, so that none is built for chunks, which would not use it.
     """
     if chunks:
-        return towers.graph(1, differentiable=False) if towers.optimized else None
-    return towers.graph(len(shards), differentiable=False) if shards else None
+        return towers.graph(1, gradients=0) if towers.optimized else None
+    return towers.graph(len(shards), gradients=0) if shards else None
 
 
 def _device_plan(

@@ -26,7 +26,7 @@ from devicemap.gathering import join
 from devicemap.options import Options
 from devicemap.rows import HOST, Rows, as_rows, take_rows
 from devicemap.sampling import rows_in_memory
-from devicemap.tracing import row_seeds
+from devicemap.seeding import row_seeds
 from devicemap.verifying.diagnosing import Facts, diagnose
 from devicemap.verifying.findings import Comparison, Verification
 from devicemap.verifying.rounding import allowance

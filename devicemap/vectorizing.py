@@ -1,0 +1,164 @@
+"""A function of one row -> a function of a shard's rows: vectorised where every op converts, a `tf.map_fn` otherwise.
+
+Both call the same traced row function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap.auditing import Audit, audit
+from devicemap.errors import failure
+from devicemap.internals import squeeze_named_axes
+from devicemap.options import Options
+
+
+@dataclass(frozen=True)
+class RowLoop:
+    """A function of a shard's rows that calls the function of one row for each."""
+
+    concrete: Any
+    """`tf.types.experimental.ConcreteFunction`: leaves of a shard, each `[rows, ...]` -> list of result leaves."""
+
+    vectorized: bool
+    """Whether all rows run as one call."""
+
+    reason: str
+    """Why they do, or do not."""
+
+
+def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> list[RowLoop]:
+    """The fastest loop over a shard's rows; and behind it, where that one would drop a custom gradient, one that keeps it.
+
+    Raises:
+        FunctionError: the options ask for what cannot be.
+    """
+    wanted = options.vectorize
+    found = audit(row_fn, row_fn.graph.as_graph_def())
+    obstacle = "vectorize=False" if wanted is False else _obstacle(row_fn, found, specs, options)
+    if obstacle is None:
+        try:
+            vectorized = _vectorized(row_fn, specs)
+        except Exception as error:  # pfor raises ValueError, NotImplementedError, TypeError and more for what it lacks
+            obstacle = _why(error)
+            if wanted is True:
+                raise failure(f"vectorize=True: {obstacle}. Use vectorize='auto' or False") from error
+    elif wanted is True:
+        raise failure(f"vectorize=True: {obstacle}. Use vectorize='auto' or False to map row by row")
+    if obstacle is not None:
+        return [RowLoop(_mapped(row_fn, specs, options, structure), False, obstacle)]
+    reason = "every op of fn has a vectorised form"
+    if not found.custom_gradients:
+        return [RowLoop(vectorized, True, reason)]
+    dropped = "a custom gradient (tf.custom_gradient, tf.nn.silu, ...), which vectorising would drop"
+    return [
+        RowLoop(vectorized, True, f"{reason}; one by one where a GradientTape may record, because fn has {dropped}"),
+        RowLoop(_mapped(row_fn, specs, options, structure), False, f"fn has {dropped}"),
+    ]
+
+
+def _vectorized(row_fn: Any, specs: list[Any]) -> Any:
+    @tf.function(autograph=False)
+    def vectorized(*leaves: Any) -> list[Any]:
+        # The full slice has a dense gradient; vectorized_map's gather of all rows would hand on IndexedSlices.
+        leaves = tuple(leaf[:] for leaf in leaves)
+        return list(tf.vectorized_map(lambda row: row_fn(*row), leaves, fallback_to_while_loop=False))
+
+    with _without_conversion_log():
+        return vectorized.get_concrete_function(*specs)
+
+
+def _mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> Any:
+    signature = _signature(row_fn, specs, options, structure)
+
+    @tf.function(autograph=False)
+    def mapped(*leaves: Any) -> list[Any]:
+        return list(tf.map_fn(lambda row: row_fn(*row), leaves, fn_output_signature=signature))
+
+    return mapped.get_concrete_function(*specs)
+
+
+def _obstacle(row_fn: Any, found: Audit, specs: list[Any], options: Options) -> str | None:
+    """What can be told to stand in the way of vectorising before trying it."""
+    if options.fn_output_signature is not None:
+        return "fn_output_signature is given, which is for tf.map_fn"
+    if not all(isinstance(spec, tf.TensorSpec) for spec in specs):
+        return "the data holds ragged or sparse tensors"
+    if not all(isinstance(leaf, tf.Tensor) for leaf in row_fn.structured_outputs):
+        return "fn returns ragged or sparse tensors"
+    if found.effects:
+        return f"{found.effects[0]} acts once per row"
+    if found.writes:
+        return "fn writes a variable or another resource, once per row"
+    if found.growing_lists:  # pfor does not let them grow
+        return "fn holds a TensorArray of dynamic size"
+    if not squeeze_named_axes(row_fn.graph):
+        return "fn squeezes a tensor whose shape is not known before it runs"
+    return None
+
+
+def _signature(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> list[Any]:
+    """What `tf.map_fn` is to expect: as `fn` returned it when it was traced, or as the user says.
+
+    Where the data is ragged, rows of unknown length make ragged results, as in `tf.map_fn`.
+    """
+    outputs = row_fn.structured_outputs
+    returned = [tf.type_spec_from_value(leaf) for leaf in outputs]
+    if any(isinstance(spec, tf.RaggedTensorSpec) for spec in specs):
+        returned = [_as_ragged(spec) for spec in returned]
+    if options.fn_output_signature is None:
+        return returned
+    given = options.fn_output_signature
+    try:
+        tf.nest.assert_same_structure(given, structure)
+    except (TypeError, ValueError) as error:
+        raise failure(
+            f"fn_output_signature is {given}, but fn returns {tf.nest.pack_sequence_as(structure, returned)}: "
+            "the nests must be the same"
+        ) from error
+    flat = list(tf.nest.flatten(given))
+    for spec, leaf in zip(flat, outputs):
+        dtype = tf.as_dtype(getattr(spec, "dtype", spec))
+        if dtype != leaf.dtype:
+            raise failure(
+                f"fn_output_signature has {dtype.name} where fn returns {leaf.dtype.name}; they must be the same"
+            )
+    return flat
+
+
+def _as_ragged(spec: Any) -> Any:
+    if isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[0] is None:
+        return tf.RaggedTensorSpec(spec.shape, spec.dtype, ragged_rank=0)
+    return spec
+
+
+@contextlib.contextmanager
+def _without_conversion_log() -> Iterator[None]:
+    """Drop what TensorFlow logs, in this thread, about an op without a vectorised form: the reason is kept instead."""
+    thread = threading.get_ident()
+
+    def other_thread(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger = tf.get_logger()
+    logger.addFilter(other_thread)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other_thread)
+
+
+def _why(error: Exception) -> str:
+    text = str(error)
+    if match := re.search(r"No pfor vectorization defined for (\w+)", text):
+        return f"{match[1]} has no vectorised form"
+    lines = [line.strip() for line in text.splitlines() if line.strip() and "user code" not in line]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,170 @@
+"""Law 5: no row, device, chunk or call draws the numbers of another."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from graphs import between_towers, partitions
+
+import devicemap
+
+TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
+X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])
+
+
+def _samples(x: Any = X) -> Any:
+    return tf.data.Dataset.from_tensor_slices(x)
+
+
+def _distinct(rows: Any) -> int:
+    return len({row.tobytes() for row in np.asarray(rows)})
+
+
+def test_dropout_draws_another_mask_for_each_device_chunk_and_call() -> None:
+    dropout = tf.keras.layers.Dropout(0.5)
+    mapper = devicemap.DeviceMap(lambda b: dropout(b, training=True), devices=TOWERS, batched=True)
+    ones = tf.ones([9, 256])
+    inside = tf.function(lambda x: mapper(x))
+    masks = [mapper(ones), mapper(ones), mapper(ones[:2]), mapper(_samples(ones).batch(2)), inside(ones), inside(ones)]
+    assert _distinct(np.concatenate(masks)) == 9 * 5 + 2
+
+    mapper = devicemap.DeviceMap(lambda b: dropout(b, training=True), devices=TOWERS, batched=True)
+    assert between_towers(partitions(mapper, ones)) == []
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_threads_that_share_a_mapper_draw_different_masks(batch_size: int | None) -> None:
+    dropout = tf.keras.layers.Dropout(0.5)
+    mapper = devicemap.DeviceMap(
+        lambda batch: dropout(batch, training=True), batched=True, batch_size=batch_size, devices=["CPU:1", "CPU:2"]
+    )
+    rows = tf.ones([8, 256])
+    mapper(rows)
+    with ThreadPoolExecutor(6) as pool:
+        masks = tf.concat(list(pool.map(lambda _: mapper(rows), range(300))), 0)
+    assert _distinct(masks) == len(masks)
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+@pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batched": True}])
+def test_random_ops_never_repeat_a_stream(seeded: bool, options: dict[str, Any]) -> None:
+    tf.random.set_seed(1) if seeded else None
+
+    def draw(row: Any) -> Any:
+        return 0 * row + tf.random.normal(tf.shape(row)) + tf.random.uniform(tf.shape(row), seed=5)
+
+    mapper = devicemap.DeviceMap(draw, devices=TOWERS, **options)
+    chunks = _samples().batch(3) if options.get("batched") else _samples()
+    draws = [mapper(X), mapper(X), mapper(X[:2]), mapper(X[:1]), mapper(chunks), mapper(chunks)]
+    assert _distinct(np.concatenate(draws)) == 20 + 20 + 2 + 1 + 20 + 20
+
+
+@pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batch_size": 3}])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_random_ops_in_inner_functions_never_repeat_a_stream(depth: int, options: dict[str, Any]) -> None:
+    """The function itself, one that it calls, and one that this calls in a loop."""
+    tf.random.set_seed(1)
+    inner = tf.function(lambda row: row + tf.random.normal([3], seed=3))
+    looping = tf.function(lambda row: tf.map_fn(lambda number: inner(number)[0], row))
+    fn = (inner, lambda row: inner(row) + 1.0, lambda row: looping(row))[depth]
+    mapper = devicemap.DeviceMap(fn, devices=TOWERS, **options)
+    assert _distinct(np.concatenate([mapper(X), mapper(X), mapper(X[:2])])) == 20 + 20 + 2
+    if not options.get("batch_size"):
+        with tf.GradientTape() as tape:
+            tape.watch(X)
+            total = tf.reduce_sum(mapper(X))
+        np.testing.assert_array_equal(tape.gradient(total, X), tf.ones_like(X))
+
+
+def test_random_ops_never_repeat_a_stream_in_other_calls_and_maps() -> None:
+    """With a tape and without, in functions of the user's, for data of another kind, and in maps with other options."""
+    tf.random.set_seed(1)
+
+    def draw(row: Any) -> Any:
+        return 0.0 * row + tf.random.normal([3])
+
+    mapper = devicemap.DeviceMap(draw, devices=TOWERS)
+    followed = tf.Variable(X)
+    draws = [mapper(X)]
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            draws.append(mapper(followed))
+        np.testing.assert_array_equal(tape.gradient(draws[-1], followed), tf.zeros_like(X))
+    twice = tf.function(lambda x: (mapper(x), mapper(x)))
+    draws += [mapper(X), *twice(X), *twice(X), tf.function(lambda x: mapper(x) + 0.0)(X)]
+    draws += [mapper(tf.zeros([4, 5, 3])), devicemap.DeviceMap(draw, devices=TOWERS, batch_size=5)(X)]
+    draws += [devicemap.DeviceMap(draw, devices=["CPU:1"])(X) for _ in range(2)]
+    numbers = np.concatenate([np.unique(each) for each in draws])
+    assert len(numbers) == 12 * X.shape[0] * 3 + 4 * 3  # rows of [5, 3] repeat what they drew five times
+    assert len({*numbers}) == len(numbers)
+
+
+def test_random_ops_never_repeat_a_stream_under_another_tape() -> None:
+    """TensorFlow runs a function of its own for calls that no tape follows, for first gradients, and for others."""
+    tf.random.set_seed(1)
+    mapper = devicemap.DeviceMap(lambda row: row * tf.random.normal([3]), devices=TOWERS)
+    ones, followed = tf.ones([20, 3]), tf.Variable(tf.ones([20, 3]))
+    draws = [mapper(ones)]
+    for _ in range(2):
+        with tf.GradientTape():
+            draws.append(mapper(ones))  # which it does not watch
+        with tf.GradientTape() as tape:
+            draws.append(mapper(followed))
+        np.testing.assert_array_equal(tape.gradient(draws[-1], followed), draws[-1])
+        with tf.GradientTape(persistent=True) as tape:
+            draws.append(mapper(followed))
+        np.testing.assert_array_equal(tape.gradient(draws[-1], followed), draws[-1])
+        with tf.GradientTape(), tf.GradientTape() as tape:
+            draws.append(mapper(followed))
+            np.testing.assert_array_equal(tape.gradient(draws[-1], followed), draws[-1])
+    numbers = np.concatenate(draws).flatten()
+    assert len(numbers) == 9 * 60
+    assert len({*numbers}) == len(numbers)
+
+
+def test_the_same_seed_once_more_gives_the_same_numbers_in_any_way_of_calling() -> None:
+    mapper = devicemap.DeviceMap(lambda row: row * tf.random.normal([3]), devices=TOWERS)
+    ones, followed = tf.ones([20, 3]), tf.Variable(tf.ones([20, 3]))
+
+    def taped(rows: Any) -> Any:
+        with tf.GradientTape():
+            return mapper(rows)
+
+    draws = []
+    for call, rows in ((mapper, ones), (mapper, ones), (taped, followed), (tf.function(lambda x: mapper(x)), ones)):
+        tf.random.set_seed(1)
+        draws.append(call(rows).numpy())
+        assert len({*draws[-1].flatten()}) == 60
+    np.testing.assert_array_equal(draws[0], draws[1])
+
+
+def test_random_ops_with_seeds_that_cannot_change_are_refused_where_they_would_repeat() -> None:
+    inner = tf.function(lambda row: row + tf.random.normal([3], seed=3)).get_concrete_function(tf.TensorSpec([3]))
+    with pytest.raises(devicemap.errors.FunctionError, match="same numbers on every device"):
+        devicemap.parallel_map(lambda row: inner(row), X, devices=TOWERS)
+    devicemap.parallel_map(lambda row: inner(row) + 1, X, devices=["CPU:1"])
+
+
+def test_seeded_results_do_not_depend_on_devices_or_chunks(devices: list[str]) -> None:
+    def draw(row: Any, seed: Any) -> Any:
+        return row + tf.random.stateless_normal([3], seed)
+
+    def draw_batch(rows: Any, seed: Any) -> Any:
+        return rows + tf.map_fn(lambda s: tf.random.stateless_normal([3], s), seed, fn_output_signature=tf.float32)
+
+    wanted = devicemap.parallel_map(draw, X, devices=["CPU:0"], seed=11)
+    assert _distinct(wanted - X) == 20
+    for options in ({}, {"batch_size": 3}, {"batch_size": 1}):
+        got = devicemap.parallel_map(draw, X, devices=devices, seed=11, **options)
+        np.testing.assert_array_equal(got, wanted)
+        got = devicemap.parallel_map(draw_batch, X, devices=devices, seed=11, batched=True, **options)
+        np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_array_equal(devicemap.parallel_map(draw, _samples(), devices=devices, seed=11), wanted)
+    np.testing.assert_array_equal(
+        tf.function(lambda: devicemap.parallel_map(draw, X, devices=devices, seed=11))(), wanted
+    )
+    assert not np.allclose(devicemap.parallel_map(draw, X, devices=devices, seed=12), wanted)

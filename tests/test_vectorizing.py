@@ -1,0 +1,138 @@
+"""Law 1 for rows that run as one vectorised call: TensorFlow's own ops, on one row and on as many as an inner axis has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import devicemap
+
+_random = np.random.default_rng(0)
+VECTOR = tf.constant(_random.normal(size=[3]), tf.float32)
+MATRIX = tf.constant(_random.normal(size=[3, 3]), tf.float32)
+LEADING = tf.constant(_random.normal(size=[1, 2, 3]), tf.float32)
+FILTER = tf.constant(_random.normal(size=[3, 3, 2, 4]), tf.float32)
+
+DATA = {
+    "vector": tf.constant(_random.normal(size=[3, 3]), tf.float32),
+    "single": tf.constant(_random.normal(size=[3, 1]), tf.float32),
+    "matrix": tf.constant(_random.normal(size=[3, 3, 3]), tf.float32),
+    "flat matrix": tf.constant(_random.normal(size=[3, 1, 3]), tf.float32),
+    "image": tf.constant(_random.normal(size=[3, 6, 6, 2]), tf.float32),
+    "integers": tf.constant(_random.integers(0, 3, [3, 3]), tf.int32),
+    "index": tf.constant(_random.integers(0, 3, [3]), tf.int32),
+}
+
+
+def _lstm(row: Any) -> Any:
+    cell, state = _CELL, [row[None], row[None]]
+    for _ in tf.range(2):
+        _, state = cell(row[None, :1], state)
+    return state[0][0]
+
+
+_CELL = tf.keras.layers.LSTMCell(3)
+_CELL.build([None, 1])
+
+
+def _solve(row: Any) -> Any:
+    return tf.while_loop(lambda s: tf.norm(s) < 5.0, lambda s: (tf.squeeze(s[None] * 1.5 + 0.1),), [row])[0]
+
+
+OF_VECTORS: list[Callable[[Any], Any]] = [
+    lambda r: tf.norm(r),
+    lambda r: tf.linalg.normalize(r)[0],
+    lambda r: tf.squeeze(r),
+    lambda r: tf.squeeze(r[None, :, None]) * r,
+    lambda r: tf.expand_dims(r, 1) * r,
+    lambda r: r + LEADING,
+    lambda r: r[0] + LEADING,
+    lambda r: r[::-1],
+    lambda r: r[None, ..., None],
+    lambda r: tf.where(r[0] > 0, r, VECTOR),
+    lambda r: tf.cond(r[0] > 0, lambda: r * 2, lambda: r - 1),
+    lambda r: tf.argsort(r),
+    lambda r: tf.math.top_k(r, 2)[1],
+    lambda r: tf.linalg.matvec(MATRIX, r),
+    lambda r: tf.einsum("i,j->ij", r, r),
+    lambda r: tf.stack([r, VECTOR], 1),
+    lambda r: tf.repeat(r, 2),
+    lambda r: tf.roll(r, 1, 0),
+    lambda r: tf.gather(r, [2, 0]),
+    lambda r: tf.boolean_mask(r, [True, False, True]),
+    lambda r: tf.nn.log_softmax(r),
+    lambda r: tf.nn.softmax_cross_entropy_with_logits(tf.nn.softmax(r), r),
+    lambda r: tf.nn.moments(r, 0)[1],
+    lambda r: tf.math.unsorted_segment_sum(r, [0, 1, 0], 2),
+    lambda r: tf.tensor_scatter_nd_update(r, [[1]], [5.0]),
+    lambda r: tf.abs(tf.signal.rfft(r)),
+    lambda r: tf.signal.dct(r),
+    lambda r: tf.linalg.diag(r),
+    lambda r: tf.linalg.cross(r, VECTOR),
+    lambda r: tf.clip_by_norm(r, 0.3),
+    lambda r: tf.linspace(r[0], r[1], 4),
+    lambda r: tf.meshgrid(r, r)[0],
+    lambda r: tf.scan(lambda s, a: s * 0.5 + a, r),
+    lambda r: tf.TensorArray(tf.float32, 2).write(0, r).write(1, r * 2).stack(),
+    lambda r: tf.nn.silu(r),
+    tf.function(lambda r: tf.norm(r) * r),
+    _lstm,
+    _solve,
+]
+OF_OTHERS: list[tuple[str, Callable[..., Any]]] = [
+    ("single", lambda r: tf.squeeze(r) * 2),
+    ("single", lambda r: tf.reshape(r, [])),
+    ("flat matrix", lambda r: tf.squeeze(r) * VECTOR),
+    ("flat matrix", lambda r: tf.squeeze(r, -2)),
+    ("matrix", lambda r: tf.squeeze(r) @ MATRIX),
+    ("matrix", lambda r: tf.norm(r)),
+    ("matrix", lambda r: tf.vectorized_map(lambda a: tf.norm(a) * a, r)),
+    ("matrix", lambda r: MATRIX @ r),
+    ("matrix", lambda r: tf.matmul(r, MATRIX, transpose_a=True)),
+    ("matrix", lambda r: tf.tensordot(MATRIX, r, [[0], [1]])),
+    ("matrix", lambda r: tf.einsum("ii->i", r)),
+    ("matrix", lambda r: tf.transpose(r)),
+    ("matrix", lambda r: tf.cumsum(r, -1, reverse=True)),
+    ("matrix", lambda r: tf.linalg.inv(r)),
+    ("matrix", lambda r: tf.linalg.solve(MATRIX, r)),
+    ("matrix", lambda r: tf.linalg.expm(r)),
+    ("matrix", lambda r: tf.linalg.band_part(r, 0, -1)),
+    ("matrix", lambda r: tf.cast(tf.size(r) + tf.rank(r) + tf.shape(r)[0], tf.float32) * r),
+    ("image", lambda r: tf.nn.conv2d(r[None], FILTER, 1, "SAME")[0]),
+    ("image", lambda r: tf.squeeze(tf.nn.max_pool2d(r[None], 6, 6, "VALID"))),
+    ("image", lambda r: tf.image.per_image_standardization(r)),
+    ("image", lambda r: tf.image.rot90(r)),
+    ("integers", lambda r: tf.gather(VECTOR, r)),
+    ("integers", lambda r: tf.one_hot(r, 4, axis=0)),
+    ("index", lambda i: tf.gather(MATRIX, i)),
+    ("index", lambda i: tf.sequence_mask(i, 4)),
+    ("index", lambda i: tf.switch_case(i, [lambda: VECTOR, lambda: -VECTOR, lambda: VECTOR * 2])),
+]
+
+
+@pytest.mark.parametrize(
+    ("data", "fn"),
+    [*((DATA["vector"], fn) for fn in OF_VECTORS), *((DATA[name], fn) for name, fn in OF_OTHERS)],
+)
+def test_vectorised_ops_give_what_they_give_for_a_row(data: Any, fn: Callable[..., Any]) -> None:
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:1"])
+    assert mapper.explain(data).vectorized
+    wanted = devicemap.parallel_map(fn, data, devices=["CPU:1"], vectorize=False).numpy()
+    np.testing.assert_allclose(tf.function(fn)(data[0]), wanted[0], rtol=1e-4, atol=1e-5)
+    for rows in (1, 2, 3):
+        got = mapper(data[:rows]).numpy()
+        assert got.shape == wanted[:rows].shape
+        np.testing.assert_allclose(got, wanted[:rows], rtol=1e-3, atol=1e-4)
+
+
+def test_axes_that_only_the_running_graph_knows() -> None:
+    spec = tf.TensorSpec([None, None], tf.float32)
+    mapper = devicemap.DeviceMap(lambda row: tf.reduce_sum(tf.squeeze(row) * 2.0), devices=["CPU:1"])
+    assert mapper.explain(spec).reason == "fn squeezes a tensor whose shape is not known before it runs"
+    mapped = tf.function(lambda x: mapper(x), input_signature=[spec])
+    for data in (DATA["single"], DATA["vector"], DATA["vector"][:1]):
+        np.testing.assert_allclose(mapped(data), tf.reduce_sum(data * 2.0, 1), rtol=1e-5)
