@@ -26,7 +26,7 @@ from devicemap.chunking import Chunk, Elements, InMemory, Source, from_dataset
 from devicemap.devices import gpu_indices
 from devicemap.dispatching import Rules
 from devicemap.errors import DataError, OptionError, brief
-from devicemap.execution import Towers, sizes_in_graph
+from devicemap.execution import sizes_in_graph
 from devicemap.gathering import check_row_counts, join, with_row_counts_checked, with_static_rows
 from devicemap.internals import Cancellation, have_tangents, tape_is_recording
 from devicemap.journal.digests import digest_rows
@@ -39,6 +39,7 @@ from devicemap.reporting import GraphCall, ProgressBar, Recorder
 from devicemap.rows import Rows, as_rows, count_rows
 from devicemap.scheduling import reorder_window
 from devicemap.streaming import Lane, run_chunks
+from devicemap.towers import Towers
 from devicemap.types import DeviceLost, Event, Shard, short_name
 
 _NOBODY = nullcontext()
@@ -58,7 +59,7 @@ class Calls:
         towers = self.program.towers_for(rows)
         if not rows.count:
             with self._graph_call(towers, ()):
-                return towers.pack(towers.no_rows())
+                return towers.pack(towers.traced.no_rows())
         gradients = towers.order_of_gradients(rows.leaves)
         shards, sizes = towers.shards(rows.count)
         arguments = (sizes, *self.program.seeded(rows.leaves, 0, rows.count))
@@ -92,7 +93,7 @@ class Calls:
             )
         towers = self.program.towers_for(rows)
         if rows.count == 0:
-            return towers.pack(towers.no_rows())
+            return towers.pack(towers.traced.no_rows())
         count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
         places = len(towers.places) if rows.count is None else len(towers.shards(rows.count)[0])
         sizes = sizes_in_graph(count, places) if rows.count is None else towers.shards(rows.count)[1]
@@ -108,7 +109,7 @@ class Calls:
         towers = self.program.towers_for(source)
         parts = [results for group in self._groups(source, towers, Rules()) for results in group.results]
         if not parts:
-            return towers.pack(towers.no_rows())
+            return towers.pack(towers.traced.no_rows())
         return self._join(towers, parts)
 
     def stream(self, data: Any) -> Iterator[Any]:

@@ -30,7 +30,6 @@ def _as_written(function: CallableT) -> CallableT:
     return cast(CallableT, tf.autograph.experimental.do_not_convert(function))
 
 
-@_as_written
 def parallel_map(
     fn: Callable[..., Any],
     data: Any,
@@ -145,17 +144,22 @@ class DeviceMap:
         self._program = Program(fn, options)
         self._calls = Calls(self._program)
 
-    @_as_written
     def __call__(self, data: Any) -> Any:
         """Map over all of `data`; see `parallel_map` for what it may be and what comes back."""
+        if not tf.executing_eagerly():
+            return self._inside_function(data)
         if isinstance(data, tf.data.Dataset):
             return self._calls.in_chunks(data)
         rows = as_rows(data)
-        if not tf.executing_eagerly():
-            return self._calls.inside_function(rows)
         if self._program.options.batch_size is not None:
             return self._calls.in_chunks(rows)
         return self._calls.in_one_graph(rows)
+
+    @_as_written
+    def _inside_function(self, data: Any) -> Any:
+        if isinstance(data, tf.data.Dataset):
+            return self._calls.in_chunks(data)
+        return self._calls.inside_function(as_rows(data))
 
     def stream(self, data: Any) -> Iterator[Any]:
         """Map over `data` chunk by chunk, in memory bounded by what is in flight, however long the data is.
@@ -307,6 +311,7 @@ _mappers: OrderedDict[Any, DeviceMap] = OrderedDict()
 _mappers_lock = threading.Lock()
 
 
+@_as_written
 def _mapper_of(fn: Callable[..., Any], options: dict[str, Any]) -> DeviceMap:
     """The mapper of an earlier `parallel_map` with the same `fn` and options, or a new one."""
     try:

@@ -12,11 +12,11 @@ import tensorflow as tf
 
 from devicemap.devices import choose_devices, choose_output_device, places_on
 from devicemap.errors import DeviceMapError, FunctionError, brief, function_error
-from devicemap.execution import Towers
 from devicemap.gathering import check_inner_shapes
 from devicemap.options import Options, check_options
 from devicemap.rows import HOST, freeze, take_rows
 from devicemap.seeding import row_seeds
+from devicemap.towers import Towers
 from devicemap.tracing import trace
 from devicemap.types import Shard, short_name
 

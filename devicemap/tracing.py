@@ -17,7 +17,7 @@ from devicemap.auditing import Audit, audit
 from devicemap.errors import FunctionError, failure, function_error
 from devicemap.internals import complete_handle_data, differentiate_freely
 from devicemap.options import Options
-from devicemap.rows import map_nest, row_spec, spec_of
+from devicemap.rows import empty_rows, map_nest, row_spec, spec_of
 from devicemap.seeding import drawing_from
 from devicemap.vectorizing import RowLoop, loops_over_rows
 
@@ -51,6 +51,16 @@ class Traced:
 
     with_gradients: Traced | None = None
     """The same for calls whose gradients may be asked for, where this one has not got the right ones."""
+
+    @property
+    def input_specs(self) -> list[Any]:
+        """`tf.TypeSpec` of each leaf that it takes."""
+        leaves, _ = self.concrete.structured_input_signature
+        return list(leaves)
+
+    def no_rows(self) -> list[Any]:
+        """Result leaves without rows."""
+        return [empty_rows(spec) for spec in self.specs]
 
 
 def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: int | None = None) -> Traced:

@@ -243,7 +243,7 @@ def test_no_stream_is_made_for_chunks() -> None:
     mapper, _ = mapper_of("seeded", TOWERS, batch_size=2)
     mapper.explain(X)
     (towers,) = set(mapper._program._towers.values())
-    assert (towers._streams, towers._graphs) == ({}, {})
+    assert (towers._streams._traces, towers._graphs) == ({}, {})
 
 
 # Data, specs, chunks, unknown rows

@@ -27,7 +27,7 @@ import tensorflow as tf
 import devicemap
 from benchmarks import simulator
 from devicemap.errors import FunctionError
-from devicemap.execution import Towers
+from devicemap.towers import Towers
 from devicemap.types import ChunkFailed, ChunkRetried, ChunkStarted, DeviceLost, Event, short_name
 
 

@@ -13,10 +13,10 @@ from graphs import partitions, placements
 
 import devicemap
 from devicemap.auditing import variable_of
-from devicemap.execution import Towers
 from devicemap.optimizing import can_be_optimized_once, optimize
 from devicemap.options import check_options
 from devicemap.rows import as_rows
+from devicemap.towers import Towers
 from devicemap.tracing import Traced, trace
 
 X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3]) / 60

@@ -24,10 +24,10 @@ import tensorflow as tf
 
 import devicemap
 from devicemap.errors import JournalError
-from devicemap.execution import Towers
 from devicemap.journal import writing as journal_writing
 from devicemap.journal.records import JOURNAL, Entry, read_journal
 from devicemap.journal.storage import write_synced
+from devicemap.towers import Towers
 from devicemap.types import ChunkFinished, Event, short_name
 
 DEVICES = ["CPU:1", "CPU:2"]

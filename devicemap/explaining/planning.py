@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.devices import choose_output_device, kind_of, list_devices
-from devicemap.execution import Towers
 from devicemap.explaining.asking import Asked
 from devicemap.explaining.capturing import captured_by
 from devicemap.explaining.placing import stray_ops
@@ -17,6 +16,7 @@ from devicemap.explaining.traffic import Leaf, captured_on, rows_in_chunks, rows
 from devicemap.explaining.walking import live_ops, memory_bytes_per_row, row_size, waits_between_devices
 from devicemap.options import Options
 from devicemap.rows import HOST
+from devicemap.towers import Towers
 from devicemap.types import Shard
 
 _PYTHON_OPS = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())

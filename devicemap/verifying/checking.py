@@ -21,12 +21,12 @@ from devicemap.auditing import ATOMIC, Audit, Treatment, variable_of
 from devicemap.comparing import compare_results, output_paths
 from devicemap.eager import EagerMap
 from devicemap.errors import DeviceMapError, OptionError, brief
-from devicemap.execution import Towers
 from devicemap.gathering import join
 from devicemap.options import Options
 from devicemap.rows import HOST, Rows, as_rows, take_rows
 from devicemap.sampling import rows_in_memory
 from devicemap.seeding import row_seeds
+from devicemap.towers import Towers
 from devicemap.verifying.diagnosing import Facts, diagnose
 from devicemap.verifying.findings import Comparison, Verification
 from devicemap.verifying.rounding import allowance
