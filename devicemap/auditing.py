@@ -36,6 +36,8 @@ RANDOM = frozenset(
 EFFECTS = frozenset("Print PrintV2 PyFunc EagerPyFunc".split())
 """Ops that act outside of the graph (`PyFuncStateless` says that it does not)."""
 
+LOOPS = frozenset("While StatelessWhile".split())
+
 _ALIASES = frozenset("Identity IdentityN".split())
 
 
@@ -69,6 +71,9 @@ class Audit:
 
     growing_lists: bool = False
     """Whether it holds a `tf.TensorArray` of dynamic size."""
+
+    loops: bool = False
+    """Whether it holds a loop."""
 
     colocated: bool = False
     """Whether an op asks, by name, for the device of one of its function's inputs: in copies of the function, that is one
@@ -113,6 +118,7 @@ def audit(concrete: Any, graph_def: Any) -> Audit:
         tuple(sorted(every_op & EFFECTS)),
         walk.custom_gradients,
         walk.growing_lists,
+        bool(every_op & LOOPS),
         walk.colocated,
     )
 

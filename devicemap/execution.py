@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -86,7 +87,7 @@ class Layout:
         def call(*inputs: Any) -> list[Any]:
             passed, shard = inputs[: len(runnable.passed)], inputs[len(runnable.passed) :]
             with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
-                results = _call(runnable, passed, shard, self.mirrors.captures(place))
+                results = self._call(runnable, passed, shard, self.mirrors.captures(place))
             if self._acts:
                 must_run(_ops_of(results))
             with tf.device(self.output_device):  # copied out as a part of the call
@@ -106,29 +107,40 @@ class Layout:
         """What runs on a place, `after` other ops, with captured variables of these values."""
         with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
             handles = self.mirrors.assign(place, values)
-            results = _call(runnable, self.mirrors.passed(values), shard, handles, after)
+            results = self._call(runnable, self.mirrors.passed(values), shard, handles, after)
             if self.differentiable:
                 differentiate_in_place(_ops_of(results))
             return results
+
+    def _call(
+        self,
+        runnable: Runnable,
+        passed: Sequence[Any],
+        shard: Sequence[Any],
+        handles: dict[int, Any],
+        after: Sequence[Any] = (),
+    ) -> list[Any]:
+        """Call it on the device of the moment, with other handles for some of its captures."""
+        # Ops that are colocated with their input (tf.debugging's, for instance) would follow the shard to the device that cut
+        # it.
+        shard = _copied(list(shard))
+        captured = {position: handles[i] for position, i in enumerate(runnable.captures) if i in handles}
+        # Here, not around the whole: TensorFlow takes an edge to the call for redundant if its inputs have it.
+        with tf.control_dependencies(after), capturing(runnable.concrete, captured), contextlib.ExitStack() as scopes:
+            first = _ops_of(shard)[0]
+            if self.differentiable and all(
+                tensor.device == first.device for tensor in runnable.concrete.captured_inputs
+            ):
+                # Lists that a loop leaves for its gradient stay here, too. TensorFlow hands out tensors where they are, but
+                # lists on the first device, unless what makes them belongs to others; and moves all that do to one device.
+                scopes.enter_context(first.graph.colocate_with(first))
+            return list(runnable.concrete(*passed, *shard))
 
 
 def sizes_in_graph(rows: Any, shards: int) -> Any:
     """`sharding.shard_sizes` for a number of rows that only the running graph knows; the last ones may be 0."""
     rows = tf.cast(rows, tf.int32)
     return rows // shards + tf.cast(tf.range(shards) < rows % shards, tf.int32)
-
-
-def _call(
-    runnable: Runnable, passed: Sequence[Any], shard: Sequence[Any], handles: dict[int, Any], after: Sequence[Any] = ()
-) -> list[Any]:
-    """Call it on the device of the moment, with other handles for some of its captures."""
-    # Ops that are colocated with their input (tf.debugging's, for instance) would follow the shard to the device that cut
-    # it.
-    shard = tf.nest.map_structure(tf.identity, list(shard), expand_composites=True)
-    captured = {position: handles[i] for position, i in enumerate(runnable.captures) if i in handles}
-    # Here, not around the whole: TensorFlow takes an edge to the call for redundant if its inputs have it.
-    with tf.control_dependencies(after), capturing(runnable.concrete, captured):
-        return list(runnable.concrete(*passed, *shard))
 
 
 def _copied(leaves: list[Any]) -> list[Any]:

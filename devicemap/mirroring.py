@@ -48,6 +48,8 @@ class Mirrors:
                 treatment is Treatment.READ and variable is not None and (i in passed or {variable.device} != {*places})
             ):
                 self._read[i] = variable
+        if differentiable and traced.audit.loops and self._others_stay(concrete, places):
+            self._read = {}
         self._tensors = {
             i: tensor
             for i, (tensor, treatment) in enumerate(zip(concrete.captured_inputs, traced.audit.treatments))
@@ -58,6 +60,18 @@ class Mirrors:
         # In a thread of its own: what the user's tf.function or strategy does with variables that are created is not for these.
         with ThreadPoolExecutor(1) as other_thread:
             other_thread.submit(self._create, passed, places).result()
+
+    def _others_stay(self, concrete: Any, places: Sequence[str]) -> bool:
+        """Whether the function uses resources where they are: variables that it writes, tables.
+
+        A loop that hands on some of them and copies on another device besides gets one device for all from TensorFlow, once
+        it keeps intermediate results for its gradient. Then variables that are read stay where they are, too.
+        """
+        return any(
+            handle.dtype == tf.resource and {handle.device} != {*places}
+            for i, handle in enumerate(concrete.captured_inputs)
+            if i not in self._read and i not in self._seeds
+        )
 
     def _create(self, passed: Sequence[int], places: Sequence[str]) -> None:
         copied = {i: variable for i, variable in (self._seeds | self._read).items() if i not in passed}
