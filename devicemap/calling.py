@@ -28,7 +28,8 @@ from devicemap.dispatching import Rules
 from devicemap.errors import DataError, OptionError, brief
 from devicemap.execution import sizes_in_graph
 from devicemap.gathering import check_row_counts, join, with_row_counts_checked, with_static_rows
-from devicemap.internals import Cancellation, have_tangents, tape_is_recording
+from devicemap.internals.gradients import have_tangents, tape_is_recording
+from devicemap.internals.running import Cancellation
 from devicemap.journal.digests import digest_rows
 from devicemap.journal.encoding import describe_call, encode_leaves
 from devicemap.journal.resuming import Unfinished, check_rows

@@ -11,7 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.gathering import gather
-from devicemap.internals import UNCHAINED, UNCHAINED_UNIT, differentiate_in_place, must_run
+from devicemap.internals.functions import UNCHAINED, UNCHAINED_UNIT, must_run
+from devicemap.internals.gradients import differentiate_in_place
 from devicemap.mirroring import Mirrors, capturing
 from devicemap.optimizing import Runnable
 from devicemap.rows import HOST, cut_rows

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from devicemap.internals import Cancellation, unrecorded
+from devicemap.internals.running import Cancellation, unrecorded
 
 _SOON_SECONDS = 0.1
 """A call that takes no longer than this may run in the calling thread: that is how late Ctrl-C can then be."""

@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.auditing import Treatment, variable_of
-from devicemap.internals import holding
+from devicemap.internals.gradients import holding
 from devicemap.tracing import Traced
 
 

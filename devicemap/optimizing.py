@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from devicemap.auditing import variable_of
 from devicemap.devices import kind_of
-from devicemap.internals import UNCHAINED, optimized_graph
+from devicemap.internals.functions import UNCHAINED, optimized_graph
 from devicemap.tracing import Traced
 
 

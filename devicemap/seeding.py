@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from devicemap.auditing import Audit
 from devicemap.errors import failure
-from devicemap.internals import last_set_seed, retracing
+from devicemap.internals.functions import last_set_seed, retracing
 
 _UNSEEDED = 87654321  # what TensorFlow itself mixes with the seed of an op where no global seed is set
 

@@ -13,12 +13,8 @@ import tensorflow as tf
 
 from devicemap.devices import kind_of
 from devicemap.execution import Layout
-from devicemap.internals import (
-    Cancellation,
-    order_of_gradients,
-    tape_is_recording,
-    unrecorded,
-)
+from devicemap.internals.gradients import order_of_gradients, tape_is_recording
+from devicemap.internals.running import Cancellation, unrecorded
 from devicemap.invoking import Invoker
 from devicemap.mirroring import Mirrors
 from devicemap.optimizing import Runnable, as_traced, can_be_optimized_once, optimize

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from devicemap.auditing import Audit, audit
 from devicemap.errors import FunctionError, failure, function_error
-from devicemap.internals import complete_handle_data, differentiate_freely
+from devicemap.internals.gradients import complete_handle_data, differentiate_freely
 from devicemap.options import Options
 from devicemap.rows import empty_rows, map_nest, row_spec, spec_of
 from devicemap.seeding import drawing_from

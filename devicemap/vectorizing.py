@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from devicemap.auditing import Audit, audit
 from devicemap.errors import failure
-from devicemap.internals import squeeze_named_axes
+from devicemap.internals.functions import squeeze_named_axes
 from devicemap.options import Options
 
 

@@ -12,24 +12,25 @@ import tensorflow as tf
 from graphs import partitions, placements
 from tensorflow.python.ops import handle_data_util
 
-from devicemap.internals import (
+from devicemap.internals.functions import (
     UNCHAINED,
     UNCHAINED_UNIT,
-    Cancellation,
+    functions_within,
+    last_set_seed,
+    must_run,
+    registered_kernels,
+    retracing,
+)
+from devicemap.internals.gradients import (
     complete_handle_data,
     differentiate_freely,
     differentiate_in_place,
-    functions_within,
     have_tangents,
     holding,
-    last_set_seed,
-    must_run,
     order_of_gradients,
-    registered_kernels,
-    retracing,
     tape_is_recording,
-    unrecorded,
 )
+from devicemap.internals.running import Cancellation, unrecorded
 
 X = tf.constant([[1.0, 2.0], [3.0, 4.0]])
 

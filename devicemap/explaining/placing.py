@@ -7,7 +7,7 @@ from typing import Any
 
 from devicemap.explaining.plans import StrayOp
 from devicemap.explaining.walking import called_by, full_name, is_placed
-from devicemap.internals import registered_kernels
+from devicemap.internals.functions import registered_kernels
 
 Kernels = Sequence[tuple[str, Mapping[str, frozenset[int]]]]
 """Of a type of op: the device type of each kernel, and the dtypes (enums) that each attribute may have."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.internals import functions_within
+from devicemap.internals.functions import functions_within
 from devicemap.tracing import Traced
 
 _FREE = frozenset("Identity IdentityN StopGradient Reshape ExpandDims Squeeze Placeholder Const ReadVariableOp".split())

@@ -1,0 +1,133 @@
+"""How functions are traced, and what their graphs hold."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+from tensorflow.core.protobuf import meta_graph_pb2
+from tensorflow.python.eager import context
+from tensorflow.python.framework import kernels
+from tensorflow.python.grappler import tf_optimizer
+from tensorflow.python.ops import control_flow_ops
+
+UNCHAINED = {"_disable_acd": True}
+"""`tf.function(experimental_attributes=UNCHAINED)`: no automatic control dependencies between the ops of the function.
+
+They would run one tower after another as soon as two of them hold a stateful op. The attribute's value is not public;
+the argument that takes it is. Order inside a tower is kept: each tower is a function of its own.
+"""
+
+
+UNCHAINED_UNIT = {**UNCHAINED, "_noinline": True}
+"""The same for a function whose ops must run although nobody uses what they return.
+
+Inlined into a caller, such a function leaves behind one op that all towers have a control edge to, across devices.
+"""
+
+
+def must_run(ops: Iterable[Any]) -> None:
+    """Let the function that is being traced run these ops whether or not their results are used.
+
+    Automatic control dependencies do this for stateful ops; a function without them has to say it itself.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    graph.control_outputs.extend(dict.fromkeys(ops))
+
+
+def functions_within(graph: Any) -> dict[str, tuple[Any, bool]]:
+    """The functions that a function's graph calls, at any depth: name -> its graph, and whether XLA compiles it.
+
+    `Graph.as_graph_def()` holds them too, but without the dtypes and shapes of their tensors.
+    """
+    return {
+        name: (function.graph, "_XlaMustCompile" in function.cached_definition.attr)
+        for name, function in graph._functions.items()
+        if function.graph is not None
+    }
+
+
+def squeeze_named_axes(graph: Any) -> bool:
+    """Let a function's graph, and those that it calls, say which axes of length 1 they drop; whether all could.
+
+    `tf.squeeze` without an axis drops all, and vectorised, of one row, the row axis too: `tf.vectorized_map` adds that as if
+    it were one of many.
+    """
+    graphs = (graph, *(inner for inner, _ in functions_within(graph).values()))
+    squeezes = [op for each in graphs for op in each.get_operations() if op.type == "Squeeze"]
+    for op in squeezes:
+        if op.get_attr("squeeze_dims"):
+            continue
+        tensor = op.inputs[0]
+        if not tensor.shape.is_fully_defined():
+            return False
+        axes = [axis for axis, length in enumerate(tensor.shape) if length == 1]
+        if axes:
+            op._set_attr("squeeze_dims", attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(i=axes)))
+            continue
+        for consumer in op.outputs[0].consumers():  # it drops nothing, and has no way to say so
+            for i in [i for i, used in enumerate(consumer.inputs) if used is op.outputs[0]]:
+                consumer._update_input(i, tensor)
+    return True
+
+
+def optimized_graph(graph_def: Any, outputs: Iterable[str]) -> Any:
+    """A `GraphDef` that gives these `outputs`, as TensorFlow would run it on its own, without nested function calls.
+
+    The runtime optimises only what it is about to run, and hands nothing back; TensorFlow's converters use the same entry.
+    The process's own optimiser options apply.
+    """
+    fetched = meta_graph_pb2.CollectionDef()
+    fetched.node_list.value.extend(outputs)
+    graph = meta_graph_pb2.MetaGraphDef(graph_def=graph_def)
+    graph.collection_def["train_op"].CopyFrom(fetched)
+    config = tf.compat.v1.ConfigProto.FromString(context.context().function_call_options.config_proto_serialized)
+    config.graph_options.rewrite_options.min_graph_nodes = -1  # small graphs too
+    return tf_optimizer.OptimizeGraph(config, graph)
+
+
+def registered_kernels(op: str) -> list[tuple[str, dict[str, frozenset[int]]]]:
+    """The kernels that this process has for a type of op: device type, and the dtypes (enums) each attribute may have.
+
+    Placing an op on a device tells too late, and only with that device at hand.
+    """
+    return [
+        (kernel.device_type, {c.name: frozenset(c.allowed_values.list.type) for c in kernel.constraint})
+        for kernel in kernels.get_registered_kernels_for_op(op).kernel
+    ]
+
+
+def last_set_seed() -> Any:
+    """What stands for the last `tf.random.set_seed`: another object after each. Public API tells only the seed, by drawing."""
+    return getattr(context.context(), "_rng", None)
+
+
+class _Retracing(control_flow_ops.XLAControlFlowContext):
+    """What keys the caches of `tf.function`s by its own identity, and does nothing else."""
+
+    def IsXLAContext(self) -> bool:
+        return False
+
+    def RequiresUniqueFunctionRetracing(self) -> bool:
+        return True
+
+
+_retracings: list[_Retracing] = []
+
+
+@contextlib.contextmanager
+def retracing() -> Iterator[None]:
+    """While it lasts, each `tf.function` that the graph being traced calls is traced once more, and not taken from its cache.
+
+    A trace holds the seeds of its random ops, but the cache is not keyed by them, nor by anything else that is public.
+    """
+    enclosing = _Retracing()
+    _retracings.append(enclosing)  # for good: the key is its id, which no later one may have
+    enclosing.Enter()
+    try:
+        yield
+    finally:
+        enclosing.Exit()

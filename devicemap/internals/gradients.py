@@ -1,0 +1,152 @@
+"""Gradients: where those of a function are computed, and which a call may be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import forwardprop_util, record
+from tensorflow.python.framework import ops as framework_ops
+from tensorflow.python.ops import gradients_util, handle_data_util, resource_variable_ops
+
+from devicemap.internals.functions import functions_within
+
+
+def differentiate_in_place(ops: Iterable[Any]) -> None:
+    """Let the gradients of these ops of the graph being traced be computed on the devices that the ops are placed on.
+
+    TensorFlow adds gradients to a function without a device, which means the first one; the option that would change it
+    (`colocate_gradients_with_ops` of `tf.gradients`) does not reach the gradients of functions, and each op's own gradient
+    function, the one place left, is not public.
+    """
+    for op in dict.fromkeys(ops):
+        try:
+            gradient = framework_ops.get_gradient_function(op)
+        except LookupError:  # it has none
+            continue
+        if op.device and gradient is not None:
+            op._gradient_function = _on_device(gradient, op.device)
+
+
+def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
+    def placed(op: Any, *upstream: Any) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        known = len(graph.get_operations())
+        with tf.device(device):
+            gradients = gradient(op, *upstream)
+            for added in graph.get_operations()[known:]:
+                _bring_inputs(added)
+        return gradients
+
+    return placed
+
+
+def _bring_inputs(op: Any) -> None:
+    """Let an op take what comes into its graph by way of the device of the moment; variables stay where they are.
+
+    TensorFlow hands lists (of a loop's intermediate results) to a function on the first device, whatever made them; a loop
+    then fetches its list from there, and hands it back, in each step.
+    """
+    for i, tensor in enumerate(op.inputs):
+        if tensor.dtype != tf.resource and tensor.op.type == "Placeholder":
+            op._update_input(i, tf.identity(tensor))
+
+
+def differentiate_freely(graph: Any) -> None:
+    """Let the gradients of gathers in a function's graph, and in those that it calls, not ask for a device.
+
+    They ask for that of what was gathered from, by name. In the gradients of a function that several towers call it is one
+    name, and TensorFlow brings all of it to one device.
+    """
+    for each in (graph, *(inner for inner, _ in functions_within(graph).values())):
+        for op in each.get_operations():
+            if op.type in ("Gather", "GatherV2"):
+                gradient = framework_ops.get_gradient_function(op)
+                if not hasattr(gradient, "without_colocation"):  # a function that fn calls is met again in each trace
+                    op._gradient_function = _without_colocation(gradient)
+
+
+def _without_colocation(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    def free(op: Any, *upstream: Any) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        known = len(graph.get_operations())
+        gradients = gradient(op, *upstream)
+        for added in graph.get_operations()[known:]:
+            if "_class" in added.node_def.attr:
+                added._clear_attr("_class")
+        return gradients
+
+    free.without_colocation = True  # type: ignore[attr-defined]
+    return free
+
+
+def complete_handle_data(graph: Any) -> None:
+    """Tell a function's graph, and those that it calls, what variables the handles are of that their ops hand on.
+
+    A branch of `tf.cond` does not tell (vectorised loops have one in each step), and second gradients of what follows
+    need the shape: without it they fail.
+    """
+    graphs = {name: inner for name, (inner, _) in functions_within(graph).items()}
+    more = True
+    while more:
+        more = False
+        for each in (graph, *graphs.values()):
+            for op in each.get_operations():
+                for i, handle in enumerate(op.outputs):
+                    if handle.dtype == tf.resource and not _has_handle_data(handle):
+                        source = _handed_on(op, i, graphs)
+                        if source is not None and _has_handle_data(source):
+                            handle_data_util.copy_handle_data(source, handle)
+                            more = True
+
+
+def _handed_on(op: Any, i: int, graphs: dict[str, Any]) -> Any:
+    """The tensor that is output `i` of an op that only hands it on."""
+    if op.type in ("Identity", "IdentityN", "While", "StatelessWhile"):
+        return op.inputs[i]
+    attribute = {"If": "then_branch", "StatelessIf": "then_branch"}.get(op.type, "f")
+    calls = op.type in ("If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")
+    called = graphs.get(op.get_attr(attribute).name) if calls else None
+    return None if called is None else called.outputs[i]
+
+
+def _has_handle_data(handle: Any) -> bool:
+    of_what = handle_data_util.get_resource_handle_data(handle).shape_and_type
+    return len(of_what) > 0 and not any(each.shape.unknown_rank for each in of_what)
+
+
+def holding(handle: Any, value: Any) -> Any:
+    """The `handle` of a variable that was assigned `value`, linked to it: gradients of the one go to the other.
+
+    An assignment has no gradient. `tf.custom_gradient` would do, but keeps each graph that uses it for good.
+    """
+    linked, _ = tf.identity_n([handle, value])
+    linked.op._gradient_function = lambda op, of_handle, of_value: [None, of_handle]
+    return linked
+
+
+def tape_is_recording() -> bool:
+    """Whether a `tf.GradientTape` or `tf.autodiff.ForwardAccumulator` of this thread may record the next op.
+
+    Public API tells only whether a given tape watches a given tensor, and needs that tape.
+    """
+    return bool(record.could_possibly_record())
+
+
+def order_of_gradients(concrete: Any, tensors: Iterable[Any]) -> int:
+    """Which gradients a call of a `ConcreteFunction` in eager code has to keep: 0 none, 1 first ones, 2 any.
+
+    TensorFlow runs another function for each; public API does not tell which.
+    """
+    for variable in concrete.graph.variables:  # as the call would: tapes may start to watch it here
+        resource_variable_ops.variable_accessed(variable)
+    return int(gradients_util.PossibleTapeGradientTypes([*tensors, *concrete.captured_inputs]))
+
+
+def have_tangents(tensors: Iterable[Any]) -> bool:
+    """Whether a `tf.autodiff.ForwardAccumulator` of this thread follows one of these tensors.
+
+    Public API asks one accumulator, and needs it.
+    """
+    return bool(forwardprop_util.pack_tangents(list(tensors)).tangents)
