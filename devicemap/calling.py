@@ -22,7 +22,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.chunking import Chunk, Elements, InMemory, Source, from_dataset
+from devicemap.chunking import Chunk, InMemory, Source
+from devicemap.datasets import Elements, from_dataset
 from devicemap.devices import gpu_indices
 from devicemap.dispatching import Rules
 from devicemap.errors import DataError, OptionError, brief

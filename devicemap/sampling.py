@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.chunking import from_dataset
+from devicemap.datasets import from_dataset
 from devicemap.errors import DataError, FunctionError
 from devicemap.gathering import join
 from devicemap.options import Options

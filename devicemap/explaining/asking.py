@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.chunking import from_dataset
+from devicemap.datasets import from_dataset
 from devicemap.errors import DataError
 from devicemap.options import Options
 from devicemap.rows import as_rows, freeze, map_nest
