@@ -7,7 +7,8 @@ TensorFlow's optimiser (Grappler) works on the whole graph of a call, in which e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ from devicemap.auditing import variable_of
 from devicemap.devices import kind_of
 from devicemap.internals.functions import UNCHAINED, optimized_graph
 from devicemap.tracing import Traced
+
+_ANY_CPU = "/job:tower/device:CPU:0"
+"""What stands for the device of a tower while its function is optimised."""
 
 
 def can_be_optimized_once(traced: Traced, places: Sequence[str]) -> bool:
@@ -68,7 +72,7 @@ def optimize(traced: Traced) -> Runnable:
     tensors = concrete.inputs[: len(concrete.inputs) - len(captured)]
     names = [tensor.op.name for tensor in concrete.inputs]
     outputs = list(concrete.outputs[: len(traced.specs)])
-    graph_def = optimized_graph(traced.graph_def, [tensor.name for tensor in outputs])
+    graph_def = _optimized_for_cpus(traced.graph_def, [tensor.name for tensor in outputs])
     # A handle that fn uses without its variable stays a capture: its shape and device are not known here.
     variables = {name: variable_of(concrete, handle) for name, handle in zip(names[len(tensors) :], captured)}
     reads = _reads(graph_def, [name for name, variable in variables.items() if variable is not None])
@@ -98,6 +102,25 @@ def optimize(traced: Traced) -> Runnable:
     specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in of_passed]
     specs += [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
     return Runnable(optimized.get_concrete_function(*specs), passed, captures, True)
+
+
+def _optimized_for_cpus(graph_def: Any, outputs: Sequence[str]) -> Any:
+    """The optimised graph, for any CPU: ops are fused only where it is known that they will run on one."""
+    if any(node.device for node in _nodes(graph_def)):  # of fn's own choice; TensorFlow fuses across devices
+        return optimized_graph(graph_def, outputs)
+    placed = tf.compat.v1.GraphDef()
+    placed.CopyFrom(graph_def)
+    for node in _nodes(placed):
+        node.device = _ANY_CPU
+    optimized = optimized_graph(placed, outputs)
+    for node in _nodes(optimized):
+        node.device = ""
+    return optimized
+
+
+def _nodes(graph_def: Any) -> Iterator[Any]:
+    """All of a graph, those of its functions too."""
+    return itertools.chain(graph_def.node, *(function.node_def for function in graph_def.library.function))
 
 
 def _reads(graph_def: Any, names: Sequence[str]) -> dict[str, list[str]]:

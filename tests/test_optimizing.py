@@ -111,6 +111,28 @@ def test_constants_are_folded_once_and_not_per_tower() -> None:
     assert set(placements(graphs, "MatMul")) == {"CPU:1", "CPU:2", "CPU:3"}
 
 
+def test_ops_are_fused_as_in_one_function() -> None:
+    dense = tf.keras.layers.Dense(4, activation="relu")
+    dense.build([None, 3])
+    mapper = devicemap.DeviceMap(dense, devices=["CPU:1", "CPU:2"], batched=True)
+    graphs = partitions(mapper, X)
+    assert placements(graphs, "FusedMatMul") == {"CPU:1": 1, "CPU:2": 1}
+    assert not placements(graphs, "BiasAdd")
+    np.testing.assert_allclose(mapper(X), dense(X), rtol=1e-6)
+
+
+def test_a_device_that_fn_asks_for_stays() -> None:
+    def fn(batch: Any) -> Any:
+        with tf.device("/device:CPU:3"):
+            batch = tf.sin(batch)
+        return tf.cos(batch)
+
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"], batched=True)
+    graphs = partitions(mapper, X)
+    assert placements(graphs, "Sin") == {"CPU:3": 2}
+    assert placements(graphs, "Cos") == {"CPU:1": 1, "CPU:2": 1}
+
+
 def test_gradients_go_through_the_original() -> None:
     mapper = devicemap.DeviceMap(lambda row: tf.nn.relu(row * scale), devices=["CPU:1", "CPU:2"])
     mapper(X)
