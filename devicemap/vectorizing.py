@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from devicemap.auditing import Audit, audit
 from devicemap.errors import failure
-from devicemap.internals.functions import squeeze_named_axes
+from devicemap.internals.functions import gather_from_values, squeeze_named_axes
 from devicemap.options import Options
 
 
@@ -45,6 +45,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     found = audit(row_fn, row_fn.graph.as_graph_def())
     obstacle = "vectorize=False" if wanted is False else _obstacle(row_fn, found, specs, options)
     if obstacle is None:
+        gather_from_values(row_fn.graph)
         try:
             vectorized = _vectorized(row_fn, specs)
         except Exception as error:  # pfor raises ValueError, NotImplementedError, TypeError and more for what it lacks

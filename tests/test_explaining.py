@@ -366,7 +366,8 @@ def test_how_what_is_captured_is_shared() -> None:
 
     assert handling("loop", TOWERS) == [("weights", Handling.COPIED, 48)]
     assert handling("weighted", TOWERS) == [("weights", Handling.PASSED, 48)]
-    assert handling("gather", TOWERS) == [("embedding", Handling.COPIED, 1200)]
+    assert handling("gather", TOWERS) == [("embedding", Handling.PASSED, 1200)]
+    assert handling("gather", TOWERS, vectorize=False) == [("embedding", Handling.COPIED, 1200)]
     assert handling("loop", ["CPU:0"]) == [("weights", Handling.IN_PLACE, 48)]
     assert handling("weighted", TOWERS, batch_size=2) == [("weights", Handling.PASSED, 48)]
     assert handling("loop", TOWERS, batch_size=2) == [("weights", Handling.COPIED, 48)]

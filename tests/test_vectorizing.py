@@ -129,6 +129,46 @@ def test_vectorised_ops_give_what_they_give_for_a_row(data: Any, fn: Callable[..
         np.testing.assert_allclose(got, wanted[:rows], rtol=1e-3, atol=1e-4)
 
 
+TABLE = tf.Variable(_random.normal(size=[8, 3]), dtype=tf.float32)
+_looked_up = tf.function(lambda i: tf.nn.embedding_lookup(TABLE, i) * 2.0)
+
+
+def _walk(i: Any) -> Any:
+    total = tf.zeros([3])
+    for step in tf.range(3):
+        total += tf.gather(TABLE, i + step)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("fn", "vectorized"),
+    [
+        (lambda i: tf.gather(TABLE, i), True),
+        (lambda i: tf.reduce_sum(tf.gather(TABLE, [[i, i + 1], [0, i]])) * tf.gather(TABLE, 0), True),
+        (lambda i: _looked_up(i), True),
+        (_walk, True),
+        (lambda i: tf.linalg.det(tf.gather(TABLE, [i, i + 1, 0])), False),
+    ],
+)
+def test_rows_of_a_variable_are_looked_up_at_once(
+    devices: list[str], fn: Callable[[Any], Any], vectorized: bool
+) -> None:
+    rows = tf.constant([1, 5, 2, 2, 4])
+
+    def gradient(mapped: Any) -> Any:
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(mapped(rows) ** 2)
+        return tf.convert_to_tensor(tape.gradient(total, TABLE))
+
+    def serial(x: Any) -> Any:
+        return tf.map_fn(fn, x, fn_output_signature=tf.float32)
+
+    mapper = devicemap.DeviceMap(fn, devices=devices)
+    assert mapper.explain(rows).vectorized is vectorized
+    np.testing.assert_allclose(mapper(rows), serial(rows), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradient(mapper), gradient(tf.function(serial)), rtol=1e-3, atol=1e-4)
+
+
 def test_axes_that_only_the_running_graph_knows() -> None:
     spec = tf.TensorSpec([None, None], tf.float32)
     mapper = devicemap.DeviceMap(lambda row: tf.reduce_sum(tf.squeeze(row) * 2.0), devices=["CPU:1"])

@@ -68,10 +68,33 @@ def squeeze_named_axes(graph: Any) -> bool:
         if axes:
             op._set_attr("squeeze_dims", attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(i=axes)))
             continue
-        for consumer in op.outputs[0].consumers():  # it drops nothing, and has no way to say so
-            for i in [i for i, used in enumerate(consumer.inputs) if used is op.outputs[0]]:
-                consumer._update_input(i, tensor)
+        _replace(op.outputs[0], tensor)  # it drops nothing, and has no way to say so
     return True
+
+
+def gather_from_values(graph: Any) -> None:
+    """Let a function's graph, and those that it calls, look up rows in the value of a variable, and not through its handle.
+
+    `tf.gather` of a variable is an op of its own, which has no vectorised form.
+    """
+    for each in (graph, *(inner for inner, _ in functions_within(graph).values())):
+        for op in [op for op in each.get_operations() if op.type == "ResourceGather"]:
+            with each.as_default(), tf.control_dependencies(op.control_inputs):
+                value = tf.raw_ops.ReadVariableOp(resource=op.inputs[0], dtype=op.outputs[0].dtype)
+                gathered = tf.gather(value, op.inputs[1], batch_dims=op.get_attr("batch_dims"))
+            _replace(op.outputs[0], gathered)
+            each.control_outputs = [gathered.op if other is op else other for other in each.control_outputs]
+            for waiting in [other for other in each.get_operations() if op in other.control_inputs]:
+                before = [gathered.op if other is op else other for other in waiting.control_inputs]
+                waiting._remove_all_control_inputs()
+                waiting._add_control_inputs(before)
+
+
+def _replace(tensor: Any, by: Any) -> None:
+    """Give another tensor to all ops that take this one."""
+    for consumer in tensor.consumers():
+        for i in [i for i, used in enumerate(consumer.inputs) if used is tensor]:
+            consumer._update_input(i, by)
 
 
 def optimized_graph(graph_def: Any, outputs: Iterable[str]) -> Any:
