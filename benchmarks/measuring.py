@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tensorflow as tf
@@ -20,6 +20,15 @@ from benchmarks.records import OURS
 from benchmarks.traffic import Meter
 
 Way = Callable[[], Any]
+
+
+@runtime_checkable
+class Prepared(Protocol):
+    """A way that gets ready for each turn before the clock is started."""
+
+    def prepare(self) -> None:
+        """Get ready, if that is still to be done."""
+
 
 _LONG_SECONDS = 0.5
 """A way whose checked call took longer is warm: what a first call costs is little of it, or has been paid."""
@@ -52,7 +61,7 @@ def compare(
 
     Args:
         benchmark: pytest-benchmark's fixture.
-        ways: by name; every one has to give the `answer`.
+        ways: by name; every one has to give the `answer`. What is `Prepared` is not warmed up.
         topic: the table that the case belongs to.
         case: the row of that table.
         rounds: how often each way takes its turn.
@@ -71,6 +80,7 @@ def compare(
     subject = subject or next(name for name in ways if name.startswith(OURS))
     first_seconds = {}
     for name, way in ways.items():
+        _prepare(way)
         start = time.perf_counter()
         got = as_arrays(way())
         first_seconds[name] = time.perf_counter() - start
@@ -79,7 +89,7 @@ def compare(
     if meter is not None:
         facts["traffic"] = {name: asdict(meter.measure(way)) for name, way in ways.items()}
     for name, way in ways.items():
-        if first_seconds[name] < _LONG_SECONDS or name == subject:
+        if not isinstance(way, Prepared) and (first_seconds[name] < _LONG_SECONDS or name == subject):
             _seconds_of(way, calls)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     order = random.Random(0)
@@ -88,6 +98,7 @@ def compare(
         for name, way in order.sample(list(ways.items()), len(ways)):
             if name != subject and sum(seconds[name]) * calls < patience_seconds:
                 seconds[name].append(_seconds_of(way, calls))
+        _prepare(ways[subject])
 
     def turn() -> None:
         result = None
@@ -113,7 +124,13 @@ def as_arrays(result: Any) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in tf.nest.flatten(result)]
 
 
+def _prepare(way: Way) -> None:
+    if isinstance(way, Prepared):
+        way.prepare()
+
+
 def _seconds_of(way: Way, calls: int) -> float:
+    _prepare(way)
     start = time.perf_counter()
     result = None
     for _ in range(calls):

@@ -27,6 +27,7 @@ SHARE_TEXT = (
 
 TIME_TEXT = f"{SPREAD}; the number of times the best peer takes, in brackets: below 1, devicemap is faster."
 
+FIRST_TEXT = "Each turn is a program of its own, with TensorFlow and the data loaded, or makes a further map in one."
 SENT_TEXT = (
     "What is sent between devices is counted while a call runs, in loops for each step. Between CPU devices it is handed over "
     "without a copy: there, bytes cost no time, and only waiting for them does."
@@ -47,7 +48,10 @@ TOPICS = {
     "memory": ("Memory of a stream", TIME_TEXT),
     "call_cost": ("Cost of a call on a few rows", TIME_TEXT),
     "reporting": ("Cost of a report", TIME_TEXT),
-    "first_result": ("Time to the first result", TIME_TEXT + " Each turn makes its map anew."),
+    "first_result": (
+        "Time to the first result",
+        TIME_TEXT + " Each turn is a program of its own, timed from when it is ready, or makes a further map in one.",
+    ),
     "gathering": ("Gathering", TIME_TEXT + " " + SENT_TEXT),
     "captured": ("Captured variables", TIME_TEXT + " " + CAPTURED_TEXT + " " + SENT_TEXT),
     "real_functions": ("Real functions", TIME_TEXT + " All rows in one call."),
