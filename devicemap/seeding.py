@@ -23,7 +23,10 @@ from devicemap.internals.functions import last_set_seed, retracing
 _UNSEEDED = 87654321  # what TensorFlow itself mixes with the seed of an op where no global seed is set
 
 _lock = threading.Lock()
-_taken: tuple[Any, Iterator[int]] = (None, itertools.count())
+_numbers: tuple[Any, Iterator[int]] = (None, itertools.count())
+
+Stream = tuple[int, int]
+"""The number of a function, and that of a trace of it: one stream of numbers."""
 
 
 class Drawing(Protocol):
@@ -40,12 +43,15 @@ DrawingT = TypeVar("DrawingT", bound=Drawing)
 class Streams(Generic[DrawingT]):
     """The traces of one function with seeded random ops: one for each place, in each way of calling it."""
 
-    def __init__(self, trace: Callable[[int], DrawingT], places: int):
-        """`trace(n)` traces the function with number stream `n`."""
+    def __init__(self, trace: Callable[[Stream], DrawingT], places: int):
+        """`trace(stream)` traces the function with a number stream."""
         self._trace = trace
         self._places = places
         self._traces: dict[Hashable, list[DrawingT]] = {}
-        self._since: Any = None
+        self._number: int | None = None
+        self._taken = (
+            itertools.count()
+        )  # for good: after `tf.random.set_seed`, what was traced before begins again, too
         self._drawn: list[frozenset[tuple[int, int]]] = []
 
     def traces(self, way: Hashable) -> list[DrawingT]:
@@ -55,9 +61,9 @@ class Streams(Generic[DrawingT]):
             FunctionError: `fn` keeps its seeds in every trace.
         """
         if way not in self._traces:
-            if self._since is not last_set_seed():  # from there on, numbers are to be the same again
-                self._since, self._drawn = last_set_seed(), []
-            made = [self._trace(_next_stream()) for _ in range(self._places)]
+            if self._number is None:
+                self._number = _next_number()
+            made = [self._trace((self._number, next(self._taken))) for _ in range(self._places)]
             self._drawn += [traced.audit.seeds for traced in made]
             if any(a & b for a, b in itertools.combinations(self._drawn, 2)):
                 # What was traced before, by itself or for a SavedModel, is not traced again and keeps its seeds.
@@ -76,7 +82,7 @@ class Streams(Generic[DrawingT]):
 
 
 @contextlib.contextmanager
-def drawing_from(stream: int | None) -> Iterator[None]:
+def drawing_from(stream: Stream | None) -> Iterator[None]:
     """Give the random ops that are traced inside a number stream of their own; with `None`, leave their seeds as they are.
 
     The seed of the graph being traced is mixed with `stream`; op seeds stay.
@@ -85,7 +91,7 @@ def drawing_from(stream: int | None) -> Iterator[None]:
         yield
         return
     graph = tf.compat.v1.get_default_graph()
-    mixed = np.random.SeedSequence([_UNSEEDED if graph.seed is None else graph.seed & (2**63 - 1), stream])
+    mixed = np.random.SeedSequence([_UNSEEDED if graph.seed is None else graph.seed & (2**63 - 1), *stream])
     graph.seed = int(mixed.generate_state(1, np.uint32)[0] >> 1)
     with retracing():  # the tf.functions that fn calls hold seeds too
         yield
@@ -98,11 +104,11 @@ def row_seeds(seed: int, first_row: int, rows: Any) -> Any:
     return tf.bitcast(tf.cast(seeds % 2**32, tf.uint32), tf.int32)
 
 
-def _next_stream() -> int:
-    """The number of a stream that no other map of the process has, either; from 0 again after `tf.random.set_seed`."""
-    global _taken
+def _next_number() -> int:
+    """A number for a function that no other one has; from 0 again after `tf.random.set_seed`."""
+    global _numbers
     with _lock:
         now = last_set_seed()
-        if _taken[0] is not now:
-            _taken = now, itertools.count()
-        return next(_taken[1])
+        if _numbers[0] is not now:
+            _numbers = now, itertools.count()
+        return next(_numbers[1])

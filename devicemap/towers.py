@@ -20,7 +20,7 @@ from devicemap.mirroring import Mirrors
 from devicemap.optimizing import Runnable, as_traced, can_be_optimized_once, optimize
 from devicemap.rows import HOST
 from devicemap.scheduling import Pace
-from devicemap.seeding import Streams
+from devicemap.seeding import Stream, Streams
 from devicemap.sharding import shard_rows
 from devicemap.tracing import Traced
 from devicemap.types import Shard
@@ -36,9 +36,14 @@ class Towers:
     """
 
     def __init__(
-        self, places: Sequence[str], output_device: str, trace: Callable[[int | None], Traced], name: str, clocked: bool
+        self,
+        places: Sequence[str],
+        output_device: str,
+        trace: Callable[[Stream | None], Traced],
+        name: str,
+        clocked: bool,
     ):
-        """`trace(None)` traces the function; `trace(n)` traces it again with random number stream `n`.
+        """`trace(None)` traces the function; `trace(stream)` traces it again with that number stream.
 
         `clocked`: whether graphs tell when each shard was done, where the output device has a clock.
         """
@@ -131,7 +136,7 @@ class Towers:
             traces, self._traces = self._traces, 0
             return traces
 
-    def _trace_again(self, stream: int | None) -> Traced:
+    def _trace_again(self, stream: Stream | None) -> Traced:
         self._traces += 1
         return self._trace(stream)
 

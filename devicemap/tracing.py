@@ -18,7 +18,7 @@ from devicemap.errors import FunctionError, failure, function_error
 from devicemap.internals.gradients import complete_handle_data, differentiate_freely
 from devicemap.options import Options
 from devicemap.rows import empty_rows, map_nest, row_spec, spec_of
-from devicemap.seeding import drawing_from
+from devicemap.seeding import Stream, drawing_from
 from devicemap.vectorizing import RowLoop, loops_over_rows
 
 _POWERS_OF_TWO = 2 ** np.arange(31, dtype=np.int32)
@@ -63,15 +63,15 @@ class Traced:
         return [empty_rows(spec) for spec in self.specs]
 
 
-def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: int | None = None) -> Traced:
+def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: Stream | None = None) -> Traced:
     """Trace `fn` for data of these specs.
 
     Args:
         fn: the user's function, of one row or of a batch.
         specs: nest of `tf.TypeSpec`s of the data, of shapes `[None, ...]`.
         options: of which `batched`, `vectorize`, `seed`, `fn_output_signature` and `jit_compile` matter here.
-        stream: for a function with seeded random ops, the number of the stream it draws from: another number, other
-            draws. `None` leaves its seeds as they are.
+        stream: for a function with seeded random ops, the stream it draws from: another one, other draws. `None` leaves its
+            seeds as they are.
 
     Raises:
         FunctionError: `fn` cannot be traced, or returns something that is not rows. It is an instance of the original
@@ -126,7 +126,7 @@ def _traced(loop: RowLoop, specs: list[Any], structure: Any) -> Traced:
     return Traced(concrete, graph_def, structure, tuple(outputs), loop.vectorized, loop.reason, found)
 
 
-def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: list[Any], stream: int | None) -> Any:
+def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: list[Any], stream: Stream | None) -> Any:
     """`fn` as a `tf.function` of leaves that returns a list of leaves; appends the nest of its results to `structures`.
 
     An inner `tf.function` gives it autograph and variables on first call, as TensorFlow defines them.

@@ -140,6 +140,11 @@ def test_the_same_seed_once_more_gives_the_same_numbers_in_any_way_of_calling() 
         draws.append(call(rows).numpy())
         assert len({*draws[-1].flatten()}) == 60
     np.testing.assert_array_equal(draws[0], draws[1])
+    chunks = mapper(tf.data.Dataset.from_tensor_slices(ones).batch(5).unbatch())
+    later = [draws[-1], chunks, mapper(ones), taped(followed)]  # all since the last time
+    numbers = np.concatenate([np.asarray(each).flatten() for each in later])
+    assert len({*numbers}) == len(numbers) == 4 * 60
+    np.testing.assert_array_equal(later[2], draws[0])
 
 
 def test_random_ops_with_seeds_that_cannot_change_are_refused_where_they_would_repeat() -> None:
