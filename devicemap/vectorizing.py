@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from devicemap.auditing import Audit, audit
 from devicemap.errors import failure
-from devicemap.internals.functions import gather_from_values, squeeze_named_axes
+from devicemap.internals.mending import mend
 from devicemap.options import Options
 
 
@@ -45,7 +45,6 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     found = audit(row_fn, row_fn.graph.as_graph_def())
     obstacle = "vectorize=False" if wanted is False else _obstacle(row_fn, found, specs, options)
     if obstacle is None:
-        gather_from_values(row_fn.graph)
         try:
             vectorized = _vectorized(row_fn, specs)
         except Exception as error:  # pfor raises ValueError, NotImplementedError, TypeError and more for what it lacks
@@ -101,9 +100,7 @@ def _obstacle(row_fn: Any, found: Audit, specs: list[Any], options: Options) -> 
         return "fn writes a variable or another resource, once per row"
     if found.growing_lists:  # pfor does not let them grow
         return "fn holds a TensorArray of dynamic size"
-    if not squeeze_named_axes(row_fn.graph):
-        return "fn squeezes a tensor whose shape is not known before it runs"
-    return None
+    return mend(row_fn.graph)
 
 
 def _signature(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> list[Any]:

@@ -62,6 +62,9 @@ OF_VECTORS: list[Callable[[Any], Any]] = [
     lambda r: tf.stack([r, VECTOR], 1),
     lambda r: tf.repeat(r, 2),
     lambda r: tf.roll(r, 1, 0),
+    lambda r: tf.roll(r, 1, -1),
+    lambda r: tf.pad(r, [[1, 2]]),
+    lambda r: tf.clip_by_value(r, -0.5, r[0] ** 2),
     lambda r: tf.gather(r, [2, 0]),
     lambda r: tf.boolean_mask(r, [True, False, True]),
     lambda r: tf.nn.log_softmax(r),
@@ -90,6 +93,8 @@ OF_OTHERS: list[tuple[str, Callable[..., Any]]] = [
     ("flat matrix", lambda r: tf.squeeze(r, -2)),
     ("matrix", lambda r: tf.squeeze(r) @ MATRIX),
     ("matrix", lambda r: tf.norm(r)),
+    ("matrix", lambda r: tf.roll(r, [1, 2], [0, -1])),
+    ("matrix", lambda r: tf.roll(r, [1, 2], [-1, -2])),
     ("matrix", lambda r: tf.vectorized_map(lambda a: tf.norm(a) * a, r)),
     ("matrix", lambda r: MATRIX @ r),
     ("matrix", lambda r: tf.matmul(r, MATRIX, transpose_a=True)),
@@ -127,6 +132,25 @@ def test_vectorised_ops_give_what_they_give_for_a_row(data: Any, fn: Callable[..
         got = mapper(data[:rows]).numpy()
         assert got.shape == wanted[:rows].shape
         np.testing.assert_allclose(got, wanted[:rows], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (lambda r: tf.pad(r, [[1, 1]], constant_values=3.0), "pads with another value than 0"),
+        (
+            lambda r: tf.raw_ops.ClipByValue(t=r, clip_value_min=-(VECTOR**2), clip_value_max=VECTOR**2),
+            "clips by limits",
+        ),
+    ],
+)
+def test_what_vectorising_would_change_is_mapped(fn: Callable[[Any], Any], reason: str) -> None:
+    data = DATA["vector"]
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"])
+    assert reason in mapper.explain(data).reason
+    np.testing.assert_allclose(mapper(data), tf.map_fn(fn, data))
+    with pytest.raises(devicemap.errors.FunctionError, match=reason):
+        devicemap.parallel_map(fn, data, vectorize=True)
 
 
 TABLE = tf.Variable(_random.normal(size=[8, 3]), dtype=tf.float32)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2
 from tensorflow.core.protobuf import meta_graph_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.framework import kernels
@@ -48,53 +47,6 @@ def functions_within(graph: Any) -> dict[str, tuple[Any, bool]]:
         for name, function in graph._functions.items()
         if function.graph is not None
     }
-
-
-def squeeze_named_axes(graph: Any) -> bool:
-    """Let a function's graph, and those that it calls, say which axes of length 1 they drop; whether all could.
-
-    `tf.squeeze` without an axis drops all, and vectorised, of one row, the row axis too: `tf.vectorized_map` adds that as if
-    it were one of many.
-    """
-    graphs = (graph, *(inner for inner, _ in functions_within(graph).values()))
-    squeezes = [op for each in graphs for op in each.get_operations() if op.type == "Squeeze"]
-    for op in squeezes:
-        if op.get_attr("squeeze_dims"):
-            continue
-        tensor = op.inputs[0]
-        if not tensor.shape.is_fully_defined():
-            return False
-        axes = [axis for axis, length in enumerate(tensor.shape) if length == 1]
-        if axes:
-            op._set_attr("squeeze_dims", attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(i=axes)))
-            continue
-        _replace(op.outputs[0], tensor)  # it drops nothing, and has no way to say so
-    return True
-
-
-def gather_from_values(graph: Any) -> None:
-    """Let a function's graph, and those that it calls, look up rows in the value of a variable, and not through its handle.
-
-    `tf.gather` of a variable is an op of its own, which has no vectorised form.
-    """
-    for each in (graph, *(inner for inner, _ in functions_within(graph).values())):
-        for op in [op for op in each.get_operations() if op.type == "ResourceGather"]:
-            with each.as_default(), tf.control_dependencies(op.control_inputs):
-                value = tf.raw_ops.ReadVariableOp(resource=op.inputs[0], dtype=op.outputs[0].dtype)
-                gathered = tf.gather(value, op.inputs[1], batch_dims=op.get_attr("batch_dims"))
-            _replace(op.outputs[0], gathered)
-            each.control_outputs = [gathered.op if other is op else other for other in each.control_outputs]
-            for waiting in [other for other in each.get_operations() if op in other.control_inputs]:
-                before = [gathered.op if other is op else other for other in waiting.control_inputs]
-                waiting._remove_all_control_inputs()
-                waiting._add_control_inputs(before)
-
-
-def _replace(tensor: Any, by: Any) -> None:
-    """Give another tensor to all ops that take this one."""
-    for consumer in tensor.consumers():
-        for i in [i for i, used in enumerate(consumer.inputs) if used is tensor]:
-            consumer._update_input(i, by)
 
 
 def optimized_graph(graph_def: Any, outputs: Iterable[str]) -> Any:
