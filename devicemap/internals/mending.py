@@ -66,6 +66,20 @@ def _clip(graph: Any, op: Any) -> str | None:
     return None
 
 
+def _multiply(graph: Any, op: Any) -> str | None:
+    """A batch of one matrix by one that all rows share: oneDNN writes where it should not for a batch of such batches."""
+    one = any((tensor.shape.rank or 3) > 2 and tensor.shape[:1] in ([1], [None]) for tensor in op.inputs)
+    left, right = op.inputs[0], op.inputs[-1]
+    same = left.shape.rank == right.shape.rank and right.op.type not in ("Const", "ReadVariableOp", "Placeholder")
+    if one and (op.type == "Einsum" or not same):
+        return "fn multiplies a batch of one matrix by one that all rows share, which vectorising gets wrong on CPUs"
+    return None
+
+
+def _refuse(what: str) -> Callable[[Any, Any], str]:
+    return lambda graph, op: f"fn {what}, which vectorising gets wrong"
+
+
 def _gather(graph: Any, op: Any) -> None:
     """Look up rows in the value of a variable: through its handle, that is an op of its own without a vectorised form."""
     with graph.as_default(), tf.control_dependencies(op.control_inputs):
@@ -84,6 +98,11 @@ _MENDS: dict[str, Callable[[Any, Any], str | None]] = {
     "Roll": _roll,
     "PadV2": _pad,
     "ClipByValue": _clip,
+    "BatchMatMulV2": _multiply,
+    "BatchMatMulV3": _multiply,
+    "Einsum": _multiply,
+    "StringFormat": _refuse("formats strings"),
+    "DecodeCSV": _refuse("decodes CSV"),
     "ResourceGather": _gather,
 }
 
