@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from devicemap.auditing import Audit, audit
 from devicemap.errors import failure
+from devicemap.internals.functions import functions_within
 from devicemap.internals.mending import mend
 from devicemap.options import Options
 
@@ -44,16 +45,17 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     wanted = options.vectorize
     found = audit(row_fn, row_fn.graph.as_graph_def())
     obstacle = "vectorize=False" if wanted is False else _obstacle(row_fn, found, specs, options)
+    cause = None
     if obstacle is None:
         try:
             vectorized = _vectorized(row_fn, specs)
+            if options.jit_compile and _parts_rows(vectorized):
+                obstacle = "fn has a branch or a loop whose condition differs between rows, and jit_compile=True"
         except Exception as error:  # pfor raises ValueError, NotImplementedError, TypeError and more for what it lacks
-            obstacle = _why(error)
-            if wanted is True:
-                raise failure(f"vectorize=True: {obstacle}. Use vectorize='auto' or False") from error
-    elif wanted is True:
-        raise failure(f"vectorize=True: {obstacle}. Use vectorize='auto' or False to map row by row")
+            obstacle, cause = _why(error), error
     if obstacle is not None:
+        if wanted is True:
+            raise failure(f"vectorize=True: {obstacle}. Use vectorize='auto' or False to map row by row") from cause
         return [RowLoop(_mapped(row_fn, specs, options, structure), False, obstacle)]
     reason = "every op of fn has a vectorised form"
     if not found.custom_gradients:
@@ -74,6 +76,15 @@ def _vectorized(row_fn: Any, specs: list[Any]) -> Any:
 
     with _without_conversion_log():
         return vectorized.get_concrete_function(*specs)
+
+
+def _parts_rows(vectorized: Any) -> bool:
+    """Whether rows go different ways in it: sizes that XLA does not know then."""
+    return any(
+        op.type == "DynamicPartition"
+        for graph in (vectorized.graph, *(inner for inner, _ in functions_within(vectorized.graph).values()))
+        for op in graph.get_operations()
+    )
 
 
 def _mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> Any:
@@ -158,5 +169,8 @@ def _why(error: Exception) -> str:
     text = str(error)
     if match := re.search(r"No pfor vectorization defined for (\w+)", text):
         return f"{match[1]} has no vectorised form"
-    lines = [line.strip() for line in text.splitlines() if line.strip() and "user code" not in line]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"\w+(Error|Exception): ", line)]
+    if "in user code:" in lines and named:  # as autograph tells of an error, below where it came from
+        return named[-1].partition(": ")[2]
     return lines[0] if lines else type(error).__name__

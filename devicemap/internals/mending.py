@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
+from devicemap.internals.converting import CONVERTERS
 from devicemap.internals.functions import functions_within
 
 
@@ -22,6 +23,8 @@ def mend(graph: Any) -> str | None:
     """
     for each in (graph, *(inner for inner, _ in functions_within(graph).values())):
         for op in each.get_operations():
+            if op.type in CONVERTERS:
+                op.pfor_converter = CONVERTERS[op.type]
             if op.type in _MENDS and (obstacle := _MENDS[op.type](each, op)) is not None:
                 return obstacle
     return None
@@ -50,6 +53,27 @@ def _roll(graph: Any, op: Any) -> str | None:
     if (axes < 0).any():
         with graph.as_default():
             op._update_input(2, tf.constant(axes % rank, op.inputs[2].dtype))
+    return None
+
+
+def _transpose(graph: Any, op: Any) -> None:
+    """The same."""
+    axes = tf.get_static_value(op.inputs[1])
+    if axes is not None and (axes < 0).any():
+        with graph.as_default():
+            op._update_input(1, tf.constant(axes % len(axes), op.inputs[1].dtype))
+
+
+def _look_up(graph: Any, op: Any) -> str | None:
+    if op.node_def.attr["bad_indices_policy"].s not in (b"", b"DEFAULT"):
+        return "fn sets bad_indices_policy, which vectorising would drop"
+    return None
+
+
+def _concatenate(graph: Any, op: Any) -> str | None:
+    shape = tf.get_static_value(op.inputs[1])
+    if shape is None or (shape < 0).any():
+        return "fn joins the tensors of a TensorArray, which may differ in length"
     return None
 
 
@@ -96,6 +120,9 @@ def _gather(graph: Any, op: Any) -> None:
 _MENDS: dict[str, Callable[[Any, Any], str | None]] = {
     "Squeeze": _squeeze,
     "Roll": _roll,
+    "Transpose": _transpose,
+    "GatherNd": _look_up,
+    "TensorListConcatV2": _concatenate,
     "PadV2": _pad,
     "ClipByValue": _clip,
     "BatchMatMulV2": _multiply,
