@@ -27,12 +27,6 @@ ATOMIC = frozenset(
 """Updates that lock the resource and give the same end in any order. `ResourceScatterAdd` is not one: for numbers it
 takes the shared lock only, and two of them on one row lose updates."""
 
-RANDOM = frozenset(
-    "RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal ParameterizedTruncatedNormal "
-    "RandomGamma RandomPoisson RandomPoissonV2 RandomShuffle Multinomial".split()
-)
-"""Random ops that keep their own number stream, set by the attributes `seed` and `seed2`."""
-
 EFFECTS = frozenset("Print PrintV2 PyFunc EagerPyFunc".split())
 """Ops that act outside of the graph (`PyFuncStateless` says that it does not)."""
 
@@ -113,7 +107,7 @@ def audit(concrete: Any, graph_def: Any) -> Audit:
     every_op = {*walk.types}
     return Audit(
         tuple(treatments),
-        tuple(sorted(every_op & RANDOM)),
+        tuple(sorted(walk.random)),
         frozenset(walk.seeds),
         tuple(sorted(every_op & EFFECTS)),
         walk.custom_gradients,
@@ -148,6 +142,7 @@ class _Walk:
     library: dict[str, Any]
     uses: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     types: set[str] = field(default_factory=set)
+    random: set[str] = field(default_factory=set)
     seeds: set[tuple[int, int]] = field(default_factory=set)
     custom_gradients: bool = False
     growing_lists: bool = False
@@ -162,7 +157,8 @@ class _Walk:
             self.colocated |= any(group.decode().removeprefix("loc:@") not in inside for group in _groups(node))
             self.custom_gradients |= node.op == "IdentityN" and "_gradient_op_type" in node.attr
             self.growing_lists |= node.op == "TensorListSetItem" and node.attr["resize_if_index_out_of_bounds"].b
-            if node.op in RANDOM:
+            if "seed" in node.attr and "seed2" in node.attr:  # it keeps a number stream of its own, which these set
+                self.random.add(node.op)
                 self.seeds |= {(node.attr["seed"].i, node.attr["seed2"].i)} - {(0, 0)}
             inputs = [names.get(_tensor(name)) for name in node.input if not name.startswith("^")]
             if node.op in _ALIASES:

@@ -11,6 +11,12 @@ from devicemap.errors import failure
 from devicemap.rows import count_rows
 from devicemap.types import Shard
 
+UNEVEN_ROWS = (
+    "Return a tf.RaggedTensor, give fn_output_signature=tf.RaggedTensorSpec(...), or pad to a fixed shape; if the data is a "
+    "dataset of batches, set batched=True"
+)
+"""What to do where a dense tensor cannot hold all results."""
+
 
 def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any]:
     """Join the results of neighbouring shards, inside a graph.
@@ -29,8 +35,7 @@ def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any
         lengths, rows = gather([part.row_lengths() for part in parts])
         return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False), rows
     if isinstance(first, tf.SparseTensor):
-        rows = tf.stack([part.dense_shape[0] for part in parts])
-        return tf.sparse.concat(0, list(parts), expand_nonconcat_dims=True), rows
+        return _gather_sparse(parts, differentiable)
     shape = first.shape
     for part in parts[1:]:
         shape = _common(shape, part.shape)
@@ -52,6 +57,18 @@ def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any
     )
     joined.tensor.set_shape(shape)
     return joined.tensor, joined.lengths
+
+
+def _gather_sparse(parts: Sequence[Any], differentiable: bool) -> tuple[Any, Any]:
+    """As `tf.sparse.concat`, which has no gradient."""
+    shapes = tf.stack([part.dense_shape for part in parts])
+    rows = shapes[:, 0]
+    starts = tf.unstack(tf.cumsum(rows, exclusive=True), len(parts))
+    columns = tf.one_hot(0, tf.shape(shapes)[1], dtype=tf.int64)
+    indices, _ = gather([part.indices + start * columns for part, start in zip(parts, starts)])
+    values, _ = gather([part.values for part in parts], differentiable)
+    shape = tf.concat([[tf.reduce_sum(rows)], tf.reduce_max(shapes, 0)[1:]], 0)
+    return tf.SparseTensor(indices, values, shape), rows
 
 
 def join(parts: Sequence[Any]) -> Any:
@@ -110,11 +127,6 @@ def with_row_counts_checked(results: Sequence[Any], returned: Sequence[Any], siz
 def with_static_rows(leaf: Any, rows: int | None) -> Any:
     """Tell TensorFlow the number of rows, where it is known while tracing."""
     if isinstance(leaf, tf.Tensor) and leaf.shape.rank is not None:
-        if rows is not None and leaf.shape[0] not in (None, rows):
-            raise failure(
-                f"fn returned {leaf.shape[0]} row(s) for the {rows} row(s) it was given; with batched=True it must return "
-                "one row per input row, in order. Set batched=False for a fn of one row"
-            )
         leaf.set_shape(tf.TensorShape([rows]).concatenate(leaf.shape[1:]))
     return leaf
 
@@ -125,8 +137,7 @@ def check_inner_shapes(parts: Sequence[Any]) -> None:
     if len(shapes) > 1:
         raise failure(
             f"fn returned dense results of different inner shapes for different shards: {', '.join(shapes)}; a dense "
-            "tensor cannot hold both. Return a tf.RaggedTensor, give fn_output_signature=tf.RaggedTensorSpec(...), or pad to "
-            "a fixed shape; if the data is a dataset of batches, set batched=True"
+            f"tensor cannot hold both. {UNEVEN_ROWS}"
         )
 
 

@@ -6,6 +6,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import tensorflow as tf
@@ -143,6 +144,10 @@ class DeviceMap:
         )  # fmt: skip
         self._program = Program(fn, options)
         self._calls = Calls(self._program)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled as what it was made of, which is traced again."""
+        return partial(DeviceMap, **vars(self._program.options)), (self._program.fn,)
 
     def __call__(self, data: Any) -> Any:
         """Map over all of `data`; see `parallel_map` for what it may be and what comes back."""

@@ -19,6 +19,9 @@ from devicemap.devices import kind_of
 from devicemap.internals.functions import UNCHAINED, optimized_graph
 from devicemap.tracing import Traced
 
+_KEPT = {"_XlaMustCompile", "_noinline", "api_implements"}
+"""The attributes of functions that TensorFlow does not inline."""
+
 _ANY_CPU = "/job:tower/device:CPU:0"
 """What stands for the device of a tower while its function is optimised."""
 
@@ -27,8 +30,8 @@ def can_be_optimized_once(traced: Traced, places: Sequence[str]) -> bool:
     """Whether one optimised function serves all places, for calls without gradients.
 
     It needs several places, and all of kind CPU: for a GPU, the optimiser wants to know the device. Functions that act
-    outside of the graph or write state are left alone; so are those with their own compiler, or with results that are
-    not plain tensors.
+    outside of the graph or write state are left alone; so are those with results that are not plain tensors, and those that
+    call what is compiled or kept as a function of its own: the optimiser loses sight of it in loops.
     """
     leaves = [*tf.nest.flatten(traced.concrete.structured_input_signature), *traced.specs]
     return (
@@ -36,7 +39,7 @@ def can_be_optimized_once(traced: Traced, places: Sequence[str]) -> bool:
         and all(kind_of(place) == "CPU" for place in places)
         and not (traced.audit.effects or traced.audit.writes or traced.audit.seeded)
         and all(isinstance(leaf, tf.TensorSpec) for leaf in leaves)
-        and not any("_XlaMustCompile" in function.attr for function in traced.graph_def.library.function)
+        and not any(_KEPT & {*function.attr} for function in traced.graph_def.library.function)
     )
 
 

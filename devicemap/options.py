@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any
 
+import tensorflow as tf
+
 from devicemap.errors import OptionError, UnknownOptionError
 
 
@@ -50,19 +52,27 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
         value = getattr(checked, name)
         if not isinstance(value, bool):
             raise OptionError(f"{name}={value!r}; expected True or False")
-    if checked.vectorize != "auto" and not isinstance(checked.vectorize, bool):
+    if not isinstance(checked.vectorize, bool) and not _is_auto(checked.vectorize):
         raise OptionError(f"vectorize={checked.vectorize!r}; expected True, False or 'auto'")
-    if checked.batched and checked.vectorize != "auto":
+    if checked.batched and isinstance(checked.vectorize, bool):
         raise OptionError(
             f"vectorize={checked.vectorize!r} with batched=True: fn takes whole batches, there is nothing to vectorise; "
             "leave vectorize out, or set batched=False for a fn of one sample"
         )
     if checked.batched and checked.fn_output_signature is not None:
         raise OptionError("fn_output_signature with batched=True: it is for a fn of one sample; leave it out")
-    if checked.batch_size not in (None, "auto") and not _is_int(checked.batch_size, 1):
+    if not (checked.batch_size is None or _is_auto(checked.batch_size) or _is_int(checked.batch_size, 1)):
         raise OptionError(
             f"batch_size={checked.batch_size!r}; expected None, 'auto' or an int of at least 1, in rows per device call"
         )
+    for leaf in tf.nest.flatten(checked.fn_output_signature):
+        if leaf is not None and not isinstance(leaf, tf.TypeSpec):
+            try:
+                tf.as_dtype(leaf)
+            except TypeError as error:
+                raise OptionError(
+                    f"fn_output_signature={checked.fn_output_signature!r}; expected a nest of dtypes and tf.TypeSpecs"
+                ) from error
     if not _is_int(checked.prefetch, 1):
         raise OptionError(
             f"prefetch={checked.prefetch!r}; expected an int of at least 1: how many chunks are under way on a device"
@@ -79,6 +89,10 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
         raise OptionError(f"name={checked.name!r}; expected None or a non-empty string")
     size = checked.batch_size
     return replace(checked, batch_size=int(size)) if isinstance(size, Integral) else checked
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
 
 
 def _is_int(value: Any, least: int) -> bool:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from devicemap.devices import choose_devices, choose_output_device, places_on
 from devicemap.errors import DeviceMapError, FunctionError, brief, function_error
-from devicemap.gathering import check_inner_shapes
+from devicemap.gathering import UNEVEN_ROWS, check_inner_shapes
 from devicemap.options import Options, check_options
 from devicemap.rows import HOST, freeze, take_rows
 from devicemap.seeding import row_seeds
@@ -132,8 +132,9 @@ class Program:
             if again
             else ", or ".join(map(str, shards))
         )
-        located = function_error(
-            f"{self.name} failed on {where}: {type(error).__name__}: {brief(error)}", error, shards
-        )
+        what = brief(error)
+        uneven = not self.options.batched and "Incompatible shapes during merge" in what
+        hint = f". A dense tensor cannot hold rows of different shapes. {UNEVEN_ROWS}" if uneven else ""
+        located = function_error(f"{self.name} failed on {where}: {type(error).__name__}: {what}{hint}", error, shards)
         located.__cause__ = error
         return located

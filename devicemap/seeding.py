@@ -68,10 +68,10 @@ class Streams(Generic[DrawingT]):
             if any(a & b for a, b in itertools.combinations(self._drawn, 2)):
                 # What was traced before, by itself or for a SavedModel, is not traced again and keeps its seeds.
                 raise failure(
-                    "fn calls a ConcreteFunction, a function of a SavedModel, or one with jit_compile=True, whose random ops "
-                    "have a fixed seed; they would draw the same numbers on every device. Call a plain tf.function instead, "
-                    "which is traced for each device, or use the option seed= with tf.random.stateless_* ops, or a "
-                    "tf.random.Generator"
+                    "fn holds random ops whose seed stays the same when fn is traced again (of a ConcreteFunction, of a "
+                    "function of a SavedModel or one with jit_compile=True, or raw ones); they would draw the same numbers on "
+                    "every device. Call a plain tf.function and tf.random's functions, or use the option seed= with "
+                    "tf.random.stateless_* ops, or a tf.random.Generator"
                 )
             self._traces[way] = made
         return self._traces[way]

@@ -168,16 +168,25 @@ def _result(value: Any, path: str, batched: bool) -> Any:
             f"{path} of fn is a TensorArray or another object, not a tensor; return its .stack() or .concat()"
         )
     if not isinstance(value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor):
+        several = isinstance(value, list) and any(tf.is_tensor(entry) for entry in value)
+        hint = "; a list is one tensor, as in tf.data: return a tuple for several results" if several else ""
+        if several and batched:
+            raise failure(f"{path} of fn is a list of {len(value)}{hint}")
         if isinstance(value, tf.IndexedSlices):
             value = tf.convert_to_tensor(value)
         try:
             value = tf.convert_to_tensor(value)
         except (TypeError, ValueError) as error:
-            raise failure(f"{path} of fn is a {type(value).__name__}, not a tensor: {error}") from error
+            raise failure(f"{path} of fn is a {type(value).__name__}, not a tensor: {error}{hint}") from error
     if batched and value.shape.rank == 0:
         raise failure(
             f"{path} of fn is a scalar; with batched=True fn must return as many rows as it is given, of shape "
             "[rows, ...]. Set batched=False for a fn of one row"
+        )
+    if batched and value.shape.rank and value.shape[0] is not None:
+        raise failure(
+            f"{path} of fn has {value.shape[0]} row(s), shape {value.shape}, whatever number it is given; with batched=True fn "
+            "must return one row per input row, in order. Set batched=False for a fn of one row"
         )
     return value
 

@@ -19,6 +19,7 @@ from devicemap.auditing import Audit, audit
 from devicemap.errors import failure
 from devicemap.internals.functions import functions_within
 from devicemap.internals.mending import mend
+from devicemap.looping import mapped
 from devicemap.options import Options
 
 
@@ -56,14 +57,14 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     if obstacle is not None:
         if wanted is True:
             raise failure(f"vectorize=True: {obstacle}. Use vectorize='auto' or False to map row by row") from cause
-        return [RowLoop(_mapped(row_fn, specs, options, structure), False, obstacle)]
+        return [RowLoop(mapped(row_fn, specs, options, structure), False, obstacle)]
     reason = "every op of fn has a vectorised form"
     if not found.custom_gradients:
         return [RowLoop(vectorized, True, reason)]
     dropped = "a custom gradient (tf.custom_gradient, tf.nn.silu, ...), which vectorising would drop"
     return [
         RowLoop(vectorized, True, f"{reason}; one by one where a GradientTape may record, because fn has {dropped}"),
-        RowLoop(_mapped(row_fn, specs, options, structure), False, f"fn has {dropped}"),
+        RowLoop(mapped(row_fn, specs, options, structure), False, f"fn has {dropped}"),
     ]
 
 
@@ -87,16 +88,6 @@ def _parts_rows(vectorized: Any) -> bool:
     )
 
 
-def _mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> Any:
-    signature = _signature(row_fn, specs, options, structure)
-
-    @tf.function(autograph=False)
-    def mapped(*leaves: Any) -> list[Any]:
-        return list(tf.map_fn(lambda row: row_fn(*row), leaves, fn_output_signature=signature))
-
-    return mapped.get_concrete_function(*specs)
-
-
 def _obstacle(row_fn: Any, found: Audit, specs: list[Any], options: Options) -> str | None:
     """What can be told to stand in the way of vectorising before trying it."""
     if options.fn_output_signature is not None:
@@ -112,41 +103,6 @@ def _obstacle(row_fn: Any, found: Audit, specs: list[Any], options: Options) -> 
     if found.growing_lists:  # pfor does not let them grow
         return "fn holds a TensorArray of dynamic size"
     return mend(row_fn.graph)
-
-
-def _signature(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> list[Any]:
-    """What `tf.map_fn` is to expect: as `fn` returned it when it was traced, or as the user says.
-
-    Where the data is ragged, rows of unknown length make ragged results, as in `tf.map_fn`.
-    """
-    outputs = row_fn.structured_outputs
-    returned = [tf.type_spec_from_value(leaf) for leaf in outputs]
-    if any(isinstance(spec, tf.RaggedTensorSpec) for spec in specs):
-        returned = [_as_ragged(spec) for spec in returned]
-    if options.fn_output_signature is None:
-        return returned
-    given = options.fn_output_signature
-    try:
-        tf.nest.assert_same_structure(given, structure)
-    except (TypeError, ValueError) as error:
-        raise failure(
-            f"fn_output_signature is {given}, but fn returns {tf.nest.pack_sequence_as(structure, returned)}: "
-            "the nests must be the same"
-        ) from error
-    flat = list(tf.nest.flatten(given))
-    for spec, leaf in zip(flat, outputs):
-        dtype = tf.as_dtype(getattr(spec, "dtype", spec))
-        if dtype != leaf.dtype:
-            raise failure(
-                f"fn_output_signature has {dtype.name} where fn returns {leaf.dtype.name}; they must be the same"
-            )
-    return flat
-
-
-def _as_ragged(spec: Any) -> Any:
-    if isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[0] is None:
-        return tf.RaggedTensorSpec(spec.shape, spec.dtype, ragged_rank=0)
-    return spec
 
 
 @contextlib.contextmanager

@@ -51,6 +51,7 @@ def assert_same(got: Any, wanted: Any, exact: bool = False) -> None:
         if isinstance(a, tf.RaggedTensor):
             assert a.ragged_rank == b.ragged_rank
             for x, y in zip(a.nested_row_splits, b.nested_row_splits):
+                assert x.dtype == y.dtype
                 np.testing.assert_array_equal(x, y)
             a, b = a.flat_values, b.flat_values
         assert a.shape == b.shape

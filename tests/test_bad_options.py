@@ -37,6 +37,17 @@ BAD_OPTIONS: list[tuple[Options, type[Exception], str]] = [
     ({"batch_size": 2.5}, OptionError, r"^batch_size=2.5; "),
     ({"batch_size": True}, OptionError, r"^batch_size=True; "),
     ({"batch_size": "4"}, OptionError, r"^batch_size='4'; "),
+    ({"batch_size": tf.constant(2)}, OptionError, r"^batch_size=<tf.Tensor.*; expected None, 'auto' or an int"),
+    (
+        {"fn_output_signature": "x"},
+        OptionError,
+        r"^fn_output_signature='x'; expected a nest of dtypes and tf.TypeSpecs$",
+    ),
+    (
+        {"fn_output_signature": (tf.int32, 1.5)},
+        OptionError,
+        r"^fn_output_signature=\(tf.int32, 1.5\); expected a nest ",
+    ),
     ({"seed": -1}, OptionError, r"^seed=-1; expected None or an int from 0 to 2\*\*32 - 1$"),
     ({"seed": 2**32}, OptionError, r"^seed=4294967296; "),
     ({"seed": False}, OptionError, r"^seed=False; "),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pathlib
+import pickle
 import signal
 import subprocess
 import sys
@@ -132,3 +134,11 @@ def test_calls_leave_global_state_alone() -> None:
     tf.random.set_seed(3)
     devicemap.parallel_map(lambda row: row + tf.random.normal([3]), X, devices=["CPU:1", "CPU:2"])
     assert tf.random.normal([2]).numpy().tolist() == before
+
+
+def test_a_map_is_copied_and_pickled_as_what_it_was_made_of() -> None:
+    mapper = devicemap.DeviceMap(tf.square, devices=["CPU:1", "CPU:2"], batch_size=2)
+    mapper(tf.range(5))
+    for again in (copy.copy(mapper), copy.deepcopy(mapper), pickle.loads(pickle.dumps(mapper))):
+        assert again(tf.range(5)).numpy().tolist() == [0, 1, 4, 9, 16]
+        assert [row.device.endswith(("CPU:1", "CPU:2")) for row in again.report.devices] == [True, True]

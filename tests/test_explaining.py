@@ -391,6 +391,8 @@ def test_names_come_from_the_code_where_variables_have_none() -> None:
     assert {"total", "table", "scale"} <= {c.name for c in plan.captured}
     assert {c.name: c.handling for c in plan.captured}["table"] is Handling.LOOKED_UP
     assert any("looks things up in `table`, which lives on CPU:0" in line for line in plan.advice)
+    assert {(stray.op, stray.reason) for stray in plan.strays} == {("LookupTableFindV2", "with its table")}
+    assert not any("take tf.device out of fn" in line for line in plan.advice)
 
 
 def test_batch_normalisation_and_metrics_are_named() -> None:

@@ -44,6 +44,59 @@ def test_gradients_are_those_of_the_serial_map(devices: list[str], batched: bool
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+def _sum_of_squares(result: Any) -> Any:
+    if isinstance(result, tf.RaggedTensor):
+        return tf.reduce_sum(result.flat_values**2)
+    return tf.reduce_sum((result.values if isinstance(result, tf.SparseTensor) else result) ** 2)
+
+
+SCALE = tf.Variable(2.0)
+RAGGED = {
+    "ragged to dense": (lambda row: tf.reduce_sum(tf.sin(row) * SCALE), [2, 0, 1, 3, 0]),
+    "ragged to ragged": (lambda row: tf.sin(row) * SCALE, [2, 0, 1, 3, 0]),
+    "dense to ragged": (lambda row: tf.RaggedTensor.from_row_lengths(row * SCALE, [1, 0, 2]), None),
+    "dense to sparse": (lambda row: tf.sparse.from_dense(tf.nn.relu(row[::2] * SCALE - 1.0)), None),
+}
+
+
+@pytest.mark.parametrize("place", ["eager", "tape inside tf.function", "tape outside tf.function"])
+@pytest.mark.parametrize("name", RAGGED)
+def test_gradients_of_ragged_and_sparse_rows(devices: list[str], name: str, place: str) -> None:
+    fn, lengths = RAGGED[name]
+    values = tf.reshape(X, [-1])[:6] if lengths else X
+
+    def rows_of(values: Any) -> Any:
+        return tf.RaggedTensor.from_row_lengths(values, lengths) if lengths else values
+
+    def gradients(mapped: Any, values: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            loss = mapped(rows_of(values))
+        return tape.gradient(loss, [values, SCALE])
+
+    mapper = devicemap.DeviceMap(fn, devices=devices)
+    whole = lambda rows: _sum_of_squares(mapper(rows))
+    mapped = tf.function(whole) if place.startswith("tape outside") else whole
+    run = tf.function(gradients) if place.startswith("tape inside") else gradients
+    wanted = gradients(lambda rows: tf.add_n([_sum_of_squares(fn(row)) for row in rows]), values)
+    for got, want in zip(run(mapped, values), wanted):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_sparse_rows_in_any_order(devices: list[str]) -> None:
+    values = tf.constant([1.0, 2.0, 3.0, 4.0])
+    places = tf.constant([[2, 1], [0, 2], [6, 0], [0, 0]], tf.int64)
+    mapper = devicemap.DeviceMap(
+        lambda row: tf.reduce_sum(tf.sparse.to_dense(row, validate_indices=False)) ** 2, devices=devices
+    )
+    with tf.GradientTape() as tape:
+        tape.watch(values)
+        result = mapper(tf.SparseTensor(places, values, [7, 3]))
+        loss = tf.reduce_sum(result)
+    assert result.numpy().tolist() == [36.0, 0.0, 1.0, 0.0, 0.0, 0.0, 9.0]
+    assert tape.gradient(loss, values).numpy().tolist() == [2.0, 12.0, 6.0, 12.0]
+
+
 def test_several_maps_in_one_tape_and_second_order() -> None:
     scale = tf.Variable(2.0)
     mapper = devicemap.DeviceMap(lambda row: tf.sin(row) * scale, devices=["CPU:1", "CPU:2"])

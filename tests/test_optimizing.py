@@ -79,6 +79,28 @@ def test_assertions_stay() -> None:
         devicemap.parallel_map(_checked, X, devices=["CPU:1", "CPU:2"])
 
 
+@tf.function(experimental_attributes={"_noinline": True})
+def _kept(row: Any, pair: Any) -> Any:
+    return row * 2.0, pair + 1
+
+
+def _calls_what_is_kept(row: Any) -> Any:
+    return _kept(row, tf.constant([1, 2]))[0] + 1.0
+
+
+def _aligned(row: Any) -> Any:
+    """What TensorFlow 1 called a function: `tf.nn.ctc_loss` has some."""
+    logits = tf.stack([row, row, -row])[:, None]
+    return tf.nn.ctc_loss([[1, 2]], logits, [2], [3], logits_time_major=True, blank_index=0)[0]
+
+
+@pytest.mark.parametrize("fn", [_calls_what_is_kept, _aligned])
+def test_functions_that_are_not_inlined(devices: list[str], fn: Any) -> None:
+    wanted = tf.function(lambda x: tf.map_fn(fn, x, fn_output_signature=tf.TensorSpec(None)))(X)
+    for options in ({}, {"vectorize": False}, {"vectorize": False, "batch_size": 2}):
+        np.testing.assert_allclose(devicemap.parallel_map(fn, X, devices=devices, **options), wanted, rtol=1e-4)
+
+
 def _prints(row: Any) -> Any:
     tf.print(row, output_stream="file:///dev/null")
     return row
@@ -97,6 +119,7 @@ def _adds(row: Any) -> Any:
         (lambda: _traced(_prints), TWO),
         (lambda: _traced(_adds), TWO),
         (lambda: _traced(tf.sin, jit_compile=True), TWO),
+        (lambda: _traced(_calls_what_is_kept, vectorize=False), TWO),
         (lambda: _traced(tf.reduce_sum, tf.ragged.constant([[1.0], []])), TWO),
         (lambda: _traced(lambda row: row + tf.random.normal([3], seed=1)), TWO),
     ],

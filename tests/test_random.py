@@ -80,6 +80,30 @@ def test_random_ops_in_inner_functions_never_repeat_a_stream(depth: int, options
         np.testing.assert_array_equal(tape.gradient(total, X), tf.ones_like(X))
 
 
+def _crop(row: Any) -> Any:
+    boxes = tf.constant([[[0.0, 0.0, 1.0, 1.0]]])
+    begin, size, _ = tf.image.sample_distorted_bounding_box([2000, 2000, 3], boxes, seed=5, min_object_covered=0.1)
+    return tf.cast(row[0], tf.int32) * 0 + tf.concat([begin, size], 0)
+
+
+OF_OTHER_MODULES = {
+    "candidates": lambda r: tf.random.uniform_candidate_sampler([[0]], 1, 1, True, 10**9, seed=5)[0],
+    "crop": _crop,
+    "sampled softmax": lambda r: tf.nn.sampled_softmax_loss(
+        tf.reshape(tf.range(2000.0), [500, 4]) / 1e3, tf.zeros([500]), tf.zeros([1, 1], tf.int64), tf.ones([1, 4]) * r[0], 20, 500
+    ),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 3}])
+@pytest.mark.parametrize("name", OF_OTHER_MODULES)
+def test_samplers_never_repeat_a_stream(name: str, options: dict[str, Any]) -> None:
+    tf.random.set_seed(1)
+    mapper = devicemap.DeviceMap(OF_OTHER_MODULES[name], devices=TOWERS, **options)
+    x = tf.ones([20, 3])
+    assert _distinct(np.concatenate([mapper(x), mapper(x), mapper(x[:2])])) == 20 + 20 + 2
+
+
 def test_random_ops_never_repeat_a_stream_in_other_calls_and_maps() -> None:
     """With a tape and without, in functions of the user's, for data of another kind, and in maps with other options."""
     tf.random.set_seed(1)

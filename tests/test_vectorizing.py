@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ _random = np.random.default_rng(0)
 VECTOR = tf.constant(_random.normal(size=[3]), tf.float32)
 MATRIX = tf.constant(_random.normal(size=[3, 3]), tf.float32)
 LEADING = tf.constant(_random.normal(size=[1, 2, 3]), tf.float32)
+MOMENTS = tf.constant([[1.0, 1.0], [0.0, 0.0], [0.3, 0.2], [2.0, 3.0]])
 FILTER = tf.constant(_random.normal(size=[3, 3, 2, 4]), tf.float32)
 
 DATA = {
@@ -113,6 +115,11 @@ OF_OTHERS: list[tuple[str, Callable[..., Any]]] = [
     ("image", lambda r: tf.squeeze(tf.nn.max_pool2d(r[None], 6, 6, "VALID"))),
     ("image", lambda r: tf.image.per_image_standardization(r)),
     ("image", lambda r: tf.image.rot90(r)),
+    (
+        "image",
+        lambda r: tf.concat(tf.compat.v1.nn.fused_batch_norm(r[None], *tf.unstack(MOMENTS), is_training=False)[1:], 0),
+    ),
+    ("matrix", lambda r: tf.math.top_k(r, 2)[1]),
     ("integers", lambda r: tf.gather(VECTOR, r)),
     ("integers", lambda r: tf.one_hot(r, 4, axis=0)),
     ("index", lambda i: tf.gather(MATRIX, i)),
@@ -136,6 +143,10 @@ def test_vectorised_ops_give_what_they_give_for_a_row(data: Any, fn: Callable[..
         np.testing.assert_allclose(got, wanted[:rows], rtol=1e-3, atol=1e-4)
 
 
+def _lenient(row: Any) -> Any:
+    return tf.gather_nd(row, [[0], [9]], bad_indices_policy="IGNORE")
+
+
 @pytest.mark.parametrize(
     ("fn", "reason"),
     [
@@ -143,6 +154,13 @@ def test_vectorised_ops_give_what_they_give_for_a_row(data: Any, fn: Callable[..
         (lambda r: tf.matmul(tf.tile(r[None, None], [1, 5, 1]), MATRIX)[0], "multiplies a batch of one matrix"),
         (lambda r: tf.einsum("abc,cd->abd", r[None, None], MATRIX), "multiplies a batch of one matrix"),
         (lambda r: tf.strings.format("{}", r), "formats strings"),
+        (lambda r: tf.size(tf.io.parse_single_example(_example(r), {"v": _ANY})["v"]), "features of variable length"),
+        (lambda r: tf.reduce_sum(tf.math.top_k(r, tf.argmax(r, output_type=tf.int32))[0]), "as many of the largest"),
+        *(
+            [(_lenient, "sets bad_indices_policy")]
+            if "bad_indices_policy" in signature(tf.gather_nd).parameters
+            else []
+        ),
         (
             lambda r: tf.raw_ops.ClipByValue(t=r, clip_value_min=-(VECTOR**2), clip_value_max=VECTOR**2),
             "clips by limits",
@@ -160,6 +178,15 @@ def test_what_vectorising_would_change_is_mapped(fn: Callable[[Any], Any], reaso
         devicemap.parallel_map(fn, data, vectorize=True)
 
 
+def _example(row: Any) -> Any:
+    examples = [
+        tf.train.Example(features=tf.train.Features(feature={"v": tf.train.Feature(int64_list=values)}))
+        for values in (tf.train.Int64List(value=range(n)) for n in range(3))
+    ]
+    return tf.gather([example.SerializeToString() for example in examples], tf.argmax(row))
+
+
+_ANY = tf.io.FixedLenSequenceFeature([], tf.int64, allow_missing=True)
 TABLE = tf.Variable(_random.normal(size=[8, 3]), dtype=tf.float32)
 _looked_up = tf.function(lambda i: tf.nn.embedding_lookup(TABLE, i) * 2.0)
 

@@ -50,7 +50,8 @@ def stray_ops(
         if op.type in _NOT_PLACED or called_by(op):
             continue
         if is_placed(op.device) and any(full_name(op.device) != place for place in places):
-            found[StrayOp(op.type, full_name(op.device), "placed by fn")] = None
+            asks = op.type.startswith("LookupTable")
+            found[StrayOp(op.type, full_name(op.device), "with its table" if asks else "placed by fn")] = None
             continue
         kernels = kernels_of(op.type)
         for kind in dict.fromkeys(kinds):

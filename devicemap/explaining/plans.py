@@ -122,10 +122,10 @@ class StrayOp:
     """Its type."""
 
     device: str
-    """The kind of device that it leaves, or, for an op that `fn` places, where it goes."""
+    """The kind of device that it leaves, or, for other reasons, where it goes."""
 
-    reason: Literal["no kernel", "placed by fn"]
-    """Whether the kind of device has no kernel for it, or a `tf.device` in `fn` says otherwise."""
+    reason: Literal["no kernel", "placed by fn", "with its table"]
+    """Whether the kind of device has no kernel for it, a `tf.device` in `fn` says otherwise, or it asks a table there."""
 
 
 @dataclass(frozen=True)

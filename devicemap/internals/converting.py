@@ -88,6 +88,15 @@ def convert_slice(given: Any) -> list[Any]:
     return [pfor._convert_slice(given)]
 
 
+def convert_top_k(given: Any) -> list[Any]:
+    """The largest values, as many for each row."""
+    if given.input(1).is_stacked:
+        raise NotImplementedError("fn takes as many of the largest values as each row tells")
+    attributes = {name: given.get_attr(name) for name in ("sorted", "index_type")}
+    largest = tf.raw_ops.TopKV2(input=given.stacked_input(0), k=given.unstacked_input(1), **attributes)
+    return [pfor.wrap(each, True) for each in largest]
+
+
 def convert_product(given: Any) -> list[Any]:
     """Without elements, TensorFlow loses the shape."""
     product, shape = pfor._convert_matmul(given), given.op.outputs[0].shape
@@ -193,6 +202,7 @@ CONVERTERS: dict[str, Callable[[Any], list[Any]]] = {
     "Case": convert_case,
     "StatelessCase": convert_case,
     "Slice": convert_slice,
+    "TopKV2": convert_top_k,
     "MatMul": convert_product,
 }
 """By type of op."""

@@ -45,7 +45,7 @@ def functions_within(graph: Any) -> dict[str, tuple[Any, bool]]:
     return {
         name: (function.graph, "_XlaMustCompile" in function.cached_definition.attr)
         for name, function in graph._functions.items()
-        if function.graph is not None
+        if getattr(function, "graph", None) is not None  # what TensorFlow 1 made has none
     }
 
 

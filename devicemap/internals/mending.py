@@ -100,6 +100,19 @@ def _multiply(graph: Any, op: Any) -> str | None:
     return None
 
 
+def _normalize(graph: Any, op: Any) -> None:
+    """Where the mean and the variance are given, hand them on: they would become 0."""
+    if not op.get_attr("is_training"):
+        for moment, given in zip(op.outputs[1:3], op.inputs[3:5]):
+            _replace(moment, given)
+
+
+def _parse(graph: Any, op: Any) -> str | None:
+    if not all(feature.shape.is_fully_defined() for feature in op.outputs):
+        return "fn parses features of variable length, which vectorising would pad"
+    return None
+
+
 def _refuse(what: str) -> Callable[[Any, Any], str]:
     return lambda graph, op: f"fn {what}, which vectorising gets wrong"
 
@@ -128,6 +141,9 @@ _MENDS: dict[str, Callable[[Any, Any], str | None]] = {
     "BatchMatMulV2": _multiply,
     "BatchMatMulV3": _multiply,
     "Einsum": _multiply,
+    "FusedBatchNormV3": _normalize,
+    "ParseExampleV2": _parse,
+    "ParseSingleExample": _parse,
     "StringFormat": _refuse("formats strings"),
     "DecodeCSV": _refuse("decodes CSV"),
     "ResourceGather": _gather,
