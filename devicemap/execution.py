@@ -54,7 +54,9 @@ class Layout:
             results: list[list[Any]] = []
             for i, shard in enumerate(cut):
                 after = _ops_of(results[-1]) if self.traced.audit.ordered and results else []
-                tower = partial(self._tower, i, runnables[i], shard, values)
+                # Not where a condition decides: what a loop there reads has no gradient if it was made there.
+                handles = self._handles(i, values) if self.differentiable else None
+                tower = partial(self._tower, i, runnables[i], shard, values, handles)
                 if any_rows:
                     with tf.control_dependencies(after):
                         results.append(tf.cond(sizes[i] > 0, tower, self.traced.no_rows))
@@ -102,12 +104,24 @@ class Layout:
         """Whether `fn` does something besides returning."""
         return bool(self.traced.audit.effects) or self.traced.audit.writes
 
+    def _handles(self, place: int, values: dict[int, Any]) -> dict[int, Any]:
+        """What a place captures instead of the originals, with these values."""
+        with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
+            return self.mirrors.assign(place, values)
+
     def _tower(
-        self, place: int, runnable: Runnable, shard: Sequence[Any], values: dict[int, Any], after: Sequence[Any] = ()
+        self,
+        place: int,
+        runnable: Runnable,
+        shard: Sequence[Any],
+        values: dict[int, Any],
+        handles: dict[int, Any] | None,
+        after: Sequence[Any] = (),
     ) -> list[Any]:
         """What runs on a place, `after` other ops, with captured variables of these values."""
+        if handles is None:
+            handles = self._handles(place, values)
         with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
-            handles = self.mirrors.assign(place, values)
             results = self._call(runnable, self.mirrors.passed(values), shard, handles, after)
             if self.differentiable:
                 differentiate_in_place(_ops_of(results))

@@ -44,6 +44,53 @@ def test_gradients_are_those_of_the_serial_map(devices: list[str], batched: bool
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+WEIGHTS = tf.Variable(tf.reshape(tf.range(9, dtype=tf.float32), [3, 3]) / 9)
+
+
+def _in_a_loop(row: Any) -> Any:
+    for _ in tf.range(3):
+        row = tf.tanh(tf.linalg.matvec(WEIGHTS, row))
+    return row
+
+
+@pytest.mark.parametrize("vectorize", ["auto", False])
+@pytest.mark.parametrize("fn", [_in_a_loop, lambda row: tf.linalg.matvec(WEIGHTS, tf.sin(row))])
+def test_gradients_where_the_graph_does_not_know_how_many_rows_there_are(
+    devices: list[str], fn: Any, vectorize: Any
+) -> None:
+    """As in the `train_step` of a Keras model."""
+    mapper = devicemap.DeviceMap(fn, devices=devices, vectorize=vectorize)
+
+    def gradients(x: Any, mapped: Any = mapper) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(mapped(x) ** 2)
+        return tape.gradient(loss, [x, WEIGHTS])
+
+    step = tf.function(gradients, input_signature=[tf.TensorSpec([None, 3])])
+    for rows in (1, 2, 7):
+        wanted = gradients(X[:rows], lambda x: tf.map_fn(fn, x))
+        for got, want in zip(step(X[:rows]), wanted):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", ["eager", "tf.function"])
+def test_gradients_of_what_was_drawn_with_a_seed(devices: list[str], place: str) -> None:
+    scale = tf.Variable(2.0)
+    fn = lambda row: scale * row * tf.random.normal([3], seed=2)
+    mapper = devicemap.DeviceMap(fn, devices=devices, vectorize=False)
+
+    def first_and_second() -> Any:
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = tf.reduce_sum(mapper(X) ** 2)
+            first = inner.gradient(loss, scale)
+        return loss, first, outer.gradient(first, scale)
+
+    loss, first, second = tf.function(first_and_second)() if place == "tf.function" else first_and_second()
+    np.testing.assert_allclose([first, second], [loss, loss / 2], rtol=1e-4)
+
+
 def _sum_of_squares(result: Any) -> Any:
     if isinstance(result, tf.RaggedTensor):
         return tf.reduce_sum(result.flat_values**2)

@@ -86,11 +86,13 @@ def _crop(row: Any) -> Any:
     return tf.cast(row[0], tf.int32) * 0 + tf.concat([begin, size], 0)
 
 
+EMBEDDINGS, BIASES = tf.reshape(tf.range(2000.0), [500, 4]) / 1e3, tf.zeros([500])
+LABELS = tf.zeros([1, 1], tf.int64)
 OF_OTHER_MODULES = {
     "candidates": lambda r: tf.random.uniform_candidate_sampler([[0]], 1, 1, True, 10**9, seed=5)[0],
     "crop": _crop,
     "sampled softmax": lambda r: tf.nn.sampled_softmax_loss(
-        tf.reshape(tf.range(2000.0), [500, 4]) / 1e3, tf.zeros([500]), tf.zeros([1, 1], tf.int64), tf.ones([1, 4]) * r[0], 20, 500
+        EMBEDDINGS, BIASES, LABELS, tf.ones([1, 4]) * r[0], 20, 500
     ),
 }
 

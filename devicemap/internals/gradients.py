@@ -122,6 +122,7 @@ def holding(handle: Any, value: Any) -> Any:
     An assignment has no gradient. `tf.custom_gradient` would do, but keeps each graph that uses it for good.
     """
     linked, _ = tf.identity_n([handle, value])
+    handle_data_util.copy_handle_data(handle, linked)
     linked.op._gradient_function = lambda op, of_handle, of_value: [None, of_handle]
     return linked
 
