@@ -9,7 +9,7 @@ import contextlib
 import logging
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from devicemap.auditing import Audit, audit
 from devicemap.errors import failure
+from devicemap.internals.converting import take_all_rows
 from devicemap.internals.functions import functions_within
 from devicemap.internals.mending import mend
 from devicemap.looping import mapped
@@ -69,11 +70,14 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
 
 
 def _vectorized(row_fn: Any, specs: list[Any]) -> Any:
+    def run(rows: Sequence[Any]) -> Any:
+        for row in rows:
+            take_all_rows(row.op)
+        return row_fn(*rows)
+
     @tf.function(autograph=False)
     def vectorized(*leaves: Any) -> list[Any]:
-        # The full slice has a dense gradient; vectorized_map's gather of all rows would hand on IndexedSlices.
-        leaves = tuple(leaf[:] for leaf in leaves)
-        return list(tf.vectorized_map(lambda row: row_fn(*row), leaves, fallback_to_while_loop=False))
+        return list(tf.vectorized_map(run, leaves, fallback_to_while_loop=False))
 
     with _without_conversion_log():
         return vectorized.get_concrete_function(*specs)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from graphs import partitions
 
 import devicemap
 
@@ -213,3 +214,30 @@ def test_what_ops_do_not_tell_to_differ_between_rows() -> None:
     drawn = mapper(tf.zeros_like(ROWS)).numpy()
     assert len({*drawn[:, 0]}) == len(ROWS)
     assert (drawn == drawn[:, :1]).all()
+
+
+@pytest.mark.parametrize(
+    ("fn", "avoided"),
+    [(tf.sin, "Gather"), (lambda r: tf.linalg.matvec(WEIGHTS, r), "Transpose")],
+)
+def test_rows_are_neither_gathered_nor_turned_around(fn: Callable[[Any], Any], avoided: str) -> None:
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"])
+    ran = {node.op for graph in partitions(mapper, ROWS) for node in graph.node}
+    assert not {op for op in ran if avoided in op}
+
+
+@pytest.mark.parametrize("transposed", [{}, {"transpose_a": True}, {"transpose_b": True}])
+@pytest.mark.parametrize("columns", [1, 2])
+def test_a_shared_matrix_times_a_matrix_of_each_row(columns: int, transposed: dict[str, bool]) -> None:
+    shape = [columns, 3] if "transpose_b" in transposed else [3, columns]
+    shared = tf.constant(_random.normal(size=[3, 4] if "transpose_a" in transposed else [4, 3]))
+    rows = tf.constant(_random.normal(size=[7, *shape]))
+    fn = lambda row: tf.matmul(shared, row, **transposed)
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"])
+    assert mapper.explain(rows).vectorized
+    for count in (1, 7):
+        got = mapper(rows[:count])
+        assert got.shape == [count, 4, columns]
+        np.testing.assert_allclose(got, [fn(row) for row in rows[:count]], rtol=1e-9)
+    unknown = tf.function(lambda x: mapper(x), input_signature=[tf.TensorSpec([None, None, None], tf.float64)])
+    np.testing.assert_allclose(unknown(rows), mapper(rows), rtol=1e-9)

@@ -15,6 +15,14 @@ import tensorflow as tf
 from tensorflow.python.ops.parallel_for import pfor
 
 
+def take_all_rows(taken: Any) -> None:
+    """Let the op that takes row `i` of a tensor, vectorised, be that tensor.
+
+    TensorFlow gathers its rows where it does not know how many there are; the gradient of that is sparse.
+    """
+    taken.pfor_converter = lambda given: [pfor.wrap(given.input(0).t, True)]
+
+
 def convert_loop(given: Any) -> list[Any]:
     """A loop that all rows leave at once stays a plain loop.
 
@@ -98,10 +106,19 @@ def convert_top_k(given: Any) -> list[Any]:
 
 
 def convert_product(given: Any) -> list[Any]:
-    """Without elements, TensorFlow loses the shape."""
-    product, shape = pfor._convert_matmul(given), given.op.outputs[0].shape
+    """A shared matrix times a column of each row is one product of all rows, where TensorFlow turns them around first.
+
+    Without elements, TensorFlow loses the shape.
+    """
+    (left, left_stacked, _), (right, right_stacked, _) = given.input(0), given.input(1)
+    rows, shape = given.pfor.loop_len_vector, given.op.outputs[0].shape
+    if right_stacked and not left_stacked and shape[1] == 1:
+        columns = tf.squeeze(right, 1 if given.get_attr("transpose_b") else 2)
+        product = tf.matmul(columns, left, transpose_b=not given.get_attr("transpose_a"))
+        return [pfor.wrap(product[:, :, None], True)]
+    product = pfor._convert_matmul(given)
     if shape.num_elements() == 0 and product.is_stacked:
-        return [pfor.wrap(tf.reshape(product.t, tf.concat([given.pfor.loop_len_vector, shape], 0)), True)]
+        return [pfor.wrap(tf.reshape(product.t, tf.concat([rows, shape], 0)), True)]
     return [product]
 
 
