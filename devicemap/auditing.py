@@ -22,10 +22,12 @@ READS = frozenset(
 
 ATOMIC = frozenset(
     "AssignAddVariableOp AssignSubVariableOp RngReadAndSkip RngSkip "
-    "StatefulStandardNormalV2 StatefulTruncatedNormal StatefulUniform StatefulUniformFullInt StatefulUniformInt".split()
+    "StatefulStandardNormalV2 StatefulTruncatedNormal StatefulUniform StatefulUniformFullInt StatefulUniformInt "
+    "WriteSummary WriteRawProtoSummary WriteScalarSummary WriteHistogramSummary WriteImageSummary WriteAudioSummary "
+    "WriteGraphSummary FlushSummaryWriter".split()
 )
-"""Updates that lock the resource and give the same end in any order. `ResourceScatterAdd` is not one: for numbers it
-takes the shared lock only, and two of them on one row lose updates."""
+"""Updates that lock the resource and give the same end in any order; summaries have steps. `ResourceScatterAdd` is not one:
+for numbers it takes the shared lock only, and two of them on one row lose updates."""
 
 EFFECTS = frozenset("Print PrintV2 PyFunc EagerPyFunc".split())
 """Ops that act outside of the graph (`PyFuncStateless` says that it does not)."""

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.errors import failure
+from devicemap.internals.gradients import differentiate_values_alone
 from devicemap.options import Options
 from devicemap.rows import count_rows
 
@@ -22,6 +23,7 @@ def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> A
     Raises:
         FunctionError: `fn_output_signature` is not what the function of one row returns.
     """
+    differentiate_values_alone(row_fn.graph)
     signature = _signature(row_fn, specs, options, structure)
     sparse = {i for i, spec in enumerate(signature) if isinstance(spec, tf.SparseTensorSpec)}
     taken_apart = [_parts_spec(spec) if i in sparse else spec for i, spec in enumerate(signature)]

@@ -48,8 +48,10 @@ class Mirrors:
                 treatment is Treatment.READ and variable is not None and (i in passed or {variable.device} != {*places})
             ):
                 self._read[i] = variable
-        if differentiable and traced.audit.loops and self._others_stay(concrete, places):
+        self._seeds_on: str | None = None
+        if differentiable and traced.audit.loops and (where := self._others_stay(concrete, places)):
             self._read = {}
+            self._seeds_on = where
         self._tensors = {
             i: tensor
             for i, (tensor, treatment) in enumerate(zip(concrete.captured_inputs, traced.audit.treatments))
@@ -61,24 +63,26 @@ class Mirrors:
         with ThreadPoolExecutor(1) as other_thread:
             other_thread.submit(self._create, passed, places).result()
 
-    def _others_stay(self, concrete: Any, places: Sequence[str]) -> bool:
-        """Whether the function uses resources where they are: variables that it writes, tables.
+    def _others_stay(self, concrete: Any, places: Sequence[str]) -> str | None:
+        """Where the function uses resources where they are: variables that it writes, tables. `None`: it does not.
 
         A loop that hands on some of them and copies on another device besides gets one device for all from TensorFlow, once
-        it keeps intermediate results for its gradient. Then variables that are read stay where they are, too.
+        it keeps intermediate results for its gradient. Then variables that are read stay where they are, too, and the seeds
+        of all towers are there.
         """
-        return any(
-            handle.dtype == tf.resource and {handle.device} != {*places}
+        others = [
+            handle.device
             for i, handle in enumerate(concrete.captured_inputs)
-            if i not in self._read and i not in self._seeds
-        )
+            if handle.dtype == tf.resource and i not in self._read and i not in self._seeds
+        ]
+        return next((device for device in others if {device} != {*places}), None)
 
     def _create(self, passed: Sequence[int], places: Sequence[str]) -> None:
         copied = {i: variable for i, variable in (self._seeds | self._read).items() if i not in passed}
         now = {i: _first_value(variable) for i, variable in copied.items()}
         for place in places:
             needed = {i: v for i, v in copied.items() if i in self._seeds or v.device != place}
-            with tf.device(place):
+            with tf.device(self._seeds_on or place):
                 self._copies.append({i: _copy(variable, now[i]) for i, variable in needed.items()})
         if not self._differentiable:
             for place, kept in zip(places, self._kept):
@@ -122,13 +126,14 @@ class Mirrors:
             handles |= {i: tf.identity(tensor) for i, tensor in self._tensors.items()}
         for i, copy in self._copies[tower].items():
             value = values[i][tower] if i in self._seeds else values[i]
-            assigned = tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value)
-            if assigned is None:  # eager code
-                handles[i] = copy.handle
-                continue
-            with tf.control_dependencies([assigned]):
-                link = self._differentiable and i in self._read
-                handles[i] = holding(copy.handle, value) if link else tf.identity(copy.handle)
+            with tf.device(copy.device):
+                assigned = tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value)
+                if assigned is None:  # eager code
+                    handles[i] = copy.handle
+                    continue
+                with tf.control_dependencies([assigned]):
+                    link = self._differentiable and i in self._read
+                    handles[i] = holding(copy.handle, value) if link else tf.identity(copy.handle)
         return handles
 
     def captures(self, tower: int) -> dict[int, Any]:

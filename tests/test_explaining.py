@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -391,8 +392,27 @@ def test_names_come_from_the_code_where_variables_have_none() -> None:
     assert {"total", "table", "scale"} <= {c.name for c in plan.captured}
     assert {c.name: c.handling for c in plan.captured}["table"] is Handling.LOOKED_UP
     assert any("looks things up in `table`, which lives on CPU:0" in line for line in plan.advice)
-    assert {(stray.op, stray.reason) for stray in plan.strays} == {("LookupTableFindV2", "with its table")}
+    assert {(stray.op, stray.reason) for stray in plan.strays} == {("LookupTableFindV2", "with a resource")}
     assert not any("take tf.device out of fn" in line for line in plan.advice)
+
+
+def test_summaries_keep_no_order(tmp_path: Path) -> None:
+    writer = tf.summary.create_file_writer(str(tmp_path))
+
+    def fn(row: Any) -> Any:
+        with writer.as_default(step=tf.cast(row[0], tf.int64)):
+            tf.summary.write("row", row)
+        return row
+
+    mapper = devicemap.DeviceMap(fn, devices=TOWERS)
+    plan = mapper.explain(X)
+    assert (plan.ordered, [c.handling for c in plan.captured]) == ((), [Handling.ATOMIC])
+    assert not any("tf.device" in line for line in plan.advice)
+    assert between_towers(partitions(mapper, X)) == []
+    writer.flush()
+    (file,) = map(str, tmp_path.iterdir())
+    records = [record.numpy() for record in tf.data.TFRecordDataset(file)]
+    assert sum(b"row" in record for record in records) == len(X)
 
 
 def test_batch_normalisation_and_metrics_are_named() -> None:

@@ -44,6 +44,38 @@ def test_gradients_are_those_of_the_serial_map(devices: list[str], batched: bool
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+_nuclear_norm = tf.function(lambda row: tf.reduce_sum(tf.linalg.svd(row, compute_uv=False)))
+
+
+@pytest.mark.parametrize("place", ["eager", "tf.function"])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda row: tf.linalg.svd(row, compute_uv=False),
+        lambda row: _nuclear_norm(row) ** 2,
+        lambda row: tf.linalg.eigvalsh(row + tf.transpose(row)),
+        lambda row: tf.abs(tf.linalg.eigvals(row)),
+    ],
+)
+def test_gradients_of_values_without_their_vectors(devices: list[str], fn: Any, place: str) -> None:
+    matrices = tf.constant(np.random.default_rng(0).normal(size=[7, 3, 3]))
+
+    def first_and_second(mapped: Any) -> Any:
+        with tf.GradientTape() as outer:
+            outer.watch(matrices)
+            with tf.GradientTape() as inner:
+                inner.watch(matrices)
+                loss = tf.reduce_sum(mapped(matrices) ** 2)
+            first = inner.gradient(loss, matrices)
+        return first, outer.gradient(first, matrices)
+
+    mapper = devicemap.DeviceMap(fn, devices=devices, vectorize=False)
+    wanted = first_and_second(lambda rows: tf.stack([fn(row) for row in rows]))
+    run = tf.function(first_and_second, autograph=False) if place == "tf.function" else first_and_second
+    for got, want in zip(run(mapper), wanted):
+        np.testing.assert_allclose(got, want, rtol=1e-7, atol=1e-8)
+
+
 WEIGHTS = tf.Variable(tf.reshape(tf.range(9, dtype=tf.float32), [3, 3]) / 9)
 
 

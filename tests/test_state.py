@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -272,3 +273,26 @@ def test_copies_are_not_the_users_variables() -> None:
     with tf.variable_creator_scope(creator):
         devicemap.parallel_map(lambda row: row * weights, X, devices=TOWERS, vectorize=False)
     assert created == []
+
+
+@pytest.mark.parametrize("vectorize", ["auto", False])
+@pytest.mark.parametrize("place", ["eager", "tape", "tf.function", "rows unknown", "taped tf.function", "chunks"])
+def test_dropout_beside_a_counter_in_a_loop(devices: list[str], place: str, vectorize: Any) -> None:
+    dropout, counter, ones = tf.keras.layers.Dropout(0.5), tf.Variable(0.0), tf.ones([7, 64])
+
+    def fn(row: Any) -> Any:
+        for _ in tf.range(2):
+            row = dropout(row[None], training=True)[0]
+            counter.assign_add(1.0)
+        return row
+
+    mapper = devicemap.DeviceMap(fn, devices=devices, vectorize=vectorize, batch_size=2 if place == "chunks" else None)
+    inside = tf.function(lambda x: mapper(x), input_signature=[tf.TensorSpec([None, 64])] if "rows" in place else None)
+    with tf.GradientTape() as tape:
+        tape.watch(ones)
+        with contextlib.nullcontext() if "tape" in place else tape.stop_recording():
+            result = mapper(ones) if place in ("eager", "chunks", "tape") else inside(ones)
+    assert counter.numpy() == 14.0
+    assert len({row.tobytes() for row in result.numpy()}) == 7
+    if "tape" in place:
+        np.testing.assert_array_equal(tape.gradient(result, ones), result)

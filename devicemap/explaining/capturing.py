@@ -33,7 +33,7 @@ def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str], 
             name = name_in_code(handle, fn) or f"tensor {len(found) + 1}"
             found.append(Captured(name, "tensor", *_elements(handle), handle.device, handling))
         else:
-            handling = Handling.LOOKED_UP if treatment is Treatment.READ else Handling.ORDERED
+            handling = _WRITTEN.get(treatment, Handling.LOOKED_UP)
             if {*devices} <= {handle.device} and handling is Handling.LOOKED_UP:
                 handling = Handling.IN_PLACE
             name = name_in_code(handle, fn) or f"resource {len(found) + 1}"

@@ -12,8 +12,8 @@ from devicemap.internals.functions import registered_kernels
 Kernels = Sequence[tuple[str, Mapping[str, frozenset[int]]]]
 """Of a type of op: the device type of each kernel, and the dtypes (enums) that each attribute may have."""
 
-_NOT_PLACED = frozenset("Placeholder NoOp Const".split())
-"""Ops that stand for inputs, for order, or for values that are copied wherever they are used."""
+_NOT_PLACED = frozenset("Placeholder NoOp Const Identity".split())
+"""Ops that stand for inputs, for order, for values that are copied wherever they are used, or for a copy."""
 
 
 def has_kernel(kernels: Kernels, kind: str, dtypes: Mapping[str, Sequence[int]]) -> bool:
@@ -50,14 +50,20 @@ def stray_ops(
         if op.type in _NOT_PLACED or called_by(op):
             continue
         if is_placed(op.device) and any(full_name(op.device) != place for place in places):
-            asks = op.type.startswith("LookupTable")
-            found[StrayOp(op.type, full_name(op.device), "with its table" if asks else "placed by fn")] = None
+            found[StrayOp(op.type, full_name(op.device), "with a resource" if _of_resource(op) else "placed by fn")] = (
+                None
+            )
             continue
         kernels = kernels_of(op.type)
         for kind in dict.fromkeys(kinds):
             if kernels and not has_kernel(kernels, kind, _dtypes(op)):
                 found[StrayOp(op.type, kind, "no kernel")] = None
     return list(found)
+
+
+def _of_resource(op: Any) -> bool:
+    """Whether TensorFlow places it, with what it asks or writes: a table, or a file of summaries."""
+    return op.type.startswith(("LookupTable", "Write", "FlushSummaryWriter"))
 
 
 def _dtypes(op: Any) -> dict[str, list[int]]:

@@ -124,8 +124,9 @@ class StrayOp:
     device: str
     """The kind of device that it leaves, or, for other reasons, where it goes."""
 
-    reason: Literal["no kernel", "placed by fn", "with its table"]
-    """Whether the kind of device has no kernel for it, a `tf.device` in `fn` says otherwise, or it asks a table there."""
+    reason: Literal["no kernel", "placed by fn", "with a resource"]
+    """Whether the kind of device has no kernel for it, a `tf.device` in `fn` says otherwise, or it asks a table there or writes
+    a summary."""
 
 
 @dataclass(frozen=True)

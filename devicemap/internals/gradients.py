@@ -67,6 +67,35 @@ def differentiate_freely(graph: Any) -> None:
                     op._gradient_function = _without_colocation(gradient)
 
 
+def differentiate_values_alone(graph: Any) -> None:
+    """Let gradients of eigenvalues and singular values pass by the vectors that were not asked for.
+
+    TensorFlow gives their static shape as [0], and they are scalars: a loop that keeps them for the gradient fails. What a
+    function's graph says is changed for its gradients only, as the function itself was made before.
+    """
+    for each in (graph, *(inner for inner, _ in functions_within(graph).values())):
+        for op in [op for op in each.get_operations() if op.type in _WITHOUT_VECTORS]:
+            # a function that fn calls is met again in each trace
+            if not op.get_attr(_WITHOUT_VECTORS[op.type]) and not hasattr(op, "values_alone"):
+                op.values_alone = True
+                consumers = op.outputs[0].consumers()
+                with each.as_default():
+                    values, _ = tf.identity_n([op.outputs[0], op.inputs[0]])
+                values.op._gradient_function = _of_values(op)
+                for consumer in consumers:
+                    for i in [i for i, used in enumerate(consumer.inputs) if used is op.outputs[0]]:
+                        consumer._update_input(i, values)
+
+
+_WITHOUT_VECTORS = {"Svd": "compute_uv", "Eig": "compute_v", "SelfAdjointEigV2": "compute_v"}
+
+
+def _of_values(op: Any) -> Callable[..., Any]:
+    gradient = framework_ops.get_gradient_function(op)
+    unused = len(op.outputs) - 1  # some wait for these gradients, none reads them
+    return lambda linked, of_values, of_matrix: [None, gradient(op, of_values, *[of_values] * unused)]
+
+
 def _without_colocation(gradient: Callable[..., Any]) -> Callable[..., Any]:
     def free(op: Any, *upstream: Any) -> Any:
         graph = tf.compat.v1.get_default_graph()
