@@ -11,7 +11,9 @@ import pytest
 import tensorflow as tf
 from graphs import partitions, placements
 from tensorflow.python.ops import handle_data_util
+from tensorflow.python.ops.parallel_for import pfor
 
+from devicemap.internals.converting import take_all_rows
 from devicemap.internals.functions import (
     UNCHAINED,
     UNCHAINED_UNIT,
@@ -294,3 +296,24 @@ def test_which_gradients_a_call_has_to_keep() -> None:
             assert order_of_gradients(concrete, [x]) == 2
     with tf.GradientTape(persistent=True):
         assert order_of_gradients(concrete, [x]) == 2
+
+
+def test_an_op_may_name_its_own_converter() -> None:
+    def row(x: Any) -> Any:
+        sine = tf.sin(x)
+        sine.op.pfor_converter = lambda given: [pfor.wrap(given.stacked_input(0) * 2.0, True)]
+        return sine
+
+    np.testing.assert_array_equal(tf.function(lambda x: tf.vectorized_map(row, x))(tf.ones([3])), 2.0)
+
+
+def test_rows_are_taken_without_a_copy() -> None:
+    def row(x: Any) -> Any:
+        assert x.op.type == "GatherV2"
+        take_all_rows(x.op)
+        return tf.sin(x)
+
+    spec = tf.TensorSpec([None, 2])
+    whole = tf.function(lambda x: tf.vectorized_map(row, x)).get_concrete_function(spec)
+    (sine,) = [op for op in whole.graph.get_operations() if op.type == "Sin" and op.outputs[0].shape.rank == 2]
+    assert sine.inputs[0].op.type in ("Placeholder", "Identity")

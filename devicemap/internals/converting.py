@@ -89,9 +89,9 @@ def _alike(result: Any, stacked: bool, rows: Any) -> Any:
 def convert_slice(given: Any) -> list[Any]:
     """A slice that begins where each row tells has one length for all rows."""
     if given.input(1).is_stacked:
-        _, *limits = (tf.get_static_value(tensor, partial=True) for tensor in given.op.inputs)
-        begins, sizes = ([None] * given.op.inputs[0].shape.rank if known is None else known for known in limits)
-        if any(begin is None and size is not None and size < 0 for begin, size in zip(begins, sizes)):
+        begins, sizes = (tf.get_static_value(tensor, partial=True) for tensor in given.op.inputs[1:])
+        to_end = [i for i, size in enumerate([] if sizes is None else sizes) if size is not None and size < 0]
+        if any(begins is None or begins[i] is None for i in to_end):
             raise NotImplementedError("fn takes a slice to the end from where each row tells")
     return [pfor._convert_slice(given)]
 
