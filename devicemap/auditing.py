@@ -14,6 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap.internals.copying import seeds_of
+
 READS = frozenset(
     "ReadVariableOp ResourceGather ResourceGatherNd VariableShape VarIsInitializedOp "
     "LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2".split()
@@ -56,8 +58,8 @@ class Audit:
     random_ops: tuple[str, ...]
     """Types of its stateful random ops."""
 
-    seeds: frozenset[tuple[int, int]]
-    """The fixed seeds among them: copies of the function would draw the same numbers."""
+    seeded: bool
+    """Whether there are fixed seeds among them: on each device, the function would draw the same numbers."""
 
     effects: tuple[str, ...]
     """Types of its ops that act outside of the graph."""
@@ -74,11 +76,6 @@ class Audit:
     colocated: bool = False
     """Whether an op asks, by name, for the device of one of its function's inputs: in copies of the function, that is one
     name for the inputs of all."""
-
-    @property
-    def seeded(self) -> bool:
-        """Whether copies of the function would draw the same numbers."""
-        return bool(self.seeds)
 
     @property
     def advances_seed(self) -> bool:
@@ -110,7 +107,7 @@ def audit(concrete: Any, graph_def: Any) -> Audit:
     return Audit(
         tuple(treatments),
         tuple(sorted(walk.random)),
-        frozenset(walk.seeds),
+        walk.seeded,
         tuple(sorted(every_op & EFFECTS)),
         walk.custom_gradients,
         walk.growing_lists,
@@ -145,7 +142,7 @@ class _Walk:
     uses: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     types: set[str] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
-    seeds: set[tuple[int, int]] = field(default_factory=set)
+    seeded: bool = False
     custom_gradients: bool = False
     growing_lists: bool = False
     colocated: bool = False
@@ -159,9 +156,9 @@ class _Walk:
             self.colocated |= any(group.decode().removeprefix("loc:@") not in inside for group in _groups(node))
             self.custom_gradients |= node.op == "IdentityN" and "_gradient_op_type" in node.attr
             self.growing_lists |= node.op == "TensorListSetItem" and node.attr["resize_if_index_out_of_bounds"].b
-            if "seed" in node.attr and "seed2" in node.attr:  # it keeps a number stream of its own, which these set
+            if (seeds := seeds_of(node)) is not None:
                 self.random.add(node.op)
-                self.seeds |= {(node.attr["seed"].i, node.attr["seed2"].i)} - {(0, 0)}
+                self.seeded |= seeds != (0, 0)
             inputs = [names.get(_tensor(name)) for name in node.input if not name.startswith("^")]
             if node.op in _ALIASES:
                 for i, name in enumerate(inputs):
@@ -170,7 +167,9 @@ class _Walk:
                         if i == 0:
                             names[node.name] = name
                 continue
-            called = [f for f in _functions(node) if f in self.library]
+            called = [
+                f for f in (node.op, *_functions(node)) if f in self.library
+            ]  # TensorFlow 1 calls by the type of an op
             for function in called:
                 # branches get the inputs after the predicate, everything else gets all of them
                 passed = inputs[1:] if node.op in ("If", "StatelessIf", "Case", "StatelessCase") else inputs

@@ -11,9 +11,9 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.gathering import gather
-from devicemap.internals.functions import UNCHAINED, UNCHAINED_UNIT, must_run
+from devicemap.internals.functions import UNCHAINED, UNCHAINED_UNIT, capturing, must_run
 from devicemap.internals.gradients import differentiate_in_place
-from devicemap.mirroring import Mirrors, capturing
+from devicemap.mirroring import Mirrors
 from devicemap.optimizing import Runnable
 from devicemap.rows import HOST, cut_rows
 from devicemap.tracing import Traced

@@ -11,8 +11,7 @@ call.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -153,17 +152,6 @@ class Mirrors:
             ]
         # Keras takes the low 31 or 32 bits of each number, and counts upwards in the second
         return tf.cast(tf.abs(tf.stack(folded)) % 2**31, variable.dtype)
-
-
-@contextlib.contextmanager
-def capturing(concrete: Any, replaced: dict[int, Any]) -> Iterator[None]:
-    """While it lasts, calls of `concrete` capture other tensors in some places. Not for use by two threads at once."""
-    own = concrete.captured_inputs
-    concrete.set_external_captures([replaced.get(i, tensor) for i, tensor in enumerate(own)])
-    try:
-        yield
-    finally:
-        concrete.set_external_captures(own)
 
 
 def _first_value(variable: Any) -> Any:

@@ -37,7 +37,7 @@ def can_be_optimized_once(traced: Traced, places: Sequence[str]) -> bool:
     return (
         len(places) > 1
         and all(kind_of(place) == "CPU" for place in places)
-        and not (traced.audit.effects or traced.audit.writes or traced.audit.seeded)
+        and not (traced.audit.effects or traced.audit.writes)
         and all(isinstance(leaf, tf.TensorSpec) for leaf in leaves)
         and not any(_KEPT & {*function.attr} for function in traced.graph_def.library.function)
     )

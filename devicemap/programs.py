@@ -64,7 +64,7 @@ class Program:
                 towers = Towers(
                     places_on(self.devices),
                     self.output_device,
-                    lambda stream: trace(self.fn, specs, self.options, stream),
+                    trace(self.fn, specs, self.options),
                     self.name,
                     self.options.report,
                 )

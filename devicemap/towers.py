@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,12 +22,15 @@ from devicemap.mirroring import Mirrors
 from devicemap.optimizing import Runnable, as_traced, can_be_optimized_once, optimize
 from devicemap.rows import HOST
 from devicemap.scheduling import Pace
-from devicemap.seeding import Stream, Streams
+from devicemap.seeding import Streams
 from devicemap.sharding import shard_rows
 from devicemap.tracing import Traced
 from devicemap.types import Shard
 
 _KEPT_SHARDS = 256
+
+_FUNCTIONS, _INLINED = 3, 4
+"""Ways of calling, after graphs with gradients of order 0 to 2: a function per device; and graphs of which each is one."""
 
 
 class Towers:
@@ -39,20 +44,16 @@ class Towers:
         self,
         places: Sequence[str],
         output_device: str,
-        trace: Callable[[Stream | None], Traced],
+        traced: Traced,
         name: str,
         clocked: bool,
     ):
-        """`trace(None)` traces the function; `trace(stream)` traces it again with that number stream.
-
-        `clocked`: whether graphs tell when each shard was done, where the output device has a clock.
-        """
-        self._traces = 0
-        self._trace = trace
-        self.traced = self._trace_again(None)
+        """`clocked`: whether graphs tell when each shard was done, where the output device has a clock."""
+        self.traced = traced
+        self._traces = 1
         # A further core of a CPU gains nothing where shards wait for each other, or where ops over all rows use the cores
-        # themselves (`benchmarks/test_real_functions.py`: half the rows cost as many ops); and it needs a stream of its own.
-        alone = self.traced.vectorized or self.traced.audit.ordered or self.traced.audit.seeded
+        # themselves (`benchmarks/test_real_functions.py`: half the rows cost as many ops).
+        alone = self.traced.vectorized or self.traced.audit.ordered
         self.places = tuple(dict.fromkeys(places)) if alone else tuple(places)
         self.optimized = can_be_optimized_once(self.traced, self.places)
         self._optimized: Runnable | None = None
@@ -66,7 +67,8 @@ class Towers:
         self._functions: dict[str, Any] = {}
         self.paces: dict[str, Pace] = {}
         self._layouts: dict[bool, Layout] = {}
-        self._streams = Streams(self._trace_again, len(self.places))
+        self._streams = Streams(len(self.places))
+        self._inlined = itertools.count()
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
         self._invoker = Invoker(optimize=not self.optimized)
         self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self.traced.input_specs)
@@ -87,8 +89,11 @@ class Towers:
         if self.traced.audit.seeded:
             if inlined:
                 with self._lock:
-                    self._streams.forget("inlined")
-                    return self._build(len(self.places), "inlined", True, True, False)
+                    way = _INLINED + next(self._inlined)
+                    try:
+                        return self._build(len(self.places), way, True, True, False)
+                    finally:
+                        self._streams.forget(way)
             shards, any_rows = len(self.places), True
         way = gradients if self.traced.audit.seeded else int(differentiable)
         key = (shards, way, any_rows, self._clocked and shards > 1 and not inlined)
@@ -131,14 +136,10 @@ class Towers:
         return _all_of(self._drawing.values()) if self._drawing else contextlib.nullcontext()
 
     def take_traces(self) -> int:
-        """How often `fn` was traced since this was asked last."""
+        """How often `fn` was traced since this was asked last: once, at first."""
         with self._lock:
             traces, self._traces = self._traces, 0
             return traces
-
-    def _trace_again(self, stream: Stream | None) -> Traced:
-        self._traces += 1
-        return self._trace(stream)
 
     def flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The tensors that leaves consist of."""
@@ -172,7 +173,7 @@ class Towers:
             if not self._functions:
                 places = {device: self.places.index(device) for device in self.devices}
                 self._functions = {
-                    device: layout.function(place, self._runnable(place, "function", False))
+                    device: layout.function(place, self._runnable(place, _FUNCTIONS, False))
                     for device, place in places.items()
                 }
         callable_of = cancellation.cancellable if cancellation else unrecorded
@@ -191,7 +192,7 @@ class Towers:
         """With copies of what is captured for graphs with gradients, or for others, which take some values as arguments."""
         with self._lock:
             if differentiable not in self._layouts:
-                passed = self._runnable(0, 0, False).passed if self.optimized and not differentiable else ()
+                passed = self._unseeded(differentiable).passed
                 traced = _for(differentiable, self.traced)
                 mirrors = Mirrors(traced, self.places, differentiable, passed)
                 self._layouts[differentiable] = Layout(
@@ -199,22 +200,25 @@ class Towers:
                 )
             return self._layouts[differentiable]
 
-    def _build(self, shards: int, way: Hashable, differentiable: bool, any_rows: bool, clocked: bool) -> Any:
+    def _build(self, shards: int, way: int, differentiable: bool, any_rows: bool, clocked: bool) -> Any:
         layout = self._layout(differentiable)
         runnables = [self._runnable(i, way, differentiable) for i in range(shards)]
         return layout.graph(runnables, any_rows, clocked)
 
-    def _runnable(self, i: int, way: Hashable, differentiable: bool) -> Runnable:
-        """What runs on place `i`: the traced function, optimised once for all places where that can be.
+    def _runnable(self, i: int, way: int, differentiable: bool) -> Runnable:
+        """What runs on place `i`: a copy, where seeded random ops need a stream per place and way of calling."""
+        runnable = self._unseeded(differentiable)
+        if not self.traced.audit.seeded:
+            return runnable
+        return replace(runnable, concrete=self._streams.copies(way, runnable.concrete)[i])
 
-        If its seeded random ops need a stream per place and way of calling, it is a trace of its own.
-        """
-        if self.optimized and not differentiable:
-            if self._optimized is None:
-                self._optimized = optimize(self.traced)
-            return self._optimized
-        traced = self._streams.traces(way)[i] if self.traced.audit.seeded else self.traced
-        return as_traced(_for(differentiable, traced))
+    def _unseeded(self, differentiable: bool) -> Runnable:
+        """The traced function, optimised once for all places where that can be."""
+        if not self.optimized or differentiable:
+            return as_traced(_for(differentiable, self.traced))
+        if self._optimized is None:
+            self._optimized = optimize(self.traced)
+        return self._optimized
 
 
 def _for(differentiable: bool, traced: Traced) -> Traced:

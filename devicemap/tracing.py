@@ -18,7 +18,6 @@ from devicemap.errors import FunctionError, failure, function_error
 from devicemap.internals.gradients import complete_handle_data, differentiate_freely
 from devicemap.options import Options
 from devicemap.rows import empty_rows, map_nest, row_spec, spec_of
-from devicemap.seeding import Stream, drawing_from
 from devicemap.vectorizing import RowLoop, loops_over_rows
 
 _POWERS_OF_TWO = 2 ** np.arange(31, dtype=np.int32)
@@ -63,15 +62,13 @@ class Traced:
         return [empty_rows(spec) for spec in self.specs]
 
 
-def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: Stream | None = None) -> Traced:
+def trace(fn: Callable[..., Any], specs: Any, options: Options) -> Traced:
     """Trace `fn` for data of these specs.
 
     Args:
         fn: the user's function, of one row or of a batch.
         specs: nest of `tf.TypeSpec`s of the data, of shapes `[None, ...]`.
         options: of which `batched`, `vectorize`, `seed`, `fn_output_signature` and `jit_compile` matter here.
-        stream: for a function with seeded random ops, the stream it draws from: another one, other draws. `None` leaves its
-            seeds as they are.
 
     Raises:
         FunctionError: `fn` cannot be traced, or returns something that is not rows. It is an instance of the original
@@ -81,7 +78,7 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: Stream |
     if options.seed is not None:
         leaf_specs.append(tf.TensorSpec([None, 2], tf.int32))
     shape_of_results: list[Any] = []
-    flat_fn = _flatten(fn, specs, options, shape_of_results, stream)
+    flat_fn = _flatten(fn, specs, options, shape_of_results)
     try:
         with tf.device(None):  # not the user's scope of the moment: the trace serves every device
             if options.batched:
@@ -126,7 +123,7 @@ def _traced(loop: RowLoop, specs: list[Any], structure: Any) -> Traced:
     return Traced(concrete, graph_def, structure, tuple(outputs), loop.vectorized, loop.reason, found)
 
 
-def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: list[Any], stream: Stream | None) -> Any:
+def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: list[Any]) -> Any:
     """`fn` as a `tf.function` of leaves that returns a list of leaves; appends the nest of its results to `structures`.
 
     An inner `tf.function` gives it autograph and variables on first call, as TensorFlow defines them.
@@ -142,10 +139,9 @@ def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: l
 
     @tf.function(autograph=False)
     def flat_fn(*leaves: Any) -> list[Any]:
-        with drawing_from(stream):
-            arguments = tf.nest.pack_sequence_as(specs, leaves[:count])
-            seeds = {} if options.seed is None else {"seed": leaves[count]}
-            results = inner(*arguments, **seeds) if unpack else inner(arguments, **seeds)
+        arguments = tf.nest.pack_sequence_as(specs, leaves[:count])
+        seeds = {} if options.seed is None else {"seed": leaves[count]}
+        results = inner(*arguments, **seeds) if unpack else inner(arguments, **seeds)
         results = map_nest(lambda value, path: _result(value, path, options.batched), results, "the result")
         structures.append(tf.nest.map_structure(lambda _: None, results))
         flat = tf.nest.flatten(results)

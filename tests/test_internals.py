@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import Any
 
@@ -21,7 +20,6 @@ from devicemap.internals.functions import (
     last_set_seed,
     must_run,
     registered_kernels,
-    retracing,
 )
 from devicemap.internals.gradients import (
     complete_handle_data,
@@ -219,38 +217,6 @@ def test_a_running_function_is_cancelled() -> None:
     assert len(errors) == 1
     with pytest.raises(tf.errors.CancelledError):
         cancellation.cancellable(tf.function(lambda: tf.constant(1)).get_concrete_function())()
-
-
-def test_inner_functions_are_traced_again() -> None:
-    traces = []
-
-    @tf.function
-    def inner(x: tf.Tensor) -> tf.Tensor:
-        traces.append(tf.compat.v1.get_default_graph())
-        for _ in tf.range(2):
-            x += 1.0
-        return x
-
-    def outer(again: bool) -> Any:
-        @tf.function(autograph=False)
-        def outer(x: tf.Tensor) -> tf.Tensor:
-            with retracing() if again else contextlib.nullcontext():
-                x = inner(inner(x))
-            return inner(x)
-
-        return outer
-
-    wanted = outer(False)(X)
-    assert len(traces) == 1
-    np.testing.assert_array_equal(outer(True)(X), wanted)
-    assert len(traces) == 2  # once for the two calls in it; the call after it finds the first trace
-    outer(True)(X)
-    assert len(traces) == 3
-    # and nothing else is different
-    assert len({tuple(op.type for op in graph.get_operations()) for graph in traces}) == 1
-    loops = [op for graph in traces for op in graph.get_operations() if "While" in op.type]
-    assert len(loops) == 3
-    assert all(op.get_attr("_lower_using_switch_merge") for op in loops)
 
 
 def test_each_seeding_is_another() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from graphs import between_towers, partitions
+from tensorflow.python.framework import function
 
 import devicemap
 
@@ -173,11 +174,139 @@ def test_the_same_seed_once_more_gives_the_same_numbers_in_any_way_of_calling() 
     np.testing.assert_array_equal(later[2], draws[0])
 
 
-def test_random_ops_with_seeds_that_cannot_change_are_refused_where_they_would_repeat() -> None:
-    inner = tf.function(lambda row: row + tf.random.normal([3], seed=3)).get_concrete_function(tf.TensorSpec([3]))
-    with pytest.raises(devicemap.errors.FunctionError, match="same numbers on every device"):
-        devicemap.parallel_map(lambda row: inner(row), X, devices=TOWERS)
-    devicemap.parallel_map(lambda row: inner(row) + 1, X, devices=["CPU:1"])
+def _noise(row: Any) -> Any:
+    return row * tf.random.normal([3], seed=3)
+
+
+def _concrete(path: Any) -> Any:
+    return tf.function(_noise).get_concrete_function(tf.TensorSpec([3]))
+
+
+def _saved(path: Any) -> Any:
+    module = tf.Module()
+    module.draw = tf.function(_noise, input_signature=[tf.TensorSpec([3])])
+    tf.saved_model.save(module, str(path))
+    return tf.saved_model.load(str(path)).draw
+
+
+TRACED_BEFORE = {
+    "concrete": _concrete,
+    "saved": _saved,
+    "compiled": lambda path: tf.function(_noise, jit_compile=True),
+    "kept": lambda path: tf.function(_noise, experimental_attributes={"_noinline": True}),
+    "raw": lambda path: lambda row: row * tf.raw_ops.RandomStandardNormal(shape=[3], dtype=tf.float32, seed=3),
+}
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.parametrize("name", TRACED_BEFORE)
+def test_functions_that_were_traced_before_never_repeat_a_stream(name: str, vectorize: bool, tmp_path: Any) -> None:
+    inner = TRACED_BEFORE[name](tmp_path)
+    if name == "compiled" and vectorize:
+        vectorize = "auto"  # type: ignore[assignment]
+    mapper = devicemap.DeviceMap(lambda row: inner(row), devices=TOWERS, vectorize=vectorize)
+    x = tf.ones([20, 3])
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        taped = mapper(x)
+    np.testing.assert_allclose(tape.gradient(taped, x), taped, rtol=1e-6)
+    assert _distinct(np.concatenate([mapper(x), mapper(x), mapper(_samples(x)), taped])) == 4 * 20
+
+
+def test_functions_of_tensorflow_1_are_refused_where_they_would_repeat_a_stream() -> None:
+    @function.Defun(tf.float32)
+    def drawn(row: Any) -> Any:
+        return _noise(row)
+
+    followed = tf.Variable(X)
+    mapper = devicemap.DeviceMap(lambda row: tf.ensure_shape(drawn(row), [3]), devices=TOWERS, vectorize=False)
+    assert _distinct(np.concatenate([mapper(X[1:]), mapper(X[1:])])) == 38  # inlined, while it was optimised
+    with tf.GradientTape(), pytest.raises(devicemap.errors.FunctionError, match="same numbers on every device"):
+        mapper(followed)
+
+    @function.Defun(tf.float32)
+    def plain(row: Any) -> Any:
+        return tf.sin(row)
+
+    mapper = devicemap.DeviceMap(lambda row: _noise(tf.ensure_shape(plain(row), [3])), devices=TOWERS, vectorize=False)
+    with tf.GradientTape():
+        assert _distinct(np.concatenate([mapper(followed)[1:], mapper(X)[1:]])) == 38
+
+
+@tf.custom_gradient
+def _doubled(x: Any) -> Any:
+    """Its gradient uses what was drawn, and is not that of what it returns."""
+    drawn = tf.random.uniform([3], 1.0, 2.0, seed=4)
+    return x * drawn, lambda upstream: 2.0 * upstream * drawn
+
+
+def _in_a_loop(row: Any) -> Any:
+    for _ in tf.range(2):
+        row = _doubled(row)
+    return row
+
+
+def _in_a_branch(row: Any) -> Any:
+    return _doubled(row) if row[0] > -1e9 else row
+
+
+def _in_a_case(row: Any) -> Any:
+    return tf.switch_case(tf.cast(row[0] * 0.0, tf.int32), [lambda: _doubled(row), lambda: row])
+
+
+_inner = tf.function(lambda row: tf.map_fn(lambda one: _doubled(one * tf.ones([3]))[0], row))
+SCALE = tf.Variable([1.0, 2.0, 3.0])
+DOUBLED = {
+    "plain": (_doubled, 2.0),
+    "loop": (_in_a_loop, 4.0),
+    "branch": (_in_a_branch, 2.0),
+    "case": (_in_a_case, 2.0),
+    "inner function": (lambda row: _inner(row), 2.0),
+    "variable": (lambda row: _doubled(row) * SCALE, 2.0),
+    "optimised": (lambda row: tf.nn.silu(_doubled(row) * 0.0) + _doubled(row), 2.0),
+}
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.parametrize("name", DOUBLED)
+def test_one_trace_serves_every_way_of_drawing_and_of_asking_for_gradients(name: str, vectorize: bool) -> None:
+    fn, factor = DOUBLED[name]
+    traces = []
+
+    inner = tf.function(fn)
+
+    def counted(row: Any) -> Any:
+        traces.append(row)
+        return inner(row)
+
+    mapper = devicemap.DeviceMap(counted, devices=TOWERS, vectorize=vectorize and "auto")
+    x = tf.reshape(tf.range(1.0, 16.0), [5, 3])
+
+    def taped(x: Any, persistent: bool = False) -> Any:
+        with tf.GradientTape(persistent=persistent) as tape:
+            tape.watch(x)
+            rows = mapper(x)
+        return rows, tape.gradient(rows, x)
+
+    results = [taped(x), taped(x, persistent=True), tf.function(taped)(x), tf.function(taped)(x)]
+    for rows, gradients in results:
+        np.testing.assert_allclose(gradients, factor * rows / x, rtol=1e-5)
+    draws = [mapper(x), mapper(x), mapper(_samples(x)), *(rows for rows, _ in results)]
+    assert _distinct(np.concatenate(draws) / np.concatenate([x] * len(draws))) == 5 * len(draws)
+    assert len(traces) == 1
+
+
+def test_second_gradients_of_what_was_drawn() -> None:
+    mapper = devicemap.DeviceMap(lambda row: _doubled(row) ** 2, devices=TOWERS)
+    x = tf.reshape(tf.range(1.0, 16.0), [5, 3])
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            rows = mapper(x)
+        first = inner.gradient(rows, x)
+    np.testing.assert_allclose(first, 4.0 * rows / x, rtol=1e-5)  # (drawn * x)**2, doubled
+    np.testing.assert_allclose(outer.gradient(first, x), 2.0 * first / x, rtol=1e-5)
 
 
 def test_seeded_results_do_not_depend_on_devices_or_chunks(devices: list[str]) -> None:

@@ -19,7 +19,7 @@ def advise(plan: Plan) -> tuple[str, ...]:
     """A sentence for each thing that is worth it; what costs most comes first."""
     judges: Sequence[Callable[[Plan], Iterator[str]]] = (
         _about_order, _about_strays, _about_python, _about_devices, _about_memory, _about_loops, _about_updates,
-        _about_traffic, _about_random,
+        _about_traffic,
     )  # fmt: skip
     return tuple(sentence for judge in judges for sentence in judge(plan))
 
@@ -122,14 +122,6 @@ def _about_traffic(plan: Plan) -> Iterator[str]:
         yield (
             f"{size_text(of_variables)} of the {size_text(everything)} that travel in a call are captured variables: pass "
             "more rows per call"
-        )
-
-
-def _about_random(plan: Plan) -> Iterator[str]:
-    if plan.traces > 1:
-        yield (
-            f"fn is traced {plan.traces} times, as its seeded random ops need a number stream for each device: use the "
-            "option seed= with tf.random.stateless_* ops, which also makes results independent of the devices"
         )
 
 

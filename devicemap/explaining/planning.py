@@ -33,7 +33,7 @@ def explain_call(
 ) -> Plan:
     """The plan of a call on what was `asked`, with these `towers` of `fn`."""
     traced, chunks = towers.traced, asked.chunks
-    audit, ops = traced.audit, live_ops(traced.concrete)
+    ops = live_ops(traced.concrete)
     shards = () if chunks else _shards(asked.rows, towers)
     call = _built_graph(towers, shards, chunks)
     used = towers.devices if chunks else tuple(dict.fromkeys(shard.device for shard in shards))
@@ -55,7 +55,7 @@ def explain_call(
         batched=options.batched,
         vectorized=traced.vectorized,
         reason=traced.reason,
-        traces=1 + len(towers.places) if audit.seeded else 1,
+        traces=1,  # `Towers` are of one trace, whatever is called
         control_edges=() if chunks or call is None else tuple(ControlEdge(*w) for w in waits_between_devices(call)),
         ordered=tuple(c.name for c in captured if c.handling is Handling.ORDERED),
         strays=strays,
@@ -77,10 +77,10 @@ def _shards(rows: int | None, towers: Towers) -> tuple[Shard, ...]:
 def _built_graph(towers: Towers, shards: Sequence[Shard], chunks: bool) -> Any:
     """The graph that the call runs; for chunks, one that shows what their functions take, where that is not known anyway.
 
-    A function with seeded random ops is traced for each graph, so that none is built for chunks, which would not use it.
+    A function with seeded random ops is copied for each graph, so that none is built for chunks, which would not use it.
     """
     if chunks:
-        return towers.graph(1, gradients=0) if towers.optimized else None
+        return towers.graph(1, gradients=0) if towers.optimized and not towers.traced.audit.seeded else None
     return towers.graph(len(shards), gradients=0) if shards else None
 
 
@@ -149,7 +149,7 @@ def _random_ops(
     found = []
     if audit.random_ops:
         seeded = (
-            "fixed seeds, mixed with a number for each device: a trace and a number stream for each"
+            "fixed seeds, mixed with a number for each device: a number stream for each, and other numbers on other devices"
             if audit.seeded
             else "no seed was set: each device draws a number stream of its own"
         )

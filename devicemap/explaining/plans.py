@@ -177,7 +177,7 @@ class Plan:
     """Why it does, or does not: for instance the op that has no vectorised form."""
 
     traces: int
-    """How often `fn` is traced for data of this structure, in all its calls in this way."""
+    """How often `fn` is traced for data of this structure: once for all devices, sizes and calls."""
 
     control_edges: tuple[ControlEdge, ...]
     """One device that waits for another, read from the built graph of the call; each chunk is a graph of one device.

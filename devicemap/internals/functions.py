@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -11,7 +11,6 @@ from tensorflow.core.protobuf import meta_graph_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.framework import kernels
 from tensorflow.python.grappler import tf_optimizer
-from tensorflow.python.ops import control_flow_ops
 
 UNCHAINED = {"_disable_acd": True}
 """`tf.function(experimental_attributes=UNCHAINED)`: no automatic control dependencies between the ops of the function.
@@ -80,29 +79,12 @@ def last_set_seed() -> Any:
     return getattr(context.context(), "_rng", None)
 
 
-class _Retracing(control_flow_ops.XLAControlFlowContext):
-    """What keys the caches of `tf.function`s by its own identity, and does nothing else."""
-
-    def IsXLAContext(self) -> bool:
-        return False
-
-    def RequiresUniqueFunctionRetracing(self) -> bool:
-        return True
-
-
-_retracings: list[_Retracing] = []
-
-
 @contextlib.contextmanager
-def retracing() -> Iterator[None]:
-    """While it lasts, each `tf.function` that the graph being traced calls is traced once more, and not taken from its cache.
-
-    A trace holds the seeds of its random ops, but the cache is not keyed by them, nor by anything else that is public.
-    """
-    enclosing = _Retracing()
-    _retracings.append(enclosing)  # for good: the key is its id, which no later one may have
-    enclosing.Enter()
+def capturing(concrete: Any, replaced: Mapping[int, Any]) -> Iterator[None]:
+    """While it lasts, calls of `concrete` capture other tensors in some places. Not for use by two threads at once."""
+    own = concrete.captured_inputs
+    concrete.set_external_captures([replaced.get(i, tensor) for i, tensor in enumerate(own)])
     try:
         yield
     finally:
-        enclosing.Exit()
+        concrete.set_external_captures(own)

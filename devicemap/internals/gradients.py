@@ -81,7 +81,7 @@ def differentiate_values_alone(graph: Any) -> None:
                 consumers = op.outputs[0].consumers()
                 with each.as_default():
                     values, _ = tf.identity_n([op.outputs[0], op.inputs[0]])
-                values.op._gradient_function = _of_values(op)
+                values.op._gradient_function = _of_values
                 for consumer in consumers:
                     for i in [i for i, used in enumerate(consumer.inputs) if used is op.outputs[0]]:
                         consumer._update_input(i, values)
@@ -90,10 +90,10 @@ def differentiate_values_alone(graph: Any) -> None:
 _WITHOUT_VECTORS = {"Svd": "compute_uv", "Eig": "compute_v", "SelfAdjointEigV2": "compute_v"}
 
 
-def _of_values(op: Any) -> Callable[..., Any]:
-    gradient = framework_ops.get_gradient_function(op)
+def _of_values(linked: Any, of_values: Any, of_matrix: Any) -> list[Any]:
+    op = linked.inputs[0].op
     unused = len(op.outputs) - 1  # some wait for these gradients, none reads them
-    return lambda linked, of_values, of_matrix: [None, gradient(op, of_values, *[of_values] * unused)]
+    return [None, framework_ops.get_gradient_function(op)(op, of_values, *[of_values] * unused)]
 
 
 def _without_colocation(gradient: Callable[..., Any]) -> Callable[..., Any]:
