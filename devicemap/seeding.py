@@ -53,8 +53,9 @@ class Streams:
 
 def _mixed(number: int, way: int, place: int, seed: int, seed2: int) -> tuple[int, int]:
     """The seeds of an op in a copy of a function: the same for ops that had the same, and never those of another copy."""
-    mixed = np.random.SeedSequence([number, way, place, seed % 2**64, seed2 % 2**64]).generate_state(2, np.uint64)
-    return int(mixed[0] >> 1), int(mixed[1] >> 1)
+    mixed = np.random.SeedSequence([number, way, place, seed % 2**64, seed2 % 2**64])
+    first, second = map(int, mixed.generate_state(2, np.uint64))
+    return first >> 1, second >> 1
 
 
 def row_seeds(seed: int, first_row: int, rows: Any) -> Any:

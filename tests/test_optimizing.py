@@ -121,7 +121,6 @@ def _adds(row: Any) -> Any:
         (lambda: _traced(tf.sin, jit_compile=True), TWO),
         (lambda: _traced(_calls_what_is_kept, vectorize=False), TWO),
         (lambda: _traced(tf.reduce_sum, tf.ragged.constant([[1.0], []])), TWO),
-        (lambda: _traced(lambda row: row + tf.random.normal([3], seed=1)), TWO),
     ],
 )
 def test_what_is_left_to_tensorflow(traced: Any, places: list[str]) -> None:
@@ -178,12 +177,12 @@ def test_a_handle_without_its_variable_is_read_where_it_is(batch_size: int | Non
 
 
 def test_towers_know() -> None:
-    towers = Towers(TWO, TWO[0], lambda stream: _traced(tf.sin), "fn", False)
+    towers = Towers(TWO, TWO[0], _traced(tf.sin), "fn", False)
     assert towers.optimized
 
 
 def test_threads_may_ask_for_more_shards_than_are_kept() -> None:
-    towers = Towers(TWO, TWO[0], lambda stream: _traced(tf.sin), "fn", False)
+    towers = Towers(TWO, TWO[0], _traced(tf.sin), "fn", False)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -37,7 +37,8 @@ def copied(concrete: Any, graph_def: Any, mix: Mix) -> Any:
 
     It captures the same, has the same gradients, and can be told apart from the original by its numbers alone.
     """
-    return _Copies(concrete, graph_def, mix).of_whole()
+    with tf.device(None):  # not the user's scope of the moment
+        return _Copies(concrete, graph_def, mix).of_whole()
 
 
 class _Copies:
@@ -57,7 +58,6 @@ class _Copies:
         original = self._concrete.graph
         graph = func_graph.FuncGraph(original.name, structured_input_signature=original.structured_input_signature)
         nodes = tf.compat.v1.GraphDef(node=self._graph_def.node, versions=self._graph_def.versions)
-        count = len(self._concrete.outputs)
         with graph.as_default():
             self._change(nodes.node, graph)
             self._fill(graph, nodes, original, {})
@@ -65,7 +65,7 @@ class _Copies:
             graph.outputs = [graph.get_tensor_by_name(tensor.name) for tensor in self._concrete.outputs]
             graph.control_outputs = [graph.get_operation_by_name(op.name) for op in original.control_outputs]
         graph.structured_outputs = tf.nest.pack_sequence_as(
-            original.structured_outputs, graph.outputs[:count], expand_composites=True
+            original.structured_outputs, graph.outputs, expand_composites=True
         )
         graph.variables = original.variables
         captured = self._concrete.captured_inputs
