@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -294,6 +295,22 @@ def test_one_trace_serves_every_way_of_drawing_and_of_asking_for_gradients(name:
     draws = [mapper(x), mapper(x), mapper(_samples(x)), *(rows for rows, _ in results)]
     assert _distinct(np.concatenate(draws) / np.concatenate([x] * len(draws))) == 5 * len(draws)
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}])
+def test_ragged_and_sparse_results_of_draws(options: dict[str, Any]) -> None:
+    def fn(row: Any) -> Any:
+        drawn = _noise(row)
+        return tf.RaggedTensor.from_row_lengths(drawn, [1, 0, 2]), tf.sparse.from_dense(drawn)
+
+    mapper, x = devicemap.DeviceMap(fn, devices=TOWERS, vectorize=False, **options), tf.Variable(tf.ones([5, 3]))
+    with contextlib.nullcontext() if options else tf.GradientTape() as tape:
+        ragged, sparse = mapper(x)
+    np.testing.assert_array_equal(tf.reshape(ragged.flat_values, [5, 3]), tf.sparse.to_dense(sparse))
+    again, _ = mapper(x)
+    assert _distinct(tf.reshape(tf.concat([ragged.flat_values, again.flat_values], 0), [10, 3])) == 10
+    if tape:
+        np.testing.assert_array_equal(tf.reshape(tape.gradient(ragged.flat_values, x), [-1]), ragged.flat_values)
 
 
 def test_second_gradients_of_what_was_drawn() -> None:

@@ -64,9 +64,9 @@ class _Copies:
             graph.inputs = [graph.get_tensor_by_name(tensor.name) for tensor in self._concrete.inputs]
             graph.outputs = [graph.get_tensor_by_name(tensor.name) for tensor in self._concrete.outputs]
             graph.control_outputs = [graph.get_operation_by_name(op.name) for op in original.control_outputs]
-        graph.structured_outputs = tf.nest.pack_sequence_as(
-            original.structured_outputs, graph.outputs, expand_composites=True
-        )
+            graph.structured_outputs = tf.nest.pack_sequence_as(
+                original.structured_outputs, graph.outputs, expand_composites=True
+            )
         graph.variables = original.variables
         captured = self._concrete.captured_inputs
         for outside, inside in zip(captured, graph.inputs[len(graph.inputs) - len(captured) :]):
