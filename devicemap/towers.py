@@ -192,7 +192,7 @@ class Towers:
         """With copies of what is captured for graphs with gradients, or for others, which take some values as arguments."""
         with self._lock:
             if differentiable not in self._layouts:
-                passed = self._unseeded(differentiable).passed
+                passed = self._shared(differentiable).passed
                 traced = _for(differentiable, self.traced)
                 mirrors = Mirrors(traced, self.places, differentiable, passed)
                 self._layouts[differentiable] = Layout(
@@ -206,13 +206,16 @@ class Towers:
         return layout.graph(runnables, any_rows, clocked)
 
     def _runnable(self, i: int, way: int, differentiable: bool) -> Runnable:
-        """What runs on place `i`: a copy, where seeded random ops need a stream per place and way of calling."""
-        runnable = self._unseeded(differentiable)
-        if not self.traced.audit.seeded:
+        """What runs on place `i`: a copy, where ops keep something for each place and way of calling.
+
+        Those are random ops with seeds, and Python functions that a tape follows.
+        """
+        runnable = self._shared(differentiable)
+        if not (self.traced.audit.seeded or (differentiable and "EagerPyFunc" in self.traced.audit.effects)):
             return runnable
         return replace(runnable, concrete=self._streams.copies(way, runnable.concrete)[i])
 
-    def _unseeded(self, differentiable: bool) -> Runnable:
+    def _shared(self, differentiable: bool) -> Runnable:
         """The traced function, optimised once for all places where that can be."""
         if not self.optimized or differentiable:
             return as_traced(_for(differentiable, self.traced))

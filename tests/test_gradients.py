@@ -127,6 +127,19 @@ def test_gradients_of_what_was_drawn_with_a_seed(devices: list[str], place: str)
     np.testing.assert_allclose([first, second], [loss, loss / 2], rtol=1e-4)
 
 
+def test_gradients_through_python_functions(devices: list[str]) -> None:
+    mapper = devicemap.DeviceMap(
+        lambda batch: tf.ensure_shape(tf.py_function(lambda b: b**3, [batch], tf.float32), [None, 3]),
+        devices=devices,
+        batched=True,
+    )
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            tape.watch(X)
+            total = tf.reduce_sum(mapper(X))
+        np.testing.assert_allclose(tape.gradient(total, X), 3 * X**2, rtol=1e-5)
+
+
 def _sum_of_squares(result: Any) -> Any:
     if isinstance(result, tf.RaggedTensor):
         return tf.reduce_sum(result.flat_values**2)

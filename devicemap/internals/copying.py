@@ -1,4 +1,7 @@
-"""A traced function once more, from its graph: the same ops, with other seeds, on number streams of their own.
+"""A traced function once more, from its graph: the same ops, which keep what they keep from call to call for themselves.
+
+Random ops get other seeds, and so number streams of their own; the calls of Python functions get names of their own, by which
+their gradients find what was recorded.
 
 `fn` is not traced again for that, which would run the user's Python code, and would find the functions that keep their
 traces with their seeds. `tf.saved_model` reads functions from `FunctionDef`s by the same means; here what they lack is at
@@ -14,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function import concrete_function
 from tensorflow.python.framework import func_graph, function_def_to_graph, importer
 from tensorflow.python.framework import ops as framework_ops
-from tensorflow.python.ops import handle_data_util
+from tensorflow.python.ops import handle_data_util, script_ops
 
 from devicemap.errors import failure
 from devicemap.internals.functions import capturing
@@ -112,6 +115,9 @@ class _Copies:
         for node in nodes:
             if (seeds := seeds_of(node)) not in (None, _UNSEEDED):
                 node.attr["seed"].i, node.attr["seed2"].i = self._mix(*seeds)
+            if node.op == "EagerPyFunc":  # the gradient finds the tape of a call by this
+                token = script_ops._py_funcs.insert(script_ops._py_funcs.get(node.attr["token"].s.decode()))
+                node.attr["token"].s = token.encode()
             if node.op in self._functions:
                 self._share(node.op, graph)
             for called in _called(node):
