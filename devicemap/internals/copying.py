@@ -190,7 +190,8 @@ class _Copies:
             @tf.function(autograph=False)
             def traced(*tensors: Any) -> list[Any]:
                 arguments = dict(zip(given, tensors))
-                found[:] = gradient(op, *(arguments.get(i) for i in range(len(upstream))))
+                gradients = gradient(op, *(arguments.get(i) for i in range(len(upstream))))
+                found[:] = gradients if isinstance(gradients, list | tuple) else [gradients]
                 return [each for each in found if each is not None]
 
             function = traced.get_concrete_function(*(upstream[i] for i in given))
