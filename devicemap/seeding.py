@@ -24,37 +24,29 @@ _numbers: tuple[Any, Iterator[int]] = (None, itertools.count())
 
 
 class Streams:
-    """The copies of one function with seeded random ops: one for each place, in each way of calling it."""
+    """The copies of one function for the places it runs on, in each way of calling it: each on number streams of its own."""
 
-    def __init__(self, places: int):
-        self._places = places
-        self._copies: dict[int, list[Any]] = {}
+    def __init__(self) -> None:
         self._number: int | None = None
 
-    def copies(self, way: int, concrete: Any) -> list[Any]:
+    def copies(self, concrete: Any, way: tuple[int, ...], places: int) -> list[Any]:
         """Copies of a `ConcreteFunction`, one per place. Not for use by two threads at once.
 
         Args:
-            way: the number of the way of calling it. One that was asked for before gets the same copies.
             concrete: the function.
+            way: of calling it; none begins with another one. Asked for once more, it gets the same streams, from their start.
+            places: how many.
         """
-        if way not in self._copies:
-            if self._number is None:
-                self._number = _next_number()
-            graph_def = concrete.graph.as_graph_def()
-            mixes = [partial(_mixed, self._number, way, place) for place in range(self._places)]
-            self._copies[way] = [copied(concrete, graph_def, mix) for mix in mixes]
-        return self._copies[way]
-
-    def forget(self, way: int) -> None:
-        """Keep no copies for a way of calling that will not be asked for again."""
-        self._copies.pop(way, None)
+        if self._number is None:
+            self._number = _next_number()
+        graph_def = concrete.graph.as_graph_def()
+        return [copied(concrete, graph_def, partial(_mixed, (self._number, *way, place))) for place in range(places)]
 
 
-def _mixed(number: int, way: int, place: int, seed: int, seed2: int) -> tuple[int, int]:
+def _mixed(copy: tuple[int, ...], seed: int, seed2: int) -> tuple[int, int]:
     """The seeds of an op in a copy of a function: the same for ops that had the same, and never those of another copy."""
-    mixed = np.random.SeedSequence([number, way, place, seed % 2**64, seed2 % 2**64])
-    first, second = map(int, mixed.generate_state(2, np.uint64))
+    words = np.array([*copy, seed % 2**64, seed2 % 2**64], np.uint64).view(np.uint32)
+    first, second = map(int, np.random.SeedSequence(words).generate_state(2, np.uint64))
     return first >> 1, second >> 1
 
 

@@ -29,8 +29,8 @@ from devicemap.types import Shard
 
 _KEPT_SHARDS = 256
 
-_FUNCTIONS, _INLINED = 3, 4
-"""Ways of calling, after graphs with gradients of order 0 to 2: a function per device; and graphs of which each is one."""
+_GRAPHS, _FUNCTIONS, _INLINED = range(3)
+"""Ways of calling begin with these."""
 
 
 class Towers:
@@ -67,7 +67,7 @@ class Towers:
         self._functions: dict[str, Any] = {}
         self.paces: dict[str, Pace] = {}
         self._layouts: dict[bool, Layout] = {}
-        self._streams = Streams(len(self.places))
+        self._streams = Streams()
         self._inlined = itertools.count()
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
         self._invoker = Invoker(optimize=not self.optimized)
@@ -82,25 +82,24 @@ class Towers:
         where the graph is to be `inlined` into another: a clock is a stateful op, which that would wait for.
 
         `gradients` tells which may be asked for: 0 none, 1 first ones, 2 any (`order_of_gradients`). A function with seeded
-        random ops gets a graph for each, as TensorFlow runs other ops for each, and one for each that is inlined, all for
-        any rows: each begins number streams of its own.
+        random ops gets a graph for each, as TensorFlow runs other ops for each, and one for each that is inlined: each begins
+        number streams of its own.
         """
-        differentiable = gradients > 0
-        if self.traced.audit.seeded:
-            if inlined:
-                with self._lock:
-                    way = _INLINED + next(self._inlined)
-                    try:
-                        return self._build(len(self.places), way, True, True, False)
-                    finally:
-                        self._streams.forget(way)
-            shards, any_rows = len(self.places), True
-        way = gradients if self.traced.audit.seeded else int(differentiable)
-        key = (shards, way, any_rows, self._clocked and shards > 1 and not inlined)
+        seeded = self.traced.audit.seeded
+        if seeded and inlined:
+            with self._lock:
+                return self._build(shards, (_INLINED, next(self._inlined)), True, any_rows, False)
+        key = (
+            shards,
+            gradients if seeded else min(gradients, 1),
+            any_rows,
+            self._clocked and shards > 1 and not inlined,
+        )
         if key not in self._graphs:
             with self._lock:
                 if key not in self._graphs:
-                    self._graphs[key] = self._build(shards, way, differentiable, any_rows, key[-1])
+                    way = (_GRAPHS, *map(int, key))
+                    self._graphs[key] = self._build(shards, way, gradients > 0, any_rows, key[-1])
         return self._graphs[key]
 
     def order_of_gradients(self, leaves: Sequence[Any]) -> int:
@@ -118,8 +117,6 @@ class Towers:
         if known is None:
             shards = shard_rows(rows, self.places)
             sizes = [len(shard) for shard in shards]
-            if self.traced.audit.seeded:
-                sizes += [0] * (len(self.places) - len(sizes))
             with tf.init_scope(), tf.device(HOST):
                 known = shards, tf.constant(sizes, tf.int32)
             if len(self._shards) > _KEPT_SHARDS:
@@ -171,11 +168,9 @@ class Towers:
         with self._lock:
             layout = self._layout(False)
             if not self._functions:
+                runnables = self._runnables(len(self.places), (_FUNCTIONS,), False)
                 places = {device: self.places.index(device) for device in self.devices}
-                self._functions = {
-                    device: layout.function(place, self._runnable(place, _FUNCTIONS, False))
-                    for device, place in places.items()
-                }
+                self._functions = {device: layout.function(i, runnables[i]) for device, i in places.items()}
         callable_of = cancellation.cancellable if cancellation else unrecorded
         mirrors = layout.mirrors
         values = mirrors.values()
@@ -200,20 +195,19 @@ class Towers:
                 )
             return self._layouts[differentiable]
 
-    def _build(self, shards: int, way: int, differentiable: bool, any_rows: bool, clocked: bool) -> Any:
+    def _build(self, shards: int, way: tuple[int, ...], differentiable: bool, any_rows: bool, clocked: bool) -> Any:
         layout = self._layout(differentiable)
-        runnables = [self._runnable(i, way, differentiable) for i in range(shards)]
-        return layout.graph(runnables, any_rows, clocked)
+        return layout.graph(self._runnables(shards, way, differentiable), any_rows, clocked)
 
-    def _runnable(self, i: int, way: int, differentiable: bool) -> Runnable:
-        """What runs on place `i`: a copy, where ops keep something for each place and way of calling.
+    def _runnables(self, places: int, way: tuple[int, ...], differentiable: bool) -> list[Runnable]:
+        """What runs on the first so many places: copies, where ops keep something for each place and way of calling.
 
         Those are random ops with seeds, and Python functions that a tape follows.
         """
-        runnable = self._shared(differentiable)
-        if not (self.traced.audit.seeded or (differentiable and "EagerPyFunc" in self.traced.audit.effects)):
-            return runnable
-        return replace(runnable, concrete=self._streams.copies(way, runnable.concrete)[i])
+        shared = self._shared(differentiable)
+        if self.traced.audit.seeded or (differentiable and "EagerPyFunc" in self.traced.audit.effects):
+            return [replace(shared, concrete=copy) for copy in self._streams.copies(shared.concrete, way, places)]
+        return [shared] * places
 
     def _shared(self, differentiable: bool) -> Runnable:
         """The traced function, optimised once for all places where that can be."""

@@ -63,7 +63,7 @@ class _Copies:
         nodes = tf.compat.v1.GraphDef(node=self._graph_def.node, versions=self._graph_def.versions)
         with graph.as_default():
             self._change(nodes.node, graph)
-            self._fill(graph, nodes, original, {})
+            self._fill(graph, nodes, original, {op.name: op.name for op in original.get_operations()})
             graph.inputs = [graph.get_tensor_by_name(tensor.name) for tensor in self._concrete.inputs]
             graph.outputs = [graph.get_tensor_by_name(tensor.name) for tensor in self._concrete.outputs]
             graph.control_outputs = [graph.get_operation_by_name(op.name) for op in original.control_outputs]
@@ -85,19 +85,17 @@ class _Copies:
         """The copy of a function that is called, within the graph of the moment."""
         if name not in self._made:
             function = self._functions[name]
+            original = getattr(function, "graph", None)  # what was read from a definition has none
+            inputs = original.inputs if original else ()
             definition = type(self._definitions[name])()
             definition.CopyFrom(self._definitions[name])
-            shapes = [tensor.shape for tensor in function.graph.inputs[: len(definition.signature.input_arg)]]
+            shapes = [tensor.shape for tensor in inputs[: len(definition.signature.input_arg)]] or None
             # gradients of loops make functions that are called after it: no two may be the same
-            graph = func_graph.FuncGraph(f"{function.graph.name}_{framework_ops.uid()}")
+            graph = func_graph.FuncGraph(f"{original.name if original else name}_{framework_ops.uid()}")
             with graph.as_default():
                 self._change(definition.node_def, graph)
                 nodes, flat = function_def_to_graph.function_def_to_graph_def(definition, shapes)
-                renamed = {
-                    tensor.op.name: argument.name
-                    for tensor, argument in zip(function.graph.inputs, definition.signature.input_arg)
-                }
-                self._fill(graph, nodes, function.graph, renamed)
+                self._fill(graph, nodes, original, _names(original, definition) if original else {})
                 graph.inputs = [graph.get_tensor_by_name(flat[each.name]) for each in definition.signature.input_arg]
                 results = [flat[definition.ret[each.name]] for each in definition.signature.output_arg]
                 graph.outputs = [graph.get_tensor_by_name(result) for result in results]
@@ -106,7 +104,7 @@ class _Copies:
                     for each in definition.signature.control_output
                 ]
             self._made[name] = concrete_function.ConcreteFunction.from_func_graph(
-                graph, function.function_type, definition.attr
+                graph, getattr(function, "function_type", None), definition.attr
             )
         return self._made[name]
 
@@ -118,18 +116,16 @@ class _Copies:
             if node.op == "EagerPyFunc":  # the gradient finds the tape of a call by this
                 token = script_ops._py_funcs.insert(script_ops._py_funcs.get(node.attr["token"].s.decode()))
                 node.attr["token"].s = token.encode()
-            if node.op in self._functions:
-                self._share(node.op, graph)
             for called in _called(node):
-                if getattr(self._functions.get(called.name), "graph", None) is not None:
+                if called.name in self._functions:
                     copy = self._of_function(called.name)
                     graph._add_function_recursive(copy.inference_fn)
                     called.name = _name(copy)
-                elif called.name in self._functions:
-                    self._share(called.name, graph)
+            if node.op in self._functions:
+                self._share(node.op, graph)
 
     def _share(self, name: str, graph: Any) -> None:
-        """Let `graph` call a function that TensorFlow 1 made, as it is."""
+        """Let `graph` call a function by the type of an op, as TensorFlow 1 does, as it is."""
         if self._draws(name):
             raise failure(
                 "fn calls a function of TensorFlow 1 that holds random ops with a seed; it would draw the same numbers on "
@@ -145,19 +141,14 @@ class _Copies:
             for node in self._definitions[name].node_def
         )
 
-    def _fill(self, graph: Any, graph_def: Any, original: Any, renamed: dict[str, str]) -> None:
-        """Put nodes into `graph`, with what is known of the `original` ones; `renamed` are its inputs."""
-        self._graphs[id(original)] = graph, renamed
+    def _fill(self, graph: Any, graph_def: Any, original: Any, names: dict[str, str]) -> None:
+        """Put nodes into `graph`, and what is known of the `original` ones, whose `names` stand beside theirs there."""
         importer.import_graph_def_for_function(graph_def, name="", propagate_device_spec=True)
+        self._graphs[id(original)] = graph, names
         copies = {_name(copy): copy for copy in self._made.values()}
-        names = {**{op.name: op.name for op in original.get_operations()}, **renamed}
-        for op in original.get_operations():
-            try:
-                copy = graph.get_operation_by_name(names[op.name])
-            except KeyError:  # the original got it later, for its gradients
-                continue
-            if copy.type == op.type:
-                self._complete(copy, op, copies)
+        for of_original, of_copy in names.items():
+            op = original.get_operation_by_name(of_original)
+            self._complete(graph.get_operation_by_name(of_copy), op, copies)
 
     def _complete(self, copy: Any, op: Any, functions: dict[str, Any]) -> None:
         """Tell the copy of an op what graphs do not hold of it."""
@@ -204,11 +195,22 @@ class _Copies:
 
     def _in_copy(self, tensor: Any) -> Any:
         """What stands for a tensor in the copy of its graph."""
-        graph, renamed = self._graphs.get(id(getattr(tensor, "graph", None)), (None, {}))
-        if graph is None:
-            return tensor
-        op = graph.get_operation_by_name(renamed.get(tensor.op.name, tensor.op.name))
-        return op.outputs[tensor.value_index]
+        graph, names = self._graphs.get(id(getattr(tensor, "graph", None)), (None, {}))
+        return (
+            tensor if graph is None else graph.get_operation_by_name(names[tensor.op.name]).outputs[tensor.value_index]
+        )
+
+
+def _names(original: Any, definition: Any) -> dict[str, str]:
+    """The names of a graph's ops -> those in the definition that was made of it, where some were taken by arguments.
+
+    Ops are in the same order in both. The graph may have got more since, for its gradients.
+    """
+    inputs = [tensor.op for tensor in original.inputs[: len(definition.signature.input_arg)]]
+    ops = [op for op in original.get_operations() if op not in {*inputs}]
+    names = {op.name: each.name for op, each in zip(inputs, definition.signature.input_arg)}
+    assert all(op.type == node.op for op, node in zip(ops, definition.node_def))
+    return names | {op.name: node.name for op, node in zip(ops, definition.node_def)}
 
 
 def seeds_of(node: Any) -> tuple[int, int] | None:
