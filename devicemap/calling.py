@@ -75,8 +75,10 @@ class Calls:
             try:
                 # A tape records what its own thread does, so a taped call stays in this one.
                 with towers.drawing_alone():
-                    outputs = graph(*arguments) if gradients else towers.run(graph, arguments, rows.count)
-                    results, returned, arrivals = outputs
+                    if gradients:
+                        results, returned, arrivals = towers.run_taped(graph, arguments, gradients)
+                    else:
+                        results, returned, arrivals = towers.run(graph, arguments, rows.count)
                 if call is not None:
                     call.arrivals = arrivals
             except Exception as error:

@@ -64,6 +64,8 @@ class Towers:
         # Two calls at once would read a device's copy of an advancing seed before either writes it.
         self._drawing = {device: threading.Lock() for device in self.devices if self.traced.audit.advances_seed}
         self._graphs: dict[tuple[int, int, bool, bool], Any] = {}
+        self._taped: set[tuple[Any, int]] = set()
+        self._taping = threading.Lock()
         self._functions: dict[str, Any] = {}
         self.paces: dict[str, Pace] = {}
         self._layouts: dict[bool, Layout] = {}
@@ -127,6 +129,19 @@ class Towers:
     def run(self, graph: Any, arguments: Sequence[Any], rows: int) -> Any:
         """Call one of the graphs, on so many rows, such that Ctrl-C takes effect at once."""
         return self._invoker.call(graph, self.flat(arguments), rows)
+
+    def run_taped(self, graph: Any, arguments: Sequence[Any], gradients: int) -> Any:
+        """Call one of the graphs in this thread, for a tape to record.
+
+        TensorFlow builds what a tape needs in the first such call, and does not expect several at once: they would fail, or
+        draw the same numbers.
+        """
+        if (graph, gradients) in self._taped:
+            return graph(*arguments)
+        with self._taping:
+            outputs = graph(*arguments)
+            self._taped.add((graph, gradients))
+            return outputs
 
     def drawing_alone(self) -> contextlib.AbstractContextManager[None]:
         """While it lasts, no other call of the function draws from the seeds that each of its calls advances."""

@@ -297,6 +297,52 @@ def test_one_trace_serves_every_way_of_drawing_and_of_asking_for_gradients(name:
     assert len(traces) == 1
 
 
+@tf.custom_gradient
+def _scaled(x: Any) -> Any:
+    """Its gradient reads a variable."""
+    return x * SCALE, lambda upstream, variables=None: (upstream * SCALE, [tf.reduce_sum(upstream * x, 0)])
+
+
+ZERO_WEIGHTED = {
+    "optimised": (lambda row: tf.nn.silu(row * SCALE), {"vectorize": False}),
+    "variable in a gradient": (lambda batch: _scaled(batch), {"batched": True}),
+}
+
+
+@pytest.mark.parametrize("name", ZERO_WEIGHTED)
+def test_a_draw_changes_no_gradient(name: str) -> None:
+    fn, options = ZERO_WEIGHTED[name]
+    inner = tf.function(fn)
+    x = tf.reshape(tf.range(6.0), [2, 3])
+
+    def gradients(fn: Any) -> Any:
+        mapper = devicemap.DeviceMap(fn, devices=TOWERS[:2], **options)
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            rows = mapper(x)
+        return rows, *map(tf.convert_to_tensor, tape.gradient(rows, [x, SCALE]))
+
+    drawing = gradients(lambda rows: inner(rows) + 0.0 * tf.random.uniform([], seed=1))
+    for got, wanted in zip(drawing, gradients(inner)):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_threads_whose_tapes_follow_the_first_calls(seeded: bool) -> None:
+    mapper = devicemap.DeviceMap(lambda row: row * tf.random.normal([3], seed=int(seeded) or None), devices=TOWERS[:2])
+
+    def taped(persistent: bool) -> Any:
+        with tf.GradientTape(persistent=persistent) as tape:
+            tape.watch(X)
+            rows = mapper(X)
+        np.testing.assert_allclose(tape.gradient(rows, X) * X, rows, rtol=1e-6)
+        return rows[1:]
+
+    with ThreadPoolExecutor(6) as pool:
+        draws = tf.concat(list(pool.map(taped, [False, True, False] * 8)), 0)
+    assert _distinct(draws) == len(draws)
+
+
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}])
 def test_ragged_and_sparse_results_of_draws(options: dict[str, Any]) -> None:
     def fn(row: Any) -> Any:
