@@ -167,9 +167,8 @@ class _Walk:
                         if i == 0:
                             names[node.name] = name
                 continue
-            called = [
-                f for f in (node.op, *_functions(node)) if f in self.library
-            ]  # TensorFlow 1 calls by the type of an op
+            # TensorFlow 1 calls a function by the type of an op
+            called = [f for f in (node.op, *_functions(node)) if f in self.library]
             for function in called:
                 # branches get the inputs after the predicate, everything else gets all of them
                 passed = inputs[1:] if node.op in ("If", "StatelessIf", "Case", "StatelessCase") else inputs

@@ -100,7 +100,7 @@ class Towers:
         if key not in self._graphs:
             with self._lock:
                 if key not in self._graphs:
-                    way = (_GRAPHS, *map(int, key))
+                    way = (_GRAPHS, *map(int, key[:-1]))  # a clock changes no number
                     self._graphs[key] = self._build(shards, way, gradients > 0, any_rows, key[-1])
         return self._graphs[key]
 

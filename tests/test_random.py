@@ -175,6 +175,18 @@ def test_the_same_seed_once_more_gives_the_same_numbers_in_any_way_of_calling() 
     np.testing.assert_array_equal(later[2], draws[0])
 
 
+def test_the_numbers_do_not_depend_on_a_plan_or_a_report() -> None:
+    draws = []
+    for explained, report in ((False, True), (True, True), (False, False)):
+        tf.random.set_seed(1)
+        mapper = devicemap.DeviceMap(lambda row: row + tf.random.normal([3]), devices=TOWERS, report=report)
+        if explained:
+            mapper.explain(X)
+        draws.append(mapper(X))
+    np.testing.assert_array_equal(draws[0], draws[1])
+    np.testing.assert_array_equal(draws[0], draws[2])
+
+
 def _noise(row: Any) -> Any:
     return row * tf.random.normal([3], seed=3)
 

@@ -50,9 +50,8 @@ def stray_ops(
         if op.type in _NOT_PLACED or called_by(op):
             continue
         if is_placed(op.device) and any(full_name(op.device) != place for place in places):
-            found[StrayOp(op.type, full_name(op.device), "with a resource" if _of_resource(op) else "placed by fn")] = (
-                None
-            )
+            stray = StrayOp(op.type, full_name(op.device), "with a resource" if _of_resource(op) else "placed by fn")
+            found[stray] = None
             continue
         kernels = kernels_of(op.type)
         for kind in dict.fromkeys(kinds):

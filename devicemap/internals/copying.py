@@ -209,7 +209,10 @@ def _names(original: Any, definition: Any) -> dict[str, str]:
     inputs = [tensor.op for tensor in original.inputs[: len(definition.signature.input_arg)]]
     ops = [op for op in original.get_operations() if op not in {*inputs}]
     names = {op.name: each.name for op, each in zip(inputs, definition.signature.input_arg)}
-    assert all(op.type == node.op for op, node in zip(ops, definition.node_def))
+    if any(op.type != node.op for op, node in zip(ops, definition.node_def)):
+        raise RuntimeError(
+            f"the definition of {definition.signature.name} does not have the ops of its graph in their order"
+        )
     return names | {op.name: node.name for op, node in zip(ops, definition.node_def)}
 
 
