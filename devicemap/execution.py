@@ -136,9 +136,8 @@ class Layout:
         after: Sequence[Any] = (),
     ) -> list[Any]:
         """Call it on the device of the moment, with other handles for some of its captures."""
-        # Ops that are colocated with their input (tf.debugging's, for instance) would follow the shard to the device that cut
-        # it.
-        shard = _copied(list(shard))
+        if runnable.follows_inputs:  # to the device that cut the shard
+            shard = _copied(list(shard))
         captured = {position: handles[i] for position, i in enumerate(runnable.captures) if i in handles}
         # Here, not around the whole: TensorFlow takes an edge to the call for redundant if its inputs have it.
         with tf.control_dependencies(after), capturing(runnable.concrete, captured), contextlib.ExitStack() as scopes:

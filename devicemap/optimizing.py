@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from devicemap.auditing import variable_of
 from devicemap.devices import kind_of
+from devicemap.hoisting import hoist, node_of
 from devicemap.internals.functions import UNCHAINED, optimized_graph
 from devicemap.tracing import Traced
 
@@ -59,10 +60,13 @@ class Runnable:
     optimized: bool
     """Whether TensorFlow need not optimise what calls it. It then has no gradients."""
 
+    follows_inputs: bool
+    """Whether ops may be colocated with what it is given, as those of `tf.debugging` are: that must be on the device first."""
+
 
 def as_traced(traced: Traced) -> Runnable:
     """`traced.concrete`, left to TensorFlow to optimise."""
-    return Runnable(traced.concrete, (), tuple(range(len(traced.concrete.captured_inputs))), False)
+    return Runnable(traced.concrete, (), tuple(range(len(traced.concrete.captured_inputs))), False, True)
 
 
 def optimize(traced: Traced) -> Runnable:
@@ -76,6 +80,7 @@ def optimize(traced: Traced) -> Runnable:
     names = [tensor.op.name for tensor in concrete.inputs]
     outputs = list(concrete.outputs[: len(traced.specs)])
     graph_def = _optimized_for_cpus(traced.graph_def, [tensor.name for tensor in outputs])
+    hoist(graph_def)
     # A handle that fn uses without its variable stays a capture: its shape and device are not known here.
     variables = {name: variable_of(concrete, handle) for name, handle in zip(names[len(tensors) :], captured)}
     reads = _reads(graph_def, [name for name, variable in variables.items() if variable is not None])
@@ -104,7 +109,8 @@ def optimize(traced: Traced) -> Runnable:
     of_passed = [variables[names[len(tensors) + i]] for i in passed]
     specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in of_passed]
     specs += [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
-    return Runnable(optimized.get_concrete_function(*specs), passed, captures, True)
+    colocated = any("_class" in node.attr for node in _nodes(graph_def))
+    return Runnable(optimized.get_concrete_function(*specs), passed, captures, True, colocated)
 
 
 def _optimized_for_cpus(graph_def: Any, outputs: Sequence[str]) -> Any:
@@ -131,18 +137,13 @@ def _reads(graph_def: Any, names: Sequence[str]) -> dict[str, list[str]]:
     consumers: dict[str, list[Any]] = {name: [] for name in names}
     for node in graph_def.node:
         for name in node.input:
-            if (source := _node(name)) in consumers:
+            if (source := node_of(name)) in consumers:
                 consumers[source].append(node)
     return {
         name: [node.name for node in nodes]
         for name, nodes in consumers.items()
         if nodes and all(node.op == "ReadVariableOp" for node in nodes)
     }
-
-
-def _node(name: str) -> str:
-    """The node that an input `node`, `node:1` or `^node` comes from."""
-    return name.lstrip("^").partition(":")[0]
 
 
 def _remove(graph_def: Any, names: set[str]) -> None:
