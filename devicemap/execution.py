@@ -136,8 +136,9 @@ class Layout:
         after: Sequence[Any] = (),
     ) -> list[Any]:
         """Call it on the device of the moment, with other handles for some of its captures."""
-        if runnable.follows_inputs:  # to the device that cut the shard
-            shard = _copied(list(shard))
+        # Ops that are colocated with their input (tf.debugging's, for instance) would follow the shard to the device that cut
+        # it, and constants that wait for it would do so across devices.
+        shard = _copied(list(shard))
         captured = {position: handles[i] for position, i in enumerate(runnable.captures) if i in handles}
         # Here, not around the whole: TensorFlow takes an edge to the call for redundant if its inputs have it.
         with tf.control_dependencies(after), capturing(runnable.concrete, captured), contextlib.ExitStack() as scopes:

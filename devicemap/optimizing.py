@@ -60,13 +60,10 @@ class Runnable:
     optimized: bool
     """Whether TensorFlow need not optimise what calls it. It then has no gradients."""
 
-    follows_inputs: bool
-    """Whether ops may be colocated with what it is given, as those of `tf.debugging` are: that must be on the device first."""
-
 
 def as_traced(traced: Traced) -> Runnable:
     """`traced.concrete`, left to TensorFlow to optimise."""
-    return Runnable(traced.concrete, (), tuple(range(len(traced.concrete.captured_inputs))), False, True)
+    return Runnable(traced.concrete, (), tuple(range(len(traced.concrete.captured_inputs))), False)
 
 
 def optimize(traced: Traced) -> Runnable:
@@ -109,8 +106,7 @@ def optimize(traced: Traced) -> Runnable:
     of_passed = [variables[names[len(tensors) + i]] for i in passed]
     specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in of_passed]
     specs += [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
-    colocated = any("_class" in node.attr for node in _nodes(graph_def))
-    return Runnable(optimized.get_concrete_function(*specs), passed, captures, True, colocated)
+    return Runnable(optimized.get_concrete_function(*specs), passed, captures, True)
 
 
 def _optimized_for_cpus(graph_def: Any, outputs: Sequence[str]) -> Any:
