@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 _COUNTING = {"Add", "AddV2", "Sub"}
@@ -50,10 +50,14 @@ def hoist(graph_def: Any) -> None:
     for variable in variables:
         if variable.update == variable.in_body and graph.may_enter_once(variable, in_bodies):
             graph.enter_once(variable)
-    for one, other in itertools.permutations(changing, 2):
-        if graph.count_alike(one, other):
-            graph.count_once(one, other)
-    graph.remove_from(graph_def)
+    alike: dict[Any, list[_Variable]] = defaultdict(list)
+    for variable in changing:
+        alike[variable.enter.attr["frame_name"].s, variable.enter.input[0]].append(variable)
+    for of_one_loop in alike.values():
+        for one, other in itertools.permutations(of_one_loop, 2):
+            if graph.count_alike(one, other):
+                graph.count_once(one, other)
+    remove_nodes(graph_def, graph.removed)
 
 
 class _Graph:
@@ -65,7 +69,8 @@ class _Graph:
         for node in graph_def.node:
             for name in dict.fromkeys(node.input):
                 self._takers[name].append(node)
-        self._removed: set[str] = set()
+        self.removed: set[str] = set()
+        """The nodes that nobody needs any more."""
 
     def variables(self) -> Iterator[_Variable]:
         """All that loops hand on."""
@@ -98,34 +103,25 @@ class _Graph:
         unchanged.enter.attr["is_constant"].b = True
         self._replace(unchanged.merge.name, unchanged.enter.name)
         self._replace(unchanged.in_body, unchanged.enter.name)
-        self._removed |= {node.name for node in unchanged[1:]}
+        self.removed |= {node.name for node in unchanged[1:]}
 
     def count_alike(self, one: _Variable, other: _Variable) -> bool:
-        """Whether two variables are the same number in every step, and nobody asks for `one` at the end."""
-        if one.switch.name in self._removed or other.switch.name in self._removed or self._leaves(one):
+        """Whether two variables that begin alike go on so in every step, and nobody asks for `one` at the end."""
+        if one.switch.name in self.removed or other.switch.name in self.removed or self._leaves(one):
             return False
         counts, also_counts = (self._nodes[node_of(variable.update)] for variable in (one, other))
         return (
-            one.enter.input[0] == other.enter.input[0]
-            and one.enter.attr["frame_name"].s == other.enter.attr["frame_name"].s
-            and counts.op in _COUNTING
+            counts.op in _COUNTING
             and counts.op == also_counts.op
             and [other.in_body if name == one.in_body else name for name in counts.input] == list(also_counts.input)
             and not self._takers[f"^{counts.name}"]
         )
 
     def count_once(self, one: _Variable, other: _Variable) -> None:
-        self._removed |= {node_of(one.update), *(node.name for node in one)}
+        self.removed |= {node_of(one.update), *(node.name for node in one)}
         self._replace(one.merge.name, other.merge.name)
         self._replace(one.in_body, other.in_body)
         self._replace(one.update, other.update)
-
-    def remove_from(self, graph_def: Any) -> None:
-        """Write the graph back without what nobody needs any more."""
-        if self._removed:
-            kept = [node for node in graph_def.node if node.name not in self._removed]
-            del graph_def.node[:]
-            graph_def.node.extend(kept)
 
     def _leaves(self, variable: _Variable) -> bool:
         """Whether a loop gives the variable away at its end, or others wait for the ops that hand it on."""
@@ -144,3 +140,10 @@ class _Graph:
 def node_of(name: str) -> str:
     """The node that an input `node`, `node:1` or `^node` comes from."""
     return name.lstrip("^").partition(":")[0]
+
+
+def remove_nodes(graph_def: Any, names: Collection[str]) -> None:
+    """Leave out the nodes of these names."""
+    kept = [node for node in graph_def.node if node.name not in names]
+    del graph_def.node[:]
+    graph_def.node.extend(kept)

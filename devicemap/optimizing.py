@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from devicemap.auditing import variable_of
 from devicemap.devices import kind_of
-from devicemap.hoisting import hoist, node_of
+from devicemap.hoisting import hoist, node_of, remove_nodes
 from devicemap.internals.functions import UNCHAINED, optimized_graph
 from devicemap.tracing import Traced
 
@@ -84,7 +84,7 @@ def optimize(traced: Traced) -> Runnable:
     replaced = {name for of_one in reads.values() for name in of_one}
     used = {name.partition(":")[0] for node in graph_def.node if node.name not in replaced for name in node.input}
     used |= {tensor.op.name for tensor in outputs}
-    _remove(graph_def, replaced | {*names})  # what is fed
+    remove_nodes(graph_def, replaced | {*names})  # what is fed
     passed = tuple(i for i, name in enumerate(names[len(tensors) :]) if name in reads)
     captures = tuple(i for i in range(len(captured)) if i not in passed)
 
@@ -140,9 +140,3 @@ def _reads(graph_def: Any, names: Sequence[str]) -> dict[str, list[str]]:
         for name, nodes in consumers.items()
         if nodes and all(node.op == "ReadVariableOp" for node in nodes)
     }
-
-
-def _remove(graph_def: Any, names: set[str]) -> None:
-    kept = [node for node in graph_def.node if node.name not in names]
-    del graph_def.node[:]
-    graph_def.node.extend(kept)
