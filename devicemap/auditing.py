@@ -14,7 +14,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.internals.copying import seeds_of
 
 READS = frozenset(
     "ReadVariableOp ResourceGather ResourceGatherNd VariableShape VarIsInitializedOp "
@@ -58,8 +57,8 @@ class Audit:
     random_ops: tuple[str, ...]
     """Types of its stateful random ops."""
 
-    seeded: bool
-    """Whether there are fixed seeds among them: on each device, the function would draw the same numbers."""
+    seeds: frozenset[tuple[int, int]]
+    """The fixed seeds among theirs: on each device, and in each graph, the function would draw the same numbers."""
 
     effects: tuple[str, ...]
     """Types of its ops that act outside of the graph."""
@@ -76,6 +75,11 @@ class Audit:
     colocated: bool = False
     """Whether an op asks, by name, for the device of one of its function's inputs: in copies of the function, that is one
     name for the inputs of all."""
+
+    @property
+    def seeded(self) -> bool:
+        """Whether it draws from fixed seeds."""
+        return bool(self.seeds)
 
     @property
     def advances_seed(self) -> bool:
@@ -107,7 +111,7 @@ def audit(concrete: Any, graph_def: Any) -> Audit:
     return Audit(
         tuple(treatments),
         tuple(sorted(walk.random)),
-        walk.seeded,
+        frozenset(walk.seeds),
         tuple(sorted(every_op & EFFECTS)),
         walk.custom_gradients,
         walk.growing_lists,
@@ -142,7 +146,7 @@ class _Walk:
     uses: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     types: set[str] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
-    seeded: bool = False
+    seeds: set[tuple[int, int]] = field(default_factory=set)
     custom_gradients: bool = False
     growing_lists: bool = False
     colocated: bool = False
@@ -156,9 +160,10 @@ class _Walk:
             self.colocated |= any(group.decode().removeprefix("loc:@") not in inside for group in _groups(node))
             self.custom_gradients |= node.op == "IdentityN" and "_gradient_op_type" in node.attr
             self.growing_lists |= node.op == "TensorListSetItem" and node.attr["resize_if_index_out_of_bounds"].b
-            if (seeds := seeds_of(node)) is not None:
+            if {"seed", "seed2"} <= {*node.attr}:  # a number stream of its own
                 self.random.add(node.op)
-                self.seeded |= seeds != (0, 0)
+                seeds = node.attr["seed"].i, node.attr["seed2"].i
+                self.seeds |= {seeds} - {(0, 0)}  # where TensorFlow chooses some, each time others
             inputs = [names.get(_tensor(name)) for name in node.input if not name.startswith("^")]
             if node.op in _ALIASES:
                 for i, name in enumerate(inputs):

@@ -14,7 +14,6 @@ from devicemap.gathering import gather
 from devicemap.internals.functions import UNCHAINED, UNCHAINED_UNIT, capturing, must_run
 from devicemap.internals.gradients import differentiate_in_place
 from devicemap.mirroring import Mirrors
-from devicemap.optimizing import Runnable
 from devicemap.rows import HOST, cut_rows
 from devicemap.tracing import Traced
 
@@ -35,13 +34,13 @@ class Layout:
     scope: str
     """What the name scopes of the places begin with."""
 
-    def graph(self, runnables: Sequence[Runnable], any_rows: bool, clocked: bool) -> Any:
-        """A whole call as one `ConcreteFunction`, of what runs on the first so many places.
+    def graph(self, traces: Sequence[Traced], any_rows: bool, clocked: bool) -> Any:
+        """A whole call as one `ConcreteFunction`, of the traces that run on the first so many places.
 
         Returns:
             `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`; `Towers.graph` says what they are.
         """
-        shards = len(runnables)
+        shards = len(traces)
         # Inlined into the user's function, one call could assign copies that another one is reading.
         unit = self._acts or (self.differentiable and self.mirrors.any_copies)
 
@@ -56,7 +55,7 @@ class Layout:
                 after = _ops_of(results[-1]) if self.traced.audit.ordered and results else []
                 # Not where a condition decides: what a loop there reads has no gradient if it was made there.
                 handles = self._handles(i, values) if self.differentiable else None
-                tower = partial(self._tower, i, runnables[i], shard, values, handles)
+                tower = partial(self._tower, i, traces[i], shard, values, handles)
                 if any_rows:
                     with tf.control_dependencies(after):
                         results.append(tf.cond(sizes[i] > 0, tower, self.traced.no_rows))
@@ -82,22 +81,20 @@ class Layout:
         with tf.device(None):
             return call.get_concrete_function(tf.TensorSpec([shards], tf.int32), *self.traced.input_specs)
 
-    def function(self, place: int, runnable: Runnable) -> Any:
-        """One place's part of a call by itself, as a `ConcreteFunction`: `(*passed values, *leaves) -> result leaves`."""
-        passed_specs = [tf.TensorSpec(t.shape, t.dtype) for t in runnable.concrete.inputs[: len(runnable.passed)]]
+    def function(self, place: int, traced: Traced) -> Any:
+        """One place's part of a call by itself, as a `ConcreteFunction`: `(*leaves) -> result leaves`."""
 
         @tf.function(autograph=False, experimental_attributes=UNCHAINED_UNIT if self._acts else UNCHAINED)
-        def call(*inputs: Any) -> list[Any]:
-            passed, shard = inputs[: len(runnable.passed)], inputs[len(runnable.passed) :]
+        def call(*shard: Any) -> list[Any]:
             with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
-                results = self._call(runnable, passed, shard, self.mirrors.captures(place))
+                results = self._call(traced, shard, self.mirrors.captures(place))
             if self._acts:
                 must_run(_ops_of(results))
             with tf.device(self.output_device):  # copied out as a part of the call
                 return _copied(results)
 
         with tf.device(None):
-            return call.get_concrete_function(*passed_specs, *self.traced.input_specs)
+            return call.get_concrete_function(*self.traced.input_specs)
 
     @property
     def _acts(self) -> bool:
@@ -112,7 +109,7 @@ class Layout:
     def _tower(
         self,
         place: int,
-        runnable: Runnable,
+        traced: Traced,
         shard: Sequence[Any],
         values: dict[int, Any],
         handles: dict[int, Any] | None,
@@ -122,15 +119,14 @@ class Layout:
         if handles is None:
             handles = self._handles(place, values)
         with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
-            results = self._call(runnable, self.mirrors.passed(values), shard, handles, after)
+            results = self._call(traced, shard, handles, after)
             if self.differentiable:
                 differentiate_in_place(_ops_of(results))
             return results
 
     def _call(
         self,
-        runnable: Runnable,
-        passed: Sequence[Any],
+        traced: Traced,
         shard: Sequence[Any],
         handles: dict[int, Any],
         after: Sequence[Any] = (),
@@ -139,17 +135,20 @@ class Layout:
         # Ops that are colocated with their input (tf.debugging's, for instance) would follow the shard to the device that cut
         # it, and constants that wait for it would do so across devices.
         shard = _copied(list(shard))
-        captured = {position: handles[i] for position, i in enumerate(runnable.captures) if i in handles}
+        # Each trace captures the same, and numbers it as it met it.
+        numbers = {id(tensor): i for i, tensor in enumerate(self.traced.concrete.captured_inputs)}
+        captures = [numbers.get(id(tensor)) for tensor in traced.concrete.captured_inputs]
+        captured = {position: handles[i] for position, i in enumerate(captures) if i is not None and i in handles}
         # Here, not around the whole: TensorFlow takes an edge to the call for redundant if its inputs have it.
-        with tf.control_dependencies(after), capturing(runnable.concrete, captured), contextlib.ExitStack() as scopes:
+        with tf.control_dependencies(after), capturing(traced.concrete, captured), contextlib.ExitStack() as scopes:
             first = _ops_of(shard)[0]
             if self.differentiable and all(
-                tensor.device == first.device for tensor in runnable.concrete.captured_inputs
+                tensor.device == first.device for tensor in traced.concrete.captured_inputs
             ):
                 # Lists that a loop leaves for its gradient stay here, too. TensorFlow hands out tensors where they are, but
                 # lists on the first device, unless what makes them belongs to others; and moves all that do to one device.
                 scopes.enter_context(first.graph.colocate_with(first))
-            return list(runnable.concrete(*passed, *shard))
+            return list(traced.concrete(*shard))
 
 
 def sizes_in_graph(rows: Any, shards: int) -> Any:

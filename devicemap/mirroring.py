@@ -1,8 +1,7 @@
 """Captured variables and tensors -> their values on each device, brought there once per call.
 
 A traced function reads a captured variable where the variable lives, so every tower would fetch it again for each read,
-in a loop for each step. Instead each tower captures a copy on its own device, which the call assigns first; or, where the
-function takes the value itself, is given that. What a function writes is not copied, except for seeds that advance with
+in a loop for each step. Instead each tower captures a copy on its own device, which the call assigns first. What a function writes is not copied, except for seeds that advance with
 each call: those must differ between towers.
 
 A captured tensor never changes, so that each device gets it once for all calls; where gradients go through it, once per
@@ -29,23 +28,17 @@ class Mirrors:
     changes may see either value, as they would without copies.
     """
 
-    def __init__(self, traced: Traced, places: Sequence[str], differentiable: bool, passed: Sequence[int] = ()):
-        """`passed` are the captures (by index) whose values the function takes as arguments.
-
-        Where they are to be `differentiable`, gradients go from what the towers hold to the originals.
-        """
+    def __init__(self, traced: Traced, places: Sequence[str], differentiable: bool):
+        """Where they are to be `differentiable`, gradients go from what the towers hold to the originals."""
         concrete = traced.concrete
         self._differentiable = differentiable
-        self._passed = tuple(passed)
         self._read: dict[int, Any] = {}
         self._seeds: dict[int, Any] = {}
         for i, (handle, treatment) in enumerate(zip(concrete.captured_inputs, traced.audit.treatments)):
             variable = variable_of(concrete, handle)
             if treatment is Treatment.SEED:
                 self._seeds[i] = variable
-            elif (
-                treatment is Treatment.READ and variable is not None and (i in passed or {variable.device} != {*places})
-            ):
+            elif treatment is Treatment.READ and variable is not None and {variable.device} != {*places}:
                 self._read[i] = variable
         self._seeds_on: str | None = None
         if differentiable and traced.audit.loops and (where := self._others_stay(concrete, places)):
@@ -60,7 +53,7 @@ class Mirrors:
         self._copies: list[dict[int, Any]] = []
         # In a thread of its own: what the user's tf.function or strategy does with variables that are created is not for these.
         with ThreadPoolExecutor(1) as other_thread:
-            other_thread.submit(self._create, passed, places).result()
+            other_thread.submit(self._create, places).result()
 
     def _others_stay(self, concrete: Any, places: Sequence[str]) -> str | None:
         """Where the function uses resources where they are: variables that it writes, tables. `None`: it does not.
@@ -76,8 +69,8 @@ class Mirrors:
         ]
         return next((device for device in others if {device} != {*places}), None)
 
-    def _create(self, passed: Sequence[int], places: Sequence[str]) -> None:
-        copied = {i: variable for i, variable in (self._seeds | self._read).items() if i not in passed}
+    def _create(self, places: Sequence[str]) -> None:
+        copied = self._seeds | self._read
         now = {i: _first_value(variable) for i, variable in copied.items()}
         for place in places:
             needed = {i: v for i, v in copied.items() if i in self._seeds or v.device != place}
@@ -106,12 +99,6 @@ class Mirrors:
             with tf.device(variable.device):
                 found[i] = self._seeds_of_towers(variable)
         return found
-
-    def passed(self, values: dict[int, Any]) -> list[Any]:
-        """The values that the function takes as arguments; in eager code, on the device of the moment."""
-        if tf.executing_eagerly():
-            return [tf.identity(values[i]) for i in self._passed]
-        return [values[i] for i in self._passed]  # they travel to whoever takes them, once for each device
 
     def assign(self, tower: int, values: dict[int, Any]) -> dict[int, Any]:
         """Assign the copies of one tower, on the device of the moment.

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -64,7 +65,7 @@ class Program:
                 towers = Towers(
                     places_on(self.devices),
                     self.output_device,
-                    trace(self.fn, specs, self.options),
+                    partial(trace, self.fn, specs, self.options),
                     self.name,
                     self.options.report,
                 )

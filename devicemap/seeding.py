@@ -1,53 +1,89 @@
 """Random numbers that no two rows, devices or ways of calling share: seeds of rows, and number streams of functions.
 
 A stateless op draws from the seed it is given; each row gets one of its own. A stateful op with a seed keeps its place in
-a stream of numbers, and the same op elsewhere begins the same stream again: in each graph, and on each device. So each of
-these gets a copy of a function that has such ops, and each copy draws from a stream of its own.
+a stream of numbers, and a copy of it begins the same stream again: in each graph, and on each device. So a function that
+has such ops is traced again for each copy, and each trace draws from a stream of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from devicemap.internals.copying import copied
-from devicemap.internals.functions import last_set_seed
+from devicemap.auditing import Audit
+from devicemap.internals.functions import last_set_seed, tracing_again
+
+_DEFAULT = 87654321  # what TensorFlow itself mixes with the seed of an op where no global seed is set
 
 _lock = threading.Lock()
 _numbers: tuple[Any, Iterator[int]] = (None, itertools.count())
 
+Stream = tuple[int, ...]
+"""The number of a function, the way of calling it and the place: one stream of numbers."""
 
-class Streams:
-    """The copies of one function for the places it runs on, in each way of calling it: each on number streams of its own."""
 
-    def __init__(self) -> None:
+class Drawing(Protocol):
+    """A trace, and what is known of its random ops."""
+
+    @property
+    def audit(self) -> Audit:
+        """Of which `seeds` matters here."""
+
+
+DrawingT = TypeVar("DrawingT", bound=Drawing)
+
+
+class Streams(Generic[DrawingT]):
+    """The traces of one function for the places it runs on, in each way of calling it: each on a number stream of its own."""
+
+    def __init__(self, trace: Callable[[Stream], DrawingT]):
+        """`trace(stream)` traces the function with a number stream."""
+        self._trace = trace
         self._number: int | None = None
 
-    def copies(self, concrete: Any, way: tuple[int, ...], places: int) -> list[Any]:
-        """Copies of a `ConcreteFunction`, one per place. Not for use by two threads at once.
+    def traces(self, way: tuple[int, ...], places: int) -> list[DrawingT]:
+        """One per place. Not for use by two threads at once.
 
         Args:
-            concrete: the function.
-            way: of calling it; none begins with another one. Asked for once more, it gets the same streams, from their start.
+            way: of calling the function; none begins with another one. Asked for once more, it gets the same streams, from
+                their start.
             places: how many.
         """
         if self._number is None:
             self._number = _next_number()
-        graph_def = concrete.graph.as_graph_def()
-        return [copied(concrete, graph_def, partial(_mixed, (self._number, *way, place))) for place in range(places)]
+        return [self._trace((self._number, *way, place)) for place in range(places)]
 
 
-def _mixed(copy: tuple[int, ...], seed: int, seed2: int) -> tuple[int, int]:
-    """The seeds of an op in a copy of a function: the same for ops that had the same, and never those of another copy."""
-    words = np.array([*copy, seed % 2**64, seed2 % 2**64], np.uint64).view(np.uint32)
-    first, second = map(int, np.random.SeedSequence(words).generate_state(2, np.uint64))
-    return first >> 1, second >> 1
+def drawn_alike(one: Audit, other: Audit) -> bool:
+    """Whether two traces on different streams draw the same numbers somewhere.
+
+    A function that was traced before, by itself or for a SavedModel, keeps the seeds it got then; so do raw ops.
+    """
+    return bool(one.seeds & other.seeds)
+
+
+@contextlib.contextmanager
+def drawing_from(stream: Stream | None) -> Iterator[None]:
+    """Give the random ops that are traced inside a number stream of their own; with `None`, leave their seeds as they are.
+
+    The seed of the graph being traced is mixed with `stream`; op seeds stay. The `tf.function`s that it calls take over the
+    seed, if they are traced for it.
+    """
+    if stream is None:
+        yield
+        return
+    given = tf.compat.v1.get_default_graph().seed
+    words = np.array([_DEFAULT if given is None else given % 2**64, *stream], np.uint64).view(np.uint32)
+    seed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 2)
+    tf.compat.v1.set_random_seed(seed)  # of the graph being traced, and of no other
+    with tracing_again(seed):
+        yield
 
 
 def row_seeds(seed: int, first_row: int, rows: Any) -> Any:

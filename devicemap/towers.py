@@ -7,7 +7,6 @@ import itertools
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,17 +18,16 @@ from devicemap.internals.gradients import order_of_gradients, tape_is_recording
 from devicemap.internals.running import Cancellation, unrecorded
 from devicemap.invoking import Invoker
 from devicemap.mirroring import Mirrors
-from devicemap.optimizing import Runnable, as_traced, can_be_optimized_once, optimize
 from devicemap.rows import HOST
 from devicemap.scheduling import Pace
-from devicemap.seeding import Streams
+from devicemap.seeding import Stream, Streams, drawn_alike
 from devicemap.sharding import shard_rows
 from devicemap.tracing import Traced
 from devicemap.types import Shard
 
 _KEPT_SHARDS = 256
 
-_GRAPHS, _FUNCTIONS, _INLINED = range(3)
+_GRAPHS, _FUNCTIONS, _INLINED, _PROBE = range(4)
 """Ways of calling begin with these."""
 
 
@@ -44,19 +42,30 @@ class Towers:
         self,
         places: Sequence[str],
         output_device: str,
-        traced: Traced,
+        trace: Callable[[Stream | None], Traced],
         name: str,
         clocked: bool,
     ):
-        """`clocked`: whether graphs tell when each shard was done, where the output device has a clock."""
-        self.traced = traced
-        self._traces = 1
+        """`trace(None)` traces the function; `trace(stream)` traces it again with that number stream.
+
+        `clocked`: whether graphs tell when each shard was done, where the output device has a clock.
+        """
+        self._traces = 0
+        self._trace = trace
+        self.traced = self._trace_again(None)
         # A further core of a CPU gains nothing where shards wait for each other, or where ops over all rows use the cores
         # themselves (`benchmarks/test_real_functions.py`: half the rows cost as many ops).
         alone = self.traced.vectorized or self.traced.audit.ordered
         self.places = tuple(dict.fromkeys(places)) if alone else tuple(places)
-        self.optimized = can_be_optimized_once(self.traced, self.places)
-        self._optimized: Runnable | None = None
+        self._streams = Streams(self._trace_again)
+        self.keeps_seeds = (
+            self.traced.audit.seeded
+            and len(self.places) > 1
+            and drawn_alike(self.traced.audit, *(traced.audit for traced in self._streams.traces((_PROBE,), 1)))
+        )
+        """Whether it draws the same numbers however it is traced: then one device draws them all."""
+        if self.keeps_seeds:
+            self.places = self.places[:1]
         self._output_device = output_device
         self._clocked = clocked and kind_of(output_device) == "CPU"
         self._scope = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "fn"  # what a name scope may hold
@@ -69,10 +78,9 @@ class Towers:
         self._functions: dict[str, Any] = {}
         self.paces: dict[str, Pace] = {}
         self._layouts: dict[bool, Layout] = {}
-        self._streams = Streams()
         self._inlined = itertools.count()
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
-        self._invoker = Invoker(optimize=not self.optimized)
+        self._invoker = Invoker(optimize=True)
         self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self.traced.input_specs)
 
     def graph(self, shards: int, gradients: int, any_rows: bool = False, inlined: bool = False) -> Any:
@@ -148,10 +156,14 @@ class Towers:
         return _all_of(self._drawing.values()) if self._drawing else contextlib.nullcontext()
 
     def take_traces(self) -> int:
-        """How often `fn` was traced since this was asked last: once, at first."""
+        """How often `fn` was traced since this was asked last."""
         with self._lock:
             traces, self._traces = self._traces, 0
             return traces
+
+    def _trace_again(self, stream: Stream | None) -> Traced:
+        self._traces += 1
+        return self._trace(stream)
 
     def flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The tensors that leaves consist of."""
@@ -183,9 +195,9 @@ class Towers:
         with self._lock:
             layout = self._layout(False)
             if not self._functions:
-                runnables = self._runnables(len(self.places), (_FUNCTIONS,), False)
+                traces = self._traces_for(len(self.places), (_FUNCTIONS,), False)
                 places = {device: self.places.index(device) for device in self.devices}
-                self._functions = {device: layout.function(i, runnables[i]) for device, i in places.items()}
+                self._functions = {device: layout.function(i, traces[i]) for device, i in places.items()}
         callable_of = cancellation.cancellable if cancellation else unrecorded
         mirrors = layout.mirrors
         values = mirrors.values()
@@ -194,17 +206,16 @@ class Towers:
             lock = self._drawing.get(device)
             with tf.device(device), lock or contextlib.nullcontext():
                 mirrors.assign(self.places.index(device), values)
-                of_call = partial(callable_of(function, not self.optimized), *mirrors.passed(values))
+                of_call = callable_of(function)
             functions[device] = of_call if lock is None else partial(_holding, lock, of_call)
         return functions
 
     def _layout(self, differentiable: bool) -> Layout:
-        """With copies of what is captured for graphs with gradients, or for others, which take some values as arguments."""
+        """With copies of what is captured for graphs with gradients, or for others."""
         with self._lock:
             if differentiable not in self._layouts:
-                passed = self._shared(differentiable).passed
                 traced = _for(differentiable, self.traced)
-                mirrors = Mirrors(traced, self.places, differentiable, passed)
+                mirrors = Mirrors(traced, self.places, differentiable)
                 self._layouts[differentiable] = Layout(
                     traced, self.places, mirrors, self._output_device, differentiable, self._scope
                 )
@@ -212,25 +223,16 @@ class Towers:
 
     def _build(self, shards: int, way: tuple[int, ...], differentiable: bool, any_rows: bool, clocked: bool) -> Any:
         layout = self._layout(differentiable)
-        return layout.graph(self._runnables(shards, way, differentiable), any_rows, clocked)
+        return layout.graph(self._traces_for(shards, way, differentiable), any_rows, clocked)
 
-    def _runnables(self, places: int, way: tuple[int, ...], differentiable: bool) -> list[Runnable]:
-        """What runs on the first so many places: copies, where ops keep something for each place and way of calling.
+    def _traces_for(self, places: int, way: tuple[int, ...], differentiable: bool) -> list[Traced]:
+        """What runs on the first so many places: traces of their own, where ops keep something for each place and way of calling.
 
         Those are random ops with seeds, and Python functions that a tape follows.
         """
-        shared = self._shared(differentiable)
         if self.traced.audit.seeded or (differentiable and "EagerPyFunc" in self.traced.audit.effects):
-            return [replace(shared, concrete=copy) for copy in self._streams.copies(shared.concrete, way, places)]
-        return [shared] * places
-
-    def _shared(self, differentiable: bool) -> Runnable:
-        """The traced function, optimised once for all places where that can be."""
-        if not self.optimized or differentiable:
-            return as_traced(_for(differentiable, self.traced))
-        if self._optimized is None:
-            self._optimized = optimize(self.traced)
-        return self._optimized
+            return [_for(differentiable, traced) for traced in self._streams.traces(way, places)]
+        return [_for(differentiable, self.traced)] * places
 
 
 def _for(differentiable: bool, traced: Traced) -> Traced:

@@ -18,6 +18,7 @@ from devicemap.errors import FunctionError, failure, function_error
 from devicemap.internals.gradients import complete_handle_data, differentiate_freely
 from devicemap.options import Options
 from devicemap.rows import empty_rows, map_nest, row_spec, spec_of
+from devicemap.seeding import Stream, drawing_from
 from devicemap.vectorizing import RowLoop, loops_over_rows
 
 _POWERS_OF_TWO = 2 ** np.arange(31, dtype=np.int32)
@@ -29,9 +30,6 @@ class Traced:
 
     concrete: Any
     """`tf.types.experimental.ConcreteFunction`: leaves of a shard, each `[rows, ...]` -> list of result leaves."""
-
-    graph_def: Any
-    """`GraphDef` of it, as it was traced: gradients of loops make `concrete.graph` return what they need besides."""
 
     structure: Any
     """The nest that the result leaves are packed into; its own leaves say what results there are."""
@@ -62,13 +60,15 @@ class Traced:
         return [empty_rows(spec) for spec in self.specs]
 
 
-def trace(fn: Callable[..., Any], specs: Any, options: Options) -> Traced:
+def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: Stream | None = None) -> Traced:
     """Trace `fn` for data of these specs.
 
     Args:
         fn: the user's function, of one row or of a batch.
         specs: nest of `tf.TypeSpec`s of the data, of shapes `[None, ...]`.
         options: of which `batched`, `vectorize`, `seed`, `fn_output_signature` and `jit_compile` matter here.
+        stream: for a function with seeded random ops, the stream it draws from: another one, other draws. `None` leaves its
+            seeds as they are.
 
     Raises:
         FunctionError: `fn` cannot be traced, or returns something that is not rows. It is an instance of the original
@@ -78,7 +78,7 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options) -> Traced:
     if options.seed is not None:
         leaf_specs.append(tf.TensorSpec([None, 2], tf.int32))
     shape_of_results: list[Any] = []
-    flat_fn = _flatten(fn, specs, options, shape_of_results)
+    flat_fn = _flatten(fn, specs, options, shape_of_results, stream)
     try:
         with tf.device(None):  # not the user's scope of the moment: the trace serves every device
             if options.batched:
@@ -114,16 +114,16 @@ def _traced(loop: RowLoop, specs: list[Any], structure: Any) -> Traced:
     differentiate_freely(concrete.graph)
     complete_handle_data(concrete.graph)
     outputs = [spec_of(leaf) for leaf in concrete.structured_outputs]
-    graph_def = concrete.graph.as_graph_def()
-    found = audit(concrete, graph_def)
+    found = audit(concrete, concrete.graph.as_graph_def())
     if found.colocated:
         concrete = _kept_whole(concrete, specs)
-        graph_def = concrete.graph.as_graph_def()
-        found = audit(concrete, graph_def)
-    return Traced(concrete, graph_def, structure, tuple(outputs), loop.vectorized, loop.reason, found)
+        found = audit(concrete, concrete.graph.as_graph_def())
+    return Traced(concrete, structure, tuple(outputs), loop.vectorized, loop.reason, found)
 
 
-def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: list[Any]) -> Any:
+def _flatten(
+    fn: Callable[..., Any], specs: Any, options: Options, structures: list[Any], stream: Stream | None
+) -> Any:
     """`fn` as a `tf.function` of leaves that returns a list of leaves; appends the nest of its results to `structures`.
 
     An inner `tf.function` gives it autograph and variables on first call, as TensorFlow defines them.
@@ -139,9 +139,10 @@ def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: l
 
     @tf.function(autograph=False)
     def flat_fn(*leaves: Any) -> list[Any]:
-        arguments = tf.nest.pack_sequence_as(specs, leaves[:count])
-        seeds = {} if options.seed is None else {"seed": leaves[count]}
-        results = inner(*arguments, **seeds) if unpack else inner(arguments, **seeds)
+        with drawing_from(stream):
+            arguments = tf.nest.pack_sequence_as(specs, leaves[:count])
+            seeds = {} if options.seed is None else {"seed": leaves[count]}
+            results = inner(*arguments, **seeds) if unpack else inner(arguments, **seeds)
         results = map_nest(lambda value, path: _result(value, path, options.batched), results, "the result")
         structures.append(tf.nest.map_structure(lambda _: None, results))
         flat = tf.nest.flatten(results)

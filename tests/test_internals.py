@@ -13,7 +13,6 @@ from tensorflow.python.ops import handle_data_util
 from tensorflow.python.ops.parallel_for import pfor
 
 from devicemap.internals.converting import take_all_rows
-from devicemap.internals.copying import copied
 from devicemap.internals.functions import (
     UNCHAINED,
     UNCHAINED_UNIT,
@@ -284,46 +283,3 @@ def test_rows_are_taken_without_a_copy() -> None:
     whole = tf.function(lambda x: tf.vectorized_map(row, x)).get_concrete_function(spec)
     (sine,) = [op for op in whole.graph.get_operations() if op.type == "Sin" and op.outputs[0].shape.rank == 2]
     assert sine.inputs[0].op.type in ("Placeholder", "Identity")
-
-
-def test_a_copy_of_a_function_differs_in_its_seeds_alone() -> None:
-    scale = tf.Variable([1.0, 2.0, 3.0])
-
-    @tf.custom_gradient
-    def drawn(x: Any) -> Any:
-        noise = tf.random.normal([3], seed=5)
-        return x * noise, lambda upstream: 2.0 * noise * upstream
-
-    @tf.function
-    def fn(x: Any, key: Any) -> Any:
-        for _ in tf.range(2):
-            x = drawn(x) * scale if x[0] < 1e9 else x
-        read = tf.ensure_shape(tf.io.read_file(key), [])
-        scale.assign_add([1.0, 1.0, 1.0])
-        return {"x": x, "ragged": tf.RaggedTensor.from_row_lengths(x, [1, 2])}, read
-
-    def names(function: Any) -> list[Any]:
-        graphs = [function.graph, *(inner for inner, _ in functions_within(function.graph).values())]
-        found = [(op.type, [t.shape for t in op.outputs]) for graph in graphs for op in graph.get_operations()]
-        return sorted(map(repr, found))
-
-    concrete = fn.get_concrete_function(tf.TensorSpec([3]), tf.TensorSpec([], tf.string))
-    ops, x = names(concrete), tf.Variable([1.0, 2.0, 3.0])
-    graph_def = concrete.graph.as_graph_def()
-    same, other = (copied(concrete, graph_def, lambda *seeds: (seeds[0], seeds[1] + by)) for by in (0, 1))
-    assert names(same) == names(other) == ops
-    assert same.structured_outputs[0].keys() == concrete.structured_outputs[0].keys()
-    assert [*map(id, same.captured_inputs)] == [*map(id, concrete.captured_inputs)]
-    found = []
-    for function in (concrete, same, other):
-        scale.assign([1.0, 2.0, 3.0])
-        with tf.GradientTape() as tape:
-            results, _ = function(x, tf.constant("/dev/null"))
-            total = tf.reduce_sum(results["ragged"] ** 2)
-        np.testing.assert_array_equal(scale, [2.0, 3.0, 4.0])
-        of_x, of_scale = tape.gradient(total, [x, scale])
-        np.testing.assert_array_equal(results["ragged"].flat_values, results["x"])
-        np.testing.assert_allclose(of_x * x, 8.0 * results["x"] ** 2, rtol=1e-5)  # twice for each custom gradient
-        found.append(tf.stack([results["x"], of_x, of_scale]))
-    np.testing.assert_array_equal(found[0], found[1])
-    assert not np.any(np.isclose(found[0], found[2]))

@@ -8,26 +8,24 @@ from typing import Any
 from devicemap.auditing import Treatment, variable_of
 from devicemap.explaining.naming import name_in_code, variable_name
 from devicemap.explaining.plans import Captured, Handling
-from devicemap.explaining.walking import passed_values, row_size
+from devicemap.explaining.walking import row_size
 from devicemap.tracing import Traced
 
 
-def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str], call: Any) -> tuple[Captured, ...]:
+def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) -> tuple[Captured, ...]:
     """Everything that `fn` captures, in the order in which its trace does.
 
     Args:
         traced: the trace of `fn`.
         fn: to name variables as its code does.
         devices: full names of those that rows go to.
-        call: the built graph of a call, which tells what is passed by value; `None` where nothing is.
     """
     handles = traced.concrete.captured_inputs
-    passed = [False] * len(handles) if call is None else passed_values(call, handles)
     found = []
-    for handle, treatment, by_value in zip(handles, traced.audit.treatments, passed):
+    for handle, treatment in zip(handles, traced.audit.treatments):
         variable = variable_of(traced.concrete, handle)
         if variable is not None and treatment is not None:
-            found.append(_variable(variable, variable_name(variable, fn), treatment, by_value, devices))
+            found.append(_variable(variable, variable_name(variable, fn), treatment, devices))
         elif treatment is None:
             handling = Handling.IN_PLACE if {*devices} <= {handle.device} else Handling.KEPT
             name = name_in_code(handle, fn) or f"tensor {len(found) + 1}"
@@ -41,10 +39,9 @@ def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str], 
     return tuple(found)
 
 
-def _variable(variable: Any, name: str, treatment: Treatment, by_value: bool, devices: Sequence[str]) -> Captured:
+def _variable(variable: Any, name: str, treatment: Treatment, devices: Sequence[str]) -> Captured:
     if treatment is Treatment.READ:
-        elsewhere = Handling.PASSED if by_value else Handling.COPIED
-        handling = Handling.IN_PLACE if {*devices} <= {variable.device} else elsewhere
+        handling = Handling.IN_PLACE if {*devices} <= {variable.device} else Handling.COPIED
     else:
         handling = _WRITTEN[treatment]
     return Captured(name, "variable", *_elements(variable), variable.device, handling)

@@ -37,7 +37,7 @@ def explain_call(
     shards = () if chunks else _shards(asked.rows, towers)
     call = _built_graph(towers, shards, chunks)
     used = towers.devices if chunks else tuple(dict.fromkeys(shard.device for shard in shards))
-    captured = captured_by(traced, fn, used, call)
+    captured = captured_by(traced, fn, used)
     kinds = [kind_of(device) for device in towers.devices]
     strays = () if options.jit_compile else tuple(stray_ops(ops, towers.devices, kinds))
     per_row = None if options.jit_compile else memory_bytes_per_row(traced, options.batched)
@@ -75,13 +75,8 @@ def _shards(rows: int | None, towers: Towers) -> tuple[Shard, ...]:
 
 
 def _built_graph(towers: Towers, shards: Sequence[Shard], chunks: bool) -> Any:
-    """The graph that the call runs; for chunks, one that shows what their functions take, where that is not known anyway.
-
-    A function with seeded random ops is copied for each graph, so that none is built for chunks, which would not use it.
-    """
-    if chunks:
-        return towers.graph(1, gradients=0) if towers.optimized and not towers.traced.audit.seeded else None
-    return towers.graph(len(shards), gradients=0) if shards else None
+    """The graph that the call runs; chunks have none."""
+    return towers.graph(len(shards), gradients=0) if shards and not chunks else None
 
 
 def _device_plan(
@@ -149,7 +144,10 @@ def _random_ops(
     found = []
     if audit.random_ops:
         seeded = (
-            "fixed seeds, mixed with a number for each device: a number stream for each, and other numbers on other devices"
+            "seeds that stay the same in every trace (of a function that was traced before, or of raw ops): the numbers would "
+            "repeat on a second device, so one does all the work; use the option seed= with tf.random.stateless_* ops"
+            if towers.keeps_seeds
+            else "fixed seeds, mixed with a number for each device: a number stream for each, and other numbers on other devices"
             if audit.seeded
             else "no seed was set: each device draws a number stream of its own"
         )

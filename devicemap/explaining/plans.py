@@ -20,7 +20,6 @@ class Handling(Enum):
 
     IN_PLACE = "read where it lives"
     COPIED = "copied to each other device once per call"
-    PASSED = "its value is passed to each other device once per call"
     KEPT = "each other device keeps a copy, since it never changes"
     LOOKED_UP = "looked up where it lives"
     ATOMIC = "updated atomically where it lives, in any order"

@@ -9,7 +9,7 @@ from devicemap.devices import kind_of
 from devicemap.explaining.plans import Captured, Handling, StrayOp, Transfer
 from devicemap.types import Shard
 
-_SENT = (Handling.COPIED, Handling.PASSED, Handling.SEED)
+_SENT = (Handling.COPIED, Handling.SEED)
 
 
 @dataclass(frozen=True)

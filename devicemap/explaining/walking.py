@@ -67,22 +67,6 @@ def waits_between_devices(concrete: Any) -> list[tuple[str, str]]:
     return [(sender, receiver) for sender, receiver in pairs if sender and receiver and sender != receiver]
 
 
-def passed_values(concrete: Any, handles: Iterable[Any]) -> list[bool]:
-    """For each captured variable of a call's graph: whether its value goes to the towers, not into copies."""
-    captured = concrete.captured_inputs
-    inside = concrete.inputs[len(concrete.inputs) - len(captured) :]
-    return [
-        any(
-            not _reaches(read, "AssignVariableOp")
-            for outer, inner in zip(captured, inside)
-            if outer is handle
-            for read in inner.consumers()
-            if read.type == "ReadVariableOp"
-        )
-        for handle in handles
-    ]
-
-
 def memory_bytes_per_row(traced: Traced, batched: bool) -> int | None:
     """An upper estimate of the memory that a traced function takes for one more row; `None` where it cannot be told.
 

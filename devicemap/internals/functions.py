@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.protobuf import meta_graph_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.framework import kernels
-from tensorflow.python.grappler import tf_optimizer
+from tensorflow.python.ops import control_flow_ops
 
 UNCHAINED = {"_disable_acd": True}
 """`tf.function(experimental_attributes=UNCHAINED)`: no automatic control dependencies between the ops of the function.
@@ -48,21 +47,6 @@ def functions_within(graph: Any) -> dict[str, tuple[Any, bool]]:
     }
 
 
-def optimized_graph(graph_def: Any, outputs: Iterable[str]) -> Any:
-    """A `GraphDef` that gives these `outputs`, as TensorFlow would run it on its own, without nested function calls.
-
-    The runtime optimises only what it is about to run, and hands nothing back; TensorFlow's converters use the same entry.
-    The process's own optimiser options apply.
-    """
-    fetched = meta_graph_pb2.CollectionDef()
-    fetched.node_list.value.extend(outputs)
-    graph = meta_graph_pb2.MetaGraphDef(graph_def=graph_def)
-    graph.collection_def["train_op"].CopyFrom(fetched)
-    config = tf.compat.v1.ConfigProto.FromString(context.context().function_call_options.config_proto_serialized)
-    config.graph_options.rewrite_options.min_graph_nodes = -1  # small graphs too
-    return tf_optimizer.OptimizeGraph(config, graph)
-
-
 def registered_kernels(op: str) -> list[tuple[str, dict[str, frozenset[int]]]]:
     """The kernels that this process has for a type of op: device type, and the dtypes (enums) each attribute may have.
 
@@ -77,6 +61,33 @@ def registered_kernels(op: str) -> list[tuple[str, dict[str, frozenset[int]]]]:
 def last_set_seed() -> Any:
     """What stands for the last `tf.random.set_seed`: another object after each. Public API tells only the seed, by drawing."""
     return getattr(context.context(), "_rng", None)
+
+
+class _TracingAgain(control_flow_ops.XLAControlFlowContext):
+    """What keys the caches of `tf.function`s by its own identity, and does nothing else."""
+
+    def IsXLAContext(self) -> bool:
+        return False
+
+    def RequiresUniqueFunctionRetracing(self) -> bool:
+        return True
+
+
+_contexts: dict[Hashable, _TracingAgain] = {}
+
+
+@contextlib.contextmanager
+def tracing_again(key: Hashable) -> Iterator[None]:
+    """While it lasts, `tf.function`s that the graph being traced calls are traced for this `key`, and not taken from their cache.
+
+    A trace holds the seeds of its random ops, but the cache is not keyed by them, nor by anything else that is public.
+    """
+    enclosing = _contexts.setdefault(key, _TracingAgain())  # for good: caches are keyed by its id, which no other may get
+    enclosing.Enter()
+    try:
+        yield
+    finally:
+        enclosing.Exit()
 
 
 @contextlib.contextmanager
