@@ -30,6 +30,8 @@ ATOMIC = frozenset(
 """Updates that lock the resource and give the same end in any order; summaries have steps. `ResourceScatterAdd` is not one:
 for numbers it takes the shared lock only, and two of them on one row lose updates."""
 
+_PYTHON = frozenset("PyFunc PyFuncStateless EagerPyFunc".split())
+
 EFFECTS = frozenset("Print PrintV2 PyFunc EagerPyFunc".split())
 """Ops that act outside of the graph (`PyFuncStateless` says that it does not)."""
 
@@ -71,6 +73,12 @@ class Audit:
 
     loops: bool = False
     """Whether it holds a loop."""
+
+    python: bool = False
+    """Whether it calls Python functions."""
+
+    pinned: bool = False
+    """Whether an op asks for a device of its own, as those of a map inside of `fn` do."""
 
     colocated: bool = False
     """Whether an op asks, by name, for the device of one of its function's inputs: in copies of the function, that is one
@@ -116,6 +124,8 @@ def audit(concrete: Any, graph_def: Any) -> Audit:
         walk.custom_gradients,
         walk.growing_lists,
         bool(every_op & LOOPS),
+        bool(every_op & _PYTHON),
+        walk.pinned,
         walk.colocated,
     )
 
@@ -149,6 +159,7 @@ class _Walk:
     seeds: set[tuple[int, int]] = field(default_factory=set)
     custom_gradients: bool = False
     growing_lists: bool = False
+    pinned: bool = False
     colocated: bool = False
 
     def nodes(self, nodes: Any, names: dict[str, str]) -> None:
@@ -157,6 +168,7 @@ class _Walk:
         inside = {node.name for node in nodes if node.op != "Placeholder"}
         for node in nodes:
             self.types.add(node.op)
+            self.pinned |= bool(node.device)
             self.colocated |= any(group.decode().removeprefix("loc:@") not in inside for group in _groups(node))
             self.custom_gradients |= node.op == "IdentityN" and "_gradient_op_type" in node.attr
             self.growing_lists |= node.op == "TensorListSetItem" and node.attr["resize_if_index_out_of_bounds"].b

@@ -127,6 +127,16 @@ def places_on(devices: tuple[str, ...]) -> tuple[str, ...]:
     return (*devices, *cpus * (cores // max(1, len(cpus)) - 1))
 
 
+def python_calls_at_once() -> int:
+    """How many Python functions may run in graphs at the same time.
+
+    Each holds one of TensorFlow's inter-op threads. A `tf.function` that one of them calls needs such a thread, too: if none
+    is left, all wait for ever.
+    """
+    threads = tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count() or 1
+    return max(1, threads - 1)
+
+
 def kind_of(name: str) -> str:
     """The kind in a device's full name.
 

@@ -17,8 +17,10 @@ from devicemap.options import Options
 from devicemap.rows import count_rows
 
 
-def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> Any:
+def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any, at_once: int | None = None) -> Any:
     """The `ConcreteFunction` of a shard's leaves that calls that of one row for each, one after another.
+
+    `at_once`: how many rows may be under way at the same time; `None` for as many as TensorFlow likes.
 
     Raises:
         FunctionError: `fn_output_signature` is not what the function of one row returns.
@@ -39,7 +41,7 @@ def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> A
             results = row_fn(*(takers[i](leaf) if i in takers else leaf for i, leaf in enumerate(row)))
             return [_parts(leaf) if i in sparse else leaf for i, leaf in enumerate(results)]
 
-        results = tf.map_fn(run, tuple(rows), fn_output_signature=taken_apart)
+        results = tf.map_fn(run, tuple(rows), fn_output_signature=taken_apart, parallel_iterations=at_once)
         return [_joined(*leaf) if i in sparse else leaf for i, leaf in enumerate(results)]
 
     return over_rows.get_concrete_function(*specs)

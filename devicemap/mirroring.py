@@ -28,8 +28,12 @@ class Mirrors:
     changes may see either value, as they would without copies.
     """
 
-    def __init__(self, traced: Traced, places: Sequence[str], differentiable: bool):
-        """Where they are to be `differentiable`, gradients go from what the towers hold to the originals."""
+    def __init__(self, traced: Traced, places: Sequence[str], differentiable: bool, in_place: bool = False):
+        """Where they are to be `differentiable`, gradients go from what the towers hold to the originals.
+
+        `in_place`: variables that are read stay where they are. A loop or branch of the user's that calls the map keeps what
+        a loop in `fn` needs for its gradient, and TensorFlow lets it keep no handle that it did not get from outside.
+        """
         concrete = traced.concrete
         self._differentiable = differentiable
         self._read: dict[int, Any] = {}
@@ -41,7 +45,9 @@ class Mirrors:
             elif treatment is Treatment.READ and variable is not None and {variable.device} != {*places}:
                 self._read[i] = variable
         self._seeds_on: str | None = None
-        if differentiable and traced.audit.loops and (where := self._others_stay(concrete, places)):
+        if in_place or traced.audit.pinned:  # what asks for another device reads a variable wherever it is, but no copy
+            self._read = {}
+        elif differentiable and traced.audit.loops and (where := self._others_stay(concrete, places)):
             self._read = {}
             self._seeds_on = where
         self._tensors = {
@@ -100,27 +106,28 @@ class Mirrors:
                 found[i] = self._seeds_of_towers(variable)
         return found
 
-    def assign(self, tower: int, values: dict[int, Any]) -> dict[int, Any]:
+    def assign(self, tower: int, values: dict[int, Any]) -> tuple[dict[int, Any], list[Any]]:
         """Assign the copies of one tower, on the device of the moment.
 
         Returns:
-            Handles of the copies, and copies of tensors, by the index of the capture they replace. In a graph, whoever
-            takes them waits for the assignment.
+            Handles of the copies, and copies of tensors, by the index of the capture they replace; and the ops that the tower
+            has to wait for besides, in a graph.
         """
-        handles = dict(self._kept[tower])
+        handles, before = dict(self._kept[tower]), []
         if self._differentiable:
             handles |= {i: tf.identity(tensor) for i, tensor in self._tensors.items()}
         for i, copy in self._copies[tower].items():
             value = values[i][tower] if i in self._seeds else values[i]
             with tf.device(copy.device):
                 assigned = tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value)
+                handles[i] = copy.handle
                 if assigned is None:  # eager code
-                    handles[i] = copy.handle
                     continue
-                with tf.control_dependencies([assigned]):
-                    link = self._differentiable and i in self._read
-                    handles[i] = holding(copy.handle, value) if link else tf.identity(copy.handle)
-        return handles
+                before.append(assigned)
+                if self._differentiable and i in self._read:
+                    with tf.control_dependencies([assigned]):
+                        handles[i] = holding(copy.handle, value)
+        return handles, before
 
     def captures(self, tower: int) -> dict[int, Any]:
         """One tower's copies as they are, by the index of the capture they replace: handles, and tensors."""

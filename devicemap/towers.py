@@ -7,12 +7,15 @@ import itertools
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
-from devicemap.devices import kind_of
+from devicemap.auditing import Treatment
+from devicemap.devices import kind_of, python_calls_at_once
 from devicemap.execution import Layout
 from devicemap.internals.gradients import order_of_gradients, tape_is_recording
 from devicemap.internals.running import Cancellation, unrecorded
@@ -52,7 +55,13 @@ class Towers:
         """
         self._traces = 0
         self._trace = trace
+        self.left_uncompiled = False
+        """Whether XLA was asked for, and cannot write the variables of `fn` from these devices."""
         self.traced = self._trace_again(None)
+        if self.traced.uncompiled and _written_elsewhere(self.traced, places):
+            self.left_uncompiled = True
+            reason = f"{self.traced.reason}; not compiled, because fn writes a variable of another device, which XLA cannot"
+            self.traced = replace(self.traced.uncompiled, reason=reason)
         # A further core of a CPU gains nothing where shards wait for each other, or where ops over all rows use the cores
         # themselves (`benchmarks/test_real_functions.py`: half the rows cost as many ops).
         alone = self.traced.vectorized or self.traced.audit.ordered
@@ -67,17 +76,19 @@ class Towers:
         if self.keeps_seeds:
             self.places = self.places[:1]
         self._output_device = output_device
-        self._clocked = clocked and kind_of(output_device) == "CPU"
+        self._clocked = clocked and kind_of(output_device) == "CPU" and _has_clock()
         self._scope = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "fn"  # what a name scope may hold
         self._lock = threading.RLock()
         # Two calls at once would read a device's copy of an advancing seed before either writes it.
         self._drawing = {device: threading.Lock() for device in self.devices if self.traced.audit.advances_seed}
-        self._graphs: dict[tuple[int, int, bool, bool], Any] = {}
+        self._graphs: dict[tuple[int, int, bool, bool, bool], Any] = {}
+        # Chunks that call Python wait for each other where TensorFlow would run out of threads.
+        self._calling_python = threading.BoundedSemaphore(python_calls_at_once()) if self.traced.audit.python else None
         self._taped: set[tuple[Any, int]] = set()
         self._taping = threading.Lock()
         self._functions: dict[str, Any] = {}
         self.paces: dict[str, Pace] = {}
-        self._layouts: dict[bool, Layout] = {}
+        self._layouts: dict[tuple[bool, bool], Layout] = {}
         self._inlined = itertools.count()
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
         self._invoker = Invoker(optimize=True)
@@ -98,18 +109,19 @@ class Towers:
         seeded = self.traced.audit.seeded
         if seeded and inlined:
             with self._lock:
-                return self._build(shards, (_INLINED, next(self._inlined)), True, any_rows, False)
+                return self._build(shards, (_INLINED, next(self._inlined)), True, any_rows, False, True)
         key = (
             shards,
             gradients if seeded else min(gradients, 1),
             any_rows,
             self._clocked and shards > 1 and not inlined,
+            inlined and self.traced.audit.loops,
         )
         if key not in self._graphs:
             with self._lock:
                 if key not in self._graphs:
-                    way = (_GRAPHS, *map(int, key[:-1]))  # a clock changes no number
-                    self._graphs[key] = self._build(shards, way, gradients > 0, any_rows, key[-1])
+                    way = (_GRAPHS, *map(int, key[:3]))  # a clock changes no number
+                    self._graphs[key] = self._build(shards, way, gradients > 0, any_rows, *key[3:])
         return self._graphs[key]
 
     def order_of_gradients(self, leaves: Sequence[Any]) -> int:
@@ -151,7 +163,7 @@ class Towers:
             self._taped.add((graph, gradients))
             return outputs
 
-    def drawing_alone(self) -> contextlib.AbstractContextManager[None]:
+    def drawing_alone(self) -> AbstractContextManager[None]:
         """While it lasts, no other call of the function draws from the seeds that each of its calls advances."""
         return _all_of(self._drawing.values()) if self._drawing else contextlib.nullcontext()
 
@@ -163,7 +175,8 @@ class Towers:
 
     def _trace_again(self, stream: Stream | None) -> Traced:
         self._traces += 1
-        return self._trace(stream)
+        traced = self._trace(stream)
+        return traced.uncompiled or traced if self.left_uncompiled else traced
 
     def flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The tensors that leaves consist of."""
@@ -207,37 +220,70 @@ class Towers:
             with tf.device(device), lock or contextlib.nullcontext():
                 mirrors.assign(self.places.index(device), values)
                 of_call = callable_of(function)
-            functions[device] = of_call if lock is None else partial(_holding, lock, of_call)
+            for held in filter(None, (lock, self._calling_python)):
+                of_call = partial(_holding, held, of_call)
+            functions[device] = of_call
         return functions
 
-    def _layout(self, differentiable: bool) -> Layout:
-        """With copies of what is captured for graphs with gradients, or for others."""
+    def _layout(self, differentiable: bool, in_place: bool = False) -> Layout:
+        """With copies of what is captured for graphs with gradients, or for others; or with none of variables."""
         with self._lock:
-            if differentiable not in self._layouts:
-                traced = _for(differentiable, self.traced)
-                mirrors = Mirrors(traced, self.places, differentiable)
-                self._layouts[differentiable] = Layout(
+            key = differentiable, in_place
+            if key not in self._layouts:
+                traced = self._variant(self.traced, differentiable, in_place)
+                mirrors = Mirrors(traced, self.places, differentiable, in_place)
+                self._layouts[key] = Layout(
                     traced, self.places, mirrors, self._output_device, differentiable, self._scope
                 )
-            return self._layouts[differentiable]
+            return self._layouts[key]
 
-    def _build(self, shards: int, way: tuple[int, ...], differentiable: bool, any_rows: bool, clocked: bool) -> Any:
-        layout = self._layout(differentiable)
-        return layout.graph(self._traces_for(shards, way, differentiable), any_rows, clocked)
+    def _build(
+        self, shards: int, way: tuple[int, ...], differentiable: bool, any_rows: bool, clocked: bool, in_place: bool
+    ) -> Any:
+        layout = self._layout(differentiable, in_place)
+        return layout.graph(self._traces_for(shards, way, differentiable, in_place), any_rows, clocked)
 
-    def _traces_for(self, places: int, way: tuple[int, ...], differentiable: bool) -> list[Traced]:
+    def _traces_for(
+        self, places: int, way: tuple[int, ...], differentiable: bool, in_place: bool = False
+    ) -> list[Traced]:
         """What runs on the first so many places: traces of their own, where ops keep something for each place and way of calling.
 
         Those are random ops with seeds, and Python functions that a tape follows.
         """
         if self.traced.audit.seeded or (differentiable and "EagerPyFunc" in self.traced.audit.effects):
-            return [_for(differentiable, traced) for traced in self._streams.traces(way, places)]
-        return [_for(differentiable, self.traced)] * places
+            traces = self._streams.traces(way, places)
+            return [self._variant(traced, differentiable, in_place) for traced in traces]
+        return [self._variant(self.traced, differentiable, in_place)] * places
+
+    def _variant(self, traced: Traced, differentiable: bool, in_place: bool) -> Traced:
+        """The one that has the right gradients, or the one that is fast; not compiled where variables stay in place."""
+        if in_place and _reads_elsewhere(traced, self.places):
+            traced = traced.uncompiled or traced
+        return traced.with_gradients or traced if differentiable else traced
 
 
-def _for(differentiable: bool, traced: Traced) -> Traced:
-    """The variant that has the right gradients, or the one that is fast."""
-    return traced.with_gradients or traced if differentiable else traced
+def _has_clock() -> bool:
+    """Whether graphs may ask what time it is: not after `tf.config.experimental.enable_op_determinism()`."""
+    try:
+        with tf.init_scope(), tf.device(HOST):
+            tf.timestamp()
+    except tf.errors.FailedPreconditionError:
+        return False
+    return True
+
+
+def _written_elsewhere(traced: Traced, places: Sequence[str]) -> bool:
+    return any(
+        treatment in (Treatment.ATOMIC, Treatment.ORDERED) and {handle.device} != {*places}
+        for handle, treatment in zip(traced.concrete.captured_inputs, traced.audit.treatments)
+    )
+
+
+def _reads_elsewhere(traced: Traced, places: Sequence[str]) -> bool:
+    return any(
+        treatment is Treatment.READ and {handle.device} != {*places}
+        for handle, treatment in zip(traced.concrete.captured_inputs, traced.audit.treatments)
+    )
 
 
 @contextlib.contextmanager
@@ -248,6 +294,6 @@ def _all_of(locks: Iterable[threading.Lock]) -> Iterator[None]:
         yield
 
 
-def _holding(lock: threading.Lock, function: Callable[..., Any], *tensors: Any) -> Any:
+def _holding(lock: AbstractContextManager[Any], function: Callable[..., Any], *tensors: Any) -> Any:
     with lock:
         return function(*tensors)

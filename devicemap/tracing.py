@@ -49,6 +49,9 @@ class Traced:
     with_gradients: Traced | None = None
     """The same for calls whose gradients may be asked for, where this one has not got the right ones."""
 
+    uncompiled: Traced | None = None
+    """The same without XLA, where this one is compiled: XLA takes variables of its own device alone."""
+
     @property
     def input_specs(self) -> list[Any]:
         """`tf.TypeSpec` of each leaf that it takes."""
@@ -86,8 +89,9 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: Stream |
             else:
                 row_fn = flat_fn.get_concrete_function(*map(row_spec, leaf_specs))
                 loops = loops_over_rows(row_fn, leaf_specs, options, shape_of_results[-1])
-            if options.jit_compile:
-                loops = [_compile_by_powers_of_two(loop, leaf_specs, options.batched) for loop in loops]
+            compiled = [
+                _compile_by_powers_of_two(loop, leaf_specs, options.batched) for loop in loops if options.jit_compile
+            ]
     except FunctionError:
         raise
     except Exception as error:
@@ -104,7 +108,12 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: Stream |
         raise function_error(
             f"fn could not be traced for {what} of {given}{hint}: {type(error).__name__}: {error}", error
         ) from error
-    first, *others = [_traced(loop, leaf_specs, shape_of_results[-1]) for loop in loops]
+    traced = _variants(loops, leaf_specs, shape_of_results[-1])
+    return replace(_variants(compiled, leaf_specs, shape_of_results[-1]), uncompiled=traced) if compiled else traced
+
+
+def _variants(loops: list[RowLoop], specs: list[Any], structure: Any) -> Traced:
+    first, *others = [_traced(loop, specs, structure) for loop in loops]
     return replace(first, with_gradients=others[0]) if others else first
 
 

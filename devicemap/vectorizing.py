@@ -58,7 +58,8 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     if obstacle is not None:
         if wanted is True:
             raise failure(f"vectorize=True: {obstacle}. Use vectorize='auto' or False to map row by row") from cause
-        return [RowLoop(mapped(row_fn, specs, options, structure), False, obstacle)]
+        at_once = 1 if found.python else None  # each call of Python holds a thread that those of the others may wait for
+        return [RowLoop(mapped(row_fn, specs, options, structure, at_once), False, obstacle)]
     reason = "every op of fn has a vectorised form"
     if not found.custom_gradients:
         return [RowLoop(vectorized, True, reason)]
