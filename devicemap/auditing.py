@@ -68,9 +68,6 @@ class Audit:
     custom_gradients: bool = False
     """Whether it holds a `tf.custom_gradient`."""
 
-    growing_lists: bool = False
-    """Whether it holds a `tf.TensorArray` of dynamic size."""
-
     loops: bool = False
     """Whether it holds a loop."""
 
@@ -122,7 +119,6 @@ def audit(concrete: Any, graph_def: Any) -> Audit:
         frozenset(walk.seeds),
         tuple(sorted(every_op & EFFECTS)),
         walk.custom_gradients,
-        walk.growing_lists,
         bool(every_op & LOOPS),
         bool(every_op & _PYTHON),
         walk.pinned,
@@ -158,7 +154,6 @@ class _Walk:
     random: set[str] = field(default_factory=set)
     seeds: set[tuple[int, int]] = field(default_factory=set)
     custom_gradients: bool = False
-    growing_lists: bool = False
     pinned: bool = False
     colocated: bool = False
 
@@ -171,7 +166,6 @@ class _Walk:
             self.pinned |= bool(node.device)
             self.colocated |= any(group.decode().removeprefix("loc:@") not in inside for group in _groups(node))
             self.custom_gradients |= node.op == "IdentityN" and "_gradient_op_type" in node.attr
-            self.growing_lists |= node.op == "TensorListSetItem" and node.attr["resize_if_index_out_of_bounds"].b
             if {"seed", "seed2"} <= {*node.attr}:  # a number stream of its own
                 self.random.add(node.op)
                 seeds = node.attr["seed"].i, node.attr["seed2"].i

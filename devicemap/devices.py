@@ -130,8 +130,8 @@ def places_on(devices: tuple[str, ...]) -> tuple[str, ...]:
 def python_calls_at_once() -> int:
     """How many Python functions may run in graphs at the same time.
 
-    Each holds one of TensorFlow's inter-op threads. A `tf.function` that one of them calls needs such a thread, too: if none
-    is left, all wait for ever.
+    Each holds one of TensorFlow's inter-op threads. A `tf.function` that one of them calls, as Keras's `predict` does, needs
+    such a thread, too: if none is left, all wait for ever.
     """
     threads = tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count() or 1
     return max(1, threads - 1)

@@ -10,7 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.devices import python_calls_at_once
 from devicemap.gathering import gather
 from devicemap.internals.functions import UNCHAINED, UNCHAINED_UNIT, capturing, must_run
 from devicemap.internals.gradients import differentiate_in_place
@@ -52,9 +51,8 @@ class Layout:
                 cut = zip(*(cut_rows(leaf, sizes, shards) for leaf in leaves))
                 sizes = tf.unstack(sizes, shards)
             results: list[list[Any]] = []
-            at_once = self._at_once(shards)
             for i, shard in enumerate(cut):
-                after = _ops_of(results[i - at_once]) if i >= at_once else []
+                after = _ops_of(results[-1]) if self.traced.audit.ordered and results else []
                 # Not where a condition decides: what a loop there reads has no gradient if it was made there.
                 handles = self._handles(i, values) if self.differentiable else None
                 tower = partial(self._tower, i, traces[i], shard, values, handles)
@@ -102,12 +100,6 @@ class Layout:
     def _acts(self) -> bool:
         """Whether `fn` does something besides returning."""
         return bool(self.traced.audit.effects) or self.traced.audit.writes
-
-    def _at_once(self, shards: int) -> int:
-        """How many towers may run at the same time."""
-        if self.traced.audit.ordered:
-            return 1
-        return min(shards, python_calls_at_once()) if self.traced.audit.python else shards
 
     def _handles(self, place: int, values: dict[int, Any]) -> tuple[dict[int, Any], list[Any]]:
         """What a place captures instead of the originals, with these values, and what it waits for."""

@@ -72,11 +72,12 @@ def drawn_alike(one: Audit, other: Audit) -> bool:
 def drawing_from(stream: Stream | None) -> Iterator[None]:
     """Give the random ops that are traced inside a number stream of their own; with `None`, leave their seeds as they are.
 
-    The seed of the graph being traced is mixed with `stream`; op seeds stay. The `tf.function`s that it calls take over the
-    seed, if they are traced for it.
+    The seed of the graph being traced is mixed with `stream`; op seeds stay. The `tf.function`s that it calls are traced for
+    it: they take over the seed, and what is done to these traces is not done to those that the user calls.
     """
     if stream is None:
-        yield
+        with tracing_again(None):
+            yield
         return
     given = tf.compat.v1.get_default_graph().seed
     words = np.array([_DEFAULT if given is None else given % 2**64, *stream], np.uint64).view(np.uint32)

@@ -66,6 +66,8 @@ class Towers:
         # themselves (`benchmarks/test_real_functions.py`: half the rows cost as many ops).
         alone = self.traced.vectorized or self.traced.audit.ordered
         self.places = tuple(dict.fromkeys(places)) if alone else tuple(places)
+        if self.traced.audit.python:
+            self.places = self.places[: python_calls_at_once()]
         self._streams = Streams(self._trace_again)
         self.keeps_seeds = (
             self.traced.audit.seeded
@@ -82,8 +84,6 @@ class Towers:
         # Two calls at once would read a device's copy of an advancing seed before either writes it.
         self._drawing = {device: threading.Lock() for device in self.devices if self.traced.audit.advances_seed}
         self._graphs: dict[tuple[int, int, bool, bool, bool], Any] = {}
-        # Chunks that call Python wait for each other where TensorFlow would run out of threads.
-        self._calling_python = threading.BoundedSemaphore(python_calls_at_once()) if self.traced.audit.python else None
         self._taped: set[tuple[Any, int]] = set()
         self._taping = threading.Lock()
         self._functions: dict[str, Any] = {}
@@ -196,7 +196,8 @@ class Towers:
         """How many chunks may be under way on each device; one in all where `fn` depends on their order."""
         if self.traced.audit.ordered:
             return {self.places[0]: 1}
-        if self.traced.audit.advances_seed:  # two at once on a device would draw from one seed
+        # Two at once on a device would draw from one seed; each call of Python holds a thread.
+        if self.traced.audit.advances_seed or self.traced.audit.python:
             return dict.fromkeys(self.places, 1)
         return {device: max(prefetch, self.places.count(device)) for device in self.devices}
 
@@ -220,9 +221,7 @@ class Towers:
             with tf.device(device), lock or contextlib.nullcontext():
                 mirrors.assign(self.places.index(device), values)
                 of_call = callable_of(function)
-            for held in filter(None, (lock, self._calling_python)):
-                of_call = partial(_holding, held, of_call)
-            functions[device] = of_call
+            functions[device] = of_call if lock is None else partial(_holding, lock, of_call)
         return functions
 
     def _layout(self, differentiable: bool, in_place: bool = False) -> Layout:
@@ -294,6 +293,6 @@ def _all_of(locks: Iterable[threading.Lock]) -> Iterator[None]:
         yield
 
 
-def _holding(lock: AbstractContextManager[Any], function: Callable[..., Any], *tensors: Any) -> Any:
+def _holding(lock: threading.Lock, function: Callable[..., Any], *tensors: Any) -> Any:
     with lock:
         return function(*tensors)

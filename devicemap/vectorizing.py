@@ -1,4 +1,4 @@
-"""A function of one row -> a function of a shard's rows: vectorised where every op converts, a `tf.map_fn` otherwise.
+"""A function of one row -> a function of a shard's rows: vectorised where every op is proven to be, a `tf.map_fn` otherwise.
 
 Both call the same traced row function.
 """
@@ -9,7 +9,7 @@ import contextlib
 import logging
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from devicemap.auditing import Audit, audit
 from devicemap.errors import failure
-from devicemap.internals.converting import take_all_rows
-from devicemap.internals.functions import functions_within
-from devicemap.internals.mending import mend
+from devicemap.forms import Form, form_of, is_flow, is_proven
+from devicemap.internals.converting import NotProven, convert_own, take_all_rows
+from devicemap.internals.functions import functions_within, own_functions
 from devicemap.looping import mapped
 from devicemap.options import Options
 
@@ -39,18 +39,24 @@ class RowLoop:
 
 
 def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> list[RowLoop]:
-    """The fastest loop over a shard's rows; and behind it, where that one would drop a custom gradient, one that keeps it.
+    """The fastest loop over a shard's rows; and behind it, where that one lacks right gradients, one that has them.
 
     Raises:
         FunctionError: the options ask for what cannot be.
     """
     wanted = options.vectorize
     found = audit(row_fn, row_fn.graph.as_graph_def())
+    at_once = 1 if found.python else None  # each call of Python holds a thread that those of the others may wait for
+
+    def one_by_one(reason: str) -> RowLoop:
+        return RowLoop(mapped(row_fn, specs, options, structure, at_once), False, reason)
+
     obstacle = "vectorize=False" if wanted is False else _obstacle(row_fn, found, specs, options)
     cause = None
+    unproven: list[Form] = []
     if obstacle is None:
         try:
-            vectorized = _vectorized(row_fn, specs)
+            vectorized = vectorize(row_fn, specs, lambda form, _: _check(form, unproven, wanted is True))
             if options.jit_compile and _parts_rows(vectorized):
                 obstacle = "fn has a branch or a loop whose condition differs between rows, and jit_compile=True"
         except Exception as error:  # pfor raises ValueError, NotImplementedError, TypeError and more for what it lacks
@@ -58,19 +64,34 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     if obstacle is not None:
         if wanted is True:
             raise failure(f"vectorize=True: {obstacle}. Use vectorize='auto' or False to map row by row") from cause
-        at_once = 1 if found.python else None  # each call of Python holds a thread that those of the others may wait for
-        return [RowLoop(mapped(row_fn, specs, options, structure, at_once), False, obstacle)]
+        return [one_by_one(obstacle)]
     reason = "every op of fn has a vectorised form"
-    if not found.custom_gradients:
+    lost = None
+    if found.custom_gradients:
+        lost = "a custom gradient (tf.custom_gradient, tf.nn.silu, ...), which vectorising would drop"
+    elif unproven and wanted is not True:
+        lost = f"{unproven[0].op}, whose gradient vectorised is not proven to be the same"
+    if lost is None:
         return [RowLoop(vectorized, True, reason)]
-    dropped = "a custom gradient (tf.custom_gradient, tf.nn.silu, ...), which vectorising would drop"
     return [
-        RowLoop(vectorized, True, f"{reason}; one by one where a GradientTape may record, because fn has {dropped}"),
-        RowLoop(mapped(row_fn, specs, options, structure), False, f"fn has {dropped}"),
+        RowLoop(vectorized, True, f"{reason}; one by one where a GradientTape may record, because fn has {lost}"),
+        one_by_one(f"fn has {lost}"),
     ]
 
 
-def _vectorized(row_fn: Any, specs: list[Any]) -> Any:
+def vectorize(row_fn: Any, specs: Sequence[Any], check: Callable[[Form, str], None]) -> Any:
+    """The `ConcreteFunction` of a shard's leaves that runs that of one row for all of them at once.
+
+    `check` is called with the form of each op that is vectorised and its name, and raises `NotProven` for one that is not to be.
+    """
+
+    def of_op(op: Any, stacked: Sequence[bool]) -> None:
+        if not is_flow(op):
+            check(form_of(op, stacked), op.name)
+
+    own, others = own_functions(row_fn.graph)
+    if others:
+        raise NotProven("fn calls a function that was traced before")
     def run(rows: Sequence[Any]) -> Any:
         for row in rows:
             take_all_rows(row.op)
@@ -80,8 +101,17 @@ def _vectorized(row_fn: Any, specs: list[Any]) -> Any:
     def vectorized(*leaves: Any) -> list[Any]:
         return list(tf.vectorized_map(run, leaves, fallback_to_while_loop=False))
 
-    with _without_conversion_log():
+    with convert_own([row_fn.graph, *own], of_op), _without_conversion_log():
         return vectorized.get_concrete_function(*specs)
+
+
+def _check(form: Form, unproven: list[Form], wanted: bool) -> None:
+    """Raise for an op that does not vectorise right, and note one whose gradients do not, unless the user says that he knows."""
+    if not is_proven(form, differentiable=False):
+        if not wanted:
+            raise NotProven(f"{form.op} is not proven to give the same vectorised ({form.attributes}; {form.inputs})")
+    elif not is_proven(form, differentiable=True):
+        unproven.append(form)
 
 
 def _parts_rows(vectorized: Any) -> bool:
@@ -105,9 +135,7 @@ def _obstacle(row_fn: Any, found: Audit, specs: list[Any], options: Options) -> 
         return f"{found.effects[0]} acts once per row"
     if found.writes:
         return "fn writes a variable or another resource, once per row"
-    if found.growing_lists:  # pfor does not let them grow
-        return "fn holds a TensorArray of dynamic size"
-    return mend(row_fn.graph)
+    return None
 
 
 @contextlib.contextmanager

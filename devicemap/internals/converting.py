@@ -7,7 +7,8 @@ converter is given the tensors that an op takes, each for all rows (stacked) or 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,36 @@ def take_all_rows(taken: Any) -> None:
     TensorFlow gathers its rows where it does not know how many there are; the gradient of that is sparse.
     """
     taken.pfor_converter = lambda given: [pfor.wrap(given.input(0).t, True)]
+
+
+class NotProven(Exception):
+    """An op that is not known to vectorise right."""
+
+
+Check = Callable[[Any, list[bool]], None]
+"""`(op, stacked)` raises `NotProven` for an op (`tf.Operation`) with such inputs that is not to be vectorised."""
+
+_checking = threading.local()
+
+
+@contextlib.contextmanager
+def convert_own(graphs: Iterable[Any], check: Check) -> Iterator[None]:
+    """Let the ops of these graphs vectorise as told here, each after a `check`, while this lasts, in this thread."""
+    for graph in graphs:
+        for op in graph.get_operations():
+            convert = _CONVERTERS.get(op.type) or pfor._pfor_converter_registry.get(op.type)
+            if convert is not None:  # else TensorFlow says that there is none
+                op.pfor_converter = partial(_convert_checked, convert)
+    _checking.check = check
+    try:
+        yield
+    finally:
+        del _checking.check
+
+
+def _convert_checked(convert: Callable[[Any], Any], given: Any) -> Any:
+    _checking.check(given.op, [each.is_stacked for each in given.inputs])
+    return convert(given)
 
 
 def convert_loop(given: Any) -> list[Any]:
@@ -84,25 +115,6 @@ def _shared_loop(given: Any, loop: Any, differ: Iterable[int]) -> list[Any]:
 def _alike(result: Any, stacked: bool, rows: Any) -> Any:
     """A tensor for each row where it was one for all, if such is wanted."""
     return pfor._stack(result.t, rows).t if stacked and not result.is_stacked else result.t
-
-
-def convert_slice(given: Any) -> list[Any]:
-    """A slice that begins where each row tells has one length for all rows."""
-    if given.input(1).is_stacked:
-        begins, sizes = (tf.get_static_value(tensor, partial=True) for tensor in given.op.inputs[1:])
-        to_end = [i for i, size in enumerate([] if sizes is None else sizes) if size is not None and size < 0]
-        if any(begins is None or begins[i] is None for i in to_end):
-            raise NotImplementedError("fn takes a slice to the end from where each row tells")
-    return [pfor._convert_slice(given)]
-
-
-def convert_top_k(given: Any) -> list[Any]:
-    """The largest values, as many for each row."""
-    if given.input(1).is_stacked:
-        raise NotImplementedError("fn takes as many of the largest values as each row tells")
-    attributes = {name: given.get_attr(name) for name in ("sorted", "index_type")}
-    largest = tf.raw_ops.TopKV2(input=given.stacked_input(0), k=given.unstacked_input(1), **attributes)
-    return [pfor.wrap(each, True) for each in largest]
 
 
 def convert_product(given: Any) -> list[Any]:
@@ -211,15 +223,34 @@ def _branch(given: Any, index: Any, names: Sequence[str]) -> list[Any]:
     return [pfor.wrap(tf.dynamic_stitch(places, parts), True) for parts in zip(*results)]
 
 
-CONVERTERS: dict[str, Callable[[Any], list[Any]]] = {
+def convert_squeeze(given: Any) -> list[Any]:
+    """Without a list of axes, the row axis would be dropped, too, where there is one row."""
+    shape = given.op.inputs[0].shape
+    if given.get_attr("squeeze_dims") or not shape.is_fully_defined():
+        return [pfor._convert_squeeze(given)]
+    axes = [axis + 1 for axis, length in enumerate(shape) if length == 1]
+    rows = given.stacked_input(0)
+    return [pfor.wrap(tf.squeeze(rows, axes) if axes else tf.identity(rows), True)]
+
+
+def convert_lookup(given: Any) -> list[Any]:
+    """Rows of a variable, which each row tells, are looked up in its value at once."""
+    (handle, variable_per_row, _), (indices, stacked, _) = given.input(0), given.input(1)
+    if variable_per_row or given.get_attr("batch_dims"):
+        raise NotProven("ResourceGather of a variable per row, or with batch_dims")
+    value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=given.get_attr("dtype"))
+    return [pfor.wrap(tf.gather(value, indices), stacked)]
+
+
+_CONVERTERS: dict[str, Callable[[Any], list[Any]]] = {
     "While": convert_loop,
     "StatelessWhile": convert_loop,
     "If": convert_if,
     "StatelessIf": convert_if,
     "Case": convert_case,
     "StatelessCase": convert_case,
-    "Slice": convert_slice,
-    "TopKV2": convert_top_k,
     "MatMul": convert_product,
+    "Squeeze": convert_squeeze,
+    "ResourceGather": convert_lookup,
 }
 """By type of op."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -45,6 +46,28 @@ def functions_within(graph: Any) -> dict[str, tuple[Any, bool]]:
         for name, function in graph._functions.items()
         if getattr(function, "graph", None) is not None  # what TensorFlow 1 made has none
     }
+
+
+_own: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def own_functions(graph: Any) -> tuple[list[Any], list[str]]:
+    """The graphs of the functions that a function's graph calls: those traced for it, and the names of others.
+
+    What `tracing_again` made is kept in the caches of the `tf.function`s, for the next one that traces with the same key, and
+    used by no one else. Others are functions that were traced before, which the user holds.
+    """
+    own, others = [], []
+    for name, (inner, _) in functions_within(graph).items():
+        outer = inner
+        while outer is not None and outer is not graph and outer not in _own:
+            outer = getattr(outer, "outer_graph", None)
+        if outer is None:
+            others.append(name)
+        else:
+            _own.add(inner)
+            own.append(inner)
+    return own, others
 
 
 def registered_kernels(op: str) -> list[tuple[str, dict[str, frozenset[int]]]]:

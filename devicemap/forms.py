@@ -1,0 +1,156 @@
+"""The forms of ops that vectorise right: an allow list, `forms.json`, which `tests/proving` writes.
+
+A form is a type of op with what decides how it vectorises: its attributes, the dtypes, ranks and kinds of axes of its
+inputs, and which of these differ between rows (stacked). It is on the list if every function that was tried gave what
+`tf.map_fn` gives, for no row, one, two and many, and the same gradients; ops that are not run row by row.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+LIST = Path(__file__).with_name("forms.json")
+
+_FLOW = frozenset(
+    "PartitionedCall StatefulPartitionedCall While StatelessWhile If StatelessIf Case StatelessCase".split()
+)
+"""What holds ops rather than being one; those that it holds are looked up."""
+
+_PARAMETERS = frozenset(
+    "axis axes dim dims dimension reduction_indices perm multiples paddings begin end strides size size_splits split_dim "
+    "shape depth num_segments k shift num_bits block_shape crops fft_length num_lower num_upper concat_dim".split()
+)
+"""Names of inputs that say how to compute, where they are known before it runs."""
+
+_IGNORED = frozenset("message container shared_name output_shapes element_shape N num_split Targuments T_threshold".split())
+"""Attributes that do not matter."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a form is on the list by."""
+
+    op: str
+    """The type of the op."""
+
+    attributes: str
+    """Its attributes, as far as they matter."""
+
+    inputs: str
+    """Its inputs: `s2` is stacked and of rank 2 for one row, `u0` a number that all rows share, `c1-` a list of axes of which
+    some count from the end. Behind the rank: `z` no elements, `1` an axis of length 1, `?` lengths that are not known."""
+
+
+def form_of(op: Any, stacked: Sequence[bool]) -> Form:
+    """The form of an op (`tf.Operation`) of a function of one row, of which some inputs are `stacked`."""
+    attributes = []
+    for definition in op.op_def.attr:
+        text = None if definition.name in _IGNORED else _attribute(definition, op.get_attr(definition.name))
+        if text is not None:
+            attributes.append(f"{definition.name}={text}")
+    inputs, at = [], 0
+    for argument in op.op_def.input_arg:
+        several = bool(argument.number_attr or argument.type_list_attr)
+        count = _length(op, argument) if several else 1
+        parts = [
+            _input(op.inputs[i], stacked[i], argument.name in _PARAMETERS) for i in range(at, min(at + count, len(stacked)))
+        ]
+        inputs.append("+".join(sorted({*parts})) if several else parts[0])
+        at += count
+    return Form(op.type, " ".join(attributes), " ".join(inputs))
+
+
+def is_flow(op: Any) -> bool:
+    """Whether an op is a call, a loop or a branch."""
+    return op.type in _FLOW
+
+
+def is_proven(form: Form, differentiable: bool) -> bool:
+    """Whether a form is on the list; `differentiable`: with its gradients."""
+    return form.inputs in _listed().get((form.op, form.attributes), (frozenset(), frozenset()))[differentiable]
+
+
+def pack(proven: dict[Form, bool], versions: Sequence[str]) -> dict[str, Any]:
+    """What `forms.json` holds, of forms and whether each has its gradients, too."""
+    groups: dict[tuple[str, str], tuple[set[str], set[str]]] = {}
+    for form, gradients in proven.items():
+        values, also = groups.setdefault((form.op, form.attributes), (set(), set()))
+        values.add(form.inputs)
+        if gradients:
+            also.add(form.inputs)
+    patterns: dict[tuple[str, ...], int] = {}
+    ops: dict[str, list[Any]] = {}
+    for (op, attributes), sets in sorted(groups.items()):
+        numbers = [patterns.setdefault(tuple(sorted(inputs)), len(patterns)) for inputs in sets]
+        ops.setdefault(op, []).append([attributes, *numbers])
+    return {"tensorflow": list(versions), "inputs": [" , ".join(each) for each in patterns], "ops": ops}
+
+
+def unpack(packed: dict[str, Any]) -> dict[tuple[str, str], tuple[frozenset[str], frozenset[str]]]:
+    """Op and attributes -> the inputs that it vectorises right, and those for which it has its gradients, too."""
+    patterns = [frozenset(each.split(" , ")) - {""} for each in packed["inputs"]]
+    return {
+        (op, attributes): (patterns[values], patterns[gradients])
+        for op, entries in packed["ops"].items()
+        for attributes, values, gradients in entries
+    }
+
+
+@functools.cache
+def _listed() -> dict[tuple[str, str], tuple[frozenset[str], frozenset[str]]]:
+    return unpack(json.loads(LIST.read_text()))
+
+
+def _length(op: Any, argument: Any) -> int:
+    value = op.get_attr(argument.number_attr or argument.type_list_attr)
+    return value if isinstance(value, int) else len(value)
+
+
+def _attribute(definition: Any, value: Any) -> str | None:
+    if definition.type == "type":
+        return str(value.name)
+    if definition.type == "list(type)":
+        return "+".join(sorted({each.name for each in value}))
+    if definition.type == "bool":
+        return str(value)
+    if definition.type == "int":
+        return _sign(value)
+    if definition.type == "list(int)":
+        return "ones" if value and all(each == 1 for each in value) else "".join(sorted({_sign(each) for each in value}))
+    if definition.type == "string":
+        text = value.decode() if isinstance(value, bytes) else str(value)
+        return _equation(text) if definition.name == "equation" else text
+    return None  # floats, shapes, tensors and functions
+
+
+def _equation(text: str) -> str:
+    """How an Einsum works: what its letters are does not matter."""
+    left, _, result = text.partition("->")
+    inputs = left.split(",")
+    repeated = any(len({*each}) < len(each.replace(".", "")) for each in [*map(str.strip, inputs), result])
+    return f"{len(inputs)}{' ellipsis' * ('.' in text)}{' repeated' * repeated}"
+
+
+def _sign(number: int) -> str:
+    return "-" if number < 0 else "+" if number else "0"
+
+
+def _input(tensor: Any, stacked: bool, parameter: bool) -> str:
+    shape = tensor.shape
+    rank = "?" if shape.rank is None else str(shape.rank)
+    if parameter and not stacked:
+        value = tf.get_static_value(tensor)
+        if value is None:
+            return f"v{rank}"
+        flat = [int(each) for each in value.ravel()]
+        return f"c{rank}{'-' * any(each < 0 for each in flat)}{'z' * (not flat)}"
+    lengths = [] if shape.rank is None else shape.as_list()
+    flags = ("z" * (0 in lengths), "1" * (1 in lengths), "?" * (None in lengths))
+    return f"{'s' if stacked else 'u'}{rank}{''.join(flags)}"
