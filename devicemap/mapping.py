@@ -54,7 +54,8 @@ def parallel_map(
     The result is that of `tf.map_fn(fn, data)`, or of `fn(data)` with `batched=True`, to rounding: same rows, order,
     structure and dtypes, on any number of devices. Calling it again with the same `fn` (or the same method of the same
     object) and options does not trace again, as long as `fn` is among the last 64 that were mapped; keep a `DeviceMap` to be
-    independent of that. When you drop `fn`, what it was compiled to goes, too, with its copies on devices.
+    independent of that. When you drop `fn`, what it was compiled to goes with the next garbage collection, and with it the
+    copies on devices.
 
     Args:
         fn: takes one sample, or with `batched=True` a batch of rows, and returns one result, or as many rows. A tuple
