@@ -24,7 +24,6 @@ import tensorflow as tf
 
 from devicemap.chunking import Chunk, InMemory, Source
 from devicemap.datasets import Elements, from_dataset
-from devicemap.devices import gpu_indices
 from devicemap.dispatching import Rules
 from devicemap.errors import DataError, OptionError, brief
 from devicemap.execution import sizes_in_graph
@@ -54,7 +53,6 @@ class Calls:
         self.program = program
         self.last: GraphCall | Recorder | None = None
         self._options = program.options
-        self._gpus = gpu_indices(program.devices)
 
     def in_one_graph(self, rows: Rows) -> Any:
         """In-memory data, in eager code: one graph takes it to the devices and back."""
@@ -194,7 +192,7 @@ class Calls:
         listeners = self._listeners()
         recorder = None
         if self._options.report:
-            recorder = Recorder("chunks", towers.take_traces(), self._gpus)
+            recorder = Recorder("chunks", towers.take_traces(), self.program.gpus)
             listeners = (recorder, *listeners)
         lost: list[DeviceLost] = []
 
@@ -246,7 +244,7 @@ class Calls:
         if not self._options.report and not listeners:
             return _NOBODY
         keep = self._keep if self._options.report else None
-        return GraphCall(shards, towers.traced.audit.ordered, towers.take_traces(), self._gpus, listeners, keep)
+        return GraphCall(shards, towers.traced.audit.ordered, towers.take_traces(), self.program.gpus, listeners, keep)
 
     def _listeners(self) -> tuple[Callable[[Event], object], ...]:
         """Who hears of a call besides its report."""

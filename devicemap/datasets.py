@@ -1,15 +1,17 @@
-"""A `tf.data.Dataset` -> chunks: batches as they are, cut, or joined, and samples."""
+"""A `tf.data.Dataset` -> chunks: batches as they are, cut, or joined, and samples. And back: a stream of chunks as one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from devicemap.chunking import Chunk
-from devicemap.errors import DataError
+from devicemap.errors import DataError, DeviceMapError
 from devicemap.gathering import join
 from devicemap.options import Options
 from devicemap.rows import HOST, Rows, as_rows, freeze, take_rows
@@ -148,6 +150,47 @@ def from_dataset(dataset: Any, options: Options) -> Elements:
         dataset, merged = _batches_of_samples(dataset, size)
         size = size if merged else 1
     return Elements(dataset, _any_rows(dataset.element_spec), rows, size, whole, merged)
+
+
+@dataclass(frozen=True, eq=False)
+class _Origin:
+    """Where the elements of a dataset come from, with all that this needs."""
+
+    stream: Callable[[], Iterator[Any]]
+
+
+def as_dataset(stream: Callable[[], Iterator[Any]], spec: Any, count: int | None) -> Any:
+    """A `tf.data.Dataset` that goes through `stream()` anew in each iteration.
+
+    TensorFlow keeps the generator of a dataset for good. So that one refers to the stream weakly, and the dataset owns it, by
+    its tensor: datasets and iterators that are made of it keep it in Python, as do functions that capture it.
+
+    Args:
+        stream: makes an iterator of elements.
+        spec: `tf.TypeSpec`s of an element.
+        count: of elements, where it is known.
+    """
+    origin = _Origin(stream)
+    dataset = tf.data.Dataset.from_generator(_weakly(origin), output_signature=spec)
+    if count is not None:
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(count))
+    tf.data.experimental.to_variant(dataset)._devicemap_origin = origin
+    return dataset
+
+
+def _weakly(origin: _Origin) -> Callable[[], Iterator[Any]]:
+    reference = weakref.ref(origin)
+
+    def generate() -> Iterator[Any]:
+        known = reference()
+        if known is None:
+            raise DeviceMapError(
+                "the dataset that DeviceMap.as_dataset made is gone, and what was made of it in a tf.function does not keep "
+                "it; keep that dataset as long as you read from others that come from it"
+            )
+        return known.stream()
+
+    return generate
 
 
 def _batches_of_samples(dataset: Any, size: int | None) -> tuple[Any, bool]:

@@ -27,7 +27,7 @@ class Invoker:
     def __init__(self, optimize: bool):
         """`optimize`: whether TensorFlow still has to optimise the graphs."""
         self._optimize = optimize
-        self._calls: dict[int, Callable[..., Any]] = {}
+        self._calls: dict[Any, Callable[..., Any]] = {}
         self._last = math.inf, 1  # seconds and rows of the last call; the first one compiles
 
     def call(self, graph: Any, tensors: Sequence[Any], rows: int) -> Any:
@@ -35,9 +35,9 @@ class Invoker:
         last_seconds, last_rows = self._last
         expected_seconds = last_seconds * max(1.0, rows / last_rows)
         if expected_seconds < _SOON_SECONDS or threading.current_thread() is not threading.main_thread():
-            call = self._calls.get(id(graph))
+            call = self._calls.get(graph)
             if call is None:
-                call = self._calls[id(graph)] = unrecorded(graph, self._optimize)
+                call = self._calls[graph] = unrecorded(graph, self._optimize)
             start = time.perf_counter()
             result = call(*tensors)
             self._last = time.perf_counter() - start, rows

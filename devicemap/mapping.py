@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -12,16 +10,16 @@ from typing import Any, TypeVar, cast
 import tensorflow as tf
 
 from devicemap.calling import Calls
+from devicemap.datasets import as_dataset
 from devicemap.explaining import Plan, ask, explain_call
 from devicemap.journal.results import Results, open_results
 from devicemap.programs import Program
+from devicemap.remembering import Memory
 from devicemap.reporting import Report
-from devicemap.rows import as_rows, freeze
+from devicemap.rows import as_rows
 from devicemap.types import Event, short_name
 from devicemap.verifying.checking import check_limits, rows_to_verify, verify_rows
 from devicemap.verifying.findings import Verification
-
-_KEPT_MAPPERS = 64
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
@@ -54,8 +52,10 @@ def parallel_map(
     """Map `fn` over the rows of `data` on several devices at once.
 
     The result is that of `tf.map_fn(fn, data)`, or of `fn(data)` with `batched=True`, to rounding: same rows, order,
-    structure and dtypes, on any number of devices. Calling it again with the same `fn` and options does not trace again,
-    as long as `fn` is among the last 64 that were mapped; keep a `DeviceMap` to be independent of that.
+    structure and dtypes, on any number of devices. Calling it again with the same `fn` (or the same method of the same
+    object) and options does not trace again, as long as `fn` is among the last 64 that were mapped; keep a `DeviceMap` to be
+    independent of that. When you drop `fn`, what it was compiled to goes with the next garbage collection, and with it the
+    copies on devices.
 
     Args:
         fn: takes one sample, or with `batched=True` a batch of rows, and returns one result, or as many rows. A tuple
@@ -142,8 +142,11 @@ class DeviceMap:
             deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, report=report,
             name=name, **unknown,
         )  # fmt: skip
-        self._program = Program(fn, options)
-        self._calls = Calls(self._program)
+        self._take(Program(fn, options))
+
+    def _take(self, program: Program) -> None:
+        self._program = program
+        self._calls = Calls(program)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled as what it was made of, which is traced again."""
@@ -194,7 +197,8 @@ class DeviceMap:
         """The chunks of `stream(data)` as a `tf.data.Dataset`, for instance for `model.fit`.
 
         Its elements are as `stream` yields them, of shape `[None, ...]`. Each iteration over it maps anew, so use
-        `.cache()` to keep the results of the first.
+        `.cache()` to keep the results of the first. Mapper and data live as long as the dataset, datasets made of it, and
+        iterators over them.
 
         Example:
             >>> dataset = DeviceMap(lambda n: n * n, batch_size=2).as_dataset(tf.range(5))
@@ -204,8 +208,7 @@ class DeviceMap:
             [0, 1, 4, 9, 16]
         """
         spec, count = self._calls.shape_of_stream(data)
-        dataset = tf.data.Dataset.from_generator(lambda: self.stream(data), output_signature=spec)
-        return dataset if count is None else dataset.apply(tf.data.experimental.assert_cardinality(count))
+        return as_dataset(lambda: self.stream(data), spec, count)
 
     @property
     def report(self) -> Report | None:
@@ -312,22 +315,12 @@ class DeviceMap:
         return f"DeviceMap({self._program.name}, devices={[short_name(device) for device in self._program.devices]})"
 
 
-_mappers: OrderedDict[Any, DeviceMap] = OrderedDict()
-_mappers_lock = threading.Lock()
+_remembered = Memory()
 
 
 @_as_written
 def _mapper_of(fn: Callable[..., Any], options: dict[str, Any]) -> DeviceMap:
-    """The mapper of an earlier `parallel_map` with the same `fn` and options, or a new one."""
-    try:
-        # with the types: 1 is True to a dict, and not to `batch_size`
-        key = (fn, *((name, type(value), freeze(value)) for name, value in options.items()))
-        hash(key)
-    except TypeError:  # an fn or option that cannot be a key
-        return DeviceMap(fn, **options)
-    with _mappers_lock:
-        mapper = _mappers.pop(key, None) or DeviceMap(fn, **options)
-        _mappers[key] = mapper
-        while len(_mappers) > _KEPT_MAPPERS:
-            _mappers.popitem(last=False)
-        return mapper
+    """A mapper for one call, which shares what it compiles with earlier calls of the same `fn` and options."""
+    mapper = object.__new__(DeviceMap)
+    mapper._take(_remembered.program_of(fn, options))
+    return mapper

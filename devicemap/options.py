@@ -81,14 +81,24 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
         raise OptionError(
             f"max_retries={checked.max_retries!r}; expected an int of at least 0: how often a failed chunk is tried again"
         )
-    if not isinstance(checked.progress, bool) and not callable(checked.progress):
-        raise OptionError(f"progress={checked.progress!r}; expected True, False, or a callable that takes the events")
+    check_progress(checked.progress)
     if checked.seed is not None and not (_is_int(checked.seed, 0) and checked.seed < 2**32):
         raise OptionError(f"seed={checked.seed!r}; expected None or an int from 0 to 2**32 - 1")
     if checked.name is not None and not (isinstance(checked.name, str) and checked.name):
         raise OptionError(f"name={checked.name!r}; expected None or a non-empty string")
     size = checked.batch_size
     return replace(checked, batch_size=int(size)) if isinstance(size, Integral) else checked
+
+
+def check_progress(progress: Any) -> Any:
+    """The option `progress`, which makes no difference to what `fn` is compiled to.
+
+    Raises:
+        OptionError: for a value that it cannot have.
+    """
+    if not isinstance(progress, bool) and not callable(progress):
+        raise OptionError(f"progress={progress!r}; expected True, False, or a callable that takes the events")
+    return progress
 
 
 def _is_auto(value: Any) -> bool:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 import tensorflow as tf
 
-from devicemap.devices import choose_devices, choose_output_device, places_on
+from devicemap.devices import choose_devices, choose_output_device, gpu_indices, places_on
 from devicemap.errors import DeviceMapError, FunctionError, brief, function_error
 from devicemap.gathering import UNEVEN_ROWS, check_inner_shapes
-from devicemap.options import Options, check_options
+from devicemap.options import Options, check_options, check_progress
 from devicemap.rows import HOST, freeze, take_rows
-from devicemap.seeding import row_seeds
+from devicemap.seeding import Stream, row_seeds
 from devicemap.towers import Towers
-from devicemap.tracing import trace
+from devicemap.tracing import Traced, trace
 from devicemap.types import Shard, short_name
 
 _TOWERS = "_devicemap_towers"
@@ -37,17 +40,34 @@ class Structured(Protocol):
         """Hashable: one trace serves one key."""
 
 
+class _Kind:
+    """Stands for a program, and for those of the same kind, in tables that do not keep it."""
+
+
 class Program:
-    """Checked options, chosen devices, and a `Towers` per structure of data. Thread-safe."""
+    """Checked options, chosen devices, and a `Towers` per structure of data. Thread-safe.
+
+    Its towers do not refer to it, nor to `fn`.
+    """
 
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any]):
         self.fn = fn
         self.options: Options = check_options(fn, options)
         self.devices = choose_devices(self.options.devices)
         self.output_device = choose_output_device(self.options.output_device)
+        self.gpus = gpu_indices(self.devices)
         self.name = self.options.name or str(getattr(fn, "__name__", type(fn).__name__))
         self._lock = threading.RLock()
         self._towers: dict[Any, Towers] = {}
+        self._kind = _Kind()
+
+    def of(self, fn: Callable[..., Any], progress: Any) -> Program:
+        """The same program with another object for its function: what either of them is traced to serves both."""
+        program = copy.copy(self)
+        program.fn = fn
+        if progress is not self.options.progress:
+            program.options = replace(self.options, progress=check_progress(progress))
+        return program
 
     def towers_for(self, data: Structured) -> Towers:
         """What `fn` was traced to for data of this structure, dtypes and inner shapes."""
@@ -65,7 +85,7 @@ class Program:
                 towers = Towers(
                     places_on(self.devices),
                     self.output_device,
-                    partial(trace, self.fn, specs, self.options),
+                    partial(_trace_again, _weakly(self.fn), specs, self.options),
                     self.name,
                     self.options.report,
                 )
@@ -83,7 +103,7 @@ class Program:
         graph = tf.compat.v1.get_default_graph()
         if not hasattr(graph, _TOWERS):
             setattr(graph, _TOWERS, weakref.WeakKeyDictionary())
-        found: dict[Any, Towers] = getattr(graph, _TOWERS).setdefault(self, {})
+        found: dict[Any, Towers] = getattr(graph, _TOWERS).setdefault(self._kind, {})
         return found
 
     def seeded(self, leaves: tuple[Any, ...], first_row: int, rows: Any) -> tuple[Any, ...]:
@@ -139,3 +159,15 @@ class Program:
         located = function_error(f"{self.name} failed on {where}: {type(error).__name__}: {what}{hint}", error, shards)
         located.__cause__ = error
         return located
+
+
+def _weakly(fn: Callable[..., Any]) -> Callable[[], Any]:
+    """What gives `fn` as long as it lives, as it does in each call: towers are not to keep it."""
+    try:
+        return weakref.WeakMethod(fn) if inspect.ismethod(fn) else weakref.ref(fn)
+    except TypeError:  # an object of a class with __slots__, perhaps
+        return lambda: fn
+
+
+def _trace_again(fn: Callable[[], Any], specs: Any, options: Options, stream: Stream | None) -> Traced:
+    return trace(fn(), specs, options, stream)

@@ -107,8 +107,9 @@ class GraphCall:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._seconds = time.perf_counter() - self._began
         self._error = error
-        if self._finished is not None:
-            self._finished(self)
+        finished, self._finished = self._finished, None  # whoever keeps this call is not kept by it
+        if finished is not None:
+            finished(self)
         try:
             if self._listeners:
                 self._tell(self._last_events())
