@@ -36,6 +36,9 @@ EFFECTS = frozenset("Print PrintV2 PyFunc EagerPyFunc".split())
 
 LOOPS = frozenset("While StatelessWhile".split())
 
+_VARYING = LOOPS | EFFECTS | frozenset("If StatelessIf Case StatelessCase For PyFuncStateless".split())
+"""Ops that take as long as the data says."""
+
 _ALIASES = frozenset("Identity IdentityN".split())
 
 
@@ -72,6 +75,9 @@ class Audit:
 
     loops: bool = False
     """Whether it holds a loop."""
+
+    steady: bool = False
+    """Whether it takes as long for any rows, as long as there are as many: no loop, branch, Python or op of the user's own."""
 
     colocated: bool = False
     """Whether an op asks, by name, for the device of one of its function's inputs: in copies of the function, that is one
@@ -112,6 +118,7 @@ def audit(concrete: Any, graph_def: Any) -> Audit:
         walk.custom_gradients,
         walk.growing_lists,
         bool(every_op & LOOPS),
+        not every_op & _VARYING and all(hasattr(tf.raw_ops, op) for op in every_op),
         walk.colocated,
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -72,17 +73,18 @@ class Calls:
             )
         graph = towers.graph(len(shards), gradients)
         with self._graph_call(towers, shards) as call:
+            began = time.perf_counter()
             try:
-                # A tape records what its own thread does, so a taped call stays in this one.
                 with towers.drawing_alone():
                     if gradients:
-                        results, returned, arrivals = towers.run_taped(graph, arguments, gradients)
+                        results, returned, arrivals = towers.run_taped(graph, arguments, rows.count, gradients)
                     else:
                         results, returned, arrivals = towers.run(graph, arguments, rows.count)
                 if call is not None:
                     call.arrivals = arrivals
-            except Exception as error:
-                located, cause = self.program.located(error, towers, arguments[1:], shards)
+            except tf.errors.OpError as error:  # what a running graph raises; signal handlers raise other errors
+                seconds = time.perf_counter() - began
+                located, cause = self.program.located(error, towers, arguments[1:], shards, seconds)
                 raise located from cause
             if self._options.batched:
                 check_row_counts(results, returned, shards)

@@ -17,6 +17,7 @@ from devicemap.devices import kind_of
 from devicemap.execution import Layout
 from devicemap.internals.gradients import order_of_gradients, tape_is_recording
 from devicemap.internals.running import Cancellation, unrecorded
+from devicemap.interruption import Signals
 from devicemap.invoking import Invoker
 from devicemap.mirroring import Mirrors
 from devicemap.optimizing import Runnable, as_traced, can_be_optimized_once, optimize
@@ -72,7 +73,7 @@ class Towers:
         self._streams = Streams()
         self._inlined = itertools.count()
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
-        self._invoker = Invoker(optimize=not self.optimized)
+        self._invoker = Invoker(not self.optimized, self.traced.audit.steady)
         self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self.traced.input_specs)
 
     def graph(self, shards: int, gradients: int, any_rows: bool = False, inlined: bool = False) -> Any:
@@ -89,7 +90,7 @@ class Towers:
         """
         seeded = self.traced.audit.seeded
         if seeded and inlined:
-            with self._lock:
+            with self._lock, Signals():
                 return self._build(shards, (_INLINED, next(self._inlined)), True, any_rows, False)
         key = (
             shards,
@@ -98,7 +99,7 @@ class Towers:
             self._clocked and shards > 1 and not inlined,
         )
         if key not in self._graphs:
-            with self._lock:
+            with self._lock, Signals():
                 if key not in self._graphs:
                     way = (_GRAPHS, *map(int, key[:-1]))  # a clock changes no number
                     self._graphs[key] = self._build(shards, way, gradients > 0, any_rows, key[-1])
@@ -130,16 +131,17 @@ class Towers:
         """Call one of the graphs, on so many rows, such that Ctrl-C takes effect at once."""
         return self._invoker.call(graph, self.flat(arguments), rows)
 
-    def run_taped(self, graph: Any, arguments: Sequence[Any], gradients: int) -> Any:
-        """Call one of the graphs in this thread, for a tape to record.
+    def run_taped(self, graph: Any, arguments: Sequence[Any], rows: int, gradients: int) -> Any:
+        """The same for a tape of this thread to record.
 
         TensorFlow builds what a tape needs in the first such call, and does not expect several at once: they would fail, or
         draw the same numbers.
         """
+        call = partial(self._invoker.call_taped, graph, arguments, self.flat(arguments), rows)
         if (graph, gradients) in self._taped:
-            return graph(*arguments)
+            return call(first=False)
         with self._taping:
-            outputs = graph(*arguments)
+            outputs = call(first=True)
             self._taped.add((graph, gradients))
             return outputs
 
@@ -181,11 +183,10 @@ class Towers:
         They see captured variables as they are now: each is brought to each device once, however many chunks follow.
         """
         with self._lock:
-            layout = self._layout(False)
             if not self._functions:
-                runnables = self._runnables(len(self.places), (_FUNCTIONS,), False)
-                places = {device: self.places.index(device) for device in self.devices}
-                self._functions = {device: layout.function(i, runnables[i]) for device, i in places.items()}
+                with Signals():
+                    self._build_functions()
+            layout = self._layout(False)
         callable_of = cancellation.cancellable if cancellation else unrecorded
         mirrors = layout.mirrors
         values = mirrors.values()
@@ -197,6 +198,12 @@ class Towers:
                 of_call = partial(callable_of(function, not self.optimized), *mirrors.passed(values))
             functions[device] = of_call if lock is None else partial(_holding, lock, of_call)
         return functions
+
+    def _build_functions(self) -> None:
+        layout = self._layout(False)
+        runnables = self._runnables(len(self.places), (_FUNCTIONS,), False)
+        places = {device: self.places.index(device) for device in self.devices}
+        self._functions = {device: layout.function(i, runnables[i]) for device, i in places.items()}
 
     def _layout(self, differentiable: bool) -> Layout:
         """With copies of what is captured for graphs with gradients, or for others, which take some values as arguments."""
