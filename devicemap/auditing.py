@@ -76,9 +76,6 @@ class Audit:
     loops: bool = False
     """Whether it holds a loop."""
 
-    steady: bool = False
-    """Whether it takes as long for any rows, as long as there are as many: no loop, branch, Python or op of the user's own."""
-
     colocated: bool = False
     """Whether an op asks, by name, for the device of one of its function's inputs: in copies of the function, that is one
     name for the inputs of all."""
@@ -118,9 +115,18 @@ def audit(concrete: Any, graph_def: Any) -> Audit:
         walk.custom_gradients,
         walk.growing_lists,
         bool(every_op & LOOPS),
-        not every_op & _VARYING and all(hasattr(tf.raw_ops, op) for op in every_op),
         walk.colocated,
     )
+
+
+def is_steady(graph_def: Any) -> bool:
+    """Whether a function with this graph takes as long as before wherever its tensors have the same shapes.
+
+    Not where there is a loop, a branch, Python, or an op that is not TensorFlow's own.
+    """
+    functions = {f.signature.name for f in graph_def.library.function}
+    types = {node.op for nodes in (graph_def.node, *(f.node_def for f in graph_def.library.function)) for node in nodes}
+    return not types & _VARYING and all(hasattr(tf.raw_ops, op) for op in types - functions)
 
 
 def variable_of(concrete: Any, handle: Any) -> Any:

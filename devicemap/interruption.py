@@ -71,7 +71,7 @@ class Signals:
             if error is not self._raised and (error is None or isinstance(error, Exception)):
                 self.check()
         finally:
-            self._raised = None  # its traceback holds this
+            self._raised, self._watched = None, []  # which hold this
 
     def _watching(self, handler: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(handler)
@@ -86,10 +86,9 @@ class Signals:
         return watched
 
     def _restore(self) -> None:
-        while self._watched:
-            number, handler, watched = self._watched.pop()
+        for number, handler, watched in self._watched:
             try:
-                if signal.getsignal(number) is watched:
+                if signal.getsignal(number) is watched:  # and not what was set within, as by others of these
                     signal.signal(number, handler)
             except BaseException:  # a signal, of which the handler is in its place again
                 self._restore()

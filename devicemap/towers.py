@@ -73,7 +73,7 @@ class Towers:
         self._streams = Streams()
         self._inlined = itertools.count()
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
-        self._invoker = Invoker(not self.optimized, self.traced.audit.steady)
+        self._invoker = Invoker(not self.optimized, self.traced.steady)
         self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self.traced.input_specs)
 
     def graph(self, shards: int, gradients: int, any_rows: bool = False, inlined: bool = False) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap.auditing import Audit, audit
+from devicemap.auditing import Audit, audit, is_steady
 from devicemap.errors import FunctionError, failure, function_error
 from devicemap.internals.gradients import complete_handle_data, differentiate_freely
 from devicemap.options import Options
@@ -47,6 +47,9 @@ class Traced:
 
     audit: Audit
     """The state that it touches."""
+
+    steady: bool
+    """Whether a call takes as long as another one on as many rows, whatever is in them."""
 
     with_gradients: Traced | None = None
     """The same for calls whose gradients may be asked for, where this one has not got the right ones."""
@@ -82,10 +85,11 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options) -> Traced:
     try:
         with tf.device(None):  # not the user's scope of the moment: the trace serves every device
             if options.batched:
-                loops = [RowLoop(flat_fn.get_concrete_function(*leaf_specs), False, "fn takes a batch")]
+                traced_fn = flat_fn.get_concrete_function(*leaf_specs)
+                loops = [RowLoop(traced_fn, False, "fn takes a batch")]
             else:
-                row_fn = flat_fn.get_concrete_function(*map(row_spec, leaf_specs))
-                loops = loops_over_rows(row_fn, leaf_specs, options, shape_of_results[-1])
+                traced_fn = flat_fn.get_concrete_function(*map(row_spec, leaf_specs))
+                loops = loops_over_rows(traced_fn, leaf_specs, options, shape_of_results[-1])
             if options.jit_compile:
                 loops = [_compile_by_powers_of_two(loop, leaf_specs, options.batched) for loop in loops]
     except FunctionError:
@@ -104,11 +108,12 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options) -> Traced:
         raise function_error(
             f"fn could not be traced for {what} of {given}{hint}: {type(error).__name__}: {error}", error
         ) from error
-    first, *others = [_traced(loop, leaf_specs, shape_of_results[-1]) for loop in loops]
+    steady = is_steady(traced_fn.graph.as_graph_def())
+    first, *others = [_traced(loop, leaf_specs, shape_of_results[-1], steady) for loop in loops]
     return replace(first, with_gradients=others[0]) if others else first
 
 
-def _traced(loop: RowLoop, specs: list[Any], structure: Any) -> Traced:
+def _traced(loop: RowLoop, specs: list[Any], structure: Any, steady: bool) -> Traced:
     """The loop, fit to be called by many towers, and what is known of it."""
     concrete = loop.concrete
     differentiate_freely(concrete.graph)
@@ -120,7 +125,7 @@ def _traced(loop: RowLoop, specs: list[Any], structure: Any) -> Traced:
         concrete = _kept_whole(concrete, specs)
         graph_def = concrete.graph.as_graph_def()
         found = audit(concrete, graph_def)
-    return Traced(concrete, graph_def, structure, tuple(outputs), loop.vectorized, loop.reason, found)
+    return Traced(concrete, graph_def, structure, tuple(outputs), loop.vectorized, loop.reason, found, steady)
 
 
 def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: list[Any]) -> Any:

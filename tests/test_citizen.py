@@ -69,6 +69,8 @@ def test_ctrl_c_stops_at_once(data: str, before: str, tmp_path: pathlib.Path) ->
     program.write_text(ENDLESS.format(data=data, before=before))
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, program], **pipes) as process:
+        watchdog = threading.Timer(120, process.kill)  # readline has no timeout
+        watchdog.start()
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "running\n"
@@ -76,6 +78,7 @@ def test_ctrl_c_stops_at_once(data: str, before: str, tmp_path: pathlib.Path) ->
             process.send_signal(signal.SIGINT)
             output, error = process.communicate(timeout=60)
         finally:
+            watchdog.cancel()
             process.kill()
     assert "stopped" in output, error
     assert process.returncode == 0
