@@ -101,7 +101,7 @@ def interruptible(call: Callable[[], Any], cancellation: Cancellation) -> Any:
 def attempt(
     calls: Sequence[Callable[[], Any]], cancellation: Cancellation, most_seconds: float = math.inf
 ) -> list[tuple[Any, BaseException | None] | None]:
-    """Make calls at once, in a thread each, until all have ended, one has failed, or the time is over; the others are cancelled.
+    """Make calls at once, in a thread each, until all have ended, one has failed, or time is up; the others are cancelled.
 
     Returns:
         For each call its result and error, or `None` for one that had not ended.

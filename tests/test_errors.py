@@ -231,7 +231,7 @@ def test_finding_out_where_it_was_takes_no_longer_than_a_second() -> None:
     calls: list[float] = []
     mapper = devicemap.DeviceMap(_failing_once(calls), **SEVERAL, name="mine")
     with pytest.raises(
-        FunctionError, match="^mine failed on rows .* on CPU:2, or rows .*, or rows .* on CPU:5: "
+        FunctionError, match=r"^mine failed on rows .* on CPU:2, or rows .*, or rows .* on CPU:5: "
     ) as caught:
         mapper(X)
     assert len(caught.value.shards) == 3

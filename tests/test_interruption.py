@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pathlib
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 
 from devicemap.interruption import Signals
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 WAYS = """
 import json, os, signal, sys, tempfile, threading, time
@@ -146,7 +149,8 @@ NAMES = [line.split('"')[1] for line in WAYS.splitlines() if ": lambda: " in lin
 def test_what_a_handler_raises_comes_out_at_once(number: str, raised: str, tmp_path: pathlib.Path) -> None:
     program = tmp_path / "ways.py"
     program.write_text(WAYS)
-    done = subprocess.run([sys.executable, program, number], capture_output=True, text=True, timeout=300)
+    command, environment = [sys.executable, program, number], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line[0] for line in lines] == NAMES, done.stderr
     for name, outcome, seconds, threads_left, same_handlers in lines:
