@@ -32,6 +32,7 @@ from devicemap.execution import sizes_in_graph
 from devicemap.gathering import check_row_counts, join, with_row_counts_checked, with_static_rows
 from devicemap.internals.gradients import have_tangents, tape_is_recording
 from devicemap.internals.running import Cancellation
+from devicemap.interruption import Signals
 from devicemap.journal.digests import digest_rows
 from devicemap.journal.encoding import describe_call, encode_leaves
 from devicemap.journal.resuming import Unfinished, check_rows
@@ -151,7 +152,10 @@ class Calls:
         specs = towers.pack(list(towers.traced.specs))
         chunk_rows = source.rows_of_first_batch() if isinstance(source, Elements) else None
         header = describe_call(specs, source.specs, self._options, source.rows, chunk_rows, self.program.name)
-        with open_journal(directory, header) as journal:
+        with (
+            Signals(),
+            open_journal(directory, header) as journal,
+        ):  # a TimeoutError is an OSError: the disk's, it seems
             if in_memory:
                 check_rows(rows, journal)
             missing = Unfinished(source, journal, compared=in_memory)

@@ -13,7 +13,9 @@ import threading
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
+import devicemap
 from devicemap.interruption import Signals
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -161,7 +163,7 @@ def test_what_a_handler_raises_comes_out_at_once(number: str, raised: str, tmp_p
     assert done.returncode == 0, done.stderr
 
 
-class OutOfTimeError(Exception):
+class OutOfTimeError(TimeoutError):
     """What a soft time limit raises."""
 
 
@@ -206,6 +208,16 @@ def test_it_comes_out_whatever_became_of_it(handler: Any, what: Any) -> None:
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
     assert signal.getsignal(signal.SIGUSR1) is handler
+
+
+def test_it_is_no_error_of_the_disk(handler: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(descriptor: int) -> bool:
+        _interrupt()
+        return True
+
+    monkeypatch.setattr("devicemap.journal.writing.lock", interrupted)
+    with pytest.raises(OutOfTimeError):
+        devicemap.DeviceMap(lambda n: n * n, batch_size=2).write(tf.range(5), tmp_path)
 
 
 def test_it_comes_out_where_it_is_checked(handler: Any) -> None:
