@@ -14,7 +14,6 @@ from typing import Any
 
 import tensorflow as tf
 
-
 READS = frozenset(
     "ReadVariableOp ResourceGather ResourceGatherNd VariableShape VarIsInitializedOp "
     "LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2".split()
@@ -36,6 +35,9 @@ EFFECTS = frozenset("Print PrintV2 PyFunc EagerPyFunc".split())
 """Ops that act outside of the graph (`PyFuncStateless` says that it does not)."""
 
 LOOPS = frozenset("While StatelessWhile".split())
+
+_VARYING = LOOPS | EFFECTS | frozenset("If StatelessIf Case StatelessCase For PyFuncStateless".split())
+"""Ops that take as long as the data says."""
 
 _ALIASES = frozenset("Identity IdentityN".split())
 
@@ -124,6 +126,16 @@ def audit(concrete: Any, graph_def: Any) -> Audit:
         walk.pinned,
         walk.colocated,
     )
+
+
+def is_steady(graph_def: Any) -> bool:
+    """Whether a function with this graph takes as long as before wherever its tensors have the same shapes.
+
+    Not where there is a loop, a branch, Python, or an op that is not TensorFlow's own.
+    """
+    functions = {f.signature.name for f in graph_def.library.function}
+    types = {node.op for nodes in (graph_def.node, *(f.node_def for f in graph_def.library.function)) for node in nodes}
+    return not types & _VARYING and all(hasattr(tf.raw_ops, op) for op in types - functions)
 
 
 def variable_of(concrete: Any, handle: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,6 +31,7 @@ from devicemap.execution import sizes_in_graph
 from devicemap.gathering import check_row_counts, join, with_row_counts_checked, with_static_rows
 from devicemap.internals.gradients import have_tangents, tape_is_recording
 from devicemap.internals.running import Cancellation
+from devicemap.interruption import Signals
 from devicemap.journal.digests import digest_rows
 from devicemap.journal.encoding import describe_call, encode_leaves
 from devicemap.journal.resuming import Unfinished, check_rows
@@ -70,17 +72,18 @@ class Calls:
             )
         graph = towers.graph(len(shards), gradients)
         with self._graph_call(towers, shards) as call:
+            began = time.perf_counter()
             try:
-                # A tape records what its own thread does, so a taped call stays in this one.
                 with towers.drawing_alone():
                     if gradients:
-                        results, returned, arrivals = towers.run_taped(graph, arguments, gradients)
+                        results, returned, arrivals = towers.run_taped(graph, arguments, rows.count, gradients)
                     else:
                         results, returned, arrivals = towers.run(graph, arguments, rows.count)
                 if call is not None:
                     call.arrivals = arrivals
-            except Exception as error:
-                located, cause = self.program.located(error, towers, arguments[1:], shards)
+            except tf.errors.OpError as error:  # what a running graph raises; signal handlers raise other errors
+                seconds = time.perf_counter() - began
+                located, cause = self.program.located(error, towers, arguments[1:], shards, seconds)
                 raise located from cause
             if self._options.batched:
                 check_row_counts(results, returned, shards)
@@ -147,7 +150,10 @@ class Calls:
         specs = towers.pack(list(towers.traced.specs))
         chunk_rows = source.rows_of_first_batch() if isinstance(source, Elements) else None
         header = describe_call(specs, source.specs, self._options, source.rows, chunk_rows, self.program.name)
-        with open_journal(directory, header) as journal:
+        with (
+            Signals(),
+            open_journal(directory, header) as journal,
+        ):  # a TimeoutError is an OSError: the disk's, it seems
             if in_memory:
                 check_rows(rows, journal)
             missing = Unfinished(source, journal, compared=in_memory)

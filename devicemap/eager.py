@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from devicemap.errors import FunctionError, brief, function_error
 from devicemap.gathering import check_row_counts, join
+from devicemap.interruption import Signals
 from devicemap.options import Options
 from devicemap.rows import HOST, Rows, map_nest, row_spec, take_rows
 from devicemap.sampling import first_rows
@@ -40,7 +41,8 @@ class EagerMap:
         Raises:
             FunctionError: `fn` failed; it names the device and rows, and is an instance of the original error's class too.
         """
-        parts = [self._run(shard, rows) for shard in self._shards(rows.count or 0)]
+        with Signals():
+            parts = [self._run(shard, rows) for shard in self._shards(rows.count or 0)]
         structure = parts[0]
         with tf.device(self._options.output_device):
             leaves = [join(leaves) for leaves in zip(*map(tf.nest.flatten, parts))]

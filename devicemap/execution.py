@@ -141,9 +141,7 @@ class Layout:
         # Here, not around the whole: TensorFlow takes an edge to the call for redundant if its inputs have it.
         with tf.control_dependencies(after), capturing(traced.concrete, captured), contextlib.ExitStack() as scopes:
             first = _ops_of(shard)[0]
-            if self.differentiable and all(
-                tensor.device == first.device for tensor in traced.concrete.captured_inputs
-            ):
+            if self.differentiable and all(tensor.device == first.device for tensor in traced.concrete.captured_inputs):
                 # Lists that a loop leaves for its gradient stay here, too. TensorFlow hands out tensors where they are, but
                 # lists on the first device, unless what makes them belongs to others; and moves all that do to one device.
                 scopes.enter_context(first.graph.colocate_with(first))

@@ -29,7 +29,9 @@ _PARAMETERS = frozenset(
 )
 """Names of inputs that say how to compute, where they are known before it runs."""
 
-_IGNORED = frozenset("message container shared_name output_shapes element_shape N num_split Targuments T_threshold".split())
+_IGNORED = frozenset(
+    "message container shared_name output_shapes element_shape N num_split Targuments T_threshold".split()
+)
 """Attributes that do not matter."""
 
 
@@ -60,7 +62,8 @@ def form_of(op: Any, stacked: Sequence[bool]) -> Form:
         several = bool(argument.number_attr or argument.type_list_attr)
         count = _length(op, argument) if several else 1
         parts = [
-            _input(op.inputs[i], stacked[i], argument.name in _PARAMETERS) for i in range(at, min(at + count, len(stacked)))
+            _input(op.inputs[i], stacked[i], argument.name in _PARAMETERS)
+            for i in range(at, min(at + count, len(stacked)))
         ]
         inputs.append("+".join(sorted({*parts})) if several else parts[0])
         at += count
@@ -123,7 +126,9 @@ def _attribute(definition: Any, value: Any) -> str | None:
     if definition.type == "int":
         return _sign(value)
     if definition.type == "list(int)":
-        return "ones" if value and all(each == 1 for each in value) else "".join(sorted({_sign(each) for each in value}))
+        return (
+            "ones" if value and all(each == 1 for each in value) else "".join(sorted({_sign(each) for each in value}))
+        )
     if definition.type == "string":
         text = value.decode() if isinstance(value, bytes) else str(value)
         return _equation(text) if definition.name == "equation" else text

@@ -7,7 +7,6 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -17,12 +16,18 @@ import tensorflow as tf
 from devicemap.devices import choose_devices, choose_output_device, gpu_indices, places_on
 from devicemap.errors import DeviceMapError, FunctionError, brief, function_error
 from devicemap.gathering import UNEVEN_ROWS, check_inner_shapes
+from devicemap.internals.running import Cancellation
+from devicemap.interruption import Signals
+from devicemap.invoking import attempt
 from devicemap.options import Options, check_options, check_progress
 from devicemap.rows import HOST, freeze, take_rows
 from devicemap.seeding import Stream, row_seeds
 from devicemap.towers import Towers
 from devicemap.tracing import Traced, trace
 from devicemap.types import Shard, short_name
+
+_AGAIN_SECONDS = 1.0
+"""A call that took longer until it failed is not made again to find out where; nor does that take longer."""
 
 _TOWERS = "_devicemap_towers"
 """The attribute of a graph that is being built that holds, for each program, the towers that belong to it."""
@@ -79,7 +84,7 @@ class Program:
     def _trace(self, data: Structured) -> Towers:
         specs = data.specs
         key = freeze(specs)
-        with self._lock:
+        with self._lock, Signals():
             towers = self._towers.get(key)
             if towers is None:
                 towers = Towers(
@@ -114,30 +119,28 @@ class Program:
             return (*leaves, row_seeds(self.options.seed, first_row, rows))
 
     def located(
-        self, error: Exception, towers: Towers, leaves: Sequence[Any], shards: Sequence[Shard]
+        self, error: Exception, towers: Towers, leaves: Sequence[Any], shards: Sequence[Shard], seconds: float
     ) -> tuple[BaseException, BaseException]:
-        """The error for a graph that failed, and its cause.
+        """The error for a graph that failed after so many `seconds`, and its cause.
 
-        TensorFlow does not tell which tower it was. So the shards run once more, each for itself, unless that would write
-        a variable again.
+        TensorFlow does not tell which tower it was: it names the op in the function that all call, and beside it whichever
+        ops waited. So the shards run once more, each for itself, until one fails; unless that would write a variable again,
+        or take long.
         """
-        if len(shards) > 1 and not towers.traced.audit.writes:
+        if len(shards) > 1 and not towers.traced.audit.writes and seconds < _AGAIN_SECONDS:
 
-            def attempt(function: Any, shard: Shard) -> Any:
+            def attempt_on(shard: Shard) -> Any:
                 rows = [take_rows(leaf, shard.start, shard.stop) for leaf in leaves]
-                try:
-                    return function(*towers.flat(rows)), None
-                except Exception as again:
-                    return None, again
+                return functions[shard.device](*towers.flat(rows))
 
-            functions = towers.functions()
-            with ThreadPoolExecutor(len(shards)) as pool:
-                outcomes = list(pool.map(attempt, (functions[shard.device] for shard in shards), shards))
-            for shard, (_, again) in zip(shards, outcomes):
-                if again is not None:
-                    return self.failed(again, [shard]), again
+            cancellation = Cancellation()
+            functions = towers.functions(cancellation)
+            outcomes = attempt([partial(attempt_on, shard) for shard in shards], cancellation, _AGAIN_SECONDS)
+            for shard, outcome in zip(shards, outcomes):
+                if outcome is not None and outcome[1] is not None:
+                    return self.failed(outcome[1], [shard]), outcome[1]
             try:
-                for parts in zip(*(results for results, _ in outcomes)):
+                for parts in zip(*(outcome[0] for outcome in outcomes if outcome is not None)):
                     check_inner_shapes(parts)
             except FunctionError as uneven:
                 return uneven, error

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -39,25 +39,24 @@ class Drawing(Protocol):
 DrawingT = TypeVar("DrawingT", bound=Drawing)
 
 
-class Streams(Generic[DrawingT]):
+class Streams:
     """The traces of one function for the places it runs on, in each way of calling it: each on a number stream of its own."""
 
-    def __init__(self, trace: Callable[[Stream], DrawingT]):
-        """`trace(stream)` traces the function with a number stream."""
-        self._trace = trace
+    def __init__(self) -> None:
         self._number: int | None = None
 
-    def traces(self, way: tuple[int, ...], places: int) -> list[DrawingT]:
+    def traces(self, trace: Callable[[Stream], DrawingT], way: tuple[int, ...], places: int) -> list[DrawingT]:
         """One per place. Not for use by two threads at once.
 
         Args:
+            trace: traces the function with a number stream.
             way: of calling the function; none begins with another one. Asked for once more, it gets the same streams, from
                 their start.
             places: how many.
         """
         if self._number is None:
             self._number = _next_number()
-        return [self._trace((self._number, *way, place)) for place in range(places)]
+        return [trace((self._number, *way, place)) for place in range(places)]
 
 
 def drawn_alike(one: Audit, other: Audit) -> bool:

@@ -19,6 +19,7 @@ from devicemap.devices import kind_of, python_calls_at_once
 from devicemap.execution import Layout
 from devicemap.internals.gradients import order_of_gradients, tape_is_recording
 from devicemap.internals.running import Cancellation, unrecorded
+from devicemap.interruption import Signals
 from devicemap.invoking import Invoker
 from devicemap.mirroring import Mirrors
 from devicemap.rows import HOST
@@ -60,7 +61,9 @@ class Towers:
         self.traced = self._trace_again(None)
         if self.traced.uncompiled and _written_elsewhere(self.traced, places):
             self.left_uncompiled = True
-            reason = f"{self.traced.reason}; not compiled, because fn writes a variable of another device, which XLA cannot"
+            reason = (
+                f"{self.traced.reason}; not compiled, because fn writes a variable of another device, which XLA cannot"
+            )
             self.traced = replace(self.traced.uncompiled, reason=reason)
         # A further core of a CPU gains nothing where shards wait for each other, or where ops over all rows use the cores
         # themselves (`benchmarks/test_real_functions.py`: half the rows cost as many ops).
@@ -68,11 +71,13 @@ class Towers:
         self.places = tuple(dict.fromkeys(places)) if alone else tuple(places)
         if self.traced.audit.python:
             self.places = self.places[: python_calls_at_once()]
-        self._streams = Streams(self._trace_again)
+        self._streams = Streams()
         self.keeps_seeds = (
             self.traced.audit.seeded
             and len(self.places) > 1
-            and drawn_alike(self.traced.audit, *(traced.audit for traced in self._streams.traces((_PROBE,), 1)))
+            and drawn_alike(
+                self.traced.audit, *(traced.audit for traced in self._streams.traces(self._trace_again, (_PROBE,), 1))
+            )
         )
         """Whether it draws the same numbers however it is traced: then one device draws them all."""
         if self.keeps_seeds:
@@ -91,7 +96,7 @@ class Towers:
         self._layouts: dict[tuple[bool, bool], Layout] = {}
         self._inlined = itertools.count()
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
-        self._invoker = Invoker(optimize=True)
+        self._invoker = Invoker(self.traced.steady)
         self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self.traced.input_specs)
 
     def graph(self, shards: int, gradients: int, any_rows: bool = False, inlined: bool = False) -> Any:
@@ -108,7 +113,7 @@ class Towers:
         """
         seeded = self.traced.audit.seeded
         if seeded and inlined:
-            with self._lock:
+            with self._lock, Signals():
                 return self._build(shards, (_INLINED, next(self._inlined)), True, any_rows, False, True)
         key = (
             shards,
@@ -118,7 +123,7 @@ class Towers:
             inlined and self.traced.audit.loops,
         )
         if key not in self._graphs:
-            with self._lock:
+            with self._lock, Signals():
                 if key not in self._graphs:
                     way = (_GRAPHS, *map(int, key[:3]))  # a clock changes no number
                     self._graphs[key] = self._build(shards, way, gradients > 0, any_rows, *key[3:])
@@ -150,16 +155,17 @@ class Towers:
         """Call one of the graphs, on so many rows, such that Ctrl-C takes effect at once."""
         return self._invoker.call(graph, self.flat(arguments), rows)
 
-    def run_taped(self, graph: Any, arguments: Sequence[Any], gradients: int) -> Any:
-        """Call one of the graphs in this thread, for a tape to record.
+    def run_taped(self, graph: Any, arguments: Sequence[Any], rows: int, gradients: int) -> Any:
+        """The same for a tape of this thread to record.
 
         TensorFlow builds what a tape needs in the first such call, and does not expect several at once: they would fail, or
         draw the same numbers.
         """
+        call = partial(self._invoker.call_taped, graph, arguments, self.flat(arguments), rows)
         if (graph, gradients) in self._taped:
-            return graph(*arguments)
+            return call(first=False)
         with self._taping:
-            outputs = graph(*arguments)
+            outputs = call(first=True)
             self._taped.add((graph, gradients))
             return outputs
 
@@ -207,11 +213,10 @@ class Towers:
         They see captured variables as they are now: each is brought to each device once, however many chunks follow.
         """
         with self._lock:
-            layout = self._layout(False)
             if not self._functions:
-                traces = self._traces_for(len(self.places), (_FUNCTIONS,), False)
-                places = {device: self.places.index(device) for device in self.devices}
-                self._functions = {device: layout.function(i, traces[i]) for device, i in places.items()}
+                with Signals():
+                    self._build_functions()
+            layout = self._layout(False)
         callable_of = cancellation.cancellable if cancellation else unrecorded
         mirrors = layout.mirrors
         values = mirrors.values()
@@ -223,6 +228,12 @@ class Towers:
                 of_call = callable_of(function)
             functions[device] = of_call if lock is None else partial(_holding, lock, of_call)
         return functions
+
+    def _build_functions(self) -> None:
+        layout = self._layout(False)
+        traces = self._traces_for(len(self.places), (_FUNCTIONS,), False)
+        places = {device: self.places.index(device) for device in self.devices}
+        self._functions = {device: layout.function(i, traces[i]) for device, i in places.items()}
 
     def _layout(self, differentiable: bool, in_place: bool = False) -> Layout:
         """With copies of what is captured for graphs with gradients, or for others; or with none of variables."""
@@ -250,7 +261,7 @@ class Towers:
         Those are random ops with seeds, and Python functions that a tape follows.
         """
         if self.traced.audit.seeded or (differentiable and "EagerPyFunc" in self.traced.audit.effects):
-            traces = self._streams.traces(way, places)
+            traces = self._streams.traces(self._trace_again, way, places)
             return [self._variant(traced, differentiable, in_place) for traced in traces]
         return [self._variant(self.traced, differentiable, in_place)] * places
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap.auditing import Audit, audit
+from devicemap.auditing import Audit, audit, is_steady
 from devicemap.errors import FunctionError, failure, function_error
 from devicemap.internals.gradients import complete_handle_data, differentiate_freely
 from devicemap.options import Options
@@ -45,6 +45,9 @@ class Traced:
 
     audit: Audit
     """The state that it touches."""
+
+    steady: bool
+    """Whether a call takes as long as another one on as many rows, whatever is in them."""
 
     with_gradients: Traced | None = None
     """The same for calls whose gradients may be asked for, where this one has not got the right ones."""
@@ -85,10 +88,11 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: Stream |
     try:
         with tf.device(None):  # not the user's scope of the moment: the trace serves every device
             if options.batched:
-                loops = [RowLoop(flat_fn.get_concrete_function(*leaf_specs), False, "fn takes a batch")]
+                traced_fn = flat_fn.get_concrete_function(*leaf_specs)
+                loops = [RowLoop(traced_fn, False, "fn takes a batch")]
             else:
-                row_fn = flat_fn.get_concrete_function(*map(row_spec, leaf_specs))
-                loops = loops_over_rows(row_fn, leaf_specs, options, shape_of_results[-1])
+                traced_fn = flat_fn.get_concrete_function(*map(row_spec, leaf_specs))
+                loops = loops_over_rows(traced_fn, leaf_specs, options, shape_of_results[-1])
             compiled = [
                 _compile_by_powers_of_two(loop, leaf_specs, options.batched) for loop in loops if options.jit_compile
             ]
@@ -108,16 +112,19 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: Stream |
         raise function_error(
             f"fn could not be traced for {what} of {given}{hint}: {type(error).__name__}: {error}", error
         ) from error
-    traced = _variants(loops, leaf_specs, shape_of_results[-1])
-    return replace(_variants(compiled, leaf_specs, shape_of_results[-1]), uncompiled=traced) if compiled else traced
+    steady = is_steady(traced_fn.graph.as_graph_def())
+    traced = _variants(loops, leaf_specs, shape_of_results[-1], steady)
+    if not compiled:
+        return traced
+    return replace(_variants(compiled, leaf_specs, shape_of_results[-1], steady), uncompiled=traced)
 
 
-def _variants(loops: list[RowLoop], specs: list[Any], structure: Any) -> Traced:
-    first, *others = [_traced(loop, specs, structure) for loop in loops]
+def _variants(loops: list[RowLoop], specs: list[Any], structure: Any, steady: bool) -> Traced:
+    first, *others = [_traced(loop, specs, structure, steady) for loop in loops]
     return replace(first, with_gradients=others[0]) if others else first
 
 
-def _traced(loop: RowLoop, specs: list[Any], structure: Any) -> Traced:
+def _traced(loop: RowLoop, specs: list[Any], structure: Any, steady: bool) -> Traced:
     """The loop, fit to be called by many towers, and what is known of it."""
     concrete = loop.concrete
     differentiate_freely(concrete.graph)
@@ -127,12 +134,10 @@ def _traced(loop: RowLoop, specs: list[Any], structure: Any) -> Traced:
     if found.colocated:
         concrete = _kept_whole(concrete, specs)
         found = audit(concrete, concrete.graph.as_graph_def())
-    return Traced(concrete, structure, tuple(outputs), loop.vectorized, loop.reason, found)
+    return Traced(concrete, structure, tuple(outputs), loop.vectorized, loop.reason, found, steady)
 
 
-def _flatten(
-    fn: Callable[..., Any], specs: Any, options: Options, structures: list[Any], stream: Stream | None
-) -> Any:
+def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: list[Any], stream: Stream | None) -> Any:
     """`fn` as a `tf.function` of leaves that returns a list of leaves; appends the nest of its results to `structures`.
 
     An inner `tf.function` gives it autograph and variables on first call, as TensorFlow defines them.

@@ -92,6 +92,7 @@ def vectorize(row_fn: Any, specs: Sequence[Any], check: Callable[[Form, str], No
     own, others = own_functions(row_fn.graph)
     if others:
         raise NotProven("fn calls a function that was traced before")
+
     def run(rows: Sequence[Any]) -> Any:
         for row in rows:
             take_all_rows(row.op)

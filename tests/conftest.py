@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -12,6 +13,9 @@ import tensorflow as tf
 
 import devicemap
 from benchmarks.simulator.fixtures import sim as sim
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts its background jobs, and those their children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 devicemap.simulate_devices(8)
 tf.config.threading.set_inter_op_parallelism_threads(16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pathlib
 import pickle
 import signal
@@ -19,6 +20,7 @@ import tensorflow as tf
 
 import devicemap
 
+ROOT = pathlib.Path(__file__).parent.parent
 X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])
 
 ENDLESS = """
@@ -68,7 +70,10 @@ def test_ctrl_c_stops_at_once(data: str, before: str, tmp_path: pathlib.Path) ->
     program = tmp_path / "endless.py"
     program.write_text(ENDLESS.format(data=data, before=before))
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, program], **pipes) as process:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, program], env=environment, **pipes) as process:
+        watchdog = threading.Timer(120, process.kill)  # readline has no timeout
+        watchdog.start()
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "running\n"
@@ -76,6 +81,7 @@ def test_ctrl_c_stops_at_once(data: str, before: str, tmp_path: pathlib.Path) ->
             process.send_signal(signal.SIGINT)
             output, error = process.communicate(timeout=60)
         finally:
+            watchdog.cancel()
             process.kill()
     assert "stopped" in output, error
     assert process.returncode == 0

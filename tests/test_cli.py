@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -355,12 +356,15 @@ def test_ctrl_c_keeps_what_was_finished(tmp_path: pathlib.Path) -> None:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, *command], env=environment, **pipes) as process:
+        watchdog = threading.Timer(120, process.kill)  # readline has no timeout
+        watchdog.start()
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "here\n"
             process.send_signal(signal.SIGINT)
             _, said = process.communicate(timeout=60)
         finally:
+            watchdog.cancel()
             process.kill()
     assert process.returncode == 130, said
     assert "run the same command again to go on" in said

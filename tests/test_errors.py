@@ -209,6 +209,69 @@ def test_an_error_inside_fn_that_writes_is_not_located() -> None:
     assert python_calls == [0.0]
 
 
+def _failing_once(calls: list[float]) -> Callable[..., Any]:
+    """A function of a row that raises the first time, and from then on takes for ever."""
+
+    def python(row: Any) -> Any:
+        calls.append(float(row[0]))
+        if len(calls) == 1:
+            raise ZeroDivisionError
+        return row
+
+    def fn(row: Any) -> Any:
+        row = tf.ensure_shape(tf.py_function(python, [row], tf.float32), [2])
+        while tf.reduce_sum(row) >= 0.0:
+            row = row + 1e-9
+        return row
+
+    return fn
+
+
+def test_finding_out_where_it_was_takes_no_longer_than_a_second() -> None:
+    calls: list[float] = []
+    mapper = devicemap.DeviceMap(_failing_once(calls), **SEVERAL, name="mine")
+    with pytest.raises(
+        FunctionError, match=r"^mine failed on rows .* on CPU:2, or rows .*, or rows .* on CPU:5: "
+    ) as caught:
+        mapper(X)
+    assert len(caught.value.shards) == 3
+    assert isinstance(caught.value, tf.errors.UnknownError)
+    assert len(calls) > 1
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("devicemap")] == []
+
+
+def test_what_took_long_is_not_run_again_to_find_out_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("devicemap.programs._AGAIN_SECONDS", 0.0)
+    calls: list[float] = []
+
+    def python(batch: Any) -> Any:
+        calls.append(float(batch[0, 0]))
+        if batch[0, 0] == 0:
+            raise ZeroDivisionError
+        return batch
+
+    def fn(batch: Any) -> Any:
+        return tf.ensure_shape(tf.py_function(python, [batch], tf.float32), [None, 2])
+
+    with pytest.raises(FunctionError, match="rows 0 to 2 on CPU:0, or rows 3 to 5 on CPU:1: UnknownError"):
+        devicemap.DeviceMap(fn, devices=["CPU:0", "CPU:1"], batched=True)(X)
+    assert calls.count(0.0) == 1
+
+
+def test_a_bad_row_beside_rows_that_take_for_ever() -> None:
+    """They are cancelled in both runs, as soon as it fails."""
+
+    def fn(row: Any) -> Any:
+        if row[0] == 10.0:
+            return tf.debugging.check_numerics(row / 0.0, "bad row")
+        while tf.reduce_sum(row) >= 0.0:
+            row = row + 1e-9
+        return row
+
+    with pytest.raises(FunctionError, match="mine failed on rows 4 to 5 on CPU:5: InvalidArgumentError: bad row"):
+        devicemap.DeviceMap(fn, **SEVERAL, name="mine", vectorize=False)(X)
+
+
 def test_an_error_inside_fn_under_a_tape() -> None:
     mapper = devicemap.DeviceMap(_asserting, **SEVERAL)
     with (

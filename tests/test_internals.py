@@ -32,7 +32,7 @@ from devicemap.internals.gradients import (
     order_of_gradients,
     tape_is_recording,
 )
-from devicemap.internals.running import Cancellation, unrecorded
+from devicemap.internals.running import Cancellation, TapedCall, unrecorded
 
 X = tf.constant([[1.0, 2.0], [3.0, 4.0]])
 
@@ -202,6 +202,40 @@ def test_a_direct_call_with_captures_and_structure() -> None:
     (scaled,), same = unrecorded(concrete)(tf.constant([1.0, 2.0]))
     assert scaled.numpy().tolist() == [3.0, 6.0]
     assert same.numpy().tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_call_that_runs_in_another_thread_is_recorded_here(order: int) -> None:
+    variable = tf.Variable(3.0)
+
+    @tf.function
+    def cube(x: tf.Tensor) -> list[tf.Tensor]:
+        while tf.reduce_sum(x) < 100.0:
+            x = x * variable * x
+        return [x]
+
+    concrete = cube.get_concrete_function(tf.TensorSpec([]))
+    x = tf.constant(2.0)
+
+    def gradients(call: Any) -> list[float]:
+        with tf.GradientTape(persistent=order == 2) as outer:
+            outer.watch(x)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                (y,) = call()
+            found = tape.gradient(y, [x, variable])
+        return [float(value) for value in (y, *found, *([outer.gradient(found[0], x)] if order == 2 else []))]
+
+    def in_another_thread() -> Any:
+        taped = TapedCall.of(concrete, [x])
+        assert taped is not None, "ConcreteFunction has no _select_forward_and_backward_functions any more"
+        outputs: list[Any] = []
+        thread = threading.Thread(target=lambda: outputs.extend(taped.runner()(*taped.inputs)))
+        thread.start()
+        thread.join()
+        return taped.record(outputs)
+
+    assert gradients(in_another_thread) == gradients(lambda: concrete(x))
 
 
 def test_a_running_function_is_cancelled() -> None:

@@ -112,7 +112,9 @@ def tracing_again(key: Hashable) -> Iterator[None]:
 
     A trace holds the seeds of its random ops, but the cache is not keyed by them, nor by anything else that is public.
     """
-    enclosing = _contexts.setdefault(key, _TracingAgain())  # for good: caches are keyed by its id, which no other may get
+    enclosing = _contexts.setdefault(
+        key, _TracingAgain()
+    )  # for good: caches are keyed by its id, which no other may get
     enclosing.Enter()
     try:
         yield

@@ -4,41 +4,92 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import cancellation, context, execute
 from tensorflow.python.eager.polymorphic_function import atomic_function
+from tensorflow.python.ops import gradients_util, handle_data_util, resource_variable_ops
 
 
-def unrecorded(concrete: Any, optimize: bool = True) -> Callable[..., Any]:
+def unrecorded(concrete: Any) -> Callable[..., Any]:
     """What calls a `ConcreteFunction` in eager code when no tape is recording, with tensors only.
 
     The public call binds its arguments to a Python signature and asks the tapes first, which takes as long as running a
-    small graph does. With `optimize=False`, the graph runs as it is. With a cancellation `manager`, a call can be cancelled:
+    small graph does.  With a cancellation `manager`, a call can be cancelled:
     TensorFlow's own way keeps the manager in a global of the process, where threads meet those of others.
     """
     function, captured = concrete.inference_fn, list(concrete.captured_inputs)
+    run = _runner(function)
+    pack = function.function_type.pack_output
+
+    def call(*tensors: Any, manager: Any = None) -> Any:
+        return pack(run([*tensors, *captured], manager))
+
+    return call
+
+
+def _runner(function: Any) -> Callable[..., list[Any]]:
+    """What runs TensorFlow's `AtomicFunction` in eager code: all of its inputs -> its outputs, flat."""
     ctx = context.context()
     attributes = dict(ctx.function_call_options.as_attrs())
-    if not optimize:
-        config = tf.compat.v1.ConfigProto.FromString(attributes["config_proto"])
-        config.graph_options.rewrite_options.disable_meta_optimizer = True
-        attributes["config_proto"] = config.SerializeToString()
     fixed = tf.compat.as_str(function.name), len(function.function_type.flat_outputs)
     flat_attributes = tuple(itertools.chain(*attributes.items()))
 
-    def call(*tensors: Any, manager: Any = None) -> Any:
-        inputs = [*tensors, *captured]
+    def run(inputs: list[Any], manager: Any) -> list[Any]:
         with atomic_function.InterpolateRuntimeError(function):  # adds to an error where its op was defined
+            results: list[Any]
             if manager is None:
                 results = execute.execute(*fixed, inputs, flat_attributes, ctx)
             else:
                 results = execute.execute_with_cancellation(*fixed, inputs, flat_attributes, ctx, manager)
-        return function.function_type.pack_output(results)
+        return results
 
-    return call
+    return run
+
+
+class TapedCall:
+    """A call of a `ConcreteFunction` for the tapes of this thread to record, while its graph may run in another thread.
+
+    Tapes are a thread's own, so TensorFlow's public call does both in one thread. `ConcreteFunction._call_flat` is: find the
+    function that also gives what gradients need, run it, tell the tapes. Here it can be run in between by someone else.
+    """
+
+    def __init__(self, concrete: Any, tensors: Sequence[Any], select: Callable[..., Any]):
+        """Made by `of`."""
+        inputs = [*tensors, *concrete.captured_inputs]
+        for variable in concrete.graph.variables:  # as the call would: tapes may start to watch it here
+            resource_variable_ops.variable_accessed(variable)
+        self._pack = concrete.function_type.pack_output
+        self._call = select(inputs, gradients_util.PossibleTapeGradientTypes(inputs), True)
+        self.function, self.inputs = self._call.forward()
+
+    @staticmethod
+    def of(concrete: Any, tensors: Sequence[Any]) -> TapedCall | None:
+        """The call, for which TensorFlow builds what its tapes need; `None` where only the public call can be made."""
+        select = getattr(concrete, "_select_forward_and_backward_functions", None)
+        return None if select is None else TapedCall(concrete, tensors, select)
+
+    def runner(self) -> Callable[..., list[Any]]:
+        """What runs the `function` on the `inputs`, in any thread; good for later calls of the same one."""
+        run = _runner(self.function)
+        outputs = [output.dtype._handle_data for output in self.function.function_type.flat_outputs]
+        of_handles = {i: data.shape_inference for i, data in enumerate(outputs) if data}
+
+        def run_on(*inputs: Any, manager: Any = None) -> list[Any]:
+            results = run(list(inputs), manager)
+            for i, data in of_handles.items():  # what variables the handles are of
+                handle_data_util.set_handle_data(results[i], data)
+            return results
+
+        return run_on
+
+    def record(self, outputs: list[Any]) -> Any:
+        """Tell the tapes what the function gave; returns that as the public call does."""
+        self._call.record(outputs)
+        return self._pack(outputs)
 
 
 class Cancellation:
@@ -53,23 +104,22 @@ class Cancellation:
         self._running: set[Any] = set()
         self._cancelled = False
 
-    def cancellable(self, concrete: Any, optimize: bool = True) -> Callable[..., Any]:
+    def cancellable(self, concrete: Any) -> Callable[..., Any]:
         """As `unrecorded`, but calls end with `tf.errors.CancelledError` at `cancel`, and later ones at once."""
-        function = unrecorded(concrete, optimize)
+        return partial(self.run, unrecorded(concrete))
 
-        def call(*tensors: Any) -> Any:
-            manager = cancellation.CancellationManager()
+    def run(self, function: Callable[..., Any], *tensors: Any) -> Any:
+        """Call what `unrecorded` has given such that it ends at `cancel`, in the same way."""
+        manager = cancellation.CancellationManager()
+        with self._lock:
+            self._running.add(manager)
+            if self._cancelled:
+                manager.start_cancel()
+        try:
+            return function(*tensors, manager=manager)
+        finally:
             with self._lock:
-                self._running.add(manager)
-                if self._cancelled:
-                    manager.start_cancel()
-            try:
-                return function(*tensors, manager=manager)
-            finally:
-                with self._lock:
-                    self._running.discard(manager)
-
-        return call
+                self._running.discard(manager)
 
     def cancel(self) -> None:
         """End the calls that run: no further op starts; what a device is computing goes on to its end."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -22,6 +23,9 @@ from devicemap.comparing import compare_results, output_paths
 from devicemap.eager import EagerMap
 from devicemap.errors import DeviceMapError, OptionError, brief
 from devicemap.gathering import join
+from devicemap.internals.running import Cancellation
+from devicemap.interruption import Signals
+from devicemap.invoking import interruptible
 from devicemap.options import Options
 from devicemap.rows import HOST, Rows, as_rows, take_rows
 from devicemap.sampling import rows_in_memory
@@ -107,12 +111,14 @@ def verify_rows(
     graph, eager = _ways_in_graph(rows, options, towers, device), _ways_in_eager_code(fn, rows, options, device)
     results = {"devices": over_devices}
     errors: dict[str, str] = {}
-    for way, run in {**graph, **eager}.items():
-        try:
-            results[way] = run()
-        except Exception as error:  # whatever fn raises
-            original = error.__cause__ or error
-            errors[way] = f"{type(original).__name__}: {brief(original)}"
+    with Signals() as signals:
+        for way, run in {**graph, **eager}.items():
+            try:
+                results[way] = run()
+            except Exception as error:  # whatever fn raises
+                signals.check()
+                original = error.__cause__ or error
+                errors[way] = f"{type(original).__name__}: {brief(original)}"
     comparisons = []
     allowed = allowance(tolerance, towers.devices)
     for question, way, other in _QUESTIONS:
@@ -126,19 +132,23 @@ def verify_rows(
 
 
 def _ways_in_graph(rows: Rows, options: Options, towers: Towers, device: str) -> dict[str, Callable[[], Any]]:
-    function = towers.functions()[device]
+    cancellation = Cancellation()
+    function = towers.functions(cancellation)[device]
     leaves = [*rows.leaves, *_seeds(rows, options)]
+
+    def run(leaves: list[Any]) -> Any:
+        return interruptible(partial(function, *towers.flat(leaves)), cancellation)
 
     def one_by_one() -> Any:
         parts = []
         for i in range(rows.count or 0):
             with tf.device(HOST):
                 row = [take_rows(leaf, i, i + 1) for leaf in leaves]
-            parts.append(function(*towers.flat(row)))
+            parts.append(run(row))
         return towers.pack([join(leaf) for leaf in zip(*parts)])
 
     def at_once() -> Any:
-        return towers.pack(function(*towers.flat(leaves)))
+        return towers.pack(run(leaves))
 
     return {"graph": at_once, "graph again": at_once, "graph one by one": one_by_one}
 

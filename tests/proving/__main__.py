@@ -12,10 +12,10 @@ import time
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import tensorflow as tf
-from proving.families import ALIKE, FAMILIES
-from proving.trials import Trial, batches, outcomes
 
 from devicemap.forms import LIST, Form, pack, unpack
+from proving.families import ALIKE, FAMILIES
+from proving.trials import Trial, batches, outcomes
 
 _PORTION = 150  # trials in one function: more take longer to build than they save
 _PATIENCE_SECONDS = 1200
@@ -101,7 +101,11 @@ def _standing_for(op: str, attributes: str) -> tuple[str, str]:
     if op == "Cast":
         return op, "SrcT=int32 DstT=float32 Truncate=False"
     if op in ALIKE:
-        return ALIKE[op], {"Neg": "T=float32", "AddV2": "T=float32", "Equal": "T=float32 incompatible_shape_error=True"}[ALIKE[op]]
+        return ALIKE[op], {
+            "Neg": "T=float32",
+            "AddV2": "T=float32",
+            "Equal": "T=float32 incompatible_shape_error=True",
+        }[ALIKE[op]]
     return op, _DTYPE.sub(lambda match: f"{match[1]}={'float32' if match[1] != 'TI' else match[2]}", attributes)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
 from proving.trials import Input, Trial, product
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
@@ -80,7 +81,7 @@ def many(dtype: str) -> bool:
 def unary(op: str, full: bool = False) -> Iterator[Trial]:
     attribute = next((a.name for a in _definition(op).attr if a.type == "type"), None)
     name = _definition(op).input_arg[0].name
-    call = lambda x: getattr(_raw, op)(**{name: x})  # noqa: E731
+    call = lambda x: getattr(_raw, op)(**{name: x})
     for dtype in ("float32",) if full else types_of(op, attribute) if attribute else ("bool",):
         for rank, kind in itertools.product(range(5), KINDS) if full else ((0, ""), (1, ""), (2, "?"), (3, "")):
             if rank or not kind:
@@ -146,13 +147,19 @@ def selects() -> Iterator[Trial]:
                         dtypes = ("bool", dtype, dtype)
                         choices = [list(given(r, d, kind if r else "", s)) for r, d, s in zip(ranks, dtypes, stacked)]
                         for inputs in zip(*choices) if all(len(c) == len(choices[0]) for c in choices) else ():
-                            call = lambda c, t, e: _raw.SelectV2(condition=c, t=t, e=e)  # noqa: E731
+                            call = lambda c, t, e: _raw.SelectV2(condition=c, t=t, e=e)
                             yield Trial("SelectV2", call, tuple(inputs))
 
 
 def _axes(rank: int) -> list[list[int]]:
     single = [[a] for a in range(-rank, rank)]
-    return [[], *single, *([a, b] for a in range(rank) for b in range(a + 1, rank)), list(range(rank)), [-1, 0][: max(rank, 0)]]
+    return [
+        [],
+        *single,
+        *([a, b] for a in range(rank) for b in range(a + 1, rank)),
+        list(range(rank)),
+        [-1, 0][: max(rank, 0)],
+    ]
 
 
 REDUCTIONS = "Sum Mean Prod Max Min All Any".split()
@@ -186,11 +193,15 @@ def along_an_axis() -> Iterator[Trial]:
                             for out in (tf.int32, tf.int64):
                                 call = partial(_arg, op, axis, out)
                                 yield Trial(op, call, (each,))
-                        for op, flags in itertools.product(("Cumsum", "Cumprod"), product(exclusive=(0, 1), reverse=(0, 1))):
+                        for op, flags in itertools.product(
+                            ("Cumsum", "Cumprod"), product(exclusive=(0, 1), reverse=(0, 1))
+                        ):
                             yield Trial(op, partial(_scan, op, axis, flags), (each,))
                         yield Trial("ReverseV2", lambda x, axis=axis: _raw.ReverseV2(tensor=x, axis=[axis]), (each,))
                         yield Trial(
-                            "Roll", lambda x, axis=axis: _raw.Roll(input=x, shift=tf.constant(1), axis=tf.constant(axis)), (each,)
+                            "Roll",
+                            lambda x, axis=axis: _raw.Roll(input=x, shift=tf.constant(1), axis=tf.constant(axis)),
+                            (each,),
                         )
 
 
@@ -243,7 +254,9 @@ def _shaped(x: Input, rank: int) -> Iterator[Trial]:
     yield Trial("Tile", lambda t: _raw.Tile(input=t, multiples=tf.constant([1] * rank, tf.int32)), (x,))
     for before in ((2,), (2, 3), ()):
         yield Trial(
-            "BroadcastTo", lambda t, s=(*before, *x.shape): _raw.BroadcastTo(input=t, shape=tf.constant(s, tf.int32)), (x,)
+            "BroadcastTo",
+            lambda t, s=(*before, *x.shape): _raw.BroadcastTo(input=t, shape=tf.constant(s, tf.int32)),
+            (x,),
         )
     if rank == 0:
         for dims in ([], [2], [2, 3], [0]):
@@ -253,12 +266,14 @@ def _shaped(x: Input, rank: int) -> Iterator[Trial]:
         yield Trial("Pad", lambda t: _raw.Pad(input=t, paddings=tf.constant(pads)), (x,))
         yield Trial("Pad", lambda t: _raw.Pad(input=t, paddings=tf.constant([[0, 0]] * rank)), (x,))
         for value in (0, 3) if x.dtype not in ("bool", "string") else ():
-            fill = lambda t, v=value: _raw.PadV2(input=t, paddings=tf.constant(pads), constant_values=tf.cast(v, t.dtype))  # noqa: E731
+            fill = lambda t, v=value: _raw.PadV2(
+                input=t, paddings=tf.constant(pads), constant_values=tf.cast(v, t.dtype)
+            )
             yield Trial("PadV2", fill, (x,))
         for axis in range(-rank, rank):
             length = x.shape[axis]
             yield Trial("Unpack", lambda t, a=axis, n=length: _raw.Unpack(value=t, num=n, axis=a), (x,))
-            concat = lambda *t, a=axis: _raw.ConcatV2(values=list(t), axis=tf.constant(a))  # noqa: E731
+            concat = lambda *t, a=axis: _raw.ConcatV2(values=list(t), axis=tf.constant(a))
             yield Trial("ConcatV2", concat, (x, x))
             if not x.unknown:
                 yield Trial("ConcatV2", concat, (x, Input(x.shape, x.dtype, False)))
@@ -270,17 +285,34 @@ def _shaped(x: Input, rank: int) -> Iterator[Trial]:
                 cut = [1, length - 1]
                 yield Trial(
                     "SplitV",
-                    lambda t, a=axis, c=cut: _raw.SplitV(value=t, size_splits=tf.constant(c), axis=tf.constant(a), num_split=2),
+                    lambda t, a=axis, c=cut: _raw.SplitV(
+                        value=t, size_splits=tf.constant(c), axis=tf.constant(a), num_split=2
+                    ),
                     (x,),
                 )
         yield from _sliced(x, rank)
 
 
 def _sliced(x: Input, rank: int) -> Iterator[Trial]:
-    picks: list[Any] = [0, -1, slice(1, None), slice(None, -1), slice(None), slice(None, None, 2), slice(None, None, -1)]
+    picks: list[Any] = [
+        0,
+        -1,
+        slice(1, None),
+        slice(None, -1),
+        slice(None),
+        slice(None, None, 2),
+        slice(None, None, -1),
+    ]
     picks += [Ellipsis, (Ellipsis, 0), (Ellipsis, slice(0, 1)), (None, Ellipsis), (Ellipsis, None), slice(-2, None)]
     if rank > 1:
-        picks += [(0, 0), (slice(None), 0), (slice(None), slice(1, 2)), (slice(None), None), (0, slice(1, None)), (-1, -1)]
+        picks += [
+            (0, 0),
+            (slice(None), 0),
+            (slice(None), slice(1, 2)),
+            (slice(None), None),
+            (0, slice(1, None)),
+            (-1, -1),
+        ]
         picks += [(slice(None), -1), (slice(None), slice(None, None, -1)), (slice(None), slice(-2, -1))]
     if rank > 2:
         picks += [(0, slice(None), 0), (slice(None), slice(None), 1), (0, 0, 0)]
@@ -319,7 +351,9 @@ def gathering() -> Iterator[Trial]:
                 for last in range(1, rank + 1):
                     place = Input((3, last)[2 - max(1, of_index) :], index, t, values=_indices(2))
                     yield Trial(
-                        "GatherNd", lambda p, i: _raw.GatherNd(params=p, indices=i), (Input(shape_of(rank), dtype, s), place)
+                        "GatherNd",
+                        lambda p, i: _raw.GatherNd(params=p, indices=i),
+                        (Input(shape_of(rank), dtype, s), place),
                     )
     for index in ("int32", "int64", "uint8"):
         for rank in range(4):
@@ -414,7 +448,7 @@ def linear_algebra() -> Iterator[Trial]:
                 for a, s in ((square, True), (square, False), (shared, True)):
                     b = Input((*before, n, columns), dtype, s)
                     for adjoint in (False, True):
-                        call = lambda m, r, j=adjoint: _raw.MatrixSolve(matrix=m, rhs=r, adjoint=j)  # noqa: E731
+                        call = lambda m, r, j=adjoint: _raw.MatrixSolve(matrix=m, rhs=r, adjoint=j)
                         yield Trial("MatrixSolve", call, (a, b))
                         for lower in (False, True):
                             solve = partial(_raw_triangular, lower, adjoint)
@@ -422,14 +456,16 @@ def linear_algebra() -> Iterator[Trial]:
         for rank, kind in itertools.product((1, 2, 3), ("", "1")):
             for x in given(rank, dtype, kind):
                 yield Trial("MatrixDiag", lambda t: _raw.MatrixDiag(diagonal=t), (x,))
-                v3 = lambda t: _raw.MatrixDiagV3(diagonal=t, k=0, num_rows=-1, num_cols=-1, padding_value=tf.zeros([], t.dtype))  # noqa: E731
+                v3 = lambda t: _raw.MatrixDiagV3(
+                    diagonal=t, k=0, num_rows=-1, num_cols=-1, padding_value=tf.zeros([], t.dtype)
+                )
                 yield Trial("MatrixDiagV3", v3, (x,))
                 if rank > 1:
                     yield Trial("MatrixDiagPart", lambda t: _raw.MatrixDiagPart(input=t), (x,))
-                    part = lambda t: _raw.MatrixDiagPartV3(input=t, k=0, padding_value=tf.zeros([], t.dtype))  # noqa: E731
+                    part = lambda t: _raw.MatrixDiagPartV3(input=t, k=0, padding_value=tf.zeros([], t.dtype))
                     yield Trial("MatrixDiagPartV3", part, (x,))
                     for low, up in ((-1, 0), (0, -1), (1, 1)):
-                        band = lambda t, a=low, b=up: _raw.MatrixBandPart(input=t, num_lower=a, num_upper=b)  # noqa: E731
+                        band = lambda t, a=low, b=up: _raw.MatrixBandPart(input=t, num_lower=a, num_upper=b)
                         yield Trial("MatrixBandPart", band, (x,))
 
 
@@ -475,27 +511,31 @@ def neural() -> Iterator[Trial]:
                         yield Trial("AddN", lambda t, u: _raw.AddN(inputs=[t, u]), (x, b))
             for k in (1, 2):
                 for s in (True, False):
-                    top = lambda t, k=k, s=s: _raw.TopKV2(input=t, k=tf.constant(k), sorted=s)  # noqa: E731
+                    top = lambda t, k=k, s=s: _raw.TopKV2(input=t, k=tf.constant(k), sorted=s)
                     yield Trial("TopKV2", top, (Input(shape_of(rank), dtype),))
         for data_format, rank in itertools.product(("NHWC", "NCHW"), (2, 3, 4)):
             shape = shape_of(rank)
             channels = shape[-1] if data_format == "NHWC" else shape[1]
             for s, t in ((True, True), (True, False), (False, True)):
-                add = lambda v, b, f=data_format: _raw.BiasAdd(value=v, bias=b, data_format=f)  # noqa: E731
+                add = lambda v, b, f=data_format: _raw.BiasAdd(value=v, bias=b, data_format=f)
                 yield Trial("BiasAdd", add, (Input(shape, dtype, s), Input((channels,), dtype, t)))
         for rows, classes in itertools.product((1, 3), (1, 4)):
             for s, t in ((True, True), (True, False), (False, True)):
                 both = (Input((rows, classes), dtype, s), Input((rows, classes), dtype, t))
-                loss = lambda x, y: _raw.SoftmaxCrossEntropyWithLogits(features=x, labels=y)  # noqa: E731
+                loss = lambda x, y: _raw.SoftmaxCrossEntropyWithLogits(features=x, labels=y)
                 yield Trial("SoftmaxCrossEntropyWithLogits", loss, both)
                 for other in ((1, classes), (rows, 1)):
                     yield Trial(
-                        "SoftmaxCrossEntropyWithLogits", loss, (Input((rows, classes), dtype, s), Input(other, dtype, t))
+                        "SoftmaxCrossEntropyWithLogits",
+                        loss,
+                        (Input((rows, classes), dtype, s), Input(other, dtype, t)),
                     )
                 for index in ("int32", "int64"):
                     labels = Input((rows,), index, t, values=_indices(classes))
-                    loss_of = lambda x, y: _raw.SparseSoftmaxCrossEntropyWithLogits(features=x, labels=y)  # noqa: E731
-                    yield Trial("SparseSoftmaxCrossEntropyWithLogits", loss_of, (Input((rows, classes), dtype, s), labels))
+                    loss_of = lambda x, y: _raw.SparseSoftmaxCrossEntropyWithLogits(features=x, labels=y)
+                    yield Trial(
+                        "SparseSoftmaxCrossEntropyWithLogits", loss_of, (Input((rows, classes), dtype, s), labels)
+                    )
     yield from _convolutions()
 
 
@@ -506,18 +546,18 @@ def _convolutions() -> Iterator[Trial]:
             for s, t in ((True, False), (True, True), (False, True)):
                 both = Input(image, dtype, s), Input((3, 2, 3, 4), dtype, t)
                 strides, dilations = [1, stride, stride, 1], [1, dilation, dilation, 1]
-                conv = lambda x, f, p=padding, s=strides, d=dilations: _raw.Conv2D(  # noqa: E731
+                conv = lambda x, f, p=padding, s=strides, d=dilations: _raw.Conv2D(
                     input=x, filter=f, strides=s, padding=p, dilations=d)  # fmt: skip
                 yield Trial("Conv2D", conv, both)
                 deep = Input(image, dtype, s), Input((3, 2, 3, 2), dtype, t)
-                depthwise = lambda x, f, p=padding, s=strides, d=dilations: _raw.DepthwiseConv2dNative(  # noqa: E731
+                depthwise = lambda x, f, p=padding, s=strides, d=dilations: _raw.DepthwiseConv2dNative(
                     input=x, filter=f, strides=s, padding=p, dilations=d)  # fmt: skip
                 yield Trial("DepthwiseConv2dNative", depthwise, deep)
             for op, name in (("MaxPool", "input"), ("AvgPool", "value")):
                 pool = partial(_pool, op, name, padding, stride)
                 yield Trial(op, pool, (Input(image, dtype),))
         for op in ("DepthToSpace", "SpaceToDepth"):
-            move = lambda x, op=op: getattr(_raw, op)(input=x, block_size=2)  # noqa: E731
+            move = lambda x, op=op: getattr(_raw, op)(input=x, block_size=2)
             yield Trial(op, move, (Input((2, 4, 6, 8), dtype),))
 
 
@@ -529,12 +569,12 @@ def segments() -> Iterator[Trial]:
     for op, dtype, index in itertools.product(("Sum", "Max", "Min", "Prod"), ("float32", "int32"), ("int32", "int64")):
         for s, t in ((True, True), (True, False), (False, True)):
             for ids in (_indices(3), lambda random, shape, dtype: random.integers(-1, 5, shape).astype(dtype)):
-                call = lambda x, i, op="UnsortedSegment" + op: getattr(_raw, op)(  # noqa: E731
+                call = lambda x, i, op="UnsortedSegment" + op: getattr(_raw, op)(
                     data=x, segment_ids=i, num_segments=tf.constant(3))  # fmt: skip
                 yield Trial("UnsortedSegment" + op, call, (Input((4, 2), dtype, s), Input((4,), index, t, values=ids)))
     for op, dtype in itertools.product(("LowerBound", "UpperBound"), ("float32", "int32")):
         for s, t in ((True, True), (True, False), (False, True)):
-            ordered = lambda random, shape, dtype: np.sort(random.integers(0, 9, shape), -1).astype(dtype)  # noqa: E731
+            ordered = lambda random, shape, dtype: np.sort(random.integers(0, 9, shape), -1).astype(dtype)
             both = Input((2, 5), dtype, s, values=ordered), Input((2, 3), dtype, t)
             yield Trial(op, lambda x, v, op=op: getattr(_raw, op)(sorted_inputs=x, values=v), both)
 
@@ -547,14 +587,14 @@ def lists() -> Iterator[Trial]:
                     yield Trial("TensorListGetItem", partial(_read, place), (x,))
                     yield Trial("TensorListFromTensor", partial(_read, place), (x,))
                 yield Trial("TensorListLength", lambda t: tf.TensorArray(t.dtype, t.shape[0]).unstack(t).size(), (x,))
-                yield Trial(
-                    "TensorListStack", lambda t: tf.TensorArray(t.dtype, t.shape[0]).unstack(t).stack(), (x,)
-                )
+                yield Trial("TensorListStack", lambda t: tf.TensorArray(t.dtype, t.shape[0]).unstack(t).stack(), (x,))
                 yield Trial(
                     "TensorListGather", lambda t: tf.TensorArray(t.dtype, t.shape[0]).unstack(t).gather([1, 0]), (x,)
                 )
                 at = Input((), "int32", values=_indices(2))
-                yield Trial("TensorListGetItem", lambda t, i: tf.TensorArray(t.dtype, t.shape[0]).unstack(t).read(i), (x, at))
+                yield Trial(
+                    "TensorListGetItem", lambda t, i: tf.TensorArray(t.dtype, t.shape[0]).unstack(t).read(i), (x, at)
+                )
 
 
 def _read(place: int, x: Any) -> Any:
@@ -567,15 +607,15 @@ def draws() -> Iterator[Trial]:
         shape = tf.constant(shape_of(rank), tf.int32)
         for dtype in ("float32", "float64", "float16"):
             for op in ("RandomUniform", "RandomStandardNormal", "TruncatedNormal"):
-                draw = lambda x, op=op, s=shape, d=dtype: getattr(_raw, op)(shape=s, dtype=tf.as_dtype(d))  # noqa: E731
+                draw = lambda x, op=op, s=shape, d=dtype: getattr(_raw, op)(shape=s, dtype=tf.as_dtype(d))
                 yield Trial(op, draw, (x,), random=True)
         for dtype in ("int32", "int64"):
-            whole = lambda x, s=shape, d=dtype: _raw.RandomUniformInt(  # noqa: E731
+            whole = lambda x, s=shape, d=dtype: _raw.RandomUniformInt(
                 shape=s, minval=tf.constant(0, d), maxval=tf.constant(9, d))  # fmt: skip
             yield Trial("RandomUniformInt", whole, (x,), random=True)
 
 
-ALIKE = {op: "Neg" for op in UNARY} | {op: "AddV2" for op in BINARY} | {op: "Equal" for op in COMPARING}
+ALIKE = dict.fromkeys(UNARY, "Neg") | dict.fromkeys(BINARY, "AddV2") | dict.fromkeys(COMPARING, "Equal")
 """Ops that TensorFlow vectorises by one rule, and one of them. The rule is tried in every form on that one, which stands for
 those that others are not tried in; they are tried in some forms with every dtype."""
 

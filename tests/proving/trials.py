@@ -183,7 +183,9 @@ class _Traced:
         same = [_same_gradient(a, b) for a, b in zip(got_gradients, wanted_gradients)]
         right, of_rows, of_shared = [], iter(same[: len(followed)]), iter(same[len(followed) :])
         for i, trial in enumerate(self.trials):
-            own = [next(of_rows) for _ in range(of_trial[2 * i])] + [next(of_shared) for _ in range(of_trial[2 * i + 1])]
+            own = [next(of_rows) for _ in range(of_trial[2 * i])] + [
+                next(of_shared) for _ in range(of_trial[2 * i + 1])
+            ]
             right.append(all(own) or trial.random)
         return right
 
