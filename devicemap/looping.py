@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from devicemap.errors import failure
 from devicemap.internals.gradients import differentiate_values_alone
+from devicemap.nests import as_nodes, check_same_structure
 from devicemap.options import Options
 from devicemap.rows import count_rows
 
@@ -99,13 +100,13 @@ def _signature(row_fn: Any, specs: list[Any], options: Options, structure: Any) 
         returned = [_as_ragged(spec, ragged[0].row_splits_dtype) for spec in returned]
     if options.fn_output_signature is None:
         return returned
-    given = options.fn_output_signature
+    given = as_nodes(options.fn_output_signature)
     try:
-        tf.nest.assert_same_structure(given, structure)
+        check_same_structure(given, structure)
     except (TypeError, ValueError) as error:
         raise failure(
-            f"fn_output_signature is {given}, but fn returns {tf.nest.pack_sequence_as(structure, returned)}: "
-            "the nests must be the same"
+            f"fn_output_signature is {options.fn_output_signature}, but fn returns "
+            f"{tf.nest.pack_sequence_as(structure, returned)}: the nests must be the same"
         ) from error
     flat = list(tf.nest.flatten(given))
     for spec, leaf in zip(flat, outputs):

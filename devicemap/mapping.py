@@ -14,9 +14,10 @@ import tensorflow as tf
 from devicemap.calling import Calls
 from devicemap.explaining import Plan, ask, explain_call
 from devicemap.journal.results import Results, open_results
+from devicemap.nests import as_nodes, as_objects, freeze, nodes_of
 from devicemap.programs import Program
 from devicemap.reporting import Report
-from devicemap.rows import as_rows, freeze
+from devicemap.rows import as_rows
 from devicemap.types import Event, short_name
 from devicemap.verifying.checking import check_limits, rows_to_verify, verify_rows
 from devicemap.verifying.findings import Verification
@@ -204,7 +205,13 @@ class DeviceMap:
             [0, 1, 4, 9, 16]
         """
         spec, count = self._calls.shape_of_stream(data)
-        dataset = tf.data.Dataset.from_generator(lambda: self.stream(data), output_signature=spec)
+        if nodes_of(spec):  # from_generator knows no structure but tuples and dicts
+            dataset = tf.data.Dataset.from_generator(
+                lambda: (tuple(tf.nest.flatten(as_nodes(chunk))) for chunk in self.stream(data)),
+                output_signature=tuple(tf.nest.flatten(spec)),
+            ).map(_as_written(lambda *leaves: as_objects(tf.nest.pack_sequence_as(spec, leaves))))
+        else:
+            dataset = tf.data.Dataset.from_generator(lambda: self.stream(data), output_signature=spec)
         return dataset if count is None else dataset.apply(tf.data.experimental.assert_cardinality(count))
 
     @property

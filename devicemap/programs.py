@@ -13,8 +13,9 @@ import tensorflow as tf
 from devicemap.devices import choose_devices, choose_output_device, places_on
 from devicemap.errors import DeviceMapError, FunctionError, brief, function_error
 from devicemap.gathering import UNEVEN_ROWS, check_inner_shapes
+from devicemap.nests import freeze
 from devicemap.options import Options, check_options
-from devicemap.rows import HOST, freeze, take_rows
+from devicemap.rows import HOST, take_rows
 from devicemap.seeding import row_seeds
 from devicemap.towers import Towers
 from devicemap.tracing import trace

@@ -19,6 +19,7 @@ from devicemap.internals.gradients import order_of_gradients, tape_is_recording
 from devicemap.internals.running import Cancellation, unrecorded
 from devicemap.invoking import Invoker
 from devicemap.mirroring import Mirrors
+from devicemap.nests import as_objects
 from devicemap.optimizing import Runnable, as_traced, can_be_optimized_once, optimize
 from devicemap.rows import HOST
 from devicemap.scheduling import Pace
@@ -160,7 +161,7 @@ class Towers:
     def pack(self, leaves: Sequence[Any]) -> Any:
         """The nest that the user's function returns, of these leaves."""
         structure = self.traced.structure
-        return leaves[0] if structure is None else tf.nest.pack_sequence_as(structure, leaves)
+        return leaves[0] if structure is None else as_objects(tf.nest.pack_sequence_as(structure, leaves))
 
     @property
     def devices(self) -> tuple[str, ...]:
