@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.errors import failure
-from devicemap.rows import count_rows
+from devicemap.rows import carried, count_rows, restored
 from devicemap.types import Shard
 
 UNEVEN_ROWS = (
@@ -45,18 +45,19 @@ def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any
         joined = tf.concat(list(parts), 0)
         joined.set_shape(shape)
         return joined, tf.stack([tf.shape(part, tf.int64)[0] for part in parts])
-    array = tf.TensorArray(first.dtype, size=len(parts), infer_shape=False, element_shape=shape)
-    for i, part in enumerate(parts):
+    held = [carried(part) for part in parts]
+    array = tf.TensorArray(held[0].dtype, size=len(parts), infer_shape=False, element_shape=shape)
+    for i, part in enumerate(held):
         array = array.write(i, part)
     # TensorArray.concat() is this op, and keeps the row counts to itself.
     joined = tf.raw_ops.TensorListConcatV2(
         input_handle=array.flow,
-        element_dtype=first.dtype,
+        element_dtype=held[0].dtype,
         element_shape=-1 if shape.rank is None else [-1 if d is None else d for d in shape.as_list()],
         leading_dims=tf.zeros([0], tf.int64),
     )
     joined.tensor.set_shape(shape)
-    return joined.tensor, joined.lengths
+    return restored(joined.tensor, first.dtype), joined.lengths
 
 
 def _gather_sparse(parts: Sequence[Any], differentiable: bool) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ from devicemap.errors import failure
 from devicemap.internals.gradients import differentiate_values_alone
 from devicemap.nests import as_nodes, check_same_structure
 from devicemap.options import Options
-from devicemap.rows import count_rows
+from devicemap.rows import carried, carried_dtype, count_rows, restored
 
 
 def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> Any:
@@ -27,23 +27,38 @@ def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> A
     differentiate_values_alone(row_fn.graph)
     signature = _signature(row_fn, specs, options, structure)
     sparse = {i for i, spec in enumerate(signature) if isinstance(spec, tf.SparseTensorSpec)}
+    narrow = {i: leaf.dtype for i, leaf in enumerate(row_fn.structured_outputs) if _is_narrow(leaf, signature[i])}
     taken_apart = [_parts_spec(spec) if i in sparse else spec for i, spec in enumerate(signature)]
+    for i in narrow:
+        taken_apart[i] = tf.TensorSpec(getattr(signature[i], "shape", None), tf.float16)
 
     @tf.function(autograph=False)
     def over_rows(*leaves: Any) -> list[Any]:
         takers = {i: _row_taker(leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, tf.Tensor)}
-        rows = list(leaves)
+        rows = list(map(carried, leaves))
         for i in takers:
             rows[i] = tf.range(tf.cast(count_rows(leaves[i]), tf.int32))
 
         def run(row: Sequence[Any]) -> list[Any]:
-            results = row_fn(*(takers[i](leaf) if i in takers else leaf for i, leaf in enumerate(row)))
+            taken = (takers[i](leaf) if i in takers else restored(leaf, specs[i].dtype) for i, leaf in enumerate(row))
+            results = row_fn(*taken)
+            results = [carried(leaf) if i in narrow else leaf for i, leaf in enumerate(results)]
             return [_parts(leaf) if i in sparse else leaf for i, leaf in enumerate(results)]
 
         results = tf.map_fn(run, tuple(rows), fn_output_signature=taken_apart)
+        results = [restored(leaf, narrow[i]) if i in narrow else leaf for i, leaf in enumerate(results)]
         return [_joined(*leaf) if i in sparse else leaf for i, leaf in enumerate(results)]
 
     return over_rows.get_concrete_function(*specs)
+
+
+def _is_narrow(leaf: Any, spec: Any) -> bool:
+    """Whether `tf.map_fn` is to collect dense results that lists cannot hold as they are."""
+    return (
+        isinstance(leaf, tf.Tensor)
+        and not isinstance(spec, tf.RaggedTensorSpec)
+        and carried_dtype(leaf.dtype) != leaf.dtype
+    )
 
 
 def _row_taker(leaf: Any) -> Callable[[Any], Any]:

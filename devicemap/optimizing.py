@@ -76,7 +76,10 @@ def optimize(traced: Traced) -> Runnable:
     tensors = concrete.inputs[: len(concrete.inputs) - len(captured)]
     names = [tensor.op.name for tensor in concrete.inputs]
     outputs = list(concrete.outputs[: len(traced.specs)])
-    graph_def = _optimized_for_cpus(traced.graph_def, [tensor.name for tensor in outputs])
+    try:
+        graph_def = _optimized_for_cpus(traced.graph_def, [tensor.name for tensor in outputs])
+    except tf.errors.UnimplementedError:  # for float8_e5m2: TensorFlow runs such graphs as they are
+        return as_traced(traced)
     hoist(graph_def)
     # A handle that fn uses without its variable stays a capture: its shape and device are not known here.
     variables = {name: variable_of(concrete, handle) for name, handle in zip(names[len(tensors) :], captured)}

@@ -18,7 +18,7 @@ from devicemap.errors import FunctionError, failure, function_error
 from devicemap.internals.gradients import complete_handle_data, differentiate_freely
 from devicemap.nests import as_objects, map_nest, nodes_of, refused_by
 from devicemap.options import Options
-from devicemap.rows import count_rows, empty_rows, row_spec, spec_of, take_rows
+from devicemap.rows import carried, carried_dtype, count_rows, empty_rows, restored, row_spec, spec_of, take_rows
 from devicemap.vectorizing import RowLoop, loops_over_rows
 
 _POWERS_OF_TWO = 2 ** np.arange(31, dtype=np.int32)
@@ -222,14 +222,20 @@ def _compile_by_powers_of_two(loop: RowLoop, specs: list[Any], batched: bool) ->
     outputs = over_rows.structured_outputs
     if not all(isinstance(leaf, tf.Tensor) for leaf in outputs):
         raise failure("jit_compile=True with ragged or sparse results: XLA has only dense ones; set it to False")
-    compiled = tf.function(lambda *leaves: over_rows(*leaves), autograph=False, jit_compile=True)
+    dtypes = [carried_dtype(leaf.dtype) for leaf in outputs]
+
+    @tf.function(autograph=False, jit_compile=True)
+    def compiled(*leaves: Any) -> list[Any]:
+        results = over_rows(*(restored(leaf, spec.dtype) for leaf, spec in zip(leaves, specs)))
+        return [carried(result) for result in results]
 
     @tf.function(autograph=False)
     def in_pieces(*leaves: Any) -> list[Any]:
         rows = tf.cast(count_rows(leaves[0]), tf.int32)
+        leaves = tuple(map(carried, leaves))
         arrays = [
-            tf.TensorArray(o.dtype, 0, dynamic_size=True, infer_shape=False, element_shape=spec_of(o).shape)
-            for o in outputs
+            tf.TensorArray(dtype, 0, dynamic_size=True, infer_shape=False, element_shape=spec_of(o).shape)
+            for o, dtype in zip(outputs, dtypes)
         ]
 
         def step(start: Any, piece: Any, arrays: list[Any]) -> tuple[Any, Any, list[Any]]:
@@ -243,7 +249,7 @@ def _compile_by_powers_of_two(loop: RowLoop, specs: list[Any], batched: bool) ->
             return start + size, piece + 1, [a.write(piece, r) for a, r in zip(arrays, results)]
 
         *_, arrays = tf.while_loop(lambda start, *_: start < rows, step, (0, 0, arrays))
-        return [array.concat() for array in arrays]
+        return [restored(array.concat(), o.dtype) for array, o in zip(arrays, outputs)]
 
     return replace(loop, concrete=in_pieces.get_concrete_function(*specs))
 
