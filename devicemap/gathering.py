@@ -62,6 +62,8 @@ def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any
 
 def _gather_sparse(parts: Sequence[Any], differentiable: bool) -> tuple[Any, Any]:
     """As `tf.sparse.concat`, which has no gradient."""
+    if parts[0].shape.rank is None:
+        parts = [parts[0], *(_of_rank_of(parts[0], part) for part in parts[1:])]
     shapes = tf.stack([part.dense_shape for part in parts])
     rows = shapes[:, 0]
     starts = tf.unstack(tf.cumsum(rows, exclusive=True), len(parts))
@@ -70,6 +72,13 @@ def _gather_sparse(parts: Sequence[Any], differentiable: bool) -> tuple[Any, Any
     values, _ = gather([part.values for part in parts], differentiable)
     shape = tf.concat([[tf.reduce_sum(rows)], tf.reduce_max(shapes, 0)[1:]], 0)
     return tf.SparseTensor(indices, values, shape), rows
+
+
+def _of_rank_of(first: Any, part: Any) -> Any:
+    """A shard without rows does not know how many axes they would have."""
+    rank = tf.size(first.dense_shape)
+    shape = tf.concat([part.dense_shape, tf.zeros_like(first.dense_shape)], 0)[:rank]
+    return tf.SparseTensor(tf.reshape(part.indices, tf.stack([tf.size(part.values), rank])), part.values, shape)
 
 
 def join(parts: Sequence[Any]) -> Any:

@@ -168,6 +168,13 @@ def cases() -> list[Case]:
         Case("a class method", _Odd.of_class, x),
         Case("an object", _Odd(), x),
         Case("compiled", lambda row: tf.exp(-row) * row, x, options={"jit_compile": True}),
+        Case(
+            "compiled sparse batch",
+            lambda b: tf.sparse.to_dense(b)[:, 1],
+            sparse,
+            batched=True,
+            options={"jit_compile": True},
+        ),
         Case("compiled batch", lambda b: tf.nn.softmax(b), x, batched=True, options={"jit_compile": True}),
     ]
 
