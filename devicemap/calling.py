@@ -132,10 +132,10 @@ class Calls:
         return chunks()
 
     def shape_of_stream(self, data: Any) -> tuple[Any, int | None]:
-        """What `stream` yields, as a nest of `tf.TypeSpec`s, and how many of them, where that is known."""
+        """What `stream` yields, as a nest of `tf.TypeSpec`s (objects as nodes), and how many of them, where that is known."""
         source = self._source(data, "streamed", endless=True)
         towers = self.program.towers_for(source)
-        spec = towers.pack(list(towers.traced.specs))
+        spec = towers.traced.nest_of_specs
         count = None
         if source.rows is not None and source.batch_size is not None:
             count = -(-source.rows // source.batch_size)
@@ -147,9 +147,10 @@ class Calls:
         rows = as_rows(data) if in_memory else data
         source = self._source(rows, "written")
         towers = self.program.towers_for(source)
-        specs = towers.pack(list(towers.traced.specs))
         chunk_rows = source.rows_of_first_batch() if isinstance(source, Elements) else None
-        header = describe_call(specs, source.specs, self._options, source.rows, chunk_rows, self.program.name)
+        header = describe_call(
+            towers.traced.nest_of_specs, source.specs, self._options, source.rows, chunk_rows, self.program.name
+        )
         with (
             Signals(),
             open_journal(directory, header) as journal,

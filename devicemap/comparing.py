@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap.rows import map_nest
+from devicemap.nests import as_nodes, check_same_structure, map_nest
 
 Array = np.ndarray[Any, Any]
 Allowance = Callable[[Any, Array], Any]
@@ -66,8 +66,9 @@ def compare_results(got: Any, wanted: Any, allowed: Allowance) -> tuple[Differen
         >>> d.output, d.absolute, d.relative, d.row, d.fault
         ("the result['x']", 1.0, 0.25, 1, None)
     """
+    got, wanted = as_nodes(got), as_nodes(wanted)
     try:
-        tf.nest.assert_same_structure(got, wanted)
+        check_same_structure(got, wanted)
     except (TypeError, ValueError):
         fault = f"the results have different structures, {_dtypes_of(got)} and {_dtypes_of(wanted)}"
         return (Difference("the result", None, None, None, fault),)

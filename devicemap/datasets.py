@@ -13,8 +13,9 @@ import tensorflow as tf
 from devicemap.chunking import Chunk
 from devicemap.errors import DataError, DeviceMapError
 from devicemap.gathering import join
+from devicemap.nests import as_nodes, freeze, nodes_of
 from devicemap.options import Options
-from devicemap.rows import HOST, Rows, as_rows, freeze, take_rows
+from devicemap.rows import HOST, Rows, as_rows, take_rows
 
 _SAMPLES_PER_READ = 64
 """Samples that are read at once where chunks have no fixed size: reading them one by one takes longer than small functions."""
@@ -132,7 +133,7 @@ def from_dataset(dataset: Any, options: Options) -> Elements:
     Raises:
         DataError: for a batch without a row axis, and for elements that are not tensors.
     """
-    for spec in tf.nest.flatten(dataset.element_spec):
+    for spec in tf.nest.flatten(as_nodes(dataset.element_spec)):
         if not isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec):
             raise DataError(f"the dataset has elements with {spec}; expected dense, ragged or sparse tensors only")
         if options.batched and spec.shape.rank == 0:
@@ -142,14 +143,14 @@ def from_dataset(dataset: Any, options: Options) -> Elements:
             )
     size = options.batch_size if isinstance(options.batch_size, int) else None
     if options.batched:
-        fits = not any(_unknown_dimensions(spec)[1:] for spec in tf.nest.flatten(dataset.element_spec))
+        fits = not any(_unknown_dimensions(spec)[1:] for spec in tf.nest.flatten(as_nodes(dataset.element_spec)))
         whole, merged, rows = options.batch_size is None, options.batch_size == "auto" and fits, None
     else:
         cardinality = int(dataset.cardinality())
         whole, rows = False, cardinality if cardinality >= 0 else None
         dataset, merged = _batches_of_samples(dataset, size)
         size = size if merged else 1
-    return Elements(dataset, _any_rows(dataset.element_spec), rows, size, whole, merged)
+    return Elements(dataset, _any_rows(as_nodes(dataset.element_spec)), rows, size, whole, merged)
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +196,14 @@ def _weakly(origin: _Origin) -> Callable[[], Iterator[Any]]:
 
 def _batches_of_samples(dataset: Any, size: int | None) -> tuple[Any, bool]:
     """The dataset in batches, and whether several of them can be joined."""
-    unknown = [_unknown_dimensions(spec) for spec in tf.nest.flatten(dataset.element_spec)]
+    unknown = [_unknown_dimensions(spec) for spec in tf.nest.flatten(as_nodes(dataset.element_spec))]
+    for node in nodes_of(as_nodes(dataset.element_spec)):
+        extension = node.kind is not None and issubclass(node.kind, tf.experimental.ExtensionType)
+        if extension and not issubclass(node.kind, tf.experimental.BatchableExtensionType):
+            raise DataError(
+                f"the dataset has samples with a {node.kind.__name__}, which TensorFlow cannot hold several of in one; make it "
+                "a tf.experimental.BatchableExtensionType, or set batched=True for a dataset of batches"
+            )
     if all(not u for u in unknown):
         return dataset.batch(size or _SAMPLES_PER_READ), True
     if all(u in ([], [0]) for u in unknown):  # samples of different lengths: ragged rows, which fn gets dense again

@@ -11,8 +11,9 @@ import tensorflow as tf
 from devicemap.errors import FunctionError, brief, function_error
 from devicemap.gathering import check_row_counts, join
 from devicemap.interruption import Signals
+from devicemap.nests import as_objects, map_nest
 from devicemap.options import Options
-from devicemap.rows import HOST, Rows, map_nest, row_spec, take_rows
+from devicemap.rows import HOST, Rows, row_spec, take_rows
 from devicemap.sampling import first_rows
 from devicemap.seeding import row_seeds
 from devicemap.sharding import chunk_bounds, shard_rows
@@ -91,6 +92,7 @@ class EagerMap:
             ) from error
 
     def _apply(self, data: Any, *seeds: Any) -> Any:
+        data = as_objects(data)
         keywords = {"seed": seeds[0]} if seeds else {}
         results = self._fn(*data, **keywords) if type(data) is tuple else self._fn(data, **keywords)
         return map_nest(lambda value, _: _as_tensor(value), results, "the result")

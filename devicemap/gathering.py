@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.errors import failure
-from devicemap.rows import count_rows
+from devicemap.rows import carried, count_rows, restored
 from devicemap.types import Shard
 
 UNEVEN_ROWS = (
@@ -45,22 +45,25 @@ def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any
         joined = tf.concat(list(parts), 0)
         joined.set_shape(shape)
         return joined, tf.stack([tf.shape(part, tf.int64)[0] for part in parts])
-    array = tf.TensorArray(first.dtype, size=len(parts), infer_shape=False, element_shape=shape)
-    for i, part in enumerate(parts):
+    held = [carried(part) for part in parts]
+    array = tf.TensorArray(held[0].dtype, size=len(parts), infer_shape=False, element_shape=shape)
+    for i, part in enumerate(held):
         array = array.write(i, part)
     # TensorArray.concat() is this op, and keeps the row counts to itself.
     joined = tf.raw_ops.TensorListConcatV2(
         input_handle=array.flow,
-        element_dtype=first.dtype,
+        element_dtype=held[0].dtype,
         element_shape=-1 if shape.rank is None else [-1 if d is None else d for d in shape.as_list()],
         leading_dims=tf.zeros([0], tf.int64),
     )
     joined.tensor.set_shape(shape)
-    return joined.tensor, joined.lengths
+    return restored(joined.tensor, first.dtype), joined.lengths
 
 
 def _gather_sparse(parts: Sequence[Any], differentiable: bool) -> tuple[Any, Any]:
     """As `tf.sparse.concat`, which has no gradient."""
+    if parts[0].shape.rank is None:
+        parts = [parts[0], *(_of_rank_of(parts[0], part) for part in parts[1:])]
     shapes = tf.stack([part.dense_shape for part in parts])
     rows = shapes[:, 0]
     starts = tf.unstack(tf.cumsum(rows, exclusive=True), len(parts))
@@ -69,6 +72,13 @@ def _gather_sparse(parts: Sequence[Any], differentiable: bool) -> tuple[Any, Any
     values, _ = gather([part.values for part in parts], differentiable)
     shape = tf.concat([[tf.reduce_sum(rows)], tf.reduce_max(shapes, 0)[1:]], 0)
     return tf.SparseTensor(indices, values, shape), rows
+
+
+def _of_rank_of(first: Any, part: Any) -> Any:
+    """A shard without rows does not know how many axes they would have."""
+    rank = tf.size(first.dense_shape)
+    shape = tf.concat([part.dense_shape, tf.zeros_like(first.dense_shape)], 0)[:rank]
+    return tf.SparseTensor(tf.reshape(part.indices, tf.stack([tf.size(part.values), rank])), part.values, shape)
 
 
 def join(parts: Sequence[Any]) -> Any:

@@ -13,8 +13,9 @@ import tensorflow as tf
 
 from devicemap.errors import failure
 from devicemap.internals.gradients import differentiate_values_alone
+from devicemap.nests import as_nodes, check_same_structure
 from devicemap.options import Options
-from devicemap.rows import count_rows
+from devicemap.rows import carried, carried_dtype, count_rows, restored
 
 
 def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any, at_once: int | None = None) -> Any:
@@ -28,23 +29,38 @@ def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any, at_o
     differentiate_values_alone(row_fn.graph)
     signature = _signature(row_fn, specs, options, structure)
     sparse = {i for i, spec in enumerate(signature) if isinstance(spec, tf.SparseTensorSpec)}
+    narrow = {i: leaf.dtype for i, leaf in enumerate(row_fn.structured_outputs) if _is_narrow(leaf, signature[i])}
     taken_apart = [_parts_spec(spec) if i in sparse else spec for i, spec in enumerate(signature)]
+    for i in narrow:
+        taken_apart[i] = tf.TensorSpec(getattr(signature[i], "shape", None), tf.float16)
 
     @tf.function(autograph=False)
     def over_rows(*leaves: Any) -> list[Any]:
         takers = {i: _row_taker(leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, tf.Tensor)}
-        rows = list(leaves)
+        rows = list(map(carried, leaves))
         for i in takers:
             rows[i] = tf.range(tf.cast(count_rows(leaves[i]), tf.int32))
 
         def run(row: Sequence[Any]) -> list[Any]:
-            results = row_fn(*(takers[i](leaf) if i in takers else leaf for i, leaf in enumerate(row)))
+            taken = (takers[i](leaf) if i in takers else restored(leaf, specs[i].dtype) for i, leaf in enumerate(row))
+            results = row_fn(*taken)
+            results = [carried(leaf) if i in narrow else leaf for i, leaf in enumerate(results)]
             return [_parts(leaf) if i in sparse else leaf for i, leaf in enumerate(results)]
 
         results = tf.map_fn(run, tuple(rows), fn_output_signature=taken_apart, parallel_iterations=at_once)
+        results = [restored(leaf, narrow[i]) if i in narrow else leaf for i, leaf in enumerate(results)]
         return [_joined(*leaf) if i in sparse else leaf for i, leaf in enumerate(results)]
 
     return over_rows.get_concrete_function(*specs)
+
+
+def _is_narrow(leaf: Any, spec: Any) -> bool:
+    """Whether `tf.map_fn` is to collect dense results that lists cannot hold as they are."""
+    return (
+        isinstance(leaf, tf.Tensor)
+        and not isinstance(spec, tf.RaggedTensorSpec)
+        and carried_dtype(leaf.dtype) != leaf.dtype
+    )
 
 
 def _row_taker(leaf: Any) -> Callable[[Any], Any]:
@@ -101,13 +117,13 @@ def _signature(row_fn: Any, specs: list[Any], options: Options, structure: Any) 
         returned = [_as_ragged(spec, ragged[0].row_splits_dtype) for spec in returned]
     if options.fn_output_signature is None:
         return returned
-    given = options.fn_output_signature
+    given = as_nodes(options.fn_output_signature)
     try:
-        tf.nest.assert_same_structure(given, structure)
+        check_same_structure(given, structure)
     except (TypeError, ValueError) as error:
         raise failure(
-            f"fn_output_signature is {given}, but fn returns {tf.nest.pack_sequence_as(structure, returned)}: "
-            "the nests must be the same"
+            f"fn_output_signature is {options.fn_output_signature}, but fn returns "
+            f"{tf.nest.pack_sequence_as(structure, returned)}: the nests must be the same"
         ) from error
     flat = list(tf.nest.flatten(given))
     for spec, leaf in zip(flat, outputs):

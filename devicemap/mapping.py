@@ -13,6 +13,7 @@ from devicemap.calling import Calls
 from devicemap.datasets import as_dataset
 from devicemap.explaining import Plan, ask, explain_call
 from devicemap.journal.results import Results, open_results
+from devicemap.nests import as_nodes, as_objects, freeze, nodes_of
 from devicemap.programs import Program
 from devicemap.remembering import Memory
 from devicemap.reporting import Report
@@ -61,7 +62,9 @@ def parallel_map(
         fn: takes one sample, or with `batched=True` a batch of rows, and returns one result, or as many rows. A tuple
             in `data` is passed as several arguments, a dict or named tuple as one.
         data: a nest of tensors, arrays, lists, `RaggedTensor`s or `SparseTensor`s of shape `[rows, ...]`, or a
-            `tf.data.Dataset` of samples (`batched=False`) or of batches of rows (`batched=True`).
+            `tf.data.Dataset` of samples (`batched=False`) or of batches of rows (`batched=True`). Objects are structure as
+            for `tf.nest`, and `tf.experimental.ExtensionType`s too: `fn` gets one of the same class that holds a row, or a
+            batch.
         devices: `None` for every local GPU, else every local CPU; a kind (`"GPU"`); or a list of names (`"GPU:1"`,
             `"/device:GPU:1"`, full names) or logical or physical devices.
         batched: whether `fn` takes a batch.
@@ -86,7 +89,8 @@ def parallel_map(
         name: a name for the ops and errors of this map.
 
     Returns:
-        The nest that `fn` returns, of tensors of shape `[rows, ...]` on `output_device`. Lists in it become tensors.
+        The nest that `fn` returns, of tensors of shape `[rows, ...]` on `output_device`. Lists in it become tensors; what an
+        extension type holds besides tensors is as it was when `fn` was traced.
 
     Raises:
         OptionError, DataError: before anything runs, for options and data that cannot be.
@@ -208,7 +212,14 @@ class DeviceMap:
             [0, 1, 4, 9, 16]
         """
         spec, count = self._calls.shape_of_stream(data)
-        return as_dataset(lambda: self.stream(data), spec, count)
+        if not nodes_of(spec):
+            return as_dataset(lambda: self.stream(data), spec, count)
+
+        def leaves() -> Iterator[Any]:  # from_generator knows no structure but tuples and dicts
+            return (tuple(tf.nest.flatten(as_nodes(chunk))) for chunk in self.stream(data))
+
+        dataset = as_dataset(leaves, tuple(tf.nest.flatten(spec)), count)
+        return dataset.map(_as_written(lambda *leaves: as_objects(tf.nest.pack_sequence_as(spec, leaves))))
 
     @property
     def report(self) -> Report | None:

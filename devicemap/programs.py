@@ -19,8 +19,9 @@ from devicemap.gathering import UNEVEN_ROWS, check_inner_shapes
 from devicemap.internals.running import Cancellation
 from devicemap.interruption import Signals
 from devicemap.invoking import attempt
+from devicemap.nests import freeze
 from devicemap.options import Options, check_options, check_progress
-from devicemap.rows import HOST, freeze, take_rows
+from devicemap.rows import HOST, take_rows
 from devicemap.seeding import Stream, row_seeds
 from devicemap.towers import Towers
 from devicemap.tracing import Traced, trace

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from devicemap.programs import Program
-from devicemap.rows import freeze
+from devicemap.nests import freeze
 
 _MOST = 64
 """Programs that are remembered at once; the one that was asked for longest ago goes first."""

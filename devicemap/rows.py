@@ -5,8 +5,7 @@ The conventions are `tf.data`'s: tuples and dicts are structure, lists become te
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,13 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap.errors import DataError
+from devicemap.nests import freeze, map_nest, nodes_of
 
 HOST = "/device:CPU:0"
 """Where data waits to be cut: converting it here keeps TensorFlow from copying all of it to the first GPU."""
+
+_NOT_IN_LISTS = (tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2)
+"""Dtypes that TensorFlow has no kernels of lists for, and no bitcast; 16-bit floats have all of their numbers."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,14 @@ def as_rows(data: Any) -> Rows:
     if isinstance(data, tf.Tensor) and data.shape.rank:  # the hot path: nothing to convert and nothing to compare
         return Rows(data, (data,), data.shape[0], (data.dtype, data.shape[1:]))
     structure = _convert(data, "data")
+    for node in nodes_of(structure):
+        try:
+            hash(node.key)
+        except TypeError as error:
+            raise DataError(
+                f"data holds {node!r}, whose metadata {node.static!r} is not hashable ({error}); __tf_flatten__ must give "
+                "tensors as components, and what is the same for all rows as hashable metadata"
+            ) from error
     try:
         leaves = tuple(tf.nest.flatten(structure))
     except TypeError as error:
@@ -103,20 +114,38 @@ def row_spec(spec: Any) -> Any:
 
 
 def empty_rows(spec: Any) -> Any:
-    """No rows of what has `spec`: inner dimensions that it does not know are 0."""
-    if spec.shape.rank is None:
-        return tf.zeros([0], spec.dtype)
+    """No rows of what has `spec`: inner dimensions that it does not know are 0, and there are none where it knows no rank."""
     if isinstance(spec, tf.RaggedTensorSpec):
         inner = [d or 0 for d in spec.shape[spec.ragged_rank + 1 :].as_list()]
-        values = tf.zeros([0, *inner], spec.dtype)
+        values = _nothing([0, *inner], spec.dtype)
         for _ in range(spec.ragged_rank):
             values = tf.RaggedTensor.from_row_splits(values, tf.zeros([1], spec.row_splits_dtype), validate=False)
         return values
-    inner = [d or 0 for d in spec.shape[1:].as_list()]
+    inner = [] if spec.shape.rank is None else [d or 0 for d in spec.shape[1:].as_list()]
     if isinstance(spec, tf.SparseTensorSpec):
         dense_shape = tf.constant([0, *inner], tf.int64)
-        return tf.SparseTensor(tf.zeros([0, len(inner) + 1], tf.int64), tf.zeros([0], spec.dtype), dense_shape)
-    return tf.zeros([0, *inner], spec.dtype)
+        return tf.SparseTensor(tf.zeros([0, len(inner) + 1], tf.int64), _nothing([0], spec.dtype), dense_shape)
+    return _nothing([0, *inner], spec.dtype)
+
+
+def _nothing(shape: list[int], dtype: Any) -> Any:
+    """A tensor without elements; `tf.zeros` does not know all dtypes."""
+    return tf.constant([], dtype, shape)
+
+
+def carried_dtype(dtype: Any) -> Any:
+    """A dtype that a `tf.TensorArray` and a branch can hold, with the numbers of `dtype`."""
+    return tf.float16 if dtype in _NOT_IN_LISTS else dtype
+
+
+def carried(leaf: Any) -> Any:
+    """A dense leaf in its `carried_dtype`; `restored` takes it back. Others are as they are."""
+    return tf.cast(leaf, tf.float16) if isinstance(leaf, tf.Tensor) and leaf.dtype in _NOT_IN_LISTS else leaf
+
+
+def restored(leaf: Any, dtype: Any) -> Any:
+    """A leaf that was `carried`, in its own dtype again."""
+    return tf.cast(leaf, dtype) if isinstance(leaf, tf.Tensor) and dtype in _NOT_IN_LISTS else leaf
 
 
 def cut_rows(leaf: Any, sizes: Any, shards: int) -> list[Any]:
@@ -146,27 +175,6 @@ def count_rows(leaf: Any) -> Any:
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     return tf.shape(leaf, tf.int64)[0]
-
-
-def freeze(value: Any) -> Any:
-    """A hashable stand-in for a nest: equal for nests of the same structure and leaves."""
-    if isinstance(value, Mapping):
-        return (type(value), *((key, freeze(entry)) for key, entry in sorted(value.items(), key=lambda i: str(i[0]))))
-    if isinstance(value, tuple | list):
-        return (type(value), *map(freeze, value))
-    return value
-
-
-def map_nest(leaf: Callable[[Any, str], Any], data: Any, path: str) -> Any:
-    """Rebuild tuples (named ones too) and dicts with `leaf(value, path)` for everything else."""
-    if isinstance(data, Mapping):
-        entries = {key: map_nest(leaf, value, f"{path}[{key!r}]") for key, value in data.items()}
-        return OrderedDict(entries) if isinstance(data, OrderedDict) else entries
-    if isinstance(data, tuple):
-        if hasattr(data, "_fields"):
-            return type(data)(*(map_nest(leaf, v, f"{path}.{f}") for f, v in zip(data._fields, data)))
-        return tuple(map_nest(leaf, value, f"{path}[{i}]") for i, value in enumerate(data))
-    return leaf(data, path)
 
 
 def _paths(structure: Any, path: str) -> list[str]:

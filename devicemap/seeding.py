@@ -88,9 +88,10 @@ def drawing_from(stream: Stream | None) -> Iterator[None]:
 
 def row_seeds(seed: int, first_row: int, rows: Any) -> Any:
     """Stateless seeds, int32 `[rows, 2]`: the `seed` and the row's global index, so that no two rows share one."""
-    index = tf.range(first_row, first_row + rows, dtype=tf.int64)
-    seeds = tf.stack([tf.fill(tf.shape(index), tf.constant(seed, tf.int64)), index], axis=1)
-    return tf.bitcast(tf.cast(seeds % 2**32, tf.uint32), tf.int32)
+    # NumPy's scalars keep their dtype whatever conversion of Python's ints is switched on (enable_numpy_behavior).
+    index = tf.range(tf.cast(rows, tf.int64)) + np.int64(first_row)
+    low_words = tf.bitcast(index, tf.int32)[:, 0]
+    return tf.stack([tf.fill(tf.shape(low_words), np.uint32(seed).view(np.int32)), low_words], axis=1)
 
 
 def _next_number() -> int:

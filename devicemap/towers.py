@@ -22,6 +22,7 @@ from devicemap.internals.running import Cancellation, unrecorded
 from devicemap.interruption import Signals
 from devicemap.invoking import Invoker
 from devicemap.mirroring import Mirrors
+from devicemap.nests import as_objects
 from devicemap.rows import HOST
 from devicemap.scheduling import Pace
 from devicemap.seeding import Stream, Streams, drawn_alike
@@ -191,7 +192,7 @@ class Towers:
     def pack(self, leaves: Sequence[Any]) -> Any:
         """The nest that the user's function returns, of these leaves."""
         structure = self.traced.structure
-        return leaves[0] if structure is None else tf.nest.pack_sequence_as(structure, leaves)
+        return leaves[0] if structure is None else as_objects(tf.nest.pack_sequence_as(structure, leaves))
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -16,8 +16,9 @@ import tensorflow as tf
 from devicemap.auditing import Audit, audit, is_steady
 from devicemap.errors import FunctionError, failure, function_error
 from devicemap.internals.gradients import complete_handle_data, differentiate_freely
+from devicemap.nests import as_objects, map_nest, nodes_of, refused_by
 from devicemap.options import Options
-from devicemap.rows import empty_rows, map_nest, row_spec, spec_of
+from devicemap.rows import carried, carried_dtype, count_rows, empty_rows, restored, row_spec, spec_of, take_rows
 from devicemap.seeding import Stream, drawing_from
 from devicemap.vectorizing import RowLoop, loops_over_rows
 
@@ -60,6 +61,11 @@ class Traced:
         """`tf.TypeSpec` of each leaf that it takes."""
         leaves, _ = self.concrete.structured_input_signature
         return list(leaves)
+
+    @property
+    def nest_of_specs(self) -> Any:
+        """The nest of its results' `tf.TypeSpec`s."""
+        return tf.nest.pack_sequence_as(self.structure, list(self.specs))
 
     def no_rows(self) -> list[Any]:
         """Result leaves without rows."""
@@ -130,6 +136,7 @@ def _traced(loop: RowLoop, specs: list[Any], structure: Any, steady: bool) -> Tr
     differentiate_freely(concrete.graph)
     complete_handle_data(concrete.graph)
     outputs = [spec_of(leaf) for leaf in concrete.structured_outputs]
+    _check_validity(structure, outputs)
     found = audit(concrete, concrete.graph.as_graph_def())
     if found.colocated:
         concrete = _kept_whole(concrete, specs)
@@ -146,15 +153,15 @@ def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: l
     count = len(tf.nest.flatten(specs))
     if isinstance(fn, tf.types.experimental.PolymorphicFunction | tf.types.experimental.ConcreteFunction):
         inner = fn
-    elif hasattr(fn, "__code__"):
+    elif hasattr(fn, "__code__") and not hasattr(fn, "__wrapped__"):
         inner = tf.function(fn)
-    else:  # Keras layers, partials, objects: tf.function wants something with a signature of its own
+    else:  # Keras layers, partials, objects: tf.function wants a signature, and takes that of what a decorator wraps
         inner = tf.function(lambda *args, **kwargs: fn(*args, **kwargs))
 
     @tf.function(autograph=False)
     def flat_fn(*leaves: Any) -> list[Any]:
         with drawing_from(stream):
-            arguments = tf.nest.pack_sequence_as(specs, leaves[:count])
+            arguments = as_objects(tf.nest.pack_sequence_as(specs, leaves[:count]))
             seeds = {} if options.seed is None else {"seed": leaves[count]}
             results = inner(*arguments, **seeds) if unpack else inner(arguments, **seeds)
         results = map_nest(lambda value, path: _result(value, path, options.batched), results, "the result")
@@ -202,6 +209,24 @@ def _result(value: Any, path: str, batched: bool) -> Any:
     return value
 
 
+def _check_validity(structure: Any, specs: list[Any]) -> None:
+    """Raise where an extension type does not let its objects hold rows: before they are computed, not when handed out."""
+    refused: list[Any] = []
+    if any(node.kind is not None for node in nodes_of(structure)):
+
+        @tf.function(autograph=False)
+        def validated(*leaves: Any) -> None:
+            refused.append(refused_by(tf.nest.pack_sequence_as(structure, leaves)))
+
+        validated.get_concrete_function(*specs)
+    for node, error in filter(None, refused):
+        shapes = ", ".join(f"{name}: {part.shape}" for name, part in zip(node.names, node.parts) if tf.is_tensor(part))
+        raise failure(
+            f"fn returns a {node.kind.__name__}, which cannot hold a result for each row: its __validate__ raises "
+            f"{type(error).__name__}: {error} (with shapes {shapes}). Return its tensors in a tuple or a dict"
+        ) from error
+
+
 def _compile_by_powers_of_two(loop: RowLoop, specs: list[Any], batched: bool) -> RowLoop:
     """Run a shard through XLA in pieces of 1, 2, 4, 8, ... rows, largest first.
 
@@ -212,19 +237,25 @@ def _compile_by_powers_of_two(loop: RowLoop, specs: list[Any], batched: bool) ->
     outputs = over_rows.structured_outputs
     if not all(isinstance(leaf, tf.Tensor) for leaf in outputs):
         raise failure("jit_compile=True with ragged or sparse results: XLA has only dense ones; set it to False")
-    compiled = tf.function(lambda *leaves: over_rows(*leaves), autograph=False, jit_compile=True)
+    dtypes = [carried_dtype(leaf.dtype) for leaf in outputs]
+
+    @tf.function(autograph=False, jit_compile=True)
+    def compiled(*leaves: Any) -> list[Any]:
+        results = over_rows(*(restored(leaf, spec.dtype) for leaf, spec in zip(leaves, specs)))
+        return [carried(result) for result in results]
 
     @tf.function(autograph=False)
     def in_pieces(*leaves: Any) -> list[Any]:
-        rows = tf.shape(leaves[0])[0]
+        rows = tf.cast(count_rows(leaves[0]), tf.int32)
+        leaves = tuple(map(carried, leaves))
         arrays = [
-            tf.TensorArray(o.dtype, 0, dynamic_size=True, infer_shape=False, element_shape=spec_of(o).shape)
-            for o in outputs
+            tf.TensorArray(dtype, 0, dynamic_size=True, infer_shape=False, element_shape=spec_of(o).shape)
+            for o, dtype in zip(outputs, dtypes)
         ]
 
         def step(start: Any, piece: Any, arrays: list[Any]) -> tuple[Any, Any, list[Any]]:
             size = tf.reduce_max(tf.where(_POWERS_OF_TWO <= rows - start, _POWERS_OF_TWO, 1))
-            results = compiled(*[leaf[start : start + size] for leaf in leaves])
+            results = compiled(*[take_rows(leaf, start, start + size) for leaf in leaves])
             if batched:  # pieces that return too many and too few rows would add up
                 for result in results:
                     tf.debugging.assert_equal(
@@ -233,7 +264,7 @@ def _compile_by_powers_of_two(loop: RowLoop, specs: list[Any], batched: bool) ->
             return start + size, piece + 1, [a.write(piece, r) for a, r in zip(arrays, results)]
 
         *_, arrays = tf.while_loop(lambda start, *_: start < rows, step, (0, 0, arrays))
-        return [array.concat() for array in arrays]
+        return [restored(array.concat(), o.dtype) for array, o in zip(arrays, outputs)]
 
     return replace(loop, concrete=in_pieces.get_concrete_function(*specs))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import namedtuple
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +62,30 @@ def _point(point: Point) -> Any:
     return Point(point.y, point.x)
 
 
+def _of_two(a: Any, b: Any) -> Any:
+    return a + b
+
+
+@functools.wraps(_of_two)
+def _of_one(row: Any, scale: int = 2) -> Any:
+    if tf.reduce_sum(row) > 0:
+        row = -row
+    return row * scale
+
+
+class _Odd:
+    @functools.wraps(_of_two)
+    def method(self, row: Any) -> Any:
+        return row + 1
+
+    @classmethod
+    def of_class(cls, row: Any) -> Any:
+        return row + 2
+
+    def __call__(self, row: Any) -> Any:
+        return row + 3
+
+
 def cases() -> list[Case]:
     random = np.random.default_rng(0)
     x = tf.constant(random.normal(size=[ROWS, 3]), tf.float32)
@@ -73,6 +98,9 @@ def cases() -> list[Case]:
     table = tf.lookup.StaticHashTable(
         tf.lookup.KeyValueTensorInitializer(numbers, numbers * 10), default_value=tf.constant(-1, tf.int64)
     )
+    changing = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, -1.0)
+    changing.insert(numbers, tf.cast(numbers, tf.float32) / 2)
+    whole = tf.constant(random.integers(0, 3, [ROWS, 4]), tf.int32)
     dense = tf.keras.layers.Dense(4, activation="tanh")
     dense.build([None, 3])
     model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(5, "relu"), tf.keras.layers.Dense(2)])
@@ -120,7 +148,33 @@ def cases() -> list[Case]:
             shape_known=False,
         ),
         Case("sparse batch", lambda b: b * 2, sparse, batched=True, shape_known=False),
+        Case("serialised", tf.io.serialize_tensor, x),
+        Case("of unknown rank", lambda n: changing.lookup(n), numbers, shape_known=False),
+        Case("of unknown rank, two", lambda n: changing.lookup(tf.stack([n, -n])), numbers, shape_known=False),
+        Case("batch of unknown rank", changing.lookup, numbers, batched=True, shape_known=False),
+        Case(
+            "sizes of sets", lambda row: tf.sets.size(tf.sets.union(row[None], row[None] + 1)), whole, shape_known=False
+        ),
+        Case(
+            "sets",
+            lambda row: tf.sets.intersection(row[None], row[None] % 2),
+            whole,
+            signature=tf.SparseTensorSpec([None, None], tf.int32),
+            shape_known=False,
+        ),
+        Case("a decorated function", _of_one, x),
+        Case("a partial of a decorated function", functools.partial(_of_one, scale=3), x),
+        Case("a decorated method", _Odd().method, x),
+        Case("a class method", _Odd.of_class, x),
+        Case("an object", _Odd(), x),
         Case("compiled", lambda row: tf.exp(-row) * row, x, options={"jit_compile": True}),
+        Case(
+            "compiled sparse batch",
+            lambda b: tf.sparse.to_dense(b)[:, 1],
+            sparse,
+            batched=True,
+            options={"jit_compile": True},
+        ),
         Case("compiled batch", lambda b: tf.nn.softmax(b), x, batched=True, options={"jit_compile": True}),
     ]
 

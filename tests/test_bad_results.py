@@ -266,3 +266,27 @@ def test_results_of_unknown_rank(rows: int, batched: bool, way: Options) -> None
         for known in (rows, None):
             function = tf.function(lambda x: mapper(x), input_signature=[tf.TensorSpec([known, 2])], autograph=False)
             np.testing.assert_array_equal(function(X[:rows]), wanted, strict=True)
+
+
+@ways
+@pytest.mark.parametrize("rows", [6, 5, 1, 0])
+def test_sparse_results_of_unknown_rank(rows: int, way: Options) -> None:
+    def fn(x: Any) -> Any:
+        whole = tf.sparse.from_dense(x)
+        parts = [
+            tf.raw_ops.PlaceholderWithDefault(input=part, shape=None)
+            for part in (whole.indices, whole.values, whole.dense_shape)
+        ]
+        return tf.SparseTensor(*parts)
+
+    mapper = devicemap.DeviceMap(fn, **way)
+    results = [mapper(X[:rows])]
+    if "batch_size" not in way:
+        for known in (rows, None):
+            function = tf.function(lambda x: mapper(x), input_signature=[tf.TensorSpec([known, 2])], autograph=False)
+            results.append(function(X[:rows]))
+    for result in results:
+        assert isinstance(result, tf.SparseTensor)
+        assert result.dense_shape.numpy().tolist() == ([rows, 2] if rows else [0])
+        if rows:
+            np.testing.assert_array_equal(tf.sparse.to_dense(result), X[:rows])

@@ -19,6 +19,7 @@ from devicemap.comparing import find_difference
 from devicemap.eager import EagerMap
 from devicemap.errors import brief, failure
 from devicemap.mapping import DeviceMap
+from devicemap.nests import map_nest
 from devicemap.options import Options
 from devicemap.rows import Rows, take_rows
 from devicemap.sampling import first_rows
@@ -156,9 +157,7 @@ def _fit(candidate: Candidate, eager: EagerMap, spare: bool, budget: Budget) -> 
 
 def _check_same(candidate: Candidate, results: Any, reference: Candidate, wanted: Any, tolerance: float) -> None:
     count = min(candidate.count, reference.count)
-    results, wanted = (
-        tf.nest.map_structure(lambda leaf: take_rows(leaf, 0, count), nest) for nest in (results, wanted)
-    )
+    results, wanted = (map_nest(lambda leaf, _: take_rows(leaf, 0, count), nest) for nest in (results, wanted))
     found = find_difference(results, wanted, tolerance)
     if found:
         raise failure(

@@ -10,8 +10,9 @@ import tensorflow as tf
 
 from devicemap.datasets import from_dataset
 from devicemap.errors import DataError
+from devicemap.nests import freeze, map_nest
 from devicemap.options import Options
-from devicemap.rows import as_rows, freeze, map_nest
+from devicemap.rows import as_rows
 
 _SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from devicemap.errors import JournalError
 from devicemap.journal.records import Header
+from devicemap.nests import Node
 from devicemap.options import Options
 from devicemap.rows import HOST
 
@@ -53,13 +54,15 @@ def describe_nest(specs: Any) -> Any:
     {'dict': [['x', {'dense': 'float32', 'shape': [None, 3]}]]}
 
     Raises:
-        JournalError: for what is not a tuple, named tuple or dict of dense, ragged or sparse tensors.
+        JournalError: for what is not a tuple, named tuple, dict or object of dense, ragged or sparse tensors.
     """
     if isinstance(specs, Mapping):
         for key in specs:
             if not isinstance(key, str | int):
                 raise JournalError(f"a dict has the key {key!r}; only keys that are str or int can be written to disk")
         return {"dict": [[key, describe_nest(specs[key])] for key in sorted(specs)]}
+    if isinstance(specs, Node):
+        return _describe_object(specs)
     if isinstance(specs, tuple) and hasattr(specs, "_fields"):
         fields = [[field, describe_nest(value)] for field, value in zip(specs._fields, specs)]
         return {"namedtuple": type(specs).__name__, "fields": fields}
@@ -79,16 +82,30 @@ def describe_nest(specs: Any) -> Any:
     return described
 
 
+def _describe_object(node: Node) -> Any:
+    if node.kind is None:
+        return {"value": repr(node.static)}
+    parts = dict(zip(node.names, node.parts))
+    if issubclass(node.kind, Mapping):
+        return describe_nest(parts)
+    fields = [[str(name), describe_nest(part)] for name, part in parts.items()]
+    return {"namedtuple": node.kind.__name__, "fields": fields, "metadata": repr(node.static)}
+
+
 def specs_of(described: Any) -> Any:
-    """The nest of specs that `describe_nest` described; its named tuples are of classes of the same name and fields."""
+    """The nest of specs that `describe_nest` described; its named tuples are of classes of the same name and fields.
+
+    Objects are named tuples too, of what they hold besides values that are no tensors.
+    """
     if "dict" in described:
-        return {key: specs_of(value) for key, value in described["dict"]}
+        return {key: specs_of(value) for key, value in described["dict"] if "value" not in value}
     if "tuple" in described:
-        return tuple(map(specs_of, described["tuple"]))
+        return tuple(specs_of(value) for value in described["tuple"] if "value" not in value)
     if "namedtuple" in described:
-        names = [field for field, _ in described["fields"]]
-        kind: Any = namedtuple(described["namedtuple"], names)  # type: ignore[misc]
-        return kind(*(specs_of(value) for _, value in described["fields"]))
+        fields = [(field, specs_of(value)) for field, value in described["fields"] if "value" not in value]
+        names = [field for field, _ in fields]
+        kind: Any = namedtuple(described["namedtuple"], names, rename=True)  # type: ignore[misc]
+        return kind(*(spec for _, spec in fields))
     shape = described["shape"]
     if "ragged" in described:
         splits = tf.as_dtype(described["row_splits"])

@@ -41,7 +41,8 @@ class Results:
     """Results on disk, in the order of the rows. Made by `open_results`; thread-safe.
 
     Wherever rows come from it, they come as nests of the structure that the mapped function returns: of NumPy arrays for
-    dense results (strings are `bytes`, of dtype object), of `tf.RaggedTensor` and `tf.SparseTensor` for the others.
+    dense results (strings are `bytes`, of dtype object), of `tf.RaggedTensor` and `tf.SparseTensor` for the others. Objects
+    of other classes come as named tuples of their fields, without those that are no tensors.
 
         len(results)                     the number of rows
         results[100:200]                 some of them; reads only the chunks that they are in

@@ -1,0 +1,130 @@
+"""Dtypes that TensorFlow knows for some ops only, and its NumPy mode."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from ways import Options, X, ways
+
+import devicemap
+from devicemap.internals.functions import registered_kernels
+from devicemap.rows import carried, carried_dtype, restored
+from devicemap.seeding import row_seeds
+
+FLOAT8 = [tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2]
+float8 = pytest.mark.parametrize("dtype", FLOAT8, ids=lambda dtype: dtype.name)
+
+SMALL = X % 8
+"""Numbers that have 8-bit floats."""
+
+
+def _assert_same(got: Any, wanted: Any) -> None:
+    assert got.dtype == wanted.dtype
+    assert got.shape == wanted.shape
+    np.testing.assert_array_equal(tf.cast(got, tf.float32), tf.cast(wanted, tf.float32))
+
+
+@ways
+@float8
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"vectorize": False}, {"batched": True}, {"jit_compile": True}],
+    ids=["auto", "mapped", "batched", "compiled"],
+)
+@pytest.mark.parametrize("rows", [6, 1, 0])
+def test_8_bit_floats(rows: int, options: Options, dtype: Any, way: Options) -> None:
+    def fn(row: Any, other: Any) -> Any:
+        return row, tf.cast(row, tf.float32) + 1, tf.cast(other, dtype)
+
+    data = (tf.cast(SMALL, dtype)[:rows], SMALL[:rows])
+    signature = (tf.TensorSpec([2], dtype), tf.float32, tf.TensorSpec([2], dtype))
+    # in eager code: a tf.function with such a loop has no kernels; without rows, tf.map_fn has none in eager code either
+    wanted = tf.map_fn(lambda row: fn(*row), data, fn_output_signature=signature) if rows else fn(*data)
+    mapper = devicemap.DeviceMap(fn, **way, **options)
+    for a, b in zip(mapper(data), wanted):
+        _assert_same(a, b)
+    if "batch_size" not in way:
+        for a, b in zip(tf.function(lambda *leaves: mapper(leaves), autograph=False)(*data), wanted):
+            _assert_same(a, b)
+
+
+@float8
+def test_all_8_bit_floats_survive_being_carried(dtype: Any) -> None:
+    numbers = tf.constant(np.arange(256, dtype=np.uint8).view(dtype.as_numpy_dtype))
+    held = carried(numbers)
+    assert held.dtype == carried_dtype(dtype) == tf.float16
+    _assert_same(restored(held, dtype), numbers)
+
+
+@float8
+def test_lists_hold_no_8_bit_floats(dtype: Any) -> None:
+    """The day they do, nothing needs to be carried."""
+    for op in ("TensorListFromTensor", "TensorListConcatV2"):
+        kernels = [kernel for device, kernel in registered_kernels(op) if device in ("CPU", "DEFAULT")]
+        assert not any(dtype.as_datatype_enum in kernel.get("element_dtype", ()) for kernel in kernels)
+
+
+def test_seeds_of_many_rows() -> None:
+    """Words of 32 bits: the seed, and the lower one of the row's index."""
+    seeds = row_seeds(2**32 - 1, 2**40 + 2**32 - 2, 3).numpy().view(np.uint32)
+    assert seeds.tolist() == [[2**32 - 1, 2**32 - 2], [2**32 - 1, 2**32 - 1], [2**32 - 1, 0]]
+
+
+_NUMPY_MODE = """
+import json, sys
+import numpy as np, tensorflow as tf
+tf.experimental.numpy.experimental_enable_numpy_behavior(**json.loads(sys.argv[1]))
+import devicemap
+devicemap.simulate_devices(3)
+x = tf.reshape(tf.range(10, dtype=tf.float32), [5, 2])
+ragged = tf.RaggedTensor.from_row_lengths(tf.range(6), [1, 2, 0, 3, 0])
+sparse = tf.sparse.from_dense(tf.reshape(tf.range(10), [5, 2]))
+def count(row):
+    steps = tf.zeros_like(row)
+    while row > 0.5:
+        row, steps = row / 2, steps + 1
+    return steps
+for options in ({"devices": ["CPU:0"]}, {"devices": ["CPU:2", "CPU:0"]}, {"batch_size": 2}):
+    call = lambda fn, data, **more: devicemap.parallel_map(fn, data, **options, **more)
+    for more in ({}, {"vectorize": False}, {"batched": True}):
+        np.testing.assert_array_equal(call(lambda row: row + 1, x, **more), x + 1)
+    np.testing.assert_array_equal(call(count, x[:, 0]), [count(float(n)) for n in x[:, 0]])
+    assert call(lambda row: row, ragged).to_list() == ragged.to_list()
+    dense = call(lambda row: tf.sparse.to_dense(row), sparse)
+    np.testing.assert_array_equal(dense, tf.sparse.to_dense(sparse))
+    for seed in (0, 2**31, 2**32 - 1):
+        seeds = call(lambda row, seed: seed, x, seed=seed)
+        assert seeds.dtype == tf.int32
+        assert seeds.numpy().view(np.uint32).tolist() == [[seed, row] for row in range(5)]
+    empty = call(lambda row: row, x[:0], seed=None)
+    assert empty.shape == [0, 2]
+    dataset = tf.data.Dataset.from_tensor_slices(x)
+    np.testing.assert_array_equal(call(lambda row, seed: row, dataset, seed=7), x)
+    if "devices" in options:
+        for spec in (x.shape, [None, 2]):
+            inside = tf.function(lambda x: call(lambda row, seed: (row, seed), x, seed=2**32 - 1), autograph=False,
+                                 input_signature=[tf.TensorSpec(spec, tf.float32)])
+            np.testing.assert_array_equal(inside(x)[1].numpy().view(np.uint32)[:, 1], range(5))
+print("done")
+"""
+
+
+@pytest.mark.parametrize("mode", [{}, {"dtype_conversion_mode": "all"}, {"dtype_conversion_mode": "safe"}], ids=str)
+def test_numpy_behaviour(mode: dict[str, str], tmp_path: Path) -> None:
+    """It is switched on for good, so in a process of its own."""
+    program = tmp_path / "program.py"  # a file: autograph reads the source
+    program.write_text(_NUMPY_MODE)
+    root = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(program), json.dumps(mode)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.strip().endswith("done")

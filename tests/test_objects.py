@@ -1,0 +1,290 @@
+"""Objects of classes that TensorFlow takes for structure: attrs, dataclasses of its protocol, extension types."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import namedtuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from oracle import assert_same
+from ways import SEVERAL, Options, X, ways
+
+import devicemap
+from devicemap.errors import DataError, FunctionError
+from devicemap.nests import Node, as_nodes, as_objects, freeze
+
+Pair: Any
+try:
+    import attr
+except ImportError:  # the tests that are not about attrs hold all the same
+    Pair = namedtuple("Pair", "x y", defaults=(None, None))
+else:
+    Pair = attr.make_class("Pair", {"x": attr.ib(default=None), "y": attr.ib(default=None)})
+
+
+@dataclasses.dataclass
+class Scaled:
+    factor: int
+    x: Any
+
+    def __tf_flatten__(self) -> Any:
+        return (self.factor,), (self.x,)
+
+    @classmethod
+    def __tf_unflatten__(cls, metadata: Any, components: Any) -> Any:
+        return cls(*metadata, *components)
+
+
+class Batchable(tf.experimental.BatchableExtensionType):
+    x: tf.Tensor
+    power: int
+    more: Mapping[str, tf.Tensor] = {}
+    names: tuple[str, ...] = ()
+
+
+class Masked(tf.experimental.ExtensionType):
+    """With a constructor that takes something else than its fields."""
+
+    values: tf.Tensor
+    unit: str
+
+    def __init__(self, unit: str, values: Any):
+        self.unit = unit
+        self.values = tf.convert_to_tensor(values)
+
+
+class Holder(tf.experimental.ExtensionType):
+    lengths: tf.RaggedTensor
+    masked: Masked
+
+
+class Point(tf.experimental.ExtensionType):
+    """A single number, never several."""
+
+    x: tf.Tensor
+
+    def __validate__(self) -> None:
+        if self.x.shape.rank != 0:
+            raise ValueError(f"expected a number, not shape {self.x.shape}")
+
+
+RAGGED = tf.ragged.constant([[[1], [2, 3]], [[4]], [], [[5, 6]], [[7]], [[8]]])
+
+
+def _double(pair: Any) -> Any:
+    return Pair(pair.y, pair.x * 2)
+
+
+def _scale(scaled: Any) -> Any:
+    return Scaled(scaled.factor + 1, scaled.x * scaled.factor)
+
+
+def _raise(value: Any) -> Any:
+    return Batchable(value.x**value.power, value.power + 1, {"b": value.more["a"]}, value.names)
+
+
+def _unmask(masked: Any) -> Any:
+    return Masked(masked.unit + "s", masked.values + 1)
+
+
+def _several(pair: Any, nest: Any) -> Any:
+    return {"both": (Pair(pair.x, Scaled(2, pair.y)), nest["m"]), "other": Masked("k", nest["m"].values)}
+
+
+CASES: dict[str, tuple[Any, Any, Any]] = {
+    "attrs": (_double, lambda x: Pair(x, x[:, 0]), True),
+    "dataclass": (_scale, lambda x: Scaled(3, x), True),
+    "batchable": (_raise, lambda x: Batchable(x, 2, {"a": x[:, 1]}, ("n", "m")), True),
+    "extension type": (_unmask, lambda x: Masked("m", x), False),
+    "nested": (_several, lambda x: (Pair(x, x + 1), {"m": Masked("m", x)}), False),
+}
+cases = pytest.mark.parametrize(("fn", "data", "for_map_fn"), CASES.values(), ids=list(CASES))
+
+
+def _wanted(fn: Any, data: Any, batched: bool, for_map_fn: bool) -> Any:
+    """What `tf.map_fn` gives; where it takes no such objects, or no rows, `fn` of all rows, which it treats alike."""
+    unpack = type(data) is tuple
+    if batched or not for_map_fn:
+        return fn(*data) if unpack else fn(data)
+    return tf.map_fn(fn, data, fn_output_signature=_row_signature(fn(data)))
+
+
+def _row_signature(results: Any) -> Any:
+    """Of one row, for results of all of them."""
+    if isinstance(results, Batchable):
+        more = {key: tf.TensorSpec(value.shape[1:], value.dtype) for key, value in results.more.items()}
+        x = tf.TensorSpec(results.x.shape[1:], results.x.dtype)
+        return Batchable.Spec(x=x, power=results.power, more=more, names=results.names)
+    return tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape[1:], leaf.dtype), results)
+
+
+def _assert_same(got: Any, wanted: Any) -> None:
+    """Also the classes, and what is no tensor."""
+    a, b = as_nodes(got), as_nodes(wanted)
+    assert freeze(tf.nest.map_structure(lambda _: None, a)) == freeze(tf.nest.map_structure(lambda _: None, b))
+    assert_same(a, b)
+
+
+@ways
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("rows", [6, 1, 0])
+@cases
+def test_objects(fn: Any, data: Any, for_map_fn: bool, rows: int, batched: bool, way: Options) -> None:
+    given = data(X[:rows])
+    mapper = devicemap.DeviceMap(fn, **way, batched=batched)
+    got = mapper(given)
+    _assert_same(got, _wanted(fn, given, batched, for_map_fn and rows > 0))
+    assert type(got) is type(fn(*given) if type(given) is tuple else fn(given))
+    if "batch_size" not in way:
+        inside = tf.function(lambda x: mapper(data(x)), autograph=False)
+        _assert_same(inside(X[:rows]), got)
+        inside = tf.function(lambda x: mapper(data(x)), autograph=False, input_signature=[tf.TensorSpec([None, 2])])
+        _assert_same(inside(X[:rows]), got)
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_fn_gets_objects(vectorize: bool) -> None:
+    seen: list[Any] = []
+
+    def fn(masked: Any) -> Any:
+        seen.append((type(masked), masked.unit, masked.values.shape))
+        return masked
+
+    got = devicemap.parallel_map(fn, Masked("m", X), **SEVERAL, vectorize=vectorize)
+    assert seen == [(Masked, "m", [2])]
+    _assert_same(got, Masked("m", X))
+
+
+@ways
+def test_ragged_fields(way: Options) -> None:
+    def fn(holder: Any) -> Any:
+        return holder, tf.reduce_sum(holder.lengths.values)
+
+    got, sums = devicemap.parallel_map(fn, Holder(RAGGED, Masked("m", X)), **way)
+    assert isinstance(got, Holder)
+    assert got.masked.unit == "m"
+    assert got.lengths.to_list() == RAGGED.to_list()
+    np.testing.assert_array_equal(got.masked.values, X)
+    np.testing.assert_array_equal(sums, [6, 4, 0, 11, 7, 8])
+
+
+def test_static_fields_are_a_part_of_the_key() -> None:
+    traced: list[Any] = []
+
+    def fn(value: Any) -> Any:
+        traced.append(value.power)
+        return value.x * (1 if value.power is True else 10 * value.power)
+
+    mapper = devicemap.DeviceMap(fn, **SEVERAL)
+    for power in (1, 2, 1, 2):
+        np.testing.assert_array_equal(mapper(Batchable(X, power)), X * 10 * power)
+    assert traced == [1, 2]
+    keys = {freeze(as_nodes(Scaled(factor, None))) for factor in (1, True, 1.0)}
+    assert len(keys) == 3
+
+
+def test_objects_of_a_dataset() -> None:
+    data = Batchable(X, 2, {"a": X[:, 1]}, ("n",))
+    wanted = _raise(data)
+    samples = tf.data.Dataset.from_tensor_slices(data)
+    _assert_same(devicemap.parallel_map(_raise, samples, **SEVERAL), wanted)
+    _assert_same(devicemap.parallel_map(_raise, samples.batch(4), **SEVERAL, batched=True), wanted)
+    batches = tf.data.Dataset.from_tensors(Masked("m", X))
+    _assert_same(devicemap.parallel_map(_unmask, batches, **SEVERAL, batched=True), _unmask(Masked("m", X)))
+    with pytest.raises(DataError, match=r"samples with a Masked, which .*BatchableExtensionType, or set batched=True"):
+        devicemap.parallel_map(_unmask, batches, **SEVERAL)
+
+
+@cases
+def test_streams_and_plans(fn: Any, data: Any, for_map_fn: bool) -> None:
+    mapper = devicemap.DeviceMap(fn, **SEVERAL, batch_size=4)
+    wanted = mapper(data(X))
+    for chunks in (list(mapper.stream(data(X))), list(mapper.as_dataset(data(X)))):
+        assert [type(chunk) for chunk in chunks] == [type(wanted)] * 2
+        parts = [tf.nest.flatten(as_nodes(chunk)) for chunk in chunks]
+        joined = [tf.concat(leaves, 0) for leaves in zip(*parts)]
+        _assert_same(as_objects(tf.nest.pack_sequence_as(as_nodes(chunks[0]), joined)), wanted)
+    assert mapper.explain(data(X)).rows == 6
+    assert mapper.verify(data(X)).ok
+
+
+def test_written_objects_are_named_tuples(tmp_path: Path) -> None:
+    mapper = devicemap.DeviceMap(_raise, **SEVERAL, batch_size=4)
+    loaded = mapper.write(Batchable(X, 2, {"a": X[:, 1]}), tmp_path).load()
+    assert type(loaded).__name__ == "Batchable"
+    assert loaded._fields == ("x", "more", "names")
+    np.testing.assert_array_equal(loaded.x, X**2)
+    np.testing.assert_array_equal(loaded.more["b"], X[:, 1])
+    with pytest.raises(devicemap.errors.JournalError):  # other objects
+        mapper.write(Batchable(X, 3, {"a": X[:, 1]}), tmp_path)
+
+
+def test_gradients_go_through_objects() -> None:
+    x = tf.Variable(X)
+    with tf.GradientTape() as tape:
+        result = devicemap.parallel_map(lambda m: Masked("s", m.values**2), Masked("m", x), **SEVERAL)
+        total = tf.reduce_sum(result.values)
+    np.testing.assert_allclose(tape.gradient(total, x), 2 * X)
+
+
+def test_signatures() -> None:
+    signature = Batchable.Spec(x=tf.RaggedTensorSpec([None], tf.float32), power=2, more={}, names=())
+
+    def fn(row: Any) -> Any:
+        return Batchable(row[: tf.cast(row[0] / 4, tf.int32)], 2)
+
+    got = devicemap.parallel_map(fn, X, **SEVERAL, fn_output_signature=signature)
+    assert got.x.to_list() == [row[: int(row[0] / 4)] for row in X.numpy().tolist()]
+    signature = Batchable.Spec(x=tf.TensorSpec([None]), power=3, more={}, names=())
+    with pytest.raises(
+        FunctionError, match=r"fn_output_signature is .*power=3.*fn returns .*power=2.*must be the same$"
+    ):
+        devicemap.parallel_map(fn, X, **SEVERAL, fn_output_signature=signature)
+
+
+@ways
+def test_an_extension_type_that_cannot_hold_rows(way: Options) -> None:
+    with pytest.raises(
+        FunctionError,
+        match=r"^fn returns a Point, which cannot hold a result for each row: its __validate__ raises ValueError: "
+        r"expected a number, not shape \(None,\) \(with shapes x: \(None,\)\)\. Return its tensors in a tuple or a dict$",
+    ):
+        devicemap.parallel_map(lambda row: {"p": Point(row[0])}, X, **way)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (Pair(X, X[:2]), r"^the leaves of data have different numbers of rows: data\.x has 6, data\.y has 2"),
+        ((X, Scaled(1, 3.0)), r"^data\[1\]\[0\] is a scalar \(float32\); every leaf needs rows"),
+        (Holder(RAGGED, Masked("m", X[:2])), r"data\.lengths has 6, data\.masked\.values has 2\. They must share"),
+        (Scaled([1], X[:1]), None),
+        (
+            Scaled(np.ones(2), X),
+            r"^data holds Scaled\(.*, whose metadata .* is not hashable \(.*__tf_flatten__ must give",
+        ),
+        (Pair(X, "text"), r"^data\.y is 'text'; expected a tensor"),
+    ],
+)
+def test_bad_objects(data: Any, message: str | None) -> None:
+    if message is None:  # lists are as good as tuples
+        _assert_same(devicemap.parallel_map(lambda value: value, data, **SEVERAL), data)
+        return
+    with pytest.raises(DataError, match=f"(?s){message}"):
+        devicemap.parallel_map(lambda value: value, data, **SEVERAL)
+
+
+def test_nodes_hold_anything() -> None:
+    """What classes refuse to hold: specs and None."""
+    nodes = as_nodes({"p": Point(tf.constant(1.0)), "q": Pair(X, (X, 1))})
+    assert isinstance(nodes["p"], Node)
+    empty = tf.nest.map_structure(lambda _: None, nodes)
+    assert tf.nest.flatten(empty) == [None] * 4
+    restored = as_objects(tf.nest.pack_sequence_as(empty, tf.nest.flatten(nodes)))
+    assert type(restored["p"]) is Point
+    assert restored["q"].y[1] == 1
