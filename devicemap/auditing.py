@@ -34,6 +34,12 @@ _PYTHON = frozenset("PyFunc PyFuncStateless EagerPyFunc".split())
 EFFECTS = frozenset("Print PrintV2 PyFunc EagerPyFunc".split())
 """Ops that act outside of the graph (`PyFuncStateless` says that it does not)."""
 
+_CUTS = frozenset(
+    "Round Rint Floor Ceil FloorDiv Cast StopGradient ZerosLike OnesLike OneHot ArgMax ArgMin Equal NotEqual Less LessEqual "
+    "Greater GreaterEqual Sign IsFinite IsNan IsInf Where Bucketize".split()
+)
+"""Ops through which there is no gradient, from numbers with a fraction to others or back."""
+
 LOOPS = frozenset("While StatelessWhile".split())
 
 _VARYING = LOOPS | EFFECTS | frozenset("If StatelessIf Case StatelessCase For PyFuncStateless".split())
@@ -72,6 +78,9 @@ class Audit:
 
     loops: bool = False
     """Whether it holds a loop."""
+
+    cuts_gradients: bool = False
+    """Whether there may be no gradient from a result to what it was made of."""
 
     python: bool = False
     """Whether it calls Python functions."""
@@ -122,6 +131,7 @@ def audit(concrete: Any, graph_def: Any) -> Audit:
         tuple(sorted(every_op & EFFECTS)),
         walk.custom_gradients,
         bool(every_op & LOOPS),
+        bool(every_op & _CUTS),
         bool(every_op & _PYTHON),
         walk.pinned,
         walk.colocated,

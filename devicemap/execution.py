@@ -120,6 +120,8 @@ class Layout:
         with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
             results = self._call(traced, shard, handles, [*after, *before])
             if self.differentiable:
+                if traced.vectorized and (traced.audit.cuts_gradients or len(shard) > 1):
+                    results = _joined_to(results, shard)
                 differentiate_in_place(_ops_of(results))
             return results
 
@@ -158,6 +160,25 @@ def _copied(leaves: list[Any]) -> list[Any]:
     """The leaves, on the device of the moment."""
     copies: list[Any] = tf.nest.map_structure(tf.identity, leaves, expand_composites=True)
     return copies
+
+
+def _joined_to(results: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    """The results, with gradients of zero where they have none to the leaves: as they have if rows are mapped one by one.
+
+    Each takes no element of each leaf.
+    """
+    ends = [tf.reshape(leaf, [-1])[:0] for leaf in leaves if _has_gradients(leaf)]
+    joined = list(results)
+    for i, result in enumerate(results):
+        if ends and _has_gradients(result):
+            empty = [tf.cast(end, result.dtype) for end in ends if result.dtype.is_complex or not end.dtype.is_complex]
+            joined[i] = tf.reshape(tf.concat([tf.reshape(result, [-1]), *empty], 0), tf.shape(result))
+            joined[i].set_shape(result.shape)
+    return joined
+
+
+def _has_gradients(leaf: Any) -> bool:
+    return isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_complex)
 
 
 def _ops_of(results: Sequence[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from devicemap.calling import Calls
 from devicemap.datasets import as_dataset
 from devicemap.explaining import Plan, ask, explain_call
 from devicemap.journal.results import Results, open_results
-from devicemap.nests import as_nodes, as_objects, freeze, nodes_of
+from devicemap.nests import as_nodes, as_objects, nodes_of
 from devicemap.programs import Program
 from devicemap.remembering import Memory
 from devicemap.reporting import Report

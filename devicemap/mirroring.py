@@ -1,8 +1,8 @@
 """Captured variables and tensors -> their values on each device, brought there once per call.
 
 A traced function reads a captured variable where the variable lives, so every tower would fetch it again for each read,
-in a loop for each step. Instead each tower captures a copy on its own device, which the call assigns first. What a function writes is not copied, except for seeds that advance with
-each call: those must differ between towers.
+in a loop for each step. Instead each tower captures a copy on its own device, which the call assigns first. What a
+function writes is not copied, except for seeds that advance with each call: those must differ between towers.
 
 A captured tensor never changes, so that each device gets it once for all calls; where gradients go through it, once per
 call.

@@ -91,7 +91,7 @@ class Program:
                 towers = Towers(
                     places_on(self.devices),
                     self.output_device,
-                    partial(_trace_again, _weakly(self.fn), specs, self.options),
+                    partial(_trace_again, _weakly(self.fn), specs, replace(self.options, progress=False)),
                     self.name,
                     self.options.report,
                 )

@@ -17,8 +17,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from devicemap.programs import Program
 from devicemap.nests import freeze
+from devicemap.programs import Program
 
 _MOST = 64
 """Programs that are remembered at once; the one that was asked for longest ago goes first."""

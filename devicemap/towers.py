@@ -257,7 +257,7 @@ class Towers:
     def _traces_for(
         self, places: int, way: tuple[int, ...], differentiable: bool, in_place: bool = False
     ) -> list[Traced]:
-        """What runs on the first so many places: traces of their own, where ops keep something for each place and way of calling.
+        """What runs on the first so many places: traces of their own where ops keep something for each, and way of calling.
 
         Those are random ops with seeds, and Python functions that a tape follows.
         """

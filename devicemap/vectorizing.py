@@ -23,6 +23,8 @@ from devicemap.internals.functions import functions_within, own_functions
 from devicemap.looping import mapped
 from devicemap.options import Options
 
+_BY_HAND = "Use vectorize='auto' or False to map row by row"
+
 
 @dataclass(frozen=True)
 class RowLoop:
@@ -52,7 +54,6 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
         return RowLoop(mapped(row_fn, specs, options, structure, at_once), False, reason)
 
     obstacle = "vectorize=False" if wanted is False else _obstacle(row_fn, found, specs, options)
-    cause = None
     unproven: list[Form] = []
     if obstacle is None:
         try:
@@ -60,10 +61,12 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
             if options.jit_compile and _parts_rows(vectorized):
                 obstacle = "fn has a branch or a loop whose condition differs between rows, and jit_compile=True"
         except Exception as error:  # pfor raises ValueError, NotImplementedError, TypeError and more for what it lacks
-            obstacle, cause = _why(error), error
+            obstacle = _why(error)
+            if wanted is True:
+                raise failure(f"vectorize=True: {obstacle}. {_BY_HAND}") from error
     if obstacle is not None:
         if wanted is True:
-            raise failure(f"vectorize=True: {obstacle}. Use vectorize='auto' or False to map row by row") from cause
+            raise failure(f"vectorize=True: {obstacle}. {_BY_HAND}")
         return [one_by_one(obstacle)]
     reason = "every op of fn has a vectorised form"
     lost = None
@@ -82,7 +85,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
 def vectorize(row_fn: Any, specs: Sequence[Any], check: Callable[[Form, str], None]) -> Any:
     """The `ConcreteFunction` of a shard's leaves that runs that of one row for all of them at once.
 
-    `check` is called with the form of each op that is vectorised and its name, and raises `NotProven` for one that is not to be.
+    `check` is called with the form and the name of each op that is vectorised, and raises `NotProven` for one not to be.
     """
 
     def of_op(op: Any, stacked: Sequence[bool]) -> None:
@@ -107,7 +110,7 @@ def vectorize(row_fn: Any, specs: Sequence[Any], check: Callable[[Form, str], No
 
 
 def _check(form: Form, unproven: list[Form], wanted: bool) -> None:
-    """Raise for an op that does not vectorise right, and note one whose gradients do not, unless the user says that he knows."""
+    """Raise for an op that is not proven to vectorise right, unless it is `wanted`; note one whose gradients are not."""
     if not is_proven(form, differentiable=False):
         if not wanted:
             raise NotProven(f"{form.op} is not proven to give the same vectorised ({form.attributes}; {form.inputs})")

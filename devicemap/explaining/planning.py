@@ -147,7 +147,8 @@ def _random_ops(
             "seeds that stay the same in every trace (of a function that was traced before, or of raw ops): the numbers would "
             "repeat on a second device, so one does all the work; use the option seed= with tf.random.stateless_* ops"
             if towers.keeps_seeds
-            else "fixed seeds, mixed with a number for each device: a number stream for each, and other numbers on other devices"
+            else "fixed seeds, mixed with a number for each device: a number stream for each, and other numbers on other "
+            "devices"
             if audit.seeded
             else "no seed was set: each device draws a number stream of its own"
         )

@@ -108,13 +108,12 @@ _contexts: dict[Hashable, _TracingAgain] = {}
 
 @contextlib.contextmanager
 def tracing_again(key: Hashable) -> Iterator[None]:
-    """While it lasts, `tf.function`s that the graph being traced calls are traced for this `key`, and not taken from their cache.
+    """While it lasts, the `tf.function`s that the graph being traced calls are traced for this `key`, and for no one else.
 
     A trace holds the seeds of its random ops, but the cache is not keyed by them, nor by anything else that is public.
     """
-    enclosing = _contexts.setdefault(
-        key, _TracingAgain()
-    )  # for good: caches are keyed by its id, which no other may get
+    # For good: caches are keyed by its id, which no other one may get.
+    enclosing = _contexts.setdefault(key, _TracingAgain())
     enclosing.Enter()
     try:
         yield
