@@ -10,7 +10,7 @@ from tensorflow.python.eager import forwardprop_util, record
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.ops import gradients_util, handle_data_util, resource_variable_ops
 
-from devicemap.internals.functions import functions_within
+from devicemap.internals.functions import functions_within, own_functions
 
 
 def differentiate_in_place(ops: Iterable[Any]) -> None:
@@ -59,7 +59,7 @@ def differentiate_freely(graph: Any) -> None:
     They ask for that of what was gathered from, by name. In the gradients of a function that several towers call it is one
     name, and TensorFlow brings all of it to one device.
     """
-    for each in (graph, *(inner for inner, _ in functions_within(graph).values())):
+    for each in (graph, *own_functions(graph)[0]):
         for op in each.get_operations():
             if op.type in ("Gather", "GatherV2"):
                 gradient = framework_ops.get_gradient_function(op)
@@ -73,7 +73,7 @@ def differentiate_values_alone(graph: Any) -> None:
     TensorFlow gives their static shape as [0], and they are scalars: a loop that keeps them for the gradient fails. What a
     function's graph says is changed for its gradients only, as the function itself was made before.
     """
-    for each in (graph, *(inner for inner, _ in functions_within(graph).values())):
+    for each in (graph, *own_functions(graph)[0]):
         for op in [op for op in each.get_operations() if op.type in _WITHOUT_VECTORS]:
             # a function that fn calls is met again in each trace
             if not op.get_attr(_WITHOUT_VECTORS[op.type]) and not hasattr(op, "values_alone"):
@@ -117,10 +117,11 @@ def complete_handle_data(graph: Any) -> None:
     need the shape: without it they fail.
     """
     graphs = {name: inner for name, (inner, _) in functions_within(graph).items()}
+    own, _ = own_functions(graph)
     more = True
     while more:
         more = False
-        for each in (graph, *graphs.values()):
+        for each in (graph, *own):
             for op in each.get_operations():
                 for i, handle in enumerate(op.outputs):
                     if handle.dtype == tf.resource and not _has_handle_data(handle):

@@ -113,11 +113,14 @@ def pairs(dtype: str, full: bool) -> Iterator[tuple[Input, Input]]:
         for one, other in itertools.product(kinds_of(a), kinds_of(b)):
             for s, t in STACKINGS:
                 if (s or one != "?") and (t or other != "?"):
-                    for x, y in itertools.product(given(a, dtype, one, s), given(b, dtype, other, t)):
-                        yield x, y
-                    if one == "1" and a > 1:
-                        for x, y in itertools.product(given(a, dtype, one, s, 0), given(b, dtype, other, t)):
-                            yield x, y
+                    for turn in (-1, 0)[: 1 + (one == "1" and a > 1)]:
+                        for x, y in itertools.product(given(a, dtype, one, s, turn), given(b, dtype, other, t)):
+                            if _fit(x.shape, y.shape):
+                                yield x, y
+
+
+def _fit(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return all(n == m or 1 in (n, m) for n, m in zip(reversed(one), reversed(other)))
 
 
 def comparing(op: str, full: bool = False) -> Iterator[Trial]:

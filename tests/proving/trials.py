@@ -84,6 +84,10 @@ def _try(trials: list[Trial]) -> list[tuple[set[Form], bool, bool]]:
     if not sum(made.counts):
         return [(set(), False, False)] * len(trials)
     try:
+        made.run_by_row()
+    except Exception:  # without a kernel for these, or with lengths that do not fit
+        return [(set(), False, False)] if len(trials) == 1 else _apart(trials)
+    try:
         made.vectorize()
         right = made.values_right()
         gradients = made.gradients_right()
@@ -137,6 +141,10 @@ class _Traced:
 
         self.row_fn = row_fn.get_concrete_function(*(tf.TensorSpec(s.shape[1:], s.dtype) for s in self.specs))
 
+    def run_by_row(self) -> None:
+        """What all is held against."""
+        self.by_row = [self.row_fn(*(x[i] for x in self.rows)) for i in range(max(COUNTS))]
+
     def vectorize(self) -> None:
         """As a map does it; takes down the forms."""
         self.vectorized = vectorize(self.row_fn, self.specs, self._take_down)
@@ -149,7 +157,6 @@ class _Traced:
     def values_right(self) -> list[bool]:
         """Whether each trial gives the same for all numbers of rows."""
         right = [True] * len(self.trials)
-        by_row = [self.row_fn(*(x[i] for x in self.rows)) for i in range(max(COUNTS))]
         for count in COUNTS:
             got = iter(self.vectorized(*(x[:count] for x in self.rows)))
             spec = iter(self.row_fn.outputs)
@@ -157,7 +164,7 @@ class _Traced:
             for i, trial in enumerate(self.trials):
                 for _ in range(self.counts[i]):
                     one, each = next(got), next(spec)
-                    wanted = [by_row[row][number] for row in range(count)]
+                    wanted = [self.by_row[row][number] for row in range(count)]
                     right[i] &= _same_rows(one, wanted, each, trial.random)
                     number += 1
         return right

@@ -1,0 +1,243 @@
+"""Law 1 for what people write in a `fn` of one sample: scans, inner loops and gradients, lists, segments, formats of data.
+
+Each is held against `tf.map_fn`, with its gradients; most of them broke when their graphs were rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import devicemap
+
+_random = np.random.default_rng(3)
+V = tf.Variable([0.5, -0.25, 2.0])
+WEIGHTS = tf.Variable(_random.normal(size=[3, 3]) * 0.3, dtype=tf.float32)
+BIAS = tf.constant([1.0, -2.0])
+LSTM = tf.keras.layers.LSTM(4)
+LSTM.build([None, 3, 2])
+
+
+def _normal(*shape: int) -> tf.Tensor:
+    return tf.constant(_random.normal(size=shape), tf.float32)
+
+
+def _scan(row: Any) -> Any:
+    return tf.scan(lambda state, each: tf.sin(state) * V[0] + each, row)
+
+
+def _repeated_variables(row: Any) -> Any:
+    def body(a: Any, b: Any, c: Any, y: Any) -> Any:
+        return a, b + 1, a, y * 2.0 + tf.cast(c, tf.float32)
+
+    return tf.while_loop(lambda a, b, c, y: b < 3, body, (0, 0, 0, row))[3]
+
+
+def _in_a_loop(row: Any) -> Any:
+    return tf.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, tf.tanh(tf.linalg.matvec(WEIGHTS, x))), (0, row))[1]
+
+
+def _second_gradient(row: Any) -> Any:
+    with tf.GradientTape() as outer:
+        outer.watch(row)
+        with tf.GradientTape() as inner:
+            inner.watch(row)
+            result = tf.reduce_sum(tf.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, tf.sin(x) * x), (0, row))[1])
+        first = inner.gradient(result, row)
+    return outer.gradient(first, row)
+
+
+def _gradient_of_lstm(row: Any) -> Any:
+    with tf.GradientTape() as tape:
+        tape.watch(row)
+        result = LSTM(row[None])
+    return tape.gradient(result, row)
+
+
+def _dropped(row: Any) -> Any:
+    return tf.math.unsorted_segment_sum(row, tf.constant([0, -1, 1]), 3)
+
+
+def _never_written(row: Any) -> Any:
+    return tf.TensorArray(tf.float32, 3, element_shape=[2]).stack() + row[:2]
+
+
+MATRICES = _normal(5, 3, 3)
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "scan with a variable": (_scan, _normal(5, 3)),
+    "expm": (tf.linalg.expm, MATRICES),
+    "repeated loop variables": (_repeated_variables, _normal(5, 3)),
+    "second gradient of a loop": (_second_gradient, _normal(5, 3) * 0.3),
+    "gradient of an LSTM": (_gradient_of_lstm, _normal(5, 3, 2)),
+    "gathered list": (lambda r: tf.TensorArray(tf.float32, 4, element_shape=[]).unstack(r).gather([3, 0]), _normal(5, 4)),
+    "list that is never written": (_never_written, _normal(5, 3)),
+    "bias of channels first": (lambda r: tf.nn.bias_add(r, BIAS, data_format="NCHW"), _normal(5, 3, 2, 4, 4)),
+    "segments that are dropped": (_dropped, _normal(5, 3)),
+    "conjugate, axes from the end": (
+        lambda r: tf.transpose(tf.complex(r, 2 * r), [-1, -2], conjugate=True), _normal(5, 2, 3)),
+    "cross entropy that broadcasts": (
+        lambda r: tf.nn.softmax_cross_entropy_with_logits(tf.constant([[0.5, 0.5]]), r), _normal(5, 3, 2)),
+    "uint16": (lambda r: tf.maximum(r, tf.constant(3, tf.uint16)) + r, tf.range(10) % 7),
+    "rounded": (tf.round, _normal(5, 3)),
+    "floor and slope": (lambda r: tf.floor(r) * r, _normal(5, 3)),
+    "step": (lambda r: tf.cast(r > 0, tf.float32), _normal(5, 3)),
+    "serialised": (tf.io.serialize_tensor, _normal(5, 3)),
+    "set": (lambda r: tf.sets.size(tf.sets.intersection(r[None], r[None, ::2])), tf.range(12) % 5),
+    "norm": (lambda r: r / tf.norm(r), _normal(5, 3)),
+    "roll": (lambda r: tf.roll(r, 1, -1), _normal(5, 3)),
+    "padded with threes": (lambda r: tf.pad(r, [[1, 1]], constant_values=3.0), _normal(5, 3)),
+    "one matrix times a shared one": (lambda r: tf.matmul(r[None, None], tf.eye(3)[None])[0, 0], _normal(5, 3)),
+}  # fmt: skip
+FUNCTIONS["uint16"] = (FUNCTIONS["uint16"][0], tf.cast(FUNCTIONS["uint16"][1], tf.uint16))
+FUNCTIONS["set"] = (FUNCTIONS["set"][0], tf.reshape(FUNCTIONS["set"][1], [3, 4]))
+
+
+def _serial(fn: Callable[..., Any], data: Any) -> Any:
+    signature = tf.function(fn).get_concrete_function(tf.TensorSpec(data.shape[1:], data.dtype)).structured_outputs
+    spec = tf.TensorSpec(signature.shape, signature.dtype)
+    return lambda x: tf.map_fn(fn, x, fn_output_signature=spec)
+
+
+@pytest.mark.parametrize("vectorize", ["auto", False])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_gradients(devices: list[str], name: str, vectorize: Any) -> None:
+    fn, data = FUNCTIONS[name]
+    mapper, serial = devicemap.DeviceMap(fn, devices=devices, vectorize=vectorize), _serial(fn, data)
+    got, wanted = mapper(data), serial(data)
+    assert got.dtype == wanted.dtype
+    for some in (got, tf.function(lambda x: mapper(x))(data)):
+        _compare(some, wanted)
+    for rows in (1, 2):
+        _compare(mapper(data[:rows]), wanted[:rows])
+    if wanted.dtype.is_floating and data.dtype.is_floating:
+        for mapped in (mapper, tf.function(lambda x: mapper(x))):
+            _compare(_gradient(mapped, data), _gradient(serial, data))
+
+
+def _gradient(mapped: Callable[[Any], Any], data: Any) -> Any:
+    with tf.GradientTape() as tape:
+        tape.watch(data)
+        total = tf.reduce_sum(mapped(data) ** 2)
+    gradient = tape.gradient(total, data)
+    return tf.zeros_like(data) if gradient is None else gradient
+
+
+def _compare(got: Any, wanted: Any) -> None:
+    if wanted.dtype == tf.string:
+        np.testing.assert_array_equal(got, wanted)
+    else:
+        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fn", [tf.round, tf.floor, lambda r: tf.cast(r > 0, tf.float32), lambda r: tf.stop_gradient(r) * 2]
+)
+def test_gradients_that_are_nothing_are_zeros(devices: list[str], fn: Any) -> None:
+    x = _normal(5, 3)
+    for vectorize in ("auto", False):
+        mapper = devicemap.DeviceMap(fn, devices=devices, vectorize=vectorize)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            rows = mapper(x)
+        np.testing.assert_array_equal(tape.gradient(rows, x), tf.zeros_like(x))
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("vectorize", ["auto", False])
+@pytest.mark.parametrize("fn", [lambda r: tf.tanh(tf.linalg.matvec(WEIGHTS, r)), _in_a_loop], ids=["straight", "loop"])
+@pytest.mark.parametrize("around", ["loop", "branch", "function in a loop"])
+def test_a_tape_around_a_loop_or_branch_that_calls_a_map(
+    devices: list[str], around: str, fn: Any, vectorize: Any, jit_compile: bool
+) -> None:
+    mapper = devicemap.DeviceMap(fn, devices=devices, vectorize=vectorize, jit_compile=jit_compile)
+    x = _normal(7, 3)
+
+    def gradients(mapped: Callable[[Any], Any]) -> list[Any]:
+        inner = tf.function(mapped)
+
+        @tf.function
+        def whole(x: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = x
+                if around == "branch":
+                    y = tf.cond(tf.reduce_sum(x) > -1e9, lambda: mapped(x), lambda: x)
+                else:
+                    for _ in tf.range(3):
+                        y = mapped(y) if around == "loop" else inner(y)
+                total = tf.reduce_sum(y**2)
+            return tape.gradient(total, [x, WEIGHTS])
+
+        return [tf.convert_to_tensor(each) for each in whole(x)]
+
+    for got, wanted in zip(gradients(lambda x: mapper(x)), gradients(lambda x: tf.map_fn(fn, x))):
+        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("vectorize", ["auto", False])
+def test_a_map_inside_of_a_map(devices: list[str], vectorize: Any) -> None:
+    inner = devicemap.DeviceMap(_in_a_loop, devices=["CPU:1", "CPU:2"])
+    mapper = devicemap.DeviceMap(lambda r: inner(tf.stack([r, r * 2])), devices=devices, vectorize=vectorize)
+    x = _normal(7, 3)
+
+    def taken(mapped: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            rows = mapped(x)
+        return [rows, *tape.gradient(rows, [x, WEIGHTS])]
+
+    wanted = taken(lambda x: tf.map_fn(lambda r: tf.map_fn(_in_a_loop, tf.stack([r, r * 2])), x))
+    for got, each in zip(taken(mapper), wanted):
+        np.testing.assert_allclose(got, each, rtol=1e-3, atol=1e-4)
+
+
+def test_compiled_functions_that_write(devices: list[str]) -> None:
+    """XLA takes variables of its own device alone."""
+    count, generator = tf.Variable(0.0), tf.random.Generator.from_seed(1)
+
+    def fn(row: Any) -> Any:
+        count.assign_add(1.0)
+        return row * 2.0, generator.normal([3])
+
+    doubled, drawn = devicemap.parallel_map(fn, tf.ones([9, 3]), devices=devices, jit_compile=True)
+    np.testing.assert_array_equal(doubled, 2 * np.ones([9, 3]))
+    assert count.numpy() == 9
+    assert len(np.unique(drawn)) == 27
+
+
+def test_what_the_user_passes_in_is_not_changed(devices: list[str]) -> None:
+    inner = tf.function(
+        lambda row: tf.gather(row, [2, 0]) * V[0] + tf.linalg.svd(tf.stack([row, row]), compute_uv=False)
+    )
+    x = _normal(6, 3)
+    concrete = inner.get_concrete_function(tf.TensorSpec([3], tf.float32))
+    before = concrete.graph.as_graph_def().SerializeToString(deterministic=True)
+    attributes = {
+        op.name: sorted(vars(op)) if hasattr(op, "__dict__") else [] for op in concrete.graph.get_operations()
+    }
+
+    def gradient() -> Any:
+        row = x[0]
+        with tf.GradientTape() as tape:
+            tape.watch(row)
+            result = inner(row)
+        return tape.gradient(result, row)
+
+    wanted = gradient()
+    for options in ({}, {"vectorize": False}, {"batch_size": 2}):
+        mapper = devicemap.DeviceMap(lambda row: inner(row) * 2.0, devices=devices, **options)
+        np.testing.assert_allclose(mapper(x)[0], inner(x[0]) * 2.0, rtol=1e-4)
+        if "batch_size" not in options:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                rows = mapper(x)
+            np.testing.assert_allclose(tape.gradient(rows, x)[0], 2 * wanted, rtol=1e-3)
+    assert inner.get_concrete_function(tf.TensorSpec([3], tf.float32)) is concrete
+    assert concrete.graph.as_graph_def().SerializeToString(deterministic=True) == before
+    after = {op.name: sorted(vars(op)) if hasattr(op, "__dict__") else [] for op in concrete.graph.get_operations()}
+    assert after == attributes
+    np.testing.assert_allclose(gradient(), wanted, rtol=1e-6)
