@@ -184,9 +184,9 @@ def _joined(row: Any) -> Any:
 @pytest.mark.parametrize(
     ("fn", "reason"),
     [
-        (_growing, "a loop that rows leave at different times, with a tensor that grows in it"),
-        (_joined, "joins the tensors of a TensorArray"),
-        (lambda r: tf.reduce_sum(tf.slice(r, [tf.argmax(r)], [-1])), "a slice to the end from where each row tells"),
+        (_growing, "fn has a loop that rows leave at different times, with a tensor that grows in it"),
+        (_joined, "TensorList"),
+        (lambda r: tf.reduce_sum(tf.slice(r, [tf.argmax(r)], [-1])), "Slice"),
     ],
 )
 def test_rows_of_different_shapes_inside_are_mapped(fn: Callable[[Any], Any], reason: str) -> None:

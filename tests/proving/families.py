@@ -247,12 +247,6 @@ def _shaped(x: Input, rank: int) -> Iterator[Trial]:
     yield Trial("ShapeN", lambda t: _raw.ShapeN(input=[t, t]), (x,))
     yield Trial("IdentityN", lambda t: _raw.IdentityN(input=[t, t]), (x,))
     yield Trial("EnsureShape", lambda t: _raw.EnsureShape(input=t, shape=[None] * rank), (x,))
-    for perm in itertools.islice(itertools.permutations(range(rank)), 0, 24, 1 if rank < 4 else 5):
-        for axes in (perm, tuple(p - rank for p in perm)):
-            for op in ("Transpose", "ConjugateTranspose"):
-                yield Trial(
-                    op, lambda t, p=axes, op=op: getattr(_raw, op)(x=t, perm=tf.constant(p, tf.int32, [rank])), (x,)
-                )
     yield Trial("Tile", lambda t: _raw.Tile(input=t, multiples=tf.constant([2] * rank, tf.int32)), (x,))
     yield Trial("Tile", lambda t: _raw.Tile(input=t, multiples=tf.constant([1] * rank, tf.int32)), (x,))
     for before in ((2,), (2, 3), ()):
@@ -294,6 +288,21 @@ def _shaped(x: Input, rank: int) -> Iterator[Trial]:
                     (x,),
                 )
         yield from _sliced(x, rank)
+
+
+def transposing() -> Iterator[Trial]:
+    """Not a number, and not by axes from the end: these end the process, vectorised and not."""
+    for dtype in (*COMMON, "bool", "float16", "bfloat16", "uint8", "complex64", "string"):
+        for rank in range(1, 5) if many(dtype) else (2,):
+            for kind in kinds_of(rank) if many(dtype) else ("",):
+                for x in given(rank, dtype, kind):
+                    for perm in itertools.islice(itertools.permutations(range(rank)), 0, 24, 1 if rank < 4 else 5):
+                        for op in ("Transpose", "ConjugateTranspose"):
+                            yield Trial(op, partial(_transposed, op, perm), (x,))
+
+
+def _transposed(op: str, perm: Sequence[int], x: Any) -> Any:
+    return getattr(_raw, op)(x=x, perm=tf.constant(perm, tf.int32))
 
 
 def _sliced(x: Input, rank: int) -> Iterator[Trial]:
@@ -634,7 +643,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Trial]]] = {
     "comparing": lambda: itertools.chain.from_iterable(map(comparing, COMPARING)),
     "every form": lambda: itertools.chain.from_iterable(map(every_form, dict.fromkeys(ALIKE.values()))),
     "reductions": lambda: itertools.chain.from_iterable(map(reductions, REDUCTIONS)),
-    "casts": casts, "selects": selects, "along an axis": along_an_axis, "shaping": shaping, "gathering": gathering,
+    "casts": casts, "selects": selects, "along an axis": along_an_axis, "shaping": shaping, "transposing": transposing, "gathering": gathering,
     "matrix products": matrix_products, "batch matrix products": batch_matrix_products, "contractions": contractions,
     "linear algebra": linear_algebra, "transforms": transforms, "neural": neural, "segments": segments,
     "lists": lists, "draws": draws,
