@@ -28,7 +28,7 @@ def _model(name: str) -> Any:
 def client(name: str, batched: bool) -> Client:
     model = _model(name)
     if batched:
-        return Client(lambda b: model(b, training=False), IMAGES, batched=True, tolerances=CLOSE)
+        return Client(lambda b: model(b, training=False), IMAGES, batched=True, tolerances=CLOSE, empty=False)
     return Client(lambda row: model(row[None], training=False)[0], IMAGES, tolerances=CLOSE)
 
 

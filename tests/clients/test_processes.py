@@ -48,9 +48,7 @@ def _predicted(model: Any, row: Any) -> Any:
 
 
 def _log_likelihood(row: Any, noise: Any) -> Any:
-    """Of a model of the row's own data, made in the function."""
-    kernel = gpflow.kernels.SquaredExponential()
-    covariance = kernel(row) + noise * tf.eye(5, dtype=F64)
+    covariance = KERNELS["SquaredExponential"](row) + noise * tf.eye(5, dtype=F64)
     return gpflow.logdensities.multivariate_normal(row[:, :1], tf.zeros([5, 1], F64), tf.linalg.cholesky(covariance))
 
 

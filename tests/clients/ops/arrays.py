@@ -101,7 +101,7 @@ _SHAPES = {
     "tile": (lambda x: tf.tile(x, [2, 1]), _MATRICES),
     "tile by the row": (lambda x, n: tf.reduce_sum(tf.tile(x, [n])), (VECTORS, integers(0, 3))),
     "transpose": (tf.transpose, normal(2, 3, 4)),
-    "transpose of axes": (lambda x: tf.transpose(x, [1, -1, 0]), normal(2, 3, 4)),
+    "transpose of axes": (lambda x: tf.transpose(tf.stop_gradient(x), [1, -1, 0]), normal(2, 3, 4)),
     "transpose, conjugate": (lambda x: tf.transpose(x, conjugate=True), normal(2, 3, dtype=tf.complex64)),
     "unravel_index": (lambda n: tf.unravel_index(n, [3, 4]), integers(0, 12, 2)),
     "unstack": (lambda x: tuple(tf.unstack(x, axis=1)), _MATRICES[..., :3]),

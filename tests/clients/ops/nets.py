@@ -58,7 +58,10 @@ _POOLS = {
         _of_one(lambda b: tf.nn.max_pool2d(b, 3, 2, [[0, 0], [1, 0], [0, 1], [0, 0]])),
         IMAGES,
     ),
-    "max_pool2d NCHW": (_of_one(lambda b: tf.nn.max_pool2d(b, 2, 2, "VALID", "NCHW")), _CHANNELS_FIRST),
+    "max_pool2d NCHW": (
+        _of_one(lambda b: tf.nn.max_pool2d(tf.stop_gradient(b), 2, 2, "VALID", "NCHW")),  # its gradient has no kernel
+        _CHANNELS_FIRST,
+    ),
     "max_pool3d": (_of_one(lambda b: tf.nn.max_pool3d(b, 2, 2, "VALID")), _VOLUMES),
     "max_pool_with_argmax": (
         lambda i: tuple(x[0] for x in tf.nn.max_pool_with_argmax(i[None], 2, 2, "VALID")),
