@@ -5,11 +5,12 @@ PYTHON ?= python3
 TENSORFLOW ?= $(shell if command -v nvidia-smi > /dev/null; then echo "tensorflow[and-cuda]"; \
 	elif [ "$$(uname -sm)" = "Linux x86_64" ]; then echo tensorflow-cpu; else echo tensorflow; fi)
 OLDEST_TENSORFLOW ?= 2.16.2
+CLIENTS_TENSORFLOW ?= 2.21.0
 VENV := .venv
 BIN := $(VENV)/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test check lint types bench bench-quick forms test-oldest clean
+.PHONY: demo test check lint types bench bench-quick forms test-oldest test-clients clean
 
 demo: $(VENV)/examples.done
 	$(BIN)/python examples/digits.py
@@ -46,6 +47,19 @@ test-oldest:
 	.venv-oldest/bin/python -m pip install --quiet --no-deps --editable .
 	.venv-oldest/bin/python -m pytest
 
+# Others' packages, mapped (tests/clients). They come without their dependencies, which name another build of TensorFlow;
+# what else they need is in the group `clients`.
+test-clients: .venv-clients/installed.done
+	.venv-clients/bin/python -m pytest tests/clients $(TESTS)
+
+.venv-clients/installed.done: pyproject.toml
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --upgrade pip
+	.venv-clients/bin/python -m pip install --quiet "$(TENSORFLOW)==$(CLIENTS_TENSORFLOW)" --group clients
+	.venv-clients/bin/python -m pip install --quiet --no-deps --group clients-without-dependencies
+	.venv-clients/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
 # The package is installed without its dependencies, because the build of TensorFlow is the user's choice.
 $(VENV)/installed.done: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -67,4 +81,4 @@ $(VENV)/examples.done: $(VENV)/installed.done
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest output
+	rm -rf $(VENV) .venv-oldest .venv-clients output

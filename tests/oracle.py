@@ -40,7 +40,7 @@ def tensors(nest: Any) -> Any:
     return tf.stack(nest) if isinstance(nest, list) else nest
 
 
-def assert_same(got: Any, wanted: Any, exact: bool = False) -> None:
+def assert_same(got: Any, wanted: Any, exact: bool = False, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """Same structure, dtypes, static shapes and values, to rounding unless `exact`."""
     tf.nest.assert_same_structure(got, wanted)
     for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(wanted)):
@@ -55,10 +55,12 @@ def assert_same(got: Any, wanted: Any, exact: bool = False) -> None:
                 np.testing.assert_array_equal(x, y)
             a, b = a.flat_values, b.flat_values
         assert a.shape == b.shape
+        if a.dtype == tf.bfloat16:  # which NumPy does not compare with its own numbers
+            a, b = tf.cast(a, tf.float32), tf.cast(b, tf.float32)
         if exact or not (a.dtype.is_floating or a.dtype.is_complex):
             np.testing.assert_array_equal(a.numpy(), b.numpy())
         else:
-            np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=rtol, atol=atol)
 
 
 def first_rows(data: Any, rows: int) -> Any:
