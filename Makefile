@@ -5,11 +5,14 @@ PYTHON ?= python3
 TENSORFLOW ?= $(shell if command -v nvidia-smi > /dev/null; then echo "tensorflow[and-cuda]"; \
 	elif [ "$$(uname -sm)" = "Linux x86_64" ]; then echo tensorflow-cpu; else echo tensorflow; fi)
 OLDEST_TENSORFLOW ?= 2.16.2
+NIGHTLY_TENSORFLOW ?= $(subst tensorflow-cpu,tf-nightly-cpu,$(subst tensorflow[,tf-nightly[,$(patsubst tensorflow,tf-nightly,$(TENSORFLOW))))
+# The laws, which hold without anything of TensorFlow that is not public.
+LAWS := $(addprefix tests/test_,laws.py results.py gradients.py random.py state.py streams.py internals.py plain.py)
 VENV := .venv
 BIN := $(VENV)/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test check lint types bench bench-quick test-oldest clean
+.PHONY: demo test check lint types bench bench-quick test-plain test-oldest test-nightly clean
 
 demo: $(VENV)/examples.done
 	$(BIN)/python examples/digits.py
@@ -34,12 +37,24 @@ bench: $(VENV)/bench.done
 bench-quick: $(VENV)/bench.done
 	$(BIN)/python -m benchmarks --quick $(TOPICS)
 
+# With what TensorFlow makes public alone; what it cannot give is skipped, and says so.
+test-plain: $(VENV)/test.done
+	$(BIN)/python -m pytest --plain $(LAWS)
+
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
 	.venv-oldest/bin/python -m pip install --quiet "$(TENSORFLOW)==$(OLDEST_TENSORFLOW)" "numpy<2" --group test
 	.venv-oldest/bin/python -m pip install --quiet --no-deps --editable .
 	.venv-oldest/bin/python -m pytest
+
+# The TensorFlow of tomorrow: which of its names that are not public go, and whether the laws hold then.
+test-nightly:
+	$(PYTHON) -m venv .venv-nightly
+	.venv-nightly/bin/python -m pip install --quiet --upgrade pip
+	.venv-nightly/bin/python -m pip install --quiet --upgrade "$(NIGHTLY_TENSORFLOW)" --group test
+	.venv-nightly/bin/python -m pip install --quiet --no-deps --editable .
+	.venv-nightly/bin/python -m pytest
 
 # The package is installed without its dependencies, because the build of TensorFlow is the user's choice.
 $(VENV)/installed.done: pyproject.toml
@@ -62,4 +77,4 @@ $(VENV)/examples.done: $(VENV)/installed.done
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest output
+	rm -rf $(VENV) .venv-oldest .venv-nightly output

@@ -72,13 +72,13 @@ class Layout:
                     gathered = [(leaf, None) for leaf in _copied(results[0])]
                 else:
                     gathered = [gather(parts, self.differentiable) for parts in zip(*results)]
-                leaves = [rows for rows, _ in gathered]
+                joined = [rows for rows, _ in gathered]
                 if self._acts:
-                    leaves = must_run(acting, leaves)
+                    joined = must_run(acting, joined)
             if self.differentiable:
                 differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
             lengths = [lengths for _, lengths in gathered if lengths is not None]
-            return leaves, lengths, arrivals
+            return joined, lengths, arrivals
 
         with tf.device(None):
             return call.get_concrete_function(tf.TensorSpec([shards], tf.int32), *self.traced.input_specs)

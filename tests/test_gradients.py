@@ -49,6 +49,7 @@ def _with_a_function_within() -> Any:
     return lambda row: norm(row) ** 2
 
 
+@pytest.mark.private("another gradient for an op, where TensorFlow's own fails in a loop")
 @pytest.mark.parametrize("place", ["eager", "tf.function"])
 @pytest.mark.parametrize(
     "make",
@@ -269,6 +270,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.private("where gradients are computed")
 @pytest.mark.parametrize("place", ["eager", "tf.function"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_backward_work_runs_where_the_forward_work_ran(name: str, place: str) -> None:
@@ -366,6 +368,7 @@ def test_tapes_of_all_kinds_take_turns(devices: list[str]) -> None:
                 np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.private("where gradients are computed")
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "loop" in name])
 def test_what_a_loop_leaves_for_its_gradient_stays_on_its_device(name: str) -> None:
     make, options = FUNCTIONS[name]
@@ -498,6 +501,7 @@ def test_jacobians(batched: bool) -> None:
     np.testing.assert_allclose(tape.batch_jacobian(y, X), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.private("what a ForwardAccumulator follows")
 def test_forward_mode_is_refused() -> None:
     mapper = devicemap.DeviceMap(tf.sin, devices=["CPU:1", "CPU:2"])
     with (
@@ -507,6 +511,7 @@ def test_forward_mode_is_refused() -> None:
         mapper(X)
 
 
+@pytest.mark.private("whether a tape is recording")
 def test_gradients_through_chunks_are_refused_not_lost() -> None:
     with tf.GradientTape() as tape:
         with pytest.raises(devicemap.errors.OptionError, match="gradients do not go through chunks"):

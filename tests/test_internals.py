@@ -34,6 +34,8 @@ from devicemap.internals.gradients import (
 )
 from devicemap.internals.running import Cancellation, TapedCall, unrecorded
 
+pytestmark = pytest.mark.private("what is tested here")
+
 X = tf.constant([[1.0, 2.0], [3.0, 4.0]])
 
 

@@ -127,7 +127,9 @@ def last_set_seed() -> Any:
 
 @cache
 def _tracing_again() -> Callable[[], Any]:
-    class TracingAgain(_control_flow.XLAControlFlowContext):
+    context: Any = _control_flow.XLAControlFlowContext
+
+    class TracingAgain(context):
         """What keys the caches of `tf.function`s by its own identity, and does nothing else."""
 
         def IsXLAContext(self) -> bool:
