@@ -28,6 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     internals.private = not config.getoption("plain")
+    if not internals.private:
+        config.addinivalue_line("filterwarnings", "ignore:this TensorFlow does not show what:RuntimeWarning")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

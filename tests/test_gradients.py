@@ -302,6 +302,7 @@ def _reversed(row: Any) -> Any:
     return 1.0 * row, lambda upstream: -upstream
 
 
+@pytest.mark.private("what makes vectorising safe")
 @pytest.mark.parametrize(
     ("fn", "wanted"),
     [(_reversed, -1.0), (lambda row: _inner_reversed(row), -1.0), (tf.grad_pass_through(tf.round), 1.0)],
@@ -470,6 +471,7 @@ def test_calls_with_and_without_a_tape_take_turns(name: str, devices: list[str])
     assert plans[0].to_dict() == plans[1].to_dict()
 
 
+@pytest.mark.private("gradients through copies of variables")
 def test_an_update_between_two_calls_in_one_tape(devices: list[str]) -> None:
     scale = tf.Variable(2.0)
     mapper = devicemap.DeviceMap(lambda row: row * row * scale, devices=devices)
