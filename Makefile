@@ -6,11 +6,14 @@ TENSORFLOW ?= $(shell if command -v nvidia-smi > /dev/null; then echo "tensorflo
 	elif [ "$$(uname -sm)" = "Linux x86_64" ]; then echo tensorflow-cpu; else echo tensorflow; fi)
 OLDEST_TENSORFLOW ?= 2.16.2
 CLIENTS_TENSORFLOW ?= 2.21.0
+NIGHTLY_TENSORFLOW ?= $(subst tensorflow-cpu,tf-nightly-cpu,$(subst tensorflow[,tf-nightly[,$(patsubst tensorflow,tf-nightly,$(TENSORFLOW))))
+# The laws, which hold without anything of TensorFlow that is not public.
+LAWS := $(addprefix tests/test_,laws.py results.py gradients.py random.py state.py streams.py internals.py plain.py)
 VENV := .venv
 BIN := $(VENV)/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test check lint types bench bench-quick forms test-oldest test-clients clean
+.PHONY: demo test check lint types bench bench-quick forms test-plain test-oldest test-nightly test-clients clean
 
 demo: $(VENV)/examples.done
 	$(BIN)/python examples/digits.py
@@ -39,6 +42,9 @@ bench-quick: $(VENV)/bench.done
 # cores. `python -m proving --and` keeps of the list that is there what holds with this TensorFlow, too.
 forms: $(VENV)/test.done
 	cd tests && PYTHONPATH=..:. ../$(BIN)/python -m proving
+# With what TensorFlow makes public alone; what it cannot give is skipped, and says so.
+test-plain: $(VENV)/test.done
+	$(BIN)/python -m pytest --plain $(LAWS)
 
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
@@ -59,6 +65,13 @@ test-clients: .venv-clients/installed.done
 	.venv-clients/bin/python -m pip install --quiet --no-deps --group clients-without-dependencies
 	.venv-clients/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
+# The TensorFlow of tomorrow: which of its names that are not public go, and whether the laws hold then.
+test-nightly:
+	$(PYTHON) -m venv .venv-nightly
+	.venv-nightly/bin/python -m pip install --quiet --upgrade pip
+	.venv-nightly/bin/python -m pip install --quiet --upgrade "$(NIGHTLY_TENSORFLOW)" --group test
+	.venv-nightly/bin/python -m pip install --quiet --no-deps --editable .
+	.venv-nightly/bin/python -m pytest
 
 # The package is installed without its dependencies, because the build of TensorFlow is the user's choice.
 $(VENV)/installed.done: pyproject.toml
@@ -81,4 +94,4 @@ $(VENV)/examples.done: $(VENV)/installed.done
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-clients output
+	rm -rf $(VENV) .venv-oldest .venv-nightly .venv-clients output

@@ -61,8 +61,7 @@ class Layout:
                         results.append(tf.cond(sizes[i] > 0, tower, self.traced.no_rows))
                 else:
                     results.append(tower(after))
-            if self._acts:
-                must_run(op for tower in results for op in _ops_of(tower))
+            acting = [op for tower in results for op in _ops_of(tower)]
             with tf.device(self.output_device):
                 if any_rows:
                     results = [_like_first(part, results[0]) for part in results]
@@ -73,10 +72,13 @@ class Layout:
                     gathered = [(leaf, None) for leaf in _copied(results[0])]
                 else:
                     gathered = [gather(parts, self.differentiable) for parts in zip(*results)]
+                joined = [rows for rows, _ in gathered]
+                if self._acts:
+                    joined = must_run(acting, joined)
             if self.differentiable:
                 differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
             lengths = [lengths for _, lengths in gathered if lengths is not None]
-            return [rows for rows, _ in gathered], lengths, arrivals
+            return joined, lengths, arrivals
 
         with tf.device(None):
             return call.get_concrete_function(tf.TensorSpec([shards], tf.int32), *self.traced.input_specs)
@@ -88,10 +90,9 @@ class Layout:
         def call(*shard: Any) -> list[Any]:
             with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
                 results = self._call(traced, shard, self.mirrors.captures(place))
-            if self._acts:
-                must_run(_ops_of(results))
             with tf.device(self.output_device):  # copied out as a part of the call
-                return _copied(results)
+                copies = _copied(results)
+                return must_run(_ops_of(results), copies) if self._acts else copies
 
         with tf.device(None):
             return call.get_concrete_function(*self.traced.input_specs)

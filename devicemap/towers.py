@@ -17,7 +17,7 @@ import tensorflow as tf
 from devicemap.auditing import Treatment
 from devicemap.devices import kind_of, python_calls_at_once
 from devicemap.execution import Layout
-from devicemap.internals.gradients import order_of_gradients, tape_is_recording
+from devicemap.internals.gradients import holds_gradients, order_of_gradients
 from devicemap.internals.running import Cancellation, unrecorded
 from devicemap.interruption import Signals
 from devicemap.invoking import Invoker
@@ -132,7 +132,7 @@ class Towers:
 
     def order_of_gradients(self, leaves: Sequence[Any]) -> int:
         """Which gradients of a call in eager code may be asked for, as `graph` takes it."""
-        return order_of_gradients(self.traced.concrete, self.flat(leaves)) if tape_is_recording() else 0
+        return order_of_gradients(self.traced.concrete, self.flat(leaves))
 
     @property
     def belongs_to_a_graph(self) -> bool:
@@ -251,6 +251,7 @@ class Towers:
     def _build(
         self, shards: int, way: tuple[int, ...], differentiable: bool, any_rows: bool, clocked: bool, in_place: bool
     ) -> Any:
+        in_place = in_place or (differentiable and not holds_gradients())
         layout = self._layout(differentiable, in_place)
         return layout.graph(self._traces_for(shards, way, differentiable, in_place), any_rows, clocked)
 

@@ -18,8 +18,8 @@ import tensorflow as tf
 from devicemap.auditing import Audit, audit
 from devicemap.errors import failure
 from devicemap.forms import Form, form_of, is_flow, is_proven
-from devicemap.internals.converting import NotProven, convert_own, take_all_rows
-from devicemap.internals.functions import functions_within, own_functions
+from devicemap.internals.converting import NotProven, checks_ops, convert_own, take_all_rows
+from devicemap.internals.functions import own_functions
 from devicemap.looping import mapped
 from devicemap.options import Options
 
@@ -120,15 +120,18 @@ def _check(form: Form, unproven: list[Form], wanted: bool) -> None:
 
 def _parts_rows(vectorized: Any) -> bool:
     """Whether rows go different ways in it: sizes that XLA does not know then."""
+    graph_def = vectorized.graph.as_graph_def()
     return any(
-        op.type == "DynamicPartition"
-        for graph in (vectorized.graph, *(inner for inner, _ in functions_within(vectorized.graph).values()))
-        for op in graph.get_operations()
+        node.op == "DynamicPartition"
+        for nodes in (graph_def.node, *(function.node_def for function in graph_def.library.function))
+        for node in nodes
     )
 
 
 def _obstacle(row_fn: Any, found: Audit, specs: list[Any], options: Options) -> str | None:
     """What can be told to stand in the way of vectorising before trying it."""
+    if options.vectorize is not True and not checks_ops():
+        return "only with what this TensorFlow does not make public could each op be checked"
     if options.fn_output_signature is not None:
         return "fn_output_signature is given, which is for tf.map_fn"
     if not all(isinstance(spec, tf.TensorSpec) for spec in specs):

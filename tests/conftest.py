@@ -13,12 +13,30 @@ import tensorflow as tf
 
 import devicemap
 from benchmarks.simulator.fixtures import sim as sim
+from devicemap import internals
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts its background jobs, and those their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 devicemap.simulate_devices(8)
 tf.config.threading.set_inter_op_parallelism_threads(16)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--plain", action="store_true", help="use of TensorFlow what is public alone")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    internals.private = not config.getoption("plain")
+    if not internals.private:
+        config.addinivalue_line("filterwarnings", "ignore:this TensorFlow does not show what:RuntimeWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        marker = item.get_closest_marker("private")
+        if marker is not None and not internals.private:
+            item.add_marker(pytest.mark.skip(f"TensorFlow has no public name for it: {marker.args[0]}"))
 
 
 @pytest.fixture(params=[1, 2, 3, 8], ids="{} devices".format)

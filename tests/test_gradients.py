@@ -10,6 +10,7 @@ import tensorflow as tf
 from graphs import between_towers, edges, ops_on, partitions, placements
 
 import devicemap
+from devicemap import internals
 
 X = tf.reshape(tf.range(21, dtype=tf.float32), [7, 3]) / 10
 
@@ -49,6 +50,7 @@ def _with_a_function_within() -> Any:
     return lambda row: norm(row) ** 2
 
 
+@pytest.mark.private("another gradient for an op, where TensorFlow's own fails in a loop")
 @pytest.mark.parametrize("place", ["eager", "tf.function"])
 @pytest.mark.parametrize(
     "make",
@@ -269,6 +271,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.private("where gradients are computed")
 @pytest.mark.parametrize("place", ["eager", "tf.function"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_backward_work_runs_where_the_forward_work_ran(name: str, place: str) -> None:
@@ -300,6 +303,7 @@ def _reversed(row: Any) -> Any:
     return 1.0 * row, lambda upstream: -upstream
 
 
+@pytest.mark.private("what makes vectorising safe")
 @pytest.mark.parametrize(
     ("fn", "wanted"),
     [(_reversed, -1.0), (lambda row: _inner_reversed(row), -1.0), (tf.grad_pass_through(tf.round), 1.0)],
@@ -357,7 +361,7 @@ def test_tapes_of_all_kinds_take_turns(devices: list[str]) -> None:
         return [first, outer.gradient(of_first, [X, *lstm.weights])]
 
     mapper = devicemap.DeviceMap(fn, devices=devices)
-    assert mapper.explain(X).vectorized
+    assert mapper.explain(X).vectorized or not internals.private
     wanted = nested(lambda x: tf.map_fn(fn, x))
     for kind in (None, once, twice, None, nested, once):
         np.testing.assert_allclose(mapper(X), tf.map_fn(fn, X), rtol=1e-4, atol=1e-6)
@@ -366,6 +370,7 @@ def test_tapes_of_all_kinds_take_turns(devices: list[str]) -> None:
                 np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.private("where gradients are computed")
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "loop" in name])
 def test_what_a_loop_leaves_for_its_gradient_stays_on_its_device(name: str) -> None:
     make, options = FUNCTIONS[name]
@@ -467,6 +472,7 @@ def test_calls_with_and_without_a_tape_take_turns(name: str, devices: list[str])
     assert plans[0].to_dict() == plans[1].to_dict()
 
 
+@pytest.mark.private("gradients through copies of variables")
 def test_an_update_between_two_calls_in_one_tape(devices: list[str]) -> None:
     scale = tf.Variable(2.0)
     mapper = devicemap.DeviceMap(lambda row: row * row * scale, devices=devices)
@@ -498,6 +504,7 @@ def test_jacobians(batched: bool) -> None:
     np.testing.assert_allclose(tape.batch_jacobian(y, X), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.private("what a ForwardAccumulator follows")
 def test_forward_mode_is_refused() -> None:
     mapper = devicemap.DeviceMap(tf.sin, devices=["CPU:1", "CPU:2"])
     with (
@@ -507,6 +514,7 @@ def test_forward_mode_is_refused() -> None:
         mapper(X)
 
 
+@pytest.mark.private("whether a tape is recording")
 def test_gradients_through_chunks_are_refused_not_lost() -> None:
     with tf.GradientTape() as tape:
         with pytest.raises(devicemap.errors.OptionError, match="gradients do not go through chunks"):

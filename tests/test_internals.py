@@ -34,6 +34,8 @@ from devicemap.internals.gradients import (
 )
 from devicemap.internals.running import Cancellation, TapedCall, unrecorded
 
+pytestmark = pytest.mark.private("what is tested here")
+
 X = tf.constant([[1.0, 2.0], [3.0, 4.0]])
 
 
@@ -57,8 +59,8 @@ def test_ops_that_must_run() -> None:
 
     @tf.function(experimental_attributes=UNCHAINED_UNIT)
     def unused(x: tf.Tensor) -> tf.Tensor:
-        must_run([tf.raw_ops.AssignAddVariableOp(resource=count.handle, value=1)])
-        return x
+        (result,) = must_run([tf.raw_ops.AssignAddVariableOp(resource=count.handle, value=1)], [x])
+        return result
 
     @tf.function
     def caller(x: tf.Tensor) -> tf.Tensor:

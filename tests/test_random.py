@@ -107,6 +107,7 @@ def test_samplers_never_repeat_a_stream(name: str, options: dict[str, Any]) -> N
     assert _distinct(np.concatenate([mapper(x), mapper(x), mapper(x[:2])])) == 20 + 20 + 2
 
 
+@pytest.mark.private("which gradients a call keeps; TensorFlow has a copy of the function for each")
 def test_random_ops_never_repeat_a_stream_in_other_calls_and_maps() -> None:
     """With a tape and without, in functions of the user's, for data of another kind, and in maps with other options."""
     tf.random.set_seed(1)
@@ -130,6 +131,7 @@ def test_random_ops_never_repeat_a_stream_in_other_calls_and_maps() -> None:
     assert len({*numbers}) == len(numbers)
 
 
+@pytest.mark.private("which gradients a call keeps; TensorFlow has a copy of the function for each")
 def test_random_ops_never_repeat_a_stream_under_another_tape() -> None:
     """TensorFlow runs a function of its own for calls that no tape follows, for first gradients, and for others."""
     tf.random.set_seed(1)
@@ -153,6 +155,7 @@ def test_random_ops_never_repeat_a_stream_under_another_tape() -> None:
     assert len({*numbers}) == len(numbers)
 
 
+@pytest.mark.private("when tf.random.set_seed was called")
 def test_the_same_seed_once_more_gives_the_same_numbers_in_any_way_of_calling() -> None:
     mapper = devicemap.DeviceMap(lambda row: row * tf.random.normal([3]), devices=TOWERS)
     ones, followed = tf.ones([20, 3]), tf.Variable(tf.ones([20, 3]))
@@ -174,6 +177,7 @@ def test_the_same_seed_once_more_gives_the_same_numbers_in_any_way_of_calling() 
     np.testing.assert_array_equal(later[2], draws[0])
 
 
+@pytest.mark.private("when tf.random.set_seed was called")
 def test_the_numbers_do_not_depend_on_a_plan_or_a_report() -> None:
     draws = []
     for explained, report in ((False, True), (True, True), (False, False)):
@@ -210,6 +214,7 @@ TRACED_BEFORE = {
 }
 
 
+@pytest.mark.private("traces of inner functions for each number stream")
 @pytest.mark.parametrize("batch_size", [None, 4])
 @pytest.mark.parametrize("name", TRACED_BEFORE)
 def test_functions_that_were_traced_before_never_repeat_a_stream(
@@ -264,6 +269,7 @@ DOUBLED = {
 }
 
 
+@pytest.mark.private("which gradients a call keeps; TensorFlow has a copy of the function for each")
 @pytest.mark.parametrize("vectorize", [True, False])
 @pytest.mark.parametrize("name", DOUBLED)
 def test_one_trace_serves_every_way_of_drawing_and_of_asking_for_gradients(name: str, vectorize: bool) -> None:
@@ -323,6 +329,7 @@ def test_a_draw_changes_no_gradient(name: str) -> None:
         np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
+@pytest.mark.private("which gradients a call keeps; TensorFlow has a copy of the function for each")
 @pytest.mark.parametrize("seeded", [True, False])
 def test_threads_whose_tapes_follow_the_first_calls(seeded: bool) -> None:
     mapper = devicemap.DeviceMap(lambda row: row * tf.random.normal([3], seed=int(seeded) or None), devices=TOWERS[:2])
@@ -339,6 +346,7 @@ def test_threads_whose_tapes_follow_the_first_calls(seeded: bool) -> None:
     assert _distinct(draws) == len(draws)
 
 
+@pytest.mark.private("which gradients a call keeps; TensorFlow has a copy of the function for each")
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}])
 def test_ragged_and_sparse_results_of_draws(options: dict[str, Any]) -> None:
     def fn(row: Any) -> Any:

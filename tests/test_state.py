@@ -30,6 +30,7 @@ def _treatments(fn: Any) -> list[Treatment | None]:
     return list(audit(concrete, concrete.graph.as_graph_def()).treatments)
 
 
+@pytest.mark.private("gradients through copies of variables")
 def test_a_captured_variable_travels_once_per_device_and_call() -> None:
     weights = tf.Variable(tf.random.normal([3, 3]))
 
@@ -43,6 +44,7 @@ def test_a_captured_variable_travels_once_per_device_and_call() -> None:
     assert towards == {"CPU:0": 3, "CPU:1": 2, "CPU:2": 2, "CPU:3": 2}  # shard and variable in, result out
 
 
+@pytest.mark.private("which calls no tape records")
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batch_size": 4}, {"report": False}], ids=str)
 def test_a_captured_tensor_travels_never_again(options: dict[str, Any]) -> None:
     """Nor does a loop ask for it, or for its turn, where it comes from."""
@@ -275,6 +277,7 @@ def test_copies_are_not_the_users_variables() -> None:
     assert created == []
 
 
+@pytest.mark.private("where gradients are computed")
 @pytest.mark.parametrize("vectorize", ["auto", False])
 @pytest.mark.parametrize("place", ["eager", "tape", "tf.function", "rows unknown", "taped tf.function", "chunks"])
 def test_dropout_beside_a_counter_in_a_loop(devices: list[str], place: str, vectorize: Any) -> None:

@@ -241,6 +241,7 @@ def test_a_model_is_fitted_on_a_stream() -> None:
     assert history[-1] < history[0]
 
 
+@pytest.mark.private("whether a tape is recording")
 def test_where_there_are_no_streams() -> None:
     mapper = devicemap.DeviceMap(lambda x: x * 2, batch_size=6)
     with pytest.raises(DataError, match=r"streamed chunk by chunk inside a tf\.function"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from devicemap.explaining.placing import stray_ops
 from devicemap.explaining.plans import Captured, ControlEdge, DevicePlan, Handling, Plan, RandomOps, StrayOp, Transfer
 from devicemap.explaining.traffic import Leaf, captured_on, rows_in_chunks, rows_in_one_graph, to_strays
 from devicemap.explaining.walking import live_ops, memory_bytes_per_row, row_size, waits_between_devices
+from devicemap.internals.functions import shows_functions
 from devicemap.options import Options
 from devicemap.rows import HOST
 from devicemap.towers import Towers
@@ -34,13 +36,21 @@ def explain_call(
     """The plan of a call on what was `asked`, with these `towers` of `fn`."""
     traced, chunks = towers.traced, asked.chunks
     ops = live_ops(traced.concrete)
+    all_seen = shows_functions(traced.concrete.graph)
+    if not all_seen:
+        warnings.warn(
+            "this TensorFlow does not show what the functions that a graph calls hold: the plan lacks their ops, the devices "
+            "these leave and what waits for them",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     shards = () if chunks else _shards(asked.rows, towers)
     call = _built_graph(towers, shards, chunks)
     used = towers.devices if chunks else tuple(dict.fromkeys(shard.device for shard in shards))
     captured = captured_by(traced, fn, used)
     kinds = [kind_of(device) for device in towers.devices]
     strays = () if options.jit_compile else tuple(stray_ops(ops, towers.devices, kinds))
-    per_row = None if options.jit_compile else memory_bytes_per_row(traced, options.batched)
+    per_row = None if options.jit_compile or not all_seen else memory_bytes_per_row(traced, options.batched)
     in_flight = towers.in_flight(options.prefetch)
     working = tuple(in_flight) if chunks else used
     return Plan(

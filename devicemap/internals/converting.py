@@ -7,13 +7,58 @@ converter is given the tensors that an op takes, each for all rows (stacked) or 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops.parallel_for import pfor
+
+from devicemap.internals import Private, usable
+
+pfor = Private(
+    "tensorflow.python.ops.parallel_for.pfor",
+    *(
+        "PFor",
+        "WhileV2",
+        "_PforInput",
+        "_convert_function_call",
+        "_convert_if",
+        "_convert_matmul",
+        "_convert_squeeze",
+        "_convert_stateless_case",
+        "_outputs_for_branch",
+        "_partition_inputs_for_indices",
+        "_pfor_converter_registry",
+        "_stack",
+        "wrap",
+    ),
+)
+
+
+@functools.cache
+def _asks_ops() -> bool:
+    """Whether TensorFlow asks an op for a converter of its own; a pass by another one would be without any check."""
+    asked = []
+
+    def convert(given: Any) -> Any:
+        asked.append(given)
+        return given.input(0)
+
+    def run(row: Any) -> Any:
+        same = tf.identity(row)
+        same.op.pfor_converter = convert
+        return same
+
+    with tf.device(None):
+        tf.function(lambda rows: tf.vectorized_map(run, rows)).get_concrete_function(tf.TensorSpec([2]))
+    return bool(asked)
+
+
+def checks_ops() -> bool:
+    """Whether `convert_own` tells which ops are vectorised; without, `tf.vectorized_map` does what it does by itself."""
+    return usable(pfor) and _asks_ops()
 
 
 def take_all_rows(taken: Any) -> None:
@@ -21,7 +66,8 @@ def take_all_rows(taken: Any) -> None:
 
     TensorFlow gathers its rows where it does not know how many there are; the gradient of that is sparse.
     """
-    taken.pfor_converter = lambda given: [pfor.wrap(given.input(0).t, True)]
+    if checks_ops():
+        taken.pfor_converter = lambda given: [pfor.wrap(given.input(0).t, True)]
 
 
 class NotProven(Exception):
@@ -37,6 +83,9 @@ _checking = threading.local()
 @contextlib.contextmanager
 def convert_own(graphs: Iterable[Any], check: Check) -> Iterator[None]:
     """Let the ops of these graphs vectorise as told here, each after a `check`, while this lasts, in this thread."""
+    if not checks_ops():
+        yield
+        return
     for graph in graphs:
         for op in graph.get_operations():
             convert = _CONVERTERS.get(op.type) or pfor._pfor_converter_registry.get(op.type)

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import kernel_def_pb2
-from tensorflow.python.client import pywrap_tf_session
-from tensorflow.python.eager import context
-from tensorflow.python.ops import control_flow_ops
+
+from devicemap.internals import Private, nothing, usable, with_fallback
+
+_context = Private("tensorflow.python.eager.context", "context")
+_control_flow = Private(
+    "tensorflow.python.ops.control_flow_ops", "XLAControlFlowContext.Enter", "XLAControlFlowContext.Exit"
+)
+_kernel_def = Private("tensorflow.core.framework.kernel_def_pb2", "KernelList")
+_session = Private(
+    "tensorflow.python.client.pywrap_tf_session",
+    *("TF_GetRegisteredKernelsForOp", "TF_GetBuffer", "TF_DeleteBuffer"),
+)
+_atomic = Private(
+    "tensorflow.python.eager.polymorphic_function.atomic_function",
+    *("AtomicFunction.graph", "AtomicFunction.cached_definition"),
+)
 
 UNCHAINED = {"_disable_acd": True}
 """`tf.function(experimental_attributes=UNCHAINED)`: no automatic control dependencies between the ops of the function.
@@ -28,13 +41,24 @@ Inlined into a caller, such a function leaves behind one op that all towers have
 """
 
 
-def must_run(ops: Iterable[Any]) -> None:
-    """Let the function that is being traced run these ops whether or not their results are used.
+def must_run(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
+    """Let the function that is being traced run these ops whether or not its `results` are used: what it is to return.
 
-    Automatic control dependencies do this for stateful ops; a function without them has to say it itself.
+    Automatic control dependencies do this for stateful ops; a function without them has to say it itself. Publicly, by
+    results that wait for the ops.
     """
     graph = tf.compat.v1.get_default_graph()
-    graph.control_outputs.extend(dict.fromkeys(ops))
+    if usable() and hasattr(graph, "control_outputs"):
+        graph.control_outputs.extend(dict.fromkeys(ops))
+        return list(results)
+    with tf.control_dependencies(list(dict.fromkeys(ops))):
+        waiting: list[Any] = tf.nest.map_structure(tf.identity, list(results), expand_composites=True)
+    return waiting
+
+
+def shows_functions(graph: Any) -> bool:
+    """Whether `functions_within` can tell; else it finds none."""
+    return usable(_atomic) and hasattr(graph, "_functions")
 
 
 def functions_within(graph: Any) -> dict[str, tuple[Any, bool]]:
@@ -42,6 +66,8 @@ def functions_within(graph: Any) -> dict[str, tuple[Any, bool]]:
 
     `Graph.as_graph_def()` holds them too, but without the dtypes and shapes of their tensors.
     """
+    if not shows_functions(graph):
+        return {}
     return {
         name: (function.graph, "_XlaMustCompile" in function.cached_definition.attr)
         for name, function in graph._functions.items()
@@ -71,49 +97,67 @@ def own_functions(graph: Any) -> tuple[list[Any], list[str]]:
     return own, others
 
 
+def _unknown(_: str) -> list[Any]:
+    return []
+
+
+@with_fallback(_unknown, _session, _kernel_def)
 def registered_kernels(op: str) -> list[tuple[str, dict[str, frozenset[int]]]]:
     """The kernels that this process has for a type of op: device type, and the dtypes (enums) each attribute may have.
 
     Placing an op on a device tells too late, and only with that device at hand. TensorFlow's own Python function for this
-    never frees what it is given, some 6 kB for each call.
+    never frees what it is given, some 6 kB for each call. Publicly, none are known.
     """
-    buffer = pywrap_tf_session.TF_GetRegisteredKernelsForOp(op)
+    buffer = _session.TF_GetRegisteredKernelsForOp(op)
     try:
-        kernels = kernel_def_pb2.KernelList.FromString(pywrap_tf_session.TF_GetBuffer(buffer))
+        kernels = _kernel_def.KernelList.FromString(_session.TF_GetBuffer(buffer))
     finally:
-        pywrap_tf_session.TF_DeleteBuffer(buffer)
+        _session.TF_DeleteBuffer(buffer)
     return [
         (kernel.device_type, {c.name: frozenset(c.allowed_values.list.type) for c in kernel.constraint})
         for kernel in kernels.kernel
     ]
 
 
+@with_fallback(nothing, _context)
 def last_set_seed() -> Any:
     """What stands for the last `tf.random.set_seed`: another object after each. Public API tells only the seed, by drawing."""
-    return getattr(context.context(), "_rng", None)
+    return getattr(_context.context(), "_rng", None)
 
 
-class _TracingAgain(control_flow_ops.XLAControlFlowContext):
-    """What keys the caches of `tf.function`s by its own identity, and does nothing else."""
+@cache
+def _tracing_again() -> Callable[[], Any]:
+    context: Any = _control_flow.XLAControlFlowContext
 
-    def IsXLAContext(self) -> bool:
-        return False
+    class TracingAgain(context):
+        """What keys the caches of `tf.function`s by its own identity, and does nothing else."""
 
-    def RequiresUniqueFunctionRetracing(self) -> bool:
-        return True
+        def IsXLAContext(self) -> bool:
+            return False
+
+        def RequiresUniqueFunctionRetracing(self) -> bool:
+            return True
+
+    return TracingAgain
 
 
-_contexts: dict[Hashable, _TracingAgain] = {}
+_contexts: dict[Hashable, Any] = {}
 
 
+def _as_they_are(_: Hashable) -> contextlib.nullcontext[None]:
+    return contextlib.nullcontext()
+
+
+@with_fallback(_as_they_are, _control_flow)
 @contextlib.contextmanager
 def tracing_again(key: Hashable) -> Iterator[None]:
     """While it lasts, the `tf.function`s that the graph being traced calls are traced for this `key`, and for no one else.
 
     A trace holds the seeds of its random ops, but the cache is not keyed by them, nor by anything else that is public.
+    Publicly, they keep the seeds they have, which is seen where the numbers are compared.
     """
     # For good: caches are keyed by its id, which no other one may get.
-    enclosing = _contexts.setdefault(key, _TracingAgain())
+    enclosing = _contexts.setdefault(key, _tracing_again()())
     enclosing.Enter()
     try:
         yield

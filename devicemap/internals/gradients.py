@@ -6,13 +6,28 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import forwardprop_util, record
-from tensorflow.python.framework import ops as framework_ops
-from tensorflow.python.ops import gradients_util, handle_data_util, resource_variable_ops
 
+from devicemap.internals import Private, nothing, usable, with_fallback
 from devicemap.internals.functions import functions_within, own_functions
 
+_record = Private("tensorflow.python.eager.record", "could_possibly_record")
+_forwardprop = Private("tensorflow.python.eager.forwardprop_util", "pack_tangents")
+_operations = Private("tensorflow", "Operation._update_input", "Operation._clear_attr")
+_registry = Private("tensorflow.python.framework.ops", "get_gradient_function")
+_gradients = Private("tensorflow.python.ops.gradients_util", "PossibleTapeGradientTypes")
+_handle_data = Private("tensorflow.python.ops.handle_data_util", "copy_handle_data", "get_resource_handle_data")
+_resources = Private("tensorflow.python.ops.resource_variable_ops", "variable_accessed")
 
+
+def _no(_: Iterable[Any]) -> bool:
+    return False
+
+
+def _any_order(_: Any, __: Iterable[Any]) -> int:
+    return 2
+
+
+@with_fallback(nothing, _registry, _operations)
 def differentiate_in_place(ops: Iterable[Any]) -> None:
     """Let the gradients of these ops of the graph being traced be computed on the devices that the ops are placed on.
 
@@ -22,7 +37,7 @@ def differentiate_in_place(ops: Iterable[Any]) -> None:
     """
     for op in dict.fromkeys(ops):
         try:
-            gradient = framework_ops.get_gradient_function(op)
+            gradient = _registry.get_gradient_function(op)
         except LookupError:  # it has none
             continue
         if op.device and gradient is not None:
@@ -53,6 +68,7 @@ def _bring_inputs(op: Any) -> None:
             op._update_input(i, tf.identity(tensor))
 
 
+@with_fallback(nothing, _registry, _operations)
 def differentiate_freely(graph: Any) -> None:
     """Let the gradients of gathers in a function's graph, and in those that it calls, not ask for a device.
 
@@ -62,11 +78,12 @@ def differentiate_freely(graph: Any) -> None:
     for each in (graph, *own_functions(graph)[0]):
         for op in each.get_operations():
             if op.type in ("Gather", "GatherV2"):
-                gradient = framework_ops.get_gradient_function(op)
+                gradient = _registry.get_gradient_function(op)
                 if not hasattr(gradient, "without_colocation"):  # a function that fn calls is met again in each trace
                     op._gradient_function = _without_colocation(gradient)
 
 
+@with_fallback(nothing, _registry, _operations)
 def differentiate_values_alone(graph: Any) -> None:
     """Let gradients of eigenvalues and singular values pass by the vectors that were not asked for.
 
@@ -93,7 +110,7 @@ _WITHOUT_VECTORS = {"Svd": "compute_uv", "Eig": "compute_v", "SelfAdjointEigV2":
 def _of_values(linked: Any, of_values: Any, of_matrix: Any) -> list[Any]:
     op = linked.inputs[0].op
     unused = len(op.outputs) - 1  # some wait for these gradients, none reads them
-    return [None, framework_ops.get_gradient_function(op)(op, of_values, *[of_values] * unused)]
+    return [None, _registry.get_gradient_function(op)(op, of_values, *[of_values] * unused)]
 
 
 def _without_colocation(gradient: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,6 +127,7 @@ def _without_colocation(gradient: Callable[..., Any]) -> Callable[..., Any]:
     return free
 
 
+@with_fallback(nothing, _handle_data)
 def complete_handle_data(graph: Any) -> None:
     """Tell a function's graph, and those that it calls, what variables the handles are of that their ops hand on.
 
@@ -127,7 +145,7 @@ def complete_handle_data(graph: Any) -> None:
                     if handle.dtype == tf.resource and not _has_handle_data(handle):
                         source = _handed_on(op, i, graphs)
                         if source is not None and _has_handle_data(source):
-                            handle_data_util.copy_handle_data(source, handle)
+                            _handle_data.copy_handle_data(source, handle)
                             more = True
 
 
@@ -142,8 +160,13 @@ def _handed_on(op: Any, i: int, graphs: dict[str, Any]) -> Any:
 
 
 def _has_handle_data(handle: Any) -> bool:
-    of_what = handle_data_util.get_resource_handle_data(handle).shape_and_type
+    of_what = _handle_data.get_resource_handle_data(handle).shape_and_type
     return len(of_what) > 0 and not any(each.shape.unknown_rank for each in of_what)
+
+
+def holds_gradients() -> bool:
+    """Whether `holding` can be used. It has no public way: variables stay where they are."""
+    return usable(_handle_data)
 
 
 def holding(handle: Any, value: Any) -> Any:
@@ -152,32 +175,38 @@ def holding(handle: Any, value: Any) -> Any:
     An assignment has no gradient. `tf.custom_gradient` would do, but keeps each graph that uses it for good.
     """
     linked, _ = tf.identity_n([handle, value])
-    handle_data_util.copy_handle_data(handle, linked)
+    _handle_data.copy_handle_data(handle, linked)
     linked.op._gradient_function = lambda op, of_handle, of_value: [None, of_handle]
     return linked
 
 
+@with_fallback(lambda: False, _record)
 def tape_is_recording() -> bool:
     """Whether a `tf.GradientTape` or `tf.autodiff.ForwardAccumulator` of this thread may record the next op.
 
-    Public API tells only whether a given tape watches a given tensor, and needs that tape.
+    Public API tells only whether a given tape watches a given tensor, and needs that tape: it is taken to be none, where
+    gradients do not go through anyway.
     """
-    return bool(record.could_possibly_record())
+    return bool(_record.could_possibly_record())
 
 
+@with_fallback(_any_order, _record, _gradients, _resources)
 def order_of_gradients(concrete: Any, tensors: Iterable[Any]) -> int:
     """Which gradients a call of a `ConcreteFunction` in eager code has to keep: 0 none, 1 first ones, 2 any.
 
-    TensorFlow runs another function for each; public API does not tell which.
+    TensorFlow runs another function for each; public API does not tell which, so it may be any.
     """
+    if not tape_is_recording():
+        return 0
     for variable in concrete.graph.variables:  # as the call would: tapes may start to watch it here
-        resource_variable_ops.variable_accessed(variable)
-    return int(gradients_util.PossibleTapeGradientTypes([*tensors, *concrete.captured_inputs]))
+        _resources.variable_accessed(variable)
+    return int(_gradients.PossibleTapeGradientTypes([*tensors, *concrete.captured_inputs]))
 
 
+@with_fallback(_no, _forwardprop)
 def have_tangents(tensors: Iterable[Any]) -> bool:
     """Whether a `tf.autodiff.ForwardAccumulator` of this thread follows one of these tensors.
 
-    Public API asks one accumulator, and needs it.
+    Public API asks one accumulator, and needs it; TensorFlow then says itself what has no forward mode.
     """
-    return bool(forwardprop_util.pack_tangents(list(tensors)).tangents)
+    return bool(_forwardprop.pack_tangents(list(tensors)).tangents)

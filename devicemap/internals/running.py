@@ -9,11 +9,40 @@ from functools import partial
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import cancellation, context, execute
-from tensorflow.python.eager.polymorphic_function import atomic_function
-from tensorflow.python.ops import gradients_util, handle_data_util, resource_variable_ops
+
+from devicemap.internals import Private, usable, with_fallback
+
+_cancellation = Private("tensorflow.python.eager.cancellation", "CancellationManager.start_cancel")
+_context = Private("tensorflow.python.eager.context", "context", "Context.function_call_options")
+_execute = Private("tensorflow.python.eager.execute", "execute", "execute_with_cancellation")
+_atomic = Private("tensorflow.python.eager.polymorphic_function.atomic_function", "InterpolateRuntimeError")
+_concrete = Private(
+    "tensorflow.python.eager.polymorphic_function.concrete_function",
+    *("ConcreteFunction.inference_fn", "ConcreteFunction.function_type"),
+)
+_selecting = Private(
+    "tensorflow.python.eager.polymorphic_function.concrete_function",
+    "ConcreteFunction._select_forward_and_backward_functions",
+)
+_gradients = Private("tensorflow.python.ops.gradients_util", "PossibleTapeGradientTypes")
+_handle_data = Private("tensorflow.python.ops.handle_data_util", "set_handle_data")
+_resources = Private("tensorflow.python.ops.resource_variable_ops", "variable_accessed")
+_dtypes = Private("tensorflow", "DType._handle_data")
+
+_CALLING = (_context, _execute, _atomic, _concrete)
+_TAPING = (*_CALLING, _selecting, _gradients, _handle_data, _resources, _dtypes)
 
 
+def _public_call(concrete: Any) -> Callable[..., Any]:
+    leaves, _ = concrete.structured_input_signature
+
+    def call(*tensors: Any, manager: Any = None) -> Any:
+        return concrete(*tf.nest.pack_sequence_as(list(leaves), tensors, expand_composites=True))
+
+    return call
+
+
+@with_fallback(_public_call, *_CALLING)
 def unrecorded(concrete: Any) -> Callable[..., Any]:
     """What calls a `ConcreteFunction` in eager code when no tape is recording, with tensors only.
 
@@ -33,18 +62,18 @@ def unrecorded(concrete: Any) -> Callable[..., Any]:
 
 def _runner(function: Any) -> Callable[..., list[Any]]:
     """What runs TensorFlow's `AtomicFunction` in eager code: all of its inputs -> its outputs, flat."""
-    ctx = context.context()
+    ctx = _context.context()
     attributes = dict(ctx.function_call_options.as_attrs())
     fixed = tf.compat.as_str(function.name), len(function.function_type.flat_outputs)
     flat_attributes = tuple(itertools.chain(*attributes.items()))
 
     def run(inputs: list[Any], manager: Any) -> list[Any]:
-        with atomic_function.InterpolateRuntimeError(function):  # adds to an error where its op was defined
+        with _atomic.InterpolateRuntimeError(function):  # adds to an error where its op was defined
             results: list[Any]
             if manager is None:
-                results = execute.execute(*fixed, inputs, flat_attributes, ctx)
+                results = _execute.execute(*fixed, inputs, flat_attributes, ctx)
             else:
-                results = execute.execute_with_cancellation(*fixed, inputs, flat_attributes, ctx, manager)
+                results = _execute.execute_with_cancellation(*fixed, inputs, flat_attributes, ctx, manager)
         return results
 
     return run
@@ -61,16 +90,17 @@ class TapedCall:
         """Made by `of`."""
         inputs = [*tensors, *concrete.captured_inputs]
         for variable in concrete.graph.variables:  # as the call would: tapes may start to watch it here
-            resource_variable_ops.variable_accessed(variable)
+            _resources.variable_accessed(variable)
         self._pack = concrete.function_type.pack_output
-        self._call = select(inputs, gradients_util.PossibleTapeGradientTypes(inputs), True)
+        self._call = select(inputs, _gradients.PossibleTapeGradientTypes(inputs), True)
         self.function, self.inputs = self._call.forward()
 
     @staticmethod
     def of(concrete: Any, tensors: Sequence[Any]) -> TapedCall | None:
         """The call, for which TensorFlow builds what its tapes need; `None` where only the public call can be made."""
-        select = getattr(concrete, "_select_forward_and_backward_functions", None)
-        return None if select is None else TapedCall(concrete, tensors, select)
+        if not usable(*_TAPING):
+            return None
+        return TapedCall(concrete, tensors, concrete._select_forward_and_backward_functions)
 
     def runner(self) -> Callable[..., list[Any]]:
         """What runs the `function` on the `inputs`, in any thread; good for later calls of the same one."""
@@ -81,7 +111,7 @@ class TapedCall:
         def run_on(*inputs: Any, manager: Any = None) -> list[Any]:
             results = run(list(inputs), manager)
             for i, data in of_handles.items():  # what variables the handles are of
-                handle_data_util.set_handle_data(results[i], data)
+                _handle_data.set_handle_data(results[i], data)
             return results
 
         return run_on
@@ -96,7 +126,8 @@ class Cancellation:
     """Cancels running `ConcreteFunction`s from another thread.
 
     TensorFlow's runtime can do that; the public API has no name for it since sessions went. Each call gets a manager of
-    its own, because a call that fails cancels what else runs under its manager.
+    its own, because a call that fails cancels what else runs under its manager. Publicly, calls that run go on to their end,
+    and only later ones are refused.
     """
 
     def __init__(self) -> None:
@@ -110,7 +141,11 @@ class Cancellation:
 
     def run(self, function: Callable[..., Any], *tensors: Any) -> Any:
         """Call what `unrecorded` has given such that it ends at `cancel`, in the same way."""
-        manager = cancellation.CancellationManager()
+        if not usable(_cancellation, *_CALLING):
+            if self._cancelled:
+                raise tf.errors.CancelledError(None, None, "the call was cancelled before it began")
+            return function(*tensors)
+        manager = _cancellation.CancellationManager()
         with self._lock:
             self._running.add(manager)
             if self._cancelled:

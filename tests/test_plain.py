@@ -1,0 +1,150 @@
+"""Where TensorFlow lacks what is not public, devicemap takes public ways, to the same answers."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import devicemap
+from devicemap import internals
+from devicemap.internals import Private, converting, functions, gradients, running
+
+PRIVATE = {
+    f"{module.__name__.rpartition('.')[2]}.{name}": value
+    for module in (converting, functions, gradients, running)
+    for name, value in vars(module).items()
+    if isinstance(value, Private)
+}
+X = tf.reshape(tf.range(12.0), [6, 2])
+SCALE = tf.Variable([2.0, 3.0])
+
+
+def _answers(devices: list[str]) -> None:
+    """In memory, under a tape, in chunks, and in the user's function."""
+    wanted = np.cos(X * SCALE) * np.arange(2)
+
+    @tf.function
+    def inner(row: Any) -> Any:
+        return tf.cos(row * SCALE)
+
+    def fn(row: Any) -> Any:
+        return inner(row) * tf.range(2.0)
+
+    mapper, chunked = (devicemap.DeviceMap(fn, devices=devices, batch_size=size) for size in (None, 4))
+    for way in (mapper, tf.function(lambda x: mapper(x)), chunked):
+        np.testing.assert_allclose(way(X), wanted, rtol=1e-5)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(X)
+        rows = mapper(X)
+    np.testing.assert_allclose(tape.gradient(rows, X), -np.sin(X * SCALE) * SCALE * np.arange(2), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        tape.gradient(rows, SCALE), np.sum(-np.sin(X * SCALE) * X * np.arange(2), 0), rtol=1e-4, atol=1e-5
+    )
+
+
+def _further_answers(devices: list[str]) -> None:
+    """With effects, ragged rows and random numbers."""
+    count = tf.Variable(0.0)
+
+    def counting(row: Any) -> Any:
+        count.assign_add(tf.reduce_sum(row))
+        return tf.constant(1.0)
+
+    ones = devicemap.DeviceMap(counting, devices=devices)
+    assert ones(X).numpy().tolist() == [1.0] * 6
+    tf.function(lambda x: (ones(x), 0)[1])(X)  # nobody uses what it returns
+    assert float(count) == 2 * 66.0
+    ragged = tf.ragged.constant([[1.0], [], [2.0, 3.0]])
+    sums = devicemap.DeviceMap(tf.reduce_sum, devices=devices, batch_size=2)(ragged)
+    assert sums.numpy().tolist() == [1.0, 0.0, 5.0]
+    drawn = devicemap.DeviceMap(lambda row: row * 0.0 + tf.random.normal([2], seed=1), devices=devices)(X)
+    assert len({*drawn.numpy().flatten().tolist()}) == 12
+
+
+def test_the_public_interface_alone(monkeypatch: pytest.MonkeyPatch, devices: list[str]) -> None:
+    monkeypatch.setattr(internals, "private", False)
+    _answers(devices)
+    _further_answers(devices)
+    np.testing.assert_array_equal(
+        devicemap.parallel_map(lambda row: row * 2, X, devices=devices, vectorize=True), X * 2
+    )
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_a_tensorflow_without_one_of_the_names(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(vars(PRIVATE[name]), "is_there", False)
+    _answers(["CPU:1", "CPU:0"])
+
+
+def test_a_tensorflow_without_any_of_the_modules() -> None:
+    program = """
+import importlib, types
+from devicemap import internals
+
+def refuse(name):
+    if name.startswith(("tensorflow.python", "tensorflow.core")):
+        refused.add(name)
+        raise ModuleNotFoundError(name)
+    return importlib.import_module(name)
+
+refused = set()
+internals.importlib = types.SimpleNamespace(import_module=refuse)
+import tensorflow as tf
+import devicemap
+devicemap.simulate_devices(3)
+import test_plain
+test_plain._answers(["CPU:1", "CPU:0", "CPU:2"])
+assert len(refused) > 5, refused
+"""
+    here = Path(__file__).parent
+    path = [str(here), str(here.parent)]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{program}"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_missing_modules_and_names_are_told() -> None:
+    assert Private("tensorflow.python.eager.context", "context", "Context.function_call_options").is_there
+    assert not Private("tensorflow.python.eager.context", "Context.gone").is_there
+    assert not Private("tensorflow.python.gone").is_there
+    with pytest.raises(AttributeError):
+        _ = Private("tensorflow", "gone").gone
+
+
+def test_errors_of_running_are_not_taken_for_missing_names() -> None:
+    @internals.with_fallback(lambda: "public", Private("tensorflow", "Operation"))
+    def fails() -> str:
+        raise AttributeError("of running")
+
+    if internals.private:
+        with pytest.raises(AttributeError, match="of running"):
+            fails()
+    else:
+        assert fails() == "public"
+
+
+def test_nothing_private_is_imported_with_the_package() -> None:
+    for path in Path(devicemap.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.startswith(("tensorflow.python", "tensorflow.core")) for name in names), path
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_plan_says_what_it_cannot_see(monkeypatch: pytest.MonkeyPatch, private: bool) -> None:
+    monkeypatch.setattr(internals, "private", private and internals.private)
+    mapper = devicemap.DeviceMap(lambda batch: batch * 2, devices=["CPU:1", "CPU:2"], batched=True)
+    if internals.private:
+        assert mapper.explain(X).memory_bytes_per_row is not None
+    else:
+        with pytest.warns(RuntimeWarning, match="does not show what the functions"):
+            assert mapper.explain(X).memory_bytes_per_row is None
