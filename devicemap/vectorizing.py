@@ -18,7 +18,7 @@ import tensorflow as tf
 from devicemap.auditing import Audit, audit
 from devicemap.errors import failure
 from devicemap.forms import Form, form_of, is_flow, is_proven
-from devicemap.internals.converting import NotProven, checks_ops, convert_own, take_all_rows
+from devicemap.internals.converting import NotProvenError, checks_ops, convert_own, take_all_rows
 from devicemap.internals.functions import own_functions
 from devicemap.looping import mapped
 from devicemap.options import Options
@@ -85,7 +85,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
 def vectorize(row_fn: Any, specs: Sequence[Any], check: Callable[[Form, str], None]) -> Any:
     """The `ConcreteFunction` of a shard's leaves that runs that of one row for all of them at once.
 
-    `check` is called with the form and the name of each op that is vectorised, and raises `NotProven` for one not to be.
+    `check` is called with the form and the name of each op that is vectorised, and raises `NotProvenError` for one not to be.
     """
 
     def of_op(op: Any, stacked: Sequence[bool]) -> None:
@@ -94,7 +94,7 @@ def vectorize(row_fn: Any, specs: Sequence[Any], check: Callable[[Form, str], No
 
     own, others = own_functions(row_fn.graph)
     if others:
-        raise NotProven("fn calls a function that was traced before")
+        raise NotProvenError("fn calls a function that was traced before")
 
     def run(rows: Sequence[Any]) -> Any:
         for row in rows:
@@ -113,7 +113,9 @@ def _check(form: Form, unproven: list[Form], wanted: bool) -> None:
     """Raise for an op that is not proven to vectorise right, unless it is `wanted`; note one whose gradients are not."""
     if not is_proven(form, differentiable=False):
         if not wanted:
-            raise NotProven(f"{form.op} is not proven to give the same vectorised ({form.attributes}; {form.inputs})")
+            raise NotProvenError(
+                f"{form.op} is not proven to give the same vectorised ({form.attributes}; {form.inputs})"
+            )
     elif not is_proven(form, differentiable=True):
         unproven.append(form)
 

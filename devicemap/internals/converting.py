@@ -70,12 +70,12 @@ def take_all_rows(taken: Any) -> None:
         taken.pfor_converter = lambda given: [pfor.wrap(given.input(0).t, True)]
 
 
-class NotProven(Exception):
+class NotProvenError(Exception):
     """An op that is not known to vectorise right."""
 
 
 Check = Callable[[Any, list[bool]], None]
-"""`(op, stacked)` raises `NotProven` for an op (`tf.Operation`) with such inputs that is not to be vectorised."""
+"""`(op, stacked)` raises `NotProvenError` for an op (`tf.Operation`) with such inputs that is not to be vectorised."""
 
 _checking = threading.local()
 
@@ -169,7 +169,7 @@ def _alike(result: Any, stacked: bool, rows: Any) -> Any:
 def convert_product(given: Any) -> list[Any]:
     """A shared matrix times a column of each row is one product of all rows, where TensorFlow turns them around first.
 
-    Without elements, TensorFlow loses the shape.
+    Without elements, or without rows, TensorFlow loses the shape.
     """
     (left, left_stacked, _), (right, right_stacked, _) = given.input(0), given.input(1)
     rows, shape = given.pfor.loop_len_vector, given.op.outputs[0].shape
@@ -178,7 +178,7 @@ def convert_product(given: Any) -> list[Any]:
         product = tf.matmul(columns, left, transpose_b=not given.get_attr("transpose_a"))
         return [pfor.wrap(product[:, :, None], True)]
     product = pfor._convert_matmul(given)
-    if shape.num_elements() == 0 and product.is_stacked:
+    if shape.is_fully_defined() and product.is_stacked:
         return [pfor.wrap(tf.reshape(product.t, tf.concat([rows, shape], 0)), True)]
     return [product]
 
@@ -286,7 +286,7 @@ def convert_lookup(given: Any) -> list[Any]:
     """Rows of a variable, which each row tells, are looked up in its value at once."""
     (handle, variable_per_row, _), (indices, stacked, _) = given.input(0), given.input(1)
     if variable_per_row or given.get_attr("batch_dims"):
-        raise NotProven("ResourceGather of a variable per row, or with batch_dims")
+        raise NotProvenError("ResourceGather of a variable per row, or with batch_dims")
     value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=given.get_attr("dtype"))
     return [pfor.wrap(tf.gather(value, indices), stacked)]
 

@@ -89,9 +89,11 @@ def complete(found: dict[Form, tuple[bool, bool]]) -> dict[Form, tuple[bool, boo
         by_rule.setdefault((form.op, form.attributes), {})[form.inputs] = outcome
     completed = dict(found)
     for (op, attributes), tried in by_rule.items():
-        if all(same for same, _ in tried.values()):
-            gradients = all(also for _, also in tried.values())
-            for inputs, outcome in by_rule.get(_standing_for(op, attributes), {}).items():
+        every = by_rule.get(_standing_for(op, attributes), {})
+        alike = all(same or not every.get(inputs, (False, False))[0] for inputs, (same, _) in tried.items())
+        if alike and any(same for same, _ in tried.values()):
+            gradients = all(also for same, also in tried.values() if same)
+            for inputs, outcome in every.items():
                 completed.setdefault(Form(op, attributes, inputs), (outcome[0], outcome[1] and gradients))
     return completed
 

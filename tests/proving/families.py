@@ -219,9 +219,9 @@ def _scan(op: str, axis: int, flags: dict[str, int], x: Any) -> Any:
 
 def shaping() -> Iterator[Trial]:
     for dtype in (*COMMON, "bool", "float16", "bfloat16", "uint8", "complex64", "string"):
-        for rank in range(5) if many(dtype) else (0, 2):
-            for kind in kinds_of(rank) if many(dtype) else ("",):
-                for x in given(rank, dtype, kind):
+        for rank in range(5) if many(dtype) else (0, 1, 2, 3):
+            for kind in kinds_of(rank) if many(dtype) else ("", "1") if rank == 2 else ("",):
+                for x in itertools.islice(given(rank, dtype, kind), None if many(dtype) else 1):
                     yield from _shaped(x, rank)
 
 
@@ -229,6 +229,13 @@ def _shaped(x: Input, rank: int) -> Iterator[Trial]:
     size = int(np.prod(x.shape))
     shapes: list[list[int]] = [[-1], [1, -1], [-1, 1], list(x.shape), [size]]
     shapes += [[*x.shape[:1], -1]] if rank > 1 else []
+    if size:
+        lengths = Input((1,), "int32", False, values=lambda random, shape, dtype: np.array([size], dtype))
+        yield Trial("Reshape", lambda t, s: _raw.Reshape(tensor=t, shape=s), (x, lengths))
+        more = Input((rank + 1,), "int32", False, values=lambda random, shape, dtype: np.array([2, *x.shape], dtype))
+        yield Trial("BroadcastTo", lambda t, s: _raw.BroadcastTo(input=t, shape=s), (x, more))
+        times = Input((rank,), "int32", False, values=lambda random, shape, dtype: np.full(shape, 2, dtype))
+        yield Trial("Tile", lambda t, n: _raw.Tile(input=t, multiples=n), (x, times))
     for shape in shapes:
         if not (size == 0 and -1 in shape):
             yield Trial("Reshape", lambda t, s=shape: _raw.Reshape(tensor=t, shape=tf.constant(s, tf.int32)), (x,))
@@ -316,6 +323,14 @@ def _sliced(x: Input, rank: int) -> Iterator[Trial]:
         slice(None, None, 2),
         slice(None, None, -1),
     ]
+    picks += [None, slice(1, 3), slice(0, 2), slice(0, 3, 2), (None, slice(0, 2)), (None, 0), (0, Ellipsis)]
+    picks += [
+        (None, slice(None)),
+        (slice(None), None),
+        (None, slice(None), None),
+        (Ellipsis, None, None),
+        (None, Ellipsis, None),
+    ]
     picks += [Ellipsis, (Ellipsis, 0), (Ellipsis, slice(0, 1)), (None, Ellipsis), (Ellipsis, None), slice(-2, None)]
     if rank > 1:
         picks += [
@@ -327,6 +342,9 @@ def _sliced(x: Input, rank: int) -> Iterator[Trial]:
             (-1, -1),
         ]
         picks += [(slice(None), -1), (slice(None), slice(None, None, -1)), (slice(None), slice(-2, -1))]
+    if rank > 1:
+        picks += [(slice(0, 2), slice(0, 2)), (slice(1, None), slice(1, None)), (slice(None), slice(None), None)]
+        picks += [(slice(None, -1), slice(1, None)), (0, slice(0, 2)), (slice(0, 2), 0), (None, 0, slice(None))]
     if rank > 2:
         picks += [(0, slice(None), 0), (slice(None), slice(None), 1), (0, 0, 0)]
     for pick in picks:
@@ -528,6 +546,9 @@ def neural() -> Iterator[Trial]:
                 for s in (True, False):
                     top = lambda t, k=k, s=s: _raw.TopKV2(input=t, k=tf.constant(k), sorted=s)
                     yield Trial("TopKV2", top, (Input(shape_of(rank), dtype),))
+                    count = Input((), "int32", False, values=lambda random, shape, dtype: np.array(2, dtype))
+                    largest = lambda t, k, s=s: _raw.TopKV2(input=t, k=k, sorted=s)
+                    yield Trial("TopKV2", largest, (Input(shape_of(rank), dtype), count))
         for data_format, rank in itertools.product(("NHWC", "NCHW"), (2, 3, 4)):
             shape = shape_of(rank)
             channels = shape[-1] if data_format == "NHWC" else shape[1]
