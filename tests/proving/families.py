@@ -661,6 +661,28 @@ def every_form(op: str) -> Iterator[Trial]:
     return (unary if op == "Neg" else comparing if op == "Equal" else binary)(op, full=True)
 
 
+def others() -> Iterator[Trial]:
+    for rank in range(3):
+        x = Input(shape_of(rank), "float32")
+        for s in (True, False):
+            checked = Input((), "float32", s)
+            for data in (True, False):
+                yield Trial("Assert", partial(_asserted, data), (x, checked))
+        scalar = Input((), "int32", False)
+        yield Trial("IdentityN", lambda t, u: _raw.IdentityN(input=[t, u]), (x, scalar))
+    for dtype in COMMON:
+        for s, t in STACKINGS:
+            yield Trial("Cross", lambda a, b: _raw.Cross(a=a, b=b), (Input((3,), dtype, s), Input((3,), dtype, t)))
+            update = lambda x, u, i=((0,), (2,)): _raw.TensorScatterUpdate(tensor=x, indices=tf.constant(i), updates=u)
+            yield Trial("TensorScatterUpdate", update, (Input((4,), dtype, s), Input((2,), dtype, t)))
+
+
+def _asserted(data: bool, x: Any, checked: Any) -> Any:
+    told = [tf.constant("text"), checked] if data else [tf.constant("text")]
+    with tf.control_dependencies([_raw.Assert(condition=checked < 1e9, data=told)]):
+        return tf.identity(x)
+
+
 FAMILIES: dict[str, Callable[[], Iterator[Trial]]] = {
     "unary": lambda: itertools.chain.from_iterable(map(unary, UNARY)),
     "binary": lambda: itertools.chain.from_iterable(map(binary, BINARY)),
@@ -682,4 +704,5 @@ FAMILIES: dict[str, Callable[[], Iterator[Trial]]] = {
     "segments": segments,
     "lists": lists,
     "draws": draws,
+    "others": others,
 }
