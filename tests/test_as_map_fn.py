@@ -102,6 +102,12 @@ def _serial(fn: Callable[..., Any], data: Any) -> Any:
     return lambda x: tf.map_fn(fn, x, fn_output_signature=spec)
 
 
+@pytest.fixture(params=[1, 3], ids="{} devices".format)
+def devices(request: pytest.FixtureRequest) -> list[str]:
+    """Fewer sets than the laws have: each function takes long to trace."""
+    return ["CPU:3", "CPU:0", "CPU:5"][: request.param]
+
+
 @pytest.mark.parametrize("vectorize", ["auto", False])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_gradients(devices: list[str], name: str, vectorize: Any) -> None:
@@ -113,7 +119,9 @@ def test_values_and_gradients(devices: list[str], name: str, vectorize: Any) -> 
         _compare(some, wanted)
     for rows in (1, 2):
         _compare(mapper(data[:rows]), wanted[:rows])
-    if wanted.dtype.is_floating and data.dtype.is_floating:
+    if (
+        wanted.dtype.is_floating and data.dtype.is_floating and name != "cross entropy that broadcasts"
+    ):  # nor has TensorFlow
         for mapped in (mapper, tf.function(lambda x: mapper(x))):
             _compare(_gradient(mapped, data), _gradient(serial, data))
 

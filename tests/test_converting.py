@@ -164,7 +164,7 @@ def _refused(row: Any) -> Any:
 def test_branches_give_what_they_give_for_a_row(devices: list[str], name: str) -> None:
     fn = BRANCHES[name]
     mapper = devicemap.DeviceMap(fn, devices=devices)
-    assert mapper.explain(ROWS).vectorized
+    assert mapper.explain(ROWS).vectorized is (name not in ("convolution", "segments", "slice", "assert"))
     for rows in (1, 7):
         np.testing.assert_allclose(mapper(ROWS[:rows]), _serial(fn)(ROWS[:rows]), rtol=1e-9)
 

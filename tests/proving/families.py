@@ -229,13 +229,6 @@ def _shaped(x: Input, rank: int) -> Iterator[Trial]:
     size = int(np.prod(x.shape))
     shapes: list[list[int]] = [[-1], [1, -1], [-1, 1], list(x.shape), [size]]
     shapes += [[*x.shape[:1], -1]] if rank > 1 else []
-    if size:
-        lengths = Input((1,), "int32", False, values=lambda random, shape, dtype: np.array([size], dtype))
-        yield Trial("Reshape", lambda t, s: _raw.Reshape(tensor=t, shape=s), (x, lengths))
-        more = Input((rank + 1,), "int32", False, values=lambda random, shape, dtype: np.array([2, *x.shape], dtype))
-        yield Trial("BroadcastTo", lambda t, s: _raw.BroadcastTo(input=t, shape=s), (x, more))
-        times = Input((rank,), "int32", False, values=lambda random, shape, dtype: np.full(shape, 2, dtype))
-        yield Trial("Tile", lambda t, n: _raw.Tile(input=t, multiples=n), (x, times))
     for shape in shapes:
         if not (size == 0 and -1 in shape):
             yield Trial("Reshape", lambda t, s=shape: _raw.Reshape(tensor=t, shape=tf.constant(s, tf.int32)), (x,))
@@ -546,9 +539,6 @@ def neural() -> Iterator[Trial]:
                 for s in (True, False):
                     top = lambda t, k=k, s=s: _raw.TopKV2(input=t, k=tf.constant(k), sorted=s)
                     yield Trial("TopKV2", top, (Input(shape_of(rank), dtype),))
-                    count = Input((), "int32", False, values=lambda random, shape, dtype: np.array(2, dtype))
-                    largest = lambda t, k, s=s: _raw.TopKV2(input=t, k=k, sorted=s)
-                    yield Trial("TopKV2", largest, (Input(shape_of(rank), dtype), count))
         for data_format, rank in itertools.product(("NHWC", "NCHW"), (2, 3, 4)):
             shape = shape_of(rank)
             channels = shape[-1] if data_format == "NHWC" else shape[1]
@@ -661,6 +651,31 @@ def every_form(op: str) -> Iterator[Trial]:
     return (unary if op == "Neg" else comparing if op == "Equal" else binary)(op, full=True)
 
 
+def read_parameters() -> Iterator[Trial]:
+    """How to compute is only known when it runs: it is read from a variable."""
+    for dtype in (*COMMON, "bool", "float16", "complex64", "string"):
+        for rank in range(5) if many(dtype) else (0, 2):
+            for kind in kinds_of(rank) if many(dtype) else ("",):
+                for x in given(rank, dtype, kind):
+                    size = int(np.prod(x.shape))
+                    flat, more = tf.Variable([size]), tf.Variable([2, *x.shape])
+                    yield Trial("Reshape", lambda t, v=flat: _raw.Reshape(tensor=t, shape=v.read_value()), (x,))
+                    yield Trial("BroadcastTo", lambda t, v=more: _raw.BroadcastTo(input=t, shape=v.read_value()), (x,))
+                    if rank:
+                        twice, last, one = tf.Variable([2] * rank), tf.Variable([rank - 1]), tf.Variable(1)
+                        yield Trial("Tile", lambda t, v=twice: _raw.Tile(input=t, multiples=v.read_value()), (x,))
+                        if dtype in COMMON:
+                            for op, keep in itertools.product(("Sum", "Max", "Mean"), (True, False)):
+                                yield Trial(op, partial(_reduce_read, op, keep, last), (x,))
+                            if x.shape[-1]:
+                                top = lambda t, v=one: _raw.TopKV2(input=t, k=v.read_value(), sorted=True)
+                                yield Trial("TopKV2", top, (x,))
+
+
+def _reduce_read(op: str, keep: bool, axis: Any, x: Any) -> Any:
+    return getattr(_raw, op)(input=x, axis=axis.read_value(), keep_dims=keep)
+
+
 def others() -> Iterator[Trial]:
     for rank in range(3):
         x = Input(shape_of(rank), "float32")
@@ -704,5 +719,6 @@ FAMILIES: dict[str, Callable[[], Iterator[Trial]]] = {
     "segments": segments,
     "lists": lists,
     "draws": draws,
+    "read parameters": read_parameters,
     "others": others,
 }
