@@ -29,9 +29,7 @@ _PARAMETERS = frozenset(
 )
 """Names of inputs that say how to compute, where they are known before it runs."""
 
-_IGNORED = frozenset(
-    "message container shared_name output_shapes element_shape N num_split Targuments T_threshold".split()
-)
+_IGNORED = frozenset("message container shared_name output_shapes element_shape N num_split seed seed2".split())
 """Attributes that do not matter."""
 
 

@@ -56,6 +56,8 @@ class Towers:
         `clocked`: whether graphs tell when each shard was done, where the output device has a clock.
         """
         self._traces = 0
+        self.traces = 0
+        """How often `fn` was traced so far."""
         self._trace = trace
         self.left_uncompiled = False
         """Whether XLA was asked for, and cannot write the variables of `fn` from these devices."""
@@ -182,6 +184,7 @@ class Towers:
 
     def _trace_again(self, stream: Stream | None) -> Traced:
         self._traces += 1
+        self.traces += 1
         traced = self._trace(stream)
         return traced.uncompiled or traced if self.left_uncompiled else traced
 

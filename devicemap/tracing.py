@@ -6,6 +6,7 @@ that trace: vectorised where every op converts, a `tf.map_fn` otherwise; both ca
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -153,7 +154,7 @@ def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: l
     count = len(tf.nest.flatten(specs))
     if isinstance(fn, tf.types.experimental.PolymorphicFunction | tf.types.experimental.ConcreteFunction):
         inner = fn
-    elif hasattr(fn, "__code__") and not hasattr(fn, "__wrapped__"):
+    elif hasattr(fn, "__code__") and not _takes_others(fn, (len(specs) if unpack else 1) + (options.seed is not None)):
         inner = tf.function(fn)
     else:  # Keras layers, partials, objects: tf.function wants a signature, and takes that of what a decorator wraps
         inner = tf.function(lambda *args, **kwargs: fn(*args, **kwargs))
@@ -172,6 +173,11 @@ def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: l
         return list(flat)
 
     return flat_fn
+
+
+def _takes_others(fn: Callable[..., Any], count: int) -> bool:
+    """Whether a function that wraps another one has, by that one's signature, other arguments than it will be given."""
+    return hasattr(fn, "__wrapped__") and len(inspect.signature(fn).parameters) != count
 
 
 def _result(value: Any, path: str, batched: bool) -> Any:

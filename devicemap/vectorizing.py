@@ -48,7 +48,8 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     """
     wanted = options.vectorize
     found = audit(row_fn, row_fn.graph.as_graph_def())
-    at_once = 1 if found.python else None  # each call of Python holds a thread that those of the others may wait for
+    # Each call of Python holds a thread that those of the others may wait for; numbers are drawn in the order of rows.
+    at_once = 1 if found.python or found.seeded else None
 
     def one_by_one(reason: str) -> RowLoop:
         return RowLoop(mapped(row_fn, specs, options, structure, at_once), False, reason)

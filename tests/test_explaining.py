@@ -224,9 +224,11 @@ def test_traces_are_counted(seeded: bool, chunks: bool) -> None:
 
     mapper = devicemap.DeviceMap(fn, devices=TOWERS, batch_size=2 if chunks else None)
     plan = mapper.explain(X)
+    assert traces == plan.traces
     mapper(X)
     mapper(X[:1])
-    assert traces == plan.traces == 1
+    most = 2 + 2 * len(TOWERS)  # to find out that it draws, and once for each device and number of devices
+    assert traces <= most if seeded else traces == 1
 
 
 def test_seeded_draws_are_the_same_with_and_without_a_plan() -> None:
@@ -303,7 +305,7 @@ def test_chunks_of_data_and_of_a_dataset(name: str) -> None:
     assert plan.transfers == of_data.transfers if name != "dropped" else plan.rows is None
     assert plan.control_edges == ()
     in_flight = [device.chunks_in_flight for device in plan.devices]
-    assert in_flight == {"ordered": [1, 0, 0], "dropped": [1, 1, 1]}.get(name, [2, 2, 2])
+    assert in_flight == {"ordered": [1, 0, 0], "dropped": [1, 1, 1], "python": [1, 1, 1]}.get(name, [2, 2, 2])
     assert function.calls == 0
     graphs = partitions(mapper, X)
     assert between_towers(graphs) == []

@@ -65,7 +65,7 @@ def explain_call(
         batched=options.batched,
         vectorized=traced.vectorized,
         reason=traced.reason,
-        traces=1,  # `Towers` are of one trace, whatever is called
+        traces=towers.traces,
         control_edges=() if chunks or call is None else tuple(ControlEdge(*w) for w in waits_between_devices(call)),
         ordered=tuple(c.name for c in captured if c.handling is Handling.ORDERED),
         strays=strays,
