@@ -42,6 +42,7 @@ bench-quick: $(VENV)/bench.done
 # cores. `python -m proving --and` keeps of the list that is there what holds with this TensorFlow, too.
 forms: $(VENV)/test.done
 	cd tests && PYTHONPATH=..:. ../$(BIN)/python -m proving
+
 # With what TensorFlow makes public alone; what it cannot give is skipped, and says so.
 test-plain: $(VENV)/test.done
 	$(BIN)/python -m pytest --plain $(LAWS)
@@ -65,6 +66,7 @@ test-clients: .venv-clients/installed.done
 	.venv-clients/bin/python -m pip install --quiet --no-deps --group clients-without-dependencies
 	.venv-clients/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
+
 # The TensorFlow of tomorrow: which of its names that are not public go, and whether the laws hold then.
 test-nightly:
 	$(PYTHON) -m venv .venv-nightly
