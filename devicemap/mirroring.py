@@ -47,7 +47,7 @@ class Mirrors:
         self._seeds_on: str | None = None
         if in_place or traced.audit.pinned:  # what asks for another device reads a variable wherever it is, but no copy
             self._read = {}
-        elif differentiable and traced.audit.loops and (where := self._others_stay(concrete, places)):
+        if differentiable and traced.audit.loops and (where := self._others_stay(concrete, places)):
             self._read = {}
             self._seeds_on = where
         self._tensors = {
