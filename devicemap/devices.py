@@ -51,7 +51,7 @@ def simulate_devices(n: int) -> None:
     """Cut the CPU into `n` logical devices, to see on any machine what several devices do.
 
     They share the cores, so they show placement and order, not speed. As a blocking op holds one of TensorFlow's
-    inter-op threads, at least `n` of those are asked for, and one per core.
+    inter-op threads, at least `n` of those are asked for, and one more for what a Python function calls; and one per core.
 
     Args:
         n: how many logical CPU devices, at least 1.
@@ -66,7 +66,7 @@ def simulate_devices(n: int) -> None:
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(n)])
         threads = tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count() or 1  # 0: one per core
-        tf.config.threading.set_inter_op_parallelism_threads(max(n, threads))
+        tf.config.threading.set_inter_op_parallelism_threads(max(n + 1, threads))
     except RuntimeError as error:
         there = len(tf.config.list_logical_devices("CPU"))
         if there != n:
