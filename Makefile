@@ -38,8 +38,7 @@ bench: $(VENV)/bench.done
 bench-quick: $(VENV)/bench.done
 	$(BIN)/python -m benchmarks --quick $(TOPICS)
 
-# The list of ops that vectorise right, tried anew with the TensorFlow that is installed: a quarter of an hour, and more on few
-# cores. `python -m proving --and` keeps of the list that is there what holds with this TensorFlow, too.
+# The list of ops that vectorise right, tried anew with the TensorFlow that is installed, which takes long. `python -m proving --and` keeps of the list that is there what holds with this TensorFlow, too.
 forms: $(VENV)/test.done
 	cd tests && PYTHONPATH=..:. ../$(BIN)/python -m proving
 
