@@ -12,37 +12,48 @@ import pytest
 import tensorflow as tf
 
 import devicemap
+from benchmarks import softgpu
 from benchmarks.simulator.fixtures import sim as sim
 from devicemap import internals
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts its background jobs, and those their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-devicemap.simulate_devices(8)
-tf.config.threading.set_inter_op_parallelism_threads(16)
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--plain", action="store_true", help="use of TensorFlow what is public alone")
+    parser.addoption("--gpus", type=int, default=0, help="run what is for any devices, on so many GPUs in software")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if gpus := config.getoption("gpus"):
+        try:
+            softgpu.start(gpus)
+        except softgpu.Unavailable as reason:
+            pytest.exit(str(reason), 0)
+    devicemap.simulate_devices(8)
+    tf.config.threading.set_inter_op_parallelism_threads(16)
     internals.private = not config.getoption("plain")
     if not internals.private:
         config.addinivalue_line("filterwarnings", "ignore:this TensorFlow does not show what:RuntimeWarning")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`devices`: the device sets of the laws; not in order of their index, and not all of them on the home of variables."""
+    if "devices" in metafunc.fixturenames:
+        gpus = metafunc.config.getoption("gpus")
+        names = [f"GPU:{i}" for i in range(gpus)[::-1]] or [f"CPU:{i}" for i in (3, 0, 5, 1, 2, 4, 6, 7)]
+        counts = [count for count in ((1, 2, 4) if gpus else (1, 2, 3, 8)) if count <= len(names)]
+        metafunc.parametrize("devices", [names[:count] for count in counts], ids=[f"{n} devices" for n in counts])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("gpus"):
+        items[:] = [item for item in items if "devices" in getattr(item, "fixturenames", ())]
     for item in items:
         marker = item.get_closest_marker("private")
         if marker is not None and not internals.private:
             item.add_marker(pytest.mark.skip(f"TensorFlow has no public name for it: {marker.args[0]}"))
-
-
-@pytest.fixture(params=[1, 2, 3, 8], ids="{} devices".format)
-def devices(request: pytest.FixtureRequest) -> list[str]:
-    """The device sets of the laws; not in order of their index, and not all of them on the home of variables."""
-    return [f"CPU:{i}" for i in (3, 0, 5, 1, 2, 4, 6, 7)][: request.param]
 
 
 @pytest.fixture(autouse=True)

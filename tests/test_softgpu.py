@@ -1,0 +1,142 @@
+"""The GPUs in software that the laws run on, too: that they are devices as TensorFlow knows them, and tell what they did."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+START = """
+import time
+import numpy as np
+import tensorflow as tf
+from benchmarks import softgpu
+try:
+    gpus = softgpu.start(2, 64 << 20)
+except softgpu.Unavailable as reason:
+    raise SystemExit(f"unavailable: {reason}")
+with tf.device("CPU:0"):
+    x = tf.constant(np.random.default_rng(0).normal(size=[64, 64]), tf.float32)
+"""
+
+
+def _run(program: str) -> None:
+    """In a process of its own: devices are made once."""
+    code = START + textwrap.dedent(program)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    if "unavailable:" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_they_compute_what_the_host_does_and_tell_what_travelled() -> None:
+    _run("""
+        assert [d.name for d in tf.config.list_logical_devices("GPU")] == ["/device:GPU:0", "/device:GPU:1"]
+
+        def steps(x):
+            with tf.device("GPU:0"):
+                y = tf.sin(x) @ x
+            with tf.device("GPU:1"):
+                return tf.nn.relu(y, name="positive"), tf.strings.length("on the host")
+
+        compiled = tf.function(steps)
+        np.testing.assert_allclose(compiled(x)[0], np.maximum(np.sin(x.numpy()) @ x.numpy(), 0), rtol=1e-5, atol=1e-5)
+        gpus.clear()
+        compiled(x)[0].numpy()
+        size = 64 * 64 * 4
+        told = [(c.kind, c.sender, c.receiver, c.bytes) for c in gpus.copies()]
+        assert told[:2] == [("to device", "host", "GPU:0", size), ("between", "GPU:0", "GPU:1", size)], told
+        assert {t[:3] for t in told[2:]} == {("to host", "GPU:1", "host")}, told
+        assert [c.tensor for c in gpus.copies()][:2] == ["Sin", "matmul"], gpus.copies()
+        assert {(run.device, run.op, run.count) for run in gpus.runs()} >= {("GPU:0", "Sin", 1), ("GPU:1", "Relu", 1)}
+    """)
+
+
+def test_gradients_and_loops_do_not_race() -> None:
+    _run("""
+        w = tf.Variable(tf.eye(64))
+
+        def loss(x):
+            with tf.device("GPU:1"):
+                return tf.reduce_sum(tf.scan(lambda s, e: tf.tanh(tf.linalg.matvec(w, s) + e), x) ** 2)
+
+        def gradient(x):
+            with tf.GradientTape() as tape:
+                value = loss(x)
+            return tape.gradient(value, w)
+
+        with tf.device("CPU:0"):
+            compiled = tf.function(gradient)
+        first = compiled(x).numpy()
+        for _ in range(20):
+            np.testing.assert_array_equal(compiled(x), first)
+    """)
+
+
+def test_memory_runs_out() -> None:
+    _run("""
+        with tf.device("GPU:0"):
+            large = tf.zeros([8 << 20])
+        assert tf.config.experimental.get_memory_info("GPU:0")["current"] >= 32 << 20
+        try:
+            with tf.device("GPU:0"):
+                tf.zeros([16 << 20])
+        except tf.errors.ResourceExhaustedError:
+            pass
+        else:
+            raise AssertionError("64 MiB held 96")
+    """)
+
+
+def test_time_is_spent_on_the_stream() -> None:
+    _run("""
+        gpus.configure(0, kernel_seconds=0.05)
+        with tf.device("GPU:0"):
+            tf.sin(x)
+            began = time.perf_counter()
+            y = tf.sin(tf.sin(tf.sin(x)))
+            enqueued = time.perf_counter() - began
+            y.numpy()
+        assert enqueued < 0.1 and time.perf_counter() - began > 0.15, enqueued
+        gpus.reset()
+        gpus.configure(1, bytes_per_second=64 * 64 * 4 / 0.1)
+        began = time.perf_counter()
+        with tf.device("GPU:1"):
+            tf.identity(x).numpy()
+        assert time.perf_counter() - began > 0.15
+    """)
+
+
+def test_kernels_are_those_of_a_cuda_build() -> None:
+    _run("""
+        with tf.device("GPU:0"):
+            picture = tf.cast(tf.abs(x[:, :, None]), tf.uint8)
+            assert tf.image.encode_png(picture).device.endswith("CPU:0")
+            assert tf.sin(x).device.endswith("GPU:0")
+            assert (tf.constant(1) + 2).backing_device.endswith("CPU:0"), "int32 lies in the host's memory"
+    """)
+
+
+def test_work_of_the_simulator_takes_time_of_the_stream() -> None:
+    _run("""
+        from benchmarks import simulator
+        try:
+            sim = simulator.load()
+        except simulator.Unavailable as reason:
+            raise SystemExit(f"unavailable: {reason}")
+        gpus.configure(0, speed=2.0)
+        rows, seconds = tf.range(4.0), tf.fill([4], 0.1)
+        with tf.device("GPU:0"):
+            sim.work(rows, seconds).numpy()
+            began = time.perf_counter()
+            results = sim.work(rows, seconds)
+            assert time.perf_counter() - began < 0.1
+            np.testing.assert_array_equal(results, 2 * rows + 1)
+        assert 0.19 < time.perf_counter() - began < 0.4
+    """)
