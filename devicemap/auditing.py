@@ -187,7 +187,7 @@ class _Walk:
             self.types.add(node.op)
             self.pinned |= bool(node.device)
             self.colocated |= any(group.decode().removeprefix("loc:@") not in inside for group in _groups(node))
-            self.custom_gradients |= node.op == "IdentityN" and "_gradient_op_type" in node.attr
+            self.custom_gradients |= "_gradient_op_type" in node.attr  # gradient_override_map has it on any op
             if {"seed", "seed2"} <= {*node.attr}:  # a number stream of its own
                 self.random.add(node.op)
                 seeds = node.attr["seed"].i, node.attr["seed2"].i

@@ -6,7 +6,8 @@ limit) looks like an error of `fn`, and becomes another one on its way through a
 it calls Python from C++, as for the dispatch of its ops, an exception may be dropped, or turned into a `SystemError`; and
 Python itself drops those in `__del__`. A plain `tf.function` that is traced runs on after one Ctrl-C in a hundred.
 
-So handlers are watched, where they matter: while functions are traced, and where `fn` runs in the main thread.
+So handlers are watched, where they matter: while functions are traced, and where `fn` runs in the main thread. Those of
+asyncio are not: they raise nothing, and need system calls that go on after a signal, which `signal.signal` switches off.
 """
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
+
+_WATCHED = tuple(
+    getattr(signal, name)
+    for name in "SIGINT SIGTERM SIGALRM SIGVTALRM SIGPROF SIGUSR1 SIGUSR2 SIGHUP SIGQUIT SIGXCPU SIGBREAK".split()
+    if hasattr(signal, name)
+)
+"""What is used to end or to limit a program."""
 
 
 class Signals:
@@ -52,9 +60,9 @@ class Signals:
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             try:
-                for number in signal.valid_signals():
+                for number in _WATCHED:
                     handler = signal.getsignal(number)
-                    if callable(handler):
+                    if callable(handler) and not str(getattr(handler, "__module__", "")).startswith("asyncio."):
                         watched = self._watching(handler)
                         self._watched.append((number, handler, watched))
                         signal.signal(number, watched)

@@ -23,6 +23,10 @@ from devicemap.interruption import Signals
 _SOON_SECONDS = 0.1
 """A call that takes no longer than this may run in the calling thread: that is how late Ctrl-C can then be."""
 
+_building = threading.RLock()
+"""Held while gradients are built: TensorFlow does not expect several threads to do that for one function, and the functions
+that two maps call may be the same."""
+
 _FAREWELL_SECONDS = 0.8
 """How long to wait for cancelled calls; an op that is running cannot be stopped, and its thread ends after it."""
 
@@ -56,7 +60,7 @@ class Invoker:
 
         `tensors` are what the `arguments` consist of.
         """
-        with Signals() if first else nullcontext():
+        with Signals() if first else nullcontext(), _building if first else nullcontext():
             try:
                 taped = TapedCall.of(graph, tensors)
             except Exception as error:

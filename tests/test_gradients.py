@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,24 @@ def test_gradients_are_those_of_the_serial_map(devices: list[str], batched: bool
     )
     for got, want in zip(run(X), wanted):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.private("gradients of what several maps share are built one after another")
+def test_maps_in_threads_may_share_a_function() -> None:
+    data = tf.eye(3, batch_shape=[4]) * tf.range(1.0, 4.0)
+
+    def gradient(shared: Any) -> Any:
+        mapper = devicemap.DeviceMap(lambda row: shared(row), devices=["CPU:1", "CPU:2"], vectorize=False)
+        with tf.GradientTape() as tape:
+            tape.watch(data)
+            total = tf.reduce_sum(mapper(data) ** 2)
+        return tape.gradient(total, data)
+
+    for _ in range(3):
+        shared = tf.function(tf.linalg.eigvalsh)
+        with ThreadPoolExecutor(4) as pool:
+            for got in pool.map(gradient, [shared] * 4):
+                np.testing.assert_allclose(got, 2 * data, rtol=1e-5, atol=1e-5)
 
 
 def _with_a_function_within() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -208,6 +209,18 @@ def test_it_comes_out_whatever_became_of_it(handler: Any, what: Any) -> None:
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
     assert signal.getsignal(signal.SIGUSR1) is handler
+
+
+def test_handlers_that_raise_nothing_are_left_alone(handler: Any) -> None:
+    """asyncio's ask that system calls go on after a signal, which a new handler would undo."""
+    loop = asyncio.new_event_loop()
+    loop.add_signal_handler(signal.SIGUSR2, int)
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGCHLD, signal.SIGWINCH)}
+    with Signals():
+        assert signal.getsignal(signal.SIGUSR1) is not handler
+        assert {number: signal.getsignal(number) for number in before} == before
+    loop.remove_signal_handler(signal.SIGUSR2)
+    loop.close()
 
 
 def test_it_is_no_error_of_the_disk(handler: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +18,10 @@ _registry = Private("tensorflow.python.framework.ops", "get_gradient_function")
 _gradients = Private("tensorflow.python.ops.gradients_util", "PossibleTapeGradientTypes")
 _handle_data = Private("tensorflow.python.ops.handle_data_util", "copy_handle_data", "get_resource_handle_data")
 _resources = Private("tensorflow.python.ops.resource_variable_ops", "variable_accessed")
+
+
+_mending = threading.Lock()
+"""Maps share the traces of functions that their own functions call (`tracing_again`), in whichever thread they are traced."""
 
 
 def _no(_: Iterable[Any]) -> bool:
@@ -75,12 +80,15 @@ def differentiate_freely(graph: Any) -> None:
     They ask for that of what was gathered from, by name. In the gradients of a function that several towers call it is one
     name, and TensorFlow brings all of it to one device.
     """
-    for each in (graph, *own_functions(graph)[0]):
-        for op in each.get_operations():
-            if op.type in ("Gather", "GatherV2"):
-                gradient = _registry.get_gradient_function(op)
-                if not hasattr(gradient, "without_colocation"):  # a function that fn calls is met again in each trace
-                    op._gradient_function = _without_colocation(gradient)
+    with _mending:
+        for each in (graph, *own_functions(graph)[0]):
+            for op in each.get_operations():
+                if op.type in ("Gather", "GatherV2"):
+                    gradient = _registry.get_gradient_function(op)
+                    if not hasattr(
+                        gradient, "without_colocation"
+                    ):  # a function that fn calls is met again in each trace
+                        op._gradient_function = _without_colocation(gradient)
 
 
 @with_fallback(nothing, _registry, _operations)
@@ -90,18 +98,23 @@ def differentiate_values_alone(graph: Any) -> None:
     TensorFlow gives their static shape as [0], and they are scalars: a loop that keeps them for the gradient fails. What a
     function's graph says is changed for its gradients only, as the function itself was made before.
     """
-    for each in (graph, *own_functions(graph)[0]):
-        for op in [op for op in each.get_operations() if op.type in _WITHOUT_VECTORS]:
-            # a function that fn calls is met again in each trace
-            if not op.get_attr(_WITHOUT_VECTORS[op.type]) and not hasattr(op, "values_alone"):
-                op.values_alone = True
-                consumers = op.outputs[0].consumers()
-                with each.as_default():
-                    values, _ = tf.identity_n([op.outputs[0], op.inputs[0]])
-                values.op._gradient_function = _of_values
-                for consumer in consumers:
-                    for i in [i for i, used in enumerate(consumer.inputs) if used is op.outputs[0]]:
-                        consumer._update_input(i, values)
+    with _mending:
+        for each in (graph, *own_functions(graph)[0]):
+            for op in [op for op in each.get_operations() if op.type in _WITHOUT_VECTORS]:
+                # a function that fn calls is met again in each trace
+                if not op.get_attr(_WITHOUT_VECTORS[op.type]) and not hasattr(op, "values_alone"):
+                    _link_values(op)
+
+
+def _link_values(op: Any) -> None:
+    op.values_alone = True
+    consumers = op.outputs[0].consumers()
+    with op.graph.as_default():
+        values, _ = tf.identity_n([op.outputs[0], op.inputs[0]])
+    values.op._gradient_function = _of_values
+    for consumer in consumers:
+        for i in [i for i, used in enumerate(consumer.inputs) if used is op.outputs[0]]:
+            consumer._update_input(i, values)
 
 
 _WITHOUT_VECTORS = {"Svd": "compute_uv", "Eig": "compute_v", "SelfAdjointEigV2": "compute_v"}
@@ -136,17 +149,22 @@ def complete_handle_data(graph: Any) -> None:
     """
     graphs = {name: inner for name, (inner, _) in functions_within(graph).items()}
     own, _ = own_functions(graph)
-    more = True
-    while more:
-        more = False
-        for each in (graph, *own):
-            for op in each.get_operations():
-                for i, handle in enumerate(op.outputs):
-                    if handle.dtype == tf.resource and not _has_handle_data(handle):
-                        source = _handed_on(op, i, graphs)
-                        if source is not None and _has_handle_data(source):
-                            _handle_data.copy_handle_data(source, handle)
-                            more = True
+    with _mending:
+        while sum(_complete(each, graphs) for each in (graph, *own)):
+            pass
+
+
+def _complete(graph: Any, graphs: dict[str, Any]) -> bool:
+    """Tell what is known of handles one op further on; whether anything was told."""
+    more = False
+    for op in graph.get_operations():
+        for i, handle in enumerate(op.outputs):
+            if handle.dtype == tf.resource and not _has_handle_data(handle):
+                source = _handed_on(op, i, graphs)
+                if source is not None and _has_handle_data(source):
+                    _handle_data.copy_handle_data(source, handle)
+                    more = True
+    return more
 
 
 def _handed_on(op: Any, i: int, graphs: dict[str, Any]) -> Any:
