@@ -1,4 +1,4 @@
-"""Seconds to the first result - tracing, optimising, placing and the first run - on one device and on all.
+"""Seconds to the first result - tracing, TensorFlow's optimising and placing, and the first run - on one device and on all.
 
 The first result of a program, each turn in a process of its own; and of a map that is made in one that has run others. The
 hand-written graph inlines the same function in a tf.device block per device.
@@ -17,6 +17,10 @@ from benchmarks.measuring import Way, compare
 from benchmarks.starting import Program, by_devicemap, by_hand
 
 MOST = 1.5
+"""Times one device, on few devices; on more, sooner than the hand-written graph."""
+
+FEW = 4
+
 QUICK = ("small SVD",)
 
 NAMES = ("ODE solver", "mel spectrogram", "Sinkhorn", "JPEG decoding", "small SVD", "serial scan", "Keras CNN")
@@ -58,7 +62,8 @@ def test_first_result_of_a_program(benchmark: Any, real_devices: list[str], scal
         "devicemap, 1 device": started("devicemap", 1),
         f"graph blocks, {count} devices": started("by-hand", count),
     }
-    targets = {"most ratio to base": {f"devicemap, {count} devices": MOST}}
+    demand, most = ("most ratio to base", MOST) if count <= FEW else ("most ratio", 1.0)
+    targets = {demand: {f"devicemap, {count} devices": most}}
     try:
         _compare(benchmark, ways, count, scale, name, targets=targets)
     finally:

@@ -26,8 +26,8 @@ _FLOW = frozenset(
 """What holds ops rather than being one; those that it holds are looked up."""
 
 _PARAMETERS = frozenset(
-    "axis axes dim dims dimension reduction_indices perm multiples paddings begin end strides size size_splits split_dim "
-    "shape depth num_segments k shift num_bits block_shape crops fft_length num_lower num_upper concat_dim".split()
+    "axis axes dim dims dimension reduction_indices perm multiples paddings begin end strides size size_splits split_dim shape "
+    "depth num_segments k shift num_bits block_shape crops fft_length num_lower num_upper concat_dim element_shape".split()
 )
 """Names of inputs that say how to compute, where they are known before it runs."""
 
@@ -47,7 +47,8 @@ class Form:
 
     inputs: str
     """Its inputs: `s2` is stacked and of rank 2 for one row, `u0` a number that all rows share, `c1-` a list of axes of which
-    some count from the end. Behind the rank: `z` no elements, `1` an axis of length 1, `?` lengths that are not known."""
+    some count from the end, or of lengths of which some are not known; `v1` such a list that is only known when it runs.
+    Behind the rank: `z` no elements, `1` an axis of length 1, `?` lengths that are not known."""
 
 
 def form_of(op: Any, stacked: Sequence[bool]) -> Form:

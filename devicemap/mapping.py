@@ -69,7 +69,8 @@ def parallel_map(
             `"/device:GPU:1"`, full names) or logical or physical devices.
         batched: whether `fn` takes a batch.
         vectorize: how a `fn` of one sample runs over the rows of a device: `True` as `tf.vectorized_map`, `False` as
-            `tf.map_fn`, `"auto"` the first where every op converts and the results are dense, else the second.
+            `tf.map_fn`, `"auto"` the first where every op is proven to give the same and the results are dense, else the
+            second.
         batch_size: rows per device call: data goes in chunks of at most that many rows, each to the first idle device.
             `"auto"`: found by measuring, for each device. `None`: in-memory data as one shard per device, a dataset's
             batches as they are, its samples as with `"auto"`.
@@ -84,7 +85,7 @@ def parallel_map(
             besides returning may then happen again. 0: the first error is raised, also where a device runs out of memory,
             which otherwise gets smaller chunks. A device that keeps failing is set aside, with a `RuntimeWarning`.
         progress: a progress bar; or a callable that gets each `devicemap.types.Event` of the call, one at a time.
-        report: whether a `DeviceMap` keeps what its `report` tells of the last call. It takes about a microsecond per
+        report: whether a `DeviceMap` keeps what its `report` tells of the last call. It takes a few microseconds per
             device and call.
         name: a name for the ops and errors of this map.
 

@@ -55,14 +55,14 @@ class Towers:
 
         `clocked`: whether graphs tell when each shard was done, where the output device has a clock.
         """
-        self._traces = 0
+        self._told_traces = 0
         self.traces = 0
         """How often `fn` was traced so far."""
         self._trace = trace
         self.left_uncompiled = False
         """Whether XLA was asked for, and cannot write the variables of `fn` from these devices."""
         self.traced = self._trace_again(None)
-        if self.traced.uncompiled and _written_elsewhere(self.traced, places):
+        if self.traced.uncompiled and _used_elsewhere(self.traced, places, Treatment.ATOMIC, Treatment.ORDERED):
             self.left_uncompiled = True
             reason = (
                 f"{self.traced.reason}; not compiled, because fn writes a variable of another device, which XLA cannot"
@@ -179,11 +179,10 @@ class Towers:
     def take_traces(self) -> int:
         """How often `fn` was traced since this was asked last."""
         with self._lock:
-            traces, self._traces = self._traces, 0
-            return traces
+            untold, self._told_traces = self.traces - self._told_traces, self.traces
+            return untold
 
     def _trace_again(self, stream: Stream | None) -> Traced:
-        self._traces += 1
         self.traces += 1
         traced = self._trace(stream)
         return traced.uncompiled or traced if self.left_uncompiled else traced
@@ -272,7 +271,7 @@ class Towers:
 
     def _variant(self, traced: Traced, differentiable: bool, in_place: bool) -> Traced:
         """The one that has the right gradients, or the one that is fast; not compiled where variables stay in place."""
-        if in_place and _reads_elsewhere(traced, self.places):
+        if in_place and _used_elsewhere(traced, self.places, Treatment.READ):
             traced = traced.uncompiled or traced
         return traced.with_gradients or traced if differentiable else traced
 
@@ -287,16 +286,10 @@ def _has_clock() -> bool:
     return True
 
 
-def _written_elsewhere(traced: Traced, places: Sequence[str]) -> bool:
+def _used_elsewhere(traced: Traced, places: Sequence[str], *treatments: Treatment) -> bool:
+    """Whether it uses, in one of these ways, a variable that does not lie where all of its places are."""
     return any(
-        treatment in (Treatment.ATOMIC, Treatment.ORDERED) and {handle.device} != {*places}
-        for handle, treatment in zip(traced.concrete.captured_inputs, traced.audit.treatments)
-    )
-
-
-def _reads_elsewhere(traced: Traced, places: Sequence[str]) -> bool:
-    return any(
-        treatment is Treatment.READ and {handle.device} != {*places}
+        treatment in treatments and {handle.device} != {*places}
         for handle, treatment in zip(traced.concrete.captured_inputs, traced.audit.treatments)
     )
 

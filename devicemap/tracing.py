@@ -1,7 +1,7 @@
 """User function -> one traced function over the rows of a shard.
 
 `fn` is traced once, for one row (`batched=False`) or for a batch of any size. The loop over a shard's rows is built from
-that trace: vectorised where every op converts, a `tf.map_fn` otherwise; both call the same traced row function.
+that trace: vectorised where every op is proven to give the same, else a `tf.map_fn`; both call the same traced row function.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from devicemap.auditing import Audit, audit
 from devicemap.errors import failure
 from devicemap.forms import Form, form_of, is_flow, is_proven
 from devicemap.internals.converting import NotProvenError, checks_ops, convert_own, take_all_rows
-from devicemap.internals.functions import own_functions
+from devicemap.internals.functions import own_functions, shows_functions
 from devicemap.looping import mapped
 from devicemap.options import Options
 
@@ -69,7 +69,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
         if wanted is True:
             raise failure(f"vectorize=True: {obstacle}. {_BY_HAND}")
         return [one_by_one(obstacle)]
-    reason = "every op of fn has a vectorised form"
+    reason = f"every op of fn {'has a vectorised form' if wanted is True else 'is proven to give the same vectorised'}"
     lost = None
     if found.custom_gradients:
         lost = "a custom gradient (tf.custom_gradient, tf.nn.silu, ...), which vectorising would drop"
@@ -93,9 +93,7 @@ def vectorize(row_fn: Any, specs: Sequence[Any], check: Callable[[Form, str], No
         if not is_flow(op):
             check(form_of(op, stacked), op.name)
 
-    own, others = own_functions(row_fn.graph)
-    if others:
-        raise NotProvenError("fn calls a function that was traced before")
+    own, _ = own_functions(row_fn.graph)
 
     def run(rows: Sequence[Any]) -> Any:
         for row in rows:
@@ -133,8 +131,11 @@ def _parts_rows(vectorized: Any) -> bool:
 
 def _obstacle(row_fn: Any, found: Audit, specs: list[Any], options: Options) -> str | None:
     """What can be told to stand in the way of vectorising before trying it."""
-    if options.vectorize is not True and not checks_ops():
-        return "only with what this TensorFlow does not make public could each op be checked"
+    if options.vectorize is not True:
+        if not (checks_ops() and shows_functions(row_fn.graph)):
+            return "only with what this TensorFlow does not make public could each op be checked"
+        if own_functions(row_fn.graph)[1]:
+            return "fn calls a function that was traced before, which is left as it is"
     if options.fn_output_signature is not None:
         return "fn_output_signature is given, which is for tf.map_fn"
     if not all(isinstance(spec, tf.TensorSpec) for spec in specs):

@@ -126,8 +126,8 @@ def _traced(fn: Any, data: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("fn", "data", "reason"),
     [
-        (tf.sin, X, "every op"),
-        (lambda row: row[0] + tf.random.normal([]), X, "every op"),
+        (tf.sin, X, "every op of fn is proven"),
+        (lambda row: row[0] + tf.random.normal([]), X, "every op of fn is proven"),
         (tf.io.decode_raw, tf.constant(["abcd"]), "could not"),
         (lambda s: tf.strings.length(s), tf.constant(["abcd"]), "StringLength has no vectorised form"),
         (lambda row: tf.numpy_function(np.sin, [row], tf.float32), X, "PyFunc acts once per row"),
@@ -141,7 +141,7 @@ def test_why_rows_are_vectorised_or_not(fn: Any, data: Any, reason: str) -> None
             _traced(fn, data)
         return
     traced = _traced(fn, data)
-    assert traced.vectorized is reason.startswith("every op")
+    assert traced.vectorized is reason.startswith("every op of fn is proven")
     assert reason in traced.reason
 
 

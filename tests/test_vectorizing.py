@@ -82,6 +82,15 @@ OF_VECTORS: list[Callable[[Any], Any]] = [
     lambda r: tf.meshgrid(r, r)[0],
     lambda r: tf.scan(lambda s, a: s * 0.5 + a, r),
     lambda r: tf.TensorArray(tf.float32, 2).write(0, r).write(1, r * 2).stack(),
+    lambda r: tf.TensorArray(tf.float32, 3, element_shape=[3]).write(2, r).stack(),
+    lambda r: tf.TensorArray(tf.float32, 0, dynamic_size=True).write(1, r).stack(),
+    lambda r: tf.TensorArray(tf.float32, 3, element_shape=[3]).write(1, r).read(2),
+    lambda r: tf.TensorArray(tf.float32, 2).write(1, r).write(0, VECTOR).gather([1, 0, 0]),
+    lambda r: tf.TensorArray(tf.float32, 3).unstack(r).gather([2, 0]),
+    lambda r: tf.TensorArray(tf.float32, 3).unstack(VECTOR).write(1, r[0]).stack(),
+    lambda r: tf.scan(lambda s, e: tf.sin(s) + e * MATRIX[0], r, tf.zeros([3])),
+    lambda r: tf.map_fn(lambda e: tf.reduce_sum(e * r), MATRIX),
+    lambda r: tf.foldl(lambda s, e: s * 0.5 + e, r),
     lambda r: tf.nn.silu(r),
     tf.function(lambda r: tf.norm(r) * r),
     _lstm,
@@ -217,6 +226,108 @@ def test_rows_of_a_variable_are_looked_up_at_once(
     assert mapper.explain(rows).vectorized is vectorized
     np.testing.assert_allclose(mapper(rows), serial(rows), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(gradient(mapper), gradient(tf.function(serial)), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda r: tf.scan(lambda s, e: tf.sin(s) * 0.5 + e, r),
+        lambda r: tf.scan(lambda s, e: (s[0] + e, s[1] * e), r, (tf.zeros([]), tf.ones([]))),
+        lambda r: tf.map_fn(lambda e: tf.reduce_sum(e * r), MATRIX),
+        lambda r: tf.keras.ops.scan(lambda s, e: (s + e, s * e), tf.zeros([]), r)[1],
+    ],
+)
+def test_loops_that_fill_lists_are_vectorised(devices: list[str], fn: Callable[[Any], Any]) -> None:
+    data = tf.constant(_random.normal(size=[5, 3]), tf.float32)
+
+    def serial(x: Any) -> Any:
+        return tf.map_fn(fn, x, fn_output_signature=tf.nest.map_structure(lambda _: tf.float32, fn(data[0])))
+
+    def gradient(mapped: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(data)
+            total = tf.add_n([tf.reduce_sum(leaf**2) for leaf in tf.nest.flatten(mapped(data))])
+        return tape.gradient(total, data)
+
+    mapper = devicemap.DeviceMap(fn, devices=devices)
+    assert mapper.explain(data).vectorized, mapper.explain(data).reason
+    for rows in (1, 5):
+        for got, wanted in zip(tf.nest.flatten(mapper(data[:rows])), tf.nest.flatten(serial(data[:rows]))):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(gradient(mapper), gradient(tf.function(serial)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_list_in_a_loop_that_rows_leave_at_different_times_is_mapped() -> None:
+    def until(r: Any) -> Any:
+        steps = tf.TensorArray(tf.float32, 5, element_shape=[])
+        goes_on = lambda i, total, steps: (i < 5) & (total < r[0] * 4.0)
+        step = lambda i, total, steps: (i + 1, total + 1.0, steps.write(i, total))
+        return tf.while_loop(goes_on, step, (0, 0.0, steps))[2].stack()
+
+    data = DATA["vector"]
+    mapper = devicemap.DeviceMap(until, devices=["CPU:1", "CPU:2"])
+    assert "leave at different times" in mapper.explain(data).reason
+    np.testing.assert_allclose(mapper(data), tf.map_fn(until, data))
+
+
+@pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batched": True}])
+def test_functions_that_the_user_vectorises_himself(options: dict[str, Any]) -> None:
+    """In a second trace, they are met as they were left by the first."""
+    double = tf.function(lambda x: 2.0 * x)
+    mapper = devicemap.DeviceMap(lambda x: tf.vectorized_map(double, x), devices=["CPU:1", "CPU:2"], **options)
+    for columns in (3, 4, 5):
+        np.testing.assert_array_equal(mapper(tf.ones([4, columns])), 2 * np.ones([4, columns]))
+
+
+def test_jacobians_of_a_function_in_several_maps() -> None:
+    curve = tf.function(lambda x: tf.sin(x) * x)
+
+    def jacobian(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = curve(x)
+        return tape.jacobian(y, x)
+
+    data = DATA["vector"]
+    for _ in range(3):
+        got = devicemap.DeviceMap(lambda x: jacobian(x), devices=["CPU:1"])(data)
+        np.testing.assert_allclose(got, tf.linalg.diag(tf.sin(data) + data * tf.cos(data)), rtol=1e-5)
+
+
+def test_overridden_gradients_are_kept() -> None:
+    @tf.RegisterGradient("FiveForEach")
+    def five(op: Any, upstream: Any) -> Any:
+        return 5.0 * tf.ones_like(op.inputs[0]), None
+
+    def fn(r: Any) -> Any:
+        with tf.compat.v1.get_default_graph().gradient_override_map({"Sum": "FiveForEach"}):
+            return tf.reduce_sum(r)
+
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"])
+    with tf.GradientTape() as tape:
+        tape.watch(DATA["vector"])
+        total = tf.reduce_sum(mapper(DATA["vector"]))
+    np.testing.assert_array_equal(tape.gradient(total, DATA["vector"]), 5 * np.ones([3, 3]))
+
+
+def test_what_was_traced_before_is_vectorised_only_if_that_is_asked_for() -> None:
+    before = tf.function(tf.sin).get_concrete_function(tf.TensorSpec([3]))
+    data = DATA["vector"]
+    for wanted in ("auto", True):
+        mapper = devicemap.DeviceMap(before, devices=["CPU:1", "CPU:2"], vectorize=wanted)
+        plan = mapper.explain(data)
+        assert plan.vectorized is (wanted is True)
+        assert plan.vectorized or "traced before" in plan.reason
+        np.testing.assert_allclose(mapper(data), tf.sin(data), rtol=1e-6)
+
+
+def test_ops_that_cannot_be_seen_are_not_vectorised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `tf.function` inside of `fn`, in a TensorFlow that does not show what such hold."""
+    monkeypatch.setattr(devicemap.vectorizing, "shows_functions", lambda graph: False)
+    padded = tf.function(lambda r: tf.pad(r, [[1, 1]], constant_values=3.0))
+    mapper = devicemap.DeviceMap(lambda r: padded(r), devices=["CPU:1"])
+    assert "not make public" in mapper.explain(DATA["vector"]).reason
+    np.testing.assert_array_equal(mapper(DATA["vector"])[:, 0], [3, 3, 3])
 
 
 def test_axes_that_only_the_running_graph_knows() -> None:

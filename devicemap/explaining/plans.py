@@ -173,7 +173,7 @@ class Plan:
     """Whether a `fn` of one row runs over the rows of a device at once."""
 
     reason: str
-    """Why it does, or does not: for instance the op that has no vectorised form."""
+    """Why it does, or does not: for instance the op that is not proven to give the same vectorised."""
 
     traces: int
     """How often `fn` is traced for data of this structure: once for all devices, sizes and calls."""

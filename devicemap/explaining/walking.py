@@ -124,9 +124,3 @@ def _home(op: Any, functions: dict[str, tuple[Any, bool]]) -> str | None:
     """The device that an op is placed on; of a branch without one, which holds a tower that may get no rows, the tower's."""
     inside = [o for name in called_by(op) if name in functions for o in functions[name][0].get_operations()]
     return next((full_name(o.device) for o in [op, *inside] if is_placed(o.device)), None)
-
-
-def _reaches(op: Any, wanted: str) -> bool:
-    """Whether what `op` computes is an input of an op of a type, directly or through identities."""
-    consumers = [consumer for tensor in op.outputs for consumer in tensor.consumers()]
-    return any(c.type == wanted or (c.type == "Identity" and _reaches(c, wanted)) for c in consumers)

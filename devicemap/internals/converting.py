@@ -99,7 +99,10 @@ def convert_own(graphs: Iterable[Any], check: Check) -> Iterator[None]:
 
 
 def _convert_checked(convert: Callable[[Any], Any], given: Any) -> Any:
-    _checking.check(given.op, [each.is_stacked for each in given.inputs])
+    check: Check | None = getattr(_checking, "check", None)
+    if check is None:  # `fn` itself vectorises a function that was traced for it before: as TensorFlow would
+        return pfor._pfor_converter_registry.get(given.op.type, convert)(given)
+    check(given.op, [each.is_stacked for each in given.inputs])
     return convert(given)
 
 
@@ -114,6 +117,8 @@ def convert_loop(given: Any) -> list[Any]:
     if differ is not None:
         with contextlib.suppress(_Parting):
             return _shared_loop(given, loop, differ)
+    if any(each.dtype == tf.variant for each in given.op.inputs):
+        raise NotImplementedError("fn has a loop that rows leave at different times, with a list")
     if any(start.shape.is_fully_defined() > end.shape.is_fully_defined() for start, end in _variables(given.op)):
         raise NotImplementedError("fn has a loop that rows leave at different times, with a tensor that grows in it")
     return list(loop())
@@ -291,6 +296,79 @@ def convert_lookup(given: Any) -> list[Any]:
     return [pfor.wrap(tf.gather(value, indices), stacked)]
 
 
+def convert_reserve(given: Any) -> list[Any]:
+    """A list whose elements hold what each row's would, with the shape that they have before they are written, too.
+
+    TensorFlow forgets that shape in this op and those below; and in a gather, which axis is which.
+    """
+    made = tf.raw_ops.TensorListReserve(
+        element_shape=_element_shape(given, 0), num_elements=given.unstacked_input(1), **_attributes(given)
+    )
+    return [pfor.wrap(made, True)]
+
+
+def convert_unstack(given: Any) -> list[Any]:
+    """A list of the elements of a tensor."""
+    tensor = _swapped(given.stacked_input(0))
+    made = tf.raw_ops.TensorListFromTensor(tensor=tensor, element_shape=_element_shape(given, 1))
+    return [pfor.wrap(made, True)]
+
+
+def convert_stack(given: Any) -> list[Any]:
+    """The elements of a list as a tensor."""
+    stacked = tf.raw_ops.TensorListStack(
+        input_handle=given.stacked_input(0),
+        element_shape=_element_shape(given, 1),
+        num_elements=given.get_attr("num_elements"),
+        **_attributes(given),
+    )
+    return [pfor.wrap(_swapped(stacked), True)]
+
+
+def convert_gather(given: Any) -> list[Any]:
+    """Some elements of a list as a tensor."""
+    gathered = tf.raw_ops.TensorListGather(
+        input_handle=given.stacked_input(0),
+        indices=given.unstacked_input(1),
+        element_shape=_element_shape(given, 2),
+        **_attributes(given),
+    )
+    return [pfor.wrap(_swapped(gathered), True)]
+
+
+def convert_read(given: Any) -> list[Any]:
+    """One element of a list, the same in each row."""
+    read = tf.raw_ops.TensorListGetItem(
+        input_handle=given.stacked_input(0),
+        index=given.unstacked_input(1),
+        element_shape=_element_shape(given, 2),
+        **_attributes(given),
+    )
+    return [pfor.wrap(read, True)]
+
+
+def _attributes(given: Any) -> dict[str, Any]:
+    return {"element_dtype": given.get_attr("element_dtype")}
+
+
+def _element_shape(given: Any, place: int) -> Any:
+    """The shape of a list's elements for all rows, of that for one."""
+    shape = tf.get_static_value(given.unstacked_input(place))
+    if shape is None:
+        raise NotProvenError("a list whose elements have a shape that is only known when it runs")
+    if shape.ndim == 0:  # -1: nothing is known of it
+        return tf.constant(shape)
+    return tf.concat([tf.cast(given.pfor.loop_len_vector, shape.dtype), shape], 0)
+
+
+def _swapped(tensor: Any) -> Any:
+    """With the first two axes in the other order."""
+    rank = tensor.shape.rank
+    return tf.transpose(
+        tensor, [1, 0, *range(2, rank)] if rank else tf.concat([[1, 0], tf.range(2, tf.rank(tensor))], 0)
+    )
+
+
 _CONVERTERS: dict[str, Callable[[Any], list[Any]]] = {
     "While": convert_loop,
     "StatelessWhile": convert_loop,
@@ -301,5 +379,10 @@ _CONVERTERS: dict[str, Callable[[Any], list[Any]]] = {
     "MatMul": convert_product,
     "Squeeze": convert_squeeze,
     "ResourceGather": convert_lookup,
+    "TensorListReserve": convert_reserve,
+    "TensorListFromTensor": convert_unstack,
+    "TensorListStack": convert_stack,
+    "TensorListGather": convert_gather,
+    "TensorListGetItem": convert_read,
 }
 """By type of op."""

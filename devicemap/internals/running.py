@@ -86,21 +86,20 @@ class TapedCall:
     function that also gives what gradients need, run it, tell the tapes. Here it can be run in between by someone else.
     """
 
-    def __init__(self, concrete: Any, tensors: Sequence[Any], select: Callable[..., Any]):
+    def __init__(self, concrete: Any, tensors: Sequence[Any]):
         """Made by `of`."""
         inputs = [*tensors, *concrete.captured_inputs]
         for variable in concrete.graph.variables:  # as the call would: tapes may start to watch it here
             _resources.variable_accessed(variable)
         self._pack = concrete.function_type.pack_output
-        self._call = select(inputs, _gradients.PossibleTapeGradientTypes(inputs), True)
+        kind = _gradients.PossibleTapeGradientTypes(inputs)
+        self._call = concrete._select_forward_and_backward_functions(inputs, kind, True)
         self.function, self.inputs = self._call.forward()
 
     @staticmethod
     def of(concrete: Any, tensors: Sequence[Any]) -> TapedCall | None:
         """The call, for which TensorFlow builds what its tapes need; `None` where only the public call can be made."""
-        if not usable(*_TAPING):
-            return None
-        return TapedCall(concrete, tensors, concrete._select_forward_and_backward_functions)
+        return TapedCall(concrete, tensors) if usable(*_TAPING) else None
 
     def runner(self) -> Callable[..., list[Any]]:
         """What runs the `function` on the `inputs`, in any thread; good for later calls of the same one."""

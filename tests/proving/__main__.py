@@ -1,4 +1,8 @@
-"""Write `devicemap/forms.json`: `python -m proving`, in `tests/`. With names of families, tell of these and write nothing."""
+"""Write `devicemap/forms.json`: `python -m proving`, in `tests/`.
+
+With names of families, tell of these and write nothing; with `--write`, too, change what the list says of the forms that they
+try. With `--and`, keep of the list what holds with this TensorFlow, too.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +39,16 @@ def main() -> None:
         print(f"{told} ({time.perf_counter() - start:.0f} s)", flush=True)
         if names:
             print("\n".join(f"   not: {form}" for form, (same, _) in of_family.items() if not same))
-    if not names:
+    if not names or "--write" in sys.argv:
         found = complete(found)
         proven = {form: gradients for form, (same, gradients) in found.items() if same}
         versions = [tf.__version__]
+        if names:
+            for (op, attributes), (inputs, with_gradients) in unpack(json.loads(LIST.read_text())).items():
+                kept = {
+                    form: each in with_gradients for each in inputs if (form := Form(op, attributes, each)) not in found
+                }
+                proven |= kept
         if "--and" in sys.argv and LIST.exists():  # only what holds with the TensorFlow of the list, too
             before = json.loads(LIST.read_text())
             known = unpack(before)
@@ -49,7 +59,7 @@ def main() -> None:
             }
             versions = sorted({*versions, *before["tensorflow"]})
         LIST.write_text(json.dumps(pack(proven, versions), indent=0, sort_keys=True) + "\n")
-        print(f"{len(proven)} forms in {LIST.name}; {len(found) - len(proven)} left out")
+        print(f"{len(proven)} forms in {LIST.name}; {sum(not same for same, _ in found.values())} are not right")
 
 
 def _in_a_process(name: str) -> list[list[str]]:

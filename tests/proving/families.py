@@ -507,7 +507,7 @@ def transforms() -> Iterator[Trial]:
                     for x in given(rank, dtype, kind):
                         for op in ("FFT", "IFFT"):
                             yield Trial(op + suffix, lambda t, op=op + suffix: getattr(_raw, op)(input=t), (x,))
-                real = partial(_transform, "RFFT" + suffix, [SIZES[-1]] * dimensions)
+                real = partial(_transform, "RFFT" + suffix, [*shape_of(rank, kind, 0)[rank - dimensions :]])
                 for x in given(rank, "float32", kind, turn=0):
                     yield Trial("RFFT" + suffix, real, (x,))
                 back = partial(_transform, "IRFFT" + suffix, [4] * dimensions)
@@ -540,11 +540,13 @@ def neural() -> Iterator[Trial]:
                     top = lambda t, k=k, s=s: _raw.TopKV2(input=t, k=tf.constant(k), sorted=s)
                     yield Trial("TopKV2", top, (Input(shape_of(rank), dtype),))
         for data_format, rank in itertools.product(("NHWC", "NCHW"), (2, 3, 4)):
-            shape = shape_of(rank)
-            channels = shape[-1] if data_format == "NHWC" else shape[1]
-            for s, t in ((True, True), (True, False), (False, True)):
-                add = lambda v, b, f=data_format: _raw.BiasAdd(value=v, bias=b, data_format=f)
-                yield Trial("BiasAdd", add, (Input(shape, dtype, s), Input((channels,), dtype, t)))
+            for kind, turn in itertools.product(KINDS, range(rank)) if many(dtype) else (("", 0),):
+                for x, (s, t) in itertools.product(given(rank, dtype, kind, turn=turn), STACKINGS):
+                    if s or not x.unknown:
+                        channels = x.shape[-1] if data_format == "NHWC" else x.shape[1]
+                        add = lambda v, b, f=data_format: _raw.BiasAdd(value=v, bias=b, data_format=f)
+                        value, bias = Input(x.shape, dtype, s, x.unknown), Input((channels,), dtype, t, t and x.unknown)
+                        yield Trial("BiasAdd", add, (value, bias))
         for rows, classes in itertools.product((1, 3), (1, 4)):
             for s, t in ((True, True), (True, False), (False, True)):
                 both = (Input((rows, classes), dtype, s), Input((rows, classes), dtype, t))
@@ -607,24 +609,74 @@ def segments() -> Iterator[Trial]:
 
 def lists() -> Iterator[Trial]:
     for dtype in COMMON:
-        for rank in range(1, 4):
-            for x in given(rank, dtype):
-                for place in (0, 1, x.shape[0] - 1):
-                    yield Trial("TensorListGetItem", partial(_read, place), (x,))
-                    yield Trial("TensorListFromTensor", partial(_read, place), (x,))
-                yield Trial("TensorListLength", lambda t: tf.TensorArray(t.dtype, t.shape[0]).unstack(t).size(), (x,))
-                yield Trial("TensorListStack", lambda t: tf.TensorArray(t.dtype, t.shape[0]).unstack(t).stack(), (x,))
-                yield Trial(
-                    "TensorListGather", lambda t: tf.TensorArray(t.dtype, t.shape[0]).unstack(t).gather([1, 0]), (x,)
-                )
-                at = Input((), "int32", values=_indices(2))
-                yield Trial(
-                    "TensorListGetItem", lambda t, i: tf.TensorArray(t.dtype, t.shape[0]).unstack(t).read(i), (x, at)
-                )
+        for rank in range(1, 5) if many(dtype) else range(1, 4):
+            for kind in kinds_of(rank) if many(dtype) else ("",):
+                for x in itertools.chain(given(rank, dtype, kind), given(rank, dtype, kind, turn=0)):
+                    yield Trial("TensorListFromTensor TensorListStack Identity", _restacked, (x,))
+                    yield Trial("TensorListFromTensor TensorListLength", lambda t: _unstacked(t).size(), (x,))
+                    if x.shape[0]:
+                        for place in {0, 1 % x.shape[0], x.shape[0] - 1}:
+                            read = lambda t, place=place: _unstacked(t).read(place)
+                            yield Trial("TensorListFromTensor TensorListGetItem", read, (x,))
+                        gather = lambda t, n=x.shape[0]: _unstacked(t).gather([n - 1, 0])
+                        yield Trial("TensorListFromTensor TensorListGather", gather, (x,))
+                        at = Input((), "int32", values=_indices(x.shape[0]))
+                        yield Trial("TensorListGetItem", lambda t, i: _unstacked(t).read(i), (x, at))
+    yield from _written_lists()
 
 
-def _read(place: int, x: Any) -> Any:
-    return tf.TensorArray(x.dtype, x.shape[0]).unstack(x).read(place)
+def _unstacked(x: Any) -> Any:
+    return tf.TensorArray(x.dtype, tf.shape(x)[0] if x.shape[0] is None else x.shape[0]).unstack(x)
+
+
+def _restacked(x: Any) -> Any:
+    return _unstacked(x).identity().stack()
+
+
+def _written_lists() -> Iterator[Trial]:
+    """Lists that are written element by element: all of them, some, or none."""
+    row = Input((), "float32")
+    for dtype in (*COMMON, "bool", "string", "float16", "complex64"):
+        for rank in range(4) if many(dtype) else (0, 2):
+            for kind, stacked in itertools.product(kinds_of(rank) if many(dtype) else ("",), (True, False)):
+                for x in given(rank, dtype, kind, stacked):
+                    known = [None if x.unknown else each for each in x.shape]
+                    # What is not told of an element's shape is learnt from those that are written.
+                    in_part = [[None, *known[1:]]] if rank else []
+                    for element in (known, None, *in_part):
+                        whole = element is not None and None not in element
+                        for places in ((0, 1, 2), (2, 0), *(((1,), ()) if whole else ())):
+                            fill = partial(_filled, element, places)
+                            every = "TensorListReserve TensorListSetItem TensorListStack TensorListLength"
+                            yield Trial(every, partial(_read_all, fill), (x, row))
+                            if places == (0, 1, 2):
+                                yield Trial(every, partial(_read_all, partial(fill, grows=True)), (x, row))
+                            if 2 in places or whole:
+                                yield Trial("TensorListGetItem", lambda t, r, fill=fill: fill(t, r).read(2), (x, row))
+                                gather = lambda t, r, fill=fill: fill(t, r).gather([2, 0])
+                                yield Trial("TensorListGather", gather, (x, row))
+        for rank in range(1, 4) if many(dtype) else (2,):
+            for x, stacked in itertools.product(given(rank, dtype), STACKINGS):
+                both = (Input(x.shape, dtype, stacked[0]), Input(x.shape[1:], dtype, stacked[1]))
+                yield Trial("TensorListSetItem TensorListStack", _overwritten, both)
+
+
+def _read_all(fill: Callable[..., Any], x: Any, row: Any) -> Any:
+    filled = fill(x, row)
+    return [filled.stack(), filled.size()]
+
+
+def _filled(element_shape: Any, places: Sequence[int], x: Any, row: Any, grows: bool = False) -> Any:
+    del row  # there is always something that differs between rows
+    size = 0 if grows else 3
+    filled = tf.TensorArray(x.dtype, size, grows, element_shape=element_shape, clear_after_read=False)
+    for place in places:
+        filled = filled.write(place, x)
+    return filled
+
+
+def _overwritten(x: Any, element: Any) -> Any:
+    return tf.TensorArray(x.dtype, x.shape[0]).unstack(x).write(1 % x.shape[0], element).stack()
 
 
 def draws() -> Iterator[Trial]:
@@ -661,6 +713,11 @@ def read_parameters() -> Iterator[Trial]:
                     flat, more = tf.Variable([size]), tf.Variable([2, *x.shape])
                     yield Trial("Reshape", lambda t, v=flat: _raw.Reshape(tensor=t, shape=v.read_value()), (x,))
                     yield Trial("BroadcastTo", lambda t, v=more: _raw.BroadcastTo(input=t, shape=v.read_value()), (x,))
+                    if rank and x.shape[0] and x.shape[-1]:
+                        zero, one_more = tf.Variable(0), tf.Variable(x.shape[0] - 1)
+                        for sliced in _SLICES[: 4 if rank == 1 else None]:
+                            read = lambda t, f=sliced, i=zero, j=one_more: f(t, i.read_value(), j.read_value())
+                            yield Trial("StridedSlice", read, (x,))
                     if rank:
                         twice, last, one = tf.Variable([2] * rank), tf.Variable([rank - 1]), tf.Variable(1)
                         yield Trial("Tile", lambda t, v=twice: _raw.Tile(input=t, multiples=v.read_value()), (x,))
@@ -670,6 +727,21 @@ def read_parameters() -> Iterator[Trial]:
                             if x.shape[-1]:
                                 top = lambda t, v=one: _raw.TopKV2(input=t, k=v.read_value(), sorted=True)
                                 yield Trial("TopKV2", top, (x,))
+
+
+_SLICES: tuple[Callable[[Any, Any, Any], Any], ...] = (
+    lambda t, i, j: t[j],
+    lambda t, i, j: t[i:j],
+    lambda t, i, j: t[j:],
+    lambda t, i, j: t[:j],
+    lambda t, i, j: t[j, i],
+    lambda t, i, j: t[j, :],
+    lambda t, i, j: t[:, i],
+    lambda t, i, j: t[..., i],
+    lambda t, i, j: t[i, ..., i],
+    lambda t, i, j: t[j][None],
+    lambda t, i, j: t[j, None],
+)
 
 
 def _reduce_read(op: str, keep: bool, axis: Any, x: Any) -> Any:

@@ -42,7 +42,7 @@ class Trial:
     """An op, called on some inputs."""
 
     op: str
-    """Its type."""
+    """Its type; several, with a space between, where all of them are tried."""
 
     call: Callable[..., Any]
     """`(*inputs) -> its outputs`, by this op and no other one that depends on the inputs."""
@@ -72,7 +72,7 @@ def outcomes(trials: Sequence[Trial]) -> dict[Form, tuple[bool, bool]]:
     found: dict[Form, tuple[bool, bool]] = {}
     for trial, (forms, same, gradients) in zip(trials, _try(list(trials))):
         for form in forms:
-            if form.op == trial.op:
+            if form.op in trial.op.split():
                 before = found.get(form, (True, True))
                 found[form] = (before[0] and same, before[1] and same and gradients)
     return found
@@ -90,9 +90,12 @@ def _try(trials: list[Trial]) -> list[tuple[set[Form], bool, bool]]:
     try:
         made.vectorize()
         right = made.values_right()
-        gradients = made.gradients_right()
     except Exception:
         return [(made.forms[0], False, False)] if len(trials) == 1 else _apart(trials)
+    try:
+        gradients = made.gradients_right()
+    except Exception:  # there are none, or not of such
+        return [(made.forms[0], right[0], False)] if len(trials) == 1 else _apart(trials)
     return list(zip(made.forms, right, gradients))
 
 
