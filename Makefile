@@ -13,13 +13,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test check lint types bench bench-quick forms test-plain test-oldest test-nightly test-clients clean
+.PHONY: demo test check lint types bench bench-quick forms test-plain test-gpus test-oldest test-nightly test-clients clean
 
 demo: $(VENV)/examples.done
 	$(BIN)/python examples/digits.py
 
 test: $(VENV)/test.done
 	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --gpus 4 tests/test_laws.py
 
 check: lint types test
 
@@ -38,13 +39,18 @@ bench: $(VENV)/bench.done
 bench-quick: $(VENV)/bench.done
 	$(BIN)/python -m benchmarks --quick $(TOPICS)
 
-# The list of ops that vectorise right, tried anew with the TensorFlow that is installed, which takes long. `python -m proving --and` keeps of the list that is there what holds with this TensorFlow, too.
+# The list of ops that vectorise right, tried anew with the TensorFlow that is installed, which takes most of an hour.
+# `python -m proving --and` keeps of the list that is there what holds with this TensorFlow, too.
 forms: $(VENV)/test.done
 	cd tests && PYTHONPATH=..:. ../$(BIN)/python -m proving
 
 # With what TensorFlow makes public alone; what it cannot give is skipped, and says so.
 test-plain: $(VENV)/test.done
 	$(BIN)/python -m pytest --plain $(LAWS)
+
+# More of the laws on GPUs in software (benchmarks/softgpu).
+test-gpus: $(VENV)/test.done
+	$(BIN)/python -m pytest --gpus 4 $(LAWS)
 
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest

@@ -123,7 +123,7 @@ class Towers:
             gradients if seeded else min(gradients, 1),
             any_rows,
             self._clocked and shards > 1 and not inlined,
-            inlined and self.traced.audit.loops,
+            inlined and self._variant(self.traced, gradients > 0, False).audit.loops,
         )
         if key not in self._graphs:
             with self._lock, Signals():

@@ -38,18 +38,23 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "ignore:this TensorFlow does not show what:RuntimeWarning")
 
 
+def _has_its_own(item: pytest.Item) -> bool:
+    return any("devices" in mark.args[0] for mark in item.iter_markers("parametrize"))
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`devices`: the device sets of the laws; not in order of their index, and not all of them on the home of variables."""
-    if "devices" in metafunc.fixturenames:
+    if "devices" in metafunc.fixturenames and not _has_its_own(metafunc.definition):
         gpus = metafunc.config.getoption("gpus")
         names = [f"GPU:{i}" for i in range(gpus)[::-1]] or [f"CPU:{i}" for i in (3, 0, 5, 1, 2, 4, 6, 7)]
-        counts = [count for count in ((1, 2, 4) if gpus else (1, 2, 3, 8)) if count <= len(names)]
+        wanted = getattr(metafunc.module, "DEVICE_COUNTS", (1, 2, 4) if gpus else (1, 2, 3, 8))
+        counts = [count for count in wanted if count <= len(names)]
         metafunc.parametrize("devices", [names[:count] for count in counts], ids=[f"{n} devices" for n in counts])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("gpus"):
-        items[:] = [item for item in items if "devices" in getattr(item, "fixturenames", ())]
+        items[:] = [item for item in items if "devices" in getattr(item, "fixturenames", ()) and not _has_its_own(item)]
     for item in items:
         marker = item.get_closest_marker("private")
         if marker is not None and not internals.private:

@@ -102,10 +102,8 @@ def _serial(fn: Callable[..., Any], data: Any) -> Any:
     return lambda x: tf.map_fn(fn, x, fn_output_signature=spec)
 
 
-@pytest.fixture(params=[1, 3], ids="{} devices".format)
-def devices(request: pytest.FixtureRequest) -> list[str]:
-    """Fewer sets than the laws have: each function takes long to trace."""
-    return ["CPU:3", "CPU:0", "CPU:5"][: request.param]
+DEVICE_COUNTS = (1, 3)
+"""Fewer sets than the laws have: each function takes long to trace."""
 
 
 @pytest.mark.parametrize("vectorize", ["auto", False])

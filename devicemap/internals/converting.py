@@ -347,6 +347,21 @@ def convert_read(given: Any) -> list[Any]:
     return [pfor.wrap(read, True)]
 
 
+def convert_write(given: Any) -> list[Any]:
+    """An element of a list, set at the same place in each row; a list may grow by that, which TensorFlow leaves out."""
+    handle, stacked, _ = given.input(0)
+    if not stacked:
+        return [pfor._pfor_converter_registry["TensorListSetItem"](given)]
+    item = given.input(2)
+    written = tf.raw_ops.TensorListSetItem(
+        input_handle=handle,
+        index=given.unstacked_input(1),
+        item=_alike(item, True, given.pfor.loop_len_vector),
+        resize_if_index_out_of_bounds=given.get_attr("resize_if_index_out_of_bounds"),
+    )
+    return [pfor.wrap(written, True)]
+
+
 def _attributes(given: Any) -> dict[str, Any]:
     return {"element_dtype": given.get_attr("element_dtype")}
 
@@ -384,5 +399,6 @@ _CONVERTERS: dict[str, Callable[[Any], list[Any]]] = {
     "TensorListStack": convert_stack,
     "TensorListGather": convert_gather,
     "TensorListGetItem": convert_read,
+    "TensorListSetItem": convert_write,
 }
 """By type of op."""
