@@ -18,7 +18,7 @@ _random = np.random.default_rng(3)
 V = tf.Variable([0.5, -0.25, 2.0])
 WEIGHTS = tf.Variable(_random.normal(size=[3, 3]) * 0.3, dtype=tf.float32)
 BIAS = tf.constant([1.0, -2.0])
-LSTM = tf.keras.layers.LSTM(4)
+LSTM = tf.keras.layers.LSTM(4, use_cudnn=False)
 LSTM.build([None, 3, 2])
 
 
@@ -152,13 +152,28 @@ def test_gradients_that_are_nothing_are_zeros(devices: list[str], fn: Any) -> No
         np.testing.assert_array_equal(tape.gradient(rows, x), tf.zeros_like(x))
 
 
+@tf.custom_gradient
+def _seven_fold(x: Any) -> Any:
+    return tf.sin(x), lambda upstream: 7.0 * upstream
+
+
+def _with_custom_gradient(r: Any) -> Any:
+    return _seven_fold(tf.linalg.matvec(WEIGHTS, r))
+
+
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("vectorize", ["auto", False])
-@pytest.mark.parametrize("fn", [lambda r: tf.tanh(tf.linalg.matvec(WEIGHTS, r)), _in_a_loop], ids=["straight", "loop"])
+@pytest.mark.parametrize(
+    "fn",
+    [lambda r: tf.tanh(tf.linalg.matvec(WEIGHTS, r)), _in_a_loop, _with_custom_gradient],
+    ids=["straight", "loop", "custom gradient"],
+)
 @pytest.mark.parametrize("around", ["loop", "branch", "function in a loop"])
 def test_a_tape_around_a_loop_or_branch_that_calls_a_map(
     devices: list[str], around: str, fn: Any, vectorize: Any, jit_compile: bool
 ) -> None:
+    if jit_compile and devices[0].startswith("GPU"):
+        pytest.skip("XLA does not compile for GPUs in software")
     mapper = devicemap.DeviceMap(fn, devices=devices, vectorize=vectorize, jit_compile=jit_compile)
     x = _normal(7, 3)
 

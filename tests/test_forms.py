@@ -17,12 +17,25 @@ from devicemap.forms import LIST, Form, form_of, is_proven, pack, unpack
 EVERY = {
     "unary": 40,
     "binary": 100,
-    "selects": 40,
+    "comparing": 40,
+    "every form": 80,
     "reductions": 90,
-    "shaping": 70,
+    "casts": 20,
+    "selects": 40,
+    "along an axis": 60,
+    "shaping": 120,
+    "transposing": 8,
     "gathering": 60,
-    "neural": 40,
-    "lists": 9,
+    "matrix products": 40,
+    "batch matrix products": 10,
+    "contractions": 10,
+    "linear algebra": 40,
+    "transforms": 8,
+    "neural": 60,
+    "lists": 100,
+    "draws": 3,
+    "read parameters": 12,
+    "others": 2,
 }
 """Which part of a family is tried here: each so-manieth; `make forms` tries all of it."""
 
@@ -37,7 +50,7 @@ def test_what_is_on_the_list_gives_the_same(family: str) -> None:
             assert same, form
         if is_proven(form, differentiable=True):
             assert gradients, form
-    assert listed > 5
+    assert listed
 
 
 @pytest.mark.parametrize("name", ["ODE solver", "mel spectrogram", "Sinkhorn", "serial scan"])

@@ -325,12 +325,12 @@ void ToDevice(const SP_Device* device, SP_Stream stream, SP_DeviceMemoryBase* to
 void BetweenDevices(const SP_Device* device, SP_Stream stream, SP_DeviceMemoryBase* to, const SP_DeviceMemoryBase* from,
                     uint64_t bytes, TF_Status* status) {
   const int sender = TheWorld().DeviceOf(from->opaque), receiver = TheWorld().DeviceOf(to->opaque);
-  if (sender != receiver) {
+  if (sender >= 0 && receiver >= 0 && sender != receiver) {
     Transfer(stream, kBetween, sender, receiver, to->opaque, from->opaque, bytes);
-  } else {  // as a kernel: see above
+  } else {  // as a kernel (see above); a kernel's own buffers may lie on the host
     const double start = Now();
     std::memmove(to->opaque, from->opaque, bytes);
-    TheWorld().Copied(kWithin, sender, receiver, from->opaque, to->opaque, bytes, start, start, Now());
+    TheWorld().Copied(kWithin, device->ordinal, device->ordinal, from->opaque, to->opaque, bytes, start, start, Now());
   }
   Ok(status);
 }

@@ -44,6 +44,7 @@ def main() -> None:
         proven = {form: gradients for form, (same, gradients) in found.items() if same}
         versions = [tf.__version__]
         if names:
+            versions = json.loads(LIST.read_text())["tensorflow"]
             for (op, attributes), (inputs, with_gradients) in unpack(json.loads(LIST.read_text())).items():
                 kept = {
                     form: each in with_gradients for each in inputs if (form := Form(op, attributes, each)) not in found
