@@ -257,6 +257,24 @@ def test_loops_that_fill_lists_are_vectorised(devices: list[str], fn: Callable[[
     np.testing.assert_allclose(gradient(mapper), gradient(tf.function(serial)), rtol=1e-4, atol=1e-4)
 
 
+def test_numbers_of_a_seed_per_row_are_those_of_the_row_alone(devices: list[str]) -> None:
+    def fn(row: Any, seed: Any) -> Any:
+        noise = tf.random.stateless_normal([3], seed) + tf.random.stateless_truncated_normal([3], seed)
+        return (
+            row + noise,
+            tf.random.stateless_uniform([2, 2], seed, 0, 99, tf.int32),
+            tf.random.stateless_uniform([], seed),
+        )
+
+    data = DATA["matrix"][0]
+    mapper = devicemap.DeviceMap(fn, devices=devices, seed=7)
+    assert mapper.explain(data).vectorized, mapper.explain(data).reason
+    wanted = devicemap.DeviceMap(fn, devices=["CPU:1"], seed=7, vectorize=False)(data)
+    for rows in (1, 2, 3):
+        for got, want in zip(mapper(data[:rows]), wanted):
+            np.testing.assert_array_equal(got, want[:rows])
+
+
 def test_a_list_in_a_loop_that_rows_leave_at_different_times_is_mapped() -> None:
     def until(r: Any) -> Any:
         steps = tf.TensorArray(tf.float32, 5, element_shape=[])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -296,6 +297,22 @@ def convert_lookup(given: Any) -> list[Any]:
     return [pfor.wrap(tf.gather(value, indices), stacked)]
 
 
+def convert_draw(given: Any) -> list[Any]:
+    """Numbers of a seed per row: TensorFlow draws of one seed at a time, so this op alone goes row by row."""
+    names = [argument.name for argument in given.op.op_def.input_arg]
+    stacked = {name: each.t for name, each in zip(names, given.inputs) if each.is_stacked}
+    shared = {name: each.t for name, each in zip(names, given.inputs) if not each.is_stacked}
+    draw = getattr(tf.raw_ops, given.op.type)
+    if "dtype" in inspect.signature(draw).parameters:  # others have that of their inputs
+        shared["dtype"] = given.get_attr("dtype")
+
+    def of_row(of_one: dict[str, Any]) -> list[Any]:
+        return tf.nest.flatten(draw(**of_one, **shared))
+
+    specs = [tf.TensorSpec(output.shape, output.dtype) for output in given.op.outputs]
+    return [pfor.wrap(drawn, True) for drawn in tf.map_fn(of_row, stacked, fn_output_signature=specs)]
+
+
 def convert_reserve(given: Any) -> list[Any]:
     """A list whose elements hold what each row's would, with the shape that they have before they are written, too.
 
@@ -384,6 +401,15 @@ def _swapped(tensor: Any) -> Any:
     )
 
 
+_DRAWS = (
+    "StatelessRandomGetKeyCounter",
+    "StatelessRandomUniformV2",
+    "StatelessRandomNormalV2",
+    "StatelessTruncatedNormalV2",
+    "StatelessRandomUniformIntV2",
+    "StatelessRandomUniformFullIntV2",
+)
+
 _CONVERTERS: dict[str, Callable[[Any], list[Any]]] = {
     "While": convert_loop,
     "StatelessWhile": convert_loop,
@@ -394,6 +420,7 @@ _CONVERTERS: dict[str, Callable[[Any], list[Any]]] = {
     "MatMul": convert_product,
     "Squeeze": convert_squeeze,
     "ResourceGather": convert_lookup,
+    **dict.fromkeys(_DRAWS, convert_draw),
     "TensorListReserve": convert_reserve,
     "TensorListFromTensor": convert_unstack,
     "TensorListStack": convert_stack,

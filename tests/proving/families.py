@@ -693,6 +693,37 @@ def draws() -> Iterator[Trial]:
             yield Trial("RandomUniformInt", whole, (x,), random=True)
 
 
+def seeded_draws() -> Iterator[Trial]:
+    """Of a seed in each row: the numbers are those of the row by itself."""
+    seed = Input((2,), "int32", values=lambda random, shape, dtype: random.integers(0, 999, shape).astype(dtype))
+    low, high = (
+        Input((), "int32", values=lambda _, shape, dtype: np.full(shape, -3, dtype)),
+        Input((), "int32", values=lambda _, shape, dtype: np.full(shape, 9, dtype)),
+    )
+    for rank in range(4):
+        shape = shape_of(rank)
+        for dtype in FLOATS:
+            for op, draw in _DRAWS.items():
+                of = lambda s, draw=draw, d=dtype, shape=shape: draw(shape, s, dtype=tf.as_dtype(d))
+                yield Trial(f"StatelessRandomGetKeyCounter {op}", of, (seed,))
+        for dtype in ("int32", "int64"):
+            whole = lambda s, d=dtype, shape=shape: tf.random.stateless_uniform(
+                shape, s, minval=tf.constant(-3, d), maxval=tf.constant(9, d), dtype=tf.as_dtype(d))  # fmt: skip
+            yield Trial("StatelessRandomGetKeyCounter StatelessRandomUniformIntV2", whole, (seed,))
+            full = lambda s, d=dtype, shape=shape: tf.random.stateless_uniform(
+                shape, s, minval=None, maxval=None, dtype=tf.as_dtype(d))  # fmt: skip
+            yield Trial("StatelessRandomGetKeyCounter StatelessRandomUniformFullIntV2", full, (seed,))
+        between = lambda s, a, b, shape=shape: tf.random.stateless_uniform(shape, s, a, b, tf.int32)
+        yield Trial("StatelessRandomUniformIntV2", between, (seed, low, high))
+
+
+_DRAWS: dict[str, Callable[..., Any]] = {
+    "StatelessRandomUniformV2": tf.random.stateless_uniform,
+    "StatelessRandomNormalV2": tf.random.stateless_normal,
+    "StatelessTruncatedNormalV2": tf.random.stateless_truncated_normal,
+}
+
+
 ALIKE = dict.fromkeys(UNARY, "Neg") | dict.fromkeys(BINARY, "AddV2") | dict.fromkeys(COMPARING, "Equal")
 """Ops that TensorFlow vectorises by one rule, and one of them. The rule is tried in every form on that one, which stands for
 those that others are not tried in; they are tried in some forms with every dtype."""
@@ -791,6 +822,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Trial]]] = {
     "segments": segments,
     "lists": lists,
     "draws": draws,
+    "seeded draws": seeded_draws,
     "read parameters": read_parameters,
     "others": others,
 }
