@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,9 @@ def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any
     first = parts[0]
     if isinstance(first, tf.RaggedTensor):
         values, _ = gather([part.values for part in parts], differentiable)
+        if _uniform(parts):
+            rows = tf.stack([part.nrows(tf.int64) for part in parts])
+            return _of_uniform_rows(values, first, tf.reduce_sum(rows)), rows
         lengths, rows = gather([part.row_lengths() for part in parts])
         return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False), rows
     if isinstance(first, tf.SparseTensor):
@@ -71,7 +75,9 @@ def _gather_sparse(parts: Sequence[Any], differentiable: bool) -> tuple[Any, Any
     indices, _ = gather([part.indices + start * columns for part, start in zip(parts, starts)])
     values, _ = gather([part.values for part in parts], differentiable)
     shape = tf.concat([[tf.reduce_sum(rows)], tf.reduce_max(shapes, 0)[1:]], 0)
-    return tf.SparseTensor(indices, values, shape), rows
+    joined = tf.SparseTensor(indices, values, shape)
+    joined.set_shape(functools.reduce(_common, (part.shape for part in parts)))
+    return with_static_rows(joined, None), rows
 
 
 def _of_rank_of(first: Any, part: Any) -> Any:
@@ -89,7 +95,20 @@ def join(parts: Sequence[Any]) -> Any:
     if isinstance(first, tf.SparseTensor):
         return tf.sparse.concat(0, list(parts), expand_nonconcat_dims=True)
     check_inner_shapes(parts)
+    if isinstance(first, tf.RaggedTensor) and _uniform(parts):
+        return _of_uniform_rows(join([part.values for part in parts]), first, sum(int(part.nrows()) for part in parts))
     return tf.concat(list(parts), axis=0)
+
+
+def _uniform(parts: Sequence[Any]) -> bool:
+    """Whether rows of ragged tensors have one length, which is known."""
+    return parts[0].shape[1] is not None and all(part.shape[1] == parts[0].shape[1] for part in parts)
+
+
+def _of_uniform_rows(values: Any, first: Any, rows: Any) -> Any:
+    dtype = first.row_splits.dtype
+    length = tf.constant(first.shape[1], dtype)
+    return tf.RaggedTensor.from_uniform_row_length(values, length, nrows=tf.cast(rows, dtype), validate=False)
 
 
 def check_row_counts(results: Sequence[Any], returned: Sequence[Any], shards: Sequence[Shard]) -> None:
@@ -136,7 +155,9 @@ def with_row_counts_checked(results: Sequence[Any], returned: Sequence[Any], siz
 
 def with_static_rows(leaf: Any, rows: int | None) -> Any:
     """Tell TensorFlow the number of rows, where it is known while tracing."""
-    if isinstance(leaf, tf.Tensor) and leaf.shape.rank is not None:
+    if isinstance(leaf, tf.RaggedTensor):
+        leaf.row_splits.set_shape([None if rows is None else rows + 1])
+    elif leaf.shape.rank is not None:
         leaf.set_shape(tf.TensorShape([rows]).concatenate(leaf.shape[1:]))
     return leaf
 

@@ -49,7 +49,7 @@ def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any, at_o
 
         results = tf.map_fn(run, tuple(rows), fn_output_signature=taken_apart, parallel_iterations=at_once)
         results = [restored(leaf, narrow[i]) if i in narrow else leaf for i, leaf in enumerate(results)]
-        return [_joined(*leaf) if i in sparse else leaf for i, leaf in enumerate(results)]
+        return [_joined(leaf, signature[i].shape) if i in sparse else leaf for i, leaf in enumerate(results)]
 
     return over_rows.get_concrete_function(*specs)
 
@@ -98,12 +98,15 @@ def _parts(leaf: Any) -> tuple[Any, Any, Any]:
     return leaf.indices, leaf.values, leaf.dense_shape
 
 
-def _joined(places: Any, values: Any, shapes: Any) -> Any:
+def _joined(parts: tuple[Any, Any, Any], known: Any) -> Any:
     """Rows as one sparse tensor, as large as the largest, of their ragged places and values and their shapes."""
+    places, values, shapes = parts
     row = tf.cast(places.value_rowids(), tf.int64)
     indices = tf.concat([row[:, None], places.values], 1)
     shape = tf.concat([tf.shape(shapes, tf.int64)[:1], tf.reduce_max(shapes, 0)], 0)
-    return tf.SparseTensor(indices, values.values, shape)
+    joined = tf.SparseTensor(indices, values.values, shape)
+    joined.set_shape(tf.TensorShape([None]).concatenate(known))
+    return joined
 
 
 def _signature(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> list[Any]:

@@ -94,3 +94,24 @@ def test_same_answer_on_a_plain_cpu() -> None:
     for rows in (1, 15, 16, 64, 1000):
         data = tf.random.normal([rows, 3])
         assert_same(mapper(data), (data * 2, tf.reduce_sum(data, 1)))
+
+
+@pytest.mark.parametrize("vectorize", ["auto", False])
+def test_shapes_of_ragged_and_sparse_results_are_those_of_the_serial_map(devices: list[str], vectorize: Any) -> None:
+    x = tf.reshape(tf.range(20.0), [5, 4])
+    for fn, signature in (
+        (lambda row: tf.RaggedTensor.from_row_lengths(row, [1, 3]), tf.RaggedTensorSpec([2, None], tf.float32)),
+        (lambda row: tf.sparse.from_dense(row), tf.SparseTensorSpec([4], tf.float32)),
+    ):
+        serial = _serial_of(fn, signature)
+        mapper = devicemap.DeviceMap(fn, devices=devices, vectorize=vectorize)
+        wanted = serial.get_concrete_function(x).structured_outputs.shape
+        assert tf.function(lambda x: mapper(x)).get_concrete_function(x).structured_outputs.shape == wanted
+        in_chunks = devicemap.DeviceMap(fn, devices=devices, vectorize=vectorize, batch_size=2)(x)
+        for got in (mapper(x), in_chunks):
+            assert got.shape == wanted
+            assert_same(got, serial(x))
+
+
+def _serial_of(fn: Any, signature: Any) -> Any:
+    return tf.function(lambda x: tf.map_fn(fn, x, fn_output_signature=signature))
