@@ -302,90 +302,40 @@ def convert_draw(given: Any) -> list[Any]:
     names = [argument.name for argument in given.op.op_def.input_arg]
     stacked = {name: each.t for name, each in zip(names, given.inputs) if each.is_stacked}
     shared = {name: each.t for name, each in zip(names, given.inputs) if not each.is_stacked}
-    draw = getattr(tf.raw_ops, given.op.type)
-    if "dtype" in inspect.signature(draw).parameters:  # others have that of their inputs
-        shared["dtype"] = given.get_attr("dtype")
 
     def of_row(of_one: dict[str, Any]) -> list[Any]:
-        return tf.nest.flatten(draw(**of_one, **shared))
+        return tf.nest.flatten(_again(given.op, **of_one, **shared))
 
     specs = [tf.TensorSpec(output.shape, output.dtype) for output in given.op.outputs]
     return [pfor.wrap(drawn, True) for drawn in tf.map_fn(of_row, stacked, fn_output_signature=specs)]
 
 
-def convert_reserve(given: Any) -> list[Any]:
-    """A list whose elements hold what each row's would, with the shape that they have before they are written, too.
+def convert_list(given: Any) -> list[Any]:
+    """An op on a list, of which each element holds those of all rows.
 
-    TensorFlow forgets that shape in this op and those below; and in a gather, which axis is which.
+    TensorFlow forgets the shape that elements have before they are written, in a gather which axis is which, and in a
+    write that the list may grow.
     """
-    made = tf.raw_ops.TensorListReserve(
-        element_shape=_element_shape(given, 0), num_elements=given.unstacked_input(1), **_attributes(given)
-    )
-    return [pfor.wrap(made, True)]
+    names = [argument.name for argument in given.op.op_def.input_arg]
+    if "item" in names and not given.input(0).is_stacked:
+        return [pfor._pfor_converter_registry[given.op.type](given)]
+    result = _again(given.op, **{name: _for_elements(given, place, name) for place, name in enumerate(names)})
+    tensor_of_list = given.op.type in ("TensorListStack", "TensorListGather")
+    return [pfor.wrap(_swapped(result) if tensor_of_list else result, True)]
 
 
-def convert_unstack(given: Any) -> list[Any]:
-    """A list of the elements of a tensor."""
-    tensor = _swapped(given.stacked_input(0))
-    made = tf.raw_ops.TensorListFromTensor(tensor=tensor, element_shape=_element_shape(given, 1))
-    return [pfor.wrap(made, True)]
-
-
-def convert_stack(given: Any) -> list[Any]:
-    """The elements of a list as a tensor."""
-    stacked = tf.raw_ops.TensorListStack(
-        input_handle=given.stacked_input(0),
-        element_shape=_element_shape(given, 1),
-        num_elements=given.get_attr("num_elements"),
-        **_attributes(given),
-    )
-    return [pfor.wrap(_swapped(stacked), True)]
-
-
-def convert_gather(given: Any) -> list[Any]:
-    """Some elements of a list as a tensor."""
-    gathered = tf.raw_ops.TensorListGather(
-        input_handle=given.stacked_input(0),
-        indices=given.unstacked_input(1),
-        element_shape=_element_shape(given, 2),
-        **_attributes(given),
-    )
-    return [pfor.wrap(_swapped(gathered), True)]
-
-
-def convert_read(given: Any) -> list[Any]:
-    """One element of a list, the same in each row."""
-    read = tf.raw_ops.TensorListGetItem(
-        input_handle=given.stacked_input(0),
-        index=given.unstacked_input(1),
-        element_shape=_element_shape(given, 2),
-        **_attributes(given),
-    )
-    return [pfor.wrap(read, True)]
-
-
-def convert_write(given: Any) -> list[Any]:
-    """An element of a list, set at the same place in each row; a list may grow by that, which TensorFlow leaves out."""
-    handle, stacked, _ = given.input(0)
-    if not stacked:
-        return [pfor._pfor_converter_registry["TensorListSetItem"](given)]
-    item = given.input(2)
-    written = tf.raw_ops.TensorListSetItem(
-        input_handle=handle,
-        index=given.unstacked_input(1),
-        item=_alike(item, True, given.pfor.loop_len_vector),
-        resize_if_index_out_of_bounds=given.get_attr("resize_if_index_out_of_bounds"),
-    )
-    return [pfor.wrap(written, True)]
-
-
-def _attributes(given: Any) -> dict[str, Any]:
-    return {"element_dtype": given.get_attr("element_dtype")}
-
-
-def _element_shape(given: Any, place: int) -> Any:
-    """The shape of a list's elements for all rows, of that for one."""
-    shape = tf.get_static_value(given.unstacked_input(place))
+def _for_elements(given: Any, place: int, name: str) -> Any:
+    """An input of an op on a list, such that elements are for all rows."""
+    if name == "input_handle":
+        return given.stacked_input(place)
+    if name == "tensor":
+        return _swapped(given.stacked_input(place))
+    if name == "item":
+        return _alike(given.input(place), True, given.pfor.loop_len_vector)
+    value = given.unstacked_input(place)
+    if name != "element_shape":
+        return value
+    shape = tf.get_static_value(value)
     if shape is None:
         raise NotProvenError("a list whose elements have a shape that is only known when it runs")
     if shape.ndim == 0:  # -1: nothing is known of it
@@ -393,12 +343,18 @@ def _element_shape(given: Any, place: int) -> Any:
     return tf.concat([tf.cast(given.pfor.loop_len_vector, shape.dtype), shape], 0)
 
 
+def _again(op: Any, **inputs: Any) -> Any:
+    """An op once more, with its attributes, on other inputs."""
+    run = getattr(tf.raw_ops, op.type)
+    taken = inspect.signature(run).parameters
+    return run(**inputs, **{each.name: op.get_attr(each.name) for each in op.op_def.attr if each.name in taken})
+
+
 def _swapped(tensor: Any) -> Any:
     """With the first two axes in the other order."""
     rank = tensor.shape.rank
-    return tf.transpose(
-        tensor, [1, 0, *range(2, rank)] if rank else tf.concat([[1, 0], tf.range(2, tf.rank(tensor))], 0)
-    )
+    order = [1, 0, *range(2, rank)] if rank else tf.concat([[1, 0], tf.range(2, tf.rank(tensor))], 0)
+    return tf.transpose(tensor, order)
 
 
 _DRAWS = (
@@ -408,6 +364,15 @@ _DRAWS = (
     "StatelessTruncatedNormalV2",
     "StatelessRandomUniformIntV2",
     "StatelessRandomUniformFullIntV2",
+)
+
+_ON_LISTS = (
+    "TensorListReserve",
+    "TensorListFromTensor",
+    "TensorListStack",
+    "TensorListGather",
+    "TensorListGetItem",
+    "TensorListSetItem",
 )
 
 _CONVERTERS: dict[str, Callable[[Any], list[Any]]] = {
@@ -421,11 +386,6 @@ _CONVERTERS: dict[str, Callable[[Any], list[Any]]] = {
     "Squeeze": convert_squeeze,
     "ResourceGather": convert_lookup,
     **dict.fromkeys(_DRAWS, convert_draw),
-    "TensorListReserve": convert_reserve,
-    "TensorListFromTensor": convert_unstack,
-    "TensorListStack": convert_stack,
-    "TensorListGather": convert_gather,
-    "TensorListGetItem": convert_read,
-    "TensorListSetItem": convert_write,
+    **dict.fromkeys(_ON_LISTS, convert_list),
 }
 """By type of op."""
