@@ -124,7 +124,7 @@ UNKNOWN: list[tuple[Any, str]] = [
     ),
     ("NPU", "^devices='NPU': there is no device of this kind; there is CPU:0, "),
     ([], "^devices is empty; expected at least one device, or None for all; there is CPU:0, "),
-    (iter(()), "^devices is empty; "),
+    pytest.param(iter(()), "^devices is empty; ", id="an iterator of none"),
     (0, "^devices has 0 of type int; expected names such as 'GPU:0', or logical or physical devices of tf.config; "),
     ([None], "^devices has None of type NoneType; expected names"),
     ([["CPU:0"]], r"^devices has \['CPU:0'\] of type list; expected names"),
