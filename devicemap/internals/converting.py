@@ -119,9 +119,9 @@ def convert_loop(given: Any) -> list[Any]:
         with contextlib.suppress(_Parting):
             return _shared_loop(given, loop, differ)
     if any(each.dtype == tf.variant for each in given.op.inputs):
-        raise NotImplementedError("fn has a loop that rows leave at different times, with a list")
+        raise NotProvenError("fn has a loop that rows leave at different times, with a list")
     if any(start.shape.is_fully_defined() > end.shape.is_fully_defined() for start, end in _variables(given.op)):
-        raise NotImplementedError("fn has a loop that rows leave at different times, with a tensor that grows in it")
+        raise NotProvenError("fn has a loop that rows leave at different times, with a tensor that grows in it")
     return list(loop())
 
 
