@@ -11,16 +11,25 @@ NIGHTLY_TENSORFLOW ?= $(subst tensorflow-cpu,tf-nightly-cpu,$(subst tensorflow[,
 LAWS := $(addprefix tests/test_,laws.py results.py gradients.py random.py state.py streams.py internals.py plain.py)
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests run in this many processes.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist worksteal
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test check lint types bench bench-quick forms test-plain test-gpus test-oldest test-nightly test-clients clean
+.PHONY: demo test test-all check lint types bench bench-quick forms test-plain test-gpus test-oldest test-nightly test-clients clean
 
 demo: $(VENV)/examples.done
 	$(BIN)/python examples/digits.py
 
+# Each value of each parameter of a test once.
 test: $(VENV)/test.done
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 	$(BIN)/python -m pytest --gpus 4 tests/test_laws.py
+
+# Each with every other.
+test-all: $(VENV)/test.done
+	$(BIN)/python -m pytest --all $(PARALLEL)
+	$(BIN)/python -m pytest --all --gpus 4 $(LAWS)
 
 check: lint types test
 
@@ -46,7 +55,7 @@ forms: $(VENV)/test.done
 
 # With what TensorFlow makes public alone; what it cannot give is skipped, and says so.
 test-plain: $(VENV)/test.done
-	$(BIN)/python -m pytest --plain $(LAWS)
+	$(BIN)/python -m pytest --plain $(PARALLEL) $(LAWS)
 
 # More of the laws on GPUs in software (benchmarks/softgpu).
 test-gpus: $(VENV)/test.done
@@ -57,12 +66,12 @@ test-oldest:
 	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
 	.venv-oldest/bin/python -m pip install --quiet "$(TENSORFLOW)==$(OLDEST_TENSORFLOW)" "numpy<2" --group test
 	.venv-oldest/bin/python -m pip install --quiet --no-deps --editable .
-	.venv-oldest/bin/python -m pytest
+	.venv-oldest/bin/python -m pytest $(PARALLEL)
 
 # Others' packages, mapped (tests/clients). They come without their dependencies, which name another build of TensorFlow;
 # what else they need is in the group `clients`.
 test-clients: .venv-clients/installed.done
-	.venv-clients/bin/python -m pytest tests/clients $(TESTS)
+	.venv-clients/bin/python -m pytest $(PARALLEL) tests/clients $(TESTS)
 
 .venv-clients/installed.done: pyproject.toml
 	$(PYTHON) -m venv .venv-clients
@@ -78,7 +87,7 @@ test-nightly:
 	.venv-nightly/bin/python -m pip install --quiet --upgrade pip
 	.venv-nightly/bin/python -m pip install --quiet --upgrade "$(NIGHTLY_TENSORFLOW)" --group test
 	.venv-nightly/bin/python -m pip install --quiet --no-deps --editable .
-	.venv-nightly/bin/python -m pytest
+	.venv-nightly/bin/python -m pytest $(PARALLEL)
 
 # The package is installed without its dependencies, because the build of TensorFlow is the user's choice.
 $(VENV)/installed.done: pyproject.toml

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -22,6 +24,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts its b
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--plain", action="store_true", help="use of TensorFlow what is public alone")
+    parser.addoption(
+        "--all", action="store_true", help="cross all values of the parameters, instead of each value once"
+    )
     parser.addoption("--gpus", type=int, default=0, help="run what is for any devices, on so many GPUs in software")
 
 
@@ -52,9 +57,45 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("devices", [names[:count] for count in counts], ids=[f"{n} devices" for n in counts])
 
 
+def _on_the_diagonal(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of tests with several parameters, those that have each value of each, instead of each with every other.
+
+    Device sets take turns, from test to test, too.
+    """
+    known: dict[str, dict[str, dict[Any, int]]] = defaultdict(lambda: defaultdict(dict))
+    places = []
+    for item in items:
+        values = known[item.nodeid.partition("[")[0]]
+        numbers = {name: values[name].setdefault(value, len(values[name])) for name, value in _values(item).items()}
+        places.append(numbers)
+    turns = {test: turn for turn, test in enumerate(known)}
+
+    def kept(item: pytest.Item, place: dict[str, int]) -> bool:
+        test = item.nodeid.partition("[")[0]
+        lengths = {name: len(values) for name, values in known[test].items()}
+        steps = max((length for name, length in lengths.items() if name != "devices"), default=1)
+        first = {"devices": turns[test]}
+        return any(all((first.get(n, 0) + step) % lengths[n] == place[n] for n in place) for step in range(steps))
+
+    return [item for item, place in zip(items, places) if kept(item, place)]
+
+
+def _values(item: pytest.Item) -> dict[str, tuple[int, ...]]:
+    """What stands for the value of each parameter; those that are given together are one."""
+    if not hasattr(item, "callspec"):
+        return {}
+    values = {name: id(value) for name, value in item.callspec.params.items()}
+    marked = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    together = [names.replace(" ", "").split(",") if isinstance(names, str) else [*names] for names in marked]
+    together += [[name] for name in values if not any(name in names for names in together)]
+    return {",".join(names): tuple(values[name] for name in names) for names in together}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("gpus"):
         items[:] = [item for item in items if "devices" in getattr(item, "fixturenames", ()) and not _has_its_own(item)]
+    if not config.getoption("all"):
+        items[:] = _on_the_diagonal(items)
     for item in items:
         marker = item.get_closest_marker("private")
         if marker is not None and not internals.private:
