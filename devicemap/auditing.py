@@ -6,7 +6,7 @@ captures as extra inputs, and hands them on to inner functions, loops and branch
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -79,6 +79,9 @@ class Audit:
     loops: bool = False
     """Whether it holds a loop."""
 
+    reads_again: bool = False
+    """Whether it reads a variable more than once."""
+
     cuts_gradients: bool = False
     """Whether there may be no gradient from a result to what it was made of."""
 
@@ -131,6 +134,7 @@ def audit(concrete: Any, graph_def: Any) -> Audit:
         tuple(sorted(every_op & EFFECTS)),
         walk.custom_gradients,
         bool(every_op & LOOPS),
+        any(inside.dtype == tf.resource and walk.reads[inside.op.name] > 1 for inside in placeholders),
         bool(every_op & _CUTS),
         bool(every_op & _PYTHON),
         walk.pinned,
@@ -172,6 +176,7 @@ class _Walk:
 
     library: dict[str, Any]
     uses: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    reads: Counter[str] = field(default_factory=Counter)
     types: set[str] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
     seeds: set[tuple[int, int]] = field(default_factory=set)
@@ -179,9 +184,15 @@ class _Walk:
     pinned: bool = False
     colocated: bool = False
 
-    def nodes(self, nodes: Any, names: dict[str, str]) -> None:
-        """Visit `nodes`; `names` maps the tensors known to be a resource (or input) to their outermost name."""
+    def nodes(self, nodes: Any, names: dict[str, str], results: Iterable[str] = (), used: bool = True) -> None:
+        """Visit `nodes`; `names` maps the tensors known to be a resource (or input) to their outermost name.
+
+        `results` are the function's, and `used` says whether anything is made of them: `tf.vectorized_map` leaves the call
+        that it has vectorised in the graph.
+        """
         names = dict(names)
+        taken = (name for node in nodes for name in node.input)
+        consumed = {name.partition(":")[0] for name in (*taken, *results)}
         inside = {node.name for node in nodes if node.op != "Placeholder"}
         for node in nodes:
             self.types.add(node.op)
@@ -208,11 +219,12 @@ class _Walk:
                 definition = self.library[function]
                 arguments = [argument.name for argument in definition.signature.input_arg]
                 inner = {a: n for a, n in zip(arguments, passed) if n is not None}
-                self.nodes(definition.node_def, inner)
+                self.nodes(definition.node_def, inner, definition.ret.values(), used and node.name in consumed)
             if not called:
                 for name in inputs:
                     if name is not None:
                         self.uses[name].add(node.op)
+                        self.reads[name] += used
 
 
 def _groups(node: Any) -> Iterable[bytes]:

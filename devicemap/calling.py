@@ -39,7 +39,7 @@ from devicemap.journal.writing import open_journal
 from devicemap.programs import Program
 from devicemap.reordering import Group
 from devicemap.reporting import GraphCall, ProgressBar, Recorder
-from devicemap.rows import Rows, as_rows, count_rows
+from devicemap.rows import HOST, Rows, as_rows, count_rows
 from devicemap.scheduling import reorder_window
 from devicemap.streaming import Lane, run_chunks
 from devicemap.towers import Towers
@@ -99,14 +99,15 @@ class Calls:
         towers = self.program.towers_for(rows)
         if rows.count == 0:
             return towers.pack(towers.traced.no_rows())
-        count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
         places = len(towers.places) if rows.count is None else len(towers.shards(rows.count)[0])
-        sizes = sizes_in_graph(count, places) if rows.count is None else towers.shards(rows.count)[1]
         graph = towers.graph(places, 2, any_rows=rows.count is None, inlined=True)
-        results, returned, _ = graph(sizes, *self.program.seeded(rows.leaves, 0, count))
-        if self._options.batched:
-            results = with_row_counts_checked(results, returned, sizes)
-        return towers.pack([with_static_rows(leaf, rows.count) for leaf in results])
+        with tf.device(HOST):  # else all that comes and goes would go by the first device
+            count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
+            sizes = sizes_in_graph(count, places) if rows.count is None else towers.shards(rows.count)[1]
+            results, returned, _ = graph(sizes, *self.program.seeded(rows.leaves, 0, count))
+            if self._options.batched:
+                results = with_row_counts_checked(results, returned, sizes)
+            return towers.pack([with_static_rows(leaf, rows.count) for leaf in results])
 
     def in_chunks(self, data: Any) -> Any:
         """Rows or a dataset, in eager code: each chunk goes to the first idle device, the results are joined in order."""

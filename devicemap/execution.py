@@ -11,8 +11,9 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.gathering import gather
-from devicemap.internals.functions import UNCHAINED, UNCHAINED_UNIT, capturing, must_run
+from devicemap.internals.functions import UNCHAINED, UNCHAINED_UNIT, capturing, must_run, tells_callers
 from devicemap.internals.gradients import differentiate_in_place
+from devicemap.internals.running import begin_backward_on
 from devicemap.mirroring import Mirrors
 from devicemap.rows import HOST, cut_rows
 from devicemap.tracing import Traced
@@ -42,7 +43,7 @@ class Layout:
         """
         shards = len(traces)
         # Inlined into the user's function, one call could assign copies that another one is reading.
-        unit = self._acts or (self.differentiable and self.mirrors.any_copies)
+        unit = self._acts or (self.differentiable and self.mirrors.any_copies) or (self._reads and not tells_callers())
 
         @tf.function(autograph=False, experimental_attributes=UNCHAINED_UNIT if unit else UNCHAINED)
         def call(sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any], list[Any]]:
@@ -75,13 +76,17 @@ class Layout:
                 joined = [rows for rows, _ in gathered]
                 if self._acts:
                     joined = must_run(acting, joined)
+                elif self._reads:  # all that was read went into these
+                    joined = must_run(_ops_of(joined), joined)
             if self.differentiable:
                 differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
             lengths = [lengths for _, lengths in gathered if lengths is not None]
             return joined, lengths, arrivals
 
         with tf.device(None):
-            return call.get_concrete_function(tf.TensorSpec([shards], tf.int32), *self.traced.input_specs)
+            graph = call.get_concrete_function(tf.TensorSpec([shards], tf.int32), *self.traced.input_specs)
+        begin_backward_on(HOST, graph)
+        return graph
 
     def function(self, place: int, traced: Traced) -> Any:
         """One place's part of a call by itself, as a `ConcreteFunction`: `(*leaves) -> result leaves`."""
@@ -101,6 +106,11 @@ class Layout:
     def _acts(self) -> bool:
         """Whether `fn` does something besides returning."""
         return bool(self.traced.audit.effects) or self.traced.audit.writes
+
+    @property
+    def _reads(self) -> bool:
+        """Whether `fn` reads variables where they are: what the user's function does next to them has to wait for that."""
+        return any(handle.dtype == tf.resource for handle in self.traced.concrete.captured_inputs)
 
     def _handles(self, place: int, values: dict[int, Any]) -> tuple[dict[int, Any], list[Any]]:
         """What a place captures instead of the originals, with these values, and what it waits for."""

@@ -19,6 +19,7 @@ from typing import Any
 from devicemap.errors import function_error
 from devicemap.internals.running import Cancellation, TapedCall, unrecorded
 from devicemap.interruption import Signals
+from devicemap.rows import HOST
 
 _SOON_SECONDS = 0.1
 """A call that takes no longer than this may run in the calling thread: that is how late Ctrl-C can then be."""
@@ -62,7 +63,7 @@ class Invoker:
         """
         with Signals() if first else nullcontext(), _building if first else nullcontext():
             try:
-                taped = TapedCall.of(graph, tensors)
+                taped = TapedCall.of(graph, tensors, HOST)
             except Exception as error:
                 raise function_error(
                     f"the gradient of fn could not be built: {type(error).__name__}: {error}", error

@@ -123,7 +123,7 @@ class Towers:
             gradients if seeded else min(gradients, 1),
             any_rows,
             self._clocked and shards > 1 and not inlined,
-            inlined and self._variant(self.traced, gradients > 0, False).audit.loops,
+            inlined and self._reads_in_place,
         )
         if key not in self._graphs:
             with self._lock, Signals():
@@ -131,6 +131,16 @@ class Towers:
                     way = (_GRAPHS, *map(int, key[:3]))  # a clock changes no number
                     self._graphs[key] = self._build(shards, way, gradients > 0, any_rows, *key[3:])
         return self._graphs[key]
+
+    @property
+    def _reads_in_place(self) -> bool:
+        """Whether towers in a function of the user's read variables where these are, instead of copies that the call assigns.
+
+        Then the call becomes a part of that function, and what its gradient needs stays on the device that made it. A loop
+        cannot have copies there; what reads more than once would be sent each time, and XLA takes no variable of elsewhere.
+        """
+        traced = self._variant(self.traced, True, False)
+        return traced.audit.loops or not (traced.audit.reads_again or traced.uncompiled)
 
     def order_of_gradients(self, leaves: Sequence[Any]) -> int:
         """Which gradients of a call in eager code may be asked for, as `graph` takes it."""

@@ -229,7 +229,7 @@ def test_a_call_that_runs_in_another_thread_is_recorded_here(order: int) -> None
         return [float(value) for value in (y, *found, *([outer.gradient(found[0], x)] if order == 2 else []))]
 
     def in_another_thread() -> Any:
-        taped = TapedCall.of(concrete, [x])
+        taped = TapedCall.of(concrete, [x], "CPU:0")
         assert taped is not None, "ConcreteFunction has no _select_forward_and_backward_functions any more"
         outputs: list[Any] = []
         thread = threading.Thread(target=lambda: outputs.extend(taped.runner()(*taped.inputs)))

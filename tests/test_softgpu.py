@@ -140,3 +140,95 @@ def test_work_of_the_simulator_takes_time_of_the_stream() -> None:
             np.testing.assert_array_equal(results, 2 * rows + 1)
         assert 0.19 < time.perf_counter() - began < 0.4
     """)
+
+
+TRAFFIC = """
+import collections
+import devicemap
+
+with tf.device("CPU:0"):
+    rows, upstream = (tf.constant(np.random.default_rng(0).normal(size=[8, 20, 16]), tf.float32) for _ in range(2))
+    weights = tf.Variable(tf.ones([16]))
+
+def gradients(rows, call):
+    with tf.GradientTape() as tape:
+        tape.watch(rows)
+        results = call(rows)
+    return tape.gradient(results, [rows, weights], upstream)
+
+def sent(call):
+    "Bytes to each GPU, and from each, in the second call; none may go from one to another."
+    call(rows)
+    tf.nest.map_structure(lambda leaf: leaf.numpy(), call(rows))
+    gpus.clear()
+    results = call(rows)
+    assert all(leaf.backing_device.endswith("CPU:0") for leaf in tf.nest.flatten(results)), results
+    tf.nest.map_structure(lambda leaf: leaf.numpy(), results)
+    copies = gpus.copies()
+    assert not [copy for copy in copies if copy.kind == "between"], copies
+    to = [sum(copy.bytes for copy in copies if copy.receiver == gpu) for gpu in ("GPU:0", "GPU:1")]
+    return to, [sum(copy.bytes for copy in copies if copy.sender == gpu) for gpu in ("GPU:0", "GPU:1")]
+
+def on_gpus(fn, **options):
+    return devicemap.DeviceMap(fn, devices="GPU", output_device="CPU:0", **options)
+
+any_rows = [tf.TensorSpec([None, 20, 16], tf.float32)]
+shard, weight = rows.numpy().nbytes // 2, 16 * 4
+"""
+
+
+def test_each_gets_its_shard_and_what_is_captured_and_sends_its_results() -> None:
+    _run(
+        TRAFFIC
+        + textwrap.dedent("""
+        mapper = on_gpus(lambda row: tf.sin(row) * weights)
+        for call in (mapper, tf.function(lambda r: mapper(r)), tf.function(lambda r: mapper(r), input_signature=any_rows)):
+            assert sent(call) == ([shard + weight] * 2, [shard] * 2)
+        """)
+    )
+
+
+def test_of_gradients_only_those_of_rows_and_variables_travel() -> None:
+    _run(
+        TRAFFIC
+        + textwrap.dedent("""
+        mapper = on_gpus(lambda row: tf.sin(row) * weights)
+        each = 2 * shard + weight
+        assert sent(lambda r: gradients(r, mapper)) == ([each] * 2, [each] * 2)
+        to, back = sent(tf.function(lambda r: gradients(r, mapper)))
+        returned = 2 * shard + weight  # by way of the first device, where TensorFlow places what a function returns
+        assert to in ([each, each], [each + returned, each]) and back in ([each, each], [each + returned, each])
+        """)
+    )
+
+
+def test_what_a_loop_keeps_for_its_gradient_stays_where_it_is() -> None:
+    _run(
+        TRAFFIC
+        + textwrap.dedent("""
+        for vectorize in ("auto", False):
+            mapper = on_gpus(lambda row: tf.scan(lambda s, e: tf.sin(s) * weights + e, row), vectorize=vectorize)
+            call = lambda r: gradients(r, mapper)
+            to, back = sent(call)
+            assert to[0] == to[1] < 1.2 * (2 * shard + weight), to
+            assert back[0] == back[1] < 1.2 * (2 * shard + weight), back
+            for gpu in ("GPU:0", "GPU:1"):
+                tf.config.experimental.reset_memory_stats(gpu)
+            call(rows)
+            peaks = [tf.config.experimental.get_memory_info(gpu)["peak"] for gpu in ("GPU:0", "GPU:1")]
+            assert max(peaks) < 1.1 * min(peaks), peaks
+        """)
+    )
+
+
+def test_inside_a_function_loops_send_no_more_to_one_than_to_others() -> None:
+    _run(
+        TRAFFIC
+        + textwrap.dedent("""
+        for vectorize in ("auto", False):
+            mapper = on_gpus(lambda row: tf.scan(lambda s, e: tf.sin(s) * weights + e, row), vectorize=vectorize)
+            for call in (tf.function(lambda r: mapper(r)), tf.function(lambda r: mapper(r), input_signature=any_rows)):
+                to, back = sent(call)
+                assert to[0] == to[1] and back[0] == back[1] < 1.1 * shard, (to, back)
+        """)
+    )

@@ -94,6 +94,37 @@ def test_an_update_between_calls_is_seen() -> None:
         np.testing.assert_allclose(mapper(_samples()), value * X)
 
 
+def _looping(row: Any, scale: Any) -> Any:
+    return tf.while_loop(lambda i, _: i < 3, lambda i, r: (i + 1, r * scale), (0, row))[1]
+
+
+@pytest.mark.parametrize("vectorize", ["auto", False])
+@pytest.mark.parametrize(("fn", "power"), [(_looping, 3), (tf.multiply, 1), (lambda row, s: row * s * s, 2)])
+def test_an_update_in_the_users_function_comes_after_what_the_call_reads(
+    devices: list[str], fn: Any, power: int, vectorize: Any
+) -> None:
+    with tf.device("CPU:0"):
+        scale = tf.Variable(2.0)
+    mapper = devicemap.DeviceMap(lambda row: fn(row, scale), devices=devices, vectorize=vectorize)
+
+    def updating(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            first = mapper(x)
+            scale.assign_add(1.0)
+            second = mapper(x)
+        gradient = tape.gradient([first, second], x)
+        scale.assign_sub(1.0)
+        return first, second, gradient
+
+    before, after = 2.0**power, 3.0**power
+    for run in (updating, tf.function(updating)):
+        for _ in range(3):
+            for got, factor in zip(run(X), (before, after)):
+                np.testing.assert_allclose(got, X * factor, rtol=1e-5)
+            np.testing.assert_allclose(run(X)[2], tf.fill(X.shape, before + after), rtol=1e-5)
+
+
 @pytest.mark.parametrize("copies", [TOWERS, ["CPU:1"], ["CPU:0", "CPU:1"]])
 def test_an_update_between_chunked_calls_is_seen(copies: list[str]) -> None:
     scale = tf.Variable(2.0)

@@ -45,15 +45,20 @@ def must_run(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
     """Let the function that is being traced run these ops whether or not its `results` are used: what it is to return.
 
     Automatic control dependencies do this for stateful ops; a function without them has to say it itself. Publicly, by
-    results that wait for the ops.
+    results that wait for the ops; what comes next in a function that it is inlined into does not (`tells_callers`).
     """
     graph = tf.compat.v1.get_default_graph()
-    if usable() and hasattr(graph, "control_outputs"):
+    if tells_callers() and hasattr(graph, "control_outputs"):
         graph.control_outputs.extend(dict.fromkeys(ops))
         return list(results)
     with tf.control_dependencies(list(dict.fromkeys(ops))):
         waiting: list[Any] = tf.nest.map_structure(tf.identity, list(results), expand_composites=True)
     return waiting
+
+
+def tells_callers() -> bool:
+    """Whether ops that `must_run` have done so before what comes next to them in the user's function, also when inlined."""
+    return usable()
 
 
 def shows_functions(graph: Any) -> bool:

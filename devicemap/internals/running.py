@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
@@ -24,6 +25,15 @@ _selecting = Private(
     "tensorflow.python.eager.polymorphic_function.concrete_function",
     "ConcreteFunction._select_forward_and_backward_functions",
 )
+_taped = Private(
+    "tensorflow.python.eager.polymorphic_function.concrete_function",
+    *("_ForwardBackwardCall._functions", "_TapeGradientFunctions._wrap_backward_function"),
+)
+_delayed = Private(
+    "tensorflow.python.eager.polymorphic_function.concrete_function",
+    "_DelayedRewriteGradientFunctions._rewrite_forward_and_call_backward",
+)
+_backprop = Private("tensorflow.python.eager.backprop_util", "IsTrainable")
 _gradients = Private("tensorflow.python.ops.gradients_util", "PossibleTapeGradientTypes")
 _handle_data = Private("tensorflow.python.ops.handle_data_util", "set_handle_data")
 _resources = Private("tensorflow.python.ops.resource_variable_ops", "variable_accessed")
@@ -86,7 +96,7 @@ class TapedCall:
     function that also gives what gradients need, run it, tell the tapes. Here it can be run in between by someone else.
     """
 
-    def __init__(self, concrete: Any, tensors: Sequence[Any]):
+    def __init__(self, concrete: Any, tensors: Sequence[Any], host: str):
         """Made by `of`."""
         inputs = [*tensors, *concrete.captured_inputs]
         for variable in concrete.graph.variables:  # as the call would: tapes may start to watch it here
@@ -95,11 +105,16 @@ class TapedCall:
         kind = _gradients.PossibleTapeGradientTypes(inputs)
         self._call = concrete._select_forward_and_backward_functions(inputs, kind, True)
         self.function, self.inputs = self._call.forward()
+        if usable(_taped, _backprop):
+            _begin_backward_on(host, self._call._functions)
 
     @staticmethod
-    def of(concrete: Any, tensors: Sequence[Any]) -> TapedCall | None:
-        """The call, for which TensorFlow builds what its tapes need; `None` where only the public call can be made."""
-        return TapedCall(concrete, tensors) if usable(*_TAPING) else None
+    def of(concrete: Any, tensors: Sequence[Any], host: str) -> TapedCall | None:
+        """The call, for which TensorFlow builds what its tapes need; `None` where only the public call can be made.
+
+        The backward pass begins and ends on `host`, where this TensorFlow lets it.
+        """
+        return TapedCall(concrete, tensors, host) if usable(*_TAPING) else None
 
     def runner(self) -> Callable[..., list[Any]]:
         """What runs the `function` on the `inputs`, in any thread; good for later calls of the same one."""
@@ -119,6 +134,47 @@ class TapedCall:
         """Tell the tapes what the function gave; returns that as the public call does."""
         self._call.record(outputs)
         return self._pack(outputs)
+
+
+def _begin_backward_on(host: str, functions: Any) -> None:
+    """Let what TensorFlow makes for the tapes of one call, and calls for its gradient, lie on `host`.
+
+    Else the first device gets the gradients of all rows; and of each list that a loop leaves for its gradient a list of
+    zeros, for which the whole list goes there, though only second gradients can read it.
+    """
+    if hasattr(functions, "wrap_anywhere"):
+        return
+    functions.wrap_anywhere = functions._wrap_backward_function
+
+    def wrap(forward_graph: Any, backward: Any, outputs: list[Any]) -> Any:
+        made = {id(inside): output for inside, output in zip(forward_graph.outputs, outputs)}
+        placed = SimpleNamespace(
+            inputs=backward.inputs,
+            outputs=backward.outputs,
+            structured_outputs=backward.structured_outputs,
+            captured_inputs=[made.get(id(inside), inside) for inside in backward.captured_inputs],
+            _call_flat=_on(host, backward._call_flat),
+        )
+        taken = len(backward.inputs) - len(backward.captured_inputs)
+        trainable = [i for i, output in enumerate(outputs) if _backprop.IsTrainable(output)]
+        return functions.wrap_anywhere(forward_graph, placed, outputs[: [-1, *trainable][taken] + 1])
+
+    functions._wrap_backward_function = wrap
+
+
+def begin_backward_on(host: str, concrete: Any) -> None:
+    """The same for calls of a `ConcreteFunction` in a graph that is being built; not for second gradients by tapes."""
+    if usable(_delayed):
+        functions = concrete._delayed_rewrite_functions
+        functions._rewrite_forward_and_call_backward = _on(host, functions._rewrite_forward_and_call_backward)
+
+
+def _on(device: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def placed(*arguments: Any) -> Any:
+        with tf.device(device):
+            return call(*arguments)
+
+    return placed
 
 
 class Cancellation:
