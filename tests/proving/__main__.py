@@ -1,7 +1,8 @@
 """Write `devicemap/forms.json`: `python -m proving`, in `tests/`.
 
 With names of families, tell of these and write nothing; with `--write`, too, change what the list says of the forms that they
-try. With `--and`, keep of the list what holds with this TensorFlow, too.
+try. With `--and`, take from the list what fails with this TensorFlow, and add what is right whose attributes the TensorFlow of
+the list does not have.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 import time
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -43,24 +45,34 @@ def main() -> None:
         found = complete(found)
         proven = {form: gradients for form, (same, gradients) in found.items() if same}
         versions = [tf.__version__]
-        if names:
-            versions = json.loads(LIST.read_text())["tensorflow"]
-            for (op, attributes), (inputs, with_gradients) in unpack(json.loads(LIST.read_text())).items():
-                kept = {
-                    form: each in with_gradients for each in inputs if (form := Form(op, attributes, each)) not in found
-                }
-                proven |= kept
-        if "--and" in sys.argv and LIST.exists():  # only what holds with the TensorFlow of the list, too
+        if names or "--and" in sys.argv:
             before = json.loads(LIST.read_text())
-            known = unpack(before)
-            proven = {
-                form: gradients and form.inputs in known[form.op, form.attributes][1]
-                for form, gradients in proven.items()
-                if form.inputs in known.get((form.op, form.attributes), ((), ()))[0]
-            }
-            versions = sorted({*versions, *before["tensorflow"]})
+            kept, versions = _forms_in(before), before["tensorflow"]
+            if "--and" in sys.argv:
+                known = {_names(form) for form in kept}
+                proven = {
+                    form: gradients and kept.get(form, True)
+                    for form, gradients in proven.items()
+                    if form in kept or _names(form) not in known
+                }
+                versions = sorted({*versions, tf.__version__})
+            proven |= {form: gradients for form, gradients in kept.items() if form not in found}
         LIST.write_text(json.dumps(pack(proven, versions), indent=0, sort_keys=True) + "\n")
         print(f"{len(proven)} forms in {LIST.name}; {sum(not same for same, _ in found.values())} are not right")
+
+
+def _forms_in(data: dict[str, Any]) -> dict[Form, bool]:
+    """What a list holds, and whether the gradients are right, too."""
+    return {
+        Form(op, attributes, each): each in with_gradients
+        for (op, attributes), (inputs, with_gradients) in unpack(data).items()
+        for each in inputs
+    }
+
+
+def _names(form: Form) -> tuple[str, ...]:
+    """Of an op and its attributes, which TensorFlows do not all have."""
+    return (form.op, *(attribute.partition("=")[0] for attribute in form.attributes.split()))
 
 
 def _in_a_process(name: str) -> list[list[str]]:
@@ -68,12 +80,17 @@ def _in_a_process(name: str) -> list[list[str]]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        print(f"{name}: no end after {_PATIENCE_SECONDS} s: nothing is proven")
-        return []
+        return _nothing(f"{name}: no end after {_PATIENCE_SECONDS} s: nothing is proven")
     if done.returncode:
-        print(f"{name}: ended with {done.returncode}: nothing is proven\n{done.stderr[-500:]}")
-        return []
+        return _nothing(f"{name}: ended with {done.returncode}: nothing is proven\n{done.stderr[-500:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def _nothing(why: str) -> list[list[str]]:
+    if "--and" in sys.argv:
+        sys.exit(why)  # what the list has of it would stay
+    print(why)
+    return []
 
 
 def _of_family(name: str) -> list[list[object]]:
