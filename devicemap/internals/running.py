@@ -142,7 +142,9 @@ def _begin_backward_on(host: str, functions: Any) -> None:
     Else the first device gets the gradients of all rows; and of each list that a loop leaves for its gradient a list of
     zeros, for which the whole list goes there, though only second gradients can read it.
     """
-    if hasattr(functions, "wrap_anywhere"):
+    if hasattr(functions, "wrap_anywhere") or not hasattr(
+        functions, "_wrap_backward_function"
+    ):  # no tape follows the call
         return
     functions.wrap_anywhere = functions._wrap_backward_function
 
