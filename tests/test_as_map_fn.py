@@ -102,6 +102,8 @@ def _serial(fn: Callable[..., Any], data: Any) -> Any:
     return lambda x: tf.map_fn(fn, x, fn_output_signature=spec)
 
 
+ENDS_THE_PROCESS = tf.__version__.startswith("2.16.")  # at a transposition by axes from the end
+
 DEVICE_COUNTS = (1, 3)
 """Fewer sets than the laws have: each function takes long to trace."""
 
@@ -109,6 +111,8 @@ DEVICE_COUNTS = (1, 3)
 @pytest.mark.parametrize("vectorize", ["auto", False])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_gradients(devices: list[str], name: str, vectorize: Any) -> None:
+    if name == "conjugate, axes from the end" and ENDS_THE_PROCESS:
+        pytest.skip("this TensorFlow ends the process")
     fn, data = FUNCTIONS[name]
     mapper, serial = devicemap.DeviceMap(fn, devices=devices, vectorize=vectorize), _serial(fn, data)
     got, wanted = mapper(data), serial(data)

@@ -194,7 +194,8 @@ def test_of_gradients_only_those_of_rows_and_variables_travel() -> None:
         + textwrap.dedent("""
         mapper = on_gpus(lambda row: tf.sin(row) * weights)
         each = 2 * shard + weight
-        assert sent(lambda r: gradients(r, mapper)) == ([each] * 2, [each] * 2)
+        to, back = sent(lambda r: gradients(r, mapper))
+        assert to in ([each] * 2, [each + shard] * 2) and back == [each] * 2  # TensorFlow 2.16 sends the rows once more
         to, back = sent(tf.function(lambda r: gradients(r, mapper)))
         returned = 2 * shard + weight  # by way of the first device, where TensorFlow places what a function returns
         assert to in ([each, each], [each + returned, each]) and back in ([each, each], [each + returned, each])
@@ -210,7 +211,7 @@ def test_what_a_loop_keeps_for_its_gradient_stays_where_it_is() -> None:
             mapper = on_gpus(lambda row: tf.scan(lambda s, e: tf.sin(s) * weights + e, row), vectorize=vectorize)
             call = lambda r: gradients(r, mapper)
             to, back = sent(call)
-            assert to[0] == to[1] < 1.2 * (2 * shard + weight), to
+            assert to[0] == to[1] < 1.2 * (3 * shard + weight), to
             assert back[0] == back[1] < 1.2 * (2 * shard + weight), back
             for gpu in ("GPU:0", "GPU:1"):
                 tf.config.experimental.reset_memory_stats(gpu)
