@@ -41,7 +41,7 @@ def main() -> None:
         print(f"{told} ({time.perf_counter() - start:.0f} s)", flush=True)
         if names:
             print("\n".join(f"   not: {form}" for form, (same, _) in of_family.items() if not same))
-    if not names or "--write" in sys.argv:
+    if not names or {"--write", "--and"} & {*sys.argv}:
         found = complete(found)
         proven = {form: gradients for form, (same, gradients) in found.items() if same}
         versions = [tf.__version__]
