@@ -100,7 +100,8 @@ class Calls:
         if rows.count == 0:
             return towers.pack(towers.traced.no_rows())
         places = len(towers.places) if rows.count is None else len(towers.shards(rows.count)[0])
-        graph = towers.graph(places, 2, any_rows=rows.count is None, inlined=True)
+        one_row = rows.count is not None and rows.count < 2 * places
+        graph = towers.graph(places, 2, any_rows=rows.count is None, inlined=True, one_row=one_row)
         with tf.device(HOST):  # else all that comes and goes would go by the first device
             count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
             sizes = sizes_in_graph(count, places) if rows.count is None else towers.shards(rows.count)[1]

@@ -35,15 +35,22 @@ class Layout:
     scope: str
     """What the name scopes of the places begin with."""
 
-    def graph(self, traces: Sequence[Traced], any_rows: bool, clocked: bool) -> Any:
+    def graph(self, traces: Sequence[Traced], any_rows: bool, clocked: bool, apart: bool) -> Any:
         """A whole call as one `ConcreteFunction`, of the traces that run on the first so many places.
+
+        `apart`: it stays a function of its own where another one calls it.
 
         Returns:
             `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`; `Towers.graph` says what they are.
         """
         shards = len(traces)
         # Inlined into the user's function, one call could assign copies that another one is reading.
-        unit = self._acts or (self.differentiable and self.mirrors.any_copies) or (self._reads and not tells_callers())
+        unit = (
+            apart
+            or self._acts
+            or (self.differentiable and self.mirrors.any_copies)
+            or (self._reads and not tells_callers())
+        )
 
         @tf.function(autograph=False, experimental_attributes=UNCHAINED_UNIT if unit else UNCHAINED)
         def call(sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any], list[Any]]:

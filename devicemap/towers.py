@@ -91,7 +91,7 @@ class Towers:
         self._lock = threading.RLock()
         # Two calls at once would read a device's copy of an advancing seed before either writes it.
         self._drawing = {device: threading.Lock() for device in self.devices if self.traced.audit.advances_seed}
-        self._graphs: dict[tuple[int, int, bool, bool, bool], Any] = {}
+        self._graphs: dict[tuple[int, int, bool, bool, bool, bool], Any] = {}
         self._taped: set[tuple[Any, int]] = set()
         self._taping = threading.Lock()
         self._functions: dict[str, Any] = {}
@@ -102,7 +102,9 @@ class Towers:
         self._invoker = Invoker(self.traced.steady)
         self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self.traced.input_specs)
 
-    def graph(self, shards: int, gradients: int, any_rows: bool = False, inlined: bool = False) -> Any:
+    def graph(
+        self, shards: int, gradients: int, any_rows: bool = False, inlined: bool = False, one_row: bool = False
+    ) -> Any:
         """The whole call as one `ConcreteFunction`: `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`.
 
         `sizes` is int32 `[shards]`, and the rows returned are int64 `[shards]` per leaf, for a `fn` of batches. With
@@ -112,18 +114,21 @@ class Towers:
 
         `gradients` tells which may be asked for: 0 none, 1 first ones, 2 any (`order_of_gradients`). A function with seeded
         random ops gets a graph for each, as TensorFlow runs other ops for each, and one for each that is inlined: each begins
-        number streams of its own.
+        number streams of its own. `one_row`: whether a shard of one row is known as such where it is to be inlined.
         """
         seeded = self.traced.audit.seeded
+        # TensorFlow folds constants of that size into wrong gradients of loops that rows leave at different times.
+        apart = inlined and one_row and self.traced.vectorized and self.traced.audit.loops
         if seeded and inlined:
             with self._lock, Signals():
-                return self._build(shards, (_INLINED, next(self._inlined)), True, any_rows, False, True)
+                return self._build(shards, (_INLINED, next(self._inlined)), True, any_rows, False, True, apart)
         key = (
             shards,
             gradients if seeded else min(gradients, 1),
             any_rows,
             self._clocked and shards > 1 and not inlined,
             inlined and self._reads_in_place,
+            apart,
         )
         if key not in self._graphs:
             with self._lock, Signals():
@@ -261,11 +266,18 @@ class Towers:
             return self._layouts[key]
 
     def _build(
-        self, shards: int, way: tuple[int, ...], differentiable: bool, any_rows: bool, clocked: bool, in_place: bool
+        self,
+        shards: int,
+        way: tuple[int, ...],
+        differentiable: bool,
+        any_rows: bool,
+        clocked: bool,
+        in_place: bool,
+        apart: bool,
     ) -> Any:
         in_place = in_place or (differentiable and not holds_gradients())
         layout = self._layout(differentiable, in_place)
-        return layout.graph(self._traces_for(shards, way, differentiable, in_place), any_rows, clocked)
+        return layout.graph(self._traces_for(shards, way, differentiable, in_place), any_rows, clocked, apart)
 
     def _traces_for(
         self, places: int, way: tuple[int, ...], differentiable: bool, in_place: bool = False

@@ -509,6 +509,30 @@ def test_an_update_between_two_calls_in_one_tape(devices: list[str]) -> None:
             np.testing.assert_allclose(got, 2 * X * factor, rtol=1e-5)
 
 
+def _until_it_is_large(row: Any) -> Any:
+    while tf.reduce_sum(row) < 20.0:
+        row = row * 1.5 + 1.0
+    return row
+
+
+def _and_twice_itself(row: Any) -> Any:
+    return _until_it_is_large(row) + 2 * row
+
+
+@pytest.mark.parametrize("fn", [_until_it_is_large, _and_twice_itself])
+def test_one_known_row_for_a_device_and_a_loop_that_rows_leave_at_different_times(devices: list[str], fn: Any) -> None:
+    def gradient(x: Any, vectorize: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = devicemap.DeviceMap(fn, devices=devices, vectorize=vectorize)(x)
+        return tape.gradient(y, x)
+
+    for rows in (len(devices), 2 * len(devices) - 1):
+        x = X[: min(rows, len(X))]
+        wanted = gradient(x, False)
+        np.testing.assert_allclose(tf.function(gradient)(x, "auto"), wanted, rtol=1e-5)
+
+
 @pytest.mark.parametrize("batched", [False, True])
 def test_jacobians(batched: bool) -> None:
     weights = tf.Variable(tf.eye(3) * 2)
