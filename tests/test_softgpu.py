@@ -24,9 +24,9 @@ with tf.device("CPU:0"):
 """
 
 
-def _run(program: str) -> None:
+def _run(program: str, start: str = START) -> None:
     """In a process of its own: devices are made once."""
-    code = START + textwrap.dedent(program)
+    code = start + textwrap.dedent(program)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
@@ -142,8 +142,7 @@ def test_work_of_the_simulator_takes_time_of_the_stream() -> None:
     """)
 
 
-TRAFFIC = """
-import collections
+TRAFFIC = f"""{START}
 import devicemap
 
 with tf.device("CPU:0"):
@@ -172,6 +171,9 @@ def sent(call):
 def on_gpus(fn, **options):
     return devicemap.DeviceMap(fn, devices="GPU", output_device="CPU:0", **options)
 
+def scanning(row):
+    return tf.scan(lambda state, element: tf.sin(state) * weights + element, row)
+
 any_rows = [tf.TensorSpec([None, 20, 16], tf.float32)]
 shard, weight = rows.numpy().nbytes // 2, 16 * 4
 """
@@ -179,19 +181,18 @@ shard, weight = rows.numpy().nbytes // 2, 16 * 4
 
 def test_each_gets_its_shard_and_what_is_captured_and_sends_its_results() -> None:
     _run(
-        TRAFFIC
-        + textwrap.dedent("""
+        """
         mapper = on_gpus(lambda row: tf.sin(row) * weights)
         for call in (mapper, tf.function(lambda r: mapper(r)), tf.function(lambda r: mapper(r), input_signature=any_rows)):
             assert sent(call) == ([shard + weight] * 2, [shard] * 2)
-        """)
+        """,
+        TRAFFIC,
     )
 
 
 def test_of_gradients_only_those_of_rows_and_variables_travel() -> None:
     _run(
-        TRAFFIC
-        + textwrap.dedent("""
+        """
         mapper = on_gpus(lambda row: tf.sin(row) * weights)
         each = 2 * shard + weight
         to, back = sent(lambda r: gradients(r, mapper))
@@ -199,16 +200,16 @@ def test_of_gradients_only_those_of_rows_and_variables_travel() -> None:
         to, back = sent(tf.function(lambda r: gradients(r, mapper)))
         returned = 2 * shard + weight  # by way of the first device, where TensorFlow places what a function returns
         assert to in ([each, each], [each + returned, each]) and back in ([each, each], [each + returned, each])
-        """)
+        """,
+        TRAFFIC,
     )
 
 
 def test_what_a_loop_keeps_for_its_gradient_stays_where_it_is() -> None:
     _run(
-        TRAFFIC
-        + textwrap.dedent("""
+        """
         for vectorize in ("auto", False):
-            mapper = on_gpus(lambda row: tf.scan(lambda s, e: tf.sin(s) * weights + e, row), vectorize=vectorize)
+            mapper = on_gpus(scanning, vectorize=vectorize)
             call = lambda r: gradients(r, mapper)
             to, back = sent(call)
             assert to[0] == to[1] < 1.2 * (3 * shard + weight), to
@@ -218,18 +219,19 @@ def test_what_a_loop_keeps_for_its_gradient_stays_where_it_is() -> None:
             call(rows)
             peaks = [tf.config.experimental.get_memory_info(gpu)["peak"] for gpu in ("GPU:0", "GPU:1")]
             assert max(peaks) < 1.1 * min(peaks), peaks
-        """)
+        """,
+        TRAFFIC,
     )
 
 
 def test_inside_a_function_loops_send_no_more_to_one_than_to_others() -> None:
     _run(
-        TRAFFIC
-        + textwrap.dedent("""
+        """
         for vectorize in ("auto", False):
-            mapper = on_gpus(lambda row: tf.scan(lambda s, e: tf.sin(s) * weights + e, row), vectorize=vectorize)
+            mapper = on_gpus(scanning, vectorize=vectorize)
             for call in (tf.function(lambda r: mapper(r)), tf.function(lambda r: mapper(r), input_signature=any_rows)):
                 to, back = sent(call)
                 assert to[0] == to[1] and back[0] == back[1] < 1.1 * shard, (to, back)
-        """)
+        """,
+        TRAFFIC,
     )
