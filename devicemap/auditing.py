@@ -196,7 +196,7 @@ class _Walk:
         inside = {node.name for node in nodes if node.op != "Placeholder"}
         for node in nodes:
             self.types.add(node.op)
-            self.pinned |= bool(node.device)
+            self.pinned |= bool(node.device) and not node.op.startswith("TensorList")  # a list reads no variable
             self.colocated |= any(group.decode().removeprefix("loc:@") not in inside for group in _groups(node))
             self.custom_gradients |= "_gradient_op_type" in node.attr  # gradient_override_map has it on any op
             if {"seed", "seed2"} <= {*node.attr}:  # a number stream of its own

@@ -6,16 +6,29 @@ another one calls, and sparse tensors have none at all.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
+from devicemap.devices import kind_of
 from devicemap.errors import failure
+from devicemap.hosting import is_made_on_host, is_taken_on_host
 from devicemap.internals.gradients import differentiate_values_alone
 from devicemap.nests import as_nodes, check_same_structure
 from devicemap.options import Options
-from devicemap.rows import carried, carried_dtype, count_rows, restored
+from devicemap.rows import HOST, carried, carried_dtype, count_rows, restored
+
+_CARRIERS = {
+    tf.int8: tf.float16, tf.uint8: tf.float16, tf.int16: tf.float16, tf.uint16: tf.float16, tf.uint32: tf.float32,
+    tf.uint64: tf.float64,
+}  # fmt: skip
+"""Integers that GPUs have no kernels of lists for: the dtype in which lists hold their numbers, or bits if it is as large."""
+
+_AT_ONCE = 10
+"""Rows that may be under way at the same time, as in `tf.map_fn`."""
 
 
 def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any, at_once: int | None = None) -> Any:
@@ -28,30 +41,86 @@ def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any, at_o
     """
     differentiate_values_alone(row_fn.graph)
     signature = _signature(row_fn, specs, options, structure)
+    dense = all(isinstance(spec, tf.TensorSpec) for spec in signature)
+
+    @tf.function(autograph=False)
+    def over_rows(*leaves: Any) -> list[Any]:
+        takers = [_row_taker(leaf, row_fn, i) for i, leaf in enumerate(leaves)]
+
+        def run(row: Any) -> list[Any]:
+            return list(row_fn(*(take(row) for take in takers)))
+
+        rows = tf.cast(count_rows(leaves[0]), tf.int32)
+        if dense and not options.jit_compile:  # for which TensorFlow wants to know how many steps there are at most
+            return _collected(run, rows, row_fn, signature, options, at_once or _AT_ONCE)
+        return _mapped(run, rows, row_fn, signature, at_once)
+
+    return over_rows.get_concrete_function(*specs)
+
+
+def _collected(
+    run: Callable[[Any], list[Any]], rows: Any, row_fn: Any, signature: Sequence[Any], options: Options, at_once: int
+) -> list[Any]:
+    """What `run` gives for each of so many rows, where all of it is dense.
+
+    `tf.map_fn` tells its loop how many steps there are, and GPUs ask for that in each step, by way of the host.
+    """
+    kinds = {kind_of(device) for device in options.devices or ()}
+    dtypes = [carried_dtype(leaf.dtype) for leaf in row_fn.outputs]
+    places: list[str | None] = [None] * len(dtypes)
+    if kinds - {"CPU"}:
+        dtypes = [_CARRIERS.get(dtype, dtype) for dtype in dtypes]
+    for i, leaf in enumerate(row_fn.outputs):
+        if kinds and "CPU" not in kinds and leaf.dtype == tf.int32 and is_made_on_host(row_fn.graph, leaf):
+            places[i] = HOST
+
+    def on(place: str | None) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext() if place is None else tf.device(place)
+
+    arrays = []
+    for spec, dtype, place in zip(signature, dtypes, places):
+        with on(place):
+            arrays.append(tf.TensorArray(dtype, rows, element_shape=spec.shape))
+
+    def step(row: Any, arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
+        written = []
+        for array, result, place in zip(arrays, run(row), places):
+            with on(place):
+                written.append(array.write(row, _as(array.dtype, result)))
+        return row + 1, written
+
+    _, arrays = tf.while_loop(lambda row, _: row < rows, step, (0, arrays), parallel_iterations=at_once)
+    results = []
+    for array, leaf, place in zip(arrays, row_fn.outputs, places):
+        with on(place):
+            results.append(_as(leaf.dtype, array.stack()))
+    return results
+
+
+def _as(dtype: Any, leaf: Any) -> Any:
+    """A leaf in a dtype that holds its numbers, or its bits if it is as large; and back."""
+    if leaf.dtype == dtype:
+        return leaf
+    return tf.bitcast(leaf, dtype) if leaf.dtype.size == dtype.size else tf.cast(leaf, dtype)
+
+
+def _mapped(
+    run: Callable[[Any], list[Any]], rows: Any, row_fn: Any, signature: Sequence[Any], at_once: int | None
+) -> list[Any]:
+    """The same by `tf.map_fn`, which also collects what is ragged."""
     sparse = {i for i, spec in enumerate(signature) if isinstance(spec, tf.SparseTensorSpec)}
     narrow = {i: leaf.dtype for i, leaf in enumerate(row_fn.structured_outputs) if _is_narrow(leaf, signature[i])}
     taken_apart = [_parts_spec(spec) if i in sparse else spec for i, spec in enumerate(signature)]
     for i in narrow:
         taken_apart[i] = tf.TensorSpec(getattr(signature[i], "shape", None), tf.float16)
 
-    @tf.function(autograph=False)
-    def over_rows(*leaves: Any) -> list[Any]:
-        takers = {i: _row_taker(leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, tf.Tensor)}
-        rows = list(map(carried, leaves))
-        for i in takers:
-            rows[i] = tf.range(tf.cast(count_rows(leaves[i]), tf.int32))
+    def parts_of(row: Any) -> list[Any]:
+        results = [carried(leaf) if i in narrow else leaf for i, leaf in enumerate(run(row))]
+        return [_parts(leaf) if i in sparse else leaf for i, leaf in enumerate(results)]
 
-        def run(row: Sequence[Any]) -> list[Any]:
-            taken = (takers[i](leaf) if i in takers else restored(leaf, specs[i].dtype) for i, leaf in enumerate(row))
-            results = row_fn(*taken)
-            results = [carried(leaf) if i in narrow else leaf for i, leaf in enumerate(results)]
-            return [_parts(leaf) if i in sparse else leaf for i, leaf in enumerate(results)]
-
-        results = tf.map_fn(run, tuple(rows), fn_output_signature=taken_apart, parallel_iterations=at_once)
-        results = [restored(leaf, narrow[i]) if i in narrow else leaf for i, leaf in enumerate(results)]
-        return [_joined(leaf, signature[i].shape) if i in sparse else leaf for i, leaf in enumerate(results)]
-
-    return over_rows.get_concrete_function(*specs)
+    results = tf.map_fn(parts_of, tf.range(rows), fn_output_signature=taken_apart, parallel_iterations=at_once)
+    results = [restored(leaf, narrow[i]) if i in narrow else leaf for i, leaf in enumerate(results)]
+    return [_joined(leaf, signature[i].shape) if i in sparse else leaf for i, leaf in enumerate(results)]
 
 
 def _is_narrow(leaf: Any, spec: Any) -> bool:
@@ -63,20 +132,34 @@ def _is_narrow(leaf: Any, spec: Any) -> bool:
     )
 
 
-def _row_taker(leaf: Any) -> Callable[[Any], Any]:
+def _row_taker(leaf: Any, row_fn: Any, argument: int) -> Callable[[Any], Any]:
+    """What gives row `i` of one of the arguments of a function of rows."""
+    if not isinstance(leaf, tf.Tensor):
+        return _row_taker_of_parts(leaf)
+    if leaf.dtype.is_integer or leaf.dtype in (tf.bool, tf.string):  # no list is needed for a gradient
+        inside = row_fn.inputs[argument]
+        if leaf.dtype != tf.int32 or is_taken_on_host(row_fn.graph, inside):
+            return lambda i: leaf[i]
+    held = carried(leaf)
+    array = tf.TensorArray(held.dtype, tf.shape(held)[0], element_shape=held.shape[1:]).unstack(held)
+    return lambda i: restored(array.read(i), leaf.dtype)
+
+
+def _row_taker_of_parts(leaf: Any) -> Callable[[Any], Any]:
     """What gives row `i` of a ragged or sparse tensor."""
     if isinstance(leaf, tf.SparseTensor):
         leaf = tf.sparse.reorder(leaf)
         row = leaf.indices[:, 0]
         sizes = tf.math.unsorted_segment_sum(tf.ones_like(row), row, leaf.dense_shape[0])
         inner, values = (tf.RaggedTensor.from_row_lengths(x, sizes) for x in (leaf.indices[:, 1:], leaf.values))
-        place, value, known, shape = _row_taker(inner), _row_taker(values), leaf.shape[1:], leaf.dense_shape[1:]
+        place, value = map(_row_taker_of_parts, (inner, values))
+        known, shape = leaf.shape[1:], leaf.dense_shape[1:]
         return lambda i: tf.SparseTensor(place(i), value(i), known if known.is_fully_defined() else shape)
     values = leaf.values
     if isinstance(values, tf.RaggedTensor):
-        sizes = _row_taker(leaf.with_values(values.row_lengths()))
+        sizes = _row_taker_of_parts(leaf.with_values(values.row_lengths()))
         splits = tf.gather(values.row_splits, leaf.row_splits)
-        flat = _row_taker(tf.RaggedTensor.from_row_splits(values.values, splits, validate=False))
+        flat = _row_taker_of_parts(tf.RaggedTensor.from_row_splits(values.values, splits, validate=False))
         return lambda i: tf.RaggedTensor.from_row_lengths(flat(i), sizes(i), validate=False)
     shape = [None, *values.shape[1:]]
     array = tf.TensorArray(values.dtype, 0, dynamic_size=True, infer_shape=False, element_shape=shape)

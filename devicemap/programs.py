@@ -88,10 +88,11 @@ class Program:
         with self._lock, Signals():
             towers = self._towers.get(key)
             if towers is None:
+                options = replace(self.options, devices=self.devices, progress=False)
                 towers = Towers(
                     places_on(self.devices),
                     self.output_device,
-                    partial(_trace_again, _weakly(self.fn), specs, replace(self.options, progress=False)),
+                    partial(_trace_again, _weakly(self.fn), specs, options),
                     self.name,
                     self.options.report,
                 )

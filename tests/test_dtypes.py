@@ -68,8 +68,8 @@ def test_all_8_bit_floats_survive_being_carried(dtype: Any) -> None:
 def test_lists_hold_no_8_bit_floats(dtype: Any) -> None:
     """The day they do, nothing needs to be carried."""
     for op in ("TensorListFromTensor", "TensorListConcatV2"):
-        kernels = [kernel for device, kernel in registered_kernels(op) if device in ("CPU", "DEFAULT")]
-        assert not any(dtype.as_datatype_enum in kernel.get("element_dtype", ()) for kernel in kernels)
+        kernels = [kernel for kernel in registered_kernels(op) if kernel.device in ("CPU", "DEFAULT")]
+        assert not any(dtype.as_datatype_enum in kernel.dtypes.get("element_dtype", ()) for kernel in kernels)
 
 
 def test_seeds_of_many_rows() -> None:

@@ -18,6 +18,7 @@ from devicemap.internals.converting import take_all_rows
 from devicemap.internals.functions import (
     UNCHAINED,
     UNCHAINED_UNIT,
+    Kernel,
     functions_within,
     last_set_seed,
     must_run,
@@ -176,8 +177,8 @@ def test_functions_that_a_function_calls() -> None:
 
 
 def test_kernels_are_listed() -> None:
-    assert registered_kernels("DecodeJpeg") == [("CPU", {})]
-    dtypes = [dtypes["T"] for device, dtypes in registered_kernels("MatMul") if device == "CPU"]
+    assert registered_kernels("DecodeJpeg") == [Kernel("CPU", {})]
+    dtypes = [kernel.dtypes["T"] for kernel in registered_kernels("MatMul") if kernel.device == "CPU"]
     assert frozenset([tf.float32.as_datatype_enum]) in dtypes
     assert not any(tf.string.as_datatype_enum in allowed for allowed in dtypes)
 

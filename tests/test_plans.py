@@ -12,17 +12,19 @@ from histories import device
 
 import devicemap
 from devicemap.explaining.advising import advise
-from devicemap.explaining.placing import has_kernel, stray_ops
+from devicemap.explaining.placing import stray_ops
 from devicemap.explaining.plans import DevicePlan, Plan, StrayOp, Transfer
 from devicemap.explaining.traffic import Leaf, rows_in_chunks, rows_in_one_graph
+from devicemap.hosting import kernel_for
+from devicemap.internals.functions import Kernel
 from devicemap.types import Shard
 
 FLOAT, TEXT = tf.float32.as_datatype_enum, tf.string.as_datatype_enum
-KERNELS: dict[str, list[tuple[str, dict[str, frozenset[int]]]]] = {
-    "DecodeJpeg": [("CPU", {})],
-    "Sin": [("CPU", {"T": frozenset([FLOAT])}), ("GPU", {"T": frozenset([FLOAT])})],
-    "Identity": [("CPU", {}), ("DEFAULT", {"T": frozenset([FLOAT])})],
-    "AsString": [("CPU", {})],
+KERNELS = {
+    "DecodeJpeg": [Kernel("CPU", {})],
+    "Sin": [Kernel("CPU", {"T": frozenset([FLOAT])}), Kernel("GPU", {"T": frozenset([FLOAT])})],
+    "Identity": [Kernel("CPU", {}), Kernel("DEFAULT", {"T": frozenset([FLOAT])})],
+    "AsString": [Kernel("CPU", {})],
 }
 
 
@@ -37,7 +39,7 @@ KERNELS: dict[str, list[tuple[str, dict[str, frozenset[int]]]]] = {
     ],
 )
 def test_kernels_by_kind_and_dtype(op: str, kind: str, dtypes: dict[str, list[int]], there: bool) -> None:
-    assert has_kernel(KERNELS[op], kind, dtypes) is there
+    assert (kernel_for(KERNELS[op], kind, dtypes) is not None) is there
 
 
 def test_ops_without_a_kernel_on_a_gpu() -> None:
@@ -46,7 +48,7 @@ def test_ops_without_a_kernel_on_a_gpu() -> None:
 
     ops = tf.function(fn).get_concrete_function(tf.TensorSpec([], tf.string)).graph.get_operations()
 
-    def kernels_of(op: str) -> list[tuple[str, dict[str, frozenset[int]]]]:
+    def kernels_of(op: str) -> list[Kernel]:
         return KERNELS.get(op, [])
 
     found = stray_ops(ops, [device(0)], ["GPU"], kernels_of)

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from devicemap.explaining.plans import StrayOp
 from devicemap.explaining.walking import called_by, full_name, is_placed
-from devicemap.internals.functions import registered_kernels
-
-Kernels = Sequence[tuple[str, Mapping[str, frozenset[int]]]]
-"""Of a type of op: the device type of each kernel, and the dtypes (enums) that each attribute may have."""
+from devicemap.hosting import dtypes_of, kernel_for
+from devicemap.internals.functions import Kernel, registered_kernels
 
 _NOT_PLACED = frozenset("Placeholder NoOp Const Identity".split())
 """Ops that stand for inputs, for order, for values that are copied wherever they are used, or for a copy."""
-
-
-def has_kernel(kernels: Kernels, kind: str, dtypes: Mapping[str, Sequence[int]]) -> bool:
-    """Whether a kind of device has one of these kernels for an op with attributes of these dtypes.
-
-    Kernels for `"DEFAULT"` serve every kind, as in TensorFlow.
-
-    >>> has_kernel([("CPU", {}), ("GPU", {"T": frozenset([1])})], "GPU", {"T": [7]})
-    False
-    """
-    return any(
-        device in (kind, "DEFAULT")
-        and all(set(dtypes.get(attribute, ())) <= allowed for attribute, allowed in constraints.items())
-        for device, constraints in kernels
-    )
 
 
 def stray_ops(
     ops: Iterable[Any],
     places: Sequence[str],
     kinds: Sequence[str],
-    kernels_of: Callable[[str], Kernels] = registered_kernels,
+    kernels_of: Callable[[str], Sequence[Kernel]] = registered_kernels,
 ) -> list[StrayOp]:
     """The ops that do not run where their rows are, each type once per device that it leaves or goes to.
 
@@ -55,7 +38,7 @@ def stray_ops(
             continue
         kernels = kernels_of(op.type)
         for kind in dict.fromkeys(kinds):
-            if kernels and not has_kernel(kernels, kind, _dtypes(op)):
+            if kernels and kernel_for(kernels, kind, dtypes_of(op)) is None:
                 found[StrayOp(op.type, kind, "no kernel")] = None
     return list(found)
 
@@ -63,9 +46,3 @@ def stray_ops(
 def _of_resource(op: Any) -> bool:
     """Whether TensorFlow places it, with what it asks or writes: a table, or a file of summaries."""
     return op.type.startswith(("LookupTable", "Write", "FlushSummaryWriter"))
-
-
-def _dtypes(op: Any) -> dict[str, list[int]]:
-    """The dtypes (enums) among the attributes of an op."""
-    attributes = op.node_def.attr.items()
-    return {name: [value.type] if value.type else list(value.list.type) for name, value in attributes}

@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -102,13 +102,26 @@ def own_functions(graph: Any) -> tuple[list[Any], list[str]]:
     return own, others
 
 
-def _unknown(_: str) -> list[Any]:
+class Kernel(NamedTuple):
+    """What TensorFlow knows of one kernel for a type of op."""
+
+    device: str
+    """The device type it is for; `"DEFAULT"`: every one."""
+
+    dtypes: Mapping[str, frozenset[int]]
+    """For attributes of the op, the dtypes (enums) that it takes; it takes any for others."""
+
+    on_host: frozenset[str] = frozenset()
+    """The inputs and outputs that lie in the host's memory."""
+
+
+def _unknown(_: str) -> list[Kernel]:
     return []
 
 
 @with_fallback(_unknown, _session, _kernel_def)
-def registered_kernels(op: str) -> list[tuple[str, dict[str, frozenset[int]]]]:
-    """The kernels that this process has for a type of op: device type, and the dtypes (enums) each attribute may have.
+def registered_kernels(op: str) -> list[Kernel]:
+    """The kernels that this process has for a type of op.
 
     Placing an op on a device tells too late, and only with that device at hand. TensorFlow's own Python function for this
     never frees what it is given, some 6 kB for each call. Publicly, none are known.
@@ -119,7 +132,11 @@ def registered_kernels(op: str) -> list[tuple[str, dict[str, frozenset[int]]]]:
     finally:
         _session.TF_DeleteBuffer(buffer)
     return [
-        (kernel.device_type, {c.name: frozenset(c.allowed_values.list.type) for c in kernel.constraint})
+        Kernel(
+            kernel.device_type,
+            {c.name: frozenset(c.allowed_values.list.type) for c in kernel.constraint},
+            frozenset(kernel.host_memory_arg),
+        )
         for kernel in kernels.kernel
     ]
 
