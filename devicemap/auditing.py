@@ -52,6 +52,7 @@ class Treatment(Enum):
     """How towers on several devices may share a captured resource."""
 
     READ = "read only"
+    STAYS = "read only, and where it is, as the option `in_place` says"
     ATOMIC = "updated atomically, in any order"
     SEED = "a seed that each call advances: every tower gets its own"
     ORDERED = "written in a way that depends on order: towers run one after another"
@@ -113,11 +114,15 @@ class Audit:
     @property
     def writes(self) -> bool:
         """Whether running it a second time on the same rows would change what the user keeps."""
-        return any(t is not None and t is not Treatment.READ for t in self.treatments)
+        return any(t not in (None, Treatment.READ, Treatment.STAYS) for t in self.treatments)
 
 
-def audit(concrete: Any, graph_def: Any) -> Audit:
-    """Audit a `tf.types.experimental.ConcreteFunction`, of which `graph_def` is the graph."""
+def audit(concrete: Any, graph_def: Any, in_place: Iterable[Any] = ()) -> Audit:
+    """Audit a `tf.types.experimental.ConcreteFunction`, of which `graph_def` is the graph.
+
+    `in_place` are variables that are not to be copied.
+    """
+    staying = [variable.handle for variable in in_place]
     walk = _Walk({f.signature.name: f for f in graph_def.library.function})
     walk.nodes(graph_def.node, {t.op.name: t.op.name for t in concrete.inputs})
     captured = concrete.captured_inputs
@@ -125,7 +130,10 @@ def audit(concrete: Any, graph_def: Any) -> Audit:
     treatments = []
     for outside, inside in zip(captured, placeholders):
         is_resource = outside.dtype == tf.resource
-        treatments.append(_treatment(concrete, outside, walk.uses[inside.op.name]) if is_resource else None)
+        treatment = _treatment(concrete, outside, walk.uses[inside.op.name]) if is_resource else None
+        if treatment is Treatment.READ and any(outside is handle for handle in staying):
+            treatment = Treatment.STAYS
+        treatments.append(treatment)
     every_op = {*walk.types}
     return Audit(
         tuple(treatments),

@@ -41,6 +41,7 @@ def parallel_map(
     seed: int | None = None,
     fn_output_signature: Any = None,
     jit_compile: bool = False,
+    in_place: Any = (),
     output_device: Any = "/CPU:0",
     deterministic: bool = True,
     prefetch: int = 2,
@@ -78,6 +79,8 @@ def parallel_map(
             `[rows, 2]` when batched) that depends on `seed` and the row's index alone.
         fn_output_signature: as in `tf.map_fn`, for a `fn` of one sample whose dense results differ in shape.
         jit_compile: compile with XLA. Shards run in pieces of powers of two rows, to compile for few shapes.
+        in_place: variables that `fn` reads where they are, for instance a table that is larger than the memory of a device:
+            what is looked up travels. Others are copied to each device once per call, or per job in chunks.
         output_device: where results are gathered.
         deterministic: for streams: chunks in input order, or as they finish, each as `(first row, chunk)`.
         prefetch: chunks in flight per device, so that copying in, computing and copying out overlap.
@@ -103,7 +106,7 @@ def parallel_map(
     """
     options = dict(
         devices=devices, batched=batched, vectorize=vectorize, batch_size=batch_size, seed=seed,
-        fn_output_signature=fn_output_signature, jit_compile=jit_compile, output_device=output_device,
+        fn_output_signature=fn_output_signature, jit_compile=jit_compile, in_place=in_place, output_device=output_device,
         deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, report=report,
         name=name, **unknown,
     )  # fmt: skip
@@ -132,6 +135,7 @@ class DeviceMap:
         seed: int | None = None,
         fn_output_signature: Any = None,
         jit_compile: bool = False,
+        in_place: Any = (),
         output_device: Any = "/CPU:0",
         deterministic: bool = True,
         prefetch: int = 2,
@@ -143,7 +147,7 @@ class DeviceMap:
     ):
         options = dict(
             devices=devices, batched=batched, vectorize=vectorize, batch_size=batch_size, seed=seed,
-            fn_output_signature=fn_output_signature, jit_compile=jit_compile, output_device=output_device,
+            fn_output_signature=fn_output_signature, jit_compile=jit_compile, in_place=in_place, output_device=output_device,
             deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, report=report,
             name=name, **unknown,
         )  # fmt: skip

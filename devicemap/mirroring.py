@@ -5,19 +5,26 @@ in a loop for each step. Instead each tower captures a copy on its own device, w
 function writes is not copied, except for seeds that advance with each call: those must differ between towers.
 
 A captured tensor never changes, so that each device gets it once for all calls; where gradients go through it, once per
-call.
+call. Whether a variable has changed since the last call cannot be told: TensorFlow counts no assignments, and whoever held
+its buffer to compare would make each update copy all of it.
+
+All maps share the copies on a device, and drop them with the last map.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import tensorflow as tf
 
 from devicemap.auditing import Treatment, variable_of
 from devicemap.internals.gradients import holding
+from devicemap.rows import home_of
 from devicemap.tracing import Traced
 
 
@@ -76,16 +83,20 @@ class Mirrors:
         return next((device for device in others if {device} != {*places}), None)
 
     def _create(self, places: Sequence[str]) -> None:
-        copied = self._seeds | self._read
-        now = {i: _first_value(variable) for i, variable in copied.items()}
         for place in places:
-            needed = {i: v for i, v in copied.items() if i in self._seeds or v.device != place}
             with tf.device(self._seeds_on or place):
-                self._copies.append({i: _copy(variable, now[i]) for i, variable in needed.items()})
+                copies = {i: _copy(variable) for i, variable in self._seeds.items()}
+            with tf.device(place):
+                for i, variable in self._read.items():
+                    if variable.device != place:
+                        copies[i] = _shared(variable, place, partial(_copy, variable))
+            self._copies.append(copies)
         if not self._differentiable:
             for place, kept in zip(places, self._kept):
                 with tf.device(place):
-                    kept |= {i: tf.identity(t) for i, t in self._tensors.items() if t.device != place}
+                    for i, tensor in self._tensors.items():
+                        if home_of(tensor) != place:
+                            kept[i] = _shared(tensor, place, partial(tf.identity, tensor))
         if self._seeds:
             # RngReadAndSkip, which this uses, is the one op that reads and advances a state in one step.
             self._draws = tf.random.Generator.from_seed(0)
@@ -148,14 +159,25 @@ class Mirrors:
         return tf.cast(tf.abs(tf.stack(folded)) % 2**31, variable.dtype)
 
 
-def _first_value(variable: Any) -> Any:
-    """What copies begin with. Each call assigns them, so it does not matter for a variable that has no value yet: a
-    `tf.function` of the user's gives one to those that it creates after it was traced.
-    """
-    if variable.is_initialized():
-        return variable.read_value()
-    return tf.zeros([size or 0 for size in variable.shape], variable.dtype)
+_on_devices: WeakValueDictionary[tuple[int, str], Any] = WeakValueDictionary()
+"""What maps hold of variables and tensors on other devices, by the identity of these, which the same maps keep alive."""
+
+_copying = threading.Lock()
 
 
-def _copy(variable: Any, value: Any) -> Any:
-    return tf.Variable(value, trainable=False, dtype=variable.dtype, shape=variable.shape)
+def _shared(original: Any, place: str, copy: Callable[[], Any]) -> Any:
+    """The copy that all maps have of it on a device."""
+    with _copying:
+        found = _on_devices.get((id(original), place))
+        if found is None:
+            found = _on_devices[id(original), place] = copy()
+        return found
+
+
+def _copy(variable: Any) -> Any:
+    """Without its value, which each call assigns."""
+    try:
+        nothing = tf.zeros([size or 0 for size in variable.shape], variable.dtype)
+    except TypeError:  # a dtype that there are no zeros of
+        nothing = variable.read_value()
+    return tf.Variable(nothing, trainable=False, dtype=variable.dtype, shape=variable.shape)

@@ -23,6 +23,7 @@ class Options:
     seed: int | None = None
     fn_output_signature: Any = None
     jit_compile: bool = False
+    in_place: Any = ()
     output_device: Any = "/CPU:0"
     deterministic: bool = True
     prefetch: int = 2
@@ -86,8 +87,24 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
         raise OptionError(f"seed={checked.seed!r}; expected None or an int from 0 to 2**32 - 1")
     if checked.name is not None and not (isinstance(checked.name, str) and checked.name):
         raise OptionError(f"name={checked.name!r}; expected None or a non-empty string")
+    checked = replace(checked, in_place=variables_of(checked.in_place))
     size = checked.batch_size
     return replace(checked, batch_size=int(size)) if isinstance(size, Integral) else checked
+
+
+def variables_of(in_place: Any) -> tuple[tf.Variable, ...]:
+    """The option `in_place`, with the `tf.Variable`s that Keras's stand for.
+
+    Raises:
+        OptionError: for what is no variable.
+    """
+    found = []
+    for given in tf.nest.flatten(in_place):
+        variable = given if isinstance(given, tf.Variable) else getattr(given, "value", None)
+        if not isinstance(variable, tf.Variable):
+            raise OptionError(f"in_place has {given!r}; expected a tf.Variable, or a list of them")
+        found.append(variable)
+    return tuple(found)
 
 
 def check_progress(progress: Any) -> Any:

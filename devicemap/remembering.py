@@ -17,7 +17,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from devicemap.errors import OptionError
 from devicemap.nests import freeze
+from devicemap.options import variables_of
 from devicemap.programs import Program
 
 _MOST = 64
@@ -42,10 +44,11 @@ class Memory:
         parts = (fn.__self__, fn.__func__) if inspect.ismethod(fn) else (fn,)
         compiled_for = {name: value for name, value in options.items() if name != "progress"}
         try:
+            compiled_for["in_place"] = [variable.ref() for variable in variables_of(options.get("in_place", ()))]
             # by identity, which calls no code of the user's; with the types: 1 is True to a dict, and not to `batch_size`
             key = (*map(id, parts), *((name, type(value), freeze(value)) for name, value in compiled_for.items()))
             hash(key)
-        except TypeError:  # an option that cannot be a key
+        except (TypeError, OptionError):  # an option that cannot be a key, or cannot be
             return Program(fn, options)
         with self._lock:
             known = self._remembered.get(key)

@@ -104,6 +104,12 @@ def spec_of(leaf: Any) -> Any:
     return tf.TensorSpec(shape, leaf.dtype)
 
 
+def home_of(tensor: Any) -> str:
+    """Full name of the device whose memory holds it; `device` may be the one that an eager tensor was made for."""
+    home = None if tensor.dtype in (tf.resource, tf.variant) else getattr(tensor, "backing_device", None)
+    return str(home or tensor.device)
+
+
 def row_spec(spec: Any) -> Any:
     """The spec of one row of what has `spec`: a ragged tensor of one ragged dimension has dense rows."""
     if isinstance(spec, tf.RaggedTensorSpec):

@@ -60,12 +60,14 @@ class Towers:
         """How often `fn` was traced so far."""
         self._trace = trace
         self.left_uncompiled = False
-        """Whether XLA was asked for, and cannot write the variables of `fn` from these devices."""
+        """Whether XLA was asked for, and cannot use the variables of `fn` from these devices."""
         self.traced = self._trace_again(None)
-        if self.traced.uncompiled and _used_elsewhere(self.traced, places, Treatment.ATOMIC, Treatment.ORDERED):
+        if self.traced.uncompiled and _used_elsewhere(
+            self.traced, places, Treatment.ATOMIC, Treatment.ORDERED, Treatment.STAYS
+        ):
             self.left_uncompiled = True
             reason = (
-                f"{self.traced.reason}; not compiled, because fn writes a variable of another device, which XLA cannot"
+                f"{self.traced.reason}; not compiled, because fn uses a variable of another device, which XLA cannot"
             )
             self.traced = replace(self.traced.uncompiled, reason=reason)
         # A further core of a CPU gains nothing where shards wait for each other, or where ops over all rows use the cores

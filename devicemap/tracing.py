@@ -7,7 +7,7 @@ that trace: vectorised where every op is proven to give the same, else a `tf.map
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,28 +120,29 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: Stream |
             f"fn could not be traced for {what} of {given}{hint}: {type(error).__name__}: {error}", error
         ) from error
     steady = is_steady(traced_fn.graph.as_graph_def())
-    traced = _variants(loops, leaf_specs, shape_of_results[-1], steady)
+    about = leaf_specs, shape_of_results[-1], steady, options.in_place
+    traced = _variants(loops, *about)
     if not compiled:
         return traced
-    return replace(_variants(compiled, leaf_specs, shape_of_results[-1], steady), uncompiled=traced)
+    return replace(_variants(compiled, *about), uncompiled=traced)
 
 
-def _variants(loops: list[RowLoop], specs: list[Any], structure: Any, steady: bool) -> Traced:
-    first, *others = [_traced(loop, specs, structure, steady) for loop in loops]
+def _variants(loops: list[RowLoop], *about: Any) -> Traced:
+    first, *others = [_traced(loop, *about) for loop in loops]
     return replace(first, with_gradients=others[0]) if others else first
 
 
-def _traced(loop: RowLoop, specs: list[Any], structure: Any, steady: bool) -> Traced:
+def _traced(loop: RowLoop, specs: list[Any], structure: Any, steady: bool, in_place: Sequence[Any]) -> Traced:
     """The loop, fit to be called by many towers, and what is known of it."""
     concrete = loop.concrete
     differentiate_freely(concrete.graph)
     complete_handle_data(concrete.graph)
     outputs = [spec_of(leaf) for leaf in concrete.structured_outputs]
     _check_validity(structure, outputs)
-    found = audit(concrete, concrete.graph.as_graph_def())
+    found = audit(concrete, concrete.graph.as_graph_def(), in_place)
     if found.colocated:
         concrete = _kept_whole(concrete, specs)
-        found = audit(concrete, concrete.graph.as_graph_def())
+        found = audit(concrete, concrete.graph.as_graph_def(), in_place)
     return Traced(concrete, structure, tuple(outputs), loop.vectorized, loop.reason, found, steady)
 
 

@@ -235,3 +235,98 @@ def test_inside_a_function_loops_send_no_more_to_one_than_to_others() -> None:
         """,
         TRAFFIC,
     )
+
+
+def test_rows_one_by_one_send_nothing_in_a_step() -> None:
+    _run(
+        """
+        from collections import Counter
+        named = "float32 float16 bfloat16 float64 complex64 int64 bool int32 int8 uint8 int16 uint16 uint32 uint64"
+        for dtype in map(tf.as_dtype, named.split()):
+            with tf.device("CPU:0"):
+                many = tf.cast(tf.reshape(tf.range(60) % 100, [20, 3]), dtype)
+                floats = tf.cast(tf.reshape(tf.range(60) % 100, [20, 3]), tf.float32)
+            twice = tf.logical_not if dtype == tf.bool else lambda row: tf.bitwise.bitwise_or(row, row)
+            twice = (lambda row: row + row) if dtype.is_floating or dtype.is_complex or dtype == tf.int32 else twice
+            for fn, data in (
+                (twice, many),
+                (lambda row: tf.cast(row, tf.float32) * 2.0, many),
+                (lambda row: tf.cast(row * 2.0, dtype), floats),
+            ):
+                mapper = on_gpus(fn, vectorize=False)
+                mapper(data)
+                gpus.clear()
+                np.testing.assert_array_equal(mapper(data), tf.map_fn(fn, data, fn_output_signature=mapper(data).dtype))
+                gpus.clear()
+                mapper(data)
+                counts = Counter((copy.kind, copy.sender, copy.receiver) for copy in gpus.copies())
+                assert max(counts.values()) <= 2 and not gpus.copies("between"), (dtype, counts)
+        """,
+        TRAFFIC,
+    )
+
+
+CAPTURED = f"""{TRAFFIC}
+def bytes_on(gpu):
+    return tf.config.experimental.get_memory_info(gpu)["current"]
+
+with tf.device("CPU:0"):
+    table = tf.Variable(tf.random.normal([4096, 64]))
+    ids = tf.random.uniform([8], 0, 4096, tf.int32)
+size = 4096 * 64 * 4
+"""
+
+
+def test_all_maps_share_one_copy_of_a_variable_on_each_device() -> None:
+    _run(
+        """
+        first, second = (on_gpus(lambda row: tf.reduce_sum(table) + row) for _ in range(2))
+        gpus.clear()
+        first(rows)
+        assert [copy.receiver for copy in gpus.copies() if copy.bytes == size] in (["GPU:0", "GPU:1"], ["GPU:1", "GPU:0"])
+        with tf.GradientTape() as tape:
+            results = second(rows)
+        assert tape.gradient(results, table) is not None
+        on_gpus(lambda row: tf.reduce_sum(table) + row, batch_size=2)(rows)
+        assert all(size <= bytes_on(gpu) < 1.1 * size for gpu in ("GPU:0", "GPU:1")), bytes_on("GPU:1")
+        table.assign_add(tf.ones_like(table))
+        np.testing.assert_allclose(second(rows), tf.reduce_sum(table) + rows, rtol=1e-3)
+        assert sent(first)[0] == [shard + size] * 2
+        in_chunks = on_gpus(lambda row: tf.reduce_sum(table) + row, batch_size=1)
+        assert sum(sent(in_chunks)[0]) == 2 * shard + 2 * size, "once per job"
+        """,
+        CAPTURED,
+    )
+
+
+def test_tables_may_stay_where_they_are() -> None:
+    _run(
+        """
+        for options in ({"batched": True}, {}, {"vectorize": False}, {"batch_size": 3}):
+            mapper = on_gpus(lambda i: tf.gather(table, i), in_place=[table], **options)
+            mapper(ids)
+            gpus.clear()
+            found = mapper(ids).numpy()
+            assert sum(copy.bytes for copy in gpus.copies()) <= 3 * 8 * 64 * 4, gpus.copies()
+            with tf.device("CPU:0"):
+                np.testing.assert_array_equal(found, tf.gather(table, ids))
+        with tf.device("CPU:0"), tf.GradientTape() as tape:
+            total = tf.reduce_sum(on_gpus(lambda i: tf.gather(table, i), in_place=table)(ids))
+            gradient = tf.convert_to_tensor(tape.gradient(total, table))
+            np.testing.assert_array_equal(tf.reduce_sum(gradient, 1), 64 * tf.math.bincount(ids, minlength=4096))
+        assert max(map(bytes_on, ("GPU:0", "GPU:1"))) < size / 4
+        """,
+        CAPTURED,
+    )
+
+
+def test_what_lies_on_the_host_is_kept_on_each_device() -> None:
+    _run(
+        """
+        found = on_gpus(lambda row: row * 2)(rows)
+        assert found.device.endswith("GPU:0") and found.backing_device.endswith("CPU:0")
+        mapper = on_gpus(lambda row: row + tf.reduce_sum(found))
+        assert sent(mapper) == ([shard] * 2, [shard] * 2)
+        """,
+        TRAFFIC,
+    )

@@ -16,6 +16,7 @@ from graphs import edges, ops_on, partitions
 
 import devicemap
 from devicemap.auditing import Treatment, audit
+from devicemap.explaining.plans import Handling
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
 X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])
@@ -40,6 +41,7 @@ def test_a_captured_variable_travels_once_per_device_and_call() -> None:
         return row
 
     mapper = devicemap.DeviceMap(often, devices=TOWERS)
+    mapper.explain(X)  # makes the copies, which have no value yet
     towards = Counter(edge.receiver for edge in edges(partitions(mapper, X)))
     assert towards == {"CPU:0": 3, "CPU:1": 2, "CPU:2": 2, "CPU:3": 2}  # shard and variable in, result out
 
@@ -74,7 +76,8 @@ def test_chunks_bring_no_variable_along(vectorize: Any) -> None:
     def fn(row: Any) -> Any:
         return tf.linalg.matvec(weights, row) + tf.gather(table, tf.cast(row[0], tf.int32) % 50)
 
-    mapper = devicemap.DeviceMap(fn, devices=TOWERS, batch_size=5, vectorize=vectorize)
+    mapper, other = (devicemap.DeviceMap(fn, devices=TOWERS, batch_size=n, vectorize=vectorize) for n in (5, 10))
+    other(X)  # makes the copies, which all maps share
     found = edges(partitions(mapper, X))
     assert {(edge.sender, edge.receiver) for edge in found} <= {
         pair for tower in TOWERS for pair in [("CPU:0", tower), (tower, "CPU:0")]
@@ -330,3 +333,21 @@ def test_dropout_beside_a_counter_in_a_loop(devices: list[str], place: str, vect
     assert len({row.tobytes() for row in result.numpy()}) == 7
     if "tape" in place:
         np.testing.assert_array_equal(tape.gradient(result, ones), result)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"vectorize": False}, {"batched": True}, {"batch_size": 4}, {"jit_compile": True}]
+)
+def test_variables_may_stay_in_place(options: dict[str, Any]) -> None:
+    table, bias = tf.Variable(tf.random.normal([50, 3])), tf.keras.Variable(tf.random.normal([3]))
+    mapper = devicemap.DeviceMap(
+        lambda i: tf.gather(table, i) + bias, devices=TOWERS, in_place=[table, bias], **options
+    )
+    ids = tf.range(20) % 7
+    for _ in range(2):
+        np.testing.assert_allclose(mapper(ids), tf.gather(table, ids) + bias)
+        table.assign_add(tf.ones_like(table))
+    captured = {thing.name: thing.handling for thing in mapper.explain(ids).captured}
+    assert {*captured.values()} == {Handling.LOOKED_UP}
+    again = devicemap.parallel_map(lambda i: tf.gather(table, i), ids, in_place=table, devices=TOWERS)
+    np.testing.assert_allclose(again, tf.gather(table, ids))

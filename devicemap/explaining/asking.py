@@ -12,7 +12,7 @@ from devicemap.datasets import from_dataset
 from devicemap.errors import DataError
 from devicemap.nests import freeze, map_nest
 from devicemap.options import Options
-from devicemap.rows import as_rows
+from devicemap.rows import as_rows, home_of
 
 _SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
@@ -98,7 +98,7 @@ def from_specs(specs: Any, chunks: bool = False) -> Asked | None:
 
 def _homes(leaves: Sequence[Any]) -> tuple[str, ...]:
     """The device that each leaf of in-memory data lives on: that of its first tensor."""
-    return tuple(tf.nest.flatten(leaf, expand_composites=True)[0].device for leaf in leaves)
+    return tuple(home_of(tf.nest.flatten(leaf, expand_composites=True)[0]) for leaf in leaves)
 
 
 def _any_rows(spec: Any) -> Any:

@@ -9,6 +9,7 @@ from devicemap.auditing import Treatment, variable_of
 from devicemap.explaining.naming import name_in_code, variable_name
 from devicemap.explaining.plans import Captured, Handling
 from devicemap.explaining.walking import row_size
+from devicemap.rows import home_of
 from devicemap.tracing import Traced
 
 
@@ -27,11 +28,12 @@ def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) 
         if variable is not None and treatment is not None:
             found.append(_variable(variable, variable_name(variable, fn), treatment, devices))
         elif treatment is None:
-            handling = Handling.IN_PLACE if {*devices} <= {handle.device} else Handling.KEPT
+            home = home_of(handle)
+            handling = Handling.IN_PLACE if {*devices} <= {home} else Handling.KEPT
             name = name_in_code(handle, fn) or f"tensor {len(found) + 1}"
-            found.append(Captured(name, "tensor", *_elements(handle), handle.device, handling))
+            found.append(Captured(name, "tensor", *_elements(handle), home, handling))
         else:
-            handling = _WRITTEN.get(treatment, Handling.LOOKED_UP)
+            handling = _HANDLED.get(treatment, Handling.LOOKED_UP)
             if {*devices} <= {handle.device} and handling is Handling.LOOKED_UP:
                 handling = Handling.IN_PLACE
             name = name_in_code(handle, fn) or f"resource {len(found) + 1}"
@@ -43,11 +45,16 @@ def _variable(variable: Any, name: str, treatment: Treatment, devices: Sequence[
     if treatment is Treatment.READ:
         handling = Handling.IN_PLACE if {*devices} <= {variable.device} else Handling.COPIED
     else:
-        handling = _WRITTEN[treatment]
+        handling = _HANDLED[treatment]
     return Captured(name, "variable", *_elements(variable), variable.device, handling)
 
 
-_WRITTEN = {Treatment.ATOMIC: Handling.ATOMIC, Treatment.SEED: Handling.SEED, Treatment.ORDERED: Handling.ORDERED}
+_HANDLED = {
+    Treatment.STAYS: Handling.LOOKED_UP,
+    Treatment.ATOMIC: Handling.ATOMIC,
+    Treatment.SEED: Handling.SEED,
+    Treatment.ORDERED: Handling.ORDERED,
+}
 
 
 def _elements(value: Any) -> tuple[str, tuple[int | None, ...] | None, int | None]:

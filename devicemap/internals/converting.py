@@ -289,12 +289,12 @@ def convert_squeeze(given: Any) -> list[Any]:
 
 
 def convert_lookup(given: Any) -> list[Any]:
-    """Rows of a variable, which each row tells, are looked up in its value at once."""
+    """Rows of a variable, which each row tells, are looked up at once, where the variable is."""
     (handle, variable_per_row, _), (indices, stacked, _) = given.input(0), given.input(1)
     if variable_per_row or given.get_attr("batch_dims"):
         raise NotProvenError("ResourceGather of a variable per row, or with batch_dims")
-    value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=given.get_attr("dtype"))
-    return [pfor.wrap(tf.gather(value, indices), stacked)]
+    found = tf.raw_ops.ResourceGather(resource=handle, indices=indices, dtype=given.get_attr("dtype"))
+    return [pfor.wrap(found, stacked)]
 
 
 def convert_draw(given: Any) -> list[Any]:
