@@ -6,13 +6,12 @@ another one calls, and sparse tensors have none at all.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
+from devicemap.collecting import Kept, carrier_of, collected
 from devicemap.devices import kind_of
 from devicemap.errors import failure
 from devicemap.hosting import is_made_on_host, is_taken_on_host
@@ -20,15 +19,6 @@ from devicemap.internals.gradients import differentiate_values_alone
 from devicemap.nests import as_nodes, check_same_structure
 from devicemap.options import Options
 from devicemap.rows import HOST, carried, carried_dtype, count_rows, restored
-
-_CARRIERS = {
-    tf.int8: tf.float16, tf.uint8: tf.float16, tf.int16: tf.float16, tf.uint16: tf.float16, tf.uint32: tf.float32,
-    tf.uint64: tf.float64,
-}  # fmt: skip
-"""Integers that GPUs have no kernels of lists for: the dtype in which lists hold their numbers, or bits if it is as large."""
-
-_AT_ONCE = 10
-"""Rows that may be under way at the same time, as in `tf.map_fn`."""
 
 
 def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any, at_once: int | None = None) -> Any:
@@ -50,64 +40,30 @@ def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any, at_o
         def run(row: Any) -> list[Any]:
             return list(row_fn(*(take(row) for take in takers)))
 
-        rows = tf.cast(count_rows(leaves[0]), tf.int32)
+        rows = count_rows(leaves[0], tf.int32)
         if dense and not options.jit_compile:  # for which TensorFlow wants to know how many steps there are at most
-            return _collected(run, rows, row_fn, signature, options, at_once or _AT_ONCE)
+            return collected(run, rows, _kept_of(row_fn, signature, options), at_once)
         return _mapped(run, rows, row_fn, signature, at_once)
 
     return over_rows.get_concrete_function(*specs)
 
 
-def _collected(
-    run: Callable[[Any], list[Any]], rows: Any, row_fn: Any, signature: Sequence[Any], options: Options, at_once: int
-) -> list[Any]:
-    """What `run` gives for each of so many rows, where all of it is dense.
-
-    `tf.map_fn` tells its loop how many steps there are, and GPUs ask for that in each step, by way of the host.
-    """
+def _kept_of(row_fn: Any, signature: Sequence[Any], options: Options) -> list[Kept]:
+    """How its results are kept until all rows are done, on the devices of the options."""
     kinds = {kind_of(device) for device in options.devices or ()}
-    dtypes = [carried_dtype(leaf.dtype) for leaf in row_fn.outputs]
-    places: list[str | None] = [None] * len(dtypes)
-    if kinds - {"CPU"}:
-        dtypes = [_CARRIERS.get(dtype, dtype) for dtype in dtypes]
-    for i, leaf in enumerate(row_fn.outputs):
-        if kinds and "CPU" not in kinds and leaf.dtype == tf.int32 and is_made_on_host(row_fn.graph, leaf):
-            places[i] = HOST
-
-    def on(place: str | None) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext() if place is None else tf.device(place)
-
-    arrays = []
-    for spec, dtype, place in zip(signature, dtypes, places):
-        with on(place):
-            arrays.append(tf.TensorArray(dtype, rows, element_shape=spec.shape))
-
-    def step(row: Any, arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
-        written = []
-        for array, result, place in zip(arrays, run(row), places):
-            with on(place):
-                written.append(array.write(row, _as(array.dtype, result)))
-        return row + 1, written
-
-    _, arrays = tf.while_loop(lambda row, _: row < rows, step, (0, arrays), parallel_iterations=at_once)
-    results = []
-    for array, leaf, place in zip(arrays, row_fn.outputs, places):
-        with on(place):
-            results.append(_as(leaf.dtype, array.stack()))
-    return results
-
-
-def _as(dtype: Any, leaf: Any) -> Any:
-    """A leaf in a dtype that holds its numbers, or its bits if it is as large; and back."""
-    if leaf.dtype == dtype:
-        return leaf
-    return tf.bitcast(leaf, dtype) if leaf.dtype.size == dtype.size else tf.cast(leaf, dtype)
+    kept = []
+    for leaf, spec in zip(row_fn.outputs, signature):
+        on_host = bool(kinds) and "CPU" not in kinds and leaf.dtype == tf.int32 and is_made_on_host(row_fn.graph, leaf)
+        kept.append(
+            Kept(leaf.dtype, spec.shape, carrier_of(leaf.dtype, bool(kinds - {"CPU"})), HOST if on_host else None)
+        )
+    return kept
 
 
 def _mapped(
     run: Callable[[Any], list[Any]], rows: Any, row_fn: Any, signature: Sequence[Any], at_once: int | None
 ) -> list[Any]:
-    """The same by `tf.map_fn`, which also collects what is ragged."""
+    """What `run` gives for each of so many rows, by `tf.map_fn`, which also collects what is ragged."""
     sparse = {i for i, spec in enumerate(signature) if isinstance(spec, tf.SparseTensorSpec)}
     narrow = {i: leaf.dtype for i, leaf in enumerate(row_fn.structured_outputs) if _is_narrow(leaf, signature[i])}
     taken_apart = [_parts_spec(spec) if i in sparse else spec for i, spec in enumerate(signature)]

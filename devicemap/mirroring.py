@@ -23,6 +23,8 @@ from weakref import WeakValueDictionary
 import tensorflow as tf
 
 from devicemap.auditing import Treatment, variable_of
+from devicemap.devices import kind_of
+from devicemap.hosting import is_taken_on_host
 from devicemap.internals.gradients import holding
 from devicemap.rows import home_of
 from devicemap.tracing import Traced
@@ -62,6 +64,9 @@ class Mirrors:
             for i, (tensor, treatment) in enumerate(zip(concrete.captured_inputs, traced.audit.treatments))
             if treatment is None and tensor.dtype != tf.variant
         }
+        if all(kind_of(place) == "GPU" for place in places):  # what they take on the host stays there
+            inside = concrete.inputs[len(concrete.inputs) - len(concrete.captured_inputs) :]
+            self._tensors = {i: t for i, t in self._tensors.items() if not is_taken_on_host(concrete.graph, inside[i])}
         self._kept: list[dict[int, Any]] = [{} for _ in places]
         self._copies: list[dict[int, Any]] = []
         # In a thread of its own: what the user's tf.function or strategy does with variables that are created is not for these.

@@ -174,13 +174,13 @@ def take_rows(leaf: Any, start: Any, stop: Any) -> Any:
     return leaf[start:stop]
 
 
-def count_rows(leaf: Any) -> Any:
-    """The number of rows of a leaf as an int64 scalar tensor."""
+def count_rows(leaf: Any, dtype: Any = tf.int64) -> Any:
+    """The number of rows of a leaf as a scalar tensor. GPUs count with `tf.int32` on the host, where loops need it."""
     if isinstance(leaf, tf.RaggedTensor):
-        return leaf.nrows(tf.int64)
+        return leaf.nrows(dtype)
     if isinstance(leaf, tf.SparseTensor):
-        return leaf.dense_shape[0]
-    return tf.shape(leaf, tf.int64)[0]
+        return tf.cast(leaf.dense_shape[0], dtype)
+    return tf.shape(leaf, dtype)[0]
 
 
 def _paths(structure: Any, path: str) -> list[str]:

@@ -253,7 +253,7 @@ def _compile_by_powers_of_two(loop: RowLoop, specs: list[Any], batched: bool) ->
 
     @tf.function(autograph=False)
     def in_pieces(*leaves: Any) -> list[Any]:
-        rows = tf.cast(count_rows(leaves[0]), tf.int32)
+        rows = count_rows(leaves[0], tf.int32)
         leaves = tuple(map(carried, leaves))
         arrays = [
             tf.TensorArray(dtype, 0, dynamic_size=True, infer_shape=False, element_shape=spec_of(o).shape)

@@ -16,7 +16,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap.collecting import Kept, carrier_of, collected
 from devicemap.internals import Private, usable
+from devicemap.rows import count_rows
 
 pfor = Private(
     "tensorflow.python.ops.parallel_for.pfor",
@@ -303,11 +305,13 @@ def convert_draw(given: Any) -> list[Any]:
     stacked = {name: each.t for name, each in zip(names, given.inputs) if each.is_stacked}
     shared = {name: each.t for name, each in zip(names, given.inputs) if not each.is_stacked}
 
-    def of_row(of_one: dict[str, Any]) -> list[Any]:
-        return tf.nest.flatten(_again(given.op, **of_one, **shared))
+    def of_row(row: Any) -> list[Any]:
+        of_one = {name: tensor[row] for name, tensor in stacked.items()}
+        return list(tf.nest.flatten(_again(given.op, **of_one, **shared)))
 
-    specs = [tf.TensorSpec(output.shape, output.dtype) for output in given.op.outputs]
-    return [pfor.wrap(drawn, True) for drawn in tf.map_fn(of_row, stacked, fn_output_signature=specs)]
+    kept = [Kept(output.dtype, output.shape, carrier_of(output.dtype, True)) for output in given.op.outputs]
+    rows = count_rows(next(iter(stacked.values())), tf.int32)
+    return [pfor.wrap(drawn, True) for drawn in collected(of_row, rows, kept)]
 
 
 def convert_list(given: Any) -> list[Any]:
