@@ -52,6 +52,11 @@ def carrier_of(dtype: Any, on_accelerators: bool) -> Any:
     return known.get(dtype, carried_dtype(dtype))
 
 
+def is_listless(dtype: Any) -> bool:
+    """Whether GPUs have no kernels for lists of these integers."""
+    return dtype in _AS_LARGE or dtype in _LARGER
+
+
 def collected(
     run: Callable[[Any], Sequence[Any]], rows: Any, kept: Sequence[Kept], at_once: int | None = None
 ) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap.collecting import is_listless
 from devicemap.errors import failure
 from devicemap.rows import carried, count_rows, restored
 from devicemap.types import Shard
@@ -25,7 +26,7 @@ def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any
     Args:
         parts: one leaf per shard, dense, ragged or sparse, each of shape `[rows of the shard, ...]`.
         differentiable: without a `TensorArray` where that can be: the gradient of one has no vectorised form, which
-            `GradientTape.jacobian` asks for.
+            `GradientTape.jacobian` asks for. So are integers that GPUs have no lists of.
 
     Returns:
         The leaf of all rows, and the rows that each part had: int64 `[shards]`.
@@ -45,7 +46,7 @@ def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any
         shape = _common(shape, part.shape)
     if shape.rank is not None:
         shape = tf.TensorShape([None]).concatenate(shape[1:])
-    if differentiable and shape.rank is not None:
+    if (differentiable or is_listless(first.dtype)) and shape.rank is not None:
         joined = tf.concat(list(parts), 0)
         joined.set_shape(shape)
         return joined, tf.stack([tf.shape(part, tf.int64)[0] for part in parts])
