@@ -14,8 +14,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.auditing import Treatment
+from devicemap.auditing import Treatment, variable_of
 from devicemap.devices import kind_of, python_calls_at_once
+from devicemap.errors import brief, function_error
 from devicemap.execution import Layout
 from devicemap.internals.gradients import holds_gradients, order_of_gradients
 from devicemap.internals.running import Cancellation, unrecorded
@@ -23,12 +24,13 @@ from devicemap.interruption import Signals
 from devicemap.invoking import Invoker
 from devicemap.mirroring import Mirrors
 from devicemap.nests import as_objects
+from devicemap.recovery import is_out_of_memory
 from devicemap.rows import HOST
 from devicemap.scheduling import Pace
 from devicemap.seeding import Stream, Streams, drawn_alike
 from devicemap.sharding import shard_rows
 from devicemap.tracing import Traced
-from devicemap.types import Shard
+from devicemap.types import Shard, short_name
 
 _KEPT_SHARDS = 256
 
@@ -87,6 +89,7 @@ class Towers:
             self.places = self.places[:1]
         self._output_device = output_device
         self._clocked = clocked and kind_of(output_device) == "CPU" and _has_clock()
+        self._name = name
         self._scope = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "fn"  # what a name scope may hold
         self._lock = threading.RLock()
         # Two calls at once would read a device's copy of an advancing seed before either writes it.
@@ -241,7 +244,7 @@ class Towers:
         functions: dict[str, Callable[..., list[Any]]] = {}
         for device, function in self._functions.items():
             lock = self._drawing.get(device)
-            with tf.device(device), lock or contextlib.nullcontext():
+            with tf.device(device), lock or contextlib.nullcontext(), self._captures_fit(device):
                 mirrors.assign(self.places.index(device), values)
                 of_call = callable_of(function)
             functions[device] = of_call if lock is None else partial(_holding, lock, of_call)
@@ -259,11 +262,37 @@ class Towers:
             key = differentiable, in_place
             if key not in self._layouts:
                 traced = self._variant(self.traced, differentiable, in_place)
-                mirrors = Mirrors(traced, self.places, differentiable, in_place)
+                with self._captures_fit(*self.devices):
+                    mirrors = Mirrors(traced, self.places, differentiable, in_place)
                 self._layouts[key] = Layout(
                     traced, self.places, mirrors, self._output_device, differentiable, self._scope
                 )
             return self._layouts[key]
+
+    @contextlib.contextmanager
+    def _captures_fit(self, *devices: str) -> Iterator[None]:
+        """Bring what `fn` captures to one of the devices.
+
+        Raises:
+            FunctionError: it has no memory for that. An instance of TensorFlow's class, too.
+        """
+        try:
+            yield
+        except tf.errors.OpError as error:
+            if not is_out_of_memory(error):
+                raise
+            concrete, treatments = self.traced.concrete, self.traced.audit.treatments
+            copied = [
+                (variable_of(concrete, handle), handle)[treatment is None]
+                for handle, treatment in zip(concrete.captured_inputs, treatments)
+                if treatment in (None, Treatment.READ)
+            ]
+            sizes = [(value.shape.num_elements() or 0) * value.dtype.size for value in copied if value is not None]
+            raise function_error(
+                f"{self._name}: no memory for a copy of what fn captures, {len(sizes)} tensors of {sum(sizes)} bytes, on "
+                f"{' or '.join(map(short_name, devices))}: {brief(error)}",
+                error,
+            ) from error
 
     def _build(
         self,
