@@ -228,7 +228,8 @@ class Calls:
             cancel=cancellation.cancel,
         )
         try:
-            yield from run_chunks(source, lanes, rules, towers.paces)
+            with _NOBODY if recorder is None else recorder.meter:
+                yield from run_chunks(source, lanes, rules, towers.paces)
         finally:
             if recorder is not None:
                 self._keep(recorder)
