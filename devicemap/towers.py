@@ -55,7 +55,8 @@ class Towers:
     ):
         """`trace(None)` traces the function; `trace(stream)` traces it again with that number stream.
 
-        `clocked`: whether graphs tell when each shard was done, where the output device has a clock.
+        `clocked`: whether graphs tell when each shard was done, and calls end with the last one; if not, a call whose output
+        device is no CPU ends when the work is enqueued.
         """
         self._told_traces = 0
         self.traces = 0
@@ -88,7 +89,7 @@ class Towers:
         if self.keeps_seeds:
             self.places = self.places[:1]
         self._output_device = output_device
-        self._clocked = clocked and kind_of(output_device) == "CPU" and _has_clock()
+        self._clocked = clocked and _has_clock()
         self._name = name
         self._scope = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "fn"  # what a name scope may hold
         self._lock = threading.RLock()
@@ -112,8 +113,8 @@ class Towers:
 
         `sizes` is int32 `[shards]`, and the rows returned are int64 `[shards]` per leaf, for a `fn` of batches. With
         `any_rows`, sizes may be 0, and those devices are not called. The arrivals are one tensor, float64 `[shards]`: when
-        the results of each shard were there, in seconds since the epoch; or none, for one shard, without clocks, and
-        where the graph is to be `inlined` into another: a clock is a stateful op, which that would wait for.
+        the results of each shard were there, in seconds since the epoch; or none, for one shard that goes to the host, without
+        clocks, and where the graph is to be `inlined` into another: a clock is a stateful op, which that would wait for.
 
         `gradients` tells which may be asked for: 0 none, 1 first ones, 2 any (`order_of_gradients`). A function with seeded
         random ops gets a graph for each, as TensorFlow runs other ops for each, and one for each that is inlined: each begins
@@ -129,7 +130,7 @@ class Towers:
             shards,
             gradients if seeded else min(gradients, 1),
             any_rows,
-            self._clocked and shards > 1 and not inlined,
+            self._clocked and (shards > 1 or kind_of(self._output_device) != "CPU") and not inlined,
             inlined and self._reads_in_place,
             apart,
         )

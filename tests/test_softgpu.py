@@ -339,3 +339,41 @@ def test_captured_variables_that_do_not_fit_are_named_before_anything_runs() -> 
         """,
         CHUNKS,
     )
+
+
+def test_times_are_those_of_the_devices_where_results_stay_on_one() -> None:
+    """A kernel takes 0.1 s on one device and 0.2 s on the other; results are gathered on the first."""
+    _run(
+        """
+        def steps(rows):
+            return tf.sin(tf.cos(rows))
+
+        def clocked(**options):
+            mapper = devicemap.DeviceMap(steps, batched=True, output_device="GPU:0", **options)
+            for seconds in (0.0, 0.1):
+                gpus.reset()
+                gpus.configure(0, kernel_seconds=seconds)
+                gpus.configure(1, kernel_seconds=2 * seconds)
+                events.clear()
+                began = time.perf_counter()
+                result = mapper(x)
+            seconds = time.perf_counter() - began
+            to_host = [copy.bytes for copy in gpus.copies("to host")]  # before anybody looks at the result
+            assert result.backing_device.endswith("GPU:0")
+            np.testing.assert_allclose(result, np.sin(np.cos(x)), rtol=1e-5, atol=1e-6)
+            return mapper.report, seconds, to_host
+
+        report, seconds, to_host = clocked(devices="GPU:0")
+        assert report.devices[0].busy_seconds >= 0.2 and seconds >= 0.2 and to_host == [4], (report, seconds, to_host)
+        report, seconds, to_host = clocked()
+        assert [device.busy_seconds >= least for device, least in zip(report.devices, (0.2, 0.4))] == [True, True], report
+        assert to_host == [4, 4, 16], to_host  # and how many rows fn returned on each
+        _, _, to_host = clocked(batch_size=32, progress=events.append)
+        took = [(event.seconds - event.started_seconds, event.shard.device[-1]) for event in of(ChunkFinished)]
+        assert took and all(seconds >= {"0": 0.2, "1": 0.4}[gpu] for seconds, gpu in took), took
+        assert to_host == [4] * len(took), to_host
+        _, seconds, to_host = clocked(devices="GPU:0", report=False)
+        assert seconds < 0.2 and to_host == [], (seconds, to_host)
+        """,
+        CHUNKS,
+    )
