@@ -26,7 +26,7 @@ from devicemap.mirroring import Mirrors
 from devicemap.nests import as_objects
 from devicemap.recovery import is_out_of_memory
 from devicemap.rows import HOST
-from devicemap.scheduling import Pace
+from devicemap.scheduling import Pace, chunks_in_flight
 from devicemap.seeding import Stream, Streams, drawn_alike
 from devicemap.sharding import shard_rows
 from devicemap.tracing import Traced
@@ -220,14 +220,17 @@ class Towers:
         """The devices of the places, each once."""
         return tuple(dict.fromkeys(self.places))
 
-    def in_flight(self, prefetch: int) -> dict[str, int]:
+    def in_flight(self, prefetch: int | None) -> dict[str, int]:
         """How many chunks may be under way on each device; one in all where `fn` depends on their order."""
         if self.traced.audit.ordered:
             return {self.places[0]: 1}
         # Two at once on a device would draw from one seed; each call of Python holds a thread.
         if self.traced.audit.advances_seed or self.traced.audit.python:
             return dict.fromkeys(self.places, 1)
-        return {device: max(prefetch, self.places.count(device)) for device in self.devices}
+        return {
+            device: max(prefetch or chunks_in_flight(kind_of(device)), self.places.count(device))
+            for device in self.devices
+        }
 
     def functions(self, cancellation: Cancellation | None = None) -> dict[str, Callable[..., list[Any]]]:
         """One function per device, for one call: `(*tensors of a chunk) -> result leaves`, on the output device.

@@ -48,6 +48,12 @@ BAD_OPTIONS: list[tuple[Options, type[Exception], str]] = [
         OptionError,
         r"^fn_output_signature=\(tf.int32, 1.5\); expected a nest ",
     ),
+    (
+        {"prefetch": 0},
+        OptionError,
+        r"^prefetch=0; expected None or an int of at least 1: how many chunks are under way ",
+    ),
+    ({"prefetch": 2.0}, OptionError, r"^prefetch=2.0; expected None or an int "),
     ({"seed": -1}, OptionError, r"^seed=-1; expected None or an int from 0 to 2\*\*32 - 1$"),
     ({"seed": 2**32}, OptionError, r"^seed=4294967296; "),
     ({"seed": False}, OptionError, r"^seed=False; "),

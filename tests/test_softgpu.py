@@ -377,3 +377,32 @@ def test_times_are_those_of_the_devices_where_results_stay_on_one() -> None:
         """,
         CHUNKS,
     )
+
+
+def test_copies_overlap_with_kernels() -> None:
+    """Copying a chunk to the device takes as long as computing it, 10 ms, and its results are small.
+
+    By the log of copies, which last from the beginning of the first to the end of the last result's.
+    """
+    _run(
+        """
+        def overlap(prefetch):
+            "How much of the time of copies to the device is also that of kernels."
+            mapper = devicemap.DeviceMap(lambda rows: tf.sin(rows)[:, :1], batched=True, devices="GPU:0", prefetch=prefetch)
+            data = tf.data.Dataset.from_tensors(np.zeros([16, 4096], np.float32)).repeat(24)
+            gpus.reset()
+            list(mapper.stream(data))
+            gpus.configure(0, element_seconds=0.005 / 65536, bytes_per_second=4 * 65536 / 0.01)  # 2 kernels
+            gpus.clear()
+            list(mapper.stream(data))
+            copies = gpus.copies()
+            copying = sum(copy.end_seconds - copy.start_seconds for copy in copies if copy.kind == "to device")
+            kernels = sum(runs.seconds for runs in gpus.runs("GPU:0"))
+            span = max(copy.end_seconds for copy in copies) - min(copy.start_seconds for copy in copies)
+            return (copying + kernels - span) / copying
+
+        shares = [max(overlap(prefetch) for _ in range(2)) for prefetch in (1, 2, None)]
+        assert shares[0] < 0.1 < shares[1] + 0.1 < shares[2] and shares[2] > 0.6, shares
+        """,
+        CHUNKS,
+    )
