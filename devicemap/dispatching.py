@@ -1,9 +1,10 @@
 """What the workers and the consumer of a call share: what is read, under way, to be tried again, and not delivered yet.
 
 The contract: the source is read by one thread at a time, in order. Each row is computed once, more often only where a
-chunk fails and is tried again; its result is delivered once. At most `window` groups of chunks are read and not yet
-delivered. The first error that is not remedied stops reading, and is raised when its turn comes: everything before it has
-been delivered.
+chunk fails and is tried again; its result is delivered once. A device without memory for a chunk gets it again, whole or in
+parts, when it has room; one that has no chunk is given any, whatever is known of its memory, so that nothing waits for ever.
+At most `window` groups of chunks are read and not yet delivered. The first error that is not remedied stops reading, and is
+raised when its turn comes: everything before it has been delivered.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class Dispatch:
             action = remedy(error, len(shard), len(tried), retries, alone)
             if action is Remedy.RETRY:
                 return self._try_again(replace(task, tried=tried, again=True), error)
-            if action in (Remedy.CALM, Remedy.SPLIT):
+            if action in (Remedy.FEWER, Remedy.SPLIT):
                 standing.pace = standing.pace.running_out_of_memory(len(shard), alone)
                 # First: it holds the earliest rows that the device had. Cut, if it is to be, when it is handed out.
                 self._waiting.add_first([Task(task.chunk, only=shard.device, again=True)])

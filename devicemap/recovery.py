@@ -30,7 +30,7 @@ class Remedy(Enum):
     """What happens to a chunk that failed."""
 
     SPLIT = "its device ran out of memory for it alone: smaller parts of it go to the same device"
-    CALM = "its device ran out of memory for it and others: it goes there again, with fewer at a time"
+    FEWER = "its device ran out of memory for it and others: it goes there again, with fewer at a time"
     RETRY = "it is tried again, on another device if there is one"
     GIVE_UP = "its error is raised"
 
@@ -40,7 +40,7 @@ def remedy(error: BaseException, rows: int, attempts: int, max_retries: int, alo
 
     >>> full = tf.errors.ResourceExhaustedError(None, None, "")
     >>> remedy(full, 64, 1, 2, alone=True).name, remedy(full, 64, 1, 2, alone=False).name
-    ('SPLIT', 'CALM')
+    ('SPLIT', 'FEWER')
     >>> remedy(tf.errors.UnavailableError(None, None, ""), 64, 2, 2, alone=True).name
     'RETRY'
     >>> remedy(tf.errors.InvalidArgumentError(None, None, ""), 64, 1, 2, alone=True).name
@@ -50,7 +50,7 @@ def remedy(error: BaseException, rows: int, attempts: int, max_retries: int, alo
         return Remedy.GIVE_UP
     if is_out_of_memory(error):
         if not alone:
-            return Remedy.CALM
+            return Remedy.FEWER
         return Remedy.SPLIT if rows > 1 else Remedy.GIVE_UP
     if isinstance(error, _TRANSIENT) and attempts <= max_retries:
         return Remedy.RETRY
