@@ -28,6 +28,7 @@ from devicemap.datasets import Elements, from_dataset
 from devicemap.dispatching import Rules
 from devicemap.errors import DataError, OptionError, brief
 from devicemap.execution import sizes_in_graph
+from devicemap.fitting import first_paces
 from devicemap.gathering import check_row_counts, join, with_row_counts_checked, with_static_rows
 from devicemap.internals.gradients import have_tangents, tape_is_recording
 from devicemap.internals.running import Cancellation
@@ -213,6 +214,8 @@ class Calls:
 
         cancellation = Cancellation()
         functions = towers.functions(cancellation)
+        if not towers.paces:
+            towers.paces |= first_paces(towers.traced, towers.devices, self._options.batched)
         lanes = [
             Lane(device, partial(self._run_chunk, towers, functions[device], device, keep), in_flight)
             for device, in_flight in towers.in_flight(self._options.prefetch).items()
@@ -225,7 +228,8 @@ class Calls:
             cancel=cancellation.cancel,
         )
         try:
-            yield from run_chunks(source, lanes, rules, towers.paces)
+            with _NOBODY if recorder is None else recorder.meter:
+                yield from run_chunks(source, lanes, rules, towers.paces)
         finally:
             if recorder is not None:
                 self._keep(recorder)

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.errors import DeviceError
+from devicemap.internals.memory import allocator_bytes
 from devicemap.types import Device
 
 _NAME = re.compile(
@@ -37,13 +38,14 @@ def list_devices(kind: str | None = None) -> list[Device]:
     wanted = None if kind is None else kind.upper()
     names, host = _logical_devices()
     local = {f"{host}/device:{part.kind}:{part.index}": part for part in _parts_of_physical_devices()}
+    bytes_of = allocator_bytes()
     devices = []
     for name in names:
         kind_here = kind_of(name)
         if wanted in (None, kind_here):
             part = local.get(name)
             memory, description = part.describe() if part else (None, f"{kind_here} of another host")
-            devices.append(Device(name, kind_here, memory, description))
+            devices.append(Device(name, kind_here, memory or bytes_of.get(name), description))
     return devices
 
 

@@ -1,9 +1,10 @@
 """What the workers and the consumer of a call share: what is read, under way, to be tried again, and not delivered yet.
 
 The contract: the source is read by one thread at a time, in order. Each row is computed once, more often only where a
-chunk fails and is tried again; its result is delivered once. At most `window` groups of chunks are read and not yet
-delivered. The first error that is not remedied stops reading, and is raised when its turn comes: everything before it has
-been delivered.
+chunk fails and is tried again; its result is delivered once. A device without memory for a chunk gets it again, whole or in
+parts, when it has room; one that has no chunk is given any, whatever is known of its memory, so that nothing waits for ever.
+At most `window` groups of chunks are read and not yet delivered. The first error that is not remedied stops reading, and is
+raised when its turn comes: everything before it has been delivered.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from devicemap.chunking import Chunk, Source
@@ -59,11 +60,29 @@ class _Standing:
     last_finish: float = 0.0
     """When it last finished a chunk, in seconds since the call began."""
 
-    def finish(self, rows: int, started: float, now: float) -> None:
+    running: dict[int, bool] = field(default_factory=dict)
+    """Chunks that it has been given and not finished, by their first row: whether it never had another one meanwhile."""
+
+    def begin(self, chunk: Chunk) -> None:
+        """It is given a chunk."""
+        self.running = dict.fromkeys([*self.running, chunk.start], not self.running)
+        self.pace = self.pace.taking(chunk.count)
+
+    def finish(self, chunk: Chunk, started: float, now: float) -> None:
         """It finished a chunk, which it worked on alone since the one before."""
-        self.pace = self.pace.finishing(rows, now - max(started, self.last_finish))
+        del self.running[chunk.start]
+        self.pace = self.pace.finishing(chunk.count, now - max(started, self.last_finish))
         self.last_finish = now
         self.failures = 0
+
+    def give_up(self, chunk: Chunk) -> bool:
+        """It could not compute a chunk; returns whether it had that one alone."""
+        self.pace = self.pace.giving_up(chunk.count)
+        return self.running.pop(chunk.start)
+
+    def has_room_for(self, chunk: Chunk) -> bool:
+        """Whether it may take a chunk now, cut to what fits."""
+        return self.pace.has_room_for(min(chunk.count, self.pace.limit or chunk.count))
 
 
 class Dispatch:
@@ -100,9 +119,11 @@ class Dispatch:
                 while True:
                     if self.stopped or device not in self._alive:
                         return None
-                    if (task := self._waiting.take(device, self._alive)) is not None:
+                    task = self._waiting.first(device, self._alive)
+                    if task is not None and self._standings[device].has_room_for(task.chunk):
+                        self._waiting.remove(task)
                         return self._handed_to(device, task), 0.0
-                    if rows := self._rows_for(device):
+                    if task is None and (rows := self._rows_for(device)):  # what has waited comes first
                         break
                     if self._at_end and not self._running and not self._waiting:
                         return None
@@ -120,6 +141,9 @@ class Dispatch:
                 if self.stopped:  # meanwhile: what began now would be cancelled by nobody
                     return None
                 self._groups.add(chunk)
+                if not self._standings[device].has_room_for(chunk):  # larger than asked for, as a dataset's batches are
+                    self._waiting.add_last(Task(chunk))
+                    continue
                 idle = not pace.rows_in_flight and self._source.reads
                 waited = self.now() - asked if idle else 0.0
                 return self._handed_to(device, Task(chunk)), waited
@@ -129,7 +153,7 @@ class Dispatch:
         with self._changed:
             self._running -= 1
             self._changed.notify_all()
-            self._standings[shard.device].finish(len(shard), started, self.now())
+            self._standings[shard.device].finish(task.chunk, started, self.now())
             self._groups.finish(task.chunk, result)
 
     def fail(self, task: Task, shard: Shard, error: BaseException) -> bool:
@@ -138,13 +162,16 @@ class Dispatch:
             self._running -= 1
             self._changed.notify_all()
             standing = self._standings[shard.device]
-            standing.pace = standing.pace.giving_up(len(shard))
+            alone = standing.give_up(task.chunk)
             tried = (*task.tried, shard)
-            action = Remedy.GIVE_UP if self.stopped else remedy(error, len(shard), len(tried), self._rules.max_retries)
+            retries = 0 if self.stopped else self._rules.max_retries
+            action = remedy(error, len(shard), len(tried), retries, alone)
             if action is Remedy.RETRY:
                 return self._try_again(replace(task, tried=tried, again=True), error)
-            if action is Remedy.SPLIT:
-                self._split(task.chunk, shard.device)
+            if action in (Remedy.FEWER, Remedy.SPLIT):
+                standing.pace = standing.pace.running_out_of_memory(len(shard), alone)
+                # First: it holds the earliest rows that the device had. Cut, if it is to be, when it is handed out.
+                self._waiting.add_first([Task(task.chunk, only=shard.device, again=True)])
             else:
                 self._groups.fail(task.chunk, self._rules.describe(error, tried))
                 self._waiting.drop(task.chunk.group)
@@ -197,7 +224,7 @@ class Dispatch:
             self._waiting.add_first(rest)
             self._changed.notify_all()
         self._running += 1
-        standing.pace = standing.pace.taking(task.chunk.count)
+        standing.begin(task.chunk)
         return task
 
     def _rows_for(self, device: str) -> int:
@@ -208,15 +235,8 @@ class Dispatch:
         if left == 0:
             return 1  # the source says itself that it is at its end
         others = [self._standings[name].pace for name in self._alive if name != device]
-        return rows_to_take(self._standings[device].pace, others, left, self._source.batch_size)
-
-    def _split(self, chunk: Chunk, device: str) -> None:
-        """Cut a chunk that did not fit into the memory of its device, and learn what does."""
-        standing = self._standings[device]
-        standing.pace = standing.pace.running_out_of_memory(chunk.count)
-        assert standing.pace.limit is not None
-        whole = Task(chunk, only=device, again=True)
-        self._waiting.add_first(whole.cut(standing.pace.limit))  # first: they are the earliest rows that the device had
+        rows = rows_to_take(self._standings[device].pace, others, left, self._source.batch_size)
+        return rows if self._standings[device].pace.has_room_for(rows) else 0
 
     def _try_again(self, task: Task, error: BaseException) -> bool:
         """Let another device try what failed, and set aside the one that keeps failing; returns whether that was done."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap.devices import kind_of
 from devicemap.gathering import gather
 from devicemap.internals.functions import UNCHAINED, UNCHAINED_UNIT, capturing, must_run, tells_callers
 from devicemap.internals.gradients import differentiate_in_place
@@ -70,12 +71,13 @@ class Layout:
                 else:
                     results.append(tower(after))
             acting = [op for tower in results for op in _ops_of(tower)]
+            ends = [self._end(i, part) for i, part in enumerate(results)] if clocked and self._hides_ends else []
             with tf.device(self.output_device):
                 if any_rows:
                     results = [_like_first(part, results[0]) for part in results]
                 if self.differentiable or clocked:  # the gradient of joining asks for the shape of each part, from here
                     results = [_copied(part) for part in results]
-                arrivals = [_arrivals(results)] if clocked else []
+                ends = ends or [_ops_of(part) for part in results]
                 if shards == 1:
                     gathered = [(leaf, None) for leaf in _copied(results[0])]
                 else:
@@ -85,6 +87,8 @@ class Layout:
                     joined = must_run(acting, joined)
                 elif self._reads:  # all that was read went into these
                     joined = must_run(_ops_of(joined), joined)
+            with tf.device(HOST if self._hides_ends else self.output_device):
+                arrivals = [_arrivals(ends)] if clocked else []
             if self.differentiable:
                 differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
             lengths = [lengths for _, lengths in gathered if lengths is not None]
@@ -102,12 +106,26 @@ class Layout:
         def call(*shard: Any) -> list[Any]:
             with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
                 results = self._call(traced, shard, self.mirrors.captures(place))
+                ended = self._end(place, results) if self._hides_ends else []
             with tf.device(self.output_device):  # copied out as a part of the call
                 copies = _copied(results)
-                return must_run(_ops_of(results), copies) if self._acts else copies
+                must = [*ended, *(_ops_of(results) if self._acts else ())]
+                return must_run(must, copies) if must else copies
 
         with tf.device(None):
             return call.get_concrete_function(*self.traced.input_specs)
+
+    @property
+    def _hides_ends(self) -> bool:
+        """Whether results are there, for all that the host can see, before the devices have computed them."""
+        return kind_of(self.output_device) != "CPU"
+
+    def _end(self, place: int, results: Sequence[Any]) -> list[Any]:
+        """An op on the host that runs when the results of a place are there, and not before, as it takes an element of each."""
+        with tf.device(self.places[place]):
+            firsts = [tf.reshape(tensor, [-1])[:1] for tensor in tf.nest.flatten(list(results), expand_composites=True)]
+        with tf.device(HOST):  # of a stateless op that only others wait for, TensorFlow drops the input
+            return [tf.raw_ops.Assert(condition=tf.constant(True), data=firsts)]
 
     @property
     def _acts(self) -> bool:
@@ -203,11 +221,11 @@ def _ops_of(results: Sequence[Any]) -> list[Any]:
     return [t.op for t in tf.nest.flatten(list(results), expand_composites=True)]
 
 
-def _arrivals(results: Sequence[Sequence[Any]]) -> Any:
-    """When each of these was there, on the device of the moment: float64 `[len(results)]`, in seconds since the epoch."""
+def _arrivals(ends: Sequence[Sequence[Any]]) -> Any:
+    """When each of these ops had run, on the device of the moment: float64 `[len(ends)]`, in seconds since the epoch."""
     times = []
-    for part in results:
-        with tf.control_dependencies(_ops_of(part)):
+    for ops in ends:
+        with tf.control_dependencies(ops):
             times.append(tf.timestamp())
     return tf.stack(times)
 

@@ -44,7 +44,7 @@ def parallel_map(
     in_place: Any = (),
     output_device: Any = "/CPU:0",
     deterministic: bool = True,
-    prefetch: int = 2,
+    prefetch: int | None = None,
     max_retries: int = 2,
     progress: bool | Callable[[Event], Any] = False,
     report: bool = True,
@@ -83,7 +83,8 @@ def parallel_map(
             what is looked up travels. Others are copied to each device once per call, or per job in chunks.
         output_device: where results are gathered.
         deterministic: for streams: chunks in input order, or as they finish, each as `(first row, chunk)`.
-        prefetch: chunks in flight per device, so that copying in, computing and copying out overlap.
+        prefetch: chunks in flight per device, so that copying in, computing and copying out overlap. `None`: 2 on CPUs, 4 on
+            other devices.
         max_retries: how often a chunk that failed is tried again, on another device if there is one. What `fn` does
             besides returning may then happen again. 0: the first error is raised, also where a device runs out of memory,
             which otherwise gets smaller chunks. A device that keeps failing is set aside, with a `RuntimeWarning`.
@@ -138,7 +139,7 @@ class DeviceMap:
         in_place: Any = (),
         output_device: Any = "/CPU:0",
         deterministic: bool = True,
-        prefetch: int = 2,
+        prefetch: int | None = None,
         max_retries: int = 2,
         progress: bool | Callable[[Event], Any] = False,
         report: bool = True,

@@ -26,7 +26,7 @@ class Options:
     in_place: Any = ()
     output_device: Any = "/CPU:0"
     deterministic: bool = True
-    prefetch: int = 2
+    prefetch: int | None = None
     max_retries: int = 2
     progress: Any = False
     report: bool = True
@@ -74,9 +74,9 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
                 raise OptionError(
                     f"fn_output_signature={checked.fn_output_signature!r}; expected a nest of dtypes and tf.TypeSpecs"
                 ) from error
-    if not _is_int(checked.prefetch, 1):
+    if checked.prefetch is not None and not _is_int(checked.prefetch, 1):
         raise OptionError(
-            f"prefetch={checked.prefetch!r}; expected an int of at least 1: how many chunks are under way on a device"
+            f"prefetch={checked.prefetch!r}; expected None or an int of at least 1: how many chunks are under way on a device"
         )
     if not _is_int(checked.max_retries, 0):
         raise OptionError(

@@ -57,12 +57,13 @@ class Queue:
         """Put a task behind all others."""
         self._tasks.append(task)
 
-    def take(self, device: str, alive: set[str]) -> Task | None:
-        """Take out the first task that a device may try; `alive` are all devices that still get chunks."""
-        for i, task in enumerate(self._tasks):
-            if task.may_go_to(device, alive):
-                return self._tasks.pop(i)
-        return None
+    def first(self, device: str, alive: set[str]) -> Task | None:
+        """The first task that a device may try; `alive` are all devices that still get chunks."""
+        return next((task for task in self._tasks if task.may_go_to(device, alive)), None)
+
+    def remove(self, task: Task) -> None:
+        """Take out a task that is here."""
+        self._tasks = [other for other in self._tasks if other is not task]
 
     def drop(self, group: int) -> None:
         """Forget the tasks of a group."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 
 import tensorflow as tf
@@ -19,6 +20,8 @@ _TRANSIENT = (
 """Errors that may not come again, or not on another device. Bad input (`InvalidArgumentError`, `NotFoundError`, Python's
 own errors) fails in the same way everywhere, and is not among them."""
 
+_FAILED_COPY = re.compile(r"(Dst|Src|Destination|Source) tensor is not initialized")
+
 FAILURES_IN_A_ROW = 3
 """A device that fails so often, without a success between, gets no more chunks."""
 
@@ -26,28 +29,46 @@ FAILURES_IN_A_ROW = 3
 class Remedy(Enum):
     """What happens to a chunk that failed."""
 
-    SPLIT = "its device ran out of memory: smaller parts of it go to the same device"
+    SPLIT = "its device ran out of memory for it alone: smaller parts of it go to the same device"
+    FEWER = "its device ran out of memory for it and others: it goes there again, with fewer at a time"
     RETRY = "it is tried again, on another device if there is one"
     GIVE_UP = "its error is raised"
 
 
-def remedy(error: BaseException, rows: int, attempts: int, max_retries: int) -> Remedy:
-    """What to do about a chunk of `rows` rows that failed for the `attempts`-th time.
+def remedy(error: BaseException, rows: int, attempts: int, max_retries: int, alone: bool) -> Remedy:
+    """What to do about a chunk of `rows` rows that failed for the `attempts`-th time, `alone` on its device or beside others.
 
-    >>> remedy(tf.errors.ResourceExhaustedError(None, None, ""), 64, 1, 2).name
-    'SPLIT'
-    >>> remedy(tf.errors.UnavailableError(None, None, ""), 64, 2, 2).name
+    >>> full = tf.errors.ResourceExhaustedError(None, None, "")
+    >>> remedy(full, 64, 1, 2, alone=True).name, remedy(full, 64, 1, 2, alone=False).name
+    ('SPLIT', 'FEWER')
+    >>> remedy(tf.errors.UnavailableError(None, None, ""), 64, 2, 2, alone=True).name
     'RETRY'
-    >>> remedy(tf.errors.InvalidArgumentError(None, None, ""), 64, 1, 2).name
+    >>> remedy(tf.errors.InvalidArgumentError(None, None, ""), 64, 1, 2, alone=True).name
     'GIVE_UP'
     """
     if max_retries == 0:
         return Remedy.GIVE_UP
-    if isinstance(error, tf.errors.ResourceExhaustedError):
+    if is_out_of_memory(error):
+        if not alone:
+            return Remedy.FEWER
         return Remedy.SPLIT if rows > 1 else Remedy.GIVE_UP
     if isinstance(error, _TRANSIENT) and attempts <= max_retries:
         return Remedy.RETRY
     return Remedy.GIVE_UP
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device had no memory left.
+
+    For copies, TensorFlow has no class for that: where a tensor that it copies to could not be allocated, or one that it copies
+    from had not been, it is an `InternalError`, and what it says is all there is to tell it from others.
+
+    >>> is_out_of_memory(tf.errors.InternalError(None, None, "Dst tensor is not initialized."))
+    True
+    """
+    if isinstance(error, tf.errors.InternalError):
+        return bool(_FAILED_COPY.search(str(error)))
+    return isinstance(error, tf.errors.ResourceExhaustedError)
 
 
 def parts(rows: int, limit: int) -> list[int]:

@@ -14,8 +14,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.auditing import Treatment
+from devicemap.auditing import Treatment, variable_of
 from devicemap.devices import kind_of, python_calls_at_once
+from devicemap.errors import brief, function_error
 from devicemap.execution import Layout
 from devicemap.internals.gradients import holds_gradients, order_of_gradients
 from devicemap.internals.running import Cancellation, unrecorded
@@ -23,12 +24,13 @@ from devicemap.interruption import Signals
 from devicemap.invoking import Invoker
 from devicemap.mirroring import Mirrors
 from devicemap.nests import as_objects
+from devicemap.recovery import is_out_of_memory
 from devicemap.rows import HOST
-from devicemap.scheduling import Pace
+from devicemap.scheduling import Pace, chunks_in_flight
 from devicemap.seeding import Stream, Streams, drawn_alike
 from devicemap.sharding import shard_rows
 from devicemap.tracing import Traced
-from devicemap.types import Shard
+from devicemap.types import Shard, short_name
 
 _KEPT_SHARDS = 256
 
@@ -53,7 +55,8 @@ class Towers:
     ):
         """`trace(None)` traces the function; `trace(stream)` traces it again with that number stream.
 
-        `clocked`: whether graphs tell when each shard was done, where the output device has a clock.
+        `clocked`: whether graphs tell when each shard was done, and calls end with the last one; if not, a call whose output
+        device is no CPU ends when the work is enqueued.
         """
         self._told_traces = 0
         self.traces = 0
@@ -88,7 +91,8 @@ class Towers:
         if self.keeps_seeds:
             self.places = self.places[:1]
         self._output_device = output_device
-        self._clocked = clocked and kind_of(output_device) == "CPU" and _has_clock()
+        self._clocked = clocked and _has_clock()
+        self._name = name
         self._scope = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "fn"  # what a name scope may hold
         self._lock = threading.RLock()
         # Two calls at once would read a device's copy of an advancing seed before either writes it.
@@ -111,8 +115,8 @@ class Towers:
 
         `sizes` is int32 `[shards]`, and the rows returned are int64 `[shards]` per leaf, for a `fn` of batches. With
         `any_rows`, sizes may be 0, and those devices are not called. The arrivals are one tensor, float64 `[shards]`: when
-        the results of each shard were there, in seconds since the epoch; or none, for one shard, without clocks, and
-        where the graph is to be `inlined` into another: a clock is a stateful op, which that would wait for.
+        the results of each shard were there, in seconds since the epoch; or none, for one shard that goes to the host, without
+        clocks, and where the graph is to be `inlined` into another: a clock is a stateful op, which that would wait for.
 
         `gradients` tells which may be asked for: 0 none, 1 first ones, 2 any (`order_of_gradients`). A function with seeded
         random ops gets a graph for each, as TensorFlow runs other ops for each, and one for each that is inlined: each begins
@@ -128,7 +132,7 @@ class Towers:
             shards,
             gradients if seeded else min(gradients, 1),
             any_rows,
-            self._clocked and shards > 1 and not inlined,
+            self._clocked and (shards > 1 or kind_of(self._output_device) != "CPU") and not inlined,
             inlined and self._reads_in_place,
             apart,
         )
@@ -218,14 +222,17 @@ class Towers:
         """The devices of the places, each once."""
         return tuple(dict.fromkeys(self.places))
 
-    def in_flight(self, prefetch: int) -> dict[str, int]:
+    def in_flight(self, prefetch: int | None) -> dict[str, int]:
         """How many chunks may be under way on each device; one in all where `fn` depends on their order."""
         if self.traced.audit.ordered:
             return {self.places[0]: 1}
         # Two at once on a device would draw from one seed; each call of Python holds a thread.
         if self.traced.audit.advances_seed or self.traced.audit.python:
             return dict.fromkeys(self.places, 1)
-        return {device: max(prefetch, self.places.count(device)) for device in self.devices}
+        return {
+            device: max(prefetch or chunks_in_flight(kind_of(device)), self.places.count(device))
+            for device in self.devices
+        }
 
     def functions(self, cancellation: Cancellation | None = None) -> dict[str, Callable[..., list[Any]]]:
         """One function per device, for one call: `(*tensors of a chunk) -> result leaves`, on the output device.
@@ -243,7 +250,7 @@ class Towers:
         functions: dict[str, Callable[..., list[Any]]] = {}
         for device, function in self._functions.items():
             lock = self._drawing.get(device)
-            with tf.device(device), lock or contextlib.nullcontext():
+            with tf.device(device), lock or contextlib.nullcontext(), self._captures_fit(device):
                 mirrors.assign(self.places.index(device), values)
                 of_call = callable_of(function)
             functions[device] = of_call if lock is None else partial(_holding, lock, of_call)
@@ -261,11 +268,37 @@ class Towers:
             key = differentiable, in_place
             if key not in self._layouts:
                 traced = self._variant(self.traced, differentiable, in_place)
-                mirrors = Mirrors(traced, self.places, differentiable, in_place)
+                with self._captures_fit(*self.devices):
+                    mirrors = Mirrors(traced, self.places, differentiable, in_place)
                 self._layouts[key] = Layout(
                     traced, self.places, mirrors, self._output_device, differentiable, self._scope
                 )
             return self._layouts[key]
+
+    @contextlib.contextmanager
+    def _captures_fit(self, *devices: str) -> Iterator[None]:
+        """Bring what `fn` captures to one of the devices.
+
+        Raises:
+            FunctionError: it has no memory for that. An instance of TensorFlow's class, too.
+        """
+        try:
+            yield
+        except tf.errors.OpError as error:
+            if not is_out_of_memory(error):
+                raise
+            concrete, treatments = self.traced.concrete, self.traced.audit.treatments
+            copied = [
+                (variable_of(concrete, handle), handle)[treatment is None]
+                for handle, treatment in zip(concrete.captured_inputs, treatments)
+                if treatment in (None, Treatment.READ)
+            ]
+            sizes = [(value.shape.num_elements() or 0) * value.dtype.size for value in copied if value is not None]
+            raise function_error(
+                f"{self._name}: no memory for a copy of what fn captures, {len(sizes)} tensors of {sum(sizes)} bytes, on "
+                f"{' or '.join(map(short_name, devices))}: {brief(error)}",
+                error,
+            ) from error
 
     def _build(
         self,

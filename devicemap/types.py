@@ -109,13 +109,13 @@ class ChunkFailed(Event):
 
 @dataclass(frozen=True)
 class ChunkRetried(Event):
-    """Rows that failed go to a device again: all of a chunk, or a part where the device ran out of memory."""
+    """Rows that failed go to a device again: all of a chunk, or a part where it did not fit into the device's memory."""
 
     shard: Shard
     """The rows, and the device that takes them now."""
 
     attempt: int
-    """Which attempt this is for these rows, counted from 1; smaller parts after running out of memory count from 1."""
+    """Which attempt this is for these rows, counted from 1, and anew after running out of memory."""
 
 
 @dataclass(frozen=True)

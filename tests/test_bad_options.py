@@ -49,6 +49,12 @@ BAD_OPTIONS: list[tuple[Options, type[Exception], str]] = [
         r"^fn_output_signature=\(tf.int32, 1.5\); expected a nest ",
     ),
     ({"in_place": [tf.Variable(1.0), 3]}, OptionError, r"^in_place has 3; expected a tf\.Variable, or a list of them$"),
+    (
+        {"prefetch": 0},
+        OptionError,
+        r"^prefetch=0; expected None or an int of at least 1: how many chunks are under way ",
+    ),
+    ({"prefetch": 2.0}, OptionError, r"^prefetch=2.0; expected None or an int "),
     ({"seed": -1}, OptionError, r"^seed=-1; expected None or an int from 0 to 2\*\*32 - 1$"),
     ({"seed": 2**32}, OptionError, r"^seed=4294967296; "),
     ({"seed": False}, OptionError, r"^seed=False; "),

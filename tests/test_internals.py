@@ -14,6 +14,7 @@ from graphs import partitions, placements
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.ops.parallel_for import pfor
 
+from devicemap.internals import memory, usable
 from devicemap.internals.converting import take_all_rows
 from devicemap.internals.functions import (
     UNCHAINED,
@@ -33,6 +34,7 @@ from devicemap.internals.gradients import (
     order_of_gradients,
     tape_is_recording,
 )
+from devicemap.internals.memory import allocator_bytes
 from devicemap.internals.running import Cancellation, TapedCall, unrecorded
 
 pytestmark = pytest.mark.private("what is tested here")
@@ -338,3 +340,8 @@ def test_rows_are_taken_without_a_copy() -> None:
     whole = tf.function(lambda x: tf.vectorized_map(row, x)).get_concrete_function(spec)
     (sine,) = [op for op in whole.graph.get_operations() if op.type == "Sin" and op.outputs[0].shape.rank == 2]
     assert sine.inputs[0].op.type in ("Placeholder", "Identity")
+
+
+def test_tensorflow_tells_how_much_memory_devices_have() -> None:
+    assert usable(memory._context, memory._listing, memory._sizes)
+    assert allocator_bytes() == {}  # of devices that are no CPUs; tests/test_softgpu.py has some

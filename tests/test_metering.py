@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
+from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
+import tensorflow as tf
 from histories import device
 
+import devicemap
+from devicemap import programs
+from devicemap.reporting import GraphCall, metering
 from devicemap.reporting.metering import GpuMeter, GpuUsage, nvml_identity
-from devicemap.types import CallFinished, CallStarted, ChunkFinished, ChunkStarted, Event, Shard
+from devicemap.types import Shard
 
 
 class FakeNvml(types.ModuleType):
@@ -18,8 +26,10 @@ class FakeNvml(types.ModuleType):
 
     def __init__(self, busy: list[int], models: tuple[str, ...] = ("H", "H", "H", "H"), broken: str = ""):
         super().__init__("pynvml")
+        self.__spec__ = ModuleSpec("pynvml", None)
         self.busy, self.models, self.broken = iter(busy), models, broken
-        self.opened, self.asked = 0, []  # type: ignore[var-annotated]
+        self.begun = self.opened = 0
+        self.asked: list[Any] = []
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("nvml") and name == object.__getattribute__(self, "broken"):
@@ -27,6 +37,7 @@ class FakeNvml(types.ModuleType):
         return super().__getattribute__(name)
 
     def nvmlInit(self) -> None:
+        self.begun += 1
         self.opened += 1
 
     def nvmlShutdown(self) -> None:
@@ -53,44 +64,72 @@ class FakeNvml(types.ModuleType):
 
 
 @pytest.fixture(autouse=True)
-def _no_cuda_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def _samples_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    monkeypatch.setattr(metering, "_INTERVAL_SECONDS", 0.001)
+    metering.can_be_found.cache_clear()
+    yield
+    metering.can_be_found.cache_clear()
 
 
-def _call(*finished_seconds: float, end: float) -> list[Event]:
-    shard = Shard(device(0), 0, 1)
-    chunks = [
-        event for at in finished_seconds for event in (ChunkStarted(at, shard, 0.0), ChunkFinished(at, shard, 0.0))
-    ]
-    return [CallStarted(0.0, None, (device(0),)), *chunks, CallFinished(end, None)]
-
-
-def _usage(
-    nvml: FakeNvml | None, events: list[Event], gpus: dict[str, int], patch: pytest.MonkeyPatch
-) -> tuple[GpuUsage, ...]:
+def _usage(nvml: FakeNvml | None, gpus: dict[str, int], patch: pytest.MonkeyPatch) -> tuple[GpuUsage, ...]:
+    """Of a call that lasts until the script is at its end."""
     patch.setitem(sys.modules, "pynvml", nvml)
-    meter = GpuMeter(gpus)
-    for event in events:
-        meter(event)
+    with GpuMeter(gpus) as meter:
+        _wait()
     return meter.usage
 
 
-def test_it_samples_at_most_every_half_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def _wait() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "devicemap meter":
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def test_it_tells_the_mean_utilisation_and_the_most_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([20, 40, 90])
-    usage = _usage(nvml, _call(0.1, 0.6, 0.7, 1.2, 1.3, end=1.8), {device(0): 0}, monkeypatch)
-    assert usage == (GpuUsage(device(0), 50.0, 3 * 2**20),)
+    assert _usage(nvml, {device(0): 0}, monkeypatch) == (GpuUsage(device(0), 50.0, 3 * 2**20),)
     assert nvml.opened == 0
 
 
 def test_it_does_not_open_nvml_for_a_short_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml([], broken="nvmlInit")
-    assert _usage(nvml, _call(0.1, 0.2, end=0.3), {device(0): 0}, monkeypatch) == ()
+    monkeypatch.setattr(metering, "_INTERVAL_SECONDS", 10.0)
+    nvml = FakeNvml([50])
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    with GpuMeter({device(0): 0}) as meter:
+        assert any(thread.name == "devicemap meter" for thread in threading.enumerate())
+    _wait()
+    assert (meter.usage, nvml.begun) == ((), 0)
 
 
-def test_a_call_in_one_graph_is_sampled_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = _usage(FakeNvml([70, 80]), _call(end=2.0), {device(0): 0, device(1): 1}, monkeypatch)
-    assert [(each.device, each.utilisation_percent) for each in usage] == [(device(0), 70.0), (device(1), 80.0)]
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_call_in_one_graph_is_sampled_in_its_midst(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml([70, 80, 90, 100])
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    kept: list[GraphCall] = []
+    shards = [Shard(device(i), i, i + 1) for i in range(2)]
+    with (
+        pytest.raises(ZeroDivisionError) if fails else nullcontext(),
+        GraphCall(shards, False, 0, {device(0): 0, device(1): 1}, [], kept.append),
+    ):
+        _wait()  # for the end of the script, while the graph runs
+        assert len(nvml.asked) == 5
+        if fails:
+            raise ZeroDivisionError
+    assert [each.utilisation_percent for each in kept[0].report().devices] == [80.0, 90.0]
+
+
+def test_it_ends_with_a_stream_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metering, "_INTERVAL_SECONDS", 10.0)
+    monkeypatch.setattr(programs, "gpu_indices", lambda names: dict.fromkeys(names, 0))
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([]))
+    stream = devicemap.DeviceMap(tf.sin, batch_size=1, devices="CPU:0").stream(tf.range(100.0))
+    next(stream)
+    assert any(thread.name == "devicemap meter" for thread in threading.enumerate())
+    stream.close()
+    _wait()
 
 
 @pytest.mark.parametrize(
@@ -105,16 +144,18 @@ def test_a_call_in_one_graph_is_sampled_at_its_end(monkeypatch: pytest.MonkeyPat
 )
 def test_no_trouble_reaches_the_call(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([50] * 9, broken=broken)
-    usage = _usage(nvml, _call(0.6, 1.2, end=2.0), {device(0): 0}, monkeypatch)
+    usage = _usage(nvml, {device(0): 0}, monkeypatch)
     assert len(usage) == (broken == "nvmlShutdown")
     assert nvml.opened == (broken == "nvmlShutdown")
 
 
 def test_without_nvidia_ml_py_or_gpus_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _usage(None, _call(0.6, end=2.0), {device(0): 0}, monkeypatch) == ()
-    nvml = FakeNvml([50])
-    assert _usage(nvml, _call(0.6, end=2.0), {}, monkeypatch) == ()
-    assert nvml.asked == []
+    started: list[Any] = []
+    monkeypatch.setattr(threading.Thread, "start", started.append)
+    assert _usage(None, {device(0): 0}, monkeypatch) == ()
+    metering.can_be_found.cache_clear()
+    assert _usage(FakeNvml([50]), {}, monkeypatch) == ()
+    assert not started
 
 
 @pytest.mark.parametrize(
@@ -137,8 +178,8 @@ def test_it_asks_for_the_gpu_that_cuda_means(
     if order is not None:
         monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
     nvml = FakeNvml([50], tuple(models))
-    _usage(nvml, _call(0.6, end=0.7), {device(0): 1}, monkeypatch)
-    assert nvml.asked == asked
+    _usage(nvml, {device(0): 1}, monkeypatch)
+    assert nvml.asked[:1] == asked
 
 
 def test_nvml_identity() -> None:

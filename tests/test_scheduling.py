@@ -130,19 +130,45 @@ def test_auto_grows_while_it_pays() -> None:
 
 
 def test_memory_limits() -> None:
-    pace = Pace(size=64).taking(64).giving_up(64).running_out_of_memory(64)
+    pace = Pace(size=64).taking(64).giving_up(64).running_out_of_memory(64, alone=True)
     assert (pace.limit, pace.size, pace.rows_in_flight) == (32, 32, 0)
-    assert pace.running_out_of_memory(32).limit == 16
-    assert pace.running_out_of_memory(64).limit == 32  # another chunk of the old size was under way
-    assert Pace().running_out_of_memory(1).limit == 1
+    assert pace.running_out_of_memory(32, alone=True).limit == 16
+    assert pace.running_out_of_memory(64, alone=True).limit == 32  # another chunk of the old size was under way
+    assert Pace().running_out_of_memory(1, alone=True).limit == 1
     for _ in range(20):
         pace = pace.taking(32).finishing(32, 0.001)
     assert rows_to_take(pace, [], None, None) == 32
+    assert pace.has_room_for(32)
+    assert not pace.taking(32).has_room_for(32)  # together they have as many rows as the chunk that did not fit
+    assert pace.taking(16).has_room_for(32)
+
+
+def test_fewer_chunks_in_flight_before_smaller_ones() -> None:
+    pace = Pace(size=64).taking(64).taking(64).taking(64).taking(64)
+    assert pace.has_room_for(64)
+    for left in (3, 2, 1, 0):
+        pace = pace.giving_up(64).running_out_of_memory(64, alone=False)
+        assert (pace.at_once, pace.limit, pace.size) == (max(left, 1), None, 64)
+        assert pace.has_room_for(1) == (not left)
+    assert pace.taking(64).between_calls().at_once == 1
+
+
+def test_memory_that_is_known_before_the_first_chunk() -> None:
+    pace = Pace.with_memory(1000, ends_bytes=10, row_bytes=25)
+    assert rows_to_take(pace, [], None, 500) == 100  # no more rows than their data and results leave room for
+    assert pace.has_room_for(500)  # alone: the estimate may be too high
+    assert not pace.taking(30).has_room_for(11)
+    assert pace.taking(30).has_room_for(10)
+
+
+@given(paces, st.integers(1, 1000))
+def test_a_device_that_is_idle_takes_any_chunk(pace: Pace, rows: int) -> None:
+    assert pace.running_out_of_memory(rows, alone=True).running_out_of_memory(rows, alone=False).has_room_for(rows)
 
 
 def test_what_the_next_call_knows() -> None:
-    pace = Pace(5.0, rows_in_flight=3, size=64, best_rows_per_second=4.0, largest=9, quickest_seconds=1.0, limit=100)
-    assert pace.between_calls() == Pace(5.0, size=64, best_rows_per_second=4.0, limit=100)
+    pace = Pace(5.0, 3, size=64, best_rows_per_second=4.0, largest=9, quickest_seconds=1.0, limit=100, room=99)
+    assert pace.taking(3).between_calls() == Pace(5.0, size=64, best_rows_per_second=4.0, limit=100, room=99)
 
 
 @given(st.integers(1, 100))

@@ -330,3 +330,174 @@ def test_what_lies_on_the_host_is_kept_on_each_device() -> None:
         """,
         TRAFFIC,
     )
+
+
+CHUNKS = f"""{START}
+import devicemap
+from devicemap.errors import FunctionError
+from devicemap.types import ChunkFailed, ChunkFinished, ChunkStarted
+
+events = []
+
+def of(kind):
+    return [event for event in events if isinstance(event, kind)]
+
+def in_chunks(fn, prefetch=4):
+    return devicemap.DeviceMap(fn, batched=True, devices="GPU:0", prefetch=prefetch, progress=events.append)
+
+def most_under_way():
+    changes = [(type(event) is ChunkStarted) - (type(event) in (ChunkFinished, ChunkFailed)) for event in events]
+    return max(np.cumsum(changes))
+
+def batches(rows, count):
+    with tf.device("CPU:0"):
+        return tf.data.Dataset.range(rows * count).map(lambda n: tf.cast(n, tf.float32)).batch(rows)
+"""
+
+
+def test_chunks_that_cannot_be_in_flight_together_are_not() -> None:
+    _run(
+        """
+        assert {d.memory for d in devicemap.list_devices("GPU")} == {64 << 20}
+
+        def wide(rows):
+            waves = [tf.sin(rows[:, None] + tf.range(65536.0)) for _ in range(3)]
+            return tf.reduce_sum(tf.add_n(waves), 1)
+
+        for rows, together in ((4, 4), (64, 1)):  # a row takes about a MiB
+            events.clear()
+            results = list(in_chunks(wide).stream(batches(rows, 16)))
+            assert [len(chunk) for chunk in results] == [rows] * 16
+            assert not of(ChunkFailed) and most_under_way() <= together, (most_under_way(), of(ChunkFailed))
+            assert together == 1 or most_under_way() > 1
+        """,
+        CHUNKS,
+    )
+
+
+def test_what_no_chunk_can_do_without_is_cut_before_it_runs() -> None:
+    _run(
+        """
+        events.clear()
+        widen = in_chunks(lambda rows: tf.tile(rows[:, None], [1, 1 << 19]))  # results of 2 MiB
+        (chunk,) = widen.stream(batches(40, 1))
+        np.testing.assert_array_equal(chunk.numpy()[:, :: 1 << 17], np.arange(40)[:, None] + np.zeros([1, 4]))
+        assert [len(event.shard) for event in of(ChunkStarted)] == [31, 9] and not of(ChunkFailed), events
+        """,
+        CHUNKS,
+    )
+
+
+def test_running_out_of_memory_loses_no_row() -> None:
+    """Its ops are as wide as a variable says, so that no estimate tells what a row takes: 1 MiB."""
+    _run(
+        """
+        with tf.device("CPU:0"):
+            width = tf.Variable(1 << 17)
+
+        def wide(rows):
+            spread = tf.tile(rows[:, None], [1, tf.identity(width)])
+            return tf.reduce_mean(tf.sin(spread) + tf.cos(spread), 1)
+
+        for rows, prefetch, parts in ((48, 2, 1), (96, 1, 2)):  # two do not fit at a time, and one alone does; not even one
+            events.clear()
+            mapper = in_chunks(wide, prefetch)
+            results = list(mapper.stream(batches(rows, 3)))
+            assert [len(chunk) for chunk in results] == [rows] * 3
+            n = np.arange(3.0 * rows)
+            np.testing.assert_allclose(tf.concat(results, 0), np.sin(n) + np.cos(n), rtol=1e-4, atol=1e-4)
+            assert [len(event.shard) for event in of(ChunkFinished)] == [rows // parts] * 3 * parts
+            assert len(of(ChunkFailed)) <= prefetch and mapper.report.back_offs == parts - 1, events
+        """,
+        CHUNKS,
+    )
+
+
+def test_captured_variables_that_do_not_fit_are_named_before_anything_runs() -> None:
+    _run(
+        """
+        with tf.device("CPU:0"):
+            table = tf.Variable(tf.zeros([17 << 20]))
+        for options in ({}, {"batch_size": 4}):
+            ran = []
+            options |= {"devices": "GPU:1", "name": "lookup", "progress": ran.append}
+            mapper = devicemap.DeviceMap(lambda row: row * table[0], **options)
+            try:
+                mapper(tf.range(8.0))
+            except FunctionError as error:
+                assert str(error).startswith(
+                    "lookup: no memory for a copy of what fn captures, 1 tensors of 71303168 bytes, on GPU:1: "
+                ), error
+                assert isinstance(error, (tf.errors.ResourceExhaustedError, tf.errors.InternalError)) and not ran
+            else:
+                raise AssertionError("64 MiB held 68")
+        """,
+        CHUNKS,
+    )
+
+
+def test_times_are_those_of_the_devices_where_results_stay_on_one() -> None:
+    """A kernel takes 0.1 s on one device and 0.2 s on the other; results are gathered on the first."""
+    _run(
+        """
+        def steps(rows):
+            return tf.sin(tf.cos(rows))
+
+        def clocked(**options):
+            mapper = devicemap.DeviceMap(steps, batched=True, output_device="GPU:0", **options)
+            for seconds in (0.0, 0.1):
+                gpus.reset()
+                gpus.configure(0, kernel_seconds=seconds)
+                gpus.configure(1, kernel_seconds=2 * seconds)
+                events.clear()
+                began = time.perf_counter()
+                result = mapper(x)
+            seconds = time.perf_counter() - began
+            to_host = [copy.bytes for copy in gpus.copies("to host")]  # before anybody looks at the result
+            assert result.backing_device.endswith("GPU:0")
+            np.testing.assert_allclose(result, np.sin(np.cos(x)), rtol=1e-5, atol=1e-6)
+            return mapper.report, seconds, to_host
+
+        report, seconds, to_host = clocked(devices="GPU:0")
+        assert report.devices[0].busy_seconds >= 0.2 and seconds >= 0.2 and to_host == [4], (report, seconds, to_host)
+        report, seconds, to_host = clocked()
+        assert [device.busy_seconds >= least for device, least in zip(report.devices, (0.2, 0.4))] == [True, True], report
+        assert to_host == [4, 4, 16], to_host  # and how many rows fn returned on each
+        _, _, to_host = clocked(batch_size=32, progress=events.append)
+        took = [(event.seconds - event.started_seconds, event.shard.device[-1]) for event in of(ChunkFinished)]
+        assert took and all(seconds >= {"0": 0.2, "1": 0.4}[gpu] for seconds, gpu in took), took
+        assert to_host == [4] * len(took), to_host
+        _, seconds, to_host = clocked(devices="GPU:0", report=False)
+        assert seconds < 0.2 and to_host == [], (seconds, to_host)
+        """,
+        CHUNKS,
+    )
+
+
+def test_copies_overlap_with_kernels() -> None:
+    """Copying a chunk to the device takes as long as computing it, 10 ms, and its results are small.
+
+    By the log of copies, which last from the beginning of the first to the end of the last result's.
+    """
+    _run(
+        """
+        def overlap(prefetch):
+            "How much of the time of copies to the device is also that of kernels."
+            mapper = devicemap.DeviceMap(lambda rows: tf.sin(rows)[:, :1], batched=True, devices="GPU:0", prefetch=prefetch)
+            data = tf.data.Dataset.from_tensors(np.zeros([16, 4096], np.float32)).repeat(24)
+            gpus.reset()
+            list(mapper.stream(data))
+            gpus.configure(0, element_seconds=0.005 / 65536, bytes_per_second=4 * 65536 / 0.01)  # 2 kernels
+            gpus.clear()
+            list(mapper.stream(data))
+            copies = gpus.copies()
+            copying = sum(copy.end_seconds - copy.start_seconds for copy in copies if copy.kind == "to device")
+            kernels = sum(runs.seconds for runs in gpus.runs("GPU:0"))
+            span = max(copy.end_seconds for copy in copies) - min(copy.start_seconds for copy in copies)
+            return (copying + kernels - span) / copying
+
+        shares = [max(overlap(prefetch) for _ in range(2)) for prefetch in (1, 2, None)]
+        assert shares[0] < 0.1 < shares[1] + 0.1 < shares[2] and shares[2] > 0.6, shares
+        """,
+        CHUNKS,
+    )

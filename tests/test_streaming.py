@@ -447,6 +447,103 @@ def test_out_of_memory_cuts_only_that_devices_chunks(batch_size: int | None) -> 
     assert largest["/device:CPU:0"] > 5
 
 
+class Endless(Rows):
+    """Rows whose number nobody knows, so that chunks are whole."""
+
+    def rows_left(self) -> int | None:
+        return None
+
+
+def _failed(events: list[Event]) -> list[int]:
+    return [len(event.shard) for event in events if isinstance(event, ChunkFailed)]
+
+
+@pytest.mark.parametrize("fit", [1, 2, 3])
+def test_fewer_chunks_are_in_flight_before_any_is_cut(fit: int) -> None:
+    """Of four chunks that begin together so many fit, whatever their rows."""
+    events: list[Event] = []
+    begun = threading.Barrier(4)
+
+    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
+        if call < 4:
+            begun.wait(10)
+        return _full() if call < 4 and chunk.start >= 4 * fit else None
+
+    under_way: list[int] = []
+
+    def observe(event: Event) -> None:
+        events.append(event)
+        if len(_failed(events)) == 4 - fit and isinstance(event, ChunkStarted):
+            ended = [type(event) for event in events if isinstance(event, (ChunkFinished, ChunkFailed))]
+            under_way.append(sum(isinstance(event, ChunkStarted) for event in events) - len(ended))
+
+    paces: dict[str, Pace] = {}
+    rules = Rules(max_retries=2, observe=observe)
+    rows = _flat(run_chunks(Endless(200, 4), _lanes(Faults(fails), 1, 4), rules, paces))
+    assert rows == [2 * i for i in range(200)]
+    assert _failed(events) == [4] * (4 - fit)
+    assert {len(event.shard) for event in events if isinstance(event, ChunkStarted)} == {4}
+    assert max(under_way) <= fit
+    assert (paces["/device:CPU:0"].at_once, paces["/device:CPU:0"].limit) == (fit, None)
+
+
+def test_only_a_chunk_that_never_shared_its_device_is_cut() -> None:
+    """The first chunk fails when the other one has finished, and once more by itself."""
+    events: list[Event] = []
+    begun, finished = threading.Barrier(2), threading.Event()
+
+    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
+        if call < 2:
+            begun.wait(10)
+        if chunk.start == 0 and call < 2:
+            assert finished.wait(10)
+        return _full() if chunk.start == 0 and chunk.count > 2 else None
+
+    def observe(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, ChunkFinished) and event.shard.start == 4:
+            finished.set()
+
+    rows = _flat(run_chunks(Endless(8, 4), _lanes(Faults(fails), 1, 2), Rules(max_retries=2, observe=observe)))
+    assert rows == [2 * i for i in range(8)]
+    assert _failed(events) == [4, 4]
+    retried = [event.shard for event in events if isinstance(event, ChunkRetried)]
+    assert [(shard.start, shard.stop) for shard in retried] == [(0, 4), (0, 2), (2, 4)]
+
+
+def test_a_batch_that_has_no_room_beside_others_waits_for_them() -> None:
+    """A dataset's batches may be larger than what was asked for."""
+    most, lock, rows_under_way = [0], threading.Lock(), [0]
+
+    class Batches(Endless):
+        def take(self, rows: int, limit: int | None) -> Chunk | None:
+            return super().take(8, limit)
+
+    def run(device: str, chunk: Chunk) -> Any:
+        with lock:
+            rows_under_way[0] += chunk.count
+            most[0] = max(most[0], rows_under_way[0])
+        time.sleep(0.001)
+        with lock:
+            rows_under_way[0] -= chunk.count
+        return _double(chunk)
+
+    paces = {"/device:CPU:0": Pace(size=1, room=20)}
+    assert _flat(run_chunks(Batches(400, 8), _lanes(run, 1, 4), Rules(), paces)) == [2 * i for i in range(400)]
+    assert most[0] in (8, 16)
+
+
+@pytest.mark.parametrize("message", ["Dst tensor is not initialized.", "Src tensor is not initialized."])
+def test_a_copy_that_does_not_fit_is_out_of_memory(message: str) -> None:
+    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
+        return tf.errors.InternalError(None, None, f"Failed copying: {message}") if chunk.count > 2 else None
+
+    events: list[Event] = []
+    rules = Rules(max_retries=2, observe=events.append)
+    assert _flat(run_chunks(Endless(8, 4), _lanes(Faults(fails), 1, 1), rules)) == [2 * i for i in range(8)]
+    assert _failed(events) == [4]
+
+
 def test_a_row_that_does_not_fit_is_an_error_that_names_it() -> None:
     told: list[Any] = []
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.util
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from devicemap.types import CallFinished, CallStarted, ChunkFinished, Event
-
 _INTERVAL_SECONDS = 0.5
-"""How far apart samples are, at least. NVML's figure covers up to the last second, so more of them would tell no more,
+"""How far apart samples are. NVML's figure covers up to the last second, so more of them would tell no more,
 and one that is taken earlier would tell of the time before the call."""
 
 
@@ -29,73 +31,75 @@ class GpuUsage:
 
 
 class GpuMeter:
-    """Samples utilisation and memory of GPUs when chunks finish; a listener to the events of one call.
+    """Samples utilisation and memory of GPUs for as long as a call lasts: a context.
 
-    It starts no thread, samples at most every half second, and gives up quietly at the first trouble: without
-    `nvidia-ml-py`, driver or permission there is nothing to tell.
+    A thread does that, as a call in one graph leaves no other, and only where `nvidia-ml-py` is installed. The first sample is
+    taken after half a second. It gives up quietly at the first trouble: without driver or permission there is nothing to tell.
     """
 
     def __init__(self, gpus: Mapping[str, int]):
         """`gpus`: for the full name of each logical GPU, TensorFlow's (and CUDA's) index of the physical one."""
         self._gpus = gpus
         self._samples: dict[str, list[tuple[int, int]]] = {}
-        self._due_seconds = _INTERVAL_SECONDS
-        self._nvml: Any = None
-        self._handles: dict[str, Any] = {}
-        self._given_up = not gpus
+        self._ended = threading.Event()
 
-    def __call__(self, event: Event) -> None:
-        if self._given_up:
-            return
-        try:
-            if isinstance(event, CallStarted):
-                self._due_seconds = event.seconds + _INTERVAL_SECONDS
-            elif isinstance(event, (ChunkFinished, CallFinished)) and event.seconds >= self._due_seconds:
-                self._due_seconds = event.seconds + _INTERVAL_SECONDS
-                self._sample()
-        except Exception:  # of any kind: a figure in a report is not worth a call
-            self._given_up = True
-        finally:
-            if self._given_up or isinstance(event, CallFinished):
-                self._close()
+    def __enter__(self) -> GpuMeter:
+        if self._gpus and can_be_found():
+            with contextlib.suppress(RuntimeError):  # no more threads
+                threading.Thread(target=self._run, name="devicemap meter", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()  # and nobody waits for the thread, which may be inside NVML
 
     @property
     def usage(self) -> tuple[GpuUsage, ...]:
         """What was told so far, for the devices that anything was told of."""
         return tuple(
             GpuUsage(device, sum(busy for busy, _ in samples) / len(samples), max(memory for _, memory in samples))
-            for device, samples in self._samples.items()
+            for device, samples in [*self._samples.items()]
         )
 
-    def _sample(self) -> None:
-        if self._nvml is None:
-            self._open()
-        for device, handle in self._handles.items():
-            utilisation = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu
-            memory = self._nvml.nvmlDeviceGetMemoryInfo(handle).used
-            self._samples.setdefault(device, []).append((int(utilisation), int(memory)))
+    def _run(self) -> None:
+        if self._ended.wait(_INTERVAL_SECONDS):
+            return
+        with contextlib.suppress(Exception):  # of any kind: a figure in a report is not worth a call
+            import pynvml
 
-    def _open(self) -> None:
-        import pynvml
-
-        pynvml.nvmlInit()
-        self._nvml = pynvml
-        identities = {device: nvml_identity(index, os.environ) for device, index in self._gpus.items()}
-        if _indices_may_differ(pynvml, os.environ):
-            identities = {device: known for device, known in identities.items() if isinstance(known, str)}
-        for device, identity in identities.items():
-            if isinstance(identity, int):
-                self._handles[device] = pynvml.nvmlDeviceGetHandleByIndex(identity)
-            elif identity is not None:
-                self._handles[device] = pynvml.nvmlDeviceGetHandleByUUID(identity)
-
-    def _close(self) -> None:
-        nvml, self._nvml, self._handles = self._nvml, None, {}
-        if nvml is not None:
+            pynvml.nvmlInit()
             try:
-                nvml.nvmlShutdown()
-            except Exception:  # as above
-                self._given_up = True
+                self._sample(pynvml, _handles(pynvml, self._gpus))
+            finally:
+                pynvml.nvmlShutdown()
+
+    def _sample(self, nvml: Any, handles: Mapping[str, Any]) -> None:
+        while handles:
+            for device, handle in handles.items():
+                utilisation = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+                memory = nvml.nvmlDeviceGetMemoryInfo(handle).used
+                self._samples.setdefault(device, []).append((int(utilisation), int(memory)))
+            if self._ended.wait(_INTERVAL_SECONDS):
+                return
+
+
+@functools.cache
+def can_be_found() -> bool:
+    """Whether `nvidia-ml-py` is installed; asked once in a process."""
+    return importlib.util.find_spec("pynvml") is not None
+
+
+def _handles(nvml: Any, gpus: Mapping[str, int]) -> dict[str, Any]:
+    """NVML's handles of those of the GPUs that it can be asked about."""
+    identities = {device: nvml_identity(index, os.environ) for device, index in gpus.items()}
+    if _indices_may_differ(nvml, os.environ):
+        identities = {device: known for device, known in identities.items() if isinstance(known, str)}
+    return {
+        device: nvml.nvmlDeviceGetHandleByIndex(known)
+        if isinstance(known, int)
+        else nvml.nvmlDeviceGetHandleByUUID(known)
+        for device, known in identities.items()
+        if known is not None
+    }
 
 
 def nvml_identity(index: int, environment: Mapping[str, str]) -> int | str | None:

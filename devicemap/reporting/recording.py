@@ -34,7 +34,8 @@ class Recorder:
         """`gpus`: for the full name of each GPU among the devices, the index of the physical one."""
         self._way = way
         self._traces = traces
-        self._meter = GpuMeter(gpus)
+        self.meter = GpuMeter(gpus)
+        """To be entered for as long as the call lasts."""
         self._begin: Event | None = None
         self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self._report: Report | None = None
@@ -43,7 +44,6 @@ class Recorder:
         self._lock = threading.RLock()  # several threads may ask for the report of the last call
 
     def __call__(self, event: Event) -> None:
-        self._meter(event)
         if isinstance(event, ChunkFailed | DeviceLost):  # its traceback holds the tensors of the chunk
             event = replace(event, error=DeviceMapError(f"{type(event.error).__name__}: {brief(event.error)}"))
         if isinstance(event, CallStarted):
@@ -64,7 +64,7 @@ class Recorder:
                     way=self._way,
                     traces=self._traces,
                     told_apart=self.told_apart,
-                    usage=self._meter.usage,
+                    usage=self.meter.usage,
                 )
                 self._events.clear()
             return self._report
@@ -102,10 +102,13 @@ class GraphCall:
         self._began = time.perf_counter()
         if self._listeners:
             self._tell(self._first_events())
+        if self._finished is not None:
+            self._recorder.meter.__enter__()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._seconds = time.perf_counter() - self._began
+        self._recorder.meter.__exit__()
         self._error = error
         finished, self._finished = self._finished, None  # whoever keeps this call is not kept by it
         if finished is not None:

@@ -1,0 +1,34 @@
+"""What the memory of devices tells of chunks before any has run: running out of it takes TensorFlow ten seconds each time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from devicemap.devices import kind_of, list_devices
+from devicemap.explaining.walking import memory_bytes_per_row, row_size
+from devicemap.scheduling import Pace
+from devicemap.tracing import Traced
+
+
+def first_paces(traced: Traced, devices: Sequence[str], batched: bool) -> dict[str, Pace]:
+    """What is known of those devices that have memory of their own, where the bytes of a row can be told."""
+    if all(kind_of(device) == "CPU" for device in devices):
+        return {}
+    ends_bytes = row_ends_bytes(traced)
+    if ends_bytes is None:
+        return {}
+    row_bytes = memory_bytes_per_row(traced, batched) or ends_bytes
+    return {
+        device.name: Pace.with_memory(device.memory, ends_bytes, row_bytes)
+        for device in list_devices()
+        if device.name in devices and device.memory is not None
+    }
+
+
+def row_ends_bytes(traced: Traced) -> int | None:
+    """Bytes of a row and its result; `None` where it cannot be told."""
+    leaves = [*traced.concrete.structured_input_signature[0], *traced.specs]
+    sizes = [row_size(leaf.shape, leaf.dtype) if isinstance(leaf, tf.TensorSpec) else None for leaf in leaves]
+    return None if None in sizes else sum(size or 0 for size in sizes)
