@@ -35,8 +35,12 @@ COUNTS = {
     "scaling": (1, 2, 4, 8, 16),
     "real_functions": (1,),
     "first_result": (4, 16),
+    "gpus": (1, 2, 4),
 }
 """On how many devices each topic runs, in this order: what the targets ask for."""
+
+ON_GPUS = ("call_cost", "gathering", "captured", "real_functions")
+"""The files of the topic `gpus`."""
 
 QUICK_DEVICES = 4
 
@@ -47,7 +51,7 @@ TIMEOUT_SECONDS = 900
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("topics", nargs="*", metavar="TOPIC", help=f"of {', '.join(COUNTS)}; all without one")
-    parser.add_argument("--quick", action="store_true", help="small cases, once, in one process, on 4 devices")
+    parser.add_argument("--quick", action="store_true", help="small cases, once, on 4 devices")
     parser.add_argument(
         "--devices", type=int, action="append", help="in place of the topics' own numbers; may be repeated"
     )
@@ -63,11 +67,12 @@ def main() -> int:
 
 
 def run_quick(topics: Sequence[str], extra: Sequence[str]) -> int:
-    """All topics in one process, and a report of them, which tells nothing of speed."""
+    """All topics in one process, GPUs in software in another, and a report of them, which tells nothing of speed."""
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "raw"
         raw.mkdir()
-        status = measure(topics, QUICK_DEVICES, raw / "quick.json", ["--quick", *extra])
+        parts = [[topic for topic in topics if (topic == "gpus") == gpus] for gpus in (False, True)]
+        status = max(measure(p, QUICK_DEVICES, raw / f"{p[0]}.json", ["--quick", *extra]) for p in parts if p)
         if not status:
             report.write(Path(folder))  # targets are not for so short a run
         return status
@@ -96,11 +101,13 @@ def run(topics: Sequence[str], counts: Sequence[int] | None, folder: Path, extra
 
 def measure(topics: Sequence[str], devices: int, path: Path, extra: Sequence[str]) -> int:
     """Run pytest in a process; the results are at `path` if, and only if, all cases passed."""
-    files = [str(HERE / f"test_{topic}.py") for topic in topics]
+    names = [name for topic in topics for name in (ON_GPUS if topic == "gpus" else (topic,))]
+    files = [str(HERE / f"test_{name}.py") for name in names]
     part = path.with_suffix(".part")
     command = [
         sys.executable, "-m", "pytest", *files, f"--devices={devices}", f"--benchmark-json={part}", "-q", "-p", "no:warnings",
         "-p", "no:cacheprovider", "--benchmark-columns=median,iqr,rounds", "--benchmark-sort=name", *extra,
+        *(["--softgpus"] if "gpus" in topics else []),
     ]  # fmt: skip
     print(f"{', '.join(topics)} on {devices} devices", flush=True)
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "PYTHONPATH": str(HERE.parent)}  # for processes of peers

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from benchmarks import hardware, traffic
+from benchmarks import hardware, softgpu, traffic
 from benchmarks.simulator import Simulator, Unavailable
 from benchmarks.simulator.fixtures import sim as sim
 
@@ -34,11 +35,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--devices", type=int, default=8, help="how many devices the benchmarks run on (8)")
     group.addoption("--gpu-memory", type=int, help="megabytes of each logical GPU that a GPU is cut into")
     group.addoption(
+        "--softgpus", action="store_true", help="on GPUs in software: what they copy is recorded, and no seconds are"
+    )
+    group.addoption(
         "--quick", action="store_true", help="small cases, once: that the suite works, not how fast things are"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--softgpus"):
+        with contextlib.suppress(Unavailable):  # what needs them is skipped, and says why
+            softgpu.start(config.getoption("--devices"))
     hardware.cut_devices(config.getoption("--devices"), config.getoption("--gpu-memory"))
 
 
@@ -63,8 +70,21 @@ def scale(pytestconfig: pytest.Config) -> Scale:
 
 
 @pytest.fixture
-def meter() -> traffic.Meter:
+def copy_log(pytestconfig: pytest.Config) -> traffic.CopyLog | None:
+    """What reads the log of GPUs in software; `None` on other devices."""
+    if not pytestconfig.getoption("--softgpus"):
+        return None
+    try:
+        return traffic.CopyLog(softgpu.start(pytestconfig.getoption("--devices")))
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def meter(copy_log: traffic.CopyLog | None) -> traffic.Meter:
     """What counts the bytes that are sent between devices; asked for before the graphs are made, which it has to see."""
+    if copy_log is not None:
+        return copy_log
     try:
         return traffic.load()
     except Unavailable as reason:

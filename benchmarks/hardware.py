@@ -43,7 +43,7 @@ def simulated_devices(count: int) -> list[str]:
 def describe() -> str:
     """Machine and versions, as they stand above every table. No names of the machine or its user."""
     gpus = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.list_physical_devices("GPU")]
-    names = "".join(f", {gpu.get('device_name', 'GPU')}" for gpu in gpus)
+    names = "".join(f", {name}" for name in dict.fromkeys(gpu.get("device_name", "GPU") for gpu in gpus))
     return (
         f"{os.cpu_count()} cores {platform.machine()}{names}, Python {platform.python_version()}, "
         f"TensorFlow {tf.__version__}, devicemap {devicemap.__version__}"

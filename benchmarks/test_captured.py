@@ -65,7 +65,8 @@ def test_recurrent_cell(benchmark: Any, meter: Meter, real_devices: list[str], s
             _, (state,) = cell(sequences[:, step], [state])
         return state
 
-    sequences = tf.random.stateless_normal([64, STEPS, WIDTH], [2, 2])
+    with tf.device("CPU:0"):
+        sequences = tf.random.stateless_normal([64, STEPS, WIDTH], [2, 2])
     ways = blocks_and_ours({BLOCKS: fn, ROWS_FIRST: lambda rows: fn(tf.identity(rows))}, real_devices, sequences)
     compare(
         benchmark, ways, topic="captured", case=f"64 sequences, a GRU cell of {kilobytes} kB in each of {STEPS} steps",
@@ -81,7 +82,9 @@ def test_chunks(benchmark: Any, meter: Meter, real_devices: list[str], scale: Sc
     if kind == "decoded":
         blocks, data = make_decoders(real_devices), make_words(rows, STEPS)
     else:
-        table, data = make_table(real_devices), tf.random.stateless_normal([rows, WIDTH], [3, 3])
+        table = make_table(real_devices)
+        with tf.device("CPU:0"):
+            data = tf.random.stateless_normal([rows, WIDTH], [3, 3])
         blocks = {BLOCKS: lambda vectors: tf.reduce_max(tf.matmul(vectors, table, transpose_b=True), axis=1)}
     ways = blocks_and_ours(blocks, real_devices, data, batch_size)
     compare(
@@ -130,4 +133,5 @@ def make_table(devices: list[str]) -> tf.Variable:
 
 
 def make_words(rows: int, columns: int) -> Any:
-    return tf.random.stateless_uniform([rows, columns], [1, 1], 0, WORDS, tf.int32)
+    with tf.device("CPU:0"):
+        return tf.random.stateless_uniform([rows, columns], [1, 1], 0, WORDS, tf.int32)

@@ -1,7 +1,7 @@
 """Real functions on the devices there are: never slower than the best of what TensorFlow offers for one device.
 
 The peers are written as their best users would: traced with autograph, tf.data with AUTOTUNE, the batched function as one
-tf.function. Where vectorized_map lacks an op, it has no entry.
+tf.function; on several devices in a `tf.device` block for each. Where vectorized_map lacks an op, it has no entry.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import pytest
 import tensorflow as tf
 
 import devicemap
-from benchmarks import functions, hardware, peers
+from benchmarks import functions, peers
 from benchmarks.conftest import Scale
 from benchmarks.functions import Case, cases
 from benchmarks.measuring import Way, compare
+from benchmarks.traffic import CopyLog
 
 NAMES = ("ODE solver", "mel spectrogram", "Sinkhorn", "JPEG decoding", "small SVD", "serial scan", "Keras CNN")
 MOST = 1.05  # what the noise of a machine with few cores needs
@@ -23,40 +24,54 @@ QUICK, QUICK_ROWS = ("ODE solver", "Keras CNN"), 8
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_real_function(benchmark: Any, scale: Scale, name: str) -> None:
+def test_real_function(
+    benchmark: Any, copy_log: CopyLog | None, real_devices: list[str], scale: Scale, name: str
+) -> None:
     if scale.quick and name not in QUICK:
         pytest.skip("a short run takes two of them")
     case = cases()[name]
     if scale.quick:
         case = Case(case.fn, case.data[:QUICK_ROWS], case.batched)
+    ways = ways_of(case, real_devices)
+    if copy_log is None:  # these do not compute on the devices
+        ways |= others_of(case)
     compare(
-        benchmark, ways_of(case), topic="real_functions", case=name, rounds=2 if scale.quick else 60,
-        devices=len(hardware.all_devices()), tolerance=1e-2, rows=len(case.data), targets={"most ratio": {"devicemap": MOST}},
+        benchmark, ways, topic="real_functions", case=name, rounds=2 if scale.quick else 60, devices=len(real_devices),
+        tolerance=1e-2, rows=len(case.data), targets={"most ratio": {"devicemap": MOST}}, meter=copy_log,
     )  # fmt: skip
 
 
-def ways_of(case: Case) -> dict[str, Way]:
+def ways_of(case: Case, devices: list[str]) -> dict[str, Way]:
     """Each way as a function without arguments; those that TensorFlow cannot trace are left out."""
     x, fn = case.data, tf.function(case.fn)
+    mapper = devicemap.DeviceMap(case.fn, devices=devices, batched=case.batched)
+    blocks = {
+        "tf.map_fn": lambda x: tf.map_fn(fn, x, fn_output_signature=tf.float32),
+        "tf.vectorized_map": lambda x: tf.vectorized_map(fn, x, fallback_to_while_loop=False),
+    }
+    ways: dict[str, Way] = {}
+    for name, block in ({"tf.function": fn} if case.batched else blocks).items():
+        mapped = peers.graph_blocks(block, devices, "tf.concat")
+        if name == "tf.vectorized_map":
+            try:
+                mapped(x)
+            except ValueError:
+                continue  # an op without a vectorised form
+        ways[name] = lambda mapped=mapped: mapped(x)
+    return ways | {"devicemap": lambda: mapper(x)}
+
+
+def others_of(case: Case) -> dict[str, Way]:
+    """What knows of no devices, or of its own."""
+    x, fn = case.data, tf.function(case.fn)
     rows = tf.data.Dataset.from_tensor_slices(x)
-    mapper = devicemap.DeviceMap(case.fn, batched=case.batched)
     ways: dict[str, Way] = {}
     if case.batched:
         chunks = rows.batch(64).map(fn, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
-        ways["tf.function"] = lambda: fn(x)
         ways["Dataset.map"] = lambda: tf.concat(list(chunks), 0)
     else:
-        mapped = tf.function(lambda x: tf.map_fn(fn, x, fn_output_signature=tf.float32))
-        vectorized = tf.function(lambda x: tf.vectorized_map(fn, x, fallback_to_while_loop=False))
         whole = rows.map(fn, num_parallel_calls=tf.data.AUTOTUNE).batch(len(x)).prefetch(tf.data.AUTOTUNE)
-        ways["tf.map_fn"] = lambda: mapped(x)
-        try:
-            vectorized(x)
-            ways["tf.vectorized_map"] = lambda: vectorized(x)
-        except ValueError:
-            pass  # an op without a vectorised form
         ways["Dataset.map"] = lambda: next(iter(whole))
     if case.fn is functions.ode and (in_jax := peers.jax_pmap(functions.ode_in_jax)) is not None:
         ways["JAX pmap"] = lambda: in_jax(x)
-    ways["devicemap"] = lambda: mapper(x)
     return ways

@@ -48,13 +48,19 @@ def _has_its_own(item: pytest.Item) -> bool:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`devices`: the device sets of the laws; not in order of their index, and not all of them on the home of variables."""
+    """`devices`: the device sets of the laws; not in order of their index, and not all of them on the home of variables.
+
+    On GPUs, one set has CPU devices, too.
+    """
     if "devices" in metafunc.fixturenames and not _has_its_own(metafunc.definition):
         gpus = metafunc.config.getoption("gpus")
         names = [f"GPU:{i}" for i in range(gpus)[::-1]] or [f"CPU:{i}" for i in (3, 0, 5, 1, 2, 4, 6, 7)]
         wanted = getattr(metafunc.module, "DEVICE_COUNTS", (1, 2, 4) if gpus else (1, 2, 3, 8))
         counts = [count for count in wanted if count <= len(names)]
-        metafunc.parametrize("devices", [names[:count] for count in counts], ids=[f"{n} devices" for n in counts])
+        sets = {f"{count} devices": names[:count] for count in counts}
+        if gpus > 1:
+            sets["both kinds"] = ["GPU:1", "CPU:3", "GPU:0"]
+        metafunc.parametrize("devices", sets.values(), ids=sets)
 
 
 def _on_the_diagonal(items: list[pytest.Item]) -> list[pytest.Item]:

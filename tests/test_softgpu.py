@@ -55,6 +55,10 @@ def test_they_compute_what_the_host_does_and_tell_what_travelled() -> None:
         assert {t[:3] for t in told[2:]} == {("to host", "GPU:1", "host")}, told
         assert [c.tensor for c in gpus.copies()][:2] == ["Sin", "matmul"], gpus.copies()
         assert {(run.device, run.op, run.count) for run in gpus.runs()} >= {("GPU:0", "Sin", 1), ("GPU:1", "Relu", 1)}
+        from benchmarks.traffic import Copied, CopyLog
+
+        called = CopyLog(gpus).measure(lambda: compiled(x)[0])
+        assert called == Copied(to_device=(size, 1), to_host=(size, 1), between=(size, 1)), called
     """)
 
 
@@ -118,8 +122,20 @@ def test_kernels_are_those_of_a_cuda_build() -> None:
         with tf.device("GPU:0"):
             picture = tf.cast(tf.abs(x[:, :, None]), tf.uint8)
             assert tf.image.encode_png(picture).device.endswith("CPU:0")
-            assert tf.sin(x).device.endswith("GPU:0")
+            assert tf.sin(x).device.endswith("GPU:0") and tf.gather_nd(x, [[0]]).backing_device.endswith("GPU:0")
             assert (tf.constant(1) + 2).backing_device.endswith("CPU:0"), "int32 lies in the host's memory"
+    """)
+
+
+def test_convolutions_stay_in_the_order_that_the_cpu_has_kernels_for() -> None:
+    _run("""
+        images, kernels = tf.reshape(x, [4, 32, 32, 1]), tf.ones([3, 3, 1, 2])
+
+        def convolve(images):
+            with tf.device("GPU:1"):
+                return tf.nn.relu(tf.nn.bias_add(tf.nn.conv2d(images, kernels, 1, "SAME"), [0.5, -0.5]))
+
+        np.testing.assert_allclose(tf.function(convolve)(images), convolve(images), rtol=1e-5, atol=1e-5)
     """)
 
 

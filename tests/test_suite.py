@@ -54,6 +54,13 @@ def test_a_cell_tells_the_share_its_spread_and_the_ratio() -> None:
     assert row == "| even | 8 | 0.900 ± 5% (0.50) | 0.247 ± 0% | 0.450 ± 5% |"
 
 
+def test_what_gpus_copy_is_a_page_without_seconds() -> None:
+    sent = {"devicemap": {"to_device": [4096, 2], "to_host": [8192, 2], "between": [0, 0]}}
+    page = report.write_page("gpus", [record(seconds={}, facts={"traffic": sent})], [])
+    assert page.splitlines()[-1] == "| even | 8 | devicemap | 4.1 (2) | 8.2 (2) | 0 |"
+    assert "No figure is from hardware" in page
+
+
 def write_raw(path: Path) -> None:
     info = {"topic": "call_cost", "case": "16 rows", "devices": int(path.stem[-2:])}
     info |= {"seconds": {"devicemap": [1e-4, 2e-4]}, "first_seconds": {"devicemap": 0.5}}

@@ -37,8 +37,9 @@ def main() -> None:
     found: dict[tuple[str, str, tuple[str, ...], tuple[str, ...]], set[tuple[str, ...]]] = defaultdict(set)
     for kernel in kernels.get_all_registered_kernels().kernel:
         if _wanted(kernel):
-            names = tuple(constraint.name for constraint in kernel.constraint)
-            types = [[_name(each) for each in c.allowed_values.list.type] for c in kernel.constraint]
+            of_types = [c for c in kernel.constraint if c.allowed_values.list.type]  # the few others are left out
+            names = tuple(constraint.name for constraint in of_types)
+            types = [[_name(each) for each in c.allowed_values.list.type] for c in of_types]
             which = (kernel.op, kernel.label, tuple(kernel.host_memory_arg), names)
             found[which] |= {*itertools.product(*types)}
     lines = [line for which, types in sorted(found.items()) for line in _lines(*which, types)]

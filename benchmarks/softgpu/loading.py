@@ -149,6 +149,8 @@ def start(count: int = 2, memory_bytes: int = 512 << 20) -> SoftGPUs:
             getattr(control, name).restype = None
         control.softgpu_start(count, memory_bytes, str(KERNELS).encode())
         load_library.load_pluggable_device_library(library)
+        # It puts channels first for GPUs, and the CPU has no such kernels.
+        tf.config.optimizer.set_experimental_options({"layout_optimizer": False})
     except (tf.errors.OpError, OSError, AttributeError) as error:
         raise Unavailable(f"{library} does not load into TensorFlow {tf.__version__}: {error}") from error
     return SoftGPUs(control, count)
