@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.errors import DeviceError
+from devicemap.internals.memory import memory_limits
 from devicemap.types import Device
 
 _NAME = re.compile(
@@ -37,12 +38,14 @@ def list_devices(kind: str | None = None) -> list[Device]:
     wanted = None if kind is None else kind.upper()
     names, host = _logical_devices()
     local = {f"{host}/device:{part.kind}:{part.index}": part for part in _parts_of_physical_devices()}
+    told = memory_limits()
     devices = []
     for name in names:
         kind_here = kind_of(name)
         if wanted in (None, kind_here):
             part = local.get(name)
-            memory, description = part.describe() if part else (None, f"{kind_here} of another host")
+            configured, description = part.describe() if part else (None, f"{kind_here} of another host")
+            memory = configured if kind_here == "CPU" else told.get(name, configured)
             devices.append(Device(name, kind_here, memory, description))
     return devices
 
@@ -220,7 +223,7 @@ class _Part:
         self.physical_index = _index(physical.name)
 
     def describe(self) -> tuple[int | None, str]:
-        """Its memory limit in bytes, and what it is in words."""
+        """The memory limit in bytes that it was given, and what it is in words."""
         model = tf.config.experimental.get_device_details(self.physical).get("device_name", self.kind)
         limit = getattr(self.parts[self.part], "memory_limit", None) if self.parts else None
         whole = len(self.parts) < 2

@@ -32,6 +32,7 @@ from devicemap.internals.gradients import (
     order_of_gradients,
     tape_is_recording,
 )
+from devicemap.internals.memory import memory_limits
 from devicemap.internals.running import Cancellation, TapedCall, unrecorded
 
 pytestmark = pytest.mark.private("what is tested here")
@@ -337,3 +338,9 @@ def test_rows_are_taken_without_a_copy() -> None:
     whole = tf.function(lambda x: tf.vectorized_map(row, x)).get_concrete_function(spec)
     (sine,) = [op for op in whole.graph.get_operations() if op.type == "Sin" and op.outputs[0].shape.rank == 2]
     assert sine.inputs[0].op.type in ("Placeholder", "Identity")
+
+
+def test_the_memory_of_devices_is_listed() -> None:
+    limits = memory_limits()
+    assert [name.partition("/device:")[2] for name in limits] == [d.name[8:] for d in tf.config.list_logical_devices()]
+    assert all(limit > 0 for limit in limits.values())

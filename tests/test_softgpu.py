@@ -94,6 +94,18 @@ def test_memory_runs_out() -> None:
     """)
 
 
+def test_memory_is_told() -> None:
+    _run("""
+        import devicemap
+        gpus, (cpu,) = devicemap.list_devices("GPU"), devicemap.list_devices("CPU")
+        assert [gpu.memory for gpu in gpus] == [64 << 20] * 2 and cpu.memory is None
+        too_many = tf.TensorSpec([1 << 20, 64])
+        plan = devicemap.DeviceMap(tf.sin, devices=["GPU:1", "CPU:0"]).explain(too_many)
+        assert [device.memory_limit_bytes for device in plan.devices] == [64 << 20, None]
+        assert "the rows of GPU:1 may take" in plan.advice[0], plan.advice
+    """)
+
+
 def test_time_is_spent_on_the_stream() -> None:
     _run("""
         gpus.configure(0, kernel_seconds=0.05)
