@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import tensorflow as tf
@@ -36,6 +37,10 @@ class Asked:
     homes: tuple[str, ...] = ()
     """The device that each leaf lives on, where that is known: full names."""
 
+    row_sizes: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    """For each leaf that is ragged data, by its position: how many parts a row has in the mean, how many each of those, and
+    so on."""
+
 
 def ask(data_or_spec: Any, options: Options) -> Asked:
     """What a call on this data, or on data of these specs, asks for. Nothing is read from a dataset.
@@ -55,7 +60,7 @@ def ask(data_or_spec: Any, options: Options) -> Asked:
     asked = from_specs(data_or_spec, chunks)
     if asked is None:
         rows = as_rows(data_or_spec)
-        asked = Asked(rows.specs, rows.key, rows.count, chunks, _homes(rows.leaves))
+        asked = Asked(rows.specs, rows.key, rows.count, chunks, _homes(rows.leaves), _row_sizes(rows.leaves))
     return asked
 
 
@@ -99,6 +104,16 @@ def from_specs(specs: Any, chunks: bool = False) -> Asked | None:
 def _homes(leaves: Sequence[Any]) -> tuple[str, ...]:
     """The device that each leaf of in-memory data lives on: that of its first tensor."""
     return tuple(tf.nest.flatten(leaf, expand_composites=True)[0].device for leaf in leaves)
+
+
+def _row_sizes(leaves: Sequence[Any]) -> dict[int, tuple[float, ...]]:
+    """The mean number of parts of what is ragged, for each of its axes, from the number of row splits and values alone."""
+    sizes = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, tf.RaggedTensor) and leaf.shape[0]:
+            counts = [splits.shape[0] - 1 for splits in leaf.nested_row_splits] + [leaf.flat_values.shape[0]]
+            sizes[i] = tuple(inner / outer if outer else 0.0 for outer, inner in pairwise(counts))
+    return sizes
 
 
 def _any_rows(spec: Any) -> Any:

@@ -9,26 +9,29 @@ from devicemap.explaining.plans import StrayOp
 from devicemap.explaining.walking import called_by, full_name, is_placed
 from devicemap.internals.functions import registered_kernels
 
-Kernels = Sequence[tuple[str, Mapping[str, frozenset[int]]]]
-"""Of a type of op: the device type of each kernel, and the dtypes (enums) that each attribute may have."""
+Kernels = Sequence[tuple[str, Mapping[str, frozenset[int]], frozenset[str]]]
+"""Of a type of op: the device type of each kernel, the dtypes (enums) that each attribute may have, and the arguments that lie
+in the host's memory."""
 
 _NOT_PLACED = frozenset("Placeholder NoOp Const Identity".split())
 """Ops that stand for inputs, for order, for values that are copied wherever they are used, or for a copy."""
 
 
-def has_kernel(kernels: Kernels, kind: str, dtypes: Mapping[str, Sequence[int]]) -> bool:
-    """Whether a kind of device has one of these kernels for an op with attributes of these dtypes.
+def fitting(kernels: Kernels, kind: str, dtypes: Mapping[str, Sequence[int]]) -> frozenset[str] | None:
+    """The arguments that lie in the host's memory, of the kernel that a kind of device has for an op with attributes of these
+    dtypes; `None` where it has none.
 
     Kernels for `"DEFAULT"` serve every kind, as in TensorFlow.
 
-    >>> has_kernel([("CPU", {}), ("GPU", {"T": frozenset([1])})], "GPU", {"T": [7]})
-    False
+    >>> fitting([("CPU", {}, frozenset()), ("GPU", {"T": frozenset([1])}, frozenset())], "GPU", {"T": [7]})
     """
-    return any(
-        device in (kind, "DEFAULT")
-        and all(set(dtypes.get(attribute, ())) <= allowed for attribute, allowed in constraints.items())
-        for device, constraints in kernels
-    )
+    for wanted in (kind, "DEFAULT"):
+        for device, constraints, on_host in kernels:
+            if device == wanted and all(
+                set(dtypes.get(attribute, ())) <= allowed for attribute, allowed in constraints.items()
+            ):
+                return on_host
+    return None
 
 
 def stray_ops(
@@ -55,7 +58,7 @@ def stray_ops(
             continue
         kernels = kernels_of(op.type)
         for kind in dict.fromkeys(kinds):
-            if kernels and not has_kernel(kernels, kind, _dtypes(op)):
+            if kernels and fitting(kernels, kind, dtypes_of(op)) is None:
                 found[StrayOp(op.type, kind, "no kernel")] = None
     return list(found)
 
@@ -65,7 +68,7 @@ def _of_resource(op: Any) -> bool:
     return op.type.startswith(("LookupTable", "Write", "FlushSummaryWriter"))
 
 
-def _dtypes(op: Any) -> dict[str, list[int]]:
+def dtypes_of(op: Any) -> dict[str, list[int]]:
     """The dtypes (enums) among the attributes of an op."""
     attributes = op.node_def.attr.items()
     return {name: [value.type] if value.type else list(value.list.type) for name, value in attributes}

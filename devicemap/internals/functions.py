@@ -107,8 +107,9 @@ def _unknown(_: str) -> list[Any]:
 
 
 @with_fallback(_unknown, _session, _kernel_def)
-def registered_kernels(op: str) -> list[tuple[str, dict[str, frozenset[int]]]]:
-    """The kernels that this process has for a type of op: device type, and the dtypes (enums) each attribute may have.
+def registered_kernels(op: str) -> list[tuple[str, dict[str, frozenset[int]], frozenset[str]]]:
+    """The kernels that this process has for a type of op: device type, the dtypes (enums) each attribute may have, and the
+    arguments that lie in the host's memory.
 
     Placing an op on a device tells too late, and only with that device at hand. TensorFlow's own Python function for this
     never frees what it is given, some 6 kB for each call. Publicly, none are known.
@@ -119,7 +120,11 @@ def registered_kernels(op: str) -> list[tuple[str, dict[str, frozenset[int]]]]:
     finally:
         _session.TF_DeleteBuffer(buffer)
     return [
-        (kernel.device_type, {c.name: frozenset(c.allowed_values.list.type) for c in kernel.constraint})
+        (
+            kernel.device_type,
+            {c.name: frozenset(c.allowed_values.list.type) for c in kernel.constraint},
+            frozenset(kernel.host_memory_arg),
+        )
         for kernel in kernels.kernel
     ]
 
