@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from devicemap.datasets import from_dataset
@@ -14,6 +14,9 @@ from devicemap.errors import DataError
 from devicemap.nests import freeze, map_nest
 from devicemap.options import Options
 from devicemap.rows import as_rows
+
+_SAMPLED = 2**16
+"""Ragged rows of which the lengths are compared."""
 
 _SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
@@ -37,9 +40,9 @@ class Asked:
     homes: tuple[str, ...] = ()
     """The device that each leaf lives on, where that is known: full names."""
 
-    row_sizes: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-    """For each leaf that is ragged data, by its position: how many parts a row has in the mean, how many each of those, and
-    so on."""
+    row_lengths: Mapping[int, Sequence[Any]] = field(default_factory=dict, compare=False)
+    """For each leaf that is ragged data, by its position: how many parts its rows have, how many each of those, and so on; of
+    each axis a sample, in order, as an int array."""
 
 
 def ask(data_or_spec: Any, options: Options) -> Asked:
@@ -60,7 +63,7 @@ def ask(data_or_spec: Any, options: Options) -> Asked:
     asked = from_specs(data_or_spec, chunks)
     if asked is None:
         rows = as_rows(data_or_spec)
-        asked = Asked(rows.specs, rows.key, rows.count, chunks, _homes(rows.leaves), _row_sizes(rows.leaves))
+        asked = Asked(rows.specs, rows.key, rows.count, chunks, _homes(rows.leaves), _row_lengths(rows.leaves))
     return asked
 
 
@@ -106,14 +109,15 @@ def _homes(leaves: Sequence[Any]) -> tuple[str, ...]:
     return tuple(tf.nest.flatten(leaf, expand_composites=True)[0].device for leaf in leaves)
 
 
-def _row_sizes(leaves: Sequence[Any]) -> dict[int, tuple[float, ...]]:
-    """The mean number of parts of what is ragged, for each of its axes, from the number of row splits and values alone."""
-    sizes = {}
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, tf.RaggedTensor) and leaf.shape[0]:
-            counts = [splits.shape[0] - 1 for splits in leaf.nested_row_splits] + [leaf.flat_values.shape[0]]
-            sizes[i] = tuple(inner / outer if outer else 0.0 for outer, inner in pairwise(counts))
-    return sizes
+def _row_lengths(leaves: Sequence[Any]) -> dict[int, list[Any]]:
+    ragged = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, tf.RaggedTensor) and leaf.shape[0]}
+    return {i: [_sample(splits.numpy()) for splits in leaf.nested_row_splits] for i, leaf in ragged.items()}
+
+
+def _sample(splits: Any) -> Any:
+    """The lengths between row splits, sorted: all, or an even sample of them."""
+    lengths = np.diff(splits)
+    return np.sort(lengths[:: 1 + len(lengths) // _SAMPLED])
 
 
 def _any_rows(spec: Any) -> Any:

@@ -12,7 +12,7 @@ class Body:
     """A graph of ops that an op runs: a branch, or a step of a loop."""
 
     ops: tuple[Op, ...]
-    """Its ops, in any order."""
+    """Its ops, each after those that it takes from."""
 
     arguments: tuple[tuple[int, int], ...]
     """The values that stand for what the op takes, one for each, with their bytes in the last step."""
@@ -43,8 +43,22 @@ class Op:
     in_place: bool = False
     """Whether it may write what it gives over something of the same size that nobody needs after it."""
 
+    acts: bool = False
+    """Whether it runs although nobody takes what it gives."""
+
     bodies: tuple[Body, ...] = ()
     """What it runs, one of them or one after another."""
+
+
+def needed(ops: Sequence[Op], results: Collection[int]) -> list[Op]:
+    """The ops that some results take, and those that act, with what these take; ops come after those that they take from."""
+    wanted = {*results}
+    found = []
+    for op in reversed(ops):
+        if op.acts or any(value in wanted for value, _ in op.makes):
+            wanted.update(op.takes)
+            found.append(op)
+    return found[::-1]
 
 
 def peak_bytes(ops: Sequence[Op], given: Mapping[int, int], kept: Collection[int], lent: Collection[int] = ()) -> int:
@@ -54,7 +68,7 @@ def peak_bytes(ops: Sequence[Op], given: Mapping[int, int], kept: Collection[int
     op that takes it has run, and elementwise ops write over what would be freed.
 
     Args:
-        ops: in any order.
+        ops: each after those that it takes from.
         given: the values that are there at the beginning, and their bytes.
         kept: the values that are needed after the end.
         lent: of the given values those that the caller has in its own count, and needs after the end.

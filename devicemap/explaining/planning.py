@@ -51,7 +51,7 @@ def explain_call(
     captured = captured_by(traced, fn, used)
     kinds = [kind_of(device) for device in towers.devices]
     strays = () if options.jit_compile else tuple(stray_ops(ops, towers.devices, kinds))
-    per_row = None if options.jit_compile or not all_seen else memory_bytes_per_row(traced, kinds[0], asked.row_sizes)
+    per_row = None if options.jit_compile or not all_seen else memory_bytes_per_row(traced, kinds[0], asked.row_lengths)
     in_flight = towers.in_flight(options.prefetch)
     working = tuple(in_flight) if chunks else used
     return Plan(

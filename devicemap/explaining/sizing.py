@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap.explaining.liveness import Body, Op, peak_bytes
+from devicemap.explaining.liveness import Body, Op, needed, peak_bytes
 from devicemap.explaining.placing import dtypes_of, fitting
 from devicemap.explaining.walking import called_by, needed_in
 from devicemap.internals.functions import functions_within, registered_kernels
@@ -54,6 +54,13 @@ _IN_PLACE = frozenset(
 """Ops whose kernels write over an input that nobody else needs."""
 
 
+_HOLDERS = frozenset("TensorListSetItem TensorListPushBack RaggedTensorToVariant".split())
+"""Ops that give something that holds the tensors that they take."""
+
+_READS = frozenset("ReadVariableOp ResourceGather ResourceGatherNd VarHandleOp Placeholder".split())
+"""Stateful ops that do nothing that anybody sees."""
+
+
 class UnknownSizeError(Exception):
     """The size of something cannot be told before it runs."""
 
@@ -86,19 +93,19 @@ class _Value:
     listed: _List | None = None
 
 
-def memory_bytes_per_row(traced: Any, kind: str, row_sizes: Mapping[int, tuple[float, ...]]) -> int | None:
+def memory_bytes_per_row(traced: Any, kind: str, row_lengths: Mapping[int, Sequence[Any]]) -> int | None:
     """What one more row of a shard adds to the most memory that is taken at once on a device of a kind.
 
     Args:
         traced: the `Traced` function; its shards are in the device's memory first, and its results until the end.
         kind: of the device.
-        row_sizes: as `Asked.row_sizes`.
+        row_lengths: as `Asked.row_lengths`.
 
     Returns:
         Bytes, or `None` where a shape is not known before it runs.
     """
     try:
-        few, many = (_Sketch(traced.concrete.graph, kind).peak_bytes(traced.input_specs, row_sizes, n) for n in _ROWS)
+        few, many = (_Sketch(traced.concrete.graph, kind).peak_bytes(traced.input_specs, row_lengths, n) for n in _ROWS)
     except UnknownSizeError:
         return None
     return math.ceil((many - few) / (_ROWS[1] - _ROWS[0]))
@@ -118,14 +125,19 @@ class _Sketch:
         self._functions = functions_within(self.source)
         self._copies: dict[int, _Value] = {}
         self._kernels_of = cache(registered_kernels)
+        self._unsized: set[int] = set()
 
-    def peak_bytes(self, specs: Sequence[Any], row_sizes: Mapping[int, tuple[float, ...]], rows: int) -> int:
-        leaves = [t for i, spec in enumerate(specs) for t in _of_rows(spec, row_sizes.get(i), rows)]
+    def peak_bytes(self, specs: Sequence[Any], row_lengths: Mapping[int, Sequence[Any]], rows: int) -> int:
+        leaves = [t for i, spec in enumerate(specs) for t in _of_rows(spec, row_lengths.get(i), rows)]
         given = [self._arriving(*leaf) for leaf in leaves]
         captured = [self._value(self._unknown(t), on_host=True) for t in self.source.inputs[len(given) :]]
         results = self._run(self.source, [*given, *captured])
-        sizes = {value.number: self._bytes(value) for value in given}
-        return peak_bytes(self.ops, {**sizes, **{v.number: 0 for v in captured}}, [v.number for v in results])
+        sizes = {value.number: self._bytes(value) for value in given} | {value.number: 0 for value in captured}
+        kept = [value.number for value in results]
+        ops = needed(self.ops, kept)
+        if self._unsized & {value for value, _ in _made_by(ops)}:
+            raise UnknownSizeError
+        return peak_bytes(ops, sizes, kept)
 
     def _arriving(self, shape: Any, dtype: Any, known: Any) -> _Value:
         tensor = self._unknown(tf.TensorSpec(shape, dtype)) if known is None else self._constant(known)
@@ -151,7 +163,8 @@ class _Sketch:
         if value.on_host or dtype == tf.resource or value.listed is not None:
             return 0
         if dtype in (tf.string, tf.variant) or not shape.is_fully_defined():
-            raise UnknownSizeError(f"{value.tensor.name}: {shape}")
+            self._unsized.add(value.number)
+            return 0
         return self._aligned(int(shape.num_elements()) * int(dtype.size))
 
     def _aligned(self, size: float) -> int:
@@ -175,20 +188,17 @@ class _Sketch:
             return self._loop(op, taken)
         if op.type in ("If", "StatelessIf", "Case", "StatelessCase"):
             return self._branches(op, taken)
-        folded = _folded(op, taken)
-        if folded is not None:
-            made = [self._value(self._constant(known), on_host=True, known=known) for known in folded]
-            self.ops.append(Op(tuple(value.number for value in taken), tuple((value.number, 0) for value in made)))
-            return made
-        host = self._in_host_memory(op)
-        taken = [value if on_host else self._on_device(value) for value, on_host in zip(taken, host[0])]
-        results = self._shapes(op, taken)
+        known = _folded(op, taken) or [None] * len(op.outputs)
+        taken_on_host, made_on_host = self._in_host_memory(op)
+        taken = [value if on_host else self._on_device(value) for value, on_host in zip(taken, taken_on_host)]
+        results = [*map(self._constant, known)] if known and known[0] is not None else self._shapes(op, taken)
         if op.type in _ON_LISTS:
-            return self._on_list(op, taken, results[0])
+            return self._on_list(op, taken, results, made_on_host)
         if _is_view(op, taken, results):
-            views = taken if op.type == "IdentityN" else [taken[-1 if op.type == "Split" else 0]] * len(results)
-            return [replace(view, tensor=result, known=None) for view, result in zip(views, results)]
-        return self._make(op, taken, [self._value(r, on_host=on_host) for r, on_host in zip(results, host[1])])
+            viewed = taken if op.type == "IdentityN" else [taken[-1 if op.type == "Split" else 0]] * len(results)
+            return [replace(view, tensor=result, known=k) for view, result, k in zip(viewed, results, known)]
+        values = zip(results, made_on_host, known)
+        return self._make(op, taken, [self._value(r, on_host=on_host, known=k) for r, on_host, k in values])
 
     def _make(
         self, op: Any, taken: Iterable[_Value], made: Sequence[_Value], sizes: Sequence[int] | None = None
@@ -196,9 +206,10 @@ class _Sketch:
         """Note what an op allocates."""
         sizes = [self._bytes(value) for value in made] if sizes is None else sizes
         takes = tuple(value.number for value in taken)
-        views = op.type in ("TensorListSetItem", "TensorListPushBack")
+        views = op.type in _HOLDERS and not made[0].on_host
         makes = tuple((value.number, size) for value, size in zip(made, sizes))
-        self.ops.append(Op(takes, makes, views, op.type in _IN_PLACE))
+        acts = op.op_def.is_stateful and op.type not in _READS
+        self.ops.append(Op(takes, makes, views, op.type in _IN_PLACE, acts))
         return made
 
     def _on_device(self, value: _Value) -> _Value:
@@ -230,55 +241,70 @@ class _Sketch:
             made = self._graph.create_op(op.type, [v.tensor for v in taken], dtypes, attrs=attributes).outputs
         except (ValueError, tf.errors.OpError):
             made = [self._unknown(output) for output in op.outputs]
+        if op.type.startswith("Ragged") and not all(tensor.shape.is_fully_defined() for tensor in made):
+            zeros = [v.known if v.known is not None else _zeros(v.tensor) for v in taken]
+            results = None if any(zero is None for zero in zeros) else _run_now(op, zeros)
+            made = made if results is None else [self._unknown(result) for result in results]
         for tensor, output in zip(made, op.outputs):
             if tensor.shape.is_compatible_with(output.shape):
                 tensor.set_shape(output.shape)
         return list(made)
 
-    def _on_list(self, op: Any, taken: Sequence[_Value], result: Any) -> Sequence[_Value]:
-        """An op on a list of tensors, which holds what is written into it, and gives it without a copy."""
+    def _on_list(
+        self, op: Any, taken: Sequence[_Value], results: Sequence[Any], hosted: Sequence[bool]
+    ) -> Sequence[_Value]:
+        """An op on a list of tensors, which holds what is written into it, and gives it without a copy.
+
+        A ragged tensor as one element is a list of one, too.
+        """
+        result, on_host = results[0], hosted[0]
+
+        def made_list(listed: _List, size: int = 0) -> Sequence[_Value]:
+            return self._make(
+                op, taken, [self._value(result, on_host=on_host, listed=listed)], [0 if on_host else size]
+            )
+
         if op.type in ("TensorListReserve", "EmptyTensorList"):
             length = None if op.type == "EmptyTensorList" else taken[1].known
-            return self._make(op, taken, [self._value(result, listed=_List(None if length is None else int(length)))], [0])
+            return made_list(_List(None if length is None else int(length)))
         if op.type in ("TensorListFromTensor", "TensorListSplit"):
-            return self._list_of(op, taken, result)
-        listed = taken[0].listed
-        if listed is None:
-            raise UnknownSizeError(op.name)
+            listed = self._pieces(taken, op.type == "TensorListSplit")
+            return made_list(listed, (listed.length or 0) * listed.element_bytes)
+        if op.type == "RaggedTensorToVariant":
+            return made_list(_List(1, taken[-1].tensor.shape, sum(self._bytes(value) for value in taken)))
+        listed = taken[0].listed or _List(None)
         if op.type in ("TensorListSetItem", "TensorListPushBack"):
             item = taken[-1]
-            listed.shape, listed.element_bytes = item.tensor.shape, self._bytes(item)
-            return self._make(op, taken, [self._value(result, listed=listed)], [0])
+            listed.shape = item.listed.shape if item.listed else item.tensor.shape
+            listed.element_bytes = self._held(item)
+            return made_list(listed)
         if op.type == "TensorListGetItem":
             return [replace(taken[0], tensor=_shaped(result, listed.shape), listed=None)]
-        if listed.length is None or listed.shape is None or not listed.shape.is_fully_defined():
-            raise UnknownSizeError(op.name)
-        shape = [listed.length, *listed.shape]
-        if op.type == "TensorListGather":
+        if op.type == "TensorListStack" and result.dtype == tf.variant:
+            return [replace(taken[0], tensor=result)]
+        shape = None if listed.shape is None else [listed.length, *listed.shape]
+        if shape is not None and op.type == "TensorListGather":
             shape[:1] = taken[1].tensor.shape
-        elif op.type != "TensorListStack":  # they are joined
-            shape[:2] = [listed.length * shape[1]]
-        made = [self._value(_shaped(result, shape))]
-        made += [self._value(self._unknown(output), on_host=True) for output in op.outputs[1:]]
-        return self._make(op, taken, made)
+        elif shape is not None and op.type != "TensorListStack":  # they are joined
+            shape[:2] = [shape[0] and shape[1] and shape[0] * shape[1]]
+        shapes = [shape, *[None] * (len(results) - 1)]
+        if op.type == "RaggedTensorFromVariant":
+            shapes = [None if listed.length is None else [listed.length + 1], *shapes[1:-1], shape]
+        parts = zip(results, shapes, hosted)
+        return self._make(op, taken, [self._value(_shaped(part, s), on_host=h) for part, s, h in parts])
 
-    def _list_of(self, op: Any, taken: Sequence[_Value], result: Any) -> Sequence[_Value]:
-        """A list of copies of the rows of a tensor, or of pieces of it, of which the mean length counts."""
-        whole = taken[0].tensor
-        if not whole.shape.is_fully_defined():
-            raise UnknownSizeError(op.name)
-        row_bytes = int(whole.shape[1:].num_elements()) * whole.dtype.size
-        if op.type == "TensorListFromTensor":
-            listed = _List(int(whole.shape[0]), whole.shape[1:], self._aligned(row_bytes))
-        else:
-            lengths = taken[2].known
-            if lengths is None:
-                raise UnknownSizeError(op.name)
-            size = sum(self._aligned(int(length) * row_bytes) for length in lengths)
-            mean = round(float(np.mean(lengths)))
-            listed = _List(len(lengths), tf.TensorShape([mean]).concatenate(whole.shape[1:]), size // len(lengths))
-        assert listed.length is not None
-        return self._make(op, taken, [self._value(result, listed=listed)], [listed.length * listed.element_bytes])
+    def _pieces(self, taken: Sequence[_Value], of_lengths: bool) -> _List:
+        """A list of copies of the rows of a tensor, or of pieces of many rows, of which the mean length counts."""
+        shape = taken[0].tensor.shape
+        lengths = taken[2].known if of_lengths else None
+        if not shape.is_fully_defined() or (of_lengths and lengths is None):
+            return _List(None)
+        row_bytes = int(shape[1:].num_elements()) * int(taken[0].tensor.dtype.size)
+        if not of_lengths:
+            return _List(int(shape[0]), shape[1:], self._aligned(row_bytes))
+        size = sum(self._aligned(int(length) * row_bytes) for length in lengths)
+        mean = tf.TensorShape([round(float(np.mean(lengths)))])
+        return _List(len(lengths), mean.concatenate(shape[1:]), size // len(lengths))
 
     def _function(self, op: Any, attribute: str) -> Any:
         return self._graph_of(op.get_attr(attribute).name)
@@ -295,7 +321,7 @@ class _Sketch:
         self.ops, self._copies = [], {}
         try:
             results = self._run(graph, arguments)
-            return self.ops, results
+            return needed(self.ops, [value.number for value in results]), results
         finally:
             self.ops, self._copies = around, copies
 
@@ -336,7 +362,9 @@ class _Sketch:
         inputs = [(v.number, self._held(v, 0 if i in constant else 1)) for i, v in enumerate(arguments)]
         body = Body(tuple(ops), tuple(inputs), tuple(v.number for v in results), repeats=True, constant=constant)
         made = [
-            self._value(v.tensor if v.listed else _shaped(self._unknown(v.tensor), shape), on_host=v.on_host, listed=v.listed)
+            self._value(
+                v.tensor if v.listed else _shaped(self._unknown(v.tensor), shape), on_host=v.on_host, listed=v.listed
+            )
             for v, shape in zip(results, shapes)
         ]
         self._note(taken, [v for i, v in enumerate(made) if i not in constant], None, [body])
@@ -354,8 +382,11 @@ class _Sketch:
         """The bytes of a tensor, or of the elements of a list but so many."""
         if value.listed is None:
             return self._bytes(value)
+        if value.on_host:
+            return 0
         if value.listed.length is None:
-            raise UnknownSizeError("a list")
+            self._unsized.add(value.number)
+            return 0
         return (value.listed.length - missing) * value.listed.element_bytes
 
     def _note(
@@ -369,19 +400,29 @@ class _Sketch:
 
 _ON_LISTS = frozenset(
     "TensorListReserve EmptyTensorList TensorListFromTensor TensorListSplit TensorListSetItem TensorListPushBack "
-    "TensorListGetItem TensorListGather TensorListStack TensorListConcat TensorListConcatV2".split()
+    "TensorListGetItem TensorListGather TensorListStack TensorListConcat TensorListConcatV2 RaggedTensorToVariant "
+    "RaggedTensorFromVariant".split()
 )
 
 
-def _of_rows(spec: Any, sizes: tuple[float, ...] | None, rows: int) -> list[tuple[Any, Any, Any]]:
+def _made_by(ops: Iterable[Op]) -> Iterator[tuple[int, int]]:
+    """What ops give, and those that they run."""
+    for op in ops:
+        yield from op.makes
+        for body in op.bodies:
+            yield from (*body.arguments, *_made_by(body.ops))
+
+
+def _of_rows(spec: Any, lengths: Sequence[Any] | None, rows: int) -> list[tuple[Any, Any, Any]]:
     """The shape and dtype of each tensor of so many rows, and its elements where those are known: row splits."""
     if isinstance(spec, tf.TensorSpec):
         return [(tf.TensorShape([rows]).concatenate(spec.shape[1:]), spec.dtype, None)]
-    if not isinstance(spec, tf.RaggedTensorSpec) or sizes is None:
-        raise UnknownSizeError(str(spec))
+    if not isinstance(spec, tf.RaggedTensorSpec) or lengths is None:
+        raise UnknownSizeError
     splits = []
-    for size in sizes:
-        splits.append(np.floor(np.arange(rows + 1) * size).astype(spec.row_splits_dtype.as_numpy_dtype))
+    for known in lengths:
+        some = known[np.linspace(0, len(known) - 1, rows).round().astype(int)]
+        splits.append(np.concatenate([[0], np.cumsum(some)]).astype(spec.row_splits_dtype.as_numpy_dtype))
         rows = int(splits[-1][-1])
     flat = tf.TensorShape([rows]).concatenate(spec.shape[spec.ragged_rank + 1 :])
     return [(flat, spec.dtype, None), *((tf.TensorShape([len(s)]), spec.row_splits_dtype, s) for s in splits)]
@@ -394,8 +435,12 @@ def _shaped(tensor: Any, shape: Any) -> Any:
 
 
 def _common(a: Any, b: Any) -> Any:
-    return a if a.rank is None else tf.TensorShape(None) if b.rank != a.rank else tf.TensorShape(
-        [x if x == y else None for x, y in zip(a.as_list(), b.as_list())]
+    return (
+        a
+        if a.rank is None
+        else tf.TensorShape(None)
+        if b.rank != a.rank
+        else tf.TensorShape([x if x == y else None for x, y in zip(a.as_list(), b.as_list())])
     )
 
 
@@ -434,9 +479,10 @@ def _is_view(op: Any, taken: Sequence[_Value], results: Sequence[Any]) -> bool:
         )
     if op.type in _WHOLE and before.shape.num_elements() == after.shape.num_elements():
         return True
-    rows = after.shape if op.type == "Unpack" else after.shape[1:]
-    row_bytes = int(after.shape.num_elements()) * after.dtype.size
-    return op.type in _PARTS and before.shape[1:] == rows and row_bytes % 64 == 0
+    if op.type not in _PARTS or before.shape[1:] != (after.shape if op.type == "Unpack" else after.shape[1:]):
+        return False
+    start = taken[1].known if op.type in ("Slice", "StridedSlice") else after.shape[:1]
+    return start is None or int(start[0]) * int(before.shape[1:].num_elements()) * after.dtype.size % 64 == 0
 
 
 def _folded(op: Any, taken: Sequence[_Value]) -> list[Any] | None:
@@ -453,18 +499,30 @@ def _folded(op: Any, taken: Sequence[_Value]) -> list[Any] | None:
         return [np.array(taken[0].listed.length, np.int32)]
     if not taken or any(v.known is None or v.known.size > _LARGEST_CONSTANT for v in taken) or called_by(op):
         return None
+    results = _run_now(op, [value.known for value in taken])
+    return None if results is None else [result.numpy() for result in results]
+
+
+def _zeros(tensor: Any) -> Any:
+    known = tensor.shape.is_fully_defined() and (tensor.dtype.is_floating or tensor.dtype.is_complex)
+    return np.zeros(tensor.shape, tensor.dtype.as_numpy_dtype) if known else None
+
+
+def _run_now(op: Any, given: Sequence[Any]) -> list[Any] | None:
+    """What an op gives on the host, `None` where it cannot be run by itself."""
     run = getattr(tf.raw_ops, op.type, None)
     if run is None:
         return None
-    values, inputs = iter(value.known for value in taken), {}
-    for argument in op.op_def.input_arg:
+    accepted = [*inspect.signature(run).parameters]
+    values, inputs = iter(given), {}
+    for i, argument in enumerate(op.op_def.input_arg):
+        name = argument.name if argument.name in accepted else accepted[i]  # Where calls its input another name
         several = argument.number_attr or argument.type_list_attr
         count = len(_named(op, [argument], frozenset()))
-        inputs[argument.name] = [next(values) for _ in range(count)] if several else next(values)
-    accepted = inspect.signature(run).parameters
+        inputs[name] = [next(values) for _ in range(count)] if several else next(values)
     attributes = {each.name: op.get_attr(each.name) for each in op.op_def.attr if each.name in accepted}
     try:
         with tf.device("/device:CPU:0"):
-            return [result.numpy() for result in tf.nest.flatten(run(**inputs, **attributes))]
+            return list(tf.nest.flatten(run(**inputs, **attributes)))
     except (tf.errors.OpError, ValueError, TypeError):
         return None
