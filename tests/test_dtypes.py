@@ -68,7 +68,7 @@ def test_all_8_bit_floats_survive_being_carried(dtype: Any) -> None:
 def test_lists_hold_no_8_bit_floats(dtype: Any) -> None:
     """The day they do, nothing needs to be carried."""
     for op in ("TensorListFromTensor", "TensorListConcatV2"):
-        kernels = [kernel for device, kernel in registered_kernels(op) if device in ("CPU", "DEFAULT")]
+        kernels = [kernel for device, kernel, _ in registered_kernels(op) if device in ("CPU", "DEFAULT")]
         assert not any(dtype.as_datatype_enum in kernel.get("element_dtype", ()) for kernel in kernels)
 
 

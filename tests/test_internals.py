@@ -177,8 +177,8 @@ def test_functions_that_a_function_calls() -> None:
 
 
 def test_kernels_are_listed() -> None:
-    assert registered_kernels("DecodeJpeg") == [("CPU", {})]
-    dtypes = [dtypes["T"] for device, dtypes in registered_kernels("MatMul") if device == "CPU"]
+    assert registered_kernels("DecodeJpeg") == [("CPU", {}, frozenset())]
+    dtypes = [dtypes["T"] for device, dtypes, _ in registered_kernels("MatMul") if device == "CPU"]
     assert frozenset([tf.float32.as_datatype_enum]) in dtypes
     assert not any(tf.string.as_datatype_enum in allowed for allowed in dtypes)
 

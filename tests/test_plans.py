@@ -12,17 +12,18 @@ from histories import device
 
 import devicemap
 from devicemap.explaining.advising import advise
-from devicemap.explaining.placing import has_kernel, stray_ops
+from devicemap.explaining.placing import fitting, stray_ops
 from devicemap.explaining.plans import DevicePlan, Plan, StrayOp, Transfer
 from devicemap.explaining.traffic import Leaf, rows_in_chunks, rows_in_one_graph
 from devicemap.types import Shard
 
 FLOAT, TEXT = tf.float32.as_datatype_enum, tf.string.as_datatype_enum
-KERNELS: dict[str, list[tuple[str, dict[str, frozenset[int]]]]] = {
-    "DecodeJpeg": [("CPU", {})],
-    "Sin": [("CPU", {"T": frozenset([FLOAT])}), ("GPU", {"T": frozenset([FLOAT])})],
-    "Identity": [("CPU", {}), ("DEFAULT", {"T": frozenset([FLOAT])})],
-    "AsString": [("CPU", {})],
+Kernel = tuple[str, dict[str, frozenset[int]], frozenset[str]]
+KERNELS: dict[str, list[Kernel]] = {
+    "DecodeJpeg": [("CPU", {}, frozenset())],
+    "Sin": [(kind, {"T": frozenset([FLOAT])}, frozenset()) for kind in ("CPU", "GPU")],
+    "Identity": [("CPU", {}, frozenset()), ("DEFAULT", {"T": frozenset([FLOAT])}, frozenset(["output"]))],
+    "AsString": [("CPU", {}, frozenset())],
 }
 
 
@@ -37,7 +38,7 @@ KERNELS: dict[str, list[tuple[str, dict[str, frozenset[int]]]]] = {
     ],
 )
 def test_kernels_by_kind_and_dtype(op: str, kind: str, dtypes: dict[str, list[int]], there: bool) -> None:
-    assert has_kernel(KERNELS[op], kind, dtypes) is there
+    assert (fitting(KERNELS[op], kind, dtypes) is not None) is there
 
 
 def test_ops_without_a_kernel_on_a_gpu() -> None:
@@ -46,7 +47,7 @@ def test_ops_without_a_kernel_on_a_gpu() -> None:
 
     ops = tf.function(fn).get_concrete_function(tf.TensorSpec([], tf.string)).graph.get_operations()
 
-    def kernels_of(op: str) -> list[tuple[str, dict[str, frozenset[int]]]]:
+    def kernels_of(op: str) -> list[Kernel]:
         return KERNELS.get(op, [])
 
     found = stray_ops(ops, [device(0)], ["GPU"], kernels_of)

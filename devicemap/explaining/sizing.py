@@ -43,13 +43,14 @@ _WHOLE = frozenset("Slice StridedSlice Tile BroadcastTo Sum Mean Max Min Prod Al
 """Ops that give what they take where they change nothing about it."""
 
 _IN_PLACE = frozenset(
-    "Abs Acos Acosh Add AddN AddV2 Asin Asinh Atan Atan2 Atanh BesselI0e BesselI1e BiasAdd BiasAddV1 BitwiseAnd BitwiseOr "
-    "BitwiseXor Ceil ClipByValue Conj Cos Cosh Digamma Div DivNoNan Elu Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod "
-    "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 Igamma Igammac Inv Invert LeakyRelu Lgamma Log Log1p LogSoftmax "
-    "LogicalAnd LogicalNot LogicalOr MatrixBandPart MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3 Maximum Minimum Mod Mul "
-    "MulNoNan Ndtri Neg NextAfter Polygamma Pow RealDiv Reciprocal Relu Relu6 Rint Round Rsqrt Select SelectV2 Selu Sigmoid "
-    "Sign Sin Sinh Softmax Softplus Softsign Sqrt Square SquaredDifference Sub Tan Tanh TensorScatterAdd TensorScatterMax "
-    "TensorScatterMin TensorScatterSub TensorScatterUpdate TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta".split()
+    "Abs Acos Acosh Add AddN AddV2 Asin Asinh Atan Atan2 Atanh BesselI0e BesselI1e BiasAdd BiasAddV1 BitwiseAnd "
+    "BitwiseOr BitwiseXor Ceil Cholesky ClipByValue Conj Cos Cosh Digamma Div DivNoNan Elu Erf Erfc Erfinv Exp Expm1 "
+    "Floor FloorDiv FloorMod FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 Igamma Igammac Inv Invert LeakyRelu "
+    "Lgamma Log Log1p LogSoftmax LogicalAnd LogicalNot LogicalOr MatrixBandPart MatrixInverse MatrixSetDiag "
+    "MatrixSetDiagV2 MatrixSetDiagV3 MatrixSolve Maximum Minimum Mod Mul MulNoNan Ndtri Neg NextAfter Polygamma Pow "
+    "RealDiv Reciprocal Relu Relu6 Rint Round Rsqrt Select SelectV2 Selu Sigmoid Sign Sin Sinh Softmax Softplus "
+    "Softsign Sqrt Square SquaredDifference Sub Tan Tanh TensorScatterAdd TensorScatterMax TensorScatterMin "
+    "TensorScatterSub TensorScatterUpdate TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta".split()
 )
 """Ops whose kernels write over an input that nobody else needs."""
 
@@ -97,7 +98,7 @@ def memory_bytes_per_row(traced: Any, kind: str, row_lengths: Mapping[int, Seque
     """What one more row of a shard adds to the most memory that is taken at once on a device of a kind.
 
     Args:
-        traced: the `Traced` function; its shards are in the device's memory first, and its results until the end.
+        traced: the `Traced` function; a shard is in the device's memory first, and results leave as soon as they are there.
         kind: of the device.
         row_lengths: as `Asked.row_lengths`.
 
@@ -106,7 +107,7 @@ def memory_bytes_per_row(traced: Any, kind: str, row_lengths: Mapping[int, Seque
     """
     try:
         few, many = (_Sketch(traced.concrete.graph, kind).peak_bytes(traced.input_specs, row_lengths, n) for n in _ROWS)
-    except UnknownSizeError:
+    except (UnknownSizeError, ValueError):  # TensorFlow raises the latter for shapes without a rank
         return None
     return math.ceil((many - few) / (_ROWS[1] - _ROWS[0]))
 
@@ -137,7 +138,7 @@ class _Sketch:
         ops = needed(self.ops, kept)
         if self._unsized & {value for value, _ in _made_by(ops)}:
             raise UnknownSizeError
-        return peak_bytes(ops, sizes, kept)
+        return peak_bytes(ops, sizes, ())
 
     def _arriving(self, shape: Any, dtype: Any, known: Any) -> _Value:
         tensor = self._unknown(tf.TensorSpec(shape, dtype)) if known is None else self._constant(known)
@@ -282,7 +283,7 @@ class _Sketch:
             return [replace(taken[0], tensor=_shaped(result, listed.shape), listed=None)]
         if op.type == "TensorListStack" and result.dtype == tf.variant:
             return [replace(taken[0], tensor=result)]
-        shape = None if listed.shape is None else [listed.length, *listed.shape]
+        shape = None if listed.shape is None or listed.shape.rank is None else [listed.length, *listed.shape]
         if shape is not None and op.type == "TensorListGather":
             shape[:1] = taken[1].tensor.shape
         elif shape is not None and op.type != "TensorListStack":  # they are joined
@@ -297,11 +298,13 @@ class _Sketch:
         """A list of copies of the rows of a tensor, or of pieces of many rows, of which the mean length counts."""
         shape = taken[0].tensor.shape
         lengths = taken[2].known if of_lengths else None
-        if not shape.is_fully_defined() or (of_lengths and lengths is None):
+        if not shape.is_fully_defined():
             return _List(None)
         row_bytes = int(shape[1:].num_elements()) * int(taken[0].tensor.dtype.size)
         if not of_lengths:
             return _List(int(shape[0]), shape[1:], self._aligned(row_bytes))
+        if lengths is None:
+            return _List(None)
         size = sum(self._aligned(int(length) * row_bytes) for length in lengths)
         mean = tf.TensorShape([round(float(np.mean(lengths)))])
         return _List(len(lengths), mean.concatenate(shape[1:]), size // len(lengths))
