@@ -215,7 +215,7 @@ class Calls:
         cancellation = Cancellation()
         functions = towers.functions(cancellation)
         if not towers.paces:
-            towers.paces |= first_paces(towers.traced, towers.devices, self._options.batched)
+            towers.paces |= first_paces(towers.traced, towers.devices)
         lanes = [
             Lane(device, partial(self._run_chunk, towers, functions[device], device, keep), in_flight)
             for device, in_flight in towers.in_flight(self._options.prefetch).items()

@@ -222,7 +222,7 @@ class _Part:
         self.physical_index = _index(physical.name)
 
     def describe(self) -> tuple[int | None, str]:
-        """Its memory limit in bytes, and what it is in words."""
+        """The memory limit in bytes that it was given, and what it is in words."""
         model = tf.config.experimental.get_device_details(self.physical).get("device_name", self.kind)
         limit = getattr(self.parts[self.part], "memory_limit", None) if self.parts else None
         whole = len(self.parts) < 2

@@ -7,19 +7,20 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from devicemap.devices import kind_of, list_devices
-from devicemap.explaining.walking import memory_bytes_per_row, row_size
+from devicemap.explaining.sizing import memory_bytes_per_row
+from devicemap.explaining.walking import row_size
 from devicemap.scheduling import Pace
 from devicemap.tracing import Traced
 
 
-def first_paces(traced: Traced, devices: Sequence[str], batched: bool) -> dict[str, Pace]:
+def first_paces(traced: Traced, devices: Sequence[str]) -> dict[str, Pace]:
     """What is known of those devices that have memory of their own, where the bytes of a row can be told."""
     if all(kind_of(device) == "CPU" for device in devices):
         return {}
     ends_bytes = row_ends_bytes(traced)
     if ends_bytes is None:
         return {}
-    row_bytes = memory_bytes_per_row(traced, batched) or ends_bytes
+    row_bytes = memory_bytes_per_row(traced, "GPU", {}) or ends_bytes
     return {
         device.name: Pace.with_memory(device.memory, ends_bytes, row_bytes)
         for device in list_devices()

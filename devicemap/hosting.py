@@ -63,16 +63,17 @@ def _is_on_host(op: Any, arguments: Iterable[Any], index: int) -> bool:
 
 
 def kernel_for(kernels: Sequence[Kernel], kind: str, dtypes: Mapping[str, Sequence[int]]) -> Kernel | None:
-    """The first of these kernels that a kind of device has for an op with attributes of these dtypes.
+    """Of these kernels the one that a kind of device has for an op with attributes of these dtypes.
 
-    Kernels for `"DEFAULT"` serve every kind, as in TensorFlow.
+    Those for `"DEFAULT"` serve every kind that has none of its own, as in TensorFlow.
 
     >>> kernel_for([Kernel("CPU", {}), Kernel("GPU", {"T": frozenset([1])})], "GPU", {"T": [7]})
     """
-    for kernel in kernels:
-        fits = all(set(dtypes.get(attribute, ())) <= allowed for attribute, allowed in kernel.dtypes.items())
-        if kernel.device in (kind, "DEFAULT") and fits:
-            return kernel
+    for wanted in (kind, "DEFAULT"):
+        for kernel in kernels:
+            fits = all(set(dtypes.get(attribute, ())) <= allowed for attribute, allowed in kernel.dtypes.items())
+            if kernel.device == wanted and fits:
+                return kernel
     return None
 
 

@@ -98,6 +98,18 @@ def test_memory_runs_out() -> None:
     """)
 
 
+def test_memory_is_told() -> None:
+    _run("""
+        import devicemap
+        gpus, (cpu,) = devicemap.list_devices("GPU"), devicemap.list_devices("CPU")
+        assert [gpu.memory for gpu in gpus] == [64 << 20] * 2 and cpu.memory is None
+        too_many = tf.TensorSpec([1 << 20, 64])
+        plan = devicemap.DeviceMap(tf.sin, devices=["GPU:1", "CPU:0"]).explain(too_many)
+        assert [device.memory_limit_bytes for device in plan.devices] == [64 << 20, None]
+        assert "the rows of GPU:1 may take" in plan.advice[0], plan.advice
+    """)
+
+
 def test_time_is_spent_on_the_stream() -> None:
     _run("""
         gpus.configure(0, kernel_seconds=0.05)
@@ -516,4 +528,101 @@ def test_copies_overlap_with_kernels() -> None:
         assert shares[0] < 0.1 < shares[1] + 0.1 < shares[2] and shares[2] > 0.6, shares
         """,
         CHUNKS,
+    )
+
+
+MEMORY = """
+import numpy as np
+import tensorflow as tf
+from benchmarks import softgpu
+try:
+    softgpu.start(1, 2 << 30)
+except softgpu.Unavailable as reason:
+    raise SystemExit(f"unavailable: {reason}")
+import devicemap
+tf.config.optimizer.set_experimental_options({"layout_optimizer": False})  # the host's kernels know one layout
+with tf.device("GPU:0"):
+    tf.zeros([300 << 20])  # one region of memory, instead of ever larger ones, which are left in pieces
+
+def normal(*shape):
+    with tf.device("CPU:0"):
+        return tf.random.stateless_normal(shape, [1, 2])
+
+def ragged(rows):
+    lengths = np.random.default_rng(0).integers(1, 40, size=rows)
+    with tf.device("CPU:0"):
+        return tf.RaggedTensor.from_row_lengths(normal(lengths.sum()), lengths)
+
+def peak_bytes(mapper, rows):
+    mapper(rows)
+    tf.config.experimental.reset_memory_stats("GPU:0")
+    before = tf.config.experimental.get_memory_info("GPU:0")["current"]
+    mapper(rows)
+    return tf.config.experimental.get_memory_info("GPU:0")["peak"] - before
+
+def check(fn, rows_of, few, **options):
+    "That the plan tells what more rows take more."
+    mapper = devicemap.DeviceMap(fn, devices="GPU", output_device="CPU:0", **options)
+    measured = (peak_bytes(mapper, rows_of(2 * few)) - peak_bytes(mapper, rows_of(few))) / few
+    told = mapper.explain(rows_of(few)).memory_bytes_per_row
+    assert told is not None and 0.9 <= told / measured <= 1.2, (fn, told, measured)
+
+w, v = tf.Variable(tf.ones([64, 256])), tf.Variable(tf.ones([256, 32]))
+kernel = tf.Variable(tf.ones([3, 3, 3, 8]))
+
+def dense(x):
+    return tf.nn.relu(x @ w + 1.0) @ v
+
+def dense_of_row(row):
+    return tf.linalg.matvec(v, tf.nn.relu(tf.linalg.matvec(w, row, transpose_a=True)), transpose_a=True)
+
+def convolution(x):
+    return tf.reduce_mean(tf.nn.relu(tf.nn.conv2d(x, kernel, 1, "SAME")), [1, 2])
+
+def looping(row):
+    return tf.while_loop(lambda i, _: i < 9, lambda i, state: (i + 1, tf.sin(state) + row), (0, row))[1]
+
+def several(row):
+    a, b = tf.sin(row), tf.cos(row)
+    c = a * b + row
+    return tf.reduce_sum(tf.nn.softmax(c) * a) + c
+
+def outer(row):
+    return tf.reduce_sum(tf.exp(-((row[:, None] * row[None, :]) ** 2)), 0)
+"""
+
+
+def test_a_row_takes_the_memory_that_the_plan_tells() -> None:
+    _run(
+        """
+        rows, pictures = lambda n: normal(n, 64), lambda n: normal(n, 16, 16, 3)
+        check(dense, rows, 1 << 14, batched=True)
+        check(dense_of_row, rows, 1 << 14)
+        check(dense_of_row, rows, 500, vectorize=False)
+        check(convolution, pictures, 1 << 12, batched=True)
+        check(looping, rows, 1 << 14)
+        check(looping, rows, 1 << 14, batched=True)
+        check(several, rows, 1 << 14)
+        check(several, rows, 500, vectorize=False)
+        check(outer, lambda n: normal(n, 32), 1 << 12)
+        layers = tf.keras.layers
+        check(
+            tf.keras.Sequential(
+                [tf.keras.Input([16, 16, 3]), layers.Conv2D(8, 3, activation="relu"), layers.MaxPool2D(),
+                 layers.Flatten(), layers.Dense(10, activation="softmax")]
+            ), pictures, 1 << 12, batched=True)
+        """,
+        MEMORY,
+    )
+
+
+def test_a_ragged_row_takes_the_memory_that_the_plan_tells() -> None:
+    _run(
+        """
+        check(lambda row: tf.reduce_sum(tf.sin(row)), ragged, 1000)
+        check(lambda row: tf.sin(row) * 2, ragged, 1000)
+        check(lambda batch: tf.reduce_sum(batch * batch, 1), ragged, 1 << 16, batched=True)
+        check(lambda batch: tf.reduce_sum(tf.sin(batch.to_tensor()), 1), ragged, 1 << 16, batched=True)
+        """,
+        MEMORY,
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from devicemap.datasets import from_dataset
@@ -13,6 +14,9 @@ from devicemap.errors import DataError
 from devicemap.nests import freeze, map_nest
 from devicemap.options import Options
 from devicemap.rows import as_rows, home_of
+
+_SAMPLED = 2**16
+"""Ragged rows of which the lengths are compared."""
 
 _SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
@@ -36,6 +40,10 @@ class Asked:
     homes: tuple[str, ...] = ()
     """The device that each leaf lives on, where that is known: full names."""
 
+    row_lengths: Mapping[int, Sequence[Any]] = field(default_factory=dict, compare=False)
+    """For each leaf that is ragged data, by its position: how many parts its rows have, how many each of those, and so on; of
+    each axis a sample, in order, as an int array."""
+
 
 def ask(data_or_spec: Any, options: Options) -> Asked:
     """What a call on this data, or on data of these specs, asks for. Nothing is read from a dataset.
@@ -55,7 +63,7 @@ def ask(data_or_spec: Any, options: Options) -> Asked:
     asked = from_specs(data_or_spec, chunks)
     if asked is None:
         rows = as_rows(data_or_spec)
-        asked = Asked(rows.specs, rows.key, rows.count, chunks, _homes(rows.leaves))
+        asked = Asked(rows.specs, rows.key, rows.count, chunks, _homes(rows.leaves), _row_lengths(rows.leaves))
     return asked
 
 
@@ -99,6 +107,17 @@ def from_specs(specs: Any, chunks: bool = False) -> Asked | None:
 def _homes(leaves: Sequence[Any]) -> tuple[str, ...]:
     """The device that each leaf of in-memory data lives on: that of its first tensor."""
     return tuple(home_of(tf.nest.flatten(leaf, expand_composites=True)[0]) for leaf in leaves)
+
+
+def _row_lengths(leaves: Sequence[Any]) -> dict[int, list[Any]]:
+    ragged = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, tf.RaggedTensor) and leaf.shape[0]}
+    return {i: [_sample(splits.numpy()) for splits in leaf.nested_row_splits] for i, leaf in ragged.items()}
+
+
+def _sample(splits: Any) -> Any:
+    """The lengths between row splits, sorted: all, or an even sample of them."""
+    lengths = np.diff(splits)
+    return np.sort(lengths[:: 1 + len(lengths) // _SAMPLED])
 
 
 def _any_rows(spec: Any) -> Any:

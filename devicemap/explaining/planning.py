@@ -13,8 +13,9 @@ from devicemap.explaining.asking import Asked
 from devicemap.explaining.capturing import captured_by
 from devicemap.explaining.placing import stray_ops
 from devicemap.explaining.plans import Captured, ControlEdge, DevicePlan, Handling, Plan, RandomOps, StrayOp, Transfer
+from devicemap.explaining.sizing import memory_bytes_per_row
 from devicemap.explaining.traffic import Leaf, captured_on, rows_in_chunks, rows_in_one_graph, to_strays
-from devicemap.explaining.walking import live_ops, memory_bytes_per_row, row_size, waits_between_devices
+from devicemap.explaining.walking import live_ops, row_size, waits_between_devices
 from devicemap.internals.functions import shows_functions
 from devicemap.options import Options
 from devicemap.rows import HOST
@@ -50,7 +51,7 @@ def explain_call(
     captured = captured_by(traced, fn, used)
     kinds = [kind_of(device) for device in towers.devices]
     strays = () if options.jit_compile else tuple(stray_ops(ops, towers.devices, kinds))
-    per_row = None if options.jit_compile or not all_seen else memory_bytes_per_row(traced, options.batched)
+    per_row = None if options.jit_compile or not all_seen else memory_bytes_per_row(traced, kinds[0], asked.row_lengths)
     in_flight = towers.in_flight(options.prefetch)
     working = tuple(in_flight) if chunks else used
     return Plan(

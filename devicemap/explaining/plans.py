@@ -47,7 +47,7 @@ class DevicePlan:
     """Chunks that may be under way on it at once; `None` in one graph."""
 
     memory_bytes: int | None
-    """An upper estimate of the memory that its rows take at once: see `Plan.memory_bytes_per_row`."""
+    """The memory that its rows take at once, those of all chunks in flight: see `Plan.memory_bytes_per_row`."""
 
     memory_limit_bytes: int | None
     """What TensorFlow may use on it, `None` where it has no limit of its own or does not tell."""
@@ -207,11 +207,14 @@ class Plan:
     """Types of ops that call back into Python, which runs one of them at a time."""
 
     memory_bytes_per_row: int | None
-    """An upper estimate of the memory for one more row on a device, from the shapes in the traced function.
+    """What one more row adds to the most memory that is taken at once on a device, from the shapes in the traced function.
 
-    Where all rows run at once, it is the row, and what each op of `fn` makes of it, as if nothing were freed before the
-    end; where a loop runs over rows, twice the row and its result. Not in it is what a kernel takes for itself, and what
-    does not grow with the rows. `None` where a shape is not known while tracing, and where XLA compiles `fn`.
+    The rows of a shard arrive, the ops run in the order of TensorFlow's executor, each tensor is freed when the last op that
+    takes it has run, elementwise ops write over what nobody else needs, and results leave as soon as they are there. A loop
+    holds its state and its lists, and from a branch the larger side counts. Rows of ragged data count with the lengths that
+    they have. Not in it is what a kernel takes for itself, what TensorFlow's allocator loses between tensors, what gradients
+    need, and what does not grow with the rows. `None` where a shape is not known before it runs, as of sparse data and of
+    specs of ragged data, and where XLA compiles `fn`.
     """
 
     @property

@@ -57,7 +57,7 @@ def _tables(plan: Plan, names: dict[str, str]) -> Iterator[tuple[str, list[str],
     chunks = plan.way == "chunks"
     yield (
         "",
-        ["device", "rows", "chunks in flight" if chunks else "shards", "memory at most"],
+        ["device", "rows", "chunks in flight" if chunks else "shards", "memory"],
         [
             [
                 names[device.device],
@@ -111,7 +111,7 @@ def _facts(plan: Plan, names: dict[str, str]) -> Iterator[str]:
         )
         yield f"leaves its device: {stray.op} ({where})"
     per_row = _size(plan.memory_bytes_per_row, "cannot be told")
-    yield f"memory per row and device, at most: {per_row}"
+    yield f"memory per row and device: {per_row}"
 
 
 def _type(captured: Captured) -> str:

@@ -7,10 +7,6 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.internals.functions import functions_within
-from devicemap.tracing import Traced
-
-_FREE = frozenset("Identity IdentityN StopGradient Reshape ExpandDims Squeeze Placeholder Const ReadVariableOp".split())
-"""Ops whose result is their input, or does not depend on the row."""
 
 
 def live_ops(concrete: Any) -> list[Any]:
@@ -20,14 +16,6 @@ def live_ops(concrete: Any) -> list[Any]:
     not run one by one.
     """
     return _reached([concrete.graph], functions_within(concrete.graph))
-
-
-def row_ops(vectorized: Any) -> list[Any]:
-    """The ops for a single row of a vectorised `ConcreteFunction`, which it was made from and does not run."""
-    functions = functions_within(vectorized.graph)
-    live = {*live_ops(vectorized)}
-    left = [op for op in vectorized.graph.get_operations() if op not in live]
-    return _reached([functions[name][0] for op in left for name in called_by(op) if name in functions], functions)
 
 
 def _reached(graphs: list[Any], functions: dict[str, tuple[Any, bool]]) -> list[Any]:
@@ -52,6 +40,11 @@ def _reached(graphs: list[Any], functions: dict[str, tuple[Any, bool]]) -> list[
     return list(found)
 
 
+def needed_in(graph: Any) -> set[Any]:
+    """The ops of one graph, without those of functions that it calls, that its results and effects need."""
+    return {*_reached([graph], {})}
+
+
 def called_by(op: Any) -> list[str]:
     """The names of the functions that an op calls."""
     values = op.node_def.attr.values()
@@ -64,32 +57,6 @@ def waits_between_devices(concrete: Any) -> list[tuple[str, str]]:
     homes = {op: _home(op, functions) for op in concrete.graph.get_operations()}
     pairs = {(homes[before], receiver): None for op, receiver in homes.items() for before in op.control_inputs}
     return [(sender, receiver) for sender, receiver in pairs if sender and receiver and sender != receiver]
-
-
-def memory_bytes_per_row(traced: Traced, batched: bool) -> int | None:
-    """An upper estimate of the memory that a traced function takes for one more row; `None` where it cannot be told.
-
-    Where all rows run at once, it is the row, and what each op of `fn` makes of it, as if nothing were freed before the
-    end; ops in a loop count once. Where a loop runs over rows, it is the row and its result, twice: as tensors, and as the
-    lists that the loop works on. What a step of that loop takes does not grow with the rows.
-    """
-    leaves = [*traced.concrete.structured_input_signature[0], *traced.specs]
-    ends = [row_size(leaf.shape, leaf.dtype) if isinstance(leaf, tf.TensorSpec) else None for leaf in leaves]
-    if None in ends:
-        return None
-    total = sum(size or 0 for size in ends)
-    if not (batched or traced.vectorized):
-        return 2 * total
-    for op in live_ops(traced.concrete) if batched else row_ops(traced.concrete):
-        for tensor in op.outputs:
-            if op.type in _FREE or called_by(op) or tensor.dtype in (tf.resource, tf.variant):
-                continue
-            size = row_size(tensor.shape, tensor.dtype)
-            if size is None:
-                return None
-            has_rows = not batched or (tensor.shape.rank and tensor.shape[0] is None)
-            total += size if has_rows else 0
-    return total
 
 
 def row_size(shape: Any, dtype: Any) -> int | None:

@@ -1,0 +1,533 @@
+"""What the ops of a traced function allocate for so many rows: graphs -> numbers for `liveness`. Nothing runs but constants.
+
+A sketch of the graph is built for a number of rows, in which TensorFlow infers the shapes anew; functions are inlined, and
+integers that depend on nothing but shapes are computed, as they are when TensorFlow folds constants.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from devicemap.explaining.liveness import Body, Op, needed, peak_bytes
+from devicemap.explaining.walking import called_by, needed_in
+from devicemap.hosting import dtypes_of, kernel_for
+from devicemap.internals.functions import functions_within, registered_kernels
+
+_ROWS = (1024, 2048)
+"""Rows that are compared: what a row takes is the difference. Many, so that what does not grow with them is no peak."""
+
+_ALIGNMENT = {"CPU": 64}
+"""Allocations are multiples of so many bytes; on all other devices of 256, the smallest that TensorFlow's allocator makes."""
+
+_LARGEST_CONSTANT = 2**22
+"""Integers beyond so many elements are not computed."""
+
+_VIEWS = frozenset(
+    "Identity IdentityN StopGradient PreventGradient Snapshot Reshape ExpandDims Squeeze EnsureShape CheckNumerics Bitcast "
+    "PlaceholderWithDefault TensorListResize".split()
+)
+"""Ops that give what they take."""
+
+_PARTS = frozenset("Slice StridedSlice Split SplitV Unpack".split())
+"""Ops that give what they take, or neighbouring rows of it, where they do not cut through rows."""
+
+_WHOLE = frozenset("Slice StridedSlice Tile BroadcastTo Sum Mean Max Min Prod All Any Cast Pad PadV2 ConcatV2".split())
+"""Ops that give what they take where they change nothing about it."""
+
+_IN_PLACE = frozenset(
+    "Abs Acos Acosh Add AddN AddV2 Asin Asinh Atan Atan2 Atanh BesselI0e BesselI1e BiasAdd BiasAddV1 BitwiseAnd "
+    "BitwiseOr BitwiseXor Ceil Cholesky ClipByValue Conj Cos Cosh Digamma Div DivNoNan Elu Erf Erfc Erfinv Exp Expm1 "
+    "Floor FloorDiv FloorMod FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 Igamma Igammac Inv Invert LeakyRelu "
+    "Lgamma Log Log1p LogSoftmax LogicalAnd LogicalNot LogicalOr MatrixBandPart MatrixInverse MatrixSetDiag "
+    "MatrixSetDiagV2 MatrixSetDiagV3 MatrixSolve Maximum Minimum Mod Mul MulNoNan Ndtri Neg NextAfter Polygamma Pow "
+    "RealDiv Reciprocal Relu Relu6 Rint Round Rsqrt Select SelectV2 Selu Sigmoid Sign Sin Sinh Softmax Softplus "
+    "Softsign Sqrt Square SquaredDifference Sub Tan Tanh TensorScatterAdd TensorScatterMax TensorScatterMin "
+    "TensorScatterSub TensorScatterUpdate TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta".split()
+)
+"""Ops whose kernels write over an input that nobody else needs."""
+
+
+_HOLDERS = frozenset("TensorListSetItem TensorListPushBack RaggedTensorToVariant".split())
+"""Ops that give something that holds the tensors that they take."""
+
+_READS = frozenset("ReadVariableOp ResourceGather ResourceGatherNd VarHandleOp Placeholder".split())
+"""Stateful ops that do nothing that anybody sees."""
+
+
+class UnknownSizeError(Exception):
+    """The size of something cannot be told before it runs."""
+
+
+@dataclass
+class _List:
+    """What is known of the elements of a list of tensors."""
+
+    length: int | None
+    shape: Any = None
+    """Of an element, as a `tf.TensorShape`."""
+
+    element_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A tensor of the function, in the sketch."""
+
+    number: int
+    """By which `liveness` knows it: views of a tensor have its own."""
+
+    tensor: Any
+    on_host: bool = False
+    """Whether it is in the host's memory, which is not that of the device."""
+
+    known: Any = None
+    """Its elements, where they depend on no row."""
+
+    listed: _List | None = None
+
+
+def memory_bytes_per_row(traced: Any, kind: str, row_lengths: Mapping[int, Sequence[Any]]) -> int | None:
+    """What one more row of a shard adds to the most memory that is taken at once on a device of a kind.
+
+    Args:
+        traced: the `Traced` function; a shard is in the device's memory first, and results leave as soon as they are there.
+        kind: of the device.
+        row_lengths: as `Asked.row_lengths`.
+
+    Returns:
+        Bytes, or `None` where a shape is not known before it runs.
+    """
+    try:
+        few, many = (_Sketch(traced.concrete.graph, kind).peak_bytes(traced.input_specs, row_lengths, n) for n in _ROWS)
+    except (UnknownSizeError, ValueError):  # TensorFlow raises the latter for shapes without a rank
+        return None
+    return math.ceil((many - few) / (_ROWS[1] - _ROWS[0]))
+
+
+@dataclass
+class _Sketch:
+    """A graph for a number of rows."""
+
+    source: Any
+    kind: str
+    ops: list[Op] = field(default_factory=list)
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        self._graph = tf.Graph()
+        self._functions = functions_within(self.source)
+        self._copies: dict[int, _Value] = {}
+        self._kernels_of = cache(registered_kernels)
+        self._unsized: set[int] = set()
+
+    def peak_bytes(self, specs: Sequence[Any], row_lengths: Mapping[int, Sequence[Any]], rows: int) -> int:
+        leaves = [t for i, spec in enumerate(specs) for t in _of_rows(spec, row_lengths.get(i), rows)]
+        given = [self._arriving(*leaf) for leaf in leaves]
+        captured = [self._value(self._unknown(t), on_host=True) for t in self.source.inputs[len(given) :]]
+        results = self._run(self.source, [*given, *captured])
+        sizes = {value.number: self._bytes(value) for value in given} | {value.number: 0 for value in captured}
+        kept = [value.number for value in results]
+        ops = needed(self.ops, kept)
+        if self._unsized & {value for value, _ in _made_by(ops)}:
+            raise UnknownSizeError
+        return peak_bytes(ops, sizes, ())
+
+    def _arriving(self, shape: Any, dtype: Any, known: Any) -> _Value:
+        tensor = self._unknown(tf.TensorSpec(shape, dtype)) if known is None else self._constant(known)
+        identity = kernel_for(self._kernels_of("Identity"), self.kind, {"T": [dtype.as_datatype_enum]})
+        return self._value(
+            tensor, on_host=self.kind != "CPU" and (identity is None or bool(identity.on_host)), known=known
+        )
+
+    def _value(self, tensor: Any, **facts: Any) -> _Value:
+        self.count += 1
+        return _Value(self.count, tensor, **facts)
+
+    def _unknown(self, like: Any) -> Any:
+        """A tensor of the sketch with the dtype and the shape of another one."""
+        with self._graph.as_default():
+            return tf.compat.v1.placeholder(like.dtype, like.shape)
+
+    def _constant(self, known: Any) -> Any:
+        with self._graph.as_default():
+            return tf.constant(known)
+
+    def _bytes(self, value: _Value) -> int:
+        """What a tensor takes on the device."""
+        shape, dtype = value.tensor.shape, value.tensor.dtype
+        if value.on_host or dtype == tf.resource or value.listed is not None:
+            return 0
+        if dtype in (tf.string, tf.variant) or not shape.is_fully_defined():
+            self._unsized.add(value.number)
+            return 0
+        return self._aligned(int(shape.num_elements()) * int(dtype.size))
+
+    def _aligned(self, size: float) -> int:
+        alignment = _ALIGNMENT.get(self.kind, 256)
+        return math.ceil(size / alignment) * alignment
+
+    def _run(self, graph: Any, arguments: Sequence[_Value]) -> list[_Value]:
+        """Run a function's graph, here."""
+        values = {id(tensor): value for tensor, value in zip(graph.inputs, arguments)}
+        needed = needed_in(graph)
+        for op in graph.get_operations():
+            if op in needed and not (op.outputs and id(op.outputs[0]) in values):
+                results = self._of_op(op, [values[id(tensor)] for tensor in op.inputs])
+                values |= {id(tensor): value for tensor, value in zip(op.outputs, results)}
+        return [values[id(tensor)] for tensor in graph.outputs]
+
+    def _of_op(self, op: Any, taken: list[_Value]) -> Sequence[_Value]:
+        if op.type in ("PartitionedCall", "StatefulPartitionedCall"):
+            return self._run(self._function(op, "f"), taken)
+        if op.type in ("While", "StatelessWhile"):
+            return self._loop(op, taken)
+        if op.type in ("If", "StatelessIf", "Case", "StatelessCase"):
+            return self._branches(op, taken)
+        known = _folded(op, taken) or [None] * len(op.outputs)
+        taken_on_host, made_on_host = self._in_host_memory(op)
+        taken = [value if on_host else self._on_device(value) for value, on_host in zip(taken, taken_on_host)]
+        results = [*map(self._constant, known)] if known and known[0] is not None else self._shapes(op, taken)
+        if op.type in _ON_LISTS:
+            return self._on_list(op, taken, results, made_on_host)
+        if _is_view(op, taken, results):
+            viewed = taken if op.type == "IdentityN" else [taken[-1 if op.type == "Split" else 0]] * len(results)
+            return [replace(view, tensor=result, known=k) for view, result, k in zip(viewed, results, known)]
+        values = zip(results, made_on_host, known)
+        return self._make(op, taken, [self._value(r, on_host=on_host, known=k) for r, on_host, k in values])
+
+    def _make(
+        self, op: Any, taken: Iterable[_Value], made: Sequence[_Value], sizes: Sequence[int] | None = None
+    ) -> Sequence[_Value]:
+        """Note what an op allocates."""
+        sizes = [self._bytes(value) for value in made] if sizes is None else sizes
+        takes = tuple(value.number for value in taken)
+        views = op.type in _HOLDERS and not made[0].on_host
+        makes = tuple((value.number, size) for value, size in zip(made, sizes))
+        acts = op.op_def.is_stateful and op.type not in _READS
+        self.ops.append(Op(takes, makes, views, op.type in _IN_PLACE, acts))
+        return made
+
+    def _on_device(self, value: _Value) -> _Value:
+        """A tensor in the device's memory."""
+        if not value.on_host or value.listed is not None or value.tensor.dtype in (tf.resource, tf.string, tf.variant):
+            return value
+        if value.number not in self._copies:
+            copy = self._value(value.tensor, known=value.known)
+            self._copies[value.number] = copy
+            self.ops.append(Op((value.number,), ((copy.number, self._bytes(copy)),)))
+        return replace(self._copies[value.number], tensor=value.tensor)
+
+    def _in_host_memory(self, op: Any) -> tuple[list[bool], list[bool]]:
+        """Which of the tensors that an op takes and gives are in the host's memory."""
+        if self.kind == "CPU":
+            return [False] * len(op.inputs), [False] * len(op.outputs)
+        kernel = kernel_for(self._kernels_of(op.type), self.kind, dtypes_of(op))
+        if kernel is None:
+            return [True] * len(op.inputs), [True] * len(op.outputs)
+        return _named(op, op.op_def.input_arg, kernel.on_host), _named(op, op.op_def.output_arg, kernel.on_host)
+
+    def _shapes(self, op: Any, taken: Sequence[_Value]) -> list[Any]:
+        """The op in the sketch, or what stands for it: tensors of the shapes that it gives."""
+        attributes = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_")}
+        dtypes = [output.dtype for output in op.outputs]
+        try:
+            if called_by(op):
+                raise ValueError("calls a function that the sketch lacks")
+            made = self._graph.create_op(op.type, [v.tensor for v in taken], dtypes, attrs=attributes).outputs
+        except (ValueError, tf.errors.OpError):
+            made = [self._unknown(output) for output in op.outputs]
+        if op.type.startswith("Ragged") and not all(tensor.shape.is_fully_defined() for tensor in made):
+            zeros = [v.known if v.known is not None else _zeros(v.tensor) for v in taken]
+            results = None if any(zero is None for zero in zeros) else _run_now(op, zeros)
+            made = made if results is None else [self._unknown(result) for result in results]
+        for tensor, output in zip(made, op.outputs):
+            if tensor.shape.is_compatible_with(output.shape):
+                tensor.set_shape(output.shape)
+        return list(made)
+
+    def _on_list(
+        self, op: Any, taken: Sequence[_Value], results: Sequence[Any], hosted: Sequence[bool]
+    ) -> Sequence[_Value]:
+        """An op on a list of tensors, which holds what is written into it, and gives it without a copy.
+
+        A ragged tensor as one element is a list of one, too.
+        """
+        result, on_host = results[0], hosted[0]
+
+        def made_list(listed: _List, size: int = 0) -> Sequence[_Value]:
+            return self._make(
+                op, taken, [self._value(result, on_host=on_host, listed=listed)], [0 if on_host else size]
+            )
+
+        if op.type in ("TensorListReserve", "EmptyTensorList"):
+            length = None if op.type == "EmptyTensorList" else taken[1].known
+            return made_list(_List(None if length is None else int(length)))
+        if op.type in ("TensorListFromTensor", "TensorListSplit"):
+            listed = self._pieces(taken, op.type == "TensorListSplit")
+            return made_list(listed, (listed.length or 0) * listed.element_bytes)
+        if op.type == "RaggedTensorToVariant":
+            return made_list(_List(1, taken[-1].tensor.shape, sum(self._bytes(value) for value in taken)))
+        listed = taken[0].listed or _List(None)
+        if op.type in ("TensorListSetItem", "TensorListPushBack"):
+            item = taken[-1]
+            listed.shape = item.listed.shape if item.listed else item.tensor.shape
+            listed.element_bytes = self._held(item)
+            return made_list(listed)
+        if op.type == "TensorListGetItem":
+            return [replace(taken[0], tensor=_shaped(result, listed.shape), listed=None)]
+        if op.type == "TensorListStack" and result.dtype == tf.variant:
+            return [replace(taken[0], tensor=result)]
+        shape = None if listed.shape is None or listed.shape.rank is None else [listed.length, *listed.shape]
+        if shape is not None and op.type == "TensorListGather":
+            shape[:1] = taken[1].tensor.shape
+        elif shape is not None and op.type != "TensorListStack":  # they are joined
+            shape[:2] = [shape[0] and shape[1] and shape[0] * shape[1]]
+        shapes = [shape, *[None] * (len(results) - 1)]
+        if op.type == "RaggedTensorFromVariant":
+            shapes = [None if listed.length is None else [listed.length + 1], *shapes[1:-1], shape]
+        parts = zip(results, shapes, hosted)
+        return self._make(op, taken, [self._value(_shaped(part, s), on_host=h) for part, s, h in parts])
+
+    def _pieces(self, taken: Sequence[_Value], of_lengths: bool) -> _List:
+        """A list of copies of the rows of a tensor, or of pieces of many rows, of which the mean length counts."""
+        shape = taken[0].tensor.shape
+        lengths = taken[2].known if of_lengths else None
+        if not shape.is_fully_defined():
+            return _List(None)
+        row_bytes = int(shape[1:].num_elements()) * int(taken[0].tensor.dtype.size)
+        if not of_lengths:
+            return _List(int(shape[0]), shape[1:], self._aligned(row_bytes))
+        if lengths is None:
+            return _List(None)
+        size = sum(self._aligned(int(length) * row_bytes) for length in lengths)
+        mean = tf.TensorShape([round(float(np.mean(lengths)))])
+        return _List(len(lengths), mean.concatenate(shape[1:]), size // len(lengths))
+
+    def _function(self, op: Any, attribute: str) -> Any:
+        return self._graph_of(op.get_attr(attribute).name)
+
+    def _graph_of(self, name: str) -> Any:
+        graph, _ = self._functions.get(name, (None, False))
+        if graph is None:
+            raise UnknownSizeError(name)
+        return graph
+
+    def _inside(self, graph: Any, arguments: Sequence[_Value]) -> tuple[list[Op], list[_Value]]:
+        """Run a function's graph apart from the ops around it."""
+        around, copies = self.ops, self._copies
+        self.ops, self._copies = [], {}
+        try:
+            results = self._run(graph, arguments)
+            return needed(self.ops, [value.number for value in results]), results
+        finally:
+            self.ops, self._copies = around, copies
+
+    def _branches(self, op: Any, taken: Sequence[_Value]) -> Sequence[_Value]:
+        names = ("else_branch", "then_branch")
+        of_cases = "branches" in op.node_def.attr
+        branches = [f.name for f in op.get_attr("branches")] if of_cases else [op.get_attr(name).name for name in names]
+        bodies, results = [], []
+        for name in branches:
+            arguments = [self._value(v.tensor, on_host=v.on_host, known=v.known, listed=v.listed) for v in taken[1:]]
+            ops, ends = self._inside(self._graph_of(name), arguments)
+            chosen = self._value(taken[0].tensor, on_host=True)
+            inputs = [(v.number, self._held(v)) for v in (chosen, *arguments)]
+            bodies.append(Body(tuple(ops), tuple(inputs), tuple(v.number for v in ends), repeats=False))
+            results.append(ends)
+        largest = [max(ends, key=self._held) for ends in zip(*results)]
+        made = [self._value(v.tensor, on_host=v.on_host, listed=v.listed) for v in largest]
+        return self._note(taken, made, [self._held(v) for v in largest], bodies)
+
+    def _loop(self, op: Any, taken: Sequence[_Value]) -> Sequence[_Value]:
+        step = self._function(op, "body")
+        constant = frozenset(i for i, end in enumerate(step.outputs) if _origin(end) is step.inputs[i])
+        most = taken[1].known if 1 in constant else None  # how TensorFlow's own loops say how often they run
+        steps = int(most) if most is not None and most.ndim == 0 and most >= 0 else None
+        shapes = [value.tensor.shape for value in taken]
+        while True:
+            arguments = [
+                self._value(v.tensor, on_host=v.on_host, known=v.known, listed=v.listed)
+                if i in constant
+                else self._carried(v, shapes[i], steps)
+                for i, v in enumerate(taken)
+            ]
+            ops, results = self._inside(step, arguments)
+            ends = [_common(shape, value.tensor.shape) for shape, value in zip(shapes, results)]
+            if [str(shape) for shape in ends] == [str(shape) for shape in shapes]:
+                break
+            shapes = ends
+        inputs = [(v.number, self._held(v, 0 if i in constant else 1)) for i, v in enumerate(arguments)]
+        body = Body(tuple(ops), tuple(inputs), tuple(v.number for v in results), repeats=True, constant=constant)
+        made = [
+            self._value(
+                v.tensor if v.listed else _shaped(self._unknown(v.tensor), shape), on_host=v.on_host, listed=v.listed
+            )
+            for v, shape in zip(results, shapes)
+        ]
+        self._note(taken, [v for i, v in enumerate(made) if i not in constant], None, [body])
+        return [taken[i] if i in constant else value for i, value in enumerate(made)]
+
+    def _carried(self, value: _Value, shape: Any, steps: int | None) -> _Value:
+        """What a step of a loop begins with."""
+        listed = value.listed
+        if listed is not None:
+            lengths = [length for length in (listed.length, steps) if length]
+            listed = _List(max(lengths, default=None), listed.shape, listed.element_bytes)
+        return self._value(_shaped(self._unknown(value.tensor), shape), on_host=value.on_host, listed=listed)
+
+    def _held(self, value: _Value, missing: int = 0) -> int:
+        """The bytes of a tensor, or of the elements of a list but so many."""
+        if value.listed is None:
+            return self._bytes(value)
+        if value.on_host:
+            return 0
+        if value.listed.length is None:
+            self._unsized.add(value.number)
+            return 0
+        return (value.listed.length - missing) * value.listed.element_bytes
+
+    def _note(
+        self, taken: Sequence[_Value], made: Sequence[_Value], sizes: Sequence[int] | None, bodies: Sequence[Body]
+    ) -> Sequence[_Value]:
+        sizes = [self._held(value) for value in made] if sizes is None else sizes
+        makes = tuple((value.number, size) for value, size in zip(made, sizes))
+        self.ops.append(Op(tuple(v.number for v in taken), makes, bodies=tuple(bodies)))
+        return made
+
+
+_ON_LISTS = frozenset(
+    "TensorListReserve EmptyTensorList TensorListFromTensor TensorListSplit TensorListSetItem TensorListPushBack "
+    "TensorListGetItem TensorListGather TensorListStack TensorListConcat TensorListConcatV2 RaggedTensorToVariant "
+    "RaggedTensorFromVariant".split()
+)
+
+
+def _made_by(ops: Iterable[Op]) -> Iterator[tuple[int, int]]:
+    """What ops give, and those that they run."""
+    for op in ops:
+        yield from op.makes
+        for body in op.bodies:
+            yield from (*body.arguments, *_made_by(body.ops))
+
+
+def _of_rows(spec: Any, lengths: Sequence[Any] | None, rows: int) -> list[tuple[Any, Any, Any]]:
+    """The shape and dtype of each tensor of so many rows, and its elements where those are known: row splits."""
+    if isinstance(spec, tf.TensorSpec):
+        return [(tf.TensorShape([rows]).concatenate(spec.shape[1:]), spec.dtype, None)]
+    if not isinstance(spec, tf.RaggedTensorSpec) or lengths is None:
+        raise UnknownSizeError
+    splits = []
+    for known in lengths:
+        some = known[np.linspace(0, len(known) - 1, rows).round().astype(int)]
+        splits.append(np.concatenate([[0], np.cumsum(some)]).astype(spec.row_splits_dtype.as_numpy_dtype))
+        rows = int(splits[-1][-1])
+    flat = tf.TensorShape([rows]).concatenate(spec.shape[spec.ragged_rank + 1 :])
+    return [(flat, spec.dtype, None), *((tf.TensorShape([len(s)]), spec.row_splits_dtype, s) for s in splits)]
+
+
+def _shaped(tensor: Any, shape: Any) -> Any:
+    if shape is not None and tensor.shape.is_compatible_with(shape):
+        tensor.set_shape(shape)
+    return tensor
+
+
+def _common(a: Any, b: Any) -> Any:
+    return (
+        a
+        if a.rank is None
+        else tf.TensorShape(None)
+        if b.rank != a.rank
+        else tf.TensorShape([x if x == y else None for x, y in zip(a.as_list(), b.as_list())])
+    )
+
+
+def _origin(tensor: Any) -> Any:
+    """What a tensor is a copy of."""
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _named(op: Any, arguments: Any, names: frozenset[str]) -> list[bool]:
+    """For each tensor of the arguments of an op, whether its argument has one of these names."""
+    found: list[bool] = []
+    for argument in arguments:
+        if argument.number_attr:
+            count = op.get_attr(argument.number_attr)
+        else:
+            count = len(op.get_attr(argument.type_list_attr)) if argument.type_list_attr else 1
+        found += [argument.name in names] * count
+    return found
+
+
+def _is_view(op: Any, taken: Sequence[_Value], results: Sequence[Any]) -> bool:
+    """Whether what an op gives lies where what it takes does."""
+    if op.type in _VIEWS:
+        return True
+    if not taken or not results:
+        return False
+    before, after = taken[-1 if op.type == "Split" else 0].tensor, results[0]
+    if not (before.shape.is_fully_defined() and after.shape.is_fully_defined() and before.dtype == after.dtype):
+        return False
+    if op.type == "Transpose":
+        order = taken[1].known
+        return order is not None and [*(i for i in order if before.shape[i] != 1)] == sorted(
+            i for i in order if before.shape[i] != 1
+        )
+    if op.type in _WHOLE and before.shape.num_elements() == after.shape.num_elements():
+        return True
+    if op.type not in _PARTS or before.shape[1:] != (after.shape if op.type == "Unpack" else after.shape[1:]):
+        return False
+    start = taken[1].known if op.type in ("Slice", "StridedSlice") else after.shape[:1]
+    return start is None or int(start[0]) * int(before.shape[1:].num_elements()) * after.dtype.size % 64 == 0
+
+
+def _folded(op: Any, taken: Sequence[_Value]) -> list[Any] | None:
+    """What an op gives, if that is integers or truth values which depend on shapes and constants alone."""
+    if op.op_def.is_stateful or not all(t.dtype.is_integer or t.dtype == tf.bool for t in op.outputs) or not op.outputs:
+        return None
+    if op.type == "Const":
+        return [tf.make_ndarray(op.get_attr("value"))]
+    if op.type in ("Shape", "ShapeN", "Size", "Rank") and all(v.tensor.shape.is_fully_defined() for v in taken):
+        shapes = [np.array(value.tensor.shape.as_list()) for value in taken]
+        of: dict[str, Callable[[Any], Any]] = {"Size": np.prod, "Rank": len}
+        return [np.array(of.get(op.type, np.array)(s), t.dtype.as_numpy_dtype) for s, t in zip(shapes, op.outputs)]
+    if op.type == "TensorListLength" and taken[0].listed and taken[0].listed.length is not None:
+        return [np.array(taken[0].listed.length, np.int32)]
+    if not taken or any(v.known is None or v.known.size > _LARGEST_CONSTANT for v in taken) or called_by(op):
+        return None
+    results = _run_now(op, [value.known for value in taken])
+    return None if results is None else [result.numpy() for result in results]
+
+
+def _zeros(tensor: Any) -> Any:
+    known = tensor.shape.is_fully_defined() and (tensor.dtype.is_floating or tensor.dtype.is_complex)
+    return np.zeros(tensor.shape, tensor.dtype.as_numpy_dtype) if known else None
+
+
+def _run_now(op: Any, given: Sequence[Any]) -> list[Any] | None:
+    """What an op gives on the host, `None` where it cannot be run by itself."""
+    run = getattr(tf.raw_ops, op.type, None)
+    if run is None:
+        return None
+    accepted = [*inspect.signature(run).parameters]
+    values, inputs = iter(given), {}
+    for i, argument in enumerate(op.op_def.input_arg):
+        name = argument.name if argument.name in accepted else accepted[i]  # Where calls its input another name
+        several = argument.number_attr or argument.type_list_attr
+        count = len(_named(op, [argument], frozenset()))
+        inputs[name] = [next(values) for _ in range(count)] if several else next(values)
+    attributes = {each.name: op.get_attr(each.name) for each in op.op_def.attr if each.name in accepted}
+    try:
+        with tf.device("/device:CPU:0"):
+            return list(tf.nest.flatten(run(**inputs, **attributes)))
+    except (tf.errors.OpError, ValueError, TypeError):
+        return None
