@@ -295,7 +295,7 @@ class Towers:
             ]
             sizes = [(value.shape.num_elements() or 0) * value.dtype.size for value in copied if value is not None]
             raise function_error(
-                f"{self._name}: no memory for a copy of what fn captures, {len(sizes)} tensors of {sum(sizes)} bytes, on "
+                f"{self._name}: no memory for a copy of what fn captures, {sum(sizes)} bytes in all, on "
                 f"{' or '.join(map(short_name, devices))}: {brief(error)}",
                 error,
             ) from error

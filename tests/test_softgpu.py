@@ -454,7 +454,7 @@ def test_captured_variables_that_do_not_fit_are_named_before_anything_runs() -> 
                 mapper(tf.range(8.0))
             except FunctionError as error:
                 assert str(error).startswith(
-                    "lookup: no memory for a copy of what fn captures, 1 tensors of 71303168 bytes, on GPU:1: "
+                    "lookup: no memory for a copy of what fn captures, 71303168 bytes in all, on GPU:1: "
                 ), error
                 assert isinstance(error, (tf.errors.ResourceExhaustedError, tf.errors.InternalError)) and not ran
             else:

@@ -85,7 +85,10 @@ class GpuMeter:
 @functools.cache
 def can_be_found() -> bool:
     """Whether `nvidia-ml-py` is installed; asked once in a process."""
-    return importlib.util.find_spec("pynvml") is not None
+    try:
+        return importlib.util.find_spec("pynvml") is not None
+    except ValueError:  # a module without a spec has taken its place
+        return False
 
 
 def _handles(nvml: Any, gpus: Mapping[str, int]) -> dict[str, Any]:
