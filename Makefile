@@ -21,15 +21,15 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 demo: $(VENV)/examples.done
 	$(BIN)/python examples/digits.py
 
-# Each value of each parameter of a test once.
+# Each value of each parameter of a test once. On GPUs in software, which have threads of their own, in one process.
 test: $(VENV)/test.done
 	$(BIN)/python -m pytest $(PARALLEL)
-	$(BIN)/python -m pytest --gpus 4 $(PARALLEL) $(LAWS)
+	$(BIN)/python -m pytest --gpus 4 $(LAWS)
 
 # Each with every other.
 test-all: $(VENV)/test.done
 	$(BIN)/python -m pytest --all $(PARALLEL)
-	$(BIN)/python -m pytest --all --gpus 4 $(PARALLEL) $(LAWS)
+	$(BIN)/python -m pytest --all --gpus 4 $(LAWS)
 
 check: lint types test
 
@@ -60,7 +60,7 @@ test-plain: $(VENV)/test.done
 # All that is for any devices, on GPUs in software (benchmarks/softgpu); but `explain` tells nothing of what a GPU copies
 # between its own memory and the host's.
 test-gpus: $(VENV)/test.done
-	$(BIN)/python -m pytest --gpus 4 $(PARALLEL) --ignore tests/test_explaining.py
+	$(BIN)/python -m pytest --gpus 4 --ignore tests/test_explaining.py
 
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
