@@ -72,6 +72,9 @@ def ops_on(graphs: list[Any]) -> dict[str, Counter[str]]:
     return found
 
 
+_INT32 = tf.compat.v1.AttrValue(type=tf.int32.as_datatype_enum)
+
+
 def byte_edges(graphs: list[Any], arguments: dict[str, Any], rows: dict[str, int]) -> Counter[tuple[str, str]]:
     """Bytes of the tensors that go between devices in a call, by `(sender, receiver)`.
 
@@ -126,11 +129,19 @@ def _joined(graphs: list[Any], arguments: dict[str, Any]) -> tuple[Any, list[tup
                 _become(new, "Const", dtype=node.attr["T"], value=value)
             elif node.op == "_Arg":
                 _become(new, "Placeholder", dtype=node.attr["T"], shape=_shape(node, "_output_shapes"))
-            elif node.op == "ReadVariableOp":
+            elif node.op in ("ReadVariableOp", "ResourceGather"):
                 handle = node
                 while handle.op != "_Arg":
                     handle = nodes[handle.input[0].partition(":")[0]]
-                _become(new, "Placeholder", dtype=node.attr["dtype"], shape=_shape(handle, "_handle_shapes"))
+                value = new if node.op == "ReadVariableOp" else joined.node.add(name=f"{new.name}/value")
+                _become(value, "Placeholder", dtype=node.attr["dtype"], shape=_shape(handle, "_handle_shapes"))
+                if value is not new:
+                    axis = joined.node.add(name=f"{new.name}/axis")
+                    zero = tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(0))
+                    _become(axis, "Const", dtype=_INT32, value=zero)
+                    types = {"Tparams": node.attr["dtype"], "Tindices": node.attr["Tindices"], "Taxis": _INT32}
+                    _become(new, "GatherV2", **types)
+                    new.input.extend([value.name, f"part{i}/{node.input[1]}", axis.name])
             else:
                 new.input.extend(f"^part{i}/{name[1:]}" if name[0] == "^" else f"part{i}/{name}" for name in node.input)
     kinds = {edge.source: edge for edge in edges(graphs)}
