@@ -461,6 +461,12 @@ def test_random_ops_and_their_seeds() -> None:
 
 
 def test_memory_of_a_row_is_what_is_alive_at_once() -> None:
+    def growing(batch: Any) -> Any:
+        array = tf.TensorArray(tf.float32, 0, dynamic_size=True)
+        for i in tf.range(5):
+            array = array.write(i, tf.sin(batch))
+        return tf.transpose(array.stack(), [1, 0, 2])
+
     def memory(fn: Any, **options: Any) -> int | None:
         return devicemap.DeviceMap(fn, devices=TOWERS, **options).explain(X).memory_bytes_per_row
 
@@ -469,6 +475,7 @@ def test_memory_of_a_row_is_what_is_alive_at_once() -> None:
     assert memory(lambda b: tf.sin(b) * tf.cos(b), batched=True) == 2 * 12
     assert memory(lambda row: tf.concat([row, row, row, row], 0)) == 12 + 48
     assert memory(tf.sin, vectorize=False) == 2 * 64  # a list of rows, and one of results
+    assert memory(growing, batched=True) == 2 * 5 * 12  # the list, and all of it as one tensor
     assert memory(lambda row: tf.boolean_mask(row, row > 0), vectorize=False) is None
     assert memory(lambda row: tf.strings.as_string(row)) is None
     plan = devicemap.DeviceMap(tf.sin, devices=TOWERS).explain(X)

@@ -620,7 +620,8 @@ def test_a_ragged_row_takes_the_memory_that_the_plan_tells() -> None:
     _run(
         """
         check(lambda row: tf.reduce_sum(tf.sin(row)), ragged, 1000)
-        check(lambda row: tf.sin(row) * 2, ragged, 1000)
+        if not tf.__version__.startswith("2.16."):  # which takes the list of results to the device and back in each step
+            check(lambda row: tf.sin(row) * 2, ragged, 1000)
         check(lambda batch: tf.reduce_sum(batch * batch, 1), ragged, 1 << 16, batched=True)
         check(lambda batch: tf.reduce_sum(tf.sin(batch.to_tensor()), 1), ragged, 1 << 16, batched=True)
         """,

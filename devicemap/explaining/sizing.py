@@ -349,8 +349,8 @@ class _Sketch:
     def _loop(self, op: Any, taken: Sequence[_Value]) -> Sequence[_Value]:
         step = self._function(op, "body")
         constant = frozenset(i for i, end in enumerate(step.outputs) if _origin(end) is step.inputs[i])
-        most = taken[1].known if 1 in constant else None  # how TensorFlow's own loops say how often they run
-        steps = int(most) if most is not None and most.ndim == 0 and most >= 0 else None
+        grows = any(value.listed and not value.listed.length for value in taken)
+        steps = self._steps(op, taken, step, constant) if grows else None
         shapes = [value.tensor.shape for value in taken]
         while True:
             arguments = [
@@ -375,12 +375,31 @@ class _Sketch:
         self._note(taken, [v for i, v in enumerate(made) if i not in constant], None, [body])
         return [taken[i] if i in constant else value for i, value in enumerate(made)]
 
+    def _steps(self, op: Any, taken: Sequence[_Value], step: Any, constant: frozenset[int]) -> int | None:
+        """How often a loop runs, where counters alone tell."""
+        by = {i: _increment(step, i, taken) for i in range(len(taken)) if taken[i].known is not None}
+
+        def goes_on_after(steps: int) -> Any:
+            counted = {i: taken[i].known + steps * more for i, more in by.items() if more is not None}
+            known = [v.known if i in constant else counted.get(i) for i, v in enumerate(taken)]
+            arguments = [replace(value, known=k) for value, k in zip(taken, known)]
+            return self._inside(self._function(op, "cond"), arguments)[1][0].known
+
+        first, last = 0, 1
+        while goes_on_after(last):
+            first, last = last, 2 * last
+            if last > _LARGEST_CONSTANT:
+                return None
+        while last - first > 1:
+            middle = (first + last) // 2
+            first, last = (middle, last) if goes_on_after(middle) else (first, middle)
+        return last if goes_on_after(first) and goes_on_after(last) is not None else None
+
     def _carried(self, value: _Value, shape: Any, steps: int | None) -> _Value:
         """What a step of a loop begins with."""
         listed = value.listed
         if listed is not None:
-            lengths = [length for length in (listed.length, steps) if length]
-            listed = _List(max(lengths, default=None), listed.shape, listed.element_bytes)
+            listed = replace(listed, length=listed.length or steps)
         return self._value(_shaped(self._unknown(value.tensor), shape), on_host=value.on_host, listed=listed)
 
     def _held(self, value: _Value, missing: int = 0) -> int:
@@ -454,6 +473,18 @@ def _origin(tensor: Any) -> Any:
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
     return tensor
+
+
+def _increment(step: Any, i: int, taken: Sequence[_Value]) -> Any:
+    """What each step of a loop adds to a variable; `None` where that is not all it does with it, or differs."""
+    end = _origin(step.outputs[i]).op
+    if end.type not in ("Add", "AddV2"):
+        return None
+    one, other = map(_origin, end.inputs)
+    if one is not step.inputs[i]:
+        return None
+    places = [k for k, tensor in enumerate(step.inputs) if tensor is other and _origin(step.outputs[k]) is tensor]
+    return taken[places[0]].known if places else tf.get_static_value(other)
 
 
 def _named(op: Any, arguments: Any, names: frozenset[str]) -> list[bool]:
