@@ -40,7 +40,7 @@ def _takers(graph: Any, tensor: Any, functions: dict[str, tuple[Any, bool]]) -> 
     """The ops that take it, also in functions that get it, and as which of their inputs."""
     for op in tensor.consumers():
         for i, taken in enumerate(op.inputs):
-            if taken is not tensor:
+            if taken.name != tensor.name:
                 continue
             if op.type in _PASSES:
                 yield from _takers(graph, op.outputs[0], functions)

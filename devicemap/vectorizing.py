@@ -19,7 +19,7 @@ from devicemap.auditing import Audit, audit
 from devicemap.errors import failure
 from devicemap.forms import Form, form_of, is_flow, is_proven
 from devicemap.internals.converting import NotProvenError, checks_ops, convert_own, take_all_rows
-from devicemap.internals.functions import own_functions, shows_functions
+from devicemap.internals.functions import UNCHAINED, own_functions, shows_functions
 from devicemap.looping import mapped
 from devicemap.options import Options
 
@@ -100,7 +100,8 @@ def vectorize(row_fn: Any, specs: Sequence[Any], check: Callable[[Form, str], No
             take_all_rows(row.op)
         return row_fn(*rows)
 
-    @tf.function(autograph=False)
+    # Without control dependencies, or what is called for one row, and then vectorised, would also run as it is.
+    @tf.function(autograph=False, experimental_attributes=UNCHAINED)
     def vectorized(*leaves: Any) -> list[Any]:
         return list(tf.vectorized_map(run, leaves, fallback_to_while_loop=False))
 

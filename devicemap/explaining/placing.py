@@ -30,7 +30,7 @@ def stray_ops(
     """
     found: dict[StrayOp, None] = {}
     for op in ops:
-        if op.type in _NOT_PLACED or called_by(op):
+        if op.type in _NOT_PLACED or called_by(op) or (op.device and op.type.startswith("TensorList")):
             continue
         if is_placed(op.device) and any(full_name(op.device) != place for place in places):
             stray = StrayOp(op.type, full_name(op.device), "with a resource" if _of_resource(op) else "placed by fn")

@@ -13,14 +13,27 @@ from devicemap.explaining.asking import Asked
 from devicemap.explaining.capturing import captured_by
 from devicemap.explaining.placing import stray_ops
 from devicemap.explaining.plans import Captured, ControlEdge, DevicePlan, Handling, Plan, RandomOps, StrayOp, Transfer
-from devicemap.explaining.sizing import memory_bytes_per_row
-from devicemap.explaining.traffic import Leaf, captured_on, rows_in_chunks, rows_in_one_graph, to_strays
-from devicemap.explaining.walking import live_ops, row_size, waits_between_devices
+from devicemap.explaining.sizing import Crossings, crossings, memory_bytes_per_row
+from devicemap.explaining.traffic import (
+    ASKED_WHERE_IT_LIVES,
+    Leaf,
+    between,
+    captured_on,
+    rows_in_chunks,
+    rows_in_one_graph,
+    to_memory,
+    to_strays,
+)
+from devicemap.explaining.walking import live_ops, row_size, waits_between_devices, without_loop
+from devicemap.hosting import is_taken_on_host
 from devicemap.internals.functions import shows_functions
 from devicemap.options import Options
 from devicemap.rows import HOST
 from devicemap.towers import Towers
 from devicemap.types import Shard
+
+_FEW_ROWS = 16
+"""What a row sends is told by how much more twice as many send."""
 
 _PYTHON_OPS = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())
 
@@ -37,6 +50,7 @@ def explain_call(
     """The plan of a call on what was `asked`, with these `towers` of `fn`."""
     traced, chunks = towers.traced, asked.chunks
     ops = live_ops(traced.concrete)
+    of_fn = ops if options.batched or traced.vectorized else without_loop(ops, traced.concrete)
     all_seen = shows_functions(traced.concrete.graph)
     if not all_seen:
         warnings.warn(
@@ -50,7 +64,7 @@ def explain_call(
     used = towers.devices if chunks else tuple(dict.fromkeys(shard.device for shard in shards))
     captured = captured_by(traced, fn, used)
     kinds = [kind_of(device) for device in towers.devices]
-    strays = () if options.jit_compile else tuple(stray_ops(ops, towers.devices, kinds))
+    strays = () if options.jit_compile else tuple(stray_ops(of_fn, towers.devices, kinds))
     per_row = None if options.jit_compile or not all_seen else memory_bytes_per_row(traced, kinds[0], asked.row_lengths)
     in_flight = towers.in_flight(options.prefetch)
     working = tuple(in_flight) if chunks else used
@@ -126,13 +140,46 @@ def _transfers(
         found += _to_the_host(arriving, asked.rows, host)
         arriving = [Leaf(leaf.tensors, leaf.bytes_per_row, host) for leaf in arriving]
     leaving = [_leaf(spec, output_device) for spec in towers.traced.specs]
-    for what, leaves, to_devices in (("rows", arriving, True), ("results", leaving, False)):
-        if chunks:
-            found += rows_in_chunks(what, leaves, working, asked.rows, to_devices=to_devices)
-        else:
-            known = asked.rows is not None
-            found += rows_in_one_graph(what, leaves, shards, to_devices=to_devices, rows_known=known)
-    return (*found, *captured_on(working, captured, len(towers.places)), *to_strays(working, strays, host))
+    for kind in dict.fromkeys(map(kind_of, working)):
+        here = [device for device in working if kind_of(device) == kind]
+        own = [shard for shard in shards if kind_of(shard.device) == kind]
+        crossed = _crossings(kind, towers, captured, asked, host)
+        few = crossed(_FEW_ROWS)
+        coming = arriving if few is None else [leaf for leaf, sent in zip(arriving, few.arriving) if sent]
+        going = leaving if few is None else [leaf for leaf, sent in zip(leaving, few.leaving) if sent]
+        for what, leaves, to_devices in (("rows", coming, True), ("results", going, False)):
+            if chunks:
+                found += rows_in_chunks(what, leaves, here, asked.rows, to_devices=to_devices)
+            else:
+                known = asked.rows is not None
+                found += rows_in_one_graph(what, leaves, own, to_devices=to_devices, rows_known=known)
+        if few is None:
+            found += [*captured_on(here, captured, len(towers.places)), *to_strays(here, strays, host)]
+            continue
+        sent = [thing for thing in captured if thing.device != host or thing.handling not in ASKED_WHERE_IT_LIVES]
+        found += [*captured_on(here, sent, len(towers.places)), *to_strays(here, strays, host, known={host})]
+        per_row = between(few.others, crossed(2 * _FEW_ROWS), _FEW_ROWS)
+        for device in here:
+            rows = None if chunks or asked.rows is None else sum(len(s) for s in own if s.device == device)
+            found += to_memory(device, host, per_row, None if rows is None else crossed(rows))
+    return tuple(found)
+
+
+def _crossings(
+    kind: str, towers: Towers, captured: Sequence[Captured], asked: Asked, host: str
+) -> Callable[[int], Crossings | None]:
+    """What goes between the memory of devices of a kind and the host's, for so many rows; not told of CPUs."""
+    traced = towers.traced
+    inside = traced.concrete.inputs[len(traced.concrete.inputs) - len(captured) :]
+    away = {i: c.name for i, c in enumerate(captured) if c.device == host and c.handling in ASKED_WHERE_IT_LIVES}
+    hosted = {
+        i for i, c in enumerate(captured) if c.kind == "tensor" and is_taken_on_host(traced.concrete.graph, inside[i])
+    }
+
+    def of_rows(rows: int) -> Crossings | None:
+        return None if kind == "CPU" else crossings(traced, kind, asked.row_lengths, rows, away, hosted)
+
+    return of_rows
 
 
 def _to_the_host(leaves: Sequence[Leaf], rows: int | None, host: str) -> list[Transfer]:

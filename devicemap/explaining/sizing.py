@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from devicemap.devices import kind_of
 from devicemap.explaining.liveness import Body, Op, needed, peak_bytes
 from devicemap.explaining.walking import called_by, needed_in
 from devicemap.hosting import dtypes_of, kernel_for
@@ -91,6 +92,12 @@ class _Value:
     known: Any = None
     """Its elements, where they depend on no row."""
 
+    maker: str = ""
+    """What made it."""
+
+    constant: bool = False
+    """Whether it is the same in each call."""
+
     listed: _List | None = None
 
 
@@ -112,6 +119,56 @@ def memory_bytes_per_row(traced: Any, kind: str, row_lengths: Mapping[int, Seque
     return math.ceil((many - few) / (_ROWS[1] - _ROWS[0]))
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor that goes from the memory of a device to the host's, or back."""
+
+    what: str
+    """The op that makes it on the host, or that takes it there, or something captured."""
+
+    to_device: bool
+
+    size_bytes: int | None
+    """Of all times; `None` where it cannot be told."""
+
+
+@dataclass(frozen=True)
+class Crossings:
+    """What goes between a device's memory and the host's in a call on so many rows."""
+
+    arriving: tuple[bool, ...]
+    """For each leaf of the data, whether it goes to the device's memory."""
+
+    leaving: tuple[bool, ...]
+    """For each leaf of the results, whether it comes from there."""
+
+    others: tuple[Crossing, ...]
+
+
+def crossings(
+    traced: Any,
+    kind: str,
+    row_lengths: Mapping[int, Sequence[Any]],
+    rows: int,
+    away: Mapping[int, str],
+    hosted: Collection[int],
+) -> Crossings | None:
+    """What goes between the memory of a device of a kind and the host's, `None` where that cannot be told.
+
+    Args:
+        traced: the `Traced` function.
+        kind: of the device.
+        row_lengths: as `Asked.row_lengths`.
+        rows: how many the device gets.
+        away: names of what is captured and used on the host, by its position.
+        hosted: positions of what is captured and lies on the host besides.
+    """
+    try:
+        return _Sketch(traced.concrete.graph, kind).crossings_of(traced, row_lengths, rows, away, hosted)
+    except (UnknownSizeError, ValueError):
+        return None
+
+
 @dataclass
 class _Sketch:
     """A graph for a number of rows."""
@@ -127,6 +184,65 @@ class _Sketch:
         self._copies: dict[int, _Value] = {}
         self._kernels_of = cache(registered_kernels)
         self._unsized: set[int] = set()
+        self._crossed: list[tuple[Op | None, Crossing]] = []
+        self._left: set[int] = set()
+        self._away: dict[int, str] = {}
+        self._rows: set[int] = set()
+
+    def crossings_of(
+        self,
+        traced: Any,
+        row_lengths: Mapping[int, Sequence[Any]],
+        rows: int,
+        away: Mapping[int, str],
+        hosted: Collection[int],
+    ) -> Crossings:
+        parts = [_of_rows(spec, row_lengths.get(i), rows) for i, spec in enumerate(traced.input_specs)]
+        given = [[replace(self._arriving(*part), on_host=True) for part in leaf] for leaf in parts]
+        flat = [value for leaf in given for value in leaf]
+        inside = self.source.inputs[len(flat) :]
+        captured = [self._value(self._unknown(t), on_host=i in away or i in hosted) for i, t in enumerate(inside)]
+        self._away = {captured[i].number: name for i, name in away.items()}
+        self._rows = {value.number for value in flat}
+        ends = self._run(self.source, [*flat, *captured])
+        results = iter(ends)
+        leaving = []
+        for leaf in traced.concrete.structured_outputs:
+            parts_of_leaf = [next(results) for _ in tf.nest.flatten(leaf, expand_composites=True)]
+            leaving.append(not all(end.on_host for end in parts_of_leaf))
+        ops = needed(self.ops, [end.number for end in ends])
+        made = {number for op in ops for number, _ in op.makes}
+        sent = {number for number, copy in self._copies.items() if copy.number in made}
+        arriving = [any(value.number in sent for value in leaf) for leaf in given]
+        return Crossings(tuple(arriving), tuple(leaving), tuple(self._crossed_by(ops)))
+
+    def _crossed_by(self, ops: Sequence[Op]) -> list[Crossing]:
+        """What these ops let go from memory to memory. Rows that come are not counted: they have no maker."""
+        ids = {id(op) for op in ops}
+        return [each for op, each in self._crossed if id(op) in ids and each.what]
+
+    def _passes_on_host(self, dtype: Any) -> bool:
+        """Whether what a function is given and gives is in the host's memory."""
+        identity = kernel_for(self._kernels_of("Identity"), self.kind, {"T": [dtype.as_datatype_enum]})
+        return self.kind != "CPU" and (identity is None or bool(identity.on_host))
+
+    def _cross(self, value: _Value, what: str, to_device: bool) -> None:
+        """Note that a tensor goes from memory to memory."""
+        shape, dtype = value.tensor.shape, value.tensor.dtype
+        if dtype not in (tf.resource, tf.variant, tf.string):
+            size = int(shape.num_elements()) * int(dtype.size) if shape.is_fully_defined() else None
+            self._crossed.append((None, Crossing(what, to_device, size)))
+
+    def _note_op(self, op: Op) -> None:
+        """An op, which what crossed last was for."""
+        self.ops.append(op)
+        self._crossed = [(op if known is None else known, each) for known, each in self._crossed]
+
+    def _to_host(self, value: _Value, what: str) -> None:
+        """An op takes a tensor of the device on the host; others may have done so before."""
+        if not value.on_host and value.number not in self._left:
+            self._left.add(value.number)
+            self._cross(value, what, to_device=False)
 
     def peak_bytes(self, specs: Sequence[Any], row_lengths: Mapping[int, Sequence[Any]], rows: int) -> int:
         leaves = [t for i, spec in enumerate(specs) for t in _of_rows(spec, row_lengths.get(i), rows)]
@@ -142,14 +258,18 @@ class _Sketch:
 
     def _arriving(self, shape: Any, dtype: Any, known: Any) -> _Value:
         tensor = self._unknown(tf.TensorSpec(shape, dtype)) if known is None else self._constant(known)
-        identity = kernel_for(self._kernels_of("Identity"), self.kind, {"T": [dtype.as_datatype_enum]})
-        return self._value(
-            tensor, on_host=self.kind != "CPU" and (identity is None or bool(identity.on_host)), known=known
-        )
+        return self._value(tensor, on_host=self._passes_on_host(dtype), known=known)
 
     def _value(self, tensor: Any, **facts: Any) -> _Value:
         self.count += 1
         return _Value(self.count, tensor, **facts)
+
+    def _again(self, value: _Value) -> _Value:
+        """What stands for it in a graph that an op runs."""
+        self.count += 1
+        if value.number in self._away:
+            self._away[self.count] = self._away[value.number]
+        return replace(value, number=self.count)
 
     def _unknown(self, like: Any) -> Any:
         """A tensor of the sketch with the dtype and the shape of another one."""
@@ -176,13 +296,23 @@ class _Sketch:
 
     def _run(self, graph: Any, arguments: Sequence[_Value]) -> list[_Value]:
         """Run a function's graph, here."""
-        values = {id(tensor): value for tensor, value in zip(graph.inputs, arguments)}
+        values = {tensor.name: value for tensor, value in zip(graph.inputs, arguments)}
         needed = needed_in(graph)
-        for op in graph.get_operations():
-            if op in needed and not (op.outputs and id(op.outputs[0]) in values):
-                results = self._of_op(op, [values[id(tensor)] for tensor in op.inputs])
-                values |= {id(tensor): value for tensor, value in zip(op.outputs, results)}
-        return [values[id(tensor)] for tensor in graph.outputs]
+        waiting = [
+            op for op in graph.get_operations() if op in needed and not (op.outputs and op.outputs[0].name in values)
+        ]
+        while waiting:  # once, unless ops were put before others that there were already
+            later = []
+            for op in waiting:
+                if not all(tensor.name in values for tensor in op.inputs):
+                    later.append(op)
+                    continue
+                results = self._of_op(op, [values[tensor.name] for tensor in op.inputs])
+                values |= {tensor.name: value for tensor, value in zip(op.outputs, results)}
+            if len(later) == len(waiting):
+                raise UnknownSizeError(later[0].name)
+            waiting = later
+        return [values[tensor.name] for tensor in graph.outputs]
 
     def _of_op(self, op: Any, taken: list[_Value]) -> Sequence[_Value]:
         if op.type in ("PartitionedCall", "StatefulPartitionedCall"):
@@ -191,8 +321,22 @@ class _Sketch:
             return self._loop(op, taken)
         if op.type in ("If", "StatelessIf", "Case", "StatelessCase"):
             return self._branches(op, taken)
+        if op.type == "Identity" or (
+            op.type == "Reshape" and taken[0].tensor.shape.rank == op.outputs[0].shape.rank == 0
+        ):
+            return taken[:1]  # TensorFlow takes it out
         known = _folded(op, taken) or [None] * len(op.outputs)
         taken_on_host, made_on_host = self._in_host_memory(op)
+        name = next((self._away[value.number] for value in taken if value.number in self._away), op.type)
+        if name != op.type or kind_of(op.device) == "CPU" != self.kind:
+            taken_on_host, made_on_host = [True] * len(op.inputs), [True] * len(op.outputs)
+        # What is made of constants alone, TensorFlow computes once.
+        constant = bool(known) and known[0] is not None and all(value.constant for value in taken)
+        if constant:
+            taken_on_host = [value.on_host for value in taken]
+        for value, on_host in zip(taken, taken_on_host):
+            if on_host:
+                self._to_host(value, name)
         taken = [value if on_host else self._on_device(value) for value, on_host in zip(taken, taken_on_host)]
         results = [*map(self._constant, known)] if known and known[0] is not None else self._shapes(op, taken)
         if op.type in _ON_LISTS:
@@ -201,7 +345,9 @@ class _Sketch:
             viewed = taken if op.type == "IdentityN" else [taken[-1 if op.type == "Split" else 0]] * len(results)
             return [replace(view, tensor=result, known=k) for view, result, k in zip(viewed, results, known)]
         values = zip(results, made_on_host, known)
-        return self._make(op, taken, [self._value(r, on_host=on_host, known=k) for r, on_host, k in values])
+        return self._make(
+            op, taken, [self._value(r, on_host=h, known=k, maker=name, constant=constant) for r, h, k in values]
+        )
 
     def _make(
         self, op: Any, taken: Iterable[_Value], made: Sequence[_Value], sizes: Sequence[int] | None = None
@@ -212,7 +358,7 @@ class _Sketch:
         views = op.type in _HOLDERS and not made[0].on_host
         makes = tuple((value.number, size) for value, size in zip(made, sizes))
         acts = op.op_def.is_stateful and op.type not in _READS
-        self.ops.append(Op(takes, makes, views, op.type in _IN_PLACE, acts))
+        self._note_op(Op(takes, makes, views, op.type in _IN_PLACE, acts))
         return made
 
     def _on_device(self, value: _Value) -> _Value:
@@ -220,9 +366,10 @@ class _Sketch:
         if not value.on_host or value.listed is not None or value.tensor.dtype in (tf.resource, tf.string, tf.variant):
             return value
         if value.number not in self._copies:
+            self._cross(value, value.maker, to_device=True)
             copy = self._value(value.tensor, known=value.known)
             self._copies[value.number] = copy
-            self.ops.append(Op((value.number,), ((copy.number, self._bytes(copy)),)))
+            self._note_op(Op((value.number,), ((copy.number, self._bytes(copy)),)))
         return replace(self._copies[value.number], tensor=value.tensor)
 
     def _in_host_memory(self, op: Any) -> tuple[list[bool], list[bool]]:
@@ -244,6 +391,11 @@ class _Sketch:
             made = self._graph.create_op(op.type, [v.tensor for v in taken], dtypes, attrs=attributes).outputs
         except (ValueError, tf.errors.OpError):
             made = [self._unknown(output) for output in op.outputs]
+        if op.type in ("ResourceGather", "LookupTableFindV2"):  # handles in the sketch do not know what they are of
+            indices = taken[1].tensor.shape
+            made = [
+                self._unknown(tf.TensorSpec(indices.concatenate(op.outputs[0].shape[indices.rank :]), made[0].dtype))
+            ]
         if op.type.startswith("Ragged") and not all(tensor.shape.is_fully_defined() for tensor in made):
             zeros = [v.known if v.known is not None else _zeros(v.tensor) for v in taken]
             results = None if any(zero is None for zero in zeros) else _run_now(op, zeros)
@@ -322,13 +474,15 @@ class _Sketch:
 
     def _inside(self, graph: Any, arguments: Sequence[_Value]) -> tuple[list[Op], list[_Value]]:
         """Run a function's graph apart from the ops around it."""
-        around, copies = self.ops, self._copies
-        self.ops, self._copies = [], {}
+        around = self.ops, self._copies, self._crossed, self._left
+        self.ops, self._copies, self._crossed, self._left = [], {}, [], set()
         try:
             results = self._run(graph, arguments)
-            return needed(self.ops, [value.number for value in results]), results
+            ops = needed(self.ops, [value.number for value in results])
+            self._crossed_inside = self._crossed_by(ops)
+            return ops, results
         finally:
-            self.ops, self._copies = around, copies
+            self.ops, self._copies, self._crossed, self._left = around
 
     def _branches(self, op: Any, taken: Sequence[_Value]) -> Sequence[_Value]:
         names = ("else_branch", "then_branch")
@@ -336,8 +490,9 @@ class _Sketch:
         branches = [f.name for f in op.get_attr("branches")] if of_cases else [op.get_attr(name).name for name in names]
         bodies, results = [], []
         for name in branches:
-            arguments = [self._value(v.tensor, on_host=v.on_host, known=v.known, listed=v.listed) for v in taken[1:]]
+            arguments = [self._again(value) for value in taken[1:]]
             ops, ends = self._inside(self._graph_of(name), arguments)
+            self._crossed += [(None, replace(each, size_bytes=None)) for each in self._crossed_inside]
             chosen = self._value(taken[0].tensor, on_host=True)
             inputs = [(v.number, self._held(v)) for v in (chosen, *arguments)]
             bodies.append(Body(tuple(ops), tuple(inputs), tuple(v.number for v in ends), repeats=False))
@@ -347,23 +502,33 @@ class _Sketch:
         return self._note(taken, made, [self._held(v) for v in largest], bodies)
 
     def _loop(self, op: Any, taken: Sequence[_Value]) -> Sequence[_Value]:
+        # What a loop carries is where it runs; what is captured is there already.
+        carried = [not v.on_host or v.number not in self._rows or self._passes_on_host(v.tensor.dtype) for v in taken]
+        taken = [value if there else self._on_device(value) for value, there in zip(taken, carried)]
         step = self._function(op, "body")
-        constant = frozenset(i for i, end in enumerate(step.outputs) if _origin(end) is step.inputs[i])
+        constant = frozenset(i for i, end in enumerate(step.outputs) if _origin(end).name == step.inputs[i].name)
         grows = any(value.listed and not value.listed.length for value in taken)
         steps = self._steps(op, taken, step, constant) if grows else None
+        counted = grows
         shapes = [value.tensor.shape for value in taken]
         while True:
             arguments = [
-                self._value(v.tensor, on_host=v.on_host, known=v.known, listed=v.listed)
-                if i in constant
-                else self._carried(v, shapes[i], steps)
-                for i, v in enumerate(taken)
+                self._again(v) if i in constant else self._carried(v, shapes[i], steps) for i, v in enumerate(taken)
             ]
             ops, results = self._inside(step, arguments)
             ends = [_common(shape, value.tensor.shape) for shape, value in zip(shapes, results)]
             if [str(shape) for shape in ends] == [str(shape) for shape in shapes]:
                 break
             shapes = ends
+        crossed = self._crossed_inside
+        (goes_on,) = self._inside(self._function(op, "cond"), arguments)[1]
+        asked = [*self._crossed_inside, *([] if goes_on.on_host else [Crossing(op.type, False, 1)])]
+        if (crossed or asked) and not counted:
+            steps = self._steps(op, taken, step, constant)
+        for times, each_time in ((steps, crossed), (None if steps is None else steps + 1, asked)):
+            for each in each_time:
+                size = None if times is None or each.size_bytes is None else times * each.size_bytes
+                self._crossed.append((None, replace(each, size_bytes=size)))
         inputs = [(v.number, self._held(v, 0 if i in constant else 1)) for i, v in enumerate(arguments)]
         body = Body(tuple(ops), tuple(inputs), tuple(v.number for v in results), repeats=True, constant=constant)
         made = [
@@ -400,7 +565,9 @@ class _Sketch:
         listed = value.listed
         if listed is not None:
             listed = replace(listed, length=listed.length or steps)
-        return self._value(_shaped(self._unknown(value.tensor), shape), on_host=value.on_host, listed=listed)
+        return self._again(
+            replace(value, tensor=_shaped(self._unknown(value.tensor), shape), known=None, listed=listed)
+        )
 
     def _held(self, value: _Value, missing: int = 0) -> int:
         """The bytes of a tensor, or of the elements of a list but so many."""
@@ -418,7 +585,7 @@ class _Sketch:
     ) -> Sequence[_Value]:
         sizes = [self._held(value) for value in made] if sizes is None else sizes
         makes = tuple((value.number, size) for value, size in zip(made, sizes))
-        self.ops.append(Op(tuple(v.number for v in taken), makes, bodies=tuple(bodies)))
+        self._note_op(Op(tuple(v.number for v in taken), makes, bodies=tuple(bodies)))
         return made
 
 
@@ -481,9 +648,9 @@ def _increment(step: Any, i: int, taken: Sequence[_Value]) -> Any:
     if end.type not in ("Add", "AddV2"):
         return None
     one, other = map(_origin, end.inputs)
-    if one is not step.inputs[i]:
+    if one.name != step.inputs[i].name:
         return None
-    places = [k for k, tensor in enumerate(step.inputs) if tensor is other and _origin(step.outputs[k]) is tensor]
+    places = [k for k, tensor in enumerate(step.inputs) if tensor.name == other.name == _origin(step.outputs[k]).name]
     return taken[places[0]].known if places else tf.get_static_value(other)
 
 

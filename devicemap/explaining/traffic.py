@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from devicemap.devices import kind_of
 from devicemap.explaining.plans import Captured, Handling, StrayOp, Transfer
+from devicemap.explaining.sizing import Crossing, Crossings
 from devicemap.types import Shard
 
 _SENT = (Handling.COPIED, Handling.SEED)
+
+ASKED_WHERE_IT_LIVES = (Handling.LOOKED_UP, Handling.ATOMIC, Handling.ORDERED)
+"""What is captured and neither sent nor kept on devices."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +83,47 @@ def captured_on(devices: Sequence[str], captured: Sequence[Captured], places: in
                 yield Transfer(thing.name, device, thing.device, None, None, None)
 
 
-def to_strays(devices: Sequence[str], strays: Sequence[StrayOp], host: str) -> Iterator[Transfer]:
-    """What goes from devices to ops that do not run on them: where there is no kernel, to the host."""
+def between(few: Sequence[Crossing], more: Crossings | None, rows: int) -> dict[tuple[str, bool], int | None]:
+    """Bytes that each so many rows more send, by what it is and whether to the device."""
+    sizes = [_sums(few), _sums(more.others if more else ())]
+    found: dict[tuple[str, bool], int | None] = {}
+    for key in {**sizes[0], **sizes[1]}:
+        less, many = (each.get(key, 0) for each in sizes)
+        found[key] = None if less is None or many is None else (many - less) // rows
+    return found
+
+
+def to_memory(
+    device: str, host: str, per_row: Mapping[tuple[str, bool], int | None], of_call: Crossings | None
+) -> Iterator[Transfer]:
+    """What ops send from a device to the host's memory, and from there."""
+    sums = None if of_call is None else _sums(of_call.others)
+    for key in per_row if sums is None else sums:
+        ends = (host, device) if key[1] else (device, host)
+        yield Transfer(key[0], *ends, None, None if sums is None else sums[key], per_row.get(key))
+
+
+def _sums(crossings: Iterable[Crossing]) -> dict[tuple[str, bool], int | None]:
+    found: dict[tuple[str, bool], list[int | None]] = {}
+    for each in crossings:
+        found.setdefault((each.what, each.to_device), []).append(each.size_bytes)
+    return {key: total(sizes) for key, sizes in found.items()}
+
+
+def to_strays(
+    devices: Sequence[str], strays: Sequence[StrayOp], host: str, known: Collection[str] = ()
+) -> Iterator[Transfer]:
+    """What goes from devices to ops that do not run on them: where there is no kernel, to the host.
+
+    What goes to `known` devices is told otherwise.
+    """
     for stray in strays:
         for device in dict.fromkeys(devices):
             if stray.reason == "no kernel":
                 target = host if kind_of(device) == stray.device else device
             else:
                 target = stray.device
-            if target != device:
+            if target != device and target not in known:
                 yield Transfer(stray.op, device, target, None, None, None)
 
 

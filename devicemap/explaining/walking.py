@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from devicemap.auditing import LOOPS
 from devicemap.internals.functions import functions_within
 
 
@@ -43,6 +45,14 @@ def _reached(graphs: list[Any], functions: dict[str, tuple[Any, bool]]) -> list[
 def needed_in(graph: Any) -> set[Any]:
     """The ops of one graph, without those of functions that it calls, that its results and effects need."""
     return {*_reached([graph], {})}
+
+
+def without_loop(ops: Sequence[Any], concrete: Any) -> list[Any]:
+    """Of the ops of a `ConcreteFunction` that calls another one for each row, those that are not of its loop over rows."""
+    functions = functions_within(concrete.graph)
+    loops = [op for op in concrete.graph.get_operations() if op.type in LOOPS]
+    own = {concrete.graph, *(functions[name][0] for op in loops for name in called_by(op) if name in functions)}
+    return [op for op in ops if op.graph not in own]
 
 
 def called_by(op: Any) -> list[str]:
