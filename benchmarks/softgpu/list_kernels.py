@@ -35,14 +35,17 @@ _ALSO_COMPUTED = ("TensorList", "TensorScatter", "ResourceScatter")
 
 def main() -> None:
     found: dict[tuple[str, str, tuple[str, ...], tuple[str, ...]], set[tuple[str, ...]]] = defaultdict(set)
-    for kernel in kernels.get_all_registered_kernels().kernel:
+    known: set[tuple[str, str, tuple[str, ...]]] = set()  # a kernel for GPUs hides one for all devices
+    for kernel in sorted(kernels.get_all_registered_kernels().kernel, key=lambda each: each.device_type != "GPU"):
         if _wanted(kernel):
             of_types = [c for c in kernel.constraint if c.allowed_values.list.type]  # the few others are left out
             names = tuple(constraint.name for constraint in of_types)
             types = [[_name(each) for each in c.allowed_values.list.type] for c in of_types]
             which = (kernel.op, kernel.label, tuple(kernel.host_memory_arg), names)
-            found[which] |= {*itertools.product(*types)}
-    lines = [line for which, types in sorted(found.items()) for line in _lines(*which, types)]
+            found[which] |= {each for each in itertools.product(*types) if (kernel.op, kernel.label, each) not in known}
+            if kernel.device_type == "GPU":
+                known |= {(kernel.op, kernel.label, each) for each in itertools.product(*types)}
+    lines = [line for which, types in sorted(found.items()) if types for line in _lines(*which, types)]
     head = f"# The kernels for GPUs of TensorFlow {tf.__version__}'s CUDA build, by list_kernels.py."
     LIST.write_text("\n".join([head, *lines]) + "\n")
     print(f"{len(lines)} lines for {len({which[0] for which in found})} ops in {LIST.name}")

@@ -147,13 +147,23 @@ def start(count: int = 2, memory_bytes: int = 512 << 20) -> SoftGPUs:
             getattr(control, name).restype = ctypes.c_int64
         for name in ("softgpu_start", "softgpu_configure", "softgpu_clear"):
             getattr(control, name).restype = None
-        control.softgpu_start(count, memory_bytes, str(KERNELS).encode())
+        control.softgpu_start(count, _with_reserve(memory_bytes), str(KERNELS).encode())
         load_library.load_pluggable_device_library(library)
         # It puts channels first for GPUs, and the CPU has no such kernels.
         tf.config.optimizer.set_experimental_options({"layout_optimizer": False})
     except (tf.errors.OpError, OSError, AttributeError) as error:
         raise Unavailable(f"{library} does not load into TensorFlow {tf.__version__}: {error}") from error
     return SoftGPUs(control, count)
+
+
+def _with_reserve(memory_bytes: int) -> int:
+    """What a device has to have for TensorFlow's allocator to get so much.
+
+    TensorFlow leaves 255 MiB of less than 2 GiB to others, and of more a twentieth, at least 300 MiB (`MinSystemMemory` in
+    pluggable_device_factory.cc).
+    """
+    small = memory_bytes + (255 << 20)
+    return small if small < 1 << 31 else max(memory_bytes + (300 << 20), -(-memory_bytes * 20 // 19))
 
 
 _MOST_DEVICES = 16

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from devicemap.devices import kind_of
 from devicemap.explaining.liveness import Body, Op, needed, peak_bytes
-from devicemap.explaining.walking import called_by, needed_in
+from devicemap.explaining.walking import called_by, lasting_variables, needed_in
 from devicemap.hosting import dtypes_of, kernel_for
 from devicemap.internals.functions import functions_within, registered_kernels
 
@@ -101,6 +101,15 @@ class _Value:
     listed: _List | None = None
 
 
+_NOTHING = _Value(0, None)
+"""Stands for results of functions that nobody needs."""
+
+
+def _own_outputs(traced: Any) -> set[int]:
+    """Which outputs of its graph are its results: behind them come those that its gradients need."""
+    return {*range(len(tf.nest.flatten(traced.concrete.structured_outputs, expand_composites=True)))}
+
+
 def memory_bytes_per_row(traced: Any, kind: str, row_lengths: Mapping[int, Sequence[Any]]) -> int | None:
     """What one more row of a shard adds to the most memory that is taken at once on a device of a kind.
 
@@ -113,8 +122,8 @@ def memory_bytes_per_row(traced: Any, kind: str, row_lengths: Mapping[int, Seque
         Bytes, or `None` where a shape is not known before it runs.
     """
     try:
-        few, many = (_Sketch(traced.concrete.graph, kind).peak_bytes(traced.input_specs, row_lengths, n) for n in _ROWS)
-    except (UnknownSizeError, ValueError):  # TensorFlow raises the latter for shapes without a rank
+        few, many = (_Sketch(traced.concrete.graph, kind).peak_bytes(traced, row_lengths, n) for n in _ROWS)
+    except Exception:  # of any kind: whatever a sketch of a function does not know, a figure is not worth a call
         return None
     return math.ceil((many - few) / (_ROWS[1] - _ROWS[0]))
 
@@ -165,7 +174,7 @@ def crossings(
     """
     try:
         return _Sketch(traced.concrete.graph, kind).crossings_of(traced, row_lengths, rows, away, hosted)
-    except (UnknownSizeError, ValueError):
+    except Exception:  # of any kind: whatever a sketch of a function does not know, a figure is not worth a call
         return None
 
 
@@ -204,7 +213,7 @@ class _Sketch:
         captured = [self._value(self._unknown(t), on_host=i in away or i in hosted) for i, t in enumerate(inside)]
         self._away = {captured[i].number: name for i, name in away.items()}
         self._rows = {value.number for value in flat}
-        ends = self._run(self.source, [*flat, *captured])
+        ends = self._run(self.source, [*flat, *captured], _own_outputs(traced))
         results = iter(ends)
         leaving = []
         for leaf in traced.concrete.structured_outputs:
@@ -244,11 +253,13 @@ class _Sketch:
             self._left.add(value.number)
             self._cross(value, what, to_device=False)
 
-    def peak_bytes(self, specs: Sequence[Any], row_lengths: Mapping[int, Sequence[Any]], rows: int) -> int:
-        leaves = [t for i, spec in enumerate(specs) for t in _of_rows(spec, row_lengths.get(i), rows)]
+    def peak_bytes(self, traced: Any, row_lengths: Mapping[int, Sequence[Any]], rows: int) -> int:
+        leaves = [t for i, spec in enumerate(traced.input_specs) for t in _of_rows(spec, row_lengths.get(i), rows)]
         given = [self._arriving(*leaf) for leaf in leaves]
         captured = [self._value(self._unknown(t), on_host=True) for t in self.source.inputs[len(given) :]]
-        results = self._run(self.source, [*given, *captured])
+        results = [
+            end for end in self._run(self.source, [*given, *captured], _own_outputs(traced)) if end is not _NOTHING
+        ]
         sizes = {value.number: self._bytes(value) for value in given} | {value.number: 0 for value in captured}
         kept = [value.number for value in results]
         ops = needed(self.ops, kept)
@@ -294,10 +305,11 @@ class _Sketch:
         alignment = _ALIGNMENT.get(self.kind, 256)
         return math.ceil(size / alignment) * alignment
 
-    def _run(self, graph: Any, arguments: Sequence[_Value]) -> list[_Value]:
-        """Run a function's graph, here."""
+    def _run(self, graph: Any, arguments: Sequence[_Value], kept: Collection[int] | None = None) -> list[_Value]:
+        """Run a function's graph, here, for all of its results or for those that are `kept`: gradients add others."""
+        ends = [tensor for i, tensor in enumerate(graph.outputs) if kept is None or i in kept]
         values = {tensor.name: value for tensor, value in zip(graph.inputs, arguments)}
-        needed = needed_in(graph)
+        needed, names = needed_in(graph, ends), {tensor.name for tensor in ends}
         waiting = [
             op for op in graph.get_operations() if op in needed and not (op.outputs and op.outputs[0].name in values)
         ]
@@ -307,18 +319,21 @@ class _Sketch:
                 if not all(tensor.name in values for tensor in op.inputs):
                     later.append(op)
                     continue
-                results = self._of_op(op, [values[tensor.name] for tensor in op.inputs])
+                takers = [(t.name in names, t.consumers()) for t in op.outputs]
+                used = {i for i, (ends_here, by) in enumerate(takers) if ends_here or any(t in needed for t in by)}
+                results = self._of_op(op, [values[tensor.name] for tensor in op.inputs], used)
                 values |= {tensor.name: value for tensor, value in zip(op.outputs, results)}
             if len(later) == len(waiting):
                 raise UnknownSizeError(later[0].name)
             waiting = later
-        return [values[tensor.name] for tensor in graph.outputs]
+        return [values.get(tensor.name, _NOTHING) for tensor in graph.outputs]
 
-    def _of_op(self, op: Any, taken: list[_Value]) -> Sequence[_Value]:
+    def _of_op(self, op: Any, taken: list[_Value], used: set[int]) -> Sequence[_Value]:
+        """What an op gives; of its outputs some are `used`."""
         if op.type in ("PartitionedCall", "StatefulPartitionedCall"):
-            return self._run(self._function(op, "f"), taken)
+            return self._run(self._function(op, "f"), taken, used)
         if op.type in ("While", "StatelessWhile"):
-            return self._loop(op, taken)
+            return self._loop(op, taken, used)
         if op.type in ("If", "StatelessIf", "Case", "StatelessCase"):
             return self._branches(op, taken)
         if op.type == "Identity" or (
@@ -472,12 +487,15 @@ class _Sketch:
             raise UnknownSizeError(name)
         return graph
 
-    def _inside(self, graph: Any, arguments: Sequence[_Value]) -> tuple[list[Op], list[_Value]]:
+    def _inside(
+        self, graph: Any, arguments: Sequence[_Value], kept: Collection[int] | None = None
+    ) -> tuple[list[Op], list[_Value]]:
         """Run a function's graph apart from the ops around it."""
         around = self.ops, self._copies, self._crossed, self._left
         self.ops, self._copies, self._crossed, self._left = [], {}, [], set()
         try:
-            results = self._run(graph, arguments)
+            results = self._run(graph, arguments, kept)
+            results = [a if r is _NOTHING else r for a, r in zip(arguments, results)] if kept is not None else results
             ops = needed(self.ops, [value.number for value in results])
             self._crossed_inside = self._crossed_by(ops)
             return ops, results
@@ -501,13 +519,16 @@ class _Sketch:
         made = [self._value(v.tensor, on_host=v.on_host, listed=v.listed) for v in largest]
         return self._note(taken, made, [self._held(v) for v in largest], bodies)
 
-    def _loop(self, op: Any, taken: Sequence[_Value]) -> Sequence[_Value]:
+    def _loop(self, op: Any, taken: Sequence[_Value], used: set[int]) -> Sequence[_Value]:
         # What a loop carries is where it runs; what is captured is there already.
         carried = [not v.on_host or v.number not in self._rows or self._passes_on_host(v.tensor.dtype) for v in taken]
         taken = [value if there else self._on_device(value) for value, there in zip(taken, carried)]
         step = self._function(op, "body")
-        constant = frozenset(i for i, end in enumerate(step.outputs) if _origin(end).name == step.inputs[i].name)
-        grows = any(value.listed and not value.listed.length for value in taken)
+        kept = lasting_variables(used, step, self._function(op, "cond"))
+        taken = [v if i in kept else replace(v, on_host=True, listed=None) for i, v in enumerate(taken)]
+        ends_of_step = enumerate(step.outputs)
+        constant = frozenset(i for i, end in ends_of_step if i not in kept or _origin(end).name == step.inputs[i].name)
+        grows = any(value.listed and not value.listed.length for i, value in enumerate(taken) if i in kept)
         steps = self._steps(op, taken, step, constant) if grows else None
         counted = grows
         shapes = [value.tensor.shape for value in taken]
@@ -515,7 +536,7 @@ class _Sketch:
             arguments = [
                 self._again(v) if i in constant else self._carried(v, shapes[i], steps) for i, v in enumerate(taken)
             ]
-            ops, results = self._inside(step, arguments)
+            ops, results = self._inside(step, arguments, kept)
             ends = [_common(shape, value.tensor.shape) for shape, value in zip(shapes, results)]
             if [str(shape) for shape in ends] == [str(shape) for shape in shapes]:
                 break

@@ -42,9 +42,33 @@ def _reached(graphs: list[Any], functions: dict[str, tuple[Any, bool]]) -> list[
     return list(found)
 
 
-def needed_in(graph: Any) -> set[Any]:
-    """The ops of one graph, without those of functions that it calls, that its results and effects need."""
-    return {*_reached([graph], {})}
+def needed_in(graph: Any, results: Sequence[Any] | None = None) -> set[Any]:
+    """The ops of one graph, without those of functions that it calls, that its results, or some of them, and effects need."""
+    found: set[Any] = set()
+    needed = [*(tensor.op for tensor in (graph.outputs if results is None else results)), *graph.control_outputs]
+    while needed:
+        op = needed.pop()
+        if op not in found:
+            found.add(op)
+            needed += [*op.control_inputs, *(tensor.op for tensor in op.inputs)]
+    return found
+
+
+def lasting_variables(used: set[int], step: Any, test: Any) -> set[int]:
+    """Which variables of a loop are used after it, or for these: gradients that were built once leave others behind.
+
+    `step` and `test` are the graphs of its body and its condition.
+    """
+    kept = _taken(test, test.outputs) | used
+    while more := _taken(step, [step.outputs[i] for i in kept]) - kept:
+        kept |= more
+    return kept
+
+
+def _taken(graph: Any, results: Sequence[Any]) -> set[int]:
+    """Which inputs of a graph some of its results need."""
+    needed = needed_in(graph, results)
+    return {i for i, tensor in enumerate(graph.inputs) if tensor.op in needed}
 
 
 def without_loop(ops: Sequence[Any], concrete: Any) -> list[Any]:
