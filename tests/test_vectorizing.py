@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from graphs import partitions, placements
 
 import devicemap
 
@@ -356,3 +357,16 @@ def test_axes_that_only_the_running_graph_knows() -> None:
     mapped = tf.function(lambda x: mapper(x), input_signature=[spec])
     for data in (DATA["single"], DATA["vector"], DATA["vector"][:1]):
         np.testing.assert_allclose(mapped(data), tf.reduce_sum(data * 2.0, 1), rtol=1e-5)
+
+
+def test_nothing_runs_for_one_row_beside_all_rows() -> None:
+    """What is vectorised is called for one row first, which stateful ops would keep."""
+    level = tf.Variable(1.0)
+
+    def looping(row: Any) -> Any:
+        return tf.while_loop(lambda i, _: i < 5, lambda i, s: (i + 1, tf.sin(s) + level), (0, row))[1]
+
+    mapper = devicemap.DeviceMap(looping, devices=["CPU:1", "CPU:2"])
+    found = placements(partitions(mapper, tf.ones([8, 3])), "Sin")
+    assert mapper.explain(tf.ones([8, 3])).vectorized
+    assert found == {"CPU:1": 1, "CPU:2": 1}
