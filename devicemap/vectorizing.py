@@ -100,13 +100,20 @@ def vectorize(row_fn: Any, specs: Sequence[Any], check: Callable[[Form, str], No
             take_all_rows(row.op)
         return row_fn(*rows)
 
-    # Without control dependencies, or what is called for one row, and then vectorised, would also run as it is.
+    # Without control dependencies, or what is called for one row, and then vectorised, would also run as it is. In another
+    # function with them, or TensorFlow brings what a loop gives to where its variables are, and back.
     @tf.function(autograph=False, experimental_attributes=UNCHAINED)
     def vectorized(*leaves: Any) -> list[Any]:
         return list(tf.vectorized_map(run, leaves, fallback_to_while_loop=False))
 
     with convert_own([row_fn.graph, *own], of_op), _without_conversion_log():
-        return vectorized.get_concrete_function(*specs)
+        concrete = vectorized.get_concrete_function(*specs)
+
+    @tf.function(autograph=False)
+    def kept(*leaves: Any) -> Any:
+        return concrete(*leaves)
+
+    return kept.get_concrete_function(*specs)
 
 
 def _check(form: Form, unproven: list[Form], wanted: bool) -> None:
