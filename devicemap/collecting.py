@@ -58,7 +58,11 @@ def is_listless(dtype: Any) -> bool:
 
 
 def collected(
-    run: Callable[[Any], Sequence[Any]], rows: Any, kept: Sequence[Kept], at_once: int | None = None
+    run: Callable[[Any], Sequence[Any]],
+    rows: Any,
+    kept: Sequence[Kept],
+    at_once: int | None = None,
+    bounded: bool = False,
 ) -> list[Any]:
     """What `run` gives for the numbers of so many rows, each result as one tensor of all rows.
 
@@ -67,6 +71,7 @@ def collected(
         rows: int32 scalar.
         kept: how each of the results is kept.
         at_once: how many rows may be under way at the same time; `None` for as many as TensorFlow likes.
+        bounded: whether the loop is told that it has no more steps, which XLA asks for in gradients, and GPUs pay for.
     """
     arrays = []
     for each in kept:
@@ -80,7 +85,13 @@ def collected(
                 written.append(array.write(row, _as(each.carrier, result)))
         return row + 1, written
 
-    _, arrays = tf.while_loop(lambda row, _: row < rows, step, (0, arrays), parallel_iterations=at_once or _AT_ONCE)
+    _, arrays = tf.while_loop(
+        lambda row, _: row < rows,
+        step,
+        (0, arrays),
+        parallel_iterations=at_once or _AT_ONCE,
+        maximum_iterations=rows if bounded else None,
+    )
     results = []
     for each, array in zip(kept, arrays):
         with each.on_device():

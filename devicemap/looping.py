@@ -42,7 +42,8 @@ def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any, at_o
 
         rows = count_rows(leaves[0], tf.int32)
         if dense and not options.jit_compile:  # for which TensorFlow wants to know how many steps there are at most
-            return collected(run, rows, _kept_of(row_fn, signature, options), at_once)
+            on_cpus = all(kind_of(device) == "CPU" for device in options.devices or ())
+            return collected(run, rows, _kept_of(row_fn, signature, options), at_once, bounded=on_cpus)
         return _mapped(run, rows, row_fn, signature, at_once)
 
     return over_rows.get_concrete_function(*specs)

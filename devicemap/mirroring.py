@@ -8,7 +8,8 @@ A captured tensor never changes, so that each device gets it once for all calls;
 call. Whether a variable has changed since the last call cannot be told: TensorFlow counts no assignments, and whoever held
 its buffer to compare would make each update copy all of it.
 
-All maps share the copies on a device, and drop them with the last map.
+All maps share the copies on a device, and drop them with the last map. A job in chunks has its own of variables: it is to see
+one value to its end, whatever is called meanwhile.
 """
 
 from __future__ import annotations
@@ -37,14 +38,19 @@ class Mirrors:
     changes may see either value, as they would without copies.
     """
 
-    def __init__(self, traced: Traced, places: Sequence[str], differentiable: bool, in_place: bool = False):
+    def __init__(
+        self, traced: Traced, places: Sequence[str], differentiable: bool, in_place: bool = False, shared: bool = True
+    ):
         """Where they are to be `differentiable`, gradients go from what the towers hold to the originals.
 
         `in_place`: variables that are read stay where they are. A loop or branch of the user's that calls the map keeps what
         a loop in `fn` needs for its gradient, and TensorFlow lets it keep no handle that it did not get from outside.
+
+        `shared`: whether the copies of variables are those of other maps, too.
         """
         concrete = traced.concrete
         self._differentiable = differentiable
+        self._shared = shared
         self._read: dict[int, Any] = {}
         self._seeds: dict[int, Any] = {}
         for i, (handle, treatment) in enumerate(zip(concrete.captured_inputs, traced.audit.treatments)):
@@ -94,7 +100,8 @@ class Mirrors:
             with tf.device(place):
                 for i, variable in self._read.items():
                     if variable.device != place:
-                        copies[i] = _shared(variable, place, partial(_copy, variable))
+                        copy = partial(_copy, variable)
+                        copies[i] = _shared(variable, place, copy) if self._shared else copy()
             self._copies.append(copies)
         if not self._differentiable:
             for place, kept in zip(places, self._kept):

@@ -44,7 +44,8 @@ class Memory:
         parts = (fn.__self__, fn.__func__) if inspect.ismethod(fn) else (fn,)
         compiled_for = {name: value for name, value in options.items() if name != "progress"}
         try:
-            compiled_for["in_place"] = [variable.ref() for variable in variables_of(options.get("in_place", ()))]
+            in_place = variables_of(options.get("in_place", ()))
+            compiled_for["in_place"] = [id(variable) for variable in in_place]
             # by identity, which calls no code of the user's; with the types: 1 is True to a dict, and not to `batch_size`
             key = (*map(id, parts), *((name, type(value), freeze(value)) for name, value in compiled_for.items()))
             hash(key)
@@ -56,7 +57,7 @@ class Memory:
             if remembered is None:
                 program = Program(fn, options)
                 self._forget_dropped()
-                self._remembered[key] = _Remembered(program.of(_brought_along, False), parts)
+                self._remembered[key] = _Remembered(program.of(_brought_along, False), (*parts, *in_place))
             else:
                 program = remembered.of(fn, options["progress"])
             self._remembered.move_to_end(key)

@@ -102,7 +102,7 @@ class Towers:
         self._taping = threading.Lock()
         self._functions: dict[str, Any] = {}
         self.paces: dict[str, Pace] = {}
-        self._layouts: dict[tuple[bool, bool], Layout] = {}
+        self._layouts: dict[tuple[bool, bool, bool], Layout] = {}
         self._inlined = itertools.count()
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
         self._invoker = Invoker(self.traced.steady)
@@ -243,7 +243,7 @@ class Towers:
             if not self._functions:
                 with Signals():
                     self._build_functions()
-            layout = self._layout(False)
+            layout = self._layout(False, of_job=True)
         callable_of = cancellation.cancellable if cancellation else unrecorded
         mirrors = layout.mirrors
         values = mirrors.values()
@@ -257,19 +257,22 @@ class Towers:
         return functions
 
     def _build_functions(self) -> None:
-        layout = self._layout(False)
+        layout = self._layout(False, of_job=True)
         traces = self._traces_for(len(self.places), (_FUNCTIONS,), False)
         places = {device: self.places.index(device) for device in self.devices}
         self._functions = {device: layout.function(i, traces[i]) for device, i in places.items()}
 
-    def _layout(self, differentiable: bool, in_place: bool = False) -> Layout:
-        """With copies of what is captured for graphs with gradients, or for others; or with none of variables."""
+    def _layout(self, differentiable: bool, in_place: bool = False, of_job: bool = False) -> Layout:
+        """With copies of what is captured for graphs with gradients, or for others; or with none of variables.
+
+        For jobs in chunks they are this map's own: calls of others while one runs are not to assign them.
+        """
         with self._lock:
-            key = differentiable, in_place
+            key = differentiable, in_place, of_job
             if key not in self._layouts:
                 traced = self._variant(self.traced, differentiable, in_place)
                 with self._captures_fit(*self.devices):
-                    mirrors = Mirrors(traced, self.places, differentiable, in_place)
+                    mirrors = Mirrors(traced, self.places, differentiable, in_place, shared=not of_job)
                 self._layouts[key] = Layout(
                     traced, self.places, mirrors, self._output_device, differentiable, self._scope
                 )
@@ -296,7 +299,7 @@ class Towers:
             sizes = [(value.shape.num_elements() or 0) * value.dtype.size for value in copied if value is not None]
             raise function_error(
                 f"{self._name}: no memory for a copy of what fn captures, {sum(sizes)} bytes in all, on "
-                f"{' or '.join(map(short_name, devices))}: {brief(error)}",
+                f"{' or '.join(map(short_name, devices))}; with in_place=[...] variables stay where they are: {brief(error)}",
                 error,
             ) from error
 

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap.auditing import Audit, audit, is_steady
-from devicemap.errors import FunctionError, failure, function_error
+from devicemap.errors import FunctionError, OptionError, failure, function_error
 from devicemap.internals.gradients import complete_handle_data, differentiate_freely
 from devicemap.nests import as_objects, map_nest, nodes_of, refused_by
 from devicemap.options import Options
@@ -119,6 +119,9 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: Stream |
         raise function_error(
             f"fn could not be traced for {what} of {given}{hint}: {type(error).__name__}: {error}", error
         ) from error
+    for variable in options.in_place:
+        if not any(handle is variable.handle for handle in traced_fn.captured_inputs):
+            raise OptionError(f"in_place has {variable.name!r} of shape {variable.shape}, which fn does not use")
     steady = is_steady(traced_fn.graph.as_graph_def())
     about = leaf_specs, shape_of_results[-1], steady, options.in_place
     traced = _variants(loops, *about)

@@ -562,3 +562,16 @@ def test_gradients_through_chunks_are_refused_not_lost() -> None:
             devicemap.parallel_map(tf.sin, X, batch_size=2)
         with tape.stop_recording():
             devicemap.parallel_map(tf.sin, X, batch_size=2)
+
+
+def test_gradients_of_rows_one_by_one_in_a_compiled_function() -> None:
+    mapper = devicemap.DeviceMap(lambda row: tf.sin(row) * row, vectorize=False, devices=["CPU:0"])
+
+    @tf.function(jit_compile=True)
+    def gradient(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(mapper(x))
+        return tape.gradient(y, x)
+
+    np.testing.assert_allclose(gradient(X), tf.cos(X) * X + tf.sin(X), rtol=1e-4, atol=1e-5)

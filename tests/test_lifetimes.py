@@ -285,3 +285,14 @@ def test_calls_leave_nothing_behind(way: str) -> None:
         calls[way]()
     grown = {name: more for name, more in (_objects() - before).items() if more >= 15}
     assert grown == {}
+
+
+def test_tables_that_stay_in_place_go_with_their_function() -> None:
+    def once() -> Any:
+        table = tf.Variable(tf.zeros([10, 2]))
+        devicemap.parallel_map(lambda i: tf.gather(table, i), tf.range(4), in_place=[table])
+        return weakref.ref(table)
+
+    gone = once()
+    gc.collect()
+    assert gone() is None

@@ -315,8 +315,9 @@ def test_all_maps_share_one_copy_of_a_variable_on_each_device() -> None:
         with tf.GradientTape() as tape:
             results = second(rows)
         assert tape.gradient(results, table) is not None
-        on_gpus(lambda row: tf.reduce_sum(table) + row, batch_size=2)(rows)
-        assert all(size <= bytes_on(gpu) < 1.1 * size for gpu in ("GPU:0", "GPU:1")), bytes_on("GPU:1")
+        del tape, results
+        held = [max(map(bytes_on, ("GPU:0", "GPU:1"))) for call in (first, second) * 3 if call(rows) is not None]
+        assert size <= min(held) < 1.1 * size, held  # each second call, TensorFlow still holds the value before
         table.assign_add(tf.ones_like(table))
         np.testing.assert_allclose(second(rows), tf.reduce_sum(table) + rows, rtol=1e-3)
         assert sent(first)[0] == [shard + size] * 2
@@ -454,7 +455,7 @@ def test_captured_variables_that_do_not_fit_are_named_before_anything_runs() -> 
                 mapper(tf.range(8.0))
             except FunctionError as error:
                 assert str(error).startswith(
-                    "lookup: no memory for a copy of what fn captures, 71303168 bytes in all, on GPU:1: "
+                    "lookup: no memory for a copy of what fn captures, 71303168 bytes in all, on GPU:1; with in_place="
                 ), error
                 assert isinstance(error, (tf.errors.ResourceExhaustedError, tf.errors.InternalError)) and not ran
             else:

@@ -349,5 +349,23 @@ def test_variables_may_stay_in_place(options: dict[str, Any]) -> None:
         table.assign_add(tf.ones_like(table))
     captured = {thing.name: thing.handling for thing in mapper.explain(ids).captured}
     assert {*captured.values()} == {Handling.LOOKED_UP}
+    with pytest.raises(
+        devicemap.errors.OptionError, match=r"^in_place has '.*' of shape \(3,\), which fn does not use$"
+    ):
+        devicemap.parallel_map(lambda i: tf.gather(table, i), ids, in_place=[table, bias], devices=TOWERS)
     again = devicemap.parallel_map(lambda i: tf.gather(table, i), ids, in_place=table, devices=TOWERS)
     np.testing.assert_allclose(again, tf.gather(table, ids))
+
+
+def test_a_stream_sees_one_value_whatever_is_called_meanwhile() -> None:
+    """Other maps share their copies of a variable; those of a job in chunks are its own."""
+    level = tf.Variable(1.0)
+    streaming = devicemap.DeviceMap(lambda row: row * 0 + level, devices=TOWERS, batch_size=1)
+    other = devicemap.DeviceMap(lambda row: row + level, devices=TOWERS)
+    chunks = streaming.stream(X)
+    seen = [next(chunks)]
+    level.assign(2.0)
+    other(X)
+    devicemap.parallel_map(lambda row: row + level, X, devices=TOWERS, batch_size=3)
+    seen += list(chunks)
+    np.testing.assert_array_equal(tf.concat(seen, 0), np.ones_like(X))

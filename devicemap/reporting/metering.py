@@ -40,7 +40,7 @@ class GpuMeter:
     def __init__(self, gpus: Mapping[str, int]):
         """`gpus`: for the full name of each logical GPU, TensorFlow's (and CUDA's) index of the physical one."""
         self._gpus = gpus
-        self._samples: dict[str, list[tuple[int, int]]] = {}
+        self._samples: dict[str, tuple[int, int, int]] = {}
         self._ended = threading.Event()
 
     def __enter__(self) -> GpuMeter:
@@ -55,10 +55,7 @@ class GpuMeter:
     @property
     def usage(self) -> tuple[GpuUsage, ...]:
         """What was told so far, for the devices that anything was told of."""
-        return tuple(
-            GpuUsage(device, sum(busy for busy, _ in samples) / len(samples), max(memory for _, memory in samples))
-            for device, samples in [*self._samples.items()]
-        )
+        return tuple(GpuUsage(device, busy / count, most) for device, (count, busy, most) in [*self._samples.items()])
 
     def _run(self) -> None:
         if self._ended.wait(_INTERVAL_SECONDS):
@@ -77,7 +74,8 @@ class GpuMeter:
             for device, handle in handles.items():
                 utilisation = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
                 memory = nvml.nvmlDeviceGetMemoryInfo(handle).used
-                self._samples.setdefault(device, []).append((int(utilisation), int(memory)))
+                count, busy, most = self._samples.get(device, (0, 0, 0))
+                self._samples[device] = count + 1, busy + int(utilisation), max(most, int(memory))
             if self._ended.wait(_INTERVAL_SECONDS):
                 return
 
