@@ -460,20 +460,24 @@ def _failed(events: list[Event]) -> list[int]:
 
 @pytest.mark.parametrize("fit", [1, 2, 3])
 def test_fewer_chunks_are_in_flight_before_any_is_cut(fit: int) -> None:
-    """Of four chunks that begin together so many fit, whatever their rows."""
+    """Of four chunks that begin together so many fit, whatever their rows; they end when the others have failed."""
     events: list[Event] = []
-    begun = threading.Barrier(4)
+    begun, all_failed = threading.Barrier(4), threading.Event()
 
     def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
         if call < 4:
             begun.wait(10)
+        if call < 4 and chunk.start < 4 * fit:
+            assert all_failed.wait(10)
         return _full() if call < 4 and chunk.start >= 4 * fit else None
 
     under_way: list[int] = []
 
     def observe(event: Event) -> None:
         events.append(event)
-        if len(_failed(events)) == 4 - fit and isinstance(event, ChunkStarted):
+        if len(_failed(events)) == 4 - fit:
+            all_failed.set()
+        if all_failed.is_set() and isinstance(event, ChunkStarted):
             ended = [type(event) for event in events if isinstance(event, (ChunkFinished, ChunkFailed))]
             under_way.append(sum(isinstance(event, ChunkStarted) for event in events) - len(ended))
 
