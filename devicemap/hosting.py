@@ -53,13 +53,20 @@ def _takers(graph: Any, tensor: Any, functions: dict[str, tuple[Any, bool]]) -> 
 
 def _is_on_host(op: Any, arguments: Iterable[Any], index: int) -> bool:
     """Whether an argument of an op lies there, for any kernel of GPUs that takes its dtypes. Without one, it does."""
-    names: list[str] = []
-    for argument in arguments:
-        several = argument.number_attr or argument.type_list_attr
-        count = op.get_attr(several) if several else 1
-        names += [argument.name] * (count if isinstance(count, int) else len(count))
     kernel = kernel_for(registered_kernels(op.type), "GPU", dtypes_of(op))
-    return kernel is None or names[index] in kernel.on_host
+    return kernel is None or are_named(op, arguments, kernel.on_host)[index]
+
+
+def are_named(op: Any, arguments: Any, names: frozenset[str]) -> list[bool]:
+    """For each tensor of the arguments of an op, whether its argument has one of these names."""
+    found: list[bool] = []
+    for argument in arguments:
+        if argument.number_attr:
+            count = op.get_attr(argument.number_attr)
+        else:
+            count = len(op.get_attr(argument.type_list_attr)) if argument.type_list_attr else 1
+        found += [argument.name in names] * count
+    return found
 
 
 def kernel_for(kernels: Sequence[Kernel], kind: str, dtypes: Mapping[str, Sequence[int]]) -> Kernel | None:

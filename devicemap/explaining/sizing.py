@@ -6,9 +6,8 @@ integers that depend on nothing but shapes are computed, as they are when Tensor
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -17,9 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap.devices import kind_of
+from devicemap.explaining.folding import LARGEST_CONSTANT, TensorList, Value, folded, is_view, run_now, zeros
 from devicemap.explaining.liveness import Body, Op, needed, peak_bytes
 from devicemap.explaining.walking import called_by, lasting_variables, needed_in
-from devicemap.hosting import dtypes_of, kernel_for
+from devicemap.hosting import are_named, dtypes_of, kernel_for
 from devicemap.internals.functions import functions_within, registered_kernels
 
 _ROWS = (1024, 2048)
@@ -27,21 +27,6 @@ _ROWS = (1024, 2048)
 
 _ALIGNMENT = {"CPU": 64}
 """Allocations are multiples of so many bytes; on all other devices of 256, the smallest that TensorFlow's allocator makes."""
-
-_LARGEST_CONSTANT = 2**22
-"""Integers beyond so many elements are not computed."""
-
-_VIEWS = frozenset(
-    "Identity IdentityN StopGradient PreventGradient Snapshot Reshape ExpandDims Squeeze EnsureShape CheckNumerics Bitcast "
-    "PlaceholderWithDefault TensorListResize".split()
-)
-"""Ops that give what they take."""
-
-_PARTS = frozenset("Slice StridedSlice Split SplitV Unpack".split())
-"""Ops that give what they take, or neighbouring rows of it, where they do not cut through rows."""
-
-_WHOLE = frozenset("Slice StridedSlice Tile BroadcastTo Sum Mean Max Min Prod All Any Cast Pad PadV2 ConcatV2".split())
-"""Ops that give what they take where they change nothing about it."""
 
 _IN_PLACE = frozenset(
     "Abs Acos Acosh Add AddN AddV2 Asin Asinh Atan Atan2 Atanh BesselI0e BesselI1e BiasAdd BiasAddV1 BitwiseAnd "
@@ -67,41 +52,7 @@ class UnknownSizeError(Exception):
     """The size of something cannot be told before it runs."""
 
 
-@dataclass
-class _List:
-    """What is known of the elements of a list of tensors."""
-
-    length: int | None
-    shape: Any = None
-    """Of an element, as a `tf.TensorShape`."""
-
-    element_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class _Value:
-    """A tensor of the function, in the sketch."""
-
-    number: int
-    """By which `liveness` knows it: views of a tensor have its own."""
-
-    tensor: Any
-    on_host: bool = False
-    """Whether it is in the host's memory, which is not that of the device."""
-
-    known: Any = None
-    """Its elements, where they depend on no row."""
-
-    maker: str = ""
-    """What made it."""
-
-    constant: bool = False
-    """Whether it is the same in each call."""
-
-    listed: _List | None = None
-
-
-_NOTHING = _Value(0, None)
+_NOTHING = Value(0, None)
 """Stands for results of functions that nobody needs."""
 
 
@@ -190,7 +141,7 @@ class _Sketch:
     def __post_init__(self) -> None:
         self._graph = tf.Graph()
         self._functions = functions_within(self.source)
-        self._copies: dict[int, _Value] = {}
+        self._copies: dict[int, Value] = {}
         self._kernels_of = cache(registered_kernels)
         self._unsized: set[int] = set()
         self._crossed: list[tuple[Op | None, Crossing]] = []
@@ -235,7 +186,7 @@ class _Sketch:
         identity = kernel_for(self._kernels_of("Identity"), self.kind, {"T": [dtype.as_datatype_enum]})
         return self.kind != "CPU" and (identity is None or bool(identity.on_host))
 
-    def _cross(self, value: _Value, what: str, to_device: bool) -> None:
+    def _cross(self, value: Value, what: str, to_device: bool) -> None:
         """Note that a tensor goes from memory to memory."""
         shape, dtype = value.tensor.shape, value.tensor.dtype
         if dtype not in (tf.resource, tf.variant, tf.string):
@@ -247,7 +198,7 @@ class _Sketch:
         self.ops.append(op)
         self._crossed = [(op if known is None else known, each) for known, each in self._crossed]
 
-    def _to_host(self, value: _Value, what: str) -> None:
+    def _to_host(self, value: Value, what: str) -> None:
         """An op takes a tensor of the device on the host; others may have done so before."""
         if not value.on_host and value.number not in self._left:
             self._left.add(value.number)
@@ -267,15 +218,15 @@ class _Sketch:
             raise UnknownSizeError
         return peak_bytes(ops, sizes, ())
 
-    def _arriving(self, shape: Any, dtype: Any, known: Any) -> _Value:
+    def _arriving(self, shape: Any, dtype: Any, known: Any) -> Value:
         tensor = self._unknown(tf.TensorSpec(shape, dtype)) if known is None else self._constant(known)
         return self._value(tensor, on_host=self._passes_on_host(dtype), known=known)
 
-    def _value(self, tensor: Any, **facts: Any) -> _Value:
+    def _value(self, tensor: Any, **facts: Any) -> Value:
         self.count += 1
-        return _Value(self.count, tensor, **facts)
+        return Value(self.count, tensor, **facts)
 
-    def _again(self, value: _Value) -> _Value:
+    def _again(self, value: Value) -> Value:
         """What stands for it in a graph that an op runs."""
         self.count += 1
         if value.number in self._away:
@@ -291,7 +242,7 @@ class _Sketch:
         with self._graph.as_default():
             return tf.constant(known)
 
-    def _bytes(self, value: _Value) -> int:
+    def _bytes(self, value: Value) -> int:
         """What a tensor takes on the device."""
         shape, dtype = value.tensor.shape, value.tensor.dtype
         if value.on_host or dtype == tf.resource or value.listed is not None:
@@ -305,7 +256,7 @@ class _Sketch:
         alignment = _ALIGNMENT.get(self.kind, 256)
         return math.ceil(size / alignment) * alignment
 
-    def _run(self, graph: Any, arguments: Sequence[_Value], kept: Collection[int] | None = None) -> list[_Value]:
+    def _run(self, graph: Any, arguments: Sequence[Value], kept: Collection[int] | None = None) -> list[Value]:
         """Run a function's graph, here, for all of its results or for those that are `kept`: gradients add others."""
         ends = [tensor for i, tensor in enumerate(graph.outputs) if kept is None or i in kept]
         values = {tensor.name: value for tensor, value in zip(graph.inputs, arguments)}
@@ -328,7 +279,7 @@ class _Sketch:
             waiting = later
         return [values.get(tensor.name, _NOTHING) for tensor in graph.outputs]
 
-    def _of_op(self, op: Any, taken: list[_Value], used: set[int]) -> Sequence[_Value]:
+    def _of_op(self, op: Any, taken: list[Value], used: set[int]) -> Sequence[Value]:
         """What an op gives; of its outputs some are `used`."""
         if op.type in ("PartitionedCall", "StatefulPartitionedCall"):
             return self._run(self._function(op, "f"), taken, used)
@@ -340,7 +291,7 @@ class _Sketch:
             op.type == "Reshape" and taken[0].tensor.shape.rank == op.outputs[0].shape.rank == 0
         ):
             return taken[:1]  # TensorFlow takes it out
-        known = _folded(op, taken) or [None] * len(op.outputs)
+        known = folded(op, taken) or [None] * len(op.outputs)
         taken_on_host, made_on_host = self._in_host_memory(op)
         name = next((self._away[value.number] for value in taken if value.number in self._away), op.type)
         if name != op.type or kind_of(op.device) == "CPU" != self.kind:
@@ -356,7 +307,7 @@ class _Sketch:
         results = [*map(self._constant, known)] if known and known[0] is not None else self._shapes(op, taken)
         if op.type in _ON_LISTS:
             return self._on_list(op, taken, results, made_on_host)
-        if _is_view(op, taken, results):
+        if is_view(op, taken, results):
             viewed = taken if op.type == "IdentityN" else [taken[-1 if op.type == "Split" else 0]] * len(results)
             return [replace(view, tensor=result, known=k) for view, result, k in zip(viewed, results, known)]
         values = zip(results, made_on_host, known)
@@ -365,8 +316,8 @@ class _Sketch:
         )
 
     def _make(
-        self, op: Any, taken: Iterable[_Value], made: Sequence[_Value], sizes: Sequence[int] | None = None
-    ) -> Sequence[_Value]:
+        self, op: Any, taken: Iterable[Value], made: Sequence[Value], sizes: Sequence[int] | None = None
+    ) -> Sequence[Value]:
         """Note what an op allocates."""
         sizes = [self._bytes(value) for value in made] if sizes is None else sizes
         takes = tuple(value.number for value in taken)
@@ -376,7 +327,7 @@ class _Sketch:
         self._note_op(Op(takes, makes, views, op.type in _IN_PLACE, acts))
         return made
 
-    def _on_device(self, value: _Value) -> _Value:
+    def _on_device(self, value: Value) -> Value:
         """A tensor in the device's memory."""
         if not value.on_host or value.listed is not None or value.tensor.dtype in (tf.resource, tf.string, tf.variant):
             return value
@@ -394,9 +345,9 @@ class _Sketch:
         kernel = kernel_for(self._kernels_of(op.type), self.kind, dtypes_of(op))
         if kernel is None:
             return [True] * len(op.inputs), [True] * len(op.outputs)
-        return _named(op, op.op_def.input_arg, kernel.on_host), _named(op, op.op_def.output_arg, kernel.on_host)
+        return are_named(op, op.op_def.input_arg, kernel.on_host), are_named(op, op.op_def.output_arg, kernel.on_host)
 
-    def _shapes(self, op: Any, taken: Sequence[_Value]) -> list[Any]:
+    def _shapes(self, op: Any, taken: Sequence[Value]) -> list[Any]:
         """The op in the sketch, or what stands for it: tensors of the shapes that it gives."""
         attributes = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_")}
         dtypes = [output.dtype for output in op.outputs]
@@ -412,8 +363,8 @@ class _Sketch:
                 self._unknown(tf.TensorSpec(indices.concatenate(op.outputs[0].shape[indices.rank :]), made[0].dtype))
             ]
         if op.type.startswith("Ragged") and not all(tensor.shape.is_fully_defined() for tensor in made):
-            zeros = [v.known if v.known is not None else _zeros(v.tensor) for v in taken]
-            results = None if any(zero is None for zero in zeros) else _run_now(op, zeros)
+            given = [v.known if v.known is not None else zeros(v.tensor) for v in taken]
+            results = None if any(each is None for each in given) else run_now(op, given)
             made = made if results is None else [self._unknown(result) for result in results]
         for tensor, output in zip(made, op.outputs):
             if tensor.shape.is_compatible_with(output.shape):
@@ -421,28 +372,28 @@ class _Sketch:
         return list(made)
 
     def _on_list(
-        self, op: Any, taken: Sequence[_Value], results: Sequence[Any], hosted: Sequence[bool]
-    ) -> Sequence[_Value]:
+        self, op: Any, taken: Sequence[Value], results: Sequence[Any], hosted: Sequence[bool]
+    ) -> Sequence[Value]:
         """An op on a list of tensors, which holds what is written into it, and gives it without a copy.
 
         A ragged tensor as one element is a list of one, too.
         """
         result, on_host = results[0], hosted[0]
 
-        def made_list(listed: _List, size: int = 0) -> Sequence[_Value]:
+        def made_list(listed: TensorList, size: int = 0) -> Sequence[Value]:
             return self._make(
                 op, taken, [self._value(result, on_host=on_host, listed=listed)], [0 if on_host else size]
             )
 
         if op.type in ("TensorListReserve", "EmptyTensorList"):
             length = None if op.type == "EmptyTensorList" else taken[1].known
-            return made_list(_List(None if length is None else int(length)))
+            return made_list(TensorList(None if length is None else int(length)))
         if op.type in ("TensorListFromTensor", "TensorListSplit"):
             listed = self._pieces(taken, op.type == "TensorListSplit")
             return made_list(listed, (listed.length or 0) * listed.element_bytes)
         if op.type == "RaggedTensorToVariant":
-            return made_list(_List(1, taken[-1].tensor.shape, sum(self._bytes(value) for value in taken)))
-        listed = taken[0].listed or _List(None)
+            return made_list(TensorList(1, taken[-1].tensor.shape, sum(self._bytes(value) for value in taken)))
+        listed = taken[0].listed or TensorList(None)
         if op.type in ("TensorListSetItem", "TensorListPushBack"):
             item = taken[-1]
             listed.shape = item.listed.shape if item.listed else item.tensor.shape
@@ -463,20 +414,20 @@ class _Sketch:
         parts = zip(results, shapes, hosted)
         return self._make(op, taken, [self._value(_shaped(part, s), on_host=h) for part, s, h in parts])
 
-    def _pieces(self, taken: Sequence[_Value], of_lengths: bool) -> _List:
+    def _pieces(self, taken: Sequence[Value], of_lengths: bool) -> TensorList:
         """A list of copies of the rows of a tensor, or of pieces of many rows, of which the mean length counts."""
         shape = taken[0].tensor.shape
         lengths = taken[2].known if of_lengths else None
         if not shape.is_fully_defined():
-            return _List(None)
+            return TensorList(None)
         row_bytes = int(shape[1:].num_elements()) * int(taken[0].tensor.dtype.size)
         if not of_lengths:
-            return _List(int(shape[0]), shape[1:], self._aligned(row_bytes))
+            return TensorList(int(shape[0]), shape[1:], self._aligned(row_bytes))
         if lengths is None:
-            return _List(None)
+            return TensorList(None)
         size = sum(self._aligned(int(length) * row_bytes) for length in lengths)
         mean = tf.TensorShape([round(float(np.mean(lengths)))])
-        return _List(len(lengths), mean.concatenate(shape[1:]), size // len(lengths))
+        return TensorList(len(lengths), mean.concatenate(shape[1:]), size // len(lengths))
 
     def _function(self, op: Any, attribute: str) -> Any:
         return self._graph_of(op.get_attr(attribute).name)
@@ -488,8 +439,8 @@ class _Sketch:
         return graph
 
     def _inside(
-        self, graph: Any, arguments: Sequence[_Value], kept: Collection[int] | None = None
-    ) -> tuple[list[Op], list[_Value]]:
+        self, graph: Any, arguments: Sequence[Value], kept: Collection[int] | None = None
+    ) -> tuple[list[Op], list[Value]]:
         """Run a function's graph apart from the ops around it."""
         around = self.ops, self._copies, self._crossed, self._left
         self.ops, self._copies, self._crossed, self._left = [], {}, [], set()
@@ -502,7 +453,7 @@ class _Sketch:
         finally:
             self.ops, self._copies, self._crossed, self._left = around
 
-    def _branches(self, op: Any, taken: Sequence[_Value]) -> Sequence[_Value]:
+    def _branches(self, op: Any, taken: Sequence[Value]) -> Sequence[Value]:
         names = ("else_branch", "then_branch")
         of_cases = "branches" in op.node_def.attr
         branches = [f.name for f in op.get_attr("branches")] if of_cases else [op.get_attr(name).name for name in names]
@@ -519,7 +470,7 @@ class _Sketch:
         made = [self._value(v.tensor, on_host=v.on_host, listed=v.listed) for v in largest]
         return self._note(taken, made, [self._held(v) for v in largest], bodies)
 
-    def _loop(self, op: Any, taken: Sequence[_Value], used: set[int]) -> Sequence[_Value]:
+    def _loop(self, op: Any, taken: Sequence[Value], used: set[int]) -> Sequence[Value]:
         # What a loop carries is where it runs; what is captured is there already.
         carried = [not v.on_host or v.number not in self._rows or self._passes_on_host(v.tensor.dtype) for v in taken]
         taken = [value if there else self._on_device(value) for value, there in zip(taken, carried)]
@@ -561,7 +512,7 @@ class _Sketch:
         self._note(taken, [v for i, v in enumerate(made) if i not in constant], None, [body])
         return [taken[i] if i in constant else value for i, value in enumerate(made)]
 
-    def _steps(self, op: Any, taken: Sequence[_Value], step: Any, constant: frozenset[int]) -> int | None:
+    def _steps(self, op: Any, taken: Sequence[Value], step: Any, constant: frozenset[int]) -> int | None:
         """How often a loop runs, where counters alone tell."""
         by = {i: _increment(step, i, taken) for i in range(len(taken)) if taken[i].known is not None}
 
@@ -574,14 +525,14 @@ class _Sketch:
         first, last = 0, 1
         while goes_on_after(last):
             first, last = last, 2 * last
-            if last > _LARGEST_CONSTANT:
+            if last > LARGEST_CONSTANT:
                 return None
         while last - first > 1:
             middle = (first + last) // 2
             first, last = (middle, last) if goes_on_after(middle) else (first, middle)
         return last if goes_on_after(first) and goes_on_after(last) is not None else None
 
-    def _carried(self, value: _Value, shape: Any, steps: int | None) -> _Value:
+    def _carried(self, value: Value, shape: Any, steps: int | None) -> Value:
         """What a step of a loop begins with."""
         listed = value.listed
         if listed is not None:
@@ -590,7 +541,7 @@ class _Sketch:
             replace(value, tensor=_shaped(self._unknown(value.tensor), shape), known=None, listed=listed)
         )
 
-    def _held(self, value: _Value, missing: int = 0) -> int:
+    def _held(self, value: Value, missing: int = 0) -> int:
         """The bytes of a tensor, or of the elements of a list but so many."""
         if value.listed is None:
             return self._bytes(value)
@@ -602,8 +553,8 @@ class _Sketch:
         return (value.listed.length - missing) * value.listed.element_bytes
 
     def _note(
-        self, taken: Sequence[_Value], made: Sequence[_Value], sizes: Sequence[int] | None, bodies: Sequence[Body]
-    ) -> Sequence[_Value]:
+        self, taken: Sequence[Value], made: Sequence[Value], sizes: Sequence[int] | None, bodies: Sequence[Body]
+    ) -> Sequence[Value]:
         sizes = [self._held(value) for value in made] if sizes is None else sizes
         makes = tuple((value.number, size) for value, size in zip(made, sizes))
         self._note_op(Op(tuple(v.number for v in taken), makes, bodies=tuple(bodies)))
@@ -663,7 +614,7 @@ def _origin(tensor: Any) -> Any:
     return tensor
 
 
-def _increment(step: Any, i: int, taken: Sequence[_Value]) -> Any:
+def _increment(step: Any, i: int, taken: Sequence[Value]) -> Any:
     """What each step of a loop adds to a variable; `None` where that is not all it does with it, or differs."""
     end = _origin(step.outputs[i]).op
     if end.type not in ("Add", "AddV2"):
@@ -673,80 +624,3 @@ def _increment(step: Any, i: int, taken: Sequence[_Value]) -> Any:
         return None
     places = [k for k, tensor in enumerate(step.inputs) if tensor.name == other.name == _origin(step.outputs[k]).name]
     return taken[places[0]].known if places else tf.get_static_value(other)
-
-
-def _named(op: Any, arguments: Any, names: frozenset[str]) -> list[bool]:
-    """For each tensor of the arguments of an op, whether its argument has one of these names."""
-    found: list[bool] = []
-    for argument in arguments:
-        if argument.number_attr:
-            count = op.get_attr(argument.number_attr)
-        else:
-            count = len(op.get_attr(argument.type_list_attr)) if argument.type_list_attr else 1
-        found += [argument.name in names] * count
-    return found
-
-
-def _is_view(op: Any, taken: Sequence[_Value], results: Sequence[Any]) -> bool:
-    """Whether what an op gives lies where what it takes does."""
-    if op.type in _VIEWS:
-        return True
-    if not taken or not results:
-        return False
-    before, after = taken[-1 if op.type == "Split" else 0].tensor, results[0]
-    if not (before.shape.is_fully_defined() and after.shape.is_fully_defined() and before.dtype == after.dtype):
-        return False
-    if op.type == "Transpose":
-        order = taken[1].known
-        return order is not None and [*(i for i in order if before.shape[i] != 1)] == sorted(
-            i for i in order if before.shape[i] != 1
-        )
-    if op.type in _WHOLE and before.shape.num_elements() == after.shape.num_elements():
-        return True
-    if op.type not in _PARTS or before.shape[1:] != (after.shape if op.type == "Unpack" else after.shape[1:]):
-        return False
-    start = taken[1].known if op.type in ("Slice", "StridedSlice") else after.shape[:1]
-    return start is None or int(start[0]) * int(before.shape[1:].num_elements()) * after.dtype.size % 64 == 0
-
-
-def _folded(op: Any, taken: Sequence[_Value]) -> list[Any] | None:
-    """What an op gives, if that is integers or truth values which depend on shapes and constants alone."""
-    if op.op_def.is_stateful or not all(t.dtype.is_integer or t.dtype == tf.bool for t in op.outputs) or not op.outputs:
-        return None
-    if op.type == "Const":
-        return [tf.make_ndarray(op.get_attr("value"))]
-    if op.type in ("Shape", "ShapeN", "Size", "Rank") and all(v.tensor.shape.is_fully_defined() for v in taken):
-        shapes = [np.array(value.tensor.shape.as_list()) for value in taken]
-        of: dict[str, Callable[[Any], Any]] = {"Size": np.prod, "Rank": len}
-        return [np.array(of.get(op.type, np.array)(s), t.dtype.as_numpy_dtype) for s, t in zip(shapes, op.outputs)]
-    if op.type == "TensorListLength" and taken[0].listed and taken[0].listed.length is not None:
-        return [np.array(taken[0].listed.length, np.int32)]
-    if not taken or any(v.known is None or v.known.size > _LARGEST_CONSTANT for v in taken) or called_by(op):
-        return None
-    results = _run_now(op, [value.known for value in taken])
-    return None if results is None else [result.numpy() for result in results]
-
-
-def _zeros(tensor: Any) -> Any:
-    known = tensor.shape.is_fully_defined() and (tensor.dtype.is_floating or tensor.dtype.is_complex)
-    return np.zeros(tensor.shape, tensor.dtype.as_numpy_dtype) if known else None
-
-
-def _run_now(op: Any, given: Sequence[Any]) -> list[Any] | None:
-    """What an op gives on the host, `None` where it cannot be run by itself."""
-    run = getattr(tf.raw_ops, op.type, None)
-    if run is None:
-        return None
-    accepted = [*inspect.signature(run).parameters]
-    values, inputs = iter(given), {}
-    for i, argument in enumerate(op.op_def.input_arg):
-        name = argument.name if argument.name in accepted else accepted[i]  # Where calls its input another name
-        several = argument.number_attr or argument.type_list_attr
-        count = len(_named(op, [argument], frozenset()))
-        inputs[name] = [next(values) for _ in range(count)] if several else next(values)
-    attributes = {each.name: op.get_attr(each.name) for each in op.op_def.attr if each.name in accepted}
-    try:
-        with tf.device("/device:CPU:0"):
-            return list(tf.nest.flatten(run(**inputs, **attributes)))
-    except (tf.errors.OpError, ValueError, TypeError):
-        return None
