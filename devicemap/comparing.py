@@ -46,7 +46,7 @@ def find_difference(got: Any, wanted: Any, tolerance: float) -> str | None:
         got, wanted: nests of dense, ragged or sparse tensors.
         tolerance: relative and absolute.
 
-    Example:
+    Examples:
         >>> find_difference(tf.constant([1.0, 2.0]), tf.constant([1.0, 3.0]), 1e-3)
         'the result has 2.0 and 3.0 at index [1], a difference of 1; 1 of 2 numbers differ, by at most 1'
     """
@@ -61,7 +61,7 @@ def compare_results(got: Any, wanted: Any, allowed: Allowance) -> tuple[Differen
         got, wanted: nests of dense, ragged or sparse tensors, of shape `[rows, ...]`.
         allowed: by how much numbers with a fraction may differ; everything else has to be equal, and NaN equals NaN.
 
-    Example:
+    Examples:
         >>> [d] = compare_results({"x": tf.constant([4.0, 2.0])}, {"x": tf.constant([4.0, 3.0])}, lambda *_: 2)
         >>> d.output, d.absolute, d.relative, d.row, d.fault
         ("the result['x']", 1.0, 0.25, 1, None)

@@ -29,7 +29,7 @@ def list_devices(kind: str | None = None) -> list[Device]:
     Returns:
         Devices in TensorFlow's order. Listing initialises TensorFlow's devices.
 
-    Example:
+    Examples:
         >>> [device.kind for device in list_devices("CPU")][:1]
         ['CPU']
     """

@@ -33,7 +33,7 @@ class Signals:
     Handlers that are set within, say for a time limit on a part of `fn`, are whoever set them's own business. In other
     threads than the main one it does nothing: no handler runs there.
 
-    Example:
+    Examples:
         >>> def out_of_time(number, frame):
         ...     raise TimeoutError("out of time")
         >>> before = signal.signal(signal.SIGTERM, out_of_time)

@@ -101,7 +101,7 @@ def parallel_map(
         OptionError, DataError: before anything runs, for options and data that cannot be.
         FunctionError: `fn` failed; it names the device and rows, and is an instance of the original error's class too.
 
-    Example:
+    Examples:
         >>> parallel_map(lambda row: tf.reduce_sum(row), tf.reshape(tf.range(6), [3, 2])).numpy()
         array([1, 5, 9], dtype=int32)
     """
@@ -119,7 +119,7 @@ class DeviceMap:
 
     The options are those of `parallel_map`.
 
-    Example:
+    Examples:
         >>> mapper = DeviceMap(lambda x, y: {"sum": x + y})
         >>> mapper((tf.range(3), tf.range(3)))["sum"].numpy()
         array([0, 2, 4], dtype=int32)
@@ -186,17 +186,17 @@ class DeviceMap:
             data: as for `parallel_map`; a dataset may be infinite.
 
         Returns:
-            A generator of chunks: nests of tensors of shape `[rows of the chunk, ...]`. Those of a dataset of batches are
+            A generator of chunks, nests of tensors of shape `[rows of the chunk, ...]`. Those of a dataset of batches are
             its batches, cut to `batch_size` where one is given; those of everything else have `batch_size` rows, or with
             `batch_size=None` or `"auto"` as many as pay. With `deterministic=False` they come as they finish, each as
             `(first row, chunk)`. Nothing is read before the first chunk is asked for; closing or dropping the generator
             stops everything.
 
         Raises:
-            OptionError, DataError: at once. `FunctionError` and errors of the dataset: when their turn comes; what was
-                finished before them has been delivered.
+            OptionError, DataError: at once.
+            FunctionError: when its turn comes, as errors of the dataset; what was finished before has been delivered.
 
-        Example:
+        Examples:
             >>> mapper = DeviceMap(lambda n: n * n, batch_size=2)
             >>> [chunk.numpy().tolist() for chunk in mapper.stream(tf.range(5))]
             [[0, 1], [4, 9], [16]]
@@ -210,7 +210,7 @@ class DeviceMap:
         `.cache()` to keep the results of the first. Mapper and data live as long as the dataset, datasets made of it, and
         iterators over them.
 
-        Example:
+        Examples:
             >>> dataset = DeviceMap(lambda n: n * n, batch_size=2).as_dataset(tf.range(5))
             >>> dataset.element_spec
             TensorSpec(shape=(None,), dtype=tf.int32, name=None)
@@ -234,7 +234,7 @@ class DeviceMap:
         With the option `report=False` nothing is kept, and it stays `None`. Calls inside a `tf.function` of the user's are not
         seen.
 
-        Example:
+        Examples:
             >>> mapper = DeviceMap(lambda n: n * n)
             >>> _ = mapper(tf.range(100))
             >>> mapper.report.rows, mapper.report.way
@@ -259,7 +259,7 @@ class DeviceMap:
             JournalError: the directory holds something else, results of other data or of another call, or another
                 process writes to it; then nothing in it has been touched. Or the disk failed.
 
-        Example:
+        Examples:
             >>> import tempfile
             >>> directory = tempfile.mkdtemp()
             >>> results = DeviceMap(lambda n: n * n, batch_size=2).write(tf.range(5), directory)
@@ -286,10 +286,10 @@ class DeviceMap:
             A `Verification` with `ok` and the findings; print it.
 
         Raises:
-            OptionError, DataError: before anything runs. `FunctionError`: `fn` fails over the devices; what fails in other
-                ways only is a finding.
+            OptionError, DataError: before anything runs.
+            FunctionError: `fn` fails over the devices; what fails in other ways only is a finding.
 
-        Example:
+        Examples:
             >>> mapper = DeviceMap(lambda batch: batch - tf.reduce_mean(batch), batched=True)
             >>> verification = mapper.verify(tf.range(6.0), rows=6)
             >>> verification.ok, verification.findings[0].kind
@@ -314,9 +314,10 @@ class DeviceMap:
             data_or_spec: data as for `parallel_map`, or a nest of `tf.TypeSpec`s in its place; `None` rows are unknown.
 
         Raises:
-            DataError, OptionError: as a call; also inside a `tf.function`. `FunctionError`: `fn` cannot be traced.
+            DataError, OptionError: as a call; also inside a `tf.function`.
+            FunctionError: `fn` cannot be traced.
 
-        Example:
+        Examples:
             >>> plan = DeviceMap(lambda n: n * n, devices=["CPU:0"], batch_size=2).explain(tf.TensorSpec([5], tf.int32))
             >>> plan.rows, plan.way, plan.vectorized
             (5, 'chunks', True)

@@ -68,7 +68,7 @@ def benchmark(
         OptionError, DataError: before anything runs, for options and data that cannot be, and for data without rows.
         FunctionError: `fn` failed, or two ways gave different results; the message says which and how.
 
-    Example:
+    Examples:
         >>> result = benchmark(lambda row: tf.reduce_sum(row), tf.ones([8, 2]), batch_sizes=[None], rounds=1)
         >>> {m.mode for m in result.measurements} == {"eager", "graph"}
         True

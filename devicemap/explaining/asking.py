@@ -78,7 +78,7 @@ def from_specs(specs: Any, chunks: bool = False) -> Asked | None:
     Raises:
         DataError: for specs mixed with data, of another kind, without rows, or with different numbers of them.
 
-    Example:
+    Examples:
         >>> from_specs((tf.TensorSpec([8, 3]), tf.TensorSpec([None]))).rows
         8
     """

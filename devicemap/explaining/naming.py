@@ -15,7 +15,7 @@ _OWN_NAMES = ("Variable", "StateVar")
 def name_in_code(captured: Any, fn: Callable[..., Any]) -> str | None:
     """What the code around `fn` calls a variable, a tensor or the handle of a resource; `None` where that is not found.
 
-    Example:
+    Examples:
         >>> total = tf.Variable(0.0)
         >>> name_in_code(total, lambda row: total.assign_add(row))
         'total'

@@ -143,7 +143,7 @@ class RandomOps:
 class Plan:
     """What a call will do. `print` it for a text; `rich` prints it in colour, and notebooks show it.
 
-    Example:
+    Examples:
         >>> import tensorflow as tf
         >>> from devicemap import DeviceMap
         >>> plan = DeviceMap(lambda row: row * 2, devices=["CPU:0"]).explain(tf.TensorSpec([10, 3]))

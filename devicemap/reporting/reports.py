@@ -24,7 +24,7 @@ from devicemap.types import CallFinished, CallStarted, Event, Shard
 class Report:
     """What happened in one call. `print` it for a table; `rich` prints it in colour, and notebooks show it.
 
-    Example:
+    Examples:
         >>> from devicemap.types import ChunkFinished, ChunkStarted
         >>> shard = Shard("/device:GPU:0", 0, 10)
         >>> report = Report.of([

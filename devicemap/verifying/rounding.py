@@ -26,7 +26,7 @@ def allowance(tolerance: float | None, devices: tuple[str, ...]) -> Allowance:
         tolerance: relative; `None`: half of the digits of a dtype have to agree.
         devices: full names of the devices that computed the outputs.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> round(allowance(None, ("/device:CPU:0",))(tf.float32, np.array([1.0, -2.0])), 6)
         0.000691
