@@ -16,7 +16,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist worksteal
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test test-all check lint types bench bench-quick forms test-plain test-gpus test-oldest test-nightly test-clients clean
+.PHONY: demo test test-all check lint types bench bench-quick site pictures forms test-plain test-gpus test-oldest test-nightly test-clients clean
 
 demo: $(VENV)/examples.done
 	$(BIN)/python examples/digits.py
@@ -31,7 +31,7 @@ test-all: $(VENV)/test.done
 	$(BIN)/python -m pytest --all $(PARALLEL)
 	$(BIN)/python -m pytest --all --gpus 4 $(LAWS)
 
-check: lint types test
+check: lint types site test
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .
@@ -39,6 +39,16 @@ lint: $(VENV)/test.done
 
 types: $(VENV)/test.done
 	$(BIN)/mypy
+
+# The documentation, into build/site. What is wrong with a page, as a link that leads nowhere, is an error.
+site: $(VENV)/site.done
+	$(BIN)/mkdocs build --strict
+
+# What the gallery shows.
+pictures: $(VENV)/examples.done
+	for name in digits integrals inference fitting; do \
+		$(BIN)/python examples/$$name.py --simulate 2 --output docs/pictures/$$name.png || exit 1; \
+	done
 
 # Every figure of the README; a run that was stopped goes on. `make bench TOPICS="balance memory"` runs some of it.
 bench: $(VENV)/bench.done
@@ -102,6 +112,10 @@ $(VENV)/test.done: $(VENV)/installed.done
 	$(BIN)/python -m pip install --quiet --group test --group lint
 	touch $@
 
+$(VENV)/site.done: $(VENV)/installed.done
+	$(BIN)/python -m pip install --quiet --group site
+	touch $@
+
 $(VENV)/bench.done: $(VENV)/installed.done
 	$(BIN)/python -m pip install --quiet --group bench
 	touch $@
@@ -111,4 +125,4 @@ $(VENV)/examples.done: $(VENV)/installed.done
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-nightly .venv-clients output
+	rm -rf $(VENV) .venv-oldest .venv-nightly .venv-clients output build/site

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
 import types
+from pathlib import Path
 
 import pytest
 
 import devicemap
 
+REFERENCE = Path(__file__).parent.parent / "docs" / "reference.md"
 NAMES = ["DeviceMap", "benchmark", "list_devices", "open_results", "parallel_map", "simulate_devices"]
 
 
@@ -36,3 +39,17 @@ def test_methods_are_documented() -> None:
     ]
     assert methods
     assert all(inspect.getdoc(method) for method in methods)
+
+
+def _classes_of(module: types.ModuleType) -> set[str]:
+    return {
+        name for name, thing in vars(module).items() if inspect.isclass(thing) and thing.__module__ == module.__name__
+    }
+
+
+def test_the_reference_has_them_all() -> None:
+    """With what calls hand out: values, events and errors."""
+    text = REFERENCE.read_text(encoding="utf-8")
+    shown = {*re.findall(r"^::: devicemap\.(.+)$", text, re.M)}
+    assert {*NAMES, *(f"types.{name}" for name in _classes_of(devicemap.types))} <= shown
+    assert {*re.findall(r"\w+Error", text.partition("members:")[2])} == _classes_of(devicemap.errors)
