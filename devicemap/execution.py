@@ -6,18 +6,20 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from devicemap.devices import kind_of
 from devicemap.gathering import gather
 from devicemap.internals.functions import UNCHAINED, UNCHAINED_UNIT, capturing, must_run, tells_callers
-from devicemap.internals.gradients import differentiate_in_place
+from devicemap.internals.gradients import call_holding, differentiate_in_place
 from devicemap.internals.running import begin_backward_on
 from devicemap.mirroring import Mirrors
 from devicemap.rows import HOST, cut_rows
 from devicemap.tracing import Traced
+
+_Held: TypeAlias = tuple[dict[int, Any], dict[int, Any], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,7 @@ class Layout:
             `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`; `Towers.graph` says what they are.
         """
         shards = len(traces)
-        # Inlined into the user's function, one call could assign copies that another one is reading.
-        unit = (
-            apart
-            or self._acts
-            or (self.differentiable and self.mirrors.any_copies)
-            or (self._reads and not tells_callers())
-        )
+        unit = apart or self._acts or (self._reads and not tells_callers())
 
         @tf.function(autograph=False, experimental_attributes=UNCHAINED_UNIT if unit else UNCHAINED)
         def call(sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any], list[Any]]:
@@ -105,7 +101,7 @@ class Layout:
         @tf.function(autograph=False, experimental_attributes=UNCHAINED_UNIT if self._acts else UNCHAINED)
         def call(*shard: Any) -> list[Any]:
             with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
-                results = self._call(traced, shard, self.mirrors.captures(place))
+                results = self._call(traced, shard, self.mirrors.captures(place), {})
                 ended = self._end(place, results) if self._hides_ends else []
             with tf.device(self.output_device):  # copied out as a part of the call
                 copies = _copied(results)
@@ -137,8 +133,8 @@ class Layout:
         """Whether `fn` reads variables where they are: what the user's function does next to them has to wait for that."""
         return any(handle.dtype == tf.resource for handle in self.traced.concrete.captured_inputs)
 
-    def _handles(self, place: int, values: dict[int, Any]) -> tuple[dict[int, Any], list[Any]]:
-        """What a place captures instead of the originals, with these values, and what it waits for."""
+    def _handles(self, place: int, values: dict[int, Any]) -> _Held:
+        """What a place captures instead of the originals, of these values: as `Mirrors.assign` tells."""
         with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
             return self.mirrors.assign(place, values)
 
@@ -148,13 +144,13 @@ class Layout:
         traced: Traced,
         shard: Sequence[Any],
         values: dict[int, Any],
-        held: tuple[dict[int, Any], list[Any]] | None,
+        held: _Held | None,
         after: Sequence[Any] = (),
     ) -> list[Any]:
         """What runs on a place, `after` other ops, with captured variables of these values."""
-        handles, before = held or self._handles(place, values)
+        handles, of_values, before = held or self._handles(place, values)
         with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
-            results = self._call(traced, shard, handles, [*after, *before])
+            results = self._call(traced, shard, handles, of_values, [*after, *before])
             if self.differentiable:
                 if traced.vectorized and (traced.audit.cuts_gradients or len(shard) > 1):
                     results = _joined_to(results, shard)
@@ -166,9 +162,10 @@ class Layout:
         traced: Traced,
         shard: Sequence[Any],
         handles: dict[int, Any],
+        of_values: dict[int, Any],
         after: Sequence[Any] = (),
     ) -> list[Any]:
-        """Call it on the device of the moment, with other handles for some of its captures."""
+        """Call it on the device of the moment, with other handles for some of its captures, of these values."""
         # Ops that are colocated with their input (tf.debugging's, for instance) would follow the shard to the device that cut
         # it, and constants that wait for it would do so across devices.
         shard = _copied(list(shard))
@@ -176,6 +173,7 @@ class Layout:
         numbers = {id(tensor): i for i, tensor in enumerate(self.traced.concrete.captured_inputs)}
         captures = [numbers.get(id(tensor)) for tensor in traced.concrete.captured_inputs]
         captured = {position: handles[i] for position, i in enumerate(captures) if i is not None and i in handles}
+        held = {position: of_values[i] for position, i in enumerate(captures) if i is not None and i in of_values}
         # Here, not around the whole: TensorFlow takes an edge to the call for redundant if its inputs have it.
         with tf.control_dependencies(after), capturing(traced.concrete, captured), contextlib.ExitStack() as scopes:
             first = _ops_of(shard)[0]
@@ -183,7 +181,7 @@ class Layout:
                 # Lists that a loop leaves for its gradient stay here, too. TensorFlow hands out tensors where they are, but
                 # lists on the first device, unless what makes them belongs to others; and moves all that do to one device.
                 scopes.enter_context(first.graph.colocate_with(first))
-            return list(traced.concrete(*shard))
+            return call_holding(held, traced.concrete, shard) if held else list(traced.concrete(*shard))
 
 
 def sizes_in_graph(rows: Any, shards: int) -> Any:

@@ -26,7 +26,6 @@ import tensorflow as tf
 from devicemap.auditing import Treatment, variable_of
 from devicemap.devices import kind_of
 from devicemap.hosting import is_taken_on_host
-from devicemap.internals.gradients import holding
 from devicemap.rows import home_of
 from devicemap.tracing import Traced
 
@@ -43,10 +42,7 @@ class Mirrors:
     ):
         """Where they are to be `differentiable`, gradients go from what the towers hold to the originals.
 
-        `in_place`: variables that are read stay where they are. A loop or branch of the user's that calls the map keeps what
-        a loop in `fn` needs for its gradient, and TensorFlow lets it keep no handle that it did not get from outside.
-
-        `shared`: whether the copies of variables are those of other maps, too.
+        `in_place`: variables that are read stay where they are. `shared`: whether the copies of variables are those of other maps, too.
         """
         concrete = traced.concrete
         self._differentiable = differentiable
@@ -113,11 +109,6 @@ class Mirrors:
             # RngReadAndSkip, which this uses, is the one op that reads and advances a state in one step.
             self._draws = tf.random.Generator.from_seed(0)
 
-    @property
-    def any_copies(self) -> bool:
-        """Whether calls assign copies that outlive them."""
-        return any(self._copies)
-
     def values(self) -> dict[int, Any]:
         """What the towers are to hold, read once where each original lives; seeds of all towers as `[places, 2]`."""
         found = {}
@@ -129,14 +120,14 @@ class Mirrors:
                 found[i] = self._seeds_of_towers(variable)
         return found
 
-    def assign(self, tower: int, values: dict[int, Any]) -> tuple[dict[int, Any], list[Any]]:
+    def assign(self, tower: int, values: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any], list[Any]]:
         """Assign the copies of one tower, on the device of the moment.
 
         Returns:
-            Handles of the copies, and copies of tensors, by the index of the capture they replace; and the ops that the tower
-            has to wait for besides, in a graph.
+            Handles of the copies, and copies of tensors, by the index of the capture they replace; in a graph, those of the
+            values that gradients go to, and the ops that the tower has to wait for besides.
         """
-        handles, before = dict(self._kept[tower]), []
+        handles, held, before = dict(self._kept[tower]), {}, []
         if self._differentiable:
             handles |= {i: tf.identity(tensor) for i, tensor in self._tensors.items()}
         for i, copy in self._copies[tower].items():
@@ -148,9 +139,8 @@ class Mirrors:
                     continue
                 before.append(assigned)
                 if self._differentiable and i in self._read:
-                    with tf.control_dependencies([assigned]):
-                        handles[i] = holding(copy.handle, value)
-        return handles, before
+                    held[i] = value
+        return handles, held, before
 
     def captures(self, tower: int) -> dict[int, Any]:
         """One tower's copies as they are, by the index of the capture they replace: handles, and tensors."""

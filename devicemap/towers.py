@@ -147,11 +147,10 @@ class Towers:
     def _reads_in_place(self) -> bool:
         """Whether towers in a function of the user's read variables where these are, instead of copies that the call assigns.
 
-        Then the call becomes a part of that function, and what its gradient needs stays on the device that made it. A loop
-        cannot have copies there; what reads more than once would be sent each time, and XLA takes no variable of elsewhere.
+        What reads more than once would be sent each time, and XLA takes no variable of elsewhere.
         """
         traced = self._variant(self.traced, True, False)
-        return traced.audit.loops or not (traced.audit.reads_again or traced.uncompiled)
+        return not (traced.audit.loops or traced.audit.reads_again or traced.uncompiled)
 
     def order_of_gradients(self, leaves: Sequence[Any]) -> int:
         """Which gradients of a call in eager code may be asked for, as `graph` takes it."""

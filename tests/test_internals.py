@@ -26,11 +26,11 @@ from devicemap.internals.functions import (
     registered_kernels,
 )
 from devicemap.internals.gradients import (
+    call_holding,
     complete_handle_data,
     differentiate_freely,
     differentiate_in_place,
     have_tangents,
-    holding,
     order_of_gradients,
     tape_is_recording,
 )
@@ -155,14 +155,16 @@ def test_gradients_of_gathers_ask_for_no_device(free: bool) -> None:
 
 def test_gradients_go_from_a_copy_to_the_value_it_was_assigned() -> None:
     copy = tf.Variable(tf.zeros([2, 2]))
+    cubed = tf.function(lambda x: [x * copy**3]).get_concrete_function(tf.TensorSpec([2, 2]))
 
     @tf.function
-    def through_copy(value: tf.Tensor) -> tf.Tensor:
+    def through_copy(value: tf.Tensor, x: tf.Tensor) -> list[tf.Tensor]:
         copy.assign(value)
-        read = tf.raw_ops.ReadVariableOp(resource=holding(copy.handle, value), dtype=tf.float32)
-        return tf.gradients(tf.reduce_sum(read**3), value)[0]
+        return tf.gradients(tf.reduce_sum(call_holding({0: value}, cubed, [x])[0]), [value, x])
 
-    assert through_copy(X).numpy().tolist() == (3 * X**2).numpy().tolist()
+    of_value, of_x = through_copy(X, 2 * X)
+    assert of_value.numpy().tolist() == (6 * X**3).numpy().tolist()
+    assert of_x.numpy().tolist() == (X**3).numpy().tolist()
 
 
 def test_functions_that_a_function_calls() -> None:

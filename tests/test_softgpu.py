@@ -265,6 +265,40 @@ def test_inside_a_function_loops_send_no_more_to_one_than_to_others() -> None:
     )
 
 
+@pytest.mark.parametrize("home", ["CPU:0", "GPU:0"])
+def test_inside_a_function_loops_are_sent_a_variable_once(home: str) -> None:
+    """A step of training: forward and backward."""
+    _run(
+        f"""
+        with tf.device("{home}"):
+            w = tf.Variable(tf.fill([16, 16], 0.01))
+        size = 16 * 16 * 4
+
+        def states(row):
+            return tf.scan(lambda state, element: tf.tanh(tf.linalg.matvec(w, state) + element), row)
+
+        for vectorize in ("auto", False):
+            mapper = on_gpus(states, vectorize=vectorize)
+
+            @tf.function
+            def step(rows):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(mapper(rows) ** 2)
+                return tape.gradient(loss, w)
+
+            with tf.device("CPU:0"), tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.map_fn(states, rows) ** 2)
+                expected = tape.gradient(loss, w)
+            np.testing.assert_allclose(step(rows), expected, rtol=1e-4)
+            gpus.clear()
+            step(rows).numpy()
+            fetched = [copy for copy in gpus.copies() if copy.bytes == size and copy.receiver in ("GPU:0", "GPU:1")]
+            assert 1 <= len(fetched) <= 3, fetched  # and the gradient goes by way of the first, as a function returns it
+        """,
+        TRAFFIC,
+    )
+
+
 def test_rows_one_by_one_send_nothing_in_a_step() -> None:
     _run(
         """

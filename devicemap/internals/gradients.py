@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from devicemap.internals import Private, nothing, usable, with_fallback
-from devicemap.internals.functions import functions_within, own_functions
+from devicemap.internals.functions import UNCHAINED, functions_within, own_functions
 
 _record = Private("tensorflow.python.eager.record", "could_possibly_record")
 _forwardprop = Private("tensorflow.python.eager.forwardprop_util", "pack_tangents")
@@ -183,19 +183,39 @@ def _has_handle_data(handle: Any) -> bool:
 
 
 def holds_gradients() -> bool:
-    """Whether `holding` can be used. It has no public way: variables stay where they are."""
-    return usable(_handle_data)
+    """Whether `call_holding` can be used. It has no public way: variables stay where they are."""
+    return usable(_registry, _operations)
 
 
-def holding(handle: Any, value: Any) -> Any:
-    """The `handle` of a variable that was assigned `value`, linked to it: gradients of the one go to the other.
+def call_holding(values: Mapping[int, Any], concrete: Any, leaves: Sequence[Any]) -> list[Any]:
+    """Call a `ConcreteFunction` that captures copies of variables: gradients go from these to the values they were assigned.
 
-    An assignment has no gradient. `tf.custom_gradient` would do, but keeps each graph that uses it for good.
+    An assignment has no gradient. So the values, by the index of the capture, are arguments of the call that it does not
+    use, and get the gradients of the captures. `tf.custom_gradient` would do, but keeps each graph that uses it for good; and
+    a loop of the user's that calls the map is differentiated only where it makes no handles.
     """
-    linked, _ = tf.identity_n([handle, value])
-    _handle_data.copy_handle_data(handle, linked)
-    linked.op._gradient_function = lambda op, of_handle, of_value: [None, of_handle]
-    return linked
+    specs = [tf.TensorSpec(value.shape, value.dtype) for value in values.values()]
+
+    @tf.function(autograph=False, experimental_attributes=UNCHAINED)
+    def call(values: Sequence[Any], *leaves: Any) -> list[Any]:
+        del values
+        return list(concrete(*leaves))
+
+    held = call.get_concrete_function(specs, *map(tf.type_spec_from_value, leaves))
+    results = list(held([*values.values()], *leaves))
+    op = tf.nest.flatten(results, expand_composites=True)[0].op
+    handles = [next(j for j, own in enumerate(held.captured_inputs) if own is concrete.captured_inputs[i]) for i in values]
+    first = len(op.inputs) - len(held.captured_inputs)
+    gradient = _registry.get_gradient_function(op)
+
+    def to_values(op: Any, *upstream: Any) -> list[Any]:
+        gradients = list(gradient(op, *upstream))
+        for i, handle in enumerate(handles):
+            gradients[i], gradients[first + handle] = gradients[first + handle], None
+        return gradients
+
+    op._gradient_function = to_values
+    return results
 
 
 @with_fallback(lambda: False, _record)
