@@ -42,7 +42,7 @@ class Mirrors:
     ):
         """Where they are to be `differentiable`, gradients go from what the towers hold to the originals.
 
-        `in_place`: variables that are read stay where they are. `shared`: whether the copies of variables are those of other maps, too.
+        `in_place`: variables that are read stay where they are. `shared`: whether their copies are those of other maps, too.
         """
         concrete = traced.concrete
         self._differentiable = differentiable

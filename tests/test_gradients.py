@@ -490,6 +490,54 @@ def test_calls_with_and_without_a_tape_take_turns(name: str, devices: list[str])
 
 
 @pytest.mark.private("gradients through copies of variables")
+@pytest.mark.parametrize("vectorize", ["auto", False])
+@pytest.mark.parametrize(
+    "around", ["a loop", "an updating loop", "a loop around a function", "a branch", "a second tape"]
+)
+def test_loops_that_read_a_variable_inside_what_is_around_the_call(
+    devices: list[str], around: str, vectorize: Any
+) -> None:
+    scale = tf.Variable([0.5, 0.7, 0.9])
+
+    def fn(row: Any) -> Any:
+        for _ in tf.range(2):
+            row = tf.sin(row) * scale
+        return row
+
+    def around_it(call: Any) -> Any:
+        function = tf.function(lambda x: call(x))
+        function(X)
+
+        def several(x: Any) -> Any:
+            for _ in tf.range(3):
+                x = function(x) if around == "a loop around a function" else call(x)
+                if around == "an updating loop":
+                    scale.assign(scale * 1.1)
+            return x
+
+        @tf.function
+        def gradients(x: Any) -> Any:
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    if around == "a branch":
+                        mapped = call(x) if tf.reduce_sum(x) > 0 else x
+                    else:
+                        mapped = several(x) if "loop" in around else call(x)
+                    loss = tf.reduce_sum(mapped**3)
+                found = tape.gradient(loss, [x, scale])
+            return outer.gradient(found, [x, scale]) if around == "a second tape" else found
+
+        scale.assign([0.5, 0.7, 0.9])
+        return gradients
+
+    mapped = around_it(devicemap.DeviceMap(fn, devices=devices, vectorize=vectorize))(X)
+    for got, want in zip(mapped, around_it(lambda x: tf.map_fn(fn, x))(X)):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.private("gradients through copies of variables")
 def test_an_update_between_two_calls_in_one_tape(devices: list[str]) -> None:
     scale = tf.Variable(2.0)
     mapper = devicemap.DeviceMap(lambda row: row * row * scale, devices=devices)

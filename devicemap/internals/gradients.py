@@ -204,7 +204,9 @@ def call_holding(values: Mapping[int, Any], concrete: Any, leaves: Sequence[Any]
     held = call.get_concrete_function(specs, *map(tf.type_spec_from_value, leaves))
     results = list(held([*values.values()], *leaves))
     op = tf.nest.flatten(results, expand_composites=True)[0].op
-    handles = [next(j for j, own in enumerate(held.captured_inputs) if own is concrete.captured_inputs[i]) for i in values]
+    handles = [
+        next(j for j, own in enumerate(held.captured_inputs) if own is concrete.captured_inputs[i]) for i in values
+    ]
     first = len(op.inputs) - len(held.captured_inputs)
     gradient = _registry.get_gradient_function(op)
 
