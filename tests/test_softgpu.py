@@ -193,6 +193,8 @@ def test_they_are_cut_into_logical_ones_with_memory_of_their_own() -> None:
         assert [*gpu_indices(choose_devices("GPU")).values()] == [1, 2, 2]
         np.testing.assert_allclose(devicemap.parallel_map(tf.sin, x, devices=cut), np.sin(x), rtol=1e-5)
         assert {run.device for run in gpus.runs()} == {"GPU:1", "GPU:2"}, gpus.runs()
+        (advice,) = devicemap.DeviceMap(tf.sin).explain(x).advice
+        assert advice.startswith("GPU:1 and GPU:2 are parts of one GPU, where large kernels take turns"), advice
         with tf.device("GPU:2"):
             tf.zeros([6 << 20])
         try:
