@@ -33,9 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if gpus := config.getoption("gpus"):
         try:
-            softgpu.start(gpus)
+            softgpu.start(max(gpus - 1, 1))
         except softgpu.Unavailable as reason:
             pytest.exit(str(reason), 0)
+        if gpus > 1:  # the last two are one, cut
+            half = tf.config.LogicalDeviceConfiguration(memory_limit=256)
+            tf.config.set_logical_device_configuration(tf.config.list_physical_devices("GPU")[-1], [half, half])
     devicemap.simulate_devices(8)
     tf.config.threading.set_inter_op_parallelism_threads(16)
     internals.private = not config.getoption("plain")
@@ -50,7 +53,7 @@ def _has_its_own(item: pytest.Item) -> bool:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`devices`: the device sets of the laws; not in order of their index, and not all of them on the home of variables.
 
-    On GPUs, one set has CPU devices, too.
+    On GPUs, one set has CPU devices, too, and one is two logical devices of a single GPU.
     """
     if "devices" in metafunc.fixturenames and not _has_its_own(metafunc.definition):
         gpus = metafunc.config.getoption("gpus")

@@ -77,7 +77,7 @@ def _plan(**facts: Any) -> Plan:
     devices = facts.pop("device_rows", [4, 4])
     usual = Plan(
         name="fn", way="one graph", rows=8, batch_size=None, batched=False, vectorized=True, reason="it can", traces=1,
-        devices=tuple(DevicePlan(f"/device:GPU:{i}", "GPU", n, 1, None, 100, None) for i, n in enumerate(devices)),
+        devices=tuple(DevicePlan(f"/device:GPU:{i}", "GPU", n, 1, None, 100, None, i) for i, n in enumerate(devices)),
         control_edges=(), ordered=(), strays=(), transfers=(), captured=(), random_ops=(), python_ops=(),
         memory_bytes_per_row=25,
     )  # fmt: skip
@@ -115,8 +115,12 @@ ADVICE: list[tuple[dict[str, Any], str]] = [
         "8 rows in chunks of up to 8 are 1 for 2 devices: use a smaller batch_size",
     ),
     (
-        {"devices": (DevicePlan("/device:GPU:0", "GPU", 8, 1, None, 3 * 2**30, 2**30),)},
+        {"devices": (DevicePlan("/device:GPU:0", "GPU", 8, 1, None, 3 * 2**30, 2**30, 0),)},
         "the rows of GPU:0 may take up to 3.0 GiB, of which it has 1.0 GiB: pass batch_size",
+    ),
+    (
+        {"devices": tuple(DevicePlan(f"/device:GPU:{i}", "GPU", 2, 1, None, 9, 99, g) for i, g in enumerate([0, 1, 1, 2]))},
+        "GPU:1 and GPU:2 are parts of one GPU, where large kernels take turns: they may be no faster than one",
     ),
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-START = """
+LOAD = """
 import time
 import numpy as np
 import tensorflow as tf
@@ -19,9 +19,12 @@ try:
     gpus = softgpu.start(2, 64 << 20)
 except softgpu.Unavailable as reason:
     raise SystemExit(f"unavailable: {reason}")
+"""
+DATA = """
 with tf.device("CPU:0"):
     x = tf.constant(np.random.default_rng(0).normal(size=[64, 64]), tf.float32)
 """
+START = LOAD + DATA
 
 
 def _run(program: str, start: str = START) -> None:
@@ -168,6 +171,87 @@ def test_work_of_the_simulator_takes_time_of_the_stream() -> None:
             np.testing.assert_array_equal(results, 2 * rows + 1)
         assert 0.19 < time.perf_counter() - began < 0.4
     """)
+
+
+CUT = f"""{LOAD.replace("start(2", "start(3")}
+hidden, whole, cut = tf.config.list_physical_devices("GPU")
+tf.config.set_visible_devices([whole, cut], "GPU")
+parts = [tf.config.LogicalDeviceConfiguration(memory_limit=mebibytes) for mebibytes in (16, 32)]
+tf.config.set_logical_device_configuration(cut, parts)
+import devicemap
+{DATA}"""
+
+
+def test_they_are_cut_into_logical_ones_with_memory_of_their_own() -> None:
+    _run(
+        """
+        from devicemap.devices import choose_devices, gpu_indices
+        devices = devicemap.list_devices("GPU")
+        assert [device.memory for device in devices] == [64 << 20, 16 << 20, 32 << 20]
+        names = [device.description for device in devices]
+        assert names == [names[0], f"part 1 of 2 of {names[0]}", f"part 2 of 2 of {names[0]}"]
+        assert [*gpu_indices(choose_devices("GPU")).values()] == [1, 2, 2]
+        np.testing.assert_allclose(devicemap.parallel_map(tf.sin, x, devices=cut), np.sin(x), rtol=1e-5)
+        assert {run.device for run in gpus.runs()} == {"GPU:1", "GPU:2"}, gpus.runs()
+        (advice,) = devicemap.DeviceMap(tf.sin).explain(x).advice
+        assert advice.startswith("GPU:1 and GPU:2 are parts of one GPU, where large kernels take turns"), advice
+        with tf.device("GPU:2"):
+            tf.zeros([6 << 20])
+        try:
+            with tf.device("GPU:1"):
+                held = tf.zeros([3 << 20])
+                tf.zeros([2 << 20])
+        except tf.errors.ResourceExhaustedError:
+            pass
+        else:
+            raise AssertionError("16 MiB held 20")
+        """,
+        CUT,
+    )
+
+
+def test_logical_ones_of_a_gpu_take_turns() -> None:
+    _run(
+        """
+        size = 64 * 64 * 4
+
+        def measure(*names):
+            "Seconds of three kernels on each at a time; how far apart copies to them, and how long one between them."
+            def steps(x):
+                results = []
+                for name in names:
+                    with tf.device(name):
+                        results.append(tf.sin(tf.sin(tf.sin(x))))
+                return results
+
+            call = tf.function(steps)
+            gpus.reset()
+            [y.numpy() for y in call(x)]
+            for gpu in range(3):
+                gpus.configure(gpu, kernel_seconds=0.1)
+            began = time.perf_counter()
+            [y.numpy() for y in call(x)]
+            seconds = time.perf_counter() - began
+            for gpu in range(3):
+                gpus.configure(gpu, bytes_per_second=size / 0.2)
+            gpus.clear()
+            first, second = call(x)
+            with tf.device(names[1]):
+                tf.cos(first).numpy()
+            starts = [copy.start_seconds for copy in gpus.copies("to device")]
+            (between,) = gpus.copies("between")
+            assert (between.sender, between.receiver, between.bytes) == (*names, size), between
+            return seconds, max(starts) - min(starts), between.end_seconds - between.start_seconds
+
+        (two, copies_to_two, between_two), (one, copies_to_one, between_parts) = (
+            measure("GPU:0", "GPU:1"), measure("GPU:1", "GPU:2")
+        )
+        assert two < 0.5 and one >= 0.6, (two, one)
+        assert copies_to_two < 0.1 and copies_to_one > 0.19, (copies_to_two, copies_to_one)
+        assert between_two >= 0.2 and between_parts < 0.1, (between_two, between_parts)
+        """,
+        CUT,
+    )
 
 
 TRAFFIC = f"""{START}

@@ -5,6 +5,8 @@
 //     not over by then: it is spent on the stream, behind all that was enqueued before. That is what a GPU shows to who
 //     may not look at its memory before the stream is there; and no op can meet memory that is not written yet.
 //   - A copy to or from a device begins when its stream comes to it, takes its time, and is done at its end.
+//   - Devices are TensorFlow's logical ones. Those that a GPU is cut into have streams and memory of their own; the time
+//     of their kernels, and of their copies each way, is the GPU's, which spends it on one after the other.
 //   - Kernels are the CPU's, and there are only those that the list names, with the host memory that it names.
 //   - Memory comes from TensorFlow's own allocator, which gets as much as was asked for.
 
@@ -29,9 +31,11 @@
 
 #include "tensorflow/c/experimental/stream_executor/stream_executor.h"
 #include "tensorflow/c/kernels.h"
+#include "tensorflow/core/common_runtime/pluggable_device/pluggable_device_factory.h"
 #include "tensorflow/core/framework/kernel_def_builder.h"
 #include "tensorflow/core/framework/node_properties.h"
 #include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/public/session_options.h"
 
 namespace softgpu {
 
@@ -40,8 +44,11 @@ using Seconds = std::chrono::duration<double>;
 
 constexpr int kMostDevices = 16;
 constexpr size_t kNameLength = 120;
+constexpr char kPlatform[] = "SOFTGPU";
 
 double Now() { return Seconds(Clock::now().time_since_epoch()).count(); }
+
+void SleepUntil(double seconds) { std::this_thread::sleep_for(Seconds(std::max(0.0, seconds - Now()))); }
 
 // The layouts of Settings, Copy and Run are repeated in loading.py, the order of Kind, too.
 struct Settings {
@@ -75,21 +82,49 @@ void SetName(char* target, const std::string& name) {
   target[kNameLength - 1] = 0;
 }
 
+// What does one thing at a time.
+class Engine {
+ public:
+  // Takes seconds of it, as soon as it is free and not before `came`, by the clock and not by when threads wake up.
+  // Returns when they begin.
+  double Take(double came, double seconds) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const double begin = std::max(came, free_);
+    free_ = begin + seconds;
+    return begin;
+  }
+
+ private:
+  std::mutex mutex_;
+  double free_ = 0;
+};
+
+struct Device {
+  int gpu;
+  uint64_t memory_bytes;
+};
+
 // What the devices of this process are, and what happened on them.
 class World {
  public:
-  int count = 2;
+  int count = 2;  // of GPUs
   uint64_t memory_bytes = 512ull << 20;
   std::string kernels;
+  std::vector<Device> devices;  // of TensorFlow, from when it has made them
+
+  int GpuOf(int device) const { return device < 0 ? -1 : devices[device].gpu; }
+
+  // Of a device's GPU: for kernels (kWithin), and for copies of each other kind.
+  Engine& engine(int device, Kind kind) { return engines_[GpuOf(device)][kind]; }
 
   Settings settings(int device) {
     std::lock_guard<std::mutex> lock(mutex_);
-    return settings_[device];
+    return settings_[GpuOf(device)];
   }
 
-  void Configure(int device, const Settings& settings) {
+  void Configure(int gpu, const Settings& settings) {
     std::lock_guard<std::mutex> lock(mutex_);
-    settings_[device] = settings;
+    settings_[gpu] = settings;
   }
 
   void Clear() {
@@ -170,6 +205,7 @@ class World {
  private:
   std::mutex mutex_;
   Settings settings_[kMostDevices];
+  Engine engines_[kMostDevices][kWithin + 1];
   std::map<char*, std::pair<uint64_t, int>> regions_;       // where each device's memory lies
   std::map<const void*, std::string> makers_;               // which node wrote a tensor there last
   std::map<const void*, size_t> unread_;                    // copies to a device that nobody read yet
@@ -230,13 +266,11 @@ struct SP_Stream_st {
     changed_.notify_all();
   }
 
-  // Time passes on the stream, to the clock and not to when its thread woke up.
+  // Time of kernels passes on the stream, when the GPU has it.
   void Spend(double seconds) {
     if (seconds <= 0) return;
-    const double came = softgpu::Now();
-    Push([this, came, seconds] {
-      free_ = std::max(came, free_) + seconds;
-      std::this_thread::sleep_for(softgpu::Seconds(std::max(0.0, free_ - softgpu::Now())));
+    Push([this, came = softgpu::Now(), seconds] {
+      softgpu::SleepUntil(softgpu::TheWorld().engine(device, softgpu::kWithin).Take(came, seconds) + seconds);
     });
   }
 
@@ -267,7 +301,6 @@ struct SP_Stream_st {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
-  double free_ = 0;  // when what it spent last is over; of its own thread
   bool busy_ = false, ends_ = false;
   std::thread thread_;  // the last one: it uses the others
 };
@@ -298,13 +331,14 @@ void Deallocate(const SP_Device*, SP_DeviceMemoryBase* memory) {
 
 void Transfer(SP_Stream stream, Kind kind, int sender, int receiver, void* to, const void* from, uint64_t bytes) {
   const double enqueued = Now();
-  const Settings settings = TheWorld().settings(std::max(sender, receiver));
+  const int device = std::max(sender, receiver);
+  const Settings settings = TheWorld().settings(device);
+  double seconds = settings.copy_seconds + (settings.bytes_per_second > 0 ? bytes / settings.bytes_per_second : 0);
+  if (TheWorld().GpuOf(sender) == TheWorld().GpuOf(receiver)) seconds = 0;  // it does not leave the GPU's memory
   const auto transfer = [=] {
-    const double start = Now();
+    const double start = TheWorld().engine(device, kind).Take(Now(), seconds);
     std::memcpy(to, from, bytes);
-    const double seconds =
-        settings.copy_seconds + (settings.bytes_per_second > 0 ? bytes / settings.bytes_per_second : 0);
-    std::this_thread::sleep_for(Seconds(std::max(0.0, seconds - (Now() - start))));
+    SleepUntil(start + seconds);
     TheWorld().Copied(kind, sender, receiver, from, to, bytes, enqueued, start, Now());
   };
   stream == nullptr ? transfer() : stream->Push(transfer);
@@ -362,8 +396,8 @@ void MakeExecutor(const SP_Platform*, SE_CreateStreamExecutorParams* params, TF_
   to->host_memory_allocate = [](const SP_Device*, uint64_t bytes) { return Aligned(bytes); };
   to->host_memory_deallocate = [](const SP_Device*, void* memory) { free(memory); };
   to->get_allocator_stats = [](const SP_Device*, SP_AllocatorStats*) -> TF_Bool { return false; };
-  to->device_memory_usage = [](const SP_Device*, int64_t* free_bytes, int64_t* total_bytes) -> TF_Bool {
-    *free_bytes = *total_bytes = TheWorld().memory_bytes;
+  to->device_memory_usage = [](const SP_Device* device, int64_t* free_bytes, int64_t* total_bytes) -> TF_Bool {
+    *free_bytes = *total_bytes = TheWorld().devices[device->ordinal].memory_bytes;
     return true;
   };
 
@@ -551,14 +585,14 @@ class Work : public tensorflow::OpKernel {
 };
 
 template <typename K>
-struct Factory : tensorflow::kernel_factory::OpKernelFactory {
+struct KernelFactory : tensorflow::kernel_factory::OpKernelFactory {
   tensorflow::OpKernel* Create(tensorflow::OpKernelConstruction* construction) override { return new K(construction); }
 };
 
 template <typename K>
 void Register(const tensorflow::KernelDef& kernel) {
   tensorflow::kernel_factory::OpKernelRegistrar registered(new tensorflow::KernelDef(kernel), "softgpu",
-                                                           std::make_unique<Factory<K>>());
+                                                           std::make_unique<KernelFactory<K>>());
 }
 
 template <typename T>
@@ -576,6 +610,52 @@ std::vector<std::string> Parts(const std::string& text, char separator) {
   }
   return parts;
 }
+
+// Where the factory for plug-ins finds its options: with those of GPUs before there was a field for them.
+template <typename Config>
+auto PluginOptions(Config* config, int) -> decltype(config->mutable_pluggable_device_options()) {
+  return config->mutable_pluggable_device_options();
+}
+template <typename Config>
+tensorflow::GPUOptions* PluginOptions(Config* config, long) {
+  return config->mutable_gpu_options();
+}
+
+// Makes the devices that TensorFlow makes of GPUs of its own: several of one that
+// `tf.config.set_logical_device_configuration` cuts. The factory for plug-ins does not do that; here it makes one of each.
+class DeviceFactory : public tensorflow::PluggableDeviceFactory {
+ public:
+  DeviceFactory() : PluggableDeviceFactory("GPU", kPlatform) {}
+
+  absl::Status CreateDevices(const tensorflow::SessionOptions& options, const std::string& prefix,
+                             std::vector<std::unique_ptr<tensorflow::Device>>* devices) override {
+    if (TheWorld().devices.empty()) TheWorld().devices = Cut(options.config.gpu_options());
+    tensorflow::SessionOptions all = options;
+    tensorflow::GPUOptions* of_plugin = PluginOptions(&all.config, 0);
+    of_plugin->Clear();
+    of_plugin->set_per_process_gpu_memory_fraction(1);  // else some is left to other programs
+    return PluggableDeviceFactory::CreateDevices(all, prefix, devices);
+  }
+
+ private:
+  static std::vector<Device> Cut(const tensorflow::GPUOptions& options) {
+    std::vector<std::string> visible = Parts(options.visible_device_list(), ',');
+    for (int gpu = 0; options.visible_device_list().empty() && gpu < TheWorld().count; ++gpu) {
+      visible.push_back(std::to_string(gpu));
+    }
+    const auto& cuts = options.experimental().virtual_devices();  // none, or as many as are visible
+    std::vector<Device> devices;
+    for (int i = 0; i < static_cast<int>(visible.size()); ++i) {
+      std::vector<uint64_t> limits;
+      if (i < cuts.size()) {
+        for (const double mebibytes : cuts[i].memory_limit_mb()) limits.push_back(mebibytes * (1 << 20));
+      }
+      if (limits.empty()) limits.push_back(TheWorld().memory_bytes);
+      for (const uint64_t limit : limits) devices.push_back({std::stoi(visible[i]), limit});
+    }
+    return devices;
+  }
+};
 
 // A line of the list: `op [label=l] [host=input,output] [T=float,half] ...`
 bool Parse(const std::string& line, tensorflow::KernelDef* kernel) {
@@ -631,7 +711,7 @@ extern "C" {
 __attribute__((visibility("default"))) void SE_InitPlugin(SE_PlatformRegistrationParams* params, TF_Status* status) {
   SP_Platform* platform = params->platform;
   platform->struct_size = SP_PLATFORM_STRUCT_SIZE;
-  platform->name = "SOFTGPU";
+  platform->name = softgpu::kPlatform;
   platform->type = "GPU";
   platform->supports_unified_memory = false;
   platform->use_bfc_allocator = true;
@@ -639,7 +719,7 @@ __attribute__((visibility("default"))) void SE_InitPlugin(SE_PlatformRegistratio
   SP_PlatformFns* functions = params->platform_fns;
   functions->struct_size = SP_PLATFORM_FNS_STRUCT_SIZE;
   functions->get_device_count = [](const SP_Platform*, int* count, TF_Status* status) {
-    *count = softgpu::TheWorld().count;
+    *count = std::max<int>(softgpu::TheWorld().count, softgpu::TheWorld().devices.size());
     softgpu::Ok(status);
   };
   functions->create_device = softgpu::MakeDevice;
@@ -655,7 +735,11 @@ __attribute__((visibility("default"))) void SE_InitPlugin(SE_PlatformRegistratio
   softgpu::Ok(status);
 }
 
-__attribute__((visibility("default"))) void TF_InitKernel() { softgpu::RegisterKernels(); }
+__attribute__((visibility("default"))) void TF_InitKernel() {
+  const int priority = tensorflow::DeviceFactory::DevicePriority("GPU") + 1;  // instead of the one for plug-ins
+  tensorflow::DeviceFactory::Register("GPU", std::make_unique<softgpu::DeviceFactory>(), priority, true);
+  softgpu::RegisterKernels();
+}
 
 void softgpu_start(int32_t count, uint64_t memory_bytes, const char* kernels) {
   softgpu::TheWorld().count = count;
@@ -663,8 +747,8 @@ void softgpu_start(int32_t count, uint64_t memory_bytes, const char* kernels) {
   softgpu::TheWorld().kernels = kernels;
 }
 
-void softgpu_configure(int32_t device, const softgpu::Settings* settings) {
-  softgpu::TheWorld().Configure(device, *settings);
+void softgpu_configure(int32_t gpu, const softgpu::Settings* settings) {
+  softgpu::TheWorld().Configure(gpu, *settings);
 }
 
 void softgpu_clear() { softgpu::TheWorld().Clear(); }

@@ -75,11 +75,11 @@ class SoftGPUs:
         """Say how long what a device does takes, from now on. What is not given is as in a fresh one: no time.
 
         Args:
-            device: which GPU.
+            device: which GPU, for all logical devices that it is cut into.
             kernel_seconds: of its stream, for each kernel.
             element_seconds: and for each element of the kernel's largest input or output.
-            copy_seconds: for each copy to, from, or between devices; the higher number of both counts.
-            bytes_per_second: of copies besides; 0: as fast as the host copies.
+            copy_seconds: for each copy to, from, or between GPUs; the higher number of both counts.
+            bytes_per_second: of such copies besides; 0: as fast as the host copies.
             speed: by which the time of kernels, and of the simulator's work, is divided.
 
         Raises:
@@ -126,10 +126,11 @@ def start(count: int = 2, memory_bytes: int = 512 << 20) -> SoftGPUs:
     """Make software GPUs of this process; what was not compiled yet is, which takes about half a minute.
 
     Call it before anything lists or uses TensorFlow's devices, and with the same numbers if it is called again.
+    `tf.config.set_logical_device_configuration` cuts them, and `tf.config.set_visible_devices` hides them, as others.
 
     Args:
         count: how many, 1 to 16.
-        memory_bytes: of each: what TensorFlow's allocator gets.
+        memory_bytes: of each that is not cut: what TensorFlow's allocator gets.
 
     Raises:
         Unavailable: they cannot be compiled or loaded here; the message says why.
@@ -147,23 +148,13 @@ def start(count: int = 2, memory_bytes: int = 512 << 20) -> SoftGPUs:
             getattr(control, name).restype = ctypes.c_int64
         for name in ("softgpu_start", "softgpu_configure", "softgpu_clear"):
             getattr(control, name).restype = None
-        control.softgpu_start(count, _with_reserve(memory_bytes), str(KERNELS).encode())
+        control.softgpu_start(count, memory_bytes, str(KERNELS).encode())
         load_library.load_pluggable_device_library(library)
         # It puts channels first for GPUs, and the CPU has no such kernels.
         tf.config.optimizer.set_experimental_options({"layout_optimizer": False})
     except (tf.errors.OpError, OSError, AttributeError) as error:
         raise Unavailable(f"{library} does not load into TensorFlow {tf.__version__}: {error}") from error
     return SoftGPUs(control, count)
-
-
-def _with_reserve(memory_bytes: int) -> int:
-    """What a device has to have for TensorFlow's allocator to get so much.
-
-    TensorFlow leaves 255 MiB of less than 2 GiB to others, and of more a twentieth, at least 300 MiB (`MinSystemMemory` in
-    pluggable_device_factory.cc).
-    """
-    small = memory_bytes + (255 << 20)
-    return small if small < 1 << 31 else max(memory_bytes + (300 << 20), -(-memory_bytes * 20 // 19))
 
 
 _MOST_DEVICES = 16

@@ -18,8 +18,8 @@ _LARGE_BYTES = 2**20
 def advise(plan: Plan) -> tuple[str, ...]:
     """A sentence for each thing that is worth it; what costs most comes first."""
     judges: Sequence[Callable[[Plan], Iterator[str]]] = (
-        _about_order, _about_strays, _about_python, _about_devices, _about_memory, _about_loops, _about_updates,
-        _about_traffic,
+        _about_order, _about_strays, _about_python, _about_devices, _about_parts, _about_memory, _about_loops,
+        _about_updates, _about_traffic,
     )  # fmt: skip
     return tuple(sentence for judge in judges for sentence in judge(plan))
 
@@ -82,6 +82,13 @@ def _about_devices(plan: Plan) -> Iterator[str]:
                 f"{_rows(plan.rows)} in chunks of up to {plan.batch_size} are {chunks} for {len(plan.devices)} devices: "
                 "use a smaller batch_size"
             )
+
+
+def _about_parts(plan: Plan) -> Iterator[str]:
+    for gpu in dict.fromkeys(device.gpu for device in plan.devices if device.gpu is not None):
+        parts = [short(device.device) for device in plan.devices if device.gpu == gpu]
+        if len(parts) > 1:
+            yield f"{listed(parts)} are parts of one GPU, where large kernels take turns: they may be no faster than one"
 
 
 def _about_memory(plan: Plan) -> Iterator[str]:

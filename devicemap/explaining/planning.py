@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.devices import choose_output_device, kind_of, list_devices
+from devicemap.devices import choose_output_device, gpu_indices, kind_of, list_devices
 from devicemap.explaining.asking import Asked
 from devicemap.explaining.capturing import captured_by
 from devicemap.explaining.placing import stray_ops
@@ -119,7 +119,8 @@ def _device_plan(
             at_once = at_once if asked.rows is None else min(at_once, asked.rows)
     limit = next((d.memory for d in list_devices(kind_of(device)) if d.name == device), None)
     memory = None if per_row is None or at_once is None else per_row * at_once
-    return DevicePlan(device, kind_of(device), rows, len(own) if in_flight is None else None, in_flight, memory, limit)
+    at_same_time, gpu = len(own) if in_flight is None else None, gpu_indices([device]).get(device)
+    return DevicePlan(device, kind_of(device), rows, at_same_time, in_flight, memory, limit, gpu)
 
 
 def _transfers(

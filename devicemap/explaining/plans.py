@@ -52,6 +52,9 @@ class DevicePlan:
     memory_limit_bytes: int | None
     """What TensorFlow may use on it, `None` where it has no limit of its own or does not tell."""
 
+    gpu: int | None
+    """The index of the physical GPU that it is, or is a part of; `None` for what is no GPU of this host."""
+
 
 @dataclass(frozen=True)
 class Captured:
