@@ -10,7 +10,6 @@ Both take the same traced function, and the same copies of what it captures.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import warnings
@@ -19,49 +18,89 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
 from devicemap.chunking import Chunk, InMemory, Source
-from devicemap.datasets import Elements, from_dataset
+from devicemap.datasets import from_dataset
 from devicemap.dispatching import Rules
 from devicemap.errors import DataError, OptionError, brief
 from devicemap.execution import sizes_in_graph
-from devicemap.fitting import first_paces
-from devicemap.gathering import check_row_counts, join, with_row_counts_checked, with_static_rows
+from devicemap.fitting import first_paces, in_flight
+from devicemap.gathering import check_row_counts, with_row_counts_checked, with_static_rows
 from devicemap.internals.gradients import have_tangents, tape_is_recording
 from devicemap.internals.running import Cancellation
-from devicemap.interruption import Signals
-from devicemap.journal.digests import digest_rows
-from devicemap.journal.encoding import describe_call, encode_leaves
-from devicemap.journal.resuming import Unfinished, check_rows
-from devicemap.journal.writing import open_journal
+from devicemap.joining import join
 from devicemap.programs import Program
 from devicemap.reordering import Group
-from devicemap.reporting import GraphCall, ProgressBar, Recorder
 from devicemap.rows import HOST, Rows, as_rows, count_rows
-from devicemap.scheduling import reorder_window
+from devicemap.scheduling import Pace, reorder_window
 from devicemap.streaming import Lane, run_chunks
 from devicemap.towers import Towers
 from devicemap.types import DeviceLost, Event, Shard, short_name
 
-_NOBODY = nullcontext()
+
+class Timed(Protocol):
+    """A call in one graph, as who hears of it knows it."""
+
+    arrivals: Sequence[Any]
+    """Set by whoever runs the graph: one tensor, float64 `[shards]`, when the results of each shard were there, in seconds
+    since the epoch; or none, where the graph does not tell."""
+
+
+class Observers(Protocol):
+    """Who hears of calls: a report, a progress bar, a callable of the user's."""
+
+    def of_graph(
+        self, shards: Sequence[Shard], in_turn: bool, traces: Callable[[], int]
+    ) -> AbstractContextManager[Timed | None]:
+        """What a call in one graph runs in; `None` where nobody hears of it.
+
+        `in_turn`: whether each shard waits for the one before it. `traces()`: how often `fn` was traced for the call.
+        """
+
+    def of_chunks(self, traces: Callable[[], int]) -> AbstractContextManager[Callable[[Event], object]]:
+        """What a call in chunks runs in: it is told each event, one at a time."""
+
+
+class Nobody:
+    """Hears of no call."""
+
+    def of_graph(
+        self, shards: Sequence[Shard], in_turn: bool, traces: Callable[[], int]
+    ) -> AbstractContextManager[Timed | None]:
+        traces()  # they are not those of the next call
+        return nullcontext()
+
+    def of_chunks(self, traces: Callable[[], int]) -> AbstractContextManager[Callable[[Event], object]]:
+        traces()
+        return nullcontext(lambda event: None)
 
 
 class Calls:
-    """Calls of one program, and the last one that has finished."""
+    """Calls of one program."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: Program, observers: Observers):
         self.program = program
-        self.last: GraphCall | Recorder | None = None
+        self._observers = observers
         self._options = program.options
+        self._paces: WeakKeyDictionary[Towers, dict[str, Pace]] = WeakKeyDictionary()
+        """What is known of the devices of each."""
+
+    def over(self, data: Any) -> Any:
+        """All of the data, in eager code, in the way that the options ask for."""
+        if isinstance(data, tf.data.Dataset):
+            return self.in_chunks(data)
+        rows = as_rows(data)
+        return self.in_one_graph(rows) if self._options.batch_size is None else self.in_chunks(rows)
 
     def in_one_graph(self, rows: Rows) -> Any:
         """In-memory data, in eager code: one graph takes it to the devices and back."""
         towers = self.program.towers_for(rows)
         if not rows.count:
-            with self._graph_call(towers, ()):
+            with self._observed(towers, ()):
                 return towers.pack(towers.traced.no_rows())
         gradients = towers.order_of_gradients(rows.leaves)
         shards, sizes = towers.shards(rows.count)
@@ -72,7 +111,7 @@ class Calls:
                 "rows, has no forward mode; use a tf.GradientTape"
             )
         graph = towers.graph(len(shards), gradients)
-        with self._graph_call(towers, shards) as call:
+        with self._observed(towers, shards) as call:
             began = time.perf_counter()
             try:
                 with towers.drawing_alone():
@@ -113,22 +152,22 @@ class Calls:
 
     def in_chunks(self, data: Any) -> Any:
         """Rows or a dataset, in eager code: each chunk goes to the first idle device, the results are joined in order."""
-        source = self._source(data, "mapped")
+        source = self.source(data, "mapped")
         towers = self.program.towers_for(source)
-        parts = [results for group in self._groups(source, towers, Rules()) for results in group.results]
+        parts = [results for group in self.groups(source, towers, Rules()) for results in group.results]
         if not parts:
             return towers.pack(towers.traced.no_rows())
         return self._join(towers, parts)
 
     def stream(self, data: Any) -> Iterator[Any]:
         """The same as chunks come, with bounded memory."""
-        source = self._source(data, "streamed", endless=True)
+        source = self.source(data, "streamed", endless=True)
         towers = self.program.towers_for(source)
-        window = reorder_window(sum(towers.in_flight(self._options.prefetch).values()))
+        window = reorder_window(sum(in_flight(towers, self._options.prefetch).values()))
         rules = Rules(window=window, deterministic=self._options.deterministic)
 
         def chunks() -> Iterator[Any]:
-            for group in self._groups(source, towers, rules):
+            for group in self.groups(source, towers, rules):
                 chunk = self._join(towers, group.results)
                 yield chunk if self._options.deterministic else (group.start, chunk)
 
@@ -136,7 +175,7 @@ class Calls:
 
     def shape_of_stream(self, data: Any) -> tuple[Any, int | None]:
         """What `stream` yields, as a nest of `tf.TypeSpec`s (objects as nodes), and how many of them, where that is known."""
-        source = self._source(data, "streamed", endless=True)
+        source = self.source(data, "streamed", endless=True)
         towers = self.program.towers_for(source)
         spec = towers.traced.nest_of_specs
         count = None
@@ -144,33 +183,7 @@ class Calls:
             count = -(-source.rows // source.batch_size)
         return spec if self._options.deterministic else (tf.TensorSpec([], tf.int64), spec), count
 
-    def write(self, data: Any, directory: str | os.PathLike[str]) -> None:
-        """Keep the results of all chunks that a directory does not hold yet."""
-        in_memory = not isinstance(data, tf.data.Dataset)
-        rows = as_rows(data) if in_memory else data
-        source = self._source(rows, "written")
-        towers = self.program.towers_for(source)
-        chunk_rows = source.rows_of_first_batch() if isinstance(source, Elements) else None
-        header = describe_call(
-            towers.traced.nest_of_specs, source.specs, self._options, source.rows, chunk_rows, self.program.name
-        )
-        with (
-            Signals(),
-            open_journal(directory, header) as journal,
-        ):  # a TimeoutError is an OSError: the disk's, it seems
-            if in_memory:
-                check_rows(rows, journal)
-            missing = Unfinished(source, journal, compared=in_memory)
-
-            def keep(chunk: Chunk, results: list[Any]) -> None:
-                stop = chunk.start + chunk.count
-                journal.append(chunk.start, stop, encode_leaves(results), digest_rows(chunk.leaves))
-
-            for _ in self._groups(missing, towers, Rules(), keep):
-                pass
-            journal.finish(missing.rows_read)
-
-    def _source(self, data: Any, what: str, endless: bool = False) -> Source:
+    def source(self, data: Any, what: str, endless: bool = False) -> Source:
         """Rows or a dataset, to be read chunk by chunk."""
         if not tf.executing_eagerly():
             raise DataError(
@@ -195,44 +208,40 @@ class Calls:
         with tf.device(self.program.output_device):
             return towers.pack([join(leaves) for leaves in zip(*parts)])
 
-    def _groups(
+    def _observed(self, towers: Towers, shards: Sequence[Shard]) -> AbstractContextManager[Timed | None]:
+        return self._observers.of_graph(shards, towers.traced.audit.ordered, towers.take_traces)
+
+    def groups(
         self, source: Source, towers: Towers, rules: Rules, keep: Callable[[Chunk, list[Any]], None] | None = None
     ) -> Iterator[Group]:
-        """The results of all chunks; where they are kept elsewhere, groups without results."""
-        listeners = self._listeners()
-        recorder = None
-        if self._options.report:
-            recorder = Recorder("chunks", towers.take_traces(), self.program.gpus)
-            listeners = (recorder, *listeners)
-        lost: list[DeviceLost] = []
-
-        def tell(event: Event) -> None:
-            if isinstance(event, DeviceLost):
-                lost.append(event)
-            for listener in listeners:
-                listener(event)
-
+        """The results of all chunks; where something `keep`s them, groups without results."""
         cancellation = Cancellation()
         functions = towers.functions(cancellation)
-        if not towers.paces:
-            towers.paces |= first_paces(towers.traced, towers.devices)
+        paces = self._paces.setdefault(towers, {})
+        if not paces:
+            paces |= first_paces(towers.traced, towers.devices)
         lanes = [
-            Lane(device, partial(self._run_chunk, towers, functions[device], device, keep), in_flight)
-            for device, in_flight in towers.in_flight(self._options.prefetch).items()
+            Lane(device, partial(self._run_chunk, towers, functions[device], device, keep), at_once)
+            for device, at_once in in_flight(towers, self._options.prefetch).items()
         ]
-        rules = replace(
-            rules,
-            max_retries=self._options.max_retries,
-            observe=tell,
-            describe=self.program.failed,
-            cancel=cancellation.cancel,
-        )
+        lost: list[DeviceLost] = []
         try:
-            with _NOBODY if recorder is None else recorder.meter:
-                yield from run_chunks(source, lanes, rules, towers.paces)
+            with self._observers.of_chunks(towers.take_traces) as observe:
+
+                def tell(event: Event) -> None:
+                    if isinstance(event, DeviceLost):
+                        lost.append(event)
+                    observe(event)
+
+                rules = replace(
+                    rules,
+                    max_retries=self._options.max_retries,
+                    observe=tell,
+                    describe=self.program.failed,
+                    cancel=cancellation.cancel,
+                )
+                yield from run_chunks(source, lanes, rules, paces)
         finally:
-            if recorder is not None:
-                self._keep(recorder)
             # Here, and not where it happened: a warning in a worker's thread comes from no line of the user's.
             for event in lost:
                 warn_of_loss(self.program.name, event)
@@ -250,22 +259,6 @@ class Calls:
         if self._options.batched:
             check_row_counts(results, [], [chunk.on(device)])
         return results if keep is None else keep(chunk, results)
-
-    def _graph_call(self, towers: Towers, shards: Sequence[Shard]) -> AbstractContextManager[GraphCall | None]:
-        """What listens to a call in one graph, where somebody does."""
-        listeners = self._listeners()
-        if not self._options.report and not listeners:
-            return _NOBODY
-        keep = self._keep if self._options.report else None
-        return GraphCall(shards, towers.traced.audit.ordered, towers.take_traces(), self.program.gpus, listeners, keep)
-
-    def _listeners(self) -> tuple[Callable[[Event], object], ...]:
-        """Who hears of a call besides its report."""
-        progress = self._options.progress
-        return (ProgressBar(self.program.name),) if progress is True else (progress,) if progress else ()
-
-    def _keep(self, call: GraphCall | Recorder) -> None:
-        self.last = call
 
 
 def warn_of_loss(name: str, event: DeviceLost) -> None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from devicemap.chunking import Chunk
 from devicemap.errors import DataError, DeviceMapError
-from devicemap.gathering import join
+from devicemap.joining import join
 from devicemap.nests import as_nodes, freeze, nodes_of
 from devicemap.options import Options
 from devicemap.rows import HOST, Rows, as_rows, take_rows

@@ -9,8 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.errors import FunctionError, brief, function_error
-from devicemap.gathering import check_row_counts, join
+from devicemap.gathering import check_row_counts
 from devicemap.interruption import Signals
+from devicemap.joining import join
 from devicemap.nests import as_objects, map_nest
 from devicemap.options import Options
 from devicemap.rows import HOST, Rows, row_spec, take_rows

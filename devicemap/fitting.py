@@ -1,4 +1,7 @@
-"""What the memory of devices tells of chunks before any has run: running out of it takes TensorFlow ten seconds each time."""
+"""How many chunks devices have at once, and what their memory tells of chunks before any has run.
+
+Running out of memory takes TensorFlow ten seconds each time.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,27 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from devicemap.devices import kind_of, list_devices
+from devicemap.devices import kind_of
 from devicemap.explaining.sizing import memory_bytes_per_row
 from devicemap.explaining.walking import row_size
-from devicemap.scheduling import Pace
+from devicemap.listing import list_devices
+from devicemap.scheduling import Pace, chunks_in_flight
+from devicemap.towers import Towers
 from devicemap.tracing import Traced
+
+
+def in_flight(towers: Towers, prefetch: int | None) -> dict[str, int]:
+    """How many chunks may be under way on each device; one in all where `fn` depends on their order."""
+    audit = towers.traced.audit
+    if audit.ordered:
+        return {towers.places[0]: 1}
+    # Two at once on a device would draw from one seed; each call of Python holds a thread.
+    if audit.advances_seed or audit.python:
+        return dict.fromkeys(towers.places, 1)
+    return {
+        device: max(prefetch or chunks_in_flight(kind_of(device)), towers.places.count(device))
+        for device in towers.devices
+    }
 
 
 def first_paces(traced: Traced, devices: Sequence[str]) -> dict[str, Pace]:

@@ -10,14 +10,9 @@ import tensorflow as tf
 
 from devicemap.collecting import is_listless
 from devicemap.errors import failure
+from devicemap.joining import is_uniform, of_uniform_rows
 from devicemap.rows import carried, count_rows, restored
 from devicemap.types import Shard
-
-UNEVEN_ROWS = (
-    "Return a tf.RaggedTensor, give fn_output_signature=tf.RaggedTensorSpec(...), or pad to a fixed shape; if the data is a "
-    "dataset of batches, set batched=True"
-)
-"""What to do where a dense tensor cannot hold all results."""
 
 
 def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any]:
@@ -34,9 +29,9 @@ def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any
     first = parts[0]
     if isinstance(first, tf.RaggedTensor):
         values, _ = gather([part.values for part in parts], differentiable)
-        if _uniform(parts):
+        if is_uniform(parts):
             rows = tf.stack([part.nrows(tf.int64) for part in parts])
-            return _of_uniform_rows(values, first, tf.reduce_sum(rows)), rows
+            return of_uniform_rows(values, first, tf.reduce_sum(rows)), rows
         lengths, rows = gather([part.row_lengths() for part in parts])
         return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False), rows
     if isinstance(first, tf.SparseTensor):
@@ -88,30 +83,6 @@ def _of_rank_of(first: Any, part: Any) -> Any:
     return tf.SparseTensor(tf.reshape(part.indices, tf.stack([tf.size(part.values), rank])), part.values, shape)
 
 
-def join(parts: Sequence[Any]) -> Any:
-    """Join neighbouring rows in eager code; the same as `gather` without its graph."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    if isinstance(first, tf.SparseTensor):
-        return tf.sparse.concat(0, list(parts), expand_nonconcat_dims=True)
-    check_inner_shapes(parts)
-    if isinstance(first, tf.RaggedTensor) and _uniform(parts):
-        return _of_uniform_rows(join([part.values for part in parts]), first, sum(int(part.nrows()) for part in parts))
-    return tf.concat(list(parts), axis=0)
-
-
-def _uniform(parts: Sequence[Any]) -> bool:
-    """Whether rows of ragged tensors have one length, which is known."""
-    return parts[0].shape[1] is not None and all(part.shape[1] == parts[0].shape[1] for part in parts)
-
-
-def _of_uniform_rows(values: Any, first: Any, rows: Any) -> Any:
-    dtype = first.row_splits.dtype
-    length = tf.constant(first.shape[1], dtype)
-    return tf.RaggedTensor.from_uniform_row_length(values, length, nrows=tf.cast(rows, dtype), validate=False)
-
-
 def check_row_counts(results: Sequence[Any], returned: Sequence[Any], shards: Sequence[Shard]) -> None:
     """Raise unless a `fn` of batches returned as many rows as each shard has, in every leaf of its results.
 
@@ -161,16 +132,6 @@ def with_static_rows(leaf: Any, rows: int | None) -> Any:
     elif leaf.shape.rank is not None:
         leaf.set_shape(tf.TensorShape([rows]).concatenate(leaf.shape[1:]))
     return leaf
-
-
-def check_inner_shapes(parts: Sequence[Any]) -> None:
-    """Raise where dense results of shards, eager ones, do not fit together."""
-    shapes = list(dict.fromkeys(str(part.shape[1:]) for part in parts if isinstance(part, tf.Tensor)))
-    if len(shapes) > 1:
-        raise failure(
-            f"fn returned dense results of different inner shapes for different shards: {', '.join(shapes)}; a dense "
-            f"tensor cannot hold both. {UNEVEN_ROWS}"
-        )
 
 
 def _common(a: Any, b: Any) -> Any:

@@ -49,6 +49,11 @@ def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any, at_o
     return over_rows.get_concrete_function(*specs)
 
 
+def row_by_row(run: Callable[[Any], list[Any]], rows: Any, like: Sequence[Any]) -> list[Any]:
+    """What `run` gives for each of so many rows: tensors like these symbolic ones, stacked."""
+    return collected(run, rows, [Kept(each.dtype, each.shape, carrier_of(each.dtype, True)) for each in like])
+
+
 def _kept_of(row_fn: Any, signature: Sequence[Any], options: Options) -> list[Kept]:
     """How its results are kept until all rows are done, on the devices of the options."""
     kinds = {kind_of(device) for device in options.devices or ()}

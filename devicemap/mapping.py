@@ -9,14 +9,15 @@ from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
-from devicemap.calling import Calls
+from devicemap.calling import Calls, Nobody
 from devicemap.datasets import as_dataset
 from devicemap.explaining import Plan, ask, explain_call
+from devicemap.journal.calls import write
 from devicemap.journal.results import Results, open_results
 from devicemap.nests import as_nodes, as_objects, nodes_of
 from devicemap.programs import Program
 from devicemap.remembering import Memory
-from devicemap.reporting import Report
+from devicemap.reporting import Observers, Report
 from devicemap.rows import as_rows
 from devicemap.types import Event, short_name
 from devicemap.verifying.checking import check_limits, rows_to_verify, verify_rows
@@ -156,7 +157,8 @@ class DeviceMap:
 
     def _take(self, program: Program) -> None:
         self._program = program
-        self._calls = Calls(program)
+        self._observers = Observers(program.name, program.options, program.gpus)
+        self._calls = Calls(program, self._observers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled as what it was made of, which is traced again."""
@@ -166,12 +168,7 @@ class DeviceMap:
         """Map over all of `data`; see `parallel_map` for what it may be and what comes back."""
         if not tf.executing_eagerly():
             return self._inside_function(data)
-        if isinstance(data, tf.data.Dataset):
-            return self._calls.in_chunks(data)
-        rows = as_rows(data)
-        if self._program.options.batch_size is not None:
-            return self._calls.in_chunks(rows)
-        return self._calls.in_one_graph(rows)
+        return self._calls.over(data)
 
     @_as_written
     def _inside_function(self, data: Any) -> Any:
@@ -240,7 +237,7 @@ class DeviceMap:
             >>> mapper.report.rows, mapper.report.way
             (100, 'one graph')
         """
-        return None if self._calls.last is None else self._calls.last.report()
+        return None if self._observers.last is None else self._observers.last.report()
 
     def write(self, data: Any, directory: str | os.PathLike[str]) -> Results:
         """Map over `data`, and keep each finished chunk on disk; run again, it computes only what is missing.
@@ -266,7 +263,7 @@ class DeviceMap:
             >>> results.load()
             array([ 0,  1,  4,  9, 16], dtype=int32)
         """
-        self._calls.write(data, directory)
+        write(self._calls, data, directory)
         return open_results(directory)
 
     def verify(self, data: Any, rows: int | None = None, *, tolerance: float | None = None) -> Verification:
@@ -296,14 +293,13 @@ class DeviceMap:
             (False, 'coupled')
         """
         check_limits(rows, tolerance)
-        program, last = self._program, self._calls.last
+        program = self._program
         some = rows_to_verify(data, rows, program.options, program.devices)
-        try:
-            return verify_rows(
-                program.fn, some, program.options, program.towers_for(some), self, tolerance, program.name
-            )
-        finally:
-            self._calls.last = last  # `report` is about the user's own calls
+        # with calls of its own: `report` and `progress` are about the user's
+        over_devices = Calls(program, Nobody()).over
+        return verify_rows(
+            program.fn, some, program.options, program.towers_for(some), over_devices, tolerance, program.name
+        )
 
     def explain(self, data_or_spec: Any) -> Plan:
         """What a call would do, and what stands in the way of parallelism, without running `fn`.

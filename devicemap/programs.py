@@ -15,10 +15,10 @@ import tensorflow as tf
 
 from devicemap.devices import choose_devices, choose_output_device, gpu_indices, places_on
 from devicemap.errors import DeviceMapError, FunctionError, brief, function_error
-from devicemap.gathering import UNEVEN_ROWS, check_inner_shapes
 from devicemap.internals.running import Cancellation
 from devicemap.interruption import Signals
 from devicemap.invoking import attempt
+from devicemap.joining import UNEVEN_ROWS, check_inner_shapes
 from devicemap.nests import freeze
 from devicemap.options import Options, check_options, check_progress
 from devicemap.rows import HOST, take_rows

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from enum import Enum
 
 import tensorflow as tf
+
+from devicemap.devices import is_out_of_memory
 
 _TRANSIENT = (
     tf.errors.UnavailableError,
@@ -19,8 +20,6 @@ _TRANSIENT = (
 )
 """Errors that may not come again, or not on another device. Bad input (`InvalidArgumentError`, `NotFoundError`, Python's
 own errors) fails in the same way everywhere, and is not among them."""
-
-_FAILED_COPY = re.compile(r"(Dst|Src|Destination|Source) tensor is not initialized")
 
 FAILURES_IN_A_ROW = 3
 """A device that fails so often, without a success between, gets no more chunks."""
@@ -55,20 +54,6 @@ def remedy(error: BaseException, rows: int, attempts: int, max_retries: int, alo
     if isinstance(error, _TRANSIENT) and attempts <= max_retries:
         return Remedy.RETRY
     return Remedy.GIVE_UP
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device had no memory left.
-
-    For copies, TensorFlow has no class for that: where a tensor that it copies to could not be allocated, or one that it copies
-    from had not been, it is an `InternalError`, and what it says is all there is to tell it from others.
-
-    >>> is_out_of_memory(tf.errors.InternalError(None, None, "Dst tensor is not initialized."))
-    True
-    """
-    if isinstance(error, tf.errors.InternalError):
-        return bool(_FAILED_COPY.search(str(error)))
-    return isinstance(error, tf.errors.ResourceExhaustedError)
 
 
 def parts(rows: int, limit: int) -> list[int]:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from devicemap.datasets import from_dataset
 from devicemap.errors import DataError, FunctionError
-from devicemap.gathering import join
+from devicemap.joining import join
 from devicemap.options import Options
 from devicemap.rows import HOST, Rows, as_rows, take_rows
 

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.auditing import Treatment, variable_of
-from devicemap.devices import kind_of, python_calls_at_once
+from devicemap.devices import is_out_of_memory, kind_of, python_calls_at_once
 from devicemap.errors import brief, function_error
 from devicemap.execution import Layout
 from devicemap.internals.gradients import holds_gradients, order_of_gradients
@@ -24,9 +24,7 @@ from devicemap.interruption import Signals
 from devicemap.invoking import Invoker
 from devicemap.mirroring import Mirrors
 from devicemap.nests import as_objects
-from devicemap.recovery import is_out_of_memory
 from devicemap.rows import HOST
-from devicemap.scheduling import Pace, chunks_in_flight
 from devicemap.seeding import Stream, Streams, drawn_alike
 from devicemap.sharding import shard_rows
 from devicemap.tracing import Traced
@@ -101,7 +99,6 @@ class Towers:
         self._taped: set[tuple[Any, int]] = set()
         self._taping = threading.Lock()
         self._functions: dict[str, Any] = {}
-        self.paces: dict[str, Pace] = {}
         self._layouts: dict[tuple[bool, bool, bool], Layout] = {}
         self._inlined = itertools.count()
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
@@ -220,18 +217,6 @@ class Towers:
     def devices(self) -> tuple[str, ...]:
         """The devices of the places, each once."""
         return tuple(dict.fromkeys(self.places))
-
-    def in_flight(self, prefetch: int | None) -> dict[str, int]:
-        """How many chunks may be under way on each device; one in all where `fn` depends on their order."""
-        if self.traced.audit.ordered:
-            return {self.places[0]: 1}
-        # Two at once on a device would draw from one seed; each call of Python holds a thread.
-        if self.traced.audit.advances_seed or self.traced.audit.python:
-            return dict.fromkeys(self.places, 1)
-        return {
-            device: max(prefetch or chunks_in_flight(kind_of(device)), self.places.count(device))
-            for device in self.devices
-        }
 
     def functions(self, cancellation: Cancellation | None = None) -> dict[str, Callable[..., list[Any]]]:
         """One function per device, for one call: `(*tensors of a chunk) -> result leaves`, on the output device.

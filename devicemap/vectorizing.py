@@ -20,7 +20,7 @@ from devicemap.errors import failure
 from devicemap.forms import Form, form_of, is_flow, is_proven
 from devicemap.internals.converting import NotProvenError, checks_ops, convert_own, take_all_rows
 from devicemap.internals.functions import UNCHAINED, own_functions, shows_functions
-from devicemap.looping import mapped
+from devicemap.looping import mapped, row_by_row
 from devicemap.options import Options
 
 _BY_HAND = "Use vectorize='auto' or False to map row by row"
@@ -106,7 +106,7 @@ def vectorize(row_fn: Any, specs: Sequence[Any], check: Callable[[Form, str], No
     def vectorized(*leaves: Any) -> list[Any]:
         return list(tf.vectorized_map(run, leaves, fallback_to_while_loop=False))
 
-    with convert_own([row_fn.graph, *own], of_op), _without_conversion_log():
+    with convert_own([row_fn.graph, *own], of_op, row_by_row), _without_conversion_log():
         concrete = vectorized.get_concrete_function(*specs)
 
     @tf.function(autograph=False)

@@ -16,8 +16,9 @@ from histories import device
 
 import devicemap
 from devicemap import programs
-from devicemap.reporting import GraphCall, metering
+from devicemap.reporting import metering
 from devicemap.reporting.metering import GpuMeter, GpuUsage, nvml_identity
+from devicemap.reporting.recording import GraphCall
 from devicemap.types import Shard
 
 

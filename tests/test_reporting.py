@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 
 import devicemap
 from devicemap.errors import DataError
-from devicemap.reporting import GraphCall, Recorder, recording
+from devicemap.reporting import recording
 from devicemap.reporting.metering import GpuUsage
+from devicemap.reporting.recording import GraphCall, Recorder
 from devicemap.reporting.reports import Report
 from devicemap.reporting.tables import plain_text
 from devicemap.types import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.devices import choose_output_device, gpu_indices, kind_of, list_devices
+from devicemap.devices import choose_output_device, gpu_indices, kind_of
 from devicemap.explaining.asking import Asked
 from devicemap.explaining.capturing import captured_by
 from devicemap.explaining.placing import stray_ops
@@ -25,8 +25,10 @@ from devicemap.explaining.traffic import (
     to_strays,
 )
 from devicemap.explaining.walking import live_ops, row_size, waits_between_devices, without_loop
+from devicemap.fitting import in_flight
 from devicemap.hosting import is_taken_on_host
 from devicemap.internals.functions import shows_functions
+from devicemap.listing import list_devices
 from devicemap.options import Options
 from devicemap.rows import HOST
 from devicemap.towers import Towers
@@ -66,15 +68,15 @@ def explain_call(
     kinds = [kind_of(device) for device in towers.devices]
     strays = () if options.jit_compile else tuple(stray_ops(of_fn, towers.devices, kinds))
     per_row = None if options.jit_compile or not all_seen else memory_bytes_per_row(traced, kinds[0], asked.row_lengths)
-    in_flight = towers.in_flight(options.prefetch)
-    working = tuple(in_flight) if chunks else used
+    under_way = in_flight(towers, options.prefetch)
+    working = tuple(under_way) if chunks else used
     return Plan(
         name=name,
         way="chunks" if chunks else "one graph",
         rows=asked.rows,
         batch_size=options.batch_size if chunks else None,
         devices=tuple(
-            _device_plan(device, asked, shards, in_flight.get(device, 0) if chunks else None, options, per_row)
+            _device_plan(device, asked, shards, under_way.get(device, 0) if chunks else None, options, per_row)
             for device in devices
         ),
         batched=options.batched,
@@ -105,22 +107,22 @@ def _built_graph(towers: Towers, shards: Sequence[Shard], chunks: bool) -> Any:
 
 
 def _device_plan(
-    device: str, asked: Asked, shards: Sequence[Shard], in_flight: int | None, options: Options, per_row: int | None
+    device: str, asked: Asked, shards: Sequence[Shard], under_way: int | None, options: Options, per_row: int | None
 ) -> DevicePlan:
     own = [len(shard) for shard in shards if shard.device == device]
     at_once: int | None = None
-    if in_flight is None:
+    if under_way is None:
         rows = None if asked.rows is None else sum(own)
         at_once = rows
     else:
         rows = None
         if isinstance(options.batch_size, int):
-            at_once = in_flight * options.batch_size
+            at_once = under_way * options.batch_size
             at_once = at_once if asked.rows is None else min(at_once, asked.rows)
     limit = next((d.memory for d in list_devices(kind_of(device)) if d.name == device), None)
     memory = None if per_row is None or at_once is None else per_row * at_once
-    at_same_time, gpu = len(own) if in_flight is None else None, gpu_indices([device]).get(device)
-    return DevicePlan(device, kind_of(device), rows, at_same_time, in_flight, memory, limit, gpu)
+    at_same_time, gpu = len(own) if under_way is None else None, gpu_indices([device]).get(device)
+    return DevicePlan(device, kind_of(device), rows, at_same_time, under_way, memory, limit, gpu)
 
 
 def _transfers(

@@ -16,9 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.collecting import Kept, carrier_of, collected
 from devicemap.internals import Private, usable
-from devicemap.rows import count_rows
 
 pfor = Private(
     "tensorflow.python.ops.parallel_for.pfor",
@@ -80,11 +78,15 @@ class NotProvenError(Exception):
 Check = Callable[[Any, list[bool]], None]
 """`(op, stacked)` raises `NotProvenError` for an op (`tf.Operation`) with such inputs that is not to be vectorised."""
 
+RowByRow = Callable[[Callable[[Any], list[Any]], Any, Sequence[Any]], list[Any]]
+"""`(of_row, rows, outputs)` calls a function of the number of a row for each of so many rows, and stacks what it gives: tensors
+of the dtypes and shapes of these symbolic ones."""
+
 _checking = threading.local()
 
 
 @contextlib.contextmanager
-def convert_own(graphs: Iterable[Any], check: Check) -> Iterator[None]:
+def convert_own(graphs: Iterable[Any], check: Check, row_by_row: RowByRow) -> Iterator[None]:
     """Let the ops of these graphs vectorise as told here, each after a `check`, while this lasts, in this thread."""
     if not checks_ops():
         yield
@@ -94,11 +96,11 @@ def convert_own(graphs: Iterable[Any], check: Check) -> Iterator[None]:
             convert = _CONVERTERS.get(op.type) or pfor._pfor_converter_registry.get(op.type)
             if convert is not None:  # else TensorFlow says that there is none
                 op.pfor_converter = partial(_convert_checked, convert)
-    _checking.check = check
+    _checking.check, _checking.row_by_row = check, row_by_row
     try:
         yield
     finally:
-        del _checking.check
+        del _checking.check, _checking.row_by_row
 
 
 def _convert_checked(convert: Callable[[Any], Any], given: Any) -> Any:
@@ -309,9 +311,8 @@ def convert_draw(given: Any) -> list[Any]:
         of_one = {name: tensor[row] for name, tensor in stacked.items()}
         return list(tf.nest.flatten(_again(given.op, **of_one, **shared)))
 
-    kept = [Kept(output.dtype, output.shape, carrier_of(output.dtype, True)) for output in given.op.outputs]
-    rows = count_rows(next(iter(stacked.values())), tf.int32)
-    return [pfor.wrap(drawn, True) for drawn in collected(of_row, rows, kept)]
+    rows = tf.shape(next(iter(stacked.values())))[0]
+    return [pfor.wrap(drawn, True) for drawn in _checking.row_by_row(of_row, rows, given.op.outputs)]
 
 
 def convert_list(given: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap.errors import JournalError, MissingRowsError
-from devicemap.gathering import join
+from devicemap.joining import join
 from devicemap.journal.encoding import Array, decode_leaves, specs_of
 from devicemap.journal.records import Contents, Entry, missing_rows, read_chunk, read_journal
 from devicemap.journal.storage import unpack_arrays

@@ -22,10 +22,10 @@ from devicemap.auditing import ATOMIC, Audit, Treatment, variable_of
 from devicemap.comparing import compare_results, output_paths
 from devicemap.eager import EagerMap
 from devicemap.errors import DeviceMapError, OptionError, brief
-from devicemap.gathering import join
 from devicemap.internals.running import Cancellation
 from devicemap.interruption import Signals
 from devicemap.invoking import interruptible
+from devicemap.joining import join
 from devicemap.options import Options
 from devicemap.rows import HOST, Rows, as_rows, take_rows
 from devicemap.sampling import rows_in_memory
