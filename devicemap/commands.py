@@ -6,17 +6,14 @@ import argparse
 import importlib
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
-
 from devicemap.benchmarking import benchmark
 from devicemap.cli import UsageError
-from devicemap.devices import list_devices
+from devicemap.devices import list_devices, why_no_gpu
 from devicemap.errors import DeviceMapError, failure
 from devicemap.mapping import DeviceMap
 from devicemap.reading import read_input
@@ -42,7 +39,7 @@ def devices_command(options: argparse.Namespace) -> None:
         table.add_row(names[device.name], device.kind, memory, device.description)
     print(plain_text(table, None if sys.stdout.isatty() else _WIDE))
     if not any(device.kind == "GPU" for device in devices):
-        print(f"\nNo GPU: {_why_no_gpu()}")
+        print(f"\nNo GPU: {why_no_gpu()}")
 
 
 def explain_command(options: argparse.Namespace) -> None:
@@ -144,28 +141,6 @@ def _import(module: str) -> Any:
         raise
     except Exception as error:
         raise failure(f"importing {module} failed: {type(error).__name__}: {error}") from error
-
-
-def _why_no_gpu() -> str:
-    """What TensorFlow and the machine tell of the reason."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    build = tf.sysconfig.get_build_info()
-    if not tf.test.is_built_with_gpu_support():
-        return (
-            f"this build of TensorFlow {tf.__version__} is for CPUs only; for NVIDIA GPUs, install tensorflow[and-cuda] in "
-            "its place"
-        )
-    if tf.config.list_physical_devices("GPU"):
-        return "there are some, which this process has hidden with tf.config.set_visible_devices"
-    if hidden is not None and hidden.strip() in ("", "-1"):
-        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides all of them"
-    if not Path("/proc/driver/nvidia/version").exists() and not shutil.which("nvidia-smi"):
-        return f"TensorFlow {tf.__version__} could use one, but no NVIDIA driver was found on this machine"
-    return (
-        f"there is a driver, but TensorFlow {tf.__version__}, built for CUDA {build.get('cuda_version', '?')} and cuDNN "
-        f"{build.get('cudnn_version', '?')}, found no GPU that it can use. TF_CPP_MIN_LOG_LEVEL=0 devicemap devices shows "
-        "what it says to that: often a library is missing, which tensorflow[and-cuda] installs"
-    )
 
 
 def _need_rich() -> None:
