@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ def devices_command(options: argparse.Namespace) -> None:
         memory = "-" if device.memory is None else f"{device.memory / 2**30:.1f} GiB"
         table.add_row(names[device.name], device.kind, memory, device.description)
     print(plain_text(table, None if sys.stdout.isatty() else _WIDE))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(device) for device in devices], indent=1) + "\n", encoding="utf-8")
     if not any(device.kind == "GPU" for device in devices):
         print(f"\nNo GPU: {why_no_gpu()}")
 
@@ -85,7 +88,7 @@ def run_command(options: argparse.Namespace) -> None:
     mapper = _mapper(options, progress=not options.quiet)
     results = mapper.write(_data(options), options.out)
     if (report := mapper.report) is not None:
-        print(report.summary)
+        print(report.summary if report.rows or not len(results) else "no row was missing")
     print(f"{len(results)} rows in {options.out}; devicemap.open_results({options.out!r}) reads them")
 
 

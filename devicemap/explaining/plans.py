@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import os
 from dataclasses import dataclass
 from enum import Enum
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from devicemap.explaining.advising import advise
 from devicemap.explaining.drawing import save_traffic
 from devicemap.explaining.tables import plan_table
-from devicemap.reporting.tables import plain_text
+from devicemap.reporting.tables import Printed, plain_text
 
 
 class Handling(Enum):
@@ -139,8 +138,8 @@ class RandomOps:
     """Where their seeds come from, and what that means on several devices."""
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Printed):
     """What a call will do. `print` it for a text; `rich` prints it in colour, and notebooks show it.
 
     Example:
@@ -255,6 +254,3 @@ class Plan:
 
     def __rich__(self) -> Any:
         return plan_table(self)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
