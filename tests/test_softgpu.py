@@ -110,6 +110,25 @@ def test_memory_is_told() -> None:
     """)
 
 
+def test_plans_say_what_int32_costs() -> None:
+    _run("""
+        import devicemap
+
+        def buckets(dtype):
+            return lambda row: tf.math.floormod(tf.cast(row, dtype) * 3, 5)
+
+        rows = tf.TensorSpec([100, 4])
+        plan = devicemap.DeviceMap(buckets(tf.int32), devices="GPU").explain(rows)
+        assert [(s.op, s.device, s.reason, s.instead) for s in plan.strays] == [
+            ("Mul", "GPU", "int32", "int64"), ("FloorMod", "GPU", "int32", "int64"),
+        ], plan.strays
+        said = "Mul and FloorMod have no kernel for int32 on GPU itself, and the host computes it: cast to int64"
+        assert plan.advice[0] == said, plan.advice
+        plan = devicemap.DeviceMap(buckets(tf.int64), devices="GPU").explain(rows)  # what it says
+        assert plan.strays == () == plan.advice, plan
+    """)
+
+
 def test_time_is_spent_on_the_stream() -> None:
     _run("""
         gpus.configure(0, kernel_seconds=0.05)

@@ -122,9 +122,12 @@ class StrayOp:
     device: str
     """The kind of device that it leaves, or, for other reasons, where it goes."""
 
-    reason: Literal["no kernel", "placed by fn", "with a resource"]
-    """Whether the kind of device has no kernel for it, a `tf.device` in `fn` says otherwise, or it asks a table there or writes
-    a summary."""
+    reason: Literal["no kernel", "int32", "placed by fn", "with a resource"]
+    """Whether the kind of device has no kernel for it, or one for int32 that runs on the host, a `tf.device` in `fn` says
+    otherwise, or it asks a table there or writes a summary."""
+
+    instead: str | None = None
+    """A dtype that the device has a kernel of its own for, where it has none for int32."""
 
 
 @dataclass(frozen=True)
