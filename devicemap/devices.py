@@ -63,6 +63,11 @@ def simulate_devices(n: int) -> None:
     Raises:
         DeviceError: TensorFlow has initialised its devices already (any op or device listing does that), with
             another number of them. Call this first thing after importing TensorFlow.
+
+    Example:
+        >>> simulate_devices(8)
+        >>> [device.description for device in list_devices("CPU")][-1]
+        'part 8 of 8 of CPU'
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise DeviceError(f"n is {n!r}; expected the number of devices to simulate, an int of at least 1")
