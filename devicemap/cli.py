@@ -57,7 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _load_command(options: argparse.Namespace) -> Callable[[argparse.Namespace], None]:
     """TensorFlow is imported here, and before anything can use it, its devices are set."""
     from devicemap import commands
+    from devicemap.reporting.plotting import check_drawable
 
+    if path := getattr(options, "plot", None):
+        check_drawable(path)
     if options.simulate is not None:
         from devicemap.devices import simulate_devices
 
@@ -86,7 +89,8 @@ def _build_parser() -> argparse.ArgumentParser:
     common.add_argument("--traceback", action="store_true", help="where an error comes from, in full")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     devices = "list the devices, and say why no GPU was found"
-    commands.add_parser("devices", parents=[common], help=devices, description=f"{devices.capitalize()}.")
+    listing = commands.add_parser("devices", parents=[common], help=devices, description=f"{devices.capitalize()}.")
+    listing.add_argument("--json", type=_new_file, metavar="FILE", help="save them")
     mapping = argparse.ArgumentParser(add_help=False, parents=[common])
     mapping.add_argument("function", metavar="MODULE:FUNCTION", help=_FUNCTION)
     mapping.add_argument("input", metavar="INPUT", help=_INPUT)

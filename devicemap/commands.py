@@ -6,16 +6,15 @@ import argparse
 import importlib
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
-
 from devicemap.benchmarking import benchmark
 from devicemap.cli import UsageError
+from devicemap.devices import why_no_gpu
 from devicemap.errors import DeviceMapError, failure
 from devicemap.listing import list_devices
 from devicemap.mapping import DeviceMap
@@ -41,8 +40,10 @@ def devices_command(options: argparse.Namespace) -> None:
         memory = "-" if device.memory is None else f"{device.memory / 2**30:.1f} GiB"
         table.add_row(names[device.name], device.kind, memory, device.description)
     print(plain_text(table, None if sys.stdout.isatty() else _WIDE))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(device) for device in devices], indent=1) + "\n", encoding="utf-8")
     if not any(device.kind == "GPU" for device in devices):
-        print(f"\nNo GPU: {_why_no_gpu()}")
+        print(f"\nNo GPU: {why_no_gpu()}")
 
 
 def explain_command(options: argparse.Namespace) -> None:
@@ -88,7 +89,7 @@ def run_command(options: argparse.Namespace) -> None:
     mapper = _mapper(options, progress=not options.quiet)
     results = mapper.write(_data(options), options.out)
     if (report := mapper.report) is not None:
-        print(report.summary)
+        print(report.summary if report.rows or not len(results) else "no row was missing")
     print(f"{len(results)} rows in {options.out}; devicemap.open_results({options.out!r}) reads them")
 
 
@@ -144,28 +145,6 @@ def _import(module: str) -> Any:
         raise
     except Exception as error:
         raise failure(f"importing {module} failed: {type(error).__name__}: {error}") from error
-
-
-def _why_no_gpu() -> str:
-    """What TensorFlow and the machine tell of the reason."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    build = tf.sysconfig.get_build_info()
-    if not tf.test.is_built_with_gpu_support():
-        return (
-            f"this build of TensorFlow {tf.__version__} is for CPUs only; for NVIDIA GPUs, install tensorflow[and-cuda] in "
-            "its place"
-        )
-    if tf.config.list_physical_devices("GPU"):
-        return "there are some, which this process has hidden with tf.config.set_visible_devices"
-    if hidden is not None and hidden.strip() in ("", "-1"):
-        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides all of them"
-    if not Path("/proc/driver/nvidia/version").exists() and not shutil.which("nvidia-smi"):
-        return f"TensorFlow {tf.__version__} could use one, but no NVIDIA driver was found on this machine"
-    return (
-        f"there is a driver, but TensorFlow {tf.__version__}, built for CUDA {build.get('cuda_version', '?')} and cuDNN "
-        f"{build.get('cudnn_version', '?')}, found no GPU that it can use. TF_CPP_MIN_LOG_LEVEL=0 devicemap devices shows "
-        "what it says to that: often a library is missing, which tensorflow[and-cuda] installs"
-    )
 
 
 def _need_rich() -> None:

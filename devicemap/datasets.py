@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 from devicemap.chunking import Chunk
 from devicemap.errors import DataError, DeviceMapError
+from devicemap.internals.datasets import holds_batches
 from devicemap.joining import join
 from devicemap.nests import as_nodes, freeze, nodes_of
 from devicemap.options import Options
@@ -146,6 +148,13 @@ def from_dataset(dataset: Any, options: Options) -> Elements:
         fits = not any(_unknown_dimensions(spec)[1:] for spec in tf.nest.flatten(as_nodes(dataset.element_spec)))
         whole, merged, rows = options.batch_size is None, options.batch_size == "auto" and fits, None
     else:
+        if holds_batches(dataset):
+            warnings.warn(
+                f"the dataset has batches ({dataset.element_spec}), and fn gets each as one sample: set batched=True for "
+                "a fn of batches, or pass dataset.unbatch()",
+                UserWarning,
+                stacklevel=2,
+            )
         cardinality = int(dataset.cardinality())
         whole, rows = False, cardinality if cardinality >= 0 else None
         dataset, merged = _batches_of_samples(dataset, size)

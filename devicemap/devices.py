@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -31,6 +33,11 @@ def simulate_devices(n: int) -> None:
     Raises:
         DeviceError: TensorFlow has initialised its devices already (any op or device listing does that), with
             another number of them. Call this first thing after importing TensorFlow.
+
+    Example:
+        >>> simulate_devices(8)
+        >>> [device.description for device in list_devices("CPU")][-1]
+        'part 8 of 8 of CPU'
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise DeviceError(f"n is {n!r}; expected the number of devices to simulate, an int of at least 1")
@@ -65,7 +72,7 @@ def choose_devices(devices: Any) -> tuple[str, ...]:
     if isinstance(devices, str) and devices.isalpha():
         chosen = _of_kind(names, devices.upper())
         if not chosen:
-            raise DeviceError(f"devices={devices!r}: there is no device of this kind; {_there_is(names)}")
+            raise DeviceError(f"devices={devices!r}: there is no device of this kind; {_there_is(names, devices)}")
         return tuple(chosen)
     if isinstance(devices, str) or hasattr(devices, "name") or not isinstance(devices, Iterable):
         devices = [devices]
@@ -109,6 +116,28 @@ def python_calls_at_once() -> int:
     return max(1, threads - 1)
 
 
+def why_no_gpu() -> str:
+    """What TensorFlow and the machine tell of the reason."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    build = tf.sysconfig.get_build_info()
+    if not tf.test.is_built_with_gpu_support():
+        return (
+            f"this build of TensorFlow {tf.__version__} is for CPUs only; for NVIDIA GPUs, install tensorflow[and-cuda] in "
+            "its place"
+        )
+    if tf.config.list_physical_devices("GPU"):
+        return "there are some, which this process has hidden with tf.config.set_visible_devices"
+    if hidden is not None and hidden.strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides all of them"
+    if not Path("/proc/driver/nvidia/version").exists() and not shutil.which("nvidia-smi"):
+        return f"TensorFlow {tf.__version__} could use one, but no NVIDIA driver was found on this machine"
+    return (
+        f"there is a driver, but TensorFlow {tf.__version__}, built for CUDA {build.get('cuda_version', '?')} and cuDNN "
+        f"{build.get('cudnn_version', '?')}, found no GPU that it can use. TF_CPP_MIN_LOG_LEVEL=0 devicemap devices shows "
+        "what it says to that: often a library is missing, which tensorflow[and-cuda] installs"
+    )
+
+
 def kind_of(name: str) -> str:
     """The kind in a device's full name.
 
@@ -140,7 +169,7 @@ def _resolve(entry: Any, names: list[str], host: str, option: str = "devices") -
         found = []
     if not found:
         kind = f"; a kind stands alone, as in devices={given!r}" if given.isalpha() and option == "devices" else ""
-        raise DeviceError(f"{option} has {given!r}, which is not a device here{kind}; {_there_is(names)}")
+        raise DeviceError(f"{option} has {given!r}, which is not a device here{kind}; {_there_is(names, given)}")
     return found
 
 
@@ -179,8 +208,10 @@ def logical_devices() -> tuple[list[str], str]:
     return [host + name if name.startswith("/device:") else name for name in names], host
 
 
-def _there_is(names: list[str]) -> str:
-    return "there is " + ", ".join(name.replace("/job:localhost/replica:0/task:0/device:", "") for name in names)
+def _there_is(names: list[str], given: str = "") -> str:
+    """What devices there are; and where `given` asks for a GPU and there is none, why."""
+    why = f". No GPU: {why_no_gpu()}" if "GPU" in given.upper() and not _of_kind(names, "GPU") else ""
+    return "there is " + ", ".join(name.replace("/job:localhost/replica:0/task:0/device:", "") for name in names) + why
 
 
 def is_out_of_memory(error: BaseException) -> bool:

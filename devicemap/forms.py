@@ -81,6 +81,60 @@ def is_proven(form: Form, differentiable: bool) -> bool:
     return form.inputs in _listed().get((form.op, form.attributes), (frozenset(), frozenset()))[differentiable]
 
 
+def why_unproven(form: Form, names: Sequence[str]) -> str:
+    """What tells a form that is not on the list from the most similar one of its op that is, in words.
+
+    `names` are those of the op's inputs.
+    """
+    near = [
+        (attributes, inputs)
+        for (op, attributes), (listed, _) in _listed().items()
+        if op == form.op
+        for inputs in listed
+    ]
+    if not near:
+        return f"{form.op} is not proven to give the same vectorised, whatever it is given"
+    own = [*form.attributes.split(" "), *(f"{name} {part}" for name, part in zip(names, form.inputs.split(" ")))]
+
+    def others(listed: tuple[str, str]) -> list[str]:
+        known = {*listed[0].split(" "), *(f"{name} {part}" for name, part in zip(names, listed[1].split(" ")))}
+        return [each for each in own if each not in known]
+
+    fewest = min(map(others, sorted(near)), key=len)
+    return f"{form.op} is not proven to give the same vectorised where {' and '.join(map(_in_words, fewest))}"
+
+
+def _in_words(part: str) -> str:
+    """An attribute as it is, and an input with what its code says.
+
+    >>> _in_words("keep_dims=False"), _in_words("filter u41")
+    ('keep_dims=False', 'filter is the same for all rows, of rank 4, with an axis of length 1')
+    """
+    name, _, codes = part.partition(" ")
+    return f"{name} is {' or '.join(map(_input_in_words, codes.split('+')))}" if codes else name
+
+
+def _input_in_words(code: str) -> str:
+    kind, rank, flags = code[0], code[1], code[2:]
+    return ", ".join(
+        [_KINDS[kind], f"of {'unknown rank' if rank == '?' else f'rank {rank}'}", *(_FLAGS[f] for f in flags)]
+    )
+
+
+_KINDS = {
+    "s": "another one for each row",
+    "u": "the same for all rows",
+    "c": "known before it runs",
+    "v": "known when it runs",
+}
+_FLAGS = {
+    "z": "without elements",
+    "1": "with an axis of length 1",
+    "?": "with an unknown length",
+    "-": "with numbers below 0",
+}
+
+
 def pack(proven: dict[Form, bool], versions: Sequence[str]) -> dict[str, Any]:
     """What `forms.json` holds, of forms and whether each has its gradients, too."""
     groups: dict[tuple[str, str], tuple[set[str], set[str]]] = {}

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from devicemap.calling import Calls, Nobody
 from devicemap.datasets import as_dataset
+from devicemap.errors import DataError
 from devicemap.explaining import Plan, ask, explain_call
 from devicemap.journal.calls import write
 from devicemap.journal.results import Results, open_results
@@ -34,7 +35,7 @@ def _as_written(function: CallableT) -> CallableT:
 def parallel_map(
     fn: Callable[..., Any],
     data: Any,
-    *,
+    *others: Any,
     devices: Any = None,
     batched: bool = False,
     vectorize: bool | str = "auto",
@@ -112,7 +113,7 @@ def parallel_map(
         deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, report=report,
         name=name, **unknown,
     )  # fmt: skip
-    return _mapper_of(fn, options)(data)
+    return _mapper_of(fn, options)(data, *others)
 
 
 class DeviceMap:
@@ -164,8 +165,13 @@ class DeviceMap:
         """Copied and pickled as what it was made of, which is traced again."""
         return partial(DeviceMap, **vars(self._program.options)), (self._program.fn,)
 
-    def __call__(self, data: Any) -> Any:
+    def __call__(self, data: Any, *others: Any) -> Any:
         """Map over all of `data`; see `parallel_map` for what it may be and what comes back."""
+        if others:
+            count = 1 + len(others)
+            raise DataError(
+                f"data came as {count} arguments; pass a tuple of {count}, as in (x, y). Options have names"
+            )
         if not tf.executing_eagerly():
             return self._inside_function(data)
         return self._calls.over(data)

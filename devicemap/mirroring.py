@@ -177,9 +177,11 @@ def _shared(original: Any, place: str, copy: Callable[[], Any]) -> Any:
 
 
 def _copy(variable: Any) -> Any:
-    """Without its value, which each call assigns."""
+    """Without its value, which each call assigns, and without memory before the first one: a plan may be all that is asked."""
     try:
         nothing = tf.zeros([size or 0 for size in variable.shape], variable.dtype)
     except TypeError:  # a dtype that there are no zeros of
         nothing = variable.read_value()
-    return tf.Variable(nothing, trainable=False, dtype=variable.dtype, shape=variable.shape)
+    copy = tf.Variable(nothing, trainable=False, dtype=variable.dtype, shape=variable.shape)
+    tf.raw_ops.AssignVariableOp(resource=copy.handle, value=tf.constant([], variable.dtype))
+    return copy

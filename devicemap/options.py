@@ -11,6 +11,15 @@ import tensorflow as tf
 
 from devicemap.errors import OptionError, UnknownOptionError
 
+_ELSEWHERE = {
+    **dict.fromkeys(("gpus", "n_jobs", "num_workers"), "devices"),
+    **dict.fromkeys(("batch", "chunksize"), "batch_size"),
+    **dict.fromkeys(("dtype", "output_signature"), "fn_output_signature"),
+    "jit": "jit_compile",
+    "verbose": "progress",
+}
+"""What options are called in `tf.map_fn`, Keras, JAX, joblib and `multiprocessing`."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -43,7 +52,7 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
     names = [field.name for field in fields(Options)]
     for name in options:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            near = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise UnknownOptionError(f"{name!r} is not an option{hint} The options are {', '.join(names)}")
     if not callable(fn):

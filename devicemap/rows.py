@@ -5,7 +5,7 @@ The conventions are `tf.data`'s: tuples and dicts are structure, lists become te
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,16 +202,36 @@ def _convert_leaf(value: Any, path: str) -> Any:
             f"{path} is a {type(value).__name__}, which can be read only once and has no length; pass "
             "list(...) of it, or tf.data.Dataset.from_generator(...) to read it while mapping"
         )
+    if np.ma.is_masked(value):
+        raise DataError(
+            f"{path} is a masked array, whose mask TensorFlow would drop; pass array.filled(...), or its mask beside it: "
+            "{'values': array.data, 'mask': array.mask}"
+        )
     if isinstance(value, tf.data.Dataset):
         raise DataError(f"{path} is a Dataset inside a nest; zip datasets with tf.data.Dataset.zip and pass the result")
     try:
         return tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:
         shape = f" of shape {np.shape(value)}" if isinstance(value, np.ndarray) else ""
-        hint = "; tf.ragged.constant makes rows of different lengths" if isinstance(value, list) else ""
         raise DataError(
-            f"{path} is a {type(value).__name__}{shape} that does not convert to a tensor ({error}){hint}"
+            f"{path} is a {type(value).__name__}{shape} that does not convert to a tensor ({error}){_hint(value)}"
         ) from error
+
+
+def _hint(value: Any) -> str:
+    """What to make of data that does not convert to a tensor."""
+    if hasattr(value, "columns"):
+        return "; columns of different dtypes are a dict: dict(frame)"
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return "; give it a dtype with .astype, or make one array of its entries with np.stack"
+    if not isinstance(value, list):
+        return ""
+    first = next(iter(value), None)
+    if isinstance(first, Mapping):
+        return "; a dict of columns has rows: {key: [row[key] for row in rows] for key in rows[0]}"
+    if hasattr(first, "__array_interface__") and not isinstance(first, np.ndarray):  # pictures of PIL
+        return "; make one array of its entries: np.stack([np.asarray(entry) for entry in entries])"
+    return "; tf.ragged.constant makes rows of different lengths"
 
 
 def _count(leaf: Any) -> int | None:

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from devicemap.auditing import Audit, audit, is_steady
 from devicemap.errors import FunctionError, OptionError, failure, function_error
+from devicemap.hinting import hints_for
 from devicemap.internals.gradients import complete_handle_data, differentiate_freely
 from devicemap.nests import as_objects, map_nest, nodes_of, refused_by
 from devicemap.options import Options
@@ -112,10 +113,7 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: Stream |
             what += f", as {len(specs)} arguments,"
         if options.seed is not None:
             what += " and the keyword seed"
-        takes_batches = not options.batched and hasattr(fn, "built")  # Keras layers and models have that
-        hint = ". A Keras layer or model takes batches: set batched=True" if takes_batches else ""
-        if type(specs) is tuple and hasattr(fn, "built"):
-            hint += ". A tuple is passed as several arguments: drop labels with dataset.map(lambda x, y: x)"
+        hint = "".join(f". {each}" for each in hints_for(fn, specs, options.batched, options.seed is not None, error))
         raise function_error(
             f"fn could not be traced for {what} of {given}{hint}: {type(error).__name__}: {error}", error
         ) from error

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from devicemap.auditing import Audit, audit
 from devicemap.errors import failure
-from devicemap.forms import Form, form_of, is_flow, is_proven
+from devicemap.forms import Form, form_of, is_flow, is_proven, why_unproven
 from devicemap.internals.converting import NotProvenError, checks_ops, convert_own, take_all_rows
 from devicemap.internals.functions import UNCHAINED, own_functions, shows_functions
 from devicemap.looping import mapped, row_by_row
@@ -58,7 +58,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     unproven: list[Form] = []
     if obstacle is None:
         try:
-            vectorized = vectorize(row_fn, specs, lambda form, _: _check(form, unproven, wanted is True))
+            vectorized = vectorize(row_fn, specs, lambda form, op: _check(form, op, unproven, wanted is True))
             if options.jit_compile and _parts_rows(vectorized):
                 obstacle = "fn has a branch or a loop whose condition differs between rows, and jit_compile=True"
         except Exception as error:  # pfor raises ValueError, NotImplementedError, TypeError and more for what it lacks
@@ -83,15 +83,15 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     ]
 
 
-def vectorize(row_fn: Any, specs: Sequence[Any], check: Callable[[Form, str], None]) -> Any:
+def vectorize(row_fn: Any, specs: Sequence[Any], check: Callable[[Form, Any], None]) -> Any:
     """The `ConcreteFunction` of a shard's leaves that runs that of one row for all of them at once.
 
-    `check` is called with the form and the name of each op that is vectorised, and raises `NotProvenError` for one not to be.
+    `check` is called with the form of each op that is vectorised, and the op, and raises `NotProvenError` for one not to be.
     """
 
     def of_op(op: Any, stacked: Sequence[bool]) -> None:
         if not is_flow(op):
-            check(form_of(op, stacked), op.name)
+            check(form_of(op, stacked), op)
 
     own, _ = own_functions(row_fn.graph)
 
@@ -116,13 +116,11 @@ def vectorize(row_fn: Any, specs: Sequence[Any], check: Callable[[Form, str], No
     return kept.get_concrete_function(*specs)
 
 
-def _check(form: Form, unproven: list[Form], wanted: bool) -> None:
+def _check(form: Form, op: Any, unproven: list[Form], wanted: bool) -> None:
     """Raise for an op that is not proven to vectorise right, unless it is `wanted`; note one whose gradients are not."""
     if not is_proven(form, differentiable=False):
         if not wanted:
-            raise NotProvenError(
-                f"{form.op} is not proven to give the same vectorised ({form.attributes}; {form.inputs})"
-            )
+            raise NotProvenError(why_unproven(form, [argument.name for argument in op.op_def.input_arg]))
     elif not is_proven(form, differentiable=True):
         unproven.append(form)
 

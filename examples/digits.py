@@ -1,4 +1,4 @@
-"""Recognise handwritten digits by optimal transport: a Python loop, `tf.map_fn` and `devicemap.parallel_map` compared.
+"""Recognise handwritten digits by optimal transport: a Python loop, `tf.map_fn` and a `devicemap.DeviceMap` compared.
 
 Each image is a heap of ink on an 8 x 8 grid; its distance to a digit is the work of moving that ink onto the mean image
 of the digit, by Sinkhorn's iteration (Cuturi 2013), which takes one image more steps than another. See also `--help`.
@@ -30,6 +30,7 @@ except ImportError as error:
 DIGITS = 10
 GREEN, RED, GREY = "#1a7f5a", "#c0392b", "#d0d4da"
 FOR_MEANS = 500  # images that the means are left with, at least
+LOGICAL = 4  # devices that a CPU is cut into where there is no GPU
 TOLERANCE = 1e-4  # relative; the ways round differently, and may stop an iteration apart
 
 
@@ -123,9 +124,14 @@ def main() -> None:
     """Read the flags, compare the three ways, print how often the digit is right, and draw."""
     parser = argparse.ArgumentParser(description="Recognise handwritten digits by optimal transport, in three ways.")
     parser.add_argument("--images", type=int, default=600, metavar="N", help="images to classify (600)")
-    parser.add_argument("--simulate", type=int, metavar="N", help="cut the CPU into N devices first")
+    parser.add_argument(
+        "--simulate", type=int, metavar="N", help=f"cut the CPU into N devices; without a GPU {LOGICAL}"
+    )
     parser.add_argument("--output", type=Path, default=Path("output/digits.png"), metavar="FILE", help="the picture")
     flags = parser.parse_args()
+    if flags.simulate is None and not tf.config.list_physical_devices("GPU"):
+        flags.simulate = LOGICAL
+        print(f"No GPU: the CPU is cut into {LOGICAL} devices, which share its cores, to show where rows go.")
     if flags.simulate is not None:
         devicemap.simulate_devices(flags.simulate)
     tf.config.experimental.enable_tensor_float_32_execution(False)  # or GPUs round to three digits
@@ -135,12 +141,14 @@ def main() -> None:
     devices = devicemap.list_devices("GPU") or devicemap.list_devices("CPU")
     for device in devicemap.list_devices():
         print(f"{device.kind} {device.name}" + ", used" * (device in devices))
+    mapper = devicemap.DeviceMap(distances, devices=devices)
     ways: dict[str, Callable[[], tf.Tensor]] = {
         "Python loop, eager": lambda: tf.stack([distances(image) for image in images]),
         "tf.map_fn in a tf.function": lambda: serial(images),
-        "devicemap.parallel_map": lambda: devicemap.parallel_map(distances, images, devices=devices),
+        "devicemap.DeviceMap": lambda: mapper(images),
     }
     answer = compare(ways)
+    print(f"The last call of the DeviceMap: {mapper.report}")
     draw(ink, digits, answer, flags.output)
     right, plain = (np.mean(d.argmin(1) == digits) for d in (answer, np.linalg.norm(ink[:, None] - means, axis=-1)))
     print(f"Right: {right:.1%} (plain Euclidean distance: {plain:.1%}). Picture: {flags.output}")

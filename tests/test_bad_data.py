@@ -17,6 +17,22 @@ from devicemap.errors import DataError
 
 Pair = namedtuple("Pair", "a b")
 
+
+class Frame:
+    """As one of pandas with text and numbers."""
+
+    columns = ("name", "number")
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return np.array([["a", 1]], object)
+
+
+class Picture:
+    """As one of PIL."""
+
+    __array_interface__ = np.zeros([2, 2], np.uint8).__array_interface__
+
+
 BAD_DATA: list[tuple[str, Any, str]] = [
     (
         "unequal",
@@ -66,7 +82,19 @@ BAD_DATA: list[tuple[str, Any, str]] = [
         r"^data is a list that does not convert .*; tf\.ragged\.constant makes rows of different",
     ),
     ("set", {"x": {1, 2}}, r"^data\['x'\] is a set that does not convert to a tensor"),
-    ("objects", np.array([object(), None]), r"^data is a ndarray of shape \(2,\) that does not convert to a tensor"),
+    (
+        "objects",
+        np.array([object(), None]),
+        r"^data is a ndarray of shape \(2,\) that does not convert to a tensor .*; give it a dtype with \.astype",
+    ),
+    (
+        "masked",
+        {"x": np.ma.masked_equal([1, 2], 2)},
+        r"^data\['x'\] is a masked array, .* pass array\.filled\(\.\.\.\)",
+    ),
+    ("frame", Frame(), r"^data is a Frame that .*; columns of different dtypes are a dict: dict\(frame\)$"),
+    ("dicts", [{"a": 1}, {"a": 2}], r"; a dict of columns has rows: \{key: \[row\[key\] for row in rows\] "),
+    ("pictures", [Picture(), Picture()], r"; make one array of its entries: np\.stack\(\[np\.asarray\(entry\) "),
     (
         "keys of mixed types",
         {"a": X, 1: X},
@@ -128,6 +156,30 @@ def test_bad_datasets(dataset: Any, options: Options, message: str) -> None:
     with pytest.raises(DataError, match=message):
         devicemap.DeviceMap(fn, **SEVERAL, **options)(dataset)
     assert fn.count == 0
+
+
+def test_data_in_several_arguments() -> None:
+    for mapped in (devicemap.DeviceMap(tf.add, **ONE), lambda *data: devicemap.parallel_map(tf.add, *data, **ONE)):
+        with pytest.raises(
+            DataError, match=r"^data came as 2 arguments; pass a tuple of 2, as in \(x, y\)\. Options have"
+        ):
+            mapped(X, X)
+
+
+def test_an_array_that_masks_nothing_goes_through() -> None:
+    np.testing.assert_array_equal(devicemap.parallel_map(tf.negative, np.ma.masked_equal([1, 2], 3), **ONE), [-1, -2])
+
+
+@pytest.mark.private("how datasets were made")
+@pytest.mark.parametrize("drop", [False, True])
+def test_batches_as_samples_are_warned_of(drop: bool) -> None:
+    batches = tf.data.Dataset.from_tensor_slices(X).batch(2, drop).map(tf.negative).prefetch(1)
+    with pytest.warns(
+        UserWarning, match=r"^the dataset has batches \(TensorSpec\(.*: set batched=True for a fn of batches"
+    ):
+        devicemap.parallel_map(tf.reduce_sum, batches, **SEVERAL)
+    for options, dataset in (({}, batches.unbatch()), ({"batched": True}, batches)):  # what it says
+        np.testing.assert_array_equal(devicemap.parallel_map(tf.abs, dataset, **SEVERAL, **options), X)
 
 
 def test_a_part_of_an_infinite_dataset() -> None:

@@ -92,6 +92,8 @@ def test_it_is_saved_as_json(swept: BenchmarkResult, tmp_path: Path) -> None:
     swept.save(tmp_path / "result.json")
     read = json.loads((tmp_path / "result.json").read_text())
     assert read == swept.to_dict()
+    assert swept._repr_html_().startswith("<pre>_row over 23 rows, ")
+    assert repr(swept) == str(swept)
     assert read["measurements"][1]["devices"] == list(swept.measurements[1].devices)
     assert read["measurements"][4]["batch_size"] == 4
     assert read["recommendation"] == swept.recommendation
@@ -220,8 +222,7 @@ def test_a_way_that_runs_out_of_memory_is_skipped() -> None:
     assert [(way.mode, len(way.devices)) for way in result.skipped] == [("eager", 1)]
     assert result.skipped[0].reason.startswith("out of memory: fn failed in eager code on rows 0 to 22 on CPU:3: ")
     assert "\nskipped, as out of memory: " in str(result)
-    eager = next(m for m in result.measurements if m.mode == "eager")
-    assert eager.speedup is None
+    assert {m.mode for m in result.measurements if len(m.devices) > 1} == {"eager", "graph"}
 
     def never(batch: Any) -> Any:
         raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")

@@ -155,6 +155,7 @@ def test_run_says_what_it_did_and_goes_on(capsys: pytest.CaptureFixture[str]) ->
     assert re.fullmatch(r"20 rows in .* s \(.* rows/s\) in .*\n20 rows in out; .*\n", capsys.readouterr().out)
     files = {file.name: file.stat().st_mtime_ns for file in pathlib.Path("out").glob("*.npz")}
     run("double", "x.npy")
+    assert capsys.readouterr().out.startswith("no row was missing\n20 rows in out; ")
     assert files == {file.name: file.stat().st_mtime_ns for file in pathlib.Path("out").glob("*.npz")}
 
 
@@ -284,6 +285,7 @@ class Plan:
 def test_explain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(devicemap.DeviceMap, "explain", lambda self, data: Plan(), raising=False)
     np.save("x.npy", X)
+    pytest.importorskip("matplotlib")
     assert main(["explain", "functions:double", "x.npy", "--json", "plan.json", "--plot", "plan.png"]) == 0
     assert pathlib.Path("plan.png").read_text() == "a picture"
     assert capsys.readouterr().out == "what will run where\n"
@@ -300,6 +302,9 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(pathlib.Path("b.json").read_text())["rows"] == 8
     assert pathlib.Path("b.png").read_bytes().startswith(b"\x89PNG")
     assert main(["bench", "functions:double", "x.npy", "--batch-size", "auto"]) == 2
+    capsys.readouterr()
+    assert main(["bench", "nothing:is_called", "x.npy", "--plot", "b.npy"]) == 2
+    assert "b.npy cannot be drawn: its suffix has to be one of" in capsys.readouterr().err
 
 
 def _shell(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -322,10 +327,12 @@ def test_help_does_not_wait_for_tensorflow() -> None:
 
 
 def test_devices_in_a_process_of_its_own() -> None:
-    done = _shell("-m", "devicemap", "devices", "--simulate", "3")
+    done = _shell("-m", "devicemap", "devices", "--simulate", "3", "--json", "d.json")
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()[1:4]] == ["CPU:0", "CPU:1", "CPU:2"]
     assert "\nNo GPU: " in done.stdout
+    names = [f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(3)]
+    assert [device["name"] for device in json.loads(pathlib.Path("d.json").read_text())] == names
 
 
 def test_ctrl_c_keeps_what_was_finished(tmp_path: pathlib.Path) -> None:

@@ -357,20 +357,47 @@ def test_a_custom_error_keeps_its_attributes() -> None:
     assert (caught.value.code, caught.value.detail) == (7, "hot")
 
 
+MODEL = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+
+
 @pytest.mark.parametrize(
-    ("fn", "data", "options", "given"),
+    ("fn", "data", "options", "given", "hint"),
     [
-        (lambda a, b: a, X, {}, ""),
-        (lambda a: a, (X, X), {}, ", as 2 arguments,"),
-        (lambda a: a, X, {"seed": 1}, " and the keyword seed"),
-        (lambda a, b: a, (X, X), {"seed": 1}, ", as 2 arguments, and the keyword seed"),
-        (lambda a: a + "text", X, {}, ""),
+        (lambda a, b: a, X, {}, "", "fn takes 2 arguments: pass a tuple of 2 as data; "),
+        (lambda a, b: a, {"a": X, "b": X}, {}, "", "fn takes 2 arguments: pass a tuple of 2 as data; "),
+        (lambda a: a, (X, X), {}, ", as 2 arguments,", "A tuple is passed as several arguments: let fn take them"),
+        (lambda a: a, X, {"seed": 1}, " and the keyword seed", "With the option seed, fn gets the keyword seed: "),
+        (
+            lambda a, b: a,
+            (X, X),
+            {"seed": 1},
+            ", as 2 arguments, and the keyword seed",
+            "With the option seed, fn gets",
+        ),
+        (lambda a: a + "text", X, {}, "", ""),
+        (lambda a: a.numpy(), X, {}, "", "fn is traced as by tf.function, and its tensors have no numbers then: "),
+        (lambda a: np.sin(a), X, {}, "", "use what TensorFlow has (tf.sin for np.sin), or tf.numpy_function"),
+        (MODEL, X, {}, "", "A Keras layer or model takes batches: set batched=True"),
+        (lambda a: MODEL(a), X, {}, "", "A Keras layer or model takes batches: set batched=True"),
+        (MODEL.predict, X, {}, "", "Keras's predict is for eager code: pass the model itself, with batched=True"),
     ],
-    ids=["too few arguments", "too many arguments", "no seed", "several arguments, no seed", "a bad addition"],
+    ids=[
+        *(
+            "too few arguments",
+            "a dict",
+            "too many arguments",
+            "no seed",
+            "several arguments, no seed",
+            "a bad addition",
+        ),
+        *("NumPy of a tensor", "a function of NumPy", "a model", "a model in a function", "a method of a model"),
+    ],
 )
-def test_fn_does_not_fit_the_data(fn: Any, data: Any, options: Options, given: str) -> None:
+def test_fn_does_not_fit_the_data(fn: Any, data: Any, options: Options, given: str, hint: str) -> None:
     message = rf"^fn could not be traced for one row \(batched=False\){given} of TensorSpec\("
     with pytest.raises(FunctionError, match=message) as caught:
         devicemap.parallel_map(fn, data, **SEVERAL, **options)
-    assert isinstance(caught.value, TypeError | ValueError)
+    said = str(caught.value).partition("name=None)")[2]
+    assert hint in said if hint else said.startswith(f": {type(caught.value.__cause__).__name__}")
+    assert isinstance(caught.value, TypeError | ValueError | AttributeError | NotImplementedError)
     assert type(caught.value.__cause__) in type(caught.value).__mro__

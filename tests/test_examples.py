@@ -29,14 +29,23 @@ def _run(example: str, *arguments: str, cwd: Path) -> subprocess.CompletedProces
     )
 
 
-def test_digits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("simulate", "words_of_devices"),
+    [
+        ((), ["No GPU: the CPU is cut into 4 devices", "CPU:3, used", "on 4 devices"]),
+        (("--simulate", "2"), ["on 2 devices"]),
+    ],
+    ids=["as it is", "two devices"],
+)
+def test_digits(simulate: tuple[str, ...], words_of_devices: list[str], tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
-    run = _run("digits", "--images", "20", "--simulate", "2", cwd=tmp_path)
+    run = _run("digits", "--images", "20", *simulate, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     for words in (
+        *words_of_devices,
         "CPU:0, used", "CPU:1, used", "20 images to 10 digits", "first call", "later calls", "images/s", "speed-up",
-        "Python loop, eager", "tf.map_fn in a tf.function", "devicemap.parallel_map", "The answers agree", "Right: ",
+        "Python loop, eager", "tf.map_fn in a tf.function", "devicemap.DeviceMap", "The answers agree", "Right: ",
     ):  # fmt: skip
         assert words in run.stdout
     assert (tmp_path / "output" / "digits.png").read_bytes().startswith(PNG)

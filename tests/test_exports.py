@@ -17,12 +17,9 @@ NAMES = ["DeviceMap", "benchmark", "list_devices", "open_results", "parallel_map
 
 def test_exports_are_exactly_these() -> None:
     assert devicemap.__all__ == NAMES
-    public = {
-        name
-        for name in dir(devicemap)  # they are imported on first use
-        if not name.startswith("_") and not isinstance(getattr(devicemap, name), types.ModuleType)
-    }
-    assert public == set(NAMES)
+    public = [name for name in dir(devicemap) if not name.startswith("_")]  # they are imported on first use
+    assert public == sorted([*NAMES, "errors", "types"])
+    assert all(hasattr(devicemap, name) for name in dir(devicemap))
 
 
 @pytest.mark.parametrize("name", ["", *NAMES])

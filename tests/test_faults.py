@@ -406,6 +406,8 @@ def test_ctrl_c_stops_within_a_second(sim: simulator.Simulator, way: str) -> Non
         os.kill(os.getpid(), signal.SIGINT)
 
     timer = threading.Timer(0.3, interrupt)
+    # A process that ignores it, as the background jobs of a shell script do, would wait for the rows that hang for ever.
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def observe(event: Event) -> None:
         if isinstance(event, ChunkStarted) and event.shard.stop > 20 and timer.ident is None:

@@ -93,7 +93,21 @@ def test_the_list_says_what_it_was_tried_with() -> None:
     assert len(listed["ops"]) > 100
 
 
-def test_an_op_that_is_not_listed_is_named() -> None:
-    plan = devicemap.DeviceMap(lambda row: tf.pad(row, [[1, 1]], constant_values=3.0)).explain(tf.ones([4, 3]))
+@pytest.mark.parametrize(
+    ("fn", "why"),
+    [
+        (lambda row: tf.pad(row, [[1, 1]], constant_values=3.0), "PadV2 is not {}, whatever it is given"),
+        (lambda row: tf.cumsum(tf.cast(row, tf.bfloat16)), "Cumsum is not {} where T=bfloat16"),
+        (
+            lambda row: tf.nn.conv2d(
+                tf.reshape(tf.cast(row, tf.float64), [1, 3, 1, 1]), tf.ones([1, 1, 1, 1], tf.float64), 1, "SAME"
+            ),
+            "Conv2D is not {} where filter is the same for all rows, of rank 4, with an axis of length 1",
+        ),
+    ],
+    ids=["no form of the op", "a dtype", "an input"],
+)
+def test_an_op_that_is_not_listed_is_named_with_what_is_not_proven(fn: Any, why: str) -> None:
+    plan = devicemap.DeviceMap(fn).explain(tf.ones([4, 3]))
     assert not plan.vectorized
-    assert "PadV2 is not proven to give the same vectorised" in plan.reason
+    assert plan.reason == why.format("proven to give the same vectorised")

@@ -100,6 +100,10 @@ ADVICE: list[tuple[dict[str, Any], str]] = [
         "A, B and C have no kernel on GPU: do this in the input pipeline (Dataset.map) instead",
     ),
     (
+        {"strays": tuple(StrayOp(op, "GPU", "int32", "int64") for op in ("A", "B"))},
+        "A and B have no kernel for int32 on GPU itself, and the host computes it: cast to int64",
+    ),
+    (
         {"vectorized": False, "reason": "Foo has no vectorised form"},
         "fn is mapped row by row because Foo has no vectorised form; a fn of a whole batch (batched=True) may be faster",
     ),

@@ -32,7 +32,7 @@ def _measure(*timings: Timing) -> tuple[Measurement, ...]:
     return compare_timings(timings)
 
 
-def test_speedup_is_against_the_fastest_on_one_device_in_the_same_mode() -> None:
+def test_speedup_is_against_the_fastest_on_one_device_in_any_mode() -> None:
     measured = _measure(
         _timing(100),
         _timing(200, batch_size=8),
@@ -40,8 +40,8 @@ def test_speedup_is_against_the_fastest_on_one_device_in_the_same_mode() -> None
         _timing(10, mode="eager"),
         _timing(20, 2, mode="eager"),
     )
-    assert [m.speedup for m in measured] == pytest.approx([0.5, 1, 3, 1, 2])
-    assert [m.efficiency for m in measured] == pytest.approx([0.5, 1, 0.75, 1, 1])
+    assert [m.speedup for m in measured] == pytest.approx([0.5, 1, 3, 0.05, 0.1])
+    assert [m.efficiency for m in measured] == pytest.approx([0.5, 1, 0.75, 0.05, 0.05])
     assert [m.rows_per_second for m in measured] == pytest.approx([100, 200, 600, 10, 20])
 
 

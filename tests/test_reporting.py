@@ -239,17 +239,16 @@ def test_it_keeps_to_the_width_of_the_terminal(width: int) -> None:
     assert max(map(len, plain_text(report, width).splitlines())) <= width
 
 
-def test_rich_prints_it_in_colour_and_notebooks_show_it() -> None:
+def test_rich_prints_it_in_colour_and_notebooks_and_the_repl_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report.of(MANY)
     console = rich.console.Console(force_terminal=True, width=100, _environ={"TERM": "xterm"})
     with console.capture() as capture:
         console.print(report)
     assert "\x1b[1m" in capture.get()
     assert report._repr_html_().startswith("<pre>120 rows in ")
-
-
-def test_repr_leaves_out_the_spans() -> None:
-    assert "Span" not in repr(Report.of(MANY))
+    assert repr(report) == str(report)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert repr(report).startswith("<devicemap.reporting.reports.Report object at ")
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

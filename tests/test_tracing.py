@@ -109,12 +109,6 @@ def test_variables_made_on_first_call() -> None:
     np.testing.assert_allclose(mapper(X), X * [0.0, 0.0, 1.0])
 
 
-def test_a_keras_model_without_batched_is_told_to_set_it() -> None:
-    model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(4)])
-    with pytest.raises(devicemap.errors.FunctionError, match="takes batches: set batched=True"):
-        devicemap.parallel_map(model, X, devices=["CPU:1"])
-
-
 def test_an_unbuilt_keras_model() -> None:
     model = tf.keras.Sequential([tf.keras.layers.Dense(4), tf.keras.layers.Dense(2)])
     y = devicemap.parallel_map(model, X, batched=True, devices=["CPU:1", "CPU:2"])

@@ -234,6 +234,8 @@ def test_prints_and_saves() -> None:
     assert text.startswith("centre: NOT the same results in all ways; 16 row(s) on CPU:0, CPU:1, CPU:2")
     assert "eager code on one row at a time against eager code " in text
     assert "\n* coupled: the result differs by at most" in text
+    assert repr(verification) == str(verification)
+    assert verification._repr_html_().startswith("<pre>")
     saved = json.loads(json.dumps(verification.to_dict()))
     assert saved["ok"] is False
     assert saved["findings"][0]["kind"] == "coupled"

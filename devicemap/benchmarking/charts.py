@@ -61,5 +61,5 @@ def _draw_speedups(axes: Any, series: dict[str, list[Measurement]]) -> None:
     ideal = max((len(m.devices) for m in best.values()), default=1)
     axes.axvline(ideal, color="black", linestyle="--", linewidth=1, label=f"ideal on {ideal} devices")
     axes.invert_yaxis()
-    axes.set(xlabel="speed-up, times one device in the same mode", xlim=(0, None))
+    axes.set(xlabel="speed-up, times the fastest on one device", xlim=(0, None))
     axes.legend(fontsize="small")

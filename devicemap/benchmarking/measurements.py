@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from devicemap.benchmarking.sweeping import Skipped, Way, name_devices
+from devicemap.reporting.tables import Printed
 from devicemap.types import Device
 
 _COLUMNS = ("mode", "devices", "batch_size", "vectorize", "rows", "rows/s", "call", "spread", "first call", "speed-up",
@@ -47,8 +48,8 @@ class Measurement(Timing):
     """`rows` over `call_seconds`."""
 
     speedup: float | None
-    """How many times the rows per second of one device: the fastest measurement of one device in the same mode. `None`
-    where one device was not measured."""
+    """How many times the rows per second of one device: of the fastest measurement of one, in any mode. `None` where one
+    device was not measured."""
 
     efficiency: float | None
     """`speedup` over the number of devices: 1 where none is wasted."""
@@ -57,21 +58,17 @@ class Measurement(Timing):
 def compare_timings(timings: Sequence[Timing]) -> tuple[Measurement, ...]:
     """Rows per second, speed-up and efficiency of each timing among all."""
     rates = [timing.rows / timing.call_seconds for timing in timings]
-    of_one: dict[str, float] = {}
-    for timing, rate in zip(timings, rates):
-        if len(timing.devices) == 1:
-            of_one[timing.mode] = max(rate, of_one.get(timing.mode, 0.0))
+    of_one = max((rate for timing, rate in zip(timings, rates) if len(timing.devices) == 1), default=None)
     measurements = []
     for timing, rate in zip(timings, rates):
-        one = of_one.get(timing.mode)
-        speedup = None if one is None else rate / one
+        speedup = None if of_one is None else rate / of_one
         efficiency = None if speedup is None else speedup / len(timing.devices)
         measurements.append(Measurement(**vars(timing), rows_per_second=rate, speedup=speedup, efficiency=efficiency))
     return tuple(measurements)
 
 
-@dataclass(frozen=True)
-class BenchmarkResult:
+@dataclass(frozen=True, repr=False)
+class BenchmarkResult(Printed):
     """What `devicemap.benchmark` found out. `print(result)` shows all of it."""
 
     name: str

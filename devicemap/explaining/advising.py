@@ -48,11 +48,15 @@ def _about_order(plan: Plan) -> Iterator[str]:
 
 
 def _about_strays(plan: Plan) -> Iterator[str]:
-    kinds = dict.fromkeys(stray.device for stray in plan.strays if stray.reason == "no kernel")
-    for kind in kinds:
-        ops = [stray.op for stray in plan.strays if (stray.device, stray.reason) == (kind, "no kernel")]
+    unserved = [stray for stray in plan.strays if stray.reason in ("no kernel", "int32")]
+    for kind, instead in dict.fromkeys((stray.device, stray.instead) for stray in unserved):
+        ops = [stray.op for stray in unserved if (stray.device, stray.instead) == (kind, instead)]
         verb = "has" if len(ops) == 1 else "have"
-        yield f"{listed(ops)} {verb} no kernel on {kind}: do this in the input pipeline (Dataset.map) instead"
+        yield (
+            f"{listed(ops)} {verb} no kernel on {kind}: do this in the input pipeline (Dataset.map) instead"
+            if instead is None
+            else f"{listed(ops)} {verb} no kernel for int32 on {kind} itself, and the host computes it: cast to {instead}"
+        )
     places = dict.fromkeys(stray.device for stray in plan.strays if stray.reason == "placed by fn")
     for place in places:
         ops = [stray.op for stray in plan.strays if (stray.device, stray.reason) == (place, "placed by fn")]

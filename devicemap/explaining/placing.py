@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import tensorflow as tf
 
 from devicemap.explaining.plans import StrayOp
 from devicemap.explaining.walking import called_by, full_name, is_placed
@@ -39,8 +41,22 @@ def stray_ops(
         kernels = kernels_of(op.type)
         for kind in dict.fromkeys(kinds):
             if kernels and kernel_for(kernels, kind, dtypes_of(op)) is None:
-                found[StrayOp(op.type, kind, "no kernel")] = None
+                found[StrayOp(op.type, kind, "no kernel", instead_of_int32(kernels, kind, dtypes_of(op)))] = None
     return list(found)
+
+
+def instead_of_int32(kernels: Sequence[Kernel], kind: str, dtypes: Mapping[str, Sequence[int]]) -> str | None:
+    """A dtype that a kind of device computes an op on in its own memory, which it does not on int32; `None`: there is none.
+
+    TensorFlow's kernels of GPUs for int32 mostly run on the host, where shapes and counters are.
+    """
+    if dtypes.get("T") != [tf.int32.as_datatype_enum]:
+        return None
+    for dtype in (tf.int64, tf.float32):
+        kernel = kernel_for(kernels, kind, {**dtypes, "T": [dtype.as_datatype_enum]})
+        if kernel is not None and not kernel.on_host:
+            return str(dtype.name)
+    return None
 
 
 def _of_resource(op: Any) -> bool:

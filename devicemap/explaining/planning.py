@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import tensorflow as tf
@@ -66,7 +67,15 @@ def explain_call(
     used = towers.devices if chunks else tuple(dict.fromkeys(shard.device for shard in shards))
     captured = captured_by(traced, fn, used)
     kinds = [kind_of(device) for device in towers.devices]
-    strays = () if options.jit_compile else tuple(stray_ops(of_fn, towers.devices, kinds))
+    crossed = {kind: cache(_crossings(kind, towers, captured, asked)) for kind in dict.fromkeys(kinds)}
+    few = {kind: of_rows(_FEW_ROWS) for kind, of_rows in crossed.items()}
+    int32 = [
+        StrayOp(op, kind, "int32", to)
+        for kind, told in few.items()
+        if told is not None
+        for op, to in told.int32.items()
+    ]
+    strays = () if options.jit_compile else (*stray_ops(of_fn, towers.devices, kinds), *int32)
     per_row = None if options.jit_compile or not all_seen else memory_bytes_per_row(traced, kinds[0], asked.row_lengths)
     under_way = in_flight(towers, options.prefetch)
     working = tuple(under_way) if chunks else used
@@ -86,7 +95,7 @@ def explain_call(
         control_edges=() if chunks or call is None else tuple(ControlEdge(*w) for w in waits_between_devices(call)),
         ordered=tuple(c.name for c in captured if c.handling is Handling.ORDERED),
         strays=strays,
-        transfers=_transfers(asked, towers, shards, working, captured, strays, output_device),
+        transfers=_transfers(asked, towers, shards, working, captured, strays, output_device, crossed),
         captured=captured,
         random_ops=_random_ops(ops, captured, towers, options),
         python_ops=tuple(sorted({op.type for op in ops} & _PYTHON_OPS)),
@@ -133,6 +142,7 @@ def _transfers(
     captured: Sequence[Captured],
     strays: Sequence[StrayOp],
     output_device: str,
+    crossed_of: Mapping[str, Callable[[int], Crossings | None]],
 ) -> tuple[Transfer, ...]:
     host, chunks = choose_output_device(HOST), asked.chunks
     specs = list(towers.traced.concrete.structured_input_signature[0])
@@ -146,7 +156,7 @@ def _transfers(
     for kind in dict.fromkeys(map(kind_of, working)):
         here = [device for device in working if kind_of(device) == kind]
         own = [shard for shard in shards if kind_of(shard.device) == kind]
-        crossed = _crossings(kind, towers, captured, asked, host)
+        crossed = crossed_of[kind]
         few = crossed(_FEW_ROWS)
         coming = arriving if few is None else [leaf for leaf, sent in zip(arriving, few.arriving) if sent]
         going = leaving if few is None else [leaf for leaf, sent in zip(leaving, few.leaving) if sent]
@@ -169,10 +179,10 @@ def _transfers(
 
 
 def _crossings(
-    kind: str, towers: Towers, captured: Sequence[Captured], asked: Asked, host: str
+    kind: str, towers: Towers, captured: Sequence[Captured], asked: Asked
 ) -> Callable[[int], Crossings | None]:
     """What goes between the memory of devices of a kind and the host's, for so many rows; not told of CPUs."""
-    traced = towers.traced
+    traced, host = towers.traced, choose_output_device(HOST)
     inside = traced.concrete.inputs[len(traced.concrete.inputs) - len(captured) :]
     away = {i: c.name for i, c in enumerate(captured) if c.device == host and c.handling in ASKED_WHERE_IT_LIVES}
     hosted = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import os
 from dataclasses import dataclass
 from enum import Enum
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from devicemap.explaining.advising import advise
 from devicemap.explaining.drawing import save_traffic
 from devicemap.explaining.tables import plan_table
-from devicemap.reporting.tables import plain_text
+from devicemap.reporting.tables import Printed, plain_text
 
 
 class Handling(Enum):
@@ -126,9 +125,12 @@ class StrayOp:
     device: str
     """The kind of device that it leaves, or, for other reasons, where it goes."""
 
-    reason: Literal["no kernel", "placed by fn", "with a resource"]
-    """Whether the kind of device has no kernel for it, a `tf.device` in `fn` says otherwise, or it asks a table there or writes
-    a summary."""
+    reason: Literal["no kernel", "int32", "placed by fn", "with a resource"]
+    """Whether the kind of device has no kernel for it, or one for int32 that runs on the host, a `tf.device` in `fn` says
+    otherwise, or it asks a table there or writes a summary."""
+
+    instead: str | None = None
+    """A dtype that the device has a kernel of its own for, where it has none for int32."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,8 @@ class RandomOps:
     """Where their seeds come from, and what that means on several devices."""
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Printed):
     """What a call will do. `print` it for a text; `rich` prints it in colour, and notebooks show it.
 
     Examples:
@@ -258,6 +260,3 @@ class Plan:
 
     def __rich__(self) -> Any:
         return plan_table(self)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"

@@ -18,6 +18,7 @@ import tensorflow as tf
 from devicemap.devices import kind_of
 from devicemap.explaining.folding import LARGEST_CONSTANT, TensorList, Value, folded, is_view, run_now, zeros
 from devicemap.explaining.liveness import Body, Op, needed, peak_bytes
+from devicemap.explaining.placing import instead_of_int32
 from devicemap.explaining.walking import called_by, lasting_variables, needed_in
 from devicemap.hosting import are_named, dtypes_of, kernel_for
 from devicemap.internals.functions import functions_within, registered_kernels
@@ -104,6 +105,9 @@ class Crossings:
 
     others: tuple[Crossing, ...]
 
+    int32: Mapping[str, str]
+    """Ops on int32 of the rows that the host computes, and a dtype that the device computes each on."""
+
 
 def crossings(
     traced: Any,
@@ -148,6 +152,8 @@ class _Sketch:
         self._left: set[int] = set()
         self._away: dict[int, str] = {}
         self._rows: set[int] = set()
+        self._int32: dict[str, str] = {}
+        self._count_of_rows: int | None = None
 
     def crossings_of(
         self,
@@ -164,6 +170,7 @@ class _Sketch:
         captured = [self._value(self._unknown(t), on_host=i in away or i in hosted) for i, t in enumerate(inside)]
         self._away = {captured[i].number: name for i, name in away.items()}
         self._rows = {value.number for value in flat}
+        self._count_of_rows = rows
         ends = self._run(self.source, [*flat, *captured], _own_outputs(traced))
         results = iter(ends)
         leaving = []
@@ -174,7 +181,7 @@ class _Sketch:
         made = {number for op in ops for number, _ in op.makes}
         sent = {number for number, copy in self._copies.items() if copy.number in made}
         arriving = [any(value.number in sent for value in leaf) for leaf in given]
-        return Crossings(tuple(arriving), tuple(leaving), tuple(self._crossed_by(ops)))
+        return Crossings(tuple(arriving), tuple(leaving), tuple(self._crossed_by(ops)), self._int32)
 
     def _crossed_by(self, ops: Sequence[Op]) -> list[Crossing]:
         """What these ops let go from memory to memory. Rows that come are not counted: they have no maker."""
@@ -310,6 +317,9 @@ class _Sketch:
         if is_view(op, taken, results):
             viewed = taken if op.type == "IdentityN" else [taken[-1 if op.type == "Split" else 0]] * len(results)
             return [replace(view, tensor=result, known=k) for view, result, k in zip(viewed, results, known)]
+        if all(made_on_host) and all(each is None for each in known) and any(map(self._is_of_rows, results)):
+            instead = instead_of_int32(self._kernels_of(op.type), self.kind, dtypes_of(op))
+            self._int32 |= {} if instead is None else {op.type: instead}
         values = zip(results, made_on_host, known)
         return self._make(
             op, taken, [self._value(r, on_host=h, known=k, maker=name, constant=constant) for r, h, k in values]
@@ -337,6 +347,10 @@ class _Sketch:
             self._copies[value.number] = copy
             self._note_op(Op((value.number,), ((copy.number, self._bytes(copy)),)))
         return replace(self._copies[value.number], tensor=value.tensor)
+
+    def _is_of_rows(self, result: Any) -> bool:
+        """Whether an op that is not folded gives something for each row: folded are those on shapes and on constants."""
+        return self._count_of_rows is not None and (result.shape.num_elements() or 0) >= self._count_of_rows
 
     def _in_host_memory(self, op: Any) -> tuple[list[bool], list[bool]]:
         """Which of the tensors that an op takes and gives are in the host's memory."""

@@ -104,12 +104,8 @@ def _facts(plan: Plan, names: dict[str, str]) -> Iterator[str]:
     if plan.python_ops:
         yield f"runs in Python: {listed(plan.python_ops)}"
     for stray in plan.strays:
-        where = (
-            f"no kernel on {stray.device}"
-            if stray.reason == "no kernel"
-            else f"{stray.reason}, on {short(stray.device)}"
-        )
-        yield f"leaves its device: {stray.op} ({where})"
+        on = {"no kernel": "no kernel on ", "int32": "int32 on the host of "}.get(stray.reason, f"{stray.reason}, on ")
+        yield f"leaves its device: {stray.op} ({on}{short(stray.device)})"
     per_row = _size(plan.memory_bytes_per_row, "cannot be told")
     yield f"memory per row and device: {per_row}"
 

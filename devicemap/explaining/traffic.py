@@ -119,7 +119,7 @@ def to_strays(
     """
     for stray in strays:
         for device in dict.fromkeys(devices):
-            if stray.reason == "no kernel":
+            if stray.reason in ("no kernel", "int32"):
                 target = host if kind_of(device) == stray.device else device
             else:
                 target = stray.device

@@ -114,7 +114,7 @@ def _convert_checked(convert: Callable[[Any], Any], given: Any) -> Any:
 def convert_loop(given: Any) -> list[Any]:
     """A loop that all rows leave at once stays a plain loop.
 
-    TensorFlow readies each loop for rows that leave at different times: it asks in each step whether any are left, and
+    TensorFlow prepares each loop for rows that leave at different times: it asks in each step whether any are left, and
     hands on a list besides each variable. That takes up to a half of the time of a loop of small steps.
     """
     loop = pfor.WhileV2(given)

@@ -79,7 +79,9 @@ class Unfinished:
 
     def __init__(self, source: Source, journal: Journal, compared: bool):
         """`compared` says that the data has been compared with what the journal holds; otherwise it is in passing."""
-        self.specs, self.key, self.rows, self.batch_size = source.specs, source.key, source.rows, source.batch_size
+        self.specs, self.key, self.batch_size = source.specs, source.key, source.batch_size
+        finished = sum(entry.stop - entry.start for entry in journal.entries)
+        self.rows = None if source.rows is None else source.rows - finished
         self.reads = source.reads
         self.rows_read = 0
         self._source = source

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from devicemap.errors import OptionError
 from devicemap.reporting.timelines import Span, lanes_of, short_names
 
 _COLOURS = {"finished": "tab:blue", "failed": "tab:red", "unfinished": "tab:grey"}
@@ -59,6 +61,13 @@ def save_timeline(spans: Sequence[Span], devices: Sequence[str], title: str, pat
         keys = [axes.barh(0, 0, color=_COLOURS[outcome], label=outcome) for outcome in outcomes]
         figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False)
     figure.savefig(path)
+
+
+def check_drawable(path: str | os.PathLike[str]) -> None:
+    """Raise now for a picture that could not be drawn later: `ImportError`, or `OptionError` for its format."""
+    known, suffix = figure_class()().canvas.get_supported_filetypes(), Path(path).suffix[1:].lower()
+    if suffix not in known:
+        raise OptionError(f"{path} cannot be drawn: its suffix has to be one of {', '.join(sorted(known))}")
 
 
 def figure_class() -> Any:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from devicemap.errors import DataError, brief
@@ -15,13 +14,13 @@ from devicemap.reporting.accounting import DeviceReport, account
 from devicemap.reporting.advising import advise, late_shards, slow_devices, tail_seconds
 from devicemap.reporting.metering import GpuUsage
 from devicemap.reporting.plotting import save_timeline
-from devicemap.reporting.tables import plain_text, report_table
+from devicemap.reporting.tables import Printed, plain_text, report_table
 from devicemap.reporting.timelines import Span, chrome_trace, ran_in_turn, spans_of
 from devicemap.types import CallFinished, CallStarted, Event, Shard
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Printed):
     """What happened in one call. `print` it for a table; `rich` prints it in colour, and notebooks show it.
 
     Examples:
@@ -58,7 +57,7 @@ class Report:
     devices: tuple[DeviceReport, ...]
     """A report for each device."""
 
-    spans: tuple[Span, ...] = field(repr=False)
+    spans: tuple[Span, ...]
     """Each attempt to compute a chunk, in the order in which they ended."""
 
     @classmethod
@@ -193,9 +192,6 @@ class Report:
 
     def __rich__(self) -> Any:
         return report_table(self.summary, self.devices, self.error, self.advice)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def _ends_of(events: Sequence[Event]) -> tuple[CallStarted, CallFinished]:

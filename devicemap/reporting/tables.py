@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import shutil
 from collections.abc import Callable, Sequence
@@ -9,6 +10,19 @@ from typing import Any
 
 from devicemap.reporting.accounting import DeviceReport
 from devicemap.reporting.timelines import short_names
+
+
+class Printed:
+    """What is shown as it is printed: by the REPL, and in notebooks."""
+
+    def __repr__(self) -> str:
+        try:
+            return str(self)
+        except ImportError:  # without rich, which some are printed with
+            return object.__repr__(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
 
 
 def report_table(summary: str, devices: Sequence[DeviceReport], error: str | None, advice: Sequence[str]) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from devicemap.comparing import Difference
+from devicemap.reporting.tables import Printed
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Finding:
         return f"{self.kind}: {self.difference}. {self.meaning}"
 
 
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, repr=False)
+class Verification(Printed):
     """What `DeviceMap.verify` found out. `print(verification)` shows all of it."""
 
     name: str

@@ -421,7 +421,8 @@ def matrix_products() -> Iterator[Trial]:
 
 
 def batch_matrix_products() -> Iterator[Trial]:
-    """No axes of length 1, or that are not known: oneDNN writes where it should not for a batch of batches of one matrix."""
+    """No axes of length 1, or that are not known: oneDNN corrupts memory for a batch of batches of one matrix times one that
+    they share (tensorflow/tensorflow#117700)."""
     for dtype in ("float32", "float64", "complex64"):
         for (s, t), flags in itertools.product(
             ((True, True), (True, False), (False, True)), product(a=(False, True), b=(False, True))

@@ -152,8 +152,8 @@ class _Traced:
         """As a map does it; takes down the forms."""
         self.vectorized = vectorize(self.row_fn, self.specs, self._take_down)
 
-    def _take_down(self, form: Form, name: str) -> None:
-        scope = name.split("/")[0]
+    def _take_down(self, form: Form, op: Any) -> None:
+        scope = op.name.split("/")[0]
         number = int(scope.removeprefix("trial_")) if scope.startswith("trial_") else 0
         self.forms[number].add(form)
 

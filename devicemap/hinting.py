@@ -1,0 +1,62 @@
+"""What to change where `fn` could not be traced: from what was given, and from the error that it gave. Pure."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_FOR_EAGER_CODE = ("predict", "predict_on_batch", "evaluate")
+"""Methods of Keras models that read their data as NumPy does."""
+
+_WANTS_NUMBERS = re.compile(r"symbolic tf\.Tensor.* to a numpy array|has no attribute 'numpy'")
+
+
+def hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, error: Exception) -> Iterator[str]:
+    """Sentences for the message.
+
+    Args:
+        fn: the user's function.
+        specs: nest of `tf.TypeSpec`s of the data: a tuple is passed as several arguments.
+        batched: whether `fn` got a batch.
+        seeded: whether it got the keyword `seed`, too.
+        error: what tracing it raised.
+    """
+    if hasattr(getattr(fn, "__self__", None), "built") and fn.__name__ in _FOR_EAGER_CODE:
+        yield f"Keras's {fn.__name__} is for eager code: pass the model itself, with batched=True"
+        return
+    of_keras = hasattr(fn, "built")  # layers and models have that
+    in_keras = "keras" in str(error) and "shape" in str(error).lower()
+    if not batched and (of_keras or in_keras):
+        yield "A Keras layer or model takes batches: set batched=True"
+    if of_keras and type(specs) is tuple:
+        yield "A tuple is passed as several arguments: drop labels with dataset.map(lambda x, y: x)"
+    if _WANTS_NUMBERS.search(str(error)):
+        yield (
+            "fn is traced as by tf.function, and its tensors have no numbers then: use what TensorFlow has (tf.sin for "
+            "np.sin), or tf.numpy_function for what NumPy alone has"
+        )
+    yield from _about_arguments(fn, specs if type(specs) is tuple else (specs,), {"seed": None} if seeded else {})
+
+
+def _about_arguments(fn: Callable[..., Any], given: tuple[Any, ...], seed: dict[str, Any]) -> Iterator[str]:
+    if _fits(fn, *given, **seed):
+        return
+    if seed and _fits(fn, *given):
+        yield "With the option seed, fn gets the keyword seed: let it take that, as in def fn(row, seed)"
+    elif len(given) > 1 and _fits(fn, given, **seed):
+        yield "A tuple is passed as several arguments: let fn take them, or pass a dict, which is one argument"
+    elif len(given) == 1 and (count := next((n for n in range(2, 10) if _fits(fn, *given * n, **seed)), None)):
+        yield f"fn takes {count} arguments: pass a tuple of {count} as data; a list or a dict is one argument"
+
+
+def _fits(fn: Callable[..., Any], *given: Any, **seed: Any) -> bool:
+    """Whether it can be called so, as far as its signature tells."""
+    try:
+        inspect.signature(fn).bind(*given, **seed)
+    except TypeError:
+        return False
+    except ValueError:  # it has none that Python knows
+        return True
+    return True
