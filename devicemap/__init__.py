@@ -5,9 +5,8 @@ import typing
 
 if typing.TYPE_CHECKING:
     from devicemap.benchmarking import benchmark
-    from devicemap.devices import simulate_devices
+    from devicemap.devices import list_devices, simulate_devices
     from devicemap.journal.results import open_results
-    from devicemap.listing import list_devices
     from devicemap.mapping import DeviceMap, parallel_map
 
 __all__ = ["DeviceMap", "benchmark", "list_devices", "open_results", "parallel_map", "simulate_devices"]
@@ -16,7 +15,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "DeviceMap": "devicemap.mapping",
     "benchmark": "devicemap.benchmarking",
-    "list_devices": "devicemap.listing",
+    "list_devices": "devicemap.devices",
     "open_results": "devicemap.journal.results",
     "parallel_map": "devicemap.mapping",
     "simulate_devices": "devicemap.devices",

@@ -14,9 +14,8 @@ from typing import Any
 
 from devicemap.benchmarking import benchmark
 from devicemap.cli import UsageError
-from devicemap.devices import why_no_gpu
+from devicemap.devices import list_devices, why_no_gpu
 from devicemap.errors import DeviceMapError, failure
-from devicemap.listing import list_devices
 from devicemap.mapping import DeviceMap
 from devicemap.reading import read_input
 from devicemap.reporting.tables import plain_text

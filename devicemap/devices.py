@@ -1,4 +1,4 @@
-"""Devices: choose, name, simulate. Nothing here runs, or initialises TensorFlow, at import."""
+"""Devices: list, choose, describe, simulate. Nothing here runs, or initialises TensorFlow, at import."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.errors import DeviceError
+from devicemap.internals.memory import allocator_bytes
+from devicemap.types import Device
 
 _NAME = re.compile(
     r"(?:/job:(?P<job>[^/]+))?(?:/replica:(?P<replica>\d+))?(?:/task:(?P<task>\d+))?/?(?:device:)?"
@@ -19,6 +21,35 @@ _NAME = re.compile(
 )
 _FAILED_COPY = re.compile(r"(Dst|Src|Destination|Source) tensor is not initialized")
 _PHYSICAL = re.compile(r"/physical_device:(?P<kind>\w+):(?P<index>\d+)")
+
+
+def list_devices(kind: str | None = None) -> list[Device]:
+    """List the logical devices of this process, also those of hosts that TensorFlow is connected to.
+
+    Args:
+        kind: `"GPU"`, `"CPU"` or another device type; `None` lists all of them.
+
+    Returns:
+        Devices in TensorFlow's order. Listing initialises TensorFlow's devices.
+
+    Examples:
+        >>> [device.kind for device in list_devices("CPU")][:1]
+        ['CPU']
+    """
+    if kind is not None and not isinstance(kind, str):
+        raise DeviceError(f'kind is {kind!r}; expected a device type such as "GPU", or None for all')
+    wanted = None if kind is None else kind.upper()
+    names, host = _logical_devices()
+    local = {f"{host}/device:{part.kind}:{part.index}": part for part in _parts_of_physical_devices()}
+    bytes_of = allocator_bytes()
+    devices = []
+    for name in names:
+        kind_here = kind_of(name)
+        if wanted in (None, kind_here):
+            part = local.get(name)
+            memory, description = part.describe() if part else (None, f"{kind_here} of another host")
+            devices.append(Device(name, kind_here, memory or bytes_of.get(name), description))
+    return devices
 
 
 def simulate_devices(n: int) -> None:
@@ -65,7 +96,7 @@ def choose_devices(devices: Any) -> tuple[str, ...]:
     Raises:
         DeviceError: for an unknown, repeated or missing device; the message lists what there is.
     """
-    names, host = logical_devices()
+    names, host = _logical_devices()
     if devices is None:
         local = [name for name in names if name.startswith(host)]
         return tuple(_of_kind(local, "GPU") or _of_kind(local, "CPU"))
@@ -87,7 +118,7 @@ def choose_devices(devices: Any) -> tuple[str, ...]:
 
 def choose_output_device(device: Any) -> str:
     """Full name of the one logical device that the `output_device` option means; raises as `choose_devices`."""
-    names, host = logical_devices()
+    names, host = _logical_devices()
     chosen = _resolve(device, names, host, "output_device")
     if len(chosen) > 1:
         raise DeviceError(f"output_device is {device!r}, which has {len(chosen)} logical devices; name one of {chosen}")
@@ -157,7 +188,7 @@ def _resolve(entry: Any, names: list[str], host: str, option: str = "devices") -
         )
     if physical := _PHYSICAL.fullmatch(given):
         kind, index = physical["kind"].upper(), int(physical["index"])
-        parts = [p.index for p in parts_of_physical_devices() if (p.kind, p.physical_index) == (kind, index)]
+        parts = [p.index for p in _parts_of_physical_devices() if (p.kind, p.physical_index) == (kind, index)]
         found = [n for n in _of_kind(names, kind) if n.startswith(host) and _index(n) in parts]
     elif match := _NAME.fullmatch(given):
         asked = {key: value for key, value in match.groupdict().items() if value is not None}
@@ -187,8 +218,8 @@ def gpu_indices(names: Sequence[str]) -> dict[str, int]:
     """For each local GPU among these full names, the index of the physical GPU it is a part of."""
     if not any(kind_of(name) == "GPU" for name in names):
         return {}
-    _, host = logical_devices()
-    parts = {f"{host}/device:GPU:{p.index}": p.physical_index for p in parts_of_physical_devices() if p.kind == "GPU"}
+    _, host = _logical_devices()
+    parts = {f"{host}/device:GPU:{p.index}": p.physical_index for p in _parts_of_physical_devices() if p.kind == "GPU"}
     return {name: parts[name] for name in names if name in parts}
 
 
@@ -196,7 +227,7 @@ def _index(name: str) -> int:
     return int(name.rpartition(":")[2])
 
 
-def logical_devices() -> tuple[list[str], str]:
+def _logical_devices() -> tuple[list[str], str]:
     """Full names of all logical devices, and what those of this host begin with.
 
     TensorFlow lists its own host's devices as `/device:CPU:0` until it is connected to others; an eager tensor tells the
@@ -228,7 +259,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, tf.errors.ResourceExhaustedError)
 
 
-class Part:
+class _Part:
     """One logical device as a part of a physical one."""
 
     def __init__(self, physical: Any, part: int, parts: list[Any], index: int):
@@ -245,14 +276,14 @@ class Part:
         return (None if limit is None else int(limit) * 2**20), description  # TensorFlow's limits are in MiB
 
 
-def parts_of_physical_devices() -> list[Part]:
+def _parts_of_physical_devices() -> list[_Part]:
     """The local logical devices in TensorFlow's order: by kind, visible physical devices in turn, their parts in turn."""
-    found: list[Part] = []
+    found: list[_Part] = []
     count: dict[str, int] = {}
     for physical in tf.config.get_visible_devices():
         parts = list(tf.config.get_logical_device_configuration(physical) or [])
         for part in range(max(1, len(parts))):
             index = count.get(physical.device_type, 0)
             count[physical.device_type] = index + 1
-            found.append(Part(physical, part, parts, index))
+            found.append(_Part(physical, part, parts, index))
     return found

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from devicemap.devices import kind_of
+from devicemap.devices import kind_of, list_devices
 from devicemap.explaining.sizing import memory_bytes_per_row
 from devicemap.explaining.walking import row_size
-from devicemap.listing import list_devices
 from devicemap.scheduling import Pace, chunks_in_flight
 from devicemap.towers import Towers
 from devicemap.tracing import Traced

@@ -16,9 +16,8 @@ from devicemap.benchmarking.recommending import recommend
 from devicemap.benchmarking.sweeping import MODES, default_batch_sizes, ways_to_measure
 from devicemap.benchmarking.timing import Budget
 from devicemap.benchmarking.trials import candidate_for, time_trials, try_out
-from devicemap.devices import choose_devices, choose_output_device
+from devicemap.devices import choose_devices, choose_output_device, list_devices
 from devicemap.errors import DeviceMapError, OptionError
-from devicemap.listing import list_devices
 from devicemap.options import Options, check_options
 from devicemap.sampling import rows_in_memory
 

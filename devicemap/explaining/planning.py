@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.devices import choose_output_device, gpu_indices, kind_of
+from devicemap.devices import choose_output_device, gpu_indices, kind_of, list_devices
 from devicemap.explaining.asking import Asked
 from devicemap.explaining.capturing import captured_by
 from devicemap.explaining.placing import stray_ops
@@ -29,7 +29,6 @@ from devicemap.explaining.walking import live_ops, row_size, waits_between_devic
 from devicemap.fitting import in_flight
 from devicemap.hosting import is_taken_on_host
 from devicemap.internals.functions import shows_functions
-from devicemap.listing import list_devices
 from devicemap.options import Options
 from devicemap.rows import HOST
 from devicemap.towers import Towers
