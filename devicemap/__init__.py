@@ -4,21 +4,21 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from devicemap.benchmarking import benchmark
-    from devicemap.devices import list_devices, simulate_devices
-    from devicemap.journal.results import open_results
-    from devicemap.mapping import DeviceMap, parallel_map
+    from devicemap.api import DeviceMap, parallel_map
+    from devicemap.base.devices import list_devices, simulate_devices
+    from devicemap.bench import benchmark
+    from devicemap.store.results import open_results
 
 __all__ = ["DeviceMap", "benchmark", "list_devices", "open_results", "parallel_map", "simulate_devices"]
 __version__ = "0.1.0"
 
 _HOMES = {
-    "DeviceMap": "devicemap.mapping",
-    "benchmark": "devicemap.benchmarking",
-    "list_devices": "devicemap.devices",
-    "open_results": "devicemap.journal.results",
-    "parallel_map": "devicemap.mapping",
-    "simulate_devices": "devicemap.devices",
+    "DeviceMap": "devicemap.api",
+    "benchmark": "devicemap.bench",
+    "list_devices": "devicemap.base.devices",
+    "open_results": "devicemap.store.results",
+    "parallel_map": "devicemap.api",
+    "simulate_devices": "devicemap.base.devices",
 }
 """Where the public names are. They are imported when they are first used, so that `devicemap --help` and completion in a
 shell need not wait seconds for TensorFlow."""

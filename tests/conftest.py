@@ -16,7 +16,7 @@ import tensorflow as tf
 import devicemap
 from benchmarks import softgpu
 from benchmarks.simulator.fixtures import sim as sim
-from devicemap import internals
+from devicemap import _tensorflow
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts its background jobs, and those their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,8 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
             tf.config.set_logical_device_configuration(tf.config.list_physical_devices("GPU")[-1], [half, half])
     devicemap.simulate_devices(8)
     tf.config.threading.set_inter_op_parallelism_threads(16)
-    internals.private = not config.getoption("plain")
-    if not internals.private:
+    _tensorflow.private = not config.getoption("plain")
+    if not _tensorflow.private:
         config.addinivalue_line("filterwarnings", "ignore:this TensorFlow does not show what:RuntimeWarning")
 
 
@@ -107,7 +107,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = _on_the_diagonal(items)
     for item in items:
         marker = item.get_closest_marker("private")
-        if marker is not None and not internals.private:
+        if marker is not None and not _tensorflow.private:
             item.add_marker(pytest.mark.skip(f"TensorFlow has no public name for it: {marker.args[0]}"))
 
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import devicemap
-from devicemap.journal.records import JOURNAL, Header, read_chunk, read_journal
-from devicemap.journal.storage import unpack_arrays
-from devicemap.journal.writing import Journal, open_journal
+from devicemap.store.journal import Journal, open_journal
+from devicemap.store.records import JOURNAL, Header, read_chunk, read_journal
+from devicemap.store.storage import unpack_arrays
 
 SPEC = {"dense": "int64", "shape": [None]}
 HEADER = Header(
@@ -91,8 +91,8 @@ package = types.ModuleType("devicemap")  # its modules, without its __init__, wh
 package.__path__ = [sys.argv[1]]
 sys.modules["devicemap"] = package
 import numpy as np
-from devicemap.journal.writing import open_journal
-from devicemap.journal.records import Header
+from devicemap.store.journal import open_journal
+from devicemap.store.records import Header
 assert "tensorflow" not in sys.modules
 SPEC = {"dense": "int64", "shape": [None]}
 def header(rows): return Header(SPEC, SPEC, False, 4, None, None, rows, "f")

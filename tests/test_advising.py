@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from histories import device, history
 
-from devicemap.reporting.accounting import DeviceReport
-from devicemap.reporting.advising import late_shards, slow_devices, tail_seconds
-from devicemap.reporting.metering import GpuUsage
-from devicemap.reporting.reports import Report
-from devicemap.reporting.timelines import Span
+from devicemap.tell.report.accounts import DeviceReport
+from devicemap.tell.report.advice import late_shards, slow_devices, tail_seconds
+from devicemap.tell.report.meter import GpuUsage
+from devicemap.tell.report.report import Report
+from devicemap.tell.report.timeline import Span
 from devicemap.types import ChunkStarted, Shard
 
 

@@ -14,10 +14,10 @@ import tensorflow as tf
 from cases import ALL, Case
 
 import devicemap
-from devicemap.benchmarking.gauges import busy_shares, read_peak_memory, reset_peak_memory
-from devicemap.benchmarking.measurements import BenchmarkResult
-from devicemap.benchmarking.running import benchmark
-from devicemap.benchmarking.timing import Budget
+from devicemap.bench.gauges import busy_shares, read_peak_memory, reset_peak_memory
+from devicemap.bench.measurements import BenchmarkResult
+from devicemap.bench.runner import benchmark
+from devicemap.bench.timing import Budget
 from devicemap.errors import DataError, DeviceError, DeviceMapError, FunctionError, OptionError, UnknownOptionError
 
 ROWS = tf.constant(np.random.default_rng(0).normal(size=[23, 3]), tf.float32)
@@ -246,7 +246,7 @@ class _Clock:
 
 def test_slow_eager_code_maps_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = _Clock()
-    monkeypatch.setattr("devicemap.benchmarking.running.Budget", lambda seconds: Budget(seconds, clock))
+    monkeypatch.setattr("devicemap.bench.runner.Budget", lambda seconds: Budget(seconds, clock))
 
     def fn(row: Any) -> Any:
         if tf.executing_eagerly():

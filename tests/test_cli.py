@@ -19,8 +19,8 @@ import tensorflow as tf
 
 import devicemap
 from devicemap.cli import main
+from devicemap.cli.input import read_input
 from devicemap.errors import DataError
-from devicemap.reading import read_input
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -78,7 +78,7 @@ X = np.arange(40, dtype=np.float32).reshape(20, 2)
 
 @pytest.mark.parametrize("options", [[], ["--batched"], ["--batch-size", "3"], ["--batched", "--batch-size", "3"]])
 def test_npy(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("devicemap.reading._SLICE_BYTES", 7 * X[0].nbytes)  # several slices, and an uneven one
+    monkeypatch.setattr("devicemap.cli.input._SLICE_BYTES", 7 * X[0].nbytes)  # several slices, and an uneven one
     np.save("x.npy", X)
     np.testing.assert_array_equal(run("double", "x.npy", *options), X * 2)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from devicemap.comparing import find_difference
+from devicemap.tell.verify.comparison import find_difference
 
 NAN = float("nan")
 RAGGED = tf.ragged.constant([[1.0, 2.0], [3.0]])

@@ -15,9 +15,9 @@ import tensorflow as tf
 from ways import Options, X, ways
 
 import devicemap
-from devicemap.internals.functions import registered_kernels
-from devicemap.rows import carried, carried_dtype, restored
-from devicemap.seeding import row_seeds
+from devicemap._tensorflow.functions import registered_kernels
+from devicemap.compile.seeds import row_seeds
+from devicemap.data.rows import carried, carried_dtype, restored
 
 FLOAT8 = [tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2]
 float8 = pytest.mark.parametrize("dtype", FLOAT8, ids=lambda dtype: dtype.name)

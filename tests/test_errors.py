@@ -241,7 +241,7 @@ def test_finding_out_where_it_was_takes_no_longer_than_a_second() -> None:
 
 
 def test_what_took_long_is_not_run_again_to_find_out_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("devicemap.programs._AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("devicemap.compile.program._AGAIN_SECONDS", 0.0)
     calls: list[float] = []
 
     def python(batch: Any) -> Any:

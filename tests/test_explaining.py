@@ -16,7 +16,7 @@ from graphs import between_towers, byte_edges, edges, partitions, placements
 
 import devicemap
 from devicemap.errors import DataError
-from devicemap.explaining.plans import ControlEdge, Handling, Plan, StrayOp
+from devicemap.tell.plan.plan import ControlEdge, Handling, Plan, StrayOp
 
 X = tf.reshape(tf.range(21, dtype=tf.float32), [7, 3])
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]

@@ -26,8 +26,8 @@ import tensorflow as tf
 
 import devicemap
 from benchmarks import simulator
+from devicemap.compile.towers import Towers
 from devicemap.errors import FunctionError
-from devicemap.towers import Towers
 from devicemap.types import ChunkFailed, ChunkRetried, ChunkStarted, DeviceLost, Event, short_name
 
 

@@ -12,7 +12,7 @@ from proving.trials import outcomes
 
 import devicemap
 from benchmarks import functions
-from devicemap.forms import LIST, Form, form_of, is_proven, pack, unpack
+from devicemap.compile.forms import LIST, Form, form_of, is_proven, pack, unpack
 
 EVERY = {
     "unary": 40,

@@ -14,10 +14,11 @@ from graphs import partitions, placements
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.ops.parallel_for import pfor
 
-from devicemap.internals import memory, usable
-from devicemap.internals.converting import take_all_rows
-from devicemap.internals.datasets import holds_batches
-from devicemap.internals.functions import (
+from devicemap._tensorflow import memory, usable
+from devicemap._tensorflow.calls import Cancellation, TapedCall, unrecorded
+from devicemap._tensorflow.converters import take_all_rows
+from devicemap._tensorflow.datasets import holds_batches
+from devicemap._tensorflow.functions import (
     UNCHAINED,
     UNCHAINED_UNIT,
     Kernel,
@@ -26,7 +27,7 @@ from devicemap.internals.functions import (
     must_run,
     registered_kernels,
 )
-from devicemap.internals.gradients import (
+from devicemap._tensorflow.gradients import (
     call_holding,
     complete_handle_data,
     differentiate_freely,
@@ -35,8 +36,7 @@ from devicemap.internals.gradients import (
     order_of_gradients,
     tape_is_recording,
 )
-from devicemap.internals.memory import allocator_bytes
-from devicemap.internals.running import Cancellation, TapedCall, unrecorded
+from devicemap._tensorflow.memory import allocator_bytes
 
 pytestmark = pytest.mark.private("what is tested here")
 

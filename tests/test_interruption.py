@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import devicemap
-from devicemap.interruption import Signals
+from devicemap.base.interruption import Signals
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -228,7 +228,7 @@ def test_it_is_no_error_of_the_disk(handler: Any, tmp_path: pathlib.Path, monkey
         _interrupt()
         return True
 
-    monkeypatch.setattr("devicemap.journal.writing.lock", interrupted)
+    monkeypatch.setattr("devicemap.store.journal.lock", interrupted)
     with pytest.raises(OutOfTimeError):
         devicemap.DeviceMap(lambda n: n * n, batch_size=2).write(tf.range(5), tmp_path)
 

@@ -16,9 +16,9 @@ from journals import CHUNKS, HEADER, SPEC, append, check_whole, run_alone, squar
 from journals import written as written
 
 from devicemap.errors import DeviceMapError, JournalError, MissingRowsError
-from devicemap.journal.records import JOURNAL, Entry, header_line, missing_rows, read_chunk, read_journal, write_line
-from devicemap.journal.storage import pack_arrays, unpack_arrays
-from devicemap.journal.writing import open_journal
+from devicemap.store.journal import open_journal
+from devicemap.store.records import JOURNAL, Entry, header_line, missing_rows, read_chunk, read_journal, write_line
+from devicemap.store.storage import pack_arrays, unpack_arrays
 
 
 def test_written_and_opened_again(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from journals import CHUNKS, HEADER, append, check_whole, untouched, write_missi
 from journals import written as written
 
 from devicemap.errors import JournalError
-from devicemap.journal.records import JOURNAL, Entry, parse_journal, read_journal, read_line, write_line
-from devicemap.journal.writing import open_journal
+from devicemap.store.journal import open_journal
+from devicemap.store.records import JOURNAL, Entry, parse_journal, read_journal, read_line, write_line
 
 
 @pytest.mark.parametrize("chunk", range(3))

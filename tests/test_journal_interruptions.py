@@ -12,10 +12,10 @@ from journals import CHUNKS, HEADER, append, check_whole, run_alone, untouched, 
 from journals import written as written
 
 from devicemap.errors import JournalError
-from devicemap.journal import writing as journal_module
-from devicemap.journal.records import JOURNAL, read_chunk, read_journal
-from devicemap.journal.storage import unpack_arrays, write_synced
-from devicemap.journal.writing import open_journal
+from devicemap.store import journal as journal_module
+from devicemap.store.journal import open_journal
+from devicemap.store.records import JOURNAL, read_chunk, read_journal
+from devicemap.store.storage import unpack_arrays, write_synced
 
 # Kills
 

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import devicemap
-from devicemap.remembering import Memory
+from devicemap.compile.cache import Memory
 
 X = tf.range(12.0)
 SIZE = 4099

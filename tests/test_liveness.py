@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from devicemap.explaining.liveness import Body, Op, needed, peak_bytes
+from devicemap.compile.cost.liveness import Body, Op, needed, peak_bytes
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ import tensorflow as tf
 from histories import device
 
 import devicemap
-from devicemap import programs
-from devicemap.reporting import metering
-from devicemap.reporting.metering import GpuMeter, GpuUsage, nvml_identity
-from devicemap.reporting.recording import GraphCall
+from devicemap.compile import program
+from devicemap.tell.report import meter
+from devicemap.tell.report.meter import GpuMeter, GpuUsage, nvml_identity
+from devicemap.tell.report.recorder import GraphCall
 from devicemap.types import Shard
 
 
@@ -68,10 +68,10 @@ class FakeNvml(types.ModuleType):
 def _samples_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    monkeypatch.setattr(metering, "_INTERVAL_SECONDS", 0.001)
-    metering.can_be_found.cache_clear()
+    monkeypatch.setattr(meter, "_INTERVAL_SECONDS", 0.001)
+    meter.can_be_found.cache_clear()
     yield
-    metering.can_be_found.cache_clear()
+    meter.can_be_found.cache_clear()
 
 
 def _usage(nvml: FakeNvml | None, gpus: dict[str, int], patch: pytest.MonkeyPatch) -> tuple[GpuUsage, ...]:
@@ -96,13 +96,13 @@ def test_it_tells_the_mean_utilisation_and_the_most_memory(monkeypatch: pytest.M
 
 
 def test_it_does_not_open_nvml_for_a_short_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metering, "_INTERVAL_SECONDS", 10.0)
+    monkeypatch.setattr(meter, "_INTERVAL_SECONDS", 10.0)
     nvml = FakeNvml([50])
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    with GpuMeter({device(0): 0}) as meter:
+    with GpuMeter({device(0): 0}) as metered:
         assert any(thread.name == "devicemap meter" for thread in threading.enumerate())
     _wait()
-    assert (meter.usage, nvml.begun) == ((), 0)
+    assert (metered.usage, nvml.begun) == ((), 0)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -123,8 +123,8 @@ def test_a_call_in_one_graph_is_sampled_in_its_midst(fails: bool, monkeypatch: p
 
 
 def test_it_ends_with_a_stream_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metering, "_INTERVAL_SECONDS", 10.0)
-    monkeypatch.setattr(programs, "gpu_indices", lambda names: dict.fromkeys(names, 0))
+    monkeypatch.setattr(meter, "_INTERVAL_SECONDS", 10.0)
+    monkeypatch.setattr(program, "gpu_indices", lambda names: dict.fromkeys(names, 0))
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([]))
     stream = devicemap.DeviceMap(tf.sin, batch_size=1, devices="CPU:0").stream(tf.range(100.0))
     next(stream)
@@ -154,7 +154,7 @@ def test_without_nvidia_ml_py_or_gpus_there_is_nothing(monkeypatch: pytest.Monke
     started: list[Any] = []
     monkeypatch.setattr(threading.Thread, "start", started.append)
     assert _usage(None, {device(0): 0}, monkeypatch) == ()
-    metering.can_be_found.cache_clear()
+    meter.can_be_found.cache_clear()
     assert _usage(FakeNvml([50]), {}, monkeypatch) == ()
     assert not started
 

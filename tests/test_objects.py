@@ -15,8 +15,8 @@ from oracle import assert_same
 from ways import SEVERAL, Options, X, ways
 
 import devicemap
+from devicemap.base.structure import Node, as_nodes, as_objects, freeze
 from devicemap.errors import DataError, FunctionError
-from devicemap.nests import Node, as_nodes, as_objects, freeze
 
 Pair: Any
 try:

@@ -13,12 +13,12 @@ import pytest
 import tensorflow as tf
 
 import devicemap
-from devicemap import internals
-from devicemap.internals import Private, converting, functions, gradients, running
+from devicemap import _tensorflow
+from devicemap._tensorflow import Private, calls, converters, functions, gradients
 
 PRIVATE = {
     f"{module.__name__.rpartition('.')[2]}.{name}": value
-    for module in (converting, functions, gradients, running)
+    for module in (converters, functions, gradients, calls)
     for name, value in vars(module).items()
     if isinstance(value, Private)
 }
@@ -69,7 +69,7 @@ def _further_answers(devices: list[str]) -> None:
 
 
 def test_the_public_interface_alone(monkeypatch: pytest.MonkeyPatch, devices: list[str]) -> None:
-    monkeypatch.setattr(internals, "private", False)
+    monkeypatch.setattr(_tensorflow, "private", False)
     _answers(devices)
     _further_answers(devices)
     np.testing.assert_array_equal(
@@ -86,7 +86,7 @@ def test_a_tensorflow_without_one_of_the_names(monkeypatch: pytest.MonkeyPatch, 
 def test_a_tensorflow_without_any_of_the_modules() -> None:
     program = """
 import importlib, types
-from devicemap import internals
+from devicemap import _tensorflow
 
 def refuse(name):
     if name.startswith(("tensorflow.python", "tensorflow.core")):
@@ -95,7 +95,7 @@ def refuse(name):
     return importlib.import_module(name)
 
 refused = set()
-internals.importlib = types.SimpleNamespace(import_module=refuse)
+_tensorflow.importlib = types.SimpleNamespace(import_module=refuse)
 import tensorflow as tf
 import devicemap
 devicemap.simulate_devices(3)
@@ -120,11 +120,11 @@ def test_missing_modules_and_names_are_told() -> None:
 
 
 def test_errors_of_running_are_not_taken_for_missing_names() -> None:
-    @internals.with_fallback(lambda: "public", Private("tensorflow", "Operation"))
+    @_tensorflow.with_fallback(lambda: "public", Private("tensorflow", "Operation"))
     def fails() -> str:
         raise AttributeError("of running")
 
-    if internals.private:
+    if _tensorflow.private:
         with pytest.raises(AttributeError, match="of running"):
             fails()
     else:
@@ -141,9 +141,9 @@ def test_nothing_private_is_imported_with_the_package() -> None:
 
 @pytest.mark.parametrize("private", [True, False])
 def test_a_plan_says_what_it_cannot_see(monkeypatch: pytest.MonkeyPatch, private: bool) -> None:
-    monkeypatch.setattr(internals, "private", private and internals.private)
+    monkeypatch.setattr(_tensorflow, "private", private and _tensorflow.private)
     mapper = devicemap.DeviceMap(lambda batch: batch * 2, devices=["CPU:1", "CPU:2"], batched=True)
-    if internals.private:
+    if _tensorflow.private:
         assert mapper.explain(X).memory_bytes_per_row is not None
     else:
         with pytest.warns(RuntimeWarning, match="does not show what the functions"):

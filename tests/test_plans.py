@@ -11,12 +11,12 @@ import tensorflow as tf
 from histories import device
 
 import devicemap
-from devicemap.explaining.advising import advise
-from devicemap.explaining.placing import stray_ops
-from devicemap.explaining.plans import DevicePlan, Plan, StrayOp, Transfer
-from devicemap.explaining.traffic import Leaf, rows_in_chunks, rows_in_one_graph
-from devicemap.hosting import kernel_for
-from devicemap.internals.functions import Kernel
+from devicemap._tensorflow.functions import Kernel
+from devicemap.compile.kernels import kernel_for
+from devicemap.tell.plan.advice import advise
+from devicemap.tell.plan.plan import DevicePlan, Plan, StrayOp, Transfer
+from devicemap.tell.plan.strays import stray_ops
+from devicemap.tell.plan.traffic import Leaf, rows_in_chunks, rows_in_one_graph
 from devicemap.types import Shard
 
 FLOAT, TEXT = tf.float32.as_datatype_enum, tf.string.as_datatype_enum

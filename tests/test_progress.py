@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.live import Live
 
-from devicemap.reporting import progress
-from devicemap.reporting.progress import ProgressBar, draw
-from devicemap.reporting.tables import plain_text
-from devicemap.reporting.tallying import Tally
+from devicemap.tell.report import progress
+from devicemap.tell.report.progress import ProgressBar, draw
+from devicemap.tell.report.tables import plain_text
+from devicemap.tell.report.tally import Tally
 from devicemap.types import CallFinished, CallStarted, ChunkFinished, ChunkStarted, Event, Shard
 
 EVENTS = history([(10, 1.0)] * 10, devices=2)

@@ -59,6 +59,6 @@ def test_pages_are_linked() -> None:
 def test_every_option_is_in_the_table() -> None:
     from dataclasses import fields
 
-    from devicemap.options import Options
+    from devicemap.base.options import Options
 
     assert re.findall(r"^\| `(\w+)` \|", README.read_text(), re.M) == [field.name for field in fields(Options)]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from devicemap.benchmarking.measurements import Measurement, Timing, compare_timings
-from devicemap.benchmarking.recommending import recommend
+from devicemap.bench.measurements import Measurement, Timing, compare_timings
+from devicemap.bench.recommendation import recommend
 
 GPUS = tuple(f"/job:localhost/replica:0/task:0/device:GPU:{i}" for i in range(4))
 

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 
 import devicemap
 from devicemap.errors import DataError
-from devicemap.reporting import recording
-from devicemap.reporting.metering import GpuUsage
-from devicemap.reporting.recording import GraphCall, Recorder
-from devicemap.reporting.reports import Report
-from devicemap.reporting.tables import plain_text
+from devicemap.tell.report import recorder
+from devicemap.tell.report.meter import GpuUsage
+from devicemap.tell.report.recorder import GraphCall, Recorder
+from devicemap.tell.report.report import Report
+from devicemap.tell.report.tables import plain_text
 from devicemap.types import (
     CallFinished,
     CallStarted,
@@ -248,7 +248,7 @@ def test_rich_prints_it_in_colour_and_notebooks_and_the_repl_show_it(monkeypatch
     assert report._repr_html_().startswith("<pre>120 rows in ")
     assert repr(report) == str(report)
     monkeypatch.setitem(sys.modules, "rich", None)
-    assert repr(report).startswith("<devicemap.reporting.reports.Report object at ")
+    assert repr(report).startswith("<devicemap.tell.report.report.Report object at ")
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
@@ -333,7 +333,7 @@ def test_a_graph_with_clocks_tells_when_each_device_was_done(
     spans: list[tuple[float, float]],
     tail: float | None,
 ) -> None:
-    monkeypatch.setattr(recording, "time", Clock(0.0, 4.0))
+    monkeypatch.setattr(recorder, "time", Clock(0.0, 4.0))
     heard: list[Event] = []
     kept: list[GraphCall] = []
     shards = [Shard(device(i), 2 * i, 2 * i + 2) for i in range(3)]

@@ -14,14 +14,14 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from devicemap.base.options import Options
+from devicemap.data.rows import count_rows, spec_of, take_rows
 from devicemap.errors import JournalError, MissingRowsError
-from devicemap.journal.encoding import decode_leaves, describe_call, describe_nest, encode_leaves, specs_of
-from devicemap.journal.records import JOURNAL, Header
-from devicemap.journal.results import Results, open_results
-from devicemap.journal.storage import pack_arrays, unpack_arrays
-from devicemap.journal.writing import Journal, open_journal
-from devicemap.options import Options
-from devicemap.rows import count_rows, spec_of, take_rows
+from devicemap.store.encoding import decode_leaves, describe_call, describe_nest, encode_leaves, specs_of
+from devicemap.store.journal import Journal, open_journal
+from devicemap.store.records import JOURNAL, Header
+from devicemap.store.results import Results, open_results
+from devicemap.store.storage import pack_arrays, unpack_arrays
 
 NUMBERS = ["float16", "float32", "float64", "bfloat16", "int8", "int32", "int64", "uint8", "uint64", "bool"]
 NUMBERS += ["complex64", "complex128"]

@@ -14,13 +14,13 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from devicemap.chunking import Chunk
+from devicemap.data.chunks import Chunk
+from devicemap.data.rows import as_rows, count_rows, take_rows
 from devicemap.errors import JournalError
-from devicemap.journal.digests import RowDigest, digest_rows
-from devicemap.journal.records import Header
-from devicemap.journal.resuming import check_rows, checked, unfinished
-from devicemap.journal.writing import Journal, open_journal
-from devicemap.rows import as_rows, count_rows, take_rows
+from devicemap.store.digests import RowDigest, digest_rows
+from devicemap.store.journal import Journal, open_journal
+from devicemap.store.records import Header
+from devicemap.store.resume import check_rows, checked, unfinished
 
 SPEC = {"dense": "int64", "shape": [None]}
 HEADER = Header(SPEC, SPEC, False, "auto", None, None, None, "f")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devicemap.scheduling import Pace, reorder_window, rows_to_take
+from devicemap.run.schedule import Pace, reorder_window, rows_to_take
 
 speeds = st.floats(0.1, 1e5)
 paces = st.builds(

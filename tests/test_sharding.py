@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devicemap.sharding import ROWS_PER_CORE, chunk_bounds, shard_rows, shard_sizes
+from devicemap.data.shards import ROWS_PER_CORE, chunk_bounds, shard_rows, shard_sizes
 
 counts = st.integers(0, 10_000)
 names = st.lists(st.integers(0, 5).map("/device:CPU:{}".format), min_size=1, max_size=12)

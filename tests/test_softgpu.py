@@ -211,8 +211,8 @@ import devicemap
 def test_they_are_cut_into_logical_ones_with_memory_of_their_own() -> None:
     _run(
         """
-        from devicemap.devices import choose_devices
-from devicemap.devices import gpu_indices
+        from devicemap.base.devices import choose_devices
+from devicemap.base.devices import gpu_indices
         devices = devicemap.list_devices("GPU")
         assert [device.memory for device in devices] == [64 << 20, 16 << 20, 32 << 20]
         names = [device.description for device in devices]

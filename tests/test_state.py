@@ -15,8 +15,8 @@ import tensorflow as tf
 from graphs import edges, ops_on, partitions
 
 import devicemap
-from devicemap.auditing import Treatment, audit
-from devicemap.explaining.plans import Handling
+from devicemap.compile.audit import Treatment, audit
+from devicemap.tell.plan.plan import Handling
 
 TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
 X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])

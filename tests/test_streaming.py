@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from devicemap.chunking import Chunk
-from devicemap.dispatching import Rules
-from devicemap.scheduling import Pace
-from devicemap.streaming import Lane, run_chunks
+from devicemap.data.chunks import Chunk
+from devicemap.run.dispatch import Rules
+from devicemap.run.schedule import Pace
+from devicemap.run.workers import Lane, run_chunks
 from devicemap.types import (
     CallFinished,
     CallStarted,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from devicemap.benchmarking.sweeping import default_batch_sizes, name_devices, ways_to_measure
+from devicemap.bench.sweep import default_batch_sizes, name_devices, ways_to_measure
 
 TWO = ("/device:GPU:0", "/device:GPU:1")
 

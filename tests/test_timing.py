@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from devicemap.benchmarking.timing import Budget, count_affordable, half_quartile_range, median, time_call, time_rounds
+from devicemap.bench.timing import Budget, count_affordable, half_quartile_range, median, time_call, time_rounds
 
 
 class _World:

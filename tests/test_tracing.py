@@ -10,10 +10,10 @@ import pytest
 import tensorflow as tf
 
 import devicemap
-from devicemap.options import check_options
-from devicemap.rows import as_rows
-from devicemap.seeding import row_seeds
-from devicemap.tracing import trace
+from devicemap.base.options import check_options
+from devicemap.compile.seeds import row_seeds
+from devicemap.compile.trace import trace
+from devicemap.data.rows import as_rows
 
 X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])
 

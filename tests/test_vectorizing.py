@@ -343,7 +343,7 @@ def test_what_was_traced_before_is_vectorised_only_if_that_is_asked_for() -> Non
 
 def test_ops_that_cannot_be_seen_are_not_vectorised(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `tf.function` inside of `fn`, in a TensorFlow that does not show what such hold."""
-    monkeypatch.setattr(devicemap.vectorizing, "shows_functions", lambda graph: False)
+    monkeypatch.setattr(devicemap.compile.vectorize, "shows_functions", lambda graph: False)
     padded = tf.function(lambda r: tf.pad(r, [[1, 1]], constant_values=3.0))
     mapper = devicemap.DeviceMap(lambda r: padded(r), devices=["CPU:1"])
     assert "not make public" in mapper.explain(DATA["vector"]).reason

@@ -10,10 +10,10 @@ import pytest
 import tensorflow as tf
 
 from devicemap import DeviceMap
-from devicemap.comparing import Difference
 from devicemap.errors import DataError, DeviceMapError, FunctionError, OptionError
-from devicemap.verifying.diagnosing import Facts, diagnose
-from devicemap.verifying.findings import Comparison
+from devicemap.tell.verify.comparison import Difference
+from devicemap.tell.verify.diagnosis import Facts, diagnose
+from devicemap.tell.verify.findings import Comparison
 
 X = tf.random.stateless_normal([20, 4], [1, 2])
 THREE = ["CPU:0", "CPU:1", "CPU:2"]

@@ -23,11 +23,11 @@ import pytest
 import tensorflow as tf
 
 import devicemap
+from devicemap.compile.towers import Towers
 from devicemap.errors import JournalError
-from devicemap.journal import writing as journal_writing
-from devicemap.journal.records import JOURNAL, Entry, read_journal
-from devicemap.journal.storage import write_synced
-from devicemap.towers import Towers
+from devicemap.store import journal as journal_writing
+from devicemap.store.records import JOURNAL, Entry, read_journal
+from devicemap.store.storage import write_synced
 from devicemap.types import ChunkFinished, Event, short_name
 
 DEVICES = ["CPU:1", "CPU:2"]

@@ -1,4 +1,4 @@
 """Which forms of ops vectorise right: every family of ops is tried in many forms, each against one row at a time.
 
-`python -m proving` in `tests/` (or `make forms`) writes `devicemap/forms.json`.
+`python -m proving` in `tests/` (or `make forms`) writes `devicemap/compile/forms.json`.
 """

@@ -1,4 +1,4 @@
-"""Write `devicemap/forms.json`: `python -m proving`, in `tests/`.
+"""Write `devicemap/compile/forms.json`: `python -m proving`, in `tests/`.
 
 With names of families, tell of these and write nothing; with `--write`, too, change what the list says of the forms that they
 try. With `--and`, take from the list what fails with this TensorFlow, and add what is right whose attributes the TensorFlow of
@@ -19,7 +19,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import tensorflow as tf
 
-from devicemap.forms import LIST, Form, pack, unpack
+from devicemap.compile.forms import LIST, Form, pack, unpack
 from proving.families import ALIKE, FAMILIES
 from proving.trials import Trial, batches, outcomes
 

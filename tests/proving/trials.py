@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap.forms import Form
-from devicemap.vectorizing import vectorize
+from devicemap.compile.forms import Form
+from devicemap.compile.vectorize import vectorize
 
 COUNTS = (0, 1, 2, 5)
 """How many rows each is tried on."""

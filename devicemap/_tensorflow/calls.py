@@ -1,0 +1,222 @@
+"""Calling a `ConcreteFunction` without the cost of its public call, and cancelling it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap._tensorflow import Private, usable, with_fallback
+
+_cancellation = Private("tensorflow.python.eager.cancellation", "CancellationManager.start_cancel")
+_context = Private("tensorflow.python.eager.context", "context", "Context.function_call_options")
+_execute = Private("tensorflow.python.eager.execute", "execute", "execute_with_cancellation")
+_atomic = Private("tensorflow.python.eager.polymorphic_function.atomic_function", "InterpolateRuntimeError")
+_concrete = Private(
+    "tensorflow.python.eager.polymorphic_function.concrete_function",
+    *("ConcreteFunction.inference_fn", "ConcreteFunction.function_type"),
+)
+_selecting = Private(
+    "tensorflow.python.eager.polymorphic_function.concrete_function",
+    "ConcreteFunction._select_forward_and_backward_functions",
+)
+_taped = Private(
+    "tensorflow.python.eager.polymorphic_function.concrete_function",
+    *("_ForwardBackwardCall._functions", "_TapeGradientFunctions._wrap_backward_function"),
+)
+_delayed = Private(
+    "tensorflow.python.eager.polymorphic_function.concrete_function",
+    "_DelayedRewriteGradientFunctions._rewrite_forward_and_call_backward",
+)
+_backprop = Private("tensorflow.python.eager.backprop_util", "IsTrainable")
+_gradients = Private("tensorflow.python.ops.gradients_util", "PossibleTapeGradientTypes")
+_handle_data = Private("tensorflow.python.ops.handle_data_util", "set_handle_data")
+_resources = Private("tensorflow.python.ops.resource_variable_ops", "variable_accessed")
+_dtypes = Private("tensorflow", "DType._handle_data")
+
+_CALLING = (_context, _execute, _atomic, _concrete)
+_TAPING = (*_CALLING, _selecting, _gradients, _handle_data, _resources, _dtypes)
+
+
+def _public_call(concrete: Any) -> Callable[..., Any]:
+    leaves, _ = concrete.structured_input_signature
+
+    def call(*tensors: Any, manager: Any = None) -> Any:
+        return concrete(*tf.nest.pack_sequence_as(list(leaves), tensors, expand_composites=True))
+
+    return call
+
+
+@with_fallback(_public_call, *_CALLING)
+def unrecorded(concrete: Any) -> Callable[..., Any]:
+    """What calls a `ConcreteFunction` in eager code when no tape is recording, with tensors only.
+
+    The public call binds its arguments to a Python signature and asks the tapes first, which takes as long as running a
+    small graph does.  With a cancellation `manager`, a call can be cancelled:
+    TensorFlow's own way keeps the manager in a global of the process, where threads meet those of others.
+    """
+    function, captured = concrete.inference_fn, list(concrete.captured_inputs)
+    run = _runner(function)
+    pack = function.function_type.pack_output
+
+    def call(*tensors: Any, manager: Any = None) -> Any:
+        return pack(run([*tensors, *captured], manager))
+
+    return call
+
+
+def _runner(function: Any) -> Callable[..., list[Any]]:
+    """What runs TensorFlow's `AtomicFunction` in eager code: all of its inputs -> its outputs, flat."""
+    ctx = _context.context()
+    attributes = dict(ctx.function_call_options.as_attrs())
+    fixed = tf.compat.as_str(function.name), len(function.function_type.flat_outputs)
+    flat_attributes = tuple(itertools.chain(*attributes.items()))
+
+    def run(inputs: list[Any], manager: Any) -> list[Any]:
+        with _atomic.InterpolateRuntimeError(function):  # adds to an error where its op was defined
+            results: list[Any]
+            if manager is None:
+                results = _execute.execute(*fixed, inputs, flat_attributes, ctx)
+            else:
+                results = _execute.execute_with_cancellation(*fixed, inputs, flat_attributes, ctx, manager)
+        return results
+
+    return run
+
+
+class TapedCall:
+    """A call of a `ConcreteFunction` for the tapes of this thread to record, while its graph may run in another thread.
+
+    Tapes are a thread's own, so TensorFlow's public call does both in one thread. `ConcreteFunction._call_flat` is: find the
+    function that also gives what gradients need, run it, tell the tapes. Here it can be run in between by someone else.
+    """
+
+    def __init__(self, concrete: Any, tensors: Sequence[Any], host: str):
+        """Made by `of`."""
+        inputs = [*tensors, *concrete.captured_inputs]
+        for variable in concrete.graph.variables:  # as the call would: tapes may start to watch it here
+            _resources.variable_accessed(variable)
+        self._pack = concrete.function_type.pack_output
+        kind = _gradients.PossibleTapeGradientTypes(inputs)
+        self._call = concrete._select_forward_and_backward_functions(inputs, kind, True)
+        self.function, self.inputs = self._call.forward()
+        if usable(_taped, _backprop):
+            _begin_backward_on(host, self._call._functions)
+
+    @staticmethod
+    def of(concrete: Any, tensors: Sequence[Any], host: str) -> TapedCall | None:
+        """The call, for which TensorFlow builds what its tapes need; `None` where only the public call can be made.
+
+        The backward pass begins and ends on `host`, where this TensorFlow lets it.
+        """
+        return TapedCall(concrete, tensors, host) if usable(*_TAPING) else None
+
+    def runner(self) -> Callable[..., list[Any]]:
+        """What runs the `function` on the `inputs`, in any thread; good for later calls of the same one."""
+        run = _runner(self.function)
+        outputs = [output.dtype._handle_data for output in self.function.function_type.flat_outputs]
+        of_handles = {i: data.shape_inference for i, data in enumerate(outputs) if data}
+
+        def run_on(*inputs: Any, manager: Any = None) -> list[Any]:
+            results = run(list(inputs), manager)
+            for i, data in of_handles.items():  # what variables the handles are of
+                _handle_data.set_handle_data(results[i], data)
+            return results
+
+        return run_on
+
+    def record(self, outputs: list[Any]) -> Any:
+        """Tell the tapes what the function gave; returns that as the public call does."""
+        self._call.record(outputs)
+        return self._pack(outputs)
+
+
+def _begin_backward_on(host: str, functions: Any) -> None:
+    """Let what TensorFlow makes for the tapes of one call, and calls for its gradient, lie on `host`.
+
+    Else the first device gets the gradients of all rows; and of each list that a loop leaves for its gradient a list of
+    zeros, for which the whole list goes there, though only second gradients can read it.
+    """
+    if hasattr(functions, "wrap_anywhere") or not hasattr(
+        functions, "_wrap_backward_function"
+    ):  # no tape follows the call
+        return
+    functions.wrap_anywhere = functions._wrap_backward_function
+
+    def wrap(forward_graph: Any, backward: Any, outputs: list[Any]) -> Any:
+        made = {id(inside): output for inside, output in zip(forward_graph.outputs, outputs)}
+        placed = SimpleNamespace(
+            inputs=backward.inputs,
+            outputs=backward.outputs,
+            structured_outputs=backward.structured_outputs,
+            captured_inputs=[made.get(id(inside), inside) for inside in backward.captured_inputs],
+            _call_flat=_on(host, backward._call_flat),
+        )
+        taken = len(backward.inputs) - len(backward.captured_inputs)
+        trainable = [i for i, output in enumerate(outputs) if _backprop.IsTrainable(output)]
+        return functions.wrap_anywhere(forward_graph, placed, outputs[: [-1, *trainable][taken] + 1])
+
+    functions._wrap_backward_function = wrap
+
+
+def begin_backward_on(host: str, concrete: Any) -> None:
+    """The same for calls of a `ConcreteFunction` in a graph that is being built; not for second gradients by tapes."""
+    if usable(_delayed):
+        functions = concrete._delayed_rewrite_functions
+        functions._rewrite_forward_and_call_backward = _on(host, functions._rewrite_forward_and_call_backward)
+
+
+def _on(device: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def placed(*arguments: Any) -> Any:
+        with tf.device(device):
+            return call(*arguments)
+
+    return placed
+
+
+class Cancellation:
+    """Cancels running `ConcreteFunction`s from another thread.
+
+    TensorFlow's runtime can do that; the public API has no name for it since sessions went. Each call gets a manager of
+    its own, because a call that fails cancels what else runs under its manager. Publicly, calls that run go on to their end,
+    and only later ones are refused.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[Any] = set()
+        self._cancelled = False
+
+    def cancellable(self, concrete: Any) -> Callable[..., Any]:
+        """As `unrecorded`, but calls end with `tf.errors.CancelledError` at `cancel`, and later ones at once."""
+        return partial(self.run, unrecorded(concrete))
+
+    def run(self, function: Callable[..., Any], *tensors: Any) -> Any:
+        """Call what `unrecorded` has given such that it ends at `cancel`, in the same way."""
+        if not usable(_cancellation, *_CALLING):
+            if self._cancelled:
+                raise tf.errors.CancelledError(None, None, "the call was cancelled before it began")
+            return function(*tensors)
+        manager = _cancellation.CancellationManager()
+        with self._lock:
+            self._running.add(manager)
+            if self._cancelled:
+                manager.start_cancel()
+        try:
+            return function(*tensors, manager=manager)
+        finally:
+            with self._lock:
+                self._running.discard(manager)
+
+    def cancel(self) -> None:
+        """End the calls that run: no further op starts; what a device is computing goes on to its end."""
+        with self._lock:
+            self._cancelled = True
+            running = list(self._running)
+        for manager in running:
+            manager.start_cancel()

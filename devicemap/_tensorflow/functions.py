@@ -1,0 +1,198 @@
+"""How functions are traced, and what their graphs hold."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from devicemap._tensorflow import Private, nothing, usable, with_fallback
+
+_context = Private("tensorflow.python.eager.context", "context")
+_control_flow = Private(
+    "tensorflow.python.ops.control_flow_ops", "XLAControlFlowContext.Enter", "XLAControlFlowContext.Exit"
+)
+_kernel_def = Private("tensorflow.core.framework.kernel_def_pb2", "KernelList")
+_session = Private(
+    "tensorflow.python.client.pywrap_tf_session",
+    *("TF_GetRegisteredKernelsForOp", "TF_GetBuffer", "TF_DeleteBuffer"),
+)
+_atomic = Private(
+    "tensorflow.python.eager.polymorphic_function.atomic_function",
+    *("AtomicFunction.graph", "AtomicFunction.cached_definition"),
+)
+
+UNCHAINED = {"_disable_acd": True}
+"""`tf.function(experimental_attributes=UNCHAINED)`: no automatic control dependencies between the ops of the function.
+
+They would run one tower after another as soon as two of them hold a stateful op. The attribute's value is not public;
+the argument that takes it is. Order inside a tower is kept: each tower is a function of its own.
+"""
+
+
+UNCHAINED_UNIT = {**UNCHAINED, "_noinline": True}
+"""The same for a function whose ops must run although nobody uses what they return.
+
+Inlined into a caller, such a function leaves behind one op that all towers have a control edge to, across devices.
+"""
+
+
+def must_run(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
+    """Let the function that is being traced run these ops whether or not its `results` are used: what it is to return.
+
+    Automatic control dependencies do this for stateful ops; a function without them has to say it itself. Publicly, by
+    results that wait for the ops; what comes next in a function that it is inlined into does not (`tells_callers`).
+    """
+    graph = tf.compat.v1.get_default_graph()
+    if tells_callers() and hasattr(graph, "control_outputs"):
+        graph.control_outputs.extend(dict.fromkeys(ops))
+        return list(results)
+    with tf.control_dependencies(list(dict.fromkeys(ops))):
+        waiting: list[Any] = tf.nest.map_structure(tf.identity, list(results), expand_composites=True)
+    return waiting
+
+
+def tells_callers() -> bool:
+    """Whether ops that `must_run` have done so before what comes next to them in the user's function, also when inlined."""
+    return usable()
+
+
+def shows_functions(graph: Any) -> bool:
+    """Whether `functions_within` can tell; else it finds none."""
+    return usable(_atomic) and hasattr(graph, "_functions")
+
+
+def functions_within(graph: Any) -> dict[str, tuple[Any, bool]]:
+    """The functions that a function's graph calls, at any depth: name -> its graph, and whether XLA compiles it.
+
+    `Graph.as_graph_def()` holds them too, but without the dtypes and shapes of their tensors.
+    """
+    if not shows_functions(graph):
+        return {}
+    return {
+        name: (function.graph, "_XlaMustCompile" in function.cached_definition.attr)
+        for name, function in graph._functions.items()
+        if getattr(function, "graph", None) is not None  # what TensorFlow 1 made has none
+    }
+
+
+_own: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def own_functions(graph: Any) -> tuple[list[Any], list[str]]:
+    """The graphs of the functions that a function's graph calls: those traced for it, and the names of others.
+
+    What `tracing_again` made is kept in the caches of the `tf.function`s, for the next one that traces with the same key, and
+    used by no one else. Others are functions that were traced before, which the user holds.
+    """
+    own, others = [], []
+    for name, (inner, _) in functions_within(graph).items():
+        outer = inner
+        while outer is not None and outer is not graph and outer not in _own:
+            outer = getattr(outer, "outer_graph", None)
+        if outer is None:
+            others.append(name)
+        else:
+            _own.add(inner)
+            own.append(inner)
+    return own, others
+
+
+class Kernel(NamedTuple):
+    """What TensorFlow knows of one kernel for a type of op."""
+
+    device: str
+    """The device type it is for; `"DEFAULT"`: every one."""
+
+    dtypes: Mapping[str, frozenset[int]]
+    """For attributes of the op, the dtypes (enums) that it takes; it takes any for others."""
+
+    on_host: frozenset[str] = frozenset()
+    """The inputs and outputs that lie in the host's memory."""
+
+
+def _unknown(_: str) -> list[Kernel]:
+    return []
+
+
+@with_fallback(_unknown, _session, _kernel_def)
+def registered_kernels(op: str) -> list[Kernel]:
+    """The kernels that this process has for a type of op.
+
+    Placing an op on a device tells too late, and only with that device at hand. TensorFlow's own Python function for this
+    never frees what it is given, some 6 kB for each call. Publicly, none are known.
+    """
+    buffer = _session.TF_GetRegisteredKernelsForOp(op)
+    try:
+        kernels = _kernel_def.KernelList.FromString(_session.TF_GetBuffer(buffer))
+    finally:
+        _session.TF_DeleteBuffer(buffer)
+    return [
+        Kernel(
+            kernel.device_type,
+            {c.name: frozenset(c.allowed_values.list.type) for c in kernel.constraint},
+            frozenset(kernel.host_memory_arg),
+        )
+        for kernel in kernels.kernel
+    ]
+
+
+@with_fallback(nothing, _context)
+def last_set_seed() -> Any:
+    """What stands for the last `tf.random.set_seed`: another object after each. Public API tells only the seed, by drawing."""
+    return getattr(_context.context(), "_rng", None)
+
+
+@cache
+def _tracing_again() -> Callable[[], Any]:
+    context: Any = _control_flow.XLAControlFlowContext
+
+    class TracingAgain(context):
+        """What keys the caches of `tf.function`s by its own identity, and does nothing else."""
+
+        def IsXLAContext(self) -> bool:
+            return False
+
+        def RequiresUniqueFunctionRetracing(self) -> bool:
+            return True
+
+    return TracingAgain
+
+
+_contexts: dict[Hashable, Any] = {}
+
+
+def _as_they_are(_: Hashable) -> contextlib.nullcontext[None]:
+    return contextlib.nullcontext()
+
+
+@with_fallback(_as_they_are, _control_flow)
+@contextlib.contextmanager
+def tracing_again(key: Hashable) -> Iterator[None]:
+    """While it lasts, the `tf.function`s that the graph being traced calls are traced for this `key`, and for no one else.
+
+    A trace holds the seeds of its random ops, but the cache is not keyed by them, nor by anything else that is public.
+    Publicly, they keep the seeds they have, which is seen where the numbers are compared.
+    """
+    # For good: caches are keyed by its id, which no other one may get.
+    enclosing = _contexts.setdefault(key, _tracing_again()())
+    enclosing.Enter()
+    try:
+        yield
+    finally:
+        enclosing.Exit()
+
+
+@contextlib.contextmanager
+def capturing(concrete: Any, replaced: Mapping[int, Any]) -> Iterator[None]:
+    """While it lasts, calls of `concrete` capture other tensors in some places. Not for use by two threads at once."""
+    own = concrete.captured_inputs
+    concrete.set_external_captures([replaced.get(i, tensor) for i, tensor in enumerate(own)])
+    try:
+        yield
+    finally:
+        concrete.set_external_captures(own)

@@ -1,0 +1,37 @@
+"""How much memory devices have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from devicemap._tensorflow import Private, with_fallback
+
+_context = Private("tensorflow.python.eager.context", "context")
+_listing = Private(
+    "tensorflow.python.pywrap_tfe",
+    *("TFE_ContextListDevices", "TF_DeviceListCount", "TF_DeviceListName", "TF_DeviceListType", "TF_DeleteDeviceList"),
+)
+_sizes = Private("tensorflow.python.client.pywrap_tf_session", "TF_DeviceListMemoryBytes")
+
+
+def _none() -> dict[str, int]:
+    return {}
+
+
+@with_fallback(_none, _context, _listing, _sizes)
+def allocator_bytes() -> dict[str, int]:
+    """How many bytes TensorFlow's allocator has on each device that is no CPU, by full name.
+
+    Publicly, only the limit of a logical device that was configured with one is told, and that of a whole GPU is not.
+    """
+    context: Any = _context.context()
+    context.ensure_initialized()
+    devices = _listing.TFE_ContextListDevices(context._handle)
+    try:
+        return {
+            _listing.TF_DeviceListName(devices, i): _sizes.TF_DeviceListMemoryBytes(devices, i)
+            for i in range(_listing.TF_DeviceListCount(devices))
+            if _listing.TF_DeviceListType(devices, i) != "CPU"
+        }
+    finally:
+        _listing.TF_DeleteDeviceList(devices)

@@ -1,0 +1,346 @@
+"""parallel_map and DeviceMap: what users call. How rows travel is in `calling`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import tensorflow as tf
+
+from devicemap.base.structure import as_nodes, as_objects, nodes_of
+from devicemap.compile.cache import Memory
+from devicemap.compile.program import Program
+from devicemap.data.datasets import as_dataset
+from devicemap.data.rows import as_rows
+from devicemap.errors import DataError
+from devicemap.run.calls import Calls, Nobody
+from devicemap.store.results import Results, open_results
+from devicemap.store.write import write
+from devicemap.tell.plan import Plan, ask, explain_call
+from devicemap.tell.report import Observers, Report
+from devicemap.tell.verify.findings import Verification
+from devicemap.tell.verify.ways import check_limits, rows_to_verify, verify_rows
+from devicemap.types import Event, short_name
+
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+
+
+def _as_written(function: CallableT) -> CallableT:
+    """The function as it is also where a `tf.function` calls it: autograph is for `fn`, which gets a context of its own."""
+    return cast(CallableT, tf.autograph.experimental.do_not_convert(function))
+
+
+def parallel_map(
+    fn: Callable[..., Any],
+    data: Any,
+    *others: Any,
+    devices: Any = None,
+    batched: bool = False,
+    vectorize: bool | str = "auto",
+    batch_size: int | str | None = None,
+    seed: int | None = None,
+    fn_output_signature: Any = None,
+    jit_compile: bool = False,
+    in_place: Any = (),
+    output_device: Any = "/CPU:0",
+    deterministic: bool = True,
+    prefetch: int | None = None,
+    max_retries: int = 2,
+    progress: bool | Callable[[Event], Any] = False,
+    report: bool = True,
+    name: str | None = None,
+    **unknown: Any,
+) -> Any:
+    """Map `fn` over the rows of `data` on several devices at once.
+
+    The result is that of `tf.map_fn(fn, data)`, or of `fn(data)` with `batched=True`, to rounding: same rows, order,
+    structure and dtypes, on any number of devices. Calling it again with the same `fn` (or the same method of the same
+    object) and options does not trace again, as long as `fn` is among the last 64 that were mapped; keep a `DeviceMap` to be
+    independent of that. When you drop `fn`, what it was compiled to goes with the next garbage collection, and with it the
+    copies on devices.
+
+    Args:
+        fn: takes one sample, or with `batched=True` a batch of rows, and returns one result, or as many rows. A tuple
+            in `data` is passed as several arguments, a dict or named tuple as one.
+        data: a nest of tensors, arrays, lists, `RaggedTensor`s or `SparseTensor`s of shape `[rows, ...]`, or a
+            `tf.data.Dataset` of samples (`batched=False`) or of batches of rows (`batched=True`). Objects are structure as
+            for `tf.nest`, and `tf.experimental.ExtensionType`s too: `fn` gets one of the same class that holds a row, or a
+            batch.
+        devices: `None` for every local GPU, else every local CPU; a kind (`"GPU"`); or a list of names (`"GPU:1"`,
+            `"/device:GPU:1"`, full names) or logical or physical devices.
+        batched: whether `fn` takes a batch.
+        vectorize: how a `fn` of one sample runs over the rows of a device: `True` as `tf.vectorized_map`, `False` as
+            `tf.map_fn`, `"auto"` the first where every op is proven to give the same and the results are dense, else the
+            second.
+        batch_size: rows per device call: data goes in chunks of at most that many rows, each to the first idle device.
+            `"auto"`: found by measuring, for each device. `None`: in-memory data as one shard per device, a dataset's
+            batches as they are, its samples as with `"auto"`.
+        seed: an int from 0 to 2**32 - 1: `fn` also gets `seed=`, a seed for `tf.random.stateless_*` (int32 `[2]`;
+            `[rows, 2]` when batched) that depends on `seed` and the row's index alone.
+        fn_output_signature: as in `tf.map_fn`, for a `fn` of one sample whose dense results differ in shape.
+        jit_compile: compile with XLA. Shards run in pieces of powers of two rows, to compile for few shapes.
+        in_place: variables that `fn` reads where they are, for instance a table that is larger than the memory of a device:
+            what is looked up travels. Others are copied to each device once per call, or per job in chunks.
+        output_device: where results are gathered.
+        deterministic: for streams: chunks in input order, or as they finish, each as `(first row, chunk)`.
+        prefetch: chunks in flight per device, so that copying in, computing and copying out overlap. `None`: 2 on CPUs, 4 on
+            other devices.
+        max_retries: how often a chunk that failed is tried again, on another device if there is one. What `fn` does
+            besides returning may then happen again. 0: the first error is raised, also where a device runs out of memory,
+            which otherwise gets smaller chunks. A device that keeps failing is set aside, with a `RuntimeWarning`.
+        progress: a progress bar; or a callable that gets each `devicemap.types.Event` of the call, one at a time.
+        report: whether a `DeviceMap` keeps what its `report` tells of the last call. It takes a few microseconds per
+            device and call.
+        name: a name for the ops and errors of this map.
+
+    Returns:
+        The nest that `fn` returns, of tensors of shape `[rows, ...]` on `output_device`. Lists in it become tensors; what an
+        extension type holds besides tensors is as it was when `fn` was traced.
+
+    Raises:
+        OptionError, DataError: before anything runs, for options and data that cannot be.
+        FunctionError: `fn` failed; it names the device and rows, and is an instance of the original error's class too.
+
+    Examples:
+        >>> parallel_map(lambda row: tf.reduce_sum(row), tf.reshape(tf.range(6), [3, 2])).numpy()
+        array([1, 5, 9], dtype=int32)
+    """
+    options = dict(
+        devices=devices, batched=batched, vectorize=vectorize, batch_size=batch_size, seed=seed,
+        fn_output_signature=fn_output_signature, jit_compile=jit_compile, in_place=in_place, output_device=output_device,
+        deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, report=report,
+        name=name, **unknown,
+    )  # fmt: skip
+    return _mapper_of(fn, options)(data, *others)
+
+
+class DeviceMap:
+    """A function mapped over devices: compiled once for each structure of data, reusable, thread-safe.
+
+    The options are those of `parallel_map`.
+
+    Examples:
+        >>> mapper = DeviceMap(lambda x, y: {"sum": x + y})
+        >>> mapper((tf.range(3), tf.range(3)))["sum"].numpy()
+        array([0, 2, 4], dtype=int32)
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        devices: Any = None,
+        batched: bool = False,
+        vectorize: bool | str = "auto",
+        batch_size: int | str | None = None,
+        seed: int | None = None,
+        fn_output_signature: Any = None,
+        jit_compile: bool = False,
+        in_place: Any = (),
+        output_device: Any = "/CPU:0",
+        deterministic: bool = True,
+        prefetch: int | None = None,
+        max_retries: int = 2,
+        progress: bool | Callable[[Event], Any] = False,
+        report: bool = True,
+        name: str | None = None,
+        **unknown: Any,
+    ):
+        options = dict(
+            devices=devices, batched=batched, vectorize=vectorize, batch_size=batch_size, seed=seed,
+            fn_output_signature=fn_output_signature, jit_compile=jit_compile, in_place=in_place, output_device=output_device,
+            deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, report=report,
+            name=name, **unknown,
+        )  # fmt: skip
+        self._take(Program(fn, options))
+
+    def _take(self, program: Program) -> None:
+        self._program = program
+        self._observers = Observers(program.name, program.options, program.gpus)
+        self._calls = Calls(program, self._observers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled as what it was made of, which is traced again."""
+        return partial(DeviceMap, **vars(self._program.options)), (self._program.fn,)
+
+    def __call__(self, data: Any, *others: Any) -> Any:
+        """Map over all of `data`; see `parallel_map` for what it may be and what comes back."""
+        if others:
+            count = 1 + len(others)
+            raise DataError(
+                f"data came as {count} arguments; pass a tuple of {count}, as in (x, y). Options have names"
+            )
+        if not tf.executing_eagerly():
+            return self._inside_function(data)
+        return self._calls.over(data)
+
+    @_as_written
+    def _inside_function(self, data: Any) -> Any:
+        if isinstance(data, tf.data.Dataset):
+            return self._calls.in_chunks(data)
+        return self._calls.inside_function(as_rows(data))
+
+    def stream(self, data: Any) -> Iterator[Any]:
+        """Map over `data` chunk by chunk, in memory bounded by what is in flight, however long the data is.
+
+        Args:
+            data: as for `parallel_map`; a dataset may be infinite.
+
+        Returns:
+            A generator of chunks, nests of tensors of shape `[rows of the chunk, ...]`. Those of a dataset of batches are
+            its batches, cut to `batch_size` where one is given; those of everything else have `batch_size` rows, or with
+            `batch_size=None` or `"auto"` as many as pay. With `deterministic=False` they come as they finish, each as
+            `(first row, chunk)`. Nothing is read before the first chunk is asked for; closing or dropping the generator
+            stops everything.
+
+        Raises:
+            OptionError, DataError: at once.
+            FunctionError: when its turn comes, as errors of the dataset; what was finished before has been delivered.
+
+        Examples:
+            >>> mapper = DeviceMap(lambda n: n * n, batch_size=2)
+            >>> [chunk.numpy().tolist() for chunk in mapper.stream(tf.range(5))]
+            [[0, 1], [4, 9], [16]]
+        """
+        return self._calls.stream(data)
+
+    def as_dataset(self, data: Any) -> tf.data.Dataset:
+        """The chunks of `stream(data)` as a `tf.data.Dataset`, for instance for `model.fit`.
+
+        Its elements are as `stream` yields them, of shape `[None, ...]`. Each iteration over it maps anew, so use
+        `.cache()` to keep the results of the first. Mapper and data live as long as the dataset, datasets made of it, and
+        iterators over them.
+
+        Examples:
+            >>> dataset = DeviceMap(lambda n: n * n, batch_size=2).as_dataset(tf.range(5))
+            >>> dataset.element_spec
+            TensorSpec(shape=(None,), dtype=tf.int32, name=None)
+            >>> [n.item() for n in dataset.unbatch().as_numpy_iterator()]
+            [0, 1, 4, 9, 16]
+        """
+        spec, count = self._calls.shape_of_stream(data)
+        if not nodes_of(spec):
+            return as_dataset(lambda: self.stream(data), spec, count)
+
+        def leaves() -> Iterator[Any]:  # from_generator knows no structure but tuples and dicts
+            return (tuple(tf.nest.flatten(as_nodes(chunk))) for chunk in self.stream(data))
+
+        dataset = as_dataset(leaves, tuple(tf.nest.flatten(spec)), count)
+        return dataset.map(_as_written(lambda *leaves: as_objects(tf.nest.pack_sequence_as(spec, leaves))))
+
+    @property
+    def report(self) -> Report | None:
+        """What happened in the last call that has finished: rows, times, devices, retries; `None` before the first.
+
+        With the option `report=False` nothing is kept, and it stays `None`. Calls inside a `tf.function` of the user's are not
+        seen.
+
+        Examples:
+            >>> mapper = DeviceMap(lambda n: n * n)
+            >>> _ = mapper(tf.range(100))
+            >>> mapper.report.rows, mapper.report.way
+            (100, 'one graph')
+        """
+        return None if self._observers.last is None else self._observers.last.report()
+
+    def write(self, data: Any, directory: str | os.PathLike[str]) -> Results:
+        """Map over `data`, and keep each finished chunk on disk; run again, it computes only what is missing.
+
+        Killed at any moment, also by a full disk, it loses at most the chunks that were in flight. A chunk file that is
+        damaged or half written is computed again.
+
+        Args:
+            data: as for `parallel_map`; the same again when it is run again, which is checked.
+            directory: a new or empty one, or one that an earlier run of the same call has left.
+
+        Returns:
+            What the directory holds, as `devicemap.open_results(directory)` does.
+
+        Raises:
+            JournalError: the directory holds something else, results of other data or of another call, or another
+                process writes to it; then nothing in it has been touched. Or the disk failed.
+
+        Examples:
+            >>> import tempfile
+            >>> directory = tempfile.mkdtemp()
+            >>> results = DeviceMap(lambda n: n * n, batch_size=2).write(tf.range(5), directory)
+            >>> results.load()
+            array([ 0,  1,  4,  9, 16], dtype=int32)
+        """
+        write(self._calls, data, directory)
+        return open_results(directory)
+
+    def verify(self, data: Any, rows: int | None = None, *, tolerance: float | None = None) -> Verification:
+        """Run `fn` on some rows in several ways, and compare: does it give the same however its rows are spread?
+
+        The ways are: all rows at once, the same again, one by one, over the devices and in reverse, in a graph and in eager
+        code. So `fn` is called many times, on more rows than there are: whatever it does besides returning happens as
+        often, and nothing that it writes is put back.
+
+        Args:
+            data: as for `parallel_map`; the first rows are taken.
+            rows: how many; `None` for two per device, and at least 16.
+            tolerance: by how much numbers with a fraction may differ and still be the same, relative to the largest number
+                of their output. `None`: half of the digits of their dtype have to agree. Everything else has to be equal.
+
+        Returns:
+            A `Verification` with `ok` and the findings; print it.
+
+        Raises:
+            OptionError, DataError: before anything runs.
+            FunctionError: `fn` fails over the devices; what fails in other ways only is a finding.
+
+        Examples:
+            >>> mapper = DeviceMap(lambda batch: batch - tf.reduce_mean(batch), batched=True)
+            >>> verification = mapper.verify(tf.range(6.0), rows=6)
+            >>> verification.ok, verification.findings[0].kind
+            (False, 'coupled')
+        """
+        check_limits(rows, tolerance)
+        program = self._program
+        some = rows_to_verify(data, rows, program.options, program.devices)
+        # with calls of its own: `report` and `progress` are about the user's
+        over_devices = Calls(program, Nobody()).over
+        return verify_rows(
+            program.fn, some, program.options, program.towers_for(some), over_devices, tolerance, program.name
+        )
+
+    def explain(self, data_or_spec: Any) -> Plan:
+        """What a call would do, and what stands in the way of parallelism, without running `fn`.
+
+        `fn` is traced, and graphs are built, as a call would; a later call does neither again.
+
+        Args:
+            data_or_spec: data as for `parallel_map`, or a nest of `tf.TypeSpec`s in its place; `None` rows are unknown.
+
+        Raises:
+            DataError, OptionError: as a call; also inside a `tf.function`.
+            FunctionError: `fn` cannot be traced.
+
+        Examples:
+            >>> plan = DeviceMap(lambda n: n * n, devices=["CPU:0"], batch_size=2).explain(tf.TensorSpec([5], tf.int32))
+            >>> plan.rows, plan.way, plan.vectorized
+            (5, 'chunks', True)
+        """
+        program = self._program
+        asked = ask(data_or_spec, program.options)
+        towers = program.towers_for(asked)
+        return explain_call(
+            asked, towers, program.options, program.fn, program.devices, program.output_device, program.name
+        )
+
+    def __repr__(self) -> str:
+        return f"DeviceMap({self._program.name}, devices={[short_name(device) for device in self._program.devices]})"
+
+
+_remembered = Memory()
+
+
+@_as_written
+def _mapper_of(fn: Callable[..., Any], options: dict[str, Any]) -> DeviceMap:
+    """A mapper for one call, which shares what it compiles with earlier calls of the same `fn` and options."""
+    mapper = object.__new__(DeviceMap)
+    mapper._take(_remembered.program_of(fn, options))
+    return mapper

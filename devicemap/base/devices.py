@@ -1,0 +1,289 @@
+"""Devices: list, choose, describe, simulate. Nothing here runs, or initialises TensorFlow, at import."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap._tensorflow.memory import allocator_bytes
+from devicemap.errors import DeviceError
+from devicemap.types import Device
+
+_NAME = re.compile(
+    r"(?:/job:(?P<job>[^/]+))?(?:/replica:(?P<replica>\d+))?(?:/task:(?P<task>\d+))?/?(?:device:)?"
+    r"(?P<kind>[A-Za-z_]+):(?P<index>\d+)"
+)
+_FAILED_COPY = re.compile(r"(Dst|Src|Destination|Source) tensor is not initialized")
+_PHYSICAL = re.compile(r"/physical_device:(?P<kind>\w+):(?P<index>\d+)")
+
+
+def list_devices(kind: str | None = None) -> list[Device]:
+    """List the logical devices of this process, also those of hosts that TensorFlow is connected to.
+
+    Args:
+        kind: `"GPU"`, `"CPU"` or another device type; `None` lists all of them.
+
+    Returns:
+        Devices in TensorFlow's order. Listing initialises TensorFlow's devices.
+
+    Examples:
+        >>> [device.kind for device in list_devices("CPU")][:1]
+        ['CPU']
+    """
+    if kind is not None and not isinstance(kind, str):
+        raise DeviceError(f'kind is {kind!r}; expected a device type such as "GPU", or None for all')
+    wanted = None if kind is None else kind.upper()
+    names, host = _logical_devices()
+    local = {f"{host}/device:{part.kind}:{part.index}": part for part in _parts_of_physical_devices()}
+    bytes_of = allocator_bytes()
+    devices = []
+    for name in names:
+        kind_here = kind_of(name)
+        if wanted in (None, kind_here):
+            part = local.get(name)
+            memory, description = part.describe() if part else (None, f"{kind_here} of another host")
+            devices.append(Device(name, kind_here, memory or bytes_of.get(name), description))
+    return devices
+
+
+def simulate_devices(n: int) -> None:
+    """Cut the CPU into `n` logical devices, to see on any machine what several devices do.
+
+    They share the cores, so they show placement and order, not speed. As a blocking op holds one of TensorFlow's
+    inter-op threads, at least `n` of those are asked for, and one more for what a Python function calls; and one per core.
+
+    Args:
+        n: how many logical CPU devices, at least 1.
+
+    Raises:
+        DeviceError: TensorFlow has initialised its devices already (any op or device listing does that), with
+            another number of them. Call this first thing after importing TensorFlow.
+
+    Example:
+        >>> simulate_devices(8)
+        >>> [device.description for device in list_devices("CPU")][-1]
+        'part 8 of 8 of CPU'
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise DeviceError(f"n is {n!r}; expected the number of devices to simulate, an int of at least 1")
+    (cpu, *_) = tf.config.list_physical_devices("CPU")
+    try:
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(n)])
+        threads = tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count() or 1  # 0: one per core
+        tf.config.threading.set_inter_op_parallelism_threads(max(n + 1, threads))
+    except RuntimeError as error:
+        there = len(tf.config.list_logical_devices("CPU"))
+        if there != n:
+            raise DeviceError(
+                f"simulate_devices({n}) came too late: TensorFlow has already initialised {there} CPU device(s). "
+                "Call it before the first op, tensor or device listing of the process."
+            ) from error
+
+
+def choose_devices(devices: Any) -> tuple[str, ...]:
+    """Full names of the logical devices that the `devices` option means.
+
+    Args:
+        devices: `None` (every local logical GPU, else every local logical CPU), a kind, a name, or an iterable of
+            names, logical devices, physical devices (all their logical ones) and `Device`s.
+
+    Raises:
+        DeviceError: for an unknown, repeated or missing device; the message lists what there is.
+    """
+    names, host = _logical_devices()
+    if devices is None:
+        local = [name for name in names if name.startswith(host)]
+        return tuple(_of_kind(local, "GPU") or _of_kind(local, "CPU"))
+    if isinstance(devices, str) and devices.isalpha():
+        chosen = _of_kind(names, devices.upper())
+        if not chosen:
+            raise DeviceError(f"devices={devices!r}: there is no device of this kind; {_there_is(names, devices)}")
+        return tuple(chosen)
+    if isinstance(devices, str) or hasattr(devices, "name") or not isinstance(devices, Iterable):
+        devices = [devices]
+    chosen = [name for entry in devices for name in _resolve(entry, names, host)]
+    if not chosen:
+        raise DeviceError(f"devices is empty; expected at least one device, or None for all; {_there_is(names)}")
+    for name in chosen:
+        if chosen.count(name) > 1:
+            raise DeviceError(f"devices holds {name} more than once; name each device once; {_there_is(names)}")
+    return tuple(chosen)
+
+
+def choose_output_device(device: Any) -> str:
+    """Full name of the one logical device that the `output_device` option means; raises as `choose_devices`."""
+    names, host = _logical_devices()
+    chosen = _resolve(device, names, host, "output_device")
+    if len(chosen) > 1:
+        raise DeviceError(f"output_device is {device!r}, which has {len(chosen)} logical devices; name one of {chosen}")
+    return chosen[0]
+
+
+def places_on(devices: tuple[str, ...]) -> tuple[str, ...]:
+    """Where the shards of one call may run: once on each device, and again on CPU devices for each further core.
+
+    TensorFlow runs a serial function on one core, however many a CPU device has. `benchmarks/test_real_functions.py` shows
+    that a second shard halves its time there, and costs functions nothing whose ops use all cores by themselves.
+    """
+    cpus = _of_kind(list(devices), "CPU")
+    cores = os.cpu_count() or 1
+    cores = min(cores, tf.config.threading.get_inter_op_parallelism_threads() or cores)
+    return (*devices, *cpus * (cores // max(1, len(cpus)) - 1))
+
+
+def python_calls_at_once() -> int:
+    """How many Python functions may run in graphs at the same time.
+
+    Each holds one of TensorFlow's inter-op threads. A `tf.function` that one of them calls, as Keras's `predict` does, needs
+    such a thread, too: if none is left, all wait for ever.
+    """
+    threads = tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count() or 1
+    return max(1, threads - 1)
+
+
+def why_no_gpu() -> str:
+    """What TensorFlow and the machine tell of the reason."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    build = tf.sysconfig.get_build_info()
+    if not tf.test.is_built_with_gpu_support():
+        return (
+            f"this build of TensorFlow {tf.__version__} is for CPUs only; for NVIDIA GPUs, install tensorflow[and-cuda] in "
+            "its place"
+        )
+    if tf.config.list_physical_devices("GPU"):
+        return "there are some, which this process has hidden with tf.config.set_visible_devices"
+    if hidden is not None and hidden.strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides all of them"
+    if not Path("/proc/driver/nvidia/version").exists() and not shutil.which("nvidia-smi"):
+        return f"TensorFlow {tf.__version__} could use one, but no NVIDIA driver was found on this machine"
+    return (
+        f"there is a driver, but TensorFlow {tf.__version__}, built for CUDA {build.get('cuda_version', '?')} and cuDNN "
+        f"{build.get('cudnn_version', '?')}, found no GPU that it can use. TF_CPP_MIN_LOG_LEVEL=0 devicemap devices shows "
+        "what it says to that: often a library is missing, which tensorflow[and-cuda] installs"
+    )
+
+
+def kind_of(name: str) -> str:
+    """The kind in a device's full name.
+
+    >>> kind_of("/job:localhost/replica:0/task:0/device:GPU:1")
+    'GPU'
+    """
+    return name.rpartition("device:")[2].partition(":")[0]
+
+
+def _resolve(entry: Any, names: list[str], host: str, option: str = "devices") -> list[str]:
+    """The full names that one entry of an option stands for."""
+    given = entry if isinstance(entry, str) else getattr(entry, "name", None)
+    if not isinstance(given, str):
+        raise DeviceError(
+            f"{option} has {entry!r} of type {type(entry).__name__}; expected names such as 'GPU:0', "
+            f"or logical or physical devices of tf.config; {_there_is(names)}"
+        )
+    if physical := _PHYSICAL.fullmatch(given):
+        kind, index = physical["kind"].upper(), int(physical["index"])
+        parts = [p.index for p in _parts_of_physical_devices() if (p.kind, p.physical_index) == (kind, index)]
+        found = [n for n in _of_kind(names, kind) if n.startswith(host) and _index(n) in parts]
+    elif match := _NAME.fullmatch(given):
+        asked = {key: value for key, value in match.groupdict().items() if value is not None}
+        asked["kind"] = asked["kind"].upper()
+        found = [name for name in names if asked.items() <= _fields(name).items()]
+        if len(found) > 1:  # a short name, and TensorFlow is connected to other hosts: this host's device is meant
+            found = [name for name in found if name.startswith(host)]
+    else:
+        found = []
+    if not found:
+        kind = f"; a kind stands alone, as in devices={given!r}" if given.isalpha() and option == "devices" else ""
+        raise DeviceError(f"{option} has {given!r}, which is not a device here{kind}; {_there_is(names, given)}")
+    return found
+
+
+def _fields(name: str) -> dict[str, str]:
+    match = _NAME.fullmatch(name)
+    assert match, name  # TensorFlow's own full names
+    return match.groupdict()
+
+
+def _of_kind(names: list[str], kind: str) -> list[str]:
+    return [name for name in names if kind_of(name) == kind]
+
+
+def gpu_indices(names: Sequence[str]) -> dict[str, int]:
+    """For each local GPU among these full names, the index of the physical GPU it is a part of."""
+    if not any(kind_of(name) == "GPU" for name in names):
+        return {}
+    _, host = _logical_devices()
+    parts = {f"{host}/device:GPU:{p.index}": p.physical_index for p in _parts_of_physical_devices() if p.kind == "GPU"}
+    return {name: parts[name] for name in names if name in parts}
+
+
+def _index(name: str) -> int:
+    return int(name.rpartition(":")[2])
+
+
+def _logical_devices() -> tuple[list[str], str]:
+    """Full names of all logical devices, and what those of this host begin with.
+
+    TensorFlow lists its own host's devices as `/device:CPU:0` until it is connected to others; an eager tensor tells the
+    full name.
+    """
+    with tf.init_scope(), tf.device("/device:CPU:0"):
+        host = tf.constant(0).device.partition("/device:")[0]
+    names = [device.name for device in tf.config.list_logical_devices()]
+    return [host + name if name.startswith("/device:") else name for name in names], host
+
+
+def _there_is(names: list[str], given: str = "") -> str:
+    """What devices there are; and where `given` asks for a GPU and there is none, why."""
+    why = f". No GPU: {why_no_gpu()}" if "GPU" in given.upper() and not _of_kind(names, "GPU") else ""
+    return "there is " + ", ".join(name.replace("/job:localhost/replica:0/task:0/device:", "") for name in names) + why
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device had no memory left.
+
+    For copies, TensorFlow has no class for that: where a tensor that it copies to could not be allocated, or one that it copies
+    from had not been, it is an `InternalError`, and what it says is all there is to tell it from others.
+
+    >>> is_out_of_memory(tf.errors.InternalError(None, None, "Dst tensor is not initialized."))
+    True
+    """
+    if isinstance(error, tf.errors.InternalError):
+        return bool(_FAILED_COPY.search(str(error)))
+    return isinstance(error, tf.errors.ResourceExhaustedError)
+
+
+class _Part:
+    """One logical device as a part of a physical one."""
+
+    def __init__(self, physical: Any, part: int, parts: list[Any], index: int):
+        self.physical, self.part, self.parts, self.index = physical, part, parts, index
+        self.kind = physical.device_type
+        self.physical_index = _index(physical.name)
+
+    def describe(self) -> tuple[int | None, str]:
+        """The memory limit in bytes that it was given, and what it is in words."""
+        model = tf.config.experimental.get_device_details(self.physical).get("device_name", self.kind)
+        limit = getattr(self.parts[self.part], "memory_limit", None) if self.parts else None
+        whole = len(self.parts) < 2
+        description = model if whole else f"part {self.part + 1} of {len(self.parts)} of {model}"
+        return (None if limit is None else int(limit) * 2**20), description  # TensorFlow's limits are in MiB
+
+
+def _parts_of_physical_devices() -> list[_Part]:
+    """The local logical devices in TensorFlow's order: by kind, visible physical devices in turn, their parts in turn."""
+    found: list[_Part] = []
+    count: dict[str, int] = {}
+    for physical in tf.config.get_visible_devices():
+        parts = list(tf.config.get_logical_device_configuration(physical) or [])
+        for part in range(max(1, len(parts))):
+            index = count.get(physical.device_type, 0)
+            count[physical.device_type] = index + 1
+            found.append(_Part(physical, part, parts, index))
+    return found

@@ -1,0 +1,140 @@
+"""Results of shards -> rows in order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap.compile.collect import is_listless
+from devicemap.data.join import is_uniform, of_uniform_rows
+from devicemap.data.rows import carried, count_rows, restored
+from devicemap.errors import failure
+from devicemap.types import Shard
+
+
+def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any]:
+    """Join the results of neighbouring shards, inside a graph.
+
+    Args:
+        parts: one leaf per shard, dense, ragged or sparse, each of shape `[rows of the shard, ...]`.
+        differentiable: without a `TensorArray` where that can be: the gradient of one has no vectorised form, which
+            `GradientTape.jacobian` asks for. So are integers that GPUs have no lists of.
+
+    Returns:
+        The leaf of all rows, and the rows that each part had: int64 `[shards]`.
+    """
+    first = parts[0]
+    if isinstance(first, tf.RaggedTensor):
+        values, _ = gather([part.values for part in parts], differentiable)
+        if is_uniform(parts):
+            rows = tf.stack([part.nrows(tf.int64) for part in parts])
+            return of_uniform_rows(values, first, tf.reduce_sum(rows)), rows
+        lengths, rows = gather([part.row_lengths() for part in parts])
+        return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False), rows
+    if isinstance(first, tf.SparseTensor):
+        return _gather_sparse(parts, differentiable)
+    shape = first.shape
+    for part in parts[1:]:
+        shape = _common(shape, part.shape)
+    if shape.rank is not None:
+        shape = tf.TensorShape([None]).concatenate(shape[1:])
+    if (differentiable or is_listless(first.dtype)) and shape.rank is not None:
+        joined = tf.concat(list(parts), 0)
+        joined.set_shape(shape)
+        return joined, tf.stack([tf.shape(part, tf.int64)[0] for part in parts])
+    held = [carried(part) for part in parts]
+    array = tf.TensorArray(held[0].dtype, size=len(parts), infer_shape=False, element_shape=shape)
+    for i, part in enumerate(held):
+        array = array.write(i, part)
+    # TensorArray.concat() is this op, and keeps the row counts to itself.
+    joined = tf.raw_ops.TensorListConcatV2(
+        input_handle=array.flow,
+        element_dtype=held[0].dtype,
+        element_shape=-1 if shape.rank is None else [-1 if d is None else d for d in shape.as_list()],
+        leading_dims=tf.zeros([0], tf.int64),
+    )
+    joined.tensor.set_shape(shape)
+    return restored(joined.tensor, first.dtype), joined.lengths
+
+
+def _gather_sparse(parts: Sequence[Any], differentiable: bool) -> tuple[Any, Any]:
+    """As `tf.sparse.concat`, which has no gradient."""
+    if parts[0].shape.rank is None:
+        parts = [parts[0], *(_of_rank_of(parts[0], part) for part in parts[1:])]
+    shapes = tf.stack([part.dense_shape for part in parts])
+    rows = shapes[:, 0]
+    starts = tf.unstack(tf.cumsum(rows, exclusive=True), len(parts))
+    columns = tf.one_hot(0, tf.shape(shapes)[1], dtype=tf.int64)
+    indices, _ = gather([part.indices + start * columns for part, start in zip(parts, starts)])
+    values, _ = gather([part.values for part in parts], differentiable)
+    shape = tf.concat([[tf.reduce_sum(rows)], tf.reduce_max(shapes, 0)[1:]], 0)
+    joined = tf.SparseTensor(indices, values, shape)
+    joined.set_shape(functools.reduce(_common, (part.shape for part in parts)))
+    return with_static_rows(joined, None), rows
+
+
+def _of_rank_of(first: Any, part: Any) -> Any:
+    """A shard without rows does not know how many axes they would have."""
+    rank = tf.size(first.dense_shape)
+    shape = tf.concat([part.dense_shape, tf.zeros_like(first.dense_shape)], 0)[:rank]
+    return tf.SparseTensor(tf.reshape(part.indices, tf.stack([tf.size(part.values), rank])), part.values, shape)
+
+
+def check_row_counts(results: Sequence[Any], returned: Sequence[Any], shards: Sequence[Shard]) -> None:
+    """Raise unless a `fn` of batches returned as many rows as each shard has, in every leaf of its results.
+
+    `returned` is what `gather` tells per leaf, and empty where there is one shard, whose results are all there is.
+    """
+    counted = [counts.numpy() for counts in returned] or [[_rows_now(leaf)] for leaf in results]
+    for leaf, counts in enumerate(counted):
+        for count, shard in zip(counts, shards):
+            if count != len(shard):
+                raise failure(
+                    f"fn returned {count} row(s) for the {len(shard)} row(s) it was given ({shard}; leaf {leaf} of its "
+                    "results); with batched=True it must return one row per input row, in order. Set batched=False for "
+                    "a fn of one row",
+                    [shard],
+                )
+
+
+def _rows_now(leaf: Any) -> int:
+    """The number of rows of an eager leaf; a dense one knows without running an op."""
+    if leaf.shape.rank == 0:
+        raise failure(
+            "fn returned a scalar; with batched=True it must return one row per input row, of shape [rows, ...]. Set "
+            "batched=False for a fn of one row"
+        )
+    return int(leaf.shape[0] if isinstance(leaf, tf.Tensor) else count_rows(leaf))
+
+
+def with_row_counts_checked(results: Sequence[Any], returned: Sequence[Any], sizes: Any) -> list[Any]:
+    """The same check inside the user's `tf.function`, where it is an assertion that runs with the graph."""
+    checks = [
+        tf.debugging.assert_equal(
+            counts,
+            tf.cast(sizes, tf.int64),
+            message="fn returned another number of rows than it was given; with batched=True it must return one row per "
+            "input row. Rows returned and rows given, per device:",
+        )
+        for counts in returned or [tf.stack([count_rows(leaf)]) for leaf in results]
+    ]
+    with tf.control_dependencies(checks):
+        return tf.nest.map_structure(tf.identity, list(results), expand_composites=True)
+
+
+def with_static_rows(leaf: Any, rows: int | None) -> Any:
+    """Tell TensorFlow the number of rows, where it is known while tracing."""
+    if isinstance(leaf, tf.RaggedTensor):
+        leaf.row_splits.set_shape([None if rows is None else rows + 1])
+    elif leaf.shape.rank is not None:
+        leaf.set_shape(tf.TensorShape([rows]).concatenate(leaf.shape[1:]))
+    return leaf
+
+
+def _common(a: Any, b: Any) -> Any:
+    if a.rank is None or b.rank is None or a.rank != b.rank:
+        return tf.TensorShape(None)
+    return tf.TensorShape([x if x == y else None for x, y in zip(a.as_list(), b.as_list())])

@@ -1,0 +1,153 @@
+"""Calling a graph such that Ctrl-C takes effect at once.
+
+Python handles signals in the main thread, between two bytecodes: not while that thread is inside TensorFlow. So a call
+runs in a thread of its own, unless it is sure to end soon, or this is not the main thread anyway.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from devicemap._tensorflow.calls import Cancellation, TapedCall, unrecorded
+from devicemap.base.interruption import Signals
+from devicemap.data.rows import HOST
+from devicemap.errors import function_error
+
+_SOON_SECONDS = 0.1
+"""A call that takes no longer than this may run in the calling thread: that is how late Ctrl-C can then be."""
+
+_building = threading.RLock()
+"""Held while gradients are built: TensorFlow does not expect several threads to do that for one function, and the functions
+that two maps call may be the same."""
+
+_FAREWELL_SECONDS = 0.8
+"""How long to wait for cancelled calls; an op that is running cannot be stopped, and its thread ends after it."""
+
+
+@dataclass
+class _Known:
+    """What calls a function, and how long the last call took."""
+
+    call: Callable[..., Any]
+    seconds: float = math.inf  # the first call compiles
+    rows: int = 1
+
+
+class Invoker:
+    """Calls the graphs of one function; it keeps what calls them, and they live as long as it does."""
+
+    def __init__(self, steady: bool):
+        """`steady`: whether a call on as many rows takes as long as the one before, whatever is in them."""
+        self._steady = steady
+        self._known: dict[Any, _Known] = {}
+
+    def call(self, graph: Any, tensors: Sequence[Any], rows: int) -> Any:
+        """Call a `ConcreteFunction` on so many rows."""
+        known = self._known.get(graph)
+        if known is None:
+            known = self._known[graph] = _Known(unrecorded(graph))
+        return self._run(known, tensors, rows)
+
+    def call_taped(self, graph: Any, arguments: Sequence[Any], tensors: Sequence[Any], rows: int, first: bool) -> Any:
+        """The same for the tapes of this thread to record; the `first` such call of the graph builds what they need.
+
+        `tensors` are what the `arguments` consist of.
+        """
+        with Signals() if first else nullcontext(), _building if first else nullcontext():
+            try:
+                taped = TapedCall.of(graph, tensors, HOST)
+            except Exception as error:
+                raise function_error(
+                    f"the gradient of fn could not be built: {type(error).__name__}: {error}", error
+                ) from error
+        if taped is None:
+            return graph(*arguments)
+        known = self._known.get(taped.function)
+        if known is None:
+            known = self._known[taped.function] = _Known(taped.runner())
+        return taped.record(self._run(known, taped.inputs, rows))
+
+    def _run(self, known: _Known, tensors: Sequence[Any], rows: int) -> Any:
+        start = time.perf_counter()
+        expected_seconds = known.seconds * max(1.0, rows / known.rows)
+        soon = self._steady and expected_seconds < _SOON_SECONDS
+        if soon or threading.current_thread() is not threading.main_thread():
+            result = known.call(*tensors)
+        else:
+            cancellation = Cancellation()
+            result = interruptible(partial(cancellation.run, known.call, *tensors), cancellation)
+        known.seconds, known.rows = time.perf_counter() - start, rows
+        return result
+
+
+def interruptible(call: Callable[[], Any], cancellation: Cancellation) -> Any:
+    """Make a call in a thread of its own, to be cancelled where a signal handler raises in this one."""
+    (outcome,) = attempt([call], cancellation)
+    assert outcome is not None
+    result, error = outcome
+    if error is None:
+        return result
+    try:
+        raise error
+    finally:
+        del outcome, error  # its traceback holds this frame
+
+
+def attempt(
+    calls: Sequence[Callable[[], Any]], cancellation: Cancellation, most_seconds: float = math.inf
+) -> list[tuple[Any, BaseException | None] | None]:
+    """Make calls at once, in a thread each, until all have ended, one has failed, or time is up; the others are cancelled.
+
+    Returns:
+        For each call its result and error, or `None` for one that had not ended.
+
+    Raises:
+        BaseException: what a signal handler raises, at once. Nothing that the calls raise.
+    """
+    outcomes: list[tuple[Any, BaseException | None] | None] = [None] * len(calls)
+    ended: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()  # signals do no harm to it
+
+    def make(i: int) -> None:
+        try:
+            ended.put((i, calls[i](), None))
+        except BaseException as error:  # handed to the caller, whatever it is
+            ended.put((i, None, error))
+
+    threads = [threading.Thread(target=make, args=(i,), name="devicemap call", daemon=True) for i in range(len(calls))]
+    deadline = time.monotonic() + most_seconds
+    left = len(calls)
+    try:
+        for thread in threads:
+            thread.start()
+        while left and (seconds := min(_SOON_SECONDS, deadline - time.monotonic())) > 0:
+            try:  # a wait without an end can miss a signal that another thread gets
+                i, result, error = ended.get(timeout=seconds)
+            except Empty:
+                continue
+            outcomes[i] = result, error
+            left -= 1
+            if error is not None:
+                break
+    finally:
+        if left:
+            cancellation.cancel()
+            _wait_for(threads)
+    if not left:
+        for thread in threads:
+            thread.join()
+    return outcomes
+
+
+def _wait_for(threads: Sequence[threading.Thread]) -> None:
+    """Wait for threads whose calls were cancelled, but not for ever; some may not have started."""
+    deadline = time.monotonic() + _FAREWELL_SECONDS
+    while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+        time.sleep(0.002)  # not Thread.join: interrupted, it takes the thread for ended

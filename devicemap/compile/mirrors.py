@@ -1,0 +1,187 @@
+"""Captured variables and tensors -> their values on each device, brought there once per call.
+
+A traced function reads a captured variable where the variable lives, so every tower would fetch it again for each read,
+in a loop for each step. Instead each tower captures a copy on its own device, which the call assigns first. What a
+function writes is not copied, except for seeds that advance with each call: those must differ between towers.
+
+A captured tensor never changes, so that each device gets it once for all calls; where gradients go through it, once per
+call. Whether a variable has changed since the last call cannot be told: TensorFlow counts no assignments, and whoever held
+its buffer to compare would make each update copy all of it.
+
+All maps share the copies on a device, and drop them with the last map. A job in chunks has its own of variables: it is to see
+one value to its end, whatever is called meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import tensorflow as tf
+
+from devicemap.base.devices import kind_of
+from devicemap.compile.audit import Treatment, variable_of
+from devicemap.compile.kernels import is_taken_on_host
+from devicemap.compile.trace import Traced
+from devicemap.data.rows import home_of
+
+
+class Mirrors:
+    """What the tower on each place captures in place of the original variables.
+
+    A copy holds a value from the start of some call that is running. Two threads that call at once while the original
+    changes may see either value, as they would without copies.
+    """
+
+    def __init__(
+        self, traced: Traced, places: Sequence[str], differentiable: bool, in_place: bool = False, shared: bool = True
+    ):
+        """Where they are to be `differentiable`, gradients go from what the towers hold to the originals.
+
+        `in_place`: variables that are read stay where they are. `shared`: whether their copies are those of other maps, too.
+        """
+        concrete = traced.concrete
+        self._differentiable = differentiable
+        self._shared = shared
+        self._read: dict[int, Any] = {}
+        self._seeds: dict[int, Any] = {}
+        for i, (handle, treatment) in enumerate(zip(concrete.captured_inputs, traced.audit.treatments)):
+            variable = variable_of(concrete, handle)
+            if treatment is Treatment.SEED:
+                self._seeds[i] = variable
+            elif treatment is Treatment.READ and variable is not None and {variable.device} != {*places}:
+                self._read[i] = variable
+        self._seeds_on: str | None = None
+        if in_place or traced.audit.pinned:  # what asks for another device reads a variable wherever it is, but no copy
+            self._read = {}
+        if differentiable and traced.audit.loops and (where := self._others_stay(concrete, places)):
+            self._read = {}
+            self._seeds_on = where
+        self._tensors = {
+            i: tensor
+            for i, (tensor, treatment) in enumerate(zip(concrete.captured_inputs, traced.audit.treatments))
+            if treatment is None and tensor.dtype != tf.variant
+        }
+        if all(kind_of(place) == "GPU" for place in places):  # what they take on the host stays there
+            inside = concrete.inputs[len(concrete.inputs) - len(concrete.captured_inputs) :]
+            self._tensors = {i: t for i, t in self._tensors.items() if not is_taken_on_host(concrete.graph, inside[i])}
+        self._kept: list[dict[int, Any]] = [{} for _ in places]
+        self._copies: list[dict[int, Any]] = []
+        # In a thread of its own: what the user's tf.function or strategy does with variables that are created is not for these.
+        with ThreadPoolExecutor(1) as other_thread:
+            other_thread.submit(self._create, places).result()
+
+    def _others_stay(self, concrete: Any, places: Sequence[str]) -> str | None:
+        """Where the function uses resources where they are: variables that it writes, tables. `None`: it does not.
+
+        A loop that hands on some of them and copies on another device besides gets one device for all from TensorFlow, once
+        it keeps intermediate results for its gradient. Then variables that are read stay where they are, too, and the seeds
+        of all towers are there.
+        """
+        others = [
+            handle.device
+            for i, handle in enumerate(concrete.captured_inputs)
+            if handle.dtype == tf.resource and i not in self._read and i not in self._seeds
+        ]
+        return next((device for device in others if {device} != {*places}), None)
+
+    def _create(self, places: Sequence[str]) -> None:
+        for place in places:
+            with tf.device(self._seeds_on or place):
+                copies = {i: _copy(variable) for i, variable in self._seeds.items()}
+            with tf.device(place):
+                for i, variable in self._read.items():
+                    if variable.device != place:
+                        copy = partial(_copy, variable)
+                        copies[i] = _shared(variable, place, copy) if self._shared else copy()
+            self._copies.append(copies)
+        if not self._differentiable:
+            for place, kept in zip(places, self._kept):
+                with tf.device(place):
+                    for i, tensor in self._tensors.items():
+                        if home_of(tensor) != place:
+                            kept[i] = _shared(tensor, place, partial(tf.identity, tensor))
+        if self._seeds:
+            # RngReadAndSkip, which this uses, is the one op that reads and advances a state in one step.
+            self._draws = tf.random.Generator.from_seed(0)
+
+    def values(self) -> dict[int, Any]:
+        """What the towers are to hold, read once where each original lives; seeds of all towers as `[places, 2]`."""
+        found = {}
+        for i, variable in self._read.items():
+            with tf.device(variable.device):
+                found[i] = variable.read_value()
+        for i, variable in self._seeds.items():
+            with tf.device(variable.device):
+                found[i] = self._seeds_of_towers(variable)
+        return found
+
+    def assign(self, tower: int, values: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any], list[Any]]:
+        """Assign the copies of one tower, on the device of the moment.
+
+        Returns:
+            Handles of the copies, and copies of tensors, by the index of the capture they replace; in a graph, those of the
+            values that gradients go to, and the ops that the tower has to wait for besides.
+        """
+        handles, held, before = dict(self._kept[tower]), {}, []
+        if self._differentiable:
+            handles |= {i: tf.identity(tensor) for i, tensor in self._tensors.items()}
+        for i, copy in self._copies[tower].items():
+            value = values[i][tower] if i in self._seeds else values[i]
+            with tf.device(copy.device):
+                assigned = tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value)
+                handles[i] = copy.handle
+                if assigned is None:  # eager code
+                    continue
+                before.append(assigned)
+                if self._differentiable and i in self._read:
+                    held[i] = value
+        return handles, held, before
+
+    def captures(self, tower: int) -> dict[int, Any]:
+        """One tower's copies as they are, by the index of the capture they replace: handles, and tensors."""
+        return self._kept[tower] | {i: copy.handle for i, copy in self._copies[tower].items()}
+
+    def _seeds_of_towers(self, variable: Any) -> Any:
+        """Seeds `[places, 2]` that no other tower or call has, and the original moved on by one step."""
+        seed = variable.read_value()
+        with tf.control_dependencies([seed]):
+            step = tf.constant([0, 1], variable.dtype)
+            advanced = tf.raw_ops.AssignAddVariableOp(resource=variable.handle, value=step)
+        draws = self._draws.uniform_full_int([len(self._copies)], tf.int64)
+        with tf.control_dependencies([] if advanced is None else [advanced]):
+            folded = [
+                tf.random.experimental.stateless_fold_in(tf.cast(seed, tf.int64), draw) for draw in tf.unstack(draws)
+            ]
+        # Keras takes the low 31 or 32 bits of each number, and counts upwards in the second
+        return tf.cast(tf.abs(tf.stack(folded)) % 2**31, variable.dtype)
+
+
+_on_devices: WeakValueDictionary[tuple[int, str], Any] = WeakValueDictionary()
+"""What maps hold of variables and tensors on other devices, by the identity of these, which the same maps keep alive."""
+
+_copying = threading.Lock()
+
+
+def _shared(original: Any, place: str, copy: Callable[[], Any]) -> Any:
+    """The copy that all maps have of it on a device."""
+    with _copying:
+        found = _on_devices.get((id(original), place))
+        if found is None:
+            found = _on_devices[id(original), place] = copy()
+        return found
+
+
+def _copy(variable: Any) -> Any:
+    """Without its value, which each call assigns, and without memory before the first one: a plan may be all that is asked."""
+    try:
+        nothing = tf.zeros([size or 0 for size in variable.shape], variable.dtype)
+    except TypeError:  # a dtype that there are no zeros of
+        nothing = variable.read_value()
+    copy = tf.Variable(nothing, trainable=False, dtype=variable.dtype, shape=variable.shape)
+    tf.raw_ops.AssignVariableOp(resource=copy.handle, value=tf.constant([], variable.dtype))
+    return copy

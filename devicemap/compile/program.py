@@ -1,0 +1,178 @@
+"""A user's function with its options and devices, and what it was compiled to for each structure of data."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from devicemap._tensorflow.calls import Cancellation
+from devicemap.base.devices import choose_devices, choose_output_device, gpu_indices, places_on
+from devicemap.base.interruption import Signals
+from devicemap.base.options import Options, check_options, check_progress
+from devicemap.base.structure import freeze
+from devicemap.compile.invoke import attempt
+from devicemap.compile.seeds import Stream, row_seeds
+from devicemap.compile.towers import Towers
+from devicemap.compile.trace import Traced, trace
+from devicemap.data.join import UNEVEN_ROWS, check_inner_shapes
+from devicemap.data.rows import HOST, take_rows
+from devicemap.errors import DeviceMapError, FunctionError, brief, function_error
+from devicemap.types import Shard, short_name
+
+_AGAIN_SECONDS = 1.0
+"""A call that took longer until it failed is not made again to find out where; nor does that take longer."""
+
+_TOWERS = "_devicemap_towers"
+"""The attribute of a graph that is being built that holds, for each program, the towers that belong to it."""
+
+
+class Structured(Protocol):
+    """What `fn` can be traced for: rows, something that rows are read from, or specs alone."""
+
+    @property
+    def specs(self) -> Any:
+        """Nest of `tf.TypeSpec`s, of shapes `[None, ...]`."""
+
+    @property
+    def key(self) -> Any:
+        """Hashable: one trace serves one key."""
+
+
+class _Kind:
+    """Stands for a program, and for those of the same kind, in tables that do not keep it."""
+
+
+class Program:
+    """Checked options, chosen devices, and a `Towers` per structure of data. Thread-safe.
+
+    Its towers do not refer to it, nor to `fn`.
+    """
+
+    def __init__(self, fn: Callable[..., Any], options: dict[str, Any]):
+        self.fn = fn
+        self.options: Options = check_options(fn, options)
+        self.devices = choose_devices(self.options.devices)
+        self.output_device = choose_output_device(self.options.output_device)
+        self.gpus = gpu_indices(self.devices)
+        self.name = self.options.name or str(getattr(fn, "__name__", type(fn).__name__))
+        self._lock = threading.RLock()
+        self._towers: dict[Any, Towers] = {}
+        self._kind = _Kind()
+
+    def of(self, fn: Callable[..., Any], progress: Any) -> Program:
+        """The same program with another object for its function: what either of them is traced to serves both."""
+        program = copy.copy(self)
+        program.fn = fn
+        if progress is not self.options.progress:
+            program.options = replace(self.options, progress=check_progress(progress))
+        return program
+
+    def towers_for(self, data: Structured) -> Towers:
+        """What `fn` was traced to for data of this structure, dtypes and inner shapes."""
+        towers = self._towers.get(data.key)
+        if towers is None and not tf.executing_eagerly():
+            towers = self._towers_in_graph().get(data.key)
+        return towers or self._trace(data)
+
+    def _trace(self, data: Structured) -> Towers:
+        specs = data.specs
+        key = freeze(specs)
+        with self._lock, Signals():
+            towers = self._towers.get(key)
+            if towers is None:
+                options = replace(self.options, devices=self.devices, progress=False)
+                towers = Towers(
+                    places_on(self.devices),
+                    self.output_device,
+                    partial(_trace_again, _weakly(self.fn), specs, options),
+                    self.name,
+                    self.options.report,
+                )
+            known = self._towers
+            if towers.belongs_to_a_graph:  # fn closes over tensors of the user's tf.function
+                known = self._towers_in_graph()
+            known[key] = known[data.key] = towers
+            return towers
+
+    def _towers_in_graph(self) -> dict[Any, Towers]:
+        """What `fn` was traced to in the graph that is being built, where it closes over tensors of that.
+
+        The graph keeps it, not the program: a table of weak graphs would hold them for good, since towers refer to theirs.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        if not hasattr(graph, _TOWERS):
+            setattr(graph, _TOWERS, weakref.WeakKeyDictionary())
+        found: dict[Any, Towers] = getattr(graph, _TOWERS).setdefault(self._kind, {})
+        return found
+
+    def seeded(self, leaves: tuple[Any, ...], first_row: int, rows: Any) -> tuple[Any, ...]:
+        """The leaves, and with the option `seed` the seed of each row behind them."""
+        if self.options.seed is None:
+            return leaves
+        with tf.device(HOST):
+            return (*leaves, row_seeds(self.options.seed, first_row, rows))
+
+    def located(
+        self, error: Exception, towers: Towers, leaves: Sequence[Any], shards: Sequence[Shard], seconds: float
+    ) -> tuple[BaseException, BaseException]:
+        """The error for a graph that failed after so many `seconds`, and its cause.
+
+        TensorFlow does not tell which tower it was: it names the op in the function that all call, and beside it whichever
+        ops waited. So the shards run once more, each for itself, until one fails; unless that would write a variable again,
+        or take long.
+        """
+        if len(shards) > 1 and not towers.traced.audit.writes and seconds < _AGAIN_SECONDS:
+
+            def attempt_on(shard: Shard) -> Any:
+                rows = [take_rows(leaf, shard.start, shard.stop) for leaf in leaves]
+                return functions[shard.device](*towers.flat(rows))
+
+            cancellation = Cancellation()
+            functions = towers.functions(cancellation)
+            outcomes = attempt([partial(attempt_on, shard) for shard in shards], cancellation, _AGAIN_SECONDS)
+            for shard, outcome in zip(shards, outcomes):
+                if outcome is not None and outcome[1] is not None:
+                    return self.failed(outcome[1], [shard]), outcome[1]
+            try:
+                for parts in zip(*(outcome[0] for outcome in outcomes if outcome is not None)):
+                    check_inner_shapes(parts)
+            except FunctionError as uneven:
+                return uneven, error
+        return self.failed(error, shards), error
+
+    def failed(self, error: BaseException, shards: Sequence[Shard]) -> BaseException:
+        """The error to raise for one that came from `shards`: from one of several, or one after another."""
+        if isinstance(error, DeviceMapError) or not isinstance(error, Exception):
+            return error
+        again = len({(shard.start, shard.stop) for shard in shards}) == 1  # the same rows, on one device after another
+        where = (
+            ", then ".join([str(shards[0]), *(short_name(shard.device) for shard in shards[1:])])
+            if again
+            else ", or ".join(map(str, shards))
+        )
+        what = brief(error)
+        uneven = not self.options.batched and "Incompatible shapes during merge" in what
+        hint = f". A dense tensor cannot hold rows of different shapes. {UNEVEN_ROWS}" if uneven else ""
+        located = function_error(f"{self.name} failed on {where}: {type(error).__name__}: {what}{hint}", error, shards)
+        located.__cause__ = error
+        return located
+
+
+def _weakly(fn: Callable[..., Any]) -> Callable[[], Any]:
+    """What gives `fn` as long as it lives, as it does in each call: towers are not to keep it."""
+    try:
+        return weakref.WeakMethod(fn) if inspect.ismethod(fn) else weakref.ref(fn)
+    except TypeError:  # an object of a class with __slots__, perhaps
+        return lambda: fn
+
+
+def _trace_again(fn: Callable[[], Any], specs: Any, options: Options, stream: Stream | None) -> Traced:
+    return trace(fn(), specs, options, stream)

@@ -1,0 +1,287 @@
+"""User function -> one traced function over the rows of a shard.
+
+`fn` is traced once, for one row (`batched=False`) or for a batch of any size. The loop over a shard's rows is built from
+that trace: vectorised where every op is proven to give the same, else a `tf.map_fn`; both call the same traced row function.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from devicemap._tensorflow.gradients import complete_handle_data, differentiate_freely
+from devicemap.base.options import Options
+from devicemap.base.structure import as_objects, map_nest, nodes_of, refused_by
+from devicemap.compile.audit import Audit, audit, is_steady
+from devicemap.compile.hints import hints_for
+from devicemap.compile.seeds import Stream, drawing_from
+from devicemap.compile.vectorize import RowLoop, loops_over_rows
+from devicemap.data.rows import carried, carried_dtype, count_rows, empty_rows, restored, row_spec, spec_of, take_rows
+from devicemap.errors import FunctionError, OptionError, failure, function_error
+
+_POWERS_OF_TWO = 2 ** np.arange(31, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A function of a shard's rows, traced; callable on any device."""
+
+    concrete: Any
+    """`tf.types.experimental.ConcreteFunction`: leaves of a shard, each `[rows, ...]` -> list of result leaves."""
+
+    structure: Any
+    """The nest that the result leaves are packed into; its own leaves say what results there are."""
+
+    specs: tuple[Any, ...]
+    """`tf.TypeSpec` of each result leaf, of shape `[None, ...]`."""
+
+    vectorized: bool
+    """Whether the rows of a shard run as one vectorised call."""
+
+    reason: str
+    """Why they are, or are not."""
+
+    audit: Audit
+    """The state that it touches."""
+
+    steady: bool
+    """Whether a call takes as long as another one on as many rows, whatever is in them."""
+
+    with_gradients: Traced | None = None
+    """The same for calls whose gradients may be asked for, where this one has not got the right ones."""
+
+    uncompiled: Traced | None = None
+    """The same without XLA, where this one is compiled: XLA takes variables of its own device alone."""
+
+    @property
+    def input_specs(self) -> list[Any]:
+        """`tf.TypeSpec` of each leaf that it takes."""
+        leaves, _ = self.concrete.structured_input_signature
+        return list(leaves)
+
+    @property
+    def nest_of_specs(self) -> Any:
+        """The nest of its results' `tf.TypeSpec`s."""
+        return tf.nest.pack_sequence_as(self.structure, list(self.specs))
+
+    def no_rows(self) -> list[Any]:
+        """Result leaves without rows."""
+        return [empty_rows(spec) for spec in self.specs]
+
+
+def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: Stream | None = None) -> Traced:
+    """Trace `fn` for data of these specs.
+
+    Args:
+        fn: the user's function, of one row or of a batch.
+        specs: nest of `tf.TypeSpec`s of the data, of shapes `[None, ...]`.
+        options: of which `batched`, `vectorize`, `seed`, `fn_output_signature` and `jit_compile` matter here.
+        stream: for a function with seeded random ops, the stream it draws from: another one, other draws. `None` leaves its
+            seeds as they are.
+
+    Raises:
+        FunctionError: `fn` cannot be traced, or returns something that is not rows. It is an instance of the original
+            error's class too.
+    """
+    leaf_specs = list(tf.nest.flatten(specs))
+    if options.seed is not None:
+        leaf_specs.append(tf.TensorSpec([None, 2], tf.int32))
+    shape_of_results: list[Any] = []
+    flat_fn = _flatten(fn, specs, options, shape_of_results, stream)
+    try:
+        with tf.device(None):  # not the user's scope of the moment: the trace serves every device
+            if options.batched:
+                traced_fn = flat_fn.get_concrete_function(*leaf_specs)
+                loops = [RowLoop(traced_fn, False, "fn takes a batch")]
+            else:
+                traced_fn = flat_fn.get_concrete_function(*map(row_spec, leaf_specs))
+                loops = loops_over_rows(traced_fn, leaf_specs, options, shape_of_results[-1])
+            compiled = [
+                _compile_by_powers_of_two(loop, leaf_specs, options.batched) for loop in loops if options.jit_compile
+            ]
+    except FunctionError:
+        raise
+    except Exception as error:
+        given = ", ".join(map(str, leaf_specs if options.batched else map(row_spec, leaf_specs)))
+        what = "a batch" if options.batched else "one row (batched=False)"
+        if type(specs) is tuple:
+            what += f", as {len(specs)} arguments,"
+        if options.seed is not None:
+            what += " and the keyword seed"
+        hint = "".join(f". {each}" for each in hints_for(fn, specs, options.batched, options.seed is not None, error))
+        raise function_error(
+            f"fn could not be traced for {what} of {given}{hint}: {type(error).__name__}: {error}", error
+        ) from error
+    for variable in options.in_place:
+        if not any(handle is variable.handle for handle in traced_fn.captured_inputs):
+            raise OptionError(f"in_place has {variable.name!r} of shape {variable.shape}, which fn does not use")
+    steady = is_steady(traced_fn.graph.as_graph_def())
+    about = leaf_specs, shape_of_results[-1], steady, options.in_place
+    traced = _variants(loops, *about)
+    if not compiled:
+        return traced
+    return replace(_variants(compiled, *about), uncompiled=traced)
+
+
+def _variants(loops: list[RowLoop], *about: Any) -> Traced:
+    first, *others = [_traced(loop, *about) for loop in loops]
+    return replace(first, with_gradients=others[0]) if others else first
+
+
+def _traced(loop: RowLoop, specs: list[Any], structure: Any, steady: bool, in_place: Sequence[Any]) -> Traced:
+    """The loop, fit to be called by many towers, and what is known of it."""
+    concrete = loop.concrete
+    differentiate_freely(concrete.graph)
+    complete_handle_data(concrete.graph)
+    outputs = [spec_of(leaf) for leaf in concrete.structured_outputs]
+    _check_validity(structure, outputs)
+    found = audit(concrete, concrete.graph.as_graph_def(), in_place)
+    if found.colocated:
+        concrete = _kept_whole(concrete, specs)
+        found = audit(concrete, concrete.graph.as_graph_def(), in_place)
+    return Traced(concrete, structure, tuple(outputs), loop.vectorized, loop.reason, found, steady)
+
+
+def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: list[Any], stream: Stream | None) -> Any:
+    """`fn` as a `tf.function` of leaves that returns a list of leaves; appends the nest of its results to `structures`.
+
+    An inner `tf.function` gives it autograph and variables on first call, as TensorFlow defines them.
+    """
+    unpack = type(specs) is tuple  # as in tf.data: named tuples and dicts stay one argument
+    count = len(tf.nest.flatten(specs))
+    if isinstance(fn, tf.types.experimental.PolymorphicFunction | tf.types.experimental.ConcreteFunction):
+        inner = fn
+    elif hasattr(fn, "__code__") and not _takes_others(fn, (len(specs) if unpack else 1) + (options.seed is not None)):
+        inner = tf.function(fn)
+    else:  # Keras layers, partials, objects: tf.function wants a signature, and takes that of what a decorator wraps
+        inner = tf.function(lambda *args, **kwargs: fn(*args, **kwargs))
+
+    @tf.function(autograph=False)
+    def flat_fn(*leaves: Any) -> list[Any]:
+        with drawing_from(stream):
+            arguments = as_objects(tf.nest.pack_sequence_as(specs, leaves[:count]))
+            seeds = {} if options.seed is None else {"seed": leaves[count]}
+            results = inner(*arguments, **seeds) if unpack else inner(arguments, **seeds)
+        results = map_nest(lambda value, path: _result(value, path, options.batched), results, "the result")
+        structures.append(tf.nest.map_structure(lambda _: None, results))
+        flat = tf.nest.flatten(results)
+        if not flat:
+            raise failure(f"fn returned {results!r}, a nest without leaves; expected at least one tensor")
+        return list(flat)
+
+    return flat_fn
+
+
+def _takes_others(fn: Callable[..., Any], count: int) -> bool:
+    """Whether a function that wraps another one has, by that one's signature, other arguments than it will be given."""
+    return hasattr(fn, "__wrapped__") and len(inspect.signature(fn).parameters) != count
+
+
+def _result(value: Any, path: str, batched: bool) -> Any:
+    """One leaf of what `fn` returned, as a tensor: by tf.data's conventions, lists are stacked."""
+    if value is None:
+        raise failure(
+            f"{path} of fn is None; expected a tensor for each row. If fn is there for what it does, let it return "
+            "something of the row, for instance the row itself"
+        )
+    if isinstance(value, tf.Tensor) and value.dtype == tf.variant:
+        raise failure(
+            f"{path} of fn is a TensorArray or another object, not a tensor; return its .stack() or .concat()"
+        )
+    if not isinstance(value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor):
+        several = isinstance(value, list) and any(tf.is_tensor(entry) for entry in value)
+        hint = "; a list is one tensor, as in tf.data: return a tuple for several results" if several else ""
+        if several and batched:
+            raise failure(f"{path} of fn is a list of {len(value)}{hint}")
+        if isinstance(value, tf.IndexedSlices):
+            value = tf.convert_to_tensor(value)
+        try:
+            value = tf.convert_to_tensor(value)
+        except (TypeError, ValueError) as error:
+            raise failure(f"{path} of fn is a {type(value).__name__}, not a tensor: {error}{hint}") from error
+    if batched and value.shape.rank == 0:
+        raise failure(
+            f"{path} of fn is a scalar; with batched=True fn must return as many rows as it is given, of shape "
+            "[rows, ...]. Set batched=False for a fn of one row"
+        )
+    if batched and value.shape.rank and value.shape[0] is not None:
+        raise failure(
+            f"{path} of fn has {value.shape[0]} row(s), shape {value.shape}, whatever number it is given; with batched=True fn "
+            "must return one row per input row, in order. Set batched=False for a fn of one row"
+        )
+    return value
+
+
+def _check_validity(structure: Any, specs: list[Any]) -> None:
+    """Raise where an extension type does not let its objects hold rows: before they are computed, not when handed out."""
+    refused: list[Any] = []
+    if any(node.kind is not None for node in nodes_of(structure)):
+
+        @tf.function(autograph=False)
+        def validated(*leaves: Any) -> None:
+            refused.append(refused_by(tf.nest.pack_sequence_as(structure, leaves)))
+
+        validated.get_concrete_function(*specs)
+    for node, error in filter(None, refused):
+        shapes = ", ".join(f"{name}: {part.shape}" for name, part in zip(node.names, node.parts) if tf.is_tensor(part))
+        raise failure(
+            f"fn returns a {node.kind.__name__}, which cannot hold a result for each row: its __validate__ raises "
+            f"{type(error).__name__}: {error} (with shapes {shapes}). Return its tensors in a tuple or a dict"
+        ) from error
+
+
+def _compile_by_powers_of_two(loop: RowLoop, specs: list[Any], batched: bool) -> RowLoop:
+    """Run a shard through XLA in pieces of 1, 2, 4, 8, ... rows, largest first.
+
+    XLA compiles for each shape it meets. No row may be padded into `fn`, and sizes vary freely, so a shard is cut by the
+    binary digits of its size: at most one compilation per power of two, whatever sizes come.
+    """
+    over_rows = loop.concrete
+    outputs = over_rows.structured_outputs
+    if not all(isinstance(leaf, tf.Tensor) for leaf in outputs):
+        raise failure("jit_compile=True with ragged or sparse results: XLA has only dense ones; set it to False")
+    dtypes = [carried_dtype(leaf.dtype) for leaf in outputs]
+
+    @tf.function(autograph=False, jit_compile=True)
+    def compiled(*leaves: Any) -> list[Any]:
+        results = over_rows(*(restored(leaf, spec.dtype) for leaf, spec in zip(leaves, specs)))
+        return [carried(result) for result in results]
+
+    @tf.function(autograph=False)
+    def in_pieces(*leaves: Any) -> list[Any]:
+        rows = count_rows(leaves[0], tf.int32)
+        leaves = tuple(map(carried, leaves))
+        arrays = [
+            tf.TensorArray(dtype, 0, dynamic_size=True, infer_shape=False, element_shape=spec_of(o).shape)
+            for o, dtype in zip(outputs, dtypes)
+        ]
+
+        def step(start: Any, piece: Any, arrays: list[Any]) -> tuple[Any, Any, list[Any]]:
+            size = tf.reduce_max(tf.where(_POWERS_OF_TWO <= rows - start, _POWERS_OF_TWO, 1))
+            results = compiled(*[take_rows(leaf, start, start + size) for leaf in leaves])
+            if batched:  # pieces that return too many and too few rows would add up
+                for result in results:
+                    tf.debugging.assert_equal(
+                        tf.shape(result)[0], size, "fn must return one row per input row: returned and given"
+                    )
+            return start + size, piece + 1, [a.write(piece, r) for a, r in zip(arrays, results)]
+
+        *_, arrays = tf.while_loop(lambda start, *_: start < rows, step, (0, 0, arrays))
+        return [restored(array.concat(), o.dtype) for array, o in zip(arrays, outputs)]
+
+    return replace(loop, concrete=in_pieces.get_concrete_function(*specs))
+
+
+def _kept_whole(over_rows: Any, specs: list[Any]) -> Any:
+    """The function as one that is never inlined, so that names in it stay its own wherever it is called."""
+
+    @tf.function(autograph=False, experimental_attributes={"_noinline": True})
+    def whole(*leaves: Any) -> Any:
+        return over_rows(*leaves)
+
+    return whole.get_concrete_function(*specs)

@@ -1,0 +1,1 @@
+"""Rows, chunks and shards, and the datasets that they are read from."""

@@ -1,0 +1,241 @@
+"""The user's data as leaves that share their first axis: converted, checked, counted, cut.
+
+The conventions are `tf.data`'s: tuples and dicts are structure, lists become tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from devicemap.base.structure import freeze, map_nest, nodes_of
+from devicemap.errors import DataError
+
+HOST = "/device:CPU:0"
+"""Where data waits to be cut: converting it here keeps TensorFlow from copying all of it to the first GPU."""
+
+_NOT_IN_LISTS = (tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2)
+"""Dtypes that TensorFlow has no kernels of lists for, and no bitcast; 16-bit floats have all of their numbers."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A nest whose leaves are dense, ragged or sparse tensors with the same number of rows."""
+
+    structure: Any
+    """The nest itself."""
+
+    leaves: tuple[Any, ...]
+    """Its leaves in `tf.nest`'s order, each of shape `[count, ...]`."""
+
+    count: int | None
+    """How many rows; `None` inside a `tf.function` that does not know."""
+
+    key: Any
+    """Hashable: the structure, and each leaf's dtype and shape without the row axis. One trace serves one key."""
+
+    @property
+    def specs(self) -> Any:
+        """The nest of the leaves' `tf.TypeSpec`s, for any number of rows."""
+        return tf.nest.map_structure(spec_of, self.structure)
+
+
+def as_rows(data: Any) -> Rows:
+    """Take `data` apart into rows.
+
+    Args:
+        data: a nest of tensors, NumPy arrays, lists, `RaggedTensor`s and `SparseTensor`s.
+
+    Raises:
+        DataError: for a leaf that is not a tensor or has no row axis, for leaves with different numbers of rows (each
+            is named with its length), and for an empty nest.
+    """
+    if isinstance(data, tf.Tensor) and data.shape.rank:  # the hot path: nothing to convert and nothing to compare
+        return Rows(data, (data,), data.shape[0], (data.dtype, data.shape[1:]))
+    structure = _convert(data, "data")
+    for node in nodes_of(structure):
+        try:
+            hash(node.key)
+        except TypeError as error:
+            raise DataError(
+                f"data holds {node!r}, whose metadata {node.static!r} is not hashable ({error}); __tf_flatten__ must give "
+                "tensors as components, and what is the same for all rows as hashable metadata"
+            ) from error
+    try:
+        leaves = tuple(tf.nest.flatten(structure))
+    except TypeError as error:
+        raise DataError(f"data holds a dict whose keys cannot be sorted ({error}); use keys of one type") from error
+    paths = _paths(structure, "data")
+    if not leaves:
+        raise DataError(f"data is {data!r}, a nest without leaves; expected at least one tensor to map over")
+    for path, leaf in zip(paths, leaves):
+        if leaf.shape.rank is None or leaf.shape.rank == 0:
+            what = "of unknown rank" if leaf.shape.rank is None else "a scalar"
+            raise DataError(
+                f"{path} is {what} ({leaf.dtype.name}); every leaf needs rows as its first axis, of shape [rows, ...]. "
+                "Close over values that are the same for every row instead of passing them as data"
+            )
+    counts = [_count(leaf) for leaf in leaves]
+    known = {count for count in counts if count is not None}
+    if len(known) > 1:
+        lengths = ", ".join(f"{path} has {count}" for path, count in zip(paths, counts))
+        raise DataError(
+            f"the leaves of data have different numbers of rows: {lengths}. They must share their first axis"
+        )
+    specs = tf.nest.map_structure(spec_of, structure)
+    return Rows(structure, leaves, known.pop() if known else None, freeze(specs))
+
+
+def spec_of(leaf: Any) -> Any:
+    """The `tf.TypeSpec` of a leaf with any number of rows.
+
+    >>> spec_of(tf.zeros([4, 3])).shape.as_list()
+    [None, 3]
+    """
+    shape = tf.TensorShape([None]).concatenate(leaf.shape[1:])
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.SparseTensorSpec(shape, leaf.dtype)
+    return tf.TensorSpec(shape, leaf.dtype)
+
+
+def home_of(tensor: Any) -> str:
+    """Full name of the device whose memory holds it; `device` may be the one that an eager tensor was made for."""
+    home = None if tensor.dtype in (tf.resource, tf.variant) else getattr(tensor, "backing_device", None)
+    return str(home or tensor.device)
+
+
+def row_spec(spec: Any) -> Any:
+    """The spec of one row of what has `spec`: a ragged tensor of one ragged dimension has dense rows."""
+    if isinstance(spec, tf.RaggedTensorSpec):
+        if spec.ragged_rank > 1:
+            return tf.RaggedTensorSpec(spec.shape[1:], spec.dtype, spec.ragged_rank - 1, spec.row_splits_dtype)
+        return tf.TensorSpec(spec.shape[1:], spec.dtype)
+    return type(spec)(spec.shape[1:], spec.dtype)
+
+
+def empty_rows(spec: Any) -> Any:
+    """No rows of what has `spec`: inner dimensions that it does not know are 0, and there are none where it knows no rank."""
+    if isinstance(spec, tf.RaggedTensorSpec):
+        inner = [d or 0 for d in spec.shape[spec.ragged_rank + 1 :].as_list()]
+        values = _nothing([0, *inner], spec.dtype)
+        for _ in range(spec.ragged_rank):
+            values = tf.RaggedTensor.from_row_splits(values, tf.zeros([1], spec.row_splits_dtype), validate=False)
+        return values
+    inner = [] if spec.shape.rank is None else [d or 0 for d in spec.shape[1:].as_list()]
+    if isinstance(spec, tf.SparseTensorSpec):
+        dense_shape = tf.constant([0, *inner], tf.int64)
+        return tf.SparseTensor(tf.zeros([0, len(inner) + 1], tf.int64), _nothing([0], spec.dtype), dense_shape)
+    return _nothing([0, *inner], spec.dtype)
+
+
+def _nothing(shape: list[int], dtype: Any) -> Any:
+    """A tensor without elements; `tf.zeros` does not know all dtypes."""
+    return tf.constant([], dtype, shape)
+
+
+def carried_dtype(dtype: Any) -> Any:
+    """A dtype that a `tf.TensorArray` and a branch can hold, with the numbers of `dtype`."""
+    return tf.float16 if dtype in _NOT_IN_LISTS else dtype
+
+
+def carried(leaf: Any) -> Any:
+    """A dense leaf in its `carried_dtype`; `restored` takes it back. Others are as they are."""
+    return tf.cast(leaf, tf.float16) if isinstance(leaf, tf.Tensor) and leaf.dtype in _NOT_IN_LISTS else leaf
+
+
+def restored(leaf: Any, dtype: Any) -> Any:
+    """A leaf that was `carried`, in its own dtype again."""
+    return tf.cast(leaf, dtype) if isinstance(leaf, tf.Tensor) and dtype in _NOT_IN_LISTS else leaf
+
+
+def cut_rows(leaf: Any, sizes: Any, shards: int) -> list[Any]:
+    """Cut a leaf of shape `[rows, ...]` into `shards` leaves of `sizes` (int32 `[shards]`) rows."""
+    if shards == 1:
+        return [leaf]
+    if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
+        stops = tf.cumsum(sizes)
+        return [take_rows(leaf, stops[i] - sizes[i], stops[i]) for i in range(shards)]
+    return list(tf.split(leaf, sizes, num=shards))
+
+
+def take_rows(leaf: Any, start: Any, stop: Any) -> Any:
+    """Rows `start` to `stop - 1` of a dense, ragged or sparse leaf."""
+    if isinstance(leaf, tf.SparseTensor):
+        head = tf.cast(tf.stack([start]), tf.int64)
+        size = tf.concat([tf.cast(tf.stack([stop - start]), tf.int64), leaf.dense_shape[1:]], 0)
+        start_of_slice = tf.concat([head, tf.zeros_like(leaf.dense_shape[1:])], 0)
+        return tf.sparse.slice(leaf, start_of_slice, size)
+    return leaf[start:stop]
+
+
+def count_rows(leaf: Any, dtype: Any = tf.int64) -> Any:
+    """The number of rows of a leaf as a scalar tensor. GPUs count with `tf.int32` on the host, where loops need it."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows(dtype)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], dtype)
+    return tf.shape(leaf, dtype)[0]
+
+
+def _paths(structure: Any, path: str) -> list[str]:
+    return list(tf.nest.flatten(map_nest(lambda _, where: where, structure, path)))
+
+
+def _convert(data: Any, path: str) -> Any:
+    with tf.device(HOST):
+        return map_nest(_convert_leaf, data, path)
+
+
+def _convert_leaf(value: Any, path: str) -> Any:
+    if isinstance(value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor):
+        return value
+    if value is None or isinstance(value, str | bytes) or callable(value):
+        raise DataError(f"{path} is {value!r}; expected a tensor, an array or a list with rows as its first axis")
+    if isinstance(value, Iterator) or hasattr(value, "__next__"):
+        raise DataError(
+            f"{path} is a {type(value).__name__}, which can be read only once and has no length; pass "
+            "list(...) of it, or tf.data.Dataset.from_generator(...) to read it while mapping"
+        )
+    if np.ma.is_masked(value):
+        raise DataError(
+            f"{path} is a masked array, whose mask TensorFlow would drop; pass array.filled(...), or its mask beside it: "
+            "{'values': array.data, 'mask': array.mask}"
+        )
+    if isinstance(value, tf.data.Dataset):
+        raise DataError(f"{path} is a Dataset inside a nest; zip datasets with tf.data.Dataset.zip and pass the result")
+    try:
+        return tf.convert_to_tensor(value)
+    except (TypeError, ValueError) as error:
+        shape = f" of shape {np.shape(value)}" if isinstance(value, np.ndarray) else ""
+        raise DataError(
+            f"{path} is a {type(value).__name__}{shape} that does not convert to a tensor ({error}){_hint(value)}"
+        ) from error
+
+
+def _hint(value: Any) -> str:
+    """What to make of data that does not convert to a tensor."""
+    if hasattr(value, "columns"):
+        return "; columns of different dtypes are a dict: dict(frame)"
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return "; give it a dtype with .astype, or make one array of its entries with np.stack"
+    if not isinstance(value, list):
+        return ""
+    first = next(iter(value), None)
+    if isinstance(first, Mapping):
+        return "; a dict of columns has rows: {key: [row[key] for row in rows] for key in rows[0]}"
+    if hasattr(first, "__array_interface__") and not isinstance(first, np.ndarray):  # pictures of PIL
+        return "; make one array of its entries: np.stack([np.asarray(entry) for entry in entries])"
+    return "; tf.ragged.constant makes rows of different lengths"
+
+
+def _count(leaf: Any) -> int | None:
+    """The number of rows where it is known now: always in eager code."""
+    if leaf.shape[0] is not None:
+        return int(leaf.shape[0])
+    return int(count_rows(leaf)) if tf.executing_eagerly() else None

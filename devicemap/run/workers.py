@@ -1,0 +1,139 @@
+"""A call in chunks: each device's threads take the next chunk when they are idle, and a generator gives the results.
+
+What is handed out and delivered, and when an error is raised, is the contract of `dispatching`. Here: what happens is told
+one event at a time, from `CallStarted` to `CallFinished`, and leaving the generator, in whatever way, stops the threads:
+what runs is cancelled, nothing more is read.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from devicemap.data.chunks import Chunk, Source
+from devicemap.run.dispatch import Dispatch, Rules
+from devicemap.run.reorder import Group
+from devicemap.run.schedule import Pace
+from devicemap.run.tasks import Task
+from devicemap.types import (
+    CallFinished,
+    CallStarted,
+    ChunkFailed,
+    ChunkFinished,
+    ChunkRetried,
+    ChunkStarted,
+    DeviceLost,
+    Event,
+)
+
+_FAREWELL_SECONDS = 0.8
+"""How long to wait for cancelled workers; an op that is running cannot be stopped, and its thread ends after it."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One device's side of a call."""
+
+    device: str
+    """Full name."""
+
+    run: Callable[[Chunk], Any]
+    """Computes a chunk; may be called by several threads at once."""
+
+    in_flight: int
+    """How many chunks may be under way on the device, so that copying and computing overlap."""
+
+
+def run_chunks(
+    source: Source, lanes: Sequence[Lane], rules: Rules, paces: dict[str, Pace] | None = None
+) -> Iterator[Group]:
+    """Compute all chunks of `source`; `paces` is what is known of the devices, and learns what is seen."""
+    devices = tuple(lane.device for lane in lanes)
+    dispatch = Dispatch(source, devices, rules, paces or {})
+    crew = _Crew(dispatch, lanes, rules.observe)
+    error: BaseException | None = None
+    try:
+        crew.tell(CallStarted, rows=source.rows, devices=devices)
+        crew.start()
+        while (group := dispatch.next_group()) is not None:
+            yield group
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if dispatch.stop():
+            rules.cancel()
+        crew.join()
+        source.close()
+        if paces is not None:
+            paces.update(dispatch.paces())
+        crew.tell_end(error)
+
+
+class _Crew:
+    """The workers of a call, a thread for each chunk that may be under way, and what they tell the observer."""
+
+    def __init__(self, dispatch: Dispatch, lanes: Sequence[Lane], observe: Callable[[Event], None]):
+        self._dispatch = dispatch
+        self._observe = observe
+        self._telling = threading.RLock()
+        self._threads = [
+            threading.Thread(target=self._work, args=(lane,), name=f"devicemap worker {lane.device}", daemon=True)
+            for lane in lanes
+            for _ in range(lane.in_flight)
+        ]
+
+    def start(self) -> None:
+        """Let the workers begin."""
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> None:
+        """Wait for the workers, who have been told to stop, but not for ever."""
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        for thread in self._threads:
+            started = thread.ident is not None  # the interruption may have come before
+            # An observer may close the generator, and the garbage collector may do so in any thread, a worker included.
+            if started and thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def tell(self, kind: Callable[..., Event], **what: Any) -> None:
+        """Hand an event to the observer. What it raises ends the call; nothing follows the end of the call."""
+        with self._telling:
+            if self._dispatch.stopped:
+                return
+            try:
+                self._observe(kind(seconds=self._dispatch.now(), **what))
+            except BaseException as error:  # raised again by the consumer
+                self._dispatch.end_with(error)
+
+    def tell_end(self, error: BaseException | None) -> None:
+        """Hand the last event to the observer."""
+        with self._telling:
+            self._observe(CallFinished(self._dispatch.now(), error))
+
+    def _work(self, lane: Lane) -> None:
+        """A worker's life: take the next chunk, run it, hand in the result."""
+        try:
+            while (taken := self._dispatch.take(lane.device)) is not None:
+                self._run(lane, *taken)
+        except BaseException as error:  # of the input, of cutting, of describing an error: nobody may wait for it
+            self._dispatch.end_with(error)
+
+    def _run(self, lane: Lane, task: Task, waited_seconds: float) -> None:
+        shard, started = task.chunk.on(lane.device), self._dispatch.now()
+        if task.again:
+            self.tell(ChunkRetried, shard=shard, attempt=len(task.tried) + 1)
+        self.tell(ChunkStarted, shard=shard, waited_seconds=waited_seconds)
+        try:
+            result = lane.run(task.chunk)
+        except BaseException as error:  # remedied, or raised again by the consumer
+            self.tell(ChunkFailed, shard=shard, started_seconds=started, error=error)
+            if self._dispatch.fail(task, shard, error):
+                self.tell(DeviceLost, device=lane.device, error=error)
+        else:
+            self.tell(ChunkFinished, shard=shard, started_seconds=started)
+            self._dispatch.finish(task, shard, started, result)

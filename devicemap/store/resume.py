@@ -1,0 +1,127 @@
+"""Reading data again for a run that was interrupted: which rows are still to be computed, and is it the same data?"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+import tensorflow as tf
+
+from devicemap.data.chunks import Chunk, Source
+from devicemap.data.rows import HOST, Rows, take_rows
+from devicemap.errors import JournalError
+from devicemap.store.digests import RowDigest, digest_rows
+from devicemap.store.journal import Journal
+from devicemap.store.records import START_ANEW, Entry
+
+
+def check_rows(rows: Rows, journal: Journal) -> None:
+    """Compare in-memory data with what every finished chunk was computed from, before anything runs.
+
+    Raises:
+        JournalError: the folder holds results of other rows.
+    """
+    for entry in journal.entries:
+        with tf.device(HOST):
+            leaves = [take_rows(leaf, entry.start, entry.stop) for leaf in rows.leaves]
+        if digest_rows(leaves) != entry.inputs:
+            raise _other_data(journal, entry)
+
+
+def checked(chunks: Iterable[Chunk], journal: Journal) -> Iterator[Chunk]:
+    """The same chunks, compared in passing with what the finished ones were computed from.
+
+    For data that cannot be read ahead of the run. It yields nothing before the first finished chunk has been compared,
+    and holds what it reads until then: seldom more than was in flight when the earlier run died. So other data is
+    refused before anything is written, unless it begins with the same rows.
+
+    Args:
+        chunks: in order, from row 0 on; where they are cut may differ from the earlier run.
+
+    Raises:
+        JournalError: the folder holds results of other rows, or of another number of them.
+    """
+    finished = deque(journal.entries)
+    held: list[Chunk] = []
+    compared = not finished
+    digest, rows = RowDigest(), 0
+    for chunk in chunks:
+        rows = chunk.start + chunk.count
+        if journal.rows is not None and rows > journal.rows:
+            raise _other_number(journal, f"{journal.rows} rows", f"at least {rows}")
+        while finished and finished[0].start < rows:
+            entry = finished[0]
+            digest.update(_cut(chunk, max(entry.start, chunk.start), min(entry.stop, rows)).leaves)
+            if entry.stop > rows:  # it goes on in the next chunk
+                break
+            if digest.hexdigest() != entry.inputs:
+                raise _other_data(journal, entry)
+            digest, compared = RowDigest(), True
+            finished.popleft()
+        held.append(chunk)
+        if compared:
+            yield from held
+            held.clear()
+    if finished or journal.rows not in (None, rows):
+        expected = f"{journal.rows}" if journal.rows is not None else f"at least {finished[-1].stop}"
+        raise _other_number(journal, f"{expected} rows", str(rows))
+
+
+def unfinished(chunks: Iterable[Chunk], journal: Journal) -> Iterator[Chunk]:
+    """The chunks, or the parts of them, whose results are missing."""
+    for chunk in chunks:
+        for start, stop in journal.missing(chunk.start, chunk.start + chunk.count):
+            yield _cut(chunk, start, stop)
+
+
+class Unfinished:
+    """What is missing of a source, as a source."""
+
+    def __init__(self, source: Source, journal: Journal, compared: bool):
+        """`compared` says that the data has been compared with what the journal holds; otherwise it is in passing."""
+        self.specs, self.key, self.batch_size = source.specs, source.key, source.batch_size
+        finished = sum(entry.stop - entry.start for entry in journal.entries)
+        self.rows = None if source.rows is None else source.rows - finished
+        self.reads = source.reads
+        self.rows_read = 0
+        self._source = source
+        self._wanted: tuple[int, int | None] = (1, None)
+        chunks = self._read()
+        self._missing = unfinished(chunks if compared else checked(chunks, journal), journal)
+
+    def take(self, rows: int, limit: int | None) -> Chunk | None:
+        self._wanted = rows, limit
+        return next(self._missing, None)
+
+    def rows_left(self) -> int | None:
+        return self._source.rows_left()
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _read(self) -> Iterator[Chunk]:
+        while (chunk := self._source.take(*self._wanted)) is not None:
+            self.rows_read = chunk.start + chunk.count
+            yield chunk
+
+
+def _cut(chunk: Chunk, start: int, stop: int) -> Chunk:
+    """Rows `start` to `stop - 1`, some of those of the chunk."""
+    leaves = chunk.leaves
+    if stop - start < chunk.count:
+        with tf.device(HOST):
+            leaves = tuple(take_rows(leaf, start - chunk.start, stop - chunk.start) for leaf in leaves)
+    return Chunk(start, stop - start, leaves, group=start, last=True)
+
+
+def _other_number(journal: Journal, expected: str, rows: str) -> JournalError:
+    return JournalError(
+        f"{journal.directory} holds results of other data: of {expected}, and the data has {rows} now. {START_ANEW}"
+    )
+
+
+def _other_data(journal: Journal, entry: Entry) -> JournalError:
+    return JournalError(
+        f"{journal.directory} holds results of other data: rows {entry.start} to {entry.stop - 1} were not the same when "
+        f"they were computed. {START_ANEW}"
+    )

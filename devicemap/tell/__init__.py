@@ -1,0 +1,1 @@
+"""What will run, what ran, and whether it is right."""

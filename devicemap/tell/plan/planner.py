@@ -1,0 +1,237 @@
+"""The facts of a call, gathered into a `Plan`: from its traced function, its built graph, and numbers of rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap._tensorflow.functions import shows_functions
+from devicemap.base.devices import choose_output_device, gpu_indices, kind_of, list_devices
+from devicemap.base.options import Options
+from devicemap.compile.cost.memory import Crossings, crossings, memory_bytes_per_row
+from devicemap.compile.cost.walk import live_ops, row_size, waits_between_devices, without_loop
+from devicemap.compile.kernels import is_taken_on_host
+from devicemap.compile.towers import Towers
+from devicemap.data.rows import HOST
+from devicemap.run.capacity import in_flight
+from devicemap.tell.plan.captures import captured_by
+from devicemap.tell.plan.plan import Captured, ControlEdge, DevicePlan, Handling, Plan, RandomOps, StrayOp, Transfer
+from devicemap.tell.plan.request import Asked
+from devicemap.tell.plan.strays import stray_ops
+from devicemap.tell.plan.traffic import (
+    ASKED_WHERE_IT_LIVES,
+    Leaf,
+    between,
+    captured_on,
+    rows_in_chunks,
+    rows_in_one_graph,
+    to_memory,
+    to_strays,
+)
+from devicemap.types import Shard
+
+_FEW_ROWS = 16
+"""What a row sends is told by how much more twice as many send."""
+
+_PYTHON_OPS = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())
+
+
+def explain_call(
+    asked: Asked,
+    towers: Towers,
+    options: Options,
+    fn: Callable[..., Any],
+    devices: Sequence[str],
+    output_device: str,
+    name: str,
+) -> Plan:
+    """The plan of a call on what was `asked`, with these `towers` of `fn`."""
+    traced, chunks = towers.traced, asked.chunks
+    ops = live_ops(traced.concrete)
+    of_fn = ops if options.batched or traced.vectorized else without_loop(ops, traced.concrete)
+    all_seen = shows_functions(traced.concrete.graph)
+    if not all_seen:
+        warnings.warn(
+            "this TensorFlow does not show what the functions that a graph calls hold: the plan lacks their ops, the devices "
+            "these leave and what waits for them",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    shards = () if chunks else _shards(asked.rows, towers)
+    call = _built_graph(towers, shards, chunks)
+    used = towers.devices if chunks else tuple(dict.fromkeys(shard.device for shard in shards))
+    captured = captured_by(traced, fn, used)
+    kinds = [kind_of(device) for device in towers.devices]
+    crossed = {kind: cache(_crossings(kind, towers, captured, asked)) for kind in dict.fromkeys(kinds)}
+    few = {kind: of_rows(_FEW_ROWS) for kind, of_rows in crossed.items()}
+    int32 = [
+        StrayOp(op, kind, "int32", to)
+        for kind, told in few.items()
+        if told is not None
+        for op, to in told.int32.items()
+    ]
+    strays = () if options.jit_compile else (*stray_ops(of_fn, towers.devices, kinds), *int32)
+    per_row = None if options.jit_compile or not all_seen else memory_bytes_per_row(traced, kinds[0], asked.row_lengths)
+    under_way = in_flight(towers, options.prefetch)
+    working = tuple(under_way) if chunks else used
+    return Plan(
+        name=name,
+        way="chunks" if chunks else "one graph",
+        rows=asked.rows,
+        batch_size=options.batch_size if chunks else None,
+        devices=tuple(
+            _device_plan(device, asked, shards, under_way.get(device, 0) if chunks else None, options, per_row)
+            for device in devices
+        ),
+        batched=options.batched,
+        vectorized=traced.vectorized,
+        reason=traced.reason,
+        traces=towers.traces,
+        control_edges=() if chunks or call is None else tuple(ControlEdge(*w) for w in waits_between_devices(call)),
+        ordered=tuple(c.name for c in captured if c.handling is Handling.ORDERED),
+        strays=strays,
+        transfers=_transfers(asked, towers, shards, working, captured, strays, output_device, crossed),
+        captured=captured,
+        random_ops=_random_ops(ops, captured, towers, options),
+        python_ops=tuple(sorted({op.type for op in ops} & _PYTHON_OPS)),
+        memory_bytes_per_row=per_row,
+    )
+
+
+def _shards(rows: int | None, towers: Towers) -> tuple[Shard, ...]:
+    """Those of the call; where the rows are not known, one for each place, as many rows have."""
+    if rows is None:
+        return tuple(Shard(place, i, i + 1) for i, place in enumerate(towers.places))
+    return towers.shards(rows)[0]
+
+
+def _built_graph(towers: Towers, shards: Sequence[Shard], chunks: bool) -> Any:
+    """The graph that the call runs; chunks have none."""
+    return towers.graph(len(shards), gradients=0) if shards and not chunks else None
+
+
+def _device_plan(
+    device: str, asked: Asked, shards: Sequence[Shard], under_way: int | None, options: Options, per_row: int | None
+) -> DevicePlan:
+    own = [len(shard) for shard in shards if shard.device == device]
+    at_once: int | None = None
+    if under_way is None:
+        rows = None if asked.rows is None else sum(own)
+        at_once = rows
+    else:
+        rows = None
+        if isinstance(options.batch_size, int):
+            at_once = under_way * options.batch_size
+            at_once = at_once if asked.rows is None else min(at_once, asked.rows)
+    limit = next((d.memory for d in list_devices(kind_of(device)) if d.name == device), None)
+    memory = None if per_row is None or at_once is None else per_row * at_once
+    at_same_time, gpu = len(own) if under_way is None else None, gpu_indices([device]).get(device)
+    return DevicePlan(device, kind_of(device), rows, at_same_time, under_way, memory, limit, gpu)
+
+
+def _transfers(
+    asked: Asked,
+    towers: Towers,
+    shards: Sequence[Shard],
+    working: Sequence[str],
+    captured: Sequence[Captured],
+    strays: Sequence[StrayOp],
+    output_device: str,
+    crossed_of: Mapping[str, Callable[[int], Crossings | None]],
+) -> tuple[Transfer, ...]:
+    host, chunks = choose_output_device(HOST), asked.chunks
+    specs = list(towers.traced.concrete.structured_input_signature[0])
+    homes = [*asked.homes, *[host] * (len(specs) - len(asked.homes))]
+    arriving = [_leaf(spec, home) for spec, home in zip(specs, homes)]
+    found: list[Transfer] = []
+    if chunks or len(shards) > 1:  # cut on the host; a single shard goes from where it is
+        found += _to_the_host(arriving, asked.rows, host)
+        arriving = [Leaf(leaf.tensors, leaf.bytes_per_row, host) for leaf in arriving]
+    leaving = [_leaf(spec, output_device) for spec in towers.traced.specs]
+    for kind in dict.fromkeys(map(kind_of, working)):
+        here = [device for device in working if kind_of(device) == kind]
+        own = [shard for shard in shards if kind_of(shard.device) == kind]
+        crossed = crossed_of[kind]
+        few = crossed(_FEW_ROWS)
+        coming = arriving if few is None else [leaf for leaf, sent in zip(arriving, few.arriving) if sent]
+        going = leaving if few is None else [leaf for leaf, sent in zip(leaving, few.leaving) if sent]
+        for what, leaves, to_devices in (("rows", coming, True), ("results", going, False)):
+            if chunks:
+                found += rows_in_chunks(what, leaves, here, asked.rows, to_devices=to_devices)
+            else:
+                known = asked.rows is not None
+                found += rows_in_one_graph(what, leaves, own, to_devices=to_devices, rows_known=known)
+        if few is None:
+            found += [*captured_on(here, captured, len(towers.places)), *to_strays(here, strays, host)]
+            continue
+        sent = [thing for thing in captured if thing.device != host or thing.handling not in ASKED_WHERE_IT_LIVES]
+        found += [*captured_on(here, sent, len(towers.places)), *to_strays(here, strays, host, known={host})]
+        per_row = between(few.others, crossed(2 * _FEW_ROWS), _FEW_ROWS)
+        for device in here:
+            rows = None if chunks or asked.rows is None else sum(len(s) for s in own if s.device == device)
+            found += to_memory(device, host, per_row, None if rows is None else crossed(rows))
+    return tuple(found)
+
+
+def _crossings(
+    kind: str, towers: Towers, captured: Sequence[Captured], asked: Asked
+) -> Callable[[int], Crossings | None]:
+    """What goes between the memory of devices of a kind and the host's, for so many rows; not told of CPUs."""
+    traced, host = towers.traced, choose_output_device(HOST)
+    inside = traced.concrete.inputs[len(traced.concrete.inputs) - len(captured) :]
+    away = {i: c.name for i, c in enumerate(captured) if c.device == host and c.handling in ASKED_WHERE_IT_LIVES}
+    hosted = {
+        i for i, c in enumerate(captured) if c.kind == "tensor" and is_taken_on_host(traced.concrete.graph, inside[i])
+    }
+
+    def of_rows(rows: int) -> Crossings | None:
+        return None if kind == "CPU" else crossings(traced, kind, asked.row_lengths, rows, away, hosted)
+
+    return of_rows
+
+
+def _to_the_host(leaves: Sequence[Leaf], rows: int | None, host: str) -> list[Transfer]:
+    whole = [Shard(host, 0, 1 if rows is None else rows)] if rows != 0 else []
+    return rows_in_one_graph("rows", leaves, whole, to_devices=True, rows_known=rows is not None)
+
+
+def _leaf(spec: Any, home: str) -> Leaf:
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return Leaf(spec.ragged_rank + 1, None, home)
+    if isinstance(spec, tf.SparseTensorSpec):
+        return Leaf(3, None, home)
+    return Leaf(1, row_size(spec.shape, spec.dtype), home)
+
+
+def _random_ops(
+    ops: Sequence[Any], captured: Sequence[Captured], towers: Towers, options: Options
+) -> tuple[RandomOps, ...]:
+    audit, types = towers.traced.audit, {op.type for op in ops}
+    found = []
+    if audit.random_ops:
+        seeded = (
+            "seeds that stay the same in every trace (of a function that was traced before, or of raw ops): the numbers would "
+            "repeat on a second device, so one does all the work; use the option seed= with tf.random.stateless_* ops"
+            if towers.keeps_seeds
+            else "fixed seeds, mixed with a number for each device: a number stream for each, and other numbers on other "
+            "devices"
+            if audit.seeded
+            else "no seed was set: each device draws a number stream of its own"
+        )
+        found.append(RandomOps(audit.random_ops, seeded))
+    skips = sorted(t for t in types if t.startswith(("Rng", "Stateful")) and "Call" not in t)
+    if skips:
+        found.append(RandomOps(tuple(skips), "a tf.random.Generator, which all devices advance in turn, atomically"))
+    stateless = tuple(sorted(t for t in types if t.startswith("Stateless") and ("Random" in t or "Multinomial" in t)))
+    drawing = tuple(t for t in stateless if "GetAlg" not in t and "GetKey" not in t and "Counter" not in t)
+    if drawing and not skips:
+        keras = any(c.handling is Handling.SEED for c in captured)
+        from_row = "the option seed= and the row's index: the same results on any devices"
+        fixed = "the seeds that fn gives them: the same numbers wherever those are the same"
+        from_keras = "a Keras seed generator: a seed of its own for each device and call"
+        found.append(RandomOps(drawing, from_keras if keras else from_row if options.seed is not None else fixed))
+    return tuple(found)

@@ -1,0 +1,127 @@
+"""What a call is asked to do, before any of it runs: data, or the specs of data, as specs and a number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from devicemap.base.options import Options
+from devicemap.base.structure import freeze, map_nest
+from devicemap.data.datasets import from_dataset
+from devicemap.data.rows import as_rows, home_of
+from devicemap.errors import DataError
+
+_SAMPLED = 2**16
+"""Ragged rows of which the lengths are compared."""
+
+_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The data of a call as far as its plan depends on it."""
+
+    specs: Any
+    """Nest of `tf.TypeSpec`s of the data, of shapes `[None, ...]`."""
+
+    key: Any
+    """As `Rows.key`: one trace serves one key."""
+
+    rows: int | None
+    """How many rows, `None` where nobody knows."""
+
+    chunks: bool
+    """Whether they go in chunks, or in one graph."""
+
+    homes: tuple[str, ...] = ()
+    """The device that each leaf lives on, where that is known: full names."""
+
+    row_lengths: Mapping[int, Sequence[Any]] = field(default_factory=dict, compare=False)
+    """For each leaf that is ragged data, by its position: how many parts its rows have, how many each of those, and so on; of
+    each axis a sample, in order, as an int array."""
+
+
+def ask(data_or_spec: Any, options: Options) -> Asked:
+    """What a call on this data, or on data of these specs, asks for. Nothing is read from a dataset.
+
+    Raises:
+        DataError: for data and specs that cannot be, and inside a `tf.function`, which has no data to speak of.
+    """
+    if not tf.executing_eagerly():
+        raise DataError(
+            "a plan cannot be made inside a tf.function; call explain outside of it, with data or with specs"
+        )
+    if isinstance(data_or_spec, tf.data.Dataset):
+        source = from_dataset(data_or_spec, options)
+        source.close()
+        return Asked(source.specs, source.key, source.rows, chunks=True)
+    chunks = options.batch_size is not None
+    asked = from_specs(data_or_spec, chunks)
+    if asked is None:
+        rows = as_rows(data_or_spec)
+        asked = Asked(rows.specs, rows.key, rows.count, chunks, _homes(rows.leaves), _row_lengths(rows.leaves))
+    return asked
+
+
+def from_specs(specs: Any, chunks: bool = False) -> Asked | None:
+    """What `specs` ask for, or `None` where they are data and not specs.
+
+    Args:
+        specs: a nest of `tf.TensorSpec`s, `tf.RaggedTensorSpec`s or `tf.SparseTensorSpec`s of shapes `[rows, ...]`, with
+            `rows` an int or `None`.
+        chunks: whether their rows would go in chunks.
+
+    Raises:
+        DataError: for specs mixed with data, of another kind, without rows, or with different numbers of them.
+
+    Examples:
+        >>> from_specs((tf.TensorSpec([8, 3]), tf.TensorSpec([None]))).rows
+        8
+    """
+    found: list[tuple[str, Any]] = []
+    map_nest(lambda leaf, path: found.append((path, leaf)), specs, "data_or_spec")
+    if not any(isinstance(leaf, tf.TypeSpec) for _, leaf in found):
+        return None
+    for path, leaf in found:
+        if not isinstance(leaf, _SPECS):
+            raise DataError(
+                f"{path} is a {type(leaf).__name__}; expected tf.TensorSpec, tf.RaggedTensorSpec or tf.SparseTensorSpec in "
+                "every leaf, or data in every leaf, or a tf.data.Dataset"
+            )
+        if not leaf.shape.rank:
+            raise DataError(
+                f"{path} is {leaf}; every leaf needs rows as its first axis, of shape [rows, ...] or [None, ...]"
+            )
+    counts = {path: leaf.shape[0] for path, leaf in found if leaf.shape[0] is not None}
+    if len(set(counts.values())) > 1:
+        lengths = ", ".join(f"{path} has {count}" for path, count in counts.items())
+        raise DataError(f"the leaves have different numbers of rows: {lengths}. They must share their first axis")
+    relaxed = map_nest(lambda leaf, _: _any_rows(leaf), specs, "")
+    return Asked(relaxed, freeze(relaxed), next(iter(counts.values()), None), chunks)
+
+
+def _homes(leaves: Sequence[Any]) -> tuple[str, ...]:
+    """The device that each leaf of in-memory data lives on: that of its first tensor."""
+    return tuple(home_of(tf.nest.flatten(leaf, expand_composites=True)[0]) for leaf in leaves)
+
+
+def _row_lengths(leaves: Sequence[Any]) -> dict[int, list[Any]]:
+    ragged = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, tf.RaggedTensor) and leaf.shape[0]}
+    return {i: [_sample(splits.numpy()) for splits in leaf.nested_row_splits] for i, leaf in ragged.items()}
+
+
+def _sample(splits: Any) -> Any:
+    """The lengths between row splits, sorted: all, or an even sample of them."""
+    lengths = np.diff(splits)
+    return np.sort(lengths[:: 1 + len(lengths) // _SAMPLED])
+
+
+def _any_rows(spec: Any) -> Any:
+    shape = tf.TensorShape([None]).concatenate(spec.shape[1:])
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return type(spec)(shape, spec.dtype)

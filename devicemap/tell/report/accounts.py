@@ -1,0 +1,141 @@
+"""What each device did in a call, in numbers: events -> a `DeviceReport` per device. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from devicemap.tell.report.meter import GpuUsage
+from devicemap.tell.report.timeline import Span, union_seconds
+from devicemap.types import (
+    CallStarted,
+    ChunkFailed,
+    ChunkRetried,
+    ChunkStarted,
+    DeviceLost,
+    Event,
+    Shard,
+)
+
+_SHARES_MEMORY = "/job:localhost/replica:0/task:0/device:CPU:"
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """What one device did in one call."""
+
+    device: str
+    """Full name."""
+
+    rows: int
+    """Rows whose results came from it."""
+
+    calls: int
+    """How often it ran the function: chunks, or shards of the one graph, that finished or failed."""
+
+    busy_seconds: float | None
+    """How long at least one chunk was under way on it; `None` where a graph hides when each device was done."""
+
+    idle_seconds: float | None
+    """The rest of the call's time; `None` where the busy time is."""
+
+    waiting_seconds: float
+    """How much of the idle time it waited for rows to be read."""
+
+    copying_seconds: float | None
+    """How long copying to and from it took: 0 for a CPU of this host, which is handed tensors as they lie in memory; `None`
+    for other devices, where TensorFlow copies in the course of a call and tells nobody."""
+
+    retries: int
+    """How often it got rows that had failed before, there or elsewhere."""
+
+    back_offs: int
+    """How many chunks failed on it that were cut into smaller parts then, because it ran out of memory."""
+
+    lost: bool
+    """Whether it kept failing, and got no more chunks."""
+
+    utilisation_percent: float | None
+    """In how much of the time a kernel ran on the GPU, 0 to 100, by NVML's samples; `None` where there are none."""
+
+    memory_bytes: int | None
+    """The most memory that was in use on the GPU, by any program; `None` where nothing was sampled."""
+
+    @property
+    def rows_per_busy_second(self) -> float | None:
+        """How fast it was while it worked; `None` where it did not, or nobody knows how long."""
+        return self.rows / self.busy_seconds if self.rows and self.busy_seconds else None
+
+
+def account(
+    events: Sequence[Event], spans: Sequence[Span], *, end_seconds: float, told_apart: bool, usage: Iterable[GpuUsage]
+) -> tuple[DeviceReport, ...]:
+    """A `DeviceReport` for each device: first those that the call began with, in their order, then any others.
+
+    Args:
+        events: those of one call; the first is its `CallStarted`.
+        spans: what `timelines.spans_of` makes of them.
+        end_seconds: when the call ended, in seconds since it began.
+        told_apart: whether the spans tell when each device was busy.
+        usage: what was sampled of GPUs.
+    """
+    (started,) = (event for event in events if isinstance(event, CallStarted))
+    retried = [event for event in events if isinstance(event, ChunkRetried)]
+    cut = _cut_shards(events)
+    lost = {event.device for event in events if isinstance(event, DeviceLost)}
+    usage_of = {each.device: each for each in usage}
+
+    def on(device: str) -> DeviceReport:
+        own = [span for span in spans if span.shard.device == device]
+        busy = [_within(started.seconds, end_seconds, span.started_seconds, span.finished_seconds) for span in own]
+        waits = [
+            _within(started.seconds, end_seconds, event.seconds - event.waited_seconds, event.seconds)
+            for event in events
+            if isinstance(event, ChunkStarted) and event.shard.device == device
+        ]
+        wall_seconds = end_seconds - started.seconds
+        busy_seconds = min(wall_seconds, union_seconds(busy))
+        idle_seconds = wall_seconds - busy_seconds
+        # Chunks that wait while another one is under way on their device do not make it wait.
+        waiting_seconds = min(idle_seconds, max(0.0, union_seconds(busy + waits) - busy_seconds))
+        gpu = usage_of.get(device)
+        return DeviceReport(
+            device=device,
+            rows=sum(len(span.shard) for span in own if span.outcome == "finished"),
+            calls=sum(span.outcome != "unfinished" for span in own),
+            busy_seconds=busy_seconds if told_apart else None,
+            idle_seconds=idle_seconds if told_apart else None,
+            waiting_seconds=waiting_seconds,
+            copying_seconds=0.0 if device.startswith(_SHARES_MEMORY) else None,
+            retries=sum(event.shard.device == device for event in retried),
+            back_offs=sum(shard.device == device for shard in cut),
+            lost=device in lost,
+            utilisation_percent=gpu.utilisation_percent if gpu else None,
+            memory_bytes=gpu.memory_bytes if gpu else None,
+        )
+
+    devices = dict.fromkeys([*started.devices, *(span.shard.device for span in spans), *sorted(lost)])
+    return tuple(on(device) for device in devices)
+
+
+def _cut_shards(events: Iterable[Event]) -> list[Shard]:
+    """The shards that failed and went out again in smaller parts."""
+    failed: list[Shard] = []
+    cut: dict[int, Shard] = {}
+    for event in events:
+        if isinstance(event, ChunkFailed):
+            failed.append(event.shard)
+        elif isinstance(event, ChunkRetried):
+            part = event.shard
+            holders = (i for i, whole in enumerate(failed) if whole.start <= part.start and part.stop <= whole.stop)
+            # The smallest that holds the part is the one it was cut from: parts of parts fail too.
+            parent = min(holders, key=lambda i: (len(failed[i]), -i), default=None)
+            if parent is not None and len(part) < len(failed[parent]):
+                cut[parent] = failed[parent]
+    return list(cut.values())
+
+
+def _within(begin: float, end: float, start: float, stop: float) -> tuple[float, float]:
+    """The part of an interval inside the call: events may be stamped by other threads than the one that began it."""
+    start = min(max(start, begin), end)
+    return start, min(max(stop, start), end)

@@ -1,0 +1,134 @@
+"""What held a call up, and what to do about it: numbers of a report -> names and plain words. Pure.
+
+The thresholds are judgements about what is worth a sentence; no benchmark chose them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from devicemap.tell.report.accounts import DeviceReport
+from devicemap.tell.report.timeline import Span, ran_in_turn, short_names
+from devicemap.types import Shard
+
+_SLOW = 0.5
+"""A device is slow that maps fewer rows per busy second than this share of the others' median."""
+
+_LONG_SECONDS = 0.5
+"""Calls, and waits, that take less say nothing of the devices."""
+
+_WORTH_SAYING = 0.1
+"""Time that was lost is worth saying from this share of the call's time on."""
+
+_WELL_USED_PERCENT = 90
+"""Below this utilisation of one GPU, another one would mostly stand idle too."""
+
+_NAMED = 3
+"""So many late chunks are named one by one."""
+
+
+def slow_devices(devices: Sequence[DeviceReport]) -> tuple[str, ...]:
+    """Full names of the devices that mapped fewer than half as many rows per busy second as the others' median."""
+    speeds = {device.device: speed for device in devices if (speed := device.rows_per_busy_second) is not None}
+    others = {name: [speed for other, speed in speeds.items() if other != name] for name in speeds}
+    return tuple(name for name, speed in speeds.items() if others[name] and speed < _SLOW * median(others[name]))
+
+
+def tail_seconds(spans: Sequence[Span], lost: Sequence[str] = ()) -> float:
+    """How long before the last chunk ended the first device had nothing more to do, among those that worked.
+
+    A device in `lost` is not counted: it had its own reason to stop.
+    """
+    last: dict[str, float] = {}
+    for span in spans:
+        if span.shard.device not in lost:
+            last[span.shard.device] = max(span.finished_seconds, last.get(span.shard.device, 0.0))
+    return max(last.values()) - min(last.values()) if last else 0.0
+
+
+def late_shards(spans: Sequence[Span], wall_seconds: float, lost: Sequence[str] = ()) -> tuple[Shard, ...]:
+    """The chunks that ended long after the first device had nothing more to do: over a tenth of the call's time."""
+    tail = tail_seconds(spans, lost)
+    if tail <= _WORTH_SAYING * wall_seconds:
+        return ()
+    first_idle = max(span.finished_seconds for span in spans if span.shard.device not in lost) - tail
+    late = [span for span in spans if span.finished_seconds > first_idle + _WORTH_SAYING * wall_seconds]
+    return tuple(span.shard for span in late)
+
+
+def advise(
+    devices: Sequence[DeviceReport], spans: Sequence[Span], *, wall_seconds: float, traces: int | None, one_graph: bool
+) -> tuple[str, ...]:
+    """What to change, a sentence or two for each thing that is worth it; the most telling first."""
+    found: list[str] = []
+    if any(device.busy_seconds is None for device in devices) and spans:
+        found.append(
+            "nothing tells when each device was done: pass batch_size, or let an output_device of kind CPU gather the rows"
+        )
+    elif one_graph and ran_in_turn(spans):
+        found.append("the devices worked one after another, since fn depends on the order of rows: see explain")
+    else:
+        found += _about_balance(devices, spans, wall_seconds, one_graph)
+    first = min((span.started_seconds for span in spans), default=0.0)
+    if traces and not one_graph and first > 2 * _WORTH_SAYING * wall_seconds:
+        found.append(
+            f"the first chunk went out after {first:.2g} s, as fn had to be traced: keep the DeviceMap, later calls "
+            "start at once"
+        )
+    used = [device for device in devices if device.utilisation_percent is not None]
+    if len(devices) == len(used) == 1 and (percent := used[0].utilisation_percent or 0.0) < _WELL_USED_PERCENT:
+        found.append(
+            f"{_names(devices)[used[0].device]} was in use {percent:.0f}% of the time: more GPUs would help little "
+            "before it is over 90%; try a larger batch_size, vectorize=True or a faster input first"
+        )
+    return tuple(found)
+
+
+def _about_balance(
+    devices: Sequence[DeviceReport], spans: Sequence[Span], wall_seconds: float, one_graph: bool
+) -> Iterator[str]:
+    names = _names(devices)
+    lost = [device.device for device in devices if device.lost]
+    waiting = sum(device.waiting_seconds for device in devices) / (len(devices) * wall_seconds or 1.0)
+    if waiting > _WORTH_SAYING and waiting * wall_seconds > _LONG_SECONDS:
+        yield (
+            f"the devices waited {waiting:.0%} of the time for input: add .prefetch, .cache or more parallel calls to "
+            "the input pipeline"
+        )
+    out_of_work = [names[device.device] for device in devices if not device.calls and not device.lost]
+    if out_of_work and len(out_of_work) < len(devices) and wall_seconds > _LONG_SECONDS:
+        cure = "use a smaller batch_size" if any(len(span.shard) > 1 for span in spans) else "there were no more rows"
+        yield f"{_list(out_of_work)} got no rows, as there were too few chunks: {cure}"
+    late = late_shards(spans, wall_seconds, lost)
+    if late and wall_seconds > _LONG_SECONDS:
+        rows = [str(shard) for shard in late]
+        which = _list(rows) if len(rows) <= _NAMED else f"{len(rows)} chunks, the last of them {rows[-1]},"
+        cure = "let rows that take long come first"
+        if any(len(shard) > 1 for shard in late):
+            cure = "pass batch_size, for chunks that go to idle devices" if one_graph else "use a smaller batch_size"
+        yield (
+            f"the first device ran out of work {tail_seconds(spans, lost):.2g} s before the end, while {which} still "
+            f"ran: {cure}"
+        )
+    speeds = {device.device: device.rows_per_busy_second or 0.0 for device in devices}
+    for slow in slow_devices(devices) if wall_seconds > _LONG_SECONDS else ():
+        others = median(speed for name, speed in speeds.items() if name != slow and speed)
+        yield (
+            f"{names[slow]} mapped {speeds[slow]:.3g} rows per busy second, the others {others:.3g}: it is slower, "
+            "shared with other programs, or its rows took more work"
+        )
+    if lost:
+        yield f"{_list([names[name] for name in lost])} kept failing and got no more chunks: see the errors"
+    backed_off = [names[device.device] for device in devices if device.back_offs]
+    if backed_off:
+        yield f"{_list(backed_off)} ran out of memory, and did chunks again in parts: use a smaller batch_size"
+
+
+def _names(devices: Sequence[DeviceReport]) -> dict[str, str]:
+    return short_names(device.device for device in devices)
+
+
+def _list(words: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))

@@ -1,0 +1,79 @@
+"""The timeline of a call as a picture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from devicemap.errors import OptionError
+from devicemap.tell.report.timeline import Span, lanes_of, short_names
+
+_COLOURS = {"finished": "tab:blue", "failed": "tab:red", "unfinished": "tab:grey"}
+_INCHES_PER_LANE = 0.3
+_MOST_BARS_WITH_EDGES = 200
+"""Edges tell bars apart that touch; of very many bars they would cover all there is."""
+
+
+def save_timeline(spans: Sequence[Span], devices: Sequence[str], title: str, path: str | os.PathLike[str]) -> None:
+    """Draw a bar per chunk and device over the seconds of the call, and write it to `path`.
+
+    Args:
+        spans: what ran.
+        devices: full names, one band each from the top down; also those that nothing ran on.
+        title: what stands above it.
+        path: a file name; its suffix says the format, for instance `.png`, `.svg` or `.pdf`.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: for a format that matplotlib does not know.
+    """
+    lanes = lanes_of(spans)
+    depth = dict.fromkeys(devices, 1)
+    for span, lane in zip(spans, lanes):
+        depth[span.shard.device] = max(depth[span.shard.device], lane + 1)
+    height = sum(depth.values())
+    edge = 0.5 if len(spans) <= _MOST_BARS_WITH_EDGES else 0.0
+    figure = figure_class()(figsize=(9.0, 1.2 + _INCHES_PER_LANE * max(height, 3)), layout="constrained")
+    axes = figure.add_subplot()
+    labels, top, centres = short_names(devices), 0, []
+    for device in devices:
+        for outcome, colour in _COLOURS.items():
+            bars = [
+                (span, top + lane)
+                for span, lane in zip(spans, lanes)
+                if span.shard.device == device and span.outcome == outcome
+            ]
+            for row in sorted({row for _, row in bars}):
+                times = [(span.started_seconds, span.seconds) for span, at in bars if at == row]
+                axes.broken_barh(times, (row + 0.1, 0.8), facecolors=colour, edgecolors="white", linewidth=edge)
+        centres.append(top + depth[device] / 2)
+        top += depth[device]
+        axes.axhline(top, color="lightgrey", linewidth=0.5)
+    axes.set_yticks(centres, [labels[device] for device in devices])
+    axes.set_ylim(max(height, 1), 0)
+    axes.set_xlim(left=0.0)
+    axes.set_xlabel("seconds since the call began")
+    axes.set_title(title, fontsize="medium")
+    outcomes = [outcome for outcome in _COLOURS if any(span.outcome == outcome for span in spans)]
+    if outcomes not in ([], ["finished"]):
+        keys = [axes.barh(0, 0, color=_COLOURS[outcome], label=outcome) for outcome in outcomes]
+        figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False)
+    figure.savefig(path)
+
+
+def check_drawable(path: str | os.PathLike[str]) -> None:
+    """Raise now for a picture that could not be drawn later: `ImportError`, or `OptionError` for its format."""
+    known, suffix = figure_class()().canvas.get_supported_filetypes(), Path(path).suffix[1:].lower()
+    if suffix not in known:
+        raise OptionError(f"{path} cannot be drawn: its suffix has to be one of {', '.join(sorted(known))}")
+
+
+def figure_class() -> Any:
+    """matplotlib's `Figure`, which leaves the state of pyplot, and the backend that the user chose, alone."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a plot needs matplotlib, which is not installed: pip install matplotlib") from error
+    return Figure

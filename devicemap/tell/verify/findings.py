@@ -1,0 +1,142 @@
+"""What verifying a function found out, as values: to print, to save, to decide on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from devicemap.tell.report.tables import Printed
+from devicemap.tell.verify.comparison import Difference
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two ways of running the function on the same rows, compared."""
+
+    question: str
+    """What it asks, one of `diagnosing.CAUSES`."""
+
+    ways: tuple[str, str]
+    """The two ways, in words."""
+
+    differences: tuple[Difference, ...]
+    """The outputs that differ at all."""
+
+    error: str | None = None
+    """What the first way failed with, while the other one worked; then nothing was compared."""
+
+    @property
+    def same(self) -> bool:
+        """Whether all outputs are the same, to rounding."""
+        return self.error is None and not any(difference.fault for difference in self.differences)
+
+    @property
+    def largest(self) -> Difference | None:
+        """The output that differs most; `None` where all are equal to the last bit."""
+        return max(self.differences, key=weigh, default=None)
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"failed: {self.error}"
+        if self.largest is None:
+            return "equal"
+        return f"{'equal to rounding' if self.same else 'DIFFERENT'}: {describe(self.largest)}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that was found out about a function."""
+
+    kind: str
+    """What is the matter: `"random"`, `"state"`, `"python"`, `"coupled"`, `"order"`, `"devices"`, `"graph"`, `"eager"`,
+    `"rounding"` or `"writes"`."""
+
+    output: str | None
+    """The output that it is about, as `the result['x']`; `None` for the function as a whole."""
+
+    difference: str
+    """What differs, where and by how much; for `"writes"` and failures what was seen."""
+
+    meaning: str
+    """What it means, and what to do about it."""
+
+    changes_results: bool
+    """Whether results differ by more than rounding."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.difference}. {self.meaning}"
+
+
+@dataclass(frozen=True, repr=False)
+class Verification(Printed):
+    """What `DeviceMap.verify` found out. `print(verification)` shows all of it."""
+
+    name: str
+    """Name of the function."""
+
+    rows: int
+    """How many rows it was run on."""
+
+    devices: tuple[str, ...]
+    """Full names of the devices of the map."""
+
+    findings: tuple[Finding, ...]
+    """What was found; what changes results comes first."""
+
+    comparisons: tuple[Comparison, ...]
+    """Which ways were compared, and how far they are apart."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all ways gave the same results, to rounding. A function that only writes a variable is ok."""
+        return not any(finding.changes_results for finding in self.findings)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a Verification is neither true nor false: ask for verification.ok")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as dicts, lists, strings and numbers, such as JSON has."""
+        return {
+            "name": self.name,
+            "ok": self.ok,
+            "rows": self.rows,
+            "devices": list(self.devices),
+            "findings": [asdict(finding) for finding in self.findings],
+            "comparisons": [
+                {
+                    "question": comparison.question,
+                    "ways": list(comparison.ways),
+                    "same": comparison.same,
+                    "differences": [asdict(difference) for difference in comparison.differences],
+                    "error": comparison.error,
+                }
+                for comparison in self.comparisons
+            ],
+        }
+
+    def __str__(self) -> str:
+        answer = "the same results in all ways, to rounding" if self.ok else "NOT the same results in all ways"
+        devices = ", ".join(name.rpartition("device:")[2] for name in self.devices)
+        title = f"{self.name}: {answer}; {self.rows} row(s) on {devices}"
+        ways = [" against ".join(comparison.ways) for comparison in self.comparisons]
+        width = max(map(len, ways), default=0)
+        lines = [f"{way:{width}}  {comparison}" for way, comparison in zip(ways, self.comparisons)]
+        notes = ["", *(f"* {finding}" for finding in self.findings)] if self.findings else []
+        few = ["", "One row does not tell whether rows depend on each other: verify more."] if self.rows == 1 else []
+        return "\n".join([title, "", *lines, *notes, *few])
+
+
+def describe(difference: Difference) -> str:
+    """By how much an output differs, in words."""
+    row = "" if difference.row is None else f" in row {difference.row}"
+    if difference.absolute is None or difference.relative is None:
+        return difference.fault or f"{difference.output} differs{row}"
+    return (
+        f"{difference.output} differs by at most {difference.absolute:.3g}, which is {difference.relative:.2g} of its "
+        f"largest number,{row}"
+    )
+
+
+def weigh(difference: Difference) -> tuple[bool, float]:
+    """How bad a difference is, to compare with others."""
+    return difference.fault is not None, float("inf") if difference.relative is None else difference.relative

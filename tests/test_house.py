@@ -1,0 +1,48 @@
+"""Imports go downwards in the list of floors, and never in a circle."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "devicemap"
+FLOORS = ("cli", "bench", "api", "tell", "store", "run", "compile", "data", "base", "errors", "types", "_tensorflow")
+"""From the top: each imports from its own floor and those below. `devicemap` itself names what is public, and stands apart."""
+
+
+def _modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return {name: path for name, path in found.items() if name not in ("", "__main__")}
+
+
+MODULES = _modules()
+
+
+def _imported(name: str, at_import: bool) -> set[str]:
+    """Modules of the package that a module imports: all of them, or those that it needs to be imported itself."""
+    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    nodes = tree.body if at_import else ast.walk(tree)
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "devicemap":
+            module = node.module.removeprefix("devicemap").removeprefix(".")
+            for alias in node.names:
+                inner = f"{module}.{alias.name}".removeprefix(".")
+                found.add(inner if inner in MODULES else module)
+    return found - {"", name}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_go_downwards(name: str) -> None:
+    own = FLOORS.index(name.partition(".")[0])
+    assert not {other for other in _imported(name, False) if FLOORS.index(other.partition(".")[0]) < own}
+
+
+def test_imports_go_in_no_circle() -> None:
+    list(TopologicalSorter({name: _imported(name, True) for name in MODULES}).static_order())
