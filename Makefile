@@ -8,7 +8,7 @@ OLDEST_TENSORFLOW ?= 2.16.2
 CLIENTS_TENSORFLOW ?= 2.21.0
 NIGHTLY_TENSORFLOW ?= $(subst tensorflow-cpu,tf-nightly-cpu,$(subst tensorflow[,tf-nightly[,$(patsubst tensorflow,tf-nightly,$(TENSORFLOW))))
 # The laws, which hold without anything of TensorFlow that is not public.
-LAWS := $(addprefix tests/test_,laws.py results.py gradients.py random.py state.py streams.py internals.py plain.py)
+LAWS := $(addprefix tests/laws/test_,laws.py results.py gradients.py random.py state.py streams.py) tests/_tensorflow
 VENV := .venv
 BIN := $(VENV)/bin
 # Tests run in this many processes.
@@ -70,7 +70,7 @@ test-plain: $(VENV)/test.done
 # All that is for any devices, on GPUs in software (benchmarks/softgpu); but `explain` tells nothing of what a GPU copies
 # between its own memory and the host's.
 test-gpus: $(VENV)/test.done
-	$(BIN)/python -m pytest --gpus 4 --ignore tests/test_explaining.py
+	$(BIN)/python -m pytest --gpus 4 --ignore tests/tell/test_explaining.py
 
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest

@@ -1,7 +1,7 @@
 """Everything devicemap uses of TensorFlow that is not public; each entry says why no public name serves.
 
 Each is looked up when it is first used, and has a public way to fall back on where TensorFlow lacks it (`docs/internals.md`).
-`tests/test_internals.py` fails the day one of them goes; `make test-plain` runs the laws on the public ways.
+`tests/_tensorflow/test_internals.py` fails the day one of them goes; `make test-plain` runs the laws on the public ways.
 """
 
 from __future__ import annotations

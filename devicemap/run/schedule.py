@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-# What follows was tuned on the jobs of `benchmarks/test_balance.py`, played through in `tests/test_scheduling.py`.
+# What follows was tuned on the jobs of `benchmarks/test_balance.py`, played through in `tests/run/test_scheduling.py`.
 
 _FIRST_ROWS = 8
 """Where `batch_size="auto"` begins."""
@@ -207,8 +207,8 @@ def chunks_in_flight(kind: str) -> int:
 
     A CPU is handed tensors as they lie in memory. To other devices they are copied, and back, which is to overlap with
     kernels; but TensorFlow lets a copy to a device wait for the kernels that were enqueued there before. On two GPUs in
-    software (as in `tests/test_softgpu.py`), chunks that took 10 ms to copy each way and 10 ms to compute came at 0.53, 0.64,
-    0.76, 0.80 and 0.77 of the ideal pace with 2, 3, 4, 5 and 8 under way, each of which takes memory.
+    software (as in `tests/simulators/test_softgpu.py`), chunks that took 10 ms to copy each way and 10 ms to compute came at
+    0.53, 0.64, 0.76, 0.80 and 0.77 of the ideal pace with 2, 3, 4, 5 and 8 under way, each of which takes memory.
 
     >>> chunks_in_flight("CPU"), chunks_in_flight("GPU")
     (2, 4)

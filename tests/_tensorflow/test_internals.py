@@ -347,7 +347,7 @@ def test_rows_are_taken_without_a_copy() -> None:
 
 def test_tensorflow_tells_how_much_memory_devices_have() -> None:
     assert usable(memory._context, memory._listing, memory._sizes)
-    assert allocator_bytes() == {}  # of devices that are no CPUs; tests/test_softgpu.py has some
+    assert allocator_bytes() == {}  # of devices that are no CPUs; tests/simulators/test_softgpu.py has some
 
 
 def test_datasets_tell_whether_they_hold_batches() -> None:

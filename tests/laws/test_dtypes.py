@@ -122,7 +122,7 @@ def test_numpy_behaviour(mode: dict[str, str], tmp_path: Path) -> None:
     """It is switched on for good, so in a process of its own."""
     program = tmp_path / "program.py"  # a file: autograph reads the source
     program.write_text(_NUMPY_MODE)
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, str(program), json.dumps(mode)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -22,7 +22,7 @@ from devicemap.cli import main
 from devicemap.cli.input import read_input
 from devicemap.errors import DataError
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 FUNCTIONS = """
 import tensorflow as tf

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 import devicemap
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])
 
 ENDLESS = """

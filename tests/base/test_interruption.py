@@ -19,7 +19,7 @@ import tensorflow as tf
 import devicemap
 from devicemap.base.interruption import Signals
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 WAYS = """
 import json, os, signal, sys, tempfile, threading, time

@@ -103,8 +103,7 @@ import test_plain
 test_plain._answers(["CPU:1", "CPU:0", "CPU:2"])
 assert len(refused) > 5, refused
 """
-    here = Path(__file__).parent
-    path = [str(here), str(here.parent)]
+    path = [str(folder) for folder in Path(__file__).parents[:3]]
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{program}"], capture_output=True, text=True
     )
