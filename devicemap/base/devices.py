@@ -65,7 +65,7 @@ def simulate_devices(n: int) -> None:
         DeviceError: TensorFlow has initialised its devices already (any op or device listing does that), with
             another number of them. Call this first thing after importing TensorFlow.
 
-    Example:
+    Examples:
         >>> simulate_devices(8)
         >>> [device.description for device in list_devices("CPU")][-1]
         'part 8 of 8 of CPU'
