@@ -180,6 +180,6 @@ def _copy(variable: Any) -> Any:
     """Without its value, which each call assigns."""
     try:
         nothing = tf.zeros([size or 0 for size in variable.shape], variable.dtype)
-    except TypeError:  # a dtype that there are no zeros of
+    except (TypeError, ValueError):  # no zeros of this dtype, or of an unknown number of axes
         nothing = variable.read_value()
     return tf.Variable(nothing, trainable=False, dtype=variable.dtype, shape=variable.shape)
