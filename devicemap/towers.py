@@ -18,6 +18,7 @@ from devicemap.auditing import Treatment, variable_of
 from devicemap.devices import kind_of, python_calls_at_once
 from devicemap.errors import brief, function_error
 from devicemap.execution import Layout
+from devicemap.internals.functions import compiled_as_a_part
 from devicemap.internals.gradients import holds_gradients, order_of_gradients
 from devicemap.internals.running import Cancellation, unrecorded
 from devicemap.interruption import Signals
@@ -29,7 +30,7 @@ from devicemap.rows import HOST
 from devicemap.scheduling import Pace, chunks_in_flight
 from devicemap.seeding import Stream, Streams, drawn_alike
 from devicemap.sharding import shard_rows
-from devicemap.tracing import Traced
+from devicemap.tracing import Traced, in_fn
 from devicemap.types import Shard, short_name
 
 _KEPT_SHARDS = 256
@@ -147,10 +148,15 @@ class Towers:
     def _reads_in_place(self) -> bool:
         """Whether towers in a function of the user's read variables where these are, instead of copies that the call assigns.
 
-        What reads more than once would be sent each time, and XLA takes no variable of elsewhere.
+        What reads more than once would be sent each time, and XLA takes no variable of elsewhere. But what is compiled with
+        all around it takes no copies either; and a loop over calls, as that of a map over `fn`, gets one device for them all.
         """
         traced = self._variant(self.traced, True, False)
-        return not (traced.audit.loops or traced.audit.reads_again or traced.uncompiled)
+        return (
+            in_fn.get()
+            or compiled_as_a_part()
+            or not (traced.audit.loops or traced.audit.reads_again or traced.uncompiled)
+        )
 
     def order_of_gradients(self, leaves: Sequence[Any]) -> int:
         """Which gradients of a call in eager code may be asked for, as `graph` takes it."""
@@ -329,9 +335,14 @@ class Towers:
         return [self._variant(self.traced, differentiable, in_place)] * places
 
     def _variant(self, traced: Traced, differentiable: bool, in_place: bool) -> Traced:
-        """The one that has the right gradients, or the one that is fast; not compiled where variables stay in place."""
-        if in_place and _used_elsewhere(traced, self.places, Treatment.READ):
-            traced = traced.uncompiled or traced
+        """The one that has the right gradients, or the one that is fast.
+
+        It is not compiled where variables stay in place, nor where a loop would hand its lists to its gradient: XLA cannot.
+        """
+        plain = traced.uncompiled or traced
+        lists = differentiable and (plain.with_gradients or plain).audit.loops
+        if lists or (in_place and _used_elsewhere(traced, self.places, Treatment.READ)):
+            traced = plain
         return traced.with_gradients or traced if differentiable else traced
 
 
