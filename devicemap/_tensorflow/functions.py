@@ -16,6 +16,7 @@ _context = Private("tensorflow.python.eager.context", "context")
 _control_flow = Private(
     "tensorflow.python.ops.control_flow_ops", "XLAControlFlowContext.Enter", "XLAControlFlowContext.Exit"
 )
+_control_flow_util = Private("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext")
 _kernel_def = Private("tensorflow.core.framework.kernel_def_pb2", "KernelList")
 _session = Private(
     "tensorflow.python.client.pywrap_tf_session",
@@ -59,6 +60,15 @@ def must_run(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
 def tells_callers() -> bool:
     """Whether ops that `must_run` have done so before what comes next to them in the user's function, also when inlined."""
     return usable()
+
+
+@with_fallback(lambda: False, _control_flow_util)
+def compiled_as_a_part() -> bool:
+    """Whether XLA will compile the function that is being traced: its own `jit_compile` asks for it, or one's around it.
+
+    Publicly it is taken not to; variables stay in place then, whoever asks.
+    """
+    return bool(_control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 def shows_functions(graph: Any) -> bool:

@@ -180,7 +180,7 @@ def _copy(variable: Any) -> Any:
     """Without its value, which each call assigns, and without memory before the first one: a plan may be all that is asked."""
     try:
         nothing = tf.zeros([size or 0 for size in variable.shape], variable.dtype)
-    except TypeError:  # a dtype that there are no zeros of
+    except (TypeError, ValueError):  # no zeros of this dtype, or of an unknown number of axes
         nothing = variable.read_value()
     copy = tf.Variable(nothing, trainable=False, dtype=variable.dtype, shape=variable.shape)
     tf.raw_ops.AssignVariableOp(resource=copy.handle, value=tf.constant([], variable.dtype))

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation, unrecorded
+from devicemap._tensorflow.functions import compiled_as_a_part
 from devicemap._tensorflow.gradients import holds_gradients, order_of_gradients
 from devicemap.base.devices import is_out_of_memory, kind_of, python_calls_at_once
 from devicemap.base.interruption import Signals
@@ -24,7 +25,7 @@ from devicemap.compile.invoke import Invoker
 from devicemap.compile.layout import Layout
 from devicemap.compile.mirrors import Mirrors
 from devicemap.compile.seeds import Stream, Streams, drawn_alike
-from devicemap.compile.trace import Traced
+from devicemap.compile.trace import Traced, in_fn
 from devicemap.data.rows import HOST
 from devicemap.data.shards import shard_rows
 from devicemap.errors import brief, function_error
@@ -144,10 +145,15 @@ class Towers:
     def _reads_in_place(self) -> bool:
         """Whether towers in a function of the user's read variables where these are, instead of copies that the call assigns.
 
-        What reads more than once would be sent each time, and XLA takes no variable of elsewhere.
+        What reads more than once would be sent each time, and XLA takes no variable of elsewhere. But what is compiled with
+        all around it takes no copies either; and a loop over calls, as that of a map over `fn`, gets one device for them all.
         """
         traced = self._variant(self.traced, True, False)
-        return not (traced.audit.loops or traced.audit.reads_again or traced.uncompiled)
+        return (
+            in_fn.get()
+            or compiled_as_a_part()
+            or not (traced.audit.loops or traced.audit.reads_again or traced.uncompiled)
+        )
 
     def order_of_gradients(self, leaves: Sequence[Any]) -> int:
         """Which gradients of a call in eager code may be asked for, as `graph` takes it."""
@@ -314,9 +320,14 @@ class Towers:
         return [self._variant(self.traced, differentiable, in_place)] * places
 
     def _variant(self, traced: Traced, differentiable: bool, in_place: bool) -> Traced:
-        """The one that has the right gradients, or the one that is fast; not compiled where variables stay in place."""
-        if in_place and _used_elsewhere(traced, self.places, Treatment.READ):
-            traced = traced.uncompiled or traced
+        """The one that has the right gradients, or the one that is fast.
+
+        It is not compiled where variables stay in place, nor where a loop would hand its lists to its gradient: XLA cannot.
+        """
+        plain = traced.uncompiled or traced
+        lists = differentiable and (plain.with_gradients or plain).audit.loops
+        if lists or (in_place and _used_elsewhere(traced, self.places, Treatment.READ)):
+            traced = plain
         return traced.with_gradients or traced if differentiable else traced
 
 

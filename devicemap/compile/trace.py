@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,9 @@ from devicemap.data.rows import carried, carried_dtype, count_rows, empty_rows, 
 from devicemap.errors import FunctionError, OptionError, failure, function_error
 
 _POWERS_OF_TWO = 2 ** np.arange(31, dtype=np.int32)
+
+in_fn: ContextVar[bool] = ContextVar("in_fn", default=False)
+"""Whether the `fn` of a map is being traced."""
 
 
 @dataclass(frozen=True)
@@ -163,10 +167,14 @@ def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: l
 
     @tf.function(autograph=False)
     def flat_fn(*leaves: Any) -> list[Any]:
+        around = in_fn.set(True)
         with drawing_from(stream):
             arguments = as_objects(tf.nest.pack_sequence_as(specs, leaves[:count]))
             seeds = {} if options.seed is None else {"seed": leaves[count]}
-            results = inner(*arguments, **seeds) if unpack else inner(arguments, **seeds)
+            try:
+                results = inner(*arguments, **seeds) if unpack else inner(arguments, **seeds)
+            finally:
+                in_fn.reset(around)
         results = map_nest(lambda value, path: _result(value, path, options.batched), results, "the result")
         structures.append(tf.nest.map_structure(lambda _: None, results))
         flat = tf.nest.flatten(results)

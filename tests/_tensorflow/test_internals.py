@@ -22,6 +22,7 @@ from devicemap._tensorflow.functions import (
     UNCHAINED,
     UNCHAINED_UNIT,
     Kernel,
+    compiled_as_a_part,
     functions_within,
     last_set_seed,
     must_run,
@@ -166,6 +167,20 @@ def test_gradients_go_from_a_copy_to_the_value_it_was_assigned() -> None:
     of_value, of_x = through_copy(X, 2 * X)
     assert of_value.numpy().tolist() == (6 * X**3).numpy().tolist()
     assert of_x.numpy().tolist() == (X**3).numpy().tolist()
+
+
+def test_what_is_compiled_with_all_around_it() -> None:
+    found = []
+
+    @tf.function
+    def inner(x: tf.Tensor) -> tf.Tensor:
+        found.append(compiled_as_a_part())
+        return x
+
+    around = [tf.function(lambda x, n=n: inner(x), jit_compile=n == 1) for n in range(3)]
+    for i, function in enumerate(around):
+        function(tf.zeros([i]))
+    assert found == [False, True, False]
 
 
 def test_functions_that_a_function_calls() -> None:

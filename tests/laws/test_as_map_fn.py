@@ -205,7 +205,7 @@ def test_a_tape_around_a_loop_or_branch_that_calls_a_map(
 
 @pytest.mark.parametrize("vectorize", ["auto", False])
 def test_a_map_inside_of_a_map(devices: list[str], vectorize: Any) -> None:
-    inner = devicemap.DeviceMap(_in_a_loop, devices=["CPU:1", "CPU:2"])
+    inner = devicemap.DeviceMap(_in_a_loop, devices=devices)
     mapper = devicemap.DeviceMap(lambda r: inner(tf.stack([r, r * 2])), devices=devices, vectorize=vectorize)
     x = _normal(7, 3)
 
@@ -218,6 +218,39 @@ def test_a_map_inside_of_a_map(devices: list[str], vectorize: Any) -> None:
     wanted = taken(lambda x: tf.map_fn(lambda r: tf.map_fn(_in_a_loop, tf.stack([r, r * 2])), x))
     for got, each in zip(taken(mapper), wanted):
         np.testing.assert_allclose(got, each, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"vectorize": False}])
+@pytest.mark.parametrize(
+    "fn", [lambda r: tf.tanh(tf.linalg.matvec(WEIGHTS, r)) * r, _in_a_loop], ids=["straight", "loop"]
+)
+def test_gradients_of_compiled_functions(devices: list[str], fn: Any, options: dict[str, Any]) -> None:
+    """XLA hands no list that a loop keeps to its gradient."""
+    if devices[0].startswith("GPU"):
+        pytest.skip("XLA does not compile for GPUs in software")
+    mapper = devicemap.DeviceMap(fn, devices=devices, jit_compile=True, **options)
+    x = _normal(7, 3)
+
+    def gradients(mapped: Callable[[Any], Any]) -> list[Any]:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = tf.reduce_sum(mapped(x) ** 2)
+        return [tf.convert_to_tensor(each) for each in tape.gradient(total, [x, WEIGHTS])]
+
+    for got, wanted in zip(gradients(mapper), gradients(lambda x: tf.map_fn(fn, x))):
+        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("fn", [lambda r: r * WEIGHTS[0] + WEIGHTS[1], _in_a_loop], ids=["straight", "loop"])
+def test_compiled_with_all_around(devices: list[str], fn: Any) -> None:
+    """XLA takes variables of the one device that it compiles for, whose copies on others it cannot use."""
+    if devices[0].startswith("GPU"):
+        pytest.skip("XLA does not compile for GPUs in software")
+    mapper = devicemap.DeviceMap(fn, devices=devices)
+    inner = tf.function(lambda x: mapper(x) + 1.0, jit_compile=True)
+    x = _normal(7, 3)
+    for function in (inner, tf.function(lambda x: inner(x))):
+        np.testing.assert_allclose(function(x), tf.map_fn(fn, x) + 1.0, rtol=1e-4, atol=1e-5)
 
 
 def test_compiled_functions_that_write(devices: list[str]) -> None:

@@ -128,6 +128,16 @@ def test_an_update_in_the_users_function_comes_after_what_the_call_reads(
             np.testing.assert_allclose(run(X)[2], tf.fill(X.shape, before + after), rtol=1e-5)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_variable_of_unknown_rank(devices: list[str], inside: bool) -> None:
+    scale = tf.Variable(2.0, shape=tf.TensorShape(None))
+    mapper = devicemap.DeviceMap(lambda row: row * tf.reduce_sum(scale) + tf.reduce_max(scale), devices=devices)
+    call = tf.function(lambda x: mapper(x)) if inside else mapper
+    np.testing.assert_allclose(call(tf.ones([5])), [4.0] * 5)
+    scale.assign([1.0, 2.0])
+    np.testing.assert_allclose(call(tf.ones([5])), [5.0] * 5)
+
+
 @pytest.mark.parametrize("copies", [TOWERS, ["CPU:1"], ["CPU:0", "CPU:1"]])
 def test_an_update_between_chunked_calls_is_seen(copies: list[str]) -> None:
     scale = tf.Variable(2.0)
