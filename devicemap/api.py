@@ -1,4 +1,4 @@
-"""parallel_map and DeviceMap: what users call. How rows travel is in `calling`."""
+"""parallel_map and DeviceMap: what users call. How rows travel is in `run/calls.py`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,10 @@ A `FunctionError` that was caused by another error is also an instance of that e
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from devicemap.types import Shard
@@ -105,3 +108,12 @@ def brief(error: BaseException) -> str:
 
 _TRACE = re.compile(r"Graph execution error|Detected at node|Traceback|<stack traces|\d+ root error|\s(?! \(0\) )")
 _CODE = re.compile(r"(\(0\) )?([A-Z_]+: +)?")
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warn at the line of the user's that called devicemap."""
+    package = str(Path(__file__).parent)
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import tensorflow as tf
+
 from devicemap._tensorflow import usable
 
 _REMAKES = re.compile("Unbatch|FlatMap|Interleave|Window")
@@ -18,5 +20,7 @@ def holds_batches(dataset: Any) -> bool:
     name = type(dataset).__name__
     if not usable() or not hasattr(dataset, "_inputs") or _REMAKES.search(name):
         return False
-    inputs = dataset._inputs()
+    if any(spec.shape.rank == 0 or spec.shape[0] is not None for spec in tf.nest.flatten(dataset.element_spec)):
+        return False  # of one length, they may be sequences
+    inputs = {id(each): each for each in dataset._inputs()}.values()
     return "Batch" in name or (bool(inputs) and all(map(holds_batches, inputs)))

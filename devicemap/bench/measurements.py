@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from devicemap.bench.sweep import Skipped, Way, name_devices
-from devicemap.tell.report.tables import Printed
+from devicemap.tell.render import Result, page, without_empty
 from devicemap.types import Device
 
 _COLUMNS = ("mode", "devices", "batch_size", "vectorize", "rows", "rows/s", "call", "spread", "first call", "speed-up",
@@ -68,8 +66,10 @@ def compare_timings(timings: Sequence[Timing]) -> tuple[Measurement, ...]:
 
 
 @dataclass(frozen=True, repr=False)
-class BenchmarkResult(Printed):
+class BenchmarkResult(Result):
     """What `devicemap.benchmark` found out. `print(result)` shows all of it."""
+
+    _least_width = 160
 
     name: str
     """Name of the function."""
@@ -98,50 +98,18 @@ class BenchmarkResult(Printed):
     versions: dict[str, str]
     """Versions of Python, TensorFlow and devicemap."""
 
-    def table(self) -> Any:
-        """The measurements as a `rich.table.Table`.
-
-        Raises:
-            ImportError: rich is not installed.
-        """
-        try:
-            from rich.box import SIMPLE_HEAD
-            from rich.table import Table
-        except ImportError as error:
-            raise ImportError("a table needs rich: pip install rich. print(result) does without") from error
-        header, *lines = self._cells()
-        table = Table(title=self._title(), caption=self.recommendation, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for i, name in enumerate(header):
-            table.add_column(name, justify="left" if i < 2 else "right")
-        for line in lines:
-            table.add_row(*line)
-        return table
-
-    def __str__(self) -> str:
-        lines = self._cells()
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        text = [
-            "  ".join(
-                f"{cell:{'<' if i < 2 else '>'}{width}}" for i, (cell, width) in enumerate(zip(line, widths))
-            ).rstrip()
-            for line in lines
-        ]
+    def __rich__(self) -> Any:
+        devices = name_devices([device.name for device in self.devices])
+        rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
+        title = f"{self.name} over {self.rows} rows, up to {devices}, medians of {rounds}"
         reasons = dict.fromkeys(way.reason for way in self.skipped)
         skipped = [
             f"skipped, as {reason}: {'; '.join(str(way) for way in self.skipped if way.reason == reason)}"
             for reason in reasons
         ]
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        parts = [self._title(), "", *text, *skipped, f"{self.machine}; {versions}", "", self.recommendation]
-        return "\n".join(parts)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as dicts, lists, strings and numbers, such as JSON has."""
-        return _plain(asdict(self))
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_dict()` to a file, as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        measured = without_empty(_COLUMNS, [*map(_cells_of, self.measurements)])
+        return page(title, measured, notes=[*skipped, f"{self.machine}; {versions}", "", self.recommendation])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw rows per second against `batch_size`, and speed-ups; the suffix of `path` says as which kind of file.
@@ -152,17 +120,6 @@ class BenchmarkResult(Printed):
         from devicemap.bench.charts import draw_benchmark
 
         draw_benchmark(self, path)
-
-    def _title(self) -> str:
-        devices = name_devices([device.name for device in self.devices])
-        rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
-        return f"{self.name} over {self.rows} rows, up to {devices}, medians of {rounds}"
-
-    def _cells(self) -> list[list[str]]:
-        """The header and a line per measurement; columns that nothing is known for are left out."""
-        lines = [[*_COLUMNS], *map(_cells_of, self.measurements)]
-        known = [any(column[1:]) for column in zip(*lines)]
-        return [[cell for cell, keep in zip(line, known) if keep] for line in lines]
 
 
 def _cells_of(m: Measurement) -> list[str]:
@@ -187,11 +144,3 @@ def _cells_of(m: Measurement) -> list[str]:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(entry) for entry in value]
-    return value

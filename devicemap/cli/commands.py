@@ -6,11 +6,14 @@ import argparse
 import importlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import rich
 
 from devicemap.api import DeviceMap
 from devicemap.base.devices import list_devices, why_no_gpu
@@ -18,7 +21,7 @@ from devicemap.bench import benchmark
 from devicemap.cli import UsageError
 from devicemap.cli.input import read_input
 from devicemap.errors import DeviceMapError, failure
-from devicemap.tell.report.tables import plain_text
+from devicemap.tell.render import table, text_of
 from devicemap.tell.report.timeline import short_names
 
 _WIDE = 1000
@@ -27,18 +30,14 @@ _WIDE = 1000
 
 def devices_command(options: argparse.Namespace) -> None:
     """`devicemap devices`: a table of them, and why there is no GPU."""
-    _need_rich()
-    from rich.table import Table
-
     devices = list_devices()
     names = short_names(device.name for device in devices)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("name", "kind", "memory", "description"):
-        table.add_column(title, justify="right" if title == "memory" else "left", overflow="fold")
+    rows = []
     for device in devices:
         memory = "-" if device.memory is None else f"{device.memory / 2**30:.1f} GiB"
-        table.add_row(names[device.name], device.kind, memory, device.description)
-    print(plain_text(table, None if sys.stdout.isatty() else _WIDE))
+        rows.append([names[device.name], device.kind, memory, device.description])
+    listed = table(["name", "kind", "memory", "description"], rows, {"kind", "description"})
+    print(text_of(listed, shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE))
     if options.json:
         options.json.write_text(json.dumps([asdict(device) for device in devices], indent=1) + "\n", encoding="utf-8")
     if not any(device.kind == "GPU" for device in devices):
@@ -51,7 +50,7 @@ def explain_command(options: argparse.Namespace) -> None:
     plan = mapper.explain(_data(options))
     print(plan)
     if options.json:
-        options.json.write_text(json.dumps(plan.to_dict(), indent=1) + "\n", encoding="utf-8")
+        plan.save(options.json)
     if options.plot:
         plan.plot(options.plot)
 
@@ -81,9 +80,6 @@ def bench_command(options: argparse.Namespace) -> None:
 def run_command(options: argparse.Namespace) -> None:
     """`devicemap run`: results in a folder."""
     if not options.quiet:
-        _need_rich()
-        import rich
-
         rich.reconfigure(stderr=True)  # the bar is no output
     mapper = _mapper(options, progress=not options.quiet)
     results = mapper.write(_data(options), options.out)
@@ -144,10 +140,3 @@ def _import(module: str) -> Any:
         raise
     except Exception as error:
         raise failure(f"importing {module} failed: {type(error).__name__}: {error}") from error
-
-
-def _need_rich() -> None:
-    try:
-        import rich  # noqa: F401
-    except ImportError as error:
-        raise ImportError("this takes rich, which is not installed: pip install 'devicemap[cli]'") from error

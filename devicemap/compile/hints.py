@@ -10,6 +10,8 @@ from typing import Any
 _FOR_EAGER_CODE = ("predict", "predict_on_batch", "evaluate")
 """Methods of Keras models that read their data as NumPy does."""
 
+_WANTS_AXES = re.compile(r"incompatible with the layer: expected (min_)?ndim|Invalid input shape for input")
+
 _WANTS_NUMBERS = re.compile(r"symbolic tf\.Tensor.* to a numpy array|has no attribute 'numpy'")
 
 
@@ -27,7 +29,7 @@ def hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, e
         yield f"Keras's {fn.__name__} is for eager code: pass the model itself, with batched=True"
         return
     of_keras = hasattr(fn, "built")  # layers and models have that
-    in_keras = "keras" in str(error) and "shape" in str(error).lower()
+    in_keras = bool(_WANTS_AXES.search(str(error)))
     if not batched and (of_keras or in_keras):
         yield "A Keras layer or model takes batches: set batched=True"
     if of_keras and type(specs) is tuple:
@@ -54,7 +56,7 @@ def _about_arguments(fn: Callable[..., Any], given: tuple[Any, ...], seed: dict[
 def _fits(fn: Callable[..., Any], *given: Any, **seed: Any) -> bool:
     """Whether it can be called so, as far as its signature tells."""
     try:
-        inspect.signature(fn).bind(*given, **seed)
+        inspect.signature(fn, follow_wrapped=False).bind(*given, **seed)
     except TypeError:
         return False
     except ValueError:  # it has none that Python knows

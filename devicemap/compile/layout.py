@@ -185,7 +185,7 @@ class Layout:
 
 
 def sizes_in_graph(rows: Any, shards: int) -> Any:
-    """`sharding.shard_sizes` for a number of rows that only the running graph knows; the last ones may be 0."""
+    """`data.shards.shard_sizes` for a number of rows that only the running graph knows; the last ones may be 0."""
     rows = tf.cast(rows, tf.int32)
     return rows // shards + tf.cast(tf.range(shards) < rows % shards, tf.int32)
 

@@ -152,6 +152,8 @@ class Towers:
         return (
             in_fn.get()
             or compiled_as_a_part()
+            or "loop_body"
+            in tf.get_current_name_scope().split("/")  # of tf.vectorized_map, which vectorises no assignment
             or not (traced.audit.loops or traced.audit.reads_again or traced.uncompiled)
         )
 

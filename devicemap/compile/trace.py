@@ -167,10 +167,10 @@ def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: l
 
     @tf.function(autograph=False)
     def flat_fn(*leaves: Any) -> list[Any]:
-        around = in_fn.set(True)
         with drawing_from(stream):
             arguments = as_objects(tf.nest.pack_sequence_as(specs, leaves[:count]))
             seeds = {} if options.seed is None else {"seed": leaves[count]}
+            around = in_fn.set(True)
             try:
                 results = inner(*arguments, **seeds) if unpack else inner(arguments, **seeds)
             finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from devicemap.base.structure import as_nodes, freeze, nodes_of
 from devicemap.data.chunks import Chunk
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, as_rows, take_rows
-from devicemap.errors import DataError, DeviceMapError
+from devicemap.errors import DataError, DeviceMapError, warn_user
 
 _SAMPLES_PER_READ = 64
 """Samples that are read at once where chunks have no fixed size: reading them one by one takes longer than small functions."""
@@ -149,11 +148,10 @@ def from_dataset(dataset: Any, options: Options) -> Elements:
         whole, merged, rows = options.batch_size is None, options.batch_size == "auto" and fits, None
     else:
         if holds_batches(dataset):
-            warnings.warn(
+            warn_user(
                 f"the dataset has batches ({dataset.element_spec}), and fn gets each as one sample: set batched=True for "
                 "a fn of batches, or pass dataset.unbatch()",
                 UserWarning,
-                stacklevel=2,
             )
         cardinality = int(dataset.cardinality())
         whole, rows = False, cardinality if cardinality >= 0 else None

@@ -10,14 +10,11 @@ Both take the same traced function, and the same copies of what it captures.
 
 from __future__ import annotations
 
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -33,13 +30,16 @@ from devicemap.data.chunks import Chunk, InMemory, Source
 from devicemap.data.datasets import from_dataset
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, as_rows, count_rows
-from devicemap.errors import DataError, OptionError, brief
+from devicemap.errors import DataError, OptionError, brief, warn_user
 from devicemap.run.capacity import first_paces, in_flight
 from devicemap.run.dispatch import Rules
 from devicemap.run.reorder import Group
 from devicemap.run.schedule import Pace, reorder_window
 from devicemap.run.workers import Lane, run_chunks
 from devicemap.types import DeviceLost, Event, Shard, short_name
+
+_paces: WeakKeyDictionary[Towers, dict[str, Pace]] = WeakKeyDictionary()
+"""What is known of the devices of each: `parallel_map` makes calls anew, of towers that are remembered."""
 
 
 class Timed(Protocol):
@@ -86,8 +86,6 @@ class Calls:
         self.program = program
         self._observers = observers
         self._options = program.options
-        self._paces: WeakKeyDictionary[Towers, dict[str, Pace]] = WeakKeyDictionary()
-        """What is known of the devices of each."""
 
     def over(self, data: Any) -> Any:
         """All of the data, in eager code, in the way that the options ask for."""
@@ -217,7 +215,7 @@ class Calls:
         """The results of all chunks; where something `keep`s them, groups without results."""
         cancellation = Cancellation()
         functions = towers.functions(cancellation)
-        paces = self._paces.setdefault(towers, {})
+        paces = _paces.setdefault(towers, {})
         if not paces:
             paces |= first_paces(towers.traced, towers.devices)
         lanes = [
@@ -244,7 +242,11 @@ class Calls:
         finally:
             # Here, and not where it happened: a warning in a worker's thread comes from no line of the user's.
             for event in lost:
-                warn_of_loss(self.program.name, event)
+                warn_user(
+                    f"{self.program.name}: {short_name(event.device)} kept failing, and got no more chunks in this call. Its "
+                    f"last error was {type(event.error).__name__}: {brief(event.error)}",
+                    RuntimeWarning,
+                )
 
     def _run_chunk(
         self,
@@ -259,17 +261,3 @@ class Calls:
         if self._options.batched:
             check_row_counts(results, [], [chunk.on(device)])
         return results if keep is None else keep(chunk, results)
-
-
-def warn_of_loss(name: str, event: DeviceLost) -> None:
-    """Warn the user, at the line that called devicemap, of a device that was set aside."""
-    package = str(Path(__file__).parents[1])
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(
-        f"{name}: {short_name(event.device)} kept failing, and got no more chunks in this call. Its last error was "
-        f"{type(event.error).__name__}: {brief(event.error)}",
-        RuntimeWarning,
-        stacklevel=level,
-    )

@@ -1,6 +1,6 @@
 """A call in chunks: each device's threads take the next chunk when they are idle, and a generator gives the results.
 
-What is handed out and delivered, and when an error is raised, is the contract of `dispatching`. Here: what happens is told
+What is handed out and delivered, and when an error is raised, is the contract of `run/dispatch.py`. Here: what happens is told
 one event at a time, from `CallStarted` to `CallFinished`, and leaving the generator, in whatever way, stops the threads:
 what runs is cancelled, nothing more is read.
 """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,18 +76,9 @@ def test_it_prints_what_was_measured_and_what_to_use(swept: BenchmarkResult) -> 
     assert text.startswith("_row over 23 rows, up to 3 CPUs, medians of 2 rounds\n\nmode ")
     assert text.endswith(f"\n\n{swept.recommendation}")
     assert swept.recommendation.startswith("Use ")
-    assert "graph  3 CPUs            4       auto" in text
+    assert re.search(r"\ngraph  3 CPUs +4 +auto", text)
     assert "peak memory" not in text  # nothing is known for it
     assert f"TensorFlow {tf.__version__}, devicemap {devicemap.__version__}" in text
-
-
-def test_the_table_is_one_of_rich(swept: BenchmarkResult) -> None:
-    rich = pytest.importorskip("rich.console")
-    console = rich.Console(width=150, record=True, quiet=True)
-    table = swept.table()
-    console.print(table)
-    assert table.row_count == len(swept.measurements)
-    assert table.caption == swept.recommendation
 
 
 def test_it_is_saved_as_json(swept: BenchmarkResult, tmp_path: Path) -> None:
@@ -108,14 +101,10 @@ def test_it_is_drawn(swept: BenchmarkResult, tmp_path: Path, suffix: str) -> Non
     assert path.stat().st_size > 5000
 
 
-@pytest.mark.parametrize(("module", "method"), [("matplotlib.figure", "plot"), ("rich.table", "table")])
-def test_a_missing_extra_says_what_to_install(
-    swept: BenchmarkResult, monkeypatch: pytest.MonkeyPatch, module: str, method: str
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, module, None)
-    arguments = ["result.png"] if method == "plot" else []
-    with pytest.raises(ImportError, match=f"pip install {module.partition('.')[0]}"):
-        getattr(swept, method)(*arguments)
+def test_a_missing_extra_says_what_to_install(swept: BenchmarkResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        swept.plot("result.png")
 
 
 COMPARED = [case for case in ALL if case.name not in ("compiled", "compiled batch")]

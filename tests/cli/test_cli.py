@@ -282,14 +282,13 @@ class Plan:
         return "what will run where"
 
 
-def test_explain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(devicemap.DeviceMap, "explain", lambda self, data: Plan(), raising=False)
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     np.save("x.npy", X)
     pytest.importorskip("matplotlib")
     assert main(["explain", "functions:double", "x.npy", "--json", "plan.json", "--plot", "plan.png"]) == 0
-    assert pathlib.Path("plan.png").read_text() == "a picture"
-    assert capsys.readouterr().out == "what will run where\n"
-    assert json.loads(pathlib.Path("plan.json").read_text()) == {"rows": 20}
+    assert pathlib.Path("plan.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.startswith("double: 20 rows on ")
+    assert json.loads(pathlib.Path("plan.json").read_text())["rows"] == 20
 
 
 def test_bench(capsys: pytest.CaptureFixture[str]) -> None:

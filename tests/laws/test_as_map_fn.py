@@ -220,6 +220,15 @@ def test_a_map_inside_of_a_map(devices: list[str], vectorize: Any) -> None:
         np.testing.assert_allclose(got, each, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("vectorize", ["auto", False])
+def test_a_vectorised_map_around_a_map(devices: list[str], vectorize: Any) -> None:
+    mapper = devicemap.DeviceMap(_in_a_loop, devices=devices, vectorize=vectorize)
+    x = _normal(2, 7, 3)
+    wanted = tf.map_fn(lambda rows: tf.map_fn(_in_a_loop, rows), x)
+    for run in (tf.vectorized_map, tf.function(lambda fn, x: tf.vectorized_map(fn, x))):
+        np.testing.assert_allclose(run(lambda rows: mapper(rows), x), wanted, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}])
 @pytest.mark.parametrize(
     "fn", [lambda r: tf.tanh(tf.linalg.matvec(WEIGHTS, r)) * r, _in_a_loop], ids=["straight", "loop"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from dataclasses import dataclass
 from enum import Enum
@@ -11,7 +10,7 @@ from typing import Any, Literal
 from devicemap.tell.plan.advice import advise
 from devicemap.tell.plan.drawing import save_traffic
 from devicemap.tell.plan.tables import plan_table
-from devicemap.tell.report.tables import Printed, plain_text
+from devicemap.tell.render import Result
 
 
 class Handling(Enum):
@@ -145,7 +144,7 @@ class RandomOps:
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Printed):
+class Plan(Result):
     """What a call will do. `print` it for a text; `rich` prints it in colour, and notebooks show it.
 
     Examples:
@@ -242,21 +241,11 @@ class Plan(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, as JSON has it: text, numbers, lists, dicts and `None`. Units are in the names."""
-        plain = dataclasses.asdict(self)
-        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
-        for captured in plain["captured"]:
-            captured["handling"] = captured["handling"].value
-            captured["shape"] = None if captured["shape"] is None else list(captured["shape"])
-        for random in plain["random_ops"]:
-            random["ops"] = list(random["ops"])
-        return {**plain, "bytes_per_call": self.bytes_per_call, "advice": list(self.advice)}
+        return {**super().to_dict(), "bytes_per_call": self.bytes_per_call, "advice": list(self.advice)}
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw what goes from device to device into a `.png`, `.svg` or `.pdf`: a matrix of bytes; needs matplotlib."""
         save_traffic(self, path)
-
-    def __str__(self) -> str:
-        return plain_text(self.__rich__())
 
     def __rich__(self) -> Any:
         return plan_table(self)

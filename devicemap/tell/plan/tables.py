@@ -1,11 +1,16 @@
-"""Plans as text, for terminals of any width: the one module of plans that knows `rich`."""
+"""Plans as text, for terminals of any width."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Group
+from rich.padding import Padding
+from rich.text import Text
+
 from devicemap.tell.plan.advice import listed, short, size_text
+from devicemap.tell.render import page, table
 from devicemap.tell.report.timeline import short_names
 
 if TYPE_CHECKING:
@@ -13,40 +18,17 @@ if TYPE_CHECKING:
 
 
 def plan_table(plan: Plan) -> Any:
-    """A `rich` renderable: a summary, a row per device, what is to be known, and advice. Needs `rich`."""
-    try:
-        from rich.console import Group
-        from rich.padding import Padding
-        from rich.text import Text
-    except ImportError as error:
-        raise ImportError("to print a plan takes rich, which is not installed: pip install rich") from error
-
+    """A `rich` renderable: a summary, a row per device, what is to be known, and advice."""
     names = short_names(
         [*(device.device for device in plan.devices), *(end for t in plan.transfers for end in (t.sender, t.receiver))]
     )
-    parts: list[Any] = [Text(plan.summary, style="bold")]
+    parts: list[Any] = []
     for title, header, rows in _tables(plan, names):
         if rows:
-            parts += [
-                Text(f"\n{title}", style="bold") if title else Text(""),
-                Padding(_table(header, rows), (0, 0, 0, 2)),
-            ]
-    parts += [Text(""), *(Text(line) for line in _facts(plan, names))]
-    if plan.advice:
-        parts += [Text(""), *(Text(f"* {line}") for line in plan.advice)]
-    return Group(*parts)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")  # no lines: plain on any encoding
-    for i, title in enumerate(header):
-        table.add_column(title, justify="left" if i == 0 or title in _WORDS else "right", overflow="fold")
-    for cells in rows:
-        table.add_row(*map(Text, cells))
-    return table
+            drawn = Padding(table(header, rows, _WORDS), (0, 0, 0, 2))
+            parts.append(Group(Text(title, style="bold"), drawn) if title else drawn)
+    facts = Group(*map(Text, _facts(plan, names)))
+    return page(plan.summary, *parts, facts, notes=[f"* {line}" for line in plan.advice])
 
 
 _WORDS = frozenset(("to", "treatment", "type", "what"))

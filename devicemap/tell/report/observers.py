@@ -12,7 +12,7 @@ from devicemap.types import Event, Shard
 
 
 class Observers:
-    """As the options of a map say; `calling.Observers` tells what calls ask of it."""
+    """As the options of a map say; `run.calls.Observers` tells what calls ask of it."""
 
     def __init__(self, name: str, options: Options, gpus: Mapping[str, int]):
         """`gpus`: for the full name of each GPU among the devices, the index of the physical one."""

@@ -5,22 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from devicemap.errors import DataError, brief
+from devicemap.tell.render import Result, page, without_empty
 from devicemap.tell.report.accounts import DeviceReport, account
 from devicemap.tell.report.advice import advise, late_shards, slow_devices, tail_seconds
 from devicemap.tell.report.meter import GpuUsage
 from devicemap.tell.report.plots import save_timeline
-from devicemap.tell.report.tables import Printed, plain_text, report_table
-from devicemap.tell.report.timeline import Span, chrome_trace, ran_in_turn, spans_of
+from devicemap.tell.report.timeline import Span, chrome_trace, ran_in_turn, short_names, spans_of
 from devicemap.types import CallFinished, CallStarted, Event, Shard
 
 
 @dataclass(frozen=True, repr=False)
-class Report(Printed):
+class Report(Result):
     """What happened in one call. `print` it for a table; `rich` prints it in colour, and notebooks show it.
 
     Examples:
@@ -187,11 +187,14 @@ class Report(Printed):
             f"{_count(len(self.devices), 'device')}{traced}"
         )
 
-    def __str__(self) -> str:
-        return plain_text(self.__rich__())
-
     def __rich__(self) -> Any:
-        return report_table(self.summary, self.devices, self.error, self.advice)
+        names, columns = short_names(device.device for device in self.devices), _columns(self.devices)
+        rows = [
+            [names[d.device] + (" (lost)" if d.lost else ""), *(cell(d) for cell in columns.values())]
+            for d in self.devices
+        ]
+        notes = [*([f"stopped by {self.error}"] if self.error else []), *(f"* {line}" for line in self.advice)]
+        return page(self.summary, without_empty(["device", *columns], rows, "-"), notes=notes)
 
 
 def _ends_of(events: Sequence[Event]) -> tuple[CallStarted, CallFinished]:
@@ -207,3 +210,25 @@ def _ends_of(events: Sequence[Event]) -> tuple[CallStarted, CallFinished]:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + "s" * (number != 1)
+
+
+def _columns(devices: Sequence[DeviceReport]) -> dict[str, Callable[[DeviceReport], str]]:
+    """What stands in each column; empty where there is nothing to say."""
+    rows = sum(device.rows for device in devices)
+    return {
+        "rows": lambda device: f"{device.rows}",
+        "share": lambda device: f"{device.rows / rows:.0%}" if rows else "",
+        "calls": lambda device: f"{device.calls}",
+        "busy": lambda device: _seconds(device.busy_seconds),
+        "idle": lambda device: _seconds(device.idle_seconds),
+        "waiting": lambda device: _seconds(device.waiting_seconds or None),
+        "copying": lambda device: _seconds(device.copying_seconds or None),
+        "retries": lambda device: f"{device.retries or ''}",
+        "back-offs": lambda device: f"{device.back_offs or ''}",
+        "in use": lambda device: "" if device.utilisation_percent is None else f"{device.utilisation_percent:.0f}%",
+        "memory": lambda device: "" if device.memory_bytes is None else f"{device.memory_bytes / 2**30:.1f} GiB",
+    }
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.3g} s"

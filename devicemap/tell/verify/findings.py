@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from devicemap.tell.report.tables import Printed
+from devicemap.tell.render import Result, page, plain, table
 from devicemap.tell.verify.comparison import Difference
 
 
@@ -68,8 +68,10 @@ class Finding:
 
 
 @dataclass(frozen=True, repr=False)
-class Verification(Printed):
+class Verification(Result):
     """What `DeviceMap.verify` found out. `print(verification)` shows all of it."""
+
+    _least_width = 160
 
     name: str
     """Name of the function."""
@@ -96,34 +98,17 @@ class Verification(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as dicts, lists, strings and numbers, such as JSON has."""
-        return {
-            "name": self.name,
-            "ok": self.ok,
-            "rows": self.rows,
-            "devices": list(self.devices),
-            "findings": [asdict(finding) for finding in self.findings],
-            "comparisons": [
-                {
-                    "question": comparison.question,
-                    "ways": list(comparison.ways),
-                    "same": comparison.same,
-                    "differences": [asdict(difference) for difference in comparison.differences],
-                    "error": comparison.error,
-                }
-                for comparison in self.comparisons
-            ],
-        }
+        comparisons = [{**plain(asdict(each)), "same": each.same} for each in self.comparisons]
+        return {**super().to_dict(), "ok": self.ok, "comparisons": comparisons}
 
-    def __str__(self) -> str:
+    def __rich__(self) -> Any:
         answer = "the same results in all ways, to rounding" if self.ok else "NOT the same results in all ways"
         devices = ", ".join(name.rpartition("device:")[2] for name in self.devices)
         title = f"{self.name}: {answer}; {self.rows} row(s) on {devices}"
-        ways = [" against ".join(comparison.ways) for comparison in self.comparisons]
-        width = max(map(len, ways), default=0)
-        lines = [f"{way:{width}}  {comparison}" for way, comparison in zip(ways, self.comparisons)]
-        notes = ["", *(f"* {finding}" for finding in self.findings)] if self.findings else []
-        few = ["", "One row does not tell whether rows depend on each other: verify more."] if self.rows == 1 else []
-        return "\n".join([title, "", *lines, *notes, *few])
+        ways = [[" against ".join(comparison.ways), str(comparison)] for comparison in self.comparisons]
+        notes = [f"* {finding}" for finding in self.findings]
+        few = ["One row does not tell whether rows depend on each other: verify more."] if self.rows == 1 else []
+        return page(title, table(["ways", "results"], ways, {"results"}), notes=[*notes, *few])
 
 
 def describe(difference: Difference) -> str:
