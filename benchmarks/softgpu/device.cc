@@ -228,14 +228,6 @@ struct Signal {
     std::lock_guard<std::mutex> lock(mutex);
     return ++asked;
   }
-  uint64_t Asked() {
-    std::lock_guard<std::mutex> lock(mutex);
-    return asked;
-  }
-  bool IsDone() {
-    std::lock_guard<std::mutex> lock(mutex);
-    return done >= asked;
-  }
   void Reach(uint64_t number) {
     std::lock_guard<std::mutex> lock(mutex);
     done = std::max(done, number);
@@ -269,19 +261,16 @@ struct SP_Stream_st {
   }
 
   void Push(std::function<void()> task) {
-    Enqueue([this, task = std::move(task)] {
-      task();
-      end_ = softgpu::Now();
-    });
+    std::lock_guard<std::mutex> lock(mutex_);
+    tasks_.push_back(std::move(task));
+    changed_.notify_all();
   }
 
-  // Time of kernels passes on the stream, behind what was enqueued before, when the GPU has it.
+  // Time of kernels passes on the stream, when the GPU has it.
   void Spend(double seconds) {
     if (seconds <= 0) return;
-    Enqueue([this, came = softgpu::Now(), seconds] {
-      const double begin = softgpu::TheWorld().engine(device, softgpu::kWithin).Take(std::max(came, end_), seconds);
-      end_ = begin + seconds;
-      softgpu::SleepUntil(end_);
+    Push([this, came = softgpu::Now(), seconds] {
+      softgpu::SleepUntil(softgpu::TheWorld().engine(device, softgpu::kWithin).Take(came, seconds) + seconds);
     });
   }
 
@@ -293,12 +282,6 @@ struct SP_Stream_st {
   const int device;
 
  private:
-  void Enqueue(std::function<void()> task) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    tasks_.push_back(std::move(task));
-    changed_.notify_all();
-  }
-
   void Run() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
@@ -319,7 +302,6 @@ struct SP_Stream_st {
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
   bool busy_ = false, ends_ = false;
-  double end_ = 0;  // of the last task, by the clock; of its own thread
   std::thread thread_;  // the last one: it uses the others
 };
 
@@ -452,18 +434,18 @@ void MakeExecutor(const SP_Platform*, SE_CreateStreamExecutorParams* params, TF_
   to->destroy_event = [](const SP_Device*, SP_Event event) { delete event; };
   to->get_event_status = [](const SP_Device*, SP_Event event) {
     std::lock_guard<std::mutex> lock(event->signal->mutex);
-    return event->signal->IsDone() ? SE_EVENT_COMPLETE : SE_EVENT_PENDING;
+    return event->signal->done >= event->signal->asked ? SE_EVENT_COMPLETE : SE_EVENT_PENDING;
   };
   to->record_event = [](const SP_Device*, SP_Stream stream, SP_Event event, TF_Status* status) {
     stream->Push([signal = event->signal, number = event->signal->Ask()] { signal->Reach(number); });
     Ok(status);
   };
   to->wait_for_event = [](const SP_Device*, SP_Stream stream, SP_Event event, TF_Status* status) {
-    stream->Push([signal = event->signal, number = event->signal->Asked()] { signal->WaitFor(number); });
+    stream->Push([signal = event->signal, number = event->signal->asked] { signal->WaitFor(number); });
     Ok(status);
   };
   to->block_host_for_event = [](const SP_Device*, SP_Event event, TF_Status* status) {
-    event->signal->WaitFor(event->signal->Asked());
+    event->signal->WaitFor(event->signal->asked);
     Ok(status);
   };
 

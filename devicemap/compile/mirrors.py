@@ -177,11 +177,9 @@ def _shared(original: Any, place: str, copy: Callable[[], Any]) -> Any:
 
 
 def _copy(variable: Any) -> Any:
-    """Without its value, which each call assigns, and without memory before the first one: a plan may be all that is asked."""
+    """Without its value, which each call assigns, but of its shape: gradients of loops ask for that at any moment."""
     try:
-        nothing = tf.zeros([size or 0 for size in variable.shape], variable.dtype)
-    except (TypeError, ValueError):  # no zeros of this dtype, or of an unknown number of axes
+        nothing = tf.zeros(variable.shape, variable.dtype)
+    except (TypeError, ValueError):  # no zeros of this dtype, or of an unknown shape
         nothing = variable.read_value()
-    copy = tf.Variable(nothing, trainable=False, dtype=variable.dtype, shape=variable.shape)
-    tf.raw_ops.AssignVariableOp(resource=copy.handle, value=tf.constant([], variable.dtype))
-    return copy
+    return tf.Variable(nothing, trainable=False, dtype=variable.dtype, shape=variable.shape)

@@ -76,7 +76,7 @@ def test_it_prints_what_was_measured_and_what_to_use(swept: BenchmarkResult) -> 
     assert text.startswith("_row over 23 rows, up to 3 CPUs, medians of 2 rounds\n\nmode ")
     assert text.endswith(f"\n\n{swept.recommendation}")
     assert swept.recommendation.startswith("Use ")
-    assert re.search(r"\ngraph  3 CPUs +4 +auto", text)
+    assert re.search(r"\ngraph +3 CPUs +4 +auto", text)
     assert "peak memory" not in text  # nothing is known for it
     assert f"TensorFlow {tf.__version__}, devicemap {devicemap.__version__}" in text
 

@@ -110,13 +110,6 @@ def test_memory_is_told() -> None:
         plan = devicemap.DeviceMap(tf.sin, devices=["GPU:1", "CPU:0"]).explain(too_many)
         assert [device.memory_limit_bytes for device in plan.devices] == [64 << 20, None]
         assert "the rows of GPU:1 may take" in plan.advice[0], plan.advice
-        with tf.device("CPU:0"):
-            weights = tf.Variable(tf.ones([64, 1 << 16]))
-        mapper = devicemap.DeviceMap(lambda row: tf.linalg.matvec(weights, row, transpose_a=True), devices="GPU")
-        assert mapper.explain(x).captured[0].size_bytes == 16 << 20
-        held = [tf.config.experimental.get_memory_info(gpu)["current"] for gpu in ("GPU:0", "GPU:1")]
-        assert max(held) < 1 << 16, held  # copies get theirs from the first call
-        np.testing.assert_allclose(mapper(x)[:, 0], tf.reduce_sum(x, 1), rtol=1e-4, atol=1e-4)
     """)
 
 
@@ -211,8 +204,7 @@ import devicemap
 def test_they_are_cut_into_logical_ones_with_memory_of_their_own() -> None:
     _run(
         """
-        from devicemap.base.devices import choose_devices
-from devicemap.base.devices import gpu_indices
+        from devicemap.base.devices import choose_devices, gpu_indices
         devices = devicemap.list_devices("GPU")
         assert [device.memory for device in devices] == [64 << 20, 16 << 20, 32 << 20]
         names = [device.description for device in devices]
