@@ -20,7 +20,8 @@ def holds_batches(dataset: Any) -> bool:
     name = type(dataset).__name__
     if not usable() or not hasattr(dataset, "_inputs") or _REMAKES.search(name):
         return False
-    if any(spec.shape.rank == 0 or spec.shape[0] is not None for spec in tf.nest.flatten(dataset.element_spec)):
+    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(dataset.element_spec)]
+    if any(shape is None or shape.rank == 0 or shape[0] is not None for shape in shapes):
         return False  # of one length, they may be sequences
     inputs = {id(each): each for each in dataset._inputs()}.values()
     return "Batch" in name or (bool(inputs) and all(map(holds_batches, inputs)))

@@ -171,15 +171,16 @@ def test_an_array_that_masks_nothing_goes_through() -> None:
 
 
 @pytest.mark.private("how datasets were made")
-@pytest.mark.parametrize("drop", [False, True])
-def test_batches_as_samples_are_warned_of(drop: bool) -> None:
-    batches = tf.data.Dataset.from_tensor_slices(X).batch(2, drop).map(tf.negative).prefetch(1)
+def test_batches_as_samples_are_warned_of() -> None:
+    batches = tf.data.Dataset.from_tensor_slices(X).batch(2).map(tf.negative).prefetch(1)
     with pytest.warns(
         UserWarning, match=r"^the dataset has batches \(TensorSpec\(.*: set batched=True for a fn of batches"
     ):
         devicemap.parallel_map(tf.reduce_sum, batches, **SEVERAL)
     for options, dataset in (({}, batches.unbatch()), ({"batched": True}, batches)):  # what it says
         np.testing.assert_array_equal(devicemap.parallel_map(tf.abs, dataset, **SEVERAL, **options), X)
+    for dataset in (batches.map(tf.reduce_sum), batches.unbatch().batch(2, drop_remainder=True)):  # numbers; sequences
+        devicemap.parallel_map(tf.negative, dataset, **SEVERAL)
 
 
 def test_a_part_of_an_infinite_dataset() -> None:
