@@ -366,11 +366,14 @@ def test_what_a_loop_keeps_for_its_gradient_stays_where_it_is() -> None:
             to, back = sent(call)
             assert to[0] == to[1] < 1.2 * (3 * shard + weight), to
             assert back[0] == back[1] < 1.2 * (2 * shard + weight), back
-            for gpu in ("GPU:0", "GPU:1"):
-                tf.config.experimental.reset_memory_stats(gpu)
-            call(rows)
-            peaks = [tf.config.experimental.get_memory_info(gpu)["peak"] for gpu in ("GPU:0", "GPU:1")]
-            assert max(peaks) < 1.1 * min(peaks), peaks
+            measured = []  # of several calls, as what is freed in time differs
+            for _ in range(5):
+                for gpu in ("GPU:0", "GPU:1"):
+                    tf.config.experimental.reset_memory_stats(gpu)
+                call(rows)
+                measured.append([tf.config.experimental.get_memory_info(gpu)["peak"] for gpu in ("GPU:0", "GPU:1")])
+            peaks = np.median(measured, 0)
+            assert peaks.max() < 1.1 * peaks.min(), measured
         """,
         TRAFFIC,
     )
