@@ -35,6 +35,7 @@ def is_uniform(parts: Sequence[Any]) -> bool:
 
 
 def of_uniform_rows(values: Any, first: Any, rows: Any) -> Any:
+    """So many rows of all `values`, as long as those of the ragged tensor `first` are."""
     dtype = first.row_splits.dtype
     length = tf.constant(first.shape[1], dtype)
     return tf.RaggedTensor.from_uniform_row_length(values, length, nrows=tf.cast(rows, dtype), validate=False)
