@@ -304,7 +304,7 @@ class DeviceMap:
         # with calls of its own: `report` and `progress` are about the user's
         over_devices = Calls(program, Nobody()).over
         return verify_rows(
-            program.fn, some, program.options, program.towers_for(some), over_devices, tolerance, program.name
+            program.fn, some, program.options, program.compiled_for(some), over_devices, tolerance, program.name
         )
 
     def explain(self, data_or_spec: Any) -> Plan:
@@ -326,9 +326,9 @@ class DeviceMap:
         """
         program = self._program
         asked = ask(data_or_spec, program.options)
-        towers = program.towers_for(asked)
+        compiled = program.compiled_for(asked)
         return explain_call(
-            asked, towers, program.options, program.fn, program.devices, program.output_device, program.name
+            asked, compiled, program.options, program.fn, program.devices, program.output_device, program.name
         )
 
     def __repr__(self) -> str:

@@ -52,8 +52,8 @@ def edges(graphs: list[Any]) -> list[Edge]:
     return found
 
 
-def between_towers(graphs: list[Any], host: str = "CPU:0") -> list[Edge]:
-    """Edges that join two towers: neither end is the device where rows are cut and results are gathered."""
+def between_devices(graphs: list[Any], host: str = "CPU:0") -> list[Edge]:
+    """Edges that join two devices: neither end is the device where rows are cut and results are gathered."""
     return [edge for edge in edges(graphs) if host not in (edge.sender, edge.receiver)]
 
 

@@ -30,15 +30,15 @@ _atomic = Private(
 UNCHAINED = {"_disable_acd": True}
 """`tf.function(experimental_attributes=UNCHAINED)`: no automatic control dependencies between the ops of the function.
 
-They would run one tower after another as soon as two of them hold a stateful op. The attribute's value is not public;
-the argument that takes it is. Order inside a tower is kept: each tower is a function of its own.
+They would run one device after another as soon as two of them hold a stateful op. The attribute's value is not public;
+the argument that takes it is. Order on a device is kept: each calls a function of its own.
 """
 
 
 UNCHAINED_UNIT = {**UNCHAINED, "_noinline": True}
 """The same for a function whose ops must run although nobody uses what they return.
 
-Inlined into a caller, such a function leaves behind one op that all towers have a control edge to, across devices.
+Inlined into a caller, such a function leaves behind one op that all devices have a control edge to, across devices.
 """
 
 

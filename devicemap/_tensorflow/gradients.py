@@ -77,7 +77,7 @@ def _bring_inputs(op: Any) -> None:
 def differentiate_freely(graph: Any) -> None:
     """Let the gradients of gathers in a function's graph, and in those that it calls, not ask for a device.
 
-    They ask for that of what was gathered from, by name. In the gradients of a function that several towers call it is one
+    They ask for that of what was gathered from, by name. In the gradients of a function that several devices call it is one
     name, and TensorFlow brings all of it to one device.
     """
     with _mending:

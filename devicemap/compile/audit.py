@@ -49,13 +49,13 @@ _ALIASES = frozenset("Identity IdentityN".split())
 
 
 class Treatment(Enum):
-    """How towers on several devices may share a captured resource."""
+    """How several devices may share a captured resource."""
 
     READ = "read only"
     STAYS = "read only, and where it is, as the option `in_place` says"
     ATOMIC = "updated atomically, in any order"
-    SEED = "a seed that each call advances: every tower gets its own"
-    ORDERED = "written in a way that depends on order: towers run one after another"
+    SEED = "a seed that each call advances: every device gets its own"
+    ORDERED = "written in a way that depends on order: devices run one after another"
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Layout:
         `apart`: it stays a function of its own where another one calls it.
 
         Returns:
-            `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`; `Towers.graph` says what they are.
+            `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`; `Compiled.graph` says what they are.
         """
         shards = len(traces)
         unit = apart or self._acts or (self._reads and not tells_callers())
@@ -60,13 +60,13 @@ class Layout:
                 after = _ops_of(results[-1]) if self.traced.audit.ordered and results else []
                 # Not where a condition decides: what a loop there reads has no gradient if it was made there.
                 handles = self._handles(i, values) if self.differentiable else None
-                tower = partial(self._tower, i, traces[i], shard, values, handles)
+                on_place = partial(self._run_on, i, traces[i], shard, values, handles)
                 if any_rows:
                     with tf.control_dependencies(after):
-                        results.append(tf.cond(sizes[i] > 0, tower, self.traced.no_rows))
+                        results.append(tf.cond(sizes[i] > 0, on_place, self.traced.no_rows))
                 else:
-                    results.append(tower(after))
-            acting = [op for tower in results for op in _ops_of(tower)]
+                    results.append(on_place(after))
+            acting = [op for part in results for op in _ops_of(part)]
             ends = [self._end(i, part) for i, part in enumerate(results)] if clocked and self._hides_ends else []
             with tf.device(self.output_device):
                 if any_rows:
@@ -138,7 +138,7 @@ class Layout:
         with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
             return self.mirrors.assign(place, values)
 
-    def _tower(
+    def _run_on(
         self,
         place: int,
         traced: Traced,

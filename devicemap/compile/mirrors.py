@@ -1,8 +1,8 @@
 """Captured variables and tensors -> their values on each device, brought there once per call.
 
-A traced function reads a captured variable where the variable lives, so every tower would fetch it again for each read,
-in a loop for each step. Instead each tower captures a copy on its own device, which the call assigns first. What a
-function writes is not copied, except for seeds that advance with each call: those must differ between towers.
+A traced function reads a captured variable where the variable lives, so every device would fetch it again for each read,
+in a loop for each step. Instead each device captures a copy of its own, which the call assigns first. What a
+function writes is not copied, except for seeds that advance with each call: those must differ between devices.
 
 A captured tensor never changes, so that each device gets it once for all calls; where gradients go through it, once per
 call. Whether a variable has changed since the last call cannot be told: TensorFlow counts no assignments, and whoever held
@@ -31,7 +31,7 @@ from devicemap.data.rows import home_of
 
 
 class Mirrors:
-    """What the tower on each place captures in place of the original variables.
+    """What each place captures in place of the original variables.
 
     A copy holds a value from the start of some call that is running. Two threads that call at once while the original
     changes may see either value, as they would without copies.
@@ -40,7 +40,7 @@ class Mirrors:
     def __init__(
         self, traced: Traced, places: Sequence[str], differentiable: bool, in_place: bool = False, shared: bool = True
     ):
-        """Where they are to be `differentiable`, gradients go from what the towers hold to the originals.
+        """Where they are to be `differentiable`, gradients go from what the places hold to the originals.
 
         `in_place`: variables that are read stay where they are. `shared`: whether their copies are those of other maps, too.
         """
@@ -80,7 +80,7 @@ class Mirrors:
 
         A loop that hands on some of them and copies on another device besides gets one device for all from TensorFlow, once
         it keeps intermediate results for its gradient. Then variables that are read stay where they are, too, and the seeds
-        of all towers are there.
+        of all places are there.
         """
         others = [
             handle.device
@@ -110,28 +110,28 @@ class Mirrors:
             self._draws = tf.random.Generator.from_seed(0)
 
     def values(self) -> dict[int, Any]:
-        """What the towers are to hold, read once where each original lives; seeds of all towers as `[places, 2]`."""
+        """What the places are to hold, read once where each original lives; seeds of all of them as `[places, 2]`."""
         found = {}
         for i, variable in self._read.items():
             with tf.device(variable.device):
                 found[i] = variable.read_value()
         for i, variable in self._seeds.items():
             with tf.device(variable.device):
-                found[i] = self._seeds_of_towers(variable)
+                found[i] = self._seeds_of_places(variable)
         return found
 
-    def assign(self, tower: int, values: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any], list[Any]]:
-        """Assign the copies of one tower, on the device of the moment.
+    def assign(self, place: int, values: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any], list[Any]]:
+        """Assign the copies of one place, on the device of the moment.
 
         Returns:
             Handles of the copies, and copies of tensors, by the index of the capture they replace; in a graph, those of the
-            values that gradients go to, and the ops that the tower has to wait for besides.
+            values that gradients go to, and the ops that the place has to wait for besides.
         """
-        handles, held, before = dict(self._kept[tower]), {}, []
+        handles, held, before = dict(self._kept[place]), {}, []
         if self._differentiable:
             handles |= {i: tf.identity(tensor) for i, tensor in self._tensors.items()}
-        for i, copy in self._copies[tower].items():
-            value = values[i][tower] if i in self._seeds else values[i]
+        for i, copy in self._copies[place].items():
+            value = values[i][place] if i in self._seeds else values[i]
             with tf.device(copy.device):
                 assigned = tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value)
                 handles[i] = copy.handle
@@ -142,12 +142,12 @@ class Mirrors:
                     held[i] = value
         return handles, held, before
 
-    def captures(self, tower: int) -> dict[int, Any]:
-        """One tower's copies as they are, by the index of the capture they replace: handles, and tensors."""
-        return self._kept[tower] | {i: copy.handle for i, copy in self._copies[tower].items()}
+    def captures(self, place: int) -> dict[int, Any]:
+        """One place's copies as they are, by the index of the capture they replace: handles, and tensors."""
+        return self._kept[place] | {i: copy.handle for i, copy in self._copies[place].items()}
 
-    def _seeds_of_towers(self, variable: Any) -> Any:
-        """Seeds `[places, 2]` that no other tower or call has, and the original moved on by one step."""
+    def _seeds_of_places(self, variable: Any) -> Any:
+        """Seeds `[places, 2]` that no other place or call has, and the original moved on by one step."""
         seed = variable.read_value()
         with tf.control_dependencies([seed]):
             step = tf.constant([0, 1], variable.dtype)

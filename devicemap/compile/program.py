@@ -18,9 +18,9 @@ from devicemap.base.devices import choose_devices, choose_output_device, gpu_ind
 from devicemap.base.interruption import Signals
 from devicemap.base.options import Options, check_options, check_progress
 from devicemap.base.structure import freeze
+from devicemap.compile.compiled import Compiled
 from devicemap.compile.invoke import attempt
 from devicemap.compile.seeds import Stream, row_seeds
-from devicemap.compile.towers import Towers
 from devicemap.compile.trace import Traced, trace
 from devicemap.data.join import UNEVEN_ROWS, check_inner_shapes
 from devicemap.data.rows import HOST, take_rows
@@ -30,8 +30,8 @@ from devicemap.types import Shard, short_name
 _AGAIN_SECONDS = 1.0
 """A call that took longer until it failed is not made again to find out where; nor does that take longer."""
 
-_TOWERS = "_devicemap_towers"
-"""The attribute of a graph that is being built that holds, for each program, the towers that belong to it."""
+_COMPILED = "_devicemap_compiled"
+"""The attribute of a graph that is being built that holds, for each program, what was compiled for it."""
 
 
 class Structured(Protocol):
@@ -51,9 +51,9 @@ class _Kind:
 
 
 class Program:
-    """Checked options, chosen devices, and a `Towers` per structure of data. Thread-safe.
+    """Checked options, chosen devices, and a `Compiled` per structure of data. Thread-safe.
 
-    Its towers do not refer to it, nor to `fn`.
+    What is compiled does not refer to it, nor to `fn`.
     """
 
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any]):
@@ -64,7 +64,7 @@ class Program:
         self.gpus = gpu_indices(self.devices)
         self.name = self.options.name or str(getattr(fn, "__name__", type(fn).__name__))
         self._lock = threading.RLock()
-        self._towers: dict[Any, Towers] = {}
+        self._compiled: dict[Any, Compiled] = {}
         self._kind = _Kind()
 
     def of(self, fn: Callable[..., Any], progress: Any) -> Program:
@@ -75,42 +75,43 @@ class Program:
             program.options = replace(self.options, progress=check_progress(progress))
         return program
 
-    def towers_for(self, data: Structured) -> Towers:
+    def compiled_for(self, data: Structured) -> Compiled:
         """What `fn` was traced to for data of this structure, dtypes and inner shapes."""
-        towers = self._towers.get(data.key)
-        if towers is None and not tf.executing_eagerly():
-            towers = self._towers_in_graph().get(data.key)
-        return towers or self._trace(data)
+        compiled = self._compiled.get(data.key)
+        if compiled is None and not tf.executing_eagerly():
+            compiled = self._compiled_in_graph().get(data.key)
+        return compiled or self._trace(data)
 
-    def _trace(self, data: Structured) -> Towers:
+    def _trace(self, data: Structured) -> Compiled:
         specs = data.specs
         key = freeze(specs)
         with self._lock, Signals():
-            towers = self._towers.get(key)
-            if towers is None:
+            compiled = self._compiled.get(key)
+            if compiled is None:
                 options = replace(self.options, devices=self.devices, progress=False)
-                towers = Towers(
+                compiled = Compiled(
                     places_on(self.devices),
                     self.output_device,
                     partial(_trace_again, _weakly(self.fn), specs, options),
                     self.name,
                     self.options.report,
                 )
-            known = self._towers
-            if towers.belongs_to_a_graph:  # fn closes over tensors of the user's tf.function
-                known = self._towers_in_graph()
-            known[key] = known[data.key] = towers
-            return towers
+            known = self._compiled
+            if compiled.belongs_to_a_graph:  # fn closes over tensors of the user's tf.function
+                known = self._compiled_in_graph()
+            known[key] = known[data.key] = compiled
+            return compiled
 
-    def _towers_in_graph(self) -> dict[Any, Towers]:
+    def _compiled_in_graph(self) -> dict[Any, Compiled]:
         """What `fn` was traced to in the graph that is being built, where it closes over tensors of that.
 
-        The graph keeps it, not the program: a table of weak graphs would hold them for good, since towers refer to theirs.
+        The graph keeps it, not the program: a table of weak graphs would hold them for good, since what is compiled in one
+        refers to it.
         """
         graph = tf.compat.v1.get_default_graph()
-        if not hasattr(graph, _TOWERS):
-            setattr(graph, _TOWERS, weakref.WeakKeyDictionary())
-        found: dict[Any, Towers] = getattr(graph, _TOWERS).setdefault(self._kind, {})
+        if not hasattr(graph, _COMPILED):
+            setattr(graph, _COMPILED, weakref.WeakKeyDictionary())
+        found: dict[Any, Compiled] = getattr(graph, _COMPILED).setdefault(self._kind, {})
         return found
 
     def seeded(self, leaves: tuple[Any, ...], first_row: int, rows: Any) -> tuple[Any, ...]:
@@ -121,22 +122,22 @@ class Program:
             return (*leaves, row_seeds(self.options.seed, first_row, rows))
 
     def located(
-        self, error: Exception, towers: Towers, leaves: Sequence[Any], shards: Sequence[Shard], seconds: float
+        self, error: Exception, compiled: Compiled, leaves: Sequence[Any], shards: Sequence[Shard], seconds: float
     ) -> tuple[BaseException, BaseException]:
         """The error for a graph that failed after so many `seconds`, and its cause.
 
-        TensorFlow does not tell which tower it was: it names the op in the function that all call, and beside it whichever
+        TensorFlow does not tell which device it was: it names the op in the function that all call, and beside it whichever
         ops waited. So the shards run once more, each for itself, until one fails; unless that would write a variable again,
         or take long.
         """
-        if len(shards) > 1 and not towers.traced.audit.writes and seconds < _AGAIN_SECONDS:
+        if len(shards) > 1 and not compiled.traced.audit.writes and seconds < _AGAIN_SECONDS:
 
             def attempt_on(shard: Shard) -> Any:
                 rows = [take_rows(leaf, shard.start, shard.stop) for leaf in leaves]
-                return functions[shard.device](*towers.flat(rows))
+                return functions[shard.device](*compiled.flat(rows))
 
             cancellation = Cancellation()
-            functions = towers.functions(cancellation)
+            functions = compiled.functions(cancellation)
             outcomes = attempt([partial(attempt_on, shard) for shard in shards], cancellation, _AGAIN_SECONDS)
             for shard, outcome in zip(shards, outcomes):
                 if outcome is not None and outcome[1] is not None:
@@ -167,7 +168,7 @@ class Program:
 
 
 def _weakly(fn: Callable[..., Any]) -> Callable[[], Any]:
-    """What gives `fn` as long as it lives, as it does in each call: towers are not to keep it."""
+    """What gives `fn` as long as it lives, as it does in each call: what is compiled is not to keep it."""
     try:
         return weakref.WeakMethod(fn) if inspect.ismethod(fn) else weakref.ref(fn)
     except TypeError:  # an object of a class with __slots__, perhaps

@@ -138,7 +138,7 @@ def _variants(loops: list[RowLoop], *about: Any) -> Traced:
 
 
 def _traced(loop: RowLoop, specs: list[Any], structure: Any, steady: bool, in_place: Sequence[Any]) -> Traced:
-    """The loop, fit to be called by many towers, and what is known of it."""
+    """The loop, fit to be called on many devices, and what is known of it."""
     concrete = loop.concrete
     differentiate_freely(concrete.graph)
     complete_handle_data(concrete.graph)

@@ -1,6 +1,6 @@
 """How rows travel from the user's data to the devices and back, in one of two ways.
 
-    one graph   rows ── shards ──> a tower per place, in one tf.function ──> gathered rows
+    one graph   rows ── shards ──> a call per device, in one tf.function ──> gathered rows
     chunks      source ── take ──> a chunk ──> the first idle device's function ──> groups, in order ── join ──> rows
 
 In-memory data goes through one graph that holds all of it: lowest cost per call, differentiable. Datasets, and data with a
@@ -22,10 +22,10 @@ import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation
 from devicemap._tensorflow.gradients import have_tangents, tape_is_recording
+from devicemap.compile.compiled import Compiled
 from devicemap.compile.gather import check_row_counts, with_row_counts_checked, with_static_rows
 from devicemap.compile.layout import sizes_in_graph
 from devicemap.compile.program import Program
-from devicemap.compile.towers import Towers
 from devicemap.data.chunks import Chunk, InMemory, Source
 from devicemap.data.datasets import from_dataset
 from devicemap.data.join import join
@@ -35,11 +35,11 @@ from devicemap.run.capacity import first_paces, in_flight
 from devicemap.run.dispatch import Rules
 from devicemap.run.reorder import Group
 from devicemap.run.schedule import Pace, reorder_window
-from devicemap.run.workers import Lane, run_chunks
+from devicemap.run.workers import Runner, run_chunks
 from devicemap.types import DeviceLost, Event, Shard, short_name
 
-_paces: WeakKeyDictionary[Towers, dict[str, Pace]] = WeakKeyDictionary()
-"""What is known of the devices of each: `parallel_map` makes calls anew, of towers that are remembered."""
+_paces: WeakKeyDictionary[Compiled, dict[str, Pace]] = WeakKeyDictionary()
+"""What is known of the devices of each: `parallel_map` makes calls anew, of programs that are remembered."""
 
 
 class Timed(Protocol):
@@ -96,36 +96,36 @@ class Calls:
 
     def in_one_graph(self, rows: Rows) -> Any:
         """In-memory data, in eager code: one graph takes it to the devices and back."""
-        towers = self.program.towers_for(rows)
+        compiled = self.program.compiled_for(rows)
         if not rows.count:
-            with self._observed(towers, ()):
-                return towers.pack(towers.traced.no_rows())
-        gradients = towers.order_of_gradients(rows.leaves)
-        shards, sizes = towers.shards(rows.count)
+            with self._observed(compiled, ()):
+                return compiled.pack(compiled.traced.no_rows())
+        gradients = compiled.order_of_gradients(rows.leaves)
+        shards, sizes = compiled.shards(rows.count)
         arguments = (sizes, *self.program.seeded(rows.leaves, 0, rows.count))
-        if gradients and have_tangents([*towers.flat(rows.leaves), *towers.traced.concrete.captured_inputs]):
+        if gradients and have_tangents([*compiled.flat(rows.leaves), *compiled.traced.concrete.captured_inputs]):
             raise DataError(
                 "a tf.autodiff.ForwardAccumulator follows the data or a variable of fn, and TensorArray, which gathers the "
                 "rows, has no forward mode; use a tf.GradientTape"
             )
-        graph = towers.graph(len(shards), gradients)
-        with self._observed(towers, shards) as call:
+        graph = compiled.graph(len(shards), gradients)
+        with self._observed(compiled, shards) as call:
             began = time.perf_counter()
             try:
-                with towers.drawing_alone():
+                with compiled.drawing_alone():
                     if gradients:
-                        results, returned, arrivals = towers.run_taped(graph, arguments, rows.count, gradients)
+                        results, returned, arrivals = compiled.run_taped(graph, arguments, rows.count, gradients)
                     else:
-                        results, returned, arrivals = towers.run(graph, arguments, rows.count)
+                        results, returned, arrivals = compiled.run(graph, arguments, rows.count)
                 if call is not None:
                     call.arrivals = arrivals
             except tf.errors.OpError as error:  # what a running graph raises; signal handlers raise other errors
                 seconds = time.perf_counter() - began
-                located, cause = self.program.located(error, towers, arguments[1:], shards, seconds)
+                located, cause = self.program.located(error, compiled, arguments[1:], shards, seconds)
                 raise located from cause
             if self._options.batched:
                 check_row_counts(results, returned, shards)
-        return towers.pack(results)
+        return compiled.pack(results)
 
     def inside_function(self, rows: Rows) -> Any:
         """In-memory data, inside the user's own `tf.function`: the same graph becomes a part of it."""
@@ -134,39 +134,39 @@ class Calls:
                 f"batch_size={self._options.batch_size} inside a tf.function: chunks are handed out in eager code. Map "
                 "outside of the tf.function, or leave batch_size out"
             )
-        towers = self.program.towers_for(rows)
+        compiled = self.program.compiled_for(rows)
         if rows.count == 0:
-            return towers.pack(towers.traced.no_rows())
-        places = len(towers.places) if rows.count is None else len(towers.shards(rows.count)[0])
+            return compiled.pack(compiled.traced.no_rows())
+        places = len(compiled.places) if rows.count is None else len(compiled.shards(rows.count)[0])
         one_row = rows.count is not None and rows.count < 2 * places
-        graph = towers.graph(places, 2, any_rows=rows.count is None, inlined=True, one_row=one_row)
+        graph = compiled.graph(places, 2, any_rows=rows.count is None, inlined=True, one_row=one_row)
         with tf.device(HOST):  # else all that comes and goes would go by the first device
             count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
-            sizes = sizes_in_graph(count, places) if rows.count is None else towers.shards(rows.count)[1]
+            sizes = sizes_in_graph(count, places) if rows.count is None else compiled.shards(rows.count)[1]
             results, returned, _ = graph(sizes, *self.program.seeded(rows.leaves, 0, count))
             if self._options.batched:
                 results = with_row_counts_checked(results, returned, sizes)
-            return towers.pack([with_static_rows(leaf, rows.count) for leaf in results])
+            return compiled.pack([with_static_rows(leaf, rows.count) for leaf in results])
 
     def in_chunks(self, data: Any) -> Any:
         """Rows or a dataset, in eager code: each chunk goes to the first idle device, the results are joined in order."""
         source = self.source(data, "mapped")
-        towers = self.program.towers_for(source)
-        parts = [results for group in self.groups(source, towers, Rules()) for results in group.results]
+        compiled = self.program.compiled_for(source)
+        parts = [results for group in self.groups(source, compiled, Rules()) for results in group.results]
         if not parts:
-            return towers.pack(towers.traced.no_rows())
-        return self._join(towers, parts)
+            return compiled.pack(compiled.traced.no_rows())
+        return self._join(compiled, parts)
 
     def stream(self, data: Any) -> Iterator[Any]:
         """The same as chunks come, with bounded memory."""
         source = self.source(data, "streamed", endless=True)
-        towers = self.program.towers_for(source)
-        window = reorder_window(sum(in_flight(towers, self._options.prefetch).values()))
+        compiled = self.program.compiled_for(source)
+        window = reorder_window(sum(in_flight(compiled, self._options.prefetch).values()))
         rules = Rules(window=window, deterministic=self._options.deterministic)
 
         def chunks() -> Iterator[Any]:
-            for group in self.groups(source, towers, rules):
-                chunk = self._join(towers, group.results)
+            for group in self.groups(source, compiled, rules):
+                chunk = self._join(compiled, group.results)
                 yield chunk if self._options.deterministic else (group.start, chunk)
 
         return chunks()
@@ -174,8 +174,8 @@ class Calls:
     def shape_of_stream(self, data: Any) -> tuple[Any, int | None]:
         """What `stream` yields, as a nest of `tf.TypeSpec`s (objects as nodes), and how many of them, where that is known."""
         source = self.source(data, "streamed", endless=True)
-        towers = self.program.towers_for(source)
-        spec = towers.traced.nest_of_specs
+        compiled = self.program.compiled_for(source)
+        spec = compiled.traced.nest_of_specs
         count = None
         if source.rows is not None and source.batch_size is not None:
             count = -(-source.rows // source.batch_size)
@@ -202,29 +202,29 @@ class Calls:
             )
         return from_dataset(data, self._options)
 
-    def _join(self, towers: Towers, parts: list[list[Any]]) -> Any:
+    def _join(self, compiled: Compiled, parts: list[list[Any]]) -> Any:
         with tf.device(self.program.output_device):
-            return towers.pack([join(leaves) for leaves in zip(*parts)])
+            return compiled.pack([join(leaves) for leaves in zip(*parts)])
 
-    def _observed(self, towers: Towers, shards: Sequence[Shard]) -> AbstractContextManager[Timed | None]:
-        return self._observers.of_graph(shards, towers.traced.audit.ordered, towers.take_traces)
+    def _observed(self, compiled: Compiled, shards: Sequence[Shard]) -> AbstractContextManager[Timed | None]:
+        return self._observers.of_graph(shards, compiled.traced.audit.ordered, compiled.take_traces)
 
     def groups(
-        self, source: Source, towers: Towers, rules: Rules, keep: Callable[[Chunk, list[Any]], None] | None = None
+        self, source: Source, compiled: Compiled, rules: Rules, keep: Callable[[Chunk, list[Any]], None] | None = None
     ) -> Iterator[Group]:
         """The results of all chunks; where something `keep`s them, groups without results."""
         cancellation = Cancellation()
-        functions = towers.functions(cancellation)
-        paces = _paces.setdefault(towers, {})
+        functions = compiled.functions(cancellation)
+        paces = _paces.setdefault(compiled, {})
         if not paces:
-            paces |= first_paces(towers.traced, towers.devices)
-        lanes = [
-            Lane(device, partial(self._run_chunk, towers, functions[device], device, keep), at_once)
-            for device, at_once in in_flight(towers, self._options.prefetch).items()
+            paces |= first_paces(compiled.traced, compiled.devices)
+        runners = [
+            Runner(device, partial(self._run_chunk, compiled, functions[device], device, keep), at_once)
+            for device, at_once in in_flight(compiled, self._options.prefetch).items()
         ]
         lost: list[DeviceLost] = []
         try:
-            with self._observers.of_chunks(towers.take_traces) as observe:
+            with self._observers.of_chunks(compiled.take_traces) as observe:
 
                 def tell(event: Event) -> None:
                     if isinstance(event, DeviceLost):
@@ -238,7 +238,7 @@ class Calls:
                     describe=self.program.failed,
                     cancel=cancellation.cancel,
                 )
-                yield from run_chunks(source, lanes, rules, paces)
+                yield from run_chunks(source, runners, rules, paces)
         finally:
             # Here, and not where it happened: a warning in a worker's thread comes from no line of the user's.
             for event in lost:
@@ -250,14 +250,14 @@ class Calls:
 
     def _run_chunk(
         self,
-        towers: Towers,
+        compiled: Compiled,
         function: Callable[..., Any],
         device: str,
         keep: Callable[[Chunk, list[Any]], None] | None,
         chunk: Chunk,
     ) -> list[Any] | None:
         leaves = self.program.seeded(chunk.leaves, chunk.start, chunk.count)
-        results: list[Any] = function(*towers.flat(leaves))
+        results: list[Any] = function(*compiled.flat(leaves))
         if self._options.batched:
             check_row_counts(results, [], [chunk.on(device)])
         return results if keep is None else keep(chunk, results)

@@ -10,24 +10,24 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from devicemap.base.devices import kind_of, list_devices
+from devicemap.compile.compiled import Compiled
 from devicemap.compile.cost.memory import memory_bytes_per_row
 from devicemap.compile.cost.walk import row_size
-from devicemap.compile.towers import Towers
 from devicemap.compile.trace import Traced
 from devicemap.run.schedule import Pace, chunks_in_flight
 
 
-def in_flight(towers: Towers, prefetch: int | None) -> dict[str, int]:
+def in_flight(compiled: Compiled, prefetch: int | None) -> dict[str, int]:
     """How many chunks may be under way on each device; one in all where `fn` depends on their order."""
-    audit = towers.traced.audit
+    audit = compiled.traced.audit
     if audit.ordered:
-        return {towers.places[0]: 1}
+        return {compiled.places[0]: 1}
     # Two at once on a device would draw from one seed; each call of Python holds a thread.
     if audit.advances_seed or audit.python:
-        return dict.fromkeys(towers.places, 1)
+        return dict.fromkeys(compiled.places, 1)
     return {
-        device: max(prefetch or chunks_in_flight(kind_of(device)), towers.places.count(device))
-        for device in towers.devices
+        device: max(prefetch or chunks_in_flight(kind_of(device)), compiled.places.count(device))
+        for device in compiled.devices
     }
 
 

@@ -34,7 +34,7 @@ _FAREWELL_SECONDS = 0.8
 
 
 @dataclass(frozen=True)
-class Lane:
+class Runner:
     """One device's side of a call."""
 
     device: str
@@ -48,12 +48,12 @@ class Lane:
 
 
 def run_chunks(
-    source: Source, lanes: Sequence[Lane], rules: Rules, paces: dict[str, Pace] | None = None
+    source: Source, runners: Sequence[Runner], rules: Rules, paces: dict[str, Pace] | None = None
 ) -> Iterator[Group]:
     """Compute all chunks of `source`; `paces` is what is known of the devices, and learns what is seen."""
-    devices = tuple(lane.device for lane in lanes)
+    devices = tuple(runner.device for runner in runners)
     dispatch = Dispatch(source, devices, rules, paces or {})
-    crew = _Crew(dispatch, lanes, rules.observe)
+    crew = _Crew(dispatch, runners, rules.observe)
     error: BaseException | None = None
     try:
         crew.tell(CallStarted, rows=source.rows, devices=devices)
@@ -76,14 +76,14 @@ def run_chunks(
 class _Crew:
     """The workers of a call, a thread for each chunk that may be under way, and what they tell the observer."""
 
-    def __init__(self, dispatch: Dispatch, lanes: Sequence[Lane], observe: Callable[[Event], None]):
+    def __init__(self, dispatch: Dispatch, runners: Sequence[Runner], observe: Callable[[Event], None]):
         self._dispatch = dispatch
         self._observe = observe
         self._telling = threading.RLock()
         self._threads = [
-            threading.Thread(target=self._work, args=(lane,), name=f"devicemap worker {lane.device}", daemon=True)
-            for lane in lanes
-            for _ in range(lane.in_flight)
+            threading.Thread(target=self._work, args=(runner,), name=f"devicemap worker {runner.device}", daemon=True)
+            for runner in runners
+            for _ in range(runner.in_flight)
         ]
 
     def start(self) -> None:
@@ -115,25 +115,25 @@ class _Crew:
         with self._telling:
             self._observe(CallFinished(self._dispatch.now(), error))
 
-    def _work(self, lane: Lane) -> None:
+    def _work(self, runner: Runner) -> None:
         """A worker's life: take the next chunk, run it, hand in the result."""
         try:
-            while (taken := self._dispatch.take(lane.device)) is not None:
-                self._run(lane, *taken)
+            while (taken := self._dispatch.take(runner.device)) is not None:
+                self._run(runner, *taken)
         except BaseException as error:  # of the input, of cutting, of describing an error: nobody may wait for it
             self._dispatch.end_with(error)
 
-    def _run(self, lane: Lane, task: Task, waited_seconds: float) -> None:
-        shard, started = task.chunk.on(lane.device), self._dispatch.now()
+    def _run(self, runner: Runner, task: Task, waited_seconds: float) -> None:
+        shard, started = task.chunk.on(runner.device), self._dispatch.now()
         if task.again:
             self.tell(ChunkRetried, shard=shard, attempt=len(task.tried) + 1)
         self.tell(ChunkStarted, shard=shard, waited_seconds=waited_seconds)
         try:
-            result = lane.run(task.chunk)
+            result = runner.run(task.chunk)
         except BaseException as error:  # remedied, or raised again by the consumer
             self.tell(ChunkFailed, shard=shard, started_seconds=started, error=error)
             if self._dispatch.fail(task, shard, error):
-                self.tell(DeviceLost, device=lane.device, error=error)
+                self.tell(DeviceLost, device=runner.device, error=error)
         else:
             self.tell(ChunkFinished, shard=shard, started_seconds=started)
             self._dispatch.finish(task, shard, started, result)

@@ -25,10 +25,10 @@ def write(calls: Calls, data: Any, directory: str | os.PathLike[str]) -> None:
     rows = as_rows(data) if in_memory else data
     source = calls.source(rows, "written")
     program = calls.program
-    towers = program.towers_for(source)
+    compiled = program.compiled_for(source)
     chunk_rows = source.rows_of_first_batch() if isinstance(source, Elements) else None
     header = describe_call(
-        towers.traced.nest_of_specs, source.specs, program.options, source.rows, chunk_rows, program.name
+        compiled.traced.nest_of_specs, source.specs, program.options, source.rows, chunk_rows, program.name
     )
     with Signals(), open_journal(directory, header) as journal:  # a TimeoutError is an OSError: the disk's, it seems
         if in_memory:
@@ -39,6 +39,6 @@ def write(calls: Calls, data: Any, directory: str | os.PathLike[str]) -> None:
             stop = chunk.start + chunk.count
             journal.append(chunk.start, stop, encode_leaves(results), digest_rows(chunk.leaves))
 
-        for _ in calls.groups(missing, towers, Rules(), keep):
+        for _ in calls.groups(missing, compiled, Rules(), keep):
             pass
         journal.finish(missing.rows_read)

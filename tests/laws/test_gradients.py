@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from graphs import between_towers, edges, ops_on, partitions, placements
+from graphs import between_devices, edges, ops_on, partitions, placements
 
 import devicemap
 
@@ -306,7 +306,7 @@ def test_backward_work_runs_where_the_forward_work_ran(name: str, place: str) ->
         return tape.gradient(loss, [rows, weights])
 
     graphs = partitions(gradients if place == "eager" else tf.function(gradients))
-    assert between_towers(graphs) == []
+    assert between_devices(graphs) == []
     assert not [edge for edge in edges(graphs) if edge.control]
     counts = {device: sum(ops.values()) for device, ops in ops_on(graphs).items()}
     assert counts["CPU:1"] == counts["CPU:2"] == counts["CPU:3"]
@@ -391,7 +391,7 @@ def test_tapes_of_all_kinds_take_turns(devices: list[str]) -> None:
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "loop" in name])
 def test_what_a_loop_leaves_for_its_gradient_stays_on_its_device(name: str) -> None:
     make, options = FUNCTIONS[name]
-    mapper = devicemap.DeviceMap(make(tf.Variable(tf.eye(3))), devices=["CPU:1", "CPU:2"], name="tower", **options)
+    mapper = devicemap.DeviceMap(make(tf.Variable(tf.eye(3))), devices=["CPU:1", "CPU:2"], name="worker", **options)
 
     def gradient() -> Any:
         with tf.GradientTape() as tape:
@@ -400,11 +400,13 @@ def test_what_a_loop_leaves_for_its_gradient_stays_on_its_device(name: str) -> N
         return tape.gradient(loss, X)
 
     graphs = partitions(gradient)
-    ends = [node for graph in graphs for node in graph.node if node.op in ("_Arg", "_Retval") and "tower_" in node.name]
+    ends = [
+        node for graph in graphs for node in graph.node if node.op in ("_Arg", "_Retval") and "worker_" in node.name
+    ]
     lists = [node for node in ends if node.attr["T"].type == tf.variant.as_datatype_enum]
     assert {node.op for node in lists} == {"_Arg", "_Retval"}
     for node in lists:
-        assert node.device[-5:] == ("CPU:1" if "tower_0" in node.name else "CPU:2")
+        assert node.device[-5:] == ("CPU:1" if "worker_0" in node.name else "CPU:2")
 
 
 @pytest.mark.parametrize("place", ["eager", "tape inside tf.function", "tape outside tf.function"])

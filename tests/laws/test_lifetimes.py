@@ -169,11 +169,11 @@ def test_memory_is_bounded() -> None:
     options = {"devices": ["CPU:0"], "progress": False}
     memory = Memory(2)
     first, second, third = (memory.program_of(fn, options) for fn in functions)
-    assert memory.program_of(functions[2], options)._towers is third._towers
-    assert memory.program_of(functions[1], options)._towers is second._towers
-    assert memory.program_of(functions[0], options)._towers is not first._towers  # the oldest of three
-    assert memory.program_of(functions[1], options)._towers is second._towers
-    assert memory.program_of(functions[2], options)._towers is not third._towers
+    assert memory.program_of(functions[2], options)._compiled is third._compiled
+    assert memory.program_of(functions[1], options)._compiled is second._compiled
+    assert memory.program_of(functions[0], options)._compiled is not first._compiled  # the oldest of three
+    assert memory.program_of(functions[1], options)._compiled is second._compiled
+    assert memory.program_of(functions[2], options)._compiled is not third._compiled
 
 
 def test_dropped_functions_do_not_crowd_out_living_ones() -> None:
@@ -183,7 +183,7 @@ def test_dropped_functions_do_not_crowd_out_living_ones() -> None:
     program = memory.program_of(kept.step, options)
     for i in range(5):
         memory.program_of(lambda row, i=i: row + i, options)
-    assert memory.program_of(kept.step, options)._towers is program._towers
+    assert memory.program_of(kept.step, options)._compiled is program._compiled
 
 
 def _iterated(dataset: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Law 2 on the graph that really ran: no edge joins two towers, whatever fn holds; and what fn does still happens."""
+"""Law 2 on the graph that really ran: no edge joins two devices, whatever fn holds; and what fn does still happens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from graphs import between_towers, edges, partitions, placements
+from graphs import between_devices, edges, partitions, placements
 
 import devicemap
 
-TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
+WORKERS = ["CPU:1", "CPU:2", "CPU:3"]
 X = tf.reshape(tf.range(21, dtype=tf.float32), [7, 3])
 _inner = tf.function(lambda row: tf.random.normal([3]) + row)
 
@@ -48,9 +48,9 @@ BATCHED = [False, True]
 @pytest.mark.parametrize("batched", BATCHED)
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: getattr(fn, "__name__", "function"))
 @pytest.mark.parametrize("caller", ["eager", "tf.function", "tape"])
-def test_no_edge_joins_two_towers(fn: Any, batched: bool, caller: str) -> None:
+def test_no_edge_joins_two_devices(fn: Any, batched: bool, caller: str) -> None:
     rows = (lambda batch: tf.map_fn(fn, batch)) if batched else fn
-    mapper = devicemap.DeviceMap(rows, devices=TOWERS, batched=batched)
+    mapper = devicemap.DeviceMap(rows, devices=WORKERS, batched=batched)
 
     def taped(x: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -58,31 +58,31 @@ def test_no_edge_joins_two_towers(fn: Any, batched: bool, caller: str) -> None:
             return mapper(x)
 
     graphs = partitions({"eager": mapper, "tf.function": tf.function(lambda x: mapper(x)), "tape": taped}[caller], X)
-    assert between_towers(graphs) == []
+    assert between_devices(graphs) == []
     assert not [edge for edge in edges(graphs) if edge.control and edge.receiver == "CPU:0"]
 
 
 def test_two_maps_in_one_function_stay_apart() -> None:
-    mapper = devicemap.DeviceMap(_everything, devices=TOWERS)
+    mapper = devicemap.DeviceMap(_everything, devices=WORKERS)
     graphs = partitions(tf.function(lambda x: mapper(mapper(x) * 0)), X)
-    assert between_towers(graphs) == []
+    assert between_devices(graphs) == []
 
 
 def test_work_is_where_it_belongs() -> None:
     mapper = devicemap.DeviceMap(
-        lambda b: tf.linalg.matmul(b, b, transpose_b=True)[:, :1], devices=TOWERS, batched=True
+        lambda b: tf.linalg.matmul(b, b, transpose_b=True)[:, :1], devices=WORKERS, batched=True
     )
     graphs = partitions(mapper, X)
     assert placements(graphs, "MatMul") == {"CPU:1": 1, "CPU:2": 1, "CPU:3": 1}
-    # a shard in and a result out for each tower, nothing else
+    # a shard in and a result out for each device, nothing else
     assert sorted((e.sender, e.receiver) for e in edges(graphs)) == sorted(
-        pair for tower in TOWERS for pair in (("CPU:0", tower), (tower, "CPU:0"))
+        pair for worker in WORKERS for pair in (("CPU:0", worker), (worker, "CPU:0"))
     )
 
 
-def test_ops_colocated_with_their_input_stay_on_the_tower() -> None:
-    graphs = partitions(devicemap.DeviceMap(_asserting, devices=TOWERS), X)
-    assert set(placements(graphs, "CheckNumerics")) == set(TOWERS)
+def test_ops_colocated_with_their_input_stay_on_the_device() -> None:
+    graphs = partitions(devicemap.DeviceMap(_asserting, devices=WORKERS), X)
+    assert set(placements(graphs, "CheckNumerics")) == set(WORKERS)
 
 
 def test_effects_happen_once_per_row() -> None:
@@ -94,7 +94,7 @@ def test_effects_happen_once_per_row() -> None:
         count.assign_add(1)
         return row
 
-    mapper = devicemap.DeviceMap(note, devices=TOWERS)
+    mapper = devicemap.DeviceMap(note, devices=WORKERS)
     np.testing.assert_array_equal(mapper(X), X)
     assert sorted(seen) == X[:, 0].numpy().tolist()
     tf.function(lambda x: mapper(x))(X[:2])
@@ -109,7 +109,7 @@ def test_effects_happen_when_nobody_uses_the_result() -> None:
         count.assign_add(1)
         return row
 
-    mapper = devicemap.DeviceMap(note, devices=TOWERS)
+    mapper = devicemap.DeviceMap(note, devices=WORKERS)
 
     @tf.function
     def ignore(x: Any) -> Any:
@@ -125,5 +125,5 @@ def test_prints_come_out(capfd: pytest.CaptureFixture[str]) -> None:
         tf.print("rows:", tf.shape(batch)[0])
         return batch
 
-    devicemap.parallel_map(fn, X, devices=TOWERS, batched=True)
+    devicemap.parallel_map(fn, X, devices=WORKERS, batched=True)
     assert sorted(capfd.readouterr().err.split()) == sorted(["rows:", "rows:", "rows:", "3", "2", "2"])

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from graphs import between_towers, partitions
+from graphs import between_devices, partitions
 
 import devicemap
 
-TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
+WORKERS = ["CPU:1", "CPU:2", "CPU:3"]
 X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])
 
 
@@ -27,14 +27,14 @@ def _distinct(rows: Any) -> int:
 
 def test_dropout_draws_another_mask_for_each_device_chunk_and_call() -> None:
     dropout = tf.keras.layers.Dropout(0.5)
-    mapper = devicemap.DeviceMap(lambda b: dropout(b, training=True), devices=TOWERS, batched=True)
+    mapper = devicemap.DeviceMap(lambda b: dropout(b, training=True), devices=WORKERS, batched=True)
     ones = tf.ones([9, 256])
     inside = tf.function(lambda x: mapper(x))
     masks = [mapper(ones), mapper(ones), mapper(ones[:2]), mapper(_samples(ones).batch(2)), inside(ones), inside(ones)]
     assert _distinct(np.concatenate(masks)) == 9 * 5 + 2
 
-    mapper = devicemap.DeviceMap(lambda b: dropout(b, training=True), devices=TOWERS, batched=True)
-    assert between_towers(partitions(mapper, ones)) == []
+    mapper = devicemap.DeviceMap(lambda b: dropout(b, training=True), devices=WORKERS, batched=True)
+    assert between_devices(partitions(mapper, ones)) == []
 
 
 @pytest.mark.parametrize("batch_size", [None, 1])
@@ -58,7 +58,7 @@ def test_random_ops_never_repeat_a_stream(seeded: bool, options: dict[str, Any])
     def draw(row: Any) -> Any:
         return 0 * row + tf.random.normal(tf.shape(row)) + tf.random.uniform(tf.shape(row), seed=5)
 
-    mapper = devicemap.DeviceMap(draw, devices=TOWERS, **options)
+    mapper = devicemap.DeviceMap(draw, devices=WORKERS, **options)
     chunks = _samples().batch(3) if options.get("batched") else _samples()
     draws = [mapper(X), mapper(X), mapper(X[:2]), mapper(X[:1]), mapper(chunks), mapper(chunks)]
     assert _distinct(np.concatenate(draws)) == 20 + 20 + 2 + 1 + 20 + 20
@@ -72,7 +72,7 @@ def test_random_ops_in_inner_functions_never_repeat_a_stream(depth: int, options
     inner = tf.function(lambda row: row + tf.random.normal([3], seed=3))
     looping = tf.function(lambda row: tf.map_fn(lambda number: inner(number)[0], row))
     fn = (inner, lambda row: inner(row) + 1.0, lambda row: looping(row))[depth]
-    mapper = devicemap.DeviceMap(fn, devices=TOWERS, **options)
+    mapper = devicemap.DeviceMap(fn, devices=WORKERS, **options)
     assert _distinct(np.concatenate([mapper(X), mapper(X), mapper(X[:2])])) == 20 + 20 + 2
     if not options.get("batch_size"):
         with tf.GradientTape() as tape:
@@ -102,7 +102,7 @@ OF_OTHER_MODULES = {
 @pytest.mark.parametrize("name", OF_OTHER_MODULES)
 def test_samplers_never_repeat_a_stream(name: str, options: dict[str, Any]) -> None:
     tf.random.set_seed(1)
-    mapper = devicemap.DeviceMap(OF_OTHER_MODULES[name], devices=TOWERS, **options)
+    mapper = devicemap.DeviceMap(OF_OTHER_MODULES[name], devices=WORKERS, **options)
     x = tf.ones([20, 3])
     assert _distinct(np.concatenate([mapper(x), mapper(x), mapper(x[:2])])) == 20 + 20 + 2
 
@@ -115,7 +115,7 @@ def test_random_ops_never_repeat_a_stream_in_other_calls_and_maps() -> None:
     def draw(row: Any) -> Any:
         return 0.0 * row + tf.random.normal([3])
 
-    mapper = devicemap.DeviceMap(draw, devices=TOWERS)
+    mapper = devicemap.DeviceMap(draw, devices=WORKERS)
     followed = tf.Variable(X)
     draws = [mapper(X)]
     for _ in range(2):
@@ -124,7 +124,7 @@ def test_random_ops_never_repeat_a_stream_in_other_calls_and_maps() -> None:
         np.testing.assert_array_equal(tape.gradient(draws[-1], followed), tf.zeros_like(X))
     twice = tf.function(lambda x: (mapper(x), mapper(x)))
     draws += [mapper(X), *twice(X), *twice(X), tf.function(lambda x: mapper(x) + 0.0)(X)]
-    draws += [mapper(tf.zeros([4, 5, 3])), devicemap.DeviceMap(draw, devices=TOWERS, batch_size=5)(X)]
+    draws += [mapper(tf.zeros([4, 5, 3])), devicemap.DeviceMap(draw, devices=WORKERS, batch_size=5)(X)]
     draws += [devicemap.DeviceMap(draw, devices=["CPU:1"])(X) for _ in range(2)]
     numbers = np.concatenate([np.unique(each) for each in draws])
     assert len(numbers) == 12 * X.shape[0] * 3 + 4 * 3  # rows of [5, 3] repeat what they drew five times
@@ -135,7 +135,7 @@ def test_random_ops_never_repeat_a_stream_in_other_calls_and_maps() -> None:
 def test_random_ops_never_repeat_a_stream_under_another_tape() -> None:
     """TensorFlow runs a function of its own for calls that no tape follows, for first gradients, and for others."""
     tf.random.set_seed(1)
-    mapper = devicemap.DeviceMap(lambda row: row * tf.random.normal([3]), devices=TOWERS)
+    mapper = devicemap.DeviceMap(lambda row: row * tf.random.normal([3]), devices=WORKERS)
     ones, followed = tf.ones([20, 3]), tf.Variable(tf.ones([20, 3]))
     draws = [mapper(ones)]
     for _ in range(2):
@@ -157,7 +157,7 @@ def test_random_ops_never_repeat_a_stream_under_another_tape() -> None:
 
 @pytest.mark.private("when tf.random.set_seed was called")
 def test_the_same_seed_once_more_gives_the_same_numbers_in_any_way_of_calling() -> None:
-    mapper = devicemap.DeviceMap(lambda row: row * tf.random.normal([3]), devices=TOWERS)
+    mapper = devicemap.DeviceMap(lambda row: row * tf.random.normal([3]), devices=WORKERS)
     ones, followed = tf.ones([20, 3]), tf.Variable(tf.ones([20, 3]))
 
     def taped(rows: Any) -> Any:
@@ -182,7 +182,7 @@ def test_the_numbers_do_not_depend_on_a_plan_or_a_report() -> None:
     draws = []
     for explained, report in ((False, True), (True, True), (False, False)):
         tf.random.set_seed(1)
-        mapper = devicemap.DeviceMap(lambda row: row + tf.random.normal([3]), devices=TOWERS, report=report)
+        mapper = devicemap.DeviceMap(lambda row: row + tf.random.normal([3]), devices=WORKERS, report=report)
         if explained:
             mapper.explain(X)
         draws.append(mapper(X))
@@ -222,7 +222,7 @@ def test_functions_that_were_traced_before_never_repeat_a_stream(
 ) -> None:
     """Their seeds cannot be changed, so that one device draws all numbers."""
     inner = TRACED_BEFORE[name](tmp_path)
-    mapper = devicemap.DeviceMap(lambda row: inner(row), devices=TOWERS, batch_size=batch_size)
+    mapper = devicemap.DeviceMap(lambda row: inner(row), devices=WORKERS, batch_size=batch_size)
     x = tf.ones([20, 3])
     assert _distinct(np.concatenate([mapper(x), mapper(x), mapper(x)])) == 3 * 20
     kept = [each for each in mapper.explain(x).random_ops if "stay the same" in each.seeding]
@@ -282,7 +282,7 @@ def test_one_trace_serves_every_way_of_drawing_and_of_asking_for_gradients(name:
         traces.append(row)
         return inner(row)
 
-    mapper = devicemap.DeviceMap(counted, devices=TOWERS[:2], vectorize=vectorize and "auto")
+    mapper = devicemap.DeviceMap(counted, devices=WORKERS[:2], vectorize=vectorize and "auto")
     x = tf.reshape(tf.range(1.0, 16.0), [5, 3])
 
     def taped(x: Any, persistent: bool = False) -> Any:
@@ -318,7 +318,7 @@ def test_a_draw_changes_no_gradient(name: str) -> None:
     x = tf.reshape(tf.range(6.0), [2, 3])
 
     def gradients(fn: Any) -> Any:
-        mapper = devicemap.DeviceMap(fn, devices=TOWERS[:2], **options)
+        mapper = devicemap.DeviceMap(fn, devices=WORKERS[:2], **options)
         with tf.GradientTape(persistent=True) as tape:
             tape.watch(x)
             rows = mapper(x)
@@ -332,7 +332,7 @@ def test_a_draw_changes_no_gradient(name: str) -> None:
 @pytest.mark.private("which gradients a call keeps; TensorFlow has a copy of the function for each")
 @pytest.mark.parametrize("seeded", [True, False])
 def test_threads_whose_tapes_follow_the_first_calls(seeded: bool) -> None:
-    mapper = devicemap.DeviceMap(lambda row: row * tf.random.normal([3], seed=int(seeded) or None), devices=TOWERS[:2])
+    mapper = devicemap.DeviceMap(lambda row: row * tf.random.normal([3], seed=int(seeded) or None), devices=WORKERS[:2])
 
     def taped(persistent: bool) -> Any:
         with tf.GradientTape(persistent=persistent) as tape:
@@ -353,7 +353,7 @@ def test_ragged_and_sparse_results_of_draws(options: dict[str, Any]) -> None:
         drawn = _noise(row)
         return tf.RaggedTensor.from_row_lengths(drawn, [1, 0, 2]), tf.sparse.from_dense(drawn)
 
-    mapper, x = devicemap.DeviceMap(fn, devices=TOWERS, vectorize=False, **options), tf.Variable(tf.ones([5, 3]))
+    mapper, x = devicemap.DeviceMap(fn, devices=WORKERS, vectorize=False, **options), tf.Variable(tf.ones([5, 3]))
     with contextlib.nullcontext() if options else tf.GradientTape() as tape:
         ragged, sparse = mapper(x)
     np.testing.assert_array_equal(tf.reshape(ragged.flat_values, [5, 3]), tf.sparse.to_dense(sparse))
@@ -364,7 +364,7 @@ def test_ragged_and_sparse_results_of_draws(options: dict[str, Any]) -> None:
 
 
 def test_second_gradients_of_what_was_drawn() -> None:
-    mapper = devicemap.DeviceMap(lambda row: _doubled(row) ** 2, devices=TOWERS)
+    mapper = devicemap.DeviceMap(lambda row: _doubled(row) ** 2, devices=WORKERS)
     x = tf.reshape(tf.range(1.0, 16.0), [5, 3])
     with tf.GradientTape() as outer:
         outer.watch(x)

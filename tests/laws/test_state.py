@@ -18,7 +18,7 @@ import devicemap
 from devicemap.compile.audit import Treatment, audit
 from devicemap.tell.plan.plan import Handling
 
-TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
+WORKERS = ["CPU:1", "CPU:2", "CPU:3"]
 X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])
 
 
@@ -40,7 +40,7 @@ def test_a_captured_variable_travels_once_per_device_and_call() -> None:
             row = tf.linalg.matvec(weights, tf.linalg.matvec(weights, row)) / 10.0
         return row
 
-    mapper = devicemap.DeviceMap(often, devices=TOWERS)
+    mapper = devicemap.DeviceMap(often, devices=WORKERS)
     mapper.explain(X)  # makes the copies, which have no value yet
     towards = Counter(edge.receiver for edge in edges(partitions(mapper, X)))
     assert towards == {"CPU:0": 3, "CPU:1": 2, "CPU:2": 2, "CPU:3": 2}  # shard and variable in, result out
@@ -57,12 +57,12 @@ def test_a_captured_tensor_travels_never_again(options: dict[str, Any]) -> None:
             row = tf.linalg.matvec(weights, tf.linalg.matvec(weights, row)) / 10.0
         return row
 
-    mapper = devicemap.DeviceMap(often, devices=TOWERS, **options)
+    mapper = devicemap.DeviceMap(often, devices=WORKERS, **options)
     graphs = partitions(mapper, X)
     found = {(edge.sender, edge.receiver, edge.source) for edge in edges(graphs)}
-    towers = {receiver for _, receiver, _ in found} - {"CPU:0"}
+    workers = {receiver for _, receiver, _ in found} - {"CPU:0"}
     assert Counter((sender, receiver) for sender, receiver, _ in found) == {
-        pair: 1 for tower in towers for pair in (("CPU:0", tower), (tower, "CPU:0"))
+        pair: 1 for worker in workers for pair in (("CPU:0", worker), (worker, "CPU:0"))
     }
     assert not ops_on(graphs)["CPU:0"]["Enter"]
     np.testing.assert_allclose(mapper(X), tf.map_fn(often, X), rtol=1e-4, atol=1e-5)
@@ -76,21 +76,21 @@ def test_chunks_bring_no_variable_along(vectorize: Any) -> None:
     def fn(row: Any) -> Any:
         return tf.linalg.matvec(weights, row) + tf.gather(table, tf.cast(row[0], tf.int32) % 50)
 
-    mapper, other = (devicemap.DeviceMap(fn, devices=TOWERS, batch_size=n, vectorize=vectorize) for n in (5, 10))
+    mapper, other = (devicemap.DeviceMap(fn, devices=WORKERS, batch_size=n, vectorize=vectorize) for n in (5, 10))
     other(X)  # makes the copies, which all maps share
     found = edges(partitions(mapper, X))
     assert {(edge.sender, edge.receiver) for edge in found} <= {
-        pair for tower in TOWERS for pair in [("CPU:0", tower), (tower, "CPU:0")]
+        pair for worker in WORKERS for pair in [("CPU:0", worker), (worker, "CPU:0")]
     }
     assert not any(edge.control for edge in found)
-    towers = {edge.receiver for edge in found} - {"CPU:0"}
-    assert len({(edge.sender, edge.receiver, edge.source) for edge in found}) == 2 * len(towers)
+    workers = {edge.receiver for edge in found} - {"CPU:0"}
+    assert len({(edge.sender, edge.receiver, edge.source) for edge in found}) == 2 * len(workers)
     np.testing.assert_allclose(mapper(X), tf.map_fn(fn, X), rtol=1e-4, atol=1e-5)
 
 
 def test_an_update_between_calls_is_seen() -> None:
     scale = tf.Variable(2.0)
-    mapper = devicemap.DeviceMap(lambda row: row * scale, devices=["CPU:0", *TOWERS])
+    mapper = devicemap.DeviceMap(lambda row: row * scale, devices=["CPU:0", *WORKERS])
     for value in (2.0, 3.0, -1.0):
         scale.assign(value)
         np.testing.assert_allclose(mapper(X), value * X)
@@ -138,7 +138,7 @@ def test_a_variable_of_unknown_rank(devices: list[str], inside: bool) -> None:
     np.testing.assert_allclose(call(tf.ones([5])), [5.0] * 5)
 
 
-@pytest.mark.parametrize("copies", [TOWERS, ["CPU:1"], ["CPU:0", "CPU:1"]])
+@pytest.mark.parametrize("copies", [WORKERS, ["CPU:1"], ["CPU:0", "CPU:1"]])
 def test_an_update_between_chunked_calls_is_seen(copies: list[str]) -> None:
     scale = tf.Variable(2.0)
     mapper = devicemap.DeviceMap(lambda row: row * scale, devices=copies, batch_size=2)
@@ -159,7 +159,7 @@ def test_variables_in_inner_functions_modules_and_layers() -> None:
 
     affine, dense = Affine(), tf.keras.layers.Dense(3)
     dense.build([None, 3])
-    y = devicemap.parallel_map(lambda b: dense(affine(b)), X, devices=TOWERS, batched=True)
+    y = devicemap.parallel_map(lambda b: dense(affine(b)), X, devices=WORKERS, batched=True)
     np.testing.assert_allclose(y, dense(affine(X)), rtol=1e-4)
 
 
@@ -171,7 +171,7 @@ def test_atomic_updates_lose_nothing_and_stay_parallel() -> None:
         return row
 
     assert _treatments(add) == [Treatment.ATOMIC]
-    mapper = devicemap.DeviceMap(add, devices=TOWERS)
+    mapper = devicemap.DeviceMap(add, devices=WORKERS)
     mapper(X)
     mapper(_samples())
     np.testing.assert_allclose(total, 2 * tf.reduce_sum(X, 0))
@@ -211,7 +211,7 @@ def test_writes_of_several_devices_follow_each_other(how: str) -> None:
         c.assign(c * 2 + 1)
         return batch
 
-    call = _calls(devicemap.DeviceMap(write, devices=TOWERS, batched=True), how)
+    call = _calls(devicemap.DeviceMap(write, devices=WORKERS, batched=True), how)
     ends = []
     for _ in range(30):
         c.assign(0)
@@ -233,7 +233,7 @@ def test_no_device_writes_between_the_read_and_the_write_of_another(how: str) ->
         c.assign(old + tf.ensure_shape(tf.py_function(slow, [batch], tf.float32), []))
         return batch
 
-    call = _calls(devicemap.DeviceMap(add, devices=TOWERS, batched=True), how)
+    call = _calls(devicemap.DeviceMap(add, devices=WORKERS, batched=True), how)
     sums = []
     for _ in range(5):
         np.testing.assert_array_equal(call(), X)
@@ -283,7 +283,7 @@ class _Late(tf.Module):
         return devicemap.parallel_map(lambda row: row * self.scale, x, **self.options)
 
 
-@pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"devices": ["CPU:1"]}, {"devices": TOWERS}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"devices": ["CPU:1"]}, {"devices": WORKERS}], ids=str)
 def test_a_variable_that_the_users_function_creates(options: dict[str, Any]) -> None:
     late = _Late(options)
     for rows in (X, X, X[:2]):
@@ -301,7 +301,7 @@ def test_a_function_that_maps_anew_in_each_trace() -> None:
 
     @tf.function
     def scaled(x: Any) -> Any:
-        return devicemap.DeviceMap(lambda row: row * weights, devices=TOWERS)(x)
+        return devicemap.DeviceMap(lambda row: row * weights, devices=WORKERS)(x)
 
     for rows in (X, X[:5], X[:2]):
         np.testing.assert_allclose(scaled(rows), rows * weights)
@@ -317,7 +317,7 @@ def test_copies_are_not_the_users_variables() -> None:
 
     weights = tf.Variable([1.0, 2.0, 3.0])
     with tf.variable_creator_scope(creator):
-        devicemap.parallel_map(lambda row: row * weights, X, devices=TOWERS, vectorize=False)
+        devicemap.parallel_map(lambda row: row * weights, X, devices=WORKERS, vectorize=False)
     assert created == []
 
 
@@ -351,7 +351,7 @@ def test_dropout_beside_a_counter_in_a_loop(devices: list[str], place: str, vect
 def test_variables_may_stay_in_place(options: dict[str, Any]) -> None:
     table, bias = tf.Variable(tf.random.normal([50, 3])), tf.keras.Variable(tf.random.normal([3]))
     mapper = devicemap.DeviceMap(
-        lambda i: tf.gather(table, i) + bias, devices=TOWERS, in_place=[table, bias], **options
+        lambda i: tf.gather(table, i) + bias, devices=WORKERS, in_place=[table, bias], **options
     )
     ids = tf.range(20) % 7
     for _ in range(2):
@@ -362,20 +362,20 @@ def test_variables_may_stay_in_place(options: dict[str, Any]) -> None:
     with pytest.raises(
         devicemap.errors.OptionError, match=r"^in_place has '.*' of shape \(3,\), which fn does not use$"
     ):
-        devicemap.parallel_map(lambda i: tf.gather(table, i), ids, in_place=[table, bias], devices=TOWERS)
-    again = devicemap.parallel_map(lambda i: tf.gather(table, i), ids, in_place=table, devices=TOWERS)
+        devicemap.parallel_map(lambda i: tf.gather(table, i), ids, in_place=[table, bias], devices=WORKERS)
+    again = devicemap.parallel_map(lambda i: tf.gather(table, i), ids, in_place=table, devices=WORKERS)
     np.testing.assert_allclose(again, tf.gather(table, ids))
 
 
 def test_a_stream_sees_one_value_whatever_is_called_meanwhile() -> None:
     """Other maps share their copies of a variable; those of a job in chunks are its own."""
     level = tf.Variable(1.0)
-    streaming = devicemap.DeviceMap(lambda row: row * 0 + level, devices=TOWERS, batch_size=1)
-    other = devicemap.DeviceMap(lambda row: row + level, devices=TOWERS)
+    streaming = devicemap.DeviceMap(lambda row: row * 0 + level, devices=WORKERS, batch_size=1)
+    other = devicemap.DeviceMap(lambda row: row + level, devices=WORKERS)
     chunks = streaming.stream(X)
     seen = [next(chunks)]
     level.assign(2.0)
     other(X)
-    devicemap.parallel_map(lambda row: row + level, X, devices=TOWERS, batch_size=3)
+    devicemap.parallel_map(lambda row: row + level, X, devices=WORKERS, batch_size=3)
     seen += list(chunks)
     np.testing.assert_array_equal(tf.concat(seen, 0), np.ones_like(X))

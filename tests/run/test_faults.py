@@ -26,7 +26,7 @@ import tensorflow as tf
 
 import devicemap
 from benchmarks import simulator
-from devicemap.compile.towers import Towers
+from devicemap.compile.compiled import Compiled
 from devicemap.errors import FunctionError
 from devicemap.types import ChunkFailed, ChunkRetried, ChunkStarted, DeviceLost, Event, short_name
 
@@ -83,12 +83,12 @@ class Faults:
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     """What stands between the library and its devices."""
-    faults, functions = Faults(), Towers.functions
+    faults, functions = Faults(), Compiled.functions
 
-    def scripted(self: Towers, *args: Any) -> Any:
+    def scripted(self: Compiled, *args: Any) -> Any:
         return {device: faults.around(device, function) for device, function in functions(self, *args).items()}
 
-    monkeypatch.setattr(Towers, "functions", scripted)
+    monkeypatch.setattr(Compiled, "functions", scripted)
     return faults
 
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from devicemap.data.chunks import Chunk
 from devicemap.run.dispatch import Rules
 from devicemap.run.schedule import Pace
-from devicemap.run.workers import Lane, run_chunks
+from devicemap.run.workers import Runner, run_chunks
 from devicemap.types import (
     CallFinished,
     CallStarted,
@@ -86,15 +86,15 @@ def _double(chunk: Chunk) -> Any:
     return [2 * row for row in chunk.leaves[0]]
 
 
-def _lanes(run: Callable[[str, Chunk], Any], devices: int = 2, in_flight: int = 2) -> list[Lane]:
+def _runners(run: Callable[[str, Chunk], Any], devices: int = 2, in_flight: int = 2) -> list[Runner]:
     def on(device: str) -> Callable[[Chunk], Any]:
         return lambda chunk: run(device, chunk)
 
-    return [Lane(f"/device:CPU:{i}", on(f"/device:CPU:{i}"), in_flight) for i in range(devices)]
+    return [Runner(f"/device:CPU:{i}", on(f"/device:CPU:{i}"), in_flight) for i in range(devices)]
 
 
-def _plain(devices: int, in_flight: int = 2) -> list[Lane]:
-    return _lanes(lambda device, chunk: _double(chunk), devices, in_flight)
+def _plain(devices: int, in_flight: int = 2) -> list[Runner]:
+    return _runners(lambda device, chunk: _double(chunk), devices, in_flight)
 
 
 def _flat(groups: Any) -> list[int]:
@@ -124,7 +124,7 @@ def test_as_they_finish() -> None:
         return _double(chunk)
 
     starts = []
-    for group in run_chunks(Rows(20), _lanes(run), Rules(deterministic=False)):
+    for group in run_chunks(Rows(20), _runners(run), Rules(deterministic=False)):
         starts.append(group.start)
         if len(starts) == 19:
             release.set()
@@ -142,7 +142,7 @@ def test_a_slow_chunk_does_not_stop_the_others_until_the_window_is_full() -> Non
         return _double(chunk)
 
     source = Rows(10)
-    stream = run_chunks(source, _lanes(run, in_flight=1), Rules(window=4))
+    stream = run_chunks(source, _runners(run, in_flight=1), Rules(window=4))
     consumed: list[int] = []
     consumer = threading.Thread(target=lambda: consumed.extend(_flat(stream)))
     consumer.start()
@@ -170,7 +170,7 @@ def test_an_error_comes_in_its_turn_after_what_was_finished() -> None:
 
     delivered: list[int] = []
     with pytest.raises(ZeroDivisionError, match="chunk 5"):
-        delivered.extend(_take(run_chunks(Rows(100), _lanes(run), Rules(max_retries=2)), delivered))
+        delivered.extend(_take(run_chunks(Rows(100), _runners(run), Rules(max_retries=2)), delivered))
     assert delivered == [0, 2, 4, 6, 8]
 
 
@@ -196,7 +196,7 @@ def test_leaving_early_stops_reading_and_cancels_what_runs() -> None:
         return _double(chunk)
 
     source = Rows(1000)
-    stream = run_chunks(source, _lanes(run), Rules(window=4, cancel=cancelled.set))
+    stream = run_chunks(source, _runners(run), Rules(window=4, cancel=cancelled.set))
     assert [next(stream).start for _ in range(3)] == [0, 1, 2]
     stream.close()
     assert cancelled.is_set()
@@ -218,7 +218,7 @@ def test_what_was_being_read_when_the_stream_was_left_does_not_run() -> None:
         ran.append(chunk.start)
         return _double(chunk)
 
-    stream = run_chunks(Slow(5), _lanes(run, devices=1, in_flight=1), Rules(cancel=left.set))
+    stream = run_chunks(Slow(5), _runners(run, devices=1, in_flight=1), Rules(cancel=left.set))
     next(stream)
     assert reading.wait(10)
     threading.Timer(0.1, left.set).start()
@@ -254,7 +254,7 @@ def test_an_error_that_cannot_be_described_is_raised_instead_of_waiting_for_ever
         raise KeyError("no words")
 
     with pytest.raises(KeyError, match="no words"):
-        list(run_chunks(Rows(5), _lanes(lambda device, chunk: 1 / 0), Rules(describe=describe)))
+        list(run_chunks(Rows(5), _runners(lambda device, chunk: 1 / 0), Rules(describe=describe)))
 
 
 def test_a_stream_that_is_never_begun_reads_nothing() -> None:
@@ -324,7 +324,7 @@ def test_a_chunk_that_fails_once_is_tried_again_elsewhere(deterministic: bool) -
 
     events: list[Event] = []
     rules = Rules(max_retries=2, observe=events.append, deterministic=deterministic)
-    rows = _flat(run_chunks(Rows(40, 4), _lanes(Faults(fails)), rules))
+    rows = _flat(run_chunks(Rows(40, 4), _runners(Faults(fails)), rules))
     assert sorted(rows) == [2 * i for i in range(40)]
     if deterministic:
         assert rows == sorted(rows)
@@ -352,7 +352,7 @@ def test_a_device_that_keeps_failing_is_set_aside() -> None:
             lost.set()
 
     faults = Faults(fails)
-    rows = _flat(run_chunks(Rows(200, 2), _lanes(faults, 3, 1), Rules(max_retries=2, observe=observe)))
+    rows = _flat(run_chunks(Rows(200, 2), _runners(faults, 3, 1), Rules(max_retries=2, observe=observe)))
     assert rows == [2 * i for i in range(200)]
     assert [event.device for event in events if isinstance(event, DeviceLost)] == ["/device:CPU:1"]
     assert faults.calls["/device:CPU:1"] == 2 + 3
@@ -375,7 +375,7 @@ def test_a_chunk_that_fails_everywhere_raises_its_error_after_finite_work() -> N
 
     delivered: list[int] = []
     with pytest.raises(tf.errors.UnavailableError):
-        _take(run_chunks(Rows(40, 2), _lanes(Faults(fails), 3), Rules(max_retries=2, describe=describe)), delivered)
+        _take(run_chunks(Rows(40, 2), _runners(Faults(fails), 3), Rules(max_retries=2, describe=describe)), delivered)
     assert delivered == [0, 2, 4, 6, 8, 10]
     assert len(attempts) == 3  # the first and two more
     assert len(set(attempts)) == 3  # each on another device
@@ -392,7 +392,7 @@ def test_one_device_tries_again_itself(max_retries: int) -> None:
         return _broken()
 
     with pytest.raises(tf.errors.UnavailableError):
-        _flat(run_chunks(Rows(4, 4), _lanes(Faults(fails), 1, 1), Rules(max_retries=max_retries)))
+        _flat(run_chunks(Rows(4, 4), _runners(Faults(fails), 1, 1), Rules(max_retries=max_retries)))
     assert len(attempts) <= 1 + max_retries
     assert len(attempts) >= min(1 + max_retries, 3)
 
@@ -400,7 +400,7 @@ def test_one_device_tries_again_itself(max_retries: int) -> None:
 def test_when_no_device_is_left_the_error_comes_at_once() -> None:
     faults = Faults(lambda device, chunk, call: _broken())
     with pytest.raises(tf.errors.UnavailableError):
-        _flat(run_chunks(Rows(10_000, 2), _lanes(faults, 4), Rules(max_retries=1000)))
+        _flat(run_chunks(Rows(10_000, 2), _runners(faults, 4), Rules(max_retries=1000)))
     assert sum(faults.calls.values()) <= 4 * (3 + 1)  # three failures each, and what was in flight meanwhile
 
 
@@ -414,7 +414,7 @@ def test_bad_input_is_not_tried_again() -> None:
         return tf.errors.InvalidArgumentError(None, None, "bad")
 
     with pytest.raises(tf.errors.InvalidArgumentError):
-        _flat(run_chunks(Rows(6, 2), _lanes(Faults(fails), 3), Rules(max_retries=5)))
+        _flat(run_chunks(Rows(6, 2), _runners(Faults(fails), 3), Rules(max_retries=5)))
     assert len(attempts) == 1
 
 
@@ -437,7 +437,7 @@ def test_out_of_memory_cuts_only_that_devices_chunks(batch_size: int | None) -> 
     paces: dict[str, Pace] = {}
     for _ in range(2):
         source = Rows(2000, batch_size)
-        groups = list(run_chunks(source, _lanes(Faults(fails), 2), Rules(max_retries=2), paces))
+        groups = list(run_chunks(source, _runners(Faults(fails), 2), Rules(max_retries=2), paces))
         assert _flat(groups) == [2 * i for i in range(2000)]
         if batch_size:
             assert [group.count for group in groups[:-1]] == [64] * (2000 // 64)
@@ -483,7 +483,7 @@ def test_fewer_chunks_are_in_flight_before_any_is_cut(fit: int) -> None:
 
     paces: dict[str, Pace] = {}
     rules = Rules(max_retries=2, observe=observe)
-    rows = _flat(run_chunks(Endless(200, 4), _lanes(Faults(fails), 1, 4), rules, paces))
+    rows = _flat(run_chunks(Endless(200, 4), _runners(Faults(fails), 1, 4), rules, paces))
     assert rows == [2 * i for i in range(200)]
     assert _failed(events) == [4] * (4 - fit)
     assert {len(event.shard) for event in events if isinstance(event, ChunkStarted)} == {4}
@@ -508,7 +508,7 @@ def test_only_a_chunk_that_never_shared_its_device_is_cut() -> None:
         if isinstance(event, ChunkFinished) and event.shard.start == 4:
             finished.set()
 
-    rows = _flat(run_chunks(Endless(8, 4), _lanes(Faults(fails), 1, 2), Rules(max_retries=2, observe=observe)))
+    rows = _flat(run_chunks(Endless(8, 4), _runners(Faults(fails), 1, 2), Rules(max_retries=2, observe=observe)))
     assert rows == [2 * i for i in range(8)]
     assert _failed(events) == [4, 4]
     retried = [event.shard for event in events if isinstance(event, ChunkRetried)]
@@ -533,7 +533,7 @@ def test_a_batch_that_has_no_room_beside_others_waits_for_them() -> None:
         return _double(chunk)
 
     paces = {"/device:CPU:0": Pace(size=1, room=20)}
-    assert _flat(run_chunks(Batches(400, 8), _lanes(run, 1, 4), Rules(), paces)) == [2 * i for i in range(400)]
+    assert _flat(run_chunks(Batches(400, 8), _runners(run, 1, 4), Rules(), paces)) == [2 * i for i in range(400)]
     assert most[0] in (8, 16)
 
 
@@ -544,7 +544,7 @@ def test_a_copy_that_does_not_fit_is_out_of_memory(message: str) -> None:
 
     events: list[Event] = []
     rules = Rules(max_retries=2, observe=events.append)
-    assert _flat(run_chunks(Endless(8, 4), _lanes(Faults(fails), 1, 1), rules)) == [2 * i for i in range(8)]
+    assert _flat(run_chunks(Endless(8, 4), _runners(Faults(fails), 1, 1), rules)) == [2 * i for i in range(8)]
     assert _failed(events) == [4]
 
 
@@ -559,7 +559,7 @@ def test_a_row_that_does_not_fit_is_an_error_that_names_it() -> None:
         return _full() if 7 in chunk.leaves[0] else None
 
     with pytest.raises(tf.errors.ResourceExhaustedError):
-        _flat(run_chunks(Rows(40, 8), _lanes(Faults(fails), 2), Rules(max_retries=2, describe=describe)))
+        _flat(run_chunks(Rows(40, 8), _runners(Faults(fails), 2), Rules(max_retries=2, describe=describe)))
     assert [(shard.start, shard.stop) for shard in told] == [(7, 8)]
 
 
@@ -574,5 +574,5 @@ def test_thousands_of_chunks_with_random_faults() -> None:
 
     for seed in range(3):
         faults = Faults(lambda device, chunk, call, seed=seed: fails(f"{device}{seed}", chunk, call))
-        rows = _flat(run_chunks(Rows(6000, 3), _lanes(faults, 4), Rules(max_retries=50, window=64)))
+        rows = _flat(run_chunks(Rows(6000, 3), _runners(faults, 4), Rules(max_retries=50, window=64)))
         assert rows == [2 * i for i in range(6000)]

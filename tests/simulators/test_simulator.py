@@ -116,7 +116,7 @@ def test_devices_run_at_the_same_time(sim: simulator.Simulator) -> None:
     assert max(call.start_seconds for call in calls) < min(call.end_seconds for call in calls)
 
 
-def test_towers_with_state_run_one_after_another(sim: simulator.Simulator) -> None:
+def test_devices_with_state_run_one_after_another(sim: simulator.Simulator) -> None:
     _on(DEVICES[:3], sim.stateful_work, seconds=0.05)
     assert len(sim.calls()) == 3
     assert _one_after_another(sim.calls())

@@ -23,7 +23,7 @@ import pytest
 import tensorflow as tf
 
 import devicemap
-from devicemap.compile.towers import Towers
+from devicemap.compile.compiled import Compiled
 from devicemap.errors import JournalError
 from devicemap.store import journal as journal_writing
 from devicemap.store.records import JOURNAL, Entry, read_journal
@@ -354,9 +354,9 @@ def _slow(rows: Any) -> Any:
 
 def test_devices_that_fail_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One runs out of memory, one breaks: each row is still written once, and nothing is left to compute."""
-    functions = Towers.functions
+    functions = Compiled.functions
 
-    def scripted(self: Towers, *args: Any) -> Any:
+    def scripted(self: Compiled, *args: Any) -> Any:
         def around(device: str, function: Callable[..., Any]) -> Callable[..., Any]:
             def call(rows: Any) -> Any:
                 if device.endswith("1") and len(rows) > 1:
@@ -371,7 +371,7 @@ def test_devices_that_fail_while_writing(tmp_path: Path, monkeypatch: pytest.Mon
         return {device: around(short_name(device), function) for device, function in functions(self, *args).items()}
 
     with monkeypatch.context() as patch:
-        patch.setattr(Towers, "functions", scripted)
+        patch.setattr(Compiled, "functions", scripted)
         with pytest.warns(RuntimeWarning, match="CPU:2 kept failing"):
             assert Counted(batch_size=4).write(tmp_path) == list(range(64))
     assert {entry.stop - entry.start for entry in _entries(tmp_path)} == {1}

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import ALL, Case
-from graphs import between_towers, byte_edges, edges, partitions, placements
+from graphs import between_devices, byte_edges, edges, partitions, placements
 
 import devicemap
 from devicemap.errors import DataError
 from devicemap.tell.plan.plan import ControlEdge, Handling, Plan, StrayOp
 
 X = tf.reshape(tf.range(21, dtype=tf.float32), [7, 3])
-TOWERS = ["CPU:1", "CPU:2", "CPU:3"]
+WORKERS = ["CPU:1", "CPU:2", "CPU:3"]
 
 
 def full(name: str) -> str:
@@ -125,18 +125,20 @@ def _sizes(plan: Plan) -> Any:
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
-@pytest.mark.parametrize("towers", [TOWERS, ["CPU:3", "CPU:0", "CPU:5"]], ids=["apart from the host", "with the host"])
-def test_pairs_of_devices_and_order_are_those_of_the_graph(name: str, towers: list[str]) -> None:
-    mapper, _ = mapper_of(name, towers)
+@pytest.mark.parametrize(
+    "workers", [WORKERS, ["CPU:3", "CPU:0", "CPU:5"]], ids=["apart from the host", "with the host"]
+)
+def test_pairs_of_devices_and_order_are_those_of_the_graph(name: str, workers: list[str]) -> None:
+    mapper, _ = mapper_of(name, workers)
     plan = mapper.explain(X)
     graphs = partitions(mapper, X)
     waits = {(short(e.sender), short(e.receiver)) for e in plan.control_edges}
     told = {(short(t.sender), short(t.receiver)) for t in plan.transfers}
     seen = {(edge.sender, edge.receiver) for edge in edges(graphs)}
     assert told | waits == seen
-    if towers == TOWERS:
-        assert waits == {(edge.sender, edge.receiver) for edge in between_towers(graphs)}
-        assert all(edge.control for edge in between_towers(graphs))
+    if workers == WORKERS:
+        assert waits == {(edge.sender, edge.receiver) for edge in between_devices(graphs)}
+        assert all(edge.control for edge in between_devices(graphs))
 
 
 @pytest.mark.parametrize("name", ["elementwise", "python", "seeded"])
@@ -145,8 +147,8 @@ def test_devices_and_rows_are_those_of_the_call(name: str, devices: list[str]) -
     plan = mapper.explain(X)
     assert [device.device for device in plan.devices] == [full(d) for d in devices]
     assert sum(device.rows or 0 for device in plan.devices) == 7
-    towers = next(iter(mapper._program._towers.values()))
-    wanted = Counter(shard.device for shard in towers.shards(7)[0] for _ in range(len(shard)))
+    compiled = next(iter(mapper._program._compiled.values()))
+    wanted = Counter(shard.device for shard in compiled.shards(7)[0] for _ in range(len(shard)))
     assert {d.device: d.rows for d in plan.devices if d.rows} == wanted
 
 
@@ -155,16 +157,16 @@ def test_ops_that_leave_their_device_do_so_in_the_graph() -> None:
         with tf.device("/CPU:5"):
             return tf.linalg.matvec(tf.ones([3, 3]), row)
 
-    mapper = devicemap.DeviceMap(pinned, devices=TOWERS, vectorize=False)
+    mapper = devicemap.DeviceMap(pinned, devices=WORKERS, vectorize=False)
     plan = mapper.explain(X)
     assert StrayOp("MatMul", full("CPU:5"), "placed by fn") in plan.strays
     assert set(placements(partitions(mapper, X), "MatMul")) == {"CPU:5"}
     assert any("take tf.device out of fn" in line for line in plan.advice)
 
-    mapper, _ = mapper_of("python", TOWERS)
+    mapper, _ = mapper_of("python", WORKERS)
     plan = mapper.explain(X)
     assert (plan.strays, plan.python_ops) == ((), ("EagerPyFunc",))
-    assert set(placements(partitions(mapper, X), "EagerPyFunc")) == set(TOWERS)
+    assert set(placements(partitions(mapper, X), "EagerPyFunc")) == set(WORKERS)
 
 
 def test_vectorising_forgets_a_device_and_the_plan_says_so() -> None:
@@ -172,9 +174,9 @@ def test_vectorising_forgets_a_device_and_the_plan_says_so() -> None:
         with tf.device("/CPU:5"):
             return tf.linalg.matvec(tf.eye(3) * 2, row)
 
-    mapper = devicemap.DeviceMap(pinned, devices=TOWERS)
+    mapper = devicemap.DeviceMap(pinned, devices=WORKERS)
     assert mapper.explain(X).strays == ()
-    assert set(placements(partitions(mapper, X), "MatMul")) <= set(TOWERS)
+    assert set(placements(partitions(mapper, X), "MatMul")) <= set(WORKERS)
 
 
 # It runs nothing, and what it makes is used
@@ -183,7 +185,7 @@ def test_vectorising_forgets_a_device_and_the_plan_says_so() -> None:
 @pytest.mark.parametrize("given", ["data", "spec"])
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_nothing_runs_and_nothing_is_traced_again(name: str, given: str) -> None:
-    mapper, function = mapper_of(name, TOWERS)
+    mapper, function = mapper_of(name, WORKERS)
     states = [v.numpy() for v in function.dropout.variables]
     asked = X if given == "data" else tf.TensorSpec(X.shape, X.dtype)
     plan = mapper.explain(asked)
@@ -199,13 +201,13 @@ def test_nothing_runs_and_nothing_is_traced_again(name: str, given: str) -> None
 
 def _built(mapper: Any) -> dict[int, dict[Any, Any]]:
     """All traces of a mapper, with the graphs that were built of each."""
-    return {id(towers): dict(towers._graphs) for towers in mapper._program._towers.values()}
+    return {id(compiled): dict(compiled._graphs) for compiled in mapper._program._compiled.values()}
 
 
 def test_a_generator_does_not_move() -> None:
     generator = tf.random.Generator.from_seed(3)
     before = generator.state.numpy()
-    plan = devicemap.DeviceMap(lambda row: row + generator.normal([3]), devices=TOWERS).explain(X)
+    plan = devicemap.DeviceMap(lambda row: row + generator.normal([3]), devices=WORKERS).explain(X)
     np.testing.assert_array_equal(generator.state, before)
     (random,) = plan.random_ops
     assert random.ops == ("RngReadAndSkip",)
@@ -222,12 +224,12 @@ def test_traces_are_counted(seeded: bool, chunks: bool) -> None:
         traces += 1
         return row + (tf.random.normal([3], seed=1) if seeded else 0.0)
 
-    mapper = devicemap.DeviceMap(fn, devices=TOWERS, batch_size=2 if chunks else None)
+    mapper = devicemap.DeviceMap(fn, devices=WORKERS, batch_size=2 if chunks else None)
     plan = mapper.explain(X)
     assert traces == plan.traces
     mapper(X)
     mapper(X[:1])
-    most = 2 + 2 * len(TOWERS)  # to find out that it draws, and once for each device and number of devices
+    most = 2 + 2 * len(WORKERS)  # to find out that it draws, and once for each device and number of devices
     assert traces <= most if seeded else traces == 1
 
 
@@ -235,7 +237,7 @@ def test_seeded_draws_are_the_same_with_and_without_a_plan() -> None:
     draws = []
     for explained in (False, True):
         tf.random.set_seed(1)
-        mapper, _ = mapper_of("seeded", TOWERS)
+        mapper, _ = mapper_of("seeded", WORKERS)
         if explained:
             mapper.explain(X)
         draws.append(mapper(X).numpy())
@@ -243,10 +245,10 @@ def test_seeded_draws_are_the_same_with_and_without_a_plan() -> None:
 
 
 def test_no_stream_is_made_for_chunks() -> None:
-    mapper, _ = mapper_of("seeded", TOWERS, batch_size=2)
+    mapper, _ = mapper_of("seeded", WORKERS, batch_size=2)
     mapper.explain(X)
-    (towers,) = set(mapper._program._towers.values())
-    assert towers._graphs == {}
+    (compiled,) = set(mapper._program._compiled.values())
+    assert compiled._graphs == {}
 
 
 # Data, specs, chunks, unknown rows
@@ -255,7 +257,7 @@ def test_no_stream_is_made_for_chunks() -> None:
 @pytest.mark.parametrize("name", EVERYTHING)
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_a_spec_gives_the_plan_of_data(name: str, batch_size: int | None) -> None:
-    mapper, _ = mapper_of(name, TOWERS, batch_size=batch_size)
+    mapper, _ = mapper_of(name, WORKERS, batch_size=batch_size)
     assert mapper.explain(tf.TensorSpec([7, 3], tf.float32, name="x")) == mapper.explain(X)
 
 
@@ -274,11 +276,11 @@ def test_a_nest_of_ragged_sparse_and_dense_specs() -> None:
     rows, results = plan.transfers
     assert (rows.tensors, rows.bytes_per_call, rows.bytes_per_row) == (2 + 3 + 1, None, None)
     assert (results.bytes_per_call, plan.bytes_per_call, plan.memory_bytes_per_row) == (4, None, None)
-    assert len(mapper._program._towers) == 1 or len(set(map(id, mapper._towers.values()))) == 1
+    assert len(mapper._program._compiled) == 1 or len(set(map(id, mapper._compiled.values()))) == 1
 
 
 def test_memory_of_ragged_rows_is_known_of_data_alone() -> None:
-    mapper = devicemap.DeviceMap(lambda row: tf.reduce_sum(tf.exp(row)), devices=TOWERS)
+    mapper = devicemap.DeviceMap(lambda row: tf.reduce_sum(tf.exp(row)), devices=WORKERS)
     lengths = [100, 300] * 3
     ragged = tf.RaggedTensor.from_row_lengths(tf.zeros([sum(lengths)]), lengths)
     told = mapper.explain(ragged).memory_bytes_per_row
@@ -288,7 +290,7 @@ def test_memory_of_ragged_rows_is_known_of_data_alone() -> None:
 
 
 def test_unknown_rows() -> None:
-    mapper, _ = mapper_of("loop", TOWERS)
+    mapper, _ = mapper_of("loop", WORKERS)
     plan = mapper.explain(tf.TensorSpec([None, 3]))
     assert plan.rows is None
     assert [device.rows for device in plan.devices] == [None] * 3
@@ -301,13 +303,13 @@ def test_unknown_rows() -> None:
 
 
 def test_no_rows() -> None:
-    plan = mapper_of("loop", TOWERS)[0].explain(X[:0])
+    plan = mapper_of("loop", WORKERS)[0].explain(X[:0])
     assert (plan.rows, plan.transfers, [d.rows for d in plan.devices]) == (0, (), [0, 0, 0])
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_chunks_of_data_and_of_a_dataset(name: str) -> None:
-    mapper, function = mapper_of(name, TOWERS, batch_size=2)
+    mapper, function = mapper_of(name, WORKERS, batch_size=2)
     dataset = tf.data.Dataset.from_tensor_slices(X)
     plan = mapper.explain(dataset.batch(4) if name == "dropped" else dataset)
     of_data = mapper.explain(X)
@@ -318,7 +320,7 @@ def test_chunks_of_data_and_of_a_dataset(name: str) -> None:
     assert in_flight == {"ordered": [1, 0, 0], "dropped": [1, 1, 1], "python": [1, 1, 1]}.get(name, [2, 2, 2])
     assert function.calls == 0
     graphs = partitions(mapper, X)
-    assert between_towers(graphs) == []
+    assert between_devices(graphs) == []
     towards = {short(t.receiver) for t in plan.transfers if t.what == "rows"}
     assert {e.receiver for e in edges(graphs)} - {"CPU:0"} <= towards
 
@@ -361,7 +363,7 @@ def test_inside_a_function_it_is_refused() -> None:
 
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_whatever_can_be_mapped_can_be_explained(case: Case) -> None:
-    mapper = devicemap.DeviceMap(case.fn, devices=TOWERS, batched=case.batched, **case.options)
+    mapper = devicemap.DeviceMap(case.fn, devices=WORKERS, batched=case.batched, **case.options)
     plan = mapper.explain(case.data)
     assert plan.control_edges == plan.ordered == ()
     assert plan.summary in str(plan)
@@ -377,17 +379,17 @@ def test_how_what_is_captured_is_shared() -> None:
         plan = mapper_of(name, devices, **options)[0].explain(X)
         return [(c.name, c.handling, c.size_bytes) for c in plan.captured]
 
-    assert handling("loop", TOWERS) == [("weights", Handling.COPIED, 48)]
-    assert handling("weighted", TOWERS) == [("weights", Handling.COPIED, 48)]
-    assert handling("gather", TOWERS) == [("embedding", Handling.COPIED, 1200)]
-    assert handling("gather", TOWERS, vectorize=False) == [("embedding", Handling.COPIED, 1200)]
+    assert handling("loop", WORKERS) == [("weights", Handling.COPIED, 48)]
+    assert handling("weighted", WORKERS) == [("weights", Handling.COPIED, 48)]
+    assert handling("gather", WORKERS) == [("embedding", Handling.COPIED, 1200)]
+    assert handling("gather", WORKERS, vectorize=False) == [("embedding", Handling.COPIED, 1200)]
     assert handling("loop", ["CPU:0"]) == [("weights", Handling.IN_PLACE, 48)]
-    assert handling("weighted", TOWERS, batch_size=2) == [("weights", Handling.COPIED, 48)]
-    assert handling("loop", TOWERS, batch_size=2) == [("weights", Handling.COPIED, 48)]
-    assert handling("tensor", TOWERS) == [("large", Handling.KEPT, 1200)]
-    assert handling("ordered", TOWERS) == [("total", Handling.ORDERED, 4)]
-    assert handling("atomic", TOWERS) == [("total", Handling.ATOMIC, 4)]
-    ((name, dropped, _),) = handling("dropped", TOWERS)
+    assert handling("weighted", WORKERS, batch_size=2) == [("weights", Handling.COPIED, 48)]
+    assert handling("loop", WORKERS, batch_size=2) == [("weights", Handling.COPIED, 48)]
+    assert handling("tensor", WORKERS) == [("large", Handling.KEPT, 1200)]
+    assert handling("ordered", WORKERS) == [("total", Handling.ORDERED, 4)]
+    assert handling("atomic", WORKERS) == [("total", Handling.ATOMIC, 4)]
+    ((name, dropped, _),) = handling("dropped", WORKERS)
     assert "seed_generator_state" in name
     assert dropped is Handling.SEED
 
@@ -400,7 +402,7 @@ def test_names_come_from_the_code_where_variables_have_none() -> None:
         total.assign_add(1.0)
         return table.lookup(n) + tf.cast(named, tf.int64)
 
-    plan = devicemap.DeviceMap(fn, devices=TOWERS).explain(tf.TensorSpec([5], tf.int64))
+    plan = devicemap.DeviceMap(fn, devices=WORKERS).explain(tf.TensorSpec([5], tf.int64))
     assert {"total", "table", "scale"} <= {c.name for c in plan.captured}
     assert {c.name: c.handling for c in plan.captured}["table"] is Handling.LOOKED_UP
     assert any("looks things up in `table`, which lives on CPU:0" in line for line in plan.advice)
@@ -416,11 +418,11 @@ def test_summaries_keep_no_order(tmp_path: Path) -> None:
             tf.summary.write("row", row)
         return row
 
-    mapper = devicemap.DeviceMap(fn, devices=TOWERS)
+    mapper = devicemap.DeviceMap(fn, devices=WORKERS)
     plan = mapper.explain(X)
     assert (plan.ordered, [c.handling for c in plan.captured]) == ((), [Handling.ATOMIC])
     assert not any("tf.device" in line for line in plan.advice)
-    assert between_towers(partitions(mapper, X)) == []
+    assert between_devices(partitions(mapper, X)) == []
     writer.flush()
     (file,) = map(str, tmp_path.iterdir())
     records = [record.numpy() for record in tf.data.TFRecordDataset(file)]
@@ -430,7 +432,7 @@ def test_summaries_keep_no_order(tmp_path: Path) -> None:
 def test_batch_normalisation_and_metrics_are_named() -> None:
     norm, metric = tf.keras.layers.BatchNormalization(), tf.keras.metrics.Mean()
     norm.build([None, 3])
-    plan = devicemap.DeviceMap(lambda b: norm(b, training=True), batched=True, devices=TOWERS).explain(X)
+    plan = devicemap.DeviceMap(lambda b: norm(b, training=True), batched=True, devices=WORKERS).explain(X)
     assert [name.rpartition("/")[2] for name in plan.ordered] == ["moving_mean", "moving_variance"]
     assert plan.control_edges == (
         ControlEdge(full("CPU:1"), full("CPU:2")),
@@ -442,14 +444,14 @@ def test_batch_normalisation_and_metrics_are_named() -> None:
         metric.update_state(batch)
         return batch
 
-    plan = devicemap.DeviceMap(measured, batched=True, devices=TOWERS).explain(X)
+    plan = devicemap.DeviceMap(measured, batched=True, devices=WORKERS).explain(X)
     assert plan.ordered
     assert "devices work one after another, in row order" in plan.advice[0]
 
 
 def test_random_ops_and_their_seeds() -> None:
     def seeding(fn: Any, **options: Any) -> str:
-        (random,) = devicemap.DeviceMap(fn, devices=TOWERS, **options).explain(X).random_ops
+        (random,) = devicemap.DeviceMap(fn, devices=WORKERS, **options).explain(X).random_ops
         return random.seeding
 
     dropout = tf.keras.layers.Dropout(0.5)
@@ -468,7 +470,7 @@ def test_memory_of_a_row_is_what_is_alive_at_once() -> None:
         return tf.transpose(array.stack(), [1, 0, 2])
 
     def memory(fn: Any, **options: Any) -> int | None:
-        return devicemap.DeviceMap(fn, devices=TOWERS, **options).explain(X).memory_bytes_per_row
+        return devicemap.DeviceMap(fn, devices=WORKERS, **options).explain(X).memory_bytes_per_row
 
     assert memory(tf.sin) == 12  # in place of the row
     assert memory(lambda row: tf.sin(row) * tf.cos(row)) == 2 * 12
@@ -478,12 +480,12 @@ def test_memory_of_a_row_is_what_is_alive_at_once() -> None:
     assert memory(growing, batched=True) == 2 * 5 * 12  # the list, and all of it as one tensor
     assert memory(lambda row: tf.boolean_mask(row, row > 0), vectorize=False) is None
     assert memory(lambda row: tf.strings.as_string(row)) is None
-    plan = devicemap.DeviceMap(tf.sin, devices=TOWERS).explain(X)
+    plan = devicemap.DeviceMap(tf.sin, devices=WORKERS).explain(X)
     assert [device.memory_bytes for device in plan.devices] == [3 * 12, 2 * 12, 2 * 12]
 
 
 def test_a_plain_loop_gets_no_advice() -> None:
-    assert mapper_of("loop", TOWERS)[0].explain(X).advice == ()
+    assert mapper_of("loop", WORKERS)[0].explain(X).advice == ()
 
 
 # The value
@@ -491,7 +493,7 @@ def test_a_plain_loop_gets_no_advice() -> None:
 
 def test_it_is_frozen_and_plain() -> None:
     for name in EVERYTHING:
-        plan = mapper_of(name, TOWERS)[0].explain(X)
+        plan = mapper_of(name, WORKERS)[0].explain(X)
         with pytest.raises(FrozenInstanceError):
             plan.rows = 1  # type: ignore[misc]
         hash(plan)
@@ -502,7 +504,7 @@ def test_it_is_frozen_and_plain() -> None:
 
 
 def test_it_reads_well() -> None:
-    text = str(mapper_of("ordered", TOWERS)[0].explain(X))
+    text = str(mapper_of("ordered", WORKERS)[0].explain(X))
     for line in (
         "ordered: 7 rows on 3 devices, in one graph",
         "control edges between devices: CPU:2 waits for CPU:1, CPU:3 waits for CPU:2",

@@ -377,10 +377,10 @@ def test_without_a_report_nothing_is_kept(batch_size: int | None) -> None:
 @pytest.mark.parametrize(("report", "clocks"), [(True, 3), (False, 0)])
 def test_a_graph_has_a_clock_for_each_device_only_for_a_report(report: bool, clocks: int) -> None:
     x = tf.range(7.0)
-    towers = ["CPU:1", "CPU:2", "CPU:3"]
+    workers = ["CPU:1", "CPU:2", "CPU:3"]
 
     def mapper() -> devicemap.DeviceMap:
-        return devicemap.DeviceMap(lambda n: n * n, devices=towers, report=report)
+        return devicemap.DeviceMap(lambda n: n * n, devices=workers, report=report)
 
     def timestamps(function: Callable[..., Any]) -> int:
         return sum(placements(partitions(function, x), "Timestamp").values())

@@ -122,6 +122,6 @@ def is_placed(device: str) -> bool:
 
 
 def _home(op: Any, functions: dict[str, tuple[Any, bool]]) -> str | None:
-    """The device that an op is placed on; of a branch without one, which holds a tower that may get no rows, the tower's."""
+    """The device that an op is placed on; of a branch without one, for a device that may get no rows, that device."""
     inside = [o for name in called_by(op) if name in functions for o in functions[name][0].get_operations()]
     return next((full_name(o.device) for o in [op, *inside] if is_placed(o.device)), None)

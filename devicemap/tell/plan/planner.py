@@ -12,10 +12,10 @@ import tensorflow as tf
 from devicemap._tensorflow.functions import shows_functions
 from devicemap.base.devices import choose_output_device, gpu_indices, kind_of, list_devices
 from devicemap.base.options import Options
+from devicemap.compile.compiled import Compiled
 from devicemap.compile.cost.memory import Crossings, crossings, memory_bytes_per_row
 from devicemap.compile.cost.walk import live_ops, row_size, waits_between_devices, without_loop
 from devicemap.compile.kernels import is_taken_on_host
-from devicemap.compile.towers import Towers
 from devicemap.data.rows import HOST
 from devicemap.run.capacity import in_flight
 from devicemap.tell.plan.captures import captured_by
@@ -42,15 +42,15 @@ _PYTHON_OPS = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())
 
 def explain_call(
     asked: Asked,
-    towers: Towers,
+    compiled: Compiled,
     options: Options,
     fn: Callable[..., Any],
     devices: Sequence[str],
     output_device: str,
     name: str,
 ) -> Plan:
-    """The plan of a call on what was `asked`, with these `towers` of `fn`."""
-    traced, chunks = towers.traced, asked.chunks
+    """The plan of a call on what was `asked`, with `fn`, `compiled`."""
+    traced, chunks = compiled.traced, asked.chunks
     ops = live_ops(traced.concrete)
     of_fn = ops if options.batched or traced.vectorized else without_loop(ops, traced.concrete)
     all_seen = shows_functions(traced.concrete.graph)
@@ -61,12 +61,12 @@ def explain_call(
             RuntimeWarning,
             stacklevel=3,
         )
-    shards = () if chunks else _shards(asked.rows, towers)
-    call = _built_graph(towers, shards, chunks)
-    used = towers.devices if chunks else tuple(dict.fromkeys(shard.device for shard in shards))
+    shards = () if chunks else _shards(asked.rows, compiled)
+    call = _built_graph(compiled, shards, chunks)
+    used = compiled.devices if chunks else tuple(dict.fromkeys(shard.device for shard in shards))
     captured = captured_by(traced, fn, used)
-    kinds = [kind_of(device) for device in towers.devices]
-    crossed = {kind: cache(_crossings(kind, towers, captured, asked)) for kind in dict.fromkeys(kinds)}
+    kinds = [kind_of(device) for device in compiled.devices]
+    crossed = {kind: cache(_crossings(kind, compiled, captured, asked)) for kind in dict.fromkeys(kinds)}
     few = {kind: of_rows(_FEW_ROWS) for kind, of_rows in crossed.items()}
     int32 = [
         StrayOp(op, kind, "int32", to)
@@ -74,9 +74,9 @@ def explain_call(
         if told is not None
         for op, to in told.int32.items()
     ]
-    strays = () if options.jit_compile else (*stray_ops(of_fn, towers.devices, kinds), *int32)
+    strays = () if options.jit_compile else (*stray_ops(of_fn, compiled.devices, kinds), *int32)
     per_row = None if options.jit_compile or not all_seen else memory_bytes_per_row(traced, kinds[0], asked.row_lengths)
-    under_way = in_flight(towers, options.prefetch)
+    under_way = in_flight(compiled, options.prefetch)
     working = tuple(under_way) if chunks else used
     return Plan(
         name=name,
@@ -90,28 +90,28 @@ def explain_call(
         batched=options.batched,
         vectorized=traced.vectorized,
         reason=traced.reason,
-        traces=towers.traces,
+        traces=compiled.traces,
         control_edges=() if chunks or call is None else tuple(ControlEdge(*w) for w in waits_between_devices(call)),
         ordered=tuple(c.name for c in captured if c.handling is Handling.ORDERED),
         strays=strays,
-        transfers=_transfers(asked, towers, shards, working, captured, strays, output_device, crossed),
+        transfers=_transfers(asked, compiled, shards, working, captured, strays, output_device, crossed),
         captured=captured,
-        random_ops=_random_ops(ops, captured, towers, options),
+        random_ops=_random_ops(ops, captured, compiled, options),
         python_ops=tuple(sorted({op.type for op in ops} & _PYTHON_OPS)),
         memory_bytes_per_row=per_row,
     )
 
 
-def _shards(rows: int | None, towers: Towers) -> tuple[Shard, ...]:
+def _shards(rows: int | None, compiled: Compiled) -> tuple[Shard, ...]:
     """Those of the call; where the rows are not known, one for each place, as many rows have."""
     if rows is None:
-        return tuple(Shard(place, i, i + 1) for i, place in enumerate(towers.places))
-    return towers.shards(rows)[0]
+        return tuple(Shard(place, i, i + 1) for i, place in enumerate(compiled.places))
+    return compiled.shards(rows)[0]
 
 
-def _built_graph(towers: Towers, shards: Sequence[Shard], chunks: bool) -> Any:
+def _built_graph(compiled: Compiled, shards: Sequence[Shard], chunks: bool) -> Any:
     """The graph that the call runs; chunks have none."""
-    return towers.graph(len(shards), gradients=0) if shards and not chunks else None
+    return compiled.graph(len(shards), gradients=0) if shards and not chunks else None
 
 
 def _device_plan(
@@ -135,7 +135,7 @@ def _device_plan(
 
 def _transfers(
     asked: Asked,
-    towers: Towers,
+    compiled: Compiled,
     shards: Sequence[Shard],
     working: Sequence[str],
     captured: Sequence[Captured],
@@ -144,14 +144,14 @@ def _transfers(
     crossed_of: Mapping[str, Callable[[int], Crossings | None]],
 ) -> tuple[Transfer, ...]:
     host, chunks = choose_output_device(HOST), asked.chunks
-    specs = list(towers.traced.concrete.structured_input_signature[0])
+    specs = list(compiled.traced.concrete.structured_input_signature[0])
     homes = [*asked.homes, *[host] * (len(specs) - len(asked.homes))]
     arriving = [_leaf(spec, home) for spec, home in zip(specs, homes)]
     found: list[Transfer] = []
     if chunks or len(shards) > 1:  # cut on the host; a single shard goes from where it is
         found += _to_the_host(arriving, asked.rows, host)
         arriving = [Leaf(leaf.tensors, leaf.bytes_per_row, host) for leaf in arriving]
-    leaving = [_leaf(spec, output_device) for spec in towers.traced.specs]
+    leaving = [_leaf(spec, output_device) for spec in compiled.traced.specs]
     for kind in dict.fromkeys(map(kind_of, working)):
         here = [device for device in working if kind_of(device) == kind]
         own = [shard for shard in shards if kind_of(shard.device) == kind]
@@ -166,10 +166,10 @@ def _transfers(
                 known = asked.rows is not None
                 found += rows_in_one_graph(what, leaves, own, to_devices=to_devices, rows_known=known)
         if few is None:
-            found += [*captured_on(here, captured, len(towers.places)), *to_strays(here, strays, host)]
+            found += [*captured_on(here, captured, len(compiled.places)), *to_strays(here, strays, host)]
             continue
         sent = [thing for thing in captured if thing.device != host or thing.handling not in ASKED_WHERE_IT_LIVES]
-        found += [*captured_on(here, sent, len(towers.places)), *to_strays(here, strays, host, known={host})]
+        found += [*captured_on(here, sent, len(compiled.places)), *to_strays(here, strays, host, known={host})]
         per_row = between(few.others, crossed(2 * _FEW_ROWS), _FEW_ROWS)
         for device in here:
             rows = None if chunks or asked.rows is None else sum(len(s) for s in own if s.device == device)
@@ -178,10 +178,10 @@ def _transfers(
 
 
 def _crossings(
-    kind: str, towers: Towers, captured: Sequence[Captured], asked: Asked
+    kind: str, compiled: Compiled, captured: Sequence[Captured], asked: Asked
 ) -> Callable[[int], Crossings | None]:
     """What goes between the memory of devices of a kind and the host's, for so many rows; not told of CPUs."""
-    traced, host = towers.traced, choose_output_device(HOST)
+    traced, host = compiled.traced, choose_output_device(HOST)
     inside = traced.concrete.inputs[len(traced.concrete.inputs) - len(captured) :]
     away = {i: c.name for i, c in enumerate(captured) if c.device == host and c.handling in ASKED_WHERE_IT_LIVES}
     hosted = {
@@ -208,15 +208,15 @@ def _leaf(spec: Any, home: str) -> Leaf:
 
 
 def _random_ops(
-    ops: Sequence[Any], captured: Sequence[Captured], towers: Towers, options: Options
+    ops: Sequence[Any], captured: Sequence[Captured], compiled: Compiled, options: Options
 ) -> tuple[RandomOps, ...]:
-    audit, types = towers.traced.audit, {op.type for op in ops}
+    audit, types = compiled.traced.audit, {op.type for op in ops}
     found = []
     if audit.random_ops:
         seeded = (
             "seeds that stay the same in every trace (of a function that was traced before, or of raw ops): the numbers would "
             "repeat on a second device, so one does all the work; use the option seed= with tf.random.stateless_* ops"
-            if towers.keeps_seeds
+            if compiled.keeps_seeds
             else "fixed seeds, mixed with a number for each device: a number stream for each, and other numbers on other "
             "devices"
             if audit.seeded

@@ -22,9 +22,9 @@ from devicemap._tensorflow.calls import Cancellation
 from devicemap.base.interruption import Signals
 from devicemap.base.options import Options
 from devicemap.compile.audit import ATOMIC, Audit, Treatment, variable_of
+from devicemap.compile.compiled import Compiled
 from devicemap.compile.invoke import interruptible
 from devicemap.compile.seeds import row_seeds
-from devicemap.compile.towers import Towers
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, as_rows, take_rows
 from devicemap.data.sample import rows_in_memory
@@ -87,7 +87,7 @@ def verify_rows(
     fn: Callable[..., Any],
     rows: Rows,
     options: Options,
-    towers: Towers,
+    compiled: Compiled,
     mapper: Callable[[Any], Any],
     tolerance: float | None,
     name: str,
@@ -98,7 +98,7 @@ def verify_rows(
         fn: the user's function.
         rows: in memory, at least one.
         options: of the map.
-        towers: `fn`, traced for these rows.
+        compiled: `fn`, traced for these rows.
         mapper: the map over the devices.
         tolerance: as in `DeviceMap.verify`.
         name: of the function.
@@ -107,8 +107,8 @@ def verify_rows(
         FunctionError: `fn` fails over the devices.
     """
     over_devices = mapper(rows.structure)  # the first one: its errors name the rows and the device
-    device = towers.devices[0]
-    graph, eager = _ways_in_graph(rows, options, towers, device), _ways_in_eager_code(fn, rows, options, device)
+    device = compiled.devices[0]
+    graph, eager = _ways_in_graph(rows, options, compiled, device), _ways_in_eager_code(fn, rows, options, device)
     results = {"devices": over_devices}
     errors: dict[str, str] = {}
     with Signals() as signals:
@@ -120,24 +120,24 @@ def verify_rows(
                 original = error.__cause__ or error
                 errors[way] = f"{type(original).__name__}: {brief(original)}"
     comparisons = []
-    allowed = allowance(tolerance, towers.devices)
+    allowed = allowance(tolerance, compiled.devices)
     for question, way, other in _QUESTIONS:
         pair = _WORDS[way], _WORDS[other]
         if way in results and other in results:
             comparisons.append(Comparison(question, pair, compare_results(results[way], results[other], allowed)))
         elif way in errors and other in results:
             comparisons.append(Comparison(question, pair, (), errors[way]))
-    findings = diagnose(comparisons, output_paths(over_devices), _facts(towers, options))
-    return Verification(name, rows.count or 0, towers.devices, findings, tuple(comparisons))
+    findings = diagnose(comparisons, output_paths(over_devices), _facts(compiled, options))
+    return Verification(name, rows.count or 0, compiled.devices, findings, tuple(comparisons))
 
 
-def _ways_in_graph(rows: Rows, options: Options, towers: Towers, device: str) -> dict[str, Callable[[], Any]]:
+def _ways_in_graph(rows: Rows, options: Options, compiled: Compiled, device: str) -> dict[str, Callable[[], Any]]:
     cancellation = Cancellation()
-    function = towers.functions(cancellation)[device]
+    function = compiled.functions(cancellation)[device]
     leaves = [*rows.leaves, *_seeds(rows, options)]
 
     def run(leaves: list[Any]) -> Any:
-        return interruptible(partial(function, *towers.flat(leaves)), cancellation)
+        return interruptible(partial(function, *compiled.flat(leaves)), cancellation)
 
     def one_by_one() -> Any:
         parts = []
@@ -145,10 +145,10 @@ def _ways_in_graph(rows: Rows, options: Options, towers: Towers, device: str) ->
             with tf.device(HOST):
                 row = [take_rows(leaf, i, i + 1) for leaf in leaves]
             parts.append(run(row))
-        return towers.pack([join(leaf) for leaf in zip(*parts)])
+        return compiled.pack([join(leaf) for leaf in zip(*parts)])
 
     def at_once() -> Any:
-        return towers.pack(run(leaves))
+        return compiled.pack(run(leaves))
 
     return {"graph": at_once, "graph again": at_once, "graph one by one": one_by_one}
 
@@ -197,8 +197,8 @@ def _reverse_rows(leaf: Any) -> Any:
     return tf.reverse(leaf, [0])
 
 
-def _facts(towers: Towers, options: Options) -> Facts:
-    concrete, audit = towers.traced.concrete, towers.traced.audit
+def _facts(compiled: Compiled, options: Options) -> Facts:
+    concrete, audit = compiled.traced.concrete, compiled.traced.audit
     graph = concrete.graph.as_graph_def()
     types = {node.op for nodes in (graph.node, *(f.node_def for f in graph.library.function)) for node in nodes}
     random_ops = {*audit.random_ops, *(types & _GENERATORS), *(["Keras's seed generator"] * audit.advances_seed)}

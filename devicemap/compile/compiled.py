@@ -37,7 +37,7 @@ _GRAPHS, _FUNCTIONS, _INLINED, _PROBE = range(4)
 """Ways of calling begin with these."""
 
 
-class Towers:
+class Compiled:
     """A traced function on each of several places.
 
     A place is a device that takes one shard of a call; a device may be named more than once. Graphs are built on first
@@ -143,7 +143,7 @@ class Towers:
 
     @property
     def _reads_in_place(self) -> bool:
-        """Whether towers in a function of the user's read variables where these are, instead of copies that the call assigns.
+        """Whether devices in a function of the user's read variables where these are, instead of copies that the call assigns.
 
         What reads more than once would be sent each time, and XLA takes no variable of elsewhere. But what is compiled with
         all around it takes no copies either; and a loop over calls, as that of a map over `fn`, gets one device for them all.
