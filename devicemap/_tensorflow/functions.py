@@ -13,6 +13,7 @@ import tensorflow as tf
 from devicemap._tensorflow import Private, nothing, usable, with_fallback
 
 _context = Private("tensorflow.python.eager.context", "context")
+_anonymous = Private("tensorflow.python.eager.context", "anonymous_name")
 _control_flow = Private(
     "tensorflow.python.ops.control_flow_ops", "XLAControlFlowContext.Enter", "XLAControlFlowContext.Exit"
 )
@@ -55,6 +56,23 @@ def must_run(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
     with tf.control_dependencies(list(dict.fromkeys(ops))):
         waiting: list[Any] = tf.nest.map_structure(tf.identity, list(results), expand_composites=True)
     return waiting
+
+
+@with_fallback(nothing, _anonymous)
+def own_variable(value: Any) -> Any:
+    """The handle of a variable that each run of the graph being built has for itself, and that goes with the run.
+
+    Its ops are public; the name that asks for a variable without one is not. Publicly there is none: `None`.
+    """
+    handle = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=_anonymous.anonymous_name())
+    assigned = tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+    with tf.control_dependencies([assigned]):
+        return tf.identity(handle)
+
+
+def has_own_variables() -> bool:
+    """Whether `own_variable` makes one."""
+    return usable(_anonymous)
 
 
 def tells_callers() -> bool:

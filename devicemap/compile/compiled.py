@@ -21,6 +21,7 @@ from devicemap.base.devices import is_out_of_memory, kind_of, python_calls_at_on
 from devicemap.base.interruption import Signals
 from devicemap.base.structure import as_objects
 from devicemap.compile.audit import Treatment, variable_of
+from devicemap.compile.balance import balanced_graph, can_balance
 from devicemap.compile.invoke import Invoker
 from devicemap.compile.layout import Layout
 from devicemap.compile.mirrors import Mirrors
@@ -33,7 +34,7 @@ from devicemap.types import Shard, short_name
 
 _KEPT_SHARDS = 256
 
-_GRAPHS, _FUNCTIONS, _INLINED, _PROBE = range(4)
+_GRAPHS, _FUNCTIONS, _INLINED, _PROBE, _BALANCED = range(5)
 """Ways of calling begin with these."""
 
 
@@ -99,12 +100,22 @@ class Compiled:
         self._graphs: dict[tuple[int, int, bool, bool, bool, bool], Any] = {}
         self._taped: set[tuple[Any, int]] = set()
         self._taping = threading.Lock()
+        self._balanced: Any = None
         self._functions: dict[str, Any] = {}
         self._layouts: dict[tuple[bool, bool, bool], Layout] = {}
         self._inlined = itertools.count()
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
         self._invoker = Invoker(self.traced.steady)
         self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self.traced.input_specs)
+        self.balances = (
+            len(self.places) > 1
+            and kind_of(output_device) == "CPU"
+            and not self.traced.audit.ordered
+            and not (self.traced.audit.seeded or self.traced.audit.advances_seed)  # the same numbers in each run
+            and can_balance(self.traced.specs)
+            and _has_clock()
+        )
+        """Whether `balanced_graph` can be."""
 
     def graph(
         self, shards: int, gradients: int, any_rows: bool = False, inlined: bool = False, one_row: bool = False
@@ -140,6 +151,15 @@ class Compiled:
                     way = (_GRAPHS, *map(int, key[:3]))  # a clock changes no number
                     self._graphs[key] = self._build(shards, way, gradients > 0, any_rows, *key[3:])
         return self._graphs[key]
+
+    def balanced_graph(self) -> Any:
+        """The whole call as one `ConcreteFunction` that balances itself, as `compile.balance.balanced_graph` tells."""
+        if self._balanced is None:
+            with self._lock, Signals():
+                if self._balanced is None:
+                    traces = self._traces_for(len(self.places), (_BALANCED,), False)
+                    self._balanced = balanced_graph(self._layout(False), traces)
+        return self._balanced
 
     @property
     def _reads_in_place(self) -> bool:

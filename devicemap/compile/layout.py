@@ -47,7 +47,7 @@ class Layout:
             `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`; `Compiled.graph` says what they are.
         """
         shards = len(traces)
-        unit = apart or self._acts or (self._reads and not tells_callers())
+        unit = apart or self.acts or (self.reads and not tells_callers())
 
         @tf.function(autograph=False, experimental_attributes=UNCHAINED_UNIT if unit else UNCHAINED)
         def call(sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any], list[Any]]:
@@ -57,32 +57,32 @@ class Layout:
                 sizes = tf.unstack(sizes, shards)
             results: list[list[Any]] = []
             for i, shard in enumerate(cut):
-                after = _ops_of(results[-1]) if self.traced.audit.ordered and results else []
+                after = ops_of(results[-1]) if self.traced.audit.ordered and results else []
                 # Not where a condition decides: what a loop there reads has no gradient if it was made there.
-                handles = self._handles(i, values) if self.differentiable else None
-                on_place = partial(self._run_on, i, traces[i], shard, values, handles)
+                handles = self.handles(i, values) if self.differentiable else None
+                on_place = partial(self.run_on, i, traces[i], shard, values, handles)
                 if any_rows:
                     with tf.control_dependencies(after):
                         results.append(tf.cond(sizes[i] > 0, on_place, self.traced.no_rows))
                 else:
                     results.append(on_place(after))
-            acting = [op for part in results for op in _ops_of(part)]
+            acting = [op for part in results for op in ops_of(part)]
             ends = [self._end(i, part) for i, part in enumerate(results)] if clocked and self._hides_ends else []
             with tf.device(self.output_device):
                 if any_rows:
                     results = [_like_first(part, results[0]) for part in results]
                 if self.differentiable or clocked:  # the gradient of joining asks for the shape of each part, from here
-                    results = [_copied(part) for part in results]
-                ends = ends or [_ops_of(part) for part in results]
+                    results = [copied(part) for part in results]
+                ends = ends or [ops_of(part) for part in results]
                 if shards == 1:
-                    gathered = [(leaf, None) for leaf in _copied(results[0])]
+                    gathered = [(leaf, None) for leaf in copied(results[0])]
                 else:
                     gathered = [gather(parts, self.differentiable) for parts in zip(*results)]
                 joined = [rows for rows, _ in gathered]
-                if self._acts:
+                if self.acts:
                     joined = must_run(acting, joined)
-                elif self._reads:  # all that was read went into these
-                    joined = must_run(_ops_of(joined), joined)
+                elif self.reads:  # all that was read went into these
+                    joined = must_run(ops_of(joined), joined)
             with tf.device(HOST if self._hides_ends else self.output_device):
                 arrivals = [_arrivals(ends)] if clocked else []
             if self.differentiable:
@@ -98,14 +98,14 @@ class Layout:
     def function(self, place: int, traced: Traced) -> Any:
         """One place's part of a call by itself, as a `ConcreteFunction`: `(*leaves) -> result leaves`."""
 
-        @tf.function(autograph=False, experimental_attributes=UNCHAINED_UNIT if self._acts else UNCHAINED)
+        @tf.function(autograph=False, experimental_attributes=UNCHAINED_UNIT if self.acts else UNCHAINED)
         def call(*shard: Any) -> list[Any]:
             with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
                 results = self._call(traced, shard, self.mirrors.captures(place), {})
                 ended = self._end(place, results) if self._hides_ends else []
             with tf.device(self.output_device):  # copied out as a part of the call
-                copies = _copied(results)
-                must = [*ended, *(_ops_of(results) if self._acts else ())]
+                copies = copied(results)
+                must = [*ended, *(ops_of(results) if self.acts else ())]
                 return must_run(must, copies) if must else copies
 
         with tf.device(None):
@@ -124,21 +124,21 @@ class Layout:
             return [tf.raw_ops.Assert(condition=tf.constant(True), data=firsts)]
 
     @property
-    def _acts(self) -> bool:
+    def acts(self) -> bool:
         """Whether `fn` does something besides returning."""
         return bool(self.traced.audit.effects) or self.traced.audit.writes
 
     @property
-    def _reads(self) -> bool:
+    def reads(self) -> bool:
         """Whether `fn` reads variables where they are: what the user's function does next to them has to wait for that."""
         return any(handle.dtype == tf.resource for handle in self.traced.concrete.captured_inputs)
 
-    def _handles(self, place: int, values: dict[int, Any]) -> _Held:
+    def handles(self, place: int, values: dict[int, Any]) -> _Held:
         """What a place captures instead of the originals, of these values: as `Mirrors.assign` tells."""
         with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
             return self.mirrors.assign(place, values)
 
-    def _run_on(
+    def run_on(
         self,
         place: int,
         traced: Traced,
@@ -148,13 +148,13 @@ class Layout:
         after: Sequence[Any] = (),
     ) -> list[Any]:
         """What runs on a place, `after` other ops, with captured variables of these values."""
-        handles, of_values, before = held or self._handles(place, values)
+        handles, of_values, before = held or self.handles(place, values)
         with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
             results = self._call(traced, shard, handles, of_values, [*after, *before])
             if self.differentiable:
                 if traced.vectorized and (traced.audit.cuts_gradients or len(shard) > 1):
                     results = _joined_to(results, shard)
-                differentiate_in_place(_ops_of(results))
+                differentiate_in_place(ops_of(results))
             return results
 
     def _call(
@@ -168,7 +168,7 @@ class Layout:
         """Call it on the device of the moment, with other handles for some of its captures, of these values."""
         # Ops that are colocated with their input (tf.debugging's, for instance) would follow the shard to the device that cut
         # it, and constants that wait for it would do so across devices.
-        shard = _copied(list(shard))
+        shard = copied(list(shard))
         # Each trace captures the same, and numbers it as it met it.
         numbers = {id(tensor): i for i, tensor in enumerate(self.traced.concrete.captured_inputs)}
         captures = [numbers.get(id(tensor)) for tensor in traced.concrete.captured_inputs]
@@ -176,7 +176,7 @@ class Layout:
         held = {position: of_values[i] for position, i in enumerate(captures) if i is not None and i in of_values}
         # Here, not around the whole: TensorFlow takes an edge to the call for redundant if its inputs have it.
         with tf.control_dependencies(after), capturing(traced.concrete, captured), contextlib.ExitStack() as scopes:
-            first = _ops_of(shard)[0]
+            first = ops_of(shard)[0]
             if self.differentiable and all(tensor.device == first.device for tensor in traced.concrete.captured_inputs):
                 # Lists that a loop leaves for its gradient stay here, too. TensorFlow hands out tensors where they are, but
                 # lists on the first device, unless what makes them belongs to others; and moves all that do to one device.
@@ -190,7 +190,7 @@ def sizes_in_graph(rows: Any, shards: int) -> Any:
     return rows // shards + tf.cast(tf.range(shards) < rows % shards, tf.int32)
 
 
-def _copied(leaves: list[Any]) -> list[Any]:
+def copied(leaves: list[Any]) -> list[Any]:
     """The leaves, on the device of the moment."""
     copies: list[Any] = tf.nest.map_structure(tf.identity, leaves, expand_composites=True)
     return copies
@@ -215,7 +215,7 @@ def _has_gradients(leaf: Any) -> bool:
     return isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_complex)
 
 
-def _ops_of(results: Sequence[Any]) -> list[Any]:
+def ops_of(results: Sequence[Any]) -> list[Any]:
     return [t.op for t in tf.nest.flatten(list(results), expand_composites=True)]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -21,45 +21,56 @@ from weakref import WeakKeyDictionary
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation
-from devicemap._tensorflow.gradients import have_tangents, tape_is_recording
+from devicemap._tensorflow.gradients import tape_is_recording
+from devicemap.base.devices import is_out_of_memory
 from devicemap.compile.compiled import Compiled
-from devicemap.compile.gather import check_row_counts, with_row_counts_checked, with_static_rows
-from devicemap.compile.layout import sizes_in_graph
+from devicemap.compile.gather import check_row_counts
 from devicemap.compile.program import Program
 from devicemap.data.chunks import Chunk, InMemory, Source
 from devicemap.data.datasets import from_dataset
 from devicemap.data.join import join
-from devicemap.data.rows import HOST, Rows, as_rows, count_rows
+from devicemap.data.rows import Rows, as_rows
 from devicemap.errors import DataError, OptionError, brief, warn_user
 from devicemap.run.capacity import first_paces, in_flight
 from devicemap.run.dispatch import Rules
+from devicemap.run.one_graph import GraphObservers, Heard, OneGraph
 from devicemap.run.reorder import Group
 from devicemap.run.schedule import Pace, reorder_window
 from devicemap.run.workers import Runner, run_chunks
-from devicemap.types import DeviceLost, Event, Shard, short_name
+from devicemap.types import DeviceLost, Event, short_name
 
-_paces: WeakKeyDictionary[Compiled, dict[str, Pace]] = WeakKeyDictionary()
-"""What is known of the devices of each: `parallel_map` makes calls anew, of programs that are remembered."""
+_LONG_SECONDS = 0.1
+"""A call in memory that takes less has little to gain from balance."""
 
+_ROWS_PER_PLACE = 16
+"""A call on fewer is not held back to learn how long it takes."""
 
-class Timed(Protocol):
-    """A call in one graph, as who hears of it knows it."""
-
-    arrivals: Sequence[Any]
-    """Set by whoever runs the graph: one tensor, float64 `[shards]`, when the results of each shard were there, in seconds
-    since the epoch; or none, where the graph does not tell."""
+_COMPILING_SECONDS = 1.0
+"""Compiling a graph that balances itself takes about as long; a map that has worked for less goes on in chunks."""
 
 
-class Observers(Protocol):
+@dataclass
+class _Known:
+    """What is known of a compiled function: `parallel_map` makes calls anew, of programs that are remembered."""
+
+    paces: dict[str, Pace] = field(default_factory=dict)
+    """Of its devices, by chunks."""
+
+    speeds: list[float] | None = None
+    """Rows per second of its places, by the last long call."""
+
+    seconds: float = 0.0
+    """How long it has worked in long calls."""
+
+    most_rows: int | None = None
+    """Fewer than have run out of memory at once."""
+
+
+_known: WeakKeyDictionary[Compiled, _Known] = WeakKeyDictionary()
+
+
+class Observers(GraphObservers, Protocol):
     """Who hears of calls: a report, a progress bar, a callable of the user's."""
-
-    def of_graph(
-        self, shards: Sequence[Shard], in_turn: bool, traces: Callable[[], int]
-    ) -> AbstractContextManager[Timed | None]:
-        """What a call in one graph runs in; `None` where nobody hears of it.
-
-        `in_turn`: whether each shard waits for the one before it. `traces()`: how often `fn` was traced for the call.
-        """
 
     def of_chunks(self, traces: Callable[[], int]) -> AbstractContextManager[Callable[[Event], object]]:
         """What a call in chunks runs in: it is told each event, one at a time."""
@@ -69,8 +80,8 @@ class Nobody:
     """Hears of no call."""
 
     def of_graph(
-        self, shards: Sequence[Shard], in_turn: bool, traces: Callable[[], int]
-    ) -> AbstractContextManager[Timed | None]:
+        self, rows: int, devices: Sequence[str], traces: Callable[[], int]
+    ) -> AbstractContextManager[Heard | None]:
         traces()  # they are not those of the next call
         return nullcontext()
 
@@ -86,67 +97,67 @@ class Calls:
         self.program = program
         self._observers = observers
         self._options = program.options
+        self._one_graph = OneGraph(program, observers)
 
     def over(self, data: Any) -> Any:
         """All of the data, in eager code, in the way that the options ask for."""
         if isinstance(data, tf.data.Dataset):
             return self.in_chunks(data)
         rows = as_rows(data)
-        return self.in_one_graph(rows) if self._options.batch_size is None else self.in_chunks(rows)
+        return self._in_memory(rows) if self._options.batch_size is None else self.in_chunks(rows)
 
-    def in_one_graph(self, rows: Rows) -> Any:
-        """In-memory data, in eager code: one graph takes it to the devices and back."""
+    def _in_memory(self, rows: Rows) -> Any:
+        """Rows in eager code: in one graph with a shard for each device if that is short, differentiated, or all there is;
+        else balanced, in chunks at first, and in a graph of its own once that is worth compiling."""
         compiled = self.program.compiled_for(rows)
-        if not rows.count:
-            with self._observed(compiled, ()):
-                return compiled.pack(compiled.traced.no_rows())
-        gradients = compiled.order_of_gradients(rows.leaves)
-        shards, sizes = compiled.shards(rows.count)
-        arguments = (sizes, *self.program.seeded(rows.leaves, 0, rows.count))
-        if gradients and have_tangents([*compiled.flat(rows.leaves), *compiled.traced.concrete.captured_inputs]):
-            raise DataError(
-                "a tf.autodiff.ForwardAccumulator follows the data or a variable of fn, and TensorArray, which gathers the "
-                "rows, has no forward mode; use a tf.GradientTape"
-            )
-        graph = compiled.graph(len(shards), gradients)
-        with self._observed(compiled, shards) as call:
-            began = time.perf_counter()
-            try:
-                with compiled.drawing_alone():
-                    if gradients:
-                        results, returned, arrivals = compiled.run_taped(graph, arguments, rows.count, gradients)
-                    else:
-                        results, returned, arrivals = compiled.run(graph, arguments, rows.count)
-                if call is not None:
-                    call.arrivals = arrivals
-            except tf.errors.OpError as error:  # what a running graph raises; signal handlers raise other errors
+        count = rows.count or 0
+        gradients = compiled.order_of_gradients(rows.leaves) if count else 0
+        known = _known.setdefault(compiled, _Known())
+        if gradients or not compiled.balances or count < _ROWS_PER_PLACE * len(compiled.places):
+            return self._one_graph.in_shards(compiled, rows, gradients)
+        if known.speeds is None or not self._fit(compiled, count):
+            return self._balanced_in_chunks(compiled, rows)
+        began = time.perf_counter()
+        try:
+            if count <= _LONG_SECONDS * sum(known.speeds):
+                results = self._one_graph.in_shards(compiled, rows)
                 seconds = time.perf_counter() - began
-                located, cause = self.program.located(error, compiled, arguments[1:], shards, seconds)
-                raise located from cause
-            if self._options.batched:
-                check_row_counts(results, returned, shards)
-        return compiled.pack(results)
+                if seconds > 2 * _LONG_SECONDS:  # longer than expected
+                    known.speeds = [count / seconds / len(known.speeds)] * len(known.speeds)
+                return results
+            if known.seconds > _COMPILING_SECONDS:
+                results, known.speeds = self._one_graph.in_pieces(compiled, rows, known.speeds)
+                return results
+        except tf.errors.OpError as error:
+            if self._options.max_retries == 0 or not is_out_of_memory(error):
+                raise
+            known.most_rows = count - 1
+        return self._balanced_in_chunks(compiled, rows)
+
+    def _fit(self, compiled: Compiled, rows: int) -> bool:
+        """Whether so many rows at once have a chance to fit into the devices' memory."""
+        known = _known[compiled]
+        each = -(-rows // len(compiled.places))
+        limits = (limit for pace in known.paces.values() for limit in (pace.limit, pace.room) if limit is not None)
+        return rows <= (known.most_rows or rows) and each <= min(limits, default=each)
+
+    def _balanced_in_chunks(self, compiled: Compiled, rows: Rows) -> Any:
+        known, began = _known[compiled], time.perf_counter()
+        results = self.in_chunks(rows)
+        known.seconds += time.perf_counter() - began
+        known.speeds = [
+            (known.paces[place].rows_per_second or 0.0) / compiled.places.count(place) for place in compiled.places
+        ]
+        return results
 
     def inside_function(self, rows: Rows) -> Any:
-        """In-memory data, inside the user's own `tf.function`: the same graph becomes a part of it."""
+        """In-memory data, inside the user's own `tf.function`."""
         if self._options.batch_size is not None:
             raise OptionError(
                 f"batch_size={self._options.batch_size} inside a tf.function: chunks are handed out in eager code. Map "
                 "outside of the tf.function, or leave batch_size out"
             )
-        compiled = self.program.compiled_for(rows)
-        if rows.count == 0:
-            return compiled.pack(compiled.traced.no_rows())
-        places = len(compiled.places) if rows.count is None else len(compiled.shards(rows.count)[0])
-        one_row = rows.count is not None and rows.count < 2 * places
-        graph = compiled.graph(places, 2, any_rows=rows.count is None, inlined=True, one_row=one_row)
-        with tf.device(HOST):  # else all that comes and goes would go by the first device
-            count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
-            sizes = sizes_in_graph(count, places) if rows.count is None else compiled.shards(rows.count)[1]
-            results, returned, _ = graph(sizes, *self.program.seeded(rows.leaves, 0, count))
-            if self._options.batched:
-                results = with_row_counts_checked(results, returned, sizes)
-            return compiled.pack([with_static_rows(leaf, rows.count) for leaf in results])
+        return self._one_graph.inside_function(rows)
 
     def in_chunks(self, data: Any) -> Any:
         """Rows or a dataset, in eager code: each chunk goes to the first idle device, the results are joined in order."""
@@ -206,16 +217,13 @@ class Calls:
         with tf.device(self.program.output_device):
             return compiled.pack([join(leaves) for leaves in zip(*parts)])
 
-    def _observed(self, compiled: Compiled, shards: Sequence[Shard]) -> AbstractContextManager[Timed | None]:
-        return self._observers.of_graph(shards, compiled.traced.audit.ordered, compiled.take_traces)
-
     def groups(
         self, source: Source, compiled: Compiled, rules: Rules, keep: Callable[[Chunk, list[Any]], None] | None = None
     ) -> Iterator[Group]:
         """The results of all chunks; where something `keep`s them, groups without results."""
         cancellation = Cancellation()
         functions = compiled.functions(cancellation)
-        paces = _paces.setdefault(compiled, {})
+        paces = _known.setdefault(compiled, _Known()).paces
         if not paces:
             paces |= first_paces(compiled.traced, compiled.devices)
         runners = [

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from devicemap.base.options import Options
 from devicemap.tell.report.progress import ProgressBar
 from devicemap.tell.report.recorder import GraphCall, Recorder
-from devicemap.types import Event, Shard
+from devicemap.types import Event
 
 
 class Observers:
@@ -21,14 +21,14 @@ class Observers:
         """The last call that has finished."""
 
     def of_graph(
-        self, shards: Sequence[Shard], in_turn: bool, traces: Callable[[], int]
+        self, rows: int, devices: Sequence[str], traces: Callable[[], int]
     ) -> AbstractContextManager[GraphCall | None]:
         """What times a call in one graph, where somebody hears of it."""
         listeners = self._listeners()
         if not self._options.report and not listeners:
             return nullcontext()
         keep = self._keep if self._options.report else None
-        return GraphCall(shards, in_turn, traces(), self._gpus, listeners, keep)
+        return GraphCall(rows, devices, traces(), self._gpus, listeners, keep)
 
     @contextmanager
     def of_chunks(self, traces: Callable[[], int]) -> Iterator[Callable[[Event], None]]:

@@ -7,9 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from devicemap.errors import DeviceMapError, brief
+from devicemap.run.one_graph import Run
 from devicemap.tell.report.meter import GpuMeter
 from devicemap.tell.report.report import Report
 from devicemap.types import (
@@ -20,7 +21,6 @@ from devicemap.types import (
     ChunkStarted,
     DeviceLost,
     Event,
-    Shard,
 )
 
 _KEPT_EVENTS = 100_000
@@ -71,37 +71,34 @@ class Recorder:
 
 
 class GraphCall:
-    """A call that is one graph, timed: a context for as long as it lasts. Its shards begin together, or one by one."""
-
-    arrivals: Sequence[Any] = ()
-    """Set by whoever runs the graph: one tensor, float64 `[shards]`, when the results of each shard were there, in seconds
-    since the epoch; or none, where the graph does not tell."""
+    """A call in one graph, timed: a context for as long as it lasts. What its graphs did is told when it ends."""
 
     def __init__(
         self,
-        shards: Sequence[Shard],
-        in_turn: bool,
+        rows: int,
+        devices: Sequence[str],
         traces: int,
         gpus: Mapping[str, int],
         listeners: Sequence[Callable[[Event], object]],
         finished: Callable[[GraphCall], None] | None,
     ):
-        """`in_turn`: whether each shard waits for the one before it. `listeners` hear of the call as of any other;
-        `finished`, if any, gets it when it has ended."""
-        self._shards: Sequence[Shard] | None = shards
-        self._in_turn = in_turn
+        """`listeners` hear of the call as of any other; `finished`, if any, gets it when it has ended."""
+        self.runs: list[Run] = []
+        """What its graphs have done: set by whoever runs them."""
+        self._rows, self._devices = rows, tuple(devices)
         self._listeners = listeners
         self._finished = finished
         self._recorder = Recorder("one graph", traces, gpus)
         self._lock = threading.RLock()
         self._seconds = 0.0
         self._error: BaseException | None = None
+        self._told = False
 
     def __enter__(self) -> GraphCall:
         self._began_at = time.time()
         self._began = time.perf_counter()
         if self._listeners:
-            self._tell(self._first_events())
+            self._tell([CallStarted(0.0, self._rows, self._devices)])
         if self._finished is not None:
             self._recorder.meter.__enter__()
         return self
@@ -115,7 +112,7 @@ class GraphCall:
             finished(self)
         try:
             if self._listeners:
-                self._tell(self._last_events())
+                self._tell(self._events())
         finally:
             if error is not None:
                 self.report()
@@ -123,12 +120,11 @@ class GraphCall:
     def report(self) -> Report:
         """The report of the call, which has finished."""
         with self._lock:
-            if self._shards is not None:
-                for event in (*self._first_events(), *self._last_events()):
+            if not self._told:
+                for event in (CallStarted(0.0, self._rows, self._devices), *self._events()):
                     self._recorder(event)
-                several = len({shard.device for shard in self._shards}) > 1
-                self._recorder.told_apart = bool(self.arrivals) or not several
-                self._shards, self._error, self.arrivals = None, None, ()
+                self._recorder.told_apart = len(self._devices) < 2 or all(run.tells_apart for run in self.runs)
+                self._told, self._error, self.runs = True, None, []
             return self._recorder.report()
 
     def _tell(self, events: Sequence[Event]) -> None:
@@ -136,32 +132,12 @@ class GraphCall:
             for listener in self._listeners:
                 listener(event)
 
-    def _first_events(self) -> list[Event]:
-        shards = self._shards or ()
-        devices = tuple(dict.fromkeys(shard.device for shard in shards))
-        begun = shards[:1] if self._in_turn else shards
-        return [
-            CallStarted(0.0, sum(map(len, shards)), devices),
-            *(ChunkStarted(0.0, shard, 0.0) for shard in begun),
-        ]
-
-    def _last_events(self) -> list[Event]:
+    def _events(self) -> list[Event]:
+        """What happened since the call began."""
         events: list[Event] = []
-        if self._error is None:
-            shards = self._shards or ()
-            finished = self._finish_seconds(len(shards))
-            started = [0.0, *finished[:-1]] if self._in_turn and self.arrivals else [0.0] * len(shards)
-            later = zip(started[1:], shards[1:]) if self._in_turn else ()
-            events += [ChunkStarted(seconds, shard, 0.0) for seconds, shard in later]
-            events += [ChunkFinished(stop, shard, start) for start, stop, shard in zip(started, finished, shards)]
-            events.sort(key=lambda event: event.seconds)  # of two at one time, the start comes first: sorting is stable
+        for run in self.runs:
+            for shard, *times in run.spans():
+                started, finished = (min(max(at - self._began_at, 0.0), self._seconds) for at in times)
+                events += [ChunkStarted(started, shard, 0.0), ChunkFinished(finished, shard, started)]
+        events.sort(key=lambda event: event.seconds)  # of two at one time, the start comes first: sorting is stable
         return [*events, CallFinished(self._seconds, self._error)]
-
-    def _finish_seconds(self, shards: int) -> list[float]:
-        """When each shard was done, in seconds since the call began."""
-        if not self.arrivals:
-            return [self._seconds] * shards
-        # The clock of the graph is that of the day, which may be set meanwhile.
-        since = [min(max(at - self._began_at, 0.0), self._seconds) for at in self.arrivals[0].numpy().tolist()]
-        since = since[:shards]  # a graph for any number of rows has a place for each device
-        return [max(since[: i + 1]) for i in range(shards)] if self._in_turn else since

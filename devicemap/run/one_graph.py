@@ -1,0 +1,183 @@
+"""Calls in one graph, which takes rows in memory to the devices and back: lowest cost per call, differentiable.
+
+A short call, and one that a tape follows, gives each device one shard; a longer one balances itself (`compile/balance.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from devicemap._tensorflow.gradients import have_tangents
+from devicemap.compile.compiled import Compiled
+from devicemap.compile.gather import check_row_counts, with_row_counts_checked, with_static_rows
+from devicemap.compile.layout import sizes_in_graph
+from devicemap.compile.program import Program
+from devicemap.data.rows import HOST, Rows, count_rows
+from devicemap.errors import DataError
+from devicemap.types import Shard
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one graph has done for a call, once somebody asks."""
+
+    shards: Sequence[Shard]
+    """In the order of rows."""
+
+    began: float
+    """In seconds since the epoch, as all times of the day here."""
+
+    seconds: float
+
+    in_turn: bool = False
+    """Whether each shard waited for the one before."""
+
+    arrivals: Any = None
+    """Float64 `[shards]`, or longer: when the results of each were there. `None`: nobody knows."""
+
+    log: Sequence[tuple[float, float]] | None = None
+    """Of a graph that balances itself: when each of the shards was begun and ended."""
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether it tells when each shard was done."""
+        return len(self.shards) == 1 or self.arrivals is not None or self.log is not None
+
+    def spans(self) -> list[tuple[Shard, float, float]]:
+        """Each shard, when it began and when it was done."""
+        ended = self.began + self.seconds
+        if self.log is not None:
+            return [(shard, *times) for shard, times in zip(self.shards, self.log)]
+        if self.arrivals is None:
+            return [(shard, self.began, ended) for shard in self.shards]
+        # The clock of the graph is that of the day, which may be set meanwhile.
+        done = np.clip(np.asarray(self.arrivals)[: len(self.shards)], self.began, ended)
+        if not self.in_turn:
+            return [(shard, self.began, float(at)) for shard, at in zip(self.shards, done)]
+        done = np.maximum.accumulate(done)
+        return list(zip(self.shards, [self.began, *done[:-1].tolist()], done.tolist()))
+
+
+class Heard(Protocol):
+    """A call in one graph, as who hears of it knows it."""
+
+    runs: list[Run]
+    """What its graphs have done: set by whoever runs them."""
+
+
+class GraphObservers(Protocol):
+    """Who hears of calls in one graph."""
+
+    def of_graph(
+        self, rows: int, devices: Sequence[str], traces: Callable[[], int]
+    ) -> AbstractContextManager[Heard | None]:
+        """What a call in one graph runs in; `None` where nobody hears of it. `traces()`: how often `fn` was traced for it."""
+
+
+class OneGraph:
+    """Calls of one program."""
+
+    def __init__(self, program: Program, observers: GraphObservers):
+        self._program = program
+        self._observers = observers
+
+    def in_shards(self, compiled: Compiled, rows: Rows, gradients: int = 0) -> Any:
+        """In eager code, a shard for each device.
+
+        `gradients` tells which may be asked for, as `Compiled.graph` takes it.
+        """
+        if gradients and have_tangents([*compiled.flat(rows.leaves), *compiled.traced.concrete.captured_inputs]):
+            raise DataError(
+                "a tf.autodiff.ForwardAccumulator follows the data or a variable of fn, and TensorArray, which gathers the "
+                "rows, has no forward mode; use a tf.GradientTape"
+            )
+        count = rows.count or 0
+        if not count:
+            with self._observers.of_graph(0, (), compiled.take_traces):
+                return compiled.pack(compiled.traced.no_rows())
+        shards, sizes = compiled.shards(count)
+        arguments = (sizes, *self._program.seeded(rows.leaves, 0, count))
+        graph = compiled.graph(len(shards), gradients)
+        with self._call(compiled, rows, shards, arguments[1:]) as (runs, began):
+            with compiled.drawing_alone():
+                if gradients:
+                    results, returned, arrivals = compiled.run_taped(graph, arguments, count, gradients)
+                else:
+                    results, returned, arrivals = compiled.run(graph, arguments, count)
+            ends = arrivals[0] if arrivals else None
+            seconds = time.perf_counter() - began[1]
+            runs.append(Run(shards, began[0], seconds, compiled.traced.audit.ordered, ends))
+            if self._program.options.batched:
+                check_row_counts(results, returned, shards)
+        return compiled.pack(results)
+
+    def in_pieces(self, compiled: Compiled, rows: Rows, speeds: Sequence[float]) -> tuple[Any, list[float]]:
+        """In eager code, balanced: devices take rows as they are done with others.
+
+        Args:
+            compiled: one that `balances`.
+            rows: at least one.
+            speeds: the rows per second that each of its places is expected to compute, 0 where nobody knows.
+
+        Returns:
+            The results, and the speeds that the places had.
+        """
+        graph, leaves = compiled.balanced_graph(), self._program.seeded(rows.leaves, 0, rows.count)
+        with tf.device(HOST):
+            expected = tf.constant(speeds, tf.float64)
+        with self._call(compiled, rows, compiled.shards(rows.count or 0)[0], leaves) as (runs, began):
+            results, returned, log = compiled.run(graph, (expected, *leaves), rows.count or 0)
+            lines = log.numpy().tolist()
+            pieces = [Shard(compiled.places[int(place)], int(start), int(stop)) for place, start, stop, *_ in lines]
+            times = [(began, ended) for *_, began, ended in lines]
+            runs.append(Run(pieces, began[0], time.perf_counter() - began[1], log=times))
+            if self._program.options.batched:
+                check_row_counts(results, returned, pieces)
+        measured = list(speeds)
+        for place in range(len(speeds)):
+            own = [(stop - start, ended - began) for at, start, stop, began, ended in lines if at == place]
+            if own:
+                measured[place] = sum(count for count, _ in own) / max(sum(seconds for _, seconds in own), 1e-9)
+        return compiled.pack(results), measured
+
+    @contextmanager
+    def _call(
+        self, compiled: Compiled, rows: Rows, shards: Sequence[Shard], leaves: Sequence[Any]
+    ) -> Iterator[tuple[list[Run], tuple[float, float]]]:
+        """What a graph runs in: where to put what it has done, and when it began, by the day's clock and by the timer.
+
+        Raises:
+            FunctionError: `fn` failed, on one of the `shards` of these `leaves` if it fails there again.
+        """
+        devices = tuple(dict.fromkeys(shard.device for shard in shards))
+        with self._observers.of_graph(rows.count or 0, devices, compiled.take_traces) as heard:
+            began = time.time(), time.perf_counter()
+            try:
+                yield [] if heard is None else heard.runs, began
+            except tf.errors.OpError as error:  # what a running graph raises; signal handlers raise other errors
+                seconds = time.perf_counter() - began[1]
+                located, cause = self._program.located(error, compiled, leaves, shards, seconds)
+                raise located from cause
+
+    def inside_function(self, rows: Rows) -> Any:
+        """Inside the user's own `tf.function`: the same graph becomes a part of it."""
+        compiled = self._program.compiled_for(rows)
+        if rows.count == 0:
+            return compiled.pack(compiled.traced.no_rows())
+        places = len(compiled.places) if rows.count is None else len(compiled.shards(rows.count)[0])
+        one_row = rows.count is not None and rows.count < 2 * places
+        graph = compiled.graph(places, 2, any_rows=rows.count is None, inlined=True, one_row=one_row)
+        with tf.device(HOST):  # else all that comes and goes would go by the first device
+            count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
+            sizes = sizes_in_graph(count, places) if rows.count is None else compiled.shards(rows.count)[1]
+            results, returned, _ = graph(sizes, *self._program.seeded(rows.leaves, 0, count))
+            if self._program.options.batched:
+                results = with_row_counts_checked(results, returned, sizes)
+            return compiled.pack([with_static_rows(leaf, rows.count) for leaf in results])

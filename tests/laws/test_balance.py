@@ -1,0 +1,170 @@
+"""Law 9, and the others where a call balances itself: one graph whose devices take rows as they are done with others."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import ALL, ROWS, Case
+from graphs import between_devices, ops_on, partitions
+from oracle import assert_same, serial
+
+import devicemap
+from benchmarks import simulator
+from devicemap.data.rows import as_rows
+from devicemap.errors import FunctionError
+from devicemap.run.calls import Nobody
+from devicemap.run.one_graph import OneGraph
+
+DEVICE_COUNTS = (2, 3, 8)
+
+
+class Balanced:
+    """A map whose calls balance themselves, however short they are."""
+
+    def __init__(self, fn: Any, devices: list[str], **options: Any):
+        self.program = devicemap.DeviceMap(fn, devices=devices, **options)._program
+        self._graph = OneGraph(self.program, Nobody())
+
+    def can(self, data: Any) -> bool:
+        return self.program.compiled_for(as_rows(data)).balances
+
+    def __call__(self, data: Any, speed: float = 0.0) -> Any:
+        rows = as_rows(data)
+        compiled = self.program.compiled_for(rows)
+        results, speeds = self._graph.in_pieces(compiled, rows, [speed] * len(compiled.places))
+        assert any(speeds)
+        return results
+
+
+BALANCING = [
+    case
+    for case in ALL
+    if not any(word in case.name for word in ("ragged", "sparse", "sets", "unknown rank", "random"))
+]
+
+
+@pytest.mark.parametrize("case", BALANCING, ids=str)
+def test_same_answer(case: Case, devices: list[str]) -> None:
+    if "jit_compile" in case.options and devices[0].startswith("GPU"):
+        pytest.skip("XLA does not compile for GPUs in software")
+    mapper = Balanced(case.fn, devices, batched=case.batched, **case.options)
+    wanted = serial(case.fn, case.data, case.batched, case.signature)
+    for speed in (0.0, 500.0, 1e9):
+        assert_same(mapper(case.data, speed), wanted)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32, tf.int64, tf.uint64]
+    + [tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128, tf.string]
+    + [tf.dtypes.experimental.float8_e5m2],
+    ids=lambda dtype: dtype.name,
+)
+def test_results_of_every_dtype(dtype: Any) -> None:
+    numbers = tf.range(40)
+    mapper = Balanced(lambda n: _as(dtype, n), ["CPU:3", "CPU:0", "CPU:1"], batched=True)
+    wanted = _as(dtype, numbers)
+    got = mapper(numbers)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(_as(tf.string, got), _as(tf.string, wanted))
+
+
+def _as(dtype: Any, numbers: Any) -> Any:
+    if numbers.dtype == dtype:
+        return numbers
+    if tf.dtypes.experimental.float8_e5m2 in (dtype, numbers.dtype):  # cast from and to few others
+        numbers = tf.cast(numbers, tf.float32)
+    return tf.strings.as_string(numbers) if dtype == tf.string else tf.cast(numbers, dtype)
+
+
+def test_what_fn_does_happens_once_per_row(devices: list[str]) -> None:
+    seen: list[int] = []
+    total = tf.Variable(0)
+
+    def fn(n: Any) -> Any:
+        total.assign_add(n)
+        tf.py_function(lambda n: seen.append(int(n)), [n], [])
+        return n
+
+    mapper = Balanced(fn, devices)
+    for calls in (1, 2, 3):
+        assert mapper(tf.range(30)).numpy().tolist() == list(range(30))
+        assert Counter(seen) == dict.fromkeys(range(30), calls)
+        assert int(total) == calls * sum(range(30))
+
+
+def test_a_variable_is_what_it_was_when_the_call_began() -> None:
+    variable = tf.Variable(1.0)
+    mapper = Balanced(lambda x: x * variable, ["CPU:1", "CPU:2"])
+    for value in (2.0, 3.0):
+        variable.assign(value)
+        np.testing.assert_array_equal(mapper(tf.ones([50])), np.full(50, value))
+
+
+def test_calls_at_once_do_not_meet() -> None:
+    mapper = Balanced(lambda row: row * 2, ["CPU:1", "CPU:0", "CPU:2"], batched=True)
+    data = [tf.random.uniform([200 + i, 2]) for i in range(4)]
+    mapper(data[0])
+    wrong: list[int] = []
+
+    def call(i: int) -> None:
+        for _ in range(20):
+            if not np.array_equal(mapper(data[i], 2000.0), data[i] * 2):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(data))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_errors_name_rows_and_device() -> None:
+    mapper = Balanced(lambda n: tf.debugging.check_numerics(1 / n, "bad"), ["CPU:1", "CPU:2"])
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"row.* on CPU:") as raised:
+        mapper(tf.constant([1.0] * 30 + [0.0] + [1.0] * 9))
+    assert isinstance(raised.value, FunctionError)
+    assert any(30 in range(shard.start, shard.stop) for shard in raised.value.shards)
+
+
+def test_a_wrong_number_of_rows_is_refused() -> None:
+    mapper = Balanced(lambda batch: batch[:-1], ["CPU:1", "CPU:2"], batched=True)
+    with pytest.raises(FunctionError, match="returned"):
+        mapper(tf.range(40))
+
+
+def test_no_edge_joins_two_devices() -> None:
+    mapper = Balanced(lambda row: tf.sin(row), ["CPU:1", "CPU:2", "CPU:3"], batched=True)
+    graphs = partitions(mapper, tf.zeros([60, 2]))
+    assert ops_on(graphs).keys() >= {"CPU:1", "CPU:2", "CPU:3"}
+    assert between_devices(graphs) == []
+
+
+def test_seeded_functions_draw_the_same_in_each_run() -> None:
+    """Which device takes which rows is chance, so functions with number streams of their own do not balance themselves."""
+    assert not Balanced(lambda x: x + tf.random.normal([], seed=1), ["CPU:1", "CPU:2"]).can(tf.zeros([ROWS]))
+
+
+def test_without_options_a_slow_device_gets_less(sim: simulator.Simulator) -> None:
+    """First in chunks, later in one graph: in both, rows go where they are done soonest, each once and in order."""
+    sim.configure(1, speed=0.1)
+
+    def fn(rows: Any) -> Any:
+        return sim.work(rows, 0.004 * tf.cast(tf.shape(rows)[0], tf.float32))
+
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:0", "CPU:1", "CPU:2"], batched=True)
+    x = tf.random.uniform([256, 4])
+    ways = []
+    for _ in range(5):
+        np.testing.assert_allclose(mapper(x), 2 * x + 1)
+        ways.append(mapper.report.way)
+        slow = next(device for device in mapper.report.devices if device.device.endswith("CPU:1"))
+        assert 0 < slow.rows < 256 * 0.1 / 2.1 * 2
+    assert ways[0] == "chunks"
+    assert ways[-1] == "one graph"
