@@ -15,6 +15,7 @@ from devicemap.compile.program import Program
 from devicemap.data.datasets import as_dataset
 from devicemap.data.rows import as_rows
 from devicemap.errors import DataError
+from devicemap.events import Event, short_name
 from devicemap.run.calls import Calls, Nobody
 from devicemap.store.results import Results, open_results
 from devicemap.store.write import write
@@ -22,7 +23,6 @@ from devicemap.tell.plan import Plan, ask, explain_call
 from devicemap.tell.report import Observers, Report
 from devicemap.tell.verify.findings import Verification
 from devicemap.tell.verify.ways import check_limits, rows_to_verify, verify_rows
-from devicemap.types import Event, short_name
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 

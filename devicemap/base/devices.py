@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import tensorflow as tf
 
 from devicemap._tensorflow.memory import allocator_bytes
 from devicemap.errors import DeviceError
-from devicemap.types import Device
 
 _NAME = re.compile(
     r"(?:/job:(?P<job>[^/]+))?(?:/replica:(?P<replica>\d+))?(?:/task:(?P<task>\d+))?/?(?:device:)?"
@@ -21,6 +21,23 @@ _NAME = re.compile(
 )
 _FAILED_COPY = re.compile(r"(Dst|Src|Destination|Source) tensor is not initialized")
 _PHYSICAL = re.compile(r"/physical_device:(?P<kind>\w+):(?P<index>\d+)")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A logical device that rows can be mapped on."""
+
+    name: str
+    """Full name, for instance `/job:localhost/replica:0/task:0/device:GPU:0`; valid in `tf.device`."""
+
+    kind: str
+    """`"GPU"`, `"CPU"`, or another device type that TensorFlow lists."""
+
+    memory: int | None
+    """Bytes that TensorFlow may use on it, `None` where it has no limit of its own or does not tell."""
+
+    description: str
+    """What it is, in words: the model of the GPU, or which part of which physical device."""
 
 
 def list_devices(kind: str | None = None) -> list[Device]:

@@ -17,7 +17,7 @@ from devicemap.base.structure import map_nest
 from devicemap.bench.gauges import busy_shares, read_peak_memory, reset_peak_memory
 from devicemap.bench.measurements import Timing
 from devicemap.bench.sweep import Skipped, Way
-from devicemap.bench.timing import Budget, count_affordable, half_quartile_range, median, time_call, time_rounds
+from devicemap.bench.timing import Budget, count_affordable, time_call, time_rounds
 from devicemap.data.rows import Rows, take_rows
 from devicemap.data.sample import first_rows
 from devicemap.errors import brief, failure
@@ -34,16 +34,11 @@ times slower than a graph, and should not leave the rest without time."""
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way of mapping, ready to be called."""
+    """A way of mapping `rows`, ready to be called."""
 
     way: Way
-    """Which way."""
-
     mapper: DeviceMap | EagerMap
-    """What does it."""
-
     rows: Rows
-    """What a call maps."""
 
     @property
     def count(self) -> int:
@@ -57,25 +52,13 @@ class Candidate:
             tensor.numpy()
         return results
 
+    def skipped(self, reason: object) -> Skipped:
+        """That it is."""
+        return Skipped(**vars(self.way), reason=str(reason))
 
-@dataclass(frozen=True)
-class Trial:
-    """A candidate that was called, checked and warmed up."""
 
-    candidate: Candidate
-    """Which one."""
-
-    first_call_seconds: float
-    """The first call."""
-
-    call_seconds: float
-    """The second one."""
-
-    busy_shares: dict[str, float] | None
-    """Of the second call."""
-
-    peak_memory_bytes: dict[str, int] | None
-    """Of the second call."""
+Trial = tuple[Candidate, Timing]
+"""A candidate that was called, checked and warmed up, and what was read of it."""
 
 
 class _NotMeasured(Exception):
@@ -97,6 +80,8 @@ def try_out(
     candidates: Sequence[Candidate], essential: int, tolerance: float | None, budget: Budget
 ) -> tuple[list[Trial], list[Skipped]]:
     """Call each candidate for the first time, check its results, and warm it up, as long as half of the budget lasts.
+
+    The second call, which warms it up, is the reading of its `Timing`.
 
     Args:
         candidates: the most telling first.
@@ -128,12 +113,19 @@ def try_out(
             reset_peak_memory(candidate.way.devices)
             _, call_seconds = time_call(candidate.call, budget.clock)
         except _NotMeasured as reason:
-            skipped.append(Skipped(**vars(candidate.way), reason=str(reason)))
+            skipped.append(candidate.skipped(reason))
         except tf.errors.ResourceExhaustedError as error:
-            skipped.append(Skipped(**vars(candidate.way), reason=f"out of memory: {brief(error)}"))
+            skipped.append(candidate.skipped(f"out of memory: {brief(error)}"))
         else:
-            shares, peaks = busy_shares(candidate.mapper), read_peak_memory(candidate.way.devices)
-            trials.append(Trial(candidate, first_call_seconds, call_seconds, shares, peaks))
+            timing = Timing(
+                **vars(candidate.way),
+                rows=candidate.count,
+                first_call_seconds=first_call_seconds,
+                round_seconds=(call_seconds,),
+                busy_shares=busy_shares(candidate.mapper),
+                peak_memory_bytes=read_peak_memory(candidate.way.devices),
+            )
+            trials.append((candidate, timing))
     if not trials:
         raise failure(f"nothing could be measured: {'; '.join(f'{way}: {way.reason}' for way in skipped)}")
     return trials, skipped
@@ -176,24 +168,13 @@ def time_trials(
     Returns:
         A `Timing` for each of them, the others as skipped, and the number of rounds.
     """
-    count = count_affordable([trial.call_seconds for trial in trials], budget.left_seconds, essential)
-    timed, left_out = trials[:count], trials[count:]
-    calls = [trial.candidate.call for trial in timed]
-    readings = time_rounds(calls, [trial.call_seconds for trial in timed], rounds, budget)
-    timings = [
-        Timing(
-            **vars(trial.candidate.way),
-            rows=trial.candidate.count,
-            first_call_seconds=trial.first_call_seconds,
-            call_seconds=median(seconds),
-            spread_seconds=half_quartile_range(seconds),
-            busy_shares=trial.busy_shares,
-            peak_memory_bytes=trial.peak_memory_bytes,
-        )
-        for trial, seconds in zip(timed, readings)
-    ]
+    seconds = [timing.round_seconds[0] for _, timing in trials]
+    count = count_affordable(seconds, budget.left_seconds, essential)
+    calls = [candidate.call for candidate, _ in trials[:count]]
+    readings = time_rounds(calls, seconds[:count], rounds, budget)
+    timings = [replace(timing, round_seconds=tuple(found)) for (_, timing), found in zip(trials, readings)]
     reason = f"no time was left to measure it beside the others; {_more_seconds(budget)}"
-    return timings, [Skipped(**vars(trial.candidate.way), reason=reason) for trial in left_out], len(readings[0])
+    return timings, [candidate.skipped(reason) for candidate, _ in trials[count:]], len(readings[0])
 
 
 def _more_seconds(budget: Budget) -> str:

@@ -21,8 +21,7 @@ from devicemap.bench import benchmark
 from devicemap.cli import UsageError
 from devicemap.cli.input import read_input
 from devicemap.errors import DeviceMapError, failure
-from devicemap.tell.render import table, text_of
-from devicemap.tell.report.timeline import short_names
+from devicemap.tell.render import short_names, size_text, table, text_of
 
 _WIDE = 1000
 """Characters, for output that goes to a file or another program: no line is broken there."""
@@ -32,12 +31,17 @@ def devices_command(options: argparse.Namespace) -> None:
     """`devicemap devices`: a table of them, and why there is no GPU."""
     devices = list_devices()
     names = short_names(device.name for device in devices)
-    rows = []
-    for device in devices:
-        memory = "-" if device.memory is None else f"{device.memory / 2**30:.1f} GiB"
-        rows.append([names[device.name], device.kind, memory, device.description])
-    listed = table(["name", "kind", "memory", "description"], rows, {"kind", "description"})
-    print(text_of(listed, shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE))
+    listed = [
+        {
+            "name": names[device.name],
+            "kind": device.kind,
+            "memory": "" if device.memory is None else size_text(device.memory),
+            "description": device.description,
+        }
+        for device in devices
+    ]
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
+    print(text_of(table(listed, {"kind", "description"}, nothing="-"), width))
     if options.json:
         options.json.write_text(json.dumps([asdict(device) for device in devices], indent=1) + "\n", encoding="utf-8")
     if not any(device.kind == "GPU" for device in devices):

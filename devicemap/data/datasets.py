@@ -15,7 +15,7 @@ from devicemap.base.options import Options
 from devicemap.base.structure import as_nodes, freeze, nodes_of
 from devicemap.data.chunks import Chunk
 from devicemap.data.join import join
-from devicemap.data.rows import HOST, Rows, as_rows, take_rows
+from devicemap.data.rows import HOST, Rows, any_rows, as_rows, take_rows
 from devicemap.errors import DataError, DeviceMapError, warn_user
 
 _SAMPLES_PER_READ = 64
@@ -132,11 +132,16 @@ def from_dataset(dataset: Any, options: Options) -> Elements:
     """Chunks of a `tf.data.Dataset`: of samples, or of batches that are handed on (cut to `batch_size` where given).
 
     Raises:
-        DataError: for a batch without a row axis, and for elements that are not tensors.
+        DataError: for a batch without a row axis, for elements of unknown rank, and for those that are not tensors.
     """
     for spec in tf.nest.flatten(as_nodes(dataset.element_spec)):
         if not isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec):
             raise DataError(f"the dataset has elements with {spec}; expected dense, ragged or sparse tensors only")
+        if spec.shape.rank is None:
+            raise DataError(
+                f"the dataset has elements of unknown rank ({spec}); give from_generator an output_signature, or map "
+                "tf.ensure_shape over it"
+            )
         if options.batched and spec.shape.rank == 0:
             raise DataError(
                 f"the dataset has elements with a scalar ({spec}), but batched=True takes batches of rows. Call "
@@ -157,7 +162,8 @@ def from_dataset(dataset: Any, options: Options) -> Elements:
         whole, rows = False, cardinality if cardinality >= 0 else None
         dataset, merged = _batches_of_samples(dataset, size)
         size = size if merged else 1
-    return Elements(dataset, _any_rows(as_nodes(dataset.element_spec)), rows, size, whole, merged)
+    specs = tf.nest.map_structure(any_rows, as_nodes(dataset.element_spec))
+    return Elements(dataset, specs, rows, size, whole, merged)
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,26 +227,7 @@ def _batches_of_samples(dataset: Any, size: int | None) -> tuple[Any, bool]:
 def _unknown_dimensions(spec: Any) -> list[int]:
     if not isinstance(spec, tf.TensorSpec):
         return []
-    if spec.shape.rank is None:
-        return [-1]
     return [i for i, d in enumerate(spec.shape.as_list()) if d is None]
-
-
-def _any_rows(specs: Any) -> Any:
-    """The specs without the row counts that a dataset knows, so that the last, smaller batch needs no other trace."""
-
-    def relax(spec: Any) -> Any:
-        if spec.shape.rank is None:
-            raise DataError(
-                f"the dataset has elements of unknown rank ({spec}); give from_generator an output_signature, or map "
-                "tf.ensure_shape over it"
-            )
-        shape = tf.TensorShape([None]).concatenate(spec.shape[1:])
-        if isinstance(spec, tf.RaggedTensorSpec):
-            return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
-        return type(spec)(shape, spec.dtype)
-
-    return tf.nest.map_structure(relax, specs)
 
 
 def _read(dataset: Any) -> Iterator[Rows]:

@@ -31,12 +31,12 @@ from devicemap.data.datasets import from_dataset
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, as_rows, count_rows
 from devicemap.errors import DataError, OptionError, brief, warn_user
+from devicemap.events import DeviceLost, Event, Shard, short_name
 from devicemap.run.capacity import first_paces, in_flight
 from devicemap.run.dispatch import Rules
 from devicemap.run.reorder import Group
 from devicemap.run.schedule import Pace, reorder_window
 from devicemap.run.workers import Runner, run_chunks
-from devicemap.types import DeviceLost, Event, Shard, short_name
 
 _paces: WeakKeyDictionary[Compiled, dict[str, Pace]] = WeakKeyDictionary()
 """What is known of the devices of each: `parallel_map` makes calls anew, of programs that are remembered."""

@@ -17,6 +17,7 @@ from devicemap.compile.cost.memory import Crossings, crossings, memory_bytes_per
 from devicemap.compile.cost.walk import live_ops, row_size, waits_between_devices, without_loop
 from devicemap.compile.kernels import is_taken_on_host
 from devicemap.data.rows import HOST
+from devicemap.events import Shard
 from devicemap.run.capacity import in_flight
 from devicemap.tell.plan.captures import captured_by
 from devicemap.tell.plan.plan import Captured, ControlEdge, DevicePlan, Handling, Plan, RandomOps, StrayOp, Transfer
@@ -32,7 +33,6 @@ from devicemap.tell.plan.traffic import (
     to_memory,
     to_strays,
 )
-from devicemap.types import Shard
 
 _FEW_ROWS = 16
 """What a row sends is told by how much more twice as many send."""
@@ -62,7 +62,7 @@ def explain_call(
             stacklevel=3,
         )
     shards = () if chunks else _shards(asked.rows, compiled)
-    call = _built_graph(compiled, shards, chunks)
+    call = compiled.graph(len(shards), gradients=0) if shards else None
     used = compiled.devices if chunks else tuple(dict.fromkeys(shard.device for shard in shards))
     captured = captured_by(traced, fn, used)
     kinds = [kind_of(device) for device in compiled.devices]
@@ -91,7 +91,7 @@ def explain_call(
         vectorized=traced.vectorized,
         reason=traced.reason,
         traces=compiled.traces,
-        control_edges=() if chunks or call is None else tuple(ControlEdge(*w) for w in waits_between_devices(call)),
+        control_edges=tuple(ControlEdge(*ends) for ends in waits_between_devices(call)) if call else (),
         ordered=tuple(c.name for c in captured if c.handling is Handling.ORDERED),
         strays=strays,
         transfers=_transfers(asked, compiled, shards, working, captured, strays, output_device, crossed),
@@ -109,28 +109,26 @@ def _shards(rows: int | None, compiled: Compiled) -> tuple[Shard, ...]:
     return compiled.shards(rows)[0]
 
 
-def _built_graph(compiled: Compiled, shards: Sequence[Shard], chunks: bool) -> Any:
-    """The graph that the call runs; chunks have none."""
-    return compiled.graph(len(shards), gradients=0) if shards and not chunks else None
-
-
 def _device_plan(
     device: str, asked: Asked, shards: Sequence[Shard], under_way: int | None, options: Options, per_row: int | None
 ) -> DevicePlan:
+    """`under_way`: how many chunks may be, on this device; `None` in one graph."""
     own = [len(shard) for shard in shards if shard.device == device]
-    at_once: int | None = None
-    if under_way is None:
-        rows = None if asked.rows is None else sum(own)
-        at_once = rows
-    else:
-        rows = None
-        if isinstance(options.batch_size, int):
-            at_once = under_way * options.batch_size
-            at_once = at_once if asked.rows is None else min(at_once, asked.rows)
-    limit = next((d.memory for d in list_devices(kind_of(device)) if d.name == device), None)
-    memory = None if per_row is None or at_once is None else per_row * at_once
-    at_same_time, gpu = len(own) if under_way is None else None, gpu_indices([device]).get(device)
-    return DevicePlan(device, kind_of(device), rows, at_same_time, under_way, memory, limit, gpu)
+    rows = None if under_way is not None or asked.rows is None else sum(own)
+    at_once = rows
+    if under_way is not None and isinstance(options.batch_size, int):
+        most = under_way * options.batch_size
+        at_once = most if asked.rows is None else min(most, asked.rows)
+    return DevicePlan(
+        device=device,
+        kind=kind_of(device),
+        rows=rows,
+        shards=len(own) if under_way is None else None,
+        chunks_in_flight=under_way,
+        memory_bytes=None if per_row is None or at_once is None else per_row * at_once,
+        memory_limit_bytes=next((d.memory for d in list_devices(kind_of(device)) if d.name == device), None),
+        gpu=gpu_indices([device]).get(device),
+    )
 
 
 def _transfers(
@@ -148,8 +146,10 @@ def _transfers(
     homes = [*asked.homes, *[host] * (len(specs) - len(asked.homes))]
     arriving = [_leaf(spec, home) for spec, home in zip(specs, homes)]
     found: list[Transfer] = []
+    known = asked.rows is not None
     if chunks or len(shards) > 1:  # cut on the host; a single shard goes from where it is
-        found += _to_the_host(arriving, asked.rows, host)
+        whole = [Shard(host, 0, 1 if asked.rows is None else asked.rows)] if asked.rows != 0 else []
+        found += rows_in_one_graph("rows", arriving, whole, to_devices=True, rows_known=known)
         arriving = [Leaf(leaf.tensors, leaf.bytes_per_row, host) for leaf in arriving]
     leaving = [_leaf(spec, output_device) for spec in compiled.traced.specs]
     for kind in dict.fromkeys(map(kind_of, working)):
@@ -163,7 +163,6 @@ def _transfers(
             if chunks:
                 found += rows_in_chunks(what, leaves, here, asked.rows, to_devices=to_devices)
             else:
-                known = asked.rows is not None
                 found += rows_in_one_graph(what, leaves, own, to_devices=to_devices, rows_known=known)
         if few is None:
             found += [*captured_on(here, captured, len(compiled.places)), *to_strays(here, strays, host)]
@@ -192,11 +191,6 @@ def _crossings(
         return None if kind == "CPU" else crossings(traced, kind, asked.row_lengths, rows, away, hosted)
 
     return of_rows
-
-
-def _to_the_host(leaves: Sequence[Leaf], rows: int | None, host: str) -> list[Transfer]:
-    whole = [Shard(host, 0, 1 if rows is None else rows)] if rows != 0 else []
-    return rows_in_one_graph("rows", leaves, whole, to_devices=True, rows_known=rows is not None)
 
 
 def _leaf(spec: Any, home: str) -> Leaf:

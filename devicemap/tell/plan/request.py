@@ -12,7 +12,7 @@ import tensorflow as tf
 from devicemap.base.options import Options
 from devicemap.base.structure import freeze, map_nest
 from devicemap.data.datasets import from_dataset
-from devicemap.data.rows import as_rows, home_of
+from devicemap.data.rows import any_rows, as_rows, home_of
 from devicemap.errors import DataError
 
 _SAMPLED = 2**16
@@ -100,7 +100,7 @@ def from_specs(specs: Any, chunks: bool = False) -> Asked | None:
     if len(set(counts.values())) > 1:
         lengths = ", ".join(f"{path} has {count}" for path, count in counts.items())
         raise DataError(f"the leaves have different numbers of rows: {lengths}. They must share their first axis")
-    relaxed = map_nest(lambda leaf, _: _any_rows(leaf), specs, "")
+    relaxed = map_nest(lambda leaf, _: any_rows(leaf), specs, "")
     return Asked(relaxed, freeze(relaxed), next(iter(counts.values()), None), chunks)
 
 
@@ -118,10 +118,3 @@ def _sample(splits: Any) -> Any:
     """The lengths between row splits, sorted: all, or an even sample of them."""
     lengths = np.diff(splits)
     return np.sort(lengths[:: 1 + len(lengths) // _SAMPLED])
-
-
-def _any_rows(spec: Any) -> Any:
-    shape = tf.TensorShape([None]).concatenate(spec.shape[1:])
-    if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
-    return type(spec)(shape, spec.dtype)

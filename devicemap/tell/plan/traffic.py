@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from devicemap.base.devices import kind_of
 from devicemap.compile.cost.memory import Crossing, Crossings
+from devicemap.events import Shard
 from devicemap.tell.plan.plan import Captured, Handling, StrayOp, Transfer
-from devicemap.types import Shard
 
 _SENT = (Handling.COPIED, Handling.SEED)
 

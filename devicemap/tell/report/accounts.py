@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from devicemap.tell.report.meter import GpuUsage
-from devicemap.tell.report.timeline import Span, union_seconds
-from devicemap.types import (
+from devicemap.events import (
     CallStarted,
     ChunkFailed,
     ChunkRetried,
@@ -16,6 +14,8 @@ from devicemap.types import (
     Event,
     Shard,
 )
+from devicemap.tell.report.meter import GpuUsage
+from devicemap.tell.report.timeline import Span, union_seconds
 
 _SHARES_MEMORY = "/job:localhost/replica:0/task:0/device:CPU:"
 

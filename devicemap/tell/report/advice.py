@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from devicemap.events import Shard, short_name
+from devicemap.tell.render import listed, short_names
 from devicemap.tell.report.accounts import DeviceReport
-from devicemap.tell.report.timeline import Span, ran_in_turn, short_names
-from devicemap.types import Shard
+from devicemap.tell.report.timeline import Span, ran_in_turn
 
 _SLOW = 0.5
 """A device is slow that maps fewer rows per busy second than this share of the others' median."""
@@ -79,7 +80,7 @@ def advise(
     used = [device for device in devices if device.utilisation_percent is not None]
     if len(devices) == len(used) == 1 and (percent := used[0].utilisation_percent or 0.0) < _WELL_USED_PERCENT:
         found.append(
-            f"{_names(devices)[used[0].device]} was in use {percent:.0f}% of the time: more GPUs would help little "
+            f"{short_name(used[0].device)} was in use {percent:.0f}% of the time: more GPUs would help little "
             "before it is over 90%; try a larger batch_size, vectorize=True or a faster input first"
         )
     return tuple(found)
@@ -88,7 +89,7 @@ def advise(
 def _about_balance(
     devices: Sequence[DeviceReport], spans: Sequence[Span], wall_seconds: float, one_graph: bool
 ) -> Iterator[str]:
-    names = _names(devices)
+    names = short_names(device.device for device in devices)
     lost = [device.device for device in devices if device.lost]
     waiting = sum(device.waiting_seconds for device in devices) / (len(devices) * wall_seconds or 1.0)
     if waiting > _WORTH_SAYING and waiting * wall_seconds > _LONG_SECONDS:
@@ -99,11 +100,11 @@ def _about_balance(
     out_of_work = [names[device.device] for device in devices if not device.calls and not device.lost]
     if out_of_work and len(out_of_work) < len(devices) and wall_seconds > _LONG_SECONDS:
         cure = "use a smaller batch_size" if any(len(span.shard) > 1 for span in spans) else "there were no more rows"
-        yield f"{_list(out_of_work)} got no rows, as there were too few chunks: {cure}"
+        yield f"{listed(out_of_work)} got no rows, as there were too few chunks: {cure}"
     late = late_shards(spans, wall_seconds, lost)
     if late and wall_seconds > _LONG_SECONDS:
         rows = [str(shard) for shard in late]
-        which = _list(rows) if len(rows) <= _NAMED else f"{len(rows)} chunks, the last of them {rows[-1]},"
+        which = listed(rows) if len(rows) <= _NAMED else f"{len(rows)} chunks, the last of them {rows[-1]},"
         cure = "let rows that take long come first"
         if any(len(shard) > 1 for shard in late):
             cure = "pass batch_size, for chunks that go to idle devices" if one_graph else "use a smaller batch_size"
@@ -119,16 +120,7 @@ def _about_balance(
             "shared with other programs, or its rows took more work"
         )
     if lost:
-        yield f"{_list([names[name] for name in lost])} kept failing and got no more chunks: see the errors"
+        yield f"{listed([names[name] for name in lost])} kept failing and got no more chunks: see the errors"
     backed_off = [names[device.device] for device in devices if device.back_offs]
     if backed_off:
-        yield f"{_list(backed_off)} ran out of memory, and did chunks again in parts: use a smaller batch_size"
-
-
-def _names(devices: Sequence[DeviceReport]) -> dict[str, str]:
-    return short_names(device.device for device in devices)
-
-
-def _list(words: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+        yield f"{listed(backed_off)} ran out of memory, and did chunks again in parts: use a smaller batch_size"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from devicemap.base.options import Options
+from devicemap.events import Event, Shard
 from devicemap.tell.report.progress import ProgressBar
 from devicemap.tell.report.recorder import GraphCall, Recorder
-from devicemap.types import Event, Shard
 
 
 class Observers:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from devicemap.errors import OptionError
-from devicemap.tell.report.timeline import Span, lanes_of, short_names
+from devicemap.tell.render import short_names
+from devicemap.tell.report.timeline import Span, lanes_of
 
 _COLOURS = {"finished": "tab:blue", "failed": "tab:red", "unfinished": "tab:grey"}
 _INCHES_PER_LANE = 0.3
@@ -30,29 +33,21 @@ def save_timeline(spans: Sequence[Span], devices: Sequence[str], title: str, pat
         ValueError: for a format that matplotlib does not know.
     """
     lanes = lanes_of(spans)
-    depth = dict.fromkeys(devices, 1)
-    for span, lane in zip(spans, lanes):
-        depth[span.shard.device] = max(depth[span.shard.device], lane + 1)
-    height = sum(depth.values())
+    depths = [1 + max((lane for s, lane in zip(spans, lanes) if s.shard.device == d), default=0) for d in devices]
+    tops = dict(zip(devices, accumulate([0, *depths])))
     edge = 0.5 if len(spans) <= _MOST_BARS_WITH_EDGES else 0.0
-    figure = figure_class()(figsize=(9.0, 1.2 + _INCHES_PER_LANE * max(height, 3)), layout="constrained")
+    figure = figure_class()(figsize=(9.0, 1.2 + _INCHES_PER_LANE * max(sum(depths), 3)), layout="constrained")
     axes = figure.add_subplot()
-    labels, top, centres = short_names(devices), 0, []
-    for device in devices:
-        for outcome, colour in _COLOURS.items():
-            bars = [
-                (span, top + lane)
-                for span, lane in zip(spans, lanes)
-                if span.shard.device == device and span.outcome == outcome
-            ]
-            for row in sorted({row for _, row in bars}):
-                times = [(span.started_seconds, span.seconds) for span, at in bars if at == row]
-                axes.broken_barh(times, (row + 0.1, 0.8), facecolors=colour, edgecolors="white", linewidth=edge)
-        centres.append(top + depth[device] / 2)
-        top += depth[device]
+    bars: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for span, lane in zip(spans, lanes):
+        bars[span.outcome, tops[span.shard.device] + lane].append((span.started_seconds, span.seconds))
+    for (outcome, row), times in bars.items():
+        colour = _COLOURS[outcome]
+        axes.broken_barh(times, (row + 0.1, 0.8), facecolors=colour, edgecolors="white", linewidth=edge)
+    for top in tops.values():
         axes.axhline(top, color="lightgrey", linewidth=0.5)
-    axes.set_yticks(centres, [labels[device] for device in devices])
-    axes.set_ylim(max(height, 1), 0)
+    axes.set_yticks([tops[d] + depth / 2 for d, depth in zip(devices, depths)], [*short_names(devices).values()])
+    axes.set_ylim(max(sum(depths), 1), 0)
     axes.set_xlim(left=0.0)
     axes.set_xlabel("seconds since the call began")
     axes.set_title(title, fontsize="medium")

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from devicemap.tell.report.timeline import short_names
-from devicemap.types import CallFinished, CallStarted, ChunkFinished, ChunkStarted, Event
+from devicemap.events import CallFinished, CallStarted, ChunkFinished, ChunkStarted, Event
+from devicemap.tell.render import short_names
 
 _REFRESHES_PER_SECOND = 4
 _FEW_SECONDS = 10

@@ -7,12 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Literal
 
 from devicemap.errors import DeviceMapError, brief
-from devicemap.tell.report.meter import GpuMeter
-from devicemap.tell.report.report import Report
-from devicemap.types import (
+from devicemap.events import (
     CallFinished,
     CallStarted,
     ChunkFailed,
@@ -22,6 +21,8 @@ from devicemap.types import (
     Event,
     Shard,
 )
+from devicemap.tell.report.meter import GpuMeter
+from devicemap.tell.report.report import Report
 
 _KEPT_EVENTS = 100_000
 """An endless stream has no end of events; a report of more than these tells of its latest part."""
@@ -30,17 +31,17 @@ _KEPT_EVENTS = 100_000
 class Recorder:
     """Listens to one call, and makes its report when asked."""
 
+    _told_apart = True
+    """Whether the events tell when each device was done."""
+
     def __init__(self, way: Literal["one graph", "chunks"], traces: int, gpus: Mapping[str, int]):
         """`gpus`: for the full name of each GPU among the devices, the index of the physical one."""
-        self._way = way
-        self._traces = traces
+        self._way, self._traces = way, traces
         self.meter = GpuMeter(gpus)
         """To be entered for as long as the call lasts."""
         self._begin: Event | None = None
         self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self._report: Report | None = None
-        self.told_apart = True
-        """Whether the events tell when each device was done."""
         self._lock = threading.RLock()  # several threads may ask for the report of the last call
 
     def __call__(self, event: Event) -> None:
@@ -58,19 +59,15 @@ class Recorder:
         with self._lock:
             if self._report is None:
                 assert self._begin is not None
-                events = [self._begin, *self._events]
+                events, usage = [self._begin, *self._events], self.meter.usage
                 self._report = Report.of(
-                    events,
-                    way=self._way,
-                    traces=self._traces,
-                    told_apart=self.told_apart,
-                    usage=self.meter.usage,
+                    events, way=self._way, traces=self._traces, told_apart=self._told_apart, usage=usage
                 )
                 self._events.clear()
             return self._report
 
 
-class GraphCall:
+class GraphCall(Recorder):
     """A call that is one graph, timed: a context for as long as it lasts. Its shards begin together, or one by one."""
 
     arrivals: Sequence[Any] = ()
@@ -88,34 +85,29 @@ class GraphCall:
     ):
         """`in_turn`: whether each shard waits for the one before it. `listeners` hear of the call as of any other;
         `finished`, if any, gets it when it has ended."""
+        super().__init__("one graph", traces, gpus)
         self._shards: Sequence[Shard] | None = shards
-        self._in_turn = in_turn
-        self._listeners = listeners
-        self._finished = finished
-        self._recorder = Recorder("one graph", traces, gpus)
-        self._lock = threading.RLock()
+        self._in_turn, self._listeners, self._finished = in_turn, listeners, finished
         self._seconds = 0.0
         self._error: BaseException | None = None
 
     def __enter__(self) -> GraphCall:
         self._began_at = time.time()
         self._began = time.perf_counter()
-        if self._listeners:
-            self._tell(self._first_events())
+        self._tell(self._first_events)
         if self._finished is not None:
-            self._recorder.meter.__enter__()
+            self.meter.__enter__()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._seconds = time.perf_counter() - self._began
-        self._recorder.meter.__exit__()
+        self.meter.__exit__()
         self._error = error
         finished, self._finished = self._finished, None  # whoever keeps this call is not kept by it
         if finished is not None:
             finished(self)
         try:
-            if self._listeners:
-                self._tell(self._last_events())
+            self._tell(self._last_events)
         finally:
             if error is not None:
                 self.report()
@@ -124,15 +116,14 @@ class GraphCall:
         """The report of the call, which has finished."""
         with self._lock:
             if self._shards is not None:
-                for event in (*self._first_events(), *self._last_events()):
-                    self._recorder(event)
-                several = len({shard.device for shard in self._shards}) > 1
-                self._recorder.told_apart = bool(self.arrivals) or not several
+                self._begin, *events = *self._first_events(), *self._last_events()
+                self._events.extend(events)
+                self._told_apart = bool(self.arrivals) or len({shard.device for shard in self._shards}) < 2
                 self._shards, self._error, self.arrivals = None, None, ()
-            return self._recorder.report()
+            return super().report()
 
-    def _tell(self, events: Sequence[Event]) -> None:
-        for event in events:
+    def _tell(self, events: Callable[[], Sequence[Event]]) -> None:
+        for event in events() if self._listeners else ():
             for listener in self._listeners:
                 listener(event)
 
@@ -140,10 +131,7 @@ class GraphCall:
         shards = self._shards or ()
         devices = tuple(dict.fromkeys(shard.device for shard in shards))
         begun = shards[:1] if self._in_turn else shards
-        return [
-            CallStarted(0.0, sum(map(len, shards)), devices),
-            *(ChunkStarted(0.0, shard, 0.0) for shard in begun),
-        ]
+        return [CallStarted(0.0, sum(map(len, shards)), devices), *(ChunkStarted(0.0, shard, 0.0) for shard in begun)]
 
     def _last_events(self) -> list[Event]:
         events: list[Event] = []
@@ -164,4 +152,4 @@ class GraphCall:
         # The clock of the graph is that of the day, which may be set meanwhile.
         since = [min(max(at - self._began_at, 0.0), self._seconds) for at in self.arrivals[0].numpy().tolist()]
         since = since[:shards]  # a graph for any number of rows has a place for each device
-        return [max(since[: i + 1]) for i in range(shards)] if self._in_turn else since
+        return [*accumulate(since, max)] if self._in_turn else since

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from devicemap.tell.verify.comparison import Difference
-from devicemap.tell.verify.findings import Comparison, Finding, describe, weigh
+from devicemap.tell.verify.findings import Comparison, Finding
 
 CAUSES = ("graph again", "eager again", "coupled", "order", "devices", "eager")
 """What a comparison asks, the deepest cause first."""
@@ -57,7 +57,7 @@ def diagnose(comparisons: Sequence[Comparison], outputs: Sequence[str], facts: F
         if cause is not None:
             faults.append(_fault(*cause, facts))
         elif seen:
-            rounded.append(_rounding(*max(seen, key=lambda pair: weigh(pair[1]))))
+            rounded.append(_rounding(*max(seen, key=lambda pair: pair[1].weight)))
     return (*faults, *_writes(facts), *rounded)
 
 
@@ -65,7 +65,7 @@ def _fault(comparison: Comparison, difference: Difference, facts: Facts) -> Find
     kind, meaning = _meaning(comparison.question, facts)
     if comparison.question in ("graph again", "eager again"):
         meaning += ". Until then, the other comparisons of this output tell nothing"
-    found = f"{describe(difference)}: {' against '.join(comparison.ways)}"
+    found = f"{difference}: {' against '.join(comparison.ways)}"
     return Finding(kind, difference.output, found, meaning, True)
 
 
@@ -155,6 +155,6 @@ def _writes(facts: Facts) -> tuple[Finding, ...]:
 
 
 def _rounding(comparison: Comparison, difference: Difference) -> Finding:
-    found = f"{describe(difference)}: {' against '.join(comparison.ways)}"
+    found = f"{difference}: {' against '.join(comparison.ways)}"
     meaning = f"This is rounding. {_ORDINARY}; do not count on the same bits everywhere"
     return Finding("rounding", difference.output, found, meaning, False)

@@ -9,18 +9,16 @@ not trace as well.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from numbers import Integral, Real
 from typing import Any
 
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation
 from devicemap.base.interruption import Signals
-from devicemap.base.options import Options
+from devicemap.base.options import Options, check_count, check_tolerance
 from devicemap.compile.audit import ATOMIC, Audit, Treatment, variable_of
 from devicemap.compile.compiled import Compiled
 from devicemap.compile.invoke import interruptible
@@ -28,12 +26,11 @@ from devicemap.compile.seeds import row_seeds
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, as_rows, take_rows
 from devicemap.data.sample import rows_in_memory
-from devicemap.errors import DeviceMapError, OptionError, brief
+from devicemap.errors import DeviceMapError, brief
 from devicemap.run.eager import EagerMap
-from devicemap.tell.verify.comparison import compare_results, output_paths
+from devicemap.tell.verify.comparison import allowance, compare_results, output_paths
 from devicemap.tell.verify.diagnosis import Facts, diagnose
 from devicemap.tell.verify.findings import Comparison, Verification
-from devicemap.tell.verify.rounding import allowance
 
 _LEAST_ROWS = 16
 _ROWS_PER_DEVICE = 2
@@ -64,11 +61,9 @@ _QUESTIONS = (
 
 def check_limits(rows: Any, tolerance: Any) -> None:
     """Raise `OptionError` for a number of rows, or a tolerance, that cannot be."""
-    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, Integral) or rows < 1):
-        raise OptionError(f"rows={rows!r}; expected None or an int of at least 1: how many rows to verify fn on")
-    number = isinstance(tolerance, Real) and not isinstance(tolerance, bool)
-    if tolerance is not None and not (number and 0 <= float(tolerance) < math.inf):
-        raise OptionError(f"tolerance={tolerance!r}; expected None or a number of at least 0, relative")
+    if rows is not None:
+        check_count("rows", rows)
+    check_tolerance(tolerance)
 
 
 def rows_to_verify(data: Any, rows: int | None, options: Options, devices: tuple[str, ...]) -> Rows:
