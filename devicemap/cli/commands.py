@@ -17,10 +17,11 @@ import rich
 
 from devicemap.api import DeviceMap
 from devicemap.base.devices import list_devices, why_no_gpu
-from devicemap.bench import benchmark
+from devicemap.bench import BenchmarkResult, benchmark
 from devicemap.cli import UsageError
 from devicemap.cli.input import read_input
 from devicemap.errors import DeviceMapError, failure
+from devicemap.tell.plan import Plan
 from devicemap.tell.render import short_names, size_text, table, text_of
 
 _WIDE = 1000
@@ -50,13 +51,7 @@ def devices_command(options: argparse.Namespace) -> None:
 
 def explain_command(options: argparse.Namespace) -> None:
     """`devicemap explain`: the plan of a map."""
-    mapper: Any = _mapper(options)
-    plan = mapper.explain(_data(options))
-    print(plan)
-    if options.json:
-        plan.save(options.json)
-    if options.plot:
-        plan.plot(options.plot)
+    _tell(_mapper(options).explain(_data(options)), options)
 
 
 def bench_command(options: argparse.Namespace) -> None:
@@ -74,11 +69,7 @@ def bench_command(options: argparse.Namespace) -> None:
         max_rows=options.rows,
         seconds=options.seconds,
     )
-    print(result)
-    if options.json:
-        result.save(options.json)
-    if options.plot:
-        result.plot(options.plot)
+    _tell(result, options)
 
 
 def run_command(options: argparse.Namespace) -> None:
@@ -90,6 +81,14 @@ def run_command(options: argparse.Namespace) -> None:
     if (report := mapper.report) is not None:
         print(report.summary if report.rows or not len(results) else "no row was missing")
     print(f"{len(results)} rows in {options.out}; devicemap.open_results({options.out!r}) reads them")
+
+
+def _tell(result: Plan | BenchmarkResult, options: argparse.Namespace) -> None:
+    print(result)
+    if options.json:
+        result.save(options.json)
+    if options.plot:
+        result.plot(options.plot)
 
 
 def _mapper(options: argparse.Namespace, **more: Any) -> DeviceMap:

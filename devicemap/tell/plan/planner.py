@@ -26,10 +26,8 @@ from devicemap.tell.plan.strays import stray_ops
 from devicemap.tell.plan.traffic import (
     ASKED_WHERE_IT_LIVES,
     Leaf,
-    between,
     captured_on,
-    rows_in_chunks,
-    rows_in_one_graph,
+    rows_sent,
     to_memory,
     to_strays,
 )
@@ -91,7 +89,7 @@ def explain_call(
         vectorized=traced.vectorized,
         reason=traced.reason,
         traces=compiled.traces,
-        control_edges=tuple(ControlEdge(*ends) for ends in waits_between_devices(call)) if call else (),
+        control_edges=tuple(ControlEdge(*ends) for ends in waits_between_devices(call)) if call is not None else (),
         ordered=tuple(c.name for c in captured if c.handling is Handling.ORDERED),
         strays=strays,
         transfers=_transfers(asked, compiled, shards, working, captured, strays, output_device, crossed),
@@ -141,38 +139,35 @@ def _transfers(
     output_device: str,
     crossed_of: Mapping[str, Callable[[int], Crossings | None]],
 ) -> tuple[Transfer, ...]:
-    host, chunks = choose_output_device(HOST), asked.chunks
+    host, chunks, known = choose_output_device(HOST), asked.chunks, asked.rows is not None
     specs = list(compiled.traced.concrete.structured_input_signature[0])
     homes = [*asked.homes, *[host] * (len(specs) - len(asked.homes))]
     arriving = [_leaf(spec, home) for spec, home in zip(specs, homes)]
-    found: list[Transfer] = []
-    known = asked.rows is not None
-    if chunks or len(shards) > 1:  # cut on the host; a single shard goes from where it is
-        whole = [Shard(host, 0, 1 if asked.rows is None else asked.rows)] if asked.rows != 0 else []
-        found += rows_in_one_graph("rows", arriving, whole, to_devices=True, rows_known=known)
-        arriving = [Leaf(leaf.tensors, leaf.bytes_per_row, host) for leaf in arriving]
     leaving = [_leaf(spec, output_device) for spec in compiled.traced.specs]
+    found: list[Transfer] = []
+    if asked.rows != 0 and (chunks or len(shards) > 1):  # cut on the host; a single shard goes from where it is
+        found += rows_sent("rows", arriving, {host: [asked.rows]}, to_devices=True, chunks=False)
+        arriving = [Leaf(leaf.tensors, leaf.bytes_per_row, host) for leaf in arriving]
+    parts: dict[str, list[int | None]] = {device: [] for device in working}
+    for shard in shards:
+        parts[shard.device].append(len(shard) if known else None)
+    if chunks:  # which device gets how many, nobody knows
+        parts = {device: [asked.rows if len(working) == 1 else None] for device in working}
     for kind in dict.fromkeys(map(kind_of, working)):
-        here = [device for device in working if kind_of(device) == kind]
-        own = [shard for shard in shards if kind_of(shard.device) == kind]
-        crossed = crossed_of[kind]
-        few = crossed(_FEW_ROWS)
+        own = {device: rows for device, rows in parts.items() if kind_of(device) == kind}
+        few = crossed_of[kind](_FEW_ROWS)
         coming = arriving if few is None else [leaf for leaf, sent in zip(arriving, few.arriving) if sent]
         going = leaving if few is None else [leaf for leaf, sent in zip(leaving, few.leaving) if sent]
-        for what, leaves, to_devices in (("rows", coming, True), ("results", going, False)):
-            if chunks:
-                found += rows_in_chunks(what, leaves, here, asked.rows, to_devices=to_devices)
-            else:
-                found += rows_in_one_graph(what, leaves, own, to_devices=to_devices, rows_known=known)
-        if few is None:
-            found += [*captured_on(here, captured, len(compiled.places)), *to_strays(here, strays, host)]
-            continue
-        sent = [thing for thing in captured if thing.device != host or thing.handling not in ASKED_WHERE_IT_LIVES]
-        found += [*captured_on(here, sent, len(compiled.places)), *to_strays(here, strays, host, known={host})]
-        per_row = between(few.others, crossed(2 * _FEW_ROWS), _FEW_ROWS)
-        for device in here:
-            rows = None if chunks or asked.rows is None else sum(len(s) for s in own if s.device == device)
-            found += to_memory(device, host, per_row, None if rows is None else crossed(rows))
+        found += rows_sent("rows", coming, own, to_devices=True, chunks=chunks)
+        found += rows_sent("results", going, own, to_devices=False, chunks=chunks)
+        sent = captured
+        if few is not None:  # what is asked on the host is told with what else crosses to there
+            sent = [thing for thing in captured if thing.device != host or thing.handling not in ASKED_WHERE_IT_LIVES]
+        found += captured_on([*own], sent, len(compiled.places))
+        found += to_strays([*own], strays, host, known=() if few is None else {host})
+        for device, rows in own.items() if few is not None else ():
+            in_call = None if chunks or not known else sum(count or 0 for count in rows)
+            found += to_memory(device, host, crossed_of[kind], _FEW_ROWS, in_call)
     return tuple(found)
 
 

@@ -144,8 +144,7 @@ class Report(Result):
     @property
     def advice(self) -> tuple[str, ...]:
         """What held the call up and what to do about it, in plain words; empty where nothing is worth saying."""
-        one_graph = self.way == "one graph"
-        return advise(self.devices, self.spans, wall_seconds=self.wall_seconds, traces=self.traces, one_graph=one_graph)
+        return advise(self)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it but the spans, as JSON has it: text, numbers, lists, dicts and `None`. Units are in the names."""
