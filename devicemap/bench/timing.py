@@ -23,7 +23,7 @@ _RESAMPLES = 2000
 
 _PERCENTILES = (2.5, 97.5)
 
-Clock = Callable[[], float]
+_Clock = Callable[[], float]
 
 
 class Ratio(NamedTuple):
@@ -38,7 +38,7 @@ class Ratio(NamedTuple):
 class Budget:
     """Seconds that may be spent from now on."""
 
-    def __init__(self, seconds: float, clock: Clock = time.perf_counter):
+    def __init__(self, seconds: float, clock: _Clock = time.perf_counter):
         self.seconds = seconds
         self.clock = clock
         self._start = clock()
@@ -49,7 +49,7 @@ class Budget:
         return self.seconds - (self.clock() - self._start)
 
 
-def time_call(call: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
+def time_call(call: Callable[[], Any], clock: _Clock) -> tuple[Any, float]:
     """The result of a call, and the seconds it took."""
     start = clock()
     result = call()
@@ -62,13 +62,7 @@ def time_rounds(
     """Seconds per call of each, one number per round; `rounds` rounds, or as many as the budget has time for, at least one.
 
     In each round every call has its turn, in an order that changes, so that noise meets all of them and what one leaves
-    running in the background not always the same other.
-
-    Args:
-        calls: what to time; each waits for its result.
-        call_seconds: how long each takes, roughly, to choose how often a reading repeats it.
-        rounds: at least 1.
-        budget: what may be spent.
+    running in the background not always the same other. `call_seconds`, roughly, choose how often a reading repeats a call.
     """
     seconds: list[list[float]] = [[] for _ in calls]
     order = random.Random(0)

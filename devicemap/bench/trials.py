@@ -33,7 +33,7 @@ times slower than a graph, and should not leave the rest without time."""
 
 
 @dataclass(frozen=True)
-class Candidate:
+class _Candidate:
     """A way of mapping `rows`, ready to be called."""
 
     way: Way
@@ -57,7 +57,7 @@ class Candidate:
         return Skipped(**vars(self.way), reason=str(reason))
 
 
-Trial = tuple[Candidate, Timing]
+_Trial = tuple[_Candidate, Timing]
 """A candidate that was called, checked and warmed up, and what was read of it."""
 
 
@@ -65,36 +65,32 @@ class _NotMeasured(Exception):
     """Why a candidate is skipped."""
 
 
-def candidate_for(way: Way, fn: Callable[..., Any], rows: Rows, given: dict[str, Any], checked: Options) -> Candidate:
+def candidate_for(way: Way, fn: Callable[..., Any], rows: Rows, given: dict[str, Any], checked: Options) -> _Candidate:
     """What maps `rows` in this way; `given` are the user's options, `checked` the same with their defaults."""
     if way.mode == "eager":
         size = way.batch_size if isinstance(way.batch_size, int) else None
-        return Candidate(way, EagerMap(fn, way.devices, size, checked), rows)
+        return _Candidate(way, EagerMap(fn, way.devices, size, checked), rows)
     options = {**given, "devices": list(way.devices), "batch_size": way.batch_size}
     if way.vectorize is not None:
         options["vectorize"] = way.vectorize
-    return Candidate(way, DeviceMap(fn, **options), rows)
+    return _Candidate(way, DeviceMap(fn, **options), rows)
 
 
 def try_out(
-    candidates: Sequence[Candidate], essential: int, tolerance: float | None, budget: Budget
-) -> tuple[list[Trial], list[Skipped]]:
+    candidates: Sequence[_Candidate], essential: int, tolerance: float | None, budget: Budget
+) -> tuple[list[_Trial], list[Skipped]]:
     """Call each candidate for the first time, check its results, and warm it up, as long as half of the budget lasts.
 
     The second call, which warms it up, is the reading of its `Timing`.
-
-    Args:
-        candidates: the most telling first.
-        essential: so many of them are tried whatever the budget.
-        tolerance: by how much results may differ from those of the first; `None` does not compare.
-        budget: what may be spent.
+    The first `essential` ones are tried whatever the budget. Results are compared with those of the first, unless `tolerance`
+    is `None`.
 
     Raises:
         FunctionError: `fn` failed, results differ, or every candidate ran out of memory.
     """
-    trials: list[Trial] = []
+    trials: list[_Trial] = []
     skipped: list[Skipped] = []
-    reference: tuple[Candidate, Any] | None = None
+    reference: tuple[_Candidate, Any] | None = None
     for candidate in candidates:
         spare = len(trials) >= essential
         try:
@@ -131,10 +127,10 @@ def try_out(
     return trials, skipped
 
 
-def _fit(candidate: Candidate, eager: EagerMap, spare: bool, budget: Budget) -> Candidate:
+def _fit(candidate: _Candidate, eager: EagerMap, spare: bool, budget: Budget) -> _Candidate:
     """Eager code on as many rows as its share of the budget allows; each row or chunk costs a call of `fn`."""
     eager.prepare(candidate.rows)
-    few = Candidate(candidate.way, eager, eager.few_rows(candidate.rows))
+    few = _Candidate(candidate.way, eager, eager.few_rows(candidate.rows))
     least = few.count * len(candidate.way.devices)
     if least >= candidate.count:
         return candidate
@@ -147,7 +143,7 @@ def _fit(candidate: Candidate, eager: EagerMap, spare: bool, budget: Budget) -> 
     return replace(candidate, rows=first_rows(candidate.rows, max(least, affordable)))
 
 
-def _check_same(candidate: Candidate, results: Any, reference: Candidate, wanted: Any, tolerance: float) -> None:
+def _check_same(candidate: _Candidate, results: Any, reference: _Candidate, wanted: Any, tolerance: float) -> None:
     count = min(candidate.count, reference.count)
     results, wanted = (map_nest(lambda leaf, _: take_rows(leaf, 0, count), nest) for nest in (results, wanted))
     found = find_difference(results, wanted, tolerance)
@@ -161,13 +157,9 @@ def _check_same(candidate: Candidate, results: Any, reference: Candidate, wanted
 
 
 def time_trials(
-    trials: Sequence[Trial], essential: int, rounds: int, budget: Budget
+    trials: Sequence[_Trial], essential: int, rounds: int, budget: Budget
 ) -> tuple[list[Timing], list[Skipped], int]:
-    """Time the trials that there is time for, at least the first `essential` ones.
-
-    Returns:
-        A `Timing` for each of them, the others as skipped, and the number of rounds.
-    """
+    """Time the trials that there is time for, at least the first `essential` ones: those, the others, and how many rounds."""
     seconds = [timing.round_seconds[0] for _, timing in trials]
     count = count_affordable(seconds, budget.left_seconds, essential)
     calls = [candidate.call for candidate, _ in trials[:count]]

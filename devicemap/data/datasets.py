@@ -134,7 +134,8 @@ def from_dataset(dataset: Any, options: Options) -> Elements:
     Raises:
         DataError: for a batch without a row axis, for elements of unknown rank, and for those that are not tensors.
     """
-    for spec in tf.nest.flatten(as_nodes(dataset.element_spec)):
+    specs = tf.nest.flatten(as_nodes(dataset.element_spec))
+    for spec in specs:
         if not isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec):
             raise DataError(f"the dataset has elements with {spec}; expected dense, ragged or sparse tensors only")
         if spec.shape.rank is None:
@@ -149,7 +150,7 @@ def from_dataset(dataset: Any, options: Options) -> Elements:
             )
     size = options.batch_size if isinstance(options.batch_size, int) else None
     if options.batched:
-        fits = not any(_unknown_dimensions(spec)[1:] for spec in tf.nest.flatten(as_nodes(dataset.element_spec)))
+        fits = not any(_unknown_dimensions(spec)[1:] for spec in specs)
         whole, merged, rows = options.batch_size is None, options.batch_size == "auto" and fits, None
     else:
         if holds_batches(dataset):
@@ -162,8 +163,8 @@ def from_dataset(dataset: Any, options: Options) -> Elements:
         whole, rows = False, cardinality if cardinality >= 0 else None
         dataset, merged = _batches_of_samples(dataset, size)
         size = size if merged else 1
-    specs = tf.nest.map_structure(any_rows, as_nodes(dataset.element_spec))
-    return Elements(dataset, specs, rows, size, whole, merged)
+    of_chunk = tf.nest.map_structure(any_rows, as_nodes(dataset.element_spec))
+    return Elements(dataset, of_chunk, rows, size, whole, merged)
 
 
 @dataclass(frozen=True, eq=False)

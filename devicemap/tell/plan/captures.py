@@ -42,7 +42,7 @@ def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) 
         if variable is not None:
             kind, thing, home = "variable", variable, variable.device
             own_name = str(variable.name).partition(":")[0]
-        name = own_name if own_name not in _UNNAMED else name_in_code(thing, fn) or own_name
+        name = own_name if own_name not in _UNNAMED else _name_in_code(thing, fn) or own_name
         handling = _HANDLED.get(treatment, _ELSE_HANDLED[kind])
         if {*devices} <= {home} and handling in _ELSE_HANDLED.values():
             handling = Handling.IN_PLACE
@@ -60,12 +60,12 @@ def _elements(value: Any) -> tuple[str | None, tuple[int | None, ...] | None, in
     return value.dtype.name, shape, size
 
 
-def name_in_code(captured: Any, fn: Callable[..., Any]) -> str | None:
+def _name_in_code(captured: Any, fn: Callable[..., Any]) -> str | None:
     """What the code around `fn` calls a variable, a tensor or the handle of a resource; `None` where that is not found.
 
     Examples:
         >>> total = tf.Variable(0.0)
-        >>> name_in_code(total, lambda row: total.assign_add(row))
+        >>> _name_in_code(total, lambda row: total.assign_add(row))
         'total'
     """
     return next((name for name, value in _around(fn) if _holds(value, captured)), None)

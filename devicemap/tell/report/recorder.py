@@ -1,15 +1,21 @@
-"""The last call, kept until somebody asks for its report: building one takes longer than a small call."""
+"""Who hears of the calls of a map: its report, a bar, the user's callable.
+
+The last call is kept until somebody asks for its report: building one takes longer than a small call.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
 
+from devicemap.base.options import Options
 from devicemap.errors import DeviceMapError, brief
 from devicemap.events import (
     CallFinished,
@@ -22,7 +28,10 @@ from devicemap.events import (
     Shard,
 )
 from devicemap.tell.report.meter import GpuMeter
+from devicemap.tell.report.progress import ProgressBar
 from devicemap.tell.report.report import Report
+
+_Listener = Callable[[Event], object]
 
 _KEPT_EVENTS = 100_000
 """An endless stream has no end of events; a report of more than these tells of its latest part."""
@@ -80,7 +89,7 @@ class GraphCall(Recorder):
         in_turn: bool,
         traces: int,
         gpus: Mapping[str, int],
-        listeners: Sequence[Callable[[Event], object]],
+        listeners: Sequence[_Listener],
         finished: Callable[[GraphCall], None] | None,
     ):
         """`in_turn`: whether each shard waits for the one before it. `listeners` hear of the call as of any other;
@@ -94,7 +103,8 @@ class GraphCall(Recorder):
     def __enter__(self) -> GraphCall:
         self._began_at = time.time()
         self._began = time.perf_counter()
-        self._tell(self._first_events)
+        if self._listeners:
+            _tell(self._listeners, *self._first_events())
         if self._finished is not None:
             self.meter.__enter__()
         return self
@@ -107,7 +117,8 @@ class GraphCall(Recorder):
         if finished is not None:
             finished(self)
         try:
-            self._tell(self._last_events)
+            if self._listeners:
+                _tell(self._listeners, *self._last_events())
         finally:
             if error is not None:
                 self.report()
@@ -121,11 +132,6 @@ class GraphCall(Recorder):
                 self._told_apart = bool(self.arrivals) or len({shard.device for shard in self._shards}) < 2
                 self._shards, self._error, self.arrivals = None, None, ()
             return super().report()
-
-    def _tell(self, events: Callable[[], Sequence[Event]]) -> None:
-        for event in events() if self._listeners else ():
-            for listener in self._listeners:
-                listener(event)
 
     def _first_events(self) -> list[Event]:
         shards = self._shards or ()
@@ -153,3 +159,51 @@ class GraphCall(Recorder):
         since = [min(max(at - self._began_at, 0.0), self._seconds) for at in self.arrivals[0].numpy().tolist()]
         since = since[:shards]  # a graph for any number of rows has a place for each device
         return [*accumulate(since, max)] if self._in_turn else since
+
+
+class Observers:
+    """Those of the calls of a map, as its options say; `run.calls.Observers` tells what calls ask of it."""
+
+    def __init__(self, name: str, options: Options, gpus: Mapping[str, int]):
+        """`gpus`: for the full name of each GPU among the devices, the index of the physical one."""
+        self._name, self._options, self._gpus = name, options, gpus
+        self.last: Recorder | None = None
+        """The last call that has finished."""
+
+    def of_graph(
+        self, shards: Sequence[Shard], in_turn: bool, traces: Callable[[], int]
+    ) -> AbstractContextManager[GraphCall | None]:
+        """What times a call in one graph, where somebody hears of it."""
+        listeners = self._listeners()
+        if not self._options.report and not listeners:
+            return nullcontext()
+        keep = self._keep if self._options.report else None
+        return GraphCall(shards, in_turn, traces(), self._gpus, listeners, keep)
+
+    @contextmanager
+    def of_chunks(self, traces: Callable[[], int]) -> Iterator[_Listener]:
+        """What hears of a call in chunks."""
+        listeners = self._listeners()
+        if not self._options.report:
+            yield partial(_tell, listeners)
+            return
+        recorder = Recorder("chunks", traces(), self._gpus)
+        try:
+            with recorder.meter:
+                yield partial(_tell, (recorder, *listeners))
+        finally:
+            self._keep(recorder)
+
+    def _listeners(self) -> tuple[_Listener, ...]:
+        """Who hears of a call besides its report."""
+        progress = self._options.progress
+        return (ProgressBar(self._name),) if progress is True else (progress,) if progress else ()
+
+    def _keep(self, call: Recorder) -> None:
+        self.last = call
+
+
+def _tell(listeners: Sequence[_Listener], *events: Event) -> None:
+    for event in events:
+        for listener in listeners:
+            listener(event)

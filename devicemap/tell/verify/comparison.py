@@ -14,7 +14,7 @@ from devicemap.base.devices import kind_of
 from devicemap.base.structure import as_nodes, check_same_structure, map_nest
 
 Array = np.ndarray[Any, Any]
-Allowance = Callable[[Any, Array], Any]
+_Allowance = Callable[[Any, Array], Any]
 """`(dtype, wanted) -> gap`: by how much numbers with a fraction may differ, as one number or one for each."""
 
 
@@ -59,12 +59,7 @@ class Difference:
 def find_difference(got: Any, wanted: Any, tolerance: float) -> str | None:
     """The first difference between two eager results, in words; `None` where there is none.
 
-    Numbers with a fraction may differ by `tolerance * (1 + |wanted|)`, and NaN equals NaN; everything else has to be equal:
-    structure, types of leaves, dtypes, shapes.
-
-    Args:
-        got, wanted: nests of dense, ragged or sparse tensors.
-        tolerance: relative and absolute.
+    Numbers with a fraction may differ by `tolerance * (1 + |wanted|)`. See `compare_results`.
 
     Examples:
         >>> find_difference(tf.constant([1.0, 2.0]), tf.constant([1.0, 3.0]), 1e-3)
@@ -74,7 +69,7 @@ def find_difference(got: Any, wanted: Any, tolerance: float) -> str | None:
     return next((difference.fault for difference in differences if difference.fault), None)
 
 
-def allowance(tolerance: float | None, devices: tuple[str, ...]) -> Allowance:
+def allowance(tolerance: float | None, devices: tuple[str, ...]) -> _Allowance:
     """By how much the numbers of an output may differ, measured by the largest number of that output.
 
     Sums of numbers of both signs are small beside what rounding leaves of them, so that a number is not a measure for
@@ -102,12 +97,13 @@ def allowance(tolerance: float | None, devices: tuple[str, ...]) -> Allowance:
     return allowed
 
 
-def compare_results(got: Any, wanted: Any, allowed: Allowance) -> tuple[Difference, ...]:
+def compare_results(got: Any, wanted: Any, allowed: _Allowance) -> tuple[Difference, ...]:
     """The outputs that differ at all between two eager results, in the order of the nest.
 
     Args:
         got, wanted: nests of dense, ragged or sparse tensors, of shape `[rows, ...]`.
-        allowed: by how much numbers with a fraction may differ; everything else has to be equal, and NaN equals NaN.
+        allowed: by how much numbers with a fraction may differ; everything else has to be equal (structure, types of
+            leaves, dtypes, shapes), and NaN equals NaN.
 
     Examples:
         >>> [d] = compare_results({"x": tf.constant([4.0, 2.0])}, {"x": tf.constant([4.0, 3.0])}, lambda *_: 2)
@@ -135,7 +131,7 @@ def output_paths(results: Any) -> list[str]:
     return list(tf.nest.flatten(map_nest(lambda _, path: path, results, "the result")))
 
 
-def _compare_leaves(path: str, a: Any, b: Any, allowed: Allowance) -> Difference | None:
+def _compare_leaves(path: str, a: Any, b: Any, allowed: _Allowance) -> Difference | None:
     if type(a).__name__ != type(b).__name__:
         return Difference(path, None, None, None, f"{path} is a {type(a).__name__} and a {type(b).__name__}")
     if a.dtype != b.dtype:
