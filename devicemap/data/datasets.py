@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -167,34 +166,21 @@ def from_dataset(dataset: Any, options: Options) -> Elements:
     return Elements(dataset, of_chunk, rows, size, whole, merged)
 
 
-@dataclass(frozen=True, eq=False)
-class _Origin:
-    """Where the elements of a dataset come from, with all that this needs."""
-
-    stream: Callable[[], Iterator[Any]]
-
-
 def as_dataset(stream: Callable[[], Iterator[Any]], spec: Any, count: int | None) -> Any:
     """A `tf.data.Dataset` that goes through `stream()` anew in each iteration.
 
     TensorFlow keeps the generator of a dataset for good. So that one refers to the stream weakly, and the dataset owns it, by
     its tensor: datasets and iterators that are made of it keep it in Python, as do functions that capture it.
-
-    Args:
-        stream: makes an iterator of elements.
-        spec: `tf.TypeSpec`s of an element.
-        count: of elements, where it is known.
     """
-    origin = _Origin(stream)
-    dataset = tf.data.Dataset.from_generator(_weakly(origin), output_signature=spec)
+    dataset = tf.data.Dataset.from_generator(_weakly(stream), output_signature=spec)
     if count is not None:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(count))
-    tf.data.experimental.to_variant(dataset)._devicemap_origin = origin
+    tf.data.experimental.to_variant(dataset)._devicemap_stream = stream
     return dataset
 
 
-def _weakly(origin: _Origin) -> Callable[[], Iterator[Any]]:
-    reference = weakref.ref(origin)
+def _weakly(stream: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[Any]]:
+    reference = weakref.ref(stream)
 
     def generate() -> Iterator[Any]:
         known = reference()
@@ -203,7 +189,7 @@ def _weakly(origin: _Origin) -> Callable[[], Iterator[Any]]:
                 "the dataset that DeviceMap.as_dataset made is gone, and what was made of it in a tf.function does not keep "
                 "it; keep that dataset as long as you read from others that come from it"
             )
-        return known.stream()
+        return known()
 
     return generate
 

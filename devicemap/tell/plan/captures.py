@@ -27,13 +27,7 @@ _ELSE_HANDLED = {"variable": Handling.COPIED, "tensor": Handling.KEPT, "resource
 
 
 def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) -> tuple[Captured, ...]:
-    """Everything that `fn` captures, in the order in which its trace does.
-
-    Args:
-        traced: the trace of `fn`.
-        fn: to name variables as its code does.
-        devices: full names of those that rows go to.
-    """
+    """Everything that `fn` captures, in the order in which its trace does; `devices` are those that rows go to."""
     found: list[Captured] = []
     for handle, treatment in zip(traced.concrete.captured_inputs, traced.audit.treatments):
         variable = variable_of(traced.concrete, handle) if treatment is not None else None

@@ -34,12 +34,7 @@ def rows_sent(
 ) -> list[Transfer]:
     """The transfers of data to devices, or of results from there.
 
-    Args:
-        what: `"rows"` or `"results"`.
-        leaves: of the data, or of the results.
-        parts: for each device, how many rows each of its shards has, or all of its chunks; `None` where nobody knows.
-        to_devices: or from them.
-        chunks: whether nobody knows how many tensors it takes.
+    `parts` are how many rows each shard of a device has, or all of its chunks; `None` where nobody knows.
     """
     per_row = _total(leaf.bytes_per_row for leaf in leaves)
     found = []
@@ -71,13 +66,9 @@ def captured_on(devices: Sequence[str], captured: Sequence[Captured], places: in
 def to_memory(
     device: str, host: str, crossed: Callable[[int], Crossings | None], few_rows: int, rows: int | None
 ) -> Iterator[Transfer]:
-    """What ops send from a device to the host's memory, and from there.
+    """What ops send from a device to the host's memory, and from there, by what crosses in a call on so many rows.
 
-    Args:
-        device, host: full names.
-        crossed: what crosses in a call on so many rows.
-        few_rows: what a row sends is told by how much more twice as many send.
-        rows: of the call on the device, `None` where nobody knows.
+    What a row sends is told by how much more twice `few_rows` send; `rows` are those of the call, `None` where nobody knows.
     """
     few, more = (_sizes(crossed(count)) for count in (few_rows, 2 * few_rows))
     of_call = None if rows is None else _sizes(crossed(rows))

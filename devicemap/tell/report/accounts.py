@@ -75,11 +75,8 @@ def account(
     """A `DeviceReport` for each device: first those that the call began with, in their order, then any others.
 
     Args:
-        events: those of one call; the first is its `CallStarted`.
-        spans: what `timeline.spans_of` makes of them.
-        end_seconds: when the call ended, in seconds since it began.
+        events: those of one call; `spans` are what `spans_of` makes of them.
         told_apart: whether the spans tell when each device was busy.
-        usage: what was sampled of GPUs.
     """
     (started,) = (event for event in events if isinstance(event, CallStarted))
     wall_seconds = end_seconds - started.seconds

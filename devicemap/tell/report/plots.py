@@ -20,17 +20,11 @@ _MOST_BARS_WITH_EDGES = 200
 
 
 def save_timeline(spans: Sequence[Span], devices: Sequence[str], title: str, path: str | os.PathLike[str]) -> None:
-    """Draw a bar per chunk and device over the seconds of the call, and write it to `path`.
-
-    Args:
-        spans: what ran.
-        devices: full names, one band each from the top down; also those that nothing ran on.
-        title: what stands above it.
-        path: a file name; its suffix says the format, for instance `.png`, `.svg` or `.pdf`.
+    """Draw a bar per chunk over the seconds of the call, a band per device from the top down, and write it to `path`.
 
     Raises:
         ImportError: without matplotlib.
-        ValueError: for a format that matplotlib does not know.
+        ValueError: for a suffix that is no format of matplotlib's.
     """
     lanes = lanes_of(spans)
     depths = [1 + max((lane for s, lane in zip(spans, lanes) if s.shard.device == d), default=0) for d in devices]

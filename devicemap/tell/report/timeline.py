@@ -87,8 +87,7 @@ def lanes_of(spans: Sequence[Span]) -> tuple[int, ...]:
 def chrome_trace(spans: Sequence[Span], devices: Sequence[str], title: str) -> dict[str, Any]:
     """The spans as a "Trace Event Format" JSON object, which `chrome://tracing`, Perfetto and TensorBoard show.
 
-    One process stands for the call, and one thread for each lane of a device: `"X"` (complete) events of one thread may
-    nest and must not overlap otherwise. Times in it are in microseconds, as the format asks.
+    Each lane of a device is a thread, as `"X"` events of one thread must not overlap. Times are in microseconds there.
     """
     lanes = lanes_of(spans)
     names = short_names(devices)

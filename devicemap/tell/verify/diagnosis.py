@@ -41,13 +41,7 @@ class Facts:
 
 
 def diagnose(comparisons: Sequence[Comparison], outputs: Sequence[str], facts: Facts) -> tuple[Finding, ...]:
-    """Findings about each output, those that change results first.
-
-    Args:
-        comparisons: in any order.
-        outputs: paths of the outputs.
-        facts: what the graph of the function tells.
-    """
+    """Findings about each of the `outputs`, which are paths; those that change results come first."""
     ordered = sorted(comparisons, key=lambda comparison: CAUSES.index(comparison.question))
     failed = {comparison.question: comparison for comparison in reversed(ordered) if comparison.error is not None}
     faults = [_failure(comparison, facts) for comparison in failed.values()]

@@ -77,16 +77,7 @@ def verify_rows(
     tolerance: float | None,
     name: str,
 ) -> Verification:
-    """Run `fn` on all of `rows` in each way, and compare.
-
-    Args:
-        fn: the user's function.
-        rows: in memory, at least one.
-        options: of the map.
-        compiled: `fn`, traced for these rows.
-        mapper: the map over the devices.
-        tolerance: as in `DeviceMap.verify`.
-        name: of the function.
+    """Run `fn` on all of `rows`, which `compiled` was traced for, in each way, and compare; `mapper` maps over the devices.
 
     Raises:
         FunctionError: `fn` fails over the devices.
