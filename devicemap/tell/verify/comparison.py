@@ -148,19 +148,21 @@ def _compare_leaves(path: str, a: Any, b: Any, allowed: _Allowance) -> Differenc
             fault = f"{name} has {x.item(where)!r} and {y.item(where)!r} at index {list(where)}"
             if not (values and a.dtype.is_integer):
                 return Difference(path, None, None, _row_at(b, i, where), fault)
-    wide = np.complex128 if a.dtype.is_complex else np.float64 if rounded else np.longdouble  # bfloat16 too
     if not (rounded or fault):
         return None
+    wide = np.complex128 if a.dtype.is_complex else np.float64 if rounded else np.longdouble  # bfloat16 too
     x, y = x.astype(wide), y.astype(wide)
     gaps = _gaps(x, y)
-    if not gaps.any():
-        return None
+    if rounded:
+        if not gaps.any():
+            return None
+        fault = _fault_of(name, x, y, gaps, allowed(a.dtype, y))
     where = tuple(int(index) for index in np.unravel_index(np.argmax(gaps), gaps.shape))
-    absolute, relative = float(gaps[where]), None
-    if np.isfinite(absolute):
+    absolute = relative = None
+    if np.isfinite(gaps[where]):
+        absolute = float(gaps[where])
         relative = absolute / max(_largest_number(x), _largest_number(y))
-    fault = _fault_of(name, x, y, gaps, allowed(a.dtype, y)) if rounded else fault
-    return Difference(path, None if relative is None else absolute, relative, _row_at(b, i, where), fault)
+    return Difference(path, absolute, relative, _row_at(b, i, where), fault)
 
 
 def _gaps(a: Array, b: Array) -> Array:
