@@ -9,7 +9,7 @@ from typing import Any
 
 from devicemap.bench.measurements import BenchmarkResult, Measurement
 from devicemap.bench.sweep import name_devices
-from devicemap.tell.report.plots import figure_class
+from devicemap.tell.render import figure_class
 
 
 def draw_benchmark(result: BenchmarkResult, path: str | os.PathLike[str]) -> None:

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _load_command(options: argparse.Namespace) -> Callable[[argparse.Namespace], None]:
     """TensorFlow is imported here, and before anything can use it, its devices are set."""
     from devicemap.cli import commands
-    from devicemap.tell.report.plots import check_drawable
+    from devicemap.tell.render import check_drawable
 
     if path := getattr(options, "plot", None):
         check_drawable(path)

@@ -96,15 +96,15 @@ def spec_of(leaf: Any) -> Any:
     >>> spec_of(tf.zeros([4, 3])).shape.as_list()
     [None, 3]
     """
-    return any_rows(tf.type_spec_from_value(leaf))
+    return any_rows(leaf if isinstance(leaf, tf.Tensor) else tf.type_spec_from_value(leaf))
 
 
 def any_rows(spec: Any) -> Any:
-    """The spec for any number of rows, and without a name."""
+    """The spec, or that of a dense tensor, for any number of rows and without a name."""
     shape = tf.TensorShape([None]).concatenate(spec.shape[1:])
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
-    return type(spec)(shape, spec.dtype)
+    return (tf.SparseTensorSpec if isinstance(spec, tf.SparseTensorSpec) else tf.TensorSpec)(shape, spec.dtype)
 
 
 def home_of(tensor: Any) -> str:

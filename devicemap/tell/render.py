@@ -19,6 +19,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from devicemap.errors import OptionError
 from devicemap.events import short_name
 
 
@@ -134,3 +135,19 @@ def size_text(size_bytes: int) -> str:
         size /= 1024
         del units[0]
     return f"{size_bytes} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def check_drawable(path: str | os.PathLike[str]) -> None:
+    """Raise now for a picture that could not be drawn later: `ImportError`, or `OptionError` for its format."""
+    known, suffix = figure_class()().canvas.get_supported_filetypes(), Path(path).suffix[1:].lower()
+    if suffix not in known:
+        raise OptionError(f"{path} cannot be drawn: its suffix has to be one of {', '.join(sorted(known))}")
+
+
+def figure_class() -> Any:
+    """matplotlib's `Figure`, which leaves the state of pyplot, and the backend that the user chose, alone."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a plot needs matplotlib, which is not installed: pip install matplotlib") from error
+    return Figure

@@ -6,8 +6,7 @@ import math
 import os
 from typing import TYPE_CHECKING
 
-from devicemap.tell.render import short_names, size_text
-from devicemap.tell.report.plots import figure_class
+from devicemap.tell.render import figure_class, short_names, size_text
 
 if TYPE_CHECKING:
     from devicemap.tell.plan.plan import Plan, Transfer

@@ -15,8 +15,7 @@ from devicemap.tell.render import Result, counted, page, seconds_text, short_nam
 from devicemap.tell.report.accounts import DeviceReport, account
 from devicemap.tell.report.advice import advise, late_shards, slow_devices, tail_seconds
 from devicemap.tell.report.meter import GpuUsage
-from devicemap.tell.report.plots import save_timeline
-from devicemap.tell.report.timeline import Span, chrome_trace, ran_in_turn, spans_of
+from devicemap.tell.report.timeline import Span, chrome_trace, ran_in_turn, save_timeline, spans_of
 
 
 @dataclass(frozen=True, repr=False)

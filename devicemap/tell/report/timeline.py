@@ -1,15 +1,21 @@
-"""When each device computed what: events of one call -> spans, their lanes, and a trace that browsers show. Pure."""
+"""When each device computed what: events of one call -> spans, their lanes, a trace that browsers show, a picture."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from devicemap.events import CallFinished, ChunkFailed, ChunkFinished, ChunkStarted, Event, Shard
-from devicemap.tell.render import short_names
+from devicemap.tell.render import figure_class, short_names
+
+_COLOURS = {"finished": "tab:blue", "failed": "tab:red", "unfinished": "tab:grey"}
+_INCHES_PER_LANE = 0.3
+_MOST_BARS_WITH_EDGES = 200
+"""Edges tell bars apart that touch; of very many bars they would cover all there is."""
 
 
 @dataclass(frozen=True)
@@ -112,3 +118,36 @@ def chrome_trace(spans: Sequence[Span], devices: Sequence[str], title: str) -> d
             }
         )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def save_timeline(spans: Sequence[Span], devices: Sequence[str], title: str, path: str | os.PathLike[str]) -> None:
+    """Draw a bar per chunk over the seconds of the call, a band per device from the top down, and write it to `path`.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: for a suffix that is no format of matplotlib's.
+    """
+    lanes = lanes_of(spans)
+    depths = [1 + max((lane for s, lane in zip(spans, lanes) if s.shard.device == d), default=0) for d in devices]
+    tops = dict(zip(devices, itertools.accumulate([0, *depths])))
+    edge = 0.5 if len(spans) <= _MOST_BARS_WITH_EDGES else 0.0
+    figure = figure_class()(figsize=(9.0, 1.2 + _INCHES_PER_LANE * max(sum(depths), 3)), layout="constrained")
+    axes = figure.add_subplot()
+    bars: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for span, lane in zip(spans, lanes):
+        bars[span.outcome, tops[span.shard.device] + lane].append((span.started_seconds, span.seconds))
+    for (outcome, row), times in bars.items():
+        colour = _COLOURS[outcome]
+        axes.broken_barh(times, (row + 0.1, 0.8), facecolors=colour, edgecolors="white", linewidth=edge)
+    for top in tops.values():
+        axes.axhline(top, color="lightgrey", linewidth=0.5)
+    axes.set_yticks([tops[d] + depth / 2 for d, depth in zip(devices, depths)], [*short_names(devices).values()])
+    axes.set_ylim(max(sum(depths), 1), 0)
+    axes.set_xlim(left=0.0)
+    axes.set_xlabel("seconds since the call began")
+    axes.set_title(title, fontsize="medium")
+    outcomes = [outcome for outcome in _COLOURS if any(span.outcome == outcome for span in spans)]
+    if outcomes not in ([], ["finished"]):
+        keys = [axes.barh(0, 0, color=_COLOURS[outcome], label=outcome) for outcome in outcomes]
+        figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False)
+    figure.savefig(path)
