@@ -17,11 +17,12 @@ import rich
 
 from devicemap.api import DeviceMap
 from devicemap.base.devices import list_devices, why_no_gpu
-from devicemap.bench import BenchmarkResult, benchmark
+from devicemap.bench.measurements import BenchmarkResult
+from devicemap.bench.runner import benchmark
 from devicemap.cli import UsageError
 from devicemap.cli.input import read_input
 from devicemap.errors import DeviceMapError, failure
-from devicemap.tell.plan import Plan
+from devicemap.tell.plan.plan import Plan
 from devicemap.tell.render import short_names, size_text, table, text_of
 
 _WIDE = 1000
