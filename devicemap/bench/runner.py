@@ -99,14 +99,14 @@ def benchmark(
     budget = Budget(seconds)
     candidates = [candidate_for(way, fn, rows, options, checked) for way in ways]
     trials, skipped = try_out(candidates, essential, tolerance, budget)
-    timings, late, rounds_done = time_trials(trials, essential, rounds, budget)
+    timings, late = time_trials(trials, essential, rounds, budget)
     measurements = compare_timings(timings)
     described = {device.name: device for device in list_devices()}
     return BenchmarkResult(
         name=checked.name or str(getattr(fn, "__name__", type(fn).__name__)),
         rows=count,
         devices=tuple(described[name] for name in names),
-        rounds=rounds_done,
+        rounds=len(timings[0].round_seconds),
         measurements=measurements,
         skipped=(*skipped, *late),
         recommendation=recommend(measurements),

@@ -158,15 +158,15 @@ def _check_same(candidate: _Candidate, results: Any, reference: _Candidate, want
 
 def time_trials(
     trials: Sequence[_Trial], essential: int, rounds: int, budget: Budget
-) -> tuple[list[Timing], list[Skipped], int]:
-    """Time the trials that there is time for, at least the first `essential` ones: those, the others, and how many rounds."""
+) -> tuple[list[Timing], list[Skipped]]:
+    """Time the trials that there is time for, at least the first `essential` ones: those, and the others."""
     seconds = [timing.round_seconds[0] for _, timing in trials]
     count = count_affordable(seconds, budget.left_seconds, essential)
     calls = [candidate.call for candidate, _ in trials[:count]]
     readings = time_rounds(calls, seconds[:count], rounds, budget)
     timings = [replace(timing, round_seconds=tuple(found)) for (_, timing), found in zip(trials, readings)]
     reason = f"no time was left to measure it beside the others; {_more_seconds(budget)}"
-    return timings, [candidate.skipped(reason) for candidate, _ in trials[count:]], len(readings[0])
+    return timings, [candidate.skipped(reason) for candidate, _ in trials[count:]]
 
 
 def _more_seconds(budget: Budget) -> str:

@@ -37,13 +37,13 @@ def devices_command(options: argparse.Namespace) -> None:
         {
             "name": names[device.name],
             "kind": device.kind,
-            "memory": "" if device.memory is None else size_text(device.memory),
+            "memory": "-" if device.memory is None else size_text(device.memory),
             "description": device.description,
         }
         for device in devices
     ]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
-    print(text_of(table(listed, {"kind", "description"}, nothing="-"), width))
+    print(text_of(table(listed, {"kind", "description"}), width))
     if options.json:
         options.json.write_text(json.dumps([asdict(device) for device in devices], indent=1) + "\n", encoding="utf-8")
     if not any(device.kind == "GPU" for device in devices):
