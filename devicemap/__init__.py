@@ -6,7 +6,7 @@ import typing
 if typing.TYPE_CHECKING:
     from devicemap.api import DeviceMap, parallel_map
     from devicemap.base.devices import list_devices, simulate_devices
-    from devicemap.bench import benchmark
+    from devicemap.bench.runner import benchmark
     from devicemap.store.results import open_results
 
 __all__ = ["DeviceMap", "benchmark", "list_devices", "open_results", "parallel_map", "simulate_devices"]
@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "DeviceMap": "devicemap.api",
-    "benchmark": "devicemap.bench",
+    "benchmark": "devicemap.bench.runner",
     "list_devices": "devicemap.base.devices",
     "open_results": "devicemap.store.results",
     "parallel_map": "devicemap.api",

@@ -15,14 +15,17 @@ from devicemap.compile.program import Program
 from devicemap.data.datasets import as_dataset
 from devicemap.data.rows import as_rows
 from devicemap.errors import DataError
+from devicemap.events import Event, short_name
 from devicemap.run.calls import Calls, Nobody
 from devicemap.store.results import Results, open_results
 from devicemap.store.write import write
-from devicemap.tell.plan import Plan, ask, explain_call
-from devicemap.tell.report import Observers, Report
+from devicemap.tell.plan.plan import Plan
+from devicemap.tell.plan.planner import explain_call
+from devicemap.tell.plan.request import ask
+from devicemap.tell.report.recorder import Observers
+from devicemap.tell.report.report import Report
 from devicemap.tell.verify.findings import Verification
 from devicemap.tell.verify.ways import check_limits, rows_to_verify, verify_rows
-from devicemap.types import Event, short_name
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from devicemap.types import Shard
+from devicemap.events import Shard
 
 
 class DeviceMapError(Exception):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import types
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -38,6 +40,34 @@ def test_methods_are_documented() -> None:
     assert all(inspect.getdoc(method) for method in methods)
 
 
+def _classes_in(hint: Any) -> set[type]:
+    """Classes of the package in a type hint, and in the fields of those."""
+    if get_args(hint):
+        return {found for part in get_args(hint) for found in _classes_in(part)}
+    if isinstance(hint, list):  # the arguments of a callable
+        return {found for part in hint for found in _classes_in(part)}
+    if not (inspect.isclass(hint) and hint.__module__.startswith("devicemap.")):
+        return set()
+    fields = get_type_hints(hint).values() if dataclasses.is_dataclass(hint) else ()
+    return {hint, *(found for field in fields for found in _classes_in(field))}
+
+
+def test_types_has_what_calls_take_and_return() -> None:
+    public = [getattr(devicemap, name) for name in NAMES]
+    methods = [getattr(thing, "fget", thing) for name, thing in vars(devicemap.DeviceMap).items() if name[0] != "_"]
+    hints = [hint for call in (*public, *methods) for hint in get_type_hints(call).values()]
+    found = {each for hint in hints for each in _classes_in(hint)} - {devicemap.DeviceMap}
+    assert {each.__name__ for each in found} >= {
+        "Plan",
+        "Report",
+        "Verification",
+        "BenchmarkResult",
+        "Results",
+        "Event",
+    }
+    assert all(vars(devicemap.types).get(each.__name__) is each for each in found)
+
+
 def _classes_of(module: types.ModuleType) -> set[str]:
     return {
         name for name, thing in vars(module).items() if inspect.isclass(thing) and thing.__module__ == module.__name__
@@ -48,5 +78,5 @@ def test_the_reference_has_them_all() -> None:
     """With what calls hand out: values, events and errors."""
     text = REFERENCE.read_text(encoding="utf-8")
     shown = {*re.findall(r"^::: devicemap\.(.+)$", text, re.M)}
-    assert {*NAMES, *(f"types.{name}" for name in _classes_of(devicemap.types))} <= shown
+    assert {*NAMES, *(f"types.{name}" for name in devicemap.types.__all__)} <= shown
     assert {*re.findall(r"\w+Error", text.partition("members:")[2])} == _classes_of(devicemap.errors)

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "devicemap"
-FLOORS = ("cli", "bench", "api", "tell", "store", "run", "compile", "data", "base", "errors", "types", "_tensorflow")
+FLOORS = (
+    "cli", "types", "bench", "api", "tell", "store", "run", "compile", "data", "base", "errors", "events", "_tensorflow",
+)  # fmt: skip
 """From the top: each imports from its own floor and those below. `devicemap` itself names what is public, and stands apart."""
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ import tensorflow as tf
 
 from devicemap._tensorflow.memory import allocator_bytes
 from devicemap.errors import DeviceError
-from devicemap.types import Device
 
 _NAME = re.compile(
     r"(?:/job:(?P<job>[^/]+))?(?:/replica:(?P<replica>\d+))?(?:/task:(?P<task>\d+))?/?(?:device:)?"
@@ -21,6 +22,23 @@ _NAME = re.compile(
 )
 _FAILED_COPY = re.compile(r"(Dst|Src|Destination|Source) tensor is not initialized")
 _PHYSICAL = re.compile(r"/physical_device:(?P<kind>\w+):(?P<index>\d+)")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A logical device that rows can be mapped on."""
+
+    name: str
+    """Full name, for instance `/job:localhost/replica:0/task:0/device:GPU:0`; valid in `tf.device`."""
+
+    kind: str
+    """`"GPU"`, `"CPU"`, or another device type that TensorFlow lists."""
+
+    memory: int | None
+    """Bytes that TensorFlow may use on it, `None` where it has no limit of its own or does not tell."""
+
+    description: str
+    """What it is, in words: the model of the GPU, or which part of which physical device."""
 
 
 def list_devices(kind: str | None = None) -> list[Device]:
@@ -40,7 +58,7 @@ def list_devices(kind: str | None = None) -> list[Device]:
         raise DeviceError(f'kind is {kind!r}; expected a device type such as "GPU", or None for all')
     wanted = None if kind is None else kind.upper()
     names, host = _logical_devices()
-    local = {f"{host}/device:{part.kind}:{part.index}": part for part in _parts_of_physical_devices()}
+    local = _local_parts(host)
     bytes_of = allocator_bytes()
     devices = []
     for name in names:
@@ -188,8 +206,8 @@ def _resolve(entry: Any, names: list[str], host: str, option: str = "devices") -
         )
     if physical := _PHYSICAL.fullmatch(given):
         kind, index = physical["kind"].upper(), int(physical["index"])
-        parts = [p.index for p in _parts_of_physical_devices() if (p.kind, p.physical_index) == (kind, index)]
-        found = [n for n in _of_kind(names, kind) if n.startswith(host) and _index(n) in parts]
+        local = _local_parts(host)
+        found = [name for name in _of_kind(names, kind) if name in local and _index(local[name].physical.name) == index]
     elif match := _NAME.fullmatch(given):
         asked = {key: value for key, value in match.groupdict().items() if value is not None}
         asked["kind"] = asked["kind"].upper()
@@ -218,9 +236,8 @@ def gpu_indices(names: Sequence[str]) -> dict[str, int]:
     """For each local GPU among these full names, the index of the physical GPU it is a part of."""
     if not any(kind_of(name) == "GPU" for name in names):
         return {}
-    _, host = _logical_devices()
-    parts = {f"{host}/device:GPU:{p.index}": p.physical_index for p in _parts_of_physical_devices() if p.kind == "GPU"}
-    return {name: parts[name] for name in names if name in parts}
+    local = _local_parts(_logical_devices()[1])
+    return {name: _index(local[name].physical.name) for name in names if kind_of(name) == "GPU" and name in local}
 
 
 def _index(name: str) -> int:
@@ -259,31 +276,31 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, tf.errors.ResourceExhaustedError)
 
 
+@dataclass(frozen=True)
 class _Part:
-    """One logical device as a part of a physical one."""
+    """A logical device of this host as a part of a physical one."""
 
-    def __init__(self, physical: Any, part: int, parts: list[Any], index: int):
-        self.physical, self.part, self.parts, self.index = physical, part, parts, index
-        self.kind = physical.device_type
-        self.physical_index = _index(physical.name)
+    physical: Any
+    number: int
+    parts: list[Any]
 
     def describe(self) -> tuple[int | None, str]:
         """The memory limit in bytes that it was given, and what it is in words."""
-        model = tf.config.experimental.get_device_details(self.physical).get("device_name", self.kind)
-        limit = getattr(self.parts[self.part], "memory_limit", None) if self.parts else None
-        whole = len(self.parts) < 2
-        description = model if whole else f"part {self.part + 1} of {len(self.parts)} of {model}"
+        kind = self.physical.device_type
+        model = tf.config.experimental.get_device_details(self.physical).get("device_name", kind)
+        limit = getattr(self.parts[self.number], "memory_limit", None) if self.parts else None
+        description = model if len(self.parts) < 2 else f"part {self.number + 1} of {len(self.parts)} of {model}"
         return (None if limit is None else int(limit) * 2**20), description  # TensorFlow's limits are in MiB
 
 
-def _parts_of_physical_devices() -> list[_Part]:
-    """The local logical devices in TensorFlow's order: by kind, visible physical devices in turn, their parts in turn."""
-    found: list[_Part] = []
-    count: dict[str, int] = {}
+def _local_parts(host: str) -> dict[str, _Part]:
+    """The logical devices of this host by full name: visible physical devices in turn, their parts in turn."""
+    found: dict[str, _Part] = {}
+    count: Counter[str] = Counter()
     for physical in tf.config.get_visible_devices():
         parts = list(tf.config.get_logical_device_configuration(physical) or [])
-        for part in range(max(1, len(parts))):
-            index = count.get(physical.device_type, 0)
-            count[physical.device_type] = index + 1
-            found.append(_Part(physical, part, parts, index))
+        for number in range(max(1, len(parts))):
+            name = f"{host}/device:{physical.device_type}:{count[physical.device_type]}"
+            count[physical.device_type] += 1
+            found[name] = _Part(physical, number, parts)
     return found

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass, fields, replace
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import tensorflow as tf
@@ -125,6 +126,19 @@ def check_progress(progress: Any) -> Any:
     if not isinstance(progress, bool) and not callable(progress):
         raise OptionError(f"progress={progress!r}; expected True, False, or a callable that takes the events")
     return progress
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise `OptionError` for what is no number of things, of at least one."""
+    if not _is_int(value, 1):
+        raise OptionError(f"{name}={value!r}; expected an int of at least 1")
+
+
+def check_tolerance(tolerance: Any) -> None:
+    """Raise `OptionError` for what says not by how much numbers may differ."""
+    number = isinstance(tolerance, Real) and not isinstance(tolerance, bool)
+    if tolerance is not None and not (number and 0 <= float(tolerance) < math.inf):
+        raise OptionError(f"tolerance={tolerance!r}; expected None or a number of at least 0")
 
 
 def _is_auto(value: Any) -> bool:

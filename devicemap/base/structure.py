@@ -61,11 +61,7 @@ def map_nest(
 ) -> Any:
     """Rebuild tuples (named ones too) and dicts, and objects as nodes, with `leaf(value, path)` for everything else.
 
-    Args:
-        leaf: makes the leaves of the new nest.
-        data: the nest.
-        path: of `data`, where `leaf` needs to name what it gets.
-        build: makes of a node, with the new parts, what takes its place.
+    `path` is that of `data`, where `leaf` needs one; `build` makes of a node, with the new parts, what takes its place.
     """
 
     def rebuilt(value: Any, path: str) -> Any:

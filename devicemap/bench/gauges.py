@@ -13,8 +13,8 @@ from devicemap.base.devices import kind_of
 def busy_shares(mapper: Any) -> dict[str, float] | None:
     """Per device, the share of the last call's time that it was busy; `None` where the mapper does not tell.
 
-    This is the one place that reads a mapper's report. What was sampled of a GPU counts for more than the time that chunks
-    were under way there: that holds copying, and waiting for the host.
+    What was sampled of a GPU counts for more than the time that chunks were under way there: that holds copying, and
+    waiting for the host.
     """
     report = getattr(mapper, "report", None)
     if report is None or not report.wall_seconds:
@@ -30,23 +30,21 @@ def busy_shares(mapper: Any) -> dict[str, float] | None:
 
 def reset_peak_memory(devices: Sequence[str]) -> None:
     """Let devices that count their peak memory start anew."""
-    for name in _that_count(devices):
+    for name in _peaks(devices):
         tf.config.experimental.reset_memory_stats(name)
 
 
 def read_peak_memory(devices: Sequence[str]) -> dict[str, int] | None:
     """Per device that counts it, the most bytes that TensorFlow held there since the last reset; `None` for no device."""
-    peaks = {name: _info(name) for name in _that_count(devices)}
-    return {name: int(info["peak"]) for name, info in peaks.items()} or None
+    return _peaks(devices) or None
 
 
-def _that_count(devices: Sequence[str]) -> list[str]:
-    return [name for name in devices if kind_of(name) != "CPU" and _info(name)]  # a CPU says 0 for everything
-
-
-def _info(device: str) -> Any:
-    """TensorFlow's numbers for a device, empty where its allocator has none."""
-    try:
-        return tf.config.experimental.get_memory_info(device)
-    except (ValueError, tf.errors.OpError):  # ValueError is what is documented
-        return {}
+def _peaks(devices: Sequence[str]) -> dict[str, int]:
+    peaks = {}
+    for name in devices:
+        if kind_of(name) != "CPU":  # which says 0 for everything
+            try:
+                peaks[name] = int(tf.config.experimental.get_memory_info(name)["peak"])
+            except (ValueError, tf.errors.OpError):  # its allocator does not count; ValueError is what is documented
+                continue
+    return peaks

@@ -8,11 +8,8 @@ from devicemap.bench.measurements import Measurement
 from devicemap.bench.sweep import name_devices
 
 _WORTH_IT = 1.1
-"""More devices, or another mode, are recommended from this many times the rows per second; below, it may be noise, and
-what is simpler wins."""
-
-_AS_GOOD = 1.05
-"""The same for `batch_size` and `vectorize`, where nothing is lost by a wrong choice."""
+"""What is less simple is recommended where the interval of its gain begins above this; below, it may be noise, or not worth
+it."""
 
 _BUSY = 0.9
 """Other devices do not help a GPU that is busy for a smaller share of the time: it waits for something else."""
@@ -27,14 +24,14 @@ def recommend(measurements: Sequence[Measurement]) -> str:
     mapped = [m for m in measurements if m.mode == "graph"]
     eager = [m for m in measurements if m.mode == "eager"]
     if not mapped:
-        return f"In eager code, {_lower(_compare_device_counts(eager))}"
-    best_eager = _choose(eager)
+        advice = _compare_device_counts(eager)
+        return f"In eager code, {advice[0].lower()}{advice[1:]}"
     fastest = max(mapped, key=lambda m: m.rows_per_second)
-    if best_eager and best_eager.rows_per_second >= _WORTH_IT * fastest.rows_per_second:
-        times = best_eager.rows_per_second / fastest.rows_per_second
+    best_eager = _choose(eager)
+    if best_eager and _is_faster(best_eager, fastest):
         return (
-            f"Stay with eager code on {name_devices(best_eager.devices)}: it maps {times:.1f} times the rows per second of "
-            f"DeviceMap at its best ({_settings(fastest)} on {name_devices(fastest.devices)})."
+            f"Stay with eager code on {name_devices(best_eager.devices)}: it maps {best_eager.gain_over(fastest).median:.1f} "
+            f"times the rows per second of DeviceMap at its best ({_settings(fastest)} on {name_devices(fastest.devices)})."
         )
     return _compare_device_counts(mapped)
 
@@ -43,55 +40,50 @@ def _compare_device_counts(measurements: Sequence[Measurement]) -> str:
     """The recommendation among measurements of one mode."""
     one = _choose([m for m in measurements if len(m.devices) == 1])
     many = _choose([m for m in measurements if len(m.devices) > 1])
+    devices = name_devices(many.devices) if many else ""
     if one is None:
         assert many is not None
-        return f"Use all {name_devices(many.devices)} with {_settings(many)}: one device alone could not be measured."
-    gain = None if many is None else many.rows_per_second / one.rows_per_second
-    idle = _idle_gpu(one)
-    if idle is not None:
-        share = (one.busy_shares or {})[idle]
-        more = "" if many is None else f"; all {name_devices(many.devices)} give {gain:.1f} times its rows per second"
+        return f"Use all {devices} with {_settings(many)}: one device alone could not be measured."
+    gpus = [(share, name) for name, share in (one.busy_shares or {}).items() if "GPU" in name and share < _BUSY]
+    if gpus:
+        share, idle = gpus[0]
+        more = f"; all {devices} give {many.gain_over(one).median:.1f} times its rows per second" if many else ""
         return (
             f"Use {name_devices([idle])} better before you use more devices, as it is busy only {share:.0%} of the time with "
             f"{_settings(one)}: larger batches, batched=True, or faster input{more}."
         )
-    if many is None or gain is None:
+    if many is None:
         return f"Use {name_devices(one.devices)} with {_settings(one)}: {one.rows_per_second:.4g} rows per second."
-    if gain >= _WORTH_IT:
-        return (
-            f"Use all {name_devices(many.devices)} with {_settings(many)}: {gain:.1f} times the rows per second of one."
+    gain = many.gain_over(one)
+    if _is_faster(many, one):
+        return f"Use all {devices} with {_settings(many)}: {gain.median:.1f} times the rows per second of one."
+    if _is_faster(one, many):
+        why = f"it is {one.gain_over(many).median:.1f} times as fast as all {devices} together"
+    elif gain.high > _WORTH_IT:
+        why = (
+            f"all {devices} give {gain.low:.2g} to {gain.high:.2g} times its rows per second, which does not tell; give more "
+            "seconds or rounds"
         )
-    better = "as fast as" if gain > 1 / _WORTH_IT else f"{1 / gain:.1f} times as fast as"
-    return (
-        f"Use one device, devices={name_devices(one.devices)!r} with {_settings(one)}: it is {better} all "
-        f"{name_devices(many.devices)} together."
-    )
+    else:
+        why = f"it is as fast as all {devices} together"
+    return f"Use one device, devices={name_devices(one.devices)!r} with {_settings(one)}: {why}."
+
+
+def _is_faster(one: Measurement, other: Measurement) -> bool:
+    return one.gain_over(other).low > _WORTH_IT
 
 
 def _choose(measurements: Sequence[Measurement]) -> Measurement | None:
-    """The simplest settings among those that are as good as the fastest: defaults first, then large batches."""
-    if not measurements:
-        return None
-    fastest = max(m.rows_per_second for m in measurements)
-    good = [m for m in measurements if m.rows_per_second * _AS_GOOD >= fastest]
+    """The simplest settings that the fastest ones do not beat: defaults first, then large batches."""
 
     def complexity(m: Measurement) -> tuple[bool, bool, int, int]:
         rows = m.batch_size if isinstance(m.batch_size, int) else 0
         return m.vectorize is False, m.batch_size is not None, -rows, len(m.devices)
 
-    return min(good, key=complexity)
-
-
-def _idle_gpu(one: Measurement) -> str | None:
-    """The GPU of this measurement, if it is known to be idle too often."""
-    shares = one.busy_shares or {}
-    return next((name for name, share in shares.items() if "GPU" in name and share < _BUSY), None)
+    fastest = max(measurements, key=lambda m: m.rows_per_second, default=None)
+    return min((m for m in measurements if fastest and not _is_faster(fastest, m)), key=complexity, default=None)
 
 
 def _settings(m: Measurement) -> str:
     vectorize = "" if m.vectorize is None else f" and vectorize={m.vectorize!r}"
     return f"batch_size={m.batch_size!r}{vectorize}"
-
-
-def _lower(sentence: str) -> str:
-    return sentence[0].lower() + sentence[1:]

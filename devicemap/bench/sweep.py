@@ -61,22 +61,19 @@ def ways_to_measure(
         batched: as in `DeviceMap`.
         vectorize: the option as the user gave it; `None` (not given) compares `"auto"` with `False`.
     """
-    sets = [devices[:1]] if len(devices) == 1 else [devices[:1], devices]
-    mode_order = [mode for mode in ("graph", "eager") if mode in modes]
     first, *others = batch_sizes
+    main, *rest = [mode for mode in ("graph", "eager") if mode in modes]
     chosen: bool | str | None = None if batched else "auto" if vectorize is None else vectorize
-
-    def on_sets(mode: str, batch_size: int | str | None, vectorize: bool | str | None) -> list[Way]:
+    settings = [*((mode, first, chosen) for mode in (main, *rest)), *((main, size, chosen) for size in others)]
+    if main == "graph" and not batched and vectorize is None:
+        settings.append((main, first, False))
+    settings += [(mode, size, chosen) for mode in rest for size in others]
+    ways = []
+    for mode, size, vectorize in settings:
         if mode == "eager":
-            batch_size, vectorize = (batch_size if batched and batch_size != "auto" else None), None
-        return [Way(mode, names, batch_size, vectorize) for names in sets]
-
-    ways = [way for mode in mode_order for way in on_sets(mode, first, chosen)]
-    ways += [way for size in others for way in on_sets(mode_order[0], size, chosen)]
-    if "graph" in modes and not batched and vectorize is None:
-        ways += on_sets("graph", first, False)
-    ways += [way for mode in mode_order[1:] for size in others for way in on_sets(mode, size, chosen)]
-    return list(dict.fromkeys(ways))  # eager samples are the same way for every batch size
+            size, vectorize = (size if batched and size != "auto" else None), None
+        ways += [Way(mode, names, size, vectorize) for names in (devices[:1], devices)]
+    return list(dict.fromkeys(ways))  # one device is all of them, and eager samples are the same for every batch size
 
 
 def default_batch_sizes(rows: int, devices: int) -> tuple[int | None, ...]:

@@ -1,4 +1,4 @@
-"""Time several calls side by side, within a budget: what fits, interleaved rounds, medians. Free of TensorFlow.
+"""Time several calls side by side, within a budget: what fits, interleaved rounds, ratios. Free of TensorFlow.
 
 A call that is timed has to wait for its result by itself. The clock is an argument, so that tests can script it.
 """
@@ -7,23 +7,38 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 _READING_SECONDS = 0.01
 """A reading of the clock covers at least about this long: shorter calls are repeated within it."""
 
 _MOST_REPEATS = 100
 
-Clock = Callable[[], float]
+_RESAMPLES = 2000
+"""How often rounds are drawn anew for an interval: its ends move by less than a percent from there on."""
+
+_PERCENTILES = (2.5, 97.5)
+
+_Clock = Callable[[], float]
+
+
+class Ratio(NamedTuple):
+    """The median of ratios, one per round, with a 95 % interval: the percentiles of its bootstrap, which draws the rounds
+    anew, with replacement (Efron, "Bootstrap Methods: Another Look at the Jackknife", 1979)."""
+
+    median: float
+    low: float
+    high: float
 
 
 class Budget:
     """Seconds that may be spent from now on."""
 
-    def __init__(self, seconds: float, clock: Clock = time.perf_counter):
+    def __init__(self, seconds: float, clock: _Clock = time.perf_counter):
         self.seconds = seconds
         self.clock = clock
         self._start = clock()
@@ -34,7 +49,7 @@ class Budget:
         return self.seconds - (self.clock() - self._start)
 
 
-def time_call(call: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
+def time_call(call: Callable[[], Any], clock: _Clock) -> tuple[Any, float]:
     """The result of a call, and the seconds it took."""
     start = clock()
     result = call()
@@ -47,13 +62,7 @@ def time_rounds(
     """Seconds per call of each, one number per round; `rounds` rounds, or as many as the budget has time for, at least one.
 
     In each round every call has its turn, in an order that changes, so that noise meets all of them and what one leaves
-    running in the background not always the same other.
-
-    Args:
-        calls: what to time; each waits for its result.
-        call_seconds: how long each takes, roughly, to choose how often a reading repeats it.
-        rounds: at least 1.
-        budget: what may be spent.
+    running in the background not always the same other. `call_seconds`, roughly, choose how often a reading repeats a call.
     """
     seconds: list[list[float]] = [[] for _ in calls]
     order = random.Random(0)
@@ -85,25 +94,16 @@ def count_affordable(call_seconds: Sequence[float], left_seconds: float, essenti
     return len(call_seconds)
 
 
-def median(seconds: Sequence[float]) -> float:
-    """The median of at least one number.
+def ratio_of(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
+    """How many times as large readings are as others of the same rounds: a round's noise meets both, and cancels.
 
-    >>> median([3.0, 1.0, 2.0])
-    2.0
+    >>> ratio_of([2.0, 6.0, 4.0], [1.0, 3.0, 2.0])
+    Ratio(median=2.0, low=2.0, high=2.0)
     """
-    return statistics.median(seconds)
-
-
-def half_quartile_range(seconds: Sequence[float]) -> float | None:
-    """Half the distance between the quartiles; `None` for a single number, which tells no spread.
-
-    >>> half_quartile_range([1.0, 2.0, 3.0, 4.0, 5.0])
-    1.0
-    """
-    if len(seconds) < 2:
-        return None
-    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return (high - low) / 2
+    ratios = np.asarray(numerators, float) / np.asarray(denominators, float)
+    resampled = np.random.default_rng(0).choice(ratios, (_RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(resampled, axis=1), _PERCENTILES)
+    return Ratio(float(np.median(ratios)), float(low), float(high))
 
 
 def _repeats(call_seconds: float) -> int:

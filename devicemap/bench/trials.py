@@ -17,7 +17,7 @@ from devicemap.base.structure import map_nest
 from devicemap.bench.gauges import busy_shares, read_peak_memory, reset_peak_memory
 from devicemap.bench.measurements import Timing
 from devicemap.bench.sweep import Skipped, Way
-from devicemap.bench.timing import Budget, count_affordable, half_quartile_range, median, time_call, time_rounds
+from devicemap.bench.timing import Budget, count_affordable, time_call, time_rounds
 from devicemap.data.rows import Rows, take_rows
 from devicemap.data.sample import first_rows
 from devicemap.errors import brief, failure
@@ -33,17 +33,12 @@ times slower than a graph, and should not leave the rest without time."""
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A way of mapping, ready to be called."""
+class _Candidate:
+    """A way of mapping `rows`, ready to be called."""
 
     way: Way
-    """Which way."""
-
     mapper: DeviceMap | EagerMap
-    """What does it."""
-
     rows: Rows
-    """What a call maps."""
 
     @property
     def count(self) -> int:
@@ -57,59 +52,45 @@ class Candidate:
             tensor.numpy()
         return results
 
+    def skipped(self, reason: object) -> Skipped:
+        """That it is."""
+        return Skipped(**vars(self.way), reason=str(reason))
 
-@dataclass(frozen=True)
-class Trial:
-    """A candidate that was called, checked and warmed up."""
 
-    candidate: Candidate
-    """Which one."""
-
-    first_call_seconds: float
-    """The first call."""
-
-    call_seconds: float
-    """The second one."""
-
-    busy_shares: dict[str, float] | None
-    """Of the second call."""
-
-    peak_memory_bytes: dict[str, int] | None
-    """Of the second call."""
+_Trial = tuple[_Candidate, Timing]
+"""A candidate that was called, checked and warmed up, and what was read of it."""
 
 
 class _NotMeasured(Exception):
     """Why a candidate is skipped."""
 
 
-def candidate_for(way: Way, fn: Callable[..., Any], rows: Rows, given: dict[str, Any], checked: Options) -> Candidate:
+def candidate_for(way: Way, fn: Callable[..., Any], rows: Rows, given: dict[str, Any], checked: Options) -> _Candidate:
     """What maps `rows` in this way; `given` are the user's options, `checked` the same with their defaults."""
     if way.mode == "eager":
         size = way.batch_size if isinstance(way.batch_size, int) else None
-        return Candidate(way, EagerMap(fn, way.devices, size, checked), rows)
+        return _Candidate(way, EagerMap(fn, way.devices, size, checked), rows)
     options = {**given, "devices": list(way.devices), "batch_size": way.batch_size}
     if way.vectorize is not None:
         options["vectorize"] = way.vectorize
-    return Candidate(way, DeviceMap(fn, **options), rows)
+    return _Candidate(way, DeviceMap(fn, **options), rows)
 
 
 def try_out(
-    candidates: Sequence[Candidate], essential: int, tolerance: float | None, budget: Budget
-) -> tuple[list[Trial], list[Skipped]]:
+    candidates: Sequence[_Candidate], essential: int, tolerance: float | None, budget: Budget
+) -> tuple[list[_Trial], list[Skipped]]:
     """Call each candidate for the first time, check its results, and warm it up, as long as half of the budget lasts.
 
-    Args:
-        candidates: the most telling first.
-        essential: so many of them are tried whatever the budget.
-        tolerance: by how much results may differ from those of the first; `None` does not compare.
-        budget: what may be spent.
+    The second call, which warms it up, is the reading of its `Timing`.
+    The first `essential` ones are tried whatever the budget. Results are compared with those of the first, unless `tolerance`
+    is `None`.
 
     Raises:
         FunctionError: `fn` failed, results differ, or every candidate ran out of memory.
     """
-    trials: list[Trial] = []
+    trials: list[_Trial] = []
     skipped: list[Skipped] = []
-    reference: tuple[Candidate, Any] | None = None
+    reference: tuple[_Candidate, Any] | None = None
     for candidate in candidates:
         spare = len(trials) >= essential
         try:
@@ -128,21 +109,28 @@ def try_out(
             reset_peak_memory(candidate.way.devices)
             _, call_seconds = time_call(candidate.call, budget.clock)
         except _NotMeasured as reason:
-            skipped.append(Skipped(**vars(candidate.way), reason=str(reason)))
+            skipped.append(candidate.skipped(reason))
         except tf.errors.ResourceExhaustedError as error:
-            skipped.append(Skipped(**vars(candidate.way), reason=f"out of memory: {brief(error)}"))
+            skipped.append(candidate.skipped(f"out of memory: {brief(error)}"))
         else:
-            shares, peaks = busy_shares(candidate.mapper), read_peak_memory(candidate.way.devices)
-            trials.append(Trial(candidate, first_call_seconds, call_seconds, shares, peaks))
+            timing = Timing(
+                **vars(candidate.way),
+                rows=candidate.count,
+                first_call_seconds=first_call_seconds,
+                round_seconds=(call_seconds,),
+                busy_shares=busy_shares(candidate.mapper),
+                peak_memory_bytes=read_peak_memory(candidate.way.devices),
+            )
+            trials.append((candidate, timing))
     if not trials:
         raise failure(f"nothing could be measured: {'; '.join(f'{way}: {way.reason}' for way in skipped)}")
     return trials, skipped
 
 
-def _fit(candidate: Candidate, eager: EagerMap, spare: bool, budget: Budget) -> Candidate:
+def _fit(candidate: _Candidate, eager: EagerMap, spare: bool, budget: Budget) -> _Candidate:
     """Eager code on as many rows as its share of the budget allows; each row or chunk costs a call of `fn`."""
     eager.prepare(candidate.rows)
-    few = Candidate(candidate.way, eager, eager.few_rows(candidate.rows))
+    few = _Candidate(candidate.way, eager, eager.few_rows(candidate.rows))
     least = few.count * len(candidate.way.devices)
     if least >= candidate.count:
         return candidate
@@ -155,7 +143,7 @@ def _fit(candidate: Candidate, eager: EagerMap, spare: bool, budget: Budget) -> 
     return replace(candidate, rows=first_rows(candidate.rows, max(least, affordable)))
 
 
-def _check_same(candidate: Candidate, results: Any, reference: Candidate, wanted: Any, tolerance: float) -> None:
+def _check_same(candidate: _Candidate, results: Any, reference: _Candidate, wanted: Any, tolerance: float) -> None:
     count = min(candidate.count, reference.count)
     results, wanted = (map_nest(lambda leaf, _: take_rows(leaf, 0, count), nest) for nest in (results, wanted))
     found = find_difference(results, wanted, tolerance)
@@ -169,31 +157,16 @@ def _check_same(candidate: Candidate, results: Any, reference: Candidate, wanted
 
 
 def time_trials(
-    trials: Sequence[Trial], essential: int, rounds: int, budget: Budget
-) -> tuple[list[Timing], list[Skipped], int]:
-    """Time the trials that there is time for, at least the first `essential` ones.
-
-    Returns:
-        A `Timing` for each of them, the others as skipped, and the number of rounds.
-    """
-    count = count_affordable([trial.call_seconds for trial in trials], budget.left_seconds, essential)
-    timed, left_out = trials[:count], trials[count:]
-    calls = [trial.candidate.call for trial in timed]
-    readings = time_rounds(calls, [trial.call_seconds for trial in timed], rounds, budget)
-    timings = [
-        Timing(
-            **vars(trial.candidate.way),
-            rows=trial.candidate.count,
-            first_call_seconds=trial.first_call_seconds,
-            call_seconds=median(seconds),
-            spread_seconds=half_quartile_range(seconds),
-            busy_shares=trial.busy_shares,
-            peak_memory_bytes=trial.peak_memory_bytes,
-        )
-        for trial, seconds in zip(timed, readings)
-    ]
+    trials: Sequence[_Trial], essential: int, rounds: int, budget: Budget
+) -> tuple[list[Timing], list[Skipped]]:
+    """Time the trials that there is time for, at least the first `essential` ones: those, and the others."""
+    seconds = [timing.round_seconds[0] for _, timing in trials]
+    count = count_affordable(seconds, budget.left_seconds, essential)
+    calls = [candidate.call for candidate, _ in trials[:count]]
+    readings = time_rounds(calls, seconds[:count], rounds, budget)
+    timings = [replace(timing, round_seconds=tuple(found)) for (_, timing), found in zip(trials, readings)]
     reason = f"no time was left to measure it beside the others; {_more_seconds(budget)}"
-    return timings, [Skipped(**vars(trial.candidate.way), reason=reason) for trial in left_out], len(readings[0])
+    return timings, [candidate.skipped(reason) for candidate, _ in trials[count:]]
 
 
 def _more_seconds(budget: Budget) -> str:

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _load_command(options: argparse.Namespace) -> Callable[[argparse.Namespace], None]:
     """TensorFlow is imported here, and before anything can use it, its devices are set."""
     from devicemap.cli import commands
-    from devicemap.tell.report.plots import check_drawable
+    from devicemap.tell.render import check_drawable
 
     if path := getattr(options, "plot", None):
         check_drawable(path)
@@ -88,8 +88,7 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     common.add_argument("--traceback", action="store_true", help="where an error comes from, in full")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    devices = "list the devices, and say why no GPU was found"
-    listing = commands.add_parser("devices", parents=[common], help=devices, description=f"{devices.capitalize()}.")
+    listing = _add(commands, "devices", "list the devices, and say why no GPU was found", common)
     listing.add_argument("--json", type=_new_file, metavar="FILE", help="save them")
     mapping = argparse.ArgumentParser(add_help=False, parents=[common])
     mapping.add_argument("function", metavar="MODULE:FUNCTION", help=_FUNCTION)
@@ -106,13 +105,10 @@ def _build_parser() -> argparse.ArgumentParser:
     run.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one that the same command has left")
     run.add_argument("--quiet", action="store_true", help="no progress bar")
     explain = _add(commands, "explain", "say what will run where, and what stands in the way of parallelism", mapping)
-    explain.add_argument("--json", type=_new_file, metavar="FILE", help="save it")
-    explain.add_argument("--plot", type=_new_file, metavar="FILE", help="draw what travels (.png, .svg, .pdf)")
     bench = _add(commands, "bench", "measure eager code against graphs, one device against all", mapping)
-    bench.add_argument("--json", type=_new_file, metavar="FILE", help="save what was measured")
-    bench.add_argument(
-        "--plot", type=_new_file, metavar="FILE", help="draw it; the suffix says as what (.png, .svg, .pdf)"
-    )
+    for command in (explain, bench):
+        command.add_argument("--json", type=_new_file, metavar="FILE", help="save what is found")
+        command.add_argument("--plot", type=_new_file, metavar="FILE", help="draw it (.png, .svg, .pdf)")
     bench.add_argument("--rows", type=_count, metavar="N", help="the first N rows; 1024 of what is read while mapping")
     bench.add_argument("--seconds", type=float, default=30.0, metavar="S", help="how long to measure (%(default)s)")
     return parser

@@ -17,12 +17,13 @@ import rich
 
 from devicemap.api import DeviceMap
 from devicemap.base.devices import list_devices, why_no_gpu
-from devicemap.bench import benchmark
+from devicemap.bench.measurements import BenchmarkResult
+from devicemap.bench.runner import benchmark
 from devicemap.cli import UsageError
 from devicemap.cli.input import read_input
 from devicemap.errors import DeviceMapError, failure
-from devicemap.tell.render import table, text_of
-from devicemap.tell.report.timeline import short_names
+from devicemap.tell.plan.plan import Plan
+from devicemap.tell.render import short_names, size_text, table, text_of
 
 _WIDE = 1000
 """Characters, for output that goes to a file or another program: no line is broken there."""
@@ -32,12 +33,17 @@ def devices_command(options: argparse.Namespace) -> None:
     """`devicemap devices`: a table of them, and why there is no GPU."""
     devices = list_devices()
     names = short_names(device.name for device in devices)
-    rows = []
-    for device in devices:
-        memory = "-" if device.memory is None else f"{device.memory / 2**30:.1f} GiB"
-        rows.append([names[device.name], device.kind, memory, device.description])
-    listed = table(["name", "kind", "memory", "description"], rows, {"kind", "description"})
-    print(text_of(listed, shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE))
+    listed = [
+        {
+            "name": names[device.name],
+            "kind": device.kind,
+            "memory": "-" if device.memory is None else size_text(device.memory),
+            "description": device.description,
+        }
+        for device in devices
+    ]
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
+    print(text_of(table(listed, {"kind", "description"}), width))
     if options.json:
         options.json.write_text(json.dumps([asdict(device) for device in devices], indent=1) + "\n", encoding="utf-8")
     if not any(device.kind == "GPU" for device in devices):
@@ -46,13 +52,7 @@ def devices_command(options: argparse.Namespace) -> None:
 
 def explain_command(options: argparse.Namespace) -> None:
     """`devicemap explain`: the plan of a map."""
-    mapper: Any = _mapper(options)
-    plan = mapper.explain(_data(options))
-    print(plan)
-    if options.json:
-        plan.save(options.json)
-    if options.plot:
-        plan.plot(options.plot)
+    _tell(_mapper(options).explain(_data(options)), options)
 
 
 def bench_command(options: argparse.Namespace) -> None:
@@ -70,11 +70,7 @@ def bench_command(options: argparse.Namespace) -> None:
         max_rows=options.rows,
         seconds=options.seconds,
     )
-    print(result)
-    if options.json:
-        result.save(options.json)
-    if options.plot:
-        result.plot(options.plot)
+    _tell(result, options)
 
 
 def run_command(options: argparse.Namespace) -> None:
@@ -86,6 +82,14 @@ def run_command(options: argparse.Namespace) -> None:
     if (report := mapper.report) is not None:
         print(report.summary if report.rows or not len(results) else "no row was missing")
     print(f"{len(results)} rows in {options.out}; devicemap.open_results({options.out!r}) reads them")
+
+
+def _tell(result: Plan | BenchmarkResult, options: argparse.Namespace) -> None:
+    print(result)
+    if options.json:
+        result.save(options.json)
+    if options.plot:
+        result.plot(options.plot)
 
 
 def _mapper(options: argparse.Namespace, **more: Any) -> DeviceMap:

@@ -39,10 +39,7 @@ _MARKS_OF_SAVED_DATASET = ("dataset_spec.pb", "snapshot.metadata")
 def read_input(path: str, batched: bool, batch_size: int | None) -> Any:
     """The data at a path, as `DeviceMap` takes it: a dataset of samples, or of batches with `batched`, or a dict of arrays.
 
-    Args:
-        path: of a file or a folder, or a pattern.
-        batched: whether datasets hold batches of rows. A saved dataset is handed on as it was saved.
-        batch_size: rows per batch; `None`: some.
+    A saved dataset is handed on as it was saved. `batch_size=None` stands for some rows per batch.
 
     Raises:
         DataError: nothing is there, or it cannot be read as rows.

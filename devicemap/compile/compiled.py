@@ -30,7 +30,7 @@ from devicemap.compile.trace import Traced, in_fn
 from devicemap.data.rows import HOST
 from devicemap.data.shards import shard_rows
 from devicemap.errors import brief, function_error
-from devicemap.types import Shard, short_name
+from devicemap.events import Shard, short_name
 
 _KEPT_SHARDS = 256
 

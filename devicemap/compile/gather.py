@@ -12,7 +12,7 @@ from devicemap.compile.collect import is_listless
 from devicemap.data.join import is_uniform, of_uniform_rows
 from devicemap.data.rows import carried, count_rows, restored
 from devicemap.errors import failure
-from devicemap.types import Shard
+from devicemap.events import Shard
 
 
 def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any]:

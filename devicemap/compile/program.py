@@ -25,7 +25,7 @@ from devicemap.compile.trace import Traced, trace
 from devicemap.data.join import UNEVEN_ROWS, check_inner_shapes
 from devicemap.data.rows import HOST, take_rows
 from devicemap.errors import DeviceMapError, FunctionError, brief, function_error
-from devicemap.types import Shard, short_name
+from devicemap.events import Shard, short_name
 
 _AGAIN_SECONDS = 1.0
 """A call that took longer until it failed is not made again to find out where; nor does that take longer."""

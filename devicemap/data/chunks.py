@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from devicemap.data.rows import HOST, Rows, take_rows
-from devicemap.types import Shard
+from devicemap.events import Shard
 
 
 @dataclass(frozen=True)

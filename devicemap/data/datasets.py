@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +14,7 @@ from devicemap.base.options import Options
 from devicemap.base.structure import as_nodes, freeze, nodes_of
 from devicemap.data.chunks import Chunk
 from devicemap.data.join import join
-from devicemap.data.rows import HOST, Rows, as_rows, take_rows
+from devicemap.data.rows import HOST, Rows, any_rows, as_rows, take_rows
 from devicemap.errors import DataError, DeviceMapError, warn_user
 
 _SAMPLES_PER_READ = 64
@@ -132,11 +131,17 @@ def from_dataset(dataset: Any, options: Options) -> Elements:
     """Chunks of a `tf.data.Dataset`: of samples, or of batches that are handed on (cut to `batch_size` where given).
 
     Raises:
-        DataError: for a batch without a row axis, and for elements that are not tensors.
+        DataError: for a batch without a row axis, for elements of unknown rank, and for those that are not tensors.
     """
-    for spec in tf.nest.flatten(as_nodes(dataset.element_spec)):
+    specs = tf.nest.flatten(as_nodes(dataset.element_spec))
+    for spec in specs:
         if not isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec):
             raise DataError(f"the dataset has elements with {spec}; expected dense, ragged or sparse tensors only")
+        if spec.shape.rank is None:
+            raise DataError(
+                f"the dataset has elements of unknown rank ({spec}); give from_generator an output_signature, or map "
+                "tf.ensure_shape over it"
+            )
         if options.batched and spec.shape.rank == 0:
             raise DataError(
                 f"the dataset has elements with a scalar ({spec}), but batched=True takes batches of rows. Call "
@@ -144,7 +149,7 @@ def from_dataset(dataset: Any, options: Options) -> Elements:
             )
     size = options.batch_size if isinstance(options.batch_size, int) else None
     if options.batched:
-        fits = not any(_unknown_dimensions(spec)[1:] for spec in tf.nest.flatten(as_nodes(dataset.element_spec)))
+        fits = not any(_unknown_dimensions(spec)[1:] for spec in specs)
         whole, merged, rows = options.batch_size is None, options.batch_size == "auto" and fits, None
     else:
         if holds_batches(dataset):
@@ -157,14 +162,8 @@ def from_dataset(dataset: Any, options: Options) -> Elements:
         whole, rows = False, cardinality if cardinality >= 0 else None
         dataset, merged = _batches_of_samples(dataset, size)
         size = size if merged else 1
-    return Elements(dataset, _any_rows(as_nodes(dataset.element_spec)), rows, size, whole, merged)
-
-
-@dataclass(frozen=True, eq=False)
-class _Origin:
-    """Where the elements of a dataset come from, with all that this needs."""
-
-    stream: Callable[[], Iterator[Any]]
+    of_chunk = tf.nest.map_structure(any_rows, as_nodes(dataset.element_spec))
+    return Elements(dataset, of_chunk, rows, size, whole, merged)
 
 
 def as_dataset(stream: Callable[[], Iterator[Any]], spec: Any, count: int | None) -> Any:
@@ -172,22 +171,16 @@ def as_dataset(stream: Callable[[], Iterator[Any]], spec: Any, count: int | None
 
     TensorFlow keeps the generator of a dataset for good. So that one refers to the stream weakly, and the dataset owns it, by
     its tensor: datasets and iterators that are made of it keep it in Python, as do functions that capture it.
-
-    Args:
-        stream: makes an iterator of elements.
-        spec: `tf.TypeSpec`s of an element.
-        count: of elements, where it is known.
     """
-    origin = _Origin(stream)
-    dataset = tf.data.Dataset.from_generator(_weakly(origin), output_signature=spec)
+    dataset = tf.data.Dataset.from_generator(_weakly(stream), output_signature=spec)
     if count is not None:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(count))
-    tf.data.experimental.to_variant(dataset)._devicemap_origin = origin
+    tf.data.experimental.to_variant(dataset)._devicemap_stream = stream
     return dataset
 
 
-def _weakly(origin: _Origin) -> Callable[[], Iterator[Any]]:
-    reference = weakref.ref(origin)
+def _weakly(stream: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[Any]]:
+    reference = weakref.ref(stream)
 
     def generate() -> Iterator[Any]:
         known = reference()
@@ -196,7 +189,7 @@ def _weakly(origin: _Origin) -> Callable[[], Iterator[Any]]:
                 "the dataset that DeviceMap.as_dataset made is gone, and what was made of it in a tf.function does not keep "
                 "it; keep that dataset as long as you read from others that come from it"
             )
-        return known.stream()
+        return known()
 
     return generate
 
@@ -221,26 +214,7 @@ def _batches_of_samples(dataset: Any, size: int | None) -> tuple[Any, bool]:
 def _unknown_dimensions(spec: Any) -> list[int]:
     if not isinstance(spec, tf.TensorSpec):
         return []
-    if spec.shape.rank is None:
-        return [-1]
     return [i for i, d in enumerate(spec.shape.as_list()) if d is None]
-
-
-def _any_rows(specs: Any) -> Any:
-    """The specs without the row counts that a dataset knows, so that the last, smaller batch needs no other trace."""
-
-    def relax(spec: Any) -> Any:
-        if spec.shape.rank is None:
-            raise DataError(
-                f"the dataset has elements of unknown rank ({spec}); give from_generator an output_signature, or map "
-                "tf.ensure_shape over it"
-            )
-        shape = tf.TensorShape([None]).concatenate(spec.shape[1:])
-        if isinstance(spec, tf.RaggedTensorSpec):
-            return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
-        return type(spec)(shape, spec.dtype)
-
-    return tf.nest.map_structure(relax, specs)
 
 
 def _read(dataset: Any) -> Iterator[Rows]:

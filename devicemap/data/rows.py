@@ -96,12 +96,15 @@ def spec_of(leaf: Any) -> Any:
     >>> spec_of(tf.zeros([4, 3])).shape.as_list()
     [None, 3]
     """
-    shape = tf.TensorShape([None]).concatenate(leaf.shape[1:])
-    if isinstance(leaf, tf.RaggedTensor):
-        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
-    if isinstance(leaf, tf.SparseTensor):
-        return tf.SparseTensorSpec(shape, leaf.dtype)
-    return tf.TensorSpec(shape, leaf.dtype)
+    return any_rows(leaf if isinstance(leaf, tf.Tensor) else tf.type_spec_from_value(leaf))
+
+
+def any_rows(spec: Any) -> Any:
+    """The spec, or that of a dense tensor, for any number of rows and without a name."""
+    shape = tf.TensorShape([None]).concatenate(spec.shape[1:])
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return (tf.SparseTensorSpec if isinstance(spec, tf.SparseTensorSpec) else tf.TensorSpec)(shape, spec.dtype)
 
 
 def home_of(tensor: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from devicemap.types import Shard
+from devicemap.events import Shard
 
 ROWS_PER_CORE = 16
 """A call on fewer rows should cost what it costs on one core: see `benchmarks/test_call_cost.py`."""

@@ -31,13 +31,13 @@ from devicemap.data.datasets import from_dataset
 from devicemap.data.join import join
 from devicemap.data.rows import Rows, as_rows
 from devicemap.errors import DataError, OptionError, brief, warn_user
+from devicemap.events import DeviceLost, Event, short_name
 from devicemap.run.capacity import first_paces, in_flight
 from devicemap.run.dispatch import Rules
 from devicemap.run.one_graph import GraphObservers, Heard, OneGraph
 from devicemap.run.reorder import Group
 from devicemap.run.schedule import Pace, reorder_window
 from devicemap.run.workers import Runner, run_chunks
-from devicemap.types import DeviceLost, Event, short_name
 
 _LONG_SECONDS = 0.1
 """A call in memory that takes less has little to gain from balance."""

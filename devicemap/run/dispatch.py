@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from devicemap.data.chunks import Chunk, Source
+from devicemap.events import Event, Shard
 from devicemap.run.recovery import FAILURES_IN_A_ROW, Remedy, remedy
 from devicemap.run.reorder import Group, Groups
 from devicemap.run.schedule import Pace, rows_to_take
 from devicemap.run.tasks import Queue, Task
-from devicemap.types import Event, Shard
 
 _SIGNAL_SECONDS = 0.1
 """How often the consumer looks up from waiting: a wait without an end can miss a signal that another thread gets."""

@@ -19,7 +19,7 @@ from devicemap.data.rows import HOST, Rows, row_spec, take_rows
 from devicemap.data.sample import first_rows
 from devicemap.data.shards import chunk_bounds, shard_rows
 from devicemap.errors import FunctionError, brief, function_error
-from devicemap.types import Shard
+from devicemap.events import Shard
 
 
 class EagerMap:

@@ -21,7 +21,7 @@ from devicemap.compile.layout import sizes_in_graph
 from devicemap.compile.program import Program
 from devicemap.data.rows import HOST, Rows, count_rows
 from devicemap.errors import DataError
-from devicemap.types import Shard
+from devicemap.events import Shard
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from devicemap.data.chunks import Chunk
+from devicemap.events import Shard
 from devicemap.run.recovery import parts
-from devicemap.types import Shard
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from devicemap.data.chunks import Chunk, Source
-from devicemap.run.dispatch import Dispatch, Rules
-from devicemap.run.reorder import Group
-from devicemap.run.schedule import Pace
-from devicemap.run.tasks import Task
-from devicemap.types import (
+from devicemap.events import (
     CallFinished,
     CallStarted,
     ChunkFailed,
@@ -28,6 +24,10 @@ from devicemap.types import (
     DeviceLost,
     Event,
 )
+from devicemap.run.dispatch import Dispatch, Rules
+from devicemap.run.reorder import Group
+from devicemap.run.schedule import Pace
+from devicemap.run.tasks import Task
 
 _FAREWELL_SECONDS = 0.8
 """How long to wait for cancelled workers; an op that is running cannot be stopped, and its thread ends after it."""

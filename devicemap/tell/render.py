@@ -1,4 +1,4 @@
-"""What results have in common: a table in terminals of any width and in notebooks, drawn by `rich`, and JSON."""
+"""What results have in common: numbers in words, a table in terminals of any width and in notebooks, drawn by `rich`, JSON."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import json
 import os
 import shutil
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+
+from devicemap.errors import OptionError
+from devicemap.events import short_name
 
 
 class Result:
@@ -32,7 +35,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, as JSON has it: text, numbers, lists, dicts and `None`. Units are in the names."""
-        values: dict[str, Any] = plain(dataclasses.asdict(cast(Any, self)))
+        values: dict[str, Any] = _plain(self)
         return values
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -49,15 +52,16 @@ class Result:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON has it."""
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: of dataclasses, the fields, and those properties that `_derived` names."""
+    if dataclasses.is_dataclass(value):
+        names = (*(field.name for field in dataclasses.fields(value)), *getattr(value, "_derived", ()))
+        return {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, dict):
-        return {key: plain(entry) for key, entry in value.items()}
-    if isinstance(value, tuple | list):
-        return [plain(entry) for entry in value]
-    return value
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, tuple | list) else value
 
 
 def text_of(renderable: Any, width: int) -> str:
@@ -68,24 +72,82 @@ def text_of(renderable: Any, width: int) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str] = ()) -> Table:
-    """Cells under a header; the first column and those that are named are on the left, those of numbers on the right."""
+def table(rows: Sequence[Mapping[str, str]], left: Collection[str] = (), nothing: str = "") -> Table:
+    """Cells by their titles; a column that is empty in all rows is left out.
+
+    Args:
+        rows: all with the same titles.
+        left: titles of columns of words, which begin on the left, as the first one does.
+        nothing: what an empty cell reads as.
+    """
+    titles = [title for title in (rows[0] if rows else ()) if any(row[title] for row in rows)]
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")  # no lines: plain on any encoding
-    for i, title in enumerate(header):
-        made.add_column(title, justify="left" if i == 0 or title in left else "right", overflow="fold")
-    for cells in rows:
-        made.add_row(*map(Text, cells))
+    for title in titles:
+        made.add_column(title, justify="left" if title in (titles[0], *left) else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(row[title] or nothing) for title in titles))
     return made
-
-
-def without_empty(header: Sequence[str], rows: Sequence[Sequence[str]], nothing: str = "") -> Table:
-    """A table without the columns that hold nothing in any row; what is missing in others reads as `nothing`."""
-    known = [any(cells) for cells in zip(*rows)] or [True] * len(header)
-    kept = [[cell or nothing for cell, is_known in zip(cells, known) if is_known] for cells in rows]
-    return table([title for title, is_known in zip(header, known) if is_known], kept)
 
 
 def page(title: str, *parts: Any, notes: Sequence[str] = ()) -> Group:
     """A title, what is below it, and notes, with an empty line between any two."""
     spaced = [Padding(part, (1, 0, 0, 0)) for part in parts]
     return Group(Text(title, style="bold"), *spaced, *([Text(""), *map(Text, notes)] if notes else []))
+
+
+def short_names(devices: Iterable[str]) -> dict[str, str]:
+    """The name that people read for each full name: kind and index, or all of it where several hosts have such a device.
+
+    >>> short_names(["/job:localhost/replica:0/task:0/device:GPU:1"])
+    {'/job:localhost/replica:0/task:0/device:GPU:1': 'GPU:1'}
+    """
+    short = {device: short_name(device) for device in devices}
+    return short if len(set(short.values())) == len(short) else {device: device for device in short}
+
+
+def listed(words: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 row`, `2 rows`."""
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
+def seconds_text(seconds: float) -> str:
+    """A time as people write it.
+
+    >>> seconds_text(2.5), seconds_text(0.0123)
+    ('2.5 s', '12.3 ms')
+    """
+    return f"{1e3 * seconds:.3g} ms" if 0 < seconds < 0.1 else f"{seconds:.3g} s"
+
+
+def size_text(size_bytes: int) -> str:
+    """A size as people write it.
+
+    >>> size_text(80), size_text(123456), size_text(3 * 2**30)
+    ('80 B', '120.6 KiB', '3.0 GiB')
+    """
+    size, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    return f"{size_bytes} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def check_drawable(path: str | os.PathLike[str]) -> None:
+    """Raise now for a picture that could not be drawn later: `ImportError`, or `OptionError` for its format."""
+    known, suffix = figure_class()().canvas.get_supported_filetypes(), Path(path).suffix[1:].lower()
+    if suffix not in known:
+        raise OptionError(f"{path} cannot be drawn: its suffix has to be one of {', '.join(sorted(known))}")
+
+
+def figure_class() -> Any:
+    """matplotlib's `Figure`, which leaves the state of pyplot, and the backend that the user chose, alone."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a plot needs matplotlib, which is not installed: pip install matplotlib") from error
+    return Figure

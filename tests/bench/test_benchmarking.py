@@ -57,7 +57,8 @@ def test_every_way_is_measured(swept: BenchmarkResult) -> None:
         assert m.rows == 23
         assert m.call_seconds > 0
         assert m.rows_per_second == pytest.approx(23 / m.call_seconds)
-        assert m.spread_seconds is not None
+        assert len(m.round_seconds) == 2
+        assert m.speedup_interval is not None
         assert m.efficiency == pytest.approx(m.speedup / len(m.devices))  # type: ignore[operator]
         assert m.busy_shares is None or set(m.busy_shares) <= set(m.devices)
         assert m.peak_memory_bytes is None
@@ -118,7 +119,7 @@ def test_eager_code_gives_what_the_graph_gives(case: Case) -> None:
         options.pop("vectorize")
     result = benchmark(case.fn, case.data, devices=THREE, batch_sizes=[None], rounds=1, **options)
     assert {m.mode for m in result.measurements} == {"eager", "graph"}
-    assert [m.spread_seconds for m in result.measurements] == [None] * 4  # one round
+    assert [m.speedup_interval for m in result.measurements] == [None] * 4  # one round
 
 
 def test_batches_are_swept_in_both_modes() -> None:

@@ -20,8 +20,7 @@ def _timing(rows_per_second: float, devices: int = 1, batch_size: int | None = N
         "vectorize": None,
         "rows": 1000,
         "first_call_seconds": 1.0,
-        "call_seconds": 1000 / rows_per_second,
-        "spread_seconds": 0.0,
+        "round_seconds": (1000 / rows_per_second,),
         "busy_shares": None,
         "peak_memory_bytes": None,
     }
@@ -46,7 +45,7 @@ def test_speedup_is_against_the_fastest_on_one_device_in_any_mode() -> None:
 
 
 def test_speedup_counts_the_rows_of_each() -> None:
-    (all_rows, fewer) = _measure(_timing(100), _timing(1, rows=10, call_seconds=0.05))
+    (all_rows, fewer) = _measure(_timing(100), _timing(1, rows=10, round_seconds=(0.05,)))
     assert fewer.rows_per_second == pytest.approx(200)
     assert all_rows.speedup == pytest.approx(0.5)
 
@@ -111,6 +110,29 @@ def test_speedup_is_unknown_without_one_device() -> None:
 )
 def test_recommendations(timings: list[Timing], sentence: str) -> None:
     assert recommend(_measure(*timings)) == sentence
+
+
+NOISE = (1.0, 1.4, 0.8, 2.0, 1.1)
+
+
+def test_noise_that_meets_all_ways_cancels() -> None:
+    one, many = (_timing(1, devices, round_seconds=tuple(n * s for n in NOISE)) for devices, s in ((1, 3.0), (4, 1.0)))
+    measured = _measure(one, many)
+    assert measured[1].speedup == pytest.approx(3.0)
+    assert measured[1].speedup_interval == pytest.approx((3.0, 3.0))
+    assert recommend(measured).startswith("Use all 4 GPUs")
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"), [(1.0, "which does not tell"), (0.3, "Use all"), (4.0, "times as fast as")]
+)
+def test_what_an_interval_does_not_tell_is_not_recommended(factor: float, words: str) -> None:
+    one, many = _timing(1, round_seconds=(1.0,) * 5), _timing(1, 4, round_seconds=tuple(factor * n for n in NOISE))
+    measured = _measure(one, many)
+    low, high = measured[1].speedup_interval or (0.0, 0.0)
+    assert low < (measured[1].speedup or 0.0) < high
+    assert words in recommend(measured)
+    assert _measure(one, many) == measured  # drawn from a fixed seed
 
 
 def test_an_idle_cpu_is_no_reason_to_wait() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from devicemap.bench.timing import Budget, count_affordable, half_quartile_range, median, time_call, time_rounds
+from devicemap.bench.timing import Budget, count_affordable, ratio_of, time_call, time_rounds
 
 
 class _World:
@@ -74,7 +74,10 @@ def test_how_many_calls_a_round_has_time_for(seconds: list[float], left: float, 
     assert count_affordable(seconds, left, essential) == count
 
 
-def test_medians_and_spread() -> None:
-    assert median([3.0, 1.0, 100.0]) == 3.0
-    assert half_quartile_range([1.0]) is None
-    assert half_quartile_range([1.0, 2.0]) == pytest.approx(0.25)
+def test_ratios_are_of_rounds() -> None:
+    assert ratio_of([3.0], [2.0]) == (1.5, 1.5, 1.5)
+    ratio = ratio_of([1.0, 2.0, 3.0, 4.0, 100.0], [1.0] * 5)
+    assert ratio.median == 3.0
+    assert 1.0 <= ratio.low < 3.0 < ratio.high <= 100.0
+    many = ratio_of([1.0, 2.0, 3.0, 4.0, 100.0] * 20, [1.0] * 100)
+    assert 2.0 <= many.low <= 3.0 <= many.high <= 4.0  # more rounds tell more

@@ -16,8 +16,7 @@ from devicemap.compile.kernels import kernel_for
 from devicemap.tell.plan.advice import advise
 from devicemap.tell.plan.plan import DevicePlan, Plan, StrayOp, Transfer
 from devicemap.tell.plan.strays import stray_ops
-from devicemap.tell.plan.traffic import Leaf, rows_in_chunks, rows_in_one_graph
-from devicemap.types import Shard
+from devicemap.tell.plan.traffic import Leaf, rows_sent
 
 FLOAT, TEXT = tf.float32.as_datatype_enum, tf.string.as_datatype_enum
 KERNELS = {
@@ -61,14 +60,14 @@ def test_ops_without_a_kernel_on_a_gpu() -> None:
 
 def test_rows_in_one_graph_and_in_chunks() -> None:
     leaves = [Leaf(1, 12, "host"), Leaf(3, None, "host")]
-    shards = [Shard("a", 0, 3), Shard("host", 3, 5), Shard("a", 5, 6)]
-    assert rows_in_one_graph("rows", leaves[:1], shards, to_devices=True, rows_known=True) == [
+    parts: dict[str, list[int | None]] = {"a": [3, 1], "host": [2]}
+    assert rows_sent("rows", leaves[:1], parts, to_devices=True, chunks=False) == [
         Transfer("rows", "host", "a", 2, 48, 12)
     ]
-    assert rows_in_one_graph("results", leaves, shards, to_devices=False, rows_known=True) == [
+    assert rows_sent("results", leaves, parts, to_devices=False, chunks=False) == [
         Transfer("results", "a", "host", 8, None, None)
     ]
-    assert rows_in_chunks("rows", leaves[:1], ["a", "host"], 6, to_devices=True) == [
+    assert rows_sent("rows", leaves[:1], {"a": [None], "host": [None]}, to_devices=True, chunks=True) == [
         Transfer("rows", "host", "a", None, None, 12)
     ]
 

@@ -253,7 +253,7 @@ def test_bad_arguments_fail_before_anything_runs() -> None:
     ran = []
     mapper = DeviceMap(lambda row: ran.append(None) or row)
     for rows in (0, -1, 1.5, True, "all"):
-        with pytest.raises(OptionError, match=r"rows=.*expected None or an int of at least 1"):
+        with pytest.raises(OptionError, match=r"rows=.*an int of at least 1"):
             mapper.verify(X, rows)
     for tolerance in (-1, float("inf"), "x"):
         with pytest.raises(OptionError, match="tolerance="):

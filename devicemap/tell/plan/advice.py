@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from devicemap.events import short_name
+from devicemap.tell.render import counted, listed, size_text
+
 if TYPE_CHECKING:
     from devicemap.tell.plan.plan import Plan
 
@@ -22,11 +25,6 @@ def advise(plan: Plan) -> tuple[str, ...]:
         _about_updates, _about_traffic,
     )  # fmt: skip
     return tuple(sentence for judge in judges for sentence in judge(plan))
-
-
-def listed(words: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def _about_order(plan: Plan) -> Iterator[str]:
@@ -61,7 +59,7 @@ def _about_strays(plan: Plan) -> Iterator[str]:
     for place in places:
         ops = [stray.op for stray in plan.strays if (stray.device, stray.reason) == (place, "placed by fn")]
         yield (
-            f"fn places {listed(ops)} on {short(place)} itself, and all devices send their rows there: take tf.device out "
+            f"fn places {listed(ops)} on {short_name(place)} itself, and all devices send their rows there: take tf.device out "
             "of fn"
         )
 
@@ -77,20 +75,20 @@ def _about_python(plan: Plan) -> Iterator[str]:
 def _about_devices(plan: Plan) -> Iterator[str]:
     idle = sum(device.rows == 0 for device in plan.devices)
     if plan.way == "one graph" and idle and plan.rows is not None:
-        stay = "device stays" if idle == 1 else "devices stay"
-        yield f"{_rows(plan.rows)} for {len(plan.devices)} devices: {idle} {stay} idle"
+        stay = "stays" if idle == 1 else "stay"
+        yield f"{counted(plan.rows, 'row')} for {len(plan.devices)} devices: {counted(idle, 'device')} {stay} idle"
     elif plan.way == "chunks" and isinstance(plan.batch_size, int) and plan.rows is not None:
         chunks = -(-plan.rows // plan.batch_size)
         if 0 < chunks < len(plan.devices) and not plan.ordered:
             yield (
-                f"{_rows(plan.rows)} in chunks of up to {plan.batch_size} are {chunks} for {len(plan.devices)} devices: "
-                "use a smaller batch_size"
+                f"{counted(plan.rows, 'row')} in chunks of up to {plan.batch_size} are {chunks} for "
+                f"{len(plan.devices)} devices: use a smaller batch_size"
             )
 
 
 def _about_parts(plan: Plan) -> Iterator[str]:
     for gpu in dict.fromkeys(device.gpu for device in plan.devices if device.gpu is not None):
-        parts = [short(device.device) for device in plan.devices if device.gpu == gpu]
+        parts = [short_name(device.device) for device in plan.devices if device.gpu == gpu]
         if len(parts) > 1:
             yield f"{listed(parts)} are parts of one GPU, where large kernels take turns: they may be no faster than one"
 
@@ -101,8 +99,8 @@ def _about_memory(plan: Plan) -> Iterator[str]:
         if need is not None and limit is not None and need > limit:
             cure = "pass batch_size" if plan.way == "one graph" else "use a smaller batch_size"
             yield (
-                f"the rows of {short(device.device)} may take up to {size_text(need)}, of which it has {size_text(limit)}: "
-                f"{cure}"
+                f"the rows of {short_name(device.device)} may take up to {size_text(need)}, of which it has "
+                f"{size_text(limit)}: {cure}"
             )
 
 
@@ -120,7 +118,7 @@ def _about_updates(plan: Plan) -> Iterator[str]:
             act = "updates" if thing.handling is Handling.ATOMIC else "looks things up in"
             often = "for each batch" if plan.batched else "for each row"
             yield (
-                f"fn {act} `{thing.name}`, which lives on {short(thing.device)}, and the other devices go there {often}: "
+                f"fn {act} `{thing.name}`, which lives on {short_name(thing.device)}, and the other devices go there {often}: "
                 "this pays only where fn does much else"
             )
 
@@ -134,25 +132,3 @@ def _about_traffic(plan: Plan) -> Iterator[str]:
             f"{size_text(of_variables)} of the {size_text(everything)} that travel in a call are captured variables: pass "
             "more rows per call"
         )
-
-
-def size_text(size_bytes: int) -> str:
-    """A size as people write it.
-
-    >>> size_text(80), size_text(123456), size_text(3 * 2**30)
-    ('80 B', '120.6 KiB', '3.0 GiB')
-    """
-    size, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        del units[0]
-    return f"{size_bytes} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
-
-
-def short(device: str) -> str:
-    """`GPU:0` of a full name."""
-    return device.rpartition("device:")[2]
-
-
-def _rows(rows: int) -> str:
-    return f"{rows} row" + "s" * (rows != 1)

@@ -1,64 +1,106 @@
-"""What a traced function captures, and how the devices share it."""
+"""What a traced function captures, what the code around it calls that, and how the devices share it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import tensorflow as tf
 
 from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.cost.walk import row_size
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import home_of
-from devicemap.tell.plan.names import name_in_code, variable_name
 from devicemap.tell.plan.plan import Captured, Handling
 
+_UNNAMED = ("", "Variable", "StateVar")
+"""What TensorFlow calls variables and generator states that were given no name."""
 
-def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) -> tuple[Captured, ...]:
-    """Everything that `fn` captures, in the order in which its trace does.
-
-    Args:
-        traced: the trace of `fn`.
-        fn: to name variables as its code does.
-        devices: full names of those that rows go to.
-    """
-    handles = traced.concrete.captured_inputs
-    found = []
-    for handle, treatment in zip(handles, traced.audit.treatments):
-        variable = variable_of(traced.concrete, handle)
-        if variable is not None and treatment is not None:
-            found.append(_variable(variable, variable_name(variable, fn), treatment, devices))
-        elif treatment is None:
-            home = home_of(handle)
-            handling = Handling.IN_PLACE if {*devices} <= {home} else Handling.KEPT
-            name = name_in_code(handle, fn) or f"tensor {len(found) + 1}"
-            found.append(Captured(name, "tensor", *_elements(handle), home, handling))
-        else:
-            handling = _HANDLED.get(treatment, Handling.LOOKED_UP)
-            if {*devices} <= {handle.device} and handling is Handling.LOOKED_UP:
-                handling = Handling.IN_PLACE
-            name = name_in_code(handle, fn) or f"resource {len(found) + 1}"
-            found.append(Captured(name, "resource", None, None, None, handle.device, handling))
-    return tuple(found)
-
-
-def _variable(variable: Any, name: str, treatment: Treatment, devices: Sequence[str]) -> Captured:
-    if treatment is Treatment.READ:
-        handling = Handling.IN_PLACE if {*devices} <= {variable.device} else Handling.COPIED
-    else:
-        handling = _HANDLED[treatment]
-    return Captured(name, "variable", *_elements(variable), variable.device, handling)
-
-
-_HANDLED = {
+_HANDLED: dict[Treatment | None, Handling] = {
     Treatment.STAYS: Handling.LOOKED_UP,
     Treatment.ATOMIC: Handling.ATOMIC,
     Treatment.SEED: Handling.SEED,
     Treatment.ORDERED: Handling.ORDERED,
 }
+_ELSE_HANDLED = {"variable": Handling.COPIED, "tensor": Handling.KEPT, "resource": Handling.LOOKED_UP}
 
 
-def _elements(value: Any) -> tuple[str, tuple[int | None, ...] | None, int | None]:
-    """Dtype, shape and bytes of a tensor or variable."""
+def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) -> tuple[Captured, ...]:
+    """Everything that `fn` captures, in the order in which its trace does; `devices` are those that rows go to."""
+    found: list[Captured] = []
+    for handle, treatment in zip(traced.concrete.captured_inputs, traced.audit.treatments):
+        variable = variable_of(traced.concrete, handle) if treatment is not None else None
+        kind: Literal["variable", "tensor", "resource"] = "tensor" if treatment is None else "resource"
+        thing, own_name, home = handle, "", home_of(handle)
+        if variable is not None:
+            kind, thing, home = "variable", variable, variable.device
+            own_name = str(variable.name).partition(":")[0]
+        name = own_name if own_name not in _UNNAMED else _name_in_code(thing, fn) or own_name
+        handling = _HANDLED.get(treatment, _ELSE_HANDLED[kind])
+        if {*devices} <= {home} and handling in _ELSE_HANDLED.values():
+            handling = Handling.IN_PLACE
+        elements = _elements(None if kind == "resource" else thing)
+        found.append(Captured(name or f"{kind} {len(found) + 1}", kind, *elements, home, handling))
+    return tuple(found)
+
+
+def _elements(value: Any) -> tuple[str | None, tuple[int | None, ...] | None, int | None]:
+    """Dtype, shape and bytes of a tensor or variable; of a resource, there are none."""
+    if value is None:
+        return None, None, None
     shape = None if value.shape.rank is None else tuple(value.shape.as_list())
     size = None if shape is None or None in shape else row_size(value.shape, value.dtype)
     return value.dtype.name, shape, size
+
+
+def _name_in_code(captured: Any, fn: Callable[..., Any]) -> str | None:
+    """What the code around `fn` calls a variable, a tensor or the handle of a resource; `None` where that is not found.
+
+    Examples:
+        >>> total = tf.Variable(0.0)
+        >>> _name_in_code(total, lambda row: total.assign_add(row))
+        'total'
+    """
+    return next((name for name, value in _around(fn) if _holds(value, captured)), None)
+
+
+def _around(fn: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values that `fn` can see, the attributes of its objects, and what functions that it calls close over."""
+    fn = getattr(fn, "python_function", fn)
+    if not inspect.isroutine(fn):  # an object that is called
+        yield from _attributes("", fn)
+        fn = type(fn).__call__
+    if inspect.ismethod(fn):
+        yield from _attributes("", fn.__self__)
+        fn = fn.__func__
+    global_names, own_names = _seen_by(fn)
+    names = {**global_names, **own_names}
+    yield from names.items()
+    for name, value in names.items():
+        yield from _attributes(f"{name}.", value)
+        if inspect.isfunction(value) or isinstance(value, tf.types.experimental.PolymorphicFunction):
+            yield from _seen_by(value)[1].items()
+
+
+def _seen_by(fn: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The globals that a function uses, and what it closes over."""
+    try:
+        seen = inspect.getclosurevars(inspect.unwrap(getattr(fn, "python_function", fn)))
+    except (TypeError, ValueError):  # not Python code, or a cell that is still empty
+        return {}, {}
+    return seen.globals, seen.nonlocals
+
+
+def _attributes(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"{prefix}{name}", entry) for name, entry in value.items())
+    elif hasattr(value, "__dict__") and not inspect.ismodule(value):
+        yield from ((f"{prefix}{name.lstrip('_')}", entry) for name, entry in vars(value).items())
+
+
+def _holds(value: Any, captured: Any) -> bool:
+    """Whether it is what is captured, a `tf.random.Generator` with this state, or a table with this handle."""
+    if isinstance(value, tf.random.Generator):
+        return value.state is captured
+    return value is captured or getattr(value, "resource_handle", None) is captured

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from devicemap.tell.plan.advice import advise
 from devicemap.tell.plan.drawing import save_traffic
 from devicemap.tell.plan.tables import plan_table
-from devicemap.tell.render import Result
+from devicemap.tell.render import Result, counted
 
 
 class Handling(Enum):
@@ -155,6 +155,8 @@ class Plan(Result):
         ('one graph', 10, True, ())
     """
 
+    _derived = ("bytes_per_call", "advice")
+
     name: str
     """That of the map."""
 
@@ -235,13 +237,8 @@ class Plan(Result):
     @property
     def summary(self) -> str:
         """The plan in one line."""
-        rows = "an unknown number of rows" if self.rows is None else f"{self.rows} row" + "s" * (self.rows != 1)
-        devices = f"{len(self.devices)} device" + "s" * (len(self.devices) != 1)
-        return f"{self.name}: {rows} on {devices}, in {self.way}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it, as JSON has it: text, numbers, lists, dicts and `None`. Units are in the names."""
-        return {**super().to_dict(), "bytes_per_call": self.bytes_per_call, "advice": list(self.advice)}
+        rows = "an unknown number of rows" if self.rows is None else counted(self.rows, "row")
+        return f"{self.name}: {rows} on {counted(len(self.devices), 'device')}, in {self.way}"
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw what goes from device to device into a `.png`, `.svg` or `.pdf`: a matrix of bytes; needs matplotlib."""

@@ -17,6 +17,7 @@ from devicemap.compile.cost.memory import Crossings, crossings, memory_bytes_per
 from devicemap.compile.cost.walk import live_ops, row_size, waits_between_devices, without_loop
 from devicemap.compile.kernels import is_taken_on_host
 from devicemap.data.rows import HOST
+from devicemap.events import Shard
 from devicemap.run.capacity import in_flight
 from devicemap.tell.plan.captures import captured_by
 from devicemap.tell.plan.plan import Captured, ControlEdge, DevicePlan, Handling, Plan, RandomOps, StrayOp, Transfer
@@ -25,14 +26,11 @@ from devicemap.tell.plan.strays import stray_ops
 from devicemap.tell.plan.traffic import (
     ASKED_WHERE_IT_LIVES,
     Leaf,
-    between,
     captured_on,
-    rows_in_chunks,
-    rows_in_one_graph,
+    rows_sent,
     to_memory,
     to_strays,
 )
-from devicemap.types import Shard
 
 _FEW_ROWS = 16
 """What a row sends is told by how much more twice as many send."""
@@ -62,7 +60,7 @@ def explain_call(
             stacklevel=3,
         )
     shards = () if chunks else _shards(asked.rows, compiled)
-    call = _built_graph(compiled, shards, chunks)
+    call = compiled.graph(len(shards), gradients=0) if shards else None
     used = compiled.devices if chunks else tuple(dict.fromkeys(shard.device for shard in shards))
     captured = captured_by(traced, fn, used)
     kinds = [kind_of(device) for device in compiled.devices]
@@ -91,7 +89,7 @@ def explain_call(
         vectorized=traced.vectorized,
         reason=traced.reason,
         traces=compiled.traces,
-        control_edges=() if chunks or call is None else tuple(ControlEdge(*w) for w in waits_between_devices(call)),
+        control_edges=tuple(ControlEdge(*ends) for ends in waits_between_devices(call)) if call is not None else (),
         ordered=tuple(c.name for c in captured if c.handling is Handling.ORDERED),
         strays=strays,
         transfers=_transfers(asked, compiled, shards, working, captured, strays, output_device, crossed),
@@ -109,28 +107,26 @@ def _shards(rows: int | None, compiled: Compiled) -> tuple[Shard, ...]:
     return compiled.shards(rows)[0]
 
 
-def _built_graph(compiled: Compiled, shards: Sequence[Shard], chunks: bool) -> Any:
-    """The graph that the call runs; chunks have none."""
-    return compiled.graph(len(shards), gradients=0) if shards and not chunks else None
-
-
 def _device_plan(
     device: str, asked: Asked, shards: Sequence[Shard], under_way: int | None, options: Options, per_row: int | None
 ) -> DevicePlan:
+    """`under_way`: how many chunks may be, on this device; `None` in one graph."""
     own = [len(shard) for shard in shards if shard.device == device]
-    at_once: int | None = None
-    if under_way is None:
-        rows = None if asked.rows is None else sum(own)
-        at_once = rows
-    else:
-        rows = None
-        if isinstance(options.batch_size, int):
-            at_once = under_way * options.batch_size
-            at_once = at_once if asked.rows is None else min(at_once, asked.rows)
-    limit = next((d.memory for d in list_devices(kind_of(device)) if d.name == device), None)
-    memory = None if per_row is None or at_once is None else per_row * at_once
-    at_same_time, gpu = len(own) if under_way is None else None, gpu_indices([device]).get(device)
-    return DevicePlan(device, kind_of(device), rows, at_same_time, under_way, memory, limit, gpu)
+    rows = None if under_way is not None or asked.rows is None else sum(own)
+    at_once = rows
+    if under_way is not None and isinstance(options.batch_size, int):
+        most = under_way * options.batch_size
+        at_once = most if asked.rows is None else min(most, asked.rows)
+    return DevicePlan(
+        device=device,
+        kind=kind_of(device),
+        rows=rows,
+        shards=len(own) if under_way is None else None,
+        chunks_in_flight=under_way,
+        memory_bytes=None if per_row is None or at_once is None else per_row * at_once,
+        memory_limit_bytes=next((d.memory for d in list_devices(kind_of(device)) if d.name == device), None),
+        gpu=gpu_indices([device]).get(device),
+    )
 
 
 def _transfers(
@@ -143,37 +139,35 @@ def _transfers(
     output_device: str,
     crossed_of: Mapping[str, Callable[[int], Crossings | None]],
 ) -> tuple[Transfer, ...]:
-    host, chunks = choose_output_device(HOST), asked.chunks
+    host, chunks, known = choose_output_device(HOST), asked.chunks, asked.rows is not None
     specs = list(compiled.traced.concrete.structured_input_signature[0])
     homes = [*asked.homes, *[host] * (len(specs) - len(asked.homes))]
     arriving = [_leaf(spec, home) for spec, home in zip(specs, homes)]
-    found: list[Transfer] = []
-    if chunks or len(shards) > 1:  # cut on the host; a single shard goes from where it is
-        found += _to_the_host(arriving, asked.rows, host)
-        arriving = [Leaf(leaf.tensors, leaf.bytes_per_row, host) for leaf in arriving]
     leaving = [_leaf(spec, output_device) for spec in compiled.traced.specs]
+    found: list[Transfer] = []
+    if asked.rows != 0 and (chunks or len(shards) > 1):  # cut on the host; a single shard goes from where it is
+        found += rows_sent("rows", arriving, {host: [asked.rows]}, to_devices=True, chunks=False)
+        arriving = [Leaf(leaf.tensors, leaf.bytes_per_row, host) for leaf in arriving]
+    parts: dict[str, list[int | None]] = {device: [] for device in working}
+    for shard in shards:
+        parts[shard.device].append(len(shard) if known else None)
+    if chunks:  # which device gets how many, nobody knows
+        parts = {device: [asked.rows if len(working) == 1 else None] for device in working}
     for kind in dict.fromkeys(map(kind_of, working)):
-        here = [device for device in working if kind_of(device) == kind]
-        own = [shard for shard in shards if kind_of(shard.device) == kind]
-        crossed = crossed_of[kind]
-        few = crossed(_FEW_ROWS)
+        own = {device: rows for device, rows in parts.items() if kind_of(device) == kind}
+        few = crossed_of[kind](_FEW_ROWS)
         coming = arriving if few is None else [leaf for leaf, sent in zip(arriving, few.arriving) if sent]
         going = leaving if few is None else [leaf for leaf, sent in zip(leaving, few.leaving) if sent]
-        for what, leaves, to_devices in (("rows", coming, True), ("results", going, False)):
-            if chunks:
-                found += rows_in_chunks(what, leaves, here, asked.rows, to_devices=to_devices)
-            else:
-                known = asked.rows is not None
-                found += rows_in_one_graph(what, leaves, own, to_devices=to_devices, rows_known=known)
-        if few is None:
-            found += [*captured_on(here, captured, len(compiled.places)), *to_strays(here, strays, host)]
-            continue
-        sent = [thing for thing in captured if thing.device != host or thing.handling not in ASKED_WHERE_IT_LIVES]
-        found += [*captured_on(here, sent, len(compiled.places)), *to_strays(here, strays, host, known={host})]
-        per_row = between(few.others, crossed(2 * _FEW_ROWS), _FEW_ROWS)
-        for device in here:
-            rows = None if chunks or asked.rows is None else sum(len(s) for s in own if s.device == device)
-            found += to_memory(device, host, per_row, None if rows is None else crossed(rows))
+        found += rows_sent("rows", coming, own, to_devices=True, chunks=chunks)
+        found += rows_sent("results", going, own, to_devices=False, chunks=chunks)
+        sent = captured
+        if few is not None:  # what is asked on the host is told with what else crosses to there
+            sent = [thing for thing in captured if thing.device != host or thing.handling not in ASKED_WHERE_IT_LIVES]
+        found += captured_on([*own], sent, len(compiled.places))
+        found += to_strays([*own], strays, host, known=() if few is None else {host})
+        for device, rows in own.items() if few is not None else ():
+            in_call = None if chunks or not known else sum(count or 0 for count in rows)
+            found += to_memory(device, host, crossed_of[kind], _FEW_ROWS, in_call)
     return tuple(found)
 
 
@@ -192,11 +186,6 @@ def _crossings(
         return None if kind == "CPU" else crossings(traced, kind, asked.row_lengths, rows, away, hosted)
 
     return of_rows
-
-
-def _to_the_host(leaves: Sequence[Leaf], rows: int | None, host: str) -> list[Transfer]:
-    whole = [Shard(host, 0, 1 if rows is None else rows)] if rows != 0 else []
-    return rows_in_one_graph("rows", leaves, whole, to_devices=True, rows_known=rows is not None)
 
 
 def _leaf(spec: Any, home: str) -> Leaf:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from devicemap.base.options import Options
 from devicemap.base.structure import freeze, map_nest
 from devicemap.data.datasets import from_dataset
-from devicemap.data.rows import as_rows, home_of
+from devicemap.data.rows import any_rows, as_rows, home_of
 from devicemap.errors import DataError
 
 _SAMPLED = 2**16
@@ -60,33 +60,20 @@ def ask(data_or_spec: Any, options: Options) -> Asked:
         source.close()
         return Asked(source.specs, source.key, source.rows, chunks=True)
     chunks = options.batch_size is not None
-    asked = from_specs(data_or_spec, chunks)
-    if asked is None:
-        rows = as_rows(data_or_spec)
-        asked = Asked(rows.specs, rows.key, rows.count, chunks, _homes(rows.leaves), _row_lengths(rows.leaves))
-    return asked
+    leaves: list[tuple[str, Any]] = []
+    map_nest(lambda leaf, path: leaves.append((path, leaf)), data_or_spec, "data_or_spec")
+    if any(isinstance(leaf, tf.TypeSpec) for _, leaf in leaves):
+        count = _count(leaves)
+        specs = map_nest(lambda leaf, _: any_rows(leaf), data_or_spec)
+        return Asked(specs, freeze(specs), count, chunks)
+    rows = as_rows(data_or_spec)
+    homes = tuple(home_of(tf.nest.flatten(leaf, expand_composites=True)[0]) for leaf in rows.leaves)
+    return Asked(rows.specs, rows.key, rows.count, chunks, homes, _row_lengths(rows.leaves))
 
 
-def from_specs(specs: Any, chunks: bool = False) -> Asked | None:
-    """What `specs` ask for, or `None` where they are data and not specs.
-
-    Args:
-        specs: a nest of `tf.TensorSpec`s, `tf.RaggedTensorSpec`s or `tf.SparseTensorSpec`s of shapes `[rows, ...]`, with
-            `rows` an int or `None`.
-        chunks: whether their rows would go in chunks.
-
-    Raises:
-        DataError: for specs mixed with data, of another kind, without rows, or with different numbers of them.
-
-    Examples:
-        >>> from_specs((tf.TensorSpec([8, 3]), tf.TensorSpec([None]))).rows
-        8
-    """
-    found: list[tuple[str, Any]] = []
-    map_nest(lambda leaf, path: found.append((path, leaf)), specs, "data_or_spec")
-    if not any(isinstance(leaf, tf.TypeSpec) for _, leaf in found):
-        return None
-    for path, leaf in found:
+def _count(leaves: Sequence[tuple[str, Any]]) -> int | None:
+    """How many rows specs have, checked to be specs that agree; `None` where none of them knows."""
+    for path, leaf in leaves:
         if not isinstance(leaf, _SPECS):
             raise DataError(
                 f"{path} is a {type(leaf).__name__}; expected tf.TensorSpec, tf.RaggedTensorSpec or tf.SparseTensorSpec in "
@@ -96,32 +83,15 @@ def from_specs(specs: Any, chunks: bool = False) -> Asked | None:
             raise DataError(
                 f"{path} is {leaf}; every leaf needs rows as its first axis, of shape [rows, ...] or [None, ...]"
             )
-    counts = {path: leaf.shape[0] for path, leaf in found if leaf.shape[0] is not None}
+    counts = {path: leaf.shape[0] for path, leaf in leaves if leaf.shape[0] is not None}
     if len(set(counts.values())) > 1:
         lengths = ", ".join(f"{path} has {count}" for path, count in counts.items())
         raise DataError(f"the leaves have different numbers of rows: {lengths}. They must share their first axis")
-    relaxed = map_nest(lambda leaf, _: _any_rows(leaf), specs, "")
-    return Asked(relaxed, freeze(relaxed), next(iter(counts.values()), None), chunks)
-
-
-def _homes(leaves: Sequence[Any]) -> tuple[str, ...]:
-    """The device that each leaf of in-memory data lives on: that of its first tensor."""
-    return tuple(home_of(tf.nest.flatten(leaf, expand_composites=True)[0]) for leaf in leaves)
+    return next(iter(counts.values()), None)
 
 
 def _row_lengths(leaves: Sequence[Any]) -> dict[int, list[Any]]:
+    """Of ragged leaves, by position, the lengths between row splits of each axis, sorted: all, or an even sample of them."""
     ragged = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, tf.RaggedTensor) and leaf.shape[0]}
-    return {i: [_sample(splits.numpy()) for splits in leaf.nested_row_splits] for i, leaf in ragged.items()}
-
-
-def _sample(splits: Any) -> Any:
-    """The lengths between row splits, sorted: all, or an even sample of them."""
-    lengths = np.diff(splits)
-    return np.sort(lengths[:: 1 + len(lengths) // _SAMPLED])
-
-
-def _any_rows(spec: Any) -> Any:
-    shape = tf.TensorShape([None]).concatenate(spec.shape[1:])
-    if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
-    return type(spec)(shape, spec.dtype)
+    lengths = {i: [np.diff(splits.numpy()) for splits in leaf.nested_row_splits] for i, leaf in ragged.items()}
+    return {i: [np.sort(each[:: 1 + len(each) // _SAMPLED]) for each in axes] for i, axes in lengths.items()}

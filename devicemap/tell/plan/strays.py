@@ -22,11 +22,8 @@ def stray_ops(
 ) -> list[StrayOp]:
     """The ops that do not run where their rows are, each type once per device that it leaves or goes to.
 
-    Args:
-        ops: of the traced function, as `walking.live_ops` finds them.
-        places: full names of the devices that it runs on.
-        kinds: the kinds of these.
-        kernels_of: the kernels there are for a type of op. TensorFlow knows those of the devices that it was built for.
+    `places` are full names of the devices that it runs on, and `kinds` theirs. TensorFlow knows kernels of the devices that it
+    was built for.
     """
     found: dict[StrayOp, None] = {}
     for op in ops:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from devicemap.base.devices import kind_of
-from devicemap.compile.cost.memory import Crossing, Crossings
+from devicemap.compile.cost.memory import Crossings
 from devicemap.tell.plan.plan import Captured, Handling, StrayOp, Transfer
-from devicemap.types import Shard
 
 _SENT = (Handling.COPIED, Handling.SEED)
 
@@ -30,39 +29,23 @@ class Leaf:
     """Full name of the device that it lives on, or comes to."""
 
 
-def rows_in_one_graph(
-    what: str, leaves: Sequence[Leaf], shards: Sequence[Shard], *, to_devices: bool, rows_known: bool
+def rows_sent(
+    what: str, leaves: Sequence[Leaf], parts: Mapping[str, Sequence[int | None]], *, to_devices: bool, chunks: bool
 ) -> list[Transfer]:
-    """The transfers of data to the devices of `shards`, or of results from there.
+    """The transfers of data to devices, or of results from there.
 
-    Several shards on a device are one transfer. Where the rows are not known, the shards stand for one row each.
+    `parts` are how many rows each shard of a device has, or all of its chunks; `None` where nobody knows.
     """
-    found: dict[tuple[str, str], list[tuple[int, int | None]]] = {}
-    for shard in shards:
-        for leaf in leaves:
-            ends = (leaf.home, shard.device) if to_devices else (shard.device, leaf.home)
-            if ends[0] != ends[1]:
-                size = None if leaf.bytes_per_row is None or not rows_known else leaf.bytes_per_row * len(shard)
-                found.setdefault(ends, []).append((leaf.tensors, size))
-    per_row = total(leaf.bytes_per_row for leaf in leaves)
-    return [
-        Transfer(what, *ends, sum(tensors for tensors, _ in parts), total(size for _, size in parts), per_row)
-        for ends, parts in found.items()
-    ]
-
-
-def rows_in_chunks(
-    what: str, leaves: Sequence[Leaf], devices: Sequence[str], rows: int | None, *, to_devices: bool
-) -> list[Transfer]:
-    """The same for chunks, which go to whichever device is idle: only a single device is known to get all rows."""
-    per_row = total(leaf.bytes_per_row for leaf in leaves)
-    of_call = per_row * rows if len(devices) == 1 and rows is not None and per_row is not None else None
-    return [
-        Transfer(what, *((home, device) if to_devices else (device, home)), None, of_call, per_row)
-        for device in devices
-        for home in dict.fromkeys(leaf.home for leaf in leaves)
-        if home != device
-    ]
+    per_row = _total(leaf.bytes_per_row for leaf in leaves)
+    found = []
+    for device, rows in parts.items():
+        for home in dict.fromkeys(leaf.home for leaf in leaves if leaf.home != device):
+            own = [leaf for leaf in leaves if leaf.home == home]
+            sizes = [_times(leaf.bytes_per_row, count) for leaf in own for count in rows]
+            tensors = None if chunks else len(rows) * sum(leaf.tensors for leaf in own)
+            ends = (home, device) if to_devices else (device, home)
+            found.append(Transfer(what, *ends, tensors, _total(sizes), per_row))
+    return found
 
 
 def captured_on(devices: Sequence[str], captured: Sequence[Captured], places: int) -> Iterator[Transfer]:
@@ -71,43 +54,37 @@ def captured_on(devices: Sequence[str], captured: Sequence[Captured], places: in
     A seed goes to a device together with those of the other `places`.
     """
     for thing in captured:
-        for device in dict.fromkeys(devices):
-            if device == thing.device:
-                continue
-            if thing.handling in _SENT:
-                size = thing.size_bytes
-                if size is not None and thing.handling is Handling.SEED:
-                    size *= places
+        seeds = places if thing.handling is Handling.SEED else 1
+        size = _times(thing.size_bytes, seeds)
+        for device in devices:
+            if device != thing.device and thing.handling in _SENT:
                 yield Transfer(thing.name, thing.device, device, 1, size, None)
-            elif thing.handling not in (Handling.IN_PLACE, Handling.KEPT):
+            elif device != thing.device and thing.handling in ASKED_WHERE_IT_LIVES:
                 yield Transfer(thing.name, device, thing.device, None, None, None)
 
 
-def between(few: Sequence[Crossing], more: Crossings | None, rows: int) -> dict[tuple[str, bool], int | None]:
-    """Bytes that each so many rows more send, by what it is and whether to the device."""
-    sizes = [_sums(few), _sums(more.others if more else ())]
-    found: dict[tuple[str, bool], int | None] = {}
-    for key in {**sizes[0], **sizes[1]}:
-        less, many = (each.get(key, 0) for each in sizes)
-        found[key] = None if less is None or many is None else (many - less) // rows
-    return found
-
-
 def to_memory(
-    device: str, host: str, per_row: Mapping[tuple[str, bool], int | None], of_call: Crossings | None
+    device: str, host: str, crossed: Callable[[int], Crossings | None], few_rows: int, rows: int | None
 ) -> Iterator[Transfer]:
-    """What ops send from a device to the host's memory, and from there."""
-    sums = None if of_call is None else _sums(of_call.others)
-    for key in per_row if sums is None else sums:
+    """What ops send from a device to the host's memory, and from there, by what crosses in a call on so many rows.
+
+    What a row sends is told by how much more twice `few_rows` send; `rows` are those of the call, `None` where nobody knows.
+    """
+    few, more = (_sizes(crossed(count)) for count in (few_rows, 2 * few_rows))
+    of_call = None if rows is None else _sizes(crossed(rows))
+    for key in {**few, **more} if of_call is None else of_call:
+        less, many = few.get(key, 0), more.get(key, 0)
+        per_row = None if less is None or many is None else (many - less) // few_rows
         ends = (host, device) if key[1] else (device, host)
-        yield Transfer(key[0], *ends, None, None if sums is None else sums[key], per_row.get(key))
+        yield Transfer(key[0], *ends, None, None if of_call is None else of_call[key], per_row)
 
 
-def _sums(crossings: Iterable[Crossing]) -> dict[tuple[str, bool], int | None]:
+def _sizes(crossings: Crossings | None) -> dict[tuple[str, bool], int | None]:
+    """Bytes, by what they are and whether they go to the device."""
     found: dict[tuple[str, bool], list[int | None]] = {}
-    for each in crossings:
+    for each in crossings.others if crossings else ():
         found.setdefault((each.what, each.to_device), []).append(each.size_bytes)
-    return {key: total(sizes) for key, sizes in found.items()}
+    return {key: _total(sizes) for key, sizes in found.items()}
 
 
 def to_strays(
@@ -118,16 +95,19 @@ def to_strays(
     What goes to `known` devices is told otherwise.
     """
     for stray in strays:
-        for device in dict.fromkeys(devices):
+        for device in devices:
+            target = stray.device
             if stray.reason in ("no kernel", "int32"):
                 target = host if kind_of(device) == stray.device else device
-            else:
-                target = stray.device
             if target != device and target not in known:
                 yield Transfer(stray.op, device, target, None, None, None)
 
 
-def total(sizes: Iterable[int | None]) -> int | None:
+def _times(size: int | None, count: int | None) -> int | None:
+    return None if size is None or count is None else size * count
+
+
+def _total(sizes: Iterable[int | None]) -> int | None:
     """Their sum, `None` where one is not known."""
     known = list(sizes)
     return None if None in known else sum(size or 0 for size in known)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from devicemap.tell.report.meter import GpuUsage
-from devicemap.tell.report.timeline import Span, union_seconds
-from devicemap.types import (
+from devicemap.events import (
     CallStarted,
     ChunkFailed,
     ChunkRetried,
@@ -16,6 +16,8 @@ from devicemap.types import (
     Event,
     Shard,
 )
+from devicemap.tell.report.meter import GpuUsage
+from devicemap.tell.report.timeline import Span, union_seconds
 
 _SHARES_MEMORY = "/job:localhost/replica:0/task:0/device:CPU:"
 
@@ -73,31 +75,26 @@ def account(
     """A `DeviceReport` for each device: first those that the call began with, in their order, then any others.
 
     Args:
-        events: those of one call; the first is its `CallStarted`.
-        spans: what `timelines.spans_of` makes of them.
-        end_seconds: when the call ended, in seconds since it began.
+        events: those of one call; `spans` are what `spans_of` makes of them.
         told_apart: whether the spans tell when each device was busy.
-        usage: what was sampled of GPUs.
     """
     (started,) = (event for event in events if isinstance(event, CallStarted))
-    retried = [event for event in events if isinstance(event, ChunkRetried)]
-    cut = _cut_shards(events)
+    wall_seconds = end_seconds - started.seconds
+    within = partial(_within, started.seconds, end_seconds)
+    retried = Counter(event.shard.device for event in events if isinstance(event, ChunkRetried))
+    cut = Counter(shard.device for shard in _cut_shards(events))
     lost = {event.device for event in events if isinstance(event, DeviceLost)}
     usage_of = {each.device: each for each in usage}
+    waits = defaultdict(list)
+    for event in events:
+        if isinstance(event, ChunkStarted):
+            waits[event.shard.device].append(within(event.seconds - event.waited_seconds, event.seconds))
 
     def on(device: str) -> DeviceReport:
         own = [span for span in spans if span.shard.device == device]
-        busy = [_within(started.seconds, end_seconds, span.started_seconds, span.finished_seconds) for span in own]
-        waits = [
-            _within(started.seconds, end_seconds, event.seconds - event.waited_seconds, event.seconds)
-            for event in events
-            if isinstance(event, ChunkStarted) and event.shard.device == device
-        ]
-        wall_seconds = end_seconds - started.seconds
+        busy = [within(span.started_seconds, span.finished_seconds) for span in own]
         busy_seconds = min(wall_seconds, union_seconds(busy))
         idle_seconds = wall_seconds - busy_seconds
-        # Chunks that wait while another one is under way on their device do not make it wait.
-        waiting_seconds = min(idle_seconds, max(0.0, union_seconds(busy + waits) - busy_seconds))
         gpu = usage_of.get(device)
         return DeviceReport(
             device=device,
@@ -105,20 +102,21 @@ def account(
             calls=sum(span.outcome != "unfinished" for span in own),
             busy_seconds=busy_seconds if told_apart else None,
             idle_seconds=idle_seconds if told_apart else None,
-            waiting_seconds=waiting_seconds,
+            # Chunks that wait while another one is under way on their device do not make it wait.
+            waiting_seconds=min(idle_seconds, max(0.0, union_seconds(busy + waits[device]) - busy_seconds)),
             copying_seconds=0.0 if device.startswith(_SHARES_MEMORY) else None,
-            retries=sum(event.shard.device == device for event in retried),
-            back_offs=sum(shard.device == device for shard in cut),
+            retries=retried[device],
+            back_offs=cut[device],
             lost=device in lost,
             utilisation_percent=gpu.utilisation_percent if gpu else None,
             memory_bytes=gpu.memory_bytes if gpu else None,
         )
 
     devices = dict.fromkeys([*started.devices, *(span.shard.device for span in spans), *sorted(lost)])
-    return tuple(on(device) for device in devices)
+    return tuple(map(on, devices))
 
 
-def _cut_shards(events: Iterable[Event]) -> list[Shard]:
+def _cut_shards(events: Iterable[Event]) -> Iterable[Shard]:
     """The shards that failed and went out again in smaller parts."""
     failed: list[Shard] = []
     cut: dict[int, Shard] = {}
@@ -127,12 +125,12 @@ def _cut_shards(events: Iterable[Event]) -> list[Shard]:
             failed.append(event.shard)
         elif isinstance(event, ChunkRetried):
             part = event.shard
-            holders = (i for i, whole in enumerate(failed) if whole.start <= part.start and part.stop <= whole.stop)
+            holders = [i for i, whole in enumerate(failed) if whole.start <= part.start and part.stop <= whole.stop]
             # The smallest that holds the part is the one it was cut from: parts of parts fail too.
             parent = min(holders, key=lambda i: (len(failed[i]), -i), default=None)
             if parent is not None and len(part) < len(failed[parent]):
                 cut[parent] = failed[parent]
-    return list(cut.values())
+    return cut.values()
 
 
 def _within(begin: float, end: float, start: float, stop: float) -> tuple[float, float]:

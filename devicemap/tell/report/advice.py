@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import median
+from typing import TYPE_CHECKING
 
+from devicemap.events import Shard, short_name
+from devicemap.tell.render import listed, short_names
 from devicemap.tell.report.accounts import DeviceReport
-from devicemap.tell.report.timeline import Span, ran_in_turn, short_names
-from devicemap.types import Shard
+from devicemap.tell.report.timeline import Span, ran_in_turn
+
+if TYPE_CHECKING:
+    from devicemap.tell.report.report import Report
 
 _SLOW = 0.5
 """A device is slow that maps fewer rows per busy second than this share of the others' median."""
@@ -57,10 +62,9 @@ def late_shards(spans: Sequence[Span], wall_seconds: float, lost: Sequence[str] 
     return tuple(span.shard for span in late)
 
 
-def advise(
-    devices: Sequence[DeviceReport], spans: Sequence[Span], *, wall_seconds: float, traces: int | None, one_graph: bool
-) -> tuple[str, ...]:
+def advise(report: Report) -> tuple[str, ...]:
     """What to change, a sentence or two for each thing that is worth it; the most telling first."""
+    devices, spans, one_graph = report.devices, report.spans, report.way == "one graph"
     found: list[str] = []
     if any(device.busy_seconds is None for device in devices) and spans:
         found.append(
@@ -69,27 +73,26 @@ def advise(
     elif one_graph and ran_in_turn(spans):
         found.append("the devices worked one after another, since fn depends on the order of rows: see explain")
     else:
-        found += _about_balance(devices, spans, wall_seconds, one_graph)
+        found += _about_balance(report)
     first = min((span.started_seconds for span in spans), default=0.0)
-    if traces and not one_graph and first > 2 * _WORTH_SAYING * wall_seconds:
+    if report.traces and not one_graph and first > 2 * _WORTH_SAYING * report.wall_seconds:
         found.append(
             f"the first chunk went out after {first:.2g} s, as fn had to be traced: keep the DeviceMap, later calls "
             "start at once"
         )
-    used = [device for device in devices if device.utilisation_percent is not None]
-    if len(devices) == len(used) == 1 and (percent := used[0].utilisation_percent or 0.0) < _WELL_USED_PERCENT:
+    percent = devices[0].utilisation_percent if len(devices) == 1 else None
+    if percent is not None and percent < _WELL_USED_PERCENT:
         found.append(
-            f"{_names(devices)[used[0].device]} was in use {percent:.0f}% of the time: more GPUs would help little "
+            f"{short_name(devices[0].device)} was in use {percent:.0f}% of the time: more GPUs would help little "
             "before it is over 90%; try a larger batch_size, vectorize=True or a faster input first"
         )
     return tuple(found)
 
 
-def _about_balance(
-    devices: Sequence[DeviceReport], spans: Sequence[Span], wall_seconds: float, one_graph: bool
-) -> Iterator[str]:
-    names = _names(devices)
-    lost = [device.device for device in devices if device.lost]
+def _about_balance(report: Report) -> Iterator[str]:
+    devices, wall_seconds, late = report.devices, report.wall_seconds, report.late_shards
+    names = short_names(device.device for device in devices)
+    long = wall_seconds > _LONG_SECONDS
     waiting = sum(device.waiting_seconds for device in devices) / (len(devices) * wall_seconds or 1.0)
     if waiting > _WORTH_SAYING and waiting * wall_seconds > _LONG_SECONDS:
         yield (
@@ -97,38 +100,27 @@ def _about_balance(
             "the input pipeline"
         )
     out_of_work = [names[device.device] for device in devices if not device.calls and not device.lost]
-    if out_of_work and len(out_of_work) < len(devices) and wall_seconds > _LONG_SECONDS:
-        cure = "use a smaller batch_size" if any(len(span.shard) > 1 for span in spans) else "there were no more rows"
-        yield f"{_list(out_of_work)} got no rows, as there were too few chunks: {cure}"
-    late = late_shards(spans, wall_seconds, lost)
-    if late and wall_seconds > _LONG_SECONDS:
+    if long and out_of_work and len(out_of_work) < len(devices):
+        cure = "use a smaller batch_size" if any(len(s.shard) > 1 for s in report.spans) else "there were no more rows"
+        yield f"{listed(out_of_work)} got no rows, as there were too few chunks: {cure}"
+    if long and late:
         rows = [str(shard) for shard in late]
-        which = _list(rows) if len(rows) <= _NAMED else f"{len(rows)} chunks, the last of them {rows[-1]},"
+        which = listed(rows) if len(rows) <= _NAMED else f"{len(rows)} chunks, the last of them {rows[-1]},"
         cure = "let rows that take long come first"
         if any(len(shard) > 1 for shard in late):
-            cure = "pass batch_size, for chunks that go to idle devices" if one_graph else "use a smaller batch_size"
+            in_graph = report.way == "one graph"
+            cure = "pass batch_size, for chunks that go to idle devices" if in_graph else "use a smaller batch_size"
         yield (
-            f"the first device ran out of work {tail_seconds(spans, lost):.2g} s before the end, while {which} still "
-            f"ran: {cure}"
+            f"the first device ran out of work {report.tail_seconds:.2g} s before the end, while {which} still ran: {cure}"
         )
     speeds = {device.device: device.rows_per_busy_second or 0.0 for device in devices}
-    for slow in slow_devices(devices) if wall_seconds > _LONG_SECONDS else ():
+    for slow in report.slow_devices if long else ():
         others = median(speed for name, speed in speeds.items() if name != slow and speed)
         yield (
             f"{names[slow]} mapped {speeds[slow]:.3g} rows per busy second, the others {others:.3g}: it is slower, "
             "shared with other programs, or its rows took more work"
         )
-    if lost:
-        yield f"{_list([names[name] for name in lost])} kept failing and got no more chunks: see the errors"
-    backed_off = [names[device.device] for device in devices if device.back_offs]
-    if backed_off:
-        yield f"{_list(backed_off)} ran out of memory, and did chunks again in parts: use a smaller batch_size"
-
-
-def _names(devices: Sequence[DeviceReport]) -> dict[str, str]:
-    return short_names(device.device for device in devices)
-
-
-def _list(words: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+    if lost := [names[device] for device in report.lost_devices]:
+        yield f"{listed(lost)} kept failing and got no more chunks: see the errors"
+    if backed_off := [names[device.device] for device in devices if device.back_offs]:
+        yield f"{listed(backed_off)} ran out of memory, and did chunks again in parts: use a smaller batch_size"

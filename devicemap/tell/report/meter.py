@@ -33,8 +33,8 @@ class GpuUsage:
 class GpuMeter:
     """Samples utilisation and memory of GPUs for as long as a call lasts: a context.
 
-    A thread does that, as a call in one graph leaves no other, and only where `nvidia-ml-py` is installed. The first sample is
-    taken after half a second. It gives up quietly at the first trouble: without driver or permission there is nothing to tell.
+    A thread does that, as a call in one graph leaves no other, and only where `nvidia-ml-py` is installed. It gives up quietly
+    at the first trouble: without driver or permission there is nothing to tell.
     """
 
     def __init__(self, gpus: Mapping[str, int]):
@@ -91,16 +91,19 @@ def can_be_found() -> bool:
 
 def _handles(nvml: Any, gpus: Mapping[str, int]) -> dict[str, Any]:
     """NVML's handles of those of the GPUs that it can be asked about."""
-    identities = {device: nvml_identity(index, os.environ) for device, index in gpus.items()}
-    if _indices_may_differ(nvml, os.environ):
-        identities = {device: known for device, known in identities.items() if isinstance(known, str)}
-    return {
-        device: nvml.nvmlDeviceGetHandleByIndex(known)
-        if isinstance(known, int)
-        else nvml.nvmlDeviceGetHandleByUUID(known)
-        for device, known in identities.items()
-        if known is not None
-    }
+    by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
+    # CUDA counts the fastest first, unless it is told otherwise: of several models, an index may mean another one to NVML.
+    same_order = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or (
+        len({nvml.nvmlDeviceGetName(by_index(index)) for index in range(nvml.nvmlDeviceGetCount())}) < 2
+    )
+    handles = {}
+    for device, index in gpus.items():
+        known = nvml_identity(index, os.environ)
+        if isinstance(known, str):
+            handles[device] = by_uuid(known)
+        elif known is not None and same_order:
+            handles[device] = by_index(known)
+    return handles
 
 
 def nvml_identity(index: int, environment: Mapping[str, str]) -> int | str | None:
@@ -119,11 +122,3 @@ def nvml_identity(index: int, environment: Mapping[str, str]) -> int | str | Non
     if entry.isdecimal():
         return int(entry)
     return entry if entry.startswith("GPU-") else None
-
-
-def _indices_may_differ(nvml: Any, environment: Mapping[str, str]) -> bool:
-    """Whether CUDA may count the GPUs in another order than NVML: fastest first, unless it is told otherwise."""
-    if environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
-        return False
-    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    return len({nvml.nvmlDeviceGetName(handle) for handle in handles}) > 1

@@ -1,7 +1,7 @@
 """A progress bar of a call, drawn by `rich.progress` from its events.
 
-The bar is a listener like any other: it gets the events of one call, one at a time, in order. Where there is neither a terminal
-nor a notebook, there is no output and no thread. In notebooks, `rich` draws with `ipywidgets`.
+Where there is neither a terminal nor a notebook, there is no output and no thread. In notebooks, `rich` draws with
+`ipywidgets`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from devicemap.tell.report.timeline import short_names
-from devicemap.types import CallFinished, CallStarted, ChunkFinished, ChunkStarted, Event
+from devicemap.events import CallFinished, CallStarted, ChunkFinished, ChunkStarted, Event
+from devicemap.tell.render import short_names
 
 _REFRESHES_PER_SECOND = 4
 _FEW_SECONDS = 10
@@ -34,12 +34,10 @@ class ProgressBar:
     """
 
     def __init__(self, name: str = "", console: Console | None = None):
-        """Make a bar, and show nothing yet.
+        """Make a bar after a `name`, and show nothing yet.
 
-        Args:
-            name: what stands before it.
-            console: where it is drawn; `None` for `rich`'s global one, so that other things which `rich` draws are not
-                written over. It writes to stdout, unless `rich.reconfigure(stderr=True)` says otherwise.
+        It is drawn on `rich`'s global console, so that other things which `rich` draws are not written over: on stdout, unless
+        `rich.reconfigure(stderr=True)` says otherwise.
         """
         console = console or get_console()
         self._progress = Progress(

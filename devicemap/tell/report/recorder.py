@@ -1,19 +1,22 @@
-"""The last call, kept until somebody asks for its report: building one takes longer than a small call."""
+"""Who hears of the calls of a map: its report, a bar, the user's callable.
+
+The last call is kept until somebody asks for its report: building one takes longer than a small call.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
+from devicemap.base.options import Options
 from devicemap.errors import DeviceMapError, brief
-from devicemap.run.one_graph import Run
-from devicemap.tell.report.meter import GpuMeter
-from devicemap.tell.report.report import Report
-from devicemap.types import (
+from devicemap.events import (
     CallFinished,
     CallStarted,
     ChunkFailed,
@@ -22,6 +25,12 @@ from devicemap.types import (
     DeviceLost,
     Event,
 )
+from devicemap.run.one_graph import Run
+from devicemap.tell.report.meter import GpuMeter
+from devicemap.tell.report.progress import ProgressBar
+from devicemap.tell.report.report import Report
+
+_Listener = Callable[[Event], object]
 
 _KEPT_EVENTS = 100_000
 """An endless stream has no end of events; a report of more than these tells of its latest part."""
@@ -30,17 +39,17 @@ _KEPT_EVENTS = 100_000
 class Recorder:
     """Listens to one call, and makes its report when asked."""
 
+    _told_apart = True
+    """Whether the events tell when each device was done."""
+
     def __init__(self, way: Literal["one graph", "chunks"], traces: int, gpus: Mapping[str, int]):
         """`gpus`: for the full name of each GPU among the devices, the index of the physical one."""
-        self._way = way
-        self._traces = traces
+        self._way, self._traces = way, traces
         self.meter = GpuMeter(gpus)
         """To be entered for as long as the call lasts."""
         self._begin: Event | None = None
         self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self._report: Report | None = None
-        self.told_apart = True
-        """Whether the events tell when each device was done."""
         self._lock = threading.RLock()  # several threads may ask for the report of the last call
 
     def __call__(self, event: Event) -> None:
@@ -58,19 +67,15 @@ class Recorder:
         with self._lock:
             if self._report is None:
                 assert self._begin is not None
-                events = [self._begin, *self._events]
+                events, usage = [self._begin, *self._events], self.meter.usage
                 self._report = Report.of(
-                    events,
-                    way=self._way,
-                    traces=self._traces,
-                    told_apart=self.told_apart,
-                    usage=self.meter.usage,
+                    events, way=self._way, traces=self._traces, told_apart=self._told_apart, usage=usage
                 )
                 self._events.clear()
             return self._report
 
 
-class GraphCall:
+class GraphCall(Recorder):
     """A call in one graph, timed: a context for as long as it lasts. What its graphs did is told when it ends."""
 
     def __init__(
@@ -79,40 +84,37 @@ class GraphCall:
         devices: Sequence[str],
         traces: int,
         gpus: Mapping[str, int],
-        listeners: Sequence[Callable[[Event], object]],
+        listeners: Sequence[_Listener],
         finished: Callable[[GraphCall], None] | None,
     ):
         """`listeners` hear of the call as of any other; `finished`, if any, gets it when it has ended."""
+        super().__init__("one graph", traces, gpus)
         self.runs: list[Run] = []
         """What its graphs have done: set by whoever runs them."""
-        self._rows, self._devices = rows, tuple(devices)
-        self._listeners = listeners
-        self._finished = finished
-        self._recorder = Recorder("one graph", traces, gpus)
-        self._lock = threading.RLock()
+        self._start = CallStarted(0.0, rows, tuple(devices))
+        self._listeners, self._finished = listeners, finished
         self._seconds = 0.0
         self._error: BaseException | None = None
-        self._told = False
 
     def __enter__(self) -> GraphCall:
         self._began_at = time.time()
         self._began = time.perf_counter()
         if self._listeners:
-            self._tell([CallStarted(0.0, self._rows, self._devices)])
+            _tell(self._listeners, self._start)
         if self._finished is not None:
-            self._recorder.meter.__enter__()
+            self.meter.__enter__()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._seconds = time.perf_counter() - self._began
-        self._recorder.meter.__exit__()
+        self.meter.__exit__()
         self._error = error
         finished, self._finished = self._finished, None  # whoever keeps this call is not kept by it
         if finished is not None:
             finished(self)
         try:
             if self._listeners:
-                self._tell(self._events())
+                _tell(self._listeners, *self._happened())
         finally:
             if error is not None:
                 self.report()
@@ -120,20 +122,15 @@ class GraphCall:
     def report(self) -> Report:
         """The report of the call, which has finished."""
         with self._lock:
-            if not self._told:
-                for event in (CallStarted(0.0, self._rows, self._devices), *self._events()):
-                    self._recorder(event)
-                self._recorder.told_apart = len(self._devices) < 2 or all(run.tells_apart for run in self.runs)
-                self._told, self._error, self.runs = True, None, []
-            return self._recorder.report()
+            if self._begin is None:
+                self._begin = self._start
+                self._events.extend(self._happened())
+                self._told_apart = len(self._start.devices) < 2 or all(run.tells_apart for run in self.runs)
+                self._error, self.runs = None, []
+            return super().report()
 
-    def _tell(self, events: Sequence[Event]) -> None:
-        for event in events:
-            for listener in self._listeners:
-                listener(event)
-
-    def _events(self) -> list[Event]:
-        """What happened since the call began."""
+    def _happened(self) -> list[Event]:
+        """What there is to tell besides the start."""
         events: list[Event] = []
         for run in self.runs:
             for shard, *times in run.spans():
@@ -141,3 +138,51 @@ class GraphCall:
                 events += [ChunkStarted(started, shard, 0.0), ChunkFinished(finished, shard, started)]
         events.sort(key=lambda event: event.seconds)  # of two at one time, the start comes first: sorting is stable
         return [*events, CallFinished(self._seconds, self._error)]
+
+
+class Observers:
+    """Those of the calls of a map, as its options say; `run.calls.Observers` tells what calls ask of it."""
+
+    def __init__(self, name: str, options: Options, gpus: Mapping[str, int]):
+        """`gpus`: for the full name of each GPU among the devices, the index of the physical one."""
+        self._name, self._options, self._gpus = name, options, gpus
+        self.last: Recorder | None = None
+        """The last call that has finished."""
+
+    def of_graph(
+        self, rows: int, devices: Sequence[str], traces: Callable[[], int]
+    ) -> AbstractContextManager[GraphCall | None]:
+        """What times a call in one graph, where somebody hears of it."""
+        listeners = self._listeners()
+        if not self._options.report and not listeners:
+            return nullcontext()
+        keep = self._keep if self._options.report else None
+        return GraphCall(rows, devices, traces(), self._gpus, listeners, keep)
+
+    @contextmanager
+    def of_chunks(self, traces: Callable[[], int]) -> Iterator[_Listener]:
+        """What hears of a call in chunks."""
+        listeners = self._listeners()
+        if not self._options.report:
+            yield partial(_tell, listeners)
+            return
+        recorder = Recorder("chunks", traces(), self._gpus)
+        try:
+            with recorder.meter:
+                yield partial(_tell, (recorder, *listeners))
+        finally:
+            self._keep(recorder)
+
+    def _listeners(self) -> tuple[_Listener, ...]:
+        """Who hears of a call besides its report."""
+        progress = self._options.progress
+        return (ProgressBar(self._name),) if progress is True else (progress,) if progress else ()
+
+    def _keep(self, call: Recorder) -> None:
+        self.last = call
+
+
+def _tell(listeners: Sequence[_Listener], *events: Event) -> None:
+    for event in events:
+        for listener in listeners:
+            listener(event)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from devicemap.errors import DataError, brief
-from devicemap.tell.render import Result, page, without_empty
+from devicemap.events import CallFinished, CallStarted, Event, Shard
+from devicemap.tell.render import Result, counted, page, seconds_text, short_names, size_text, table
 from devicemap.tell.report.accounts import DeviceReport, account
 from devicemap.tell.report.advice import advise, late_shards, slow_devices, tail_seconds
 from devicemap.tell.report.meter import GpuUsage
-from devicemap.tell.report.plots import save_timeline
-from devicemap.tell.report.timeline import Span, chrome_trace, ran_in_turn, short_names, spans_of
-from devicemap.types import CallFinished, CallStarted, Event, Shard
+from devicemap.tell.report.timeline import Span, chrome_trace, ran_in_turn, save_timeline, spans_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,6 +34,10 @@ class Report(Result):
         >>> report.rows, report.devices[0].busy_seconds, report.devices[0].waiting_seconds
         (10, 1.5, 0.5)
     """
+
+    _derived = (
+        "rows_per_second", "retries", "back_offs", "tail_seconds", "lost_devices", "slow_devices", "late_shards", "advice",
+    )  # fmt: skip
 
     way: Literal["one graph", "chunks"]
     """How the rows ran: all devices in one graph, or chunks to idle devices."""
@@ -140,29 +143,15 @@ class Report(Result):
     @property
     def advice(self) -> tuple[str, ...]:
         """What held the call up and what to do about it, in plain words; empty where nothing is worth saying."""
-        one_graph = self.way == "one graph"
-        return advise(self.devices, self.spans, wall_seconds=self.wall_seconds, traces=self.traces, one_graph=one_graph)
+        return advise(self)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it but the spans, as JSON has it: text, numbers, lists, dicts and `None`. Units are in the names."""
-        shares = {device.device: device.rows / self.rows if self.rows else 0.0 for device in self.devices}
-        return {
-            "way": self.way,
-            "rows": self.rows,
-            "expected_rows": self.expected_rows,
-            "wall_seconds": self.wall_seconds,
-            "rows_per_second": self.rows_per_second,
-            "traces": self.traces,
-            "retries": self.retries,
-            "back_offs": self.back_offs,
-            "tail_seconds": self.tail_seconds,
-            "lost_devices": list(self.lost_devices),
-            "slow_devices": list(self.slow_devices),
-            "late_shards": [dataclasses.asdict(shard) for shard in self.late_shards],
-            "error": self.error,
-            "advice": list(self.advice),
-            "devices": [{**dataclasses.asdict(device), "share": shares[device.device]} for device in self.devices],
-        }
+        values = super().to_dict()
+        del values["spans"]
+        for device in values["devices"]:
+            device["share"] = device["rows"] / self.rows if self.rows else 0.0
+        return values
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the timeline, a bar per chunk and device, into a `.png`, `.svg` or `.pdf`; needs matplotlib."""
@@ -171,30 +160,26 @@ class Report(Result):
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the timeline in the "Trace Event Format" of Chrome's tracing: open it in Perfetto or `chrome://tracing`."""
         trace = chrome_trace(self.spans, [device.device for device in self.devices], "devicemap")
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(trace, file)
+        Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
     @property
     def summary(self) -> str:
         """The call in one line."""
         all_of = "" if self.expected_rows in (None, self.rows) else f" of {self.expected_rows}"
         calls = sum(device.calls for device in self.devices)
-        way = "in one graph" if self.way == "one graph" else f"in {_count(calls, 'chunk')}"
+        way = "in one graph" if self.way == "one graph" else f"in {counted(calls, 'chunk')}"
         speed = f"{self.rows_per_second:.3g} rows/s"
-        traced = "" if self.traces is None else f", {_count(self.traces, 'trace')}"
+        traced = "" if self.traces is None else f", {counted(self.traces, 'trace')}"
         return (
             f"{self.rows}{all_of} rows in {self.wall_seconds:.3g} s ({speed}) {way} on "
-            f"{_count(len(self.devices), 'device')}{traced}"
+            f"{counted(len(self.devices), 'device')}{traced}"
         )
 
     def __rich__(self) -> Any:
-        names, columns = short_names(device.device for device in self.devices), _columns(self.devices)
-        rows = [
-            [names[d.device] + (" (lost)" if d.lost else ""), *(cell(d) for cell in columns.values())]
-            for d in self.devices
-        ]
+        names = short_names(device.device for device in self.devices)
+        cells = [{"device": names[d.device] + " (lost)" * d.lost, **_cells_of(d, self.rows)} for d in self.devices]
         notes = [*([f"stopped by {self.error}"] if self.error else []), *(f"* {line}" for line in self.advice)]
-        return page(self.summary, without_empty(["device", *columns], rows, "-"), notes=notes)
+        return page(self.summary, table(cells, nothing="-"), notes=notes)
 
 
 def _ends_of(events: Sequence[Event]) -> tuple[CallStarted, CallFinished]:
@@ -208,27 +193,18 @@ def _ends_of(events: Sequence[Event]) -> tuple[CallStarted, CallFinished]:
     )
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + "s" * (number != 1)
-
-
-def _columns(devices: Sequence[DeviceReport]) -> dict[str, Callable[[DeviceReport], str]]:
+def _cells_of(device: DeviceReport, rows: int) -> dict[str, str]:
     """What stands in each column; empty where there is nothing to say."""
-    rows = sum(device.rows for device in devices)
+    busy, idle, waiting = device.busy_seconds, device.idle_seconds, device.waiting_seconds
     return {
-        "rows": lambda device: f"{device.rows}",
-        "share": lambda device: f"{device.rows / rows:.0%}" if rows else "",
-        "calls": lambda device: f"{device.calls}",
-        "busy": lambda device: _seconds(device.busy_seconds),
-        "idle": lambda device: _seconds(device.idle_seconds),
-        "waiting": lambda device: _seconds(device.waiting_seconds or None),
-        "copying": lambda device: _seconds(device.copying_seconds or None),
-        "retries": lambda device: f"{device.retries or ''}",
-        "back-offs": lambda device: f"{device.back_offs or ''}",
-        "in use": lambda device: "" if device.utilisation_percent is None else f"{device.utilisation_percent:.0f}%",
-        "memory": lambda device: "" if device.memory_bytes is None else f"{device.memory_bytes / 2**30:.1f} GiB",
+        "rows": str(device.rows),
+        "share": f"{device.rows / rows:.0%}" if rows else "",
+        "calls": str(device.calls),
+        "busy": "" if busy is None else seconds_text(busy),
+        "idle": "" if idle is None else seconds_text(idle),
+        "waiting": seconds_text(waiting) if waiting else "",
+        "retries": str(device.retries or ""),
+        "back-offs": str(device.back_offs or ""),
+        "in use": "" if device.utilisation_percent is None else f"{device.utilisation_percent:.0f}%",
+        "memory": "" if device.memory_bytes is None else size_text(device.memory_bytes),
     }
-
-
-def _seconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds:.3g} s"

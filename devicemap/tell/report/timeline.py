@@ -1,14 +1,21 @@
-"""When each device computed what: events of one call -> spans, their lanes, and a trace that browsers show. Pure."""
+"""When each device computed what: events of one call -> spans, their lanes, a trace that browsers show, a picture."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from devicemap.types import CallFinished, ChunkFailed, ChunkFinished, ChunkStarted, Event, Shard
+from devicemap.events import CallFinished, ChunkFailed, ChunkFinished, ChunkStarted, Event, Shard
+from devicemap.tell.render import figure_class, short_names
+
+_COLOURS = {"finished": "tab:blue", "failed": "tab:red", "unfinished": "tab:grey"}
+_INCHES_PER_LANE = 0.3
+_MOST_BARS_WITH_EDGES = 200
+"""Edges tell bars apart that touch; of very many bars they would cover all there is."""
 
 
 @dataclass(frozen=True)
@@ -35,23 +42,19 @@ class Span:
 
 def spans_of(events: Iterable[Event]) -> tuple[Span, ...]:
     """The spans of one call, in the order in which they ended."""
-    return tuple(_spans_of(events))
-
-
-def _spans_of(events: Iterable[Event]) -> Iterator[Span]:
     under_way: dict[Shard, list[float]] = defaultdict(list)
+    spans = []
     for event in events:
         if isinstance(event, ChunkStarted):
             under_way[event.shard].append(event.seconds)
-        elif isinstance(event, (ChunkFinished, ChunkFailed)):
-            if under_way[event.shard]:
-                under_way[event.shard].pop(0)
+        elif isinstance(event, ChunkFinished | ChunkFailed):
+            del under_way[event.shard][:1]
             outcome: Literal["finished", "failed"] = "finished" if isinstance(event, ChunkFinished) else "failed"
-            yield Span(event.shard, event.started_seconds, event.seconds, outcome)
+            spans.append(Span(event.shard, event.started_seconds, event.seconds, outcome))
         elif isinstance(event, CallFinished):
-            for shard, starts in under_way.items():
-                for started in starts:
-                    yield Span(shard, started, event.seconds, "unfinished")
+            left = [(shard, start) for shard, starts in under_way.items() for start in starts]
+            spans += [Span(shard, start, event.seconds, "unfinished") for shard, start in left]
+    return tuple(spans)
 
 
 def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
@@ -70,8 +73,8 @@ def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
 def ran_in_turn(spans: Sequence[Span]) -> bool:
     """Whether there are several spans, and each began when the one before it had ended."""
     in_order = sorted(spans, key=lambda span: span.started_seconds)
-    pairs = list(itertools.pairwise(in_order))
-    return bool(pairs) and all(before.finished_seconds <= after.started_seconds for before, after in pairs)
+    pairs = itertools.pairwise(in_order)
+    return len(spans) > 1 and all(before.finished_seconds <= after.started_seconds for before, after in pairs)
 
 
 def lanes_of(spans: Sequence[Span]) -> tuple[int, ...]:
@@ -87,46 +90,64 @@ def lanes_of(spans: Sequence[Span]) -> tuple[int, ...]:
     return tuple(lanes)
 
 
-def short_names(devices: Iterable[str]) -> dict[str, str]:
-    """The name that people read for each full name: kind and index, or all of it where several hosts have such a device.
-
-    >>> short_names(["/job:localhost/replica:0/task:0/device:GPU:1"])
-    {'/job:localhost/replica:0/task:0/device:GPU:1': 'GPU:1'}
-    """
-    short = {device: device.rpartition("device:")[2] for device in devices}
-    return short if len(set(short.values())) == len(short) else {device: device for device in short}
-
-
 def chrome_trace(spans: Sequence[Span], devices: Sequence[str], title: str) -> dict[str, Any]:
     """The spans as a "Trace Event Format" JSON object, which `chrome://tracing`, Perfetto and TensorBoard show.
 
-    One process stands for the call, and one thread for each lane of a device: `"X"` (complete) events of one thread may
-    nest and must not overlap otherwise. Times in it are in microseconds, as the format asks.
+    Each lane of a device is a thread, as `"X"` events of one thread must not overlap. Times are in microseconds there.
     """
     lanes = lanes_of(spans)
     names = short_names(devices)
-    rows = [(device, 0) for device in devices]
-    rows += sorted({(span.shard.device, lane) for span, lane in zip(spans, lanes) if lane}, key=lambda row: row[1])
-    rows.sort(key=lambda row: list(devices).index(row[0]))
-    thread_ids = {row: thread_id for thread_id, row in enumerate(rows, start=1)}
-    labels: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": title}}]
-    for (device, lane), thread_id in thread_ids.items():
+    used = {(span.shard.device, lane) for span, lane in zip(spans, lanes)} | {(device, 0) for device in devices}
+    threads = sorted(used, key=lambda thread: (list(devices).index(thread[0]), thread[1]))
+    events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": title}}]
+    for thread_id, (device, lane) in enumerate(threads, start=1):
         label = names[device] + (f" ({lane + 1})" if lane else "")
-        labels.append({"name": "thread_name", "ph": "M", "pid": 1, "tid": thread_id, "args": {"name": label}})
-        labels.append(
-            {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": thread_id, "args": {"sort_index": thread_id}}
+        for key, value in (("name", label), ("sort_index", thread_id)):
+            events.append({"name": f"thread_{key}", "ph": "M", "pid": 1, "tid": thread_id, "args": {key: value}})
+    for span, lane in zip(spans, lanes):
+        events.append(
+            {
+                "name": str(span.shard),
+                "cat": span.outcome,
+                "ph": "X",
+                "ts": span.started_seconds * 1e6,
+                "dur": span.seconds * 1e6,
+                "pid": 1,
+                "tid": 1 + threads.index((span.shard.device, lane)),
+                "args": {"start": span.shard.start, "stop": span.shard.stop, "outcome": span.outcome},
+            }
         )
-    bars = [
-        {
-            "name": str(span.shard),
-            "cat": span.outcome,
-            "ph": "X",
-            "ts": span.started_seconds * 1e6,
-            "dur": span.seconds * 1e6,
-            "pid": 1,
-            "tid": thread_ids[span.shard.device, lane],
-            "args": {"start": span.shard.start, "stop": span.shard.stop, "outcome": span.outcome},
-        }
-        for span, lane in zip(spans, lanes)
-    ]
-    return {"traceEvents": labels + bars, "displayTimeUnit": "ms"}
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def save_timeline(spans: Sequence[Span], devices: Sequence[str], title: str, path: str | os.PathLike[str]) -> None:
+    """Draw a bar per chunk over the seconds of the call, a band per device from the top down, and write it to `path`.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: for a suffix that is no format of matplotlib's.
+    """
+    lanes = lanes_of(spans)
+    depths = [1 + max((lane for s, lane in zip(spans, lanes) if s.shard.device == d), default=0) for d in devices]
+    tops = dict(zip(devices, itertools.accumulate([0, *depths])))
+    edge = 0.5 if len(spans) <= _MOST_BARS_WITH_EDGES else 0.0
+    figure = figure_class()(figsize=(9.0, 1.2 + _INCHES_PER_LANE * max(sum(depths), 3)), layout="constrained")
+    axes = figure.add_subplot()
+    bars: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for span, lane in zip(spans, lanes):
+        bars[span.outcome, tops[span.shard.device] + lane].append((span.started_seconds, span.seconds))
+    for (outcome, row), times in bars.items():
+        colour = _COLOURS[outcome]
+        axes.broken_barh(times, (row + 0.1, 0.8), facecolors=colour, edgecolors="white", linewidth=edge)
+    for top in tops.values():
+        axes.axhline(top, color="lightgrey", linewidth=0.5)
+    axes.set_yticks([tops[d] + depth / 2 for d, depth in zip(devices, depths)], [*short_names(devices).values()])
+    axes.set_ylim(max(sum(depths), 1), 0)
+    axes.set_xlim(left=0.0)
+    axes.set_xlabel("seconds since the call began")
+    axes.set_title(title, fontsize="medium")
+    outcomes = [outcome for outcome in _COLOURS if any(span.outcome == outcome for span in spans)]
+    if outcomes not in ([], ["finished"]):
+        keys = [axes.barh(0, 0, color=_COLOURS[outcome], label=outcome) for outcome in outcomes]
+        figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False)
+    figure.savefig(path)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from devicemap.tell.render import Result, page, plain, table
+from devicemap.events import short_name
+from devicemap.tell.render import Result, page, table
 from devicemap.tell.verify.comparison import Difference
 
 
@@ -13,8 +14,10 @@ from devicemap.tell.verify.comparison import Difference
 class Comparison:
     """Two ways of running the function on the same rows, compared."""
 
+    _derived = ("same",)
+
     question: str
-    """What it asks, one of `diagnosing.CAUSES`."""
+    """What it asks, one of `diagnosis.CAUSES`."""
 
     ways: tuple[str, str]
     """The two ways, in words."""
@@ -33,14 +36,14 @@ class Comparison:
     @property
     def largest(self) -> Difference | None:
         """The output that differs most; `None` where all are equal to the last bit."""
-        return max(self.differences, key=weigh, default=None)
+        return max(self.differences, key=lambda difference: difference.weight, default=None)
 
     def __str__(self) -> str:
         if self.error is not None:
             return f"failed: {self.error}"
         if self.largest is None:
             return "equal"
-        return f"{'equal to rounding' if self.same else 'DIFFERENT'}: {describe(self.largest)}"
+        return f"{'equal to rounding' if self.same else 'DIFFERENT'}: {self.largest}"
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Verification(Result):
     """What `DeviceMap.verify` found out. `print(verification)` shows all of it."""
 
     _least_width = 160
+    _derived = ("ok",)
 
     name: str
     """Name of the function."""
@@ -96,32 +100,11 @@ class Verification(Result):
     def __bool__(self) -> bool:
         raise TypeError("a Verification is neither true nor false: ask for verification.ok")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as dicts, lists, strings and numbers, such as JSON has."""
-        comparisons = [{**plain(asdict(each)), "same": each.same} for each in self.comparisons]
-        return {**super().to_dict(), "ok": self.ok, "comparisons": comparisons}
-
     def __rich__(self) -> Any:
         answer = "the same results in all ways, to rounding" if self.ok else "NOT the same results in all ways"
-        devices = ", ".join(name.rpartition("device:")[2] for name in self.devices)
+        devices = ", ".join(map(short_name, self.devices))
         title = f"{self.name}: {answer}; {self.rows} row(s) on {devices}"
-        ways = [[" against ".join(comparison.ways), str(comparison)] for comparison in self.comparisons]
+        ways = [{"ways": " against ".join(each.ways), "results": str(each)} for each in self.comparisons]
         notes = [f"* {finding}" for finding in self.findings]
         few = ["One row does not tell whether rows depend on each other: verify more."] if self.rows == 1 else []
-        return page(title, table(["ways", "results"], ways, {"results"}), notes=[*notes, *few])
-
-
-def describe(difference: Difference) -> str:
-    """By how much an output differs, in words."""
-    row = "" if difference.row is None else f" in row {difference.row}"
-    if difference.absolute is None or difference.relative is None:
-        return difference.fault or f"{difference.output} differs{row}"
-    return (
-        f"{difference.output} differs by at most {difference.absolute:.3g}, which is {difference.relative:.2g} of its "
-        f"largest number,{row}"
-    )
-
-
-def weigh(difference: Difference) -> tuple[bool, float]:
-    """How bad a difference is, to compare with others."""
-    return difference.fault is not None, float("inf") if difference.relative is None else difference.relative
+        return page(title, table(ways, {"results"}), notes=[*notes, *few])

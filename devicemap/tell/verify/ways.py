@@ -9,18 +9,16 @@ not trace as well.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from numbers import Integral, Real
 from typing import Any
 
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation
 from devicemap.base.interruption import Signals
-from devicemap.base.options import Options
+from devicemap.base.options import Options, check_count, check_tolerance
 from devicemap.compile.audit import ATOMIC, Audit, Treatment, variable_of
 from devicemap.compile.compiled import Compiled
 from devicemap.compile.invoke import interruptible
@@ -28,47 +26,34 @@ from devicemap.compile.seeds import row_seeds
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, as_rows, take_rows
 from devicemap.data.sample import rows_in_memory
-from devicemap.errors import DeviceMapError, OptionError, brief
+from devicemap.errors import DeviceMapError, brief
 from devicemap.run.eager import EagerMap
-from devicemap.tell.verify.comparison import compare_results, output_paths
+from devicemap.tell.verify.comparison import allowance, compare_results, output_paths
 from devicemap.tell.verify.diagnosis import Facts, diagnose
 from devicemap.tell.verify.findings import Comparison, Verification
-from devicemap.tell.verify.rounding import allowance
 
 _LEAST_ROWS = 16
 _ROWS_PER_DEVICE = 2
 
 _GENERATORS = ATOMIC - {"AssignAddVariableOp", "AssignSubVariableOp"}
 
-_WORDS = {
-    "devices": "the devices",
-    "graph": "a graph on one device",
-    "graph again": "the graph again",
-    "graph one by one": "the graph on one row at a time",
-    "eager": "eager code",
-    "eager again": "eager code again",
-    "eager reversed": "eager code on the rows in reverse",
-    "eager one by one": "eager code on one row at a time",
-}
 _QUESTIONS = (
-    ("graph again", "graph again", "graph"),
-    ("eager again", "eager again", "eager"),
-    ("coupled", "graph one by one", "graph"),
-    ("coupled", "eager one by one", "eager"),
-    ("order", "eager reversed", "eager"),
-    ("devices", "devices", "graph"),
-    ("eager", "eager", "graph"),
+    ("graph again", "the graph again", "a graph on one device"),
+    ("eager again", "eager code again", "eager code"),
+    ("coupled", "the graph on one row at a time", "a graph on one device"),
+    ("coupled", "eager code on one row at a time", "eager code"),
+    ("order", "eager code on the rows in reverse", "eager code"),
+    ("devices", "the devices", "a graph on one device"),
+    ("eager", "eager code", "a graph on one device"),
 )
 """What is asked, of which way, held against which other one."""
 
 
 def check_limits(rows: Any, tolerance: Any) -> None:
     """Raise `OptionError` for a number of rows, or a tolerance, that cannot be."""
-    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, Integral) or rows < 1):
-        raise OptionError(f"rows={rows!r}; expected None or an int of at least 1: how many rows to verify fn on")
-    number = isinstance(tolerance, Real) and not isinstance(tolerance, bool)
-    if tolerance is not None and not (number and 0 <= float(tolerance) < math.inf):
-        raise OptionError(f"tolerance={tolerance!r}; expected None or a number of at least 0, relative")
+    if rows is not None:
+        check_count("rows", rows)
+    check_tolerance(tolerance)
 
 
 def rows_to_verify(data: Any, rows: int | None, options: Options, devices: tuple[str, ...]) -> Rows:
@@ -92,27 +77,17 @@ def verify_rows(
     tolerance: float | None,
     name: str,
 ) -> Verification:
-    """Run `fn` on all of `rows` in each way, and compare.
-
-    Args:
-        fn: the user's function.
-        rows: in memory, at least one.
-        options: of the map.
-        compiled: `fn`, traced for these rows.
-        mapper: the map over the devices.
-        tolerance: as in `DeviceMap.verify`.
-        name: of the function.
+    """Run `fn` on all of `rows`, which `compiled` was traced for, in each way, and compare; `mapper` maps over the devices.
 
     Raises:
         FunctionError: `fn` fails over the devices.
     """
-    over_devices = mapper(rows.structure)  # the first one: its errors name the rows and the device
+    results = {"the devices": mapper(rows.structure)}  # the first one: its errors name the rows and the device
     device = compiled.devices[0]
-    graph, eager = _ways_in_graph(rows, options, compiled, device), _ways_in_eager_code(fn, rows, options, device)
-    results = {"devices": over_devices}
     errors: dict[str, str] = {}
     with Signals() as signals:
-        for way, run in {**graph, **eager}.items():
+        ways = {**_ways_in_graph(rows, options, compiled, device), **_ways_in_eager_code(fn, rows, options, device)}
+        for way, run in ways.items():
             try:
                 results[way] = run()
             except Exception as error:  # whatever fn raises
@@ -122,12 +97,12 @@ def verify_rows(
     comparisons = []
     allowed = allowance(tolerance, compiled.devices)
     for question, way, other in _QUESTIONS:
-        pair = _WORDS[way], _WORDS[other]
         if way in results and other in results:
-            comparisons.append(Comparison(question, pair, compare_results(results[way], results[other], allowed)))
+            differences = compare_results(results[way], results[other], allowed)
+            comparisons.append(Comparison(question, (way, other), differences))
         elif way in errors and other in results:
-            comparisons.append(Comparison(question, pair, (), errors[way]))
-    findings = diagnose(comparisons, output_paths(over_devices), _facts(compiled, options))
+            comparisons.append(Comparison(question, (way, other), (), errors[way]))
+    findings = diagnose(comparisons, output_paths(results["the devices"]), _facts(compiled, options))
     return Verification(name, rows.count or 0, compiled.devices, findings, tuple(comparisons))
 
 
@@ -150,7 +125,11 @@ def _ways_in_graph(rows: Rows, options: Options, compiled: Compiled, device: str
     def at_once() -> Any:
         return compiled.pack(run(leaves))
 
-    return {"graph": at_once, "graph again": at_once, "graph one by one": one_by_one}
+    return {
+        "a graph on one device": at_once,
+        "the graph again": at_once,
+        "the graph on one row at a time": one_by_one,
+    }
 
 
 def _ways_in_eager_code(
@@ -170,9 +149,13 @@ def _ways_in_eager_code(
         with tf.device(HOST):
             return tf.nest.map_structure(_reverse_rows, results)
 
-    ways = {"eager": lambda: at_once(rows), "eager again": lambda: at_once(rows), "eager reversed": in_reverse}
+    ways: dict[str, Callable[[], Any]] = {
+        "eager code": partial(at_once, rows),
+        "eager code again": partial(at_once, rows),
+        "eager code on the rows in reverse": in_reverse,
+    }
     if options.batched:
-        ways["eager one by one"] = lambda: one_by_one(rows)
+        ways["eager code on one row at a time"] = partial(one_by_one, rows)
     return ways
 
 
