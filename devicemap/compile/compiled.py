@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import tensorflow as tf
@@ -107,15 +107,6 @@ class Compiled:
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
         self._invoker = Invoker(self.traced.steady)
         self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self.traced.input_specs)
-        self.balances = (
-            len(self.places) > 1
-            and kind_of(output_device) == "CPU"
-            and not self.traced.audit.ordered
-            and not (self.traced.audit.seeded or self.traced.audit.advances_seed)  # the same numbers in each run
-            and can_balance(self.traced.specs)
-            and _has_clock()
-        )
-        """Whether `balanced_graph` can be."""
 
     def graph(
         self, shards: int, gradients: int, any_rows: bool = False, inlined: bool = False, one_row: bool = False
@@ -151,6 +142,18 @@ class Compiled:
                     way = (_GRAPHS, *map(int, key[:3]))  # a clock changes no number
                     self._graphs[key] = self._build(shards, way, gradients > 0, any_rows, *key[3:])
         return self._graphs[key]
+
+    @cached_property
+    def balances(self) -> bool:
+        """Whether there is a `balanced_graph`: not where order matters, or where the same numbers are drawn in each run."""
+        audit = self.traced.audit
+        return (
+            len(self.places) > 1
+            and kind_of(self._output_device) == "CPU"
+            and not (audit.ordered or audit.seeded or audit.advances_seed)
+            and can_balance(self.traced.specs)
+            and _has_clock()
+        )
 
     def balanced_graph(self) -> Any:
         """The whole call as one `ConcreteFunction` that balances itself, as `compile.balance.balanced_graph` tells."""

@@ -113,7 +113,7 @@ class Calls:
         count = rows.count or 0
         gradients = compiled.order_of_gradients(rows.leaves) if count else 0
         known = _known.setdefault(compiled, _Known())
-        if gradients or not compiled.balances or count < _ROWS_PER_PLACE * len(compiled.places):
+        if gradients or count < _ROWS_PER_PLACE * len(compiled.places) or not compiled.balances:
             return self._one_graph.in_shards(compiled, rows, gradients)
         if known.speeds is None or not self._fit(compiled, count):
             return self._balanced_in_chunks(compiled, rows)

@@ -28,7 +28,7 @@ import devicemap
 from benchmarks import simulator
 from devicemap.compile.compiled import Compiled
 from devicemap.errors import FunctionError
-from devicemap.types import ChunkFailed, ChunkRetried, ChunkStarted, DeviceLost, Event, short_name
+from devicemap.events import ChunkFailed, ChunkRetried, ChunkStarted, DeviceLost, Event, short_name
 
 
 @pytest.fixture(autouse=True)

@@ -799,7 +799,7 @@ PLANNED = (
     CAPTURED
     + """
 from collections import Counter
-from devicemap.types import short_name
+from devicemap.events import short_name
 
 with tf.device("CPU:0"):
     x = tf.random.normal([12, 32])

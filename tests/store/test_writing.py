@@ -25,10 +25,10 @@ import tensorflow as tf
 import devicemap
 from devicemap.compile.compiled import Compiled
 from devicemap.errors import JournalError
+from devicemap.events import ChunkFinished, Event, short_name
 from devicemap.store import journal as journal_writing
 from devicemap.store.records import JOURNAL, Entry, read_journal
 from devicemap.store.storage import write_synced
-from devicemap.types import ChunkFinished, Event, short_name
 
 DEVICES = ["CPU:1", "CPU:2"]
 DATA = np.arange(64)

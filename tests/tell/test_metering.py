@@ -19,7 +19,6 @@ from devicemap.compile import program
 from devicemap.tell.report import meter
 from devicemap.tell.report.meter import GpuMeter, GpuUsage, nvml_identity
 from devicemap.tell.report.recorder import GraphCall
-from devicemap.types import Shard
 
 
 class FakeNvml(types.ModuleType):
@@ -110,10 +109,9 @@ def test_a_call_in_one_graph_is_sampled_in_its_midst(fails: bool, monkeypatch: p
     nvml = FakeNvml([70, 80, 90, 100])
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     kept: list[GraphCall] = []
-    shards = [Shard(device(i), i, i + 1) for i in range(2)]
     with (
         pytest.raises(ZeroDivisionError) if fails else nullcontext(),
-        GraphCall(shards, False, 0, {device(0): 0, device(1): 1}, [], kept.append),
+        GraphCall(2, [device(0), device(1)], 0, {device(0): 0, device(1): 1}, [], kept.append),
     ):
         _wait()  # for the end of the script, while the graph runs
         assert len(nvml.asked) == 5
