@@ -78,8 +78,9 @@ def parallel_map(
             `tf.map_fn`, `"auto"` the first where every op is proven to give the same and the results are dense, else the
             second.
         batch_size: rows per device call: data goes in chunks of at most that many rows, each to the first idle device.
-            `"auto"`: found by measuring, for each device. `None`: in-memory data as one shard per device, a dataset's
-            batches as they are, its samples as with `"auto"`.
+            `"auto"`: found by measuring, for each device. `None`: a dataset's batches as they are, its samples as with
+            `"auto"`; in-memory data as one shard per device where the call is short, or a tape follows it, else balanced:
+            devices take rows as they are done with others, in chunks at first, and in one graph once that is worth compiling.
         seed: an int from 0 to 2**32 - 1: `fn` also gets `seed=`, a seed for `tf.random.stateless_*` (int32 `[2]`;
             `[rows, 2]` when batched) that depends on `seed` and the row's index alone.
         fn_output_signature: as in `tf.map_fn`, for a `fn` of one sample whose dense results differ in shape.

@@ -90,6 +90,11 @@ class Nobody:
         return nullcontext(lambda event: None)
 
 
+def may_balance(rows: int | None, compiled: Compiled) -> bool:
+    """Whether a call in memory that is long enough, and that no tape follows, balances itself."""
+    return (rows is None or rows >= _ROWS_PER_PLACE * len(compiled.places)) and compiled.balances
+
+
 class Calls:
     """Calls of one program."""
 
@@ -113,7 +118,7 @@ class Calls:
         count = rows.count or 0
         gradients = compiled.order_of_gradients(rows.leaves) if count else 0
         known = _known.setdefault(compiled, _Known())
-        if gradients or count < _ROWS_PER_PLACE * len(compiled.places) or not compiled.balances:
+        if gradients or not may_balance(count, compiled):
             return self._one_graph.in_shards(compiled, rows, gradients)
         if known.speeds is None or not self._fit(compiled, count):
             return self._balanced_in_chunks(compiled, rows)

@@ -163,6 +163,9 @@ class Plan(Result):
     way: Literal["one graph", "chunks"]
     """How the rows run: all devices in one graph, or chunks to idle devices."""
 
+    balanced: bool
+    """Whether devices take their next rows as they are done with others: in chunks, and in one graph where the call is long."""
+
     rows: int | None
     """How many there are, `None` where nobody knows."""
 
@@ -238,7 +241,8 @@ class Plan(Result):
     def summary(self) -> str:
         """The plan in one line."""
         rows = "an unknown number of rows" if self.rows is None else counted(self.rows, "row")
-        return f"{self.name}: {rows} on {counted(len(self.devices), 'device')}, in {self.way}"
+        balanced = "; a long call balances itself" if self.balanced and self.way == "one graph" else ""
+        return f"{self.name}: {rows} on {counted(len(self.devices), 'device')}, in {self.way}{balanced}"
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw what goes from device to device into a `.png`, `.svg` or `.pdf`: a matrix of bytes; needs matplotlib."""

@@ -18,6 +18,7 @@ from devicemap.compile.cost.walk import live_ops, row_size, waits_between_device
 from devicemap.compile.kernels import is_taken_on_host
 from devicemap.data.rows import HOST
 from devicemap.events import Shard
+from devicemap.run.calls import may_balance
 from devicemap.run.capacity import in_flight
 from devicemap.tell.plan.captures import captured_by
 from devicemap.tell.plan.plan import Captured, ControlEdge, DevicePlan, Handling, Plan, RandomOps, StrayOp, Transfer
@@ -79,6 +80,7 @@ def explain_call(
     return Plan(
         name=name,
         way="chunks" if chunks else "one graph",
+        balanced=may_balance(asked.rows, compiled) or (chunks and len(working) > 1),
         rows=asked.rows,
         batch_size=options.batch_size if chunks else None,
         devices=tuple(
