@@ -22,8 +22,8 @@ from devicemap.store.journal import Journal, open_journal
 from devicemap.store.records import Header
 from devicemap.store.resume import check_rows, checked, unfinished
 
-SPEC = {"dense": "int64", "shape": [None]}
-HEADER = Header(SPEC, SPEC, False, "auto", None, None, None, "f")
+SPEC = {"dense": "int32", "shape": [None], "stored": "i4"}
+HEADER = Header(SPEC, SPEC, False, "auto", None, None, None, {"graph": ""}, "f")
 
 LEAVES = {
     "numbers": tf.reshape(tf.range(24), [8, 3]),
