@@ -91,7 +91,10 @@ def read(directory: Path, entry: Entry) -> Any:
 
 
 def _snapshot(directory: Path) -> Any:
-    return {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in directory.rglob("*")}
+    """What is in a folder; of what is no file or folder, that it is there."""
+    paths = list(directory.rglob("*"))
+    contents = {path: path.read_bytes() for path in paths if path.is_file() and not path.is_symlink()}
+    return {path: (path.lstat().st_mtime_ns, contents.get(path)) for path in paths}
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ class Results:
                         piece = take_rows(leaf, first - entry.start, last - entry.start)
                     if isinstance(piece, np.ndarray):
                         if i not in arrays:
-                            arrays[i] = np.empty((stop - start, *piece.shape[1:]), piece.dtype)
+                            arrays[i] = self._empty((stop - start, *piece.shape[1:]), piece.dtype)
                         self._check_inner_shape(arrays[i], piece, entry)
                         arrays[i][first - start : last - start] = piece
                     else:
@@ -178,6 +178,12 @@ class Results:
 
     def _pack(self, leaves: list[Any]) -> Any:
         return tf.nest.pack_sequence_as(self.structure, leaves)
+
+    def _empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        try:
+            return np.empty(shape, dtype)
+        except (MemoryError, ValueError) as error:  # of so many rows, a folder may say so
+            raise JournalError(f"rows in {self.directory}: {error}. Take fewer, by slices or chunk by chunk") from error
 
     def _check_inner_shape(self, whole: Array, piece: Array, entry: Entry) -> None:
         if whole.shape[1:] != piece.shape[1:]:
