@@ -16,8 +16,10 @@ import pytest
 
 import devicemap
 from devicemap.store.chunks import Layout
+from devicemap.store.entries import Entry
+from devicemap.store.header import Header
 from devicemap.store.journal import Journal, open_journal
-from devicemap.store.records import JOURNAL, Entry, Header, read_journal
+from devicemap.store.records import JOURNAL, read_journal
 from devicemap.store.segments import SegmentReader, segment_name
 
 SPEC = {"dense": "int64", "shape": [None], "stored": "i8"}
@@ -122,7 +124,7 @@ package.__path__ = [sys.argv[1]]
 sys.modules["devicemap"] = package
 import numpy as np
 from devicemap.store.journal import open_journal
-from devicemap.store.records import Header
+from devicemap.store.header import Header
 assert "tensorflow" not in sys.modules
 def header(rows): return Header(**{**HEADER, "rows": rows})
 def write(directory, rows):

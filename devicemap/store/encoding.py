@@ -20,7 +20,8 @@ from devicemap.base.structure import Node
 from devicemap.data.rows import HOST
 from devicemap.errors import JournalError
 from devicemap.store.chunks import Array
-from devicemap.store.records import START_ANEW, Header
+from devicemap.store.header import Header
+from devicemap.store.records import START_ANEW
 
 _DEEPEST_NEST = 50
 _MOST_ELEMENTS = 2**40

@@ -20,24 +20,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 
 from devicemap.errors import JournalError, MissingRowsError
 from devicemap.store.chunks import Array, Layout, pack_arrays
-from devicemap.store.records import (
-    JOURNAL,
-    START_ANEW,
-    Contents,
-    Entry,
-    Header,
-    difference,
-    header_line,
-    insert_entry,
-    missing_rows,
-    parse_journal,
-    write_line,
-)
+from devicemap.store.entries import Entry, insert_entry, missing_rows
+from devicemap.store.header import Header, other_call, other_function
+from devicemap.store.records import JOURNAL, START_ANEW, Contents, header_line, parse_journal, write_line
 from devicemap.store.segments import SEGMENT, SegmentReader, SegmentWriter, segment_name
 from devicemap.store.storage import Lock, checksum, disk_errors, reader, sync_folder, write_all
 
@@ -210,15 +199,10 @@ def _continued(path: Path, contents: Contents, header: Header, trusted: bool) ->
         if others:
             raise JournalError(f"{path} holds {_some(others)}, but the journal there has no beginning. {START_ANEW}")
         return anew
-    names = [field.name for field in fields(Header) if field.name not in ("function", "name")]
-    found = [
-        f"{name} was {getattr(there, name)!r:.500} there, and is {getattr(header, name)!r:.500} now"
-        for name in names
-        if getattr(there, name) != getattr(header, name)
-    ]
+    found = other_call(there, header)
     what, advice = "another call", START_ANEW
     if not (found or trusted):
-        found = difference(there.function, header.function)
+        found = other_function(there.function, header.function)
         what = "another function"
         advice = f"{START_ANEW}; if that makes no difference to results, give trust_function=True"
     if not found:

@@ -8,15 +8,15 @@ same rows.
 
 from __future__ import annotations
 
-import bisect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from devicemap.errors import JournalError
+from devicemap.store.entries import Entry, latest
+from devicemap.store.header import Header
 from devicemap.store.storage import checksum, disk_errors, reader
 
 JOURNAL = "journal.jsonl"
@@ -32,63 +32,6 @@ _LONGEST_HEADER = 2**22
 _LONGEST_LINE = 2**9
 _MOST = 2**48
 """What no journal goes beyond: bytes of its first line and of others; rows, files, and bytes of one."""
-
-
-@dataclass(frozen=True)
-class Header:
-    """What the results in a folder are results of. All but `name` must be the same when the folder is used again."""
-
-    results: Any
-    """The nest of the results' specs, as `encoding.describe_nest` writes it."""
-
-    inputs: Any
-    """The nest of the data's specs, written the same way."""
-
-    batched: bool
-    """The option."""
-
-    batch_size: int | str | None
-    """The option."""
-
-    chunk_rows: int | None
-    """Rows of the first chunk, where the data decides that: a dataset of batches without `batch_size`."""
-
-    seed: int | None
-    """The option."""
-
-    rows: int | None
-    """How many rows the data has, `None` where nobody knew when the call began."""
-
-    function: Mapping[str, Any]
-    """What the function is, as `fingerprint.fingerprint` writes it."""
-
-    name: str
-    """The name of the function, to tell people."""
-
-
-class Entry(NamedTuple):
-    """A chunk that the journal says is finished."""
-
-    start: int
-    """Global index of the first row."""
-
-    stop: int
-    """Global index after the last row."""
-
-    file: int
-    """The number of the file that it is in."""
-
-    offset: int
-    """Where in that file it begins, in bytes."""
-
-    size_bytes: int
-    """Its size."""
-
-    checksum: str
-    """`storage.checksum` of its bytes."""
-
-    inputs: str
-    """`digests.RowDigest` of the rows that it was computed from."""
 
 
 @dataclass(frozen=True)
@@ -226,81 +169,3 @@ def _is_entry(record: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _MOST
-
-
-def difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """What one fingerprint differs from another one in, in words. The version of TensorFlow alone is no difference.
-
-    >>> difference({"graph": "a", "parts": ["1 x Mul"]}, {"graph": "b", "parts": ["1 x Add"]})
-    ['1 x Mul there, 1 x Add now']
-    """
-    names = [name for name in here if name not in ("graph", "parts", "tensorflow")]
-    found = [f"{name} was {there.get(name)!r:.80} there, and is {here[name]!r} now" for name in names]
-    found = [text for text, name in zip(found, names) if there.get(name) != here[name]]
-    if there.get("graph") != here["graph"]:
-        old = there.get("parts")
-        was, now = [*map(str, old)] if isinstance(old, list) else [], here["parts"]
-        gone, new = ([part for part in one if part not in other] for one, other in ((was, {*now}), (now, {*was})))
-        text = f"{_some(gone)} there, {_some(new)} now" if gone or new else "the same ops, put together in another way"
-        if there.get("tensorflow") != here.get("tensorflow"):
-            text += f" (traced by TensorFlow {there.get('tensorflow')!s:.20} there)"
-        found.append(text)
-    return found
-
-
-def _some(parts: Sequence[str]) -> str:
-    more = [f"and {len(parts) - 3} more"] if len(parts) > 3 else []
-    return ", ".join([*(f"{part:.150}" for part in parts[:3]), *more]) or "nothing of it"
-
-
-def latest(entries: Iterable[Entry]) -> list[Entry]:
-    """The entries in the order of their rows, without those whose rows are in a later one, too.
-
-    A chunk that was found to be damaged is written again, perhaps in other pieces.
-
-    >>> entries = [Entry(*rows, 0, 0, 0, "", "") for rows in [(4, 8), (0, 4), (8, 9), (3, 5)]]
-    >>> [entry[:2] for entry in latest(entries)]
-    [(3, 5), (8, 9)]
-    """
-    kept: list[tuple[int, Entry]] = []
-    for line, entry in sorted(enumerate(entries), key=lambda each: each[1].start):
-        while kept and kept[-1][1].stop > entry.start and kept[-1][0] < line:
-            kept.pop()
-        if not kept or kept[-1][1].stop <= entry.start:
-            kept.append((line, entry))
-    return [entry for _, entry in kept]
-
-
-def insert_entry(entries: list[Entry], entry: Entry) -> None:
-    """Put an entry at its place; none of its rows are in `entries`."""
-    first, after_last = _range(entries, entry.start, entry.stop)
-    assert first == after_last
-    entries.insert(first, entry)
-
-
-def missing_rows(entries: Sequence[Entry], start: int, stop: int) -> list[tuple[int, int]]:
-    """The `(start, stop)` of what is not finished of rows `start` to `stop - 1`; entries as in `Contents`.
-
-    >>> missing_rows([Entry(2, 4, 0, 0, 0, "", ""), Entry(4, 6, 0, 0, 0, "", "")], 0, 8)
-    [(0, 2), (6, 8)]
-    """
-    gaps = []
-    for entry in overlapping(entries, start, stop):
-        if start < entry.start:
-            gaps.append((start, entry.start))
-        start = entry.stop
-    if start < stop:
-        gaps.append((start, stop))
-    return gaps
-
-
-def overlapping(entries: Sequence[Entry], start: int, stop: int) -> Sequence[Entry]:
-    """Those of the entries, which are as in `Contents`, that have some of the rows."""
-    first, after_last = _range(entries, start, stop)
-    return entries[first:after_last]
-
-
-def _range(entries: Sequence[Entry], start: int, stop: int) -> tuple[int, int]:
-    """Where they are; empty, and at their place, where there are none."""
-    first = bisect.bisect_right(entries, start, key=attrgetter("stop"))
-    return first, bisect.bisect_left(entries, stop, key=attrgetter("start"))

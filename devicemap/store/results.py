@@ -16,7 +16,8 @@ from devicemap.data.rows import HOST, empty_rows, take_rows
 from devicemap.errors import JournalError, MissingRowsError
 from devicemap.store.chunks import Array, Layout
 from devicemap.store.encoding import decode_leaves, describe_nest, structure_of
-from devicemap.store.records import Contents, Entry, missing_rows, overlapping, read_journal
+from devicemap.store.entries import Entry, missing_rows, overlapping
+from devicemap.store.records import Contents, read_journal
 from devicemap.store.segments import SegmentReader
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from devicemap.errors import JournalError, MissingRowsError
 from devicemap.store.chunks import Array, Layout
-from devicemap.store.records import Entry
+from devicemap.store.entries import Entry
 from devicemap.store.storage import CREATE, checksum, open_file, reader, sync_folder, write_all
 
 SEGMENT = re.compile(r"chunks-(\d{6,})\.bin")

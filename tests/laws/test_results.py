@@ -18,8 +18,9 @@ from devicemap.data.rows import count_rows, spec_of, take_rows
 from devicemap.errors import JournalError, MissingRowsError
 from devicemap.store.chunks import Layout, pack_arrays
 from devicemap.store.encoding import decode_leaves, describe_call, describe_nest, encode_leaves, specs_of
+from devicemap.store.header import Header
 from devicemap.store.journal import Journal, open_journal
-from devicemap.store.records import JOURNAL, Header, read_journal
+from devicemap.store.records import JOURNAL, read_journal
 from devicemap.store.results import Results, open_results
 from devicemap.store.segments import segment_name
 

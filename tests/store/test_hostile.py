@@ -21,8 +21,9 @@ import devicemap
 from devicemap.data.rows import count_rows, spec_of, take_rows
 from devicemap.errors import JournalError, MissingRowsError
 from devicemap.store.encoding import describe_nest, encode_leaves
+from devicemap.store.header import Header
 from devicemap.store.journal import open_journal
-from devicemap.store.records import JOURNAL, Header, read_journal, write_line
+from devicemap.store.records import JOURNAL, read_journal, write_line
 from devicemap.store.segments import segment_name
 from devicemap.store.storage import checksum
 
@@ -131,7 +132,7 @@ def test_chunks_of_another_number_of_rows(written: Path, rows: int) -> None:
 
     _forge(written, change)
     results = devicemap.open_results(written)
-    for read in (results.load, lambda: list(results)):
+    for read in (results.load, lambda: [*iter(results)]):
         with pytest.raises(JournalError, match=r"rows 8 to|allocate"):
             read()
     with pytest.raises(JournalError, match="rows was"):

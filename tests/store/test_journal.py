@@ -31,8 +31,9 @@ from journals import written as written
 from devicemap.errors import DeviceMapError, JournalError, MissingRowsError
 from devicemap.store import segments
 from devicemap.store.chunks import pack_arrays
+from devicemap.store.entries import Entry, missing_rows
 from devicemap.store.journal import open_journal
-from devicemap.store.records import JOURNAL, Entry, header_line, missing_rows, read_journal, write_line
+from devicemap.store.records import JOURNAL, header_line, read_journal, write_line
 
 
 def test_written_and_opened_again(tmp_path: Path) -> None:
@@ -248,6 +249,6 @@ def test_errors_are_of_the_operating_system_too(written: Path) -> None:
         read(written, entry)
     written.rename(written.parent / "a file")
     written.touch()
-    with pytest.raises(JournalError, match=r"reading .* failed: .*It holds rows 0 to 3") as caught:
+    with pytest.raises(JournalError, match=r"reading rows 0 to 3 from .* failed") as caught:
         read(written, entry)
     assert caught.value.errno is not None

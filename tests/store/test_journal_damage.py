@@ -14,8 +14,9 @@ from journals import CHUNKS, HEADER, append, check_whole, place_of, untouched, w
 from journals import written as written
 
 from devicemap.errors import JournalError
+from devicemap.store.entries import Entry, latest
 from devicemap.store.journal import open_journal
-from devicemap.store.records import JOURNAL, Entry, latest, parse_journal, read_journal, read_line, write_line
+from devicemap.store.records import JOURNAL, parse_journal, read_journal, read_line, write_line
 
 
 @pytest.mark.parametrize("chunk", range(3))

@@ -28,7 +28,8 @@ import devicemap
 from devicemap.compile.compiled import Compiled
 from devicemap.errors import JournalError
 from devicemap.store import segments
-from devicemap.store.records import JOURNAL, Entry, read_journal
+from devicemap.store.entries import Entry
+from devicemap.store.records import JOURNAL, read_journal
 from devicemap.store.segments import segment_name
 from devicemap.store.storage import write_all
 from devicemap.types import ChunkFinished, Event, short_name
