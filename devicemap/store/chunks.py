@@ -177,6 +177,7 @@ def _check_contents(leaf: Mapping[str, Any], parts: Mapping[str, Array], rows: i
     elif "sparse" in leaf:
         indices, sizes = parts["indices"], parts["shape"].tolist()
         _require(_fits(sizes, _with_rows(leaf["shape"], rows)), f"it is of shape {sizes!s:.80}")
+        _require(math.prod(max(size, 1) for size in sizes) < 2**62, "TensorFlow cannot number its places")
         _require(indices.shape == (len(values), len(sizes)), "its indices are not those of its values")
         _require(not np.any((indices < 0) | (indices >= sizes)), "an entry of it lies outside")
 

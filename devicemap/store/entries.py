@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
     """`digests.RowDigest` of the rows that it was computed from."""
 
 
-def latest(entries: Iterable[Entry]) -> list[Entry]:
+def latest(entries: Sequence[Entry]) -> list[Entry]:
     """The entries in the order of their rows, without those whose rows are in a later one, too.
 
     A chunk that was found to be damaged is written again, perhaps in other pieces.
@@ -42,13 +42,14 @@ def latest(entries: Iterable[Entry]) -> list[Entry]:
     >>> [entry[:2] for entry in latest(entries)]
     [(3, 5), (8, 9)]
     """
-    kept: list[tuple[int, Entry]] = []
-    for line, entry in sorted(enumerate(entries), key=lambda each: each[1].start):
-        while kept and kept[-1][1].stop > entry.start and kept[-1][0] < line:
+    kept: list[int] = []  # the lines that they are in
+    for line in sorted(range(len(entries)), key=lambda line: entries[line].start):
+        start = entries[line].start
+        while kept and entries[kept[-1]].stop > start and kept[-1] < line:
             kept.pop()
-        if not kept or kept[-1][1].stop <= entry.start:
-            kept.append((line, entry))
-    return [entry for _, entry in kept]
+        if not kept or entries[kept[-1]].stop <= start:
+            kept.append(line)
+    return [entries[line] for line in kept]
 
 
 def insert_entry(entries: list[Entry], entry: Entry) -> None:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, empty_rows, take_rows
-from devicemap.errors import JournalError, MissingRowsError
+from devicemap.errors import FunctionError, JournalError, MissingRowsError, brief
 from devicemap.store.chunks import Array, Layout
 from devicemap.store.encoding import decode_leaves, describe_nest, structure_of
 from devicemap.store.entries import Entry, missing_rows, overlapping
@@ -169,7 +169,7 @@ class Results:
                     else:
                         parts.setdefault(i, []).append(piece)
         with tf.device(HOST):
-            return self._pack([arrays[i] if i in arrays else join(parts[i]) for i in range(len(self._specs))])
+            return self._pack([arrays[i] if i in arrays else self._join(parts[i]) for i in range(len(self._specs))])
 
     def _reader(self) -> SegmentReader:
         return SegmentReader(self.directory, self._layout)
@@ -179,6 +179,14 @@ class Results:
 
     def _pack(self, leaves: list[Any]) -> Any:
         return tf.nest.pack_sequence_as(self.structure, leaves)
+
+    def _join(self, parts: list[Any]) -> Any:
+        try:
+            return join(parts)
+        except (FunctionError, ValueError, tf.errors.OpError) as error:
+            raise JournalError(
+                f"chunks in {self.directory} do not fit together: {brief(error)}. Iterate over the results to get them by chunk"
+            ) from error
 
     def _empty(self, shape: Sequence[int], dtype: Any) -> Array:
         try:
