@@ -42,8 +42,8 @@ def fingerprint(traced: Traced, check_variables: bool) -> dict[str, Any]:
     graph_def = function.graph.as_graph_def()
     captured = [f"captured {i}: {text}" for i, text in enumerate(_captured(function, check_variables))]
     walk = _Walk({f.signature.name: f for f in graph_def.library.function})
+    nodes = [node for node in graph_def.node if node.op != "Placeholder"]
     arguments = [tensor.op.name for tensor in function.inputs]
-    nodes = [node for node in graph_def.node if node.name not in arguments]
     graph = walk.digest(nodes, arguments, [*(t.name for t in function.outputs), *(node.name for node in nodes)])
     ops = [f"{count} x {op}" for op, count in sorted(walk.ops.items())]
     return {
@@ -77,11 +77,9 @@ class _Walk:
         self._library = library
         self._digests: dict[str, str] = {}
 
-    def digest(self, nodes: Sequence[Any], arguments: Sequence[str], roots: Iterable[str]) -> str:
+    def digest(self, nodes: Sequence[Any], arguments: Sequence[str], roots: Sequence[str]) -> str:
         """The digest of a graph: of `nodes` that the `roots` need, with `arguments` from outside."""
-        places = {node.name: i for i, node in enumerate(nodes)}
         numbers = {name: f"argument {i}" for i, name in enumerate(arguments)}
-        roots = list(roots)
         lines: list[str] = []
         for node in _in_order(nodes, roots):
             words, called = self._words(node)
@@ -90,7 +88,7 @@ class _Walk:
             controls = sorted(numbers.get(_node(name), "?") for name in node.input if name[0] == "^")
             numbers[node.name] = f"{len(lines)}:"
             lines.append(f"{words} {called} {inputs} {controls}")
-        ends = [numbers[_node(root)] + root.partition(":")[2] for root in roots if _node(root) in {**numbers, **places}]
+        ends = [numbers.get(_node(root), "?") + root.partition(":")[2] for root in roots]
         return checksum("\n".join([*lines, *ends]).encode())
 
     def _words(self, node: Any) -> tuple[str, list[str]]:

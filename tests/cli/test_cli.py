@@ -83,6 +83,14 @@ def test_npy(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(run("double", "x.npy", *options), X * 2)
 
 
+def test_results_of_another_function_are_refused_unless_it_is_trusted() -> None:
+    np.save("x.npy", X)
+    run("double", "x.npy")
+    arguments = ["run", "functions:model.apply", "x.npy", "--out", "out", "--quiet"]
+    assert main(arguments) == 1
+    assert main([*arguments, "--trust-function"]) == 0
+
+
 def test_several_npy_are_one_after_another() -> None:
     pathlib.Path("parts").mkdir()
     for i, part in enumerate(np.split(X, 4)):

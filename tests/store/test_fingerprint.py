@@ -69,6 +69,7 @@ OTHERS: dict[str, Any] = {
     "bodies of loops": (_loop(3, 2.0), _loop(3, 1.0)),
     "effects": (_printing("one"), _printing("two")),
     "partials": tuple(functools.partial(lambda k, r: r + k, k) for k in (1, 2)),
+    "what XLA compiles": (tf.function(lambda r: r * 2), tf.function(lambda r: r * 2, jit_compile=True)),
     "models of one name": (_model(3), _model(4)),
     "code in Python": (_python(lambda r: r * 2), _python(lambda r: r * 3)),
     "nested code in Python": (_python(lambda r: sum([r for _ in "ab"])), _python(lambda r: sum([r for _ in "abc"]))),

@@ -124,7 +124,7 @@ for name in order:
 print("done", flush=True)
 """
 
-_KILLS = 6
+_KILLS = 3
 
 
 def test_killed_at_random_moments(tmp_path: Path, record_property: Callable[..., None]) -> None:
@@ -169,7 +169,7 @@ def test_killed_at_random_moments(tmp_path: Path, record_property: Callable[...,
         f"rows in memory and of a dataset, 120 each, that were finished after each of {_KILLS} kills: {progress}",
     )
     assert progress[-1] == (120, 120)
-    assert len(set(progress)) > 2
+    assert len(set(progress)) > 1
     for name in finished:
         assert sorted(os.listdir(folder / name)) == files_of(folder / name)
         np.testing.assert_array_equal(devicemap.open_results(folder / name).load(), 3 * data + 1)
