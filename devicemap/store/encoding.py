@@ -24,9 +24,9 @@ from devicemap.store.header import Header
 from devicemap.store.records import START_ANEW
 
 _DEEPEST_NEST = 50
-_MOST_ELEMENTS = 2**40
-"""What no description goes beyond: levels of a nest, and elements of a row; and dimensions."""
 _MOST_DIMENSIONS = 32
+_MOST_ELEMENTS = 2**40
+"""What no description goes beyond: levels of a nest; dimensions; elements of a row, as far as its shape is known."""
 
 
 def describe_call(
@@ -51,15 +51,18 @@ def describe_call(
     Raises:
         JournalError: the results, or the data, are of a type that cannot be written down.
     """
+    described = describe_nest(results)
+    try:
+        specs_of(described)
+    except ValueError as error:  # found out now, and not when they are read
+        raise JournalError(f"what fn returns cannot be written to disk: {error}") from error
     size = (
         options.batch_size
         if options.batch_size is None or isinstance(options.batch_size, str)
         else int(options.batch_size)
     )
     seed = None if options.seed is None else int(options.seed)
-    return Header(
-        describe_nest(results), describe_nest(inputs), options.batched, size, chunk_rows, seed, rows, function, name
-    )
+    return Header(described, describe_nest(inputs), options.batched, size, chunk_rows, seed, rows, function, name)
 
 
 def describe_nest(specs: Any) -> Any:

@@ -383,6 +383,12 @@ def test_what_cannot_be_written() -> None:
             describe_nest({"x": spec})
     with pytest.raises(JournalError, match=r"a dict has the key 1.5; only keys that are str or int"):
         describe_nest({1.5: tf.TensorSpec([None], tf.int32)})
+    deep: Any = tf.TensorSpec([None], tf.int32)
+    for _ in range(60):
+        deep = (deep,)
+    for specs in (deep, tf.TensorSpec([None, 2**21, 2**21], tf.int8), tf.TensorSpec([None] + [1] * 40, tf.int8)):
+        with pytest.raises(JournalError, match="cannot be written to disk"):
+            _header(specs, 1)
 
 
 def test_specs_through_json() -> None:
