@@ -249,22 +249,34 @@ class DeviceMap:
         """
         return None if self._observers.last is None else self._observers.last.report()
 
-    def write(self, data: Any, directory: str | os.PathLike[str]) -> Results:
+    def write(
+        self,
+        data: Any,
+        directory: str | os.PathLike[str],
+        *,
+        check_variables: bool = False,
+        trust_function: bool = False,
+    ) -> Results:
         """Map over `data`, and keep each finished chunk on disk; run again, it computes only what is missing.
 
-        Killed at any moment, also by a full disk, it loses at most the chunks that were in flight. A chunk file that is
-        damaged or half written is computed again.
+        Killed at any moment, also by a full disk, it loses at most the chunks that were in flight. A chunk that is
+        damaged or half written is computed again. The directory may be anybody's: it is read as such.
 
         Args:
             data: as for `parallel_map`; the same again when it is run again, which is checked.
             directory: a new or empty one, or one that an earlier run of the same call has left.
+            check_variables: whether other values of the variables that `fn` reads make it another function. Their shapes and
+                dtypes always do. Not for a `fn` that writes them.
+            trust_function: go on although `fn` is not what has computed the results in the directory, because the
+                difference makes none to the results.
 
         Returns:
             What the directory holds, as `devicemap.open_results(directory)` does.
 
         Raises:
-            JournalError: the directory holds something else, results of other data or of another call, or another
-                process writes to it; then nothing in it has been touched. Or the disk failed.
+            JournalError: the directory holds something else, results of other data, of another call or another function (by
+                its graph, traced by the same version of TensorFlow), or another process writes to it; then nothing in it has
+                been touched. Or the disk failed.
 
         Examples:
             >>> import tempfile
@@ -273,7 +285,7 @@ class DeviceMap:
             >>> results.load()
             array([ 0,  1,  4,  9, 16], dtype=int32)
         """
-        write(self._calls, data, directory)
+        write(self._calls, data, directory, check_variables, trust_function)
         return open_results(directory)
 
     def verify(self, data: Any, rows: int | None = None, *, tolerance: float | None = None) -> Verification:

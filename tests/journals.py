@@ -15,13 +15,25 @@ import numpy as np
 import pytest
 
 import devicemap
+from devicemap.store.chunks import Layout
+from devicemap.store.entries import Entry
+from devicemap.store.header import Header
 from devicemap.store.journal import Journal, open_journal
-from devicemap.store.records import JOURNAL, Header, read_chunk, read_journal
-from devicemap.store.storage import unpack_arrays
+from devicemap.store.records import JOURNAL, read_journal
+from devicemap.store.segments import SegmentReader, segment_name
 
-SPEC = {"dense": "int64", "shape": [None]}
+SPEC = {"dense": "int64", "shape": [None], "stored": "i8"}
+FUNCTION = {"graph": "a digest", "parts": ["1 x Square"], "jit_compile": False}
 HEADER = Header(
-    results=SPEC, inputs=SPEC, batched=False, batch_size=4, chunk_rows=None, seed=None, rows=12, function="f"
+    results=SPEC,
+    inputs=SPEC,
+    batched=False,
+    batch_size=4,
+    chunk_rows=None,
+    seed=None,
+    rows=12,
+    function=FUNCTION,
+    name="f",
 )
 CHUNKS = [(0, 4), (4, 8), (8, 12)]
 
@@ -57,14 +69,34 @@ def check_whole(directory: Path, ranges: list[tuple[int, int]] = CHUNKS) -> None
     assert contents.ended
     assert contents.rows == 12
     assert [(entry.start, entry.stop) for entry in contents.entries] == ranges
-    assert sorted(os.listdir(directory)) == [JOURNAL, *(entry.file for entry in contents.entries)]
+    assert sorted(os.listdir(directory)) == files_of(directory)
     for entry in contents.entries:
-        arrays = unpack_arrays(read_chunk(directory, entry))
-        np.testing.assert_array_equal(arrays["0.values"], np.arange(entry.start, entry.stop) ** 2)
+        np.testing.assert_array_equal(read(directory, entry), np.arange(entry.start, entry.stop) ** 2)
+
+
+def files_of(directory: Path) -> list[str]:
+    """The files that have to be in a folder, and no others: the journal, and those that hold the chunks it tells of."""
+    return sorted({segment_name(entry.file) for entry in read_journal(directory).entries} | {JOURNAL})
+
+
+def place_of(directory: Path, chunk: int) -> tuple[Path, slice]:
+    """Where a chunk is: a file, and the range of its bytes."""
+    entry = read_journal(directory).entries[chunk]
+    return directory / segment_name(entry.file), slice(entry.offset, entry.offset + entry.size_bytes)
+
+
+def read(directory: Path, entry: Entry) -> Any:
+    """The values of a chunk."""
+    with SegmentReader(directory, Layout(SPEC)) as segments:
+        (arrays,) = segments.read(entry)
+        return arrays["values"]
 
 
 def _snapshot(directory: Path) -> Any:
-    return {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in directory.rglob("*")}
+    """What is in a folder; of what is no file or folder, that it is there."""
+    paths = list(directory.rglob("*"))
+    contents = {path: path.read_bytes() for path in paths if path.is_file() and not path.is_symlink()}
+    return {path: (path.lstat().st_mtime_ns, contents.get(path)) for path in paths}
 
 
 @contextmanager
@@ -92,10 +124,9 @@ package.__path__ = [sys.argv[1]]
 sys.modules["devicemap"] = package
 import numpy as np
 from devicemap.store.journal import open_journal
-from devicemap.store.records import Header
+from devicemap.store.header import Header
 assert "tensorflow" not in sys.modules
-SPEC = {"dense": "int64", "shape": [None]}
-def header(rows): return Header(SPEC, SPEC, False, 4, None, None, rows, "f")
+def header(rows): return Header(**{**HEADER, "rows": rows})
 def write(directory, rows):
     computed = 0
     with open_journal(directory, header(rows)) as journal:
@@ -110,5 +141,6 @@ def write(directory, rows):
 
 def run_alone(code: str, *arguments: Any) -> Any:
     """Run code in a process of its own that has the journal and no TensorFlow; returns what it printed, as JSON."""
-    command = [sys.executable, "-c", _LIGHT + code, str(Path(devicemap.__file__).parent), *map(str, arguments)]
+    header = f"HEADER = {vars(HEADER)!r}\n"
+    command = [sys.executable, "-c", header + _LIGHT + code, str(Path(devicemap.__file__).parent), *map(str, arguments)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout)

@@ -23,6 +23,7 @@ _session = Private(
     "tensorflow.python.client.pywrap_tf_session",
     *("TF_GetRegisteredKernelsForOp", "TF_GetBuffer", "TF_DeleteBuffer"),
 )
+_script_ops = Private("tensorflow.python.ops.script_ops", "_py_funcs.get")
 _atomic = Private(
     "tensorflow.python.eager.polymorphic_function.atomic_function",
     *("AtomicFunction.graph", "AtomicFunction.cached_definition"),
@@ -167,6 +168,13 @@ def registered_kernels(op: str) -> list[Kernel]:
         )
         for kernel in kernels.kernel
     ]
+
+
+@with_fallback(nothing, _script_ops)
+def python_function(token: str) -> Any:
+    """The Python function that the op with this token calls. Publicly it is not to be had from a graph: `None`."""
+    found = _script_ops._py_funcs.get(token)
+    return getattr(found, "_func", found)
 
 
 @with_fallback(nothing, _context)

@@ -103,6 +103,9 @@ def _build_parser() -> argparse.ArgumentParser:
     mapping.add_argument("--seed", type=int, metavar="N", help="FUNCTION also gets seed=, for tf.random.stateless_*")
     run = _add(commands, "run", "map over all rows, and keep the results in a folder; run again, it goes on", mapping)
     run.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one that the same command has left")
+    run.add_argument(
+        "--trust-function", action="store_true", help="go on with results of another FUNCTION, that would be the same"
+    )
     run.add_argument("--quiet", action="store_true", help="no progress bar")
     explain = _add(commands, "explain", "say what will run where, and what stands in the way of parallelism", mapping)
     bench = _add(commands, "bench", "measure eager code against graphs, one device against all", mapping)

@@ -78,7 +78,7 @@ def run_command(options: argparse.Namespace) -> None:
     if not options.quiet:
         rich.reconfigure(stderr=True)  # the bar is no output
     mapper = _mapper(options, progress=not options.quiet)
-    results = mapper.write(_data(options), options.out)
+    results = mapper.write(_data(options), options.out, trust_function=options.trust_function)
     if (report := mapper.report) is not None:
         print(report.summary if report.rows or not len(results) else "no row was missing")
     print(f"{len(results)} rows in {options.out}; devicemap.open_results({options.out!r}) reads them")

@@ -14,9 +14,13 @@ A folder stands for the files in it, without those in folders further down and h
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import gzip
+import os
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap.errors import DataError
+from devicemap.errors import DataError, warn_user
 
 _SLICE_BYTES = 2**22
 """About how much of a memory-mapped array is read at once."""
@@ -43,6 +47,9 @@ def read_input(path: str, batched: bool, batch_size: int | None) -> Any:
 
     Raises:
         DataError: nothing is there, or it cannot be read as rows.
+
+    Warns:
+        RuntimeWarning: a TFRecord file was cut inside the header of a record, and lacks that one.
     """
     folder = Path(path)
     if folder.is_dir() and any((folder / mark).exists() for mark in _MARKS_OF_SAVED_DATASET):
@@ -57,6 +64,8 @@ def read_input(path: str, batched: bool, batch_size: int | None) -> Any:
         packed = {name.endswith(".gz") for name in files}
         if len(packed) > 1:
             raise DataError(f"{path} holds TFRecord files of which some are compressed; give those apart")
+        for name in files:
+            _warn_of_cut(name)
         dataset = tf.data.TFRecordDataset(files, compression_type="GZIP" if packed.pop() else "")
     else:
         dataset = tf.data.Dataset.from_tensor_slices(files).map(tf.io.read_file, num_parallel_calls=tf.data.AUTOTUNE)
@@ -114,6 +123,16 @@ def _read_npz(files: Sequence[str], path: str) -> dict[str, Any]:
     return arrays
 
 
+def _warn_of_cut(name: str) -> None:
+    """Warn of a file that ends inside the header of a record: TensorFlow takes that for its end, and fails at other cuts."""
+    opened: Any = gzip.open if name.endswith(".gz") else open
+    with contextlib.suppress(OSError, EOFError, OverflowError, zlib.error), opened(name, "rb") as file:
+        while header := file.read(12):
+            if len(header) < 12:
+                warn_user(f"{name} was cut inside the header of its last record, which is lost", RuntimeWarning)
+            file.seek(int.from_bytes(header[:8], "little") + 4, os.SEEK_CUR)
+
+
 def _read_npy(files: Sequence[str], batched: bool, batch_size: int | None) -> Any:
     arrays = [_open_npy(name) for name in files]
     first = arrays[0]
@@ -151,4 +170,6 @@ def _open_npy(name: str) -> Any:
         raise DataError(f"{name} is not a .npy file of a plain array: {error}") from error
     if array.ndim == 0:
         raise DataError(f"{name} holds a single number; expected an array with rows as its first axis")
+    if len(array) and not array.size:
+        raise DataError(f"{name} holds {len(array)} rows of shape {[*array.shape[1:]]}, with nothing in them")
     return array

@@ -50,6 +50,9 @@ class Traced:
     reason: str
     """Why they are, or are not."""
 
+    function: Any
+    """`tf.types.experimental.ConcreteFunction`: what the user's function was traced to, for one row or for a batch."""
+
     audit: Audit
     """The state that it touches."""
 
@@ -125,7 +128,7 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: Stream |
         if not any(handle is variable.handle for handle in traced_fn.captured_inputs):
             raise OptionError(f"in_place has {variable.name!r} of shape {variable.shape}, which fn does not use")
     steady = is_steady(traced_fn.graph.as_graph_def())
-    about = leaf_specs, shape_of_results[-1], steady, options.in_place
+    about = traced_fn, leaf_specs, shape_of_results[-1], steady, options.in_place
     traced = _variants(loops, *about)
     if not compiled:
         return traced
@@ -137,7 +140,9 @@ def _variants(loops: list[RowLoop], *about: Any) -> Traced:
     return replace(first, with_gradients=others[0]) if others else first
 
 
-def _traced(loop: RowLoop, specs: list[Any], structure: Any, steady: bool, in_place: Sequence[Any]) -> Traced:
+def _traced(
+    loop: RowLoop, function: Any, specs: list[Any], structure: Any, steady: bool, in_place: Sequence[Any]
+) -> Traced:
     """The loop, fit to be called on many devices, and what is known of it."""
     concrete = loop.concrete
     differentiate_freely(concrete.graph)
@@ -148,7 +153,7 @@ def _traced(loop: RowLoop, specs: list[Any], structure: Any, steady: bool, in_pl
     if found.colocated:
         concrete = _kept_whole(concrete, specs)
         found = audit(concrete, concrete.graph.as_graph_def(), in_place)
-    return Traced(concrete, structure, tuple(outputs), loop.vectorized, loop.reason, found, steady)
+    return Traced(concrete, structure, tuple(outputs), loop.vectorized, loop.reason, function, found, steady)
 
 
 def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: list[Any], stream: Stream | None) -> Any:

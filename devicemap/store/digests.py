@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap.store.encoding import Array, encode_array
+from devicemap.store.chunks import Array
+from devicemap.store.encoding import encode_array
 
 
 class RowDigest:

@@ -6,8 +6,10 @@ splits, sparse ones are indices and values, and numbers that NumPy does not know
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,41 +19,57 @@ from devicemap.base.options import Options
 from devicemap.base.structure import Node
 from devicemap.data.rows import HOST
 from devicemap.errors import JournalError
-from devicemap.store.records import Header
+from devicemap.store.chunks import Array
+from devicemap.store.header import Header
+from devicemap.store.records import START_ANEW
 
-Array = np.ndarray[Any, Any]
+_DEEPEST_NEST = 50
+_MOST_DIMENSIONS = 32
+_MOST_ELEMENTS = 2**40
+"""What no description goes beyond: levels of a nest; dimensions; elements of a row, as far as its shape is known."""
 
 
 def describe_call(
-    results: Any, inputs: Any, options: Options, rows: int | None, chunk_rows: int | None, function: str
+    results: Any,
+    inputs: Any,
+    options: Options,
+    rows: int | None,
+    chunk_rows: int | None,
+    function: Mapping[str, Any],
+    name: str,
 ) -> Header:
     """The header for the results of a call.
 
     Args:
         results, inputs: nests of `tf.TypeSpec`s, of shapes `[None, ...]`.
+        options: of which `batched`, `batch_size` and `seed` matter here.
         rows: how many rows the data has, where that is known.
         chunk_rows: the rows of its first chunk, where it is a dataset of batches that are not cut.
-        function: its name.
+        function: what the function is, as `fingerprint.fingerprint` writes it.
+        name: of the function.
 
     Raises:
         JournalError: the results, or the data, are of a type that cannot be written down.
     """
+    described = describe_nest(results)
+    try:
+        specs_of(described)
+    except ValueError as error:  # found out now, and not when they are read
+        raise JournalError(f"what fn returns cannot be written to disk: {error}") from error
     size = (
         options.batch_size
         if options.batch_size is None or isinstance(options.batch_size, str)
         else int(options.batch_size)
     )
     seed = None if options.seed is None else int(options.seed)
-    return Header(
-        describe_nest(results), describe_nest(inputs), options.batched, size, chunk_rows, seed, rows, function
-    )
+    return Header(described, describe_nest(inputs), options.batched, size, chunk_rows, seed, rows, function, name)
 
 
 def describe_nest(specs: Any) -> Any:
     """A nest of specs as JSON.
 
     >>> describe_nest({"x": tf.TensorSpec([None, 3], tf.float32)})
-    {'dict': [['x', {'dense': 'float32', 'shape': [None, 3]}]]}
+    {'dict': [['x', {'dense': 'float32', 'shape': [None, 3], 'stored': 'f4'}]]}
 
     Raises:
         JournalError: for what is not a tuple, named tuple, dict or object of dense, ragged or sparse tensors.
@@ -76,7 +94,7 @@ def describe_nest(specs: Any) -> Any:
             "tensors of numbers or strings"
         )
     shape = None if specs.shape.rank is None else specs.shape.as_list()
-    described = {kind: specs.dtype.name, "shape": shape}
+    described = {kind: specs.dtype.name, "shape": shape, "stored": _stored(specs.dtype)}
     if kind == "ragged":
         described |= {"ragged_rank": specs.ragged_rank, "row_splits": specs.row_splits_dtype.name}
     return described
@@ -92,21 +110,54 @@ def _describe_object(node: Node) -> Any:
     return {"namedtuple": node.kind.__name__, "fields": fields, "metadata": repr(node.static)}
 
 
-def specs_of(described: Any) -> Any:
+def structure_of(described: Any, directory: Path) -> Any:
+    """The nest of specs that a header describes.
+
+    Raises:
+        JournalError: it is nothing that `describe_nest` writes.
+    """
+    try:
+        structure = specs_of(described)
+        describe_nest(structure)  # and of dtypes that can be written down, in an order that leaves can have
+        tf.nest.flatten(structure)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, JournalError) as error:
+        raise JournalError(
+            f"{directory} says of its results what devicemap never writes: {type(error).__name__}: {error!s:.200}. {START_ANEW}"
+        ) from error
+    return structure
+
+
+def specs_of(described: Any, depth: int = 0) -> Any:
     """The nest of specs that `describe_nest` described; its named tuples are of classes of the same name and fields.
 
     Objects are named tuples too, of what they hold besides values that are no tensors.
     """
+    if depth > _DEEPEST_NEST:
+        raise ValueError(f"a nest of more than {_DEEPEST_NEST} levels")
+
+    def inner(entries: Any) -> list[tuple[Any, Any]]:
+        return [(key, specs_of(value, depth + 1)) for key, value in entries if "value" not in value]
+
     if "dict" in described:
-        return {key: specs_of(value) for key, value in described["dict"] if "value" not in value}
+        return dict(inner(described["dict"]))
     if "tuple" in described:
-        return tuple(specs_of(value) for value in described["tuple"] if "value" not in value)
+        return tuple(spec for _, spec in inner(enumerate(described["tuple"])))
     if "namedtuple" in described:
-        fields = [(field, specs_of(value)) for field, value in described["fields"] if "value" not in value]
-        names = [field for field, _ in fields]
-        kind: Any = namedtuple(described["namedtuple"], names, rename=True)  # type: ignore[misc]
+        fields = inner(described["fields"])
+        kind: Any = namedtuple(described["namedtuple"], [field for field, _ in fields], rename=True)  # type: ignore[misc]
         return kind(*(spec for _, spec in fields))
     shape = described["shape"]
+    if shape is not None:
+        rows, *sizes = shape
+        known = [size for size in sizes if size is not None]
+        if (
+            rows is not None
+            or len(shape) > _MOST_DIMENSIONS
+            or any(type(size) is not int or size < 0 for size in known)
+        ):
+            raise ValueError(f"a shape of {shape}")
+        if math.prod(max(size, 1) for size in known) > _MOST_ELEMENTS:
+            raise ValueError(f"rows of a shape of {sizes}")
     if "ragged" in described:
         splits = tf.as_dtype(described["row_splits"])
         return tf.RaggedTensorSpec(shape, tf.as_dtype(described["ragged"]), described["ragged_rank"], splits)
@@ -115,19 +166,24 @@ def specs_of(described: Any) -> Any:
     return tf.TensorSpec(shape, tf.as_dtype(described["dense"]))
 
 
+def _stored(dtype: Any) -> str:
+    """The dtype that arrays of this one are written in, as `"f4"`, or `"strings"`."""
+    if dtype == tf.string:
+        return "strings"
+    plain = np.dtype(dtype.as_numpy_dtype)
+    return f"{plain.kind}{plain.itemsize}" if plain.isbuiltin == 1 else f"u{plain.itemsize}"
+
+
 def encode_leaves(leaves: Sequence[Any]) -> dict[str, Array]:
     """The arrays of several eager leaves, under the names that they have in a chunk's file: `0.values`, `1.splits0`."""
     return {f"{i}.{part}": array for i, leaf in enumerate(leaves) for part, array in _encode_leaf(leaf).items()}
 
 
-def decode_leaves(arrays: Mapping[str, Array], specs: Sequence[Any]) -> list[Any]:
-    """The leaves that were encoded: dense ones as arrays (strings as bytes, of dtype object), others as tensors."""
-    parts: list[dict[str, Array]] = [{} for _ in specs]
-    for name, array in arrays.items():
-        i, _, part = name.partition(".")
-        parts[int(i)][part] = array
+def decode_leaves(leaves: Sequence[Mapping[str, Array]], specs: Sequence[Any]) -> list[Any]:
+    """The leaves that were encoded, of arrays that are known to fit: dense ones as arrays (strings as bytes, of dtype
+    object), others as tensors."""
     with tf.device(HOST):
-        return list(map(_decode_leaf, parts, specs))
+        return list(map(_decode_leaf, leaves, specs))
 
 
 def _encode_leaf(leaf: Any) -> dict[str, Array]:

@@ -1,14 +1,14 @@
 """Results on disk, the writing side: a folder of chunks, and a journal that says which of them are finished.
 
     out/
-      journal.jsonl                            the header; a line per finished chunk; the number of rows, when all are there
-      rows-000000000000-000000000032.npz       the results of rows 0 to 31
-      rows-000000000032-000000000064.npz
+      journal.jsonl         the header; a line per finished chunk; the number of rows, when all are there
+      chunks-000000.bin     chunks, one after another, in the order in which they were finished
+      chunks-000001.bin     those of the next run, or those after 64 MiB
 
-What is believed: a line of the journal that has its checksum, and a chunk whose file has the size and checksum that its
-line says. A chunk is written under another name, synced, renamed, and its folder synced, before its line is written and
-synced. So a process that dies, or a disk that is full, leaves at most a file without a line, a temporary file, and half
-a last line. None of them is believed, and the next run takes them away before it writes.
+What is believed: a line of the journal that has its checksum, and a chunk that has the size and checksum that its line says,
+and fits the header. A chunk is written and synced before its line is written and synced. So a process that dies, or a disk
+that is full, leaves at most a chunk without a line, and half a last line. Neither is believed; the next run takes away half a
+line, and files without a chunk that is believed, before it writes.
 
 Lines are only ever added, and later lines count more than earlier ones about the same rows. Opening a folder changes
 nothing in it but creates the journal in an empty one, because that is the file that is locked: whoever finds that the
@@ -17,50 +17,31 @@ folder is about something else can still leave it as it was.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import threading
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from devicemap.errors import JournalError, MissingRowsError
-from devicemap.store.records import (
-    JOURNAL,
-    START_ANEW,
-    Contents,
-    Entry,
-    Header,
-    header_line,
-    insert_entry,
-    missing_rows,
-    parse_journal,
-    read_chunk,
-    write_line,
-)
-from devicemap.store.storage import (
-    READ_AND_CREATE,
-    checksum,
-    disk_errors,
-    lock,
-    pack_arrays,
-    sync_folder,
-    write_all,
-    write_synced,
-)
+from devicemap.store.chunks import Array, Layout, pack_arrays
+from devicemap.store.entries import Entry, insert_entry, missing_rows
+from devicemap.store.header import Header, other_call, other_function
+from devicemap.store.records import JOURNAL, START_ANEW, Contents, header_line, parse_journal, write_line
+from devicemap.store.segments import SEGMENT, SegmentReader, SegmentWriter, segment_name
+from devicemap.store.storage import Lock, checksum, disk_errors, reader, sync_folder, write_all
 
 _GO_ON = "All chunks that were finished before are kept: run write again, and it computes what is missing"
-_OURS = re.compile(r"rows-\d{12,}-\d{12,}\.npz(\.\d+\.tmp)?")
 
 
-def open_journal(directory: str | os.PathLike[str], header: Header) -> Journal:
+def open_journal(directory: str | os.PathLike[str], header: Header, trusted: bool = False) -> Journal:
     """Open a folder for writing: a new or empty one, or one that an earlier run of the same call has left.
 
-    Every chunk that the journal says is finished is read once, and its checksum compared. Nothing is written yet.
+    Every chunk that the journal says is finished is read once, and checked. Nothing is written yet.
+
+    Args:
+        directory: the folder.
+        header: what is to be written there.
+        trusted: whether results of another function are taken for those of this one.
 
     Raises:
         JournalError: the folder holds something else, or results of another call, or is being written to.
@@ -69,19 +50,21 @@ def open_journal(directory: str | os.PathLike[str], header: Header) -> Journal:
     with disk_errors(f"opening {path} to write results", "It must be a directory that can be written to and locked"):
         _refuse_foreign(path)
         path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path / JOURNAL, READ_AND_CREATE, 0o666)
         try:
-            if not lock(descriptor):
-                raise JournalError(
-                    f"{path} is being written to, by another call or another process. Wait until that has ended, or "
-                    "write to another directory"
-                )
-            contents = parse_journal((path / JOURNAL).read_bytes(), path)
-            contents = _continued(path, contents, header)
-            whole = [entry for entry in contents.entries if _is_whole(path, entry)]
-            return Journal(path, header, contents, whole, descriptor)
+            lock = Lock(path / JOURNAL)
+        except BlockingIOError as error:
+            raise JournalError(
+                f"{path} is being written to, by another call or another process. Wait until that has ended, or "
+                "write to another directory"
+            ) from error
+        try:
+            with reader(path / JOURNAL) as file:
+                contents = _continued(path, parse_journal(file, path), header, trusted)
+            with SegmentReader(path, Layout(header.results)) as segments:
+                whole = [entry for entry in contents.entries if _is_whole(segments, entry)]
+            return Journal(path, header, contents, whole, lock)
         except BaseException:
-            os.close(descriptor)
+            lock.close()
             raise
 
 
@@ -91,14 +74,15 @@ class Journal:
     Closing it while a thread is inside `append` is safe too: that chunk is either kept whole, or not at all.
     """
 
-    def __init__(self, directory: Path, header: Header, contents: Contents, entries: list[Entry], descriptor: int):
+    def __init__(self, directory: Path, header: Header, contents: Contents, entries: list[Entry], file: Lock):
         self.directory = directory
         self.header = header
         self._rows = contents.rows
         self._ended = contents.ended
         self._entries = entries
         self._end = contents.size_bytes
-        self._descriptor: int | None = descriptor
+        self._file = file
+        self._segments = SegmentWriter(directory)
         self._lock = threading.Lock()
         self._begun = False
 
@@ -118,7 +102,7 @@ class Journal:
         with self._lock:
             return missing_rows(self._entries, start, stop)
 
-    def append(self, start: int, stop: int, arrays: Mapping[str, np.ndarray[Any, Any]], inputs: str) -> None:
+    def append(self, start: int, stop: int, arrays: Mapping[str, Array], inputs: str) -> None:
         """Keep the results of rows `start` to `stop - 1`, which were missing. When this returns they are on the disk.
 
         Args:
@@ -129,23 +113,14 @@ class Journal:
             JournalError: the disk failed (its `errno` says how), or the journal is closed.
         """
         data = pack_arrays(arrays)
-        entry = Entry(start, stop, len(data), checksum(data), inputs)
-        temporary = self.directory / f"{entry.file}.{threading.get_ident()}.tmp"
-        with disk_errors(f"writing rows {start} to {stop - 1} to {self.directory}", _GO_ON):
+        digest = checksum(data)
+        with disk_errors(f"writing rows {start} to {stop - 1} to {self.directory}", _GO_ON), self._lock:
+            assert missing_rows(self._entries, start, stop) == [(start, stop)]
             self._begin()
-            try:
-                write_synced(temporary, data)
-                with self._lock:
-                    assert missing_rows(self._entries, start, stop) == [(start, stop)]
-                    descriptor = self._open_descriptor()
-                    os.replace(temporary, self.directory / entry.file)
-                    sync_folder(self.directory)
-                    self._add(descriptor, write_line(vars(entry)))
-                    insert_entry(self._entries, entry)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    temporary.unlink(missing_ok=True)
-                raise
+            file, offset = self._segments.append(data)
+            entry = Entry(start, stop, file, offset, len(data), digest, inputs)
+            self._add(write_line(entry))
+            insert_entry(self._entries, entry)
 
     def finish(self, rows: int) -> None:
         """Say that all is done: `rows` rows, none of which is missing.
@@ -153,20 +128,20 @@ class Journal:
         Raises:
             JournalError: the disk failed, or the journal is closed.
         """
-        with disk_errors(f"ending the journal in {self.directory}", _GO_ON):
+        with disk_errors(f"ending the journal in {self.directory}", _GO_ON), self._lock:
+            assert not missing_rows(self._entries, 0, rows)
             self._begin()
-            with self._lock:
-                assert not missing_rows(self._entries, 0, rows)
-                if not self._ended or self._rows != rows:
-                    self._add(self._open_descriptor(), write_line({"rows": rows}))
-                self._ended, self._rows = True, rows
+            if not self._ended or self._rows != rows:
+                self._add(write_line({"rows": rows}))
+            self._ended, self._rows = True, rows
 
     def close(self) -> None:
-        """Let others write to the folder. Closing twice does nothing."""
+        """Let others write to the folder. Closing twice does nothing, nor does it in a process that was forked meanwhile."""
+        if self._file.descriptor is None:  # there, nobody may ever give back the mutex
+            return
         with self._lock:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
+            self._segments.close()
+            self._file.close()
 
     def __enter__(self) -> Journal:
         return self
@@ -176,32 +151,26 @@ class Journal:
 
     def _begin(self) -> None:
         """Before the first write: take away what an interrupted run left, and write the header where there is none."""
-        with self._lock:
-            descriptor = self._open_descriptor()
-            if self._begun:
-                return
-            kept = {entry.file for entry in self._entries}
-            for name in os.listdir(self.directory):
-                if _OURS.fullmatch(name) and name not in kept:
-                    (self.directory / name).unlink()
-            if not self._end:
-                sync_folder(self.directory.absolute().parent)
-                sync_folder(self.directory)
-                self._add(descriptor, header_line(self.header))
-            self._begun = True
-
-    def _add(self, descriptor: int, line: bytes) -> None:
-        """Add a line to the journal, in the place of what a failed attempt or a killed run has left there."""
-        os.ftruncate(descriptor, self._end)
-        os.lseek(descriptor, self._end, os.SEEK_SET)
-        write_all(descriptor, line)
-        os.fsync(descriptor)
-        self._end += len(line)
-
-    def _open_descriptor(self) -> int:
-        if self._descriptor is None:
+        if self._file.descriptor is None:
             raise JournalError(f"the journal in {self.directory} is closed, and takes no more results")
-        return self._descriptor
+        if self._begun:
+            return
+        kept = {segment_name(entry.file) for entry in self._entries}
+        for name in os.listdir(self.directory):
+            if SEGMENT.fullmatch(name) and name not in kept:
+                (self.directory / name).unlink()
+        if not self._end:
+            sync_folder(self.directory.absolute().parent)
+            sync_folder(self.directory)
+            self._add(header_line(self.header))
+        self._begun = True
+
+    def _add(self, line: bytes) -> None:
+        """Add a line to the journal, in the place of what a failed attempt or a killed run has left there."""
+        assert self._file.descriptor is not None
+        write_all(self._file.descriptor, line, self._end)
+        os.fsync(self._file.descriptor)
+        self._end += len(line)
 
 
 def _refuse_foreign(path: Path) -> None:
@@ -217,28 +186,30 @@ def _refuse_foreign(path: Path) -> None:
         )
 
 
-def _continued(path: Path, contents: Contents, header: Header) -> Contents:
+def _continued(path: Path, contents: Contents, header: Header, trusted: bool) -> Contents:
     """What a call can go on from; nothing, where the folder holds no results yet, of whatever call.
 
     Raises:
         JournalError: the folder holds results of another call.
     """
     anew = Contents(None, (), header.rows, False, 0)
-    if contents.header is None:
+    there = contents.header
+    if there is None:
         others = sorted(name for name in os.listdir(path) if name != JOURNAL)
         if others:
             raise JournalError(f"{path} holds {_some(others)}, but the journal there has no beginning. {START_ANEW}")
         return anew
-    for name in (field.name for field in fields(Header)):
-        there, here = getattr(contents.header, name), getattr(header, name)
-        if there != here:
-            if not (contents.entries or contents.ended or any(map(_OURS.fullmatch, os.listdir(path)))):
-                return anew
-            raise JournalError(
-                f"{path} holds results of another call, of {contents.header.function!r}: {name} was {there!r} there, "
-                f"and is {here!r} now. {START_ANEW}"
-            )
-    return contents
+    found = other_call(there, header)
+    what, advice = "another call", START_ANEW
+    if not (found or trusted):
+        found = other_function(there.function, header.function)
+        what = "another function"
+        advice = f"{START_ANEW}; if that makes no difference to results, give trust_function=True"
+    if not found:
+        return contents
+    if not (contents.entries or contents.ended or any(map(SEGMENT.fullmatch, os.listdir(path)))):
+        return anew
+    raise JournalError(f"{path} holds results of {what}, of {there.name!r:.100}: {'; '.join(found)}. {advice}")
 
 
 def _some(names: list[str]) -> str:
@@ -246,9 +217,9 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _is_whole(path: Path, entry: Entry) -> bool:
+def _is_whole(segments: SegmentReader, entry: Entry) -> bool:
     try:
-        read_chunk(path, entry)
+        segments.read(entry)
     except MissingRowsError:
         return False
     return True

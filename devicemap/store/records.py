@@ -1,22 +1,23 @@
 """What the journal of a folder of results says: its lines, and what is believed of them. Bytes in, values out.
 
-The first line is the header. Each further line is a finished chunk, or the number of rows where a run got to the end.
-Each is JSON, and ends with its own checksum. Later lines count more than earlier ones about the same rows.
+The first line is the header, a dict. Each further line is a finished chunk, as the list of the fields of its `Entry`, or the
+number of rows, as a dict, where a run got to the end. Each is JSON, and ends with its own checksum, which tells damage, not
+forgery: what is in a line is taken for what anybody may have written. Later lines count more than earlier ones about the
+same rows.
 """
 
 from __future__ import annotations
 
-import bisect
-import errno
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from devicemap.errors import JournalError, MissingRowsError
-from devicemap.store.storage import checksum, disk_errors
+from devicemap.errors import JournalError
+from devicemap.store.entries import Entry, latest
+from devicemap.store.header import Header
+from devicemap.store.storage import checksum, disk_errors, reader
 
 JOURNAL = "journal.jsonl"
 """The name of the journal in its folder."""
@@ -24,62 +25,13 @@ JOURNAL = "journal.jsonl"
 START_ANEW = "Write to another directory, or delete this one to start anew"
 """What to do about a folder that is refused."""
 
-_FORMAT = 1
+_FORMAT = 2
 _BEGINNING = b'{"devicemap journal": '
 
-
-@dataclass(frozen=True)
-class Header:
-    """What the results in a folder are results of. All but `function` must be the same when the folder is used again."""
-
-    results: Any
-    """The nest of the results' specs, as `encoding.describe_nest` writes it."""
-
-    inputs: Any
-    """The nest of the data's specs, written the same way."""
-
-    batched: bool
-    """The option."""
-
-    batch_size: int | str | None
-    """The option."""
-
-    chunk_rows: int | None
-    """Rows of the first chunk, where the data decides that: a dataset of batches without `batch_size`."""
-
-    seed: int | None
-    """The option."""
-
-    rows: int | None
-    """How many rows the data has, `None` where nobody knew when the call began."""
-
-    function: str
-    """The name of the function, to tell people."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A chunk that the journal says is finished."""
-
-    start: int
-    """Global index of the first row."""
-
-    stop: int
-    """Global index after the last row."""
-
-    size_bytes: int
-    """The size of its file."""
-
-    checksum: str
-    """`storage.checksum` of its file."""
-
-    inputs: str
-    """`digests.RowDigest` of the rows that it was computed from."""
-
-    @property
-    def file(self) -> str:
-        """The name of its file."""
-        return f"rows-{self.start:012}-{self.stop:012}.npz"
+_LONGEST_HEADER = 2**22
+_LONGEST_LINE = 2**9
+_MOST = 2**48
+"""What no journal goes beyond: bytes of its first line and of others; rows, files, and bytes of one."""
 
 
 @dataclass(frozen=True)
@@ -104,65 +56,39 @@ class Contents:
 
 def header_line(header: Header) -> bytes:
     """The first line of a journal."""
-    return write_line({"devicemap journal": _FORMAT, **vars(header)})
+    line = write_line({"devicemap journal": _FORMAT, **vars(header)})
+    if len(line) > _LONGEST_HEADER:
+        raise JournalError(f"what the results are results of takes {len(line)} bytes; at most {_LONGEST_HEADER} can be")
+    return line
 
 
-def write_line(record: Mapping[str, Any]) -> bytes:
+def write_line(record: Mapping[str, Any] | Sequence[Any]) -> bytes:
     """A record as a line of JSON whose last entry is the checksum of what stands before it."""
     body = json.dumps(record).encode()[:-1]
     return body + _tail(body) + b"\n"
 
 
-def read_line(line: bytes) -> dict[str, Any] | None:
+def read_line(line: bytes) -> Any:
     """The record in a line without its end, `None` where that is not exactly what `write_line` made."""
-    size = len(_tail(b""))
+    size = _TAIL_BYTES.get(line[:1], len(line))
     body, tail = line[:-size], line[-size:]
-    return json.loads(body + b"}") if tail == _tail(body) else None
+    if not body or tail != _tail(body):
+        return None
+    try:
+        text = (body + tail[-1:]).decode()
+        record, end = _decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return record if end == len(text) else None
 
 
 def _tail(body: bytes) -> bytes:
-    return b', "checksum": "' + checksum(body).encode() + b'"}'
+    key, end = ('"checksum": ', "}") if body.startswith(b"{") else ("", "]")
+    return f', {key}"{checksum(body)}"{end}'.encode()
 
 
-def parse_journal(data: bytes, directory: Path) -> Contents:
-    """What is believed of a journal's bytes.
-
-    Raises:
-        JournalError: it is not a journal of devicemap, its header is damaged, or it has another format.
-    """
-    begun = data.rstrip(b"\0")  # some file systems fill what was not synced before a power failure with zeros
-    if b"\n" not in begun and (begun.startswith(_BEGINNING) or _BEGINNING.startswith(begun)):
-        return Contents(None, (), None, False, 0)
-    if not data.startswith(_BEGINNING):
-        raise JournalError(f"{directory / JOURNAL} is not a journal of devicemap, or is damaged. {START_ANEW}")
-    first, *lines = data.split(b"\n")[:-1]
-    head = read_line(first)
-    if head is None:
-        raise JournalError(
-            f"the first line of {directory / JOURNAL} is damaged, so nobody knows what the results beside it are "
-            f"results of. {START_ANEW}"
-        )
-    if head.pop("devicemap journal") != _FORMAT:
-        raise JournalError(
-            f"{directory} was written by another version of devicemap. {START_ANEW}, or use that version"
-        )
-    header = Header(**head)
-    records: list[dict[str, Any]] = []
-    position = size_bytes = len(first) + 1
-    for line in lines:
-        position += len(line) + 1
-        record = read_line(line)
-        if record is not None:
-            records.append(record)
-            size_bytes = position
-    entries: list[Entry] = []
-    totals = [record["rows"] for record in records if "rows" in record]
-    for record in reversed(records):
-        if "rows" not in record:
-            entry = Entry(**record)
-            if missing_rows(entries, entry.start, entry.stop) == [(entry.start, entry.stop)]:
-                insert_entry(entries, entry)  # else the chunk was found to be damaged, and later lines replace it
-    return Contents(header, tuple(entries), totals[-1] if totals else header.rows, bool(totals), size_bytes)
+_TAIL_BYTES = {start: len(_tail(start)) for start in (b"{", b"[")}
+_decode = json.JSONDecoder().raw_decode  # json.loads takes twice as long for a line
 
 
 def read_journal(directory: Path) -> Contents:
@@ -171,56 +97,75 @@ def read_journal(directory: Path) -> Contents:
     Raises:
         JournalError: there is none, or it cannot be read.
     """
-    with disk_errors(f"reading {directory / JOURNAL}", "Is this a directory that devicemap has written to?"):
-        return parse_journal((directory / JOURNAL).read_bytes(), directory)
+    path = directory / JOURNAL
+    with disk_errors(f"reading {path}", "Is this a directory that devicemap has written to?"), reader(path) as file:
+        return parse_journal(file, directory)
 
 
-def read_chunk(directory: Path, entry: Entry) -> bytes:
-    """The file of a chunk.
+def parse_journal(file: BinaryIO, directory: Path) -> Contents:
+    """What is believed of a journal, read from its start.
 
     Raises:
-        MissingRowsError: it is not there, or not the one that the journal speaks of.
-        JournalError: it cannot be read for another reason.
+        JournalError: it is not a journal of devicemap, its header is damaged, or it has another format.
     """
-    again = "Run write again with the same function and data: it computes them, and only them, again"
-    rows = f"rows {entry.start} to {entry.stop - 1}"
-    with disk_errors(f"reading {directory / entry.file}", "It holds " + rows):
-        try:
-            data = (directory / entry.file).read_bytes()
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.EIO):
-                raise
-            raise MissingRowsError(f"{rows} are missing: {error}. {again}") from error
-    if len(data) != entry.size_bytes or checksum(data) != entry.checksum:
-        raise MissingRowsError(f"{rows} are damaged: {directory / entry.file} is not what was written. {again}")
-    return data
+    first = file.readline(_LONGEST_HEADER)
+    if not first.endswith(b"\n"):
+        begun = first.rstrip(b"\0")  # some file systems fill what was not synced before a power failure with zeros
+        if begun.startswith(_BEGINNING) or _BEGINNING.startswith(begun):
+            return Contents(None, (), None, False, 0)
+    header = _read_header(first, directory)
+    entries, totals, position = [], [], len(first)
+    size_bytes = position
+    while (line := file.readline(_LONGEST_LINE)).endswith(b"\n"):
+        position += len(line)
+        record = read_line(line[:-1])
+        if _is_entry(record) and (header.rows is None or record[1] <= header.rows):
+            entries.append(Entry._make(record))
+        elif isinstance(record, dict) and _is_count(record.get("rows")) and header.rows in (None, record["rows"]):
+            totals.append(record["rows"])
+        else:
+            continue
+        size_bytes = position
+    kept = latest(entries)
+    ended = bool(totals) and (not kept or kept[-1].stop <= totals[-1])
+    return Contents(header, tuple(kept), totals[-1] if ended else header.rows, ended, size_bytes)
 
 
-def insert_entry(entries: list[Entry], entry: Entry) -> None:
-    """Put an entry at its place; none of its rows are in `entries`."""
-    first, after_last = _overlapping(entries, entry.start, entry.stop)
-    assert first == after_last
-    entries.insert(first, entry)
+def _read_header(line: bytes, directory: Path) -> Header:
+    """The header in the first line of a journal, of which nothing but the nests and the fingerprint is still unknown."""
+    path = directory / JOURNAL
+    if not line.startswith(_BEGINNING):
+        raise JournalError(f"{path} is not a journal of devicemap, or is damaged. {START_ANEW}")
+    head = read_line(line[:-1])
+    if not isinstance(head, dict):
+        raise JournalError(
+            f"the first line of {path} is damaged, so nobody knows what the results beside it are results of. {START_ANEW}"
+        )
+    if head.pop("devicemap journal") != _FORMAT:
+        raise JournalError(
+            f"{directory} was written by another version of devicemap, in another format. {START_ANEW}, or use that version"
+        )
+    kinds: dict[str, Any] = {
+        "results": dict, "inputs": dict, "batched": bool, "batch_size": int | str | None, "chunk_rows": int | None,
+        "seed": int | None, "rows": int | None, "function": dict, "name": str,
+    }  # fmt: skip
+    wrong = {*head} ^ {*kinds} or {name for name, kind in kinds.items() if not isinstance(head[name], kind)}
+    if wrong or not (head["rows"] is None or _is_count(head["rows"])):
+        which = ", ".join(sorted(wrong or {"rows"}))
+        raise JournalError(f"the first line of {path} is none that devicemap writes, by its {which:.80}. {START_ANEW}")
+    return Header(**head)
 
 
-def missing_rows(entries: Sequence[Entry], start: int, stop: int) -> list[tuple[int, int]]:
-    """The `(start, stop)` of what is not finished of rows `start` to `stop - 1`; entries as in `Contents`.
-
-    >>> missing_rows([Entry(2, 4, 0, "", ""), Entry(4, 6, 0, "", "")], 0, 8)
-    [(0, 2), (6, 8)]
-    """
-    gaps = []
-    first, last = _overlapping(entries, start, stop)
-    for entry in entries[first:last]:
-        if start < entry.start:
-            gaps.append((start, entry.start))
-        start = entry.stop
-    if start < stop:
-        gaps.append((start, stop))
-    return gaps
+def _is_entry(record: Any) -> bool:
+    if not (isinstance(record, list) and len(record) == len(Entry._fields)):
+        return False
+    start, stop, file, offset, size_bytes, its_checksum, inputs = record
+    if not type(start) is type(stop) is type(file) is type(offset) is type(size_bytes) is int:
+        return False
+    if not (0 <= start < stop <= _MOST and 0 <= file <= _MOST and 0 <= offset <= _MOST and 0 <= size_bytes <= _MOST):
+        return False
+    return type(its_checksum) is type(inputs) is str
 
 
-def _overlapping(entries: Sequence[Entry], start: int, stop: int) -> tuple[int, int]:
-    """The range of the entries that have some of the rows; empty and at their place where there are none."""
-    first = bisect.bisect_right(entries, start, key=attrgetter("stop"))
-    return first, bisect.bisect_left(entries, stop, key=attrgetter("start"))
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MOST

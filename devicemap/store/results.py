@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import tensorflow as tf
 
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, empty_rows, take_rows
-from devicemap.errors import JournalError, MissingRowsError
-from devicemap.store.encoding import Array, decode_leaves, specs_of
-from devicemap.store.records import Contents, Entry, missing_rows, read_chunk, read_journal
-from devicemap.store.storage import unpack_arrays
+from devicemap.errors import FunctionError, JournalError, MissingRowsError, brief
+from devicemap.store.chunks import Array, Layout
+from devicemap.store.encoding import decode_leaves, describe_nest, structure_of
+from devicemap.store.entries import Entry, missing_rows, overlapping
+from devicemap.store.records import Contents, read_journal
+from devicemap.store.segments import SegmentReader
 
 
 def open_results(directory: str | os.PathLike[str]) -> Results:
@@ -58,10 +60,11 @@ class Results:
         self.directory = directory
         """Where they are."""
 
-        self.structure = specs_of(contents.header.results)
+        self.structure = structure_of(contents.header.results, directory)
         """Nest of `tf.TypeSpec`s, of shapes `[None, ...]`."""
 
         self._specs = tf.nest.flatten(self.structure)
+        self._layout = Layout(describe_nest(self.structure))
         self._entries = contents.entries
         self._rows = contents.rows
 
@@ -94,11 +97,12 @@ class Results:
     def __iter__(self) -> Iterator[Any]:
         """The chunks, in order, one file at a time. The end of those before a gap is an error."""
         row = 0
-        for entry in self._entries:
-            if entry.start > row:
-                raise self._missing_error([(row, entry.start)])
-            yield self._pack(self._leaves(entry))
-            row = entry.stop
+        with self._reader() as segments:
+            for entry in self._entries:
+                if entry.start > row:
+                    raise self._missing_error([(row, entry.start)])
+                yield self._pack(self._leaves(segments, entry))
+                row = entry.stop
         if row != self._rows:
             raise self._missing_error([(row, self._rows)])
 
@@ -129,10 +133,12 @@ class Results:
             raise self._missing_error(self.missing)
 
         def chunks() -> Iterator[Any]:
-            for entry in self._entries:
-                with tf.device(HOST):  # not around the yield: whichever thread comes next goes on from there
-                    leaves = [_as_tensor(leaf, spec) for leaf, spec in zip(self._leaves(entry), self._specs)]
-                yield self._pack(leaves)
+            with self._reader() as segments:
+                for entry in self._entries:
+                    with tf.device(HOST):  # not around the yield: whichever thread comes next goes on from there
+                        leaves = map(_as_tensor, self._leaves(segments, entry), self._specs)
+                        chunk = self._pack(list(leaves))
+                    yield chunk
 
         dataset = tf.data.Dataset.from_generator(chunks, output_signature=self.structure)
         return dataset.apply(tf.data.experimental.assert_cardinality(len(self._entries)))
@@ -149,28 +155,44 @@ class Results:
             return self._pack([_no_rows(spec) for spec in self._specs])
         arrays: dict[int, Array] = {}
         parts: dict[int, list[Any]] = {}
-        for entry in self._entries:
-            first, last = max(start, entry.start), min(stop, entry.stop)
-            if first >= last:
-                continue
-            for i, leaf in enumerate(self._leaves(entry)):
-                with tf.device(HOST):
-                    piece = take_rows(leaf, first - entry.start, last - entry.start)
-                if isinstance(piece, np.ndarray):
-                    if i not in arrays:
-                        arrays[i] = np.empty((stop - start, *piece.shape[1:]), piece.dtype)
-                    self._check_inner_shape(arrays[i], piece, entry)
-                    arrays[i][first - start : last - start] = piece
-                else:
-                    parts.setdefault(i, []).append(piece)
+        with self._reader() as segments:
+            for entry in overlapping(self._entries, start, stop):
+                first, last = max(start, entry.start), min(stop, entry.stop)
+                for i, leaf in enumerate(self._leaves(segments, entry)):
+                    with tf.device(HOST):
+                        piece = take_rows(leaf, first - entry.start, last - entry.start)
+                    if isinstance(piece, np.ndarray):
+                        if i not in arrays:
+                            arrays[i] = self._empty((stop - start, *piece.shape[1:]), piece.dtype)
+                        self._check_inner_shape(arrays[i], piece, entry)
+                        arrays[i][first - start : last - start] = piece
+                    else:
+                        parts.setdefault(i, []).append(piece)
         with tf.device(HOST):
-            return self._pack([arrays[i] if i in arrays else join(parts[i]) for i in range(len(self._specs))])
+            return self._pack([arrays[i] if i in arrays else self._join(parts[i]) for i in range(len(self._specs))])
 
-    def _leaves(self, entry: Entry) -> list[Any]:
-        return decode_leaves(unpack_arrays(read_chunk(self.directory, entry)), self._specs)
+    def _reader(self) -> SegmentReader:
+        return SegmentReader(self.directory, self._layout)
+
+    def _leaves(self, segments: SegmentReader, entry: Entry) -> list[Any]:
+        return decode_leaves(segments.read(entry), self._specs)
 
     def _pack(self, leaves: list[Any]) -> Any:
         return tf.nest.pack_sequence_as(self.structure, leaves)
+
+    def _join(self, parts: list[Any]) -> Any:
+        try:
+            return join(parts)
+        except (FunctionError, ValueError, tf.errors.OpError) as error:
+            raise JournalError(
+                f"chunks in {self.directory} do not fit together: {brief(error)}. Iterate over the results to get them by chunk"
+            ) from error
+
+    def _empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        try:
+            return np.empty(shape, dtype)
+        except (MemoryError, ValueError) as error:  # of so many rows, a folder may say so
+            raise JournalError(f"rows in {self.directory}: {error}. Take fewer, by slices or chunk by chunk") from error
 
     def _check_inner_shape(self, whole: Array, piece: Array, entry: Entry) -> None:
         if whole.shape[1:] != piece.shape[1:]:

@@ -11,8 +11,9 @@ from devicemap.data.chunks import Chunk, Source
 from devicemap.data.rows import HOST, Rows, take_rows
 from devicemap.errors import JournalError
 from devicemap.store.digests import RowDigest, digest_rows
+from devicemap.store.entries import Entry
 from devicemap.store.journal import Journal
-from devicemap.store.records import START_ANEW, Entry
+from devicemap.store.records import START_ANEW
 
 
 def check_rows(rows: Rows, journal: Journal) -> None:

@@ -1,42 +1,31 @@
-"""Files that survive: whole or not there at all, known by their checksum, and locked by whoever writes beside them."""
+"""Files that survive, known by their checksum, locked by whoever writes beside them, and never another file than it seems."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
-import io
 import os
+import stat
 import sys
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from devicemap.errors import JournalError
 
-READ_AND_CREATE = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
-"""How a file is opened that is read, added to, and made where there is none."""
+_CAREFULLY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
-_WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
+READ = os.O_RDONLY
+READ_AND_CREATE = os.O_RDWR | os.O_CREAT
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+"""How a file is opened: to be read; to be read and added to, and made where there is none; made, and by nobody before."""
 
-
-def pack_arrays(arrays: Mapping[str, np.ndarray[Any, Any]]) -> memoryview:
-    """A compressed `.npz` file. The same arrays make the same bytes; none may be of dtype object."""
-    assert all(not array.dtype.hasobject for array in arrays.values())
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **dict[str, Any](arrays))
-    return buffer.getbuffer()
+_DISTRUST = "devicemap makes files alone, so do not trust this directory"
 
 
-def unpack_arrays(data: bytes) -> dict[str, np.ndarray[Any, Any]]:
-    """The arrays of a `.npz` file, without pickles."""
-    with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-        return {name: archive[name] for name in archive.files}
-
-
-def checksum(data: bytes | memoryview) -> str:
+def checksum(data: bytes | bytearray | memoryview) -> str:
     """32 hexadecimal digits that differ where the data differ.
 
     >>> checksum(b"rows")
@@ -45,25 +34,49 @@ def checksum(data: bytes | memoryview) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write all of `data`; the operating system may take it in parts."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+def open_file(path: Path, flags: int) -> int:
+    """Open a regular file in the folder that its path names: no link is followed, and nothing waits for a pipe.
 
+    A file that is opened for writing has no other name, which might be in another folder.
 
-def write_synced(path: Path, data: bytes | memoryview) -> None:
-    """Write a file, and return when it is on the disk. It may be there in part where this fails."""
-    descriptor = os.open(path, _WRITE, 0o666)
+    Raises:
+        JournalError: it is a link, a folder, a pipe, a device, or has other names.
+        OSError: the operating system refuses it.
+    """
     try:
-        write_all(descriptor, data)
-        os.fsync(descriptor)
-    finally:
+        descriptor = os.open(path, flags | _CAREFULLY, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise JournalError(f"{path} is a link or a socket; {_DISTRUST}") from error
+        raise
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or (flags != READ and status.st_nlink > 1):
         os.close(descriptor)
+        raise JournalError(f"{path} is a folder, a pipe, a device, or has other names; {_DISTRUST}")
+    return descriptor
+
+
+def reader(path: Path) -> BufferedReader:
+    """A regular file, opened to be read."""
+    return os.fdopen(open_file(path, READ), "rb")
+
+
+def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of `data` from `offset` on, in the place of what is there. Where it fails, nothing is left of it there."""
+    rest = memoryview(data)
+    try:
+        os.ftruncate(descriptor, offset)
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        while rest:  # the operating system may take it in parts
+            rest = rest[os.write(descriptor, rest) :]
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, offset)
+        raise
 
 
 def sync_folder(path: Path) -> None:
-    """Return when the names in a folder are on the disk: a file that was renamed is under its old name before."""
+    """Return when the names in a folder are on the disk."""
     if sys.platform == "win32":  # folders cannot be opened there
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -76,12 +89,44 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def lock(descriptor: int) -> bool:
-    """Lock an open file for this descriptor alone; `False` where another one, in whatever process, holds it.
+class Lock:
+    """A file that is open for reading and writing, and locked until `close`, by this object alone.
 
-    The lock belongs to the open file: it ends when that is closed, and so with the process, however it ends. Only a
-    process that was forked without `exec` and outlives this one keeps it for longer.
+    The lock belongs to the open file: it ends when that is closed, and so with the process, however it ends. A process that
+    is forked meanwhile closes it at once, for it would keep the lock for longer; there `descriptor` is `None`.
     """
+
+    def __init__(self, path: Path):
+        """Raises `BlockingIOError` where the file is locked, in whatever process; else as `open_file`."""
+        self.descriptor: int | None = None
+        _locks.add(self)
+        self.descriptor = open_file(path, READ_AND_CREATE)
+        try:
+            _lock(self.descriptor)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let others lock it. Closing twice does nothing."""
+        descriptor, self.descriptor = self.descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for lock in list(_locks):
+        lock.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _lock(descriptor: int) -> None:
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -95,9 +140,8 @@ def lock(descriptor: int) -> bool:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
-            return False
+            raise BlockingIOError(error.errno, "the file is locked") from error
         raise
-    return True
 
 
 @contextlib.contextmanager

@@ -69,6 +69,14 @@ LAST_SHARD = {
 }
 
 
+@pytest.mark.parametrize(("options", "told"), [({}, True), ({"batch_size": 2}, False)])
+def test_no_memory_names_the_remedy(options: Options, told: bool) -> None:
+    """For one row that has too little beside others, in a call without options."""
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="MemoryError: too much") as caught:
+        devicemap.parallel_map(_raising(MemoryError("too much")), X, **SEVERAL, **options)
+    assert ('batch_size="auto"' in str(caught.value)) == told
+
+
 @pytest.mark.parametrize(("way", "where"), [(WAYS[name], where) for name, where in LAST_SHARD.items()], ids=LAST_SHARD)
 @pytest.mark.parametrize(("fn", "error", "message"), [case[1:] for case in RAISED], ids=[case[0] for case in RAISED])
 def test_an_error_inside_fn(

@@ -83,6 +83,14 @@ def test_npy(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(run("double", "x.npy", *options), X * 2)
 
 
+def test_results_of_another_function_are_refused_unless_it_is_trusted() -> None:
+    np.save("x.npy", X)
+    run("double", "x.npy")
+    arguments = ["run", "functions:model.apply", "x.npy", "--out", "out", "--quiet"]
+    assert main(arguments) == 1
+    assert main([*arguments, "--trust-function"]) == 0
+
+
 def test_several_npy_are_one_after_another() -> None:
     pathlib.Path("parts").mkdir()
     for i, part in enumerate(np.split(X, 4)):
@@ -110,6 +118,20 @@ def test_tfrecord(suffix: str, options: list[str]) -> None:
             for n in range(5):
                 writer.write(b"x" * (5 * i + n))
     assert run("length", f"x.tfrecord*{suffix}", *options).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("kept", [1, 11])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_tfrecord_that_is_cut_inside_a_header(suffix: str, kept: int) -> None:
+    """TensorFlow finds other cuts itself, and takes this one for the end."""
+    with tf.io.TFRecordWriter("whole") as writer:
+        for n in range(3):
+            writer.write(b"x" * n)
+    whole = pathlib.Path("whole").read_bytes()
+    whole = whole[: len(whole) - (8 + 4 + 2 + 4) + kept]
+    pathlib.Path(f"cut.tfrecord{suffix}").write_bytes(gzip.compress(whole) if suffix else whole)
+    with pytest.warns(RuntimeWarning, match=f"cut.tfrecord{suffix} was cut .*lost"):
+        assert run("length", f"cut.tfrecord{suffix}").tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("options", [[], ["--batched"]])
@@ -234,6 +256,7 @@ def test_inputs_that_cannot_be_read() -> None:
     pathlib.Path("mixed/readme.txt").touch()
     pathlib.Path("empty").mkdir()
     np.save("scalar.npy", np.float32(1))
+    np.save("nothing.npy", np.zeros([5, 0]))
     np.save("objects.npy", np.array([{}, None]), allow_pickle=True)
     np.save("dates.npy", np.array(["2020-01-01"], "datetime64[D]"))
     pathlib.Path("text.npy").write_text("not an array")
@@ -249,6 +272,7 @@ def test_inputs_that_cannot_be_read() -> None:
         "mixed": "several kinds",
         "empty": "without files",
         "scalar.npy": "a single number",
+        "nothing.npy": "5 rows .*nothing in them",
         "objects.npy": "not a .npy file of a plain array",
         "dates.npy": "which TensorFlow has no dtype for",
         "text.npy": "not a .npy file",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict, namedtuple
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +16,13 @@ from hypothesis import strategies as st
 from devicemap.base.options import Options
 from devicemap.data.rows import count_rows, spec_of, take_rows
 from devicemap.errors import JournalError, MissingRowsError
+from devicemap.store.chunks import Layout, pack_arrays
 from devicemap.store.encoding import decode_leaves, describe_call, describe_nest, encode_leaves, specs_of
+from devicemap.store.header import Header
 from devicemap.store.journal import Journal, open_journal
-from devicemap.store.records import JOURNAL, Header
+from devicemap.store.records import JOURNAL, read_journal
 from devicemap.store.results import Results, open_results
-from devicemap.store.storage import pack_arrays, unpack_arrays
+from devicemap.store.segments import segment_name
 
 NUMBERS = ["float16", "float32", "float64", "bfloat16", "int8", "int32", "int64", "uint8", "uint64", "bool"]
 NUMBERS += ["complex64", "complex128"]
@@ -31,7 +32,7 @@ few = settings(max_examples=60, deadline=None)
 
 
 def _header(specs: Any, rows: int | None) -> Header:
-    return describe_call(specs, tf.TensorSpec([None], tf.int64), Options(), rows, None, "f")
+    return describe_call(specs, tf.TensorSpec([None], tf.int64), Options(), rows, None, {"graph": ""}, "f")
 
 
 def _write(
@@ -140,8 +141,10 @@ def test_any_leaf_survives(leaf: Any) -> None:
     """Through the bytes of a file, and its spec through JSON."""
     specs = specs_of(describe_nest(spec_of(leaf)))
     assert specs == spec_of(leaf)
-    arrays = unpack_arrays(pack_arrays(encode_leaves([leaf, leaf])).tobytes())
-    for decoded in decode_leaves(arrays, [specs, specs]):
+    layout = Layout(describe_nest((specs, specs)))
+    data, rows = bytearray(pack_arrays(encode_leaves([leaf, leaf]))), int(count_rows(leaf))
+    assert layout.allows(rows, len(data))
+    for decoded in decode_leaves(layout.unpack(data, rows), [specs, specs]):
         _check_same(decoded, leaf)
 
 
@@ -240,31 +243,40 @@ def test_slices(written: Path) -> None:
 
 
 def test_a_part_reads_only_its_chunks(written: Path) -> None:
-    os.unlink(written / "rows-000000000002-000000000006.npz")
     results = open_results(written)
+    _flip(written, 1)
     assert results[0:2]["point"].x.tolist() == [0, 1]
     assert results[6:]["point"].x.tolist() == [6]
-    with pytest.raises(MissingRowsError, match=r"rows 2 to 5 are missing: .*Run write again"):
+    with pytest.raises(MissingRowsError, match=r"rows 2 to 5 are damaged: .*Run write again"):
         results[1:3]
     chunks = iter(results)
     assert next(chunks)["point"].x.tolist() == [0, 1]
-    with pytest.raises(MissingRowsError, match="rows 2 to 5 are missing"):
+    with pytest.raises(MissingRowsError, match="rows 2 to 5 are damaged"):
         next(chunks)
+
+
+def _flip(directory: Path, chunk: int, offset: int = 0) -> None:
+    """Flip a bit of a chunk."""
+    entry = read_journal(directory).entries[chunk]
+    with open(directory / segment_name(entry.file), "r+b") as file:
+        file.seek(entry.offset + offset)
+        byte = file.read(1)[0] ^ 1
+        file.seek(entry.offset + offset)
+        file.write(bytes([byte]))
 
 
 def test_damaged_rows_are_never_believed(tmp_path: Path) -> None:
     _write(tmp_path, tf.range(6), [3, 3])
-    path = tmp_path / "rows-000000000000-000000000003.npz"
-    good = path.read_bytes()
     results = open_results(tmp_path)
-    for offset in range(len(good)):
-        path.write_bytes(good[:offset] + bytes([good[offset] ^ 1]) + good[offset + 1 :])
+    for offset in range(read_journal(tmp_path).entries[0].size_bytes):
+        _flip(tmp_path, 0, offset)
         with pytest.raises(MissingRowsError, match=r"rows 0 to 2 are damaged: .* computes them, and only them, again"):
             results.load()
-    assert results[3:].tolist() == [3, 4, 5]
-    with pytest.raises(tf.errors.OpError, match="rows 0 to 2 are damaged"):
-        list(results.as_dataset())
-    path.write_bytes(good)
+        assert results[3:].tolist() == [3, 4, 5]
+        if offset == 0:
+            with pytest.raises(tf.errors.OpError, match="rows 0 to 2 are damaged"):
+                list(results.as_dataset())
+        _flip(tmp_path, 0, offset)
     assert results.load().tolist() == list(range(6))
 
 
@@ -371,6 +383,12 @@ def test_what_cannot_be_written() -> None:
             describe_nest({"x": spec})
     with pytest.raises(JournalError, match=r"a dict has the key 1.5; only keys that are str or int"):
         describe_nest({1.5: tf.TensorSpec([None], tf.int32)})
+    deep: Any = tf.TensorSpec([None], tf.int32)
+    for _ in range(60):
+        deep = (deep,)
+    for specs in (deep, tf.TensorSpec([None, 2**21, 2**21], tf.int8), tf.TensorSpec([None] + [1] * 40, tf.int8)):
+        with pytest.raises(JournalError, match="cannot be written to disk"):
+            _header(specs, 1)
 
 
 def test_specs_through_json() -> None:

@@ -12,13 +12,28 @@ from typing import Any
 
 import numpy as np
 import pytest
-from journals import CHUNKS, HEADER, SPEC, append, check_whole, run_alone, squares, untouched, write_missing
+from journals import (
+    CHUNKS,
+    FUNCTION,
+    HEADER,
+    SPEC,
+    append,
+    check_whole,
+    place_of,
+    read,
+    run_alone,
+    squares,
+    untouched,
+    write_missing,
+)
 from journals import written as written
 
 from devicemap.errors import DeviceMapError, JournalError, MissingRowsError
+from devicemap.store import segments
+from devicemap.store.chunks import pack_arrays
+from devicemap.store.entries import Entry, missing_rows
 from devicemap.store.journal import open_journal
-from devicemap.store.records import JOURNAL, Entry, header_line, missing_rows, read_chunk, read_journal, write_line
-from devicemap.store.storage import pack_arrays, unpack_arrays
+from devicemap.store.records import JOURNAL, header_line, read_journal, write_line
 
 
 def test_written_and_opened_again(tmp_path: Path) -> None:
@@ -55,25 +70,34 @@ def test_many_threads(tmp_path: Path) -> None:
             thread.join()
         assert journal.missing(0, 160) == []
     assert [(entry.start, entry.stop) for entry in read_journal(tmp_path).entries] == chunks
-    assert len(os.listdir(tmp_path)) == 41
+    for entry in read_journal(tmp_path).entries:
+        assert read(tmp_path, entry).tolist() == [n * n for n in range(entry.start, entry.stop)]
+    assert sorted(os.listdir(tmp_path)) == ["chunks-000000.bin", JOURNAL]
 
 
-def test_the_same_arrays_make_the_same_file() -> None:
-    assert pack_arrays(squares(0, 9)).tobytes() == pack_arrays(squares(0, 9)).tobytes()
-    assert list(unpack_arrays(pack_arrays({}))) == []
+def test_a_file_is_written_by_one_run_until_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = len(pack_arrays(squares(0, 4)))
+    monkeypatch.setattr(segments, "_FULL_BYTES", 2 * chunk - 1)
+    write_missing(tmp_path, CHUNKS[:1], finish=False)
+    write_missing(tmp_path, [(4, 6), (6, 8), (8, 10), (10, 12)])
+    places = [(entry.file, entry.offset) for entry in read_journal(tmp_path).entries]
+    small = len(pack_arrays(squares(4, 6)))
+    assert places == [(0, 0), (1, 0), (1, small), (1, 2 * small), (2, 0)]
+    check_whole(tmp_path, [(0, 4), (4, 6), (6, 8), (8, 10), (10, 12)])
 
 
-def test_a_file_is_an_npz_without_pickles(written: Path) -> None:
-    with np.load(written / "rows-000000000004-000000000008.npz", allow_pickle=False) as archive:
-        assert archive["0.values"].tolist() == [16, 25, 36, 49]
+def test_a_chunk_is_its_shapes_and_its_arrays(written: Path) -> None:
+    path, place = place_of(written, 1)
+    shapes, values = path.read_bytes()[place].split(b"\n", 1)
+    assert json.loads(shapes) == [[4]]
+    assert np.frombuffer(values, "<i8").tolist() == [16, 25, 36, 49]
 
 
 def test_the_journal_is_lines_of_json(written: Path) -> None:
-    records = [json.loads(line) for line in (written / JOURNAL).read_text().splitlines()]
-    assert records[0]["devicemap journal"] == 1
-    assert records[0]["function"] == "f"
-    assert [(record["start"], record["stop"]) for record in records[1:-1]] == CHUNKS
-    assert records[-1]["rows"] == 12
+    head, *chunks, end = [json.loads(line) for line in (written / JOURNAL).read_text().splitlines()]
+    assert (head["devicemap journal"], head["name"], head["function"]) == (2, "f", FUNCTION)
+    assert [tuple(chunk[:2]) for chunk in chunks] == CHUNKS
+    assert end["rows"] == 12
 
 
 @pytest.mark.parametrize(
@@ -90,7 +114,7 @@ def test_the_journal_is_lines_of_json(written: Path) -> None:
     ],
 )
 def test_missing_rows(start: int, stop: int, missing: list[tuple[int, int]]) -> None:
-    entries = [Entry(first, last, 0, "", "") for first, last in [(2, 4), (4, 6), (9, 10)]]
+    entries = [Entry(first, last, 0, 0, 0, "", "") for first, last in [(2, 4), (4, 6), (9, 10)]]
     assert missing_rows(entries, start, stop) == missing
     assert missing_rows([], start, stop) == ([(start, stop)] if stop > start else [])
 
@@ -139,7 +163,7 @@ def test_a_journal_of_something_else_is_refused(tmp_path: Path, content: bytes) 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("results", {"dense": "float32", "shape": [None]}),
+        ("results", {"dense": "float32", "shape": [None], "stored": "f4"}),
         ("inputs", {"tuple": [SPEC, SPEC]}),
         ("batched", True),
         ("batch_size", 8),
@@ -153,33 +177,48 @@ def test_a_journal_of_something_else_is_refused(tmp_path: Path, content: bytes) 
 def test_another_call_is_refused(tmp_path: Path, name: str, value: Any, finish: bool) -> None:
     write_missing(tmp_path, [(0, 4)] if not finish else CHUNKS, finish)
     with pytest.raises(JournalError, match="another call, of 'f': ") as caught, untouched(tmp_path):
-        open_journal(tmp_path, replace(HEADER, **{name: value}))
+        open_journal(tmp_path, replace(HEADER, **{name: value}), trusted=True)
     assert f"{name} was {getattr(HEADER, name)!r} there, and is {value!r} now" in str(caught.value)
     assert "delete this one to start anew" in str(caught.value)
     if not finish:
         assert write_missing(tmp_path) == CHUNKS[1:]
 
 
-def test_another_function_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"graph": "another", "parts": ["1 x Sqrt"]}, "1 x Square there, 1 x Sqrt now"),
+        ({"graph": "another"}, "put together in another way"),
+        ({"jit_compile": True}, "jit_compile was False there, and is True now"),
+    ],
+)
+def test_another_function_is_refused_unless_it_is_trusted(tmp_path: Path, change: Any, told: str) -> None:
     write_missing(tmp_path, [(0, 4)], finish=False)
-    with pytest.raises(JournalError, match="function was 'f' there, and is 'g' now"):
-        open_journal(tmp_path, replace(HEADER, function="g"))
+    other = replace(HEADER, function=FUNCTION | change)
+    with pytest.raises(JournalError, match=f"another function, of 'f': .*{told}.*trust_function=True"):
+        open_journal(tmp_path, other)
+    for header in (other, replace(HEADER, name="g", function={**FUNCTION, "tensorflow": "of tomorrow"})):
+        with open_journal(tmp_path, header, trusted=header is other) as journal:
+            assert journal.missing(0, 12) == [(4, 12)]
 
 
 def test_a_folder_without_results_takes_any_call(tmp_path: Path) -> None:
     """A call that failed on its first chunk does not bar the call that comes after it."""
-    (tmp_path / JOURNAL).write_bytes(header_line(replace(HEADER, results={"dense": "float32", "shape": [None]})))
+    (tmp_path / JOURNAL).write_bytes(header_line(replace(HEADER, batch_size=9, function={"graph": "other"})))
     assert write_missing(tmp_path) == CHUNKS
     check_whole(tmp_path)
 
 
-def test_another_format_is_refused(written: Path) -> None:
+@pytest.mark.parametrize("version", [1, 3, "2"])
+def test_another_format_is_refused(written: Path, version: Any) -> None:
     first, rest = (written / JOURNAL).read_bytes().split(b"\n", 1)
     head = json.loads(first)
     del head["checksum"]
-    (written / JOURNAL).write_bytes(write_line(head | {"devicemap journal": 2}) + rest)
+    (written / JOURNAL).write_bytes(write_line(head | {"devicemap journal": version}) + rest)
     with pytest.raises(JournalError, match="another version of devicemap"), untouched(written):
         open_journal(written, HEADER)
+    with pytest.raises(JournalError, match="another version of devicemap"):
+        read_journal(written)
 
 
 def test_opening_alone_writes_nothing(tmp_path: Path) -> None:
@@ -204,10 +243,12 @@ def test_errors_are_of_the_operating_system_too(written: Path) -> None:
     assert issubclass(MissingRowsError, JournalError)
     assert issubclass(JournalError, DeviceMapError)
     entry = read_journal(written).entries[0]
-    (written / entry.file).unlink()
+    path, _ = place_of(written, 0)
+    path.rename(written / "elsewhere")
     with pytest.raises(MissingRowsError, match=r"rows 0 to 3 are missing: .*No such file.*Run write again"):
-        read_chunk(written, entry)
-    (written / entry.file).mkdir()
-    with pytest.raises(JournalError, match=r"reading .* failed: .*It holds rows 0 to 3") as caught:
-        read_chunk(written, entry)
+        read(written, entry)
+    written.rename(written.parent / "a file")
+    written.touch()
+    with pytest.raises(JournalError, match=r"reading rows 0 to 3 from .* failed") as caught:
+        read(written, entry)
     assert caught.value.errno is not None

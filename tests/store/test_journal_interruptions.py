@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from journals import CHUNKS, HEADER, append, check_whole, run_alone, untouched, write_missing
+from journals import CHUNKS, HEADER, append, check_whole, files_of, read, run_alone, untouched, write_missing
 from journals import written as written
 
 from devicemap.errors import JournalError
 from devicemap.store import journal as journal_module
+from devicemap.store.chunks import pack_arrays
 from devicemap.store.journal import open_journal
-from devicemap.store.records import JOURNAL, read_chunk, read_journal
-from devicemap.store.storage import unpack_arrays, write_synced
+from devicemap.store.records import JOURNAL, read_journal
 
 # Kills
 
@@ -29,15 +29,15 @@ def test_killed_at_every_step(tmp_path: Path) -> None:
 import itertools, json, signal
 def die(): os.kill(os.getpid(), signal.SIGKILL)
 def dying(name, call, steps, fatal):
-    def wrapped(*args):
+    def wrapped(*args, **options):
         if next(steps) == fatal:
             if name == "write": call(args[0], args[1][: len(args[1]) // 2])
             die()
-        return call(*args)
+        return call(*args, **options)
     return wrapped
 def child(directory, fatal):
     steps = itertools.count()
-    for name in ["open", "write", "fsync", "replace", "ftruncate", "listdir", "close"]:
+    for name in ["open", "write", "fsync", "unlink", "ftruncate", "listdir", "close"]:
         setattr(os, name, dying(name, getattr(os, name), steps, fatal))
     write(directory, 12)
     os._exit(0)
@@ -87,10 +87,9 @@ print(json.dumps([left, write(sys.argv[2], rows)]))
     assert contents.rows == 1200
     lines = (tmp_path / JOURNAL).read_bytes().splitlines()
     assert len(lines) == 1 + 300 + 1  # each chunk was recorded once
-    assert sorted(os.listdir(tmp_path)) == [JOURNAL, *(entry.file for entry in contents.entries)]
+    assert sorted(os.listdir(tmp_path)) == files_of(tmp_path)
     for entry in contents.entries:
-        values = unpack_arrays(read_chunk(tmp_path, entry))["0.values"]
-        assert values.tolist() == [i * i for i in range(entry.start, entry.stop)]
+        assert read(tmp_path, entry).tolist() == [i * i for i in range(entry.start, entry.stop)]
 
 
 # A full disk
@@ -99,7 +98,7 @@ print(json.dumps([left, write(sys.argv[2], rows)]))
 class Disk:
     """A disk that is full at a scripted call of the operating system, for once or from then on."""
 
-    CALLS = ["open", "write", "fsync", "replace", "ftruncate"]
+    CALLS = ["open", "write", "fsync", "ftruncate"]
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, full_at: int, lasting: bool):
         self.calls = 0
@@ -142,8 +141,6 @@ def test_a_full_disk_at_every_step(tmp_path: Path, lasting: bool, reopen: bool) 
             assert journal is not None
             journal.close()
             break
-        left = os.listdir(directory) if directory.exists() else []
-        assert not any(name.endswith(".tmp") for name in left)
         if journal is not None and not reopen:
             assert [(entry.start, entry.stop) for entry in journal.entries] == recorded
             for chunk in CHUNKS[len(recorded) :]:
@@ -165,25 +162,32 @@ def test_a_full_disk_at_every_step(tmp_path: Path, lasting: bool, reopen: bool) 
         assert "run write again" in str(error) or "written to and locked" in str(error)
 
 
-def test_an_interruption_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(path: Path, data: Any) -> None:
-        path.write_bytes(b"half")
+def test_an_interruption_in_the_middle_of_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same journal goes on, and so does another run; half a chunk is nowhere."""
+    whole_write = os.write
+
+    def interrupted(descriptor: int, data: Any) -> int:
+        whole_write(descriptor, data[:10])
         raise KeyboardInterrupt
 
     with open_journal(tmp_path, HEADER) as journal:
-        monkeypatch.setattr(journal_module, "write_synced", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            append(journal, 0, 4)
-    assert os.listdir(tmp_path) == [JOURNAL]
-    monkeypatch.undo()
-    assert write_missing(tmp_path) == CHUNKS
+        append(journal, 0, 4)
+        size = (tmp_path / "chunks-000000.bin").stat().st_size
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                append(journal, 4, 8)
+        assert (tmp_path / "chunks-000000.bin").stat().st_size == size
+        append(journal, 4, 8)
+    assert write_missing(tmp_path) == [(8, 12)]
+    check_whole(tmp_path)
 
 
 def test_leftovers_are_taken_away_before_the_next_write(written: Path) -> None:
-    """Temporary files, and chunks without a line; but not what somebody else has put there."""
+    """Half a line, and files without a chunk that is believed; but not what somebody else has put there."""
     lines = (written / JOURNAL).read_bytes().splitlines(keepends=True)
     (written / JOURNAL).write_bytes(b"".join(lines[:3]) + lines[3][:-9])
-    (written / "rows-000000000008-000000000012.npz.123.tmp").write_bytes(b"half")
+    (written / "chunks-000007.bin").write_bytes(b"half")
     (written / "notes.txt").write_text("mine")
     with untouched(written), open_journal(written, HEADER) as journal:
         assert journal.missing(0, 12) == [(8, 12)]
@@ -197,11 +201,11 @@ def test_closed_while_a_chunk_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     """A worker that cannot be stopped may finish its chunk after the call has ended, and the folder is another's."""
     journal = open_journal(tmp_path, HEADER)
 
-    def closed_meanwhile(path: Path, data: Any) -> None:
-        write_synced(path, data)
+    def closed_meanwhile(arrays: Any) -> bytes:
         journal.close()
+        return pack_arrays(arrays)
 
-    monkeypatch.setattr(journal_module, "write_synced", closed_meanwhile)
+    monkeypatch.setattr(journal_module, "pack_arrays", closed_meanwhile)
     with pytest.raises(JournalError, match="is closed"):
         append(journal, 0, 4)
     with pytest.raises(JournalError, match="is closed"):
@@ -210,3 +214,37 @@ def test_closed_while_a_chunk_is_written(tmp_path: Path, monkeypatch: pytest.Mon
         journal.finish(0)
     assert os.listdir(tmp_path) == [JOURNAL]
     journal.close()
+
+
+@needs_fork
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """Even where it was forked in the middle of a chunk."""
+    code = """
+import json, signal
+children, (told, tells), fsync = [], os.pipe(), os.fsync
+def forking(descriptor):
+    if not children:
+        children.append(os.fork())
+        if not children[0]:
+            journal.close()  # although the one thread of this process is inside of append
+            os.write(tells, b"closed")
+            signal.pause()
+    fsync(descriptor)
+journal = open_journal(sys.argv[2], header(12))
+os.fsync = forking
+journal.append(0, 4, {"0.values": np.arange(4) ** 2}, "digest of 0")
+os.read(told, 6)
+said = []
+for _ in range(2):
+    try: open_journal(sys.argv[2], header(12)).close(); said.append("opened")
+    except OSError as error: said.append(str(error))
+    journal.close()
+computed = write(sys.argv[2], 12)
+os.kill(children[0], signal.SIGKILL)
+os.waitpid(children[0], 0)
+print(json.dumps([*said, computed]))
+"""
+    refused, opened, computed = run_alone(code, tmp_path)
+    assert "is being written to" in refused
+    assert (opened, computed) == ("opened", 2)
+    check_whole(tmp_path)

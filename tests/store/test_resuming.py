@@ -18,12 +18,12 @@ from devicemap.data.chunks import Chunk
 from devicemap.data.rows import as_rows, count_rows, take_rows
 from devicemap.errors import JournalError
 from devicemap.store.digests import RowDigest, digest_rows
+from devicemap.store.header import Header
 from devicemap.store.journal import Journal, open_journal
-from devicemap.store.records import Header
 from devicemap.store.resume import check_rows, checked, unfinished
 
-SPEC = {"dense": "int64", "shape": [None]}
-HEADER = Header(SPEC, SPEC, False, "auto", None, None, None, "f")
+SPEC = {"dense": "int32", "shape": [None], "stored": "i4"}
+HEADER = Header(SPEC, SPEC, False, "auto", None, None, None, {"graph": ""}, "f")
 
 LEAVES = {
     "numbers": tf.reshape(tf.range(24), [8, 3]),

@@ -1,0 +1,195 @@
+"""What a function is, as far as its results go: a digest of its traced graph, and in words what tells it from others.
+
+The graph is walked from its outputs and effects, and nodes are numbered as they are met. So it is the same in each process
+and on each machine, for names, devices and counters are left out: `pyfunc_12`, `__inference_fn_34`, how many devices there are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import CodeType
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from devicemap._tensorflow.functions import python_function
+from devicemap.compile.audit import variable_of
+from devicemap.compile.trace import Traced
+from devicemap.store.encoding import encode_array
+from devicemap.store.storage import checksum
+
+_NO_MATTER = frozenset("config config_proto executor_type shared_name container token".split())
+"""Attributes that say where and how an op runs, or what it is called in this process; with those that begin with `_`."""
+
+_COMPILED = "_XlaMustCompile"
+
+_LONGEST_WORD = 80
+_MOST_PARTS = 2000
+"""What is kept of a function in words is some 100 kB at most."""
+
+
+def fingerprint(traced: Traced, check_variables: bool) -> dict[str, Any]:
+    """What the function of one row, or of a batch, is.
+
+    Args:
+        traced: the function, on a shard's rows. How these run matters where that makes other random numbers.
+        check_variables: whether values of variables are a part of what it is; their shapes and dtypes always are.
+    """
+    function = traced.function
+    graph_def = function.graph.as_graph_def()
+    captured = [f"captured {i}: {text}" for i, text in enumerate(_captured(function, check_variables))]
+    walk = _Walk({f.signature.name: f for f in graph_def.library.function})
+    nodes = [node for node in graph_def.node if node.op != "Placeholder"]
+    arguments = [tensor.op.name for tensor in function.inputs]
+    graph = walk.digest(nodes, arguments, [*(t.name for t in function.outputs), *(node.name for node in nodes)])
+    ops = [f"{count} x {op}" for op, count in sorted(walk.ops.items())]
+    return {
+        "graph": checksum("\n".join([graph, *captured]).encode()),
+        "parts": [*captured, *ops][:_MOST_PARTS],
+        "jit_compile": traced.uncompiled is not None,
+        "check_variables": check_variables,
+        "vectorized": traced.vectorized if traced.audit.random_ops else None,
+        "tensorflow": tf.__version__,
+    }
+
+
+def _captured(function: Any, check_variables: bool) -> Iterator[str]:
+    for tensor in function.captured_inputs:
+        variable = variable_of(function, tensor)
+        if variable is not None:
+            values = f" {_digest(variable.numpy())}" if check_variables else ""
+            yield f"variable {variable.dtype.name}{variable.shape}{values}"
+        elif tensor.dtype in (tf.resource, tf.variant):
+            yield tensor.dtype.name
+        else:
+            yield f"tensor {_constant(tensor.numpy())}"
+
+
+class _Walk:
+    """Walks graphs, and the functions that they call."""
+
+    def __init__(self, library: Mapping[str, Any]):
+        self.ops: Counter[str] = Counter()
+        """How many there are of each op with the same attributes, in words."""
+        self._library = library
+        self._digests: dict[str, str] = {}
+
+    def digest(self, nodes: Sequence[Any], arguments: Sequence[str], roots: Sequence[str]) -> str:
+        """The digest of a graph: of `nodes` that the `roots` need, with `arguments` from outside."""
+        numbers = {name: f"argument {i}" for i, name in enumerate(arguments)}
+        lines: list[str] = []
+        for node in _in_order(nodes, roots):
+            words, called = self._words(node)
+            self.ops[words] += 1
+            inputs = [numbers.get(_node(name), "?") + name.partition(":")[2] for name in node.input if name[0] != "^"]
+            controls = sorted(numbers.get(_node(name), "?") for name in node.input if name[0] == "^")
+            numbers[node.name] = f"{len(lines)}:"
+            lines.append(f"{words} {called} {inputs} {controls}")
+        ends = [numbers.get(_node(root), "?") + root.partition(":")[2] for root in roots]
+        return checksum("\n".join([*lines, *ends]).encode())
+
+    def _words(self, node: Any) -> tuple[str, list[str]]:
+        """An op and its attributes in words, and the digests of the functions that it calls."""
+        words, called = [node.op], []
+        if node.op in self._library:  # TensorFlow 1 calls a function by the type of an op
+            words, called = ["call"], [self._function(node.op)]
+        for name, value in sorted(node.attr.items()):
+            kind = value.WhichOneof("value")
+            functions = [value.func] if kind == "func" else value.list.func
+            called += [self._function(function.name) for function in functions]
+            if not (functions or name in _NO_MATTER or (name.startswith("_") and name != _COMPILED)):
+                words.append(f"{name}={_word(kind, value)}")
+        if "token" in node.attr:
+            words.append(_python_words(python_function(node.attr["token"].s.decode())))
+        return " ".join(words), called
+
+    def _function(self, name: str) -> str:
+        if name not in self._library:  # a gradient's, perhaps: it is nowhere to be seen
+            return "?"
+        if name not in self._digests:
+            function = self._library[name]
+            places = {node.name: i for i, node in enumerate(function.node_def)}
+            effects = sorted(function.control_ret.values(), key=lambda node: places.get(node, -1))
+            results = [function.ret[result.name] for result in function.signature.output_arg]
+            arguments = [argument.name for argument in function.signature.input_arg]
+            compiled = function.attr[_COMPILED].b if _COMPILED in function.attr else False
+            self._digests[name] = f"{compiled} {self.digest(function.node_def, arguments, [*results, *effects])}"
+        return self._digests[name]
+
+
+def _in_order(nodes: Sequence[Any], roots: Iterable[str]) -> Iterator[Any]:
+    """The nodes that the roots need, each behind its inputs; names and the order of the nodes make no difference."""
+    by_name = {node.name: node for node in nodes}
+    places = {node.name: i for i, node in enumerate(nodes)}
+    begun: set[str] = set()
+    done: set[str] = set()
+    for root in roots:
+        stack = [_node(root)]
+        while stack:
+            name = stack[-1]
+            if name in done or name not in by_name:
+                stack.pop()
+            elif name in begun:
+                stack.pop()
+                done.add(name)
+                yield by_name[name]
+            else:
+                begun.add(name)
+                inputs = by_name[name].input
+                controls = sorted((_node(i) for i in inputs if i[0] == "^"), key=lambda i: places.get(i, -1))
+                needed = [*(_node(i) for i in inputs if i[0] != "^"), *controls]
+                stack += [name for name in reversed(needed) if name not in begun]  # loops of TensorFlow 1 are circles
+
+
+def _node(name: str) -> str:
+    return name.removeprefix("^").partition(":")[0]
+
+
+def _word(kind: str | None, value: Any) -> str:
+    if kind == "type":
+        return str(tf.as_dtype(value.type).name)
+    if kind == "tensor":
+        return _constant(tf.make_ndarray(value.tensor))
+    return _short(repr(getattr(value, kind)) if kind in ("s", "i", "f", "b") else " ".join(str(value).split()))
+
+
+def _constant(array: Any) -> str:
+    array = np.asarray(array)
+    values = _short(str(array.tolist())) if array.size <= 8 else _digest(array)
+    return f"{array.dtype.name}{[*array.shape]} {values}"
+
+
+def _digest(array: Any) -> str:
+    parts = encode_array(np.asarray(array))
+    return checksum(b"".join(f"{part.dtype} {part.shape}\n".encode() + part.tobytes() for part in parts.values()))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST_WORD else f"{text[: _LONGEST_WORD // 2]}... {checksum(text.encode())}"
+
+
+def _python_words(function: Callable[..., Any] | None) -> str:
+    """What is to be seen of a Python function that is called: its code, and the numbers and texts that it closes over."""
+    function = None if function is None else inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return f"python={type(function).__qualname__}"
+    cells = [_plain(getattr(cell, "cell_contents", None)) for cell in getattr(function, "__closure__", None) or ()]
+    defaults = [_plain(value) for value in getattr(function, "__defaults__", None) or ()]
+    return f"python={code.co_name} {checksum(' '.join([*_code(code), *cells, *defaults]).encode())}"
+
+
+def _code(code: CodeType) -> Iterator[str]:
+    yield f"{code.co_code!r} {code.co_names}"
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _code(constant)
+        else:  # the order of a set is another one in each process
+            yield str(sorted(map(repr, constant))) if isinstance(constant, frozenset) else repr(constant)
+
+
+def _plain(value: Any) -> str:
+    return repr(value) if isinstance(value, int | float | complex | str | bytes | None) else type(value).__qualname__
