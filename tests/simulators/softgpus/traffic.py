@@ -51,8 +51,8 @@ def test_each_gets_its_shard_and_what_is_captured_and_sends_its_results() -> Non
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_stream_sends_rows_results_and_what_is_captured_once(batched: bool, deterministic: bool) -> None:
-    data = tf.data.Dataset.from_tensor_slices(rows)
-    data, options = (data.batch(2), {"batched": True}) if batched else (data, {"batch_size": 2})
+    data = tf.data.Dataset.from_tensor_slices(rows).batch(2)
+    data, options = (data, {"batched": True}) if batched else (data.unbatch(), {"batch_size": 2})
     mapper = on_gpus(lambda batch: tf.sin(batch) * weights, deterministic=deterministic, **options)
 
     def chunks() -> list[Any]:
