@@ -4,50 +4,56 @@ from __future__ import annotations
 
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
+
+from devicemap.base.options import Options
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+WITHOUT_CODE = ("gallery", "index", "internals", "reference")
+OF_A_NEW_PROCESS = (ROOT / "docs" / "coming-from.md", README)
+RUN_ALL = "import runpy, sys\nfor program in sys.argv[1:]:\n    runpy.run_path(program, run_name='__main__')"
 
 
-def _blocks(page: pathlib.Path) -> list[str]:
-    """The Python code of a page; every other kind of block says what it is."""
+def _program(page: pathlib.Path, folder: pathlib.Path) -> str:
+    """A file of the Python code of a page, as autograph reads the source of what it converts.
+
+    Every other kind of block says what it is.
+    """
     text = page.read_text(encoding="utf-8")
     fences = re.findall(r"^```(.*)$", text, re.M)
-    assert all(kind in ("python", "console", "text") for kind in fences[::2]), fences
+    assert {*fences[::2]} <= {"python", "console", "text"}, fences
     assert not any(fences[1::2]), fences
-    return re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    assert bool(blocks) == (page.stem not in WITHOUT_CODE)
+    program = folder / f"{page.stem}_page.py"
+    program.write_text("\n".join(blocks), encoding="utf-8")
+    return str(program)
 
 
-def test_the_code_runs(tmp_path: pathlib.Path) -> None:
-    blocks = _blocks(README)
-    assert len(blocks) >= 5
-    program = tmp_path / "readme.py"
-    program.write_text("\n".join(blocks))
-    done = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_pages_run_in_a_new_process(tmp_path: pathlib.Path) -> None:
+    """The first asks for its devices, and the README takes those that there are."""
+    command = [sys.executable, "-c", RUN_ALL, *(_program(page, tmp_path) for page in OF_A_NEW_PROCESS)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr  # what a page shows, its code asserts
     assert "CPU:0 CPU None" in done.stdout
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_pages_run(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    program = tmp_path / f"{page.stem}_page.py"  # a file, since autograph reads the source of what it converts
-    blocks = _blocks(page)
-    assert blocks or page.stem in ("gallery", "index", "internals", "reference")
-    program.write_text("\n".join(blocks), encoding="utf-8")
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    done = subprocess.run([sys.executable, program], cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr  # what a page shows, its code asserts
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in OF_A_NEW_PROCESS], ids=lambda page: page.stem)
+def test_pages_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eight devices of the tests are those that these pages ask for."""
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(_program(page, tmp_path))
 
 
 def test_pages_are_linked() -> None:
     """From the index, and all links between files of this repository lead somewhere."""
-    assert {page.stem for page in PAGES} >= {"index", "streaming", "state", "faults"}
     for page in (README, *PAGES):
         links = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
         for link in links:
@@ -57,8 +63,4 @@ def test_pages_are_linked() -> None:
 
 
 def test_every_option_is_in_the_table() -> None:
-    from dataclasses import fields
-
-    from devicemap.base.options import Options
-
     assert re.findall(r"^\| `(\w+)` \|", README.read_text(), re.M) == [field.name for field in fields(Options)]

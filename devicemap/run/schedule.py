@@ -207,7 +207,7 @@ def chunks_in_flight(kind: str) -> int:
 
     A CPU is handed tensors as they lie in memory. To other devices they are copied, and back, which is to overlap with
     kernels; but TensorFlow lets a copy to a device wait for the kernels that were enqueued there before. On two GPUs in
-    software (as in `tests/simulators/test_softgpu.py`), chunks that took 10 ms to copy each way and 10 ms to compute came at
+    software (as in `tests/simulators/softgpus/chunks.py`), chunks that took 10 ms to copy each way and 10 ms to compute came at
     0.53, 0.64, 0.76, 0.80 and 0.77 of the ideal pace with 2, 3, 4, 5 and 8 under way, each of which takes memory.
 
     >>> chunks_in_flight("CPU"), chunks_in_flight("GPU")

@@ -72,14 +72,10 @@ def test_batches_and_single_rows(sim: simulator.Simulator, name: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "seconds", "results"),
     [
-        ([None, 2], [4], [4, 2]),
-        ([4, 2], [None], [4, 2]),
-        ([None, 2], [None], [None, 2]),
-        ([3, 2], [], [3, 2]),
-        (None, [4], None),
-        ([4, 2], None, [4, 2]),
+        ([None, 2], [4], [4, 2]), ([4, 2], [None], [4, 2]), ([None, 2], [None], [None, 2]), ([3, 2], [], [3, 2]),
+        (None, [4], None), ([4, 2], None, [4, 2]),
     ],
-)
+)  # fmt: skip
 def test_static_shapes(sim: simulator.Simulator, rows: Any, seconds: Any, results: Any) -> None:
     traced = tf.function(sim.work).get_concrete_function(
         tf.TensorSpec(rows, tf.float32), tf.TensorSpec(seconds, tf.float32)
@@ -109,11 +105,16 @@ def test_a_device_runs_its_calls_in_order_and_without_a_gap(sim: simulator.Simul
     assert [_busy(call) for call in calls] == pytest.approx([0.1] * 3, abs=1e-6)
 
 
-def test_devices_run_at_the_same_time(sim: simulator.Simulator) -> None:
-    _on(DEVICES, sim.work, seconds=0.3)
+def test_devices_run_at_the_same_time_and_take_no_cpu(sim: simulator.Simulator) -> None:
+    _on(DEVICES, sim.work, seconds=0.0)  # the threads of the streams start
+    sim.reset()
+    before = time.process_time()
+    _on(DEVICES, sim.work, seconds=0.5)
+    taken = time.process_time() - before
     calls = sim.calls()
     assert sorted(call.device for call in calls) == DEVICES
     assert max(call.start_seconds for call in calls) < min(call.end_seconds for call in calls)
+    assert taken < 0.1 * sum(map(_busy, calls))
 
 
 def test_devices_with_state_run_one_after_another(sim: simulator.Simulator) -> None:
@@ -129,15 +130,6 @@ def test_calls_hold_no_thread(sim: simulator.Simulator) -> None:
     assert len(calls) == 64
     waiting = sum(call.arrived_seconds < first_end for call in calls)
     assert waiting > tf.config.threading.get_inter_op_parallelism_threads()
-
-
-def test_calls_take_no_cpu(sim: simulator.Simulator) -> None:
-    _on(DEVICES, sim.work, seconds=0.0)  # the threads of the streams start
-    sim.reset()
-    before = time.process_time()
-    _on(DEVICES, sim.work, seconds=0.5)
-    taken = time.process_time() - before
-    assert taken < 0.1 * sum(sim.usage(device).busy_seconds for device in DEVICES)
 
 
 def test_many_short_calls(sim: simulator.Simulator) -> None:
@@ -195,12 +187,6 @@ def test_breakdowns_are_counted(sim: simulator.Simulator, settings: Any, outcome
     assert sim.usage("CPU:1").refused == outcomes.count("x")
 
 
-def test_breakdowns_of_another_kind(sim: simulator.Simulator) -> None:
-    sim.configure("CPU:0", fails_from_call=0, error_code=tf.errors.INTERNAL)
-    with pytest.raises(tf.errors.InternalError, match="CPU:0 is broken: it fails call 0"), tf.device("CPU:0"):
-        sim.work(ROWS, tf.zeros([4]))
-
-
 @pytest.mark.parametrize("poison", [-1.0, math.nan])
 def test_poisoned_rows(sim: simulator.Simulator, poison: float) -> None:
     with pytest.raises(tf.errors.InvalidArgumentError, match="row 2 of the 4 rows of a call on CPU:1 is poisoned"):
@@ -235,8 +221,8 @@ def test_cancelled_calls_end_at_once_and_leave_the_stream(sim: simulator.Simulat
 
 
 def test_reset_makes_fresh_devices(sim: simulator.Simulator) -> None:
-    sim.configure("CPU:0", fails_from_call=0)
-    with pytest.raises(tf.errors.UnavailableError), tf.device("CPU:0"):
+    sim.configure("CPU:0", fails_from_call=0, error_code=tf.errors.INTERNAL)
+    with pytest.raises(tf.errors.InternalError, match="CPU:0 is broken: it fails call 0"), tf.device("CPU:0"):
         sim.work(ROWS, tf.zeros([4]))
     sim.reset()
     assert sim.calls() == []
@@ -262,19 +248,15 @@ def test_devices_that_are_not_there(sim: simulator.Simulator, name: int | str) -
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"),
+    "settings",
     [
-        ("speed", 0),
-        ("speed", math.inf),
-        ("overhead_seconds", -1),
-        ("memory_rows", -1),
-        ("fails_from_call", -1),
-        ("fails_for_calls", -1),
-        ("error_code", tf.errors.OK),
+        {"speed": 0}, {"speed": math.inf}, {"overhead_seconds": -1}, {"memory_rows": -1}, {"fails_from_call": -1},
+        {"fails_for_calls": -1}, {"error_code": tf.errors.OK},
     ],
-)
-def test_settings_out_of_range(sim: simulator.Simulator, setting: str, value: Any) -> None:
-    settings = {setting: value}
+    ids=str,
+)  # fmt: skip
+def test_settings_out_of_range(sim: simulator.Simulator, settings: dict[str, Any]) -> None:
+    ((setting, value),) = settings.items()
     with pytest.raises(ValueError, match=f"{setting} is {value}; expected"):
         sim.configure("CPU:0", **settings)
 

@@ -75,7 +75,8 @@ def test_rows_in_one_graph_and_in_chunks() -> None:
 def _plan(**facts: Any) -> Plan:
     devices = facts.pop("device_rows", [4, 4])
     usual = Plan(
-        name="fn", way="one graph", balanced=False, rows=8, batch_size=None, batched=False, vectorized=True, reason="it can", traces=1,
+        name="fn", way="one graph", balanced=False, rows=8, batch_size=None,
+        batched=False, vectorized=True, reason="it can", traces=1,
         devices=tuple(DevicePlan(f"/device:GPU:{i}", "GPU", n, 1, None, 100, None, i) for i, n in enumerate(devices)),
         control_edges=(), ordered=(), strays=(), transfers=(), captured=(), random_ops=(), python_ops=(),
         memory_bytes_per_row=25,

@@ -1,0 +1,142 @@
+"""Chunks on a GPU: in its memory, in the time of its kernels, and while others are copied."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from simulators.softgpus.pair import gpus, x
+
+import devicemap
+from devicemap.types import ChunkFailed, ChunkFinished, ChunkStarted, Event
+
+
+@pytest.fixture
+def events() -> list[Event]:
+    return []
+
+
+def in_chunks(fn: Callable[[Any], Any], events: list[Event], prefetch: int = 4) -> devicemap.DeviceMap:
+    return devicemap.DeviceMap(fn, batched=True, devices="GPU:0", prefetch=prefetch, progress=events.append)
+
+
+def batches(rows: int, count: int) -> tf.data.Dataset:
+    with tf.device("CPU:0"):
+        return tf.data.Dataset.range(rows * count).map(lambda n: tf.cast(n, tf.float32)).batch(rows)
+
+
+def lengths(kind: type, events: list[Event]) -> list[int]:
+    """Of the chunks of each event of a kind."""
+    return [len(event.shard) for event in events if isinstance(event, kind)]
+
+
+@pytest.mark.parametrize(("rows", "least", "most"), [(4, 2, 4), (64, 1, 1)])
+def test_chunks_that_cannot_be_in_flight_together_are_not(
+    rows: int, least: int, most: int, events: list[Event]
+) -> None:
+    def wide(rows: Any) -> Any:  # a row takes about a MiB
+        waves = [tf.sin(rows[:, None] + tf.range(65536.0)) for _ in range(3)]
+        return tf.reduce_sum(tf.add_n(waves), 1)
+
+    results = list(in_chunks(wide, events).stream(batches(rows, 16)))
+    assert [len(chunk) for chunk in results] == [rows] * 16
+    assert not lengths(ChunkFailed, events)
+    changes = [isinstance(event, ChunkStarted) - isinstance(event, ChunkFinished) for event in events]
+    assert least <= max(np.cumsum(changes)) <= most
+
+
+def test_what_no_chunk_can_do_without_is_cut_before_it_runs(events: list[Event]) -> None:
+    widen = in_chunks(lambda rows: tf.tile(rows[:, None], [1, 1 << 19]), events)  # results of 2 MiB
+    (chunk,) = widen.stream(batches(40, 1))
+    np.testing.assert_array_equal(chunk.numpy()[:, :: 1 << 17], np.arange(40)[:, None] + np.zeros([1, 4]))
+    assert lengths(ChunkStarted, events) == [31, 9]
+    assert not lengths(ChunkFailed, events)
+
+
+@pytest.mark.parametrize(("rows", "prefetch", "parts"), [(48, 2, 1), (96, 1, 2)], ids=["one fits", "not even one"])
+def test_running_out_of_memory_loses_no_row(rows: int, prefetch: int, parts: int, events: list[Event]) -> None:
+    """Its ops are as wide as a variable says, so that no estimate tells what a row takes: 1 MiB."""
+    with tf.device("CPU:0"):
+        width = tf.Variable(1 << 17)
+
+    def wide(rows: Any) -> Any:
+        spread = tf.tile(rows[:, None], [1, tf.identity(width)])
+        return tf.reduce_mean(tf.sin(spread) + tf.cos(spread), 1)
+
+    mapper = in_chunks(wide, events, prefetch)
+    results = list(mapper.stream(batches(rows, 3)))
+    assert [len(chunk) for chunk in results] == [rows] * 3
+    n = np.arange(3.0 * rows)
+    np.testing.assert_allclose(tf.concat(results, 0), np.sin(n) + np.cos(n), rtol=1e-4, atol=1e-4)
+    assert lengths(ChunkFinished, events) == [rows // parts] * 3 * parts
+    assert len(lengths(ChunkFailed, events)) <= prefetch
+    assert mapper.report.back_offs == parts - 1
+
+
+def test_times_are_those_of_the_devices_where_results_stay_on_one(events: list[Event]) -> None:
+    """A kernel takes 0.1 s on one device and 0.2 s on the other; results are gathered on the first."""
+    with tf.device("CPU:0"):
+        data = x[:8]
+
+    def clocked(**options: Any) -> tuple[devicemap.types.Report, float, list[int]]:
+        mapper = devicemap.DeviceMap(lambda rows: tf.sin(tf.cos(rows)), batched=True, output_device="GPU:0", **options)
+        mapper(data)
+        gpus.configure(0, kernel_seconds=0.1)
+        gpus.configure(1, kernel_seconds=0.2)
+        gpus.clear()
+        events.clear()
+        began = time.perf_counter()
+        result = mapper(data)
+        seconds = time.perf_counter() - began
+        to_host = [copy.bytes for copy in gpus.copies("to host")]  # before anybody looks at the result
+        assert result.backing_device.endswith("GPU:0")
+        np.testing.assert_allclose(result, np.sin(np.cos(data)), rtol=1e-5, atol=1e-6)
+        gpus.reset()
+        return mapper.report, seconds, to_host
+
+    report, seconds, to_host = clocked(devices="GPU:0")
+    assert report.devices[0].busy_seconds >= 0.2
+    assert seconds >= 0.2
+    assert to_host == [4]
+    report, seconds, to_host = clocked()
+    assert [device.busy_seconds >= least for device, least in zip(report.devices, (0.2, 0.4))] == [True, True]
+    assert to_host == [4, 4, 16]  # and how many rows fn returned on each
+    _, _, to_host = clocked(batch_size=4, progress=events.append)
+    finished = [event for event in events if isinstance(event, ChunkFinished)]
+    assert finished
+    for event in finished:
+        assert event.seconds - event.started_seconds >= {"0": 0.2, "1": 0.4}[event.shard.device[-1]]
+    assert to_host == [4] * len(finished)
+    _, seconds, to_host = clocked(devices="GPU:0", report=False)
+    assert seconds < 0.2
+    assert to_host == []
+
+
+def test_copies_overlap_with_kernels() -> None:
+    """Copying a chunk to the device takes as long as computing it, 10 ms, and its results are small.
+
+    By the log of copies, which last from the beginning of the first to the end of the last result's.
+    """
+
+    def overlap(prefetch: int | None) -> float:
+        """How much of the time of copies to the device is also that of kernels."""
+        mapper = devicemap.DeviceMap(lambda rows: tf.sin(rows)[:, :1], batched=True, devices="GPU:0", prefetch=prefetch)
+        data = tf.data.Dataset.from_tensors(np.zeros([16, 4096], np.float32)).repeat(24)
+        gpus.reset()
+        list(mapper.stream(data))
+        gpus.configure(0, element_seconds=0.005 / 65536, bytes_per_second=4 * 65536 / 0.01)  # 2 kernels
+        gpus.clear()
+        list(mapper.stream(data))
+        copies = gpus.copies()
+        copying = sum(copy.end_seconds - copy.start_seconds for copy in copies if copy.kind == "to device")
+        kernels = sum(runs.seconds for runs in gpus.runs("GPU:0"))
+        span = max(copy.end_seconds for copy in copies) - min(copy.start_seconds for copy in copies)
+        return (copying + kernels - span) / copying
+
+    shares = [max(overlap(prefetch) for _ in range(2)) for prefetch in (1, 2, None)]
+    assert shares[0] < 0.1 < shares[1] + 0.1 < shares[2], shares
+    assert shares[2] > 0.6, shares

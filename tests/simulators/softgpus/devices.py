@@ -1,0 +1,148 @@
+"""They are devices as TensorFlow knows them: what runs on them, in which time, and what they say of themselves."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from simulators.softgpus.pair import GPUS, gpus, on_gpus, x
+
+import devicemap
+from benchmarks import simulator
+from benchmarks.traffic import Copied, CopyLog
+from devicemap.errors import FunctionError
+
+
+def test_they_compute_what_the_host_does_and_tell_what_travelled() -> None:
+    assert [d.name for d in tf.config.list_logical_devices("GPU")] == ["/device:GPU:0", "/device:GPU:1"]
+
+    @tf.function
+    def steps(x: Any) -> Any:
+        with tf.device("GPU:0"):
+            y = tf.sin(x) @ x
+        with tf.device("GPU:1"):
+            return tf.nn.relu(y, name="positive"), tf.strings.length("on the host")
+
+    np.testing.assert_allclose(steps(x)[0], np.maximum(np.sin(x.numpy()) @ x.numpy(), 0), rtol=1e-5, atol=1e-5)
+    gpus.clear()
+    steps(x)[0].numpy()
+    size = 64 * 64 * 4
+    told = [(c.kind, c.sender, c.receiver, c.bytes) for c in gpus.copies()]
+    assert told[:2] == [("to device", "host", "GPU:0", size), ("between", "GPU:0", "GPU:1", size)]
+    assert {t[:3] for t in told[2:]} == {("to host", "GPU:1", "host")}
+    assert [c.tensor for c in gpus.copies()][:2] == ["Sin", "matmul"]
+    assert {(run.device, run.op, run.count) for run in gpus.runs()} >= {("GPU:0", "Sin", 1), ("GPU:1", "Relu", 1)}
+    called = CopyLog(gpus).measure(lambda: steps(x)[0])
+    assert called == Copied(to_device=(size, 1), to_host=(size, 1), between=(size, 1))
+
+
+def test_gradients_and_loops_do_not_race() -> None:
+    w = tf.Variable(tf.eye(64))
+
+    @tf.function
+    def gradient(x: Any) -> Any:
+        with tf.GradientTape() as tape, tf.device("GPU:1"):
+            loss = tf.reduce_sum(tf.scan(lambda s, e: tf.tanh(tf.linalg.matvec(w, s) + e), x) ** 2)
+        return tape.gradient(loss, w)
+
+    first = gradient(x).numpy()
+    for _ in range(20):
+        np.testing.assert_array_equal(gradient(x), first)
+
+
+def test_memory_is_told() -> None:
+    both, (cpu,) = devicemap.list_devices("GPU"), devicemap.list_devices("CPU")
+    assert [gpu.memory for gpu in both] == [64 << 20] * 2
+    assert cpu.memory is None
+    plan = devicemap.DeviceMap(tf.sin, devices=["GPU:1", "CPU:0"]).explain(tf.TensorSpec([1 << 20, 64]))
+    assert [device.memory_limit_bytes for device in plan.devices] == [64 << 20, None]
+    assert "the rows of GPU:1 may take" in plan.advice[0]
+
+
+def test_captured_variables_that_do_not_fit_are_named_before_anything_runs() -> None:
+    with tf.device("CPU:0"):
+        table = tf.Variable(tf.zeros([17 << 20]))
+
+    def named_error(gpu: str, **options: Any) -> tuple[FunctionError, list[Any]]:
+        ran: list[Any] = []
+        with pytest.raises(FunctionError) as error:
+            on_gpus(lambda row: row * table[0], name="lookup", progress=ran.append, **options | {"devices": gpu})(
+                tf.range(8.0)
+            )
+        return error.value, ran
+
+    with ThreadPoolExecutor(2) as pool:  # TensorFlow waits ten seconds for memory, here on both at the same time
+        found = [pool.submit(named_error, GPUS[0]), pool.submit(named_error, GPUS[1], batch_size=4)]
+    for gpu, (error, ran) in zip(GPUS, (each.result() for each in found)):
+        said = f"lookup: no memory for a copy of what fn captures, 71303168 bytes in all, on {gpu}; with in_place="
+        assert str(error).startswith(said)
+        assert isinstance(error, (tf.errors.ResourceExhaustedError, tf.errors.InternalError))
+        assert not ran
+
+
+def test_plans_say_what_int32_costs() -> None:
+    def plan(dtype: Any) -> Any:
+        return on_gpus(lambda row: tf.math.floormod(tf.cast(row, dtype) * 3, 5)).explain(tf.TensorSpec([100, 4]))
+
+    narrow, wide = plan(tf.int32), plan(tf.int64)
+    strays = [(stray.op, stray.device, stray.reason, stray.instead) for stray in narrow.strays]
+    assert strays == [("Mul", "GPU", "int32", "int64"), ("FloorMod", "GPU", "int32", "int64")]
+    said = "Mul and FloorMod have no kernel for int32 on GPU itself, and the host computes it: cast to int64"
+    assert narrow.advice[0] == said
+    assert wide.strays == wide.advice == ()
+
+
+def test_time_is_spent_on_the_stream() -> None:
+    gpus.configure(0, kernel_seconds=0.05)
+    with tf.device("GPU:0"):
+        tf.sin(x)
+        began = time.perf_counter()
+        y = tf.sin(tf.sin(tf.sin(x)))
+        enqueued = time.perf_counter() - began
+        y.numpy()
+    assert enqueued < 0.1
+    assert time.perf_counter() - began > 0.15
+    gpus.configure(1, bytes_per_second=64 * 64 * 4 / 0.1)
+    began = time.perf_counter()
+    with tf.device("GPU:1"):
+        tf.identity(x).numpy()
+    assert time.perf_counter() - began > 0.15
+
+
+def test_work_of_the_simulator_takes_time_of_the_stream() -> None:
+    try:
+        sim = simulator.load()
+    except simulator.Unavailable as reason:
+        pytest.skip(str(reason))
+    gpus.configure(0, speed=2.0)
+    numbers, seconds = tf.range(4.0), tf.fill([4], 0.1)
+    with tf.device("GPU:0"):
+        sim.work(numbers, seconds).numpy()
+        began = time.perf_counter()
+        results = sim.work(numbers, seconds)
+        assert time.perf_counter() - began < 0.1
+        np.testing.assert_array_equal(results, 2 * numbers + 1)
+    assert 0.19 < time.perf_counter() - began < 0.4
+
+
+def test_kernels_are_those_of_a_cuda_build() -> None:
+    with tf.device("GPU:0"):
+        picture = tf.cast(tf.abs(x[:, :, None]), tf.uint8)
+        assert tf.image.encode_png(picture).device.endswith("CPU:0")
+        assert tf.sin(x).device.endswith("GPU:0")
+        assert tf.gather_nd(x, [[0]]).backing_device.endswith("GPU:0")
+        assert (tf.constant(1) + 2).backing_device.endswith("CPU:0"), "int32 lies in the host's memory"
+
+
+def test_convolutions_stay_in_the_order_that_the_cpu_has_kernels_for() -> None:
+    images, kernels = tf.reshape(x, [4, 32, 32, 1]), tf.ones([3, 3, 1, 2])
+
+    def convolve(images: Any) -> Any:
+        with tf.device("GPU:1"):
+            return tf.nn.relu(tf.nn.bias_add(tf.nn.conv2d(images, kernels, 1, "SAME"), [0.5, -0.5]))
+
+    np.testing.assert_allclose(tf.function(convolve)(images), convolve(images), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,124 @@
+"""A row takes the memory that the plan tells, by TensorFlow's allocator, on one GPU of 2 GiB."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from simulators.softgpus.starting import start
+
+import devicemap
+
+gpus = start(1, 2 << 30)
+with tf.device("GPU:0"):
+    tf.zeros([300 << 20])  # one region of memory, instead of ever larger ones, which are left in pieces
+
+w, v = tf.Variable(tf.ones([64, 256])), tf.Variable(tf.ones([256, 32]))
+kernel = tf.Variable(tf.ones([3, 3, 3, 8]))
+
+
+def normal(*shape: int) -> Any:
+    with tf.device("CPU:0"):
+        return tf.random.stateless_normal(shape, [1, 2])
+
+
+def rows(count: int) -> Any:
+    return normal(count, 64)
+
+
+def short_rows(count: int) -> Any:
+    return normal(count, 32)
+
+
+def pictures(count: int) -> Any:
+    return normal(count, 16, 16, 3)
+
+
+def ragged(count: int) -> Any:
+    lengths = np.random.default_rng(0).integers(1, 40, size=count)
+    with tf.device("CPU:0"):
+        return tf.RaggedTensor.from_row_lengths(normal(lengths.sum()), lengths)
+
+
+def dense(x: Any) -> Any:
+    return tf.nn.relu(x @ w + 1.0) @ v
+
+
+def dense_of_row(row: Any) -> Any:
+    return tf.linalg.matvec(v, tf.nn.relu(tf.linalg.matvec(w, row, transpose_a=True)), transpose_a=True)
+
+
+def convolution(x: Any) -> Any:
+    return tf.reduce_mean(tf.nn.relu(tf.nn.conv2d(x, kernel, 1, "SAME")), [1, 2])
+
+
+def looping(row: Any) -> Any:
+    return tf.while_loop(lambda i, _: i < 9, lambda i, state: (i + 1, tf.sin(state) + row), (0, row))[1]
+
+
+def several(row: Any) -> Any:
+    a, b = tf.sin(row), tf.cos(row)
+    c = a * b + row
+    return tf.reduce_sum(tf.nn.softmax(c) * a) + c
+
+
+def outer(row: Any) -> Any:
+    return tf.reduce_sum(tf.exp(-((row[:, None] * row[None, :]) ** 2)), 0)
+
+
+def keras() -> tf.keras.Model:
+    layers = tf.keras.layers
+    convolved = [layers.Conv2D(8, 3, activation="relu"), layers.MaxPool2D(), layers.Flatten()]
+    return tf.keras.Sequential([tf.keras.Input([16, 16, 3]), *convolved, layers.Dense(10, activation="softmax")])
+
+
+def peak_bytes(mapper: devicemap.DeviceMap, data: Any) -> int:
+    """The least of three: steps of a loop overlap now and then."""
+    mapper(data)
+    peaks = []
+    for _ in range(3):
+        tf.config.experimental.reset_memory_stats("GPU:0")
+        before = tf.config.experimental.get_memory_info("GPU:0")["current"]
+        mapper(data)
+        peaks.append(tf.config.experimental.get_memory_info("GPU:0")["peak"] - before)
+    return min(peaks)
+
+
+ONE_BY_ONE, BATCHED = {"vectorize": False}, {"batched": True}
+OLD = tf.__version__.startswith("2.16.")  # takes the list of results to the device and back in each step
+
+
+@pytest.mark.parametrize(
+    ("fn", "data", "few", "options"),
+    [
+        pytest.param(dense, rows, 1 << 14, BATCHED, id="dense, batched"),
+        pytest.param(dense_of_row, rows, 1 << 14, {}, id="dense"),
+        pytest.param(dense_of_row, rows, 500, ONE_BY_ONE, id="dense, one by one"),
+        pytest.param(convolution, pictures, 1 << 12, BATCHED, id="convolution"),
+        pytest.param(looping, rows, 1 << 14, {}, id="loop"),
+        pytest.param(looping, rows, 1 << 14, BATCHED, id="loop, batched"),
+        pytest.param(several, rows, 1 << 14, {}, id="several"),
+        pytest.param(several, rows, 500, ONE_BY_ONE, id="several, one by one"),
+        pytest.param(outer, short_rows, 1 << 12, {}, id="outer"),
+        pytest.param(keras(), pictures, 1 << 12, BATCHED, id="Keras"),
+        pytest.param(lambda row: tf.reduce_sum(tf.sin(row)), ragged, 100, {}, id="ragged"),
+        pytest.param(
+            lambda row: tf.sin(row) * 2, ragged, 100, {}, marks=pytest.mark.skipif(OLD, reason="2.16"), id="to ragged"
+        ),
+        pytest.param(lambda batch: tf.reduce_sum(batch * batch, 1), ragged, 1 << 16, BATCHED, id="ragged, batched"),
+        pytest.param(
+            lambda batch: tf.reduce_sum(tf.sin(batch.to_tensor()), 1), ragged, 1 << 16, BATCHED, id="ragged to dense"
+        ),
+    ],
+)
+def test_a_row_takes_what_the_plan_tells(
+    fn: Callable[[Any], Any], data: Callable[[int], Any], few: int, options: dict[str, Any]
+) -> None:
+    mapper = devicemap.DeviceMap(fn, devices="GPU", output_device="CPU:0", **options)
+    measured = (peak_bytes(mapper, data(2 * few)) - peak_bytes(mapper, data(few))) / few
+    told = mapper.explain(data(few)).memory_bytes_per_row
+    assert told is not None
+    assert 0.9 <= told / measured <= 1.2, (told, measured)
