@@ -107,7 +107,7 @@ def test_loops_have_the_gradients_of_a_row(devices: list[str], fn: Callable[[Any
         np.testing.assert_allclose(got, wanted, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("fn", SHARED_LOOPS)
+@pytest.mark.parametrize("fn", [_from_shared_start, _collected, _no_step])  # _power: tests/laws/test_gradients.py
 def test_loops_that_rows_leave_at_once_have_second_gradients(fn: Callable[[Any], Any]) -> None:
     def second(mapped: Callable[..., Any]) -> Any:
         with tf.GradientTape() as outer:

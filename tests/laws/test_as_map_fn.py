@@ -156,53 +156,6 @@ def test_gradients_that_are_nothing_are_zeros(devices: list[str], fn: Any) -> No
         np.testing.assert_array_equal(tape.gradient(rows, x), tf.zeros_like(x))
 
 
-@tf.custom_gradient
-def _seven_fold(x: Any) -> Any:
-    return tf.sin(x), lambda upstream: 7.0 * upstream
-
-
-def _with_custom_gradient(r: Any) -> Any:
-    return _seven_fold(tf.linalg.matvec(WEIGHTS, r))
-
-
-@pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("vectorize", ["auto", False])
-@pytest.mark.parametrize(
-    "fn",
-    [lambda r: tf.tanh(tf.linalg.matvec(WEIGHTS, r)), _in_a_loop, _with_custom_gradient],
-    ids=["straight", "loop", "custom gradient"],
-)
-@pytest.mark.parametrize("around", ["loop", "branch", "function in a loop"])
-def test_a_tape_around_a_loop_or_branch_that_calls_a_map(
-    devices: list[str], around: str, fn: Any, vectorize: Any, jit_compile: bool
-) -> None:
-    if jit_compile and devices[0].startswith("GPU"):
-        pytest.skip("XLA does not compile for GPUs in software")
-    mapper = devicemap.DeviceMap(fn, devices=devices, vectorize=vectorize, jit_compile=jit_compile)
-    x = _normal(7, 3)
-
-    def gradients(mapped: Callable[[Any], Any]) -> list[Any]:
-        inner = tf.function(mapped)
-
-        @tf.function
-        def whole(x: Any) -> Any:
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                y = x
-                if around == "branch":
-                    y = tf.cond(tf.reduce_sum(x) > -1e9, lambda: mapped(x), lambda: x)
-                else:
-                    for _ in tf.range(3):
-                        y = mapped(y) if around == "loop" else inner(y)
-                total = tf.reduce_sum(y**2)
-            return tape.gradient(total, [x, WEIGHTS])
-
-        return [tf.convert_to_tensor(each) for each in whole(x)]
-
-    for got, wanted in zip(gradients(lambda x: mapper(x)), gradients(lambda x: tf.map_fn(fn, x))):
-        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("vectorize", ["auto", False])
 def test_a_map_inside_of_a_map(devices: list[str], vectorize: Any) -> None:
     inner = devicemap.DeviceMap(_in_a_loop, devices=devices)

@@ -16,6 +16,7 @@ import devicemap
 
 X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])
 
+
 def test_no_thread_stays() -> None:
     before = set(threading.enumerate())
     mapper = devicemap.DeviceMap(lambda row: row * 2, devices=["CPU:0", "CPU:1"], batch_size=2)
