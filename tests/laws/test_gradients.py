@@ -121,7 +121,7 @@ def test_gradients_where_the_graph_does_not_know_how_many_rows_there_are(
 def test_gradients_of_what_was_drawn_with_a_seed(devices: list[str], place: Any) -> None:
     scale = tf.Variable(2.0)
     fn = lambda row: scale * row * tf.random.normal([3], seed=2)
-    mapper = devicemap.DeviceMap(fn, devices=devices, vectorize=False)
+    mapper = devicemap.DeviceMap(fn, devices=devices[:2], vectorize=False)  # second gradients are large
 
     def loss_and_gradients(mapped: Any) -> Any:
         with tf.GradientTape() as outer:
@@ -293,7 +293,7 @@ def test_tapes_of_all_kinds_take_turns(devices: list[str]) -> None:
         _assert_close(tape.gradient(total, sources), tape.gradient(total, sources))
         return tape.gradient(total, sources)
 
-    mapper, serial = devicemap.DeviceMap(fn, devices=devices), lambda x: tf.map_fn(fn, x)
+    mapper, serial = devicemap.DeviceMap(fn, devices=devices[:2]), lambda x: tf.map_fn(fn, x)
     wanted = _first_and_second(serial, X, *weights)
     for take in (None, _first, twice, None, _first_and_second, _first):
         _assert_close(mapper(X), serial(X))
