@@ -27,23 +27,6 @@ def test_no_thread_stays() -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_a_mapper_that_is_dropped_frees_its_function_and_copies() -> None:
-    class Scale(tf.Module):
-        def __init__(self) -> None:
-            self.by = tf.Variable(2.0)
-
-        def __call__(self, row: Any) -> Any:
-            return row * self.by
-
-    scale = Scale()
-    mapper = devicemap.DeviceMap(scale, devices=["CPU:1", "CPU:2"])
-    mapper(X)
-    dead = weakref.ref(scale)
-    del scale, mapper
-    gc.collect()
-    assert dead() is None
-
-
 def test_a_mapper_that_stays_frees_the_graphs_that_it_was_called_in() -> None:
     scale: list[Any] = []
     mapper = devicemap.DeviceMap(lambda row: row * scale[0], devices=["CPU:0", "CPU:1"])
