@@ -21,15 +21,15 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 demo: $(VENV)/examples.done
 	$(BIN)/python examples/digits.py
 
-# Each value of each parameter of a test once. On GPUs in software, which have threads of their own, in one process.
+# Each value of each parameter of a test once. The laws on GPUs in software, too.
 test: $(VENV)/test.done
 	$(BIN)/python -m pytest $(PARALLEL)
-	$(BIN)/python -m pytest --gpus 4 $(LAWS)
+	$(BIN)/python -m pytest --gpus 4 $(PARALLEL) $(LAWS)
 
-# Each with every other.
+# Each with every other, and on eight devices, too.
 test-all: $(VENV)/test.done
 	$(BIN)/python -m pytest --all $(PARALLEL)
-	$(BIN)/python -m pytest --all --gpus 4 $(LAWS)
+	$(BIN)/python -m pytest --all --gpus 4 $(PARALLEL) $(LAWS)
 
 check: lint types site test
 

@@ -58,7 +58,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "devices" in metafunc.fixturenames and not _has_its_own(metafunc.definition):
         gpus = metafunc.config.getoption("gpus")
         names = [f"GPU:{i}" for i in range(gpus)[::-1]] or [f"CPU:{i}" for i in (3, 0, 5, 1, 2, 4, 6, 7)]
-        wanted = getattr(metafunc.module, "DEVICE_COUNTS", (1, 2, 4) if gpus else (1, 2, 3, 8))
+        usual = (1, 2, 4) if gpus else (1, 2, 3, 8) if metafunc.config.getoption("all") else (1, 2, 3)
+        wanted = getattr(metafunc.module, "DEVICE_COUNTS", usual)
         counts = [count for count in wanted if count <= len(names)]
         sets = {f"{count} devices": names[:count] for count in counts}
         if gpus > 1:
@@ -69,7 +70,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _on_the_diagonal(items: list[pytest.Item]) -> list[pytest.Item]:
     """Of tests with several parameters, those that have each value of each, instead of each with every other.
 
-    Device sets take turns, from test to test, too.
+    Device sets take turns, from test to test of a module, too.
     """
     known: dict[str, dict[str, dict[Any, int]]] = defaultdict(lambda: defaultdict(dict))
     places = []
@@ -77,7 +78,10 @@ def _on_the_diagonal(items: list[pytest.Item]) -> list[pytest.Item]:
         values = known[item.nodeid.partition("[")[0]]
         numbers = {name: values[name].setdefault(value, len(values[name])) for name, value in _values(item).items()}
         places.append(numbers)
-    turns = {test: turn for turn, test in enumerate(known)}
+    modules: dict[str, list[str]] = defaultdict(list)
+    for test in known:
+        modules[test.partition("::")[0]].append(test)
+    turns = {test: turn for tests in modules.values() for turn, test in enumerate(tests)}
 
     def kept(item: pytest.Item, place: dict[str, int]) -> bool:
         test = item.nodeid.partition("[")[0]

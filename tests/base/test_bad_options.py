@@ -65,18 +65,6 @@ BAD_OPTIONS: list[tuple[Options, type[Exception], str]] = [
     ({"name": ""}, OptionError, r"^name=''; expected None or a non-empty string$"),
     ({"name": 3}, OptionError, r"^name=3; expected None or a non-empty string$"),
     ({"devices": "CPU:9"}, DeviceError, r"'CPU:9'.* there is CPU:0, CPU:1, .*CPU:7"),
-    ({"devices": "TPU"}, DeviceError, r"^devices='TPU': there is no device of this kind; there is CPU:0, "),
-    (
-        {"devices": []},
-        DeviceError,
-        r"^devices is empty; expected at least one device, or None for all; there is CPU:0, ",
-    ),
-    (
-        {"devices": ["CPU:1", "/CPU:1"]},
-        DeviceError,
-        r"devices holds /job:.*CPU:1 more than once; name each device once",
-    ),
-    ({"devices": [3]}, DeviceError, r"^devices has 3 of type int; expected names such as 'GPU:0'"),
     ({"output_device": "CPU:9"}, DeviceError, r"'CPU:9'.* there is CPU:0, "),
     ({"output_device": 7}, DeviceError, r"7 of type int; expected "),
 ]

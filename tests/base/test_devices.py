@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import processes
 import pytest
 import tensorflow as tf
 
@@ -21,20 +18,6 @@ from devicemap.errors import DeviceError
 HOST = "/job:localhost/replica:0/task:0"
 CPUS = tuple(f"{HOST}/device:CPU:{i}" for i in range(8))
 X = tf.range(7.0)
-
-
-def _command(code: str) -> list[str]:
-    return [sys.executable, "-c", textwrap.dedent(code)]
-
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(devicemap.__file__).parents[1]), "TF_CPP_MIN_LOG_LEVEL": "3"}
-
-
-def _fresh(code: str) -> list[str]:
-    """Run `code` in a process of its own, and return the lines it prints."""
-    done = subprocess.run(_command(code), env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
 
 
 def test_list_devices() -> None:
@@ -261,7 +244,7 @@ def test_simulating_too_late() -> None:
         DeviceError, match=r"^simulate_devices\(3\) came too late: .* already initialised 8 CPU device\(s\)\. "
     ):
         devicemap.simulate_devices(3)
-    lines = _fresh("""
+    lines = processes.run("""
         import tensorflow as tf, devicemap
         tf.constant(1)
         devicemap.simulate_devices(1)
@@ -279,7 +262,7 @@ def test_simulating_too_late() -> None:
 
 
 def test_simulating_in_a_fresh_process() -> None:
-    lines = _fresh("""
+    lines = processes.run("""
         import tensorflow as tf, devicemap
         devicemap.simulate_devices(2)
         devicemap.simulate_devices(5)
@@ -295,7 +278,7 @@ def test_simulating_in_a_fresh_process() -> None:
 
 def test_importing_changes_nothing() -> None:
     """Only an uninitialised TensorFlow takes another number of devices."""
-    lines = _fresh("""
+    lines = processes.run("""
         import logging, os, random, signal, sys, threading, warnings
         import numpy as np, tensorflow as tf
 
@@ -334,33 +317,21 @@ def test_importing_changes_nothing() -> None:
     assert lines == ["[]", "4"]
 
 
-SERVER = """
-    import sys
-    import tensorflow as tf
-
-    server = tf.distribute.Server.create_local_server(tf.compat.v1.ConfigProto(device_count={"CPU": 2}))
-    print(server.target, flush=True)
-    sys.stdin.read()
-"""
-
-
 def test_devices_of_another_host() -> None:
-    command = _command(SERVER)
-    with subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        lines = _fresh(f"""
-            import tensorflow as tf, devicemap
-            tf.config.experimental_connect_to_host({server.stdout.readline().strip()!r}, job_name="worker")
-            for device in devicemap.list_devices():
-                print(device.name, device.description)
-            full_name = "/job:worker/replica:0/task:0/device:CPU:0"
-            for devices in ([full_name], ["/job:worker/task:0/CPU:1", "CPU:0"], "CPU:0", None, "CPU"):
-                for batch_size in (None, 2) if type(devices) is list else (None,):
-                    mapper = devicemap.DeviceMap(lambda row: row * 2 + 1, devices=devices, batch_size=batch_size)
-                    assert mapper(tf.range(7)).numpy().tolist() == [1, 3, 5, 7, 9, 11, 13], devices
-                chosen = devicemap.base.devices.choose_devices(devices)
-                print(*[name.partition("/replica")[0] + name[-6:] for name in chosen])
-        """)
+    lines = processes.run("""
+        import tensorflow as tf, devicemap
+        server = tf.distribute.Server.create_local_server(tf.compat.v1.ConfigProto(device_count={"CPU": 2}))
+        tf.config.experimental_connect_to_host(server.target, job_name="worker")
+        for device in devicemap.list_devices():
+            print(device.name, device.description)
+        full_name = "/job:worker/replica:0/task:0/device:CPU:0"
+        for devices in ([full_name], ["/job:worker/task:0/CPU:1", "CPU:0"], "CPU:0", None, "CPU"):
+            for batch_size in (None, 2) if type(devices) is list else (None,):
+                mapper = devicemap.DeviceMap(lambda row: row * 2 + 1, devices=devices, batch_size=batch_size)
+                assert mapper(tf.range(7)).numpy().tolist() == [1, 3, 5, 7, 9, 11, 13], devices
+            chosen = devicemap.base.devices.choose_devices(devices)
+            print(*[name.partition("/replica")[0] + name[-6:] for name in chosen])
+    """)
     worker = "/job:worker/replica:0/task:0/device:CPU"
     assert lines == [
         f"{HOST}/device:CPU:0 CPU",

@@ -117,7 +117,7 @@ def test_eager_code_gives_what_the_graph_gives(case: Case) -> None:
     options = {"batched": case.batched, "vectorize": "auto", **case.options}
     if case.batched:
         options.pop("vectorize")
-    result = benchmark(case.fn, case.data, devices=THREE, batch_sizes=[None], rounds=1, **options)
+    result = benchmark(case.fn, case.data, devices=THREE[:2], batch_sizes=[None], rounds=1, **options)
     assert {m.mode for m in result.measurements} == {"eager", "graph"}
     assert [m.speedup_interval for m in result.measurements] == [None] * 4  # one round
 

@@ -83,31 +83,30 @@ LOOPS = [*SHARED_LOOPS, _nested, _until_it_is_small, _branch_in_loop]
 
 def _serial(fn: Callable[..., Any]) -> Callable[..., Any]:
     spec = tf.TensorSpec(None, tf.float64)
-    return tf.function(lambda x: tf.map_fn(fn, x, fn_output_signature=spec))
-
-
-@pytest.mark.parametrize("rows", [1, 2, 7])
-@pytest.mark.parametrize("fn", LOOPS)
-def test_loops_give_what_they_give_for_a_row(devices: list[str], fn: Callable[[Any], Any], rows: int) -> None:
-    mapper = devicemap.DeviceMap(fn, devices=devices)
-    assert mapper.explain(ROWS).vectorized, mapper.explain(ROWS).reason
-    np.testing.assert_allclose(mapper(ROWS[:rows]), _serial(fn)(ROWS[:rows]), rtol=1e-9)
+    signature = [tf.TensorSpec([None, 3], tf.float64)]
+    return tf.function(lambda x: tf.map_fn(fn, x, fn_output_signature=spec), input_signature=signature)
 
 
 @pytest.mark.parametrize("fn", LOOPS)
-def test_loops_have_the_gradients_of_a_row(devices: list[str], fn: Callable[[Any], Any]) -> None:
+def test_loops_give_what_they_give_for_a_row(devices: list[str], fn: Callable[[Any], Any]) -> None:
+    """With its gradients."""
+
     def gradients(mapped: Callable[..., Any]) -> list[Any]:
         with tf.GradientTape() as tape:
             tape.watch(ROWS)
             loss = tf.reduce_sum(mapped(ROWS) ** 2)
         return list(tape.gradient(loss, [ROWS, WEIGHTS], unconnected_gradients="zero"))
 
-    mapper = devicemap.DeviceMap(fn, devices=devices)
-    for got, wanted in zip(gradients(mapper), gradients(_serial(fn))):
+    mapper, serial = devicemap.DeviceMap(fn, devices=devices), _serial(fn)
+    plan = mapper.explain(ROWS)
+    assert plan.vectorized, plan.reason
+    for rows in (1, 2, 7):
+        np.testing.assert_allclose(mapper(ROWS[:rows]), serial(ROWS[:rows]), rtol=1e-9)
+    for got, wanted in zip(gradients(mapper), gradients(serial)):
         np.testing.assert_allclose(got, wanted, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("fn", SHARED_LOOPS)
+@pytest.mark.parametrize("fn", [_from_shared_start, _collected, _no_step])  # _power: tests/laws/test_gradients.py
 def test_loops_that_rows_leave_at_once_have_second_gradients(fn: Callable[[Any], Any]) -> None:
     def second(mapped: Callable[..., Any]) -> Any:
         with tf.GradientTape() as outer:
@@ -163,8 +162,9 @@ def test_branches_give_what_they_give_for_a_row(devices: list[str], name: str) -
     fn = BRANCHES[name]
     mapper = devicemap.DeviceMap(fn, devices=devices)
     assert mapper.explain(ROWS).vectorized is (name not in ("convolution", "segments", "slice", "assert"))
+    serial = _serial(fn)
     for rows in (1, 7):
-        np.testing.assert_allclose(mapper(ROWS[:rows]), _serial(fn)(ROWS[:rows]), rtol=1e-9)
+        np.testing.assert_allclose(mapper(ROWS[:rows]), serial(ROWS[:rows]), rtol=1e-9)
 
 
 def _growing(row: Any) -> Any:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import processes
 import pytest
 import tensorflow as tf
 from ways import Options, X, ways
@@ -113,18 +110,10 @@ for options in ({"devices": ["CPU:0"]}, {"devices": ["CPU:2", "CPU:0"]}, {"batch
             inside = tf.function(lambda x: call(lambda row, seed: (row, seed), x, seed=2**32 - 1), autograph=False,
                                  input_signature=[tf.TensorSpec(spec, tf.float32)])
             np.testing.assert_array_equal(inside(x)[1].numpy().view(np.uint32)[:, 1], range(5))
-print("done")
 """
 
 
 @pytest.mark.parametrize("mode", [{}, {"dtype_conversion_mode": "all"}, {"dtype_conversion_mode": "safe"}], ids=str)
-def test_numpy_behaviour(mode: dict[str, str], tmp_path: Path) -> None:
+def test_numpy_behaviour(mode: dict[str, str]) -> None:
     """It is switched on for good, so in a process of its own."""
-    program = tmp_path / "program.py"  # a file: autograph reads the source
-    program.write_text(_NUMPY_MODE)
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(program), json.dumps(mode)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.strip().endswith("done")
+    processes.run(_NUMPY_MODE, json.dumps(mode))

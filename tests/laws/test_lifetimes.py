@@ -55,9 +55,9 @@ def test_new_functions_take_what_they_capture_with_them(way: str, devices: list[
         np.testing.assert_array_equal(result, X + 2 * by)
         return weakref.ref(table)
 
-    references = [shift(float(i)) for i in range(6)]
+    references = [shift(float(i)) for i in range(3)]
     assert alive() == 0
-    assert [reference() for reference in references] == [None] * 6
+    assert [reference() for reference in references] == [None] * 3
 
 
 def test_what_is_compiled_lives_as_long_as_its_function(devices: list[str]) -> None:
@@ -277,13 +277,13 @@ def test_calls_leave_nothing_behind(way: str) -> None:
         "stream": lambda: [*chunks.stream(X)],
         "parallel_map": lambda: devicemap.parallel_map(scale.step, X, devices=devices),
     }
-    for _ in range(5):
+    for _ in range(3):
         calls[way]()
     _objects()  # looking at all objects for the first time makes some
     before = _objects()
-    for _ in range(30):
+    for _ in range(12):
         calls[way]()
-    grown = {name: more for name, more in (_objects() - before).items() if more >= 15}
+    grown = {name: more for name, more in (_objects() - before).items() if more >= 6}
     assert grown == {}
 
 

@@ -1,0 +1,38 @@
+"""Programs in processes of their own, in which TensorFlow has been imported and has not started yet."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+import textwrap
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+SECONDS = 120
+"""What hangs, hangs for ever."""
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["tensorflow"])  # which takes seconds: once, instead of in each process
+
+
+def run(source: str, *arguments: str) -> list[str]:
+    """The lines that a program prints, which has to end well. It lies in a file, from which autograph reads it."""
+    with TemporaryDirectory() as folder:
+        Path(folder, "program.py").write_text(textwrap.dedent(source))
+        process = _forks.Process(target=_run, args=(folder, arguments))
+        process.start()
+        process.join(SECONDS)
+        process.kill()
+        process.join()
+        assert process.exitcode == 0, Path(folder, "errors").read_text()
+        return Path(folder, "output").read_text().splitlines()
+
+
+def _run(folder: str, arguments: tuple[str, ...]) -> None:
+    for number, name in enumerate(("output", "errors"), 1):
+        os.dup2(os.open(Path(folder, name), os.O_CREAT | os.O_WRONLY), number)
+    program = str(Path(folder, "program.py"))
+    sys.argv = [program, *arguments]
+    runpy.run_path(program, run_name="__main__")
