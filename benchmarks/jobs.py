@@ -70,6 +70,18 @@ def hot_last(rows: int) -> np.ndarray:
     return hot_first(rows)[::-1]
 
 
+def ramp(rows: int) -> np.ndarray:
+    """The last row is 15 times as dear as the first."""
+    return np.linspace(1, 15, rows)
+
+
+def spikes(rows: int) -> np.ndarray:
+    """Forty rows, here and there, are 18 times as dear as the others."""
+    costs = np.ones(rows)
+    costs[np.random.default_rng(0).choice(rows, min(40, rows), replace=False)] = 18
+    return costs
+
+
 def equal(devices: int) -> list[float]:
     """All devices are as fast."""
     return [1.0] * devices
@@ -85,10 +97,18 @@ def one_slow(devices: int) -> list[float]:
     return [1.0] * (devices - 1) + [0.1]
 
 
+def falling(devices: int) -> list[float]:
+    """From full speed down to 0.3 of it."""
+    return np.linspace(1, 0.3, devices).tolist()
+
+
 JOBS: dict[str, tuple[Costs, Speeds]] = {
     "even": (even, equal),
     "a hot block, first": (hot_first, equal),
     "a hot block, last": (hot_last, equal),
     "half of the devices 4 times slower": (even, half_slow),
     "one device 10 times slower": (even, one_slow),
+    "a ramp of costs": (ramp, equal),
+    "forty dear rows": (spikes, equal),
+    "speeds from 1 down to 0.3": (even, falling),
 }

@@ -145,12 +145,13 @@ class Compiled:
 
     @cached_property
     def balances(self) -> bool:
-        """Whether there is a `balanced_graph`: not where order matters, or where the same numbers are drawn in each run."""
+        """Whether there is a `balanced_graph` that is worth it: not where order matters, where the same numbers are to be drawn
+        in each run, or where XLA would compile for each size of a piece."""
         audit = self.traced.audit
         return (
             len(self.places) > 1
             and kind_of(self._output_device) == "CPU"
-            and not (audit.ordered or audit.seeded or audit.advances_seed)
+            and not (audit.ordered or audit.seeded or audit.advances_seed or self.traced.uncompiled)
             and can_balance(self.traced.specs)
             and _has_clock()
         )
