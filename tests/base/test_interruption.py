@@ -226,7 +226,7 @@ def test_it_is_no_error_of_the_disk(handler: Any, tmp_path: pathlib.Path, monkey
         _interrupt()
         return True
 
-    monkeypatch.setattr("devicemap.store.journal.lock", interrupted)
+    monkeypatch.setattr("devicemap.store.storage._lock", interrupted)
     with pytest.raises(OutOfTimeError):
         devicemap.DeviceMap(lambda n: n * n, batch_size=2).write(tf.range(5), tmp_path)
 
