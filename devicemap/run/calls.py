@@ -31,7 +31,7 @@ from devicemap.data.datasets import from_dataset
 from devicemap.data.join import join
 from devicemap.data.rows import Rows, as_rows
 from devicemap.errors import DataError, OptionError, brief, warn_user
-from devicemap.events import DeviceLost, Event, short_name
+from devicemap.events import ChunkFinished, DeviceLost, Event, short_name
 from devicemap.run.capacity import first_paces, in_flight
 from devicemap.run.dispatch import Rules
 from devicemap.run.one_graph import GraphObservers, Heard, OneGraph
@@ -45,8 +45,8 @@ _LONG_SECONDS = 0.1
 _ROWS_PER_PLACE = 16
 """A call on fewer is not held back to learn how long it takes."""
 
-_COMPILING_SECONDS = 1.0
-"""Compiling a graph that balances itself takes about as long; a map that has worked for less goes on in chunks."""
+_COMPILING_SECONDS = 3.0
+"""Compiling a graph that balances itself takes a part of it; a map that has worked for less goes on in chunks."""
 
 
 @dataclass
@@ -57,7 +57,8 @@ class _Known:
     """Of its devices, by chunks."""
 
     speeds: list[float] | None = None
-    """Rows per second of its places, by the last long call."""
+    """Rows per second of its places, by the last long call: in chunks, those of the quickest chunk, as the first ones are
+    compiled."""
 
     seconds: float = 0.0
     """How long it has worked in long calls."""
@@ -147,12 +148,16 @@ class Calls:
         return rows <= (known.most_rows or rows) and each <= min(limits, default=each)
 
     def _balanced_in_chunks(self, compiled: Compiled, rows: Rows) -> Any:
-        known, began = _known[compiled], time.perf_counter()
-        results = self.in_chunks(rows)
+        known, began, fastest = _known[compiled], time.perf_counter(), dict.fromkeys(compiled.devices, 0.0)
+
+        def heard(event: Event) -> None:
+            if isinstance(event, ChunkFinished):
+                speed = len(event.shard) / max(event.seconds - event.started_seconds, 1e-9)
+                fastest[event.shard.device] = max(fastest[event.shard.device], speed)
+
+        results = self._joined(InMemory(rows, None), compiled, heard)
         known.seconds += time.perf_counter() - began
-        known.speeds = [
-            (known.paces[place].rows_per_second or 0.0) / compiled.places.count(place) for place in compiled.places
-        ]
+        known.speeds = [fastest[place] / compiled.places.count(place) for place in compiled.places]
         return results
 
     def inside_function(self, rows: Rows) -> Any:
@@ -167,8 +172,11 @@ class Calls:
     def in_chunks(self, data: Any) -> Any:
         """Rows or a dataset, in eager code: each chunk goes to the first idle device, the results are joined in order."""
         source = self.source(data, "mapped")
-        compiled = self.program.compiled_for(source)
-        parts = [results for group in self.groups(source, compiled, Rules()) for results in group.results]
+        return self._joined(source, self.program.compiled_for(source))
+
+    def _joined(self, source: Source, compiled: Compiled, hear: Callable[[Event], None] = lambda event: None) -> Any:
+        """The results of all chunks; `hear` is told each event of the call."""
+        parts = [results for group in self.groups(source, compiled, Rules(observe=hear)) for results in group.results]
         if not parts:
             return compiled.pack(compiled.traced.no_rows())
         return self._join(compiled, parts)
@@ -242,8 +250,10 @@ class Calls:
                 def tell(event: Event) -> None:
                     if isinstance(event, DeviceLost):
                         lost.append(event)
+                    hear(event)
                     observe(event)
 
+                hear = rules.observe
                 rules = replace(
                     rules,
                     max_retries=self._options.max_retries,

@@ -151,8 +151,9 @@ def test_seeded_functions_draw_the_same_in_each_run() -> None:
     assert not Balanced(lambda x: x + tf.random.normal([], seed=1), ["CPU:1", "CPU:2"]).can(tf.zeros([ROWS]))
 
 
-def test_without_options_a_slow_device_gets_less(sim: simulator.Simulator) -> None:
+def test_without_options_a_slow_device_gets_less(sim: simulator.Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """First in chunks, later in one graph: in both, rows go where they are done soonest, each once and in order."""
+    monkeypatch.setattr("devicemap.run.calls._COMPILING_SECONDS", 0.1)
     sim.configure(1, speed=0.1)
 
     def fn(rows: Any) -> Any:
@@ -161,10 +162,31 @@ def test_without_options_a_slow_device_gets_less(sim: simulator.Simulator) -> No
     mapper = devicemap.DeviceMap(fn, devices=["CPU:0", "CPU:1", "CPU:2"], batched=True)
     x = tf.random.uniform([256, 4])
     ways = []
-    for _ in range(5):
+    for _ in range(3):
         np.testing.assert_allclose(mapper(x), 2 * x + 1)
         ways.append(mapper.report.way)
         slow = next(device for device in mapper.report.devices if device.device.endswith("CPU:1"))
         assert 0 < slow.rows < 256 * 0.1 / 2.1 * 2
     assert ways[0] == "chunks"
     assert ways[-1] == "one graph"
+
+
+def test_short_calls_take_one_graph_from_the_second_on() -> None:
+    """The first one is not known to be short: it goes in chunks, whose compilation is not taken for the time of rows."""
+    mapper = devicemap.DeviceMap(lambda row: tf.sin(row), devices=["CPU:0", "CPU:1", "CPU:2"])
+    x = tf.random.uniform([200, 4])
+    ways = []
+    for _ in range(3):
+        np.testing.assert_allclose(mapper(x), tf.sin(x), rtol=1e-6)
+        ways.append(mapper.report.way)
+    assert ways == ["chunks", "one graph", "one graph"]
+
+
+def test_what_does_not_fit_at_once_goes_on_in_chunks(sim: simulator.Simulator) -> None:
+    for device in range(2):
+        sim.configure(device, memory_rows=40)
+    mapper = devicemap.DeviceMap(lambda rows: sim.work(rows, 1e-4), devices=["CPU:0", "CPU:1"], batched=True)
+    for _ in range(3):
+        x = tf.random.uniform([300, 4])
+        np.testing.assert_allclose(mapper(x), 2 * x + 1)
+    assert mapper.report.retries == 0  # it knows by now
