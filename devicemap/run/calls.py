@@ -123,19 +123,19 @@ class Calls:
             return self._one_graph.in_shards(compiled, rows, gradients)
         if known.speeds is None or not self._fit(compiled, count):
             return self._balanced_in_chunks(compiled, rows)
-        began = time.perf_counter()
+        began, retried = time.perf_counter(), self._options.max_retries > 0
         try:
             if count <= _LONG_SECONDS * sum(known.speeds):
-                results = self._one_graph.in_shards(compiled, rows)
+                results = self._one_graph.in_shards(compiled, rows, retried=retried)
                 seconds = time.perf_counter() - began
                 if seconds > 2 * _LONG_SECONDS:  # longer than expected
                     known.speeds = [count / seconds / len(known.speeds)] * len(known.speeds)
                 return results
             if known.seconds > _COMPILING_SECONDS:
-                results, known.speeds = self._one_graph.in_pieces(compiled, rows, known.speeds)
+                results, known.speeds = self._one_graph.in_pieces(compiled, rows, known.speeds, retried)
                 return results
         except tf.errors.OpError as error:
-            if self._options.max_retries == 0 or not is_out_of_memory(error):
+            if not retried or not is_out_of_memory(error):
                 raise
             known.most_rows = count - 1
         return self._balanced_in_chunks(compiled, rows)

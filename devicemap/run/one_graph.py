@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import have_tangents
+from devicemap.base.devices import is_out_of_memory
 from devicemap.compile.compiled import Compiled
 from devicemap.compile.gather import check_row_counts, with_row_counts_checked, with_static_rows
 from devicemap.compile.layout import sizes_in_graph
@@ -88,10 +89,11 @@ class OneGraph:
         self._program = program
         self._observers = observers
 
-    def in_shards(self, compiled: Compiled, rows: Rows, gradients: int = 0) -> Any:
+    def in_shards(self, compiled: Compiled, rows: Rows, gradients: int = 0, retried: bool = False) -> Any:
         """In eager code, a shard for each device.
 
-        `gradients` tells which may be asked for, as `Compiled.graph` takes it.
+        `gradients` tells which may be asked for, as `Compiled.graph` takes it. Where the call is `retried` if it runs out of
+        memory, that error is TensorFlow's own, as nobody has to know on which device it was.
         """
         if gradients and have_tangents([*compiled.flat(rows.leaves), *compiled.traced.concrete.captured_inputs]):
             raise DataError(
@@ -105,7 +107,7 @@ class OneGraph:
         shards, sizes = compiled.shards(count)
         arguments = (sizes, *self._program.seeded(rows.leaves, 0, count))
         graph = compiled.graph(len(shards), gradients)
-        with self._call(compiled, rows, shards, arguments[1:]) as (runs, began):
+        with self._call(compiled, rows, shards, arguments[1:], retried) as (runs, began):
             with compiled.drawing_alone():
                 if gradients:
                     results, returned, arrivals = compiled.run_taped(graph, arguments, count, gradients)
@@ -118,13 +120,16 @@ class OneGraph:
                 check_row_counts(results, returned, shards)
         return compiled.pack(results)
 
-    def in_pieces(self, compiled: Compiled, rows: Rows, speeds: Sequence[float]) -> tuple[Any, list[float]]:
+    def in_pieces(
+        self, compiled: Compiled, rows: Rows, speeds: Sequence[float], retried: bool = False
+    ) -> tuple[Any, list[float]]:
         """In eager code, balanced: devices take rows as they are done with others.
 
         Args:
             compiled: one that `balances`.
             rows: at least one.
             speeds: the rows per second that each of its places is expected to compute, 0 where nobody knows.
+            retried: as for `in_shards`.
 
         Returns:
             The results, and the speeds that the places had.
@@ -132,7 +137,7 @@ class OneGraph:
         graph, leaves = compiled.balanced_graph(), self._program.seeded(rows.leaves, 0, rows.count)
         with tf.device(HOST):
             expected = tf.constant(speeds, tf.float64)
-        with self._call(compiled, rows, compiled.shards(rows.count or 0)[0], leaves) as (runs, began):
+        with self._call(compiled, rows, compiled.shards(rows.count or 0)[0], leaves, retried) as (runs, began):
             results, returned, log = compiled.run(graph, (expected, *leaves), rows.count or 0)
             lines = log.numpy().tolist()
             pieces = [Shard(compiled.places[int(place)], int(start), int(stop)) for place, start, stop, *_ in lines]
@@ -149,7 +154,7 @@ class OneGraph:
 
     @contextmanager
     def _call(
-        self, compiled: Compiled, rows: Rows, shards: Sequence[Shard], leaves: Sequence[Any]
+        self, compiled: Compiled, rows: Rows, shards: Sequence[Shard], leaves: Sequence[Any], retried: bool
     ) -> Iterator[tuple[list[Run], tuple[float, float]]]:
         """What a graph runs in: where to put what it has done, and when it began, by the day's clock and by the timer.
 
@@ -162,6 +167,8 @@ class OneGraph:
             try:
                 yield [] if heard is None else heard.runs, began
             except tf.errors.OpError as error:  # what a running graph raises; signal handlers raise other errors
+                if retried and is_out_of_memory(error):
+                    raise
                 seconds = time.perf_counter() - began[1]
                 located, cause = self._program.located(error, compiled, leaves, shards, seconds)
                 raise located from cause
