@@ -42,6 +42,9 @@ from devicemap.run.workers import Runner, run_chunks
 _LONG_SECONDS = 0.1
 """A call in memory that takes less has little to gain from balance."""
 
+_TRIED_SECONDS = 0.3
+"""A call that is expected to take no longer, balanced, is tried with a shard for each device, too."""
+
 _ROWS_PER_PLACE = 16
 """A call on fewer is not held back to learn how long it takes."""
 
@@ -60,11 +63,31 @@ class _Known:
     """Rows per second of its places, by the last long call: in chunks, those of the quickest chunk, as the first ones are
     compiled."""
 
+    balanced: float | None = None
+    """Seconds per row of the last call that balanced itself, but for the first, which is compiled."""
+
+    in_shards: float | None = None
+    """The same of the last call with a shard for each device."""
+
+    tried: bool = False
+    """Whether there was such a call, which was compiled."""
+
     seconds: float = 0.0
     """How long it has worked in long calls."""
 
     most_rows: int | None = None
     """Fewer than have run out of memory at once."""
+
+    def balance_pays(self, rows: int) -> bool:
+        """Whether a call on so many rows had better balance itself, as far as known.
+
+        A function may take as long for a few rows as for many, so that a shard for each device is quicker than pieces: where
+        that costs little, it is tried.
+        """
+        balanced = rows * (self.balanced or 1 / max(sum(self.speeds or ()), 1e-9))
+        if self.in_shards is None:
+            return balanced > _TRIED_SECONDS
+        return rows * self.in_shards > max(_LONG_SECONDS, balanced)
 
 
 _known: WeakKeyDictionary[Compiled, _Known] = WeakKeyDictionary()
@@ -125,14 +148,15 @@ class Calls:
             return self._balanced_in_chunks(compiled, rows)
         began, retried = time.perf_counter(), self._options.max_retries > 0
         try:
-            if count <= _LONG_SECONDS * sum(known.speeds):
+            if not known.balance_pays(count):
                 results = self._one_graph.in_shards(compiled, rows, retried=retried)
-                seconds = time.perf_counter() - began
-                if seconds > 2 * _LONG_SECONDS:  # longer than expected
-                    known.speeds = [count / seconds / len(known.speeds)] * len(known.speeds)
+                if known.tried:
+                    known.in_shards = (time.perf_counter() - began) / count
+                known.tried = True
                 return results
             if known.seconds > _COMPILING_SECONDS:
                 results, known.speeds = self._one_graph.in_pieces(compiled, rows, known.speeds, retried)
+                known.balanced = (time.perf_counter() - began) / count
                 return results
         except tf.errors.OpError as error:
             if not retried or not is_out_of_memory(error):
@@ -156,7 +180,10 @@ class Calls:
                 fastest[event.shard.device] = max(fastest[event.shard.device], speed)
 
         results = self._joined(InMemory(rows, None), compiled, heard)
-        known.seconds += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        known.seconds += seconds
+        if known.speeds is not None:
+            known.balanced = seconds / (rows.count or 1)
         known.speeds = [fastest[place] / compiled.places.count(place) for place in compiled.places]
         return results
 
