@@ -4,20 +4,32 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from devicemap.api import DeviceMap, parallel_map
+    from devicemap.api import DeviceMap, parallel_map, parallel_reduce
     from devicemap.base.devices import list_devices, simulate_devices
     from devicemap.bench.runner import benchmark
+    from devicemap.compile.reduction import Reducer
     from devicemap.store.results import open_results
 
-__all__ = ["DeviceMap", "benchmark", "list_devices", "open_results", "parallel_map", "simulate_devices"]
+__all__ = [
+    "DeviceMap",
+    "Reducer",
+    "benchmark",
+    "list_devices",
+    "open_results",
+    "parallel_map",
+    "parallel_reduce",
+    "simulate_devices",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "DeviceMap": "devicemap.api",
+    "Reducer": "devicemap.compile.reduction",
     "benchmark": "devicemap.bench.runner",
     "list_devices": "devicemap.base.devices",
     "open_results": "devicemap.store.results",
     "parallel_map": "devicemap.api",
+    "parallel_reduce": "devicemap.api",
     "simulate_devices": "devicemap.base.devices",
 }
 """Where the public names are. They are imported when they are first used, so that `devicemap --help` and completion in a

@@ -241,9 +241,16 @@ class Compiled:
         return leaves if self._plain else tf.nest.flatten(list(leaves), expand_composites=True)
 
     def pack(self, leaves: Sequence[Any]) -> Any:
-        """The nest that the user's function returns, of these leaves."""
-        structure = self.traced.structure
+        """The nest that the user's function returns, of these leaves; or that of their reduction."""
+        structure, reduction = self.traced.structure, self.traced.reduction
+        if reduction is not None:
+            with tf.device(self._output_device):
+                return reduction.finished(leaves)
         return leaves[0] if structure is None else as_objects(tf.nest.pack_sequence_as(structure, leaves))
+
+    def rows_returned(self, results: Sequence[Any], returned: Sequence[Any]) -> Sequence[Any]:
+        """The rows that `fn` has returned to each shard, where a graph tells of `returned` ones: states count theirs."""
+        return returned if self.traced.reduction is None else results[-1:]
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import copy
 import inspect
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from devicemap.base.options import Options, check_options, check_progress
 from devicemap.base.structure import freeze
 from devicemap.compile.compiled import Compiled
 from devicemap.compile.invoke import attempt
+from devicemap.compile.reduction import Reduction
 from devicemap.compile.seeds import Stream, row_seeds
 from devicemap.compile.trace import Traced, trace
 from devicemap.data.join import UNEVEN_ROWS, check_inner_shapes
@@ -32,6 +34,9 @@ _AGAIN_SECONDS = 1.0
 
 _IN_CHUNKS = '. With batch_size="auto" fewer rows run at a time where memory is short'
 """What to do where a call in one graph runs out of memory."""
+
+_KEPT_REDUCTIONS = 16
+"""Ways of reducing that a program is kept compiled for."""
 
 _COMPILED = "_devicemap_compiled"
 """The attribute of a graph that is being built that holds, for each program, what was compiled for it."""
@@ -67,8 +72,10 @@ class Program:
         self.gpus = gpu_indices(self.devices)
         self.name = self.options.name or str(getattr(fn, "__name__", type(fn).__name__))
         self._lock = threading.RLock()
+        self.reduction: Reduction | None = None
         self._compiled: dict[Any, Compiled] = {}
         self._kind = _Kind()
+        self._reducing: OrderedDict[Any, tuple[Reduction, dict[Any, Compiled], _Kind]] = OrderedDict()
 
     def of(self, fn: Callable[..., Any], progress: Any) -> Program:
         """The same program with another object for its function: what either of them is traced to serves both."""
@@ -76,6 +83,22 @@ class Program:
         program.fn = fn
         if progress is not self.options.progress:
             program.options = replace(self.options, progress=check_progress(progress))
+        return program
+
+    def reducing(self, reducer: Any) -> Program:
+        """The same program with its results reduced; it is traced once for each of the last few reducers.
+
+        Raises:
+            OptionError: `reducer` cannot be.
+        """
+        reduction = Reduction(reducer)
+        program = copy.copy(self)
+        with self._lock:
+            known = self._reducing.pop(reduction.key, None) or (reduction, {}, _Kind())
+            self._reducing[reduction.key] = known
+            while len(self._reducing) > _KEPT_REDUCTIONS:
+                self._reducing.popitem(last=False)
+        program.reduction, program._compiled, program._kind = known
         return program
 
     def compiled_for(self, data: Structured) -> Compiled:
@@ -95,7 +118,7 @@ class Program:
                 compiled = Compiled(
                     places_on(self.devices),
                     self.output_device,
-                    partial(_trace_again, _weakly(self.fn), specs, options),
+                    partial(_trace_again, _weakly(self.fn), specs, options, self.reduction),
                     self.name,
                     self.options.report,
                 )
@@ -179,5 +202,7 @@ def _weakly(fn: Callable[..., Any]) -> Callable[[], Any]:
         return lambda: fn
 
 
-def _trace_again(fn: Callable[[], Any], specs: Any, options: Options, stream: Stream | None) -> Traced:
-    return trace(fn(), specs, options, stream)
+def _trace_again(
+    fn: Callable[[], Any], specs: Any, options: Options, reduction: Reduction | None, stream: Stream | None
+) -> Traced:
+    return trace(fn(), specs, options, stream, reduction)

@@ -20,6 +20,7 @@ from devicemap.base.options import Options
 from devicemap.base.structure import as_objects, map_nest, nodes_of, refused_by
 from devicemap.compile.audit import Audit, audit, is_steady
 from devicemap.compile.hints import hints_for
+from devicemap.compile.reduction import BoundReduction, Reduction
 from devicemap.compile.seeds import Stream, drawing_from
 from devicemap.compile.vectorize import RowLoop, loops_over_rows
 from devicemap.data.rows import carried, carried_dtype, count_rows, empty_rows, restored, row_spec, spec_of, take_rows
@@ -65,6 +66,9 @@ class Traced:
     uncompiled: Traced | None = None
     """The same without XLA, where this one is compiled: XLA takes variables of its own device alone."""
 
+    reduction: BoundReduction | None = None
+    """What its results are states of; `None`: they are rows."""
+
     @property
     def input_specs(self) -> list[Any]:
         """`tf.TypeSpec` of each leaf that it takes."""
@@ -81,7 +85,13 @@ class Traced:
         return [empty_rows(spec) for spec in self.specs]
 
 
-def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: Stream | None = None) -> Traced:
+def trace(
+    fn: Callable[..., Any],
+    specs: Any,
+    options: Options,
+    stream: Stream | None = None,
+    reduction: Reduction | None = None,
+) -> Traced:
     """Trace `fn` for data of these specs.
 
     Args:
@@ -90,10 +100,11 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: Stream |
         options: of which `batched`, `vectorize`, `seed`, `fn_output_signature` and `jit_compile` matter here.
         stream: for a function with seeded random ops, the stream it draws from: another one, other draws. `None` leaves its
             seeds as they are.
+        reduction: of its results.
 
     Raises:
-        FunctionError: `fn` cannot be traced, or returns something that is not rows. It is an instance of the original
-            error's class too.
+        FunctionError: `fn` cannot be traced, or returns something that is not rows, or not what can be reduced. It is an
+            instance of the original error's class too.
     """
     leaf_specs = list(tf.nest.flatten(specs))
     if options.seed is not None:
@@ -128,7 +139,11 @@ def trace(fn: Callable[..., Any], specs: Any, options: Options, stream: Stream |
         if not any(handle is variable.handle for handle in traced_fn.captured_inputs):
             raise OptionError(f"in_place has {variable.name!r} of shape {variable.shape}, which fn does not use")
     steady = is_steady(traced_fn.graph.as_graph_def())
-    about = traced_fn, leaf_specs, shape_of_results[-1], steady, options.in_place
+    structure, of_results = shape_of_results[-1], None
+    if reduction is not None:
+        of_results = reduction.of(structure, [spec_of(leaf) for leaf in loops[0].concrete.structured_outputs])
+        loops, compiled = (_reduced(of_results, ways, leaf_specs) for ways in (loops, compiled))
+    about = traced_fn, leaf_specs, structure, steady, options.in_place, of_results
     traced = _variants(loops, *about)
     if not compiled:
         return traced
@@ -140,20 +155,40 @@ def _variants(loops: list[RowLoop], *about: Any) -> Traced:
     return replace(first, with_gradients=others[0]) if others else first
 
 
+def _reduced(reduction: BoundReduction, loops: list[RowLoop], specs: list[Any]) -> list[RowLoop]:
+    """The loops with what they give reduced: the fast one few rows at a time, where these are large."""
+    if not loops:
+        return []
+    in_blocks = reduction.over_blocks(loops[0].concrete, specs)
+    if in_blocks is None:
+        return [replace(loop, concrete=reduction.over(loop.concrete, specs)) for loop in loops]
+    last = loops[-1]  # for gradients, which would keep all that a loop has seen
+    return [replace(loops[0], concrete=in_blocks), replace(last, concrete=reduction.over(last.concrete, specs))]
+
+
 def _traced(
-    loop: RowLoop, function: Any, specs: list[Any], structure: Any, steady: bool, in_place: Sequence[Any]
+    loop: RowLoop,
+    function: Any,
+    specs: list[Any],
+    structure: Any,
+    steady: bool,
+    in_place: Sequence[Any],
+    reduction: BoundReduction | None,
 ) -> Traced:
     """The loop, fit to be called on many devices, and what is known of it."""
     concrete = loop.concrete
     differentiate_freely(concrete.graph)
     complete_handle_data(concrete.graph)
     outputs = [spec_of(leaf) for leaf in concrete.structured_outputs]
-    _check_validity(structure, outputs)
+    if reduction is None:
+        _check_validity(structure, outputs)
     found = audit(concrete, concrete.graph.as_graph_def(), in_place)
     if found.colocated:
         concrete = _kept_whole(concrete, specs)
         found = audit(concrete, concrete.graph.as_graph_def(), in_place)
-    return Traced(concrete, structure, tuple(outputs), loop.vectorized, loop.reason, function, found, steady)
+    return Traced(
+        concrete, structure, tuple(outputs), loop.vectorized, loop.reason, function, found, steady, reduction=reduction
+    )
 
 
 def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: list[Any], stream: Stream | None) -> Any:

@@ -26,6 +26,7 @@ from devicemap.base.devices import is_out_of_memory
 from devicemap.compile.compiled import Compiled
 from devicemap.compile.gather import check_row_counts
 from devicemap.compile.program import Program
+from devicemap.compile.reduction import BoundReduction
 from devicemap.data.chunks import Chunk, InMemory, Source
 from devicemap.data.datasets import from_dataset
 from devicemap.data.join import join
@@ -203,17 +204,31 @@ class Calls:
 
     def _joined(self, source: Source, compiled: Compiled, hear: Callable[[Event], None] = lambda event: None) -> Any:
         """The results of all chunks; `hear` is told each event of the call."""
+        if compiled.traced.reduction is not None:
+            return compiled.pack(self._reduced(source, compiled, compiled.traced.reduction, hear))
         parts = [results for group in self.groups(source, compiled, Rules(observe=hear)) for results in group.results]
         if not parts:
             return compiled.pack(compiled.traced.no_rows())
         return self._join(compiled, parts)
 
+    def _reduced(
+        self, source: Source, compiled: Compiled, reduction: BoundReduction, hear: Callable[[Event], None]
+    ) -> list[Any]:
+        """The states of all chunks as few: merged in the order of rows, as they come."""
+        states: list[list[Any]] = []
+        for group in self.groups(source, compiled, Rules(window=self._window(compiled), observe=hear)):
+            states += group.results
+            if len(states) >= reduction.most_at_once:
+                with tf.device(self.program.output_device):
+                    states = [reduction.merged(states)]
+        with tf.device(self.program.output_device):
+            return reduction.merged(states) if states else compiled.traced.no_rows()
+
     def stream(self, data: Any) -> Iterator[Any]:
         """The same as chunks come, with bounded memory."""
         source = self.source(data, "streamed", endless=True)
         compiled = self.program.compiled_for(source)
-        window = reorder_window(sum(in_flight(compiled, self._options.prefetch).values()))
-        rules = Rules(window=window, deterministic=self._options.deterministic)
+        rules = Rules(window=self._window(compiled), deterministic=self._options.deterministic)
 
         def chunks() -> Iterator[Any]:
             for group in self.groups(source, compiled, rules):
@@ -221,6 +236,10 @@ class Calls:
                 yield chunk if self._options.deterministic else (group.start, chunk)
 
         return chunks()
+
+    def _window(self, compiled: Compiled) -> int:
+        """The most groups that are read and not delivered, where memory is bounded."""
+        return reorder_window(sum(in_flight(compiled, self._options.prefetch).values()))
 
     def shape_of_stream(self, data: Any) -> tuple[Any, int | None]:
         """What `stream` yields, as a nest of `tf.TypeSpec`s (objects as nodes), and how many of them, where that is known."""
@@ -309,5 +328,5 @@ class Calls:
         leaves = self.program.seeded(chunk.leaves, chunk.start, chunk.count)
         results: list[Any] = function(*compiled.flat(leaves))
         if self._options.batched:
-            check_row_counts(results, [], [chunk.on(device)])
+            check_row_counts(results, compiled.rows_returned(results, []), [chunk.on(device)])
         return results if keep is None else keep(chunk, results)

@@ -117,7 +117,7 @@ class OneGraph:
             seconds = time.perf_counter() - began[1]
             runs.append(Run(shards, began[0], seconds, compiled.traced.audit.ordered, ends))
             if self._program.options.batched:
-                check_row_counts(results, returned, shards)
+                check_row_counts(results, compiled.rows_returned(results, returned), shards)
         return compiled.pack(results)
 
     def in_pieces(
@@ -144,7 +144,7 @@ class OneGraph:
             times = [(began, ended) for *_, began, ended in lines]
             runs.append(Run(pieces, began[0], time.perf_counter() - began[1], log=times))
             if self._program.options.batched:
-                check_row_counts(results, returned, pieces)
+                check_row_counts(results, compiled.rows_returned(results, returned), pieces)
         measured = list(speeds)
         for place in range(len(speeds)):
             own = [(stop - start, ended - began) for at, start, stop, began, ended in lines if at == place]
@@ -186,5 +186,7 @@ class OneGraph:
             sizes = sizes_in_graph(count, places) if rows.count is None else compiled.shards(rows.count)[1]
             results, returned, _ = graph(sizes, *self._program.seeded(rows.leaves, 0, count))
             if self._program.options.batched:
-                results = with_row_counts_checked(results, returned, sizes)
-            return compiled.pack([with_static_rows(leaf, rows.count) for leaf in results])
+                results = with_row_counts_checked(results, compiled.rows_returned(results, returned), sizes)
+            if compiled.traced.reduction is None:
+                results = [with_static_rows(leaf, rows.count) for leaf in results]
+            return compiled.pack(results)

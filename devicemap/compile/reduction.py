@@ -1,0 +1,365 @@
+"""Results of rows -> one result: reduced on the device that computes them, merged in the order of rows.
+
+    results of some rows ── reduced ──> a state and its rows ── merged, any number of times ──> one state ── finished ──> result
+
+A state is a list of tensors with a leading axis of states, the last of them how many rows are in each: so states of shards,
+of pieces and of chunks are gathered as rows are, and nothing but this module knows that they are none.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from devicemap.base.structure import as_nodes, as_objects, check_same_structure, freeze, map_nest
+from devicemap.data.rows import count_rows, empty_rows, take_rows
+from devicemap.errors import OptionError, failure
+
+_GROUP = 128
+"""Rows that are added in their own dtype: rounding grows with these, and not with all."""
+
+_BLOCK_BYTES = 2**24
+"""Results that are kept before they are reduced, where each row has some kilobytes; a loop over blocks is free then."""
+
+_ROW_BYTES = 2**12
+
+_MOST_STATES = 64
+"""That are merged at once in eager code."""
+
+_WIDE = {
+    **dict.fromkeys((tf.float16, tf.bfloat16, tf.float32), tf.float64),
+    tf.complex64: tf.complex128,
+}
+"""Dtypes in which states are merged; others are as they are."""
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """A reduction of one's own: `finish(merge(step(step(initial, row), row), ...))`, in the order of rows.
+
+    Args:
+        initial: the state without rows, a nest of numbers, arrays or tensors. Each device begins with it, so merging it with
+            another state must give that one.
+        step: `(state, result of a row) -> state`, of the same structure, shapes and dtypes. It runs on the device that has
+            computed the row.
+        merge: `(state, state of later rows) -> state`; associative, it need not be commutative.
+        finish: `state -> result`.
+
+    Examples:
+        >>> larger = lambda a, b: tf.cond(b[0] > a[0], lambda: b, lambda: a)
+        >>> largest = Reducer(initial=(-1.0, -1), step=larger, merge=larger, finish=lambda best: best[1])
+        >>> parallel_reduce(lambda x, i: (tf.sin(x), i), (tf.range(8.0), tf.range(8)), largest).numpy()
+        2
+    """
+
+    initial: Any
+    step: Callable[[Any, Any], Any]
+    merge: Callable[[Any, Any], Any]
+    finish: Callable[[Any], Any] = lambda state: state
+
+
+class Reduction:
+    """What a `reducer` asks for, whatever `fn` returns."""
+
+    def __init__(self, reducer: Any):
+        """
+        Args:
+            reducer: "sum", "mean", "min" or "max", a nest of these, or a `Reducer`.
+
+        Raises:
+            OptionError: for anything else.
+        """
+        self._reducer = reducer if isinstance(reducer, Reducer) else as_nodes(reducer)
+        if isinstance(reducer, Reducer):
+            for name in ("step", "merge", "finish"):
+                if not callable(getattr(reducer, name)):
+                    raise OptionError(f"{name}={getattr(reducer, name)!r} of a Reducer; expected a function")
+        elif not all(isinstance(leaf, str) and leaf in _OPS for leaf in tf.nest.flatten(reducer) or [None]):
+            raise OptionError(
+                f"reducer={reducer!r}; expected {', '.join(map(repr, _OPS))}, a nest of these as fn returns one, or a "
+                "devicemap.Reducer"
+            )
+        self.key = reducer if isinstance(reducer, Reducer) else freeze(self._reducer)
+        """The same for those that are the same."""
+
+    def of(self, structure: Any, specs: Sequence[Any]) -> BoundReduction:
+        """The reduction of results of these specs, of shapes `[None, ...]`, which are packed into that nest.
+
+        Raises:
+            FunctionError: they cannot be reduced so.
+        """
+        for spec in specs:
+            if not isinstance(spec, tf.TensorSpec):
+                raise failure(f"fn returns {spec}; only dense results can be reduced")
+        if isinstance(self._reducer, Reducer):
+            return _ByReducer(self._reducer, structure, specs)
+        names = [self._reducer] * len(specs)
+        if not isinstance(self._reducer, str):
+            try:
+                check_same_structure(self._reducer, structure)
+            except (TypeError, ValueError) as error:
+                results = tf.nest.pack_sequence_as(structure, list(specs))
+                raise failure(
+                    f"reducer is {self._reducer!r}, but fn returns {results}: the nests must be the same, or reducer one name"
+                ) from error
+            names = tf.nest.flatten(self._reducer)
+        return _ByOps([_OPS[name](spec.dtype) for name, spec in zip(names, specs)], structure, specs)
+
+
+class BoundReduction(ABC):
+    """A reduction of results of known specs."""
+
+    def __init__(self, structure: Any, specs: Sequence[Any]):
+        self._structure, self._specs = structure, specs
+        self._result_bytes = sum((spec.shape[1:].num_elements() or 0) * spec.dtype.size for spec in specs)
+        self._wide = self._states()
+        of_states = partial(tf.function, autograph=False, input_signature=self._wide)
+        # Traced now, and not when all is computed: that is where functions of the user's may fail.
+        self._merge = of_states(lambda *states: _stacked(self._merged(states)))
+        self._finish = of_states(lambda *states: self._finished(self._merged(states)))
+        self._finish.get_concrete_function()
+
+    @abstractmethod
+    def _reduced(self, results: Sequence[Any]) -> list[Any]:
+        """The state of results `[rows, ...]`, in a graph; without the axis of states, in dtypes that travel well."""
+
+    @abstractmethod
+    def _merged(self, states: Sequence[Any]) -> list[Any]:
+        """One state of any number of states, in dtypes that add up well."""
+
+    @abstractmethod
+    def _narrowed(self, state: Sequence[Any]) -> list[Any]:
+        """A state in dtypes that travel well."""
+
+    @abstractmethod
+    def _states(self) -> list[Any]:
+        """The `tf.TensorSpec`s of states that are merged, of shapes `[None, ...]`."""
+
+    @abstractmethod
+    def _finished(self, state: Sequence[Any]) -> Any:
+        """The nest that the user gets."""
+
+    def over(self, over_rows: Any, specs: Sequence[Any]) -> Any:
+        """The function of a shard's leaves, of these specs, that reduces what `over_rows` gives: a `ConcreteFunction` that
+        returns a list of tensors `[1, ...]`."""
+
+        @tf.function(autograph=False)
+        def reduced(*leaves: Any) -> list[Any]:
+            return _stacked(self._reduced(over_rows(*leaves)))
+
+        return reduced.get_concrete_function(*specs)
+
+    def over_blocks(self, over_rows: Any, specs: Sequence[Any]) -> Any | None:
+        """The same, which keeps few results at a time, by a loop; `None` where it is not worth one."""
+        if self._result_bytes < _ROW_BYTES:
+            return None
+        block = max(1, _BLOCK_BYTES // self._result_bytes)
+
+        @tf.function(autograph=False)
+        def reduced(*leaves: Any) -> list[Any]:
+            rows = count_rows(leaves[0], tf.int32)
+
+            def step(start: Any, state: Sequence[Any]) -> tuple[Any, list[Any]]:
+                stop = tf.minimum(start + block, rows)
+                results = over_rows(*(take_rows(leaf, start, stop) for leaf in leaves))
+                added = self._reduced(results)
+                return stop, self._merged([tf.stack([a, tf.cast(b, a.dtype)]) for a, b in zip(state, added)])
+
+            nothing = self._merged([empty_rows(spec) for spec in self._wide])
+            _, state = tf.while_loop(lambda start, _: start < rows, step, (0, nothing), parallel_iterations=1)
+            return _stacked(self._narrowed(state))
+
+        return reduced.get_concrete_function(*specs)
+
+    def merged(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
+        """The state of neighbouring ones, in eager code: leaves of shape `[1, ...]`. The first may be such a state itself."""
+        return list(self._merge(*(tf.concat(leaves, 0) for leaves in zip(*map(self._widened, parts)))))
+
+    @property
+    def most_at_once(self) -> int:
+        """States that are kept in eager code before they are merged."""
+        return max(2, min(_MOST_STATES, _BLOCK_BYTES // max(self._result_bytes, 1)))
+
+    def finished(self, states: Sequence[Any]) -> Any:
+        """What the user gets of all states, in the order of rows."""
+        return as_objects(self._finish(*self._widened(states)))
+
+    def _widened(self, states: Sequence[Any]) -> list[Any]:
+        return [tf.cast(leaf, spec.dtype) for leaf, spec in zip(states, self._wide)]
+
+
+class _ByOps(BoundReduction):
+    """By TensorFlow's ops, one for each leaf. The last leaf of a state counts its rows."""
+
+    def __init__(self, ops: Sequence[_Sum], structure: Any, specs: Sequence[Any]):
+        self._ops = ops
+        super().__init__(structure, specs)
+
+    def _reduced(self, results: Sequence[Any]) -> list[Any]:
+        return [*(op.reduced(leaf) for op, leaf in zip(self._ops, results)), count_rows(results[0])]
+
+    def _merged(self, states: Sequence[Any]) -> list[Any]:
+        *leaves, counts = states
+        return [*(op.merged(leaf, counts) for op, leaf in zip(self._ops, leaves)), tf.reduce_sum(counts)]
+
+    def _narrowed(self, state: Sequence[Any]) -> list[Any]:
+        *leaves, count = state
+        return [*(op.narrowed(leaf) for op, leaf in zip(self._ops, leaves)), count]
+
+    def _states(self) -> list[Any]:
+        leaves = (tf.TensorSpec(spec.shape, op.wide) for op, spec in zip(self._ops, self._specs))
+        return [*leaves, tf.TensorSpec([None], tf.int64)]
+
+    def _finished(self, state: Sequence[Any]) -> Any:
+        *leaves, count = state
+        finished = [op.finished(leaf, count) for op, leaf in zip(self._ops, leaves)]
+        return tf.nest.pack_sequence_as(self._structure, finished)
+
+
+class _ByReducer(BoundReduction):
+    """By functions of the user's, in loops over rows and over states."""
+
+    def __init__(self, reducer: Reducer, structure: Any, specs: Sequence[Any]):
+        with tf.init_scope():
+            self._initial = map_nest(lambda value, _: tf.convert_to_tensor(value), reducer.initial)
+        self._step, self._join, self._end = map(tf.function, (reducer.step, reducer.merge, reducer.finish))
+        super().__init__(structure, specs)
+
+    def _reduced(self, results: Sequence[Any]) -> list[Any]:
+        rows = count_rows(results[0], tf.int32)
+
+        def step(row: Any, state: Any) -> tuple[Any, Any]:
+            result = tf.nest.pack_sequence_as(self._structure, [leaf[row] for leaf in results])
+            return row + 1, as_nodes(self._step(as_objects(state), as_objects(result)))
+
+        _, state = tf.while_loop(lambda row, _: row < rows, step, (0, self._initial), parallel_iterations=1)
+        return [*tf.nest.flatten(state), tf.cast(rows, tf.int64)]
+
+    def _merged(self, states: Sequence[Any]) -> list[Any]:
+        *leaves, counts = states
+
+        def step(i: Any, state: Any) -> tuple[Any, Any]:
+            later = tf.nest.pack_sequence_as(self._initial, [leaf[i] for leaf in leaves])
+            return i + 1, as_nodes(self._join(as_objects(state), as_objects(later)))
+
+        count = tf.shape(counts)[0]
+        _, state = tf.while_loop(lambda i, _: i < count, step, (0, self._initial), parallel_iterations=1)
+        return [*tf.nest.flatten(state), tf.reduce_sum(counts)]
+
+    def _narrowed(self, state: Sequence[Any]) -> list[Any]:
+        return list(state)
+
+    def _states(self) -> list[Any]:
+        leaves = (tf.TensorSpec([None, *leaf.shape], leaf.dtype) for leaf in tf.nest.flatten(self._initial))
+        return [*leaves, tf.TensorSpec([None], tf.int64)]
+
+    def _finished(self, state: Sequence[Any]) -> Any:
+        return as_nodes(self._end(as_objects(tf.nest.pack_sequence_as(self._initial, list(state)[:-1]))))
+
+
+class _Sum:
+    """What is done with a leaf of some dtype; `narrow` is that of states that travel, `wide` of those that are merged."""
+
+    def __init__(self, dtype: Any):
+        if not (dtype.is_floating or dtype.is_complex or dtype.is_integer):
+            raise failure(f"fn returns {dtype.name}, of which there is no {type(self).__name__[1:].lower()}")
+        self.dtype = self.narrow = dtype
+
+    @property
+    def wide(self) -> Any:
+        return _WIDE.get(self.narrow, self.narrow)
+
+    def reduced(self, rows: Any) -> Any:
+        """The state of `[rows, ...]`."""
+        return self.narrowed(add_rows(rows))
+
+    def merged(self, states: Any, counts: Any) -> Any:
+        """The state of `[states, ...]`, which have so many rows each."""
+        return tf.reduce_sum(states, 0)
+
+    def narrowed(self, state: Any) -> Any:
+        return tf.cast(state, self.narrow)
+
+    def finished(self, state: Any, count: Any) -> Any:
+        """The result of a state of so many rows."""
+        return tf.cast(state, self.dtype)
+
+
+class _Mean(_Sum):
+    """Of fractions, the state is their mean, which no number of rows makes too large; of integers, as TensorFlow has it, the
+    sum is divided."""
+
+    def __init__(self, dtype: Any):
+        super().__init__(dtype)
+        self.narrow = tf.int64 if dtype.is_integer else dtype
+
+    def reduced(self, rows: Any) -> Any:
+        if self.dtype.is_integer:
+            return tf.reduce_sum(tf.cast(rows, tf.int64), 0)
+        total = add_rows(rows)
+        return self.narrowed(tf.math.divide_no_nan(total, tf.cast(count_rows(rows), total.dtype)))
+
+    def merged(self, states: Any, counts: Any) -> Any:
+        if self.dtype.is_integer:
+            return tf.reduce_sum(states, 0)
+        shares = tf.math.divide_no_nan(tf.cast(counts, tf.float64), tf.cast(tf.reduce_sum(counts), tf.float64))
+        shares = tf.reshape(shares, tf.concat([tf.shape(counts), tf.ones([tf.rank(states) - 1], tf.int32)], 0))
+        return tf.reduce_sum(states * tf.cast(shares, states.dtype), 0)
+
+    def finished(self, state: Any, count: Any) -> Any:
+        if self.dtype.is_integer:
+            return tf.cast(tf.truncatediv(state, tf.maximum(count, 1)), self.dtype)
+        return tf.cast(tf.where(count > 0, state, tf.cast(np.nan, state.dtype)), self.dtype)
+
+
+class _Min(_Sum):
+    def __init__(self, dtype: Any):
+        super().__init__(dtype)
+        if dtype.is_complex:
+            raise failure(f"fn returns {dtype.name}, of which there is no {type(self).__name__[1:].lower()}")
+
+    def reduced(self, rows: Any) -> Any:
+        return tf.reduce_min(rows, 0)
+
+    def merged(self, states: Any, counts: Any) -> Any:
+        return tf.reduce_min(states, 0)
+
+
+class _Max(_Min):
+    def reduced(self, rows: Any) -> Any:
+        return tf.reduce_max(rows, 0)
+
+    def merged(self, states: Any, counts: Any) -> Any:
+        return tf.reduce_max(states, 0)
+
+
+_OPS = {"sum": _Sum, "mean": _Mean, "min": _Min, "max": _Max}
+
+
+def add_rows(rows: Any) -> Any:
+    """The sum of `[rows, ...]`, in a dtype that may be wider: its rounding does not grow with the number of rows.
+
+    `tf.reduce_sum` adds one row after another where a row has more than one number (`tests/compile/test_reduction.py`).
+    """
+    wide = _WIDE.get(rows.dtype)
+    if wide is None:
+        return tf.reduce_sum(rows, 0)
+    if rows.dtype.size == 2:
+        rows = tf.cast(rows, tf.float32)
+    shape, rank = tf.shape(rows), rows.shape.rank
+    whole = shape[0] // _GROUP * _GROUP
+    groups = tf.reshape(rows[:whole], tf.concat([[whole // _GROUP, _GROUP], shape[1:]], 0))
+    if rank is not None:
+        groups.set_shape([None, _GROUP, *rows.shape[1:]])
+    sums = tf.concat([tf.reduce_sum(groups, 1), tf.reduce_sum(rows[whole:], 0, keepdims=True)], 0)
+    return tf.reduce_sum(tf.cast(sums, wide), 0)
+
+
+def _stacked(state: Sequence[Any]) -> list[Any]:
+    return [leaf[None] for leaf in state]
