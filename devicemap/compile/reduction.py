@@ -85,8 +85,8 @@ class Reduction:
                 f"reducer={reducer!r}; expected {', '.join(map(repr, _OPS))}, a nest of these as fn returns one, or a "
                 "devicemap.Reducer"
             )
-        self.key = reducer if isinstance(reducer, Reducer) else freeze(self._reducer)
-        """The same for those that are the same."""
+        self.key = freeze(self._reducer) if not isinstance(reducer, Reducer) else _key_of(reducer)
+        """Hashable: the same for those that are the same."""
 
     def of(self, structure: Any, specs: Sequence[Any]) -> BoundReduction:
         """The reduction of results of these specs, of shapes `[None, ...]`, which are packed into that nest.
@@ -236,7 +236,7 @@ class _ByReducer(BoundReduction):
 
         def step(row: Any, state: Any) -> tuple[Any, Any]:
             result = tf.nest.pack_sequence_as(self._structure, [leaf[row] for leaf in results])
-            return row + 1, as_nodes(self._step(as_objects(state), as_objects(result)))
+            return row + 1, self._state(self._step(as_objects(state), as_objects(result)))
 
         _, state = tf.while_loop(lambda row, _: row < rows, step, (0, self._initial), parallel_iterations=1)
         return [*tf.nest.flatten(state), tf.cast(rows, tf.int64)]
@@ -246,11 +246,17 @@ class _ByReducer(BoundReduction):
 
         def step(i: Any, state: Any) -> tuple[Any, Any]:
             later = tf.nest.pack_sequence_as(self._initial, [leaf[i] for leaf in leaves])
-            return i + 1, as_nodes(self._join(as_objects(state), as_objects(later)))
+            return i + 1, self._state(self._join(as_objects(state), as_objects(later)))
 
         count = tf.shape(counts)[0]
         _, state = tf.while_loop(lambda i, _: i < count, step, (0, self._initial), parallel_iterations=1)
         return [*tf.nest.flatten(state), tf.reduce_sum(counts)]
+
+    def _state(self, state: Any) -> Any:
+        """What a function of the user's returned as such."""
+        state = as_nodes(state)
+        check_same_structure(state, self._initial)
+        return tf.nest.map_structure(lambda new, first: tf.ensure_shape(new, first.shape), state, self._initial)
 
     def _narrowed(self, state: Sequence[Any]) -> list[Any]:
         return list(state)
@@ -359,6 +365,14 @@ def add_rows(rows: Any) -> Any:
         groups.set_shape([None, _GROUP, *rows.shape[1:]])
     sums = tf.concat([tf.reduce_sum(groups, 1), tf.reduce_sum(rows[whole:], 0, keepdims=True)], 0)
     return tf.reduce_sum(tf.cast(sums, wide), 0)
+
+
+def _key_of(reducer: Reducer) -> Any:
+    def value(leaf: Any) -> Any:
+        array = np.asarray(leaf)
+        return array.dtype.str, array.shape, array.tobytes()
+
+    return freeze(as_nodes(reducer.initial), value), reducer.step, reducer.merge, reducer.finish
 
 
 def _stacked(state: Sequence[Any]) -> list[Any]:

@@ -141,8 +141,15 @@ def trace(
     steady = is_steady(traced_fn.graph.as_graph_def())
     structure, of_results = shape_of_results[-1], None
     if reduction is not None:
-        of_results = reduction.of(structure, [spec_of(leaf) for leaf in loops[0].concrete.structured_outputs])
-        loops, compiled = (_reduced(of_results, ways, leaf_specs) for ways in (loops, compiled))
+        try:
+            of_results = reduction.of(structure, [spec_of(leaf) for leaf in loops[0].concrete.structured_outputs])
+            loops, compiled = (_reduced(of_results, ways, leaf_specs) for ways in (loops, compiled))
+        except FunctionError:
+            raise
+        except Exception as error:  # whatever functions of the user's raise
+            raise function_error(
+                f"the results of fn cannot be reduced: {type(error).__name__}: {error}", error
+            ) from error
     about = traced_fn, leaf_specs, structure, steady, options.in_place, of_results
     traced = _variants(loops, *about)
     if not compiled:

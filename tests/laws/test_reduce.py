@@ -1,0 +1,205 @@
+"""Law 1 for reductions: what TensorFlow's op gives of the mapped rows, however these are spread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import ALL, ROWS, Case
+from graphs import between_devices, partitions
+from oracle import serial
+
+import devicemap
+from devicemap import DeviceMap, Reducer, parallel_map, parallel_reduce
+from devicemap.data.rows import as_rows
+from devicemap.errors import FunctionError, OptionError
+from devicemap.run.calls import Nobody
+from devicemap.run.one_graph import OneGraph
+
+OPS = {"sum": tf.reduce_sum, "mean": tf.reduce_mean, "min": tf.reduce_min, "max": tf.reduce_max}
+
+
+REPEATABLE = [case for case in ALL if "random" not in case.name]
+
+
+def _assert_close(got: Any, wanted: Any) -> None:
+    tf.nest.assert_same_structure(got, wanted)
+    for one, other in zip(tf.nest.flatten(got), tf.nest.flatten(wanted)):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("case", REPEATABLE, ids=str)
+@pytest.mark.parametrize("way", ["one graph", "chunks", "tf.function"])
+def test_same_as_the_op_over_all_rows(case: Case, op: str, way: str, devices: list[str]) -> None:
+    if "jit_compile" in case.options and devices[0].startswith("GPU"):
+        pytest.skip("XLA does not compile for GPUs in software")
+    mapped = serial(case.fn, case.data, case.batched, case.signature)
+    options = {**case.options, "devices": devices, "batched": case.batched}
+    mapper = DeviceMap(case.fn, **options, batch_size=4 if way == "chunks" else None)
+    reduce = tf.function(mapper.reduce) if way == "tf.function" else mapper.reduce
+    if all(isinstance(leaf, tf.Tensor) and leaf.dtype not in (tf.string, tf.bool) for leaf in tf.nest.flatten(mapped)):
+        _assert_close(reduce(case.data, op), tf.nest.map_structure(lambda leaf: OPS[op](leaf, 0), mapped))
+    else:
+        with pytest.raises(FunctionError, match=r"reduced|no sum|no mean|no min|no max"):
+            reduce(case.data, op)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64"])
+@pytest.mark.parametrize("rows", [0, 1, 2, ROWS])
+def test_every_dtype_and_number_of_rows(op: str, dtype: str, rows: int, devices: list[str]) -> None:
+    data = tf.cast(tf.random.stateless_uniform([rows, 2], [1, 2], 0.0, 100.0), dtype)
+    for options in ({}, {"batch_size": 3}):
+        got = parallel_reduce(lambda row: row + row, data // 2, op, devices=devices, **options)
+        wanted = OPS[op](2 * (data // 2), 0)
+        assert got.dtype == wanted.dtype
+        epsilon = {"float16": 2e-3, "bfloat16": 2e-2}.get(dtype, 1e-6)
+        np.testing.assert_allclose(*(tf.cast(x, tf.float64) for x in (got, wanted)), rtol=epsilon)
+
+
+@pytest.mark.parametrize("batch_size", [None, 100_000])
+def test_rounding_does_not_grow_with_the_rows(batch_size: int | None, devices: list[str]) -> None:
+    rows = 2_000_000
+
+    def fn(x: Any) -> Any:
+        return x + 0.1, tf.stack([x, x + 1.0, x - 1.0]) * 0.1
+
+    for op, times in (("sum", rows), ("mean", 1)):
+        one, three = parallel_reduce(fn, tf.zeros([rows]), op, devices=devices, batch_size=batch_size)
+        np.testing.assert_allclose(one, 0.1 * times, rtol=2e-6)
+        np.testing.assert_allclose(three, np.array([0.0, 0.1, -0.1]) * times, rtol=2e-6)
+
+
+def test_balanced_as_maps_are(devices: list[str]) -> None:
+    data = tf.random.stateless_normal([200, 3], [1, 2])
+    program = DeviceMap(lambda row: (tf.sin(row), row[0]), devices=devices)._program.reducing(("sum", "max"))
+    compiled = program.compiled_for(as_rows(data))
+    if len(devices) > 1:
+        assert compiled.balances
+        got, _ = OneGraph(program, Nobody()).in_pieces(compiled, as_rows(data), [500.0] * len(compiled.places))
+        _assert_close(got, (tf.reduce_sum(tf.sin(data), 0), tf.reduce_max(data[:, 0])))
+
+
+def test_what_travels_has_the_size_of_the_result(devices: list[str]) -> None:
+    """Rows give 400 kB each, of which a few are kept at a time."""
+    mapper = DeviceMap(lambda n: tf.fill([100_000], tf.cast(n, tf.float32)), devices=devices)
+    program = mapper._program.reducing("mean")
+    compiled = program.compiled_for(as_rows(tf.range(64)))
+    (states, counts), _, _ = compiled.graph(len(devices), 0)(compiled.shards(64)[1], tf.range(64))
+    assert states.shape == [len(devices), 100_000]
+    assert states.dtype == tf.float32
+    assert int(tf.reduce_sum(counts)) == 64
+    np.testing.assert_allclose(mapper.reduce(tf.range(64), "mean")[:3], 31.5)
+
+
+def test_no_device_waits_for_another() -> None:
+    devices = ["CPU:1", "CPU:0", "CPU:2"]
+    mapper = DeviceMap(lambda row: tf.sin(row), devices=devices)
+    assert between_devices(partitions(lambda: mapper.reduce(tf.zeros([9, 2]), "sum"))) == []
+
+
+def _later(a: Any, b: Any) -> Any:
+    """Associative and not commutative: matrices, multiplied."""
+    return a @ b
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 4}, {"batch_size": 1}], ids=str)
+def test_a_reducer_of_ones_own_goes_in_the_order_of_rows(options: dict[str, Any], devices: list[str]) -> None:
+    angles = tf.random.stateless_uniform([ROWS], [1, 2])
+    reducer = Reducer(np.eye(2, dtype="float32"), step=_later, merge=_later, finish=lambda m: {"first": m[0], "all": m})
+
+    def fn(a: Any) -> Any:
+        return tf.stack([[tf.cos(a), 1.0 + a], [0.1, tf.sin(a)]])
+
+    wanted = np.linalg.multi_dot([fn(a).numpy() for a in angles])
+    got = parallel_reduce(fn, angles, reducer, devices=devices, **options)
+    np.testing.assert_allclose(got["all"], wanted, rtol=1e-4)
+    np.testing.assert_allclose(got["first"], wanted[0], rtol=1e-4)
+    np.testing.assert_array_equal(parallel_reduce(fn, angles[:0], reducer, devices=devices)["all"], np.eye(2))
+
+
+def test_gradients_are_those_of_one_device(devices: list[str]) -> None:
+    variable, data = tf.Variable(3.0), tf.random.stateless_normal([ROWS, 2], [1, 2])
+    mapper = DeviceMap(lambda row: tf.sin(variable * row), devices=devices)
+    for op in ("sum", "mean"):
+
+        def both(reduce: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(data)
+                loss = tf.reduce_sum(reduce() ** 2)
+            return tape.gradient(loss, [variable, data])
+
+        wanted = both(lambda: OPS[op](tf.sin(variable * data), 0))
+        for got in (both(lambda: mapper.reduce(data, op)), tf.function(both)(lambda: mapper.reduce(data, op))):
+            for one, other in zip(got, wanted):
+                np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_seeds_retries_datasets_and_reports() -> None:
+    mapper = DeviceMap(lambda n, seed: tf.random.stateless_uniform([], seed), seed=7, batch_size=10)
+    mapped = parallel_map(lambda n, seed: tf.random.stateless_uniform([], seed), tf.range(100), seed=7)
+    np.testing.assert_allclose(mapper.reduce(tf.range(100), "sum"), tf.reduce_sum(mapped), rtol=1e-6)
+    np.testing.assert_allclose(mapper.reduce(tf.data.Dataset.range(100), "sum"), tf.reduce_sum(mapped), rtol=1e-6)
+    assert mapper.report is not None
+    assert mapper.report.rows == 100
+
+    failed: list[int] = []
+
+    def once(n: int) -> int:
+        if n == 17 and not failed:
+            failed.append(n)
+            raise tf.errors.UnavailableError(None, None, "once")
+        return n
+
+    flaky = DeviceMap(lambda n: tf.py_function(lambda n: once(int(n)), [n], tf.int32), batch_size=5)
+    flaky_sum = flaky.reduce(tf.range(40), Reducer(0, lambda a, b: a + b, lambda a, b: a + b))
+    assert int(flaky_sum) == sum(range(40))
+    assert failed == [17]
+
+
+def test_traced_once_for_all_calls() -> None:
+    traces: list[int] = []
+
+    def fn(x: Any) -> Any:
+        traces.append(1)
+        return x
+
+    for rows in (3, 30, 7):
+        parallel_reduce(fn, tf.ones([rows]), "sum")
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("reducer", ["median", None, 3, {}, ("sum", "most"), Reducer(0, None, None)], ids=str)
+def test_what_is_no_reducer_is_refused(reducer: Any) -> None:
+    with pytest.raises(OptionError, match=r"sum|step"):
+        parallel_reduce(lambda x: x, tf.range(3), reducer)
+
+
+@pytest.mark.parametrize(
+    ("fn", "reducer", "word"),
+    [
+        (lambda x: (x, x), {"a": "sum", "b": "sum"}, "nests"),
+        (tf.as_string, "sum", "string"),
+        (lambda x: x > 0, "mean", "bool"),
+        (lambda x: tf.complex(x, x), "max", "complex"),
+        (lambda x: tf.RaggedTensor.from_row_lengths(x[None], [1]), "sum", "dense"),
+        (lambda x: x, Reducer(0, lambda a, b: a + b, lambda a, b: a + b), "int32"),
+        (lambda x: x, Reducer(0.0, lambda a, b: a + b, lambda a, b: undefined), "undefined"),  # noqa: F821
+    ],
+    ids=["nest", "strings", "booleans", "complex", "ragged", "dtype of the state", "an error in merge"],
+)
+def test_results_that_cannot_be_reduced_so(fn: Any, reducer: Any, word: str) -> None:
+    with pytest.raises(FunctionError, match=word):
+        parallel_reduce(fn, tf.constant([1.0, 2.0]), reducer)
+
+
+def test_a_wrong_number_of_rows_is_told(devices: list[str]) -> None:
+    for options in ({}, {"batch_size": 5}):
+        with pytest.raises(FunctionError, match="returned"):
+            devicemap.parallel_reduce(
+                lambda rows: rows[:-1], tf.ones([20]), "sum", batched=True, devices=devices, **options
+            )
