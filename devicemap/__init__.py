@@ -8,6 +8,7 @@ if typing.TYPE_CHECKING:
     from devicemap.base.devices import list_devices, simulate_devices
     from devicemap.bench.runner import benchmark
     from devicemap.compile.reduction import Reducer
+    from devicemap.parallelize import parallelize
     from devicemap.store.results import open_results
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "open_results",
     "parallel_map",
     "parallel_reduce",
+    "parallelize",
     "simulate_devices",
 ]
 __version__ = "0.1.0"
@@ -30,6 +32,7 @@ _HOMES = {
     "open_results": "devicemap.store.results",
     "parallel_map": "devicemap.api",
     "parallel_reduce": "devicemap.api",
+    "parallelize": "devicemap.parallelize",
     "simulate_devices": "devicemap.base.devices",
 }
 """Where the public names are. They are imported when they are first used, so that `devicemap --help` and completion in a

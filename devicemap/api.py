@@ -12,6 +12,7 @@ import tensorflow as tf
 from devicemap.base.structure import as_nodes, as_objects, nodes_of
 from devicemap.compile.cache import Memory
 from devicemap.compile.program import Program
+from devicemap.compile.reduction import Reduction
 from devicemap.data.datasets import as_dataset
 from devicemap.data.rows import as_rows
 from devicemap.errors import DataError
@@ -217,7 +218,7 @@ class DeviceMap:
             >>> DeviceMap(lambda n: n * n).reduce(tf.range(4), "sum").numpy()
             14
         """
-        calls = Calls(self._program.reducing(reducer), self._observers)
+        calls = Calls(self._program.reducing(Reduction(reducer)), self._observers)
         return calls.over(data) if tf.executing_eagerly() else _inside_function(calls, data)
 
     def stream(self, data: Any) -> Iterator[Any]:

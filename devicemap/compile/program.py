@@ -21,7 +21,7 @@ from devicemap.base.options import Options, check_options, check_progress
 from devicemap.base.structure import freeze
 from devicemap.compile.compiled import Compiled
 from devicemap.compile.invoke import attempt
-from devicemap.compile.reduction import Reduction
+from devicemap.compile.reduction import Collection, Reduction
 from devicemap.compile.seeds import Stream, row_seeds
 from devicemap.compile.trace import Traced, trace
 from devicemap.data.join import UNEVEN_ROWS, check_inner_shapes
@@ -72,10 +72,10 @@ class Program:
         self.gpus = gpu_indices(self.devices)
         self.name = self.options.name or str(getattr(fn, "__name__", type(fn).__name__))
         self._lock = threading.RLock()
-        self.reduction: Reduction | None = None
+        self.reduction: Reduction | Collection | None = None
         self._compiled: dict[Any, Compiled] = {}
         self._kind = _Kind()
-        self._reducing: OrderedDict[Any, tuple[Reduction, dict[Any, Compiled], _Kind]] = OrderedDict()
+        self._reducing: OrderedDict[Any, tuple[Any, dict[Any, Compiled], _Kind]] = OrderedDict()
 
     def of(self, fn: Callable[..., Any], progress: Any) -> Program:
         """The same program with another object for its function: what either of them is traced to serves both."""
@@ -85,13 +85,13 @@ class Program:
             program.options = replace(self.options, progress=check_progress(progress))
         return program
 
-    def reducing(self, reducer: Any) -> Program:
-        """The same program with its results reduced; it is traced once for each of the last few reducers.
+    @property
+    def counts_rows(self) -> bool:
+        """Whether `fn` is to be checked for returning as many rows as it is given."""
+        return self.options.batched and (self.reduction is None or self.reduction.counts_rows)
 
-        Raises:
-            OptionError: `reducer` cannot be.
-        """
-        reduction = Reduction(reducer)
+    def reducing(self, reduction: Reduction | Collection) -> Program:
+        """The same program with its results reduced; it is traced once for each of the last few reductions."""
         program = copy.copy(self)
         with self._lock:
             known = self._reducing.pop(reduction.key, None) or (reduction, {}, _Kind())
@@ -203,6 +203,6 @@ def _weakly(fn: Callable[..., Any]) -> Callable[[], Any]:
 
 
 def _trace_again(
-    fn: Callable[[], Any], specs: Any, options: Options, reduction: Reduction | None, stream: Stream | None
+    fn: Callable[[], Any], specs: Any, options: Options, reduction: Reduction | Collection | None, stream: Stream | None
 ) -> Traced:
     return trace(fn(), specs, options, stream, reduction)

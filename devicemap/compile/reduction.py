@@ -67,6 +67,9 @@ class Reducer:
 class Reduction:
     """What a `reducer` asks for, whatever `fn` returns."""
 
+    counts_rows = True
+    """Whether the last leaf of a state tells how many rows are in it."""
+
     def __init__(self, reducer: Any):
         """
         Args:
@@ -112,6 +115,25 @@ class Reduction:
         return _ByOps([_OPS[name](spec.dtype) for name, spec in zip(names, specs)], structure, specs)
 
 
+class Collection:
+    """Whatever a function gives for a shard, joined: nothing is known of how many rows its leaves have."""
+
+    key = "collection"
+    counts_rows = False
+
+    def of(self, structure: Any, specs: Sequence[Any]) -> Collection:
+        return self
+
+    def over(self, over_rows: Any, specs: Sequence[Any]) -> Any:
+        return over_rows
+
+    def over_blocks(self, over_rows: Any, specs: Sequence[Any]) -> Any | None:
+        return None
+
+    def finished(self, leaves: Sequence[Any]) -> list[Any]:
+        return list(leaves)
+
+
 class BoundReduction(ABC):
     """A reduction of results of known specs."""
 
@@ -121,7 +143,7 @@ class BoundReduction(ABC):
         self._wide = self._states()
         of_states = partial(tf.function, autograph=False, input_signature=self._wide)
         # Traced now, and not when all is computed: that is where functions of the user's may fail.
-        self._merge = of_states(lambda *states: _stacked(self._merged(states)))
+        self._merge = of_states(lambda *states: [leaf[None] for leaf in self._merged(states)])
         self._finish = of_states(lambda *states: self._finished(self._merged(states)))
         self._finish.get_concrete_function()
 
@@ -151,7 +173,7 @@ class BoundReduction(ABC):
 
         @tf.function(autograph=False)
         def reduced(*leaves: Any) -> list[Any]:
-            return _stacked(self._reduced(over_rows(*leaves)))
+            return as_states(self._reduced(over_rows(*leaves)), leaves[0])
 
         return reduced.get_concrete_function(*specs)
 
@@ -173,7 +195,7 @@ class BoundReduction(ABC):
 
             nothing = self._merged([empty_rows(spec) for spec in self._wide])
             _, state = tf.while_loop(lambda start, _: start < rows, step, (0, nothing), parallel_iterations=1)
-            return _stacked(self._narrowed(state))
+            return as_states(self._narrowed(state), leaves[0])
 
         return reduced.get_concrete_function(*specs)
 
@@ -375,5 +397,7 @@ def _key_of(reducer: Reducer) -> Any:
     return freeze(as_nodes(reducer.initial), value), reducer.step, reducer.merge, reducer.finish
 
 
-def _stacked(state: Sequence[Any]) -> list[Any]:
-    return [leaf[None] for leaf in state]
+def as_states(state: Sequence[Any], rows: Any) -> list[Any]:
+    """A state of some rows with the axis of states, whose length is not told while tracing: a branch may have none."""
+    states = tf.minimum(count_rows(rows, tf.int32), 1)
+    return [leaf[None][:states] for leaf in state]

@@ -20,7 +20,7 @@ from devicemap.base.options import Options
 from devicemap.base.structure import as_objects, map_nest, nodes_of, refused_by
 from devicemap.compile.audit import Audit, audit, is_steady
 from devicemap.compile.hints import hints_for
-from devicemap.compile.reduction import BoundReduction, Reduction
+from devicemap.compile.reduction import BoundReduction, Collection, Reduction
 from devicemap.compile.seeds import Stream, drawing_from
 from devicemap.compile.vectorize import RowLoop, loops_over_rows
 from devicemap.data.rows import carried, carried_dtype, count_rows, empty_rows, restored, row_spec, spec_of, take_rows
@@ -66,7 +66,7 @@ class Traced:
     uncompiled: Traced | None = None
     """The same without XLA, where this one is compiled: XLA takes variables of its own device alone."""
 
-    reduction: BoundReduction | None = None
+    reduction: BoundReduction | Collection | None = None
     """What its results are states of; `None`: they are rows."""
 
     @property
@@ -90,7 +90,7 @@ def trace(
     specs: Any,
     options: Options,
     stream: Stream | None = None,
-    reduction: Reduction | None = None,
+    reduction: Reduction | Collection | None = None,
 ) -> Traced:
     """Trace `fn` for data of these specs.
 
@@ -110,7 +110,8 @@ def trace(
     if options.seed is not None:
         leaf_specs.append(tf.TensorSpec([None, 2], tf.int32))
     shape_of_results: list[Any] = []
-    flat_fn = _flatten(fn, specs, options, shape_of_results, stream)
+    rowwise = options.batched and (reduction is None or reduction.counts_rows)
+    flat_fn = _flatten(fn, specs, options, rowwise, shape_of_results, stream)
     try:
         with tf.device(None):  # not the user's scope of the moment: the trace serves every device
             if options.batched:
@@ -162,7 +163,7 @@ def _variants(loops: list[RowLoop], *about: Any) -> Traced:
     return replace(first, with_gradients=others[0]) if others else first
 
 
-def _reduced(reduction: BoundReduction, loops: list[RowLoop], specs: list[Any]) -> list[RowLoop]:
+def _reduced(reduction: BoundReduction | Collection, loops: list[RowLoop], specs: list[Any]) -> list[RowLoop]:
     """The loops with what they give reduced: the fast one few rows at a time, where these are large."""
     if not loops:
         return []
@@ -180,7 +181,7 @@ def _traced(
     structure: Any,
     steady: bool,
     in_place: Sequence[Any],
-    reduction: BoundReduction | None,
+    reduction: BoundReduction | Collection | None,
 ) -> Traced:
     """The loop, fit to be called on many devices, and what is known of it."""
     concrete = loop.concrete
@@ -198,8 +199,12 @@ def _traced(
     )
 
 
-def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: list[Any], stream: Stream | None) -> Any:
+def _flatten(
+    fn: Callable[..., Any], specs: Any, options: Options, rowwise: bool, structures: list[Any], stream: Stream | None
+) -> Any:
     """`fn` as a `tf.function` of leaves that returns a list of leaves; appends the nest of its results to `structures`.
+
+    `rowwise`: whether it takes a batch, and is to return a row for each of it.
 
     An inner `tf.function` gives it autograph and variables on first call, as TensorFlow defines them.
     """
@@ -222,7 +227,7 @@ def _flatten(fn: Callable[..., Any], specs: Any, options: Options, structures: l
                 results = inner(*arguments, **seeds) if unpack else inner(arguments, **seeds)
             finally:
                 in_fn.reset(around)
-        results = map_nest(lambda value, path: _result(value, path, options.batched), results, "the result")
+        results = map_nest(lambda value, path: _result(value, path, rowwise), results, "the result")
         structures.append(tf.nest.map_structure(lambda _: None, results))
         flat = tf.nest.flatten(results)
         if not flat:

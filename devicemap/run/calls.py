@@ -327,6 +327,6 @@ class Calls:
     ) -> list[Any] | None:
         leaves = self.program.seeded(chunk.leaves, chunk.start, chunk.count)
         results: list[Any] = function(*compiled.flat(leaves))
-        if self._options.batched:
+        if self.program.counts_rows:
             check_row_counts(results, compiled.rows_returned(results, []), [chunk.on(device)])
         return results if keep is None else keep(chunk, results)

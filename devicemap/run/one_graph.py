@@ -116,7 +116,7 @@ class OneGraph:
             ends = arrivals[0] if arrivals else None
             seconds = time.perf_counter() - began[1]
             runs.append(Run(shards, began[0], seconds, compiled.traced.audit.ordered, ends))
-            if self._program.options.batched:
+            if self._program.counts_rows:
                 check_row_counts(results, compiled.rows_returned(results, returned), shards)
         return compiled.pack(results)
 
@@ -143,7 +143,7 @@ class OneGraph:
             pieces = [Shard(compiled.places[int(place)], int(start), int(stop)) for place, start, stop, *_ in lines]
             times = [(began, ended) for *_, began, ended in lines]
             runs.append(Run(pieces, began[0], time.perf_counter() - began[1], log=times))
-            if self._program.options.batched:
+            if self._program.counts_rows:
                 check_row_counts(results, compiled.rows_returned(results, returned), pieces)
         measured = list(speeds)
         for place in range(len(speeds)):
@@ -173,6 +173,13 @@ class OneGraph:
                 located, cause = self._program.located(error, compiled, leaves, shards, seconds)
                 raise located from cause
 
+    def over(self, rows: Rows) -> Any:
+        """A shard for each device, in eager code or inside the user's own `tf.function`, whatever tapes ask for."""
+        if not tf.executing_eagerly():
+            return self.inside_function(rows)
+        compiled = self._program.compiled_for(rows)
+        return self.in_shards(compiled, rows, compiled.order_of_gradients(rows.leaves) if rows.count else 0)
+
     def inside_function(self, rows: Rows) -> Any:
         """Inside the user's own `tf.function`: the same graph becomes a part of it."""
         compiled = self._program.compiled_for(rows)
@@ -185,7 +192,7 @@ class OneGraph:
             count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
             sizes = sizes_in_graph(count, places) if rows.count is None else compiled.shards(rows.count)[1]
             results, returned, _ = graph(sizes, *self._program.seeded(rows.leaves, 0, count))
-            if self._program.options.batched:
+            if self._program.counts_rows:
                 results = with_row_counts_checked(results, compiled.rows_returned(results, returned), sizes)
             if compiled.traced.reduction is None:
                 results = [with_static_rows(leaf, rows.count) for leaf in results]
