@@ -9,21 +9,30 @@ done with outputs or gradients is what Keras does. Gradients are computed where 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap.base.structure import freeze
+from devicemap.compile.layout import sizes_in_graph
+from devicemap.compile.lockstep import Lockstep
+from devicemap.compile.mirrors import folded_seeds
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import Collection, as_states
-from devicemap.data.rows import as_rows, count_rows
+from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows
 from devicemap.errors import OptionError, failure
 from devicemap.run.calls import Nobody
 from devicemap.run.one_graph import OneGraph
+
+_ROWS = object()
+"""Stands for a tensor of rows."""
 
 _STEPS = "train_step", "test_step", "predict_step"
 _MAKERS = "make_train_function", "make_test_function", "make_predict_function"
@@ -66,7 +75,9 @@ def _check(model: Any, batch_norm: str) -> None:
     if not isinstance(model, keras.Model):
         raise OptionError(f"model is a {type(model).__name__}; expected a keras.Model of Keras 3")
     if keras.backend.backend() != "tensorflow":
-        raise OptionError(f"Keras runs on {keras.backend.backend()}; set KERAS_BACKEND=tensorflow before it is imported")
+        raise OptionError(
+            f"Keras runs on {keras.backend.backend()}; set KERAS_BACKEND=tensorflow before it is imported"
+        )
     if batch_norm not in ("synchronized", "local"):
         raise OptionError(f"batch_norm={batch_norm!r}; expected 'synchronized' or 'local'")
     if "detach" in vars(model):
@@ -82,6 +93,38 @@ def _check(model: Any, batch_norm: str) -> None:
                 f"{type(model).__name__} has a {step} of its own. In it, map the forward pass with a devicemap.DeviceMap, or "
                 "reduce losses under a tape with DeviceMap.reduce, instead of parallelize"
             )
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The arguments of a forward pass: tensors of rows, and what is the same for all rows."""
+
+    structure: Any
+    static: tuple[Any, ...]
+    rows: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Any) -> _Given:
+        leaves = tf.nest.flatten((args, kwargs))
+        return cls(
+            tf.nest.map_structure(lambda _: None, (args, kwargs)),
+            tuple(_ROWS if tf.is_tensor(leaf) else leaf for leaf in leaves),
+            tuple(leaf for leaf in leaves if tf.is_tensor(leaf)),
+        )
+
+    @property
+    def key(self) -> Any:
+        """Hashable: the same for what is to be traced once."""
+        return freeze(self.structure), self.static
+
+    def without_rows(self) -> _Given:
+        return replace(self, rows=())
+
+    def with_rows(self, rows: Sequence[Any]) -> Any:
+        """The arguments, with other rows."""
+        left = iter(rows)
+        leaves = [next(left) if leaf is _ROWS else leaf for leaf in self.static]
+        return tf.nest.pack_sequence_as(self.structure, leaves)
 
 
 @dataclass(frozen=True)
@@ -110,8 +153,9 @@ class _Parallel:
         self._devices = devices
         self._graphs: dict[Any, OneGraph] = {}
         self._passes: dict[Any, _Forward] = {}
-        self._losses_add_up: dict[Any, list[bool]] = {}
-        self._program(lambda x: x)  # raises for devices that do not exist
+        self._lockstep: dict[Any, Any] = {}
+        self._sums: dict[Any, list[bool]] = {}
+        self._places = self._program(lambda x: x).devices
 
     def attach(self) -> None:
         """Put the steps on the model."""
@@ -143,27 +187,93 @@ class _Parallel:
             model.jit_compile = jit_compile
 
     def _step(self, name: str, data: Any) -> Any:
-        with self._mapped():
-            return getattr(type(self._model), name)(self._model, data)
+        """A step of Keras's on a batch."""
+        step = partial(getattr(type(self._model), name), self._model, data)
+        if name != "train_step" or not self._synchronized:
+            with self._mapped(self._mapped_call):
+                return step()
+        leaf, places = tf.nest.flatten(data)[0], len(self._places)
+        if leaf.shape[0] is not None:
+            return self._step_on(min(leaf.shape[0], places), step)
+        # The whole step, as what a branch keeps for gradients would not stay where it is.
+        return tf.cond(tf.shape(leaf)[0] >= places, lambda: self._step_on(places, step), lambda: self._step_on(1, step))
+
+    def _step_on(self, places: int, step: Any) -> Any:
+        if places < 2:
+            return step()
+        with self._mapped(partial(self._synchronized_call, places)):
+            return step()
+
+    def _adding_up(self, given: _Given, losses: int) -> list[bool]:
+        """Whether each loss that the model adds is a sum over rows; if not, it is a mean, or does not depend on them.
+
+        Raises:
+            FunctionError: it is neither, as of a row twice it is not what it is of the row, nor twice as much.
+        """
+        if losses and given.key not in self._sums:
+            with tf.init_scope(), self._mapped(None):
+                once = self._losses_of(given, 1, losses)
+                twice = self._losses_of(given, 2, losses)
+            ratios = [two / one if one else 0.0 for one, two in zip(once, twice)]
+            for ratio in ratios:
+                if not (math.isclose(ratio, 1, rel_tol=0.01) or math.isclose(ratio, 2, rel_tol=0.01)):
+                    raise failure(
+                        f"{self._model.name} adds a loss that is neither a sum over rows nor a mean: of a row twice it is "
+                        f"{ratio:g} times that of the row. Add such a loss in compute_loss"
+                    )
+            self._sums[given.key] = [ratio > 1.5 for ratio in ratios]
+        return self._sums.get(given.key, [])
+
+    def _losses_of(self, given: _Given, times: int, losses: int) -> list[float]:
+        """What is added for a row that comes so many times."""
+        random = np.random.default_rng(0)
+        rows = []
+        for leaf in given.rows:
+            row = random.normal(size=[1, *(size or 2 for size in leaf.shape[1:])])
+            rows.append(tf.repeat(tf.cast(row if leaf.dtype.is_floating else row > 0, leaf.dtype), times, 0))
+        args, kwargs = given.with_rows(rows)
+        with _collecting() as scope:
+            self._model(*args, **{**kwargs, "training": False})
+        if len(scope.losses) != losses:
+            raise failure(
+                f"{self._model.name} adds {losses} losses in training and {len(scope.losses)} else; expected the same"
+            )
+        return [float(tf.reduce_sum(loss)) for loss in scope.losses]
+
+    @cached_property
+    def _averaged(self) -> list[Any]:
+        """Moving averages of what batch normalization sees."""
+        import keras
+
+        layers = (
+            layer for layer in self._model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)
+        )
+        return [variable for layer in layers for variable in layer.non_trainable_variables]
+
+    def _is_averaged(self, variable: Any) -> bool:
+        return any(variable is each for each in self._averaged)
+
+    @cached_property
+    def _synchronized(self) -> list[Any]:
+        """The layers that take statistics of all rows."""
+        import keras
+
+        layers = self._model._flatten_layers() if self._batch_norm == "synchronized" and len(self._places) > 1 else ()
+        return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
 
     @contextlib.contextmanager
-    def _mapped(self) -> Iterator[None]:
-        """While it lasts, calls of the model are mapped over the devices."""
+    def _mapped(self, call: Any) -> Iterator[None]:
+        """While it lasts, this is how the model is called."""
         own = vars(self._model)
-        own["call"] = self._call
+        before = own.pop("call", None)
+        if call is not None:
+            own["call"] = call
         try:
             yield
         finally:
             own.pop("call", None)
-
-    @contextlib.contextmanager
-    def _unmapped(self) -> Iterator[None]:
-        call = vars(self._model).pop("call", None)
-        try:
-            yield
-        finally:
-            if call is not None:
-                vars(self._model)["call"] = call
+            if before is not None:
+                own["call"] = before
 
     def _program(self, fn: Any) -> Program:
         options = {"devices": self._devices, "batched": True, "output_device": self._home, "report": False}
@@ -177,73 +287,163 @@ class _Parallel:
             held[variable.value.device] += variable.value.shape.num_elements() * variable.value.dtype.size
         return held.most_common(1)[0][0] if held else "/CPU:0"
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = tf.nest.flatten((args, kwargs))
-        of_rows = [i for i, leaf in enumerate(leaves) if tf.is_tensor(leaf)]
-        static = tuple(None if i in of_rows else leaf for i, leaf in enumerate(leaves))
-        key = freeze(tf.nest.map_structure(lambda _: None, (args, kwargs))), static
+    def _mapped_call(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward pass in a shard for each device, which do not know of each other."""
+        given = _Given.of(args, kwargs)
+        if given.key not in self._graphs:
+            known = given.without_rows()
 
-        if key not in self._graphs:
+            def forward(*rows: Any) -> tuple[Any, ...]:
+                with self._mapped(None):
+                    return tuple(self._forward(known, rows))
 
-            def forward(*rows: Any) -> Any:
-                given = list(static)
-                for i, leaf in zip(of_rows, rows):
-                    given[i] = leaf
-                return self._forward(key, *tf.nest.pack_sequence_as((args, kwargs), given))
+            self._graphs[given.key] = OneGraph(self._program(forward), Nobody())
+        return self._collected(given, self._graphs[given.key].over(as_rows(given.rows)))
 
-            self._graphs[key] = OneGraph(self._program(forward), Nobody())
-        rows = as_rows(tuple(leaves[i] for i in of_rows))
-        return self._collected(key, self._graphs[key].over(rows))
+    def _synchronized_call(self, places: int, *args: Any, **kwargs: Any) -> Any:
+        """The same in devices that meet where statistics of all rows are taken."""
+        given = _Given.of(args, kwargs)
+        key = places, given.key
+        if key not in self._lockstep:
+            self._lockstep[key] = tf.function(partial(self._in_lockstep, places, given.without_rows()), autograph=False)
+        return self._collected(given, self._lockstep[key](*given.rows))
 
-    def _forward(self, key: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-        """The forward pass on some rows: outputs, masks, losses, new values of variables and the number of rows."""
+    def _in_lockstep(self, places: int, given: _Given, *rows: Any) -> list[Any]:
         model = self._model
-        with self._unmapped(), _Collecting() as scope:
-            outputs = model.call(*args, **kwargs)
+        with tf.device(HOST):
+            sizes = sizes_in_graph(count_rows(rows[0]), places)
+            shards = list(zip(*(cut_rows(leaf, sizes, places) for leaf in rows)))
+        values: dict[int, list[Any]] = {}
+        for variable in model.variables:
+            with tf.device(variable.value.device):
+                value = variable.value.read_value()
+                values[id(variable)] = (
+                    tf.unstack(folded_seeds(value, range(places))) if _is_seed(variable) else [value] * places
+                )
+                if _is_seed(variable):
+                    variable.value.assign(value + tf.constant([0, 1], value.dtype))
+
+        def forward(place: int) -> list[Any]:
+            with tf.device(self._places[place]):
+                shard = [tf.identity(leaf) for leaf in shards[place]]
+                held = [(v, tf.identity(values[id(v)][place])) for v in model.variables]
+                return [tf.identity(leaf) for leaf in self._forward(given, shard, held)]
+
+        lockstep = Lockstep([partial(forward, place) for place in range(places)])
+        with self._mapped(None), _moments_of_all(self._synchronized, lockstep):
+            results = lockstep.run()
+        graph = tf.compat.v1.get_default_graph()
+        with tf.device(self._home):
+            joined = [tf.concat([tf.identity(part) for part in parts], 0) for parts in zip(*results)]
+        differentiate_in_place(graph.get_operations())
+        return joined
+
+    def _forward(self, given: _Given, rows: Sequence[Any], held: Sequence[tuple[Any, Any]] = ()) -> list[Any]:
+        """The forward pass on some rows: outputs, masks, losses, new values of variables and the number of rows.
+
+        `held`: pairs of variables and values to use instead; all others are read, and seeds of random numbers advance.
+        """
+        model = self._model
+        args, kwargs = given.with_rows(rows)
+        with _collecting(held) as scope:
+            # In a thread of its own, Keras knows nothing of the call that it is a part of.
+            outputs = model(*args, **kwargs) if held else model.call(*args, **kwargs)
         flat = tf.nest.flatten(outputs)
         masks = [getattr(leaf, "_keras_mask", None) for leaf in flat]
-        variables = model.non_trainable_variables
-        updates = {i: scope.get_current_value(v) for i, v in enumerate(variables)}
-        updates = {i: value for i, value in updates.items() if value is not None}
-        self._passes[key] = _Forward(
+        updates = {}
+        for i, variable in enumerate(model.non_trainable_variables):
+            value = scope.get_current_value(variable)
+            if value is not None and not _is_seed(variable) and not any(value is known for _, known in held):
+                updates[i] = value
+                if not self._is_averaged(variable) and depends_on(value, rows):
+                    raise failure(
+                        f"{variable.path} gets a new value that depends on the rows, which only batch normalization may; "
+                        "write the training loop yourself, with DeviceMap.reduce"
+                    )
+        self._passes[given.key] = _Forward(
             tf.nest.map_structure(lambda _: None, outputs),
             tuple(mask is not None for mask in masks),
             len(scope.losses),
             tuple(updates),
         )
-        first = next(leaf for leaf in tf.nest.flatten((args, kwargs)) if tf.is_tensor(leaf))
         losses = (tf.cast(tf.reduce_sum(loss), tf.float32) for loss in scope.losses)
-        states = [*losses, *updates.values(), count_rows(first)]
-        return (*flat, *(mask for mask in masks if mask is not None), *as_states(states, first))
+        states = as_states([*losses, *updates.values(), count_rows(rows[0])], rows[0])
+        return [*flat, *(mask for mask in masks if mask is not None), *states]
 
-    def _collected(self, key: Any, results: Sequence[Any]) -> Any:
+    def _collected(self, given: _Given, results: Sequence[Any]) -> Any:
         """What the forward pass on all rows would have given, and done."""
-        what, left = self._passes[key], list(results)
+        what, left = self._passes[given.key], list(results)
         outputs, left = left[: len(what.masked)], left[len(what.masked) :]
         for output in [output for output, masked in zip(outputs, what.masked) if masked]:
             output._keras_mask = left.pop(0)
         losses, updates, counts = left[: what.losses], left[what.losses : -1], left[-1]
-        shares = tf.cast(counts, tf.float32) / tf.cast(tf.reduce_sum(counts), tf.float32)
-        for loss in losses:
-            self._model.add_loss(tf.reduce_sum(loss * shares))
+        shares = tf.cast(counts / tf.reduce_sum(counts), tf.float32)
+        for loss, adds_up in zip(losses, self._adding_up(given, what.losses)):
+            self._model.add_loss(tf.reduce_sum(loss if adds_up else loss * shares))
         for i, states in zip(what.updated, updates):
             variable = self._model.non_trainable_variables[i]
-            weights = tf.reshape(tf.cast(shares, states.dtype), [-1, *[1] * (states.shape.rank - 1)])
-            variable.assign(tf.reduce_sum(states * weights, 0))
+            mean = tf.tensordot(tf.cast(shares, states.dtype), states, 1) if self._is_averaged(variable) else states[0]
+            variable.assign(mean)
         return tf.nest.pack_sequence_as(what.outputs, outputs)
 
 
-def _Collecting() -> Any:
-    """A scope in which variables are read as they are, and losses and new values are collected; seeds of random numbers do
-    advance, as each device has to draw others."""
+def _collecting(held: Sequence[tuple[Any, Any]] = ()) -> Any:
+    """A scope in which variables have these values, or are read as they are, and losses and new values are collected.
+
+    Seeds of random numbers that are read do advance, as each device has to draw others.
+    """
     import keras
 
     class Scope(keras.StatelessScope):
         def add_update(self, update: Any) -> None:
             variable, value = update
-            if "seed_generator_state" in variable.path:
+            if _is_seed(variable) and not held:
                 variable.value.assign(tf.cast(value, variable.value.dtype))
             else:
                 super().add_update(update)
 
-    return Scope(collect_losses=True)
+    return Scope(held, collect_losses=True)
+
+
+def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
+    """Whether a tensor of a graph is computed from one of these."""
+    looked_at, left = set(), [tensor]
+    while left:
+        each = left.pop()
+        if any(each is source for source in sources):
+            return True
+        if id(each.op) not in looked_at:
+            looked_at.add(id(each.op))
+            left += each.op.inputs
+    return False
+
+
+def _is_seed(variable: Any) -> bool:
+    """Whether it is the state of a `keras.random.SeedGenerator`."""
+    return variable.path.rpartition("/")[2] == "seed_generator_state"
+
+
+@contextlib.contextmanager
+def _moments_of_all(layers: Sequence[Any], lockstep: Lockstep) -> Iterator[None]:
+    """While it lasts, layers of batch normalization take mean and variance of the rows of all devices."""
+    for layer in layers:
+        vars(layer)["_moments"] = partial(_moments, layer, lockstep)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["_moments"]
+
+
+def _moments(layer: Any, lockstep: Lockstep, inputs: Any, mask: Any) -> Any:
+    mean, variance = type(layer)._moments(layer, inputs, mask)
+    counted = tf.ones_like(inputs[..., :1]) if mask is None else tf.cast(mask, inputs.dtype)
+    return lockstep.meet((mean, variance, tf.reduce_sum(counted)), lambda own: [_merged(own)] * len(own))
+
+
+def _merged(own: Sequence[tuple[Any, Any, Any]]) -> tuple[Any, Any]:
+    """Mean and variance of all, of those of parts of so many values (Chan, Golub and LeVeque, 1983)."""
+    means, variances, counts = (tf.stack(each) for each in zip(*own))
+    shares = (counts / tf.reduce_sum(counts))[:, None]
+    mean = tf.reduce_sum(means * shares, 0)
+    return mean, tf.reduce_sum((variances + tf.square(means - mean)) * shares, 0)

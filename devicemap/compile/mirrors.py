@@ -154,11 +154,14 @@ class Mirrors:
             advanced = tf.raw_ops.AssignAddVariableOp(resource=variable.handle, value=step)
         draws = self._draws.uniform_full_int([len(self._copies)], tf.int64)
         with tf.control_dependencies([] if advanced is None else [advanced]):
-            folded = [
-                tf.random.experimental.stateless_fold_in(tf.cast(seed, tf.int64), draw) for draw in tf.unstack(draws)
-            ]
-        # Keras takes the low 31 or 32 bits of each number, and counts upwards in the second
-        return tf.cast(tf.abs(tf.stack(folded)) % 2**31, variable.dtype)
+            return folded_seeds(seed, tf.unstack(draws))
+
+
+def folded_seeds(seed: Any, numbers: Sequence[Any]) -> Any:
+    """A Keras seed of its own for each number: `[numbers, 2]`."""
+    folded = [tf.random.experimental.stateless_fold_in(tf.cast(seed, tf.int64), number) for number in numbers]
+    # Keras takes the low 31 or 32 bits of each number, and counts upwards in the second
+    return tf.cast(tf.abs(tf.stack(folded)) % 2**31, seed.dtype)
 
 
 _on_devices: WeakValueDictionary[tuple[int, str], Any] = WeakValueDictionary()

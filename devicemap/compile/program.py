@@ -116,7 +116,7 @@ class Program:
             if compiled is None:
                 options = replace(self.options, devices=self.devices, progress=False)
                 compiled = Compiled(
-                    places_on(self.devices),
+                    places_on(self.devices) if self.counts_rows or not self.options.batched else self.devices,
                     self.output_device,
                     partial(_trace_again, _weakly(self.fn), specs, options, self.reduction),
                     self.name,

@@ -204,7 +204,7 @@ class Calls:
 
     def _joined(self, source: Source, compiled: Compiled, hear: Callable[[Event], None] = lambda event: None) -> Any:
         """The results of all chunks; `hear` is told each event of the call."""
-        if compiled.traced.reduction is not None:
+        if isinstance(compiled.traced.reduction, BoundReduction):
             return compiled.pack(self._reduced(source, compiled, compiled.traced.reduction, hear))
         parts = [results for group in self.groups(source, compiled, Rules(observe=hear)) for results in group.results]
         if not parts:
