@@ -293,6 +293,7 @@ class _Parallel:
         if given.key not in self._graphs:
             known = given.without_rows()
 
+            @tf.autograph.experimental.do_not_convert
             def forward(*rows: Any) -> tuple[Any, ...]:
                 with self._mapped(None):
                     return tuple(self._forward(known, rows))
