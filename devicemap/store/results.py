@@ -124,13 +124,14 @@ class Results:
     def as_dataset(self) -> Any:
         """A `tf.data.Dataset` of the chunks in order, as nests of tensors of `structure`; unbatch it to get rows.
 
-        An iteration reads one file at a time. A damaged chunk ends it with an error of TensorFlow that holds the message.
+        All chunks are read and checked once before it is returned, because a dataset can raise errors of TensorFlow alone:
+        one that holds the message, where a chunk is damaged later. An iteration reads one file at a time.
 
         Raises:
-            MissingRowsError: rows are missing.
+            MissingRowsError: rows are missing, or damaged.
         """
-        if not self.complete:
-            raise self._missing_error(self.missing)
+        for _ in self:
+            pass
 
         def chunks() -> Iterator[Any]:
             with self._reader() as segments:

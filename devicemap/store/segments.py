@@ -28,6 +28,17 @@ def segment_name(number: int) -> str:
     return f"chunks-{number:06}.bin"
 
 
+def untold(directory: Path, entries: Iterable[Entry]) -> dict[Path, int]:
+    """The files that hold more than some chunks, and where the last of these ends there; 0 where none is there."""
+    ends = {
+        path: 0 for path in directory.iterdir() if SEGMENT.fullmatch(path.name)
+    }
+    for entry in entries:
+        path = directory / segment_name(entry.file)
+        ends[path] = max(ends.get(path, 0), entry.offset + entry.size_bytes)
+    return {path: end for path, end in ends.items() if not end or path.lstat().st_size > end}
+
+
 class SegmentWriter:
     """Writes chunks one after another, to new files. Not for use by two threads at once."""
 
