@@ -157,7 +157,8 @@ class _Walk:
 
     def _python(self, function: Any) -> str:
         """A Python function that an op calls."""
-        name = getattr(function, "__name__", type(function).__qualname__)
+        named = getattr(function, "__wrapped__", function)  # by TensorFlow
+        name = getattr(named, "__name__", type(named).__qualname__)
         if function is None:
             return self._unknown("a function in Python")
         try:

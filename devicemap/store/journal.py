@@ -204,8 +204,8 @@ def _continued(path: Path, contents: Contents, header: Header, trusted: bool) ->
     what, advice = "another call", START_ANEW
     if not (found or trusted):
         found = other_function(there.function, header.function)
-        what = "another function"
-        advice = f"{START_ANEW}; if that makes no difference to results, give trust_function=True"
+        what = "perhaps another function" if header.function.get("unknown") else "another function"
+        advice = f"{START_ANEW}; if that makes no difference to results, give trust_function=True (--trust-function)"
     if not found:
         return contents
     if not (contents.entries or contents.ended or any(map(SEGMENT.fullmatch, os.listdir(path)))):

@@ -91,17 +91,16 @@ def _apart(value: Any) -> tuple[str, list[Any]]:
         return "function", [value.__code__, value.__defaults__, value.__kwdefaults__, value.__closure__, own, *used]
     if isinstance(value, CodeType):
         flow = getattr(value, "co_exceptiontable", b"")  # since Python 3.11
-        return "code", [value.co_code, flow, value.co_names, *value.co_consts]
+        takes = [value.co_flags, value.co_argcount, value.co_kwonlyargcount, value.co_varnames]
+        return "code", [value.co_code, flow, *takes, value.co_names, *value.co_consts]
     if isinstance(value, CellType):
         try:
             return "cell", [value.cell_contents]
         except ValueError:
             return "empty cell", []
     if isinstance(value, type):
-        told = {
-            k: v for k, v in vars(value).items() if isinstance(v, FunctionType) or not k.startswith(("__", "_abc_"))
-        }
-        return f"class {value.__qualname__}", [*value.__bases__, told]
+        told = {name: part for name, part in vars(value).items() if not name.startswith(("__", "_abc_")) or _acts(part)}
+        return f"class {value.__qualname__}", [kind, *value.__bases__, told]
     if isinstance(value, GetSetDescriptorType | MemberDescriptorType):
         return f"{kind.__name__} {value.__name__}", []
     if isinstance(value, property):
@@ -111,6 +110,11 @@ def _apart(value: Any) -> tuple[str, list[Any]]:
     if isinstance(value, functools.cached_property):
         return kind.__name__, [value.func]
     return _reduced(value)
+
+
+def _acts(part: Any) -> bool:
+    """Whether an entry of a class does something, and is not a mark of Python's."""
+    return callable(part) or hasattr(type(part), "__get__")
 
 
 def _reduced(value: Any) -> tuple[str, list[Any]]:
@@ -152,11 +156,10 @@ def _is_installed(module: str) -> bool:
     """Whether a module is a part of Python or of a package that was installed, and none of the user's own."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:
-        return module != "__main__"
+        return module in sys.builtin_module_names
     path = Path(file)
-    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or path.is_relative_to(
-        sysconfig.get_path("stdlib")
-    )
+    of_python = path.is_relative_to(sysconfig.get_path("stdlib"))
+    return of_python or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
 def _globals(code: CodeType, space: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -164,9 +167,11 @@ def _globals(code: CodeType, space: Mapping[str, Any]) -> Iterator[tuple[str, An
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _globals(constant, space)
-    named = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
-    for name in sorted(named & space.keys()):
-        value = space[name]
-        yield name, value
-        if isinstance(value, ModuleType) and not _installed_name(value):
-            yield from ((inner, vars(value)[inner]) for inner in code.co_names if inner in vars(value))
+    spaces = [(space, {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"})]
+    for inside, names in spaces:
+        for name in sorted(names & inside.keys()):
+            value = inside[name]
+            yield name, value
+            own = isinstance(value, ModuleType) and not _installed_name(value)
+            if own and not any(vars(value) is known for known, _ in spaces):
+                spaces.append((vars(value), {*code.co_names}))

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -114,6 +115,21 @@ def _triple(r: Any) -> Any:
     return r * 3
 
 
+def _calling(subtract: Any) -> Any:
+    return lambda r: subtract(a=r, b=1)
+
+
+def _acting(ufunc: Any) -> Any:
+    return type("_Acting", (), {"__call__": staticmethod(ufunc), "__module__": __name__})
+
+
+def _in_module(fn: Any) -> Any:
+    """A function that calls one of a module of the user's, which is in another one that names it, too."""
+    outer, inner = types.ModuleType("outer"), types.ModuleType("inner")
+    inner.fn, outer.inner, inner.outer = fn, inner, outer  # type: ignore[attr-defined]
+    return eval("lambda r: outer.inner.fn(r)", {"outer": outer})
+
+
 def _circle(value: Any) -> list[Any]:
     inside: list[Any] = [value]
     inside.append(inside)
@@ -122,6 +138,10 @@ def _circle(value: Any) -> list[Any]:
 
 PYTHON: dict[str, tuple[Any, Any]] = {
     "code": (lambda r: r * 2, lambda r: r * 3),
+    "arguments": (lambda *r: r[0] + 0, lambda r: r[0:] + 0),
+    "names of arguments": tuple(map(_calling, (lambda a, b: a - b, lambda b, a: b - a))),
+    "what classes do": (_acting(np.sin)(), _acting(np.cos)()),
+    "functions of modules": tuple(map(_in_module, (_double, _triple))),
     "nested code": (lambda r: sum([r for _ in "ab"]), lambda r: sum([r for _ in "abc"])),
     "functions that it calls": (lambda r: _double(r), lambda r: _triple(r)),
     "ufuncs": (np.sin, np.cos),
