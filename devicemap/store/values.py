@@ -12,7 +12,7 @@ import functools
 import operator
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
@@ -22,6 +22,12 @@ import numpy as np
 from devicemap.store.storage import checksum
 
 _PLAIN = (type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes)
+_WRAPPERS: dict[type, Sequence[str]] = {
+    property: ("fget", "fset", "fdel"), classmethod: ("__func__",), staticmethod: ("__func__",),
+    functools.cached_property: ("func",),
+}  # fmt: skip
+"""What copies are not made of, and the functions in it."""
+
 _MOST_VALUES = 20_000
 
 
@@ -71,7 +77,9 @@ class _Walk:
 def _apart(value: Any) -> tuple[str, list[Any]]:
     """What a value is called, and what it consists of."""
     kind = type(value)
-    if isinstance(value, FunctionType | type | ModuleType) and (name := _installed_name(value)):
+    if isinstance(value, ModuleType):
+        return f"module {value.__name__}", []
+    if isinstance(value, FunctionType | type) and (name := _installed_name(value)):
         return name, []
     if kind in (tuple, list, set, frozenset):
         return kind.__name__, [*value]
@@ -81,12 +89,8 @@ def _apart(value: Any) -> tuple[str, list[Any]]:
         array = np.asarray(value)
         contents = array.ravel().tolist() if array.dtype.hasobject else checksum(array.tobytes())
         return f"{kind.__name__} {array.dtype!r} {array.shape}", [contents]
-    if isinstance(value, ModuleType):
-        return f"module {value.__name__}", []
     if isinstance(value, FunctionType):
-        own = {
-            name: part for name, part in vars(value).items() if not name.endswith("__")
-        }  # TensorFlow leaves marks there
+        own = {name: part for name, part in vars(value).items() if not name.endswith("__")}  # the marks of TensorFlow
         used = [part for item in _globals(value.__code__, value.__globals__) for part in item]
         return "function", [value.__code__, value.__defaults__, value.__kwdefaults__, value.__closure__, own, *used]
     if isinstance(value, CodeType):
@@ -103,12 +107,8 @@ def _apart(value: Any) -> tuple[str, list[Any]]:
         return f"class {value.__qualname__}", [kind, *value.__bases__, told]
     if isinstance(value, GetSetDescriptorType | MemberDescriptorType):
         return f"{kind.__name__} {value.__name__}", []
-    if isinstance(value, property):
-        return "property", [value.fget, value.fset, value.fdel]
-    if isinstance(value, classmethod | staticmethod):
-        return kind.__name__, [value.__func__]
-    if isinstance(value, functools.cached_property):
-        return kind.__name__, [value.func]
+    if kind in _WRAPPERS:
+        return kind.__name__, [getattr(value, name) for name in _WRAPPERS[kind]]
     return _reduced(value)
 
 
@@ -142,9 +142,7 @@ def _name(value: Any, name: str) -> str:
 
 
 def _installed_name(value: Any) -> str | None:
-    """The name of a module, function or class, where it is one of an installed package and stands under that name there."""
-    if isinstance(value, ModuleType):
-        return f"module {value.__name__}" if _is_installed(value.__name__) else None
+    """The name of a function or class, where it is one of an installed package and stands under that name there."""
     try:
         return _name(value, value.__qualname__) if _is_installed(value.__module__) else None
     except (LookupError, AttributeError):
@@ -172,6 +170,6 @@ def _globals(code: CodeType, space: Mapping[str, Any]) -> Iterator[tuple[str, An
         for name in sorted(names & inside.keys()):
             value = inside[name]
             yield name, value
-            own = isinstance(value, ModuleType) and not _installed_name(value)
+            own = isinstance(value, ModuleType) and not _is_installed(value.__name__)
             if own and not any(vars(value) is known for known, _ in spaces):
                 spaces.append((vars(value), {*code.co_names}))
