@@ -54,7 +54,7 @@ def digest_rows(leaves: Sequence[Any]) -> str:
 
 def digest_ranges(leaves: Sequence[Any], ranges: Iterable[tuple[int, int]]) -> Iterator[str]:
     """The digests of some `(start, stop)` of the rows, each as `digest_rows` tells it of those rows that are there alone."""
-    parts = sorted(_parts(leaves), key=itemgetter(0))
+    parts = [(name, data, starts.tolist()) for name, data, starts in sorted(_parts(leaves), key=itemgetter(0))]
     for start, stop in ranges:
         yield _digest_of((name, checksum(data[_at(starts, start) : _at(starts, stop)])) for name, data, starts in parts)
 
@@ -67,7 +67,7 @@ def _at(starts: list[int], row: int) -> int:
     return starts[row] if row < len(starts) else starts[-1]
 
 
-def _parts(leaves: Sequence[Any]) -> Iterator[tuple[str, memoryview, list[int]]]:
+def _parts(leaves: Sequence[Any]) -> Iterator[tuple[str, memoryview, Array]]:
     """Bytes that say all about the leaves, by name, and where those of each row begin, and of the last one end.
 
     Those of neighbouring rows, joined, are those of all the rows.
@@ -76,7 +76,7 @@ def _parts(leaves: Sequence[Any]) -> Iterator[tuple[str, memoryview, list[int]]]
         for part, (array, starts) in _arrays_by_row(leaf).items():
             entry_bytes = array.itemsize * math.prod(array.shape[1:])
             data = np.asarray(array, order="C").reshape(-1).view(np.uint8).data
-            yield f"{i}.{leaf.dtype.name}.{part}", data, (starts * entry_bytes).tolist()
+            yield f"{i}.{leaf.dtype.name}.{part}", data, starts.astype(np.int64) * entry_bytes
 
 
 def _arrays_by_row(leaf: Any) -> dict[str, tuple[Array, Array]]:
