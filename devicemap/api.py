@@ -303,7 +303,7 @@ class DeviceMap:
             check_variables: whether other values of the variables that `fn` reads make it another function. Their shapes and
                 dtypes always do. Not for a `fn` that writes them.
             trust_function: go on although `fn` is not what has computed the results in the directory, because the
-                difference makes none to the results.
+                difference makes none to the results; or although nobody can tell, as of a `fn` with locks or iterators.
 
         Returns:
             What the directory holds, as `devicemap.open_results(directory)` does.

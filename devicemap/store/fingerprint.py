@@ -6,10 +6,9 @@ and on each machine, for names, devices and counters are left out: `pyfunc_12`, 
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import CodeType
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,9 @@ from devicemap.compile.audit import variable_of
 from devicemap.compile.trace import Traced
 from devicemap.store.encoding import encode_array
 from devicemap.store.storage import checksum
+from devicemap.store.values import UnknownValueError, digest_value
 
-_NO_MATTER = frozenset("config config_proto executor_type shared_name container token".split())
+_NO_MATTER = frozenset("config config_proto executor_type shared_name container token metadata".split())
 """Attributes that say where and how an op runs, or what it is called in this process; with those that begin with `_`."""
 
 _COMPILED = "_XlaMustCompile"
@@ -40,15 +40,16 @@ def fingerprint(traced: Traced, check_variables: bool) -> dict[str, Any]:
     """
     function = traced.function
     graph_def = function.graph.as_graph_def()
-    captured = [f"captured {i}: {text}" for i, text in enumerate(_captured(function, check_variables))]
-    walk = _Walk({f.signature.name: f for f in graph_def.library.function})
-    nodes = [node for node in graph_def.node if node.op != "Placeholder"]
+    walk = _Walk(graph_def)
     arguments = [tensor.op.name for tensor in function.inputs]
-    graph = walk.digest(nodes, arguments, [*(t.name for t in function.outputs), *(node.name for node in nodes)])
+    graph = walk.digest_graph(arguments, [tensor.name for tensor in function.outputs])
+    words = [_captured(function, tensor, walk, check_variables) for tensor in function.captured_inputs]
+    captured = [f"captured {i}: {text}" for i, text in enumerate(words)]
     ops = [f"{count} x {op}" for op, count in sorted(walk.ops.items())]
     return {
         "graph": checksum("\n".join([graph, *captured]).encode()),
         "parts": [*captured, *ops][:_MOST_PARTS],
+        "unknown": walk.unknown[:_MOST_PARTS],
         "jit_compile": traced.uncompiled is not None,
         "check_variables": check_variables,
         "vectorized": traced.vectorized if traced.audit.random_ops else None,
@@ -56,28 +57,66 @@ def fingerprint(traced: Traced, check_variables: bool) -> dict[str, Any]:
     }
 
 
-def _captured(function: Any, check_variables: bool) -> Iterator[str]:
-    for tensor in function.captured_inputs:
-        variable = variable_of(function, tensor)
-        if variable is not None:
-            values = f" {_digest(variable.numpy())}" if check_variables else ""
-            yield f"variable {variable.dtype.name}{variable.shape}{values}"
-        elif tensor.dtype in (tf.resource, tf.variant):
-            yield tensor.dtype.name
-        else:
-            yield f"tensor {_constant(tensor.numpy())}"
+def _captured(function: Any, tensor: Any, walk: _Walk, check_variables: bool) -> str:
+    variable = variable_of(function, tensor)
+    if variable is not None:
+        values = f" {_digest(variable.numpy())}" if check_variables else ""
+        return f"variable {variable.dtype.name}{variable.shape}{values}"
+    if tensor.dtype == tf.variant:
+        return walk.dataset(tensor)
+    if tensor.dtype == tf.resource:
+        return walk.table(tensor)
+    return f"tensor {_constant(tensor.numpy())}"
 
 
 class _Walk:
     """Walks graphs, and the functions that they call."""
 
-    def __init__(self, library: Mapping[str, Any]):
+    def __init__(self, graph_def: Any):
         self.ops: Counter[str] = Counter()
         """How many there are of each op with the same attributes, in words."""
-        self._library = library
+        self.unknown: list[str] = []
+        """What cannot be told from others, in words."""
+        self._nodes = [node for node in graph_def.node if node.op != "Placeholder"]
+        self._library = {function.signature.name: function for function in graph_def.library.function}
         self._digests: dict[str, str] = {}
 
-    def digest(self, nodes: Sequence[Any], arguments: Sequence[str], roots: Sequence[str]) -> str:
+    def digest_graph(self, arguments: Sequence[str], outputs: Sequence[str]) -> str:
+        """The digest of the graph itself: of what its outputs need, and of all that it does besides."""
+        return self._digest(self._nodes, arguments, [*outputs, *(node.name for node in self._nodes)])
+
+    def dataset(self, tensor: Any) -> str:
+        """A dataset that the graph captures, by the graph that makes it."""
+        try:
+            serialized = tf.raw_ops.DatasetToGraphV2(
+                input_dataset=tensor, external_state_policy=1
+            ).numpy()  # 1: ignored
+        except tf.errors.OpError:
+            return self._unknown("a tensor of dtype variant")
+        walk = _Walk(tf.compat.v1.GraphDef.FromString(serialized))
+        digest = walk.digest_graph([], [])
+        self.unknown += walk.unknown
+        return f"dataset {digest}"
+
+    def table(self, tensor: Any) -> str:
+        """A lookup table that the graph captures, by its entries, where it only looks them up; they are a state otherwise."""
+        nodes = [*self._nodes, *(node for function in self._library.values() for node in function.node_def)]
+        used = [node for node in nodes if node.op.startswith("LookupTable")]
+        if any(node.op not in ("LookupTableFindV2", "LookupTableSizeV2") for node in used):
+            return "table"
+        for dtypes in {(node.attr["Tin"].type, node.attr["Tout"].type) for node in used if "Tin" in node.attr}:
+            with contextlib.suppress(tf.errors.OpError):
+                found = tf.raw_ops.LookupTableExportV2(table_handle=tensor, Tkeys=dtypes[0], Tvalues=dtypes[1])
+                keys, values = (part.numpy() for part in found)
+                order = np.argsort(keys, kind="stable")
+                return f"table {_constant(keys[order])} {_constant(values[order])}"
+        return self._unknown("a resource that is neither a variable nor a table")
+
+    def _unknown(self, what: str) -> str:
+        self.unknown.append(what)
+        return f"unknown: {what}"
+
+    def _digest(self, nodes: Sequence[Any], arguments: Sequence[str], roots: Sequence[str]) -> str:
         """The digest of a graph: of `nodes` that the `roots` need, with `arguments` from outside."""
         numbers = {name: f"argument {i}" for i, name in enumerate(arguments)}
         lines: list[str] = []
@@ -101,10 +140,31 @@ class _Walk:
             functions = [value.func] if kind == "func" else value.list.func
             called += [self._function(function.name) for function in functions]
             if not (functions or name in _NO_MATTER or (name.startswith("_") and name != _COMPILED)):
-                words.append(f"{name}={_word(kind, value)}")
+                words.append(f"{name}={self._word(kind, value)}")
         if "token" in node.attr:
-            words.append(_python_words(python_function(node.attr["token"].s.decode())))
+            words.append(self._python(python_function(node.attr["token"].s.decode())))
         return " ".join(words), called
+
+    def _word(self, kind: str | None, value: Any) -> str:
+        if kind == "type":
+            return str(tf.as_dtype(value.type).name)
+        if kind == "tensor" and value.tensor.dtype in (tf.resource, tf.variant):
+            return self._unknown("a resource that a dataset uses")
+        if kind == "tensor":
+            return _constant(tf.make_ndarray(value.tensor))
+        plain = repr(getattr(value, kind)) if kind in ("s", "i", "f", "b") else " ".join(str(value).split())
+        return _short(plain)
+
+    def _python(self, function: Any) -> str:
+        """A Python function that an op calls."""
+        named = getattr(function, "__wrapped__", function)  # by TensorFlow
+        name = getattr(named, "__name__", type(named).__qualname__)
+        if function is None:
+            return self._unknown("a function in Python")
+        try:
+            return f"python={name} {checksum(digest_value(function).encode())}"
+        except UnknownValueError as error:
+            return self._unknown(f"{name} in a tf.py_function: {error}")
 
     def _function(self, name: str) -> str:
         if name not in self._library:  # a gradient's, perhaps: it is nowhere to be seen
@@ -116,7 +176,7 @@ class _Walk:
             results = [function.ret[result.name] for result in function.signature.output_arg]
             arguments = [argument.name for argument in function.signature.input_arg]
             compiled = function.attr[_COMPILED].b if _COMPILED in function.attr else False
-            self._digests[name] = f"{compiled} {self.digest(function.node_def, arguments, [*results, *effects])}"
+            self._digests[name] = f"{compiled} {self._digest(function.node_def, arguments, [*results, *effects])}"
         return self._digests[name]
 
 
@@ -148,14 +208,6 @@ def _node(name: str) -> str:
     return name.removeprefix("^").partition(":")[0]
 
 
-def _word(kind: str | None, value: Any) -> str:
-    if kind == "type":
-        return str(tf.as_dtype(value.type).name)
-    if kind == "tensor":
-        return _constant(tf.make_ndarray(value.tensor))
-    return _short(repr(getattr(value, kind)) if kind in ("s", "i", "f", "b") else " ".join(str(value).split()))
-
-
 def _constant(array: Any) -> str:
     array = np.asarray(array)
     values = _short(str(array.tolist())) if array.size <= 8 else _digest(array)
@@ -169,27 +221,3 @@ def _digest(array: Any) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _LONGEST_WORD else f"{text[: _LONGEST_WORD // 2]}... {checksum(text.encode())}"
-
-
-def _python_words(function: Callable[..., Any] | None) -> str:
-    """What is to be seen of a Python function that is called: its code, and the numbers and texts that it closes over."""
-    function = None if function is None else inspect.unwrap(function)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return f"python={type(function).__qualname__}"
-    cells = [_plain(getattr(cell, "cell_contents", None)) for cell in getattr(function, "__closure__", None) or ()]
-    defaults = [_plain(value) for value in getattr(function, "__defaults__", None) or ()]
-    return f"python={code.co_name} {checksum(' '.join([*_code(code), *cells, *defaults]).encode())}"
-
-
-def _code(code: CodeType) -> Iterator[str]:
-    yield f"{code.co_code!r} {code.co_names}"
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _code(constant)
-        else:  # the order of a set is another one in each process
-            yield str(sorted(map(repr, constant))) if isinstance(constant, frozenset) else repr(constant)
-
-
-def _plain(value: Any) -> str:
-    return repr(value) if isinstance(value, int | float | complex | str | bytes | None) else type(value).__qualname__

@@ -8,7 +8,7 @@
 What is believed: a line of the journal that has its checksum, and a chunk that has the size and checksum that its line says,
 and fits the header. A chunk is written and synced before its line is written and synced. So a process that dies, or a disk
 that is full, leaves at most a chunk without a line, and half a last line. Neither is believed; the next run takes away half a
-line, and files without a chunk that is believed, before it writes.
+line, and what stands in files behind the last chunk that is believed, before it writes.
 
 Lines are only ever added, and later lines count more than earlier ones about the same rows. Opening a folder changes
 nothing in it but creates the journal in an empty one, because that is the file that is locked: whoever finds that the
@@ -27,8 +27,8 @@ from devicemap.store.chunks import Array, Layout, pack_arrays
 from devicemap.store.entries import Entry, insert_entry, missing_rows
 from devicemap.store.header import Header, other_call, other_function
 from devicemap.store.records import JOURNAL, START_ANEW, Contents, header_line, parse_journal, write_line
-from devicemap.store.segments import SEGMENT, SegmentReader, SegmentWriter, segment_name
-from devicemap.store.storage import Lock, checksum, disk_errors, reader, sync_folder, write_all
+from devicemap.store.segments import SEGMENT, SegmentReader, SegmentWriter, untold
+from devicemap.store.storage import Lock, checksum, disk_errors, reader, sync_folder, truncate, write_all
 
 _GO_ON = "All chunks that were finished before are kept: run write again, and it computes what is missing"
 
@@ -155,10 +155,11 @@ class Journal:
             raise JournalError(f"the journal in {self.directory} is closed, and takes no more results")
         if self._begun:
             return
-        kept = {segment_name(entry.file) for entry in self._entries}
-        for name in os.listdir(self.directory):
-            if SEGMENT.fullmatch(name) and name not in kept:
-                (self.directory / name).unlink()
+        for path, end in untold(self.directory, self._entries).items():
+            if end:
+                truncate(path, end)
+            else:
+                path.unlink()
         if not self._end:
             sync_folder(self.directory.absolute().parent)
             sync_folder(self.directory)
@@ -203,8 +204,8 @@ def _continued(path: Path, contents: Contents, header: Header, trusted: bool) ->
     what, advice = "another call", START_ANEW
     if not (found or trusted):
         found = other_function(there.function, header.function)
-        what = "another function"
-        advice = f"{START_ANEW}; if that makes no difference to results, give trust_function=True"
+        what = "perhaps another function" if header.function.get("unknown") else "another function"
+        advice = f"{START_ANEW}; if that makes no difference to results, give trust_function=True (--trust-function)"
     if not found:
         return contents
     if not (contents.entries or contents.ended or any(map(SEGMENT.fullmatch, os.listdir(path)))):

@@ -119,7 +119,11 @@ def parse_journal(file: BinaryIO, directory: Path) -> Contents:
     while (line := file.readline(_LONGEST_LINE)).endswith(b"\n"):
         position += len(line)
         record = read_line(line[:-1])
-        if _is_entry(record) and (header.rows is None or record[1] <= header.rows):
+        if _is_entry(record):
+            if header.rows is not None and record[1] > header.rows:
+                raise JournalError(
+                    f"{directory} holds more rows than the {header.rows} that it says to hold. {START_ANEW}"
+                )
             entries.append(Entry._make(record))
         elif isinstance(record, dict) and _is_count(record.get("rows")) and header.rows in (None, record["rows"]):
             totals.append(record["rows"])

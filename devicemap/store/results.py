@@ -18,7 +18,7 @@ from devicemap.store.chunks import Array, Layout
 from devicemap.store.encoding import decode_leaves, describe_nest, structure_of
 from devicemap.store.entries import Entry, missing_rows, overlapping
 from devicemap.store.records import Contents, read_journal
-from devicemap.store.segments import SegmentReader
+from devicemap.store.segments import SegmentReader, untold
 
 
 def open_results(directory: str | os.PathLike[str]) -> Results:
@@ -28,7 +28,7 @@ def open_results(directory: str | os.PathLike[str]) -> Results:
     is written later is not seen.
 
     Raises:
-        JournalError: there is no journal of devicemap in it, or a damaged one.
+        JournalError: there is no journal of devicemap in it, or a damaged one, or one that does not tell of all that is there.
     """
     path = Path(directory)
     contents = read_journal(path)
@@ -36,7 +36,13 @@ def open_results(directory: str | os.PathLike[str]) -> Results:
         raise JournalError(
             f"{path} holds no results yet: the run that made it ended before its first chunk was finished"
         )
-    return Results(path, contents)
+    results = Results(path, contents)
+    if results.complete and (more := untold(path, contents.entries)):
+        raise JournalError(
+            f"{path} holds more than the {len(results)} rows that its journal tells of, in {min(more).name}: they are being "
+            "written, or the journal is a false one"
+        )
+    return results
 
 
 class Results:
@@ -124,13 +130,17 @@ class Results:
     def as_dataset(self) -> Any:
         """A `tf.data.Dataset` of the chunks in order, as nests of tensors of `structure`; unbatch it to get rows.
 
-        An iteration reads one file at a time. A damaged chunk ends it with an error of TensorFlow that holds the message.
+        All chunks are read and checked once before it is returned, because a dataset can raise errors of TensorFlow alone:
+        one that holds the message, where a chunk is damaged later. An iteration reads one file at a time.
 
         Raises:
-            MissingRowsError: rows are missing.
+            MissingRowsError: rows are missing, or damaged.
         """
         if not self.complete:
             raise self._missing_error(self.missing)
+        with self._reader() as segments:
+            for entry in self._entries:
+                segments.read(entry)
 
         def chunks() -> Iterator[Any]:
             with self._reader() as segments:

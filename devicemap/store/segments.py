@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Iterable
 from io import BufferedReader
 from pathlib import Path
 
@@ -26,6 +27,17 @@ _FULL_BYTES = 2**26
 def segment_name(number: int) -> str:
     """The name of a file."""
     return f"chunks-{number:06}.bin"
+
+
+def untold(directory: Path, entries: Iterable[Entry]) -> dict[Path, int]:
+    """The files that go on behind the last of these chunks in them: where that ends, or 0 where none of them is in it."""
+    ends: dict[int, int] = {}
+    for entry in entries:
+        ends[entry.file] = max(ends.get(entry.file, 0), entry.offset + entry.size_bytes)
+    by_name = {segment_name(number): end for number, end in ends.items()}
+    there = [path for path in directory.iterdir() if SEGMENT.fullmatch(path.name)]
+    found = {path: by_name.get(path.name, 0) for path in there}
+    return {path: end for path, end in found.items() if not end or path.lstat().st_size > end}
 
 
 class SegmentWriter:

@@ -75,6 +75,15 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         raise
 
 
+def truncate(path: Path, size_bytes: int) -> None:
+    """Take away what a file holds from there on."""
+    descriptor = open_file(path, READ_AND_CREATE)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+    finally:
+        os.close(descriptor)
+
+
 def sync_folder(path: Path) -> None:
     """Return when the names in a folder are on the disk."""
     if sys.platform == "win32":  # folders cannot be opened there

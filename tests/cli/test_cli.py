@@ -81,11 +81,12 @@ def test_npy(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(run("double", "x.npy", *options), X * 2)
 
 
-def test_results_of_another_function_are_refused_unless_it_is_trusted() -> None:
+def test_results_of_another_function_are_refused_unless_it_is_trusted(capsys: pytest.CaptureFixture[str]) -> None:
     np.save("x.npy", X)
     run("double", "x.npy")
     arguments = ["run", "functions:model.apply", "x.npy", "--out", "out", "--quiet"]
     assert main(arguments) == 1
+    assert "--trust-function" in capsys.readouterr().err
     assert main([*arguments, "--trust-function"]) == 0
 
 

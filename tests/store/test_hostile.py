@@ -139,6 +139,23 @@ def test_chunks_of_another_number_of_rows(written: Path, rows: int) -> None:
         write_missing(written)
 
 
+@pytest.mark.parametrize("rows", [0, 4, 8])
+@pytest.mark.parametrize("header_rows", [True, False], ids=["in the header", "at the end"])
+@pytest.mark.parametrize("lines", ["kept", "gone"])
+def test_fewer_rows_than_there_are(written: Path, rows: int, header_rows: bool, lines: str) -> None:
+    """Whoever cuts results short has to cut away the rows themselves, and not only their number."""
+
+    def change(records: list[Any]) -> None:
+        records[0]["rows"] = rows if header_rows else None
+        records[-1]["rows"] = rows
+        if lines == "gone":
+            del records[1 + rows // 4 : -1]
+
+    _forge(written, change)
+    with pytest.raises(JournalError):
+        devicemap.open_results(written).load()
+
+
 def test_a_file_with_a_hole_is_not_read(written: Path) -> None:
     """Where the header says how large a chunk is, one that says to be larger is not looked at."""
     os.truncate(written / SEGMENT, 2**40)
@@ -255,7 +272,10 @@ def test_a_thousand_forged_folders(folder: Path, tmp_path: Path) -> None:
             for chunk in results:
                 _check_chunk(chunk, results)
             tf.nest.map_structure(np.shape, results[0:3])
-            results.load()
+            loaded = results.load()
+            if read % 9 == 0:
+                rows = sum(int(count_rows(tf.nest.flatten(chunk)[0])) for chunk in results.as_dataset())
+                assert rows == len(results), loaded
             read += 1
         except JournalError:
             refused += 1
