@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import defaultdict
@@ -113,6 +114,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marker = item.get_closest_marker("private")
         if marker is not None and not _tensorflow.private:
             item.add_marker(pytest.mark.skip(f"TensorFlow has no public name for it: {marker.args[0]}"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported is not searched in each collection
 
 
 @pytest.fixture(autouse=True)
