@@ -288,15 +288,16 @@ def test_tapes_of_all_kinds_take_turns(devices: list[str]) -> None:
     def twice(mapped: Any, *sources: Any) -> Any:
         with tf.GradientTape(persistent=True) as tape:
             tape.watch(sources)
-            total = tf.reduce_sum(mapped(X) ** 2)
+            total = tf.reduce_sum(mapped(sources[0]) ** 2)
         _assert_close(tape.gradient(total, sources), tape.gradient(total, sources))
         return tape.gradient(total, sources)
 
     mapper, serial = devicemap.DeviceMap(fn, devices=devices[:2]), lambda x: tf.map_fn(fn, x)
-    wanted = _first_and_second(serial, X, *weights)
+    x = X[:3]
+    rows, wanted = serial(x), _first_and_second(serial, x, *weights)
     for take in (None, _first, twice, None, _first_and_second, _first):
-        _assert_close(mapper(X), serial(X))
-        got = take(mapper, X, *weights) if take else []
+        _assert_close(mapper(x), rows)
+        got = take(mapper, x, *weights) if take else []
         _assert_close(got, wanted[: len(got)], rtol=1e-3)
 
 
