@@ -177,6 +177,14 @@ def test_the_same_seed_once_more_gives_the_same_numbers_in_any_way_of_calling() 
     np.testing.assert_array_equal(later[2], draws[0])
 
 
+def test_another_seed_gives_other_numbers() -> None:
+    draws = []
+    for seed in (1, 2):
+        tf.random.set_seed(seed)
+        draws.append(devicemap.parallel_map(lambda row: row * tf.random.normal([3]), tf.ones([20, 3]), devices=WORKERS))
+    assert len(np.unique(draws)) == 2 * 20 * 3
+
+
 @pytest.mark.private("when tf.random.set_seed was called")
 def test_the_numbers_do_not_depend_on_a_plan_or_a_report() -> None:
     draws = []
