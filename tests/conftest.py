@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import defaultdict
@@ -58,9 +59,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "devices" in metafunc.fixturenames and not _has_its_own(metafunc.definition):
         gpus = metafunc.config.getoption("gpus")
         names = [f"GPU:{i}" for i in range(gpus)[::-1]] or [f"CPU:{i}" for i in (3, 0, 5, 1, 2, 4, 6, 7)]
-        usual = (1, 2, 4) if gpus else (1, 2, 3, 8) if metafunc.config.getoption("all") else (1, 2, 3)
-        wanted = getattr(metafunc.module, "DEVICE_COUNTS", usual)
-        counts = [count for count in wanted if count <= len(names)]
+        wanted = getattr(metafunc.module, "DEVICE_COUNTS", (1, 2, 4) if gpus else (1, 2, 3, 8))
+        most = len(names) if metafunc.config.getoption("all") else 4
+        counts = [count for count in wanted if count <= most]
         sets = {f"{count} devices": names[:count] for count in counts}
         if gpus > 1:
             sets["both kinds"] = ["GPU:1", "CPU:3", "GPU:0"]
@@ -113,6 +114,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marker = item.get_closest_marker("private")
         if marker is not None and not _tensorflow.private:
             item.add_marker(pytest.mark.skip(f"TensorFlow has no public name for it: {marker.args[0]}"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported is not searched in each collection
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,11 @@ def serial(fn: Any, data: Any, batched: bool, signature: Any = None) -> Any:
     return mapped(data)
 
 
+def one_by_one(fn: Any, rows: Any) -> Any:
+    """`fn` of each row in eager code, which traces nothing: where `fn` takes and returns one dense tensor."""
+    return tf.stack([fn(row) for row in rows])
+
+
 def tensors(nest: Any) -> Any:
     """tf.data's convention for what a function returns, which tf.map_fn does not share: lists become tensors."""
     if isinstance(nest, dict):

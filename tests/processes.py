@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-SECONDS = 120
+SECONDS = 300
 """What hangs, hangs for ever."""
 
 _forks = multiprocessing.get_context("forkserver")

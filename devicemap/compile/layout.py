@@ -216,6 +216,7 @@ def _has_gradients(leaf: Any) -> bool:
 
 
 def ops_of(results: Sequence[Any]) -> list[Any]:
+    """The ops that give these results, each a tensor, ragged or sparse: one for each tensor that they are made of."""
     return [t.op for t in tf.nest.flatten(list(results), expand_composites=True)]
 
 

@@ -3,9 +3,10 @@
     one graph   rows ── shards ──> a call per device, in one tf.function ──> gathered rows
     chunks      source ── take ──> a chunk ──> the first idle device's function ──> groups, in order ── join ──> rows
 
-In-memory data goes through one graph that holds all of it: lowest cost per call, differentiable. Datasets, and data with a
-`batch_size`, go in chunks, each to the first idle device: balanced, in bounded memory, and surviving a chunk that fails.
-Both take the same traced function, and the same copies of what it captures.
+In-memory data goes through one graph: lowest cost per call, differentiable; where a call takes long, its devices take their
+next rows in it as they are done with others. Datasets, data with a `batch_size`, the first call of a function that may take
+long, and what does not fit at once go in chunks, each to the first idle device: balanced, in bounded memory, and surviving a
+chunk that fails. Both take the same traced function, and the same copies of what it captures.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ X = tf.reshape(tf.range(12.0), [6, 2])
 SCALE = tf.Variable([2.0, 3.0])
 
 
-def _answers(devices: list[str]) -> None:
+def _assert_answers(devices: list[str]) -> None:
     """In memory, under a tape, in chunks, and in the user's function."""
     wanted = np.cos(X * SCALE) * np.arange(2)
 
@@ -48,7 +48,7 @@ def _answers(devices: list[str]) -> None:
     )
 
 
-def _further_answers(devices: list[str]) -> None:
+def _assert_further_answers(devices: list[str]) -> None:
     """With effects, ragged rows and random numbers."""
     count = tf.Variable(0.0)
 
@@ -69,8 +69,8 @@ def _further_answers(devices: list[str]) -> None:
 
 def test_the_public_interface_alone(monkeypatch: pytest.MonkeyPatch, devices: list[str]) -> None:
     monkeypatch.setattr(_tensorflow, "private", False)
-    _answers(devices)
-    _further_answers(devices)
+    _assert_answers(devices)
+    _assert_further_answers(devices)
     np.testing.assert_array_equal(
         devicemap.parallel_map(lambda row: row * 2, X, devices=devices, vectorize=True), X * 2
     )
@@ -79,7 +79,7 @@ def test_the_public_interface_alone(monkeypatch: pytest.MonkeyPatch, devices: li
 @pytest.mark.parametrize("name", PRIVATE)
 def test_a_tensorflow_without_one_of_the_names(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(vars(PRIVATE[name]), "is_there", False)
-    _answers(["CPU:1", "CPU:0"])
+    _assert_answers(["CPU:1", "CPU:0"])
 
 
 def test_a_tensorflow_without_any_of_the_modules() -> None:
@@ -100,7 +100,7 @@ def test_a_tensorflow_without_any_of_the_modules() -> None:
         devicemap.simulate_devices(3)
         sys.path.append(sys.argv[1])
         import test_plain
-        test_plain._answers(["CPU:1", "CPU:0", "CPU:2"])
+        test_plain._assert_answers(["CPU:1", "CPU:0", "CPU:2"])
         assert len(refused) > 5, refused
     """, str(Path(__file__).parent))  # fmt: skip
 

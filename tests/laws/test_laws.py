@@ -48,10 +48,10 @@ def _dataset(mapper: Any, case: Case, data: Any) -> Any:
 
 _functions: dict[str, Callable[[Any], Any]] = {}
 WAYS = {
-    _in_memory: (0, 1, 2, 7, ROWS),
-    _known_rows: (0, 2, ROWS),
-    _unknown_rows: (0, 1, 7, ROWS),
-    _dataset: (0, 7, ROWS),
+    _in_memory: (0, 1, ROWS),
+    _known_rows: (0, ROWS),
+    _unknown_rows: (0, 2, ROWS),
+    _dataset: (0, ROWS),
 }
 
 

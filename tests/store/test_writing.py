@@ -124,7 +124,7 @@ for name in order:
 print("done", flush=True)
 """
 
-_KILLS = 3
+_KILLS = 2
 
 
 def test_killed_at_random_moments(tmp_path: Path, record_property: Callable[..., None]) -> None:

@@ -1,4 +1,4 @@
-"""Of three GPUs of 64 MiB one is hidden, and one is cut into logical ones of 16 and 32 MiB."""
+"""Parts of a GPU have memory of their own, and take turns."""
 
 from __future__ import annotations
 
@@ -8,23 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from simulators.softgpus.starting import start
+from simulators.softgpus.parts import cut, gpus
 
 import devicemap
 from devicemap.base.devices import choose_devices, gpu_indices
 
-gpus = start(3, 64 << 20)
-_, whole, cut = tf.config.list_physical_devices("GPU")
-tf.config.set_visible_devices([whole, cut], "GPU")
-parts = [tf.config.LogicalDeviceConfiguration(memory_limit=mebibytes) for mebibytes in (16, 32)]
-tf.config.set_logical_device_configuration(cut, parts)
 with tf.device("CPU:0"):
     x = tf.random.stateless_normal([64, 64], [0, 0])
 
 
 def test_each_part_has_memory_of_its_own() -> None:
     devices = devicemap.list_devices("GPU")
-    assert [device.memory for device in devices] == [64 << 20, 16 << 20, 32 << 20]
+    assert [device.memory for device in devices] == [2 << 30, 16 << 20, 32 << 20]
     names = [device.description for device in devices]
     assert names == [names[0], f"part 1 of 2 of {names[0]}", f"part 2 of 2 of {names[0]}"]
     assert [*gpu_indices(choose_devices("GPU")).values()] == [1, 2, 2]
