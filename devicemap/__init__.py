@@ -8,8 +8,8 @@ if typing.TYPE_CHECKING:
     from devicemap.base.devices import list_devices, simulate_devices
     from devicemap.bench.runner import benchmark
     from devicemap.compile.reduction import Reducer
-    from devicemap.parallelize import parallelize
     from devicemap.store.results import open_results
+    from devicemap.training import parallelize, spread_variables
 
 __all__ = [
     "DeviceMap",
@@ -21,6 +21,7 @@ __all__ = [
     "parallel_reduce",
     "parallelize",
     "simulate_devices",
+    "spread_variables",
 ]
 __version__ = "0.1.0"
 
@@ -32,8 +33,9 @@ _HOMES = {
     "open_results": "devicemap.store.results",
     "parallel_map": "devicemap.api",
     "parallel_reduce": "devicemap.api",
-    "parallelize": "devicemap.parallelize",
+    "parallelize": "devicemap.training",
     "simulate_devices": "devicemap.base.devices",
+    "spread_variables": "devicemap.training",
 }
 """Where the public names are. They are imported when they are first used, so that `devicemap --help` and completion in a
 shell need not wait seconds for TensorFlow."""

@@ -49,6 +49,30 @@ def differentiate_in_place(ops: Iterable[Any]) -> None:
             op._gradient_function = _on_device(gradient, op.device)
 
 
+@with_fallback(lambda value, count: [value] * count, _registry, _operations, _handle_data)
+def fanned_out(value: Any, count: int) -> list[Any]:
+    """A value, or the handle of a variable, for so many users, whose gradients are added on the device of the moment, straight
+    from where they are computed.
+
+    TensorFlow adds the gradients of a tensor with several users wherever the gradient function as a whole is.
+    """
+    if tf.executing_eagerly():
+        return [value] * count
+    copies = tf.raw_ops.IdentityN(input=[value] * count)
+    op = copies[0].op
+    if value.dtype == tf.resource:
+        for copy in copies:
+            _handle_data.copy_handle_data(op.inputs[0], copy)
+
+    def add(op: Any, *upstream: Any) -> list[Any]:
+        known = [gradient for gradient in upstream if gradient is not None]
+        with tf.device(op.device):
+            return [tf.add_n(known) if known else None, *[None] * (count - 1)]
+
+    op._gradient_function = add
+    return list(copies)
+
+
 def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
     def placed(op: Any, *upstream: Any) -> Any:
         graph = tf.compat.v1.get_default_graph()

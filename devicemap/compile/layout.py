@@ -62,7 +62,7 @@ class Layout:
                 handles = self.handles(i, values) if self.differentiable else None
                 on_place = partial(self.run_on, i, traces[i], shard, values, handles)
                 if any_rows:
-                    with tf.control_dependencies(after):
+                    with tf.device(self.places[i]), tf.control_dependencies(after):
                         results.append(tf.cond(sizes[i] > 0, on_place, self.traced.no_rows))
                 else:
                     results.append(on_place(after))

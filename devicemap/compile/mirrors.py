@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 
 import tensorflow as tf
 
+from devicemap._tensorflow.gradients import fanned_out
 from devicemap.base.devices import kind_of
 from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.kernels import is_taken_on_host
@@ -56,11 +57,17 @@ class Mirrors:
             elif treatment is Treatment.READ and variable is not None and {variable.device} != {*places}:
                 self._read[i] = variable
         self._seeds_on: str | None = None
+        in_reach = dict(self._read)
         if in_place or traced.audit.pinned:  # what asks for another device reads a variable wherever it is, but no copy
             self._read = {}
         if differentiable and traced.audit.loops and (where := self._others_stay(concrete, places)):
             self._read = {}
             self._seeds_on = where
+        # Gradients of a variable are added where it is, also where each device reads it there.
+        alone = not differentiable or traced.audit.loops or len(places) < 2
+        self._stays = (
+            {} if alone else {i: v for i, v in in_reach.items() if i not in self._read and v.dtype.is_floating}
+        )
         self._tensors = {
             i: tensor
             for i, (tensor, treatment) in enumerate(zip(concrete.captured_inputs, traced.audit.treatments))
@@ -110,11 +117,15 @@ class Mirrors:
             self._draws = tf.random.Generator.from_seed(0)
 
     def values(self) -> dict[int, Any]:
-        """What the places are to hold, read once where each original lives; seeds of all of them as `[places, 2]`."""
+        """What each of the places is to hold, read once where each original lives."""
         found = {}
         for i, variable in self._read.items():
             with tf.device(variable.device):
-                found[i] = variable.read_value()
+                value = variable.read_value()
+                found[i] = fanned_out(value, len(self._copies)) if self._differentiable else [value] * len(self._copies)
+        for i, variable in self._stays.items():
+            with tf.device(variable.device):
+                found[i] = fanned_out(variable.handle, len(self._copies))
         for i, variable in self._seeds.items():
             with tf.device(variable.device):
                 found[i] = self._seeds_of_places(variable)
@@ -130,8 +141,9 @@ class Mirrors:
         handles, held, before = dict(self._kept[place]), {}, []
         if self._differentiable:
             handles |= {i: tf.identity(tensor) for i, tensor in self._tensors.items()}
+            handles |= {i: values[i][place] for i in self._stays if i in values}
         for i, copy in self._copies[place].items():
-            value = values[i][place] if i in self._seeds else values[i]
+            value = values[i][place]
             with tf.device(copy.device):
                 assigned = tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value)
                 handles[i] = copy.handle

@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import differentiate_in_place
+from devicemap.base.devices import choose_devices
 from devicemap.base.structure import freeze
 from devicemap.compile.layout import sizes_in_graph
 from devicemap.compile.lockstep import Lockstep
@@ -67,6 +68,39 @@ def parallelize(model: Any, devices: Any = None, batch_norm: str = "synchronized
     _check(model, batch_norm)
     _Parallel(model, devices, batch_norm).attach()
     return model
+
+
+@contextlib.contextmanager
+def spread_variables(devices: Any = None) -> Iterator[None]:
+    """Variables that are made here go, each, to the device that holds the fewest bytes of them.
+
+    A model that is made here and parallelized needs on each device but a part of the memory of gradients and optimizer: the
+    gradients of a variable are added, and its slots kept and updated, where it is (ZeRO, stages 1 and 2; Rajbhandari et
+    al., 2020). Values go from there to each device once per step. Files are as ever.
+
+    Args:
+        devices: as for `parallel_map`.
+
+    Raises:
+        OptionError: for devices that do not exist.
+
+    Examples:
+        >>> with spread_variables(["CPU:0", "CPU:1"]):
+        ...     a, b = tf.Variable(tf.zeros([4])), tf.Variable(tf.zeros([4]))
+        >>> a.device == b.device
+        False
+    """
+    held = dict.fromkeys(choose_devices(devices), 0)
+
+    def create(next_creator: Any, **options: Any) -> Any:
+        device = min(held, key=lambda name: held[name])
+        with tf.device(device):
+            variable = next_creator(**options)
+        held[device] += (variable.shape.num_elements() or 0) * variable.dtype.size
+        return variable
+
+    with tf.variable_creator_scope(create):
+        yield
 
 
 def _check(model: Any, batch_norm: str) -> None:
@@ -189,8 +223,11 @@ class _Parallel:
     def _step(self, name: str, data: Any) -> Any:
         """A step of Keras's on a batch."""
         step = partial(getattr(type(self._model), name), self._model, data)
-        if name != "train_step" or not self._synchronized:
+        if name != "train_step":
             with self._mapped(self._mapped_call):
+                return step()
+        if not self._synchronized:
+            with self._mapped(self._mapped_call), self._beside_variables():
                 return step()
         leaf, places = tf.nest.flatten(data)[0], len(self._places)
         if leaf.shape[0] is not None:
@@ -199,10 +236,39 @@ class _Parallel:
         return tf.cond(tf.shape(leaf)[0] >= places, lambda: self._step_on(places, step), lambda: self._step_on(1, step))
 
     def _step_on(self, places: int, step: Any) -> Any:
-        if places < 2:
+        call = partial(self._synchronized_call, places) if places > 1 else None
+        with self._mapped(call), self._beside_variables():
             return step()
-        with self._mapped(partial(self._synchronized_call, places)):
-            return step()
+
+    @contextlib.contextmanager
+    def _beside_variables(self) -> Iterator[None]:
+        """While it lasts, the optimizer keeps and updates its slots where the variables are that they are for, if these are on
+        several devices."""
+        if len({variable.value.device for variable in self._model.trainable_variables}) < 2:
+            yield
+            return
+        optimizer = getattr(self._model.optimizer, "inner_optimizer", self._model.optimizer)
+        own, apply, add = vars(optimizer), optimizer.apply, optimizer.add_variable_from_reference
+
+        def apply_there(gradients: Any, variables: Any = None) -> Any:
+            placed = []
+            for gradient, variable in zip(gradients, variables or self._model.trainable_variables):
+                with tf.device(_home_of(variable)):
+                    placed.append(None if gradient is None else tf.identity(gradient))
+            graph = tf.compat.v1.get_default_graph()
+            with contextlib.nullcontext() if tf.executing_eagerly() else graph.device(partial(_home_of_inputs, graph)):
+                return apply(placed, variables)
+
+        def add_there(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+            with tf.device(_home_of(reference_variable)):
+                return add(reference_variable, *args, **kwargs)
+
+        # Keras adds gradients of replicas, of which it knows one, in an op for all of them, which is on one device.
+        own.update(apply=apply_there, add_variable_from_reference=add_there, _all_reduce_sum_gradients=list)
+        try:
+            yield
+        finally:
+            del own["apply"], own["add_variable_from_reference"], own["_all_reduce_sum_gradients"]
 
     def _adding_up(self, given: _Given, losses: int) -> list[bool]:
         """Whether each loss that the model adds is a sum over rows; if not, it is a mean, or does not depend on them.
@@ -404,6 +470,30 @@ def _collecting(held: Sequence[tuple[Any, Any]] = ()) -> Any:
                 super().add_update(update)
 
     return Scope(held, collect_losses=True)
+
+
+def _home_of(variable: Any) -> str:
+    """The device of a variable, Keras's or TensorFlow's."""
+    return str((variable if isinstance(variable, tf.Variable) else variable.value).device)
+
+
+def _home_of_inputs(graph: Any, op: Any) -> str:
+    """The device of what an op takes that is no scalar; none where nothing is known."""
+    for tensor in op.inputs:
+        if tensor.shape.rank != 0:
+            if tensor.device:
+                return str(tensor.device)
+            if tensor.op.type == "ReadVariableOp":
+                return _home_of_handle(graph, tensor.op.inputs[0])
+    return ""
+
+
+def _home_of_handle(graph: Any, handle: Any) -> str:
+    """The device of a variable that a function, perhaps one around it, has captured."""
+    while handle is not None and not hasattr(handle, "numpy"):
+        handle = next((outside for outside, inside in graph.captures if inside is handle), None)
+        graph = graph.outer_graph
+    return "" if handle is None else str(handle.device)
 
 
 def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
