@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import differentiate_in_place
+from devicemap.api import DeviceMap
 from devicemap.base.devices import choose_devices
 from devicemap.base.structure import freeze
 from devicemap.compile.layout import sizes_in_graph
@@ -30,13 +31,20 @@ from devicemap.compile.reduction import Collection, as_states
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows
 from devicemap.errors import OptionError, failure
 from devicemap.run.calls import Nobody
+from devicemap.run.clock import Clock
 from devicemap.run.one_graph import OneGraph
+from devicemap.tell.plan.plan import Plan
+from devicemap.tell.plan.planner import explain_call
+from devicemap.tell.plan.request import ask
+from devicemap.tell.report.training import DeviceShare, TrainingReport
+from devicemap.tell.verify.findings import Verification
 
 _ROWS = object()
 """Stands for a tensor of rows."""
 
 _STEPS = "train_step", "test_step", "predict_step"
 _MAKERS = "make_train_function", "make_test_function", "make_predict_function"
+_METHODS = "detach", "explain", "report", "verify"
 
 
 def parallelize(model: Any, devices: Any = None, batch_norm: str = "synchronized") -> Any:
@@ -190,6 +198,7 @@ class _Parallel:
         self._lockstep: dict[Any, Any] = {}
         self._sums: dict[Any, list[bool]] = {}
         self._places = self._program(lambda x: x).devices
+        self._clock = Clock(self._places)
 
     def attach(self) -> None:
         """Put the steps on the model."""
@@ -198,21 +207,69 @@ class _Parallel:
             own[name] = partial(self._step, name)
         for name in _MAKERS:
             own[name] = partial(self._make, name)
-        own["detach"] = self.detach
+        own |= {name: getattr(self, name) for name in _METHODS}
         self._forget_functions()
 
     def detach(self) -> Any:
         """Give the model back to one device; returns it."""
-        for name in (*_STEPS, *_MAKERS, "detach"):
+        for name in (*_STEPS, *_MAKERS, *_METHODS):
             del vars(self._model)[name]
         self._forget_functions()
         return self._model
+
+    def explain(self, data_or_spec: Any) -> Plan:
+        """The plan of the forward pass of a training step, as `DeviceMap.explain` gives it.
+
+        Besides what it tells, each device sends the gradients of the variables that it was sent.
+
+        Args:
+            data_or_spec: inputs of the model, or a nest of `tf.TensorSpec`s in their place.
+        """
+        structure = tf.nest.map_structure(lambda leaf: None, data_or_spec)
+        leaves = tuple(tf.nest.flatten(data_or_spec))
+        given = _Given(((structure,), {"training": True}), (*(_ROWS for _ in leaves), True), ())
+        program = self._graph_of(given).program
+        asked = ask(leaves, program.options)
+        compiled = program.compiled_for(asked)
+        return explain_call(
+            asked, compiled, program.options, self._model.call, program.devices, program.output_device, program.name
+        )
+
+    def report(self) -> TrainingReport:
+        """What the devices did since `fit` was called last: rows, and the time of forward passes."""
+        return TrainingReport(self._model.name, tuple(DeviceShare(*known) for known in self._clock.known()))
+
+    def verify(self, data: Any, rows: int | None = None, *, tolerance: float | None = None) -> Verification:
+        """Run the model as in `predict` on some rows in several ways, and compare: which layer makes devices differ from one?
+
+        Args:
+            data: inputs of the model.
+            rows, tolerance: as for `DeviceMap.verify`.
+
+        Returns:
+            The findings; outputs are named by the layer that gives them, in the order of layers, where the model is
+            Sequential or functional.
+        """
+        import keras
+
+        model, leaves = self._model, tuple(tf.nest.flatten(data))
+        if isinstance(model, keras.Sequential | keras.src.models.Functional):
+            layers = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
+            model = keras.Model(model.inputs, {f"{i}_{layer.name}": layer.output for i, layer in enumerate(layers)})
+
+        def infer(*leaves: Any) -> Any:
+            return model(tf.nest.pack_sequence_as(data, leaves), training=False)
+
+        mapper = DeviceMap(infer, devices=self._devices, batched=True, name=self._model.name)
+        return mapper.verify(leaves, rows, tolerance=tolerance)
 
     def _forget_functions(self) -> None:
         self._model.train_function = self._model.test_function = self._model.predict_function = None
 
     def _make(self, name: str, force: bool = False) -> Any:
         """Keras's functions without XLA, which compiles for one device."""
+        if name == "make_train_function":
+            self._clock.reset()
         model, jit_compile = self._model, self._model.jit_compile
         model.jit_compile = False
         try:
@@ -356,6 +413,12 @@ class _Parallel:
     def _mapped_call(self, *args: Any, **kwargs: Any) -> Any:
         """A forward pass in a shard for each device, which do not know of each other."""
         given = _Given.of(args, kwargs)
+        rows, graph = as_rows(given.rows), self._graph_of(given)
+        if kwargs.get("training") and not tf.executing_eagerly() and len(self._places) > 1:
+            return self._collected(given, graph.inside_function(rows, self._clock))
+        return self._collected(given, graph.over(rows))
+
+    def _graph_of(self, given: _Given) -> OneGraph:
         if given.key not in self._graphs:
             known = given.without_rows()
 
@@ -365,7 +428,7 @@ class _Parallel:
                     return tuple(self._forward(known, rows))
 
             self._graphs[given.key] = OneGraph(self._program(forward), Nobody())
-        return self._collected(given, self._graphs[given.key].over(as_rows(given.rows)))
+        return self._graphs[given.key]
 
     def _synchronized_call(self, places: int, *args: Any, **kwargs: Any) -> Any:
         """The same in devices that meet where statistics of all rows are taken."""

@@ -109,14 +109,21 @@ class Compiled:
         self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self.traced.input_specs)
 
     def graph(
-        self, shards: int, gradients: int, any_rows: bool = False, inlined: bool = False, one_row: bool = False
+        self,
+        shards: int,
+        gradients: int,
+        any_rows: bool = False,
+        inlined: bool = False,
+        one_row: bool = False,
+        timed: bool = False,
     ) -> Any:
         """The whole call as one `ConcreteFunction`: `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`.
 
         `sizes` is int32 `[shards]`, and the rows returned are int64 `[shards]` per leaf, for a `fn` of batches. With
         `any_rows`, sizes may be 0, and those devices are not called. The arrivals are one tensor, float64 `[shards]`: when
         the results of each shard were there, in seconds since the epoch; or none, for one shard that goes to the host, without
-        clocks, and where the graph is to be `inlined` into another: a clock is a stateful op, which that would wait for.
+        clocks, and where the graph is to be `inlined` into another and not `timed`: a clock is a stateful op, which that would
+        wait for.
 
         `gradients` tells which may be asked for: 0 none, 1 first ones, 2 any (`order_of_gradients`). A function with seeded
         random ops gets a graph for each, as TensorFlow runs other ops for each, and one for each that is inlined: each begins
@@ -132,7 +139,8 @@ class Compiled:
             shards,
             gradients if seeded else min(gradients, 1),
             any_rows,
-            self._clocked and (shards > 1 or kind_of(self._output_device) != "CPU") and not inlined,
+            (timed and _has_clock())
+            or (self._clocked and (shards > 1 or kind_of(self._output_device) != "CPU") and not inlined),
             inlined and self._reads_in_place,
             apart,
         )

@@ -23,6 +23,7 @@ from devicemap.compile.program import Program
 from devicemap.data.rows import HOST, Rows, count_rows
 from devicemap.errors import DataError
 from devicemap.events import Shard
+from devicemap.run.clock import Clock
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class OneGraph:
     """Calls of one program."""
 
     def __init__(self, program: Program, observers: GraphObservers):
-        self._program = program
+        self.program = self._program = program
         self._observers = observers
 
     def in_shards(self, compiled: Compiled, rows: Rows, gradients: int = 0, retried: bool = False) -> Any:
@@ -180,18 +181,26 @@ class OneGraph:
         compiled = self._program.compiled_for(rows)
         return self.in_shards(compiled, rows, compiled.order_of_gradients(rows.leaves) if rows.count else 0)
 
-    def inside_function(self, rows: Rows) -> Any:
-        """Inside the user's own `tf.function`: the same graph becomes a part of it."""
+    def inside_function(self, rows: Rows, clock: Clock | None = None) -> Any:
+        """Inside the user's own `tf.function`: the same graph becomes a part of it.
+
+        With a `clock`, shards are as large as devices were fast in earlier calls.
+        """
         compiled = self._program.compiled_for(rows)
         if rows.count == 0:
             return compiled.pack(compiled.traced.no_rows())
         places = len(compiled.places) if rows.count is None else len(compiled.shards(rows.count)[0])
         one_row = rows.count is not None and rows.count < 2 * places
-        graph = compiled.graph(places, 2, any_rows=rows.count is None, inlined=True, one_row=one_row)
+        timed = clock is not None and places == len(clock.devices)
+        graph = compiled.graph(places, 2, any_rows=rows.count is None, inlined=True, one_row=one_row, timed=timed)
         with tf.device(HOST):  # else all that comes and goes would go by the first device
             count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
             sizes = sizes_in_graph(count, places) if rows.count is None else compiled.shards(rows.count)[1]
-            results, returned, _ = graph(sizes, *self._program.seeded(rows.leaves, 0, count))
+            if timed and clock is not None:
+                sizes, began = clock.sizes(sizes)
+            results, returned, arrivals = graph(sizes, *self._program.seeded(rows.leaves, 0, count))
+            if timed and clock is not None:
+                clock.note(sizes, began, arrivals)
             if self._program.counts_rows:
                 results = with_row_counts_checked(results, compiled.rows_returned(results, returned), sizes)
             if compiled.traced.reduction is None:
