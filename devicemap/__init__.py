@@ -8,11 +8,13 @@ if typing.TYPE_CHECKING:
     from devicemap.base.devices import list_devices, simulate_devices
     from devicemap.bench.runner import benchmark
     from devicemap.compile.reduction import Reducer
+    from devicemap.pipeline import Pipeline
     from devicemap.store.results import open_results
     from devicemap.training import parallelize, spread_variables
 
 __all__ = [
     "DeviceMap",
+    "Pipeline",
     "Reducer",
     "benchmark",
     "list_devices",
@@ -27,6 +29,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "DeviceMap": "devicemap.api",
+    "Pipeline": "devicemap.pipeline",
     "Reducer": "devicemap.compile.reduction",
     "benchmark": "devicemap.bench.runner",
     "list_devices": "devicemap.base.devices",

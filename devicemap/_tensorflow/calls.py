@@ -165,16 +165,28 @@ def _begin_backward_on(host: str, functions: Any) -> None:
 
 
 def begin_backward_on(host: str, concrete: Any) -> None:
-    """The same for calls of a `ConcreteFunction` in a graph that is being built; not for second gradients by tapes."""
+    """The same for calls of a `ConcreteFunction` in a graph that is being built; not for second gradients by tapes.
+
+    Who sets an attribute `on_gradient` of such a call's op is told of the ops of its gradient, where these are in one graph,
+    and of the gradients of the inputs of the call, and returns what to take instead.
+    """
     if usable(_delayed):
         functions = concrete._delayed_rewrite_functions
+        if "_rewrite_forward_and_call_backward" in vars(functions):  # it does already
+            return
         functions._rewrite_forward_and_call_backward = _on(host, functions._rewrite_forward_and_call_backward)
 
 
 def _on(device: str, call: Callable[..., Any]) -> Callable[..., Any]:
     def placed(*arguments: Any) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        known = len(graph.get_operations())
+        hear = getattr(arguments[0] if arguments else None, "on_gradient", None)
         with tf.device(device):
-            return call(*arguments)
+            results = call(*arguments)
+            if hear is None or arguments[0].graph is not graph:
+                return results
+            return hear(graph.get_operations()[known:], list(results))
 
     return placed
 

@@ -14,6 +14,7 @@ from devicemap._tensorflow.functions import UNCHAINED, functions_within, own_fun
 _record = Private("tensorflow.python.eager.record", "could_possibly_record")
 _forwardprop = Private("tensorflow.python.eager.forwardprop_util", "pack_tangents")
 _operations = Private("tensorflow", "Operation._update_input", "Operation._clear_attr")
+_control = Private("tensorflow", "Operation._add_control_input")
 _registry = Private("tensorflow.python.framework.ops", "get_gradient_function")
 _gradients = Private("tensorflow.python.ops.gradients_util", "PossibleTapeGradientTypes")
 _handle_data = Private("tensorflow.python.ops.handle_data_util", "copy_handle_data", "get_resource_handle_data")
@@ -71,6 +72,26 @@ def fanned_out(value: Any, count: int) -> list[Any]:
 
     op._gradient_function = add
     return list(copies)
+
+
+@with_fallback(nothing, _control)
+def wait_for(op: Any, before: Any) -> None:
+    """Let an op of the graph being traced wait for another one, unless that needs what it gives."""
+    if not _needs(before, op):
+        op._add_control_input(before)
+
+
+def _needs(op: Any, other: Any) -> bool:
+    """Whether an op takes, by way of others, what another one gives, or waits for it."""
+    met, left = set(), [op]
+    while left:
+        each = left.pop()
+        if each is other:
+            return True
+        if each not in met:
+            met.add(each)
+            left += [*(tensor.op for tensor in each.inputs), *each.control_inputs]
+    return False
 
 
 def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
