@@ -8,6 +8,7 @@ if typing.TYPE_CHECKING:
     from devicemap.base.devices import list_devices, simulate_devices
     from devicemap.bench.runner import benchmark
     from devicemap.compile.reduction import Reducer
+    from devicemap.partition import split
     from devicemap.pipeline import Pipeline
     from devicemap.store.results import open_results
     from devicemap.training import parallelize, spread_variables
@@ -23,6 +24,7 @@ __all__ = [
     "parallel_reduce",
     "parallelize",
     "simulate_devices",
+    "split",
     "spread_variables",
 ]
 __version__ = "0.1.0"
@@ -38,6 +40,7 @@ _HOMES = {
     "parallel_reduce": "devicemap.api",
     "parallelize": "devicemap.training",
     "simulate_devices": "devicemap.base.devices",
+    "split": "devicemap.partition",
     "spread_variables": "devicemap.training",
 }
 """Where the public names are. They are imported when they are first used, so that `devicemap --help` and completion in a

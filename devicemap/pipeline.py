@@ -23,7 +23,7 @@ from devicemap.base.options import check_count
 from devicemap.base.structure import freeze
 from devicemap.compile.gather import gather, with_static_rows
 from devicemap.compile.layout import copied, ops_of, sizes_in_graph
-from devicemap.data.rows import HOST, Rows, as_rows, count_rows, cut_rows, empty_rows, spec_of
+from devicemap.data.rows import HOST, Rows, any_rows, as_rows, count_rows, cut_rows, empty_rows, spec_of
 from devicemap.errors import OptionError, function_error, warn_user
 from devicemap.events import short_name
 from devicemap.tell.plan.pipeline import PipelinePlan, StagePlan
@@ -159,7 +159,9 @@ class Pipeline:
         """
         leaves = tf.nest.flatten(data_or_spec)
         counts = [leaf.shape[0] for leaf in leaves]
-        given = tf.nest.map_structure(spec_of, data_or_spec)
+        given = tf.nest.map_structure(
+            lambda leaf: any_rows(leaf) if isinstance(leaf, tf.TypeSpec) else spec_of(leaf), data_or_spec
+        )
         microbatches = self._microbatches if counts[0] is None else min(self._microbatches, counts[0])
         plans = []
         for stage, device in enumerate(self.devices):

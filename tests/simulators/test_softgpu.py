@@ -22,7 +22,7 @@ sys.exit(code != pytest.ExitCode.NO_TESTS_COLLECTED and code)
 """
 
 
-@pytest.mark.parametrize("files", ["devices chunks", "traffic plans", "cut memory", "training"])
+@pytest.mark.parametrize("files", ["devices chunks", "traffic plans", "cut memory", "training pipelines"])
 def test_on_gpus_in_software(files: str) -> None:
     """In a process of its own for each number and size of GPUs, since devices are made once."""
     paths = (str(FILES / f"{name}.py") for name in files.split())

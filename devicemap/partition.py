@@ -1,0 +1,146 @@
+"""Keras models -> stages of a pipeline: contiguous layers that take as long, or as many bytes, as near as can be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from statistics import median
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from devicemap.base.options import check_count
+from devicemap.errors import OptionError
+
+_ROWS, _TIMES = 32, 5
+"""Of the batch that layers are timed on, and how often; a dimension that nobody knows is taken for the same."""
+
+
+def split(model: Any, n: int, by: Literal["time", "bytes"] = "time") -> list[Any]:
+    """Cut a Keras model into `n` stages for a `Pipeline`.
+
+    The stages are models of the same layers, with the same variables; their composition is the model. Of all ways to cut its
+    layers, in their order, the one whose largest stage is smallest is taken.
+
+    Args:
+        model: a Sequential or functional Keras model, built.
+        n: how many stages; at most one for each layer.
+        by: "time": what a layer takes, measured on random rows in a forward pass; "bytes": its variables.
+
+    Returns:
+        A list of `keras.Model`s. Where several tensors go from one to the next, as of a residual connection, one takes and
+        gives a list.
+
+    Raises:
+        OptionError: for a subclassed model, and one with a layer that is used more than once.
+
+    Examples:
+        >>> model = keras.Sequential([keras.Input([4]), *(keras.layers.Dense(4) for _ in range(4))])
+        >>> [len(stage.trainable_variables) for stage in split(model, 2, by="bytes")]
+        [4, 4]
+    """
+    import keras
+
+    check_count("n", n)
+    if by not in ("time", "bytes"):
+        raise OptionError(f"by={by!r}; expected 'time' or 'bytes'")
+    if not isinstance(model, keras.Model) or not getattr(model, "inputs", None):
+        raise OptionError(
+            f"model is a {type(model).__name__} whose layers are not known as a graph; expected a built Sequential or "
+            "functional Keras model. Give a Pipeline functions of your own as stages"
+        )
+    layers = [layer for layer in keras.Function(model.inputs, model.outputs).operations if not _is_input(layer)]
+    if n > len(layers):
+        raise OptionError(f"n={n} stages of a model of {len(layers)} layers; at most one for each")
+    for layer in layers:
+        try:
+            _ = layer.input, layer.output
+        except (AttributeError, ValueError) as error:
+            raise OptionError(
+                f"{layer.name} is used more than once, and a stage cannot share a layer with another one"
+            ) from error
+    weights = [_bytes_of(layer) if by == "bytes" else _seconds_of(layer) for layer in layers]
+    bounds = cuts(weights, n)
+    edges = [
+        list(model.inputs),
+        *(_crossing(layers, stop, model.outputs) for stop in bounds[1:-1]),
+        list(model.outputs),
+    ]
+    parts = (layers[start:stop] for start, stop in pairwise(bounds))
+    return [
+        _stage(part, given, made, f"{model.name}_{i}")
+        for i, (part, (given, made)) in enumerate(zip(parts, pairwise(edges)))
+    ]
+
+
+def cuts(weights: Sequence[float], n: int) -> list[int]:
+    """Where to cut into `n` parts, none of them empty, such that the heaviest is as light as can be.
+
+    >>> cuts([1, 1, 1, 3], 2)
+    [0, 3, 4]
+    """
+    sums = [0, *accumulate(weights)]
+    best = {(0, 0): (0.0, [0])}  # of the first so many weights in so many parts
+    for parts in range(1, n + 1):
+        for stop in range(parts, len(weights) + 1):
+            ways = (
+                (max(best[start, parts - 1][0], sums[stop] - sums[start]), [*best[start, parts - 1][1], stop])
+                for start in range(parts - 1, stop)
+                if (start, parts - 1) in best
+            )
+            best[stop, parts] = min(ways, key=lambda way: way[0])
+    return best[len(weights), n][1]
+
+
+def _stage(layers: Sequence[Any], given: Sequence[Any], made: Sequence[Any], name: str) -> Any:
+    """Layers as a model of their own: between tensors of the whole one, which stays as it is."""
+    import keras
+
+    class Stage(keras.Model):
+        def __init__(self) -> None:
+            super().__init__(name=name)
+            self.stage = list(layers)
+            self._given_to_made = keras.Function(list(given), list(made))
+            self.built = True
+
+        def call(self, inputs: Any) -> Any:
+            outputs = self._given_to_made(tf.nest.flatten(inputs))
+            return outputs[0] if len(outputs) == 1 else outputs
+
+    return Stage()
+
+
+def _is_input(layer: Any) -> bool:
+    return type(layer).__name__ == "InputLayer"
+
+
+def _crossing(layers: Sequence[Any], stop: int, outputs: Sequence[Any]) -> list[Any]:
+    """What is made before layer `stop` and taken by it or later ones, or given by the model."""
+    after = layers[stop:]
+    made_after = {id(tensor) for layer in after for tensor in tf.nest.flatten(layer.output)}
+    taken = [tensor for layer in after for tensor in tf.nest.flatten(layer.input)] + list(outputs)
+    crossing = {id(tensor): tensor for tensor in taken if id(tensor) not in made_after}
+    return list(crossing.values())
+
+
+def _bytes_of(layer: Any) -> int:
+    return sum(v.value.shape.num_elements() * v.value.dtype.size for v in getattr(layer, "variables", ()))
+
+
+def _seconds_of(layer: Any) -> float:
+    """What a call takes, in a graph, on random rows."""
+
+    def random(tensor: Any) -> Any:
+        dtype = tf.as_dtype(tensor.dtype)
+        shape = [size or _ROWS for size in tensor.shape]
+        return tf.random.normal(shape, dtype=dtype) if dtype.is_floating else tf.zeros(shape, dtype)
+
+    given = tf.nest.map_structure(random, layer.input)
+    call = tf.function(lambda given: layer(given), autograph=False)
+    times = []
+    for _ in range(1 + _TIMES):
+        began = time.perf_counter()
+        tf.nest.map_structure(lambda leaf: leaf.numpy(), call(given))  # on an accelerator, a call ends before its work
+        times.append(time.perf_counter() - began)
+    return median(times[1:])
