@@ -90,7 +90,8 @@ def test_epoch(benchmark: Any, real_devices: list[str], scale: Scale, make: Call
         "MirroredStrategy": epochs(mirrored, data, iter(strategy.experimental_distribute_dataset(data.repeat()))),
         "devicemap.parallelize": epochs(ours, data, iter(data.repeat())),
     }
+    targets = {"most ratio": {"devicemap.parallelize": MOST}} if make is mlp else {}
     compare(
         benchmark, ways, topic="training", case=f"{make.__name__}, {steps} steps of {rows} rows", rounds=scale.rounds,
-        devices=len(real_devices), targets={"most ratio": {"devicemap.parallelize": MOST}} if make is mlp else {}, patience_seconds=10.0,
+        devices=len(real_devices), targets=targets, patience_seconds=10.0,
     )  # fmt: skip
