@@ -46,7 +46,7 @@ site: $(VENV)/site.done
 
 # What the gallery shows.
 pictures: $(VENV)/examples.done
-	for name in digits integrals inference fitting; do \
+	for name in digits integrals inference fitting training; do \
 		$(BIN)/python examples/$$name.py --simulate 2 --output docs/pictures/$$name.png || exit 1; \
 	done
 

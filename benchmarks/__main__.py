@@ -35,6 +35,7 @@ COUNTS = {
     "scaling": (1, 2, 4, 8, 16),
     "real_functions": (1,),
     "first_result": (4, 16),
+    "training": (8,),
     "gpus": (1, 2, 4),
 }
 """On how many devices each topic runs, in this order: what the targets ask for."""

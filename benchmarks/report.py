@@ -63,6 +63,7 @@ TOPICS = {
     "gathering": ("Gathering", TIME_TEXT + " " + SENT_TEXT),
     "captured": ("Captured variables", TIME_TEXT + " " + CAPTURED_TEXT + " " + SENT_TEXT),
     "real_functions": ("Real functions", TIME_TEXT + " All rows in one call."),
+    "training": ("Training", TIME_TEXT + " The first call is the first epoch, which traces."),
     "gpu": ("GPUs", TIME_TEXT),
     "gpus": ("What travels on GPUs", GPUS_TEXT),
 }

@@ -25,7 +25,7 @@ from devicemap.base.devices import choose_devices
 from devicemap.base.structure import freeze
 from devicemap.compile.layout import sizes_in_graph
 from devicemap.compile.lockstep import Lockstep
-from devicemap.compile.mirrors import folded_seeds
+from devicemap.compile.mirrors import split_seeds
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import Collection, as_states
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows
@@ -193,6 +193,9 @@ class _Parallel:
         self._model = model
         self._batch_norm = batch_norm
         self._devices = devices
+        self._variables = [
+            (variable, variable.value) for variable in model.variables
+        ]  # a forward pass may see them cast
         self._graphs: dict[Any, OneGraph] = {}
         self._passes: dict[Any, _Forward] = {}
         self._lockstep: dict[Any, Any] = {}
@@ -331,30 +334,29 @@ class _Parallel:
         """Whether each loss that the model adds is a sum over rows; if not, it is a mean, or does not depend on them.
 
         Raises:
-            FunctionError: it is neither, as of a row twice it is not what it is of the row, nor twice as much.
+            FunctionError: it is neither: that of two rows is not the sum of theirs, nor the mean.
         """
         if losses and given.key not in self._sums:
             with tf.init_scope(), self._mapped(None):
-                once = self._losses_of(given, 1, losses)
-                twice = self._losses_of(given, 2, losses)
-            ratios = [two / one if one else 0.0 for one, two in zip(once, twice)]
-            for ratio in ratios:
-                if not (math.isclose(ratio, 1, rel_tol=0.01) or math.isclose(ratio, 2, rel_tol=0.01)):
+                one, other, both = (self._losses_of(given, rows, losses) for rows in ([0], [1], [0, 1]))
+            self._sums[given.key] = []
+            for a, b, loss in zip(one, other, both):
+                if not any(math.isclose(loss, whole, rel_tol=0.01) for whole in (a + b, (a + b) / 2)) or not loss:
                     raise failure(
-                        f"{self._model.name} adds a loss that is neither a sum over rows nor a mean: of a row twice it is "
-                        f"{ratio:g} times that of the row. Add such a loss in compute_loss"
+                        f"{self._model.name} adds a loss that is neither a sum over rows nor a mean: of two rows it is "
+                        f"{loss:g}, of each alone {a:g} and {b:g}. Add such a loss in compute_loss"
                     )
-            self._sums[given.key] = [ratio > 1.5 for ratio in ratios]
+                self._sums[given.key].append(abs(loss) > 0.75 * abs(a + b))
         return self._sums.get(given.key, [])
 
-    def _losses_of(self, given: _Given, times: int, losses: int) -> list[float]:
-        """What is added for a row that comes so many times."""
+    def _losses_of(self, given: _Given, rows: list[int], losses: int) -> list[float]:
+        """What is added for these of two random rows."""
         random = np.random.default_rng(0)
-        rows = []
+        leaves = []
         for leaf in given.rows:
-            row = random.normal(size=[1, *(size or 2 for size in leaf.shape[1:])])
-            rows.append(tf.repeat(tf.cast(row if leaf.dtype.is_floating else row > 0, leaf.dtype), times, 0))
-        args, kwargs = given.with_rows(rows)
+            two = random.normal(size=[2, *(size or 2 for size in leaf.shape[1:])])[rows]
+            leaves.append(tf.cast(two if leaf.dtype.is_floating else two > 0, leaf.dtype))
+        args, kwargs = given.with_rows(leaves)
         with _collecting() as scope:
             self._model(*args, **{**kwargs, "training": False})
         if len(scope.losses) != losses:
@@ -406,8 +408,8 @@ class _Parallel:
     def _home(self) -> str:
         """Where most bytes of the variables are: outputs go there."""
         held: Counter[str] = Counter()
-        for variable in self._model.variables:
-            held[variable.value.device] += variable.value.shape.num_elements() * variable.value.dtype.size
+        for _, variable in self._variables:
+            held[variable.device] += variable.shape.num_elements() * variable.dtype.size
         return held.most_common(1)[0][0] if held else "/CPU:0"
 
     def _mapped_call(self, *args: Any, **kwargs: Any) -> Any:
@@ -439,24 +441,23 @@ class _Parallel:
         return self._collected(given, self._lockstep[key](*given.rows))
 
     def _in_lockstep(self, places: int, given: _Given, *rows: Any) -> list[Any]:
-        model = self._model
         with tf.device(HOST):
             sizes = sizes_in_graph(count_rows(rows[0]), places)
             shards = list(zip(*(cut_rows(leaf, sizes, places) for leaf in rows)))
         values: dict[int, list[Any]] = {}
-        for variable in model.variables:
-            with tf.device(variable.value.device):
-                value = variable.value.read_value()
+        for variable, stored in self._variables:
+            with tf.device(stored.device):
+                value = stored.read_value()
                 values[id(variable)] = (
-                    tf.unstack(folded_seeds(value, range(places))) if _is_seed(variable) else [value] * places
+                    tf.unstack(split_seeds(value, places)) if _is_seed(variable) else [value] * places
                 )
                 if _is_seed(variable):
-                    variable.value.assign(value + tf.constant([0, 1], value.dtype))
+                    stored.assign(value + tf.constant([0, 1], value.dtype))
 
         def forward(place: int) -> list[Any]:
             with tf.device(self._places[place]):
                 shard = [tf.identity(leaf) for leaf in shards[place]]
-                held = [(v, tf.identity(values[id(v)][place])) for v in model.variables]
+                held = [(v, tf.identity(values[id(v)][place])) for v, _ in self._variables]
                 return [tf.identity(leaf) for leaf in self._forward(given, shard, held)]
 
         lockstep = Lockstep([partial(forward, place) for place in range(places)])

@@ -43,9 +43,11 @@ ON_TWO_DEVICES = {
     "fitting --rows 5 --simulate 2": (
         "5 initial states on 2 device(s)", "death of predators", "0.4", "Squares per observation",
     ),
+    "training --epochs 1 --simulate 2": ("On one device: loss ", "On all devices: loss ", "after each of 1 epochs agree"),
 }  # fmt: skip
 REFUSED = {
     "digits --images 0 --simulate 2": "SystemExit: --images is 0; expected 1 to 1297",
+    "training --epochs 0": "SystemExit: --epochs is 0; expected at least 1",
     "inference --pages 0": "SystemExit: --pages 0 --epochs 8; expected at least 1 of each",
 }
 

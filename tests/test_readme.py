@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WITHOUT_CODE = ("gallery", "index", "internals", "reference")
-OF_A_NEW_PROCESS = (ROOT / "docs" / "coming-from.md", README)
+OF_A_NEW_PROCESS = (ROOT / "docs" / "coming-from.md", ROOT / "docs" / "training.md", README)
 RUN_ALL = "import runpy, sys\nfor program in sys.argv[1:]:\n    runpy.run_path(program, run_name='__main__')"
 
 
@@ -38,7 +38,7 @@ def _program(page: pathlib.Path, folder: pathlib.Path) -> str:
 
 
 def test_pages_run_in_a_new_process(tmp_path: pathlib.Path) -> None:
-    """The first asks for its devices, and the README takes those that there are."""
+    """The first asks for its devices, and the others take those that there are."""
     command = [sys.executable, "-c", RUN_ALL, *(_program(page, tmp_path) for page in OF_A_NEW_PROCESS)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr  # what a page shows, its code asserts

@@ -170,10 +170,19 @@ class Mirrors:
 
 
 def folded_seeds(seed: Any, numbers: Sequence[Any]) -> Any:
-    """A Keras seed of its own for each number: `[numbers, 2]`."""
+    """A Keras seed of its own for each int64 number: `[numbers, 2]`."""
     folded = [tf.random.experimental.stateless_fold_in(tf.cast(seed, tf.int64), number) for number in numbers]
+    return _as_keras_seeds(tf.stack(folded), seed.dtype)
+
+
+def split_seeds(seed: Any, count: int) -> Any:
+    """So many Keras seeds, far from each other, as layers count upwards from theirs: `[count, 2]`."""
+    return _as_keras_seeds(tf.random.experimental.stateless_split(tf.cast(seed, tf.int64), count), seed.dtype)
+
+
+def _as_keras_seeds(seeds: Any, dtype: Any) -> Any:
     # Keras takes the low 31 or 32 bits of each number, and counts upwards in the second
-    return tf.cast(tf.abs(tf.stack(folded)) % 2**31, seed.dtype)
+    return tf.cast(tf.abs(seeds) % 2**31, dtype)
 
 
 _on_devices: WeakValueDictionary[tuple[int, str], Any] = WeakValueDictionary()

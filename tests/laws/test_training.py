@@ -1,0 +1,285 @@
+"""Law 10: weights, losses and metrics of a parallelized Keras model are those of one device with the same batches."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import processes
+import pytest
+import tensorflow as tf
+from graphs import between_devices, partitions, placements
+from keras import layers
+from trainings import CASES, STEPS, WEIGHTS, Case, X, Y, mlp, normalized, sequential
+
+import devicemap
+from devicemap.errors import FunctionError, OptionError
+
+DEVICE_COUNTS = 2, 3
+
+
+def assert_close(got: Any, wanted: Any, rtol: float = 1e-5) -> None:
+    tf.nest.assert_same_structure(got, wanted)
+    for name in wanted:
+        for one, other in zip(tf.nest.flatten(got[name]), tf.nest.flatten(wanted[name])):
+            np.testing.assert_allclose(one, other, rtol=rtol, atol=rtol, err_msg=name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trained_as_by_one_device(name: str, devices: list[str]) -> None:
+    case = CASES[name]
+    if name == "compiled by XLA" and devices[0].startswith("GPU"):
+        pytest.skip("XLA does not compile for GPUs in software")
+    wanted = case.wanted
+    assert len(wanted["history"]["loss"]) == 3
+    model = case.made()
+    before = model.get_weights()
+    got = case.trained(devicemap.parallelize(model, devices))
+    assert_close(got, wanted, case.rtol)
+    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(before, wanted["weights"]))
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("name", ["moving average", "batch normalization"])
+def test_other_numbers_of_devices(name: str, count: int) -> None:
+    model = devicemap.parallelize(CASES[name].made(), [f"CPU:{i}" for i in range(1, 8)][:count])
+    assert_close(CASES[name].trained(model), CASES[name].wanted)
+
+
+@pytest.mark.parametrize("model", [mlp, normalized])
+def test_batches_one_by_one(model: Any, devices: list[str]) -> None:
+    case = Case(model, lambda: {"metrics": ["mae"]})
+
+    def results(made: keras.Model) -> dict[str, Any]:
+        rows = [11, 11, 2, 1]
+        return {
+            "trained": [made.train_on_batch(X[:n], Y[:n], sample_weight=WEIGHTS[:n]) for n in rows],
+            "tested": [made.test_on_batch(X[:n], Y[:n]) for n in rows],
+            "predicted": [made.predict_on_batch(X[:n]) for n in rows],
+        }
+
+    assert_close(results(devicemap.parallelize(case.made(), devices)), results(case.made()))
+
+
+def test_local_batch_normalization_takes_a_devices_rows(devices: list[str]) -> None:
+    case = Case(normalized)
+    got = case.trained(devicemap.parallelize(case.made(), devices, batch_norm="local"))
+    losses, wanted = got["history"]["loss"], case.wanted["history"]["loss"]
+    assert losses[-1] < losses[0]
+    assert abs(losses[0] - wanted[0]) > 1e-4
+    # the mean over devices of means of rows, once, of a batch that all share alike
+    one = devicemap.parallelize(case.made(), devices, batch_norm="local")
+    one.train_on_batch(X[: 4 * len(devices)], Y[: 4 * len(devices)])
+    np.testing.assert_allclose(one.layers[0].moving_mean, 0.2 * X[: 4 * len(devices)].mean(0), rtol=1e-4, atol=1e-6)
+
+
+class Noise(layers.Layer):
+    """Draws twice: what it gives has nothing of its input but the shape and a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator()
+
+    def call(self, x: Any) -> Any:
+        return 0 * x + tf.concat([keras.random.uniform([tf.shape(x)[0], 1], seed=self.seeds) for _ in range(2)], 1)
+
+
+@pytest.mark.parametrize("norm", [[], [layers.BatchNormalization]], ids=["", "batch normalization"])
+def test_no_random_number_comes_twice_and_all_come_again(norm: Any, devices: list[str]) -> None:
+    def drawn() -> Any:
+        seen = tf.Variable(tf.zeros([7, 2]))
+
+        def loss(_: Any, output: Any) -> Any:
+            seen.assign(output)
+            return output
+
+        def made() -> keras.Model:
+            return keras.Sequential([keras.Input([6]), layers.Dense(2), *(layer() for layer in norm), Noise()])
+
+        model = Case(made, lambda: {"loss": loss}).made()
+        devicemap.parallelize(model, devices)
+        numbers = []
+        for _ in range(3):
+            model.train_on_batch(X[:7], Y[:7])
+            numbers += seen.numpy().ravel().tolist()
+        return numbers
+
+    numbers = drawn()
+    assert len({*numbers}) == 3 * 7 * 2
+    assert drawn() == numbers
+
+
+class Stops(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", ["weight decay, clipvalue", "batch normalization"])
+def test_stopped_and_resumed(name: str, tmp_path: Path, devices: list[str]) -> None:
+    case = CASES[name]
+    callbacks = [
+        keras.callbacks.BackupAndRestore(tmp_path / "backup"),
+        keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras"),
+        keras.callbacks.CSVLogger(tmp_path / "log.csv", append=True),
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        devicemap.parallelize(case.made(), devices).fit(**STEPS | case.data, callbacks=[*callbacks, Stops()])
+    model = devicemap.parallelize(case.made(), devices)
+    history = model.fit(**STEPS | case.data, callbacks=callbacks).history
+    np.testing.assert_allclose(history["loss"], case.wanted["history"]["loss"][2:], rtol=1e-5)
+    for got in (model, keras.models.load_model(tmp_path / "3.keras")):
+        assert_close({"weights": got.get_weights()}, {"weights": case.wanted["weights"]})
+    assert len((tmp_path / "log.csv").read_text().split()) == 4
+    stopping = keras.callbacks.EarlyStopping("loss", min_delta=9.0, patience=2)
+    assert len(model.fit(**STEPS | case.data | {"epochs": 9}, callbacks=stopping).history["loss"]) == 3
+
+
+def test_saved_for_programs_without_devicemap(tmp_path: Path, devices: list[str]) -> None:
+    model = devicemap.parallelize(CASES["batch normalization"].made(), devices)
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
+    program = """
+        import sys
+        import keras
+        import numpy as np
+
+        folder = sys.argv[1]
+        model = keras.models.load_model(f"{folder}/model.keras")
+        first = model.predict(np.ones([5, 6]), verbose=0)
+        model.load_weights(f"{folder}/model.weights.h5")
+        assert (model.predict(np.ones([5, 6]), verbose=0) == first).all()
+        assert model.optimizer.iterations == 2
+        assert "devicemap" not in sys.modules
+        print(*first[0])
+        """
+    (line,) = processes.run(program, str(tmp_path))
+    np.testing.assert_allclose([float(value) for value in line.split()], model(np.ones([1, 6]))[0], rtol=1e-5)
+
+
+def test_copies_are_of_one_device(devices: list[str]) -> None:
+    model = devicemap.parallelize(CASES["batch normalization"].made(), devices)
+    model.fit(X, Y, verbose=0)
+    wanted = model.predict(X, verbose=0)
+    for copied in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert not hasattr(copied, "detach")
+        np.testing.assert_allclose(copied.predict(X, verbose=0), wanted, rtol=1e-5, atol=1e-6)
+    cloned = keras.models.clone_model(model)
+    cloned.set_weights(model.get_weights())
+    np.testing.assert_allclose(devicemap.parallelize(cloned, devices).predict(X, verbose=0), wanted, rtol=1e-5)
+    assert hasattr(model, "detach")
+
+
+def test_compiled_again(devices: list[str]) -> None:
+    case = CASES["momentum, clipnorm"]
+    model = case.made()
+    model.compile("adam", "mae")
+    devicemap.parallelize(model, devices).fit(X, Y, verbose=0, epochs=0)
+    model.compile(keras.optimizers.SGD(0.5, momentum=0.9, clipnorm=0.1), "mse")
+    assert_close(case.trained(model), case.wanted)
+
+
+def test_models_that_share_layers(devices: list[str]) -> None:
+    """A generator that learns by a discriminator, which learns for itself."""
+
+    def losses(parallelize: Callable[[keras.Model], Any]) -> dict[str, Any]:
+        case = Case(lambda: sequential(layers.BatchNormalization(), layers.Dense(6)))
+        generator, judge = case.made(), Case(lambda: sequential(layers.Dense(4, "tanh"), inputs=Y)).made()
+        together = keras.Sequential([keras.Input([6]), generator, judge])
+        together.compile("sgd", "mse", jit_compile=False)
+        parallelize(judge)
+        parallelize(together)
+        told = []
+        for _ in range(4):
+            made = generator(X[:9])
+            told += [judge.train_on_batch(made, Y[:9]), together.train_on_batch(X[:9], Y[:9])]
+        return {"losses": told, "weights": together.get_weights()}
+
+    got = losses(lambda model: devicemap.parallelize(model, devices))
+    assert_close(got, losses(lambda model: model))
+
+
+@pytest.mark.parametrize(("model", "products"), [(mlp, 5), (normalized, 6)], ids=["", "batch normalization"])
+def test_really_parallel(model: Any, products: int) -> None:
+    workers = ["CPU:1", "CPU:2", "CPU:3"]
+    made = devicemap.parallelize(Case(model).made(), workers)
+    graphs = partitions(made.train_on_batch, X[:11], Y[:11])
+    assert [placements(graphs, "MatMul")[worker] for worker in workers] == [products] * 3
+    assert placements(graphs, "BiasAddGrad") == dict.fromkeys(workers, 2)
+    assert between_devices(graphs) == []
+    # and as ever, where nobody asked for more
+    for plain in (tf.function(made), made.detach().predict_on_batch):
+        assert {*placements(partitions(plain, X[:11]), "MatMul")} == {"CPU:0"}
+    assert "detach" not in vars(made)
+
+
+def untrainable() -> keras.Model:
+    class Steps(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            return {}
+
+    return Steps([keras.Input([6]), layers.Dense(2)])
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "word"),
+    [
+        (lambda: keras.Sequential([layers.Dense(2)]), {}, "built"),
+        (lambda: layers.Dense(2), {}, "Dense"),
+        (untrainable, {}, "train_step"),
+        (mlp, {"devices": ["CPU:0", "GPU:17"]}, "GPU:17"),
+        (lambda: devicemap.parallelize(mlp(), ["CPU:1", "CPU:2"]), {}, "detach"),
+        (normalized, {"batch_norm": "global"}, "global"),
+    ],
+    ids=["not built", "no model", "a step of its own", "no such device", "twice", "batch_norm"],
+)
+def test_bad_input_changes_nothing(model: Any, options: dict[str, Any], word: str) -> None:
+    made = model()
+    before = dict(vars(made))
+    with pytest.raises(OptionError, match=word):
+        devicemap.parallelize(made, **options)
+    assert vars(made) == before
+
+
+@keras.saving.register_keras_serializable()
+class Counts(layers.Layer):
+    """Counts calls, or adds up rows."""
+
+    def __init__(self, rows: bool, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.rows = rows
+        self.count = self.add_weight(name="count", initializer="zeros", trainable=False)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.count.assign(self.count + (keras.ops.sum(x) if self.rows else 1.0))
+        return x
+
+
+def test_a_layer_that_counts_calls(devices: list[str]) -> None:
+    model = devicemap.parallelize(Case(lambda: sequential(Counts(rows=False))).made(), devices)
+    model.fit(X, Y, batch_size=11, verbose=0)
+    assert float(model.layers[0].count) == 4
+
+
+@pytest.mark.parametrize(
+    ("layer", "word"),
+    [
+        (lambda: Counts(rows=True), "count"),
+        (lambda: layers.ReLU(activity_regularizer=lambda x: tf.reduce_sum(x) ** 2), "sum"),
+    ],
+    ids=["a value of rows", "a loss that is no sum"],
+)
+def test_what_devices_cannot_do_apart_is_refused(layer: Any, word: str, devices: list[str]) -> None:
+    model = devicemap.parallelize(Case(lambda: sequential(layer())).made(), devices)
+    before = model.get_weights()
+    with pytest.raises(FunctionError, match=word):
+        model.fit(X, Y, verbose=0)
+    np.testing.assert_equal(model.get_weights(), before)
+    assert np.isfinite(model.detach().evaluate(X, Y, verbose=0))

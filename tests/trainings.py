@@ -1,0 +1,246 @@
+"""What models are trained on, for the law that several devices train as one does: models, how they are compiled, and data."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+STEPS = {"batch_size": 11, "epochs": 3, "shuffle": False, "verbose": 0}
+"""12 steps, on 11 rows or 1: no number of rows that devices share, and fewer than there are devices."""
+
+_random = np.random.default_rng(0)
+X = _random.normal(size=(34, 6)).astype("f")
+Y = np.stack([X[:, 0] * X[:, 1], np.sin(X).sum(1)], 1)
+LABELS = (X[:, 0] > 0.4).astype("i") + (X[:, 1] > 0)
+WORDS = _random.integers(1, 9, size=(34, 5)) * (np.arange(5) < _random.integers(1, 6, size=(34, 1)))
+IMAGES = _random.normal(size=(34, 4, 4, 2)).astype("f")
+WEIGHTS = _random.uniform(0, 2, size=34).astype("f")
+
+
+def sequential(*hidden: Any, inputs: Any = X, outputs: int = 2) -> keras.Model:
+    return keras.Sequential([keras.Input(inputs.shape[1:]), *hidden, layers.Dense(outputs)])
+
+
+def mlp(**options: Any) -> keras.Model:
+    return sequential(layers.Dense(8, "tanh", **options))
+
+
+def classifier() -> keras.Model:
+    return sequential(layers.Dense(8, "tanh"), outputs=3)
+
+
+def recurrent() -> keras.Model:
+    return sequential(
+        layers.Embedding(9, 4, mask_zero=True),
+        layers.LSTM(5, return_sequences=True, use_cudnn=False),
+        inputs=WORDS,
+        outputs=1,
+    )
+
+
+def normalized(*before: Any, axis: int = -1, **options: Any) -> keras.Model:
+    return sequential(*before, layers.BatchNormalization(axis, momentum=0.8, **options), layers.Dense(4, "tanh"))
+
+
+def convolutional(**options: Any) -> keras.Model:
+    hidden = layers.Conv2D(3, 2), layers.BatchNormalization(momentum=0.8, **options), layers.ReLU()
+    return sequential(*hidden, layers.GlobalAveragePooling2D(), inputs=IMAGES)
+
+
+def nested() -> keras.Model:
+    x = keras.Input([6])
+    inner = normalized()
+    return keras.Model(x, layers.Dense(2)(inner(x) + inner(2 * x)))
+
+
+def masked_normalization() -> keras.Model:
+    hidden = layers.Embedding(9, 4, mask_zero=True), layers.BatchNormalization(momentum=0.8)
+    return sequential(*hidden, layers.GlobalAveragePooling1D(), inputs=WORDS)
+
+
+def several(of: type) -> keras.Model:
+    a, b = keras.Input([6], name="a"), keras.Input([2], name="b")
+    joined = layers.Dense(5, "tanh")(layers.concatenate([a, b]))
+    outputs = {"one": layers.Dense(2, name="one")(joined), "other": layers.Dense(1, name="other")(joined)}
+    return keras.Model({"a": a, "b": b}, outputs) if of is dict else keras.Model([a, b], list(outputs.values()))
+
+
+@keras.saving.register_keras_serializable()
+class AddsLosses(layers.Layer):
+    """The mean of squares over rows, or their sum."""
+
+    def __init__(self, reduce: str = "mean", **kwargs: Any):
+        super().__init__(**kwargs)
+        self.reduce = reduce
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.01 * getattr(keras.ops, self.reduce)(keras.ops.sum(keras.ops.square(x), 1)))
+        return x
+
+
+@keras.saving.register_keras_serializable()
+class Subclassed(keras.Model):
+    """With branches in Python, a loss of its own, and one that it adds."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.hidden, self.out = layers.Dense(7), layers.Dense(2)
+        self.build([None, 6])
+
+    def build(self, shape: Any) -> None:
+        self.hidden.build(shape)
+        self.out.build([None, 7])
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        hidden = self.hidden(x)
+        return self.out(keras.ops.tanh(hidden) if training else keras.ops.sigmoid(hidden))
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
+        return tf.reduce_mean(tf.abs(y_pred - y) ** 3) + 0.1 * tf.math.reduce_std(y_pred)
+
+
+class Largest(keras.metrics.Metric):
+    """A metric that is no mean."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.found = self.add_weight(initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.found.assign(keras.ops.maximum(self.found, keras.ops.max(y_pred)))
+
+    def result(self) -> Any:
+        return self.found
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it is compiled, and what it is fitted to."""
+
+    model: Callable[[], keras.Model] = mlp
+    compile: Callable[[], dict[str, Any]] = dict
+    data: dict[str, Any] = field(default_factory=lambda: {"x": X, "y": Y})
+    policy: str = "float32"
+    rtol: float = 1e-5
+
+    def made(self) -> keras.Model:
+        """The same each time."""
+        keras.utils.set_random_seed(1)
+        keras.config.set_dtype_policy(self.policy)
+        try:
+            model = self.model()
+        finally:
+            keras.config.set_dtype_policy("float32")
+        model.compile(**{"optimizer": keras.optimizers.SGD(0.1), "loss": "mse", "jit_compile": False, **self.compile()})
+        return model
+
+    @functools.cached_property
+    def wanted(self) -> Any:
+        """What one device makes of it."""
+        return self.trained(self.made())
+
+    def trained(self, model: keras.Model) -> Any:
+        history = model.fit(**STEPS | self.data).history
+        data = {name: self.data[name] for name in ("x", "y", "sample_weight") if name in self.data}
+        return {
+            "history": history,
+            "evaluated": model.evaluate(**data, batch_size=8, verbose=0, return_dict=True),
+            "predicted": model.predict(self.data["x"], batch_size=10, verbose=0),
+            "weights": model.get_weights(),
+            "slots": [variable.numpy() for variable in model.optimizer.variables],
+        }
+
+
+def optimized(name: str, *args: Any, **options: Any) -> Case:
+    return Case(compile=lambda: {"optimizer": getattr(keras.optimizers, name)(*args, **options)})
+
+
+def scaled() -> dict[str, Any]:
+    return {"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), dynamic_growth_steps=3)}
+
+
+def metrics_of_every_kind() -> dict[str, Any]:
+    auc, top, iou = (
+        keras.metrics.AUC(from_logits=True, name="auc"),
+        keras.metrics.TopKCategoricalAccuracy(2, name="top"),
+        keras.metrics.OneHotMeanIoU(3, name="iou"),
+    )
+    metrics = ["accuracy", "precision", auc, top, iou, Largest()]
+    return {
+        "loss": keras.losses.CategoricalCrossentropy(from_logits=True),
+        "metrics": metrics,
+        "weighted_metrics": ["mae"],
+    }
+
+
+OUTPUTS = {"one": Y, "other": Y[:, :1]}
+ONE_HOT = np.eye(3, dtype="f")[LABELS]
+WORDS_DATA = {"x": WORDS, "y": Y[:, :1]}
+IMAGES_DATA = {"x": IMAGES, "y": Y}
+CROSSENTROPY = {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "metrics": ["accuracy"]}
+
+CASES = {
+    "momentum, clipnorm": optimized("SGD", 0.5, momentum=0.9, clipnorm=0.1),
+    "global_clipnorm": optimized("SGD", 0.5, global_clipnorm=0.1),
+    "weight decay, clipvalue": optimized("AdamW", 0.01, weight_decay=0.1, clipvalue=0.02),
+    "moving average": optimized("Adam", 0.01, use_ema=True, ema_momentum=0.5),
+    "moving average, written back": optimized("Adam", 0.01, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3),
+    "accumulated": optimized("SGD", 0.5, gradient_accumulation_steps=3),
+    "scaled": Case(compile=scaled),
+    "float16": Case(policy="mixed_float16", rtol=2e-2),
+    "bfloat16": Case(policy="mixed_bfloat16", rtol=1e-1),
+    "float64": Case(policy="float64"),
+    "several steps per execution": Case(compile=lambda: {"steps_per_execution": 3}),
+    "eager": Case(compile=lambda: {"run_eagerly": True}),
+    "compiled by XLA": Case(compile=lambda: {"jit_compile": True}),
+    "sums": Case(
+        compile=lambda: {"loss": keras.losses.MeanSquaredError("sum"), "optimizer": keras.optimizers.SGD(0.005)}
+    ),
+    "class weights": Case(
+        classifier, lambda: CROSSENTROPY, {"x": X, "y": LABELS, "class_weight": {0: 1, 1: 3, 2: 0.5}}
+    ),
+    "validation": Case(data={"x": X, "y": Y, "validation_data": (X[:13], Y[:13], WEIGHTS[:13])}),
+    "sample weights, split": Case(data={"x": X, "y": Y, "sample_weight": WEIGHTS, "validation_split": 0.2}),
+    "metrics": Case(classifier, metrics_of_every_kind, {"x": X, "y": ONE_HOT, "sample_weight": WEIGHTS}),
+    "masks": Case(
+        recurrent,
+        lambda: {"metrics": ["mae"]},
+        {"x": WORDS, "y": np.repeat(Y[:, :1], 5, 1)[..., None]},
+    ),
+    "regularizers": Case(lambda: mlp(kernel_regularizer="l2", bias_regularizer="l1", activity_regularizer="l2")),
+    "added means and sums": Case(lambda: sequential(AddsLosses("mean"), layers.Dense(4, "tanh"), AddsLosses("sum"))),
+    "outputs in a dict": Case(
+        lambda: several(dict),
+        lambda: {
+            "loss": {"one": "mse", "other": "mae"},
+            "loss_weights": {"one": 1.0, "other": 0.3},
+            "metrics": {"one": ["mae"]},
+        },
+        {"x": {"a": X, "b": Y}, "y": OUTPUTS},
+    ),
+    "outputs in a list": Case(
+        lambda: several(list),
+        lambda: {"loss": ["mse", "mae"], "metrics": [[], ["mae"]]},
+        {"x": [X, Y], "y": list(OUTPUTS.values())},
+    ),
+    "subclassed": Case(Subclassed),
+    "batch normalization": Case(normalized, lambda: {"optimizer": keras.optimizers.Adam(0.01, epsilon=1e-3)}),
+    "batch normalization, nested": Case(nested),
+    "batch normalization of images": Case(convolutional, data=IMAGES_DATA),
+    "batch normalization of axis 1": Case(
+        lambda: sequential(layers.BatchNormalization(1), layers.Flatten(), inputs=IMAGES), data=IMAGES_DATA
+    ),
+    "batch normalization, masked": Case(masked_normalization, data=WORDS_DATA),
+    "batch normalization, frozen": Case(lambda: convolutional(trainable=False), data=IMAGES_DATA),
+    "batch normalization, float16": Case(normalized, policy="mixed_float16", rtol=2e-2),
+    "batch normalization, adding losses": Case(lambda: normalized(AddsLosses(), gamma_regularizer="l2")),
+    "batch normalization, several steps per execution": Case(normalized, lambda: {"steps_per_execution": 2}),
+    "batch normalization, eager": Case(normalized, lambda: {"run_eagerly": True}),
+}
