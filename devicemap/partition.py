@@ -54,12 +54,8 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time") -> list[Any
     if n > len(layers):
         raise OptionError(f"n={n} stages of a model of {len(layers)} layers; at most one for each")
     for layer in layers:
-        try:
-            _ = layer.input, layer.output
-        except (AttributeError, ValueError) as error:
-            raise OptionError(
-                f"{layer.name} is used more than once, and a stage cannot share a layer with another one"
-            ) from error
+        if len(layer._inbound_nodes) != 1:  # of which Keras tells input and output of the first alone
+            raise OptionError(f"{layer.name} is used more than once, and a stage cannot share a layer with another one")
     weights = [_bytes_of(layer) if by == "bytes" else _seconds_of(layer) for layer in layers]
     bounds = cuts(weights, n)
     edges = [

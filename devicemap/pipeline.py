@@ -290,3 +290,7 @@ def _warn_of_batch_norm(stage: Any) -> None:
     if found:
         names = ", ".join(found)
         warn_user(f"{names} in a stage: batch normalization sees a microbatch at a time in training", RuntimeWarning)
+
+
+def _spec_of_any(leaf: Any) -> Any:
+    return any_rows(leaf if isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(tf.convert_to_tensor(leaf)))
