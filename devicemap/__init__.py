@@ -8,10 +8,11 @@ if typing.TYPE_CHECKING:
     from devicemap.base.devices import list_devices, simulate_devices
     from devicemap.bench.runner import benchmark
     from devicemap.compile.reduction import Reducer
-    from devicemap.partition import split
-    from devicemap.pipeline import Pipeline
+    from devicemap.pipelines.pipeline import Pipeline
+    from devicemap.pipelines.split import split
     from devicemap.store.results import open_results
-    from devicemap.training import parallelize, spread_variables
+    from devicemap.training.models import parallelize
+    from devicemap.training.variables import spread_variables
 
 __all__ = [
     "DeviceMap",
@@ -31,17 +32,17 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "DeviceMap": "devicemap.api",
-    "Pipeline": "devicemap.pipeline",
+    "Pipeline": "devicemap.pipelines.pipeline",
     "Reducer": "devicemap.compile.reduction",
     "benchmark": "devicemap.bench.runner",
     "list_devices": "devicemap.base.devices",
     "open_results": "devicemap.store.results",
     "parallel_map": "devicemap.api",
     "parallel_reduce": "devicemap.api",
-    "parallelize": "devicemap.training",
+    "parallelize": "devicemap.training.models",
     "simulate_devices": "devicemap.base.devices",
-    "split": "devicemap.partition",
-    "spread_variables": "devicemap.training",
+    "split": "devicemap.pipelines.split",
+    "spread_variables": "devicemap.training.variables",
 }
 """Where the public names are. They are imported when they are first used, so that `devicemap --help` and completion in a
 shell need not wait seconds for TensorFlow."""

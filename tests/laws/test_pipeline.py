@@ -13,8 +13,8 @@ from oracle import assert_same
 
 from devicemap import Pipeline, split
 from devicemap.errors import FunctionError, OptionError
-from devicemap.partition import cuts
-from devicemap.pipeline import schedule_of
+from devicemap.pipelines.pipeline import schedule_of
+from devicemap.pipelines.split import cuts
 from devicemap.tell.plan.pipeline import starts_of
 
 DEVICE_COUNTS = (3, 4)

@@ -1,0 +1,1 @@
+"""Models over devices: stages, microbatches, and how a model is cut into them."""

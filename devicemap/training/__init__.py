@@ -1,0 +1,1 @@
+"""Keras models that train on several devices, and where variables live."""

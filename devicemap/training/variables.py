@@ -1,0 +1,100 @@
+"""Where variables live: one device, or each on the one that holds the fewest bytes of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap.base.devices import choose_devices
+
+
+@contextlib.contextmanager
+def spread_variables(devices: Any = None) -> Iterator[None]:
+    """Variables that are made here go, each, to the device that holds the fewest bytes of them.
+
+    A model that is made here and parallelized needs on each device but a part of the memory of gradients and optimizer: the
+    gradients of a variable are added, and its slots kept and updated, where it is (ZeRO, stages 1 and 2; Rajbhandari et
+    al., 2020). Values go from there to each device once per step. Files are as ever.
+
+    Args:
+        devices: as for `parallel_map`.
+
+    Raises:
+        OptionError: for devices that do not exist.
+
+    Examples:
+        >>> with spread_variables(["CPU:0", "CPU:1"]):
+        ...     a, b = tf.Variable(tf.zeros([4])), tf.Variable(tf.zeros([4]))
+        >>> a.device == b.device
+        False
+    """
+    held = dict.fromkeys(choose_devices(devices), 0)
+
+    def create(next_creator: Any, **options: Any) -> Any:
+        device = min(held, key=lambda name: held[name])
+        with tf.device(device):
+            variable = next_creator(**options)
+        held[device] += (variable.shape.num_elements() or 0) * variable.dtype.size
+        return variable
+
+    with tf.variable_creator_scope(create):
+        yield
+
+
+@contextlib.contextmanager
+def beside_variables(model: Any) -> Iterator[None]:
+    """While it lasts, the optimizer keeps and updates its slots where the variables are that they are for, if these are on
+    several devices."""
+    if len({variable.value.device for variable in model.trainable_variables}) < 2:
+        yield
+        return
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    own, apply, add = vars(optimizer), optimizer.apply, optimizer.add_variable_from_reference
+
+    def apply_there(gradients: Any, variables: Any = None) -> Any:
+        placed = []
+        for gradient, variable in zip(gradients, variables or model.trainable_variables):
+            with tf.device(_home_of(variable)):
+                placed.append(None if gradient is None else tf.identity(gradient))
+        graph = tf.compat.v1.get_default_graph()
+        with contextlib.nullcontext() if tf.executing_eagerly() else graph.device(partial(_home_of_inputs, graph)):
+            return apply(placed, variables)
+
+    def add_there(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        with tf.device(_home_of(reference_variable)):
+            return add(reference_variable, *args, **kwargs)
+
+    # Keras adds gradients of replicas, of which it knows one, in an op for all of them, which is on one device.
+    own.update(apply=apply_there, add_variable_from_reference=add_there, _all_reduce_sum_gradients=list)
+    try:
+        yield
+    finally:
+        del own["apply"], own["add_variable_from_reference"], own["_all_reduce_sum_gradients"]
+
+
+def _home_of(variable: Any) -> str:
+    """The device of a variable, Keras's or TensorFlow's."""
+    return str((variable if isinstance(variable, tf.Variable) else variable.value).device)
+
+
+def _home_of_inputs(graph: Any, op: Any) -> str:
+    """The device of what an op takes that is no scalar; none where nothing is known."""
+    for tensor in op.inputs:
+        if tensor.shape.rank != 0:
+            if tensor.device:
+                return str(tensor.device)
+            if tensor.op.type == "ReadVariableOp":
+                return _home_of_handle(graph, tensor.op.inputs[0])
+    return ""
+
+
+def _home_of_handle(graph: Any, handle: Any) -> str:
+    """The device of a variable that a function, perhaps one around it, has captured."""
+    while handle is not None and not hasattr(handle, "numpy"):
+        handle = next((outside for outside, inside in graph.captures if inside is handle), None)
+        graph = graph.outer_graph
+    return "" if handle is None else str(handle.device)
