@@ -369,13 +369,14 @@ class DeviceMap:
             program.fn, some, program.options, program.compiled_for(some), over_devices, tolerance, program.name
         )
 
-    def explain(self, data_or_spec: Any) -> Plan:
+    def explain(self, data_or_spec: Any, reducer: Any = None) -> Plan:
         """What a call would do, and what stands in the way of parallelism, without running `fn`.
 
         `fn` is traced, and graphs are built, as a call would; a later call does neither again.
 
         Args:
             data_or_spec: data as for `parallel_map`, or a nest of `tf.TypeSpec`s in its place; `None` rows are unknown.
+            reducer: that of a `reduce`, to explain this in place of a call.
 
         Raises:
             DataError, OptionError: as a call; also inside a `tf.function`.
@@ -386,7 +387,7 @@ class DeviceMap:
             >>> plan.rows, plan.way, plan.vectorized
             (5, 'chunks', True)
         """
-        program = self._program
+        program = self._program if reducer is None else self._program.reducing(Reduction(reducer))
         asked = ask(data_or_spec, program.options)
         compiled = program.compiled_for(asked)
         return explain_call(

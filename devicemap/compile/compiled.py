@@ -189,7 +189,8 @@ class Compiled:
     @property
     def belongs_to_a_graph(self) -> bool:
         """Whether the function closes over tensors of a graph that is being built, and can run only there."""
-        return not all(hasattr(captured, "numpy") for captured in self.traced.concrete.captured_inputs)
+        captured = [*self.traced.concrete.captured_inputs, *(self._reduction.captured if self._reduction else ())]
+        return not all(hasattr(tensor, "numpy") for tensor in captured)
 
     def shards(self, rows: int) -> tuple[tuple[Shard, ...], Any]:
         """The shards of a call on `rows` rows, and the `sizes` that the graph for it takes."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from devicemap.base.structure import as_nodes, as_objects, check_same_structure, freeze, map_nest
+from devicemap.data.join import join
 from devicemap.data.rows import count_rows, empty_rows, take_rows
 from devicemap.errors import OptionError, failure
 
@@ -141,11 +141,11 @@ class BoundReduction(ABC):
         self._structure, self._specs = structure, specs
         self._result_bytes = sum((spec.shape[1:].num_elements() or 0) * spec.dtype.size for spec in specs)
         self._wide = self._states()
-        of_states = partial(tf.function, autograph=False, input_signature=self._wide)
         # Traced now, and not when all is computed: that is where functions of the user's may fail.
-        self._merge = of_states(lambda *states: [leaf[None] for leaf in self._merged(states)])
-        self._finish = of_states(lambda *states: self._finished(self._merged(states)))
-        self._nest = self._finish.get_concrete_function().structured_outputs
+        self._merge = self._traced(lambda *states: [leaf[None] for leaf in self._merged(states)])
+        self._finish = self._traced(lambda *states: self._finished(self._merged(states)))
+        self.captured = self._finish.captured_inputs
+        """What functions of the user's close over."""
 
     names: Sequence[str]
     """What tells it from other reductions of the same results, by leaf; besides its `functions`."""
@@ -208,7 +208,7 @@ class BoundReduction(ABC):
 
     def merged(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """The state of neighbouring ones, in eager code: leaves of shape `[1, ...]`. The first may be such a state itself."""
-        return list(self._merge(*(tf.concat(leaves, 0) for leaves in zip(*map(self._widened, parts)))))
+        return list(self._merge(*(join(leaves) for leaves in zip(*map(self._widened, parts)))))
 
     @property
     def most_at_once(self) -> int:
@@ -221,7 +221,10 @@ class BoundReduction(ABC):
 
     def packed(self, leaves: Sequence[Any]) -> Any:
         """What the user gets, of its leaves."""
-        return as_objects(tf.nest.pack_sequence_as(self._nest, leaves))
+        return as_objects(tf.nest.pack_sequence_as(self._finish.structured_outputs, leaves))
+
+    def _traced(self, of_states: Callable[..., Any]) -> Any:
+        return tf.function(of_states, autograph=False, input_signature=self._wide).get_concrete_function()
 
     def _widened(self, states: Sequence[Any]) -> list[Any]:
         return [tf.cast(leaf, spec.dtype) for leaf, spec in zip(states, self._wide)]
@@ -375,7 +378,7 @@ class _Mean(_Sum):
     def finished(self, state: Any, count: Any) -> Any:
         if self.dtype.is_integer:
             return tf.cast(tf.truncatediv(state, tf.maximum(count, 1)), self.dtype)
-        return tf.cast(tf.where(count > 0, state, tf.cast(np.nan, state.dtype)), self.dtype)
+        return tf.where(count > 0, tf.cast(state, self.dtype), tf.reduce_mean(tf.zeros([0], self.dtype)))
 
 
 class _Min(_Sum):
