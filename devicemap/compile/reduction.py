@@ -24,8 +24,8 @@ from devicemap.errors import OptionError, failure
 _GROUP = 128
 """Rows that are added in their own dtype: rounding grows with these, and not with all."""
 
-_BLOCK_BYTES = 2**24
-"""Results that are kept before they are reduced, where each row has some kilobytes; a loop over blocks is free then."""
+_BLOCK_BYTES = 2**22
+"""Results that are kept before they are reduced, where each row has some kilobytes: `benchmarks/test_reduce.py`."""
 
 _ROW_BYTES = 2**12
 

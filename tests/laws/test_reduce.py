@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import tensorflow as tf
 from cases import ALL, ROWS, Case
 from graphs import between_devices, partitions
 from oracle import serial
+from processes import run
 
 import devicemap
 from devicemap import DeviceMap, Reducer, parallel_map, parallel_reduce
@@ -119,6 +121,31 @@ def test_what_travels_has_the_size_of_the_result(devices: list[str]) -> None:
     plan = mapper.explain(tf.range(64), "mean")
     sent = [each.bytes_per_call for each in plan.transfers if each.what == "results"]
     assert sent == [400_000 + 8] * len({*devices} - {"CPU:0"})
+
+
+MEMORY = """
+from pathlib import Path
+import tensorflow as tf
+import devicemap
+
+def megabytes(field):
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(field)) / 1000
+
+mapper = devicemap.DeviceMap(lambda n: tf.fill([4096], tf.cast(n, tf.float32)))
+mapper.reduce(tf.data.Dataset.range(100), "mean")
+before = megabytes("VmRSS")
+mean = mapper.reduce(tf.data.Dataset.range(30_000), "mean")
+print(megabytes("VmHWM") - before, float(mean[0]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of the resident memory from Linux's /proc")
+def test_memory_is_that_of_the_chunks_under_way() -> None:
+    """490 MB of rows, in a process of its own."""
+    rise, mean = map(float, run(MEMORY)[0].split())
+    assert rise < 200
+    np.testing.assert_allclose(mean, 14_999.5)
 
 
 def test_no_device_waits_for_another() -> None:
