@@ -43,7 +43,7 @@ def test_monte_carlo_integral(benchmark: Any, real_devices: list[str], scale: Sc
     """The mean of an integrand and of its square, in batches of points that are drawn from the seeds of rows."""
     batches = QUICK_BATCHES if scale.quick else BATCHES
 
-    def heights(_: Any, seed: Any) -> Any:
+    def heights(n: Any, seed: Any) -> Any:
         points = tf.random.stateless_uniform([POINTS, 3], seed)
         values = tf.exp(-tf.reduce_sum(points * points, 1))
         return {"mean": tf.reduce_mean(values), "square": tf.reduce_mean(values * values)}

@@ -14,7 +14,10 @@ import pytest
 import devicemap
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference.md"
-NAMES = ["DeviceMap", "benchmark", "list_devices", "open_results", "parallel_map", "simulate_devices"]
+NAMES = [
+    "DeviceMap", "Reducer", "benchmark", "list_devices", "open_results", "parallel_map", "parallel_reduce", "parallelize",
+    "simulate_devices", "spread_variables",
+]  # fmt: skip
 
 
 def test_exports_are_exactly_these() -> None:
