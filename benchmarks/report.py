@@ -54,6 +54,7 @@ TOPICS = {
     "batch_size": ("Time against batch size", SHARE_TEXT + " A row takes 5 ms of a device, and a call 2 ms besides."),
     "streaming": ("Streams", SHARE_TEXT),
     "memory": ("Memory of a stream", TIME_TEXT),
+    "reduce": ("Reductions", TIME_TEXT),
     "call_cost": ("Cost of a call on a few rows", TIME_TEXT),
     "reporting": ("Cost of a report", TIME_TEXT),
     "first_result": (
