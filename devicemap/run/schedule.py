@@ -24,6 +24,9 @@ _PROBES = 32
 _SHORTEST_SECONDS = 0.003
 """Chunks are not cut shorter than this for balance: dispatching one takes a tenth of it."""
 
+_QUICK_SECONDS = 0.001
+"""Waking another worker pays where reading a chunk and computing it take longer than this."""
+
 _AS_QUICK = 1.5
 """Chunks that take no longer than this many times the quickest are as quick as it."""
 
@@ -200,6 +203,15 @@ def rows_to_take(pace: Pace, others: Collection[Pace], rows_left: int | None, ba
         return 0
     least = max(1, pace.quick_rows // 4, int(speed * _SHORTEST_SECONDS))
     return min(most, max(int(share), least))
+
+
+def takes_one_worker(pace: Pace, rows: int, read_seconds: float) -> bool:
+    """Whether a chunk was read, and will be computed, so quickly that the same worker had better take the next one, too.
+
+    >>> takes_one_worker(Pace(rows_per_second=1e6), 512, 0.0001), takes_one_worker(Pace(rows_per_second=1e5), 512, 0.0001)
+    (True, False)
+    """
+    return pace.rows_per_second is not None and read_seconds + rows / pace.rows_per_second < _QUICK_SECONDS
 
 
 def chunks_in_flight(kind: str) -> int:

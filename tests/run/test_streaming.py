@@ -188,16 +188,18 @@ def test_an_error_of_the_input_comes_in_its_turn_too() -> None:
 
 
 def test_leaving_early_stops_reading_and_cancels_what_runs() -> None:
-    cancelled = threading.Event()
+    begun, cancelled = threading.Event(), threading.Event()
 
     def run(device: str, chunk: Chunk) -> Any:
         if chunk.start > 2:
+            begun.set()
             assert cancelled.wait(10)
         return _double(chunk)
 
     source = Rows(1000)
     stream = run_chunks(source, _runners(run), Rules(window=4, cancel=cancelled.set))
     assert [next(stream).start for _ in range(3)] == [0, 1, 2]
+    assert begun.wait(10)
     stream.close()
     assert cancelled.is_set()
     assert source.next <= 3 + 4
