@@ -19,14 +19,11 @@ from devicemap.data.chunks import Chunk, Source
 from devicemap.events import Event, Shard
 from devicemap.run.recovery import FAILURES_IN_A_ROW, Remedy, remedy
 from devicemap.run.reorder import Group, Groups
-from devicemap.run.schedule import Pace, rows_to_take, takes_one_worker
+from devicemap.run.schedule import PATIENCE_SECONDS, Pace, are_quick, rows_to_take
 from devicemap.run.tasks import Queue, Task
 
 _SIGNAL_SECONDS = 0.1
 """How often the consumer looks up from waiting: a wait without an end can miss a signal that another thread gets."""
-
-_PATIENCE_SECONDS = 0.0005
-"""After what the consumer first looks up: what was expected to be quick may not be, and then one more worker is called."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +60,15 @@ class _Standing:
     last_finish: float = 0.0
     """When it last finished a chunk, in seconds since the call began."""
 
+    busy_since: float = 0.0
+    """When that was, or when it began with nothing else under way."""
+
     running: dict[int, bool] = field(default_factory=dict)
     """Chunks that it has been given and not finished, by their first row: whether it never had another one meanwhile."""
 
-    def begin(self, chunk: Chunk) -> None:
+    def begin(self, chunk: Chunk, now: float) -> None:
         """It is given a chunk."""
+        self.busy_since = self.busy_since if self.running else now
         self.running = dict.fromkeys([*self.running, chunk.start], not self.running)
         self.pace = self.pace.taking(chunk.count)
 
@@ -75,7 +76,7 @@ class _Standing:
         """It finished a chunk, which it worked on alone since the one before."""
         del self.running[chunk.start]
         self.pace = self.pace.finishing(chunk.count, now - max(started, self.last_finish))
-        self.last_finish = now
+        self.last_finish = self.busy_since = now
         self.failures = 0
 
     def give_up(self, chunk: Chunk) -> bool:
@@ -168,7 +169,8 @@ class Dispatch:
                     return None
                 self._groups.add(chunk)
                 read_seconds = self.now() - asked
-                if not takes_one_worker(pace, chunk.count, read_seconds):
+                paces = [self._standings[name].pace for name in self._alive]
+                if read_seconds > PATIENCE_SECONDS or not are_quick(chunk.count, paces):
                     self._call_worker()
                 if not self._standings[device].has_room_for(chunk):  # larger than asked for, as a dataset's batches are
                     self._waiting.add_last(Task(chunk))
@@ -215,7 +217,7 @@ class Dispatch:
         Raises:
             BaseException: the first error, in its turn.
         """
-        patience = _PATIENCE_SECONDS
+        patience = PATIENCE_SECONDS
         with self._lock:
             while True:
                 was_full = self._groups.full
@@ -230,7 +232,8 @@ class Dispatch:
                         raise self._error
                     if not self._groups:
                         return None
-                if not self._due.wait(patience):
+                if not self._due.wait(patience):  # a chunk that is overdue: others may get what was left to its device
+                    self._changed.notify_all()
                     self._call_worker()
                     patience = min(2 * patience, _SIGNAL_SECONDS)
 
@@ -283,7 +286,7 @@ class Dispatch:
             self._waiting.add_first(rest)
             self._wake_all()
         self._running += 1
-        standing.begin(task.chunk)
+        standing.begin(task.chunk, self.now())
         return task
 
     def _rows_for(self, device: str) -> int:
@@ -293,8 +296,10 @@ class Dispatch:
         left = self._source.rows_left()
         if left == 0:
             return 1  # the source says itself that it is at its end
-        others = [self._standings[name].pace for name in self._alive if name != device]
-        rows = rows_to_take(self._standings[device].pace, others, left, self._source.batch_size)
+        now = self.now()
+        paces = {name: standing.pace.after(now - standing.busy_since) for name, standing in self._standings.items()}
+        others = [paces[name] for name in self._alive if name != device]
+        rows = rows_to_take(paces[device], others, left, self._source.batch_size)
         return rows if self._standings[device].pace.has_room_for(rows) else 0
 
     def _try_again(self, task: Task, error: BaseException) -> bool:
