@@ -257,6 +257,8 @@ class Dispatch:
 
     def _wait(self) -> None:
         """Until the worker may find something to take."""
+        if self._waiting:
+            self._start_worker()  # perhaps one of the device that may take it
         if self._at_end or not (self._reading or self._groups.full):
             self._call_worker()  # to read, if this one is not to
             self._changed.wait()

@@ -153,6 +153,20 @@ def test_a_slow_chunk_does_not_stop_the_others_until_the_window_is_full() -> Non
     assert consumed == [2 * i for i in range(10)]
 
 
+def test_what_was_left_to_a_fast_device_goes_to_others_when_that_is_overdue() -> None:
+    release = threading.Event()
+
+    def run(device: str, chunk: Chunk) -> Any:
+        if device.endswith("0"):
+            assert release.wait(10)
+        elif chunk.start == 5:
+            release.set()
+        return _double(chunk)
+
+    paces = {"/device:CPU:0": Pace(rows_per_second=1e5), "/device:CPU:1": Pace(rows_per_second=10.0)}
+    assert _flat(run_chunks(Rows(6), _runners(run, in_flight=1), Rules(), paces)) == [2 * i for i in range(6)]
+
+
 def test_an_endless_source_is_read_no_further_than_the_window() -> None:
     source = Rows(None, 4)
     stream = run_chunks(source, _plain(2), Rules(window=8))
