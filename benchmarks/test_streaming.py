@@ -84,7 +84,14 @@ def test_small_chunks(benchmark: Any, scale: Scale) -> None:
         "devicemap": lambda: joined(mapper.stream(batches)),
         "a graph per batch": lambda: joined(map(graph, batches)),
     }
-    compare(benchmark, ways, topic="streaming", case="32 small batches", rounds=scale.rounds, devices=scale.devices)
+    compare(
+        benchmark,
+        ways,
+        topic="chunk_cost",
+        case="32 ready batches of 512 rows",
+        rounds=scale.rounds,
+        devices=scale.devices,
+    )
 
 
 def row_sums(rows: Any) -> Any:
