@@ -277,6 +277,8 @@ class Calls:
             Runner(device, partial(self._run_chunk, compiled, functions[device], device, keep), at_once)
             for device, at_once in in_flight(compiled, self._options.prefetch).items()
         ]
+        if sum(runner.in_flight for runner in runners) == 1:
+            source.read_ahead()
         lost: list[DeviceLost] = []
         try:
             with self._observers.of_chunks(compiled.take_traces) as observe:
