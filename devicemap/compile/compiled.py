@@ -92,7 +92,7 @@ class Compiled:
         if self.keeps_seeds:
             self.places = self.places[:1]
         self._output_device = output_device
-        self._clocked = clocked and _has_clock()
+        self._clocked = clocked and has_clock()
         self._name = name
         self._scope = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "fn"  # what a name scope may hold
         self._lock = threading.RLock()
@@ -140,7 +140,7 @@ class Compiled:
             shards,
             gradients if seeded else min(gradients, 1),
             any_rows,
-            (timed and _has_clock())
+            (timed and has_clock())
             or (self._clocked and (shards > 1 or kind_of(self._output_device) != "CPU") and not inlined),
             inlined and self._reads_in_place,
             apart,
@@ -162,7 +162,7 @@ class Compiled:
             and kind_of(self._output_device) == "CPU"
             and not (audit.ordered or audit.seeded or audit.advances_seed or self.traced.uncompiled)
             and can_balance(self.traced.specs)
-            and _has_clock()
+            and has_clock()
         )
 
     def balanced_graph(self) -> Any:
@@ -391,7 +391,7 @@ class Compiled:
         return traced.with_gradients or traced if differentiable else traced
 
 
-def _has_clock() -> bool:
+def has_clock() -> bool:
     """Whether graphs may ask what time it is: not after `tf.config.experimental.enable_op_determinism()`."""
     try:
         with tf.init_scope(), tf.device(HOST):

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.gradients import have_tangents
 from devicemap.base.devices import is_out_of_memory
-from devicemap.compile.compiled import Compiled
+from devicemap.compile.compiled import Compiled, has_clock
 from devicemap.compile.gather import check_row_counts, with_row_counts_checked, with_static_rows
 from devicemap.compile.layout import sizes_in_graph
 from devicemap.compile.program import Program
@@ -191,7 +191,7 @@ class OneGraph:
             return compiled.pack_no_rows()
         places = len(compiled.places) if rows.count is None else len(compiled.shards(rows.count)[0])
         one_row = rows.count is not None and rows.count < 2 * places
-        timed = clock is not None and places == len(clock.devices)
+        timed = clock is not None and places == len(clock.devices) and has_clock()
         graph = compiled.graph(places, 2, any_rows=rows.count is None, inlined=True, one_row=one_row, timed=timed)
         with tf.device(HOST):  # else all that comes and goes would go by the first device
             count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
