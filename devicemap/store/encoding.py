@@ -37,7 +37,7 @@ def describe_call(
     chunk_rows: int | None,
     function: Mapping[str, Any],
     name: str,
-    reducer: Sequence[str] | None,
+    reducer: Sequence[str] | None = None,
 ) -> Header:
     """The header for the results of a call.
 

@@ -8,13 +8,15 @@ done with outputs or gradients is what Keras does. Gradients are computed where 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from devicemap.api import DeviceMap
-from devicemap.errors import OptionError
+from devicemap.base.devices import is_out_of_memory
+from devicemap.errors import OptionError, brief, function_error
 from devicemap.tell.plan.plan import Plan
 from devicemap.tell.plan.planner import explain_call
 from devicemap.tell.plan.request import ask
@@ -165,11 +167,30 @@ class _Parallel:
         if name == "make_train_function":
             self._forward.clock.reset()
         model, jit_compile = self._model, self._model.jit_compile
+        made = name.removeprefix("make_")
+        before = getattr(model, made)
         model.jit_compile = False
         try:
-            return getattr(type(model), name)(model, force)
+            getattr(type(model), name)(model, force)
         finally:
             model.jit_compile = jit_compile
+        if getattr(model, made) is not before:
+            setattr(model, made, partial(self._told, getattr(model, made)))
+        return getattr(model, made)
+
+    def _told(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call one of Keras's functions, and say what to do where memory is short."""
+        try:
+            return function(*arguments)
+        except tf.errors.OpError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise function_error(
+                f"{self._model.name} ran out of memory: {brief(error)}. A smaller batch_size needs less on each device; "
+                "gradient_accumulation_steps of the optimizer keeps the steps as they are, devicemap.spread_variables() what "
+                "the optimizer keeps apart, and a devicemap.Pipeline the layers",
+                error,
+            ) from error
 
     def _step(self, name: str, data: Any) -> Any:
         """A step of Keras's on a batch."""

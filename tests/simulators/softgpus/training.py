@@ -14,6 +14,7 @@ import tensorflow as tf
 from simulators.softgpus.starting import start
 
 import devicemap
+from devicemap.errors import FunctionError
 
 COUNT = 4
 gpus = start(COUNT, 256 << 20)
@@ -103,3 +104,13 @@ def test_spread_variables_are_summed_and_updated_where_they_are(optimizer: str) 
     assert len(set(homes.values())) == COUNT
     slots = [variable.value.device for variable in model.optimizer.variables if len(variable.shape) > 1]
     assert Counter(slots) == {home: count * len(slots) // LAYERS for home, count in Counter(homes.values()).items()}
+
+
+def test_out_of_memory_says_what_to_do() -> None:
+    model, _ = trained(False)
+    x = np.zeros([2**20, WIDTH], "float32")
+    with tf.device("CPU:0"):
+        batches = tf.data.Dataset.from_tensors((x, x))
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="batch_size") as raised:
+        model.fit(batches, shuffle=False, verbose=0)
+    assert isinstance(raised.value, FunctionError)
