@@ -37,7 +37,9 @@ def test_columns(cluster: Cluster) -> None:
     offset = tf.Variable(100, dtype=tf.int64)
     items = [{"n": n, "text": "ab" * n, "list": [*range(n)], "square": np.full([2, 2], n)} for n in range(6)]
 
-    def describe(row: Any) -> Any:
+    def describe(
+        row,
+    ):  # pickled without what annotations alone name, for lack of which autograph would leave it as it is
         total = offset + tf.reduce_sum(row["square"])
         for each in row["list"]:  # a loop that is one in the graph
             total += each
