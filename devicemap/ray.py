@@ -1,4 +1,4 @@
-"""`map_batches`: a Ray Data dataset mapped on the hosts of a Ray cluster, by actors that hold a `DeviceMap` each.
+"""`map_batches` and `reduce`: a Ray Data dataset mapped on the hosts of a Ray cluster, by actors that hold a `DeviceMap` each.
 
     blocks ── Ray: where, how often, once more after a failure ──> an actor ── DeviceMap: its devices ──> blocks
 
@@ -7,7 +7,9 @@ What Ray does is left to it. A row's random numbers depend on its number alone, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,14 +18,20 @@ import tensorflow as tf
 
 from devicemap.api import DeviceMap
 from devicemap.base.options import check_count, check_options
+from devicemap.compile.program import Program
+from devicemap.compile.reduction import BoundReduction, Reduction
 from devicemap.compile.seeds import seeds_of_rows
 from devicemap.errors import DataError, DeviceMapError, OptionError, failure
+from devicemap.run.calls import Calls, Nobody
 
 RESULT = "result"
 """The column of results that are no dicts."""
 
 _NUMBER = "devicemap.row"
 """The column of the rows' numbers."""
+
+_KIND = "kind"
+"""The column that tells what states are of."""
 
 _CHUNKS = 16
 """In what Ray hands to an actor at a time where it has to be told: enough that few of them wait for the next ones."""
@@ -64,6 +72,56 @@ def map_batches(
         OptionError, DataError: before anything runs, for options and data that cannot be.
         ray.exceptions.RayTaskError: when the result is read: `fn` failed. Its message ends with that of the `FunctionError`.
     """
+    return _by_actors(dataset, fn, _mapper, concurrency, num_gpus, num_cpus, options)
+
+
+def reduce(
+    dataset: Any,
+    fn: Callable[..., Any],
+    reducer: Any,
+    *,
+    concurrency: int | tuple[int, int],
+    num_gpus: float | None = None,
+    num_cpus: float | None = None,
+    **options: Any,
+) -> Any:
+    """Map `fn` over the rows of a Ray Data dataset, and reduce the results where they are computed.
+
+    What travels is a state for each block, of the size of the result. States are merged here, in the order of rows.
+
+    Args:
+        dataset, fn, concurrency, num_gpus, num_cpus, **options: as for `map_batches`.
+        reducer: as for `devicemap.parallel_reduce`.
+
+    Returns:
+        What `devicemap.parallel_reduce` gives.
+
+    Raises:
+        DeviceMapError: Ray is not installed.
+        OptionError, DataError: before anything runs, for options, a reducer and data that cannot be; and for no rows at all.
+        ray.exceptions.RayTaskError: `fn` failed, or its results cannot be reduced so.
+    """
+    reduction = Reduction(reducer)
+    states = _by_actors(dataset, fn, partial(_States, reducer), concurrency, num_gpus, num_cpus, options)
+    with _in_order(states):
+        blocks = list(states.iter_batches(batch_size=None, batch_format="numpy"))
+    if not blocks:
+        raise DataError("the dataset has no rows, and nothing else tells what fn returns")
+    columns = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+    bound = reduction.of(*pickle.loads(columns.pop(_KIND)[0]))
+    return bound.finished([columns[str(i)] for i in range(len(columns))])
+
+
+def _by_actors(
+    dataset: Any,
+    fn: Callable[..., Any],
+    make: Callable[..., Any],
+    concurrency: int | tuple[int, int],
+    num_gpus: float | None,
+    num_cpus: float | None,
+    options: dict[str, Any],
+) -> Any:
+    """The dataset that actors make of another one by what `make(fn, options)` gives them."""
     ray = _ray()
     if not isinstance(dataset, ray.data.Dataset):
         raise DataError(
@@ -89,8 +147,8 @@ def map_batches(
         options["name"] = checked.name or getattr(fn, "__name__", type(fn).__name__)
         dataset, fn = _numbered(dataset), partial(_with_seed, fn)
     return dataset.map_batches(
-        _Mapper,
-        fn_constructor_args=(partial(DeviceMap, fn, **options), seed),  # as one: variables in both are the same
+        _Actor,
+        fn_constructor_args=(partial(make, fn, options), seed),  # as one: variables in both are the same
         compute=ray.data.ActorPoolStrategy(min_size=sizes[0], max_size=sizes[1]),
         batch_size=rows,
         batch_format="numpy",
@@ -99,18 +157,46 @@ def map_batches(
     )
 
 
-class _Mapper:
-    """What an actor holds."""
+def _mapper(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[[Any], Any]:
+    return DeviceMap(fn, **options)
 
-    def __init__(self, make: Callable[[], DeviceMap], seed: int | None):
-        self._mapper = make()
+
+class _States:
+    """Rows -> the columns of a state of them."""
+
+    def __init__(self, reducer: Any, fn: Callable[..., Any], options: dict[str, Any]):
+        self._calls = Calls(Program(fn, options).reducing(_Unfinished(reducer)), Nobody())
+
+    def __call__(self, data: Any) -> Any:
+        return self._calls.over(data)
+
+
+class _Unfinished(Reduction):
+    """A reduction that ends with the columns of a state, the last of which tells how to finish it."""
+
+    def of(self, structure: Any, specs: Sequence[Any]) -> BoundReduction:
+        bound = super().of(structure, specs)
+        kind = pickle.dumps((structure, specs))
+
+        def finished(states: Sequence[Any]) -> dict[str, Any]:
+            return {**{str(i): leaf for i, leaf in enumerate(bound.merged([states]))}, _KIND: tf.constant([kind])}
+
+        bound.finished = finished  # type: ignore[method-assign]
+        return bound
+
+
+class _Actor:
+    """What an actor of Ray's holds."""
+
+    def __init__(self, make: Callable[[], Callable[[Any], Any]], seed: int | None):
+        self._run = make()
         self._seed = seed
 
     def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
         data: Any = {name: _rows_of(name, column) for name, column in block.items() if name != _NUMBER}
         if self._seed is not None:
             data = data, seeds_of_rows(self._seed, block[_NUMBER])
-        result = self._mapper(data)
+        result = self._run(data)
         columns = result if isinstance(result, Mapping) else {RESULT: result}
         for name, column in columns.items():
             if not isinstance(name, str) or not isinstance(column, tf.Tensor | tf.RaggedTensor):
@@ -139,17 +225,24 @@ def _rows_of(name: str, column: Any) -> Any:
 def _numbered(dataset: Any) -> Any:
     """The dataset with a column of the rows' numbers, in Ray's object store."""
     ray = _ray()
-    ordered = dataset.context.execution_options
-    kept, ordered.preserve_order = ordered.preserve_order, True
-    try:
-        tables = dataset.materialize().to_arrow_refs()  # a copy of the dataset is, with a copy of its context
-    finally:
-        ordered.preserve_order = kept
+    with _in_order(dataset):
+        tables = dataset.materialize().to_arrow_refs()
     count, number = ray.remote(lambda table: len(table)), ray.remote(_number)
     ends = np.cumsum([0, *ray.get([count.remote(table) for table in tables])])
     numbered = ray.data.from_arrow_refs([number.remote(table, first) for table, first in zip(tables, ends)])
     numbered.context.execution_options.preserve_order = True
     return numbered
+
+
+@contextlib.contextmanager
+def _in_order(dataset: Any) -> Iterator[None]:
+    """What is computed of the dataset inside comes in order. Datasets have their own copy of Ray's context."""
+    options = dataset.context.execution_options
+    kept, options.preserve_order = options.preserve_order, True
+    try:
+        yield
+    finally:
+        options.preserve_order = kept
 
 
 def _number(table: Any, first: int) -> Any:

@@ -69,6 +69,24 @@ def test_bad_options(cluster: Cluster, options: dict[str, Any], error: type[Exce
         devicemap.ray.map_batches(**{"dataset": ray.data.range(3), "fn": len, "concurrency": 1, **options})
 
 
+LAST = devicemap.Reducer(
+    np.zeros([2, 2], "f"), lambda state, row: row["wide"], lambda state, later: later, lambda state: -state
+)
+
+
+@pytest.mark.parametrize("reducer", [{"mean": "mean", "wide": "sum"}, LAST], ids=["names", "own"])
+def test_reduce(cluster: Cluster, reducer: Any) -> None:
+    """As in one process; a mean is that of rows, however many of them are in a block."""
+
+    def fn(row):
+        return {"mean": row["data"], "wide": tf.fill([2, 2], row["data"])}
+
+    rows = np.arange(7, dtype=np.float32)
+    expected = devicemap.parallel_reduce(fn, {"data": rows}, reducer)
+    found = devicemap.ray.reduce(ray.data.from_numpy(rows).repartition(3), fn, reducer, concurrency=1)
+    tf.nest.map_structure(np.testing.assert_allclose, found, expected)
+
+
 def test_errors(cluster: Cluster) -> None:
     def careful(row: Any) -> Any:
         tf.debugging.assert_less(row["id"], np.int64(5), message="too large")
