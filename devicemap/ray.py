@@ -87,11 +87,8 @@ def reduce(
 ) -> Any:
     """Map `fn` over the rows of a Ray Data dataset, and reduce the results where they are computed.
 
-    What travels is a state for each block, of the size of the result. States are merged here, in the order of rows.
-
-    Args:
-        dataset, fn, concurrency, num_gpus, num_cpus, **options: as for `map_batches`.
-        reducer: as for `devicemap.parallel_reduce`.
+    What travels is a state for each block, of the size of the result. States are merged here, in the order of rows. Arguments
+    are those of `map_batches`, and the `reducer` of `devicemap.parallel_reduce`.
 
     Returns:
         What `devicemap.parallel_reduce` gives.
