@@ -8,7 +8,8 @@ OLDEST_TENSORFLOW ?= 2.16.2
 CLIENTS_TENSORFLOW ?= 2.21.0
 NIGHTLY_TENSORFLOW ?= $(subst tensorflow-cpu,tf-nightly-cpu,$(subst tensorflow[,tf-nightly[,$(patsubst tensorflow,tf-nightly,$(TENSORFLOW))))
 # The laws, which hold without anything of TensorFlow that is not public.
-LAWS := $(addprefix tests/laws/test_,laws.py results.py gradients.py random.py state.py streams.py balance.py) tests/_tensorflow
+LAWS := $(addprefix tests/laws/test_,laws.py results.py gradients.py random.py state.py streams.py balance.py reduce.py training.py \
+	pipeline.py) tests/_tensorflow
 VENV := .venv
 BIN := $(VENV)/bin
 # Tests run in this many processes.

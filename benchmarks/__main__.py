@@ -28,6 +28,7 @@ COUNTS = {
     "batch_size": (8,),
     "streaming": (8,),
     "memory": (8,),
+    "reduce": (8,),
     "call_cost": (1, 2, 8, 16),
     "reporting": (8,),
     "gathering": (8,),

@@ -53,7 +53,9 @@ TOPICS = {
     "balance": ("Share of the ideal time", SHARE_TEXT),
     "batch_size": ("Time against batch size", SHARE_TEXT + " A row takes 5 ms of a device, and a call 2 ms besides."),
     "streaming": ("Streams", SHARE_TEXT),
+    "chunk_cost": ("Cost of small chunks", TIME_TEXT),
     "memory": ("Memory of a stream", TIME_TEXT),
+    "reduce": ("Reductions", TIME_TEXT),
     "call_cost": ("Cost of a call on a few rows", TIME_TEXT),
     "reporting": ("Cost of a report", TIME_TEXT),
     "first_result": (

@@ -54,6 +54,26 @@ def test_streamed_gigabytes(benchmark: Any, real_devices: list[str], scale: Scal
     )  # fmt: skip
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of the resident memory from Linux's /proc")
+def test_reduced_gigabytes(benchmark: Any, real_devices: list[str], scale: Scale) -> None:
+    """256 000 rows of 16 kB, of which nothing but their mean is left."""
+    rows = 2_560 if scale.quick else 256_000
+    mapper = devicemap.DeviceMap(lambda n: tf.fill([4096], tf.cast(n, tf.float32)), devices=real_devices)
+    rises: dict[str, float] = {}
+
+    def reduced() -> Any:
+        start = reset_peak_megabytes()
+        mean = mapper.reduce(tf.data.Dataset.range(rows), "mean")
+        rises["devicemap"] = max(rises.get("devicemap", 0.0), peak_megabytes() - start)
+        return mean
+
+    compare(
+        benchmark, {"devicemap": reduced}, topic="memory", case=f"the mean of {rows} rows of 16 kB", rounds=1,
+        devices=len(real_devices), answer=np.full(4096, (rows - 1) / 2, np.float32), rise_megabytes=rises,
+        targets={"most megabytes": {"devicemap": MOST_MEGABYTES}},
+    )  # fmt: skip
+
+
 def reset_peak_megabytes() -> float:
     """Begin to look for the peak anew; returns what the process holds now."""
     Path("/proc/self/clear_refs").write_text("5")

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import devicemap
-from benchmarks import jobs, peers
+from benchmarks import hardware, jobs, peers
 from benchmarks.conftest import Scale
 from benchmarks.measuring import compare
 from benchmarks.simulator import Simulator
@@ -71,6 +71,31 @@ def test_slow_input(benchmark: Any, sim: Simulator, accelerators: list[str], sca
         topic="streaming", case="input twice as slow as the devices", rounds=scale.rounds, devices=scale.devices,
         answer=job.answer, ideal_seconds=statistics.median(reading), targets={"least share": {"devicemap": 0.95}},
     )  # fmt: skip
+
+
+def test_small_chunks(benchmark: Any, scale: Scale) -> None:
+    """What handing out chunks costs: 32 batches that are ready, against one call of a graph for each."""
+    devices = hardware.all_devices()[: scale.devices]
+    rows = tf.random.stateless_uniform([32 * 512, 16], [1, 2])
+    batches = tf.data.Dataset.from_tensor_slices(rows).batch(512).cache()
+    graph = tf.function(row_sums, reduce_retracing=True)
+    mapper = devicemap.DeviceMap(row_sums, devices=devices, batched=True)
+    ways = {
+        "devicemap": lambda: joined(mapper.stream(batches)),
+        "a graph per batch": lambda: joined(map(graph, batches)),
+    }
+    compare(
+        benchmark,
+        ways,
+        topic="chunk_cost",
+        case="32 ready batches of 512 rows",
+        rounds=scale.rounds,
+        devices=scale.devices,
+    )
+
+
+def row_sums(rows: Any) -> Any:
+    return tf.reduce_sum(tf.sin(rows) * rows, -1)
 
 
 def seconds_to_last(dataset: tf.data.Dataset) -> float:

@@ -19,7 +19,7 @@ from devicemap.errors import DataError
 from devicemap.events import Event, short_name
 from devicemap.run.calls import Calls, Nobody
 from devicemap.store.results import Results, open_results
-from devicemap.store.write import write
+from devicemap.store.write import reduce, write
 from devicemap.tell.plan.plan import Plan
 from devicemap.tell.plan.planner import explain_call
 from devicemap.tell.plan.request import ask
@@ -121,7 +121,13 @@ def parallel_map(
     return _mapper_of(fn, options)(data, *others)
 
 
-def parallel_reduce(fn: Callable[..., Any], data: Any, reducer: Any, **options: Any) -> Any:
+def parallel_reduce(
+    fn: Callable[..., Any],
+    data: Any,
+    reducer: Any,
+    directory: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Any:
     """Map `fn` over the rows of `data` on several devices at once, and reduce the results where they are computed.
 
     The result is that of `tf.reduce_sum(parallel_map(fn, data), 0)`, or of the mean, minimum or maximum, to rounding that does
@@ -133,6 +139,8 @@ def parallel_reduce(fn: Callable[..., Any], data: Any, reducer: Any, **options: 
         data: as for `parallel_map`; of any length where it is a dataset.
         reducer: "sum", "mean", "min" or "max", for all that `fn` returns or in a nest as `fn` returns one; or a
             `devicemap.Reducer`.
+        directory: keep the partial result of each finished chunk there; run again, it computes only what is missing, as
+            `DeviceMap.write` does. The same data, `fn` and reducer are expected again; a `Reducer` may finish in another way.
         **options: those of `parallel_map`. `deterministic` makes no difference: results are merged in the order of rows.
 
     Returns:
@@ -143,12 +151,13 @@ def parallel_reduce(fn: Callable[..., Any], data: Any, reducer: Any, **options: 
     Raises:
         OptionError, DataError: before anything runs, for options, a reducer and data that cannot be.
         FunctionError: `fn` failed, or its results cannot be reduced so.
+        JournalError: the directory holds something else, or the disk failed: as of `DeviceMap.write`.
 
     Examples:
         >>> parallel_reduce(lambda row: tf.reduce_sum(row), tf.reshape(tf.range(6), [3, 2]), "max").numpy()
         9
     """
-    return _mapper_of(fn, {"progress": False, **options}).reduce(data, reducer)
+    return _mapper_of(fn, {"progress": False, **options}).reduce(data, reducer, directory)
 
 
 class DeviceMap:
@@ -211,7 +220,7 @@ class DeviceMap:
             return _inside_function(self._calls, data)
         return self._calls.over(data)
 
-    def reduce(self, data: Any, reducer: Any) -> Any:
+    def reduce(self, data: Any, reducer: Any, directory: str | os.PathLike[str] | None = None) -> Any:
         """Map over all of `data`, and reduce the results where they are computed; see `parallel_reduce`.
 
         Examples:
@@ -219,6 +228,8 @@ class DeviceMap:
             14
         """
         calls = Calls(self._program.reducing(Reduction(reducer)), self._observers)
+        if directory is not None:
+            return reduce(calls, data, directory)
         return calls.over(data) if tf.executing_eagerly() else _inside_function(calls, data)
 
     def stream(self, data: Any) -> Iterator[Any]:
@@ -358,13 +369,14 @@ class DeviceMap:
             program.fn, some, program.options, program.compiled_for(some), over_devices, tolerance, program.name
         )
 
-    def explain(self, data_or_spec: Any) -> Plan:
+    def explain(self, data_or_spec: Any, reducer: Any = None) -> Plan:
         """What a call would do, and what stands in the way of parallelism, without running `fn`.
 
         `fn` is traced, and graphs are built, as a call would; a later call does neither again.
 
         Args:
             data_or_spec: data as for `parallel_map`, or a nest of `tf.TypeSpec`s in its place; `None` rows are unknown.
+            reducer: that of a `reduce`, to explain this in place of a call.
 
         Raises:
             DataError, OptionError: as a call; also inside a `tf.function`.
@@ -375,7 +387,7 @@ class DeviceMap:
             >>> plan.rows, plan.way, plan.vectorized
             (5, 'chunks', True)
         """
-        program = self._program
+        program = self._program if reducer is None else self._program.reducing(Reduction(reducer))
         asked = ask(data_or_spec, program.options)
         compiled = program.compiled_for(asked)
         return explain_call(

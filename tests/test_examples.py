@@ -35,7 +35,7 @@ ON_TWO_DEVICES = {
     "digits --images 20 --simulate 2": ("on 2 devices", *DIGITS),
     "integrals --rows 17 --precision 0.05 --simulate 2": (
         "17 integrals in 5 dimensions", "2 devices, a shard each", "Within one error of the truth: ",
-        "The same on 1 device and on 2 devices",
+        "The same on 1 device and on 2 devices", "none of them kept",
     ),
     "inference --pages 6 --epochs 1 --simulate 2": (
         "6 pages of digits", "Right: ", "The answers are the model's own, page by page",

@@ -15,8 +15,8 @@ import devicemap
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference.md"
 NAMES = [
-    "DeviceMap", "Reducer", "benchmark", "list_devices", "open_results", "parallel_map", "parallel_reduce", "parallelize",
-    "simulate_devices",
+    "DeviceMap", "Pipeline", "Reducer", "benchmark", "list_devices", "open_results", "parallel_map", "parallel_reduce",
+    "parallelize", "simulate_devices", "split", "spread_variables",
 ]  # fmt: skip
 
 

@@ -68,10 +68,18 @@ def fanned_out(value: Any, count: int) -> list[Any]:
     def add(op: Any, *upstream: Any) -> list[Any]:
         known = [gradient for gradient in upstream if gradient is not None]
         with tf.device(op.device):
-            return [tf.add_n(known) if known else None, *[None] * (count - 1)]
+            return [added(known) if known else None, *[None] * (count - 1)]
 
     op._gradient_function = add
     return list(copies)
+
+
+def added(gradients: Sequence[Any]) -> Any:
+    """The sum of gradients; of slices, as TensorFlow has it, all of them: optimizers treat those in ways of their own."""
+    if all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
+        values, indices = (tf.concat([getattr(g, part) for g in gradients], 0) for part in ("values", "indices"))
+        return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
+    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in gradients])
 
 
 @with_fallback(nothing, _control)

@@ -78,7 +78,8 @@ def balanced_graph(layout: Layout, traces: Sequence[Traced]) -> Any:
             joined = [rows for rows, _ in gathered]
             if layout.acts or layout.reads:
                 joined = must_run(ops_of(joined), joined)
-            return joined, [lengths for _, lengths in gathered], tf.reshape(lines, [-1, len(COLUMNS)])
+            joined, lengths = layout.finished(joined, [lengths for _, lengths in gathered])
+            return joined, lengths, tf.reshape(lines, [-1, len(COLUMNS)])
 
     with tf.device(None):
         return call.get_concrete_function(tf.TensorSpec([places], tf.float64), *layout.traced.input_specs)

@@ -25,6 +25,7 @@ from devicemap.compile.balance import balanced_graph, can_balance
 from devicemap.compile.invoke import Invoker
 from devicemap.compile.layout import Layout
 from devicemap.compile.mirrors import Mirrors
+from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.seeds import Stream, Streams, drawn_alike
 from devicemap.compile.trace import Traced, in_fn
 from devicemap.data.rows import HOST
@@ -91,7 +92,7 @@ class Compiled:
         if self.keeps_seeds:
             self.places = self.places[:1]
         self._output_device = output_device
-        self._clocked = clocked and _has_clock()
+        self._clocked = clocked and has_clock()
         self._name = name
         self._scope = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "fn"  # what a name scope may hold
         self._lock = threading.RLock()
@@ -139,7 +140,7 @@ class Compiled:
             shards,
             gradients if seeded else min(gradients, 1),
             any_rows,
-            (timed and _has_clock())
+            (timed and has_clock())
             or (self._clocked and (shards > 1 or kind_of(self._output_device) != "CPU") and not inlined),
             inlined and self._reads_in_place,
             apart,
@@ -161,7 +162,7 @@ class Compiled:
             and kind_of(self._output_device) == "CPU"
             and not (audit.ordered or audit.seeded or audit.advances_seed or self.traced.uncompiled)
             and can_balance(self.traced.specs)
-            and _has_clock()
+            and has_clock()
         )
 
     def balanced_graph(self) -> Any:
@@ -196,7 +197,8 @@ class Compiled:
     @property
     def belongs_to_a_graph(self) -> bool:
         """Whether the function closes over tensors of a graph that is being built, and can run only there."""
-        return not all(hasattr(captured, "numpy") for captured in self.traced.concrete.captured_inputs)
+        captured = [*self.traced.concrete.captured_inputs, *(self._reduction.captured if self._reduction else ())]
+        return not all(hasattr(tensor, "numpy") for tensor in captured)
 
     def shards(self, rows: int) -> tuple[tuple[Shard, ...], Any]:
         """The shards of a call on `rows` rows, and the `sizes` that the graph for it takes."""
@@ -249,16 +251,33 @@ class Compiled:
         return leaves if self._plain else tf.nest.flatten(list(leaves), expand_composites=True)
 
     def pack(self, leaves: Sequence[Any]) -> Any:
-        """The nest that the user's function returns, of these leaves; or that of their reduction."""
+        """The nest that the user's function returns, of these leaves; or that of its reduction."""
         structure, reduction = self.traced.structure, self.traced.reduction
         if reduction is not None:
-            with tf.device(self._output_device):
-                return reduction.finished(leaves)
+            return reduction.packed(leaves)
         return leaves[0] if structure is None else as_objects(tf.nest.pack_sequence_as(structure, leaves))
 
-    def rows_returned(self, results: Sequence[Any], returned: Sequence[Any]) -> Sequence[Any]:
-        """The rows that `fn` has returned to each shard, where a graph tells of `returned` ones: states count theirs."""
-        return returned if self.traced.reduction is None else results[-1:]
+    def pack_no_rows(self) -> Any:
+        """The same of no rows at all."""
+        return self.pack(self.traced.no_rows()) if self._reduction is None else self.pack_states(())
+
+    def pack_states(self, states: Iterable[list[Any]]) -> Any:
+        """The same of the states of neighbouring rows, in order: in eager code, merged as they come."""
+        assert self._reduction is not None
+        kept: list[list[Any]] = []
+        for state in states:
+            kept.append(state)
+            if len(kept) >= self._reduction.most_at_once:
+                with tf.device(self._output_device):
+                    kept = [self._reduction.merged(kept)]
+        with tf.device(self._output_device):
+            merged = self._reduction.merged(kept) if kept else self.traced.no_rows()
+            return self.pack(self._reduction.finished(merged))
+
+    @property
+    def _reduction(self) -> BoundReduction | None:
+        reduction = self.traced.reduction
+        return reduction if isinstance(reduction, BoundReduction) else None
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -372,7 +391,7 @@ class Compiled:
         return traced.with_gradients or traced if differentiable else traced
 
 
-def _has_clock() -> bool:
+def has_clock() -> bool:
     """Whether graphs may ask what time it is: not after `tf.config.experimental.enable_op_determinism()`."""
     try:
         with tf.init_scope(), tf.device(HOST):

@@ -16,6 +16,7 @@ from devicemap._tensorflow.gradients import call_holding, differentiate_in_place
 from devicemap.base.devices import kind_of
 from devicemap.compile.gather import gather
 from devicemap.compile.mirrors import Mirrors
+from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, cut_rows
 
@@ -83,11 +84,11 @@ class Layout:
                     joined = must_run(acting, joined)
                 elif self.reads:  # all that was read went into these
                     joined = must_run(ops_of(joined), joined)
+                joined, lengths = self.finished(joined, [lengths for _, lengths in gathered if lengths is not None])
             with tf.device(HOST if self._hides_ends else self.output_device):
                 arrivals = [_arrivals(ends)] if clocked else []
             if self.differentiable:
                 differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
-            lengths = [lengths for _, lengths in gathered if lengths is not None]
             return joined, lengths, arrivals
 
         with tf.device(None):
@@ -110,6 +111,14 @@ class Layout:
 
         with tf.device(None):
             return call.get_concrete_function(*self.traced.input_specs)
+
+    def finished(self, joined: list[Any], lengths: list[Any]) -> tuple[list[Any], list[Any]]:
+        """What a call gives, and how many rows each part of it has, by leaf: rows as they are, or the result of states, whose
+        last leaf counts their rows."""
+        reduction = self.traced.reduction
+        if isinstance(reduction, BoundReduction):
+            return reduction.finished(joined), joined[-1:]
+        return joined, lengths
 
     @property
     def _hides_ends(self) -> bool:

@@ -122,7 +122,9 @@ class Mirrors:
         for i, variable in self._read.items():
             with tf.device(variable.device):
                 value = variable.read_value()
-                found[i] = fanned_out(value, len(self._copies)) if self._differentiable else [value] * len(self._copies)
+                copied = [i in copies for copies in self._copies]
+                fanned = iter(fanned_out(value, sum(copied)) if self._differentiable else [value] * sum(copied))
+                found[i] = [next(fanned) if each else None for each in copied]
         for i, variable in self._stays.items():
             with tf.device(variable.device):
                 found[i] = fanned_out(variable.handle, len(self._copies))

@@ -11,21 +11,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from devicemap.base.structure import as_nodes, as_objects, check_same_structure, freeze, map_nest
+from devicemap.data.join import join
 from devicemap.data.rows import count_rows, empty_rows, take_rows
 from devicemap.errors import OptionError, failure
 
 _GROUP = 128
 """Rows that are added in their own dtype: rounding grows with these, and not with all."""
 
-_BLOCK_BYTES = 2**24
-"""Results that are kept before they are reduced, where each row has some kilobytes; a loop over blocks is free then."""
+_BLOCK_BYTES = 2**22
+"""Results that are kept before they are reduced, where each row has some kilobytes: `benchmarks/test_reduce.py`."""
 
 _ROW_BYTES = 2**12
 
@@ -102,7 +102,7 @@ class Reduction:
                 raise failure(f"fn returns {spec}; only dense results can be reduced")
         if isinstance(self._reducer, Reducer):
             return _ByReducer(self._reducer, structure, specs)
-        names = [self._reducer] * len(specs)
+        names: list[str] = [self._reducer] * len(specs)
         if not isinstance(self._reducer, str):
             try:
                 check_same_structure(self._reducer, structure)
@@ -112,7 +112,7 @@ class Reduction:
                     f"reducer is {self._reducer!r}, but fn returns {results}: the nests must be the same, or reducer one name"
                 ) from error
             names = tf.nest.flatten(self._reducer)
-        return _ByOps([_OPS[name](spec.dtype) for name, spec in zip(names, specs)], structure, specs)
+        return _ByOps(names, structure, specs)
 
 
 class Collection:
@@ -130,7 +130,7 @@ class Collection:
     def over_blocks(self, over_rows: Any, specs: Sequence[Any]) -> Any | None:
         return None
 
-    def finished(self, leaves: Sequence[Any]) -> list[Any]:
+    def packed(self, leaves: Sequence[Any]) -> list[Any]:
         return list(leaves)
 
 
@@ -141,11 +141,18 @@ class BoundReduction(ABC):
         self._structure, self._specs = structure, specs
         self._result_bytes = sum((spec.shape[1:].num_elements() or 0) * spec.dtype.size for spec in specs)
         self._wide = self._states()
-        of_states = partial(tf.function, autograph=False, input_signature=self._wide)
         # Traced now, and not when all is computed: that is where functions of the user's may fail.
-        self._merge = of_states(lambda *states: [leaf[None] for leaf in self._merged(states)])
-        self._finish = of_states(lambda *states: self._finished(self._merged(states)))
-        self._finish.get_concrete_function()
+        self._merge = self._traced(lambda *states: [leaf[None] for leaf in self._merged(states)])
+        self._finish = self._traced(lambda *states: self._finished(self._merged(states)))
+        self.captured = self._finish.captured_inputs
+        """What functions of the user's close over."""
+
+    names: Sequence[str]
+    """What tells it from other reductions of the same results, by leaf; besides its `functions`."""
+
+    def functions(self) -> list[Any]:
+        """What makes states of results and of other states besides TensorFlow's ops: `ConcreteFunction`s."""
+        return []
 
     @abstractmethod
     def _reduced(self, results: Sequence[Any]) -> list[Any]:
@@ -201,16 +208,23 @@ class BoundReduction(ABC):
 
     def merged(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """The state of neighbouring ones, in eager code: leaves of shape `[1, ...]`. The first may be such a state itself."""
-        return list(self._merge(*(tf.concat(leaves, 0) for leaves in zip(*map(self._widened, parts)))))
+        return list(self._merge(*(join(leaves) for leaves in zip(*map(self._widened, parts)))))
 
     @property
     def most_at_once(self) -> int:
         """States that are kept in eager code before they are merged."""
         return max(2, min(_MOST_STATES, _BLOCK_BYTES // max(self._result_bytes, 1)))
 
-    def finished(self, states: Sequence[Any]) -> Any:
-        """What the user gets of all states, in the order of rows."""
-        return as_objects(self._finish(*self._widened(states)))
+    def finished(self, states: Sequence[Any]) -> list[Any]:
+        """The leaves of what the user gets of all states, in the order of rows; in eager code or in a graph."""
+        return list(tf.nest.flatten(self._finish(*self._widened(states))))
+
+    def packed(self, leaves: Sequence[Any]) -> Any:
+        """What the user gets, of its leaves."""
+        return as_objects(tf.nest.pack_sequence_as(self._finish.structured_outputs, leaves))
+
+    def _traced(self, of_states: Callable[..., Any]) -> Any:
+        return tf.function(of_states, autograph=False, input_signature=self._wide).get_concrete_function()
 
     def _widened(self, states: Sequence[Any]) -> list[Any]:
         return [tf.cast(leaf, spec.dtype) for leaf, spec in zip(states, self._wide)]
@@ -219,8 +233,9 @@ class BoundReduction(ABC):
 class _ByOps(BoundReduction):
     """By TensorFlow's ops, one for each leaf. The last leaf of a state counts its rows."""
 
-    def __init__(self, ops: Sequence[_Sum], structure: Any, specs: Sequence[Any]):
-        self._ops = ops
+    def __init__(self, names: Sequence[str], structure: Any, specs: Sequence[Any]):
+        self.names = names
+        self._ops = [_OPS[name](spec.dtype) for name, spec in zip(names, specs)]
         super().__init__(structure, specs)
 
     def _reduced(self, results: Sequence[Any]) -> list[Any]:
@@ -247,11 +262,31 @@ class _ByOps(BoundReduction):
 class _ByReducer(BoundReduction):
     """By functions of the user's, in loops over rows and over states."""
 
+    names = (Reducer.__name__,)
+
     def __init__(self, reducer: Reducer, structure: Any, specs: Sequence[Any]):
         with tf.init_scope():
             self._initial = map_nest(lambda value, _: tf.convert_to_tensor(value), reducer.initial)
         self._step, self._join, self._end = map(tf.function, (reducer.step, reducer.merge, reducer.finish))
         super().__init__(structure, specs)
+
+    def functions(self) -> list[Any]:
+        initial = tf.nest.flatten(self._initial)
+
+        @tf.function(autograph=False)
+        def both(*leaves: Any) -> Any:
+            first, second = (
+                as_objects(tf.nest.pack_sequence_as(self._initial, part))
+                for part in (leaves[: len(initial)], leaves[len(initial) : 2 * len(initial)])
+            )
+            result = as_objects(tf.nest.pack_sequence_as(self._structure, leaves[2 * len(initial) :]))
+            states = self._step(first, result), self._join(first, second)
+            return [*tf.nest.flatten([self._state(state) for state in states]), *map(tf.identity, initial)]
+
+        row_specs = [
+            tf.TensorSpec(spec.shape[1:], spec.dtype) for spec in (*self._wide[:-1], *self._wide[:-1], *self._specs)
+        ]
+        return [both.get_concrete_function(*row_specs)]
 
     def _reduced(self, results: Sequence[Any]) -> list[Any]:
         rows = count_rows(results[0], tf.int32)
@@ -343,7 +378,7 @@ class _Mean(_Sum):
     def finished(self, state: Any, count: Any) -> Any:
         if self.dtype.is_integer:
             return tf.cast(tf.truncatediv(state, tf.maximum(count, 1)), self.dtype)
-        return tf.cast(tf.where(count > 0, state, tf.cast(np.nan, state.dtype)), self.dtype)
+        return tf.where(count > 0, tf.cast(state, self.dtype), tf.reduce_mean(tf.zeros([0], self.dtype)))
 
 
 class _Min(_Sum):

@@ -40,7 +40,7 @@ class Traced:
     """`tf.types.experimental.ConcreteFunction`: leaves of a shard, each `[rows, ...]` -> list of result leaves."""
 
     structure: Any
-    """The nest that the result leaves are packed into; its own leaves say what results there are."""
+    """The nest that the result leaves are packed into, of states a tuple; its own leaves say what results there are."""
 
     specs: tuple[Any, ...]
     """`tf.TypeSpec` of each result leaf, of shape `[None, ...]`."""
@@ -195,7 +195,15 @@ def _traced(
         concrete = _kept_whole(concrete, specs)
         found = audit(concrete, concrete.graph.as_graph_def(), in_place)
     return Traced(
-        concrete, structure, tuple(outputs), loop.vectorized, loop.reason, function, found, steady, reduction=reduction
+        concrete,
+        structure if reduction is None else (None,) * len(outputs),
+        tuple(outputs),
+        loop.vectorized,
+        loop.reason,
+        function,
+        found,
+        steady,
+        reduction=reduction,
     )
 
 

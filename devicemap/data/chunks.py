@@ -69,6 +69,9 @@ class Source(Protocol):
     def rows_left(self) -> int | None:
         """How many rows have not been taken, as far as can be told."""
 
+    def read_ahead(self) -> None:
+        """Read in the background from the first chunk on, as nobody does who takes turns with others."""
+
     def close(self) -> None:
         """Stop what reads ahead."""
 
@@ -100,6 +103,9 @@ class InMemory:
 
     def rows_left(self) -> int | None:
         return self._count - self._next
+
+    def read_ahead(self) -> None:
+        pass  # nothing is read
 
     def close(self) -> None:
         self._leaves = ()

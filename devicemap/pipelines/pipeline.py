@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import begin_backward_on
-from devicemap._tensorflow.gradients import wait_for
+from devicemap._tensorflow.gradients import added, wait_for
 from devicemap.base.devices import choose_devices, choose_output_device
 from devicemap.base.options import check_count
 from devicemap.base.structure import freeze
@@ -241,11 +241,13 @@ class _Calls:
             of_call[i] = None
             for m in sorted(known) if last else ():
                 total, gradient = of_call[i], known[m][number]
-                of_call[i] = gradient if total is None or gradient is None else total + gradient
+                of_call[i] = (
+                    added([each for each in (total, gradient) if each is not None]) if gradient is not None else total
+                )
                 # One sum at a time is held; TensorFlow would make one op of them all, with all gradients.
                 following = self._ops.get((stage, Step(m + 1, True)))
                 if following is not None and of_call[i] is not None:
-                    wait_for(following, of_call[i].op)
+                    wait_for(following, ops_of([of_call[i]])[0])
         if last:
             known.clear()
         return of_call

@@ -27,7 +27,6 @@ from devicemap.base.devices import is_out_of_memory
 from devicemap.compile.compiled import Compiled
 from devicemap.compile.gather import check_row_counts
 from devicemap.compile.program import Program
-from devicemap.compile.reduction import BoundReduction
 from devicemap.data.chunks import Chunk, InMemory, Source
 from devicemap.data.datasets import from_dataset
 from devicemap.data.join import join
@@ -205,25 +204,13 @@ class Calls:
 
     def _joined(self, source: Source, compiled: Compiled, hear: Callable[[Event], None] = lambda event: None) -> Any:
         """The results of all chunks; `hear` is told each event of the call."""
-        if isinstance(compiled.traced.reduction, BoundReduction):
-            return compiled.pack(self._reduced(source, compiled, compiled.traced.reduction, hear))
+        if compiled.traced.reduction is not None:
+            groups = self.groups(source, compiled, Rules(window=self._window(compiled), observe=hear))
+            return compiled.pack_states(state for group in groups for state in group.results)
         parts = [results for group in self.groups(source, compiled, Rules(observe=hear)) for results in group.results]
         if not parts:
-            return compiled.pack(compiled.traced.no_rows())
+            return compiled.pack_no_rows()
         return self._join(compiled, parts)
-
-    def _reduced(
-        self, source: Source, compiled: Compiled, reduction: BoundReduction, hear: Callable[[Event], None]
-    ) -> list[Any]:
-        """The states of all chunks as few: merged in the order of rows, as they come."""
-        states: list[list[Any]] = []
-        for group in self.groups(source, compiled, Rules(window=self._window(compiled), observe=hear)):
-            states += group.results
-            if len(states) >= reduction.most_at_once:
-                with tf.device(self.program.output_device):
-                    states = [reduction.merged(states)]
-        with tf.device(self.program.output_device):
-            return reduction.merged(states) if states else compiled.traced.no_rows()
 
     def stream(self, data: Any) -> Iterator[Any]:
         """The same as chunks come, with bounded memory."""
@@ -290,6 +277,8 @@ class Calls:
             Runner(device, partial(self._run_chunk, compiled, functions[device], device, keep), at_once)
             for device, at_once in in_flight(compiled, self._options.prefetch).items()
         ]
+        if sum(runner.in_flight for runner in runners) == 1:
+            source.read_ahead()
         lost: list[DeviceLost] = []
         try:
             with self._observers.of_chunks(compiled.take_traces) as observe:
@@ -329,5 +318,6 @@ class Calls:
         leaves = self.program.seeded(chunk.leaves, chunk.start, chunk.count)
         results: list[Any] = function(*compiled.flat(leaves))
         if self.program.counts_rows:
-            check_row_counts(results, compiled.rows_returned(results, []), [chunk.on(device)])
+            returned = results[-1:] if compiled.traced.reduction else []  # states count theirs
+            check_row_counts(results, returned, [chunk.on(device)])
         return results if keep is None else keep(chunk, results)

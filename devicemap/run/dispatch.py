@@ -19,7 +19,7 @@ from devicemap.data.chunks import Chunk, Source
 from devicemap.events import Event, Shard
 from devicemap.run.recovery import FAILURES_IN_A_ROW, Remedy, remedy
 from devicemap.run.reorder import Group, Groups
-from devicemap.run.schedule import Pace, rows_to_take
+from devicemap.run.schedule import PATIENCE_SECONDS, Pace, are_quick, rows_to_take
 from devicemap.run.tasks import Queue, Task
 
 _SIGNAL_SECONDS = 0.1
@@ -60,11 +60,15 @@ class _Standing:
     last_finish: float = 0.0
     """When it last finished a chunk, in seconds since the call began."""
 
+    busy_since: float = 0.0
+    """When that was, or when it began with nothing else under way."""
+
     running: dict[int, bool] = field(default_factory=dict)
     """Chunks that it has been given and not finished, by their first row: whether it never had another one meanwhile."""
 
-    def begin(self, chunk: Chunk) -> None:
+    def begin(self, chunk: Chunk, now: float) -> None:
         """It is given a chunk."""
+        self.busy_since = self.busy_since if self.running else now
         self.running = dict.fromkeys([*self.running, chunk.start], not self.running)
         self.pace = self.pace.taking(chunk.count)
 
@@ -72,7 +76,7 @@ class _Standing:
         """It finished a chunk, which it worked on alone since the one before."""
         del self.running[chunk.start]
         self.pace = self.pace.finishing(chunk.count, now - max(started, self.last_finish))
-        self.last_finish = now
+        self.last_finish = self.busy_since = now
         self.failures = 0
 
     def give_up(self, chunk: Chunk) -> bool:
@@ -86,14 +90,33 @@ class _Standing:
 
 
 class Dispatch:
-    """The state of a call. `_changed` guards everything, and is not held while a chunk is read or run (only while one that
-    does not fit is cut); whoever sets `_reading` reads the source alone."""
+    """The state of a call. `_lock` guards everything, and is not held while a chunk is read or run (only while one that
+    does not fit is cut); whoever sets `_reading` reads the source alone.
 
-    def __init__(self, source: Source, devices: Iterable[str], rules: Rules, paces: Mapping[str, Pace]):
+    Waking a thread takes as long as a small chunk. So nobody is woken but the consumer for a group that is due, those whom
+    a chunk that ended may let take another, and one worker at a time to read; each calls the next one, if that pays.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        devices: Iterable[str],
+        rules: Rules,
+        paces: Mapping[str, Pace],
+        start_worker: Callable[[], object] = lambda: None,
+    ):
+        """`start_worker` lets one more worker begin, if there is one that has not."""
         self._source = source
         self._rules = rules
         self._began = time.perf_counter()
-        self._changed = threading.Condition()
+        self._start_worker = start_worker
+        self._lock = threading.RLock()
+        self._due = threading.Condition(self._lock)  # what the consumer waits for
+        self._turn = threading.Condition(
+            self._lock
+        )  # what workers wait for while another one reads, or the window is full
+        self._in_turn = 0
+        self._changed = threading.Condition(self._lock)  # and those whose device is to take nothing now
         self._standings = {device: _Standing(paces.get(device, Pace())) for device in devices}
         self._alive = set(self._standings)
         self._groups = Groups(rules.window, rules.deterministic)
@@ -115,52 +138,62 @@ class Dispatch:
             Exception: of the user's input, or of cutting a chunk.
         """
         while True:
-            with self._changed:
+            with self._lock:
                 while True:
-                    if self.stopped or device not in self._alive:
+                    if self.stopped:
+                        return None
+                    if device not in self._alive:
+                        self._call_worker()
                         return None
                     task = self._waiting.first(device, self._alive)
                     if task is not None and self._standings[device].has_room_for(task.chunk):
                         self._waiting.remove(task)
+                        self._call_worker()
                         return self._handed_to(device, task), 0.0
                     if task is None and (rows := self._rows_for(device)):  # what has waited comes first
                         break
                     if self._at_end and not self._running and not self._waiting:
                         return None
-                    self._changed.wait()
+                    self._wait()
                 self._reading = True
                 pace = self._standings[device].pace
             asked = self.now()
             chunk = self._source.take(rows, pace.limit)
-            with self._changed:
+            with self._lock:
                 self._reading = False
-                self._changed.notify_all()
                 if chunk is None:
                     self._at_end = True
+                    self._wake_all()
                     continue
                 if self.stopped:  # meanwhile: what began now would be cancelled by nobody
                     return None
                 self._groups.add(chunk)
+                read_seconds = self.now() - asked
+                paces = [self._standings[name].pace for name in self._alive]
+                if read_seconds > PATIENCE_SECONDS or not are_quick(chunk.count, paces):
+                    self._call_worker()
                 if not self._standings[device].has_room_for(chunk):  # larger than asked for, as a dataset's batches are
                     self._waiting.add_last(Task(chunk))
+                    self._wake_all()
                     continue
-                idle = not pace.rows_in_flight and self._source.reads
-                waited = self.now() - asked if idle else 0.0
+                waited = read_seconds if not pace.rows_in_flight and self._source.reads else 0.0
                 return self._handed_to(device, Task(chunk)), waited
 
     def finish(self, task: Task, shard: Shard, started: float, result: Any) -> None:
         """A chunk was computed, which its device began at `started`."""
-        with self._changed:
+        with self._lock:
             self._running -= 1
             self._changed.notify_all()
             self._standings[shard.device].finish(task.chunk, started, self.now())
             self._groups.finish(task.chunk, result)
+            if self._groups.due or not self._running:
+                self._due.notify()
 
     def fail(self, task: Task, shard: Shard, error: BaseException) -> bool:
         """Remedy a failure, or let it be raised; returns whether the device is lost by it."""
-        with self._changed:
+        with self._lock:
             self._running -= 1
-            self._changed.notify_all()
+            self._wake_all()
             standing = self._standings[shard.device]
             alone = standing.give_up(task.chunk)
             tried = (*task.tried, shard)
@@ -184,10 +217,13 @@ class Dispatch:
         Raises:
             BaseException: the first error, in its turn.
         """
-        with self._changed:
+        patience = PATIENCE_SECONDS
+        with self._lock:
             while True:
+                was_full = self._groups.full
                 if (group := self._groups.take_due()) is not None:
-                    self._changed.notify_all()
+                    if was_full:
+                        self._call_worker()
                     return group
                 reading = self._reading and self._error is None  # after an error, nobody computes what is still read
                 going_on = self._running or reading or (self._waiting and self._alive)
@@ -196,25 +232,53 @@ class Dispatch:
                         raise self._error
                     if not self._groups:
                         return None
-                self._changed.wait(_SIGNAL_SECONDS)
+                if not self._due.wait(patience):  # a chunk that is overdue: others may get what was left to its device
+                    self._changed.notify_all()
+                    self._call_worker()
+                    patience = min(2 * patience, _SIGNAL_SECONDS)
 
     def end_with(self, error: BaseException) -> None:
         """The call cannot go on: the error is raised when nothing more can be delivered."""
-        with self._changed:
+        with self._lock:
             self._error = self._error or error
             self._at_end, self._reading = True, False
-            self._changed.notify_all()
+            self._wake_all()
 
     def stop(self) -> bool:
         """Let the workers end; returns whether some still have work."""
-        with self._changed:
+        with self._lock:
             self.stopped = True
-            self._changed.notify_all()
+            self._wake_all()
             return self._running > 0
 
     def paces(self) -> dict[str, Pace]:
         """What the next call may know of the devices."""
         return {device: standing.pace.between_calls() for device, standing in self._standings.items()}
+
+    def _wait(self) -> None:
+        """Until the worker may find something to take."""
+        if self._waiting:
+            self._start_worker()  # perhaps one of the device that may take it
+        if self._at_end or not (self._reading or self._groups.full):
+            self._call_worker()  # to read, if this one is not to
+            self._changed.wait()
+        else:
+            self._in_turn += 1
+            self._turn.wait()
+            self._in_turn -= 1
+
+    def _call_worker(self) -> None:
+        """Let one more worker look for something to take."""
+        if self.stopped or (self._at_end and not self._waiting):
+            return
+        if self._in_turn:
+            self._turn.notify()
+        else:
+            self._start_worker()
+
+    def _wake_all(self) -> None:
+        for condition in (self._changed, self._turn, self._due):
+            condition.notify_all()
 
     def _handed_to(self, device: str, task: Task) -> Task:
         standing = self._standings[device]
@@ -222,9 +286,9 @@ class Dispatch:
         if limit is not None and task.chunk.count > limit:  # cut before that was known, or for another device
             task, *rest = task.cut(limit)
             self._waiting.add_first(rest)
-            self._changed.notify_all()
+            self._wake_all()
         self._running += 1
-        standing.begin(task.chunk)
+        standing.begin(task.chunk, self.now())
         return task
 
     def _rows_for(self, device: str) -> int:
@@ -234,8 +298,10 @@ class Dispatch:
         left = self._source.rows_left()
         if left == 0:
             return 1  # the source says itself that it is at its end
-        others = [self._standings[name].pace for name in self._alive if name != device]
-        rows = rows_to_take(self._standings[device].pace, others, left, self._source.batch_size)
+        now = self.now()
+        paces = {name: standing.pace.after(now - standing.busy_since) for name, standing in self._standings.items()}
+        others = [paces[name] for name in self._alive if name != device]
+        rows = rows_to_take(paces[device], others, left, self._source.batch_size)
         return rows if self._standings[device].pace.has_room_for(rows) else 0
 
     def _try_again(self, task: Task, error: BaseException) -> bool:

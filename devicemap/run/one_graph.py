@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.gradients import have_tangents
 from devicemap.base.devices import is_out_of_memory
-from devicemap.compile.compiled import Compiled
+from devicemap.compile.compiled import Compiled, has_clock
 from devicemap.compile.gather import check_row_counts, with_row_counts_checked, with_static_rows
 from devicemap.compile.layout import sizes_in_graph
 from devicemap.compile.program import Program
@@ -104,7 +104,7 @@ class OneGraph:
         count = rows.count or 0
         if not count:
             with self._observers.of_graph(0, (), compiled.take_traces):
-                return compiled.pack(compiled.traced.no_rows())
+                return compiled.pack_no_rows()
         shards, sizes = compiled.shards(count)
         arguments = (sizes, *self._program.seeded(rows.leaves, 0, count))
         graph = compiled.graph(len(shards), gradients)
@@ -118,7 +118,7 @@ class OneGraph:
             seconds = time.perf_counter() - began[1]
             runs.append(Run(shards, began[0], seconds, compiled.traced.audit.ordered, ends))
             if self._program.counts_rows:
-                check_row_counts(results, compiled.rows_returned(results, returned), shards)
+                check_row_counts(results, returned, shards)
         return compiled.pack(results)
 
     def in_pieces(
@@ -145,7 +145,7 @@ class OneGraph:
             times = [(began, ended) for *_, began, ended in lines]
             runs.append(Run(pieces, began[0], time.perf_counter() - began[1], log=times))
             if self._program.counts_rows:
-                check_row_counts(results, compiled.rows_returned(results, returned), pieces)
+                check_row_counts(results, returned, pieces)
         measured = list(speeds)
         for place in range(len(speeds)):
             own = [(stop - start, ended - began) for at, start, stop, began, ended in lines if at == place]
@@ -188,10 +188,10 @@ class OneGraph:
         """
         compiled = self._program.compiled_for(rows)
         if rows.count == 0:
-            return compiled.pack(compiled.traced.no_rows())
+            return compiled.pack_no_rows()
         places = len(compiled.places) if rows.count is None else len(compiled.shards(rows.count)[0])
         one_row = rows.count is not None and rows.count < 2 * places
-        timed = clock is not None and places == len(clock.devices)
+        timed = clock is not None and places == len(clock.devices) and has_clock()
         graph = compiled.graph(places, 2, any_rows=rows.count is None, inlined=True, one_row=one_row, timed=timed)
         with tf.device(HOST):  # else all that comes and goes would go by the first device
             count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
@@ -202,7 +202,7 @@ class OneGraph:
             if timed and clock is not None:
                 clock.note(sizes, began, arrivals)
             if self._program.counts_rows:
-                results = with_row_counts_checked(results, compiled.rows_returned(results, returned), sizes)
+                results = with_row_counts_checked(results, returned, sizes)
             if compiled.traced.reduction is None:
                 results = [with_static_rows(leaf, rows.count) for leaf in results]
             return compiled.pack(results)

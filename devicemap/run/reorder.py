@@ -73,6 +73,12 @@ class Groups:
             return False
         return all(group.closed for group in self._open.values())
 
+    @property
+    def due(self) -> bool:
+        """Whether `take_due` may give a group, or raise."""
+        turn = next(iter(self._open.values()), None)
+        return turn is not None and (not self._in_order or turn.ready or turn.error is not None)
+
     def add(self, chunk: Chunk) -> None:
         """A chunk was read."""
         group = self._open.setdefault(chunk.group, _Open(chunk.start))

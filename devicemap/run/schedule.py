@@ -24,6 +24,10 @@ _PROBES = 32
 _SHORTEST_SECONDS = 0.003
 """Chunks are not cut shorter than this for balance: dispatching one takes a tenth of it."""
 
+PATIENCE_SECONDS = 0.0005
+"""Where all devices together would finish chunks at shorter intervals, workers wait until the consumer has waited for so long:
+what Python does for a chunk takes a half of it, and more where threads wake each other (`benchmarks/test_streaming.py`)."""
+
 _AS_QUICK = 1.5
 """Chunks that take no longer than this many times the quickest are as quick as it."""
 
@@ -132,6 +136,16 @@ class Pace:
             quick_rows=quick,
         )
 
+    def after(self, seconds: float) -> Pace:
+        """What is known when the device has finished nothing for so long: chunks that are overdue tell of its speed, too.
+
+        >>> Pace(rows_per_second=100.0, rows_in_flight=5).after(0.5).rows_per_second
+        10.0
+        """
+        if self.rows_per_second is None or self.rows_per_second * seconds <= self.rows_in_flight:
+            return self
+        return replace(self, rows_per_second=self.rows_in_flight / seconds) if self.rows_in_flight else self
+
     def running_out_of_memory(self, rows: int, alone: bool) -> Pace:
         """A chunk of so many rows, which was given up, did not fit.
 
@@ -200,6 +214,16 @@ def rows_to_take(pace: Pace, others: Collection[Pace], rows_left: int | None, ba
         return 0
     least = max(1, pace.quick_rows // 4, int(speed * _SHORTEST_SECONDS))
     return min(most, max(int(share), least))
+
+
+def are_quick(chunk_rows: int, paces: Collection[Pace]) -> bool:
+    """Whether chunks take so little that one worker computes them as fast as all can be handed some.
+
+    >>> are_quick(512, [Pace(rows_per_second=1e6)] * 8), are_quick(512, [Pace(rows_per_second=1e5)] * 8)
+    (True, False)
+    """
+    speeds = [pace.rows_per_second for pace in paces if pace.rows_per_second is not None]
+    return bool(speeds) and chunk_rows < PATIENCE_SECONDS * sum(speeds) / len(speeds) * len(paces)
 
 
 def chunks_in_flight(kind: str) -> int:

@@ -52,12 +52,12 @@ def run_chunks(
 ) -> Iterator[Group]:
     """Compute all chunks of `source`; `paces` is what is known of the devices, and learns what is seen."""
     devices = tuple(runner.device for runner in runners)
-    dispatch = Dispatch(source, devices, rules, paces or {})
-    crew = _Crew(dispatch, runners, rules.observe)
+    crew = _Crew(runners, rules.observe)
+    dispatch = crew.dispatch = Dispatch(source, devices, rules, paces or {}, crew.start_another)
     error: BaseException | None = None
     try:
         crew.tell(CallStarted, rows=source.rows, devices=devices)
-        crew.start()
+        crew.start_another()
         while (group := dispatch.next_group()) is not None:
             yield group
     except BaseException as raised:
@@ -76,19 +76,22 @@ def run_chunks(
 class _Crew:
     """The workers of a call, a thread for each chunk that may be under way, and what they tell the observer."""
 
-    def __init__(self, dispatch: Dispatch, runners: Sequence[Runner], observe: Callable[[Event], None]):
-        self._dispatch = dispatch
+    dispatch: Dispatch
+
+    def __init__(self, runners: Sequence[Runner], observe: Callable[[Event], None]):
         self._observe = observe
         self._telling = threading.RLock()
         self._threads = [
             threading.Thread(target=self._work, args=(runner,), name=f"devicemap worker {runner.device}", daemon=True)
+            for number in range(max(runner.in_flight for runner in runners))
             for runner in runners
-            for _ in range(runner.in_flight)
+            if number < runner.in_flight
         ]
+        self._unstarted = iter(self._threads)
 
-    def start(self) -> None:
-        """Let the workers begin."""
-        for thread in self._threads:
+    def start_another(self) -> None:
+        """Let one more worker begin, if there is one that has not: one at a time, on all devices before twice on any."""
+        if (thread := next(self._unstarted, None)) is not None:
             thread.start()
 
     def join(self) -> None:
@@ -103,28 +106,28 @@ class _Crew:
     def tell(self, kind: Callable[..., Event], **what: Any) -> None:
         """Hand an event to the observer. What it raises ends the call; nothing follows the end of the call."""
         with self._telling:
-            if self._dispatch.stopped:
+            if self.dispatch.stopped:
                 return
             try:
-                self._observe(kind(seconds=self._dispatch.now(), **what))
+                self._observe(kind(seconds=self.dispatch.now(), **what))
             except BaseException as error:  # raised again by the consumer
-                self._dispatch.end_with(error)
+                self.dispatch.end_with(error)
 
     def tell_end(self, error: BaseException | None) -> None:
         """Hand the last event to the observer."""
         with self._telling:
-            self._observe(CallFinished(self._dispatch.now(), error))
+            self._observe(CallFinished(self.dispatch.now(), error))
 
     def _work(self, runner: Runner) -> None:
         """A worker's life: take the next chunk, run it, hand in the result."""
         try:
-            while (taken := self._dispatch.take(runner.device)) is not None:
+            while (taken := self.dispatch.take(runner.device)) is not None:
                 self._run(runner, *taken)
         except BaseException as error:  # of the input, of cutting, of describing an error: nobody may wait for it
-            self._dispatch.end_with(error)
+            self.dispatch.end_with(error)
 
     def _run(self, runner: Runner, task: Task, waited_seconds: float) -> None:
-        shard, started = task.chunk.on(runner.device), self._dispatch.now()
+        shard, started = task.chunk.on(runner.device), self.dispatch.now()
         if task.again:
             self.tell(ChunkRetried, shard=shard, attempt=len(task.tried) + 1)
         self.tell(ChunkStarted, shard=shard, waited_seconds=waited_seconds)
@@ -132,8 +135,8 @@ class _Crew:
             result = runner.run(task.chunk)
         except BaseException as error:  # remedied, or raised again by the consumer
             self.tell(ChunkFailed, shard=shard, started_seconds=started, error=error)
-            if self._dispatch.fail(task, shard, error):
+            if self.dispatch.fail(task, shard, error):
                 self.tell(DeviceLost, device=runner.device, error=error)
         else:
             self.tell(ChunkFinished, shard=shard, started_seconds=started)
-            self._dispatch.finish(task, shard, started, result)
+            self.dispatch.finish(task, shard, started, result)

@@ -57,22 +57,24 @@ def leaves_of(described: Any) -> list[Any]:
 class Layout:
     """What the chunks of a folder hold, by the description of its results."""
 
-    def __init__(self, described: Any):
-        """`described`: as `encoding.describe_nest` writes it."""
+    def __init__(self, described: Any, states: bool = False):
+        """`described`: as `encoding.describe_nest` writes it. `states`: whether each chunk is one row, whatever it is of."""
         self._leaves = leaves_of(described)
+        self._states = states
         self._size_bytes = lru_cache(64)(self._size_bytes_of)  # chunks are alike
         self._places = lru_cache(64)(self._places_by)
 
     def allows(self, rows: int, size_bytes: int) -> bool:
-        """Whether a chunk of so many rows may have that size: where all shapes are known, there is but one."""
-        return self._size_bytes(rows) in (None, size_bytes)
+        """Whether a chunk of so many rows of data may have that size: where all shapes are known, there is but one."""
+        return self._size_bytes(1 if self._states else rows) in (None, size_bytes)
 
     def unpack(self, data: bytearray, rows: int) -> list[dict[str, Array]]:
-        """The arrays of each leaf of a chunk of so many rows; they share its memory.
+        """The arrays of each leaf of a chunk of so many rows of data; they share its memory.
 
         Raises:
             ValueError: it is no chunk of so many rows.
         """
+        rows = 1 if self._states else rows
         first_line = data[: data.find(b"\n") + 1]
         layout, size_bytes = self._places(bytes(first_line), rows)
         if len(data) != size_bytes:

@@ -37,6 +37,7 @@ def describe_call(
     chunk_rows: int | None,
     function: Mapping[str, Any],
     name: str,
+    reducer: Sequence[str] | None,
 ) -> Header:
     """The header for the results of a call.
 
@@ -47,6 +48,7 @@ def describe_call(
         chunk_rows: the rows of its first chunk, where it is a dataset of batches that are not cut.
         function: what the function is, as `fingerprint.fingerprint` writes it.
         name: of the function.
+        reducer: how the results are reduced, by leaf, where they are.
 
     Raises:
         JournalError: the results, or the data, are of a type that cannot be written down.
@@ -62,7 +64,9 @@ def describe_call(
         else int(options.batch_size)
     )
     seed = None if options.seed is None else int(options.seed)
-    return Header(described, describe_nest(inputs), options.batched, size, chunk_rows, seed, rows, function, name)
+    return Header(
+        described, describe_nest(inputs), options.batched, size, chunk_rows, seed, rows, function, name, reducer
+    )
 
 
 def describe_nest(specs: Any) -> Any:

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import python_function
 from devicemap.compile.audit import variable_of
+from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.trace import Traced
 from devicemap.store.encoding import encode_array
 from devicemap.store.storage import checksum
@@ -32,24 +33,31 @@ _MOST_PARTS = 2000
 
 
 def fingerprint(traced: Traced, check_variables: bool) -> dict[str, Any]:
-    """What the function of one row, or of a batch, is.
+    """What the function of one row, or of a batch, is; and what those of its reduction are, if there are any.
 
     Args:
         traced: the function, on a shard's rows. How these run matters where that makes other random numbers.
         check_variables: whether values of variables are a part of what it is; their shapes and dtypes always are.
     """
-    function = traced.function
-    graph_def = function.graph.as_graph_def()
-    walk = _Walk(graph_def)
-    arguments = [tensor.op.name for tensor in function.inputs]
-    graph = walk.digest_graph(arguments, [tensor.name for tensor in function.outputs])
-    words = [_captured(function, tensor, walk, check_variables) for tensor in function.captured_inputs]
-    captured = [f"captured {i}: {text}" for i, text in enumerate(words)]
-    ops = [f"{count} x {op}" for op, count in sorted(walk.ops.items())]
+    functions = [traced.function]
+    if isinstance(traced.reduction, BoundReduction):
+        functions += traced.reduction.functions()
+    graphs: list[str] = []
+    parts: list[str] = []
+    unknown: list[str] = []
+    for function in functions:
+        walk = _Walk(function.graph.as_graph_def())
+        arguments = [tensor.op.name for tensor in function.inputs]
+        graph = walk.digest_graph(arguments, [tensor.name for tensor in function.outputs])
+        words = [_captured(function, tensor, walk, check_variables) for tensor in function.captured_inputs]
+        captured = [f"captured {i}: {text}" for i, text in enumerate(words)]
+        graphs += [graph, *captured]
+        parts += [*captured, *(f"{count} x {op}" for op, count in sorted(walk.ops.items()))]
+        unknown += walk.unknown
     return {
-        "graph": checksum("\n".join([graph, *captured]).encode()),
-        "parts": [*captured, *ops][:_MOST_PARTS],
-        "unknown": walk.unknown[:_MOST_PARTS],
+        "graph": checksum("\n".join(graphs).encode()),
+        "parts": parts[:_MOST_PARTS],
+        "unknown": unknown[:_MOST_PARTS],
         "jit_compile": traced.uncompiled is not None,
         "check_variables": check_variables,
         "vectorized": traced.vectorized if traced.audit.random_ops else None,

@@ -38,6 +38,9 @@ class Header:
     name: str
     """The name of the function, to tell people."""
 
+    reducer: Sequence[str] | None = None
+    """How results are reduced, by leaf: each chunk is one state, whatever its rows. `None`: a chunk has a result for each."""
+
 
 def other_call(there: Header, here: Header) -> list[str]:
     """What one call differs from another one in, in words, besides the function."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from devicemap.errors import JournalError, MissingRowsError
@@ -30,7 +30,7 @@ from devicemap.store.records import JOURNAL, START_ANEW, Contents, header_line, 
 from devicemap.store.segments import SEGMENT, SegmentReader, SegmentWriter, untold
 from devicemap.store.storage import Lock, checksum, disk_errors, reader, sync_folder, truncate, write_all
 
-_GO_ON = "All chunks that were finished before are kept: run write again, and it computes what is missing"
+_GO_ON = "All chunks that were finished before are kept: run again, it computes what is missing"
 
 
 def open_journal(directory: str | os.PathLike[str], header: Header, trusted: bool = False) -> Journal:
@@ -60,7 +60,7 @@ def open_journal(directory: str | os.PathLike[str], header: Header, trusted: boo
         try:
             with reader(path / JOURNAL) as file:
                 contents = _continued(path, parse_journal(file, path), header, trusted)
-            with SegmentReader(path, Layout(header.results)) as segments:
+            with _reader_of(path, header) as segments:
                 whole = [entry for entry in contents.entries if _is_whole(segments, entry)]
             return Journal(path, header, contents, whole, lock)
         except BaseException:
@@ -101,6 +101,16 @@ class Journal:
         """The `(start, stop)` of what is not finished of rows `start` to `stop - 1`."""
         with self._lock:
             return missing_rows(self._entries, start, stop)
+
+    def read(self) -> Iterator[list[dict[str, Array]]]:
+        """The arrays of each leaf of the chunks that are finished, in the order of their rows.
+
+        Raises:
+            MissingRowsError, JournalError: one of them has been damaged meanwhile, or cannot be read.
+        """
+        with _reader_of(self.directory, self.header) as segments:
+            for entry in self.entries:
+                yield segments.read(entry)
 
     def append(self, start: int, stop: int, arrays: Mapping[str, Array], inputs: str) -> None:
         """Keep the results of rows `start` to `stop - 1`, which were missing. When this returns they are on the disk.
@@ -205,7 +215,9 @@ def _continued(path: Path, contents: Contents, header: Header, trusted: bool) ->
     if not (found or trusted):
         found = other_function(there.function, header.function)
         what = "perhaps another function" if header.function.get("unknown") else "another function"
-        advice = f"{START_ANEW}; if that makes no difference to results, give trust_function=True (--trust-function)"
+        advice = START_ANEW
+        if header.reducer is None:
+            advice += "; if that makes no difference to results, give trust_function=True (--trust-function)"
     if not found:
         return contents
     if not (contents.entries or contents.ended or any(map(SEGMENT.fullmatch, os.listdir(path)))):
@@ -216,6 +228,10 @@ def _continued(path: Path, contents: Contents, header: Header, trusted: bool) ->
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+def _reader_of(path: Path, header: Header) -> SegmentReader:
+    return SegmentReader(path, Layout(header.results, states=header.reducer is not None))
 
 
 def _is_whole(segments: SegmentReader, entry: Entry) -> bool:

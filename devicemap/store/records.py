@@ -152,6 +152,7 @@ def _read_header(line: bytes, directory: Path) -> Header:
     kinds: dict[str, Any] = {
         "results": dict, "inputs": dict, "batched": bool, "batch_size": int | str | None, "chunk_rows": int | None,
         "seed": int | None, "rows": int | None, "function": dict, "name": str,
+        "reducer": list | None,
     }  # fmt: skip
     wrong = {*head} ^ {*kinds} or {name for name, kind in kinds.items() if not isinstance(head[name], kind)}
     if wrong or not (head["rows"] is None or _is_count(head["rows"])):

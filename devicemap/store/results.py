@@ -36,6 +36,8 @@ def open_results(directory: str | os.PathLike[str]) -> Results:
         raise JournalError(
             f"{path} holds no results yet: the run that made it ended before its first chunk was finished"
         )
+    if contents.header.reducer is not None:
+        raise JournalError(f"{path} holds a reduction's partial results, no rows: DeviceMap.reduce goes on with them")
     results = Results(path, contents)
     if results.complete and (more := untold(path, contents.entries)):
         raise JournalError(

@@ -105,6 +105,9 @@ class Unfinished:
     def rows_left(self) -> int | None:
         return self._source.rows_left()
 
+    def read_ahead(self) -> None:
+        self._source.read_ahead()
+
     def close(self) -> None:
         self._source.close()
 

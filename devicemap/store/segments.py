@@ -132,7 +132,7 @@ class SegmentReader:
 
     def _explained(self, entry: Entry, error: OSError | ValueError) -> OSError:
         rows, path = f"rows {entry.start} to {entry.stop - 1}", self._directory / segment_name(entry.file)
-        again = "Run write again with the same function and data: it computes them, and only them, again"
+        again = "Run again with the same function and data: it computes them, and only them, again"
         if isinstance(error, ValueError):
             return MissingRowsError(f"{rows} are damaged: {path}: {error}. {again}")
         if isinstance(error, JournalError):

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
 
 from devicemap.base.interruption import Signals
+from devicemap.compile.compiled import Compiled
+from devicemap.compile.reduction import BoundReduction
 from devicemap.data.chunks import Chunk
 from devicemap.data.datasets import Elements
 from devicemap.data.rows import as_rows
 from devicemap.run.calls import Calls
 from devicemap.run.dispatch import Rules
 from devicemap.store.digests import digest_rows
-from devicemap.store.encoding import describe_call, encode_leaves
+from devicemap.store.encoding import decode_leaves, describe_call, encode_leaves
 from devicemap.store.fingerprint import fingerprint
-from devicemap.store.journal import open_journal
+from devicemap.store.journal import Journal, open_journal
 from devicemap.store.resume import Unfinished, check_rows
 
 
@@ -24,12 +28,32 @@ def write(
     calls: Calls, data: Any, directory: str | os.PathLike[str], check_variables: bool, trust_function: bool
 ) -> None:
     """Keep the results of all chunks that a directory does not hold yet; the arguments are those of `DeviceMap.write`."""
+    with _written(calls, data, directory, check_variables, trust_function):
+        pass
+
+
+def reduce(calls: Calls, data: Any, directory: str | os.PathLike[str]) -> Any:
+    """Keep the states of all chunks that a directory does not hold yet: the result of those that are there then."""
+    with _written(calls, data, directory) as (compiled, journal):
+        return compiled.pack_states(decode_leaves(arrays, compiled.traced.specs) for arrays in journal.read())
+
+
+@contextmanager
+def _written(
+    calls: Calls,
+    data: Any,
+    directory: str | os.PathLike[str],
+    check_variables: bool = False,
+    trust_function: bool = False,
+) -> Iterator[tuple[Compiled, Journal]]:
+    """The journal with all chunks in it, and what they were computed with."""
     in_memory = not isinstance(data, tf.data.Dataset)
     rows = as_rows(data) if in_memory else data
     source = calls.source(rows, "written")
     program = calls.program
     compiled = program.compiled_for(source)
     chunk_rows = source.rows_of_first_batch() if isinstance(source, Elements) else None
+    reduction = compiled.traced.reduction
     header = describe_call(
         compiled.traced.nest_of_specs,
         source.specs,
@@ -38,6 +62,7 @@ def write(
         chunk_rows,
         fingerprint(compiled.traced, check_variables),
         program.name,
+        [*reduction.names] if isinstance(reduction, BoundReduction) else None,
     )
     with (
         Signals(),
@@ -54,3 +79,4 @@ def write(
         for _ in calls.groups(missing, compiled, Rules(), keep):
             pass
         journal.finish(missing.rows_read)
+        yield compiled, journal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ import tensorflow as tf
 from cases import ALL, ROWS, Case
 from graphs import between_devices, partitions
 from oracle import serial
+from processes import run
 
 import devicemap
 from devicemap import DeviceMap, Reducer, parallel_map, parallel_reduce
+from devicemap.compile.reduction import Reduction
 from devicemap.data.rows import as_rows
 from devicemap.errors import FunctionError, OptionError
 from devicemap.run.calls import Nobody
@@ -61,6 +64,28 @@ def test_every_dtype_and_number_of_rows(op: str, dtype: str, rows: int, devices:
         np.testing.assert_allclose(*(tf.cast(x, tf.float64) for x in (got, wanted)), rtol=epsilon)
 
 
+SPECIAL = {
+    "float32": [1, np.nan, 3, -np.inf, np.inf],
+    "float16": [-np.inf, 2, -np.inf, 5, 7],
+    "complex64": [],
+    "uint8": [255, 255, 3, 250, 0],
+    "int8": [127, 127, -128, 3, 100],
+    "int64": [2**63 - 1, 5, -(2**63), 2**62, 9],
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", SPECIAL)
+def test_what_numbers_cannot_hold(dtype: str, op: str) -> None:
+    """Infinities, what is no number, what wraps around, and the mean of nothing: as TensorFlow has it."""
+    if dtype == "complex64" and op in ("min", "max"):
+        pytest.skip("complex numbers have no order")
+    data = tf.constant(SPECIAL[dtype], dtype)
+    for options in ({}, {"batch_size": 2}):
+        got = parallel_reduce(lambda x: x, data, op, devices=["CPU:1", "CPU:0"], **options)
+        np.testing.assert_array_equal(got, OPS[op](data, 0))
+
+
 @pytest.mark.parametrize("batch_size", [None, 100_000])
 def test_rounding_does_not_grow_with_the_rows(batch_size: int | None, devices: list[str]) -> None:
     rows = 2_000_000
@@ -76,7 +101,7 @@ def test_rounding_does_not_grow_with_the_rows(batch_size: int | None, devices: l
 
 def test_balanced_as_maps_are(devices: list[str]) -> None:
     data = tf.random.stateless_normal([200, 3], [1, 2])
-    program = DeviceMap(lambda row: (tf.sin(row), row[0]), devices=devices)._program.reducing(("sum", "max"))
+    program = DeviceMap(lambda row: (tf.sin(row), row[0]), devices=devices)._program.reducing(Reduction(("sum", "max")))
     compiled = program.compiled_for(as_rows(data))
     if len(devices) > 1:
         assert compiled.balances
@@ -87,13 +112,40 @@ def test_balanced_as_maps_are(devices: list[str]) -> None:
 def test_what_travels_has_the_size_of_the_result(devices: list[str]) -> None:
     """Rows give 400 kB each, of which a few are kept at a time."""
     mapper = DeviceMap(lambda n: tf.fill([100_000], tf.cast(n, tf.float32)), devices=devices)
-    program = mapper._program.reducing("mean")
+    program = mapper._program.reducing(Reduction("mean"))
     compiled = program.compiled_for(as_rows(tf.range(64)))
-    (states, counts), _, _ = compiled.graph(len(devices), 0)(compiled.shards(64)[1], tf.range(64))
-    assert states.shape == [len(devices), 100_000]
-    assert states.dtype == tf.float32
-    assert int(tf.reduce_sum(counts)) == 64
+    for function in compiled.functions().values():
+        state, rows = function(tf.range(9))
+        assert (state.shape, state.dtype, rows.numpy()) == ([1, 100_000], tf.float32, [9])
     np.testing.assert_allclose(mapper.reduce(tf.range(64), "mean")[:3], 31.5)
+    plan = mapper.explain(tf.range(64), "mean")
+    sent = [each.bytes_per_call for each in plan.transfers if each.what == "results"]
+    assert sent == [400_000 + 8] * len({*devices} - {"CPU:0"})
+
+
+MEMORY = """
+from pathlib import Path
+import tensorflow as tf
+import devicemap
+
+def megabytes(field):
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(field)) / 1000
+
+mapper = devicemap.DeviceMap(lambda n: tf.fill([4096], tf.cast(n, tf.float32)))
+mapper.reduce(tf.data.Dataset.range(100), "mean")
+before = megabytes("VmRSS")
+mean = mapper.reduce(tf.data.Dataset.range(30_000), "mean")
+print(megabytes("VmHWM") - before, float(mean[0]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of the resident memory from Linux's /proc")
+def test_memory_is_that_of_the_chunks_under_way() -> None:
+    """490 MB of rows, in a process of its own."""
+    rise, mean = map(float, run(MEMORY)[0].split())
+    assert rise < 200
+    np.testing.assert_allclose(mean, 14_999.5)
 
 
 def test_no_device_waits_for_another() -> None:
@@ -120,6 +172,34 @@ def test_a_reducer_of_ones_own_goes_in_the_order_of_rows(options: dict[str, Any]
     np.testing.assert_allclose(got["all"], wanted, rtol=1e-4)
     np.testing.assert_allclose(got["first"], wanted[0], rtol=1e-4)
     np.testing.assert_array_equal(parallel_reduce(fn, angles[:0], reducer, devices=devices)["all"], np.eye(2))
+
+
+class _Moments(tf.experimental.ExtensionType):
+    total: tf.Tensor
+    square: tf.Tensor
+
+
+def test_states_may_be_objects() -> None:
+    def add(a: Any, b: Any) -> Any:
+        return _Moments(a.total + b.total, a.square + b.square)
+
+    reducer = Reducer(_Moments(0.0, 0.0), add, add)
+    for options in ({}, {"batch_size": 4}):
+        moments = parallel_reduce(lambda x: _Moments(x, x * x), tf.range(10.0), reducer, **options)
+        assert (type(moments), float(moments.total), float(moments.square)) == (_Moments, 45.0, 285.0)
+
+
+def test_a_reducer_may_close_over_tensors_of_a_graph() -> None:
+    """Those of the graph that is being built, whichever a kept mapper and reducer were traced in before."""
+    scale: list[Any] = []
+    reducer = Reducer(0.0, lambda a, b: a + b, lambda a, b: a + b, lambda total: total * scale[-1])
+    mapper = DeviceMap(lambda x: x)
+
+    def scaled(by: Any) -> Any:
+        scale.append(by)
+        return mapper.reduce(tf.range(4.0), reducer)
+
+    assert [float(tf.function(scaled)(tf.constant(by))) for by in (2.0, 3.0)] == [12.0, 18.0]
 
 
 def test_gradients_are_those_of_one_device(devices: list[str]) -> None:
@@ -173,7 +253,11 @@ def test_traced_once_for_all_calls() -> None:
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("reducer", ["median", None, 3, {}, ("sum", "most"), Reducer(0, None, None)], ids=str)
+@pytest.mark.parametrize(
+    "reducer",
+    ["median", None, 3, {}, ("sum", "most"), Reducer(0, None, None)],
+    ids=["unknown", "none", "number", "empty", "unknown in a nest", "without functions"],
+)
 def test_what_is_no_reducer_is_refused(reducer: Any) -> None:
     with pytest.raises(OptionError, match=r"sum|step"):
         parallel_reduce(lambda x: x, tf.range(3), reducer)
@@ -195,6 +279,12 @@ def test_what_is_no_reducer_is_refused(reducer: Any) -> None:
 def test_results_that_cannot_be_reduced_so(fn: Any, reducer: Any, word: str) -> None:
     with pytest.raises(FunctionError, match=word):
         parallel_reduce(fn, tf.constant([1.0, 2.0]), reducer)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 1}], ids=str)
+def test_rows_of_different_shapes_are_told(options: dict[str, Any], devices: list[str]) -> None:
+    with pytest.raises(FunctionError, match="dense"):
+        parallel_reduce(lambda n: tf.range(n), tf.range(1, 9), "sum", devices=devices, **options)
 
 
 def test_a_wrong_number_of_rows_is_told(devices: list[str]) -> None:

@@ -153,6 +153,20 @@ def test_a_slow_chunk_does_not_stop_the_others_until_the_window_is_full() -> Non
     assert consumed == [2 * i for i in range(10)]
 
 
+def test_what_was_left_to_a_fast_device_goes_to_others_when_that_is_overdue() -> None:
+    release = threading.Event()
+
+    def run(device: str, chunk: Chunk) -> Any:
+        if device.endswith("0"):
+            assert release.wait(10)
+        elif chunk.start == 5:
+            release.set()
+        return _double(chunk)
+
+    paces = {"/device:CPU:0": Pace(rows_per_second=1e5), "/device:CPU:1": Pace(rows_per_second=10.0)}
+    assert _flat(run_chunks(Rows(6), _runners(run, in_flight=1), Rules(), paces)) == [2 * i for i in range(6)]
+
+
 def test_an_endless_source_is_read_no_further_than_the_window() -> None:
     source = Rows(None, 4)
     stream = run_chunks(source, _plain(2), Rules(window=8))
@@ -188,16 +202,18 @@ def test_an_error_of_the_input_comes_in_its_turn_too() -> None:
 
 
 def test_leaving_early_stops_reading_and_cancels_what_runs() -> None:
-    cancelled = threading.Event()
+    begun, cancelled = threading.Event(), threading.Event()
 
     def run(device: str, chunk: Chunk) -> Any:
         if chunk.start > 2:
+            begun.set()
             assert cancelled.wait(10)
         return _double(chunk)
 
     source = Rows(1000)
     stream = run_chunks(source, _runners(run), Rules(window=4, cancel=cancelled.set))
     assert [next(stream).start for _ in range(3)] == [0, 1, 2]
+    assert begun.wait(10)
     stream.close()
     assert cancelled.is_set()
     assert source.next <= 3 + 4
@@ -427,8 +443,9 @@ def test_out_of_memory_cuts_only_that_devices_chunks(batch_size: int | None) -> 
     def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
         if device.endswith("1") and chunk.count > 5:
             refused[device] += 1
-            once.set()
             return _full()
+        if refused[device]:
+            once.set()
         if device.endswith("0") and chunk.start > 100:  # or it would have done all before
             assert once.wait(10)
         largest[device] = max(largest[device], chunk.count)

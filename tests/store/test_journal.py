@@ -245,7 +245,7 @@ def test_errors_are_of_the_operating_system_too(written: Path) -> None:
     entry = read_journal(written).entries[0]
     path, _ = place_of(written, 0)
     path.rename(written / "elsewhere")
-    with pytest.raises(MissingRowsError, match=r"rows 0 to 3 are missing: .*No such file.*Run write again"):
+    with pytest.raises(MissingRowsError, match=r"rows 0 to 3 are missing: .*No such file.*Run again"):
         read(written, entry)
     written.rename(written.parent / "a file")
     written.touch()

@@ -159,7 +159,7 @@ def test_a_full_disk_at_every_step(tmp_path: Path, lasting: bool, reopen: bool) 
     for error in errors:
         assert error.errno == errno.ENOSPC
         assert "No space left on device" in str(error)
-        assert "run write again" in str(error) or "written to and locked" in str(error)
+        assert "run again" in str(error) or "written to and locked" in str(error)
 
 
 def test_an_interruption_in_the_middle_of_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

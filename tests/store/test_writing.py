@@ -193,7 +193,7 @@ def test_a_full_disk(counted: Counted, tmp_path: Path, nth: int, monkeypatch: py
     folder = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(segments, "write_all", full)
-        with pytest.raises(JournalError, match=r"No space left on device.*run write again") as caught:
+        with pytest.raises(JournalError, match=r"No space left on device.*run again") as caught:
             counted.write(folder)
     assert caught.value.errno == errno.ENOSPC
     done = {row for entry in _entries(folder) for row in range(entry.start, entry.stop)}

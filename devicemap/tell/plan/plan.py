@@ -100,7 +100,7 @@ class Transfer:
     """Their bytes in one call, `None` where they cannot be told (ragged rows, text, unknown shapes or rows)."""
 
     bytes_per_row: int | None
-    """Of rows and results: bytes for each row."""
+    """Of rows and results: bytes for each row; `None` for results that are reduced, of which each shard sends one."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -161,7 +162,10 @@ def _transfers(
         coming = arriving if few is None else [leaf for leaf, sent in zip(arriving, few.arriving) if sent]
         going = leaving if few is None else [leaf for leaf, sent in zip(leaving, few.leaving) if sent]
         found += rows_sent("rows", coming, own, to_devices=True, chunks=chunks)
-        found += rows_sent("results", going, own, to_devices=False, chunks=chunks)
+        reduces = compiled.traced.reduction is not None
+        states = {device: [None if chunks else 1] * len(rows) for device, rows in own.items()}
+        results = rows_sent("results", going, states if reduces else own, to_devices=False, chunks=chunks)
+        found += [replace(each, bytes_per_row=None) for each in results] if reduces else results
         sent = captured
         if few is not None:  # what is asked on the host is told with what else crosses to there
             sent = [thing for thing in captured if thing.device != host or thing.handling not in ASKED_WHERE_IT_LIVES]

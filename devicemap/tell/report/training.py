@@ -33,12 +33,12 @@ class TrainingReport(Result):
     devices: tuple[DeviceShare, ...]
 
     def __rich__(self) -> Any:
-        total = sum(device.rows for device in self.devices) or 1
+        total = sum(device.rows for device in self.devices)
         rows = [
             {
                 "device": short_name(device.device),
                 "rows": str(device.rows),
-                "share": f"{device.rows / total:.0%}",
+                "share": f"{device.rows / max(total, 1):.0%}",
                 "forward": seconds_text(device.forward_seconds),
             }
             for device in self.devices
