@@ -106,7 +106,7 @@ def reduce(
         raise DataError("the dataset has no rows, and nothing else tells what fn returns")
     columns = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
     bound = reduction.of(*pickle.loads(columns.pop(_KIND)[0]))
-    return bound.finished([columns[str(i)] for i in range(len(columns))])
+    return bound.packed(bound.finished([columns[str(i)] for i in range(len(columns))]))
 
 
 def _by_actors(
@@ -175,10 +175,11 @@ class _Unfinished(Reduction):
         bound = super().of(structure, specs)
         kind = pickle.dumps((structure, specs))
 
-        def finished(states: Sequence[Any]) -> dict[str, Any]:
-            return {**{str(i): leaf for i, leaf in enumerate(bound.merged([states]))}, _KIND: tf.constant([kind])}
+        def packed(leaves: Sequence[Any]) -> dict[str, Any]:
+            return {**{str(i): leaf for i, leaf in enumerate(leaves)}, _KIND: tf.constant([kind])}
 
-        bound.finished = finished  # type: ignore[method-assign]
+        bound.finished = lambda states: bound.merged([states])  # type: ignore[method-assign]
+        bound.packed = packed  # type: ignore[method-assign]
         return bound
 
 
