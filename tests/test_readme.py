@@ -17,7 +17,12 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WITHOUT_CODE = ("gallery", "index", "internals", "reference")
-OF_A_NEW_PROCESS = (ROOT / "docs" / "coming-from.md", ROOT / "docs" / "training.md", README)
+OF_A_NEW_PROCESS = (
+    ROOT / "docs" / "coming-from.md",
+    ROOT / "docs" / "training.md",
+    ROOT / "docs" / "scaling.md",
+    README,
+)
 RUN_ALL = "import runpy, sys\nfor program in sys.argv[1:]:\n    runpy.run_path(program, run_name='__main__')"
 
 

@@ -89,7 +89,11 @@ def drawing_from(stream: Stream | None) -> Iterator[None]:
 def row_seeds(seed: int, first_row: int, rows: Any) -> Any:
     """Stateless seeds, int32 `[rows, 2]`: the `seed` and the row's global index, so that no two rows share one."""
     # NumPy's scalars keep their dtype whatever conversion of Python's ints is switched on (enable_numpy_behavior).
-    index = tf.range(tf.cast(rows, tf.int64)) + np.int64(first_row)
+    return seeds_of_rows(seed, tf.range(tf.cast(rows, tf.int64)) + np.int64(first_row))
+
+
+def seeds_of_rows(seed: int, index: Any) -> Any:
+    """Stateless seeds, int32 `[rows, 2]`, of the rows with these numbers, int64 `[rows]`."""
     low_words = tf.bitcast(index, tf.int32)[:, 0]
     return tf.stack([tf.fill(tf.shape(low_words), np.uint32(seed).view(np.int32)), low_words], axis=1)
 
