@@ -154,7 +154,7 @@ def parallel_reduce(
         JournalError: the directory holds something else, or the disk failed: as of `DeviceMap.write`.
 
     Examples:
-        >>> parallel_reduce(lambda row: tf.reduce_sum(row), tf.reshape(tf.range(6), [3, 2]), "max").numpy()
+        >>> int(parallel_reduce(lambda row: tf.reduce_sum(row), tf.reshape(tf.range(6), [3, 2]), "max"))
         9
     """
     return _mapper_of(fn, {"progress": False, **options}).reduce(data, reducer, directory)
@@ -224,7 +224,7 @@ class DeviceMap:
         """Map over all of `data`, and reduce the results where they are computed; see `parallel_reduce`.
 
         Examples:
-            >>> DeviceMap(lambda n: n * n).reduce(tf.range(4), "sum").numpy()
+            >>> int(DeviceMap(lambda n: n * n).reduce(tf.range(4), "sum"))
             14
         """
         calls = Calls(self._program.reducing(Reduction(reducer)), self._observers)

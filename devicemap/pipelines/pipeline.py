@@ -76,7 +76,7 @@ class Pipeline:
         OptionError: for what cannot be, for instance fewer devices than stages.
 
     Examples:
-        >>> pipe = Pipeline([lambda x: x * 2, lambda x: x + 1], devices=["CPU:0", "CPU:0"], microbatches=2)
+        >>> pipe = Pipeline([lambda x: x * 2, lambda x: x + 1], devices=["CPU:0", "CPU:1"], microbatches=2)
         >>> pipe(tf.range(5)).numpy().tolist()
         [1, 3, 5, 7, 9]
     """
@@ -98,8 +98,8 @@ class Pipeline:
         known = choose_devices(devices)
         if len(known) < len(self._stages):
             raise OptionError(
-                f"{len(self._stages)} stages, and {len(known)} device(s): {', '.join(map(short_name, known))}. Name as many, a "
-                "device for several stages if it is to run them"
+                f"{len(self._stages)} stages, and {len(known)} device(s): {', '.join(map(short_name, known))}. Make "
+                "fewer stages"
             )
         self.devices = tuple(known[: len(self._stages)])
         self._microbatches, self._schedule = int(microbatches), schedule
@@ -139,7 +139,7 @@ class Pipeline:
         are on the one before.
 
         Examples:
-            >>> pipe = Pipeline([lambda x: x * 2, lambda x: x + 1], devices=["CPU:0", "CPU:0"])
+            >>> pipe = Pipeline([lambda x: x * 2, lambda x: x + 1], devices=["CPU:0", "CPU:1"])
             >>> [batch.numpy().tolist() for batch in pipe.stream(tf.data.Dataset.range(3).batch(2))]
             [[1, 3], [5]]
         """

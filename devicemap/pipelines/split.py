@@ -36,6 +36,7 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time") -> list[Any
         OptionError: for a subclassed model, and one with a layer that is used more than once.
 
     Examples:
+        >>> import keras
         >>> model = keras.Sequential([keras.Input([4]), *(keras.layers.Dense(4) for _ in range(4))])
         >>> [len(stage.trainable_variables) for stage in split(model, 2, by="bytes")]
         [4, 4]

@@ -52,6 +52,7 @@ def parallelize(model: Any, devices: Any = None, batch_norm: str = "synchronized
             already, and for devices that do not exist.
 
     Examples:
+        >>> import keras
         >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
         >>> _ = parallelize(model).fit(tf.ones([8, 3]), tf.ones([8, 1]), verbose=0)

@@ -44,8 +44,9 @@ def scanning(row: Any) -> Any:
 
 def test_each_gets_its_shard_and_what_is_captured_and_sends_its_results() -> None:
     mapper = on_gpus(lambda row: tf.sin(row) * weights)
-    for call in (mapper, tf.function(lambda r: mapper(r)), of_any_length(mapper)):
+    for call in (mapper, tf.function(lambda r: mapper(r))):
         assert sent(call) == ([shard + weight] * 2, [shard] * 2)
+    assert sent(of_any_length(mapper)) == ([shard + weight + 1] * 2, [shard] * 2)  # and whether there are rows
 
 
 @pytest.mark.parametrize("batched", [True, False])
