@@ -17,20 +17,24 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist worksteal
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test test-all check lint types bench bench-quick site pictures forms test-plain test-gpus test-oldest test-nightly test-clients clean
+.PHONY: demo test test-all test-crossed check lint types bench bench-quick site pictures forms test-plain test-gpus test-oldest test-nightly test-clients clean
 
 demo: $(VENV)/examples.done
 	$(BIN)/python examples/digits.py
 
-# Each value of each parameter of a test once. The laws on GPUs in software, too.
+# Each value of each parameter of a test once.
 test: $(VENV)/test.done
 	$(BIN)/python -m pytest $(PARALLEL)
-	$(BIN)/python -m pytest --gpus 4 $(PARALLEL) $(LAWS)
 
-# Each with every other, and on eight devices, too.
+# What takes long, as clusters and killed processes, cases that are like others, and the laws on GPUs in software.
 test-all: $(VENV)/test.done
-	$(BIN)/python -m pytest --all $(PARALLEL)
-	$(BIN)/python -m pytest --all --gpus 4 $(PARALLEL) $(LAWS)
+	$(BIN)/python -m pytest -m slow $(PARALLEL)
+	$(BIN)/python -m pytest -m "" --gpus 4 $(PARALLEL) $(LAWS)
+
+# All tests, each value of each parameter with every other, and on eight devices, too: hours.
+test-crossed: $(VENV)/test.done
+	$(BIN)/python -m pytest -m "" --all $(PARALLEL)
+	$(BIN)/python -m pytest -m "" --all --gpus 4 $(PARALLEL) $(LAWS)
 
 check: lint types site test
 
@@ -46,16 +50,17 @@ site: $(VENV)/site.done
 	$(BIN)/mkdocs build --strict
 
 # What the gallery shows.
-pictures: $(VENV)/examples.done
-	for name in digits integrals inference fitting training; do \
+pictures: $(VENV)/examples.done $(VENV)/test.done
+	for name in digits integrals inference fitting training large; do \
 		$(BIN)/python examples/$$name.py --simulate 2 --output docs/pictures/$$name.png || exit 1; \
 	done
+	$(BIN)/python examples/images.py --output docs/pictures/images.png
 
 # Every figure of the README; a run that was stopped goes on. `make bench TOPICS="balance memory"` runs some of it.
 bench: $(VENV)/bench.done
 	$(BIN)/python -m benchmarks $(TOPICS)
 
-# A minute, for CI: that the suite runs, and that every way gives the right answer.
+# Two minutes, for CI: that the suite runs, and that every way gives the right answer.
 bench-quick: $(VENV)/bench.done
 	$(BIN)/python -m benchmarks --quick $(TOPICS)
 
@@ -66,12 +71,12 @@ forms: $(VENV)/test.done
 
 # With what TensorFlow makes public alone; what it cannot give is skipped, and says so.
 test-plain: $(VENV)/test.done
-	$(BIN)/python -m pytest --plain $(PARALLEL) $(LAWS)
+	$(BIN)/python -m pytest -m "" --plain $(PARALLEL) $(LAWS)
 
 # All that is for any devices, on GPUs in software (benchmarks/softgpu); but `explain` tells nothing of what a GPU copies
 # between its own memory and the host's.
 test-gpus: $(VENV)/test.done
-	$(BIN)/python -m pytest --gpus 4 --ignore tests/tell/test_explaining.py
+	$(BIN)/python -m pytest -m "" --gpus 4 --ignore tests/tell/test_explaining.py
 
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest

@@ -2,7 +2,7 @@
 
     python -m benchmarks                 # everything, into benchmarks/results/
     python -m benchmarks balance memory  # these topics only
-    python -m benchmarks --quick         # a minute, into a folder that is thrown away: that the suite works
+    python -m benchmarks --quick         # two minutes, into a folder that is thrown away: that the suite works
 
 TensorFlow makes its devices once per process, so each file of cases runs in a process of its own for each number of
 devices. What it measured is in `raw/` when it ends. A run of everything that was stopped goes on behind what is there.
@@ -37,12 +37,19 @@ COUNTS = {
     "real_functions": (1,),
     "first_result": (4, 16),
     "training": (8,),
+    "pipeline": (4,),
+    "hosts": (4,),
+    "ray": (1,),
+    "balance_gpus": (8,),
     "gpus": (1, 2, 4),
 }
 """On how many devices each topic runs, in this order: what the targets ask for."""
 
 ON_GPUS = ("call_cost", "gathering", "captured", "real_functions")
 """The files of the topic `gpus`."""
+
+_APART = ("hosts", "balance_gpus", "gpus")
+"""Topics that have to be connected to other devices, or to make them, before there is anything else in their process."""
 
 QUICK_DEVICES = 4
 
@@ -69,11 +76,11 @@ def main() -> int:
 
 
 def run_quick(topics: Sequence[str], extra: Sequence[str]) -> int:
-    """All topics in one process, GPUs in software in another, and a report of them, which tells nothing of speed."""
+    """Topics in as few processes as can be, and a report of them, which tells nothing of speed."""
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "raw"
         raw.mkdir()
-        parts = [[topic for topic in topics if (topic == "gpus") == gpus] for gpus in (False, True)]
+        parts = [[topic for topic in topics if topic not in _APART], *([topic] for topic in _APART if topic in topics)]
         status = max(measure(p, QUICK_DEVICES, raw / f"{p[0]}.json", ["--quick", *extra]) for p in parts if p)
         if not status:
             report.write(Path(folder))  # targets are not for so short a run
@@ -109,7 +116,7 @@ def measure(topics: Sequence[str], devices: int, path: Path, extra: Sequence[str
     command = [
         sys.executable, "-m", "pytest", *files, f"--devices={devices}", f"--benchmark-json={part}", "-q", "-p", "no:warnings",
         "-p", "no:cacheprovider", "--benchmark-columns=median,iqr,rounds", "--benchmark-sort=name", *extra,
-        *(["--softgpus"] if "gpus" in topics else []),
+        *(["--softgpus"] if {"gpus", "balance_gpus"} & {*topics} else []),
     ]  # fmt: skip
     print(f"{', '.join(topics)} on {devices} devices", flush=True)
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "PYTHONPATH": str(HERE.parent)}  # for processes of peers

@@ -187,18 +187,9 @@ def ray_data(worker: type, devices: int, batch_size: int, steady_seconds: list[f
     if importlib.util.find_spec("ray") is None:
         return None
     import numpy as np
-    import ray
-
-    @functools.cache
-    def set_up() -> None:
-        ray.init(num_cpus=2 * devices, include_dashboard=False, log_to_driver=False, ignore_reinit_error=True)
-        context = ray.data.DataContext.get_current()
-        context.enable_progress_bars = False
-        context.execution_options.preserve_order = True
-        context.wait_for_min_actors_s = 600
 
     def mapped(*data: Any) -> Any:
-        set_up()
+        ray = start_ray(2 * devices)
         columns = {f"x{i}": np.asarray(leaf) for i, leaf in enumerate(data)}
         blocks = -(-len(data[0]) // batch_size)
         rows = [dict(zip(columns, row)) for row in zip(*columns.values())]
@@ -209,6 +200,20 @@ def ray_data(worker: type, devices: int, batch_size: int, steady_seconds: list[f
         return np.concatenate([batch["y"] for batch in batches])
 
     return mapped
+
+
+@functools.cache
+def start_ray(cpus: int) -> Any:
+    """Ray, started with so many CPUs, whose datasets come in order."""
+    import ray
+    import ray.data
+
+    ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, ignore_reinit_error=True)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = True
+    context.wait_for_min_actors_s = 600
+    return ray
 
 
 def _shards(data: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:

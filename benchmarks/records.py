@@ -63,6 +63,11 @@ class Record:
         peer = self.best_peer()
         return None if peer is None else self.seconds_of(way) / self.seconds_of(peer)
 
+    def steady_ratio(self, way: str) -> float:
+        """The same once they have started, for ways that set up anew in every run."""
+        steady = {each: median(seconds) for each, seconds in self.facts["steady_seconds"].items() if seconds}
+        return steady[way] / min(seconds for each, seconds in steady.items() if not each.startswith(OURS))
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -71,7 +76,7 @@ class Verdict:
     record: Record
     way: str
     demand: str
-    """`"least share"`, `"most ratio"`, `"most ratio to base"` or `"most megabytes"`."""
+    """`"least share"`, `"most ratio"`, `"most steady ratio"`, `"most ratio to base"` or `"most megabytes"`."""
 
     target: float
     reached: float
@@ -110,6 +115,8 @@ _KNOWN = ("topic", "case", "devices", "seconds", "first_seconds", "ideal_seconds
 def _reached(record: Record, way: str, demand: str) -> float:
     if demand == "least share":
         return record.share(way)
+    if demand == "most steady ratio":
+        return record.steady_ratio(way)
     if demand == "most ratio":
         ratio = record.ratio(way)
         assert ratio is not None

@@ -48,6 +48,16 @@ GPUS_TEXT = (
     "the first GPU. XLA and cuDNN are not there, and no case asks for them."
 )
 
+HOSTS_TEXT = (
+    "Simulated devices of another process on the same machine, over loopback: a network adds what it takes for the same "
+    "bytes. A chunk takes as long on the devices of both processes; what is more is what TensorFlow's servers cost."
+)
+
+RAY_TEXT = (
+    "One actor, on a Ray cluster of this machine alone. Each run starts its actor anew, which takes seconds, most of them for "
+    "importing TensorFlow; the steady state is from the first block that arrives to the last."
+)
+
 TOPICS = {
     "scaling": ("Eager against graph", SHARE_TEXT + " Each number of devices has as much more work."),
     "balance": ("Share of the ideal time", SHARE_TEXT),
@@ -66,6 +76,13 @@ TOPICS = {
     "captured": ("Captured variables", TIME_TEXT + " " + CAPTURED_TEXT + " " + SENT_TEXT),
     "real_functions": ("Real functions", TIME_TEXT + " All rows in one call."),
     "training": ("Training", TIME_TEXT + " The first call is the first epoch, which traces."),
+    "pipeline": ("Pipelines", SHARE_TEXT + " The ideal is (M + K - 1) times as long as a stage has a microbatch."),
+    "hosts": ("Other hosts", TIME_TEXT + " " + HOSTS_TEXT),
+    "ray": ("Ray Data", TIME_TEXT + " " + RAY_TEXT),
+    "balance_gpus": (
+        "Share of the ideal time on GPUs in software",
+        SHARE_TEXT + " They are [GPUs in software](../softgpu/README.md), whose kernels take the time of their rows.",
+    ),
     "gpu": ("GPUs", TIME_TEXT),
     "gpus": ("What travels on GPUs", GPUS_TEXT),
 }
@@ -154,12 +171,18 @@ def first_calls(records: Sequence[Record]) -> str:
 
 def steady(records: Sequence[Record]) -> str:
     rows = [
-        [record.case, record.devices, way, f"{record.ideal_seconds / statistics.median(seconds):.3f}"]
+        [
+            record.case,
+            record.devices,
+            way,
+            _duration(took := statistics.median(seconds)),
+            *_steady_cells(record, way, took),
+        ]
         for record in records
         for way, seconds in record.facts.get("steady_seconds", {}).items()
-        if seconds and record.ideal_seconds is not None
+        if seconds
     ]
-    return _markdown(["case", "devices", "way", "share of the ideal time"], rows)
+    return _markdown(["case", "devices", "way", "time", "share of the ideal time", "by the best peer's time"], rows)
 
 
 def sent(records: Sequence[Record]) -> str:
@@ -195,6 +218,11 @@ def _share_cell(record: Record, way: str) -> str:
 
 def _time_cell(record: Record, way: str) -> str:
     return f"{_duration(record.seconds_of(way))} ± {_spread(record.seconds[way])}{_ratio(record, way)}"
+
+
+def _steady_cells(record: Record, way: str, seconds: float) -> tuple[str, str]:
+    share = "" if record.ideal_seconds is None else f"{record.ideal_seconds / seconds:.3f}"
+    return share, f"{record.steady_ratio(way):.2f}" if way.startswith(OURS) else ""
 
 
 def _ratio(record: Record, way: str) -> str:

@@ -84,14 +84,36 @@ def test_small_chunks(benchmark: Any, scale: Scale) -> None:
         "devicemap": lambda: joined(mapper.stream(batches)),
         "a graph per batch": lambda: joined(map(graph, batches)),
     }
+    compare_chunks(benchmark, "32 ready batches of 512 rows", ways, scale, most=1.3)
+
+
+def test_large_batches(benchmark: Any, scale: Scale) -> None:
+    """4 MB each, in and out, which nobody keeps."""
+    devices, count = hardware.all_devices()[: scale.devices], 16 if scale.quick else 1000
+    rows = tf.random.stateless_uniform([1024, 1024], [1, 2])
+    batches = tf.data.Dataset.from_tensors(rows).repeat(count)
+    mapper = devicemap.DeviceMap(doubled, devices=devices, batched=True)
+    dataset_map = peers.dataset_map(doubled, devices)(batches)
+    ways = {"devicemap": lambda: last_row(mapper.stream(batches)), "Dataset.map": lambda: last_row(dataset_map)}
+    compare_chunks(benchmark, f"{count} batches of 4 MB", ways, scale, most=1.2)
+
+
+def compare_chunks(benchmark: Any, case: str, ways: dict[str, Callable[[], Any]], scale: Scale, most: float) -> None:
     compare(
-        benchmark,
-        ways,
-        topic="chunk_cost",
-        case="32 ready batches of 512 rows",
-        rounds=scale.rounds,
-        devices=scale.devices,
-    )
+        benchmark, ways, topic="chunk_cost", case=case, rounds=scale.rounds, devices=scale.devices,
+        targets={"most ratio": {"devicemap": most}}, patience_seconds=15.0,
+    )  # fmt: skip
+
+
+def last_row(chunks: Any) -> Any:
+    """Of all chunks, of which each goes when the next one comes."""
+    for chunk in chunks:
+        last = chunk
+    return last[-1]
+
+
+def doubled(rows: Any) -> Any:
+    return rows * 2.0
 
 
 def row_sums(rows: Any) -> Any:

@@ -7,6 +7,7 @@ if typing.TYPE_CHECKING:
     from devicemap.api import DeviceMap, parallel_map, parallel_reduce
     from devicemap.base.devices import list_devices, simulate_devices
     from devicemap.bench.runner import benchmark
+    from devicemap.cluster import connect
     from devicemap.compile.reduction import Reducer
     from devicemap.pipelines.pipeline import Pipeline
     from devicemap.pipelines.split import split
@@ -19,6 +20,7 @@ __all__ = [
     "Pipeline",
     "Reducer",
     "benchmark",
+    "connect",
     "list_devices",
     "open_results",
     "parallel_map",
@@ -35,6 +37,7 @@ _HOMES = {
     "Pipeline": "devicemap.pipelines.pipeline",
     "Reducer": "devicemap.compile.reduction",
     "benchmark": "devicemap.bench.runner",
+    "connect": "devicemap.cluster",
     "list_devices": "devicemap.base.devices",
     "open_results": "devicemap.store.results",
     "parallel_map": "devicemap.api",

@@ -362,7 +362,7 @@ class DeviceMap:
         """
         check_limits(rows, tolerance)
         program = self._program
-        some = rows_to_verify(data, rows, program.options, program.devices)
+        some = rows_to_verify(data, rows, program.options, program.devices_left)
         # with calls of its own: `report` and `progress` are about the user's
         over_devices = Calls(program, Nobody()).over
         return verify_rows(
@@ -391,7 +391,7 @@ class DeviceMap:
         asked = ask(data_or_spec, program.options)
         compiled = program.compiled_for(asked)
         return explain_call(
-            asked, compiled, program.options, program.fn, program.devices, program.output_device, program.name
+            asked, compiled, program.options, program.fn, program.devices_left, program.output_device, program.name
         )
 
     def __repr__(self) -> str:

@@ -27,12 +27,16 @@ class Shard:
 
 
 def short_name(device: str) -> str:
-    """A device's name without its host.
+    """A device's name as people read it, and as `devices=` takes it: without this host, and with the task of another one.
 
     >>> short_name("/job:localhost/replica:0/task:0/device:GPU:1")
     'GPU:1'
+    >>> short_name("/job:worker/replica:0/task:2/device:GPU:1")
+    '/job:worker/task:2/GPU:1'
     """
-    return device.rpartition("device:")[2]
+    host, _, name = device.rpartition("device:")
+    job, _, task = host.partition("/replica:0")
+    return name if job in ("", "/", "/job:localhost") else f"{job}{task}{name}"
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class ChunkRetried(Event):
 
 @dataclass(frozen=True)
 class DeviceLost(Event):
-    """A device kept failing, and gets no more chunks in this call."""
+    """A device kept failing, or its host was lost, and it gets no more chunks in this call."""
 
     device: str
     """Full name."""

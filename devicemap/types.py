@@ -15,6 +15,8 @@ from devicemap.events import (
     Shard,
 )
 from devicemap.store.results import Results
+from devicemap.tell.plan.memory import Memory
+from devicemap.tell.plan.pipeline import PipelinePlan, StagePlan
 from devicemap.tell.plan.plan import (
     Captured,
     ControlEdge,
@@ -26,8 +28,10 @@ from devicemap.tell.plan.plan import (
     Transfer,
 )
 from devicemap.tell.report.accounts import DeviceReport
+from devicemap.tell.report.pipeline import PipelineReport, StageCall
 from devicemap.tell.report.report import Report
 from devicemap.tell.report.timeline import Span
+from devicemap.tell.report.training import DeviceShare, TrainingReport
 from devicemap.tell.verify.comparison import Difference
 from devicemap.tell.verify.findings import Comparison, Finding, Verification
 
@@ -46,11 +50,15 @@ __all__ = [
     "DeviceLost",
     "DevicePlan",
     "DeviceReport",
+    "DeviceShare",
     "Difference",
     "Event",
     "Finding",
     "Handling",
     "Measurement",
+    "Memory",
+    "PipelinePlan",
+    "PipelineReport",
     "Plan",
     "RandomOps",
     "Report",
@@ -58,7 +66,10 @@ __all__ = [
     "Shard",
     "Skipped",
     "Span",
+    "StageCall",
+    "StagePlan",
     "StrayOp",
+    "TrainingReport",
     "Transfer",
     "Verification",
 ]

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
+from oracle import first_rows, serial
 
 ROWS = 23
 Point = namedtuple("Point", "x y")
@@ -27,6 +29,16 @@ class Case:
 
     def __str__(self) -> str:
         return self.name
+
+    @functools.cached_property
+    def _serial(self) -> dict[int, Any]:
+        return {}
+
+    def serial(self, rows: int = ROWS) -> Any:
+        """The serial map of its first rows, which is found once."""
+        if rows not in self._serial:
+            self._serial[rows] = serial(self.fn, first_rows(self.data, rows), self.batched, self.signature)
+        return self._serial[rows]
 
 
 def _steps(row: Any) -> Any:
@@ -180,3 +192,11 @@ def cases() -> list[Case]:
 
 
 ALL = cases()
+
+_FEW = (
+    "mapped", "structure out", "tuple and dict in", "named tuple in", "strings", "complex and bool", "captured variable",
+    "Keras model", "batch of several", "ragged in and out, of int32 splits", "deeper ragged batch", "ragged out",
+    "sparse in and out", "sparse batch", "of unknown rank", "sets", "compiled",
+)  # fmt: skip
+FEW = [case if case.name in _FEW else pytest.param(case, marks=pytest.mark.slow) for case in ALL]
+"""All, those marked slow whose function, data and results are like those of another one in most respects."""

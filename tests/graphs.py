@@ -12,6 +12,15 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context  # no public way to see the partitioned graphs of an eager call
 
+from devicemap.compile.trace import Traced
+from devicemap.tell.plan.request import ask
+
+
+def traced(mapper: Any, data_or_spec: Any) -> Traced:
+    """What the function of a map is traced to, vectorised or not; a plan says that too, and takes long to tell of memory."""
+    program = mapper._program
+    return program.compiled_for(ask(data_or_spec, program.options)).traced
+
 
 @dataclass(frozen=True)
 class Edge:

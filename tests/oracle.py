@@ -35,6 +35,14 @@ def one_by_one(fn: Any, rows: Any) -> Any:
     return tf.stack([fn(row) for row in rows])
 
 
+def gradients_of(mapped: Any, *sources: Any) -> list[Any]:
+    """Gradients of the sum of squares of what `mapped` makes of the first source, by all sources; zeros where there is none."""
+    with tf.GradientTape() as tape:
+        tape.watch(sources)
+        total = tf.add_n([tf.reduce_sum(leaf**2) for leaf in tf.nest.flatten(mapped(sources[0]))])
+    return [*map(tf.convert_to_tensor, tape.gradient(total, sources, unconnected_gradients="zero"))]
+
+
 def tensors(nest: Any) -> Any:
     """tf.data's convention for what a function returns, which tf.map_fn does not share: lists become tensors."""
     if isinstance(nest, dict):

@@ -13,15 +13,15 @@ from tempfile import TemporaryDirectory
 SECONDS = 300
 """What hangs, hangs for ever."""
 
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["tensorflow"])  # which takes seconds: once, instead of in each process
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(["tensorflow"])  # which takes seconds: once, instead of in each process
 
 
 def run(source: str, *arguments: str) -> list[str]:
     """The lines that a program prints, which has to end well. It lies in a file, from which autograph reads it."""
     with TemporaryDirectory() as folder:
         Path(folder, "program.py").write_text(textwrap.dedent(source))
-        process = _forks.Process(target=_run, args=(folder, arguments))
+        process = forks.Process(target=_run, args=(folder, arguments))
         process.start()
         process.join(SECONDS)
         process.kill()

@@ -43,21 +43,33 @@ ON_TWO_DEVICES = {
     "fitting --rows 5 --simulate 2": (
         "5 initial states on 2 device(s)", "death of predators", "0.4", "Squares per observation",
     ),
+    "large --epochs 1 --simulate 2": (
+        "alone: 23", "of 20 MiB for 128 rows, at most 0 rows fit", "2 stages: ", "in the last, on 2 devices",
+    ),
     "training --epochs 1 --simulate 2": ("On one device: loss ", "On all devices: loss ", "after each of 1 epochs agree"),
 }  # fmt: skip
+ON_RAY = {"images --images 12": ("12 rows in ", "2 devices", "12 images, each once", "of the same photograph")}
 REFUSED = {
     "digits --images 0 --simulate 2": "SystemExit: --images is 0; expected 1 to 1297",
     "training --epochs 0": "SystemExit: --epochs is 0; expected at least 1",
+    "large --memory 1 --simulate 2": "SystemExit: 0 rows fit into --memory 1; expected 128, or more devices",
     "inference --pages 0": "SystemExit: --pages 0 --epochs 8; expected at least 1 of each",
 }
 
 
 @pytest.mark.parametrize(
-    ("wanted", "refused"), [(AS_IT_IS, {}), (ON_TWO_DEVICES, REFUSED)], ids=["as it is", "on two devices"]
+    ("wanted", "refused"),
+    [
+        pytest.param(AS_IT_IS, {}, id="as it is"),
+        pytest.param(ON_TWO_DEVICES, REFUSED, id="on two devices", marks=pytest.mark.slow),
+        pytest.param(
+            ON_RAY, {"images --actors 0": "SystemExit: --images 400 --actors 0"}, id="on Ray", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_examples(wanted: dict[str, tuple[str, ...]], refused: dict[str, str], tmp_path: Path) -> None:
     """Each says what it found, and draws it; or ends with what it expected."""
-    for package in ("sklearn", "matplotlib", "rich", "scipy"):
+    for package in ("sklearn", "matplotlib", "rich", "scipy", *["ray.data"] * (wanted is ON_RAY)):
         pytest.importorskip(package)
     path = os.pathsep.join(filter(None, (str(EXAMPLES.parent), os.environ.get("PYTHONPATH"))))
     settings = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}

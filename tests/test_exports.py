@@ -15,8 +15,8 @@ import devicemap
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference.md"
 NAMES = [
-    "DeviceMap", "Pipeline", "Reducer", "benchmark", "list_devices", "open_results", "parallel_map", "parallel_reduce",
-    "parallelize", "simulate_devices", "split", "spread_variables",
+    "DeviceMap", "Pipeline", "Reducer", "benchmark", "connect", "list_devices", "open_results", "parallel_map",
+    "parallel_reduce", "parallelize", "simulate_devices", "split", "spread_variables",
 ]  # fmt: skip
 
 
@@ -57,9 +57,11 @@ def _classes_in(hint: Any) -> set[type]:
 
 def test_types_has_what_calls_take_and_return() -> None:
     public = [getattr(devicemap, name) for name in NAMES]
-    methods = [getattr(thing, "fget", thing) for name, thing in vars(devicemap.DeviceMap).items() if name[0] != "_"]
+    classes = devicemap.DeviceMap, devicemap.Pipeline
+    members = [each for one in classes for name, each in vars(one).items() if name[0] != "_" and name != "devices"]
+    methods = [getattr(member, "fget", member) for member in members]
     hints = [hint for call in (*public, *methods) for hint in get_type_hints(call).values()]
-    found = {each for hint in hints for each in _classes_in(hint)} - {devicemap.DeviceMap}
+    found = {each for hint in hints for each in _classes_in(hint)} - {*classes}
     assert {each.__name__ for each in found} >= {
         "Plan",
         "Report",

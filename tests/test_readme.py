@@ -17,11 +17,12 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WITHOUT_CODE = ("gallery", "index", "internals", "reference")
-OF_A_NEW_PROCESS = (
-    ROOT / "docs" / "coming-from.md",
-    ROOT / "docs" / "training.md",
-    ROOT / "docs" / "scaling.md",
-    README,
+LONG = ("explaining", "pipelines", "reduce", "state")
+"""Pages that take several seconds."""
+
+OF_NEW_PROCESSES = (
+    [ROOT / "docs" / "coming-from.md", ROOT / "docs" / "training.md", README],
+    [ROOT / "docs" / "scaling.md"],
 )
 RUN_ALL = "import runpy, sys\nfor program in sys.argv[1:]:\n    runpy.run_path(program, run_name='__main__')"
 
@@ -42,15 +43,23 @@ def _program(page: pathlib.Path, folder: pathlib.Path) -> str:
     return str(program)
 
 
-def test_pages_run_in_a_new_process(tmp_path: pathlib.Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("pages", OF_NEW_PROCESSES, ids=lambda pages: pages[0].stem)
+def test_pages_run_in_a_new_process(pages: list[pathlib.Path], tmp_path: pathlib.Path) -> None:
     """The first asks for its devices, and the others take those that there are."""
-    command = [sys.executable, "-c", RUN_ALL, *(_program(page, tmp_path) for page in OF_A_NEW_PROCESS)]
+    command = [sys.executable, "-c", RUN_ALL, *(_program(page, tmp_path) for page in pages)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr  # what a page shows, its code asserts
-    assert "CPU:0 CPU None" in done.stdout
+    assert ("CPU:0 CPU None" in done.stdout) == (README in pages)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in OF_A_NEW_PROCESS], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in LONG))
+        for page in sorted({*PAGES}.difference(*OF_NEW_PROCESSES))
+    ],
+)
 def test_pages_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The eight devices of the tests are those that these pages ask for."""
     monkeypatch.chdir(tmp_path)

@@ -89,6 +89,10 @@ def _runner(function: Any) -> Callable[..., list[Any]]:
     return run
 
 
+_differentiating = threading.RLock()
+"""TensorFlow adds to a graph what its gradient needs, and calls in several threads share the graph."""
+
+
 class TapedCall:
     """A call of a `ConcreteFunction` for the tapes of this thread to record, while its graph may run in another thread.
 
@@ -103,8 +107,9 @@ class TapedCall:
             _resources.variable_accessed(variable)
         self._pack = concrete.function_type.pack_output
         kind = _gradients.PossibleTapeGradientTypes(inputs)
-        self._call = concrete._select_forward_and_backward_functions(inputs, kind, True)
-        self.function, self.inputs = self._call.forward()
+        with _differentiating:
+            self._call = concrete._select_forward_and_backward_functions(inputs, kind, True)
+            self.function, self.inputs = self._call.forward()
         if usable(_taped, _backprop):
             _begin_backward_on(host, self._call._functions)
 
@@ -167,26 +172,30 @@ def _begin_backward_on(host: str, functions: Any) -> None:
 def begin_backward_on(host: str, concrete: Any) -> None:
     """The same for calls of a `ConcreteFunction` in a graph that is being built; not for second gradients by tapes.
 
-    Who sets an attribute `on_gradient` of such a call's op is told of the ops of its gradient, where these are in one graph,
-    and of the gradients of the inputs of the call, and returns what to take instead.
+    Who sets an attribute `on_gradient` of such a call's op makes the gradient, where it is in the same graph: it is called with
+    what makes the gradients of the call's inputs of those of its outputs, and with these.
     """
     if usable(_delayed):
         functions = concrete._delayed_rewrite_functions
         if "_rewrite_forward_and_call_backward" in vars(functions):  # it does already
             return
-        functions._rewrite_forward_and_call_backward = _on(host, functions._rewrite_forward_and_call_backward)
+        on_host = _on(host, functions._rewrite_forward_and_call_backward)
+
+        def one_at_a_time(*arguments: Any) -> Any:
+            with _differentiating:
+                return on_host(*arguments)
+
+        functions._rewrite_forward_and_call_backward = one_at_a_time
 
 
 def _on(device: str, call: Callable[..., Any]) -> Callable[..., Any]:
     def placed(*arguments: Any) -> Any:
-        graph = tf.compat.v1.get_default_graph()
-        known = len(graph.get_operations())
-        hear = getattr(arguments[0] if arguments else None, "on_gradient", None)
+        op: Any = arguments[0] if arguments else None
+        own = getattr(op, "on_gradient", None)
         with tf.device(device):
-            results = call(*arguments)
-            if hear is None or arguments[0].graph is not graph:
-                return results
-            return hear(graph.get_operations()[known:], list(results))
+            if own is None or op.graph is not tf.compat.v1.get_default_graph():
+                return call(*arguments)
+            return own(partial(call, op), arguments[1:])
 
     return placed
 

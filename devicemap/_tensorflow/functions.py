@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import uuid
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -17,6 +18,7 @@ _anonymous = Private("tensorflow.python.eager.context", "anonymous_name")
 _control_flow = Private(
     "tensorflow.python.ops.control_flow_ops", "XLAControlFlowContext.Enter", "XLAControlFlowContext.Exit"
 )
+_func_graph = Private("tensorflow.python.framework.func_graph", "FuncGraph")
 _control_flow_util = Private("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext")
 _kernel_def = Private("tensorflow.core.framework.kernel_def_pb2", "KernelList")
 _session = Private(
@@ -50,12 +52,24 @@ def must_run(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
     Automatic control dependencies do this for stateful ops; a function without them has to say it itself. Publicly, by
     results that wait for the ops; what comes next in a function that it is inlined into does not (`tells_callers`).
     """
+    results = waiting_for(ops, results)
     graph = tf.compat.v1.get_default_graph()
     if tells_callers() and hasattr(graph, "control_outputs"):
-        graph.control_outputs.extend(dict.fromkeys(ops))
-        return list(results)
+        graph.control_outputs.extend(tensor.op for tensor in tf.nest.flatten(results, expand_composites=True))
+    return results
+
+
+def waiting_for(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
+    """The results, on the device of the moment, once these ops have run.
+
+    By an op that does nothing, and is no identity: TensorFlow takes those out, and lets what comes next wait in their place. An
+    identity that the user's function returns would, and without a device of its own goes by the first GPU. Waiting for nothing
+    but what it returns, it is taken out, too; where there are several, TensorFlow leaves them.
+    """
     with tf.control_dependencies(list(dict.fromkeys(ops))):
-        waiting: list[Any] = tf.nest.map_structure(tf.identity, list(results), expand_composites=True)
+        waiting: list[Any] = tf.nest.map_structure(
+            lambda tensor: tf.ensure_shape(tensor, tensor.shape), list(results), expand_composites=True
+        )
     return waiting
 
 
@@ -64,8 +78,12 @@ def own_variable(value: Any) -> Any:
     """The handle of a variable that each run of the graph being built has for itself, and that goes with the run.
 
     Its ops are public; the name that asks for a variable without one is not. Publicly there is none: `None`.
+
+    A SavedModel that is loaded gives it another name, so that all runs have one there; the container keeps several apart.
     """
-    handle = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=_anonymous.anonymous_name())
+    handle = tf.raw_ops.VarHandleOp(
+        dtype=value.dtype, shape=value.shape, shared_name=_anonymous.anonymous_name(), container=uuid.uuid4().hex
+    )
     assigned = tf.raw_ops.AssignVariableOp(resource=handle, value=value)
     with tf.control_dependencies([assigned]):
         return tf.identity(handle)
@@ -74,6 +92,26 @@ def own_variable(value: Any) -> Any:
 def has_own_variables() -> bool:
     """Whether `own_variable` makes one."""
     return usable(_anonymous)
+
+
+def unchained(concrete: Any, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """A function, and what it is to be called with in the graph that is being traced, such that it waits for no other call.
+
+    TensorFlow runs one after another, whatever device they are on, what is stateful and takes no resource. So such a
+    function gets one more argument, a resource of its own. Publicly there is none.
+    """
+    takes_resources = any(tensor.dtype == tf.resource for tensor in concrete.inputs)
+    stateful = any(op.op_def.is_stateful for op in concrete.graph.get_operations())
+    if takes_resources or not stateful or not has_own_variables():
+        return concrete, list(arguments)
+
+    @tf.function(autograph=False)
+    def with_resource(resource: Any, *taken: Any) -> Any:
+        return concrete(*taken)
+
+    specs, _ = concrete.structured_input_signature
+    own = own_variable(tf.zeros([]))
+    return with_resource.get_concrete_function(tf.TensorSpec([], tf.resource), *specs), [own, *arguments]
 
 
 def tells_callers() -> bool:
@@ -88,6 +126,18 @@ def compiled_as_a_part() -> bool:
     Publicly it is taken not to; variables stay in place then, whoever asks.
     """
     return bool(_control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
+
+
+@with_fallback(lambda: False, _func_graph)
+def in_function_of_user() -> bool:
+    """Whether the graph being built is that of a `tf.function`, and in no loop, branch or other function of TensorFlow's.
+
+    Publicly it is taken to be one of those.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    while type(graph) is _func_graph.FuncGraph and not graph.name.startswith("Dataset_"):
+        graph = graph.outer_graph
+    return not hasattr(graph, "outer_graph")
 
 
 def shows_functions(graph: Any) -> bool:

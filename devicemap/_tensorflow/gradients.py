@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow import Private, nothing, usable, with_fallback
-from devicemap._tensorflow.functions import UNCHAINED, functions_within, own_functions
+from devicemap._tensorflow.functions import UNCHAINED, capturing, functions_within, own_functions
 
 _record = Private("tensorflow.python.eager.record", "could_possibly_record")
 _forwardprop = Private("tensorflow.python.eager.forwardprop_util", "pack_tangents")
@@ -74,6 +75,29 @@ def fanned_out(value: Any, count: int) -> list[Any]:
     return list(copies)
 
 
+def _linked_for_good(results: Sequence[Any], values: Sequence[Any], gradient: Callable[..., Any]) -> list[Any]:
+    @tf.custom_gradient
+    def link(*_: Any) -> Any:
+        return list(results), lambda *upstream: gradient(*upstream)
+
+    return list(link(*values))
+
+
+@with_fallback(_linked_for_good, _registry, _operations)
+def linked(results: Sequence[Any], values: Sequence[Any], gradient: Callable[..., Any]) -> list[Any]:
+    """The results, in the function being traced; of gradients to them, `gradient` makes those to `values`, whatever led there.
+    A tape follows them out of the function, not in it.
+
+    `tf.custom_gradient` does the same, in TensorFlow's registry of gradients, which keeps each graph that uses it for good.
+    """
+    copies = tf.raw_ops.IdentityN(input=[*results, *values])
+    copies[0].op._gradient_function = lambda _, *upstream: [
+        *[None] * len(results),
+        *gradient(*upstream[: len(results)]),
+    ]
+    return list(copies[: len(results)])
+
+
 def added(gradients: Sequence[Any]) -> Any:
     """The sum of gradients; of slices, as TensorFlow has it, all of them: optimizers treat those in ways of their own."""
     if all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
@@ -82,24 +106,35 @@ def added(gradients: Sequence[Any]) -> Any:
     return tf.add_n([tf.convert_to_tensor(gradient) for gradient in gradients])
 
 
-@with_fallback(nothing, _control)
 def wait_for(op: Any, before: Any) -> None:
     """Let an op of the graph being traced wait for another one, unless that needs what it gives."""
-    if not _needs(before, op):
-        op._add_control_input(before)
+    all_wait_for([op], before)
 
 
-def _needs(op: Any, other: Any) -> bool:
-    """Whether an op takes, by way of others, what another one gives, or waits for it."""
-    met, left = set(), [op]
+@with_fallback(nothing, _control)
+def all_wait_for(ops: Iterable[Any], before: Any) -> None:
+    """The same for several ops."""
+    needed = _needed_by(before)
+    for op in ops:
+        if op not in needed:
+            op._add_control_input(before)
+
+
+def can_wait() -> bool:
+    """Whether `all_wait_for` can be used. It has no public way: ops run in any order."""
+    return usable(_control)
+
+
+def _needed_by(op: Any) -> set[Any]:
+    """All that an op takes what it gives from, by way of others, or waits for; itself included."""
+    met: set[Any] = set()
+    left = [op]
     while left:
         each = left.pop()
-        if each is other:
-            return True
         if each not in met:
             met.add(each)
             left += [*(tensor.op for tensor in each.inputs), *each.control_inputs]
-    return False
+    return met
 
 
 def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
@@ -240,12 +275,15 @@ def holds_gradients() -> bool:
     return usable(_registry, _operations)
 
 
-def call_holding(values: Mapping[int, Any], concrete: Any, leaves: Sequence[Any]) -> list[Any]:
-    """Call a `ConcreteFunction` that captures copies of variables: gradients go from these to the values they were assigned.
+def call_holding(
+    values: Mapping[int, Any], handles: Mapping[int, Any], concrete: Any, leaves: Sequence[Any]
+) -> list[Any]:
+    """Call a `ConcreteFunction` with copies of variables for some captures: gradients go from these to the values they have.
 
-    An assignment has no gradient. So the values, by the index of the capture, are arguments of the call that it does not
-    use, and get the gradients of the captures. `tf.custom_gradient` would do, but keeps each graph that uses it for good; and
-    a loop of the user's that calls the map is differentiated only where it makes no handles.
+    Both are by the index of the capture; others may call the function at the same time. An assignment has no gradient. So the
+    values are arguments of the call that it does not use, and get the gradients of the captures. `tf.custom_gradient` would do,
+    but keeps each graph that uses it for good; and a loop of the user's that calls the map is differentiated only where it
+    makes no handles.
     """
     specs = [tf.TensorSpec(value.shape, value.dtype) for value in values.values()]
 
@@ -255,22 +293,60 @@ def call_holding(values: Mapping[int, Any], concrete: Any, leaves: Sequence[Any]
         return list(concrete(*leaves))
 
     held = call.get_concrete_function(specs, *map(tf.type_spec_from_value, leaves))
-    results = list(held([*values.values()], *leaves))
+    positions = {id(own): j for j, own in enumerate(held.captured_inputs)}
+    position = {i: positions[id(own)] for i, own in enumerate(concrete.captured_inputs) if id(own) in positions}
+    with capturing(held, {position[i]: handle for i, handle in handles.items()}):
+        results = list(held([*values.values()], *leaves))
     op = tf.nest.flatten(results, expand_composites=True)[0].op
-    handles = [
-        next(j for j, own in enumerate(held.captured_inputs) if own is concrete.captured_inputs[i]) for i in values
-    ]
     first = len(op.inputs) - len(held.captured_inputs)
     gradient = _registry.get_gradient_function(op)
 
     def to_values(op: Any, *upstream: Any) -> list[Any]:
         gradients = list(gradient(op, *upstream))
-        for i, handle in enumerate(handles):
-            gradients[i], gradients[first + handle] = gradients[first + handle], None
+        for argument, i in enumerate(values):
+            capture = first + position[i]
+            gradients[argument], gradients[capture] = gradients[capture], None
         return gradients
 
     op._gradient_function = to_values
     return results
+
+
+def call_with_gradient(
+    concrete: Any,
+    leaves: Sequence[Any],
+    variables: Sequence[Any],
+    gradient: Callable[[Sequence[Any], Mapping[int, Any], Sequence[Any], Sequence[Any]], list[Any]],
+) -> list[Any]:
+    """Call a `ConcreteFunction` whose gradient is another: only where `holds_gradients`.
+
+    Args:
+        concrete: of `leaves`; it returns a list of tensors, and one of the values that `variables` have.
+        leaves: tensors, ragged and sparse ones.
+        variables: those that it captures.
+        gradient: `(tensors that leaves consist of, values, gradients of the results, sources) -> gradients of the sources`,
+            which are among those tensors and values; `None` for each that has none. The values are those that captured
+            variables had when the call came, by the id of their handle: they may have others when gradients are asked for.
+    """
+    results, read = concrete(*leaves)
+    values_of = {id(variable.handle): value for variable, value in zip(variables, read)}
+    captured = [id(outside) for outside in concrete.captured_inputs]
+
+    def of_call(op: Any, *upstream: Any) -> list[Any]:
+        given = [tf.identity(tensor) for tensor in op.inputs[: len(op.inputs) - len(captured)]]
+        values = {handle: tf.identity(value) for handle, value in values_of.items()}
+        inputs = [*given, *map(values.get, captured)]
+        fractions = [each is not None and (each.dtype.is_floating or each.dtype.is_complex) for each in inputs]
+        found = iter(gradient(given, values, upstream[: len(results)], [*itertools.compress(inputs, fractions)]))
+        gradients = [next(found) if each else None for each in fractions]
+        of_values = dict(zip(values_of, upstream[len(results) :]))  # of higher order, as gradients are made of values
+        for i, handle in enumerate(captured, len(given)):
+            known = [each for each in (gradients[i], of_values.get(handle)) if each is not None]
+            gradients[i] = added(known) if known and fractions[i] else None
+        return gradients
+
+    results[0].op._gradient_function = of_call
+    return list(results)
 
 
 @with_fallback(lambda: False, _record)

@@ -14,12 +14,15 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.memory import allocator_bytes
+from devicemap.base.hosts import host_of, known_hosts, reachable
 from devicemap.errors import DeviceError
+from devicemap.events import short_name
 
 _NAME = re.compile(
     r"(?:/job:(?P<job>[^/]+))?(?:/replica:(?P<replica>\d+))?(?:/task:(?P<task>\d+))?/?(?:device:)?"
     r"(?P<kind>[A-Za-z_]+):(?P<index>\d+)"
 )
+_HOST = re.compile(r"/job:(?P<job>[^/]+)(?:/replica:(?P<replica>\d+))?(?:/task:(?P<task>\d+))?")
 _FAILED_COPY = re.compile(r"(Dst|Src|Destination|Source) tensor is not initialized")
 _PHYSICAL = re.compile(r"/physical_device:(?P<kind>\w+):(?P<index>\d+)")
 
@@ -65,7 +68,7 @@ def list_devices(kind: str | None = None) -> list[Device]:
         kind_here = kind_of(name)
         if wanted in (None, kind_here):
             part = local.get(name)
-            memory, description = part.describe() if part else (None, f"{kind_here} of another host")
+            memory, description = part.describe() if part else (None, f"{kind_here} of {_told(host_of(name))}")
             devices.append(Device(name, kind_here, memory or bytes_of.get(name), description))
     return devices
 
@@ -109,11 +112,17 @@ def choose_devices(devices: Any) -> tuple[str, ...]:
 
     Args:
         devices: `None` (every local logical GPU, else every local logical CPU), a kind, a name, or an iterable of
-            names, logical devices, physical devices (all their logical ones) and `Device`s.
+            names, logical devices, physical devices (all their logical ones) and `Device`s. A kind is that of the devices of
+            all hosts; the name of a host, `/job:worker/task:1`, or of a job stands for its GPUs, else its CPUs.
 
     Raises:
         DeviceError: for an unknown, repeated or missing device; the message lists what there is.
+        HostLostError: for devices of hosts that are all lost; those of some are left out.
     """
+    return reachable(_chosen_devices(devices))
+
+
+def _chosen_devices(devices: Any) -> tuple[str, ...]:
     names, host = _logical_devices()
     if devices is None:
         local = [name for name in names if name.startswith(host)]
@@ -149,7 +158,8 @@ def places_on(devices: tuple[str, ...]) -> tuple[str, ...]:
     TensorFlow runs a serial function on one core, however many a CPU device has. `benchmarks/test_real_functions.py` shows
     that a second shard halves its time there, and costs functions nothing whose ops use all cores by themselves.
     """
-    cpus = _of_kind(list(devices), "CPU")
+    here = _logical_devices()[1]  # nobody tells how many cores another host has
+    cpus = [device for device in _of_kind(list(devices), "CPU") if host_of(device) == here]
     cores = os.cpu_count() or 1
     cores = min(cores, tf.config.threading.get_inter_op_parallelism_threads() or cores)
     return (*devices, *cpus * (cores // max(1, len(cpus)) - 1))
@@ -208,6 +218,13 @@ def _resolve(entry: Any, names: list[str], host: str, option: str = "devices") -
         kind, index = physical["kind"].upper(), int(physical["index"])
         local = _local_parts(host)
         found = [name for name in _of_kind(names, kind) if name in local and _index(local[name].physical.name) == index]
+    elif match := _HOST.fullmatch(given):
+        asked = {key: value for key, value in match.groupdict().items() if value is not None}
+        hosts: dict[str, list[str]] = {}
+        for name in names:
+            if asked.items() <= _fields(name).items():
+                hosts.setdefault(host_of(name), []).append(name)
+        found = [name for there in hosts.values() for name in _of_kind(there, "GPU") or _of_kind(there, "CPU")]
     elif match := _NAME.fullmatch(given):
         asked = {key: value for key, value in match.groupdict().items() if value is not None}
         asked["kind"] = asked["kind"].upper()
@@ -259,7 +276,15 @@ def _logical_devices() -> tuple[list[str], str]:
 def _there_is(names: list[str], given: str = "") -> str:
     """What devices there are; and where `given` asks for a GPU and there is none, why."""
     why = f". No GPU: {why_no_gpu()}" if "GPU" in given.upper() and not _of_kind(names, "GPU") else ""
-    return "there is " + ", ".join(name.replace("/job:localhost/replica:0/task:0/device:", "") for name in names) + why
+    return "there is " + ", ".join(map(short_name, names)) + why
+
+
+def _told(host: str) -> str:
+    """Another host in words."""
+    known = known_hosts().get(host)
+    if known is None:
+        return "another host"
+    return f"{known.address}, which {known.why_lost}" if known.why_lost else known.address
 
 
 def is_out_of_memory(error: BaseException) -> bool:

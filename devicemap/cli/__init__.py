@@ -101,6 +101,13 @@ def _build_parser() -> argparse.ArgumentParser:
         "--batch-size", type=_batch_size, metavar="N", help="rows per device call (found by measuring)"
     )
     mapping.add_argument("--seed", type=int, metavar="N", help="FUNCTION also gets seed=, for tf.random.stateless_*")
+    serving = _add(commands, "serve", "lend this machine's devices to devicemap.connect, until Ctrl-C", common)
+    serving.add_argument("--port", type=_port, required=True, metavar="N", help="where to listen; 0: any free port")
+    serving.add_argument(
+        "--open",
+        action="store_true",
+        help="to other machines, too. There is no password: whoever reaches the port runs what they like here",
+    )
     run = _add(commands, "run", "map over all rows, and keep the results in a folder; run again, it goes on", mapping)
     run.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one that the same command has left")
     run.add_argument(
@@ -133,6 +140,12 @@ def _version() -> str:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, a whole number from 0 to 65535")
     return int(text)
 
 

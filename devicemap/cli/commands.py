@@ -7,7 +7,9 @@ import importlib
 import json
 import os
 import shutil
+import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +23,7 @@ from devicemap.bench.measurements import BenchmarkResult
 from devicemap.bench.runner import benchmark
 from devicemap.cli import UsageError
 from devicemap.cli.input import read_input
+from devicemap.cluster import serve
 from devicemap.errors import DeviceMapError, failure
 from devicemap.tell.plan.plan import Plan
 from devicemap.tell.render import short_names, size_text, table, text_of
@@ -48,6 +51,16 @@ def devices_command(options: argparse.Namespace) -> None:
         options.json.write_text(json.dumps([asdict(device) for device in devices], indent=1) + "\n", encoding="utf-8")
     if not any(device.kind == "GPU" for device in devices):
         print(f"\nNo GPU: {why_no_gpu()}")
+
+
+def serve_command(options: argparse.Namespace) -> None:
+    """`devicemap serve`: a server that runs until it is interrupted."""
+    server = serve(options.port, options.simulate or 1, options.open)
+    port = server.target.rpartition(":")[2]
+    host, reach = (socket.gethostname(), "all its networks") if options.open else ("127.0.0.1", "this machine alone")
+    print(f"{host}:{port} is open to {reach}, without a password", flush=True)
+    while True:
+        time.sleep(0.1)  # a wait without an end can miss a signal that another thread gets
 
 
 def explain_command(options: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation, unrecorded
-from devicemap._tensorflow.functions import compiled_as_a_part
+from devicemap._tensorflow.functions import compiled_as_a_part, has_own_variables
 from devicemap._tensorflow.gradients import holds_gradients, order_of_gradients
 from devicemap.base.devices import is_out_of_memory, kind_of, python_calls_at_once
 from devicemap.base.interruption import Signals
@@ -34,6 +34,9 @@ from devicemap.errors import brief, function_error
 from devicemap.events import Shard, short_name
 
 _KEPT_SHARDS = 256
+
+_ROWS_PER_PLACE = 16
+"""A call on fewer is not held back to learn how long it takes."""
 
 _GRAPHS, _FUNCTIONS, _INLINED, _PROBE, _BALANCED = range(5)
 """Ways of calling begin with these."""
@@ -98,12 +101,12 @@ class Compiled:
         self._lock = threading.RLock()
         # Two calls at once would read a device's copy of an advancing seed before either writes it.
         self._drawing = {device: threading.Lock() for device in self.devices if self.traced.audit.advances_seed}
-        self._graphs: dict[tuple[int, int, bool, bool, bool, bool], Any] = {}
+        self._graphs: dict[tuple[int | bool, ...], Any] = {}
         self._taped: set[tuple[Any, int]] = set()
         self._taping = threading.Lock()
         self._balanced: Any = None
         self._functions: dict[str, Any] = {}
-        self._layouts: dict[tuple[bool, bool, bool], Layout] = {}
+        self._layouts: dict[tuple[bool, ...], Layout] = {}
         self._inlined = itertools.count()
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
         self._invoker = Invoker(self.traced.steady)
@@ -117,6 +120,7 @@ class Compiled:
         inlined: bool = False,
         one_row: bool = False,
         timed: bool = False,
+        checked: bool = False,
     ) -> Any:
         """The whole call as one `ConcreteFunction`: `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`.
 
@@ -128,14 +132,16 @@ class Compiled:
 
         `gradients` tells which may be asked for: 0 none, 1 first ones, 2 any (`order_of_gradients`). A function with seeded
         random ops gets a graph for each, as TensorFlow runs other ops for each, and one for each that is inlined: each begins
-        number streams of its own. `one_row`: whether a shard of one row is known as such where it is to be inlined.
+        number streams of its own. `one_row`: whether a shard of one row is known as such where it is to be inlined. `checked`:
+        whether the graph itself checks that `fn` returned as many rows as it got.
         """
         seeded = self.traced.audit.seeded
         # TensorFlow folds constants of that size into wrong gradients of loops that rows leave at different times.
         apart = inlined and one_row and self.traced.vectorized and self.traced.audit.loops
         if seeded and inlined:
             with self._lock, Signals():
-                return self._build(shards, (_INLINED, next(self._inlined)), True, any_rows, False, True, apart)
+                way: tuple[int, ...] = (_INLINED, next(self._inlined))
+                return self._build(shards, way, True, any_rows, timed and has_clock(), True, apart, False, checked)
         key = (
             shards,
             gradients if seeded else min(gradients, 1),
@@ -144,6 +150,8 @@ class Compiled:
             or (self._clocked and (shards > 1 or kind_of(self._output_device) != "CPU") and not inlined),
             inlined and self._reads_in_place,
             apart,
+            inlined and not gradients and has_own_variables(),
+            checked,
         )
         if key not in self._graphs:
             with self._lock, Signals():
@@ -165,13 +173,18 @@ class Compiled:
             and has_clock()
         )
 
+    def may_balance(self, rows: int | None) -> bool:
+        """Whether a call in memory that is long enough, and that no tape follows, balances itself; `None`: nobody knows of how
+        many rows."""
+        return (rows is None or rows >= _ROWS_PER_PLACE * len(self.places)) and self.balances
+
     def balanced_graph(self) -> Any:
         """The whole call as one `ConcreteFunction` that balances itself, as `compile.balance.balanced_graph` tells."""
         if self._balanced is None:
             with self._lock, Signals():
                 if self._balanced is None:
                     traces = self._traces_for(len(self.places), (_BALANCED,), False)
-                    self._balanced = balanced_graph(self._layout(False), traces)
+                    self._balanced = balanced_graph(self._layout(False, of_run=True), traces)
         return self._balanced
 
     @property
@@ -182,12 +195,8 @@ class Compiled:
         all around it takes no copies either; and a loop over calls, as that of a map over `fn`, gets one device for them all.
         """
         traced = self._variant(self.traced, True, False)
-        return (
-            in_fn.get()
-            or compiled_as_a_part()
-            or "loop_body"
-            in tf.get_current_name_scope().split("/")  # of tf.vectorized_map, which vectorises no assignment
-            or not (traced.audit.loops or traced.audit.reads_again or traced.uncompiled)
+        return is_rewritten_with_its_caller() or not (
+            traced.audit.loops or traced.audit.reads_again or traced.uncompiled
         )
 
     def order_of_gradients(self, leaves: Sequence[Any]) -> int:
@@ -264,15 +273,9 @@ class Compiled:
     def pack_states(self, states: Iterable[list[Any]]) -> Any:
         """The same of the states of neighbouring rows, in order: in eager code, merged as they come."""
         assert self._reduction is not None
-        kept: list[list[Any]] = []
-        for state in states:
-            kept.append(state)
-            if len(kept) >= self._reduction.most_at_once:
-                with tf.device(self._output_device):
-                    kept = [self._reduction.merged(kept)]
+        merged = self._reduction.merged_as_they_come(states, self._output_device)
         with tf.device(self._output_device):
-            merged = self._reduction.merged(kept) if kept else self.traced.no_rows()
-            return self.pack(self._reduction.finished(merged))
+            return self.pack(self._reduction.finished(merged or self.traced.no_rows()))
 
     @property
     def _reduction(self) -> BoundReduction | None:
@@ -312,17 +315,19 @@ class Compiled:
         places = {device: self.places.index(device) for device in self.devices}
         self._functions = {device: layout.function(i, traces[i]) for device, i in places.items()}
 
-    def _layout(self, differentiable: bool, in_place: bool = False, of_job: bool = False) -> Layout:
+    def _layout(
+        self, differentiable: bool, in_place: bool = False, of_job: bool = False, of_run: bool = False
+    ) -> Layout:
         """With copies of what is captured for graphs with gradients, or for others; or with none of variables.
 
-        For jobs in chunks they are this map's own: calls of others while one runs are not to assign them.
+        For jobs in chunks they are this map's own: calls of others while one runs are not to assign them; or those of a run.
         """
         with self._lock:
-            key = differentiable, in_place, of_job
+            key = differentiable, in_place, of_job, of_run
             if key not in self._layouts:
                 traced = self._variant(self.traced, differentiable, in_place)
                 with self._captures_fit(*self.devices):
-                    mirrors = Mirrors(traced, self.places, differentiable, in_place, shared=not of_job)
+                    mirrors = Mirrors(traced, self.places, differentiable, in_place, not of_job, of_run)
                 self._layouts[key] = Layout(
                     traced, self.places, mirrors, self._output_device, differentiable, self._scope
                 )
@@ -362,10 +367,12 @@ class Compiled:
         clocked: bool,
         in_place: bool,
         apart: bool,
+        of_run: bool,
+        checked: bool,
     ) -> Any:
         in_place = in_place or (differentiable and not holds_gradients())
-        layout = self._layout(differentiable, in_place)
-        return layout.graph(self._traces_for(shards, way, differentiable, in_place), any_rows, clocked, apart)
+        layout = self._layout(differentiable, in_place, of_run=of_run and not in_place)
+        return layout.graph(self._traces_for(shards, way, differentiable, in_place), any_rows, clocked, apart, checked)
 
     def _traces_for(
         self, places: int, way: tuple[int, ...], differentiable: bool, in_place: bool = False
@@ -389,6 +396,15 @@ class Compiled:
         if lists or (in_place and _used_elsewhere(traced, self.places, Treatment.READ)):
             traced = plain
         return traced.with_gradients or traced if differentiable else traced
+
+
+def is_rewritten_with_its_caller() -> bool:
+    """Whether what is being traced goes on to be compiled or vectorised with all around it."""
+    return (
+        in_fn.get()
+        or compiled_as_a_part()
+        or "loop_body" in tf.get_current_name_scope().split("/")  # of tf.vectorized_map, which vectorises no assignment
+    )
 
 
 def has_clock() -> bool:

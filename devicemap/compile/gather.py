@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import waiting_for
 from devicemap.compile.collect import is_listless
 from devicemap.data.join import is_uniform, of_uniform_rows
 from devicemap.data.rows import carried, count_rows, restored
@@ -112,24 +113,23 @@ def _rows_now(leaf: Any) -> int:
 
 def with_row_counts_checked(results: Sequence[Any], returned: Sequence[Any], sizes: Any) -> list[Any]:
     """The same check inside the user's `tf.function`, where it is an assertion that runs with the graph."""
-    checks = [
-        tf.debugging.assert_equal(
-            counts,
-            tf.cast(sizes, tf.int64),
-            message="fn returned another number of rows than it was given; with batched=True it must return one row per "
-            "input row. Rows returned and rows given, per device:",
-        )
+    given = tf.cast(sizes, tf.int64)
+    message = (
+        "fn returned another number of rows than it was given; with batched=True it must return one row per input row. Rows "
+        "returned and rows given, per device:"
+    )
+    checks = [  # not `tf.debugging`: of its condition there are two ends, and results would go by the first GPU (`waiting_for`)
+        tf.raw_ops.Assert(condition=tf.reduce_all(counts == given), data=[message, counts, given])
         for counts in returned or [tf.stack([count_rows(leaf)]) for leaf in results]
     ]
-    with tf.control_dependencies(checks):
-        return tf.nest.map_structure(tf.identity, list(results), expand_composites=True)
+    return waiting_for(checks, results)
 
 
 def with_static_rows(leaf: Any, rows: int | None) -> Any:
-    """Tell TensorFlow the number of rows, where it is known while tracing."""
+    """Tell TensorFlow the number of rows, where it is known while tracing, and TensorFlow knows no other one."""
     if isinstance(leaf, tf.RaggedTensor):
         leaf.row_splits.set_shape([None if rows is None else rows + 1])
-    elif leaf.shape.rank is not None:
+    elif leaf.shape.rank is not None and leaf.shape[0] is None:
         leaf.set_shape(tf.TensorShape([rows]).concatenate(leaf.shape[1:]))
     return leaf
 

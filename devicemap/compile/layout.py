@@ -14,7 +14,7 @@ from devicemap._tensorflow.calls import begin_backward_on
 from devicemap._tensorflow.functions import UNCHAINED, UNCHAINED_UNIT, capturing, must_run, tells_callers
 from devicemap._tensorflow.gradients import call_holding, differentiate_in_place
 from devicemap.base.devices import kind_of
-from devicemap.compile.gather import gather
+from devicemap.compile.gather import gather, with_row_counts_checked
 from devicemap.compile.mirrors import Mirrors
 from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.trace import Traced
@@ -39,10 +39,11 @@ class Layout:
     scope: str
     """What the name scopes of the places begin with."""
 
-    def graph(self, traces: Sequence[Traced], any_rows: bool, clocked: bool, apart: bool) -> Any:
+    def graph(self, traces: Sequence[Traced], any_rows: bool, clocked: bool, apart: bool, checked: bool) -> Any:
         """A whole call as one `ConcreteFunction`, of the traces that run on the first so many places.
 
-        `apart`: it stays a function of its own where another one calls it.
+        `apart`: it stays a function of its own where another one calls it. `checked`: `fn` has to return a row for each; the
+        check is a part of the graph, as what another function that calls it returns would have to wait for both.
 
         Returns:
             `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`; `Compiled.graph` says what they are.
@@ -55,7 +56,7 @@ class Layout:
             values = self.mirrors.values()
             with tf.device(HOST):
                 cut = zip(*(cut_rows(leaf, sizes, shards) for leaf in leaves))
-                sizes = tf.unstack(sizes, shards)
+                of_shard = tf.unstack(sizes, shards)
             results: list[list[Any]] = []
             for i, shard in enumerate(cut):
                 after = ops_of(results[-1]) if self.traced.audit.ordered and results else []
@@ -64,11 +65,15 @@ class Layout:
                 on_place = partial(self.run_on, i, traces[i], shard, values, handles)
                 if any_rows:
                     with tf.device(self.places[i]), tf.control_dependencies(after):
-                        results.append(tf.cond(sizes[i] > 0, on_place, self.traced.no_rows))
+                        results.append(tf.cond(of_shard[i] > 0, on_place, self.traced.no_rows))
                 else:
                     results.append(on_place(after))
-            acting = [op for part in results for op in ops_of(part)]
-            ends = [self._end(i, part) for i, part in enumerate(results)] if clocked and self._hides_ends else []
+            acting = [op for part in results for op in ops_of(part)] if self.acts else []
+            ends = (
+                [ended_on(self.places[i], part) for i, part in enumerate(results)]
+                if clocked and self._hides_ends
+                else []
+            )
             with tf.device(self.output_device):
                 if any_rows:
                     results = [_like_first(part, results[0]) for part in results]
@@ -80,13 +85,14 @@ class Layout:
                 else:
                     gathered = [gather(parts, self.differentiable) for parts in zip(*results)]
                 joined = [rows for rows, _ in gathered]
-                if self.acts:
+                lengths = [lengths for _, lengths in gathered if lengths is not None]
+                if checked:
+                    joined = with_row_counts_checked(joined, lengths, sizes)
+                if self.acts or self.reads:  # all that was read went into the results
                     joined = must_run(acting, joined)
-                elif self.reads:  # all that was read went into these
-                    joined = must_run(ops_of(joined), joined)
-                joined, lengths = self.finished(joined, [lengths for _, lengths in gathered if lengths is not None])
+                joined, lengths = self.finished(joined, lengths)
             with tf.device(HOST if self._hides_ends else self.output_device):
-                arrivals = [_arrivals(ends)] if clocked else []
+                arrivals = [arrivals_of(ends)] if clocked else []
             if self.differentiable:
                 differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
             return joined, lengths, arrivals
@@ -103,7 +109,7 @@ class Layout:
         def call(*shard: Any) -> list[Any]:
             with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
                 results = self._call(traced, shard, self.mirrors.captures(place), {})
-                ended = self._end(place, results) if self._hides_ends else []
+                ended = ended_on(self.places[place], results) if self._hides_ends else []
             with tf.device(self.output_device):  # copied out as a part of the call
                 copies = copied(results)
                 must = [*ended, *(ops_of(results) if self.acts else ())]
@@ -124,13 +130,6 @@ class Layout:
     def _hides_ends(self) -> bool:
         """Whether results are there, for all that the host can see, before the devices have computed them."""
         return kind_of(self.output_device) != "CPU"
-
-    def _end(self, place: int, results: Sequence[Any]) -> list[Any]:
-        """An op on the host that runs when the results of a place are there, and not before, as it takes an element of each."""
-        with tf.device(self.places[place]):
-            firsts = [tf.reshape(tensor, [-1])[:1] for tensor in tf.nest.flatten(list(results), expand_composites=True)]
-        with tf.device(HOST):  # of a stateless op that only others wait for, TensorFlow drops the input
-            return [tf.raw_ops.Assert(condition=tf.constant(True), data=firsts)]
 
     @property
     def acts(self) -> bool:
@@ -184,13 +183,25 @@ class Layout:
         captured = {position: handles[i] for position, i in enumerate(captures) if i is not None and i in handles}
         held = {position: of_values[i] for position, i in enumerate(captures) if i is not None and i in of_values}
         # Here, not around the whole: TensorFlow takes an edge to the call for redundant if its inputs have it.
-        with tf.control_dependencies(after), capturing(traced.concrete, captured), contextlib.ExitStack() as scopes:
+        with tf.control_dependencies(after), contextlib.ExitStack() as scopes:
             first = ops_of(shard)[0]
-            if self.differentiable and all(tensor.device == first.device for tensor in traced.concrete.captured_inputs):
+            inputs = (captured.get(i, own) for i, own in enumerate(traced.concrete.captured_inputs))
+            if self.differentiable and all(tensor.device == first.device for tensor in inputs):
                 # Lists that a loop leaves for its gradient stay here, too. TensorFlow hands out tensors where they are, but
                 # lists on the first device, unless what makes them belongs to others; and moves all that do to one device.
                 scopes.enter_context(first.graph.colocate_with(first))
-            return call_holding(held, traced.concrete, shard) if held else list(traced.concrete(*shard))
+            if held:
+                return call_holding(held, captured, traced.concrete, shard)
+            with capturing(traced.concrete, captured):
+                return list(traced.concrete(*shard))
+
+
+def ended_on(device: str, results: Sequence[Any]) -> list[Any]:
+    """An op on the host that runs when these results of a device are there, and not before, as it takes an element of each."""
+    with tf.device(device):
+        firsts = [tf.reshape(tensor, [-1])[:1] for tensor in tf.nest.flatten(list(results), expand_composites=True)]
+    with tf.device(HOST):  # of a stateless op that only others wait for, TensorFlow drops the input
+        return [tf.raw_ops.Assert(condition=tf.constant(True), data=firsts)]
 
 
 def sizes_in_graph(rows: Any, shards: int) -> Any:
@@ -229,7 +240,7 @@ def ops_of(results: Sequence[Any]) -> list[Any]:
     return [t.op for t in tf.nest.flatten(list(results), expand_composites=True)]
 
 
-def _arrivals(ends: Sequence[Sequence[Any]]) -> Any:
+def arrivals_of(ends: Sequence[Sequence[Any]]) -> Any:
     """When each of these ops had run, on the device of the moment: float64 `[len(ends)]`, in seconds since the epoch."""
     times = []
     for ops in ends:

@@ -2,14 +2,15 @@
 
 A traced function reads a captured variable where the variable lives, so every device would fetch it again for each read,
 in a loop for each step. Instead each device captures a copy of its own, which the call assigns first. What a
-function writes is not copied, except for seeds that advance with each call: those must differ between devices.
+function writes is not copied, except for seeds that advance with each call: those must differ between devices. To another host
+a value goes once, to its first CPU device, from which its devices have it.
 
 A captured tensor never changes, so that each device gets it once for all calls; where gradients go through it, once per
 call. Whether a variable has changed since the last call cannot be told: TensorFlow counts no assignments, and whoever held
 its buffer to compare would make each update copy all of it.
 
 All maps share the copies on a device, and drop them with the last map. A job in chunks has its own of variables: it is to see
-one value to its end, whatever is called meanwhile.
+one value to its end, whatever is called meanwhile. Graphs whose gradients do not go through them may make theirs in each run.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from weakref import WeakValueDictionary
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import own_variable
 from devicemap._tensorflow.gradients import fanned_out
 from devicemap.base.devices import kind_of
+from devicemap.base.hosts import connections_of, host_of
 from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.kernels import is_taken_on_host
 from devicemap.compile.trace import Traced
@@ -39,15 +42,23 @@ class Mirrors:
     """
 
     def __init__(
-        self, traced: Traced, places: Sequence[str], differentiable: bool, in_place: bool = False, shared: bool = True
+        self,
+        traced: Traced,
+        places: Sequence[str],
+        differentiable: bool,
+        in_place: bool = False,
+        shared: bool = True,
+        of_run: bool = False,
     ):
         """Where they are to be `differentiable`, gradients go from what the places hold to the originals.
 
         `in_place`: variables that are read stay where they are. `shared`: whether their copies are those of other maps, too.
+        `of_run`: whether each run of a graph makes copies for itself, which go with it.
         """
         concrete = traced.concrete
         self._differentiable = differentiable
         self._shared = shared
+        self._of_run = of_run
         self._read: dict[int, Any] = {}
         self._seeds: dict[int, Any] = {}
         for i, (handle, treatment) in enumerate(zip(concrete.captured_inputs, traced.audit.treatments)):
@@ -56,6 +67,7 @@ class Mirrors:
                 self._seeds[i] = variable
             elif treatment is Treatment.READ and variable is not None and {variable.device} != {*places}:
                 self._read[i] = variable
+        self._places = tuple(places)
         self._seeds_on: str | None = None
         in_reach = dict(self._read)
         if in_place or traced.audit.pinned:  # what asks for another device reads a variable wherever it is, but no copy
@@ -103,28 +115,30 @@ class Mirrors:
             with tf.device(place):
                 for i, variable in self._read.items():
                     if variable.device != place:
-                        copy = partial(_copy, variable)
-                        copies[i] = _shared(variable, place, copy) if self._shared else copy()
+                        copies[i] = None if self._of_run else self._copy_of(variable, place)
             self._copies.append(copies)
         if not self._differentiable:
-            for place, kept in zip(places, self._kept):
-                with tf.device(place):
-                    for i, tensor in self._tensors.items():
-                        if home_of(tensor) != place:
-                            kept[i] = _shared(tensor, place, partial(tf.identity, tensor))
+            for i, tensor in self._tensors.items():
+                away = [number for number, place in enumerate(places) if home_of(tensor) != place]
+                for number, near in self._for_places(tensor, away, host_of(home_of(tensor))).items():
+                    with tf.device(places[number]):
+                        self._kept[number][i] = _shared(tensor, places[number], partial(tf.identity, near))
         if self._seeds:
             # RngReadAndSkip, which this uses, is the one op that reads and advances a state in one step.
             self._draws = tf.random.Generator.from_seed(0)
 
+    def _copy_of(self, variable: Any, place: str) -> Any:
+        copy = partial(_copy, variable)
+        return _shared(variable, place, copy) if self._shared else copy()
+
     def values(self) -> dict[int, Any]:
         """What each of the places is to hold, read once where each original lives."""
-        found = {}
+        found: dict[int, Any] = {}
         for i, variable in self._read.items():
             with tf.device(variable.device):
                 value = variable.read_value()
-                copied = [i in copies for copies in self._copies]
-                fanned = iter(fanned_out(value, sum(copied)) if self._differentiable else [value] * sum(copied))
-                found[i] = [next(fanned) if each else None for each in copied]
+                places = [number for number, copies in enumerate(self._copies) if i in copies]
+                found[i] = self._for_places(value, places, host_of(variable.device))
         for i, variable in self._stays.items():
             with tf.device(variable.device):
                 found[i] = fanned_out(variable.handle, len(self._copies))
@@ -146,6 +160,9 @@ class Mirrors:
             handles |= {i: values[i][place] for i in self._stays if i in values}
         for i, copy in self._copies[place].items():
             value = values[i][place]
+            if copy is None:
+                handles[i] = own_variable(value)
+                continue
             with tf.device(copy.device):
                 assigned = tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value)
                 handles[i] = copy.handle
@@ -159,6 +176,22 @@ class Mirrors:
     def captures(self, place: int) -> dict[int, Any]:
         """One place's copies as they are, by the index of the capture they replace: handles, and tensors."""
         return self._kept[place] | {i: copy.handle for i, copy in self._copies[place].items()}
+
+    def _for_places(self, value: Any, numbers: Sequence[int], home: str) -> dict[int, Any]:
+        """A value on the host `home` for each of these places: to another host it goes once, and its gradient comes so."""
+        hosts: dict[str, list[int]] = {}
+        for number in numbers:
+            hosts.setdefault(host_of(self._places[number]), []).append(number)
+        near = hosts.pop(home, [])
+        values = self._fanned_out(value, len(near) + len(hosts))
+        found = dict(zip(near, values))
+        for (host, there), arriving in zip(hosts.items(), values[len(near) :]):
+            with tf.device(f"{host}/device:CPU:0"):
+                found.update(zip(there, self._fanned_out(tf.identity(arriving), len(there))))
+        return found
+
+    def _fanned_out(self, value: Any, count: int) -> list[Any]:
+        return fanned_out(value, count) if self._differentiable else [value] * count
 
     def _seeds_of_places(self, variable: Any) -> Any:
         """Seeds `[places, 2]` that no other place or call has, and the original moved on by one step."""
@@ -187,8 +220,9 @@ def _as_keras_seeds(seeds: Any, dtype: Any) -> Any:
     return tf.cast(tf.abs(seeds) % 2**31, dtype)
 
 
-_on_devices: WeakValueDictionary[tuple[int, str], Any] = WeakValueDictionary()
-"""What maps hold of variables and tensors on other devices, by the identity of these, which the same maps keep alive."""
+_on_devices: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
+"""What maps hold of variables and tensors on other devices, by the identity of these, which the same maps keep alive, the
+device, and the connection to its host."""
 
 _copying = threading.Lock()
 
@@ -196,9 +230,10 @@ _copying = threading.Lock()
 def _shared(original: Any, place: str, copy: Callable[[], Any]) -> Any:
     """The copy that all maps have of it on a device."""
     with _copying:
-        found = _on_devices.get((id(original), place))
+        key = id(original), place, connections_of([place])
+        found = _on_devices.get(key)
         if found is None:
-            found = _on_devices[id(original), place] = copy()
+            found = _on_devices[key] = copy()
         return found
 
 

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation
 from devicemap.base.devices import choose_devices, choose_output_device, gpu_indices, is_out_of_memory, places_on
+from devicemap.base.hosts import connections_of, reachable
 from devicemap.base.interruption import Signals
 from devicemap.base.options import Options, check_options, check_progress
 from devicemap.base.structure import freeze
@@ -86,6 +87,11 @@ class Program:
         return program
 
     @property
+    def devices_left(self) -> tuple[str, ...]:
+        """Its devices, without those of hosts that are lost."""
+        return reachable(self.devices)
+
+    @property
     def counts_rows(self) -> bool:
         """Whether `fn` is to be checked for returning as many rows as it is given."""
         return self.options.batched and (self.reduction is None or self.reduction.counts_rows)
@@ -103,29 +109,36 @@ class Program:
 
     def compiled_for(self, data: Structured) -> Compiled:
         """What `fn` was traced to for data of this structure, dtypes and inner shapes."""
-        compiled = self._compiled.get(data.key)
+        key = connections_of(self.devices), data.key
+        compiled = self._compiled.get(key)
         if compiled is None and not tf.executing_eagerly():
-            compiled = self._compiled_in_graph().get(data.key)
+            compiled = self._compiled_in_graph().get(key)
         return compiled or self._trace(data)
 
     def _trace(self, data: Structured) -> Compiled:
         specs = data.specs
-        key = freeze(specs)
+        connections = connections_of(self.devices)
+        key = connections, freeze(specs)
         with self._lock, Signals():
             compiled = self._compiled.get(key)
             if compiled is None:
-                options = replace(self.options, devices=self.devices, progress=False)
+                (output_device,), devices = reachable((self.output_device,)), self.devices_left
+                options = replace(self.options, devices=devices, progress=False)
                 compiled = Compiled(
-                    places_on(self.devices) if self.counts_rows or not self.options.batched else self.devices,
-                    self.output_device,
+                    places_on(devices) if self.counts_rows or not self.options.batched else devices,
+                    output_device,
                     partial(_trace_again, _weakly(self.fn), specs, options, self.reduction),
                     self.name,
                     self.options.report,
                 )
+                for before in [
+                    known for known in self._compiled if known[0] != connections
+                ]:  # hosts went, or came again
+                    del self._compiled[before]
             known = self._compiled
             if compiled.belongs_to_a_graph:  # fn closes over tensors of the user's tf.function
                 known = self._compiled_in_graph()
-            known[key] = known[data.key] = compiled
+            known[key] = known[connections, data.key] = compiled
             return compiled
 
     def _compiled_in_graph(self) -> dict[Any, Compiled]:

@@ -9,7 +9,7 @@ of pieces and of chunks are gathered as rows are, and nothing but this module kn
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,10 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap.base.structure import as_nodes, as_objects, check_same_structure, freeze, map_nest
+from devicemap.compile.aggregates import AGGREGATES
 from devicemap.data.join import join
 from devicemap.data.rows import count_rows, empty_rows, take_rows
 from devicemap.errors import OptionError, failure
-
-_GROUP = 128
-"""Rows that are added in their own dtype: rounding grows with these, and not with all."""
 
 _BLOCK_BYTES = 2**22
 """Results that are kept before they are reduced, where each row has some kilobytes: `benchmarks/test_reduce.py`."""
@@ -31,12 +29,6 @@ _ROW_BYTES = 2**12
 
 _MOST_STATES = 64
 """That are merged at once in eager code."""
-
-_WIDE = {
-    **dict.fromkeys((tf.float16, tf.bfloat16, tf.float32), tf.float64),
-    tf.complex64: tf.complex128,
-}
-"""Dtypes in which states are merged; others are as they are."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +76,9 @@ class Reduction:
             for name in ("step", "merge", "finish"):
                 if not callable(getattr(reducer, name)):
                     raise OptionError(f"{name}={getattr(reducer, name)!r} of a Reducer; expected a function")
-        elif not all(isinstance(leaf, str) and leaf in _OPS for leaf in tf.nest.flatten(reducer) or [None]):
+        elif not all(isinstance(leaf, str) and leaf in AGGREGATES for leaf in tf.nest.flatten(reducer) or [None]):
             raise OptionError(
-                f"reducer={reducer!r}; expected {', '.join(map(repr, _OPS))}, a nest of these as fn returns one, or a "
+                f"reducer={reducer!r}; expected {', '.join(map(repr, AGGREGATES))}, a nest of these as fn returns one, or a "
                 "devicemap.Reducer"
             )
         self.key = freeze(self._reducer) if not isinstance(reducer, Reducer) else _key_of(reducer)
@@ -211,10 +203,20 @@ class BoundReduction(ABC):
         """The state of neighbouring ones, in eager code: leaves of shape `[1, ...]`. The first may be such a state itself."""
         return list(self._merge(*(join(leaves) for leaves in zip(*map(self._widened, parts)))))
 
-    @property
-    def most_at_once(self) -> int:
-        """States that are kept in eager code before they are merged."""
-        return max(2, min(_MOST_STATES, _BLOCK_BYTES // max(self._result_bytes, 1)))
+    def merged_as_they_come(self, states: Iterable[Sequence[Any]], device: str) -> list[Any] | None:
+        """The state of all of them, in order, on that device; few are kept at a time. `None` without any."""
+        most = max(2, min(_MOST_STATES, _BLOCK_BYTES // max(self._result_bytes, 1)))
+        kept: list[Sequence[Any]] = []
+
+        def merge() -> list[Any]:
+            with tf.device(device):  # where states come from is none of its business
+                return self.merged(kept)
+
+        for state in states:
+            kept.append(state)
+            if len(kept) >= most:
+                kept[:] = [merge()]
+        return merge() if kept else None
 
     def finished(self, states: Sequence[Any]) -> list[Any]:
         """The leaves of what the user gets of all states, in the order of rows; in eager code or in a graph."""
@@ -236,7 +238,7 @@ class _ByOps(BoundReduction):
 
     def __init__(self, names: Sequence[str], structure: Any, specs: Sequence[Any]):
         self.names = names
-        self._ops = [_OPS[name](spec.dtype) for name, spec in zip(names, specs)]
+        self._ops = [AGGREGATES[name](spec.dtype) for name, spec in zip(names, specs)]
         super().__init__(structure, specs)
 
     def _reduced(self, results: Sequence[Any]) -> list[Any]:
@@ -325,104 +327,6 @@ class _ByReducer(BoundReduction):
 
     def _finished(self, state: Sequence[Any]) -> Any:
         return as_nodes(self._end(as_objects(tf.nest.pack_sequence_as(self._initial, list(state)[:-1]))))
-
-
-class _Sum:
-    """What is done with a leaf of some dtype; `narrow` is that of states that travel, `wide` of those that are merged."""
-
-    def __init__(self, dtype: Any):
-        if not (dtype.is_floating or dtype.is_complex or dtype.is_integer):
-            raise failure(f"fn returns {dtype.name}, of which there is no {type(self).__name__[1:].lower()}")
-        self.dtype = self.narrow = dtype
-
-    @property
-    def wide(self) -> Any:
-        return _WIDE.get(self.narrow, self.narrow)
-
-    def reduced(self, rows: Any) -> Any:
-        """The state of `[rows, ...]`."""
-        return self.narrowed(add_rows(rows))
-
-    def merged(self, states: Any, counts: Any) -> Any:
-        """The state of `[states, ...]`, which have so many rows each."""
-        return tf.reduce_sum(states, 0)
-
-    def narrowed(self, state: Any) -> Any:
-        return tf.cast(state, self.narrow)
-
-    def finished(self, state: Any, count: Any) -> Any:
-        """The result of a state of so many rows."""
-        return tf.cast(state, self.dtype)
-
-
-class _Mean(_Sum):
-    """Of fractions, the state is their mean, which no number of rows makes too large; of integers, as TensorFlow has it, the
-    sum is divided."""
-
-    def __init__(self, dtype: Any):
-        super().__init__(dtype)
-        self.narrow = tf.int64 if dtype.is_integer else dtype
-
-    def reduced(self, rows: Any) -> Any:
-        if self.dtype.is_integer:
-            return tf.reduce_sum(tf.cast(rows, tf.int64), 0)
-        total = add_rows(rows)
-        return self.narrowed(tf.math.divide_no_nan(total, tf.cast(count_rows(rows), total.dtype)))
-
-    def merged(self, states: Any, counts: Any) -> Any:
-        if self.dtype.is_integer:
-            return tf.reduce_sum(states, 0)
-        shares = tf.math.divide_no_nan(tf.cast(counts, tf.float64), tf.cast(tf.reduce_sum(counts), tf.float64))
-        shares = tf.reshape(shares, tf.concat([tf.shape(counts), tf.ones([tf.rank(states) - 1], tf.int32)], 0))
-        return tf.reduce_sum(states * tf.cast(shares, states.dtype), 0)
-
-    def finished(self, state: Any, count: Any) -> Any:
-        if self.dtype.is_integer:
-            return tf.cast(tf.truncatediv(state, tf.maximum(count, 1)), self.dtype)
-        return tf.where(count > 0, tf.cast(state, self.dtype), tf.reduce_mean(tf.zeros([0], self.dtype)))
-
-
-class _Min(_Sum):
-    def __init__(self, dtype: Any):
-        super().__init__(dtype)
-        if dtype.is_complex:
-            raise failure(f"fn returns {dtype.name}, of which there is no {type(self).__name__[1:].lower()}")
-
-    def reduced(self, rows: Any) -> Any:
-        return tf.reduce_min(rows, 0)
-
-    def merged(self, states: Any, counts: Any) -> Any:
-        return tf.reduce_min(states, 0)
-
-
-class _Max(_Min):
-    def reduced(self, rows: Any) -> Any:
-        return tf.reduce_max(rows, 0)
-
-    def merged(self, states: Any, counts: Any) -> Any:
-        return tf.reduce_max(states, 0)
-
-
-_OPS = {"sum": _Sum, "mean": _Mean, "min": _Min, "max": _Max}
-
-
-def add_rows(rows: Any) -> Any:
-    """The sum of `[rows, ...]`, in a dtype that may be wider: its rounding does not grow with the number of rows.
-
-    `tf.reduce_sum` adds one row after another where a row has more than one number (`tests/compile/test_reduction.py`).
-    """
-    wide = _WIDE.get(rows.dtype)
-    if wide is None:
-        return tf.reduce_sum(rows, 0)
-    if rows.dtype.size == 2:
-        rows = tf.cast(rows, tf.float32)
-    shape, rank = tf.shape(rows), rows.shape.rank
-    whole = shape[0] // _GROUP * _GROUP
-    groups = tf.reshape(rows[:whole], tf.concat([[whole // _GROUP, _GROUP], shape[1:]], 0))
-    if rank is not None:
-        groups.set_shape([None, _GROUP, *rows.shape[1:]])
-    sums = tf.concat([tf.reduce_sum(groups, 1), tf.reduce_sum(rows[whole:], 0, keepdims=True)], 0)
-    return tf.reduce_sum(tf.cast(sums, wide), 0)
 
 
 def _key_of(reducer: Reducer) -> Any:

@@ -26,6 +26,23 @@ _PATIENCE = 1.5
 """How much later than all others a device may end with one row more."""
 
 
+LONG_SECONDS = 0.1
+"""A call in memory that takes less has little to gain from balance."""
+
+
+COMPILING_SECONDS = 3.0
+"""Compiling a graph that balances itself takes a part of it; a map that has worked for less goes on without."""
+
+
+def balance_pays(rows: Any, in_shards: Any, balanced: Any, most: Callable[..., Any] = max) -> Any:
+    """Whether a call had better balance itself than give each device a shard, by the seconds per row of either before.
+
+    >>> balance_pays(1000, in_shards=0.001, balanced=0.0002), balance_pays(1000, in_shards=0.00001, balanced=0.0)
+    (True, False)
+    """
+    return rows * in_shards > most(rows * balanced, LONG_SECONDS)
+
+
 def first_piece(rows: Any, places: int) -> Any:
     """Rows of the first piece of a device that has not been measured, less than one where rows are few.
 

@@ -10,50 +10,29 @@ edges within the device hold; no device waits for another one but for its inputs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import tensorflow as tf
 
-from devicemap._tensorflow.calls import begin_backward_on
-from devicemap._tensorflow.gradients import added, wait_for
+from devicemap._tensorflow.keras import batch_norms_of, layers_of, move_variable
 from devicemap.base.devices import choose_devices, choose_output_device
-from devicemap.base.options import check_count
-from devicemap.base.structure import freeze
-from devicemap.compile.gather import gather, with_static_rows
-from devicemap.compile.layout import copied, ops_of, sizes_in_graph
-from devicemap.data.rows import HOST, Rows, any_rows, as_rows, count_rows, cut_rows, empty_rows, spec_of
-from devicemap.errors import OptionError, function_error, warn_user
+from devicemap.base.hosts import lost_among
+from devicemap.base.options import Options, check_count
+from devicemap.base.structure import as_objects, freeze
+from devicemap.compile.compiled import has_clock
+from devicemap.compile.gather import gather, with_row_counts_checked, with_static_rows
+from devicemap.compile.layout import copied, sizes_in_graph
+from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
+from devicemap.errors import OptionError, brief, function_error, warn_user
 from devicemap.events import short_name
+from devicemap.pipelines.calls import Calls
+from devicemap.pipelines.schedule import schedule_of
+from devicemap.pipelines.stages import Stage, run_in_turn
+from devicemap.pipelines.times import Times
+from devicemap.tell.plan.budget import memory_of_graph
 from devicemap.tell.plan.pipeline import PipelinePlan, StagePlan
-
-
-class Step(NamedTuple):
-    """One of the calls of a stage."""
-
-    microbatch: int
-    backward: bool
-
-
-def schedule_of(kind: str, stages: int, microbatches: int, stage: int) -> list[Step]:
-    """The order in which a stage makes its calls, forward and backward.
-
-    "gpipe": all forward, then all backward (Huang et al., 2019). "1f1b": after `stages - stage` microbatches, each forward call
-    waits for a backward one, so that no more microbatches' activations are held (Narayanan et al., 2019).
-
-    >>> [f"{'FB'[step.backward]}{step.microbatch}" for step in schedule_of("1f1b", 2, 3, 0)]
-    ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
-    >>> [f"{'FB'[step.backward]}{step.microbatch}" for step in schedule_of("gpipe", 2, 3, 0)]
-    ['F0', 'F1', 'F2', 'B0', 'B1', 'B2']
-    """
-    held = microbatches if kind == "gpipe" else min(microbatches, stages - stage)
-    steps = [Step(m, False) for m in range(held)]
-    for m in range(microbatches):
-        steps.append(Step(m, True))
-        if m + held < microbatches:
-            steps.append(Step(m + held, False))
-    return steps
+from devicemap.tell.plan.request import ask
+from devicemap.tell.report.pipeline import PipelineReport, calls_of
 
 
 class Pipeline:
@@ -71,6 +50,7 @@ class Pipeline:
         microbatches: into how many parts the rows of a batch are cut, at most: no part is empty.
         schedule: "1f1b" or "gpipe".
         output_device: where results are gathered.
+        report: whether calls keep when each of their parts ended, for `report`.
 
     Raises:
         OptionError: for what cannot be, for instance fewer devices than stages.
@@ -88,10 +68,11 @@ class Pipeline:
         microbatches: int = 8,
         schedule: Literal["1f1b", "gpipe"] = "1f1b",
         output_device: Any = "/CPU:0",
+        report: bool = False,
     ):
-        self._stages = tuple(stages)
-        if not self._stages or not all(callable(stage) for stage in self._stages):
+        if not stages or not all(callable(stage) for stage in stages):
             raise OptionError(f"stages={stages!r}; expected a list of functions of a batch, one at least")
+        self._stages = [Stage(stage) for stage in stages]
         check_count("microbatches", microbatches)
         if schedule not in ("1f1b", "gpipe"):
             raise OptionError(f"schedule={schedule!r}; expected '1f1b' or 'gpipe'")
@@ -104,12 +85,18 @@ class Pipeline:
         self.devices = tuple(known[: len(self._stages)])
         self._microbatches, self._schedule = int(microbatches), schedule
         self._output_device = choose_output_device(output_device)
-        self._traced = [_on_some(stage) for stage in self._stages]
-        self._calls: dict[Any, Any] = {}
-        for stage, device in zip(self._stages, self.devices):
-            _move_variables(stage, device)
-            _warn_of_batch_norm(stage)
+        self._graphs: dict[Any, Any] = {}
+        self._times = Times(len(self._stages), self._microbatches) if report and has_clock() else None
+        made: Any
+        for made, device in zip(stages, self.devices):
+            for variable in made.variables if layers_of(made) else ():
+                move_variable(variable, device)
+            if names := ", ".join(layer.name for layer in batch_norms_of(made)):
+                warn_user(
+                    f"{names} in a stage: batch normalization sees a microbatch at a time in training", RuntimeWarning
+                )
 
+    @tf.autograph.experimental.do_not_convert
     def __call__(self, data: Any) -> Any:
         """The stages on a batch.
 
@@ -119,20 +106,30 @@ class Pipeline:
         Raises:
             DataError: for data that cannot be.
             FunctionError: a stage failed, or gives another number of rows than it is given.
+            HostLostError: the host of a stage is lost.
         """
         rows = as_rows(data)
         if not tf.executing_eagerly():
-            return self._composed(rows)
-        count = min(rows.count or 0, self._microbatches)
-        key = rows.key, freeze(tf.nest.map_structure(lambda _: None, rows.structure)), count
-        if key not in self._calls:
-            self._calls[key] = tf.function(
-                lambda *leaves: self._composed(_of_leaves(rows, leaves, count)), autograph=False
-            )
+            return self._composed(rows.structure, rows.count)
+        count = rows.count or 0
         try:
-            return self._calls[key](*rows.leaves)
+            return self._graph_of(rows.key, rows.specs, min(count, self._microbatches))(*rows.leaves)
         except tf.errors.OpError as error:
-            raise function_error(f"a stage failed: {type(error).__name__}: {error.message}", error) from error
+            if (lost := lost_among(self.devices)) is not None:
+                raise lost from error
+            raise function_error(f"a stage failed: {type(error).__name__}: {brief(error)}", error) from error
+
+    def _graph_of(self, key: Any, specs: Any, microbatches: int) -> Any:
+        """The stages as a function of leaves of these specs, with rows that are enough for so many microbatches."""
+        shape = tf.nest.map_structure(lambda _: None, specs)
+        key = key, freeze(shape), microbatches
+        if key not in self._graphs:
+
+            def composed(*leaves: Any) -> Any:
+                return self._composed(tf.nest.pack_sequence_as(shape, leaves), None, microbatches)
+
+            self._graphs[key] = tf.function(composed, autograph=False, input_signature=tf.nest.flatten(specs))
+        return self._graphs[key]
 
     def stream(self, dataset: tf.data.Dataset) -> Iterator[Any]:
         """The stages on the batches of a dataset, in order; the first stages are at work on the next one while the last ones
@@ -149,150 +146,111 @@ class Pipeline:
 
     @tf.autograph.experimental.do_not_convert
     def _in_dataset(self, *elements: Any) -> Any:
-        return self._composed(as_rows(elements[0] if len(elements) == 1 else elements))
+        rows = as_rows(elements[0] if len(elements) == 1 else elements)
+        return self._composed(rows.structure, rows.count)
 
-    def explain(self, data_or_spec: Any) -> PipelinePlan:
-        """What a call would do, without running it: the schedule, its bubble, and what goes from stage to stage.
+    def explain(self, data_or_spec: Any, gradients: bool = False) -> PipelinePlan:
+        """What a call would do, without running it: the schedule, its bubble, what goes from stage to stage, and the memory
+        that it takes of each device.
 
         Args:
             data_or_spec: a batch, or a nest of `tf.TensorSpec`s in its place.
+            gradients: whether memory is that of a call in a `tf.function` with the gradients of the variables, which are
+                taken off these, without what an optimizer keeps.
+
+        Examples:
+            >>> pipe = Pipeline([tf.sin, tf.cos], devices=["CPU:0", "CPU:1"], microbatches=4)
+            >>> plan = pipe.explain(tf.TensorSpec([None, 256]))
+            >>> [stage.schedule[:4] for stage in plan.stages], plan.largest_batch(memory_bytes=2**20) > 100
+            ([('F0', 'F1', 'B0', 'F2'), ('F0', 'B0', 'F1', 'B1')], True)
         """
-        leaves = tf.nest.flatten(data_or_spec)
-        counts = [leaf.shape[0] for leaf in leaves]
-        given = tf.nest.map_structure(
-            lambda leaf: any_rows(leaf) if isinstance(leaf, tf.TypeSpec) else spec_of(leaf), data_or_spec
-        )
-        microbatches = self._microbatches if counts[0] is None else min(self._microbatches, counts[0])
+        asked = ask(data_or_spec, Options())
+        given, rows = asked.specs, asked.rows
+        microbatches = self._microbatches if rows is None else min(self._microbatches, rows)
         plans = []
         for stage, device in enumerate(self.devices):
-            traced = self._traced[stage].get_concrete_function(True, given)
-            held = sum(v.shape.num_elements() * v.dtype.size for v in traced.graph.variables)
-            given = tf.nest.map_structure(spec_of, traced.structured_outputs)
-            sizes = [(spec.shape[1:].num_elements() or 0) * spec.dtype.size for spec in tf.nest.flatten(given)]
+            traced = self._stages[stage].traced(given)
+            held = sum(v.shape.num_elements() * v.dtype.size for v in traced.concrete.graph.variables)
+            given = traced.nest_of_specs
+            sizes = [(spec.shape[1:].num_elements() or 0) * spec.dtype.size for spec in traced.specs]
             steps = schedule_of(self._schedule, len(self.devices), microbatches, stage)
             order = tuple("FB"[step.backward] + str(step.microbatch) for step in steps)
             plans.append(StagePlan(device, held, sum(sizes), order))
-        return PipelinePlan(counts[0], microbatches, self._schedule, tuple(plans))
+        leaves, places = tf.nest.flatten(asked.specs), max(1, microbatches)
 
-    def _composed(self, rows: Rows) -> Any:
-        """The stages on rows, in the graph that is being built."""
-        count = self._microbatches if rows.count is None else min(rows.count, self._microbatches)
-        with tf.device(HOST):
-            sizes = sizes_in_graph(count_rows(rows.leaves[0]), max(count, 1))
-            parts = list(zip(*(cut_rows(leaf, sizes, max(count, 1)) for leaf in rows.leaves)))
-        calls = _Calls(self._schedule, len(self.devices), len(parts))
-        values = [tf.nest.pack_sequence_as(rows.structure, part) for part in parts]
-        for stage, (traced, device) in enumerate(zip(self._traced, self.devices)):
-            for m, value in enumerate(values):
-                some = sizes[m] > 0 if rows.count is None else True
-                with tf.device(device), tf.name_scope(f"stage_{stage}_microbatch_{m}"):
-                    values[m] = calls.call(stage, m, traced, value, some)
-        structure = values[0]
+        def graph(rows: int) -> Any:
+            if gradients:
+                return self._with_gradients(asked.specs, rows)
+            return self._graph_of(asked.key, asked.specs, microbatches).get_concrete_function()
+
+        memory = memory_of_graph(graph, self.devices, self._output_device, leaves, places, stages=True)
+        return PipelinePlan(rows, microbatches, self._schedule, tuple(plans), memory)
+
+    def _with_gradients(self, specs: Any, rows: int) -> Any:
+        """The stages on so many rows, with the gradients of the sum of all results taken off the variables: a graph that is
+        not to run. Microbatches know where their gradients begin, as in a function that knows the number of its rows."""
+
+        @tf.autograph.experimental.do_not_convert
+        def taped(*leaves: Any) -> None:
+            with tf.GradientTape() as tape:
+                nest = self._composed(tf.nest.pack_sequence_as(specs, leaves), rows)
+                floats = [leaf for leaf in tf.nest.flatten(nest, expand_composites=True) if leaf.dtype.is_floating]
+            variables, upstream = tape.watched_variables(), [tf.ones(leaf.shape, leaf.dtype) for leaf in floats]
+            for variable, gradient in zip(variables, tape.gradient(floats, variables, upstream)):
+                with tf.device(variable.device):  # what is returned would go to the first device
+                    if isinstance(gradient, tf.IndexedSlices):
+                        variable.scatter_sub(gradient)
+                    elif gradient is not None:
+                        variable.assign_sub(gradient)
+
+        given = [
+            tf.TensorSpec(tf.TensorShape([rows]).concatenate(s.shape[1:]), s.dtype) for s in tf.nest.flatten(specs)
+        ]
+        return tf.function(taped, autograph=False, input_signature=given).get_concrete_function()
+
+    @property
+    def report(self) -> PipelineReport:
+        """What happened in the last call, which may have been one in a `tf.function` of yours: when each stage computed which
+        microbatch, forward and, where the gradient was asked for in the same `tf.function`, backward.
+
+        Raises:
+            OptionError: it was not made with `report=True`, or has not run.
+        """
+        if self._times is None:
+            raise OptionError("nothing is known of calls: make the Pipeline with report=True")
+        calls = calls_of(self._times.known())
+        if not calls:
+            raise OptionError("there was no call yet")
+        return PipelineReport(self.devices, calls)
+
+    def _composed(self, nest: Any, rows: int | None, microbatches: int | None = None) -> Any:
+        """The stages on a nest of so many rows, in the graph that is being built.
+
+        `microbatches`: how many, where nobody knows the number of rows but that there are as many; else some may be empty.
+        """
+        leaves = tf.nest.flatten(nest)
+        filled = rows is not None or microbatches is not None
+        parts = max(1, self._microbatches if not filled else microbatches or min(rows or 0, self._microbatches))
+        specs, traces = tf.nest.map_structure(spec_of, nest), []
+        for stage in self._stages:
+            traces.append(stage.of_microbatches(specs, parts))
+            specs = traces[-1][0].nest_of_specs
+        began = None if self._times is None else self._times.of(leaves)
+        with tf.device(HOST), tf.control_dependencies([] if began is None else [began]):
+            sizes = sizes_in_graph(count_rows(leaves[0]), parts)
+            cut = zip(*(cut_rows(leaf, sizes, parts) for leaf in leaves))
+            values = [tf.nest.pack_sequence_as(nest, part) for part in cut]
+        calls = Calls(
+            "gpipe" if run_in_turn([first for first, *_ in traces]) else self._schedule, len(traces), parts, self._times
+        )
+        for k, (of_stage, device) in enumerate(zip(traces, self.devices)):
+            for m, (traced, value) in enumerate(zip(of_stage, values)):
+                with tf.device(device), tf.name_scope(f"stage_{k}_microbatch_{m}"):
+                    values[m] = calls.call(k, m, traced, value, filled or sizes[m] > 0)
+        if self._times is not None:
+            self._times.keep_forward(began, calls.ends)
         with tf.device(self._output_device):
             results = [copied(tf.nest.flatten(value)) for value in values]
-            joined = (
-                [gather(leaves, differentiable=True)[0] for leaves in zip(*results)] if len(results) > 1 else results[0]
-            )
-        return tf.nest.pack_sequence_as(structure, [with_static_rows(leaf, rows.count) for leaf in joined])
-
-
-class _Calls:
-    """The calls of all stages in one graph, and the edges between those of a device."""
-
-    def __init__(self, schedule: str, stages: int, microbatches: int):
-        self._before: dict[tuple[int, Step], Step] = {}
-        for stage in range(stages):
-            steps = schedule_of(schedule, stages, microbatches, stage)
-            self._before |= {(stage, step): before for before, step in pairwise(steps)}
-        self._ops: dict[tuple[int, Step], Any] = {}
-        self._microbatches = microbatches
-        self._gradients: list[dict[int, list[Any]]] = [{} for _ in range(stages)]
-
-    def call(self, stage: int, microbatch: int, traced: Any, value: Any, some: Any) -> Any:
-        """A stage on a microbatch, on the device of the moment; `some`: whether there are rows in it."""
-        earlier = self._ops.get((stage, Step(microbatch - 1, False)))
-        value = tf.nest.map_structure(tf.identity, value, expand_composites=True)
-        concrete = traced.get_concrete_function(some, tf.nest.map_structure(spec_of, value))
-        begin_backward_on(tf.nest.flatten(value, expand_composites=True)[0].device, concrete)
-        with tf.control_dependencies([] if earlier is None else [earlier]):
-            results = concrete(some, value)
-        op = self._ops[stage, Step(microbatch, False)] = ops_of(tf.nest.flatten(results))[0]
-        op.on_gradient = partial(self._differentiated, stage, microbatch, op)
-        return results
-
-    def _differentiated(
-        self, stage: int, microbatch: int, op: Any, ops: Sequence[Any], gradients: Sequence[Any]
-    ) -> list[Any]:
-        """The gradient of a call was built, of these ops, on the device of the moment.
-
-        Returns:
-            The gradients of what the call takes: those of variables summed over all microbatches, here, with the last of them.
-        """
-        own = Step(microbatch, True)
-        self._ops[stage, own] = ops[-1]
-        for later, before in [(step, before) for (of, step), before in self._before.items() if of == stage]:
-            if own in (later, before) and (stage, later) in self._ops and (stage, before) in self._ops:
-                wait_for(self._ops[stage, later], self._ops[stage, before])
-        of_call, handles = list(gradients), [i for i, taken in enumerate(op.inputs) if taken.dtype == tf.resource]
-        known = self._gradients[stage]
-        known[microbatch] = [of_call[i] for i in handles]
-        last = len(known) == self._microbatches
-        for number, i in enumerate(handles):
-            of_call[i] = None
-            for m in sorted(known) if last else ():
-                total, gradient = of_call[i], known[m][number]
-                of_call[i] = (
-                    added([each for each in (total, gradient) if each is not None]) if gradient is not None else total
-                )
-                # One sum at a time is held; TensorFlow would make one op of them all, with all gradients.
-                following = self._ops.get((stage, Step(m + 1, True)))
-                if following is not None and of_call[i] is not None:
-                    wait_for(following, ops_of([of_call[i]])[0])
-        if last:
-            known.clear()
-        return of_call
-
-
-def _of_leaves(rows: Rows, leaves: Sequence[Any], count: int) -> Rows:
-    """Rows like these, of other leaves of which nobody knows how many rows they have, but that there are at least `count`."""
-    return Rows(tf.nest.pack_sequence_as(rows.structure, leaves), tuple(leaves), leaves[0].shape[0], rows.key)
-
-
-def _on_some(stage: Callable[..., Any]) -> Any:
-    """A stage as a `tf.function` of whether there are rows, and of rows, in any structure."""
-    inner = tf.function(lambda value: stage(*value) if type(value) is tuple else stage(value), reduce_retracing=True)
-
-    def on_some(some: Any, value: Any) -> Any:
-        if some is True:
-            return inner(value)
-        concrete = inner.get_concrete_function(tf.nest.map_structure(spec_of, value))
-        nothing = [empty_rows(spec_of(leaf)) for leaf in tf.nest.flatten(concrete.structured_outputs)]
-        return tf.cond(
-            some, lambda: inner(value), lambda: tf.nest.pack_sequence_as(concrete.structured_outputs, nothing)
-        )
-
-    return tf.function(on_some, autograph=False)
-
-
-def _layers_of(stage: Any) -> list[Any]:
-    """The Keras layers in a stage, itself included."""
-    return list(stage._flatten_layers()) if hasattr(stage, "_flatten_layers") else []
-
-
-def _move_variables(stage: Any, device: str) -> None:
-    """Move the variables of a Keras stage. Keras has no public name for where the value of a variable is."""
-    for variable in getattr(stage, "variables", ()) if _layers_of(stage) else ():
-        if variable.value.device != device:
-            with tf.device(device):
-                variable._value = tf.Variable(variable.value, trainable=variable.trainable, dtype=variable.value.dtype)
-
-
-def _warn_of_batch_norm(stage: Any) -> None:
-    found = [layer.name for layer in _layers_of(stage) if type(layer).__name__ == "BatchNormalization"]
-    if found:
-        names = ", ".join(found)
-        warn_user(f"{names} in a stage: batch normalization sees a microbatch at a time in training", RuntimeWarning)
-
-
-def _spec_of_any(leaf: Any) -> Any:
-    return any_rows(leaf if isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(tf.convert_to_tensor(leaf)))
+            joined, returned = zip(*(gather(part, differentiable=True) for part in zip(*results)))
+            leaves = [with_static_rows(leaf, rows) for leaf in with_row_counts_checked(joined, returned, sizes)]
+        return as_objects(tf.nest.pack_sequence_as(traces[-1][0].structure, leaves))

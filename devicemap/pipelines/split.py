@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from devicemap._tensorflow.keras import is_used_once
 from devicemap.base.options import check_count
 from devicemap.errors import OptionError
 
@@ -55,7 +56,7 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time") -> list[Any
     if n > len(layers):
         raise OptionError(f"n={n} stages of a model of {len(layers)} layers; at most one for each")
     for layer in layers:
-        if len(layer._inbound_nodes) != 1:  # of which Keras tells input and output of the first alone
+        if not is_used_once(layer):
             raise OptionError(f"{layer.name} is used more than once, and a stage cannot share a layer with another one")
     weights = [_bytes_of(layer) if by == "bytes" else _seconds_of(layer) for layer in layers]
     bounds = cuts(weights, n)
@@ -101,9 +102,9 @@ def _stage(layers: Sequence[Any], given: Sequence[Any], made: Sequence[Any], nam
             self._given_to_made = keras.Function(list(given), list(made))
             self.built = True
 
-        def call(self, inputs: Any) -> Any:
+        def call(self, *inputs: Any) -> Any:
             outputs = self._given_to_made(tf.nest.flatten(inputs))
-            return outputs[0] if len(outputs) == 1 else outputs
+            return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     return Stage()
 

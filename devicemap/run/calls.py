@@ -24,33 +24,27 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import Cancellation
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap.base.devices import is_out_of_memory
+from devicemap.base.hosts import lost_among
 from devicemap.compile.compiled import Compiled
 from devicemap.compile.gather import check_row_counts
 from devicemap.compile.program import Program
 from devicemap.data.chunks import Chunk, InMemory, Source
 from devicemap.data.datasets import from_dataset
 from devicemap.data.join import join
+from devicemap.data.pieces import COMPILING_SECONDS, balance_pays
 from devicemap.data.rows import Rows, as_rows
-from devicemap.errors import DataError, OptionError, brief, warn_user
+from devicemap.errors import DataError, HostLostError, OptionError, brief, warn_user
 from devicemap.events import ChunkFinished, DeviceLost, Event, short_name
 from devicemap.run.capacity import first_paces, in_flight
 from devicemap.run.dispatch import Rules
+from devicemap.run.embedded import call_inside
 from devicemap.run.one_graph import GraphObservers, Heard, OneGraph
 from devicemap.run.reorder import Group
 from devicemap.run.schedule import Pace, reorder_window
 from devicemap.run.workers import Runner, run_chunks
 
-_LONG_SECONDS = 0.1
-"""A call in memory that takes less has little to gain from balance."""
-
 _TRIED_SECONDS = 0.3
 """A call that is expected to take no longer, balanced, is tried with a shard for each device, too."""
-
-_ROWS_PER_PLACE = 16
-"""A call on fewer is not held back to learn how long it takes."""
-
-_COMPILING_SECONDS = 3.0
-"""Compiling a graph that balances itself takes a part of it; a map that has worked for less goes on in chunks."""
 
 
 @dataclass
@@ -88,7 +82,7 @@ class _Known:
         balanced = rows * (self.balanced or 1 / max(sum(self.speeds or ()), 1e-9))
         if self.in_shards is None:
             return balanced > _TRIED_SECONDS
-        return rows * self.in_shards > max(_LONG_SECONDS, balanced)
+        return balance_pays(rows, self.in_shards, balanced / rows)
 
 
 _known: WeakKeyDictionary[Compiled, _Known] = WeakKeyDictionary()
@@ -115,11 +109,6 @@ class Nobody:
         return nullcontext(lambda event: None)
 
 
-def may_balance(rows: int | None, compiled: Compiled) -> bool:
-    """Whether a call in memory that is long enough, and that no tape follows, balances itself."""
-    return (rows is None or rows >= _ROWS_PER_PLACE * len(compiled.places)) and compiled.balances
-
-
 class Calls:
     """Calls of one program."""
 
@@ -137,13 +126,24 @@ class Calls:
         return self._in_memory(rows) if self._options.batch_size is None else self.in_chunks(rows)
 
     def _in_memory(self, rows: Rows) -> Any:
-        """Rows in eager code: in one graph with a shard for each device if that is short, differentiated, or all there is;
-        else balanced, in chunks at first, and in a graph of its own once that is worth compiling."""
+        """Rows in eager code; where a host is lost, once more on the devices that are left."""
         compiled = self.program.compiled_for(rows)
+        try:
+            return self._in_one_way(rows, compiled)
+        except Exception as error:
+            if (lost := lost_among(compiled.devices)) is None:
+                raise
+            if not self._options.max_retries or compiled.traced.audit.writes:  # which would be written again
+                raise lost from error
+        return self._in_memory(rows)
+
+    def _in_one_way(self, rows: Rows, compiled: Compiled) -> Any:
+        """In one graph with a shard for each device if that is short, differentiated, or all there is; else balanced, in chunks
+        at first, and in a graph of its own once that is worth compiling."""
         count = rows.count or 0
         gradients = compiled.order_of_gradients(rows.leaves) if count else 0
         known = _known.setdefault(compiled, _Known())
-        if gradients or not may_balance(count, compiled):
+        if gradients or not compiled.may_balance(count):
             return self._one_graph.in_shards(compiled, rows, gradients)
         if known.speeds is None or not self._fit(compiled, count):
             return self._balanced_in_chunks(compiled, rows)
@@ -155,7 +155,7 @@ class Calls:
                     known.in_shards = (time.perf_counter() - began) / count
                 known.tried = True
                 return results
-            if known.seconds > _COMPILING_SECONDS:
+            if known.seconds > COMPILING_SECONDS:
                 results, known.speeds = self._one_graph.in_pieces(compiled, rows, known.speeds, retried)
                 known.balanced = (time.perf_counter() - began) / count
                 return results
@@ -195,7 +195,7 @@ class Calls:
                 f"batch_size={self._options.batch_size} inside a tf.function: chunks are handed out in eager code. Map "
                 "outside of the tf.function, or leave batch_size out"
             )
-        return self._one_graph.inside_function(rows)
+        return call_inside(self.program, rows)
 
     def in_chunks(self, data: Any) -> Any:
         """Rows or a dataset, in eager code: each chunk goes to the first idle device, the results are joined in order."""
@@ -269,7 +269,7 @@ class Calls:
     ) -> Iterator[Group]:
         """The results of all chunks; where something `keep`s them, groups without results."""
         cancellation = Cancellation()
-        functions = compiled.functions(cancellation)
+        compiled, functions = self._functions(source, compiled, cancellation)
         paces = _known.setdefault(compiled, _Known()).paces
         if not paces:
             paces |= first_paces(compiled.traced, compiled.devices)
@@ -300,12 +300,23 @@ class Calls:
                 yield from run_chunks(source, runners, rules, paces)
         finally:
             # Here, and not where it happened: a warning in a worker's thread comes from no line of the user's.
-            for event in lost:
-                warn_user(
-                    f"{self.program.name}: {short_name(event.device)} kept failing, and got no more chunks in this call. Its "
-                    f"last error was {type(event.error).__name__}: {brief(event.error)}",
-                    RuntimeWarning,
-                )
+            for what in dict.fromkeys(map(_told, lost)):
+                warn_user(f"{self.program.name}: {what}", RuntimeWarning)
+
+    def _functions(
+        self, source: Source, compiled: Compiled, cancellation: Cancellation
+    ) -> tuple[Compiled, dict[str, Callable[..., Any]]]:
+        """One function per device, after what `fn` captures was brought there; where that tells that a host is lost, for those
+        that are left."""
+        while True:
+            try:
+                return compiled, compiled.functions(cancellation)
+            except tf.errors.OpError as error:
+                if (lost := lost_among(compiled.devices)) is None:
+                    raise
+                if not self._options.max_retries:
+                    raise lost from error
+            compiled = self.program.compiled_for(source)
 
     def _run_chunk(
         self,
@@ -316,8 +327,23 @@ class Calls:
         chunk: Chunk,
     ) -> list[Any] | None:
         leaves = self.program.seeded(chunk.leaves, chunk.start, chunk.count)
-        results: list[Any] = function(*compiled.flat(leaves))
+        try:
+            results: list[Any] = function(*compiled.flat(leaves))
+        except Exception as error:
+            if (lost := lost_among([device])) is not None:
+                raise lost from error
+            raise
         if self.program.counts_rows:
             returned = results[-1:] if compiled.traced.reduction else []  # states count theirs
             check_row_counts(results, returned, [chunk.on(device)])
         return results if keep is None else keep(chunk, results)
+
+
+def _told(event: DeviceLost) -> str:
+    """What a user should know; of a host the same for each of its devices."""
+    if isinstance(event.error, HostLostError):
+        return str(event.error)
+    return (
+        f"{short_name(event.device)} kept failing, and got no more chunks in this call. Its last error was "
+        f"{type(event.error).__name__}: {brief(event.error)}"
+    )

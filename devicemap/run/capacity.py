@@ -35,15 +35,22 @@ def first_paces(traced: Traced, devices: Sequence[str]) -> dict[str, Pace]:
     """What is known of those devices that have memory of their own, where the bytes of a row can be told."""
     if all(kind_of(device) == "CPU" for device in devices):
         return {}
-    ends_bytes = row_ends_bytes(traced)
-    if ends_bytes is None:
+    row_bytes = memory_bytes_per_row(traced, "GPU", {}) or row_ends_bytes(traced)
+    if row_bytes is None:
         return {}
-    row_bytes = memory_bytes_per_row(traced, "GPU", {}) or ends_bytes
     return {
-        device.name: Pace.with_memory(device.memory, ends_bytes, row_bytes)
+        device.name: Pace.with_memory(device.memory - _in_use(device.name), row_bytes)
         for device in list_devices()
         if device.name in devices and device.memory is not None
     }
+
+
+def _in_use(device: str) -> int:
+    """Bytes that are taken on a device now, as far as TensorFlow tells."""
+    try:
+        return int(tf.config.experimental.get_memory_info(device)["current"])
+    except (ValueError, tf.errors.OpError):  # it is another host's, or of a kind that does not count
+        return 0
 
 
 def row_ends_bytes(traced: Traced) -> int | None:

@@ -25,26 +25,29 @@ _UNEVEN = 1.3
 class Clock:
     """Rows and seconds of devices, since the last `reset`."""
 
-    def __init__(self, devices: Sequence[str]):
-        self.devices = tuple(devices)
+    def __init__(self, devices: Sequence[str], even: bool = False):
+        """`even`: shards are, however fast devices are."""
+        self.devices, self._even = tuple(devices), even
         with tf.init_scope(), tf.device(HOST):
             zeros = tf.zeros([len(devices)], tf.float64)
-            self._speeds, self._rows, self._seconds = (tf.Variable(zeros, trainable=False) for _ in range(3))
+            self._speeds, self._rows, self._busy, self._idle = (tf.Variable(zeros, trainable=False) for _ in range(4))
             self._steps = tf.Variable(0, trainable=False, dtype=tf.int64)
 
-    def known(self) -> list[tuple[str, int, float]]:
-        """Each device, its rows and its seconds."""
-        rows, seconds = self._rows.numpy().tolist(), self._seconds.numpy().tolist()
-        return [(device, int(count), time) for device, count, time in zip(self.devices, rows, seconds)]
+    def known(self) -> list[tuple[str, int, float, float]]:
+        """Each device, its rows, its seconds, and how many it was done before the last one."""
+        rows, busy, idle = (variable.numpy().tolist() for variable in (self._rows, self._busy, self._idle))
+        return list(zip(self.devices, map(int, rows), busy, idle))
 
     def reset(self) -> None:
         """Forget rows and seconds; speeds stay known."""
-        for variable in (self._rows, self._seconds):
+        for variable in (self._rows, self._busy, self._idle):
             variable.assign(tf.zeros_like(variable))
 
     def sizes(self, even: Any) -> tuple[Any, Any]:
         """Sizes of the shards of a step, int32 `[devices]`, instead of `even` ones, and when it begins."""
         began = tf.timestamp()
+        if self._even:
+            return even, began
         with tf.control_dependencies([began]):
             speeds, steps = self._speeds.read_value(), self._steps.read_value()
             uneven = tf.reduce_max(speeds) > _UNEVEN * tf.reduce_min(speeds)
@@ -53,14 +56,13 @@ class Clock:
 
     def note(self, sizes: Any, began: Any, arrivals: Any) -> None:
         """When the results of each shard of a step were there."""
-        if not arrivals:  # no clock
-            return
         rows = tf.cast(sizes, tf.float64)
         seconds = tf.maximum(arrivals[0] - began, 1e-9) * tf.sign(rows)
         now, known = tf.math.divide_no_nan(rows, seconds), self._speeds.read_value()
         self._speeds.assign(tf.where((known > 0) & (now > 0), _KEPT * known + (1 - _KEPT) * now, known + now))
         self._rows.assign_add(rows)
-        self._seconds.assign_add(seconds)
+        self._busy.assign_add(seconds)
+        self._idle.assign_add(tf.reduce_max(seconds) - seconds)
         self._steps.assign_add(1)
 
 

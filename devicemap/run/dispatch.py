@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from devicemap.data.chunks import Chunk, Source
+from devicemap.errors import HostLostError
 from devicemap.events import Event, Shard
 from devicemap.run.recovery import FAILURES_IN_A_ROW, Remedy, remedy
 from devicemap.run.reorder import Group, Groups
@@ -309,7 +310,8 @@ class Dispatch:
         device = task.tried[-1].device
         standing = self._standings[device]
         standing.failures += 1
-        lost = device in self._alive and standing.failures >= FAILURES_IN_A_ROW
+        failing = standing.failures >= FAILURES_IN_A_ROW or isinstance(error, HostLostError)
+        lost = device in self._alive and failing
         if lost:
             self._alive.discard(device)
         if self._alive:

@@ -16,14 +16,14 @@ import tensorflow as tf
 
 from devicemap._tensorflow.gradients import have_tangents
 from devicemap.base.devices import is_out_of_memory
-from devicemap.compile.compiled import Compiled, has_clock
-from devicemap.compile.gather import check_row_counts, with_row_counts_checked, with_static_rows
-from devicemap.compile.layout import sizes_in_graph
+from devicemap.base.hosts import lost_among
+from devicemap.compile.balance import measured_speeds
+from devicemap.compile.compiled import Compiled
+from devicemap.compile.gather import check_row_counts
 from devicemap.compile.program import Program
-from devicemap.data.rows import HOST, Rows, count_rows
+from devicemap.data.rows import HOST, Rows
 from devicemap.errors import DataError
 from devicemap.events import Shard
-from devicemap.run.clock import Clock
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class OneGraph:
     """Calls of one program."""
 
     def __init__(self, program: Program, observers: GraphObservers):
-        self.program = self._program = program
+        self.program = program
         self._observers = observers
 
     def in_shards(self, compiled: Compiled, rows: Rows, gradients: int = 0, retried: bool = False) -> Any:
@@ -106,7 +106,7 @@ class OneGraph:
             with self._observers.of_graph(0, (), compiled.take_traces):
                 return compiled.pack_no_rows()
         shards, sizes = compiled.shards(count)
-        arguments = (sizes, *self._program.seeded(rows.leaves, 0, count))
+        arguments = (sizes, *self.program.seeded(rows.leaves, 0, count))
         graph = compiled.graph(len(shards), gradients)
         with self._call(compiled, rows, shards, arguments[1:], retried) as (runs, began):
             with compiled.drawing_alone():
@@ -117,9 +117,14 @@ class OneGraph:
             ends = arrivals[0] if arrivals else None
             seconds = time.perf_counter() - began[1]
             runs.append(Run(shards, began[0], seconds, compiled.traced.audit.ordered, ends))
-            if self._program.counts_rows:
+            if self.program.counts_rows:
                 check_row_counts(results, returned, shards)
         return compiled.pack(results)
+
+    def over(self, rows: Rows) -> Any:
+        """The same, whatever tapes ask for."""
+        compiled = self.program.compiled_for(rows)
+        return self.in_shards(compiled, rows, compiled.order_of_gradients(rows.leaves) if rows.count else 0)
 
     def in_pieces(
         self, compiled: Compiled, rows: Rows, speeds: Sequence[float], retried: bool = False
@@ -135,7 +140,7 @@ class OneGraph:
         Returns:
             The results, and the speeds that the places had.
         """
-        graph, leaves = compiled.balanced_graph(), self._program.seeded(rows.leaves, 0, rows.count)
+        graph, leaves = compiled.balanced_graph(), self.program.seeded(rows.leaves, 0, rows.count)
         with tf.device(HOST):
             expected = tf.constant(speeds, tf.float64)
         with self._call(compiled, rows, compiled.shards(rows.count or 0)[0], leaves, retried) as (runs, began):
@@ -144,13 +149,9 @@ class OneGraph:
             pieces = [Shard(compiled.places[int(place)], int(start), int(stop)) for place, start, stop, *_ in lines]
             times = [(began, ended) for *_, began, ended in lines]
             runs.append(Run(pieces, began[0], time.perf_counter() - began[1], log=times))
-            if self._program.counts_rows:
+            if self.program.counts_rows:
                 check_row_counts(results, returned, pieces)
-        measured = list(speeds)
-        for place in range(len(speeds)):
-            own = [(stop - start, ended - began) for at, start, stop, began, ended in lines if at == place]
-            if own:
-                measured[place] = sum(count for count, _ in own) / max(sum(seconds for _, seconds in own), 1e-9)
+        measured = measured_speeds(log, expected).numpy().tolist()
         return compiled.pack(results), measured
 
     @contextmanager
@@ -161,6 +162,7 @@ class OneGraph:
 
         Raises:
             FunctionError: `fn` failed, on one of the `shards` of these `leaves` if it fails there again.
+            HostLostError: the host of one of the devices is lost.
         """
         devices = tuple(dict.fromkeys(shard.device for shard in shards))
         with self._observers.of_graph(rows.count or 0, devices, compiled.take_traces) as heard:
@@ -170,39 +172,8 @@ class OneGraph:
             except tf.errors.OpError as error:  # what a running graph raises; signal handlers raise other errors
                 if retried and is_out_of_memory(error):
                     raise
+                if (lost := lost_among(devices)) is not None:
+                    raise lost from error
                 seconds = time.perf_counter() - began[1]
-                located, cause = self._program.located(error, compiled, leaves, shards, seconds)
+                located, cause = self.program.located(error, compiled, leaves, shards, seconds)
                 raise located from cause
-
-    def over(self, rows: Rows) -> Any:
-        """A shard for each device, in eager code or inside the user's own `tf.function`, whatever tapes ask for."""
-        if not tf.executing_eagerly():
-            return self.inside_function(rows)
-        compiled = self._program.compiled_for(rows)
-        return self.in_shards(compiled, rows, compiled.order_of_gradients(rows.leaves) if rows.count else 0)
-
-    def inside_function(self, rows: Rows, clock: Clock | None = None) -> Any:
-        """Inside the user's own `tf.function`: the same graph becomes a part of it.
-
-        With a `clock`, shards are as large as devices were fast in earlier calls.
-        """
-        compiled = self._program.compiled_for(rows)
-        if rows.count == 0:
-            return compiled.pack_no_rows()
-        places = len(compiled.places) if rows.count is None else len(compiled.shards(rows.count)[0])
-        one_row = rows.count is not None and rows.count < 2 * places
-        timed = clock is not None and places == len(clock.devices) and has_clock()
-        graph = compiled.graph(places, 2, any_rows=rows.count is None, inlined=True, one_row=one_row, timed=timed)
-        with tf.device(HOST):  # else all that comes and goes would go by the first device
-            count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
-            sizes = sizes_in_graph(count, places) if rows.count is None else compiled.shards(rows.count)[1]
-            if timed and clock is not None:
-                sizes, began = clock.sizes(sizes)
-            results, returned, arrivals = graph(sizes, *self._program.seeded(rows.leaves, 0, count))
-            if timed and clock is not None:
-                clock.note(sizes, began, arrivals)
-            if self._program.counts_rows:
-                results = with_row_counts_checked(results, returned, sizes)
-            if compiled.traced.reduction is None:
-                results = [with_static_rows(leaf, rows.count) for leaf in results]
-            return compiled.pack(results)

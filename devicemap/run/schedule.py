@@ -44,6 +44,10 @@ _GAIN = 1.1
 """How much faster, in rows per second, a chunk must be than the best smaller one for the next to be larger."""
 
 
+_MARGIN = 0.1
+"""The part of a device's memory that is left free, as by `Plan.largest_batch`: estimates are not exact."""
+
+
 @dataclass(frozen=True)
 class Pace:
     """What has been seen of one device so far."""
@@ -82,19 +86,19 @@ class Pace:
     """The most chunks in flight that fit into it, whatever their rows, as far as known."""
 
     @classmethod
-    def with_memory(cls, memory_bytes: int, ends_bytes: int, row_bytes: int) -> Pace:
+    def with_memory(cls, memory_bytes: int, row_bytes: int) -> Pace:
         """What can be told of a device before its first chunk.
 
         Args:
-            memory_bytes: what it has.
-            ends_bytes: what a row and its result take, which no chunk can do without.
-            row_bytes: an upper estimate of all that a row takes while it is computed.
+            memory_bytes: what it has left.
+            row_bytes: an estimate of all that a row takes while it is computed.
 
-        >>> pace = Pace.with_memory(memory_bytes=1000, ends_bytes=4, row_bytes=20)
+        >>> pace = Pace.with_memory(memory_bytes=1000, row_bytes=20)
         >>> pace.limit, pace.room
-        (250, 50)
+        (45, 45)
         """
-        return cls(limit=max(1, memory_bytes // max(1, ends_bytes)), room=memory_bytes // max(1, row_bytes))
+        rows = int((1 - _MARGIN) * memory_bytes) // max(1, row_bytes)
+        return cls(limit=max(1, rows), room=rows)
 
     def has_room_for(self, rows: int) -> bool:
         """Whether the device may take a chunk of so many rows now: any where it has none, else one that fits beside those."""

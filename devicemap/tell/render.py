@@ -96,13 +96,12 @@ def page(title: str, *parts: Any, notes: Sequence[str] = ()) -> Group:
 
 
 def short_names(devices: Iterable[str]) -> dict[str, str]:
-    """The name that people read for each full name: kind and index, or all of it where several hosts have such a device.
+    """The name that people read for each full name.
 
     >>> short_names(["/job:localhost/replica:0/task:0/device:GPU:1"])
     {'/job:localhost/replica:0/task:0/device:GPU:1': 'GPU:1'}
     """
-    short = {device: short_name(device) for device in devices}
-    return short if len(set(short.values())) == len(short) else {device: device for device in short}
+    return {device: short_name(device) for device in devices}
 
 
 def listed(words: Sequence[str]) -> str:

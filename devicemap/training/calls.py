@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.keras import mask_of, moments_by, replacing, set_mask, sublayers_of
 from devicemap.base.structure import freeze
 from devicemap.compile.lockstep import Lockstep
+from devicemap.training.recomputation import recomputed
 
 ROWS = object()
 """Stands for a tensor of rows."""
+
+
+_scope: ContextVar[Any] = ContextVar("scope")
+"""The innermost scope of `collecting` in this thread."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,14 @@ class Passed:
     """How many scalars `add_loss` got."""
 
     updated: tuple[int, ...]
-    """Which of the model's non-trainable variables got new values."""
+    """Which variables got new values."""
+
+    def unpacked(self, results: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
+        """Outputs, with their masks, losses and new values, of tensors in that order."""
+        outputs, left = list(results[: len(self.masked)]), list(results[len(self.masked) :])
+        for output in [output for output, masked in zip(outputs, self.masked) if masked]:
+            set_mask(output, left.pop(0))
+        return tf.nest.pack_sequence_as(self.outputs, outputs), left[: self.losses], left[self.losses :]
 
 
 def collecting(held: Sequence[tuple[Any, Any]] = ()) -> Any:
@@ -74,6 +88,14 @@ def collecting(held: Sequence[tuple[Any, Any]] = ()) -> Any:
     import keras
 
     class Scope(keras.StatelessScope):
+        def __enter__(self) -> Any:
+            self.token = _scope.set(self)
+            return super().__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            _scope.reset(self.token)
+            super().__exit__(*error)
+
         def add_update(self, update: Any) -> None:
             variable, value = update
             if is_seed(variable) and not held:
@@ -82,6 +104,31 @@ def collecting(held: Sequence[tuple[Any, Any]] = ()) -> Any:
                 super().add_update(update)
 
     return Scope(held, collect_losses=True)
+
+
+def pure(call: Any, scope: Any, variables: Sequence[Any]) -> tuple[list[Any], list[Any], Passed]:
+    """What a call of a model or layer gives in a scope of `collecting`.
+
+    Returns:
+        Its outputs and their masks; the losses that it adds and new values of `variables`; what these are.
+    """
+    before = {id(variable): scope.get_current_value(variable) for variable in variables}
+    with scope:
+        outputs = call()
+    flat = tf.nest.flatten(outputs)
+    masks = [mask_of(leaf) for leaf in flat]
+    updates = {
+        i: scope.get_current_value(variable)
+        for i, variable in enumerate(variables)
+        if scope.get_current_value(variable) is not before[id(variable)]
+    }
+    what = Passed(
+        tf.nest.map_structure(lambda _: None, outputs),
+        tuple(mask is not None for mask in masks),
+        len(scope.losses),
+        tuple(updates),
+    )
+    return [*flat, *(mask for mask in masks if mask is not None)], [*scope.losses, *updates.values()], what
 
 
 def is_seed(variable: Any) -> bool:
@@ -102,22 +149,9 @@ def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def moments_of_all(layers: Sequence[Any], lockstep: Lockstep) -> Iterator[None]:
-    """While it lasts, layers of batch normalization take mean and variance of the rows of all devices."""
-    for layer in layers:
-        vars(layer)["_moments"] = partial(_moments, layer, lockstep)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del vars(layer)["_moments"]
-
-
-def _moments(layer: Any, lockstep: Lockstep, inputs: Any, mask: Any) -> Any:
-    mean, variance = type(layer)._moments(layer, inputs, mask)
-    counted = tf.ones_like(inputs[..., :1]) if mask is None else tf.cast(mask, inputs.dtype)
-    return lockstep.meet((mean, variance, tf.reduce_sum(counted)), lambda own: [_merged(own)] * len(own))
+def meeting(layers: Sequence[Any], lockstep: Lockstep) -> AbstractContextManager[None]:
+    """What layers of batch normalization take mean and variance of the rows of all devices in."""
+    return moments_by(layers, lambda *own: lockstep.meet(own, lambda parts: [_merged(parts)] * len(parts)))
 
 
 def _merged(own: Sequence[tuple[Any, Any, Any]]) -> tuple[Any, Any]:
@@ -126,3 +160,46 @@ def _merged(own: Sequence[tuple[Any, Any, Any]]) -> tuple[Any, Any]:
     shares = (counts / tf.reduce_sum(counts))[:, None]
     mean = tf.reduce_sum(means * shares, 0)
     return mean, tf.reduce_sum((variances + tf.square(means - mean)) * shares, 0)
+
+
+def without_state(layers: Sequence[Any]) -> list[Any]:
+    """Of these layers those that change nothing in a call but seeds; where one does, those in it."""
+    found = []
+    for layer in layers:
+        keeps = all(map(is_seed, layer.non_trainable_variables))
+        found += [layer] if keeps else without_state(sublayers_of(layer))
+    return found
+
+
+@contextmanager
+def recomputing(layers: Sequence[Any]) -> Iterator[None]:
+    """While it lasts, what these layers make on the way to their outputs is not kept for gradients. They are called in scopes
+    that hold all variables."""
+    with ExitStack() as replaced:
+        for layer in layers:
+            replaced.enter_context(replacing(layer, call=partial(_recomputed_call, layer, layer.call)))
+        yield
+
+
+def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+    given, variables, scope, found = Given.of(args, kwargs), layer.variables, _scope.get(), []
+    if not all(isinstance(leaf, tf.Tensor) for leaf in given.rows):
+        return call(*args, **kwargs)
+    masks, count = [mask_of(leaf) for leaf in given.rows], len(given.rows)
+
+    def run(number: Any, rows: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        for leaf, mask in zip(values, masks):
+            if mask is not None:
+                set_mask(leaf, mask)
+        args, kwargs = given.with_rows(values[:count])
+        own = collecting([*zip(variables, values[count:])])
+        tensors, others, what = pure(partial(call, *args, **kwargs), own, variables)
+        found.append(what)
+        return tensors, others
+
+    results = recomputed(run, [], [*given.rows, *map(scope.get_current_value, variables)])
+    outputs, losses, updates = found[-1].unpacked(results)
+    scope.losses += losses
+    for i, value in zip(found[-1].updated, updates):
+        scope.add_update((variables[i], value))
+    return outputs

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,7 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import differentiate_in_place
-from devicemap.compile.layout import sizes_in_graph
+from devicemap._tensorflow.keras import batch_norms_of, replacing
+from devicemap.compile.compiled import has_clock
+from devicemap.compile.layout import arrivals_of, ended_on, sizes_in_graph
 from devicemap.compile.lockstep import Lockstep
 from devicemap.compile.mirrors import split_seeds
 from devicemap.compile.program import Program
@@ -22,17 +25,26 @@ from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows
 from devicemap.errors import failure
 from devicemap.run.calls import Nobody
 from devicemap.run.clock import Clock
+from devicemap.run.embedded import call_inside
 from devicemap.run.one_graph import OneGraph
-from devicemap.training.calls import Given, Passed, collecting, depends_on, is_seed, moments_of_all
+from devicemap.training.calls import Given, Passed, collecting, depends_on, is_seed, meeting, pure, recomputing
+from devicemap.training.recomputation import recomputed
 
 
 class ForwardPass:
     """The forward pass of a model on a batch, on several devices: outputs, losses and new values are those of one device."""
 
-    def __init__(self, model: Any, devices: Any, batch_norm: str):
-        """Raises `OptionError` for devices that do not exist."""
+    def __init__(self, model: Any, devices: Any, batch_norm: str, recomputed: Sequence[Any]):
+        """
+        Args:
+            recomputed: layers that run again for their gradients.
+
+        Raises:
+            OptionError: for devices that do not exist.
+        """
         self._model = model
         self._batch_norm = batch_norm
+        self._recomputed = recomputed
         self._devices = devices
         self._variables = [(variable, variable.value) for variable in model.variables]
         """With their values now, as in a forward pass these may be cast."""
@@ -41,53 +53,77 @@ class ForwardPass:
         self._lockstep: dict[Any, Any] = {}
         self._sums: dict[Any, list[bool]] = {}
         self.devices = self._program(lambda x: x).devices
-        self.clock = Clock(self.devices)
+        # What a normalization sees is not to depend on how fast devices happen to be.
+        self.clock = Clock(self.devices, even=bool(batch_norms_of(model)))
 
-    @contextlib.contextmanager
-    def calling(self, call: Any) -> Iterator[None]:
-        """While it lasts, this is how the model is called."""
-        own = vars(self._model)
-        before = own.pop("call", None)
-        if call is not None:
-            own["call"] = call
-        try:
-            yield
-        finally:
-            own.pop("call", None)
-            if before is not None:
-                own["call"] = before
+    def calling(self, call: Any) -> AbstractContextManager[None]:
+        """While it lasts, this is how the model is called; `None`: as it is."""
+        return replacing(self._model, call=call)
 
     def _program(self, fn: Any) -> Program:
-        options = {"devices": self._devices, "batched": True, "output_device": self._home, "report": False}
+        options = {"devices": self._devices, "batched": True, "output_device": self.home, "report": False}
         return Program(fn, options | {"name": self._model.name}).reducing(Collection())
 
     @property
-    def _home(self) -> str:
+    def home(self) -> str:
         """Where most bytes of the variables are: outputs go there."""
         held: Counter[str] = Counter()
         for _, variable in self._variables:
             held[variable.device] += variable.shape.num_elements() * variable.dtype.size
         return held.most_common(1)[0][0] if held else "/CPU:0"
 
-    def mapped(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward pass in a shard for each device, which do not know of each other."""
-        given = Given.of(args, kwargs)
-        rows, graph = as_rows(given.rows), self.graph_of(given)
-        if kwargs.get("training") and not tf.executing_eagerly() and len(self.devices) > 1:
-            return self._collected(given, graph.inside_function(rows, self.clock))
-        return self._collected(given, graph.over(rows))
+    def mapped(self, microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        """A forward pass in a shard for each device, which do not know of each other; each in so many microbatches.
 
-    def graph_of(self, given: Given) -> OneGraph:
-        if given.key not in self._graphs:
+        In a graph there are as many rows as devices, or it is known how many there are.
+        """
+        given = Given.of(args, kwargs)
+        rows, graph = as_rows(given.rows), self.graph_of(given, microbatches)
+        if tf.executing_eagerly():
+            return self._collected(given, graph.over(rows))
+        clock = self.clock if kwargs.get("training") and len(self.devices) > 1 else None
+        return self._collected(given, call_inside(graph.program, rows, clock, filled=True))
+
+    def graph_of(self, given: Given, microbatches: int) -> OneGraph:
+        """What maps a forward pass."""
+        trained = tuple(i for i, (variable, _) in enumerate(self._variables) if variable.trainable)
+        key = microbatches, trained, given.key
+        if key not in self._graphs:
             known = given.without_rows()
 
             @tf.autograph.experimental.do_not_convert
             def forward(*rows: Any) -> tuple[Any, ...]:
-                with self.calling(None):
-                    return tuple(self._forward(known, rows))
+                with self.calling(None), recomputing(self._recomputed):
+                    if microbatches > 1 or self._recomputed:
+                        return tuple(self._in_microbatches(known, microbatches, trained, rows))
+                    return tuple(itertools.chain(*self._forward(known, rows)))
 
-            self._graphs[given.key] = OneGraph(self._program(forward), Nobody())
-        return self._graphs[given.key]
+            self._graphs[key] = OneGraph(self._program(forward), Nobody())
+        return self._graphs[key]
+
+    def _in_microbatches(
+        self, given: Given, microbatches: int, trained: Sequence[int], rows: Sequence[Any]
+    ) -> list[Any]:
+        """The forward pass on a device, in the graph that is traced for all, with each variable read once."""
+        values = [self._drawn(*variable, microbatches) for variable in self._variables]
+
+        def forward(number: Any, rows: Sequence[Any], weights: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            now = {i: value[number] if is_seed(self._variables[i][0]) else value for i, value in enumerate(values)}
+            now.update(zip(trained, weights))
+            return self._forward(given, rows, [(variable, now[i]) for i, (variable, _) in enumerate(self._variables)])
+
+        weights = [values[i] for i in trained]
+        if microbatches > 1:
+            return recomputed(forward, rows, weights, microbatches)
+        return list(itertools.chain(*forward(0, rows, weights)))
+
+    def _drawn(self, variable: Any, stored: Any, count: int) -> Any:
+        """The value of a variable; of a seed, which advances, so many: `[count, 2]`."""
+        value = stored.read_value()
+        if not is_seed(variable):
+            return value
+        stored.assign(value + tf.constant([0, 1], value.dtype))
+        return split_seeds(value, count) if count > 1 else value[None]
 
     def synchronized(self, places: int, *args: Any, **kwargs: Any) -> Any:
         """The same in devices that meet where statistics of all rows are taken."""
@@ -98,79 +134,74 @@ class ForwardPass:
         return self._collected(given, self._lockstep[key](*given.rows))
 
     def _in_lockstep(self, places: int, given: Given, *rows: Any) -> list[Any]:
+        timed = places == len(self.devices) and has_clock()
         with tf.device(HOST):
-            sizes = sizes_in_graph(count_rows(rows[0]), places)
+            began = tf.timestamp() if timed else tf.constant(0.0)
+            with tf.control_dependencies([began]):
+                sizes = sizes_in_graph(count_rows(rows[0]), places)
             shards = list(zip(*(cut_rows(leaf, sizes, places) for leaf in rows)))
         values: dict[int, list[Any]] = {}
         for variable, stored in self._variables:
             with tf.device(stored.device):
-                value = stored.read_value()
-                values[id(variable)] = tf.unstack(split_seeds(value, places)) if is_seed(variable) else [value] * places
-                if is_seed(variable):
-                    stored.assign(value + tf.constant([0, 1], value.dtype))
+                value = self._drawn(variable, stored, places)
+                values[id(variable)] = tf.unstack(value) if is_seed(variable) else [value] * places
 
         def forward(place: int) -> list[Any]:
             with tf.device(self.devices[place]):
                 shard = [tf.identity(leaf) for leaf in shards[place]]
                 held = [(v, tf.identity(values[id(v)][place])) for v, _ in self._variables]
-                return [tf.identity(leaf) for leaf in self._forward(given, shard, held)]
+                return [tf.identity(leaf) for leaf in itertools.chain(*self._forward(given, shard, held))]
 
         lockstep = Lockstep([partial(forward, place) for place in range(places)])
-        with self.calling(None), moments_of_all(self.meeting, lockstep):
+        with self.calling(None), recomputing(self._recomputed), meeting(self.meeting, lockstep):
             results = lockstep.run()
+        if timed:
+            arrivals = arrivals_of([ended_on(device, part) for device, part in zip(self.devices, results)])
+            with tf.device(HOST):
+                self.clock.note(sizes, began, [arrivals])
         graph = tf.compat.v1.get_default_graph()
-        with tf.device(self._home):
+        with tf.device(self.home):
             joined = [tf.concat([tf.identity(part) for part in parts], 0) for parts in zip(*results)]
         differentiate_in_place(graph.get_operations())
         return joined
 
-    def _forward(self, given: Given, rows: Sequence[Any], held: Sequence[tuple[Any, Any]] = ()) -> list[Any]:
-        """The forward pass on some rows: outputs, masks, losses, new values of variables and the number of rows.
+    def _forward(
+        self, given: Given, rows: Sequence[Any], held: Sequence[tuple[Any, Any]] = ()
+    ) -> tuple[list[Any], list[Any]]:
+        """The forward pass on some rows: outputs and masks; losses, new values of variables and the number of rows, as states.
 
         `held`: pairs of variables and values to use instead; all others are read, and seeds of random numbers advance.
         """
-        model = self._model
         args, kwargs = given.with_rows(rows)
-        with collecting(held) as scope:
-            # In a thread of its own, Keras knows nothing of the call that it is a part of.
-            outputs = model(*args, **kwargs) if held else model.call(*args, **kwargs)
-        flat = tf.nest.flatten(outputs)
-        masks = [getattr(leaf, "_keras_mask", None) for leaf in flat]
-        updates = {}
-        for i, variable in enumerate(model.non_trainable_variables):
-            value = scope.get_current_value(variable)
-            if value is not None and not is_seed(variable) and not any(value is known for _, known in held):
-                updates[i] = value
-                if not self._is_averaged(variable) and depends_on(value, rows):
-                    raise failure(
-                        f"{variable.path} gets a new value that depends on the rows, which only batch normalization may; "
-                        "write the training loop yourself, with DeviceMap.reduce"
-                    )
-        self._passes[given.key] = Passed(
-            tf.nest.map_structure(lambda _: None, outputs),
-            tuple(mask is not None for mask in masks),
-            len(scope.losses),
-            tuple(updates),
-        )
-        losses = (tf.cast(tf.reduce_sum(loss), tf.float32) for loss in scope.losses)
-        states = as_states([*losses, *updates.values(), count_rows(rows[0])], rows[0])
-        return [*flat, *(mask for mask in masks if mask is not None), *states]
+        scope = collecting(held)
+        # In a thread or a function of its own, Keras knows nothing of the call that it is a part of.
+        call = partial(self._model if held else self._model.call, *args, **kwargs)
+        tensors, others, what = pure(call, scope, self._states)
+        for i, value in zip(what.updated, others[what.losses :]):
+            if id(self._states[i]) not in self._averaged and depends_on(value, rows):
+                raise failure(
+                    f"{self._states[i].path} gets a new value that depends on the rows, which only batch normalization may; "
+                    "write the training loop yourself, with DeviceMap.reduce"
+                )
+        self._passes[given.key] = what
+        for i in range(what.losses):
+            others[i] = tf.cast(tf.reduce_sum(others[i]), tf.float32)
+        return tensors, as_states([*others, count_rows(rows[0])], rows[0])
 
     def _collected(self, given: Given, results: Sequence[Any]) -> Any:
         """What the forward pass on all rows would have given, and done."""
-        what, left = self._passes[given.key], list(results)
-        outputs, left = left[: len(what.masked)], left[len(what.masked) :]
-        for output in [output for output, masked in zip(outputs, what.masked) if masked]:
-            output._keras_mask = left.pop(0)
-        losses, updates, counts = left[: what.losses], left[what.losses : -1], left[-1]
+        what, counts = self._passes[given.key], results[-1]
+        outputs, losses, updates = what.unpacked(results[:-1])
         shares = tf.cast(counts / tf.reduce_sum(counts), tf.float32)
         for loss, adds_up in zip(losses, self._adding_up(given, what.losses)):
             self._model.add_loss(tf.reduce_sum(loss if adds_up else loss * shares))
         for i, states in zip(what.updated, updates):
-            variable = self._model.non_trainable_variables[i]
-            mean = tf.tensordot(tf.cast(shares, states.dtype), states, 1) if self._is_averaged(variable) else states[0]
+            variable = self._states[i]
+            mean = (
+                tf.tensordot(tf.cast(shares, states.dtype), states, 1) if id(variable) in self._averaged else states[0]
+            )
             variable.assign(mean)
-        return tf.nest.pack_sequence_as(what.outputs, outputs)
+        return outputs
 
     def _adding_up(self, given: Given, losses: int) -> list[bool]:
         """Whether each loss that the model adds is a sum over rows; if not, it is a mean, or does not depend on them.
@@ -207,23 +238,18 @@ class ForwardPass:
             )
         return [float(tf.reduce_sum(loss)) for loss in scope.losses]
 
+    @property
+    def _states(self) -> list[Any]:
+        """The variables that forward passes may give new values, besides seeds."""
+        return [variable for variable in self._model.non_trainable_variables if not is_seed(variable)]
+
     @cached_property
-    def _averaged(self) -> list[Any]:
-        """Moving averages of what batch normalization sees."""
-        import keras
-
-        layers = (
-            layer for layer in self._model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)
-        )
-        return [variable for layer in layers for variable in layer.non_trainable_variables]
-
-    def _is_averaged(self, variable: Any) -> bool:
-        return any(variable is each for each in self._averaged)
+    def _averaged(self) -> set[int]:
+        """Moving averages of what batch normalization sees, by identity."""
+        return {id(v) for layer in batch_norms_of(self._model) for v in layer.non_trainable_variables}
 
     @cached_property
     def meeting(self) -> list[Any]:
         """The layers that take statistics of all rows."""
-        import keras
-
-        layers = self._model._flatten_layers() if self._batch_norm == "synchronized" and len(self.devices) > 1 else ()
-        return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+        meets = self._batch_norm == "synchronized" and len(self.devices) > 1
+        return batch_norms_of(self._model) if meets else []

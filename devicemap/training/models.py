@@ -8,30 +8,47 @@ done with outputs or gradients is what Keras does. Gradients are computed where 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.keras import batch_norms_of, layers_of, sublayers_of
 from devicemap.api import DeviceMap
-from devicemap.base.devices import is_out_of_memory
-from devicemap.errors import OptionError, brief, function_error
+from devicemap.base.options import check_count, check_progress
+from devicemap.compile.cost.walk import full_name
+from devicemap.data.shards import shard_sizes
+from devicemap.errors import OptionError
+from devicemap.events import Event
 from devicemap.tell.plan.plan import Plan
 from devicemap.tell.plan.planner import explain_call
 from devicemap.tell.plan.request import ask
 from devicemap.tell.report.training import DeviceShare, TrainingReport
 from devicemap.tell.verify.findings import Verification
-from devicemap.training.calls import ROWS, Given
+from devicemap.training.calls import ROWS, Given, without_state
 from devicemap.training.forward import ForwardPass
+from devicemap.training.loops import Loops
+from devicemap.training.memory import memory_of_step, step_fits
+from devicemap.training.steps import Steps, Updates
 from devicemap.training.variables import beside_variables
 
 _STEPS = "train_step", "test_step", "predict_step"
 _MAKERS = "make_train_function", "make_test_function", "make_predict_function"
+_LOOPS = "fit", "evaluate", "predict"
 _METHODS = "detach", "explain", "report", "verify"
 
 
-def parallelize(model: Any, devices: Any = None, batch_norm: str = "synchronized") -> Any:
+def parallelize(
+    model: Any,
+    devices: Any = None,
+    batch_norm: str = "synchronized",
+    accumulate: int = 1,
+    recompute: bool | Sequence[str] = False,
+    progress: bool | Callable[[Event], Any] = False,
+) -> Any:
     """Let a Keras model fit, evaluate and predict on several devices.
 
     The weights after each step, losses and metrics are those of one device with the same batches, to rounding. The model stays
@@ -43,13 +60,22 @@ def parallelize(model: Any, devices: Any = None, batch_norm: str = "synchronized
         devices: as for `parallel_map`.
         batch_norm: "synchronized": batch normalization takes mean and variance of the whole batch. "local": of a device's rows,
             as separate processes would; the moving averages take the mean over the devices.
+        accumulate: each device takes its rows of a training step in so many microbatches, one after another, and adds up
+            their gradients: the step is the same, in the memory of one, for another run of the forward pass. A step that
+            runs out of memory is cut in the same way, with a warning. With `batch_norm="local"` normalization sees one
+            microbatch.
+        recompute: True: what layers make on the way to their outputs is not kept for gradients, but made again; a list of
+            names: for these layers. That saves where a layer holds others. Those that change variables of their own, as
+            batch normalization, are left out.
+        progress: as for `parallel_map`, of `fit`, `evaluate` and `predict`: a step is a chunk for each device.
 
     Returns:
         The model, which has a method `detach()` now that gives it back to one device.
 
     Raises:
         OptionError: for what is no such model, a model that was not built, has a `train_step` of its own or is parallelized
-            already, and for devices that do not exist.
+            already, for devices or layers that do not exist, and for several microbatches with batch normalization that is
+            synchronized.
 
     Examples:
         >>> import keras
@@ -59,7 +85,14 @@ def parallelize(model: Any, devices: Any = None, batch_norm: str = "synchronized
         >>> _ = model.detach()
     """
     _check(model, batch_norm)
-    _Parallel(model, devices, batch_norm).attach()
+    check_count("accumulate", accumulate)
+    if accumulate > 1 and batch_norm == "synchronized" and batch_norms_of(model):
+        raise OptionError(
+            f"accumulate={accumulate} with {batch_norms_of(model)[0].name}, which takes mean and variance of a whole batch; "
+            "set batch_norm='local' for those of a device's microbatch, or recompute=True to save memory"
+        )
+    recomputed = _recomputed(model, recompute)
+    _Parallel(model, devices, batch_norm, accumulate, recomputed, check_progress(progress)).attach()
     return model
 
 
@@ -89,52 +122,110 @@ def _check(model: Any, batch_norm: str) -> None:
             )
 
 
+def _recomputed(model: Any, recompute: bool | Sequence[str]) -> list[Any]:
+    """The layers that run again for their gradients."""
+    if isinstance(recompute, bool):
+        return without_state(sublayers_of(model)) if recompute else []
+    if isinstance(recompute, str) or not isinstance(recompute, Sequence):
+        raise OptionError(f"recompute={recompute!r}; expected True, False, or a list of names of layers")
+    layers = {layer.name: layer for layer in layers_of(model)[1:]}
+    for name in recompute:
+        if name not in layers:
+            raise OptionError(f"recompute has {name!r}; the layers of {model.name} are {', '.join(layers)}")
+    return without_state([layers[name] for name in recompute])
+
+
 class _Parallel:
     """A parallelized model: what its steps do instead of calling it on one device."""
 
-    def __init__(self, model: Any, devices: Any, batch_norm: str):
+    def __init__(
+        self, model: Any, devices: Any, batch_norm: str, accumulate: int, recomputed: Sequence[Any], progress: Any
+    ):
         self._model = model
         self._devices = devices
-        self._forward = ForwardPass(model, devices, batch_norm)
+        self._forward = ForwardPass(model, devices, batch_norm, recomputed)
+        self._heard = bool(progress)
+        self._loops = Loops(model.name, self._forward.devices, progress)
+        self._rows: list[int] = []
+        """Of each device in training, when the last step ended."""
+        places = len(self._forward.devices)
+        self._updates = {name: Updates(self._forward.home) for name in _STEPS}
+        whole = batch_norm == "synchronized" and batch_norms_of(model)
+        self._steps = {
+            name: Steps(
+                model,
+                partial(self._step, name),
+                self._updates[name],
+                accumulate if name == "train_step" else 1,
+                None if whole and name == "train_step" else places,
+                self._made if progress else None,
+                self._fits if name == "train_step" else None,
+            )
+            for name in _STEPS
+        }
 
     def attach(self) -> None:
         """Put the steps on the model."""
         own = vars(self._model)
         for name in _STEPS:
-            own[name] = partial(self._step, name)
+            own[name] = partial(self._step, name, self._steps[name].microbatches)
         for name in _MAKERS:
             own[name] = partial(self._make, name)
         own |= {name: getattr(self, name) for name in _METHODS}
+        if self._heard:
+            own |= {name: partial(self._loop, name) for name in _LOOPS}
         self._forget_functions()
 
     def detach(self) -> Any:
         """Give the model back to one device; returns it."""
-        for name in (*_STEPS, *_MAKERS, *_METHODS):
-            del vars(self._model)[name]
+        for name in (*_STEPS, *_MAKERS, *_METHODS, *_LOOPS):
+            vars(self._model).pop(name, None)
         self._forget_functions()
         return self._model
 
-    def explain(self, data_or_spec: Any) -> Plan:
-        """The plan of the forward pass of a training step, as `DeviceMap.explain` gives it.
+    def explain(self, data_or_spec: Any, targets: Any = None) -> Plan:
+        """The plan of the forward pass of a training step, as `DeviceMap.explain` gives it, and the memory of the whole step.
 
-        Besides what it tells, each device sends the gradients of the variables that it was sent.
+        Besides what it tells, each device sends the gradients of the variables that it was sent. `memory` is that of a step,
+        where the model is compiled, with its gradients and the optimizer's slots, and `largest_batch` the largest
+        `batch_size` of `fit` for which it is enough. What the optimizer keeps is made for it, as `fit` makes it.
+        What `accumulate`, `recompute` and steps without memory made of it is in `memory`.
 
         Args:
             data_or_spec: inputs of the model, or a nest of `tf.TensorSpec`s in their place.
+            targets: targets, or specs of them; `None`: like the outputs of the model.
+
+        Raises:
+            OptionError: for targets that the model cannot be trained on.
         """
         structure = tf.nest.map_structure(lambda leaf: None, data_or_spec)
         leaves = tuple(tf.nest.flatten(data_or_spec))
         given = Given(((structure,), {"training": True}), (*(ROWS for _ in leaves), True), ())
-        program = self._forward.graph_of(given).program
+        microbatches = self._steps["train_step"].microbatches
+        program = self._forward.graph_of(given, microbatches).program
         asked = ask(leaves, program.options)
         compiled = program.compiled_for(asked)
-        return explain_call(
-            asked, compiled, program.options, self._model.call, program.devices, program.output_device, program.name
+        memory = None
+        if getattr(self._model, "optimizer", None) is not None:
+            specs, places = tf.nest.pack_sequence_as(data_or_spec, asked.specs), len(self._forward.devices)
+            step = partial(self._step_over, "train_step", microbatches, places=places)
+            memory = memory_of_step(self._model, step, specs, targets, program.devices_left, program.output_device)
+        plan = explain_call(
+            asked,
+            compiled,
+            program.options,
+            self._model.call,
+            program.devices_left,
+            program.output_device,
+            program.name,
+            memory,
         )
+        return replace(plan, microbatches=microbatches)
 
     def report(self) -> TrainingReport:
-        """What the devices did since `fit` was called last: rows, and the time of forward passes."""
-        return TrainingReport(self._model.name, tuple(DeviceShare(*known) for known in self._forward.clock.known()))
+        """What the devices did since `fit` was called last: rows, and busy and idle seconds in forward passes."""
+        shares = tuple(DeviceShare(*known) for known in self._forward.clock.known())
+        return TrainingReport(self._model.name, shares, self._steps["train_step"].microbatches)
 
     def verify(self, data: Any, rows: int | None = None, *, tolerance: float | None = None) -> Verification:
         """Run the model as in `predict` on some rows in several ways, and compare: which layer makes devices differ from one?
@@ -150,7 +241,7 @@ class _Parallel:
         import keras
 
         model, leaves = self._model, tuple(tf.nest.flatten(data))
-        if isinstance(model, keras.Sequential | keras.src.models.Functional):
+        if getattr(model, "inputs", None):
             layers = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
             model = keras.Model(model.inputs, {f"{i}_{layer.name}": layer.output for i, layer in enumerate(layers)})
 
@@ -160,55 +251,67 @@ class _Parallel:
         mapper = DeviceMap(infer, devices=self._devices, batched=True, name=self._model.name)
         return mapper.verify(leaves, rows, tolerance=tolerance)
 
+    def _loop(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """One of Keras's loops, of which somebody hears."""
+        with self._loops.call():
+            return getattr(type(self._model), name)(self._model, *args, **kwargs)
+
+    def _made(self, rows: int, seconds: float) -> None:
+        """A step has been made: in training, the clock knows which device had how many rows."""
+        before, self._rows = self._rows, [count for _, count, *_ in self._forward.clock.known()]
+        sizes = [after - before for after, before in zip(self._rows, before)]
+        self._loops.made(sizes if sum(sizes) == rows else shard_sizes(rows, len(sizes)), seconds)
+
+    def _fits(self, graph: Any, batch: Any) -> bool:
+        return step_fits(graph, batch, self._forward.devices, full_name(self._forward.home))
+
     def _forget_functions(self) -> None:
         self._model.train_function = self._model.test_function = self._model.predict_function = None
 
     def _make(self, name: str, force: bool = False) -> Any:
-        """Keras's functions without XLA, which compiles for one device."""
+        """In place of Keras's functions: without XLA, which compiles for one device, and a step at a time, to be made again."""
         if name == "make_train_function":
             self._forward.clock.reset()
-        model, jit_compile = self._model, self._model.jit_compile
+            self._rows = [0] * len(self._forward.devices)
         made = name.removeprefix("make_")
-        before = getattr(model, made)
-        model.jit_compile = False
-        try:
-            getattr(type(model), name)(model, force)
-        finally:
-            model.jit_compile = jit_compile
-        if getattr(model, made) is not before:
-            setattr(model, made, partial(self._told, getattr(model, made)))
-        return getattr(model, made)
+        if force or getattr(self._model, made) is None:
+            step = made.replace("function", "step")
+            setattr(self._model, made, partial(_joined if step == "predict_step" else _last, self._steps[step].begin()))
+        return getattr(self._model, made)
 
-    def _told(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call one of Keras's functions, and say what to do where memory is short."""
-        try:
-            return function(*arguments)
-        except tf.errors.OpError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise function_error(
-                f"{self._model.name} ran out of memory: {brief(error)}. A smaller batch_size needs less on each device; "
-                "gradient_accumulation_steps of the optimizer keeps the steps as they are, devicemap.spread_variables() what "
-                "the optimizer keeps apart, and a devicemap.Pipeline the layers",
-                error,
-            ) from error
-
-    def _step(self, name: str, data: Any) -> Any:
+    def _step(self, name: str, microbatches: int, data: Any) -> Any:
         """A step of Keras's on a batch."""
-        step = partial(getattr(type(self._model), name), self._model, data)
-        if name != "train_step":
-            with self._forward.calling(self._forward.mapped):
-                return step()
-        if not self._forward.meeting:
-            with self._forward.calling(self._forward.mapped), beside_variables(self._model):
-                return step()
-        leaf, places = tf.nest.flatten(data)[0], len(self._forward.devices)
-        if leaf.shape[0] is not None:
-            return self._step_on(min(leaf.shape[0], places), step)
-        # The whole step, as what a branch keeps for gradients would not stay where it is.
-        return tf.cond(tf.shape(leaf)[0] >= places, lambda: self._step_on(places, step), lambda: self._step_on(1, step))
+        rows, places = tf.nest.flatten(data)[0], len(self._forward.devices)
+        over = partial(self._step_over, name, microbatches, data)
+        if places == 1 or rows.shape[0] is not None:
+            return over(min(rows.shape[0] or 1, places))
+        # The whole step, as what a branch keeps for gradients would not stay where it is: and a branch on each device, for
+        # shards without rows, takes as long as all ops of a small layer.
+        return tf.cond(tf.shape(rows)[0] >= places, lambda: over(places), lambda: over(1))
 
-    def _step_on(self, places: int, step: Any) -> Any:
-        call = partial(self._forward.synchronized, places) if places > 1 else None
-        with self._forward.calling(call), beside_variables(self._model):
+    def _step_over(self, name: str, microbatches: int, data: Any, places: int) -> Any:
+        """The same over so many devices, in the graph that is being built; none of them is without rows."""
+        step, outputs = partial(getattr(type(self._model), name), self._model, data), list[Any]()
+        if name == "train_step" and self._forward.meeting:
+            call = partial(self._forward.synchronized, places) if places > 1 else None
+            with self._forward.calling(call), beside_variables(self._model):
+                return step()
+
+        def mapped(*args: Any, **kwargs: Any) -> Any:
+            results = self._forward.mapped(microbatches, *args, **kwargs)
+            outputs.extend(tf.nest.flatten(results, expand_composites=True))
+            return results
+
+        alone = places < len(self._forward.devices)
+        eager = tf.executing_eagerly()
+        updates_last = contextlib.nullcontext() if eager else self._updates[name].last(self._model, outputs)
+        with self._forward.calling(None if alone else mapped), updates_last, beside_variables(self._model):
             return step()
+
+
+def _last(steps: Steps, batches: Any) -> Any:
+    return steps(batches)[-1]
+
+
+def _joined(steps: Steps, batches: Any) -> Any:
+    return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *steps(batches))

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.keras import updates_alone
 from devicemap.base.devices import choose_devices
 
 
@@ -53,30 +54,26 @@ def beside_variables(model: Any) -> Iterator[None]:
         yield
         return
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    own, apply, add = vars(optimizer), optimizer.apply, optimizer.add_variable_from_reference
+    apply, add = optimizer.apply, optimizer.add_variable_from_reference
 
     def apply_there(gradients: Any, variables: Any = None) -> Any:
         placed = []
         for gradient, variable in zip(gradients, variables or model.trainable_variables):
-            with tf.device(_home_of(variable)):
+            with tf.device(home_of(variable)):
                 placed.append(None if gradient is None else tf.identity(gradient))
         graph = tf.compat.v1.get_default_graph()
         with contextlib.nullcontext() if tf.executing_eagerly() else graph.device(partial(_home_of_inputs, graph)):
             return apply(placed, variables)
 
     def add_there(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        with tf.device(_home_of(reference_variable)):
+        with tf.device(home_of(reference_variable)):
             return add(reference_variable, *args, **kwargs)
 
-    # Keras adds gradients of replicas, of which it knows one, in an op for all of them, which is on one device.
-    own.update(apply=apply_there, add_variable_from_reference=add_there, _all_reduce_sum_gradients=list)
-    try:
+    with updates_alone(optimizer, apply=apply_there, add_variable_from_reference=add_there):
         yield
-    finally:
-        del own["apply"], own["add_variable_from_reference"], own["_all_reduce_sum_gradients"]
 
 
-def _home_of(variable: Any) -> str:
+def home_of(variable: Any) -> str:
     """The device of a variable, Keras's or TensorFlow's."""
     return str((variable if isinstance(variable, tf.Variable) else variable.value).device)
 

@@ -164,7 +164,7 @@ def test_gradients_go_from_a_copy_to_the_value_it_was_assigned() -> None:
     @tf.function
     def through_copy(value: tf.Tensor, x: tf.Tensor) -> list[tf.Tensor]:
         copy.assign(value)
-        return tf.gradients(tf.reduce_sum(call_holding({0: value}, cubed, [x])[0]), [value, x])
+        return tf.gradients(tf.reduce_sum(call_holding({0: value}, {}, cubed, [x])[0]), [value, x])
 
     of_value, of_x = through_copy(X, 2 * X)
     assert of_value.numpy().tolist() == (6 * X**3).numpy().tolist()

@@ -67,6 +67,10 @@ def _assert_further_answers(devices: list[str]) -> None:
     assert len({*drawn.numpy().flatten().tolist()}) == 12
 
 
+def _by_itself(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
 def test_the_public_interface_alone(monkeypatch: pytest.MonkeyPatch, devices: list[str]) -> None:
     monkeypatch.setattr(_tensorflow, "private", False)
     _assert_answers(devices)
@@ -76,9 +80,12 @@ def test_the_public_interface_alone(monkeypatch: pytest.MonkeyPatch, devices: li
     )
 
 
-@pytest.mark.parametrize("name", PRIVATE)
-def test_a_tensorflow_without_one_of_the_names(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setitem(vars(PRIVATE[name]), "is_there", False)
+@pytest.mark.parametrize("gone", ["calls", "converters", "functions", "gradients", *map(_by_itself, PRIVATE)])
+def test_a_tensorflow_without_some_of_the_names(monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
+    """Those of a module, or one of them."""
+    for name, private in PRIVATE.items():
+        if name == gone or name.startswith(f"{gone}."):
+            monkeypatch.setitem(vars(private), "is_there", False)
     _assert_answers(["CPU:1", "CPU:0"])
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,12 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_columns(cluster: Cluster) -> None:
-    """Numbers, text and ragged columns come and go, some blocks being empty; variables go with `fn`."""
+    """Numbers, text and ragged columns come and go, in order as asked for, some blocks being empty; variables go, too."""
     offset = tf.Variable(100, dtype=tf.int64)
-    items = [{"n": n, "text": "ab" * n, "list": [*range(n)], "square": np.full([2, 2], n)} for n in range(6)]
+    items = [
+        {"n": n, "text": "ab" * n, "list": [*range(n)], "square": np.full([2, 2], n), "words": [["a"] * n, ["b"]]}
+        for n in range(6)
+    ]
 
     def describe(
         row,
@@ -43,14 +48,16 @@ def test_columns(cluster: Cluster) -> None:
         total = offset + tf.reduce_sum(row["square"])
         for each in row["list"]:  # a loop that is one in the graph
             total += each
-        return {"text": row["text"] + "!", "list": 2 * row["list"], "total": total}
+        return {"text": row["text"] + "!", "list": 2 * row["list"], "total": total, "words": row["words"]}
 
     dataset = ray.data.from_items(items, override_num_blocks=3).filter(expr=col("n") > 1)
     signature = {"text": tf.string, "list": tf.RaggedTensorSpec([None], tf.int64), "total": tf.int64}
-    result = devicemap.ray.map_batches(dataset, describe, concurrency=1, fn_output_signature=signature)
-    rows = sorted(result.take_all(), key=lambda row: row["total"])
+    signature["words"] = tf.RaggedTensorSpec([None, None], tf.string)
+    dataset.context.execution_options.preserve_order = True
+    rows = devicemap.ray.map_batches(dataset, describe, concurrency=2, fn_output_signature=signature).take_all()
     assert [row["text"].decode() for row in rows] == ["ab" * n + "!" for n in range(2, 6)]
-    assert [[*row["list"]] for row in rows] == [[2 * i for i in range(n)] for n in range(2, 6)]
+    assert [row["list"] for row in rows] == [[2 * i for i in range(n)] for n in range(2, 6)]
+    assert [row["words"] for row in rows] == [[[b"a"] * n, [b"b"]] for n in range(2, 6)]
     assert [row["total"] for row in rows] == [100 + 4 * n + n * (n - 1) // 2 for n in range(2, 6)]
 
 
@@ -59,6 +66,7 @@ def test_columns(cluster: Cluster) -> None:
     [
         ({"concurrency": 0}, devicemap.errors.OptionError),
         ({"concurrency": (1, 2, 3)}, devicemap.errors.OptionError),
+        ({"concurrency": (2, 1)}, devicemap.errors.OptionError),
         ({"batchsize": 3}, devicemap.errors.UnknownOptionError),
         ({"num_gpus": 1}, devicemap.errors.OptionError),
         ({"dataset": [1, 2]}, devicemap.errors.DataError),
@@ -76,25 +84,53 @@ LAST = devicemap.Reducer(
 
 @pytest.mark.parametrize("reducer", [{"mean": "mean", "wide": "sum"}, LAST], ids=["names", "own"])
 def test_reduce(cluster: Cluster, reducer: Any) -> None:
-    """As in one process; a mean is that of rows, however many of them are in a block."""
+    """By two actors as in one process; a mean is that of rows, however many of them are in a block."""
 
-    def fn(row):
-        return {"mean": row["data"], "wide": tf.fill([2, 2], row["data"])}
+    def fn(row, seed):
+        return {"mean": row["data"] + tf.random.stateless_normal([], seed), "wide": tf.fill([2, 2], row["data"])}
 
     rows = np.arange(7, dtype=np.float32)
-    expected = devicemap.parallel_reduce(fn, {"data": rows}, reducer)
-    found = devicemap.ray.reduce(ray.data.from_numpy(rows).repartition(3), fn, reducer, concurrency=1)
-    tf.nest.map_structure(np.testing.assert_allclose, found, expected)
+    expected = devicemap.parallel_reduce(fn, {"data": rows}, reducer, seed=4)
+    recorder = devicemap.ray.Recorder()
+    assert recorder.report is None
+    found = devicemap.ray.reduce(
+        ray.data.from_numpy(rows).repartition(5), fn, reducer, concurrency=2, seed=4, progress=recorder
+    )
+    tf.nest.map_structure(partial(np.testing.assert_allclose, rtol=1e-6), found, expected)
+    report = recorder.report
+    assert report is not None
+    assert (report.rows, report.error, len(report.spans)) == (7, None, 5)
+    assert all(re.fullmatch(r"/job:[\d.]+/replica:0/task:\d+/device:CPU:0", each.device) for each in report.devices)
+    assert sorted(row for span in report.spans for row in range(span.shard.start, span.shard.stop)) == [*range(7)]
+    assert max(span.finished_seconds for span in report.spans) <= report.wall_seconds
 
 
-def test_errors(cluster: Cluster) -> None:
-    def careful(row: Any) -> Any:
-        tf.debugging.assert_less(row["id"], np.int64(5), message="too large")
-        return row["id"]
+def test_no_rows(cluster: Cluster) -> None:
+    nothing = ray.data.range(3, override_num_blocks=2).filter(expr=col("id") > 5)
+    with pytest.raises(devicemap.errors.DataError, match="no rows"):
+        devicemap.ray.reduce(nothing, lambda row, seed: row["id"], "sum", concurrency=1, seed=1)
 
-    result = devicemap.ray.map_batches(ray.data.range(8, override_num_blocks=2), careful, concurrency=1)
-    with pytest.raises(ray.exceptions.RayTaskError, match=r"careful failed on rows[^$]*too large"):
-        result.materialize()
+
+def careful(row: Any) -> Any:
+    tf.debugging.assert_less(row["id"], np.int64(5), message="too large")
+    return row["id"]
+
+
+@pytest.mark.parametrize(
+    ("fn", "options", "message"),
+    [
+        (careful, {}, r"careful failed on rows[^$]*too large"),
+        (lambda batch: batch["id"][:3], {"batched": True}, "one row per input row"),
+    ],
+    ids=["raises", "fewer rows"],
+)
+def test_errors(cluster: Cluster, fn: Any, options: dict[str, Any], message: str) -> None:
+    recorder = devicemap.ray.Recorder()
+    dataset = ray.data.range(8, override_num_blocks=2)
+    with pytest.raises(ray.exceptions.RayTaskError, match=message):
+        devicemap.ray.map_batches(dataset, fn, concurrency=1, progress=recorder, **options).materialize()
+    if fn is careful:
+        assert "too large" in recorder.report.error
 
 
 def test_a_lost_host(cluster: Cluster, tmp_path: Path) -> None:
@@ -121,9 +157,12 @@ def test_a_lost_host(cluster: Cluster, tmp_path: Path) -> None:
     dataset = ray.data.from_numpy(rows).repartition(5)
     losing = threading.Thread(target=lose)
     losing.start()
-    result = devicemap.ray.map_batches(dataset, noisy, concurrency=2, seed=3, batched=True)
+    recorder, *others = [devicemap.ray.Recorder() for _ in range(5)]
+    result = devicemap.ray.map_batches(dataset, noisy, concurrency=2, seed=3, batched=True, progress=recorder)
     found = np.concatenate([batch["result"] for batch in result.iter_batches(batch_size=None)])
     losing.join()
     expected = devicemap.parallel_map(noisy, {"data": rows}, seed=3, batched=True)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert recorder.report.rows >= 23  # the host that was lost may have told of a block that nobody got
+    assert all(other.report is None for other in others)  # none of them was on the host that was lost
     assert not dataset.context.execution_options.preserve_order

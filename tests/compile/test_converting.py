@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from graphs import partitions
+from graphs import partitions, traced
+from oracle import gradients_of
 
 import devicemap
 
@@ -90,23 +91,16 @@ def _serial(fn: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("fn", LOOPS)
 def test_loops_give_what_they_give_for_a_row(devices: list[str], fn: Callable[[Any], Any]) -> None:
     """With its gradients."""
-
-    def gradients(mapped: Callable[..., Any]) -> list[Any]:
-        with tf.GradientTape() as tape:
-            tape.watch(ROWS)
-            loss = tf.reduce_sum(mapped(ROWS) ** 2)
-        return list(tape.gradient(loss, [ROWS, WEIGHTS], unconnected_gradients="zero"))
-
     mapper, serial = devicemap.DeviceMap(fn, devices=devices), _serial(fn)
-    plan = mapper.explain(ROWS)
+    plan = traced(mapper, ROWS)
     assert plan.vectorized, plan.reason
     for rows in (1, 2, 7):
         np.testing.assert_allclose(mapper(ROWS[:rows]), serial(ROWS[:rows]), rtol=1e-9)
-    for got, wanted in zip(gradients(mapper), gradients(serial)):
+    for got, wanted in zip(gradients_of(mapper, ROWS, WEIGHTS), gradients_of(serial, ROWS, WEIGHTS)):
         np.testing.assert_allclose(got, wanted, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("fn", [_from_shared_start, _collected, _no_step])  # _power: tests/laws/test_gradients.py
+@pytest.mark.parametrize("fn", [_from_shared_start, _collected])  # _power: tests/laws/test_gradients.py
 def test_loops_that_rows_leave_at_once_have_second_gradients(fn: Callable[[Any], Any]) -> None:
     def second(mapped: Callable[..., Any]) -> Any:
         with tf.GradientTape() as outer:
@@ -161,7 +155,7 @@ def _refused(row: Any) -> Any:
 def test_branches_give_what_they_give_for_a_row(devices: list[str], name: str) -> None:
     fn = BRANCHES[name]
     mapper = devicemap.DeviceMap(fn, devices=devices)
-    assert mapper.explain(ROWS).vectorized is (name not in ("convolution", "segments", "slice", "assert"))
+    assert traced(mapper, ROWS).vectorized is (name not in ("convolution", "segments", "slice", "assert"))
     serial = _serial(fn)
     for rows in (1, 7):
         np.testing.assert_allclose(mapper(ROWS[:rows]), serial(ROWS[:rows]), rtol=1e-9)
@@ -191,7 +185,7 @@ def _joined(row: Any) -> Any:
 )
 def test_rows_of_different_shapes_inside_are_mapped(fn: Callable[[Any], Any], reason: str) -> None:
     mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"])
-    assert reason in mapper.explain(ROWS).reason
+    assert reason in traced(mapper, ROWS).reason
     np.testing.assert_allclose(mapper(ROWS), _serial(fn)(ROWS), rtol=1e-9)
 
 
@@ -210,7 +204,7 @@ def _random_walk(row: Any) -> Any:
 
 def test_what_ops_do_not_tell_to_differ_between_rows() -> None:
     mapper = devicemap.DeviceMap(_random_walk, devices=["CPU:1", "CPU:2"])
-    assert mapper.explain(ROWS).vectorized
+    assert traced(mapper, ROWS).vectorized
     drawn = mapper(tf.zeros_like(ROWS)).numpy()
     assert len({*drawn[:, 0]}) == len(ROWS)
     assert (drawn == drawn[:, :1]).all()
@@ -234,7 +228,7 @@ def test_a_shared_matrix_times_a_matrix_of_each_row(columns: int, transposed: di
     rows = tf.constant(_random.normal(size=[7, *shape]))
     fn = lambda row: tf.matmul(shared, row, **transposed)
     mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"])
-    assert mapper.explain(rows).vectorized
+    assert traced(mapper, rows).vectorized
     for count in (1, 7):
         got = mapper(rows[:count])
         assert got.shape == [count, 4, columns]

@@ -17,8 +17,9 @@ from devicemap.compile.cost.liveness import Body, Op, needed, peak_bytes
         ([Op((0,), ((1, 0),), views=True), Op((1,), ((2, 4),)), Op((1, 2), ((3, 16),))], (), 8 + 4 + 16),
         ([Op((0,), ((1, 2),)), Op((1,), ((2, 4),)), Op((0,), ((3, 9),))], (3,), 8 + 2 + 9),  # 3 before 2: first come
         ([Op((), ((1, 5),)), Op((), ((2, 6),)), Op((0,), ())], (), 8 + 6),
+        ([Op((0,), ((1, 2),)), Op((), ((2, 9),), ahead=True), Op((1, 2), ())], (), 8 + 9 + 2),  # 2 before 1
     ],
-    ids=["chain", "in place", "kept", "last taker", "view", "order", "nobody takes it"],
+    ids=["chain", "in place", "kept", "last taker", "view", "order", "nobody takes it", "ahead"],
 )
 def test_of_a_graph(ops: list[Op], kept: tuple[int, ...], peak: int) -> None:
     assert peak_bytes(ops, {0: 8}, kept) == peak

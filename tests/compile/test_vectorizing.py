@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from graphs import partitions, placements
+from graphs import partitions, placements, traced
+from oracle import gradients_of
 
 import devicemap
 
@@ -122,7 +123,7 @@ def test_vectorised_ops_give_what_they_give_for_a_row(name: str) -> None:
         return tuple(op(row) for op in OPS[name])
 
     data, mapper = DATA[name], devicemap.DeviceMap(fn, devices=["CPU:1"])
-    plan = mapper.explain(data)
+    plan = traced(mapper, data)
     assert plan.vectorized or tf.__version__.startswith("2.16."), plan.reason  # which vectorises no tf.math.top_k
     alone = tf.function(fn)
     wanted = [tf.stack(of_op) for of_op in zip(*(alone(row) for row in data))]
@@ -157,7 +158,7 @@ def test_axes_of_a_transposition_that_are_counted_from_the_end() -> None:
 def test_what_vectorising_would_change_is_mapped(fn: Callable[[Any], Any], op: str) -> None:
     data = DATA["vector"]
     mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"])
-    assert op in mapper.explain(data).reason
+    assert op in traced(mapper, data).reason
     wanted = devicemap.parallel_map(fn, data, devices=["CPU:1"], vectorize=False).numpy()
     got = mapper(data).numpy()
     assert (got == wanted).all() if wanted.dtype == object else np.allclose(got, wanted)
@@ -198,18 +199,16 @@ def test_rows_of_a_variable_are_looked_up_at_once(
 ) -> None:
     rows = tf.constant([1, 5, 2, 2, 4])
 
-    def gradient(mapped: Any) -> Any:
-        with tf.GradientTape() as tape:
-            total = tf.reduce_sum(mapped(rows) ** 2)
-        return tf.convert_to_tensor(tape.gradient(total, TABLE))
+    def gradients(mapped: Any) -> Any:
+        return gradients_of(lambda _: mapped(rows), TABLE)
 
     def serial(x: Any) -> Any:
         return tf.map_fn(fn, x, fn_output_signature=tf.float32)
 
     mapper = devicemap.DeviceMap(fn, devices=devices)
-    assert mapper.explain(rows).vectorized is vectorized
+    assert traced(mapper, rows).vectorized is vectorized
     np.testing.assert_allclose(mapper(rows), serial(rows), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(gradient(mapper), gradient(tf.function(serial)), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(gradients(mapper), gradients(tf.function(serial)), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -227,18 +226,13 @@ def test_loops_that_fill_lists_are_vectorised(devices: list[str], fn: Callable[[
     def serial(x: Any) -> Any:
         return tf.map_fn(fn, x, fn_output_signature=tf.nest.map_structure(lambda _: tf.float32, fn(data[0])))
 
-    def gradient(mapped: Any) -> Any:
-        with tf.GradientTape() as tape:
-            tape.watch(data)
-            total = tf.add_n([tf.reduce_sum(leaf**2) for leaf in tf.nest.flatten(mapped(data))])
-        return tape.gradient(total, data)
-
     mapper = devicemap.DeviceMap(fn, devices=devices)
-    assert mapper.explain(data).vectorized, mapper.explain(data).reason
+    assert traced(mapper, data).vectorized, traced(mapper, data).reason
     for rows in (1, 5):
         for got, wanted in zip(tf.nest.flatten(mapper(data[:rows])), tf.nest.flatten(serial(data[:rows]))):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(gradient(mapper), gradient(tf.function(serial)), rtol=1e-4, atol=1e-4)
+    (got,), (wanted,) = gradients_of(mapper, data), gradients_of(tf.function(serial), data)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_numbers_of_a_seed_per_row_are_those_of_the_row_alone(devices: list[str]) -> None:
@@ -252,7 +246,7 @@ def test_numbers_of_a_seed_per_row_are_those_of_the_row_alone(devices: list[str]
 
     data = DATA["matrix"][0]
     mapper = devicemap.DeviceMap(fn, devices=devices, seed=7)
-    assert mapper.explain(data).vectorized, mapper.explain(data).reason
+    assert traced(mapper, data).vectorized, traced(mapper, data).reason
     wanted = devicemap.DeviceMap(fn, devices=["CPU:1"], seed=7, vectorize=False)(data)
     for rows in (1, 2, 3):
         for got, want in zip(mapper(data[:rows]), wanted):
@@ -268,7 +262,7 @@ def test_a_list_in_a_loop_that_rows_leave_at_different_times_is_mapped() -> None
 
     data = DATA["vector"]
     mapper = devicemap.DeviceMap(until, devices=["CPU:1", "CPU:2"])
-    assert "leave at different times" in mapper.explain(data).reason
+    assert "leave at different times" in traced(mapper, data).reason
     np.testing.assert_allclose(mapper(data), tf.map_fn(until, data))
 
 
@@ -317,7 +311,7 @@ def test_what_was_traced_before_is_vectorised_only_if_that_is_asked_for() -> Non
     data = DATA["vector"]
     for wanted in ("auto", True):
         mapper = devicemap.DeviceMap(before, devices=["CPU:1", "CPU:2"], vectorize=wanted)
-        plan = mapper.explain(data)
+        plan = traced(mapper, data)
         assert plan.vectorized is (wanted is True)
         assert plan.vectorized or "traced before" in plan.reason
         np.testing.assert_allclose(mapper(data), tf.sin(data), rtol=1e-6)
@@ -328,14 +322,14 @@ def test_ops_that_cannot_be_seen_are_not_vectorised(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(devicemap.compile.vectorize, "shows_functions", lambda graph: False)
     padded = tf.function(lambda r: tf.pad(r, [[1, 1]], constant_values=3.0))
     mapper = devicemap.DeviceMap(lambda r: padded(r), devices=["CPU:1"])
-    assert "not make public" in mapper.explain(DATA["vector"]).reason
+    assert "not make public" in traced(mapper, DATA["vector"]).reason
     np.testing.assert_array_equal(mapper(DATA["vector"])[:, 0], [3, 3, 3])
 
 
 def test_axes_that_only_the_running_graph_knows() -> None:
     spec = tf.TensorSpec([None, None], tf.float32)
     mapper = devicemap.DeviceMap(lambda row: tf.reduce_sum(tf.squeeze(row) * 2.0), devices=["CPU:1"])
-    assert "Squeeze is not proven" in mapper.explain(spec).reason
+    assert "Squeeze is not proven" in traced(mapper, spec).reason
     mapped = tf.function(lambda x: mapper(x), input_signature=[spec])
     for data in (DATA["single"], DATA["vector"], DATA["vector"][:1]):
         np.testing.assert_allclose(mapped(data), tf.reduce_sum(data * 2.0, 1), rtol=1e-5)
@@ -350,5 +344,5 @@ def test_nothing_runs_for_one_row_beside_all_rows() -> None:
 
     mapper = devicemap.DeviceMap(looping, devices=["CPU:1", "CPU:2"])
     found = placements(partitions(mapper, tf.ones([8, 3])), "Sin")
-    assert mapper.explain(tf.ones([8, 3])).vectorized
+    assert traced(mapper, tf.ones([8, 3])).vectorized
     assert found == {"CPU:1": 1, "CPU:2": 1}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from oracle import gradients_of
 
 import devicemap
 
@@ -108,8 +109,14 @@ DEVICE_COUNTS = (1, 3)
 """Fewer sets than the laws have: each function takes long to trace."""
 
 
+LONG = ("expm", "second gradient of a loop")
+"""Functions that take seconds to trace."""
+
+
 @pytest.mark.parametrize("vectorize", ["auto", False])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in FUNCTIONS]
+)
 def test_values_and_gradients(devices: list[str], name: str, vectorize: Any) -> None:
     if name == "conjugate, axes from the end" and ENDS_THE_PROCESS:
         pytest.skip("this TensorFlow ends the process")
@@ -195,14 +202,8 @@ def test_gradients_of_compiled_functions(devices: list[str], fn: Any, options: d
         pytest.skip("XLA does not compile for GPUs in software")
     mapper = devicemap.DeviceMap(fn, devices=devices, jit_compile=True, **options)
     x = _normal(7, 3)
-
-    def gradients(mapped: Callable[[Any], Any]) -> list[Any]:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            total = tf.reduce_sum(mapped(x) ** 2)
-        return [tf.convert_to_tensor(each) for each in tape.gradient(total, [x, WEIGHTS])]
-
-    for got, wanted in zip(gradients(mapper), gradients(lambda x: tf.map_fn(fn, x))):
+    serial = gradients_of(lambda x: tf.map_fn(fn, x), x, WEIGHTS)
+    for got, wanted in zip(gradients_of(mapper, x, WEIGHTS), serial):
         np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,10 +48,14 @@ WITH_OTHERS = ("ragged batch", "sparse batch", "out", "sets", "unknown rank", "r
 BALANCING = [case for case in ALL if case.name == "structure out" or not any(word in case.name for word in WITH_OTHERS)]
 
 
+def _skip_where_xla_lacks(case: Case, devices: list[str]) -> None:
+    if "jit_compile" in case.options and any(device.startswith("GPU") for device in devices):
+        pytest.skip("XLA does not compile for GPUs in software")
+
+
 @pytest.mark.parametrize("case", BALANCING, ids=str)
 def test_same_answer(case: Case, devices: list[str]) -> None:
-    if "jit_compile" in case.options and devices[0].startswith("GPU"):
-        pytest.skip("XLA does not compile for GPUs in software")
+    _skip_where_xla_lacks(case, devices)
     mapper = Balanced(case.fn, devices, batched=case.batched, **case.options)
     wanted = serial(case.fn, case.data, case.batched, case.signature)
     for speed in (0.0, 500.0, 1e9):
@@ -145,6 +150,201 @@ def test_no_edge_joins_two_devices() -> None:
     assert between_devices(graphs) == []
 
 
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Calls inside a `tf.function` that no tape follows balance themselves, however short; what was asked about them."""
+    asked: list[Any] = []
+    monkeypatch.setattr("devicemap.run.embedded.COMPILING_SECONDS", -1.0)
+    monkeypatch.setattr("devicemap.run.embedded.balance_pays", lambda rows, *_: asked.append(rows) or rows > 0)
+    return asked
+
+
+def of_any_rows(mapper: Any, data: Any) -> Any:
+    """A call inside a `tf.function` that does not know how many rows there are."""
+    call = tf.function(lambda rows: mapper(rows), autograph=False)
+    return call.get_concrete_function(as_rows(data).specs)(data)
+
+
+@pytest.mark.parametrize("case", BALANCING, ids=str)
+def test_same_answer_inside_a_function(case: Case, devices: list[str], inside: list[Any]) -> None:
+    _skip_where_xla_lacks(case, devices)
+    mapper = devicemap.DeviceMap(case.fn, devices=devices, batched=case.batched, **case.options)
+    balances = mapper._program.compiled_for(as_rows(case.data))
+    assert_same(of_any_rows(mapper, case.data), serial(case.fn, case.data, case.batched, case.signature))
+    assert bool(inside) == (balances.balances and balances.traced.audit.repeatable)
+
+
+W = tf.Variable([[1.0, 2.0], [0.5, -1.0], [2.0, 0.0]])
+
+
+B = tf.Variable([0.25, 4.0])
+
+
+def _scaled(rows: Any) -> Any:
+    return tf.map_fn(lambda row: tf.sin(row) * B + B * tf.reduce_sum(W), rows @ W) + W[0]
+
+
+def _gradients(call: Any, x: Any) -> Any:
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(call(x) ** 2)
+        first = tape.gradient(loss, [x, W])
+        of_first = tf.reduce_sum(first[0] ** 2)
+    return [*first, *outer.gradient(of_first, [x, W])]
+
+
+def test_gradients_through_a_function_that_was_traced_without_a_tape(devices: list[str], inside: list[Any]) -> None:
+    mapper = devicemap.DeviceMap(_scaled, devices=devices, batched=True)
+    x = tf.random.stateless_uniform([40, 3], [1, 2])
+    call = tf.function(lambda rows: mapper(rows), autograph=False).get_concrete_function(tf.TensorSpec([None, 3]))
+    assert bool(inside) == (len(set(devices)) > 1)
+    for got, wanted in zip(_gradients(call, x), _gradients(_scaled, x)):
+        np.testing.assert_allclose(tf.convert_to_tensor(got), tf.convert_to_tensor(wanted), rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_are_those_of_the_variables_that_the_call_read(devices: list[str], inside: list[Any]) -> None:
+    """Whatever these are assigned after it, in its function and later."""
+    weights, count = tf.Variable(tf.ones([3, 2])), tf.Variable(3)
+    x = tf.random.stateless_uniform([100, 3], [1, 2])
+
+    def fn(rows: Any) -> Any:
+        return tf.sin(rows @ weights) * tf.cast(count, tf.float32)
+
+    def gradients(call: Any) -> Any:
+        def and_assigns(rows: Any) -> Any:
+            y = call(rows)
+            weights.assign_add(tf.ones_like(weights))
+            return y
+
+        function = tf.function(and_assigns, autograph=False).get_concrete_function(x)
+        weights.assign(tf.ones_like(weights))
+        count.assign(3)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = function(x)
+        count.assign(5)
+        weights.assign(tf.zeros_like(weights))
+        return tape.gradient(y, [x, weights])
+
+    wanted = gradients(fn)
+    assert not inside
+    for got, right in zip(gradients(devicemap.DeviceMap(fn, devices=devices, batched=True)), wanted):
+        np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-4)
+    assert bool(inside) == (len(set(devices)) > 1)
+
+
+def test_gradients_within_the_function(inside: list[Any]) -> None:
+    scale = tf.Variable(1.0)
+    mapper = devicemap.DeviceMap(lambda row: scale * row**2, devices=["CPU:1", "CPU:2"])
+
+    @tf.function
+    def gradient(x: Any) -> Any:
+        y = mapper(x)
+        scale.assign_add(1.0)
+        return tf.gradients(tf.reduce_sum(y), x)[0]
+
+    np.testing.assert_array_equal(gradient(tf.fill([40, 2], 3.0)), tf.fill([40, 2], 6.0))
+    assert inside
+
+
+def test_gradients_to_a_tensor_that_is_captured_are_not_lost(inside: list[Any]) -> None:
+    table = tf.constant([2.0, 3.0])
+    mapper = devicemap.DeviceMap(lambda row: row * table, devices=["CPU:1", "CPU:2"])
+    call = tf.function(lambda x: mapper(x))
+    call(tf.ones([40, 2]))
+    with tf.GradientTape() as tape:
+        tape.watch(table)
+        y = call(tf.ones([40, 2]))
+    np.testing.assert_array_equal(tape.gradient(y, table), [40.0, 40.0])
+    assert not inside
+
+
+def test_under_a_tape_a_function_has_a_shard_for_each_device(inside: list[Any]) -> None:
+    """Their gradients cost no second run of the rows."""
+    mapper = devicemap.DeviceMap(lambda row: row * 2, devices=["CPU:1", "CPU:2"])
+    x = tf.ones([40, 2])
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        tf.function(lambda x: mapper(x))(x)
+    assert not inside
+
+
+def test_variables_are_what_they_are_when_the_call_comes(inside: list[Any]) -> None:
+    variable = tf.Variable(1.0)
+    mapper = devicemap.DeviceMap(lambda x: x * variable, devices=["CPU:1", "CPU:2"])
+
+    @tf.function
+    def call(x: Any) -> Any:
+        before = mapper(x)
+        variable.assign_add(1.0)
+        return before, mapper(x)
+
+    for value in (1.0, 2.0, 3.0):
+        before, after = call(tf.ones([50]))
+        np.testing.assert_array_equal(before, np.full(50, value))
+        np.testing.assert_array_equal(after, np.full(50, value + 1))
+    assert inside
+
+
+def test_a_function_that_balances_itself_is_saved(tmp_path: Path, inside: list[Any]) -> None:
+    class Model(tf.Module):
+        def __init__(self) -> None:
+            self.variables_of_fn = [W, B]
+            self.mapper = devicemap.DeviceMap(_scaled, devices=["CPU:1", "CPU:2"], batched=True)
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 3])])
+        def call(self, x: Any) -> Any:
+            return self.mapper(x)
+
+    model, x = Model(), tf.ones([40, 3])
+    tf.saved_model.save(model, str(tmp_path))
+    assert inside
+    for each in (model, tf.saved_model.load(str(tmp_path))):
+        for _ in range(3):
+            np.testing.assert_allclose(each.call(x), _scaled(x), rtol=1e-6)
+
+
+def test_in_a_function_rows_keep_their_seeds_and_are_reduced(inside: list[Any]) -> None:
+    mapper = devicemap.DeviceMap(
+        lambda x, seed: x + tf.random.stateless_normal([2], seed), devices=["CPU:1", "CPU:2"], seed=7
+    )
+    x = tf.ones([50, 2])
+    np.testing.assert_array_equal(of_any_rows(mapper, x), mapper(x))
+    total = tf.function(lambda rows: mapper.reduce(rows, "mean"), input_signature=[tf.TensorSpec([None, 2])])(x)
+    np.testing.assert_allclose(total, tf.reduce_mean(mapper(x), 0), rtol=1e-5)
+    assert len(inside) == 2
+
+
+def test_in_a_function_too_few_rows_returned_are_an_error(inside: list[Any]) -> None:
+    mapper = devicemap.DeviceMap(lambda batch: batch[:-1], devices=["CPU:1", "CPU:2"], batched=True)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="another number of rows"):
+        of_any_rows(mapper, tf.zeros([40]))
+
+
+def test_in_a_function_long_calls_balance_themselves_and_short_ones_do_not(
+    sim: simulator.Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second long call on, where the first one of all, which makes kernels, was another."""
+    monkeypatch.setattr("devicemap.run.embedded.COMPILING_SECONDS", 0.2)
+    sim.configure(1, speed=0.1)
+
+    def fn(rows: Any) -> Any:
+        return sim.work(rows, rows[:, 0])
+
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:0", "CPU:1", "CPU:2"], batched=True)
+    call = tf.function(lambda rows: mapper(rows), input_signature=[tf.TensorSpec([None, 1])])
+    for seconds, slow in ((0.0, [64] * 4), (0.001, [64, range(1, 20), range(1, 20)])):
+        x = tf.fill([192, 1], seconds)
+        for rows in slow:
+            sim.reset()
+            sim.configure(1, speed=0.1)
+            np.testing.assert_allclose(call(x), 2 * x + 1, rtol=1e-6)
+            taken = sum(each.rows for each in sim.calls(1))
+            assert taken == rows if isinstance(rows, int) else taken in rows
+
+
 def test_seeded_functions_draw_the_same_in_each_run() -> None:
     """Which device takes which rows is chance, so functions with number streams of their own do not balance themselves."""
     assert not Balanced(lambda x: x + tf.random.normal([], seed=1), ["CPU:1", "CPU:2"]).can(tf.zeros([ROWS]))
@@ -152,7 +352,7 @@ def test_seeded_functions_draw_the_same_in_each_run() -> None:
 
 def test_without_options_a_slow_device_gets_less(sim: simulator.Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """First in chunks, later in one graph: in both, rows go where they are done soonest, each once and in order."""
-    monkeypatch.setattr("devicemap.run.calls._COMPILING_SECONDS", 0.1)
+    monkeypatch.setattr("devicemap.run.calls.COMPILING_SECONDS", 0.1)
     sim.configure(1, speed=0.1)
 
     def fn(rows: Any) -> Any:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import time
+import weakref
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,9 +15,9 @@ import pytest
 import tensorflow as tf
 from oracle import assert_same
 
-from devicemap import Pipeline, split
+from devicemap import Pipeline, parallelize, split
 from devicemap.errors import FunctionError, OptionError
-from devicemap.pipelines.pipeline import schedule_of
+from devicemap.pipelines.schedule import schedule_of
 from devicemap.pipelines.split import cuts
 from devicemap.tell.plan.pipeline import starts_of
 
@@ -88,19 +92,123 @@ def test_gradients_of_the_whole_batch(schedule: str, stages: Any, where: str, de
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
+def needed_by(op: Any) -> set[Any]:
+    """All that has to run before an op."""
+    met: set[Any] = set()
+    left = [op]
+    while left:
+        each = left.pop()
+        before = {*(tensor.op for tensor in each.inputs), *each.control_inputs} - met
+        met |= before
+        left += before
+    return met
+
+
+def calls_in(graph: Any) -> tuple[list[Any], list[Any]]:
+    """The calls of stages in a graph, and of their gradients."""
+    calls = [op for op in graph.get_operations() if op.type.endswith("PartitionedCall")]
+    forward = [op for op in calls if op.name.startswith("stage_")]
+    return forward, [op for op in calls if op not in forward]
+
+
+def waits_across_devices(graph: Any) -> list[Any]:
+    edges = [(before, op) for op in graph.get_operations() for before in op.control_inputs]
+    named = [(before, op) for before, op in edges if before.device and op.device and "NoOp" in (op.type, before.type)]
+    return [(before, op) for before, op in named if before.device != op.device]
+
+
 def test_1f1b_begins_backward_before_all_is_forward(devices: list[str]) -> None:
-    """The edges of the schedule are in the graph, and join ops of one device."""
+    """The order of the schedule is in the graph, and joins ops of one device."""
     for schedule, waits in (("1f1b", True), ("gpipe", False)):
         pipe = Pipeline(WITH_LOSS, devices, microbatches=4, schedule=schedule)
-        graph = (
-            tf.function(lambda rows, pipe=pipe: gradients(pipe, rows, tf.reduce_mean)).get_concrete_function(x).graph
-        )
-        calls = [op for op in graph.get_operations() if op.type in ("PartitionedCall", "StatefulPartitionedCall")]
-        forward = [op for op in calls if op.name.startswith("stage_")]
-        assert len(forward) == 3 * 4
-        edges = [(before, op) for op in calls for before in op.control_inputs if before in calls]
-        assert {before.device for before, op in edges if before.device != op.device} == set()
-        assert any(before not in forward and op in forward for before, op in edges) is waits
+        step = tf.function(lambda rows, pipe=pipe: gradients(pipe, rows, tf.reduce_mean))
+        graph = step.get_concrete_function(x).graph
+        forward, backward = calls_in(graph)
+        assert len(forward) == len(backward) == 3 * 4
+        assert not waits_across_devices(graph)
+        assert any(needed_by(op) & {*backward} for op in forward) is waits
+        for one, later in itertools.pairwise(forward):
+            assert one.device != later.device or one in needed_by(later)
+
+
+def with_noise(rows: Any) -> Any:
+    return layer(1)(rows) + 0 * tf.random.normal(tf.shape(rows))
+
+
+def with_seed(rows: Any) -> Any:
+    return layer(1)(rows) + 0 * tf.random.normal(tf.shape(rows), seed=1)
+
+
+def with_print(rows: Any) -> Any:
+    tf.print("some rows", output_stream=tf.compat.v1.logging.info)
+    return layer(1)(rows)
+
+
+def with_python(rows: Any) -> Any:
+    return tf.ensure_shape(tf.py_function(lambda rows: tf.tanh(rows @ weights[1]), [rows], tf.float32), [None, 4])
+
+
+def with_dropout(rows: Any) -> Any:
+    return layer(1)(rows) + 0 * dropout(rows, training=True)
+
+
+dropout = keras.layers.Dropout(0.5)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("stage", [with_noise, with_seed, with_print, with_python, with_dropout])
+def test_whatever_is_in_a_stage(schedule: str, stage: Any, devices: list[str]) -> None:
+    """Gradients are those of the whole, and no device waits for another one, but for what it gives or writes."""
+    between = len(devices) - 2
+    pipe = Pipeline([layer(0), *[stage] * between, loss_of_rows], devices, microbatches=6, schedule=schedule)
+    plain = (layer(0), *[layer(1)] * between, loss_of_rows)
+    step = tf.function(lambda rows: gradients(pipe, rows, tf.reduce_mean))
+    got, wanted = step(x), gradients(lambda rows: composed(plain, rows), x, tf.reduce_mean)
+    if stage is with_python:  # which does not tell TensorFlow what variables it takes
+        del got[3], wanted[3]
+    for one, other in zip(got, wanted):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert_same(pipe(x), composed(plain, x))
+    graph = step.get_concrete_function(x).graph
+    forward, _ = calls_in(graph)
+    assert len(forward) == 6 * len(devices)
+    assert not waits_across_devices(graph)
+    shares_state = stage is with_dropout and between > 1
+    edges = [(before, op) for op in forward for before in op.control_inputs if before in forward]
+    assert shares_state or all(before.device == op.device for before, op in edges)
+
+
+def test_no_microbatch_draws_what_another_one_did(devices: list[str]) -> None:
+    tf.random.set_seed(1)
+    pipe = Pipeline([lambda rows: tf.random.uniform(tf.shape(rows)), tf.identity], devices, microbatches=4)
+    drawn = [pipe(tf.zeros([8, 2])).numpy() for _ in range(2)]
+    assert len(np.unique(drawn)) == 2 * 16
+
+
+def test_calls_share_a_trace_and_keep_no_data(devices: list[str]) -> None:
+    traced = []
+
+    def stage(rows: Any) -> Any:
+        traced.append(rows)
+        return rows + 1
+
+    pipe = Pipeline([stage, tf.identity], devices, microbatches=4)
+    step = tf.function(lambda rows: pipe(rows))
+    for count in (3, 4, 9, 10):
+        data = np.random.default_rng(count).normal(size=(count, 2)).astype("f")
+        kept = weakref.ref(data)
+        for call in (pipe, step):
+            np.testing.assert_array_equal(call(data), data + 1)
+        del data
+        gc.collect()
+        assert kept() is None
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("call", [lambda pipe: pipe(x), lambda pipe: tf.function(lambda rows: pipe(rows))(x)])
+def test_a_stage_returns_a_row_for_each(call: Any, devices: list[str]) -> None:
+    with pytest.raises((FunctionError, tf.errors.InvalidArgumentError), match="rows"):
+        call(Pipeline([layer(0), lambda rows: rows[:1]], devices))
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), itertools.product([1, 2, 4], [1, 3, 8]))
@@ -153,6 +261,31 @@ def test_split_models_are_trained_as_whole_ones(by: Any, devices: list[str]) -> 
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+class Piped(keras.Model):
+    """A model of Keras's that is a pipeline inside."""
+
+    def __init__(self, devices: list[str]):
+        super().__init__()
+        self.whole = residual()
+        self.pipe = Pipeline(split(self.whole, 3, by="bytes"), devices, microbatches=3)
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        return self.pipe(inputs)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_in_steps_of_keras(parallel: bool, devices: list[str]) -> None:
+    def trained(model: Any) -> list[float]:
+        model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
+        if parallel and isinstance(model, Piped):
+            parallelize(model, devices[:2])
+        rows = tf.data.Dataset.from_tensor_slices((x, tf.concat([x, x], 1))).batch(4)
+        return model.fit(rows, epochs=2, shuffle=False, verbose=0).history["loss"]
+
+    np.testing.assert_allclose(trained(Piped(devices)), trained(residual()), rtol=1e-4)
+
+
 def test_the_best_cut_of_all() -> None:
     random = np.random.default_rng(0)
     for parts in (1, 2, 3, 4):
@@ -168,6 +301,40 @@ def test_explain_tells_the_bubble(devices: list[str]) -> None:
     assert plan.speedup == pytest.approx(3 * 6 / 8)
     assert [stage.variable_bytes for stage in plan.stages] == [64] * 3
     assert [stage.output_bytes_per_row for stage in plan.stages] == [16] * 3
+
+
+def test_the_report_tells_when_each_part_ended(devices: list[str], tmp_path: Path) -> None:
+    @tf.custom_gradient
+    def slow(rows: Any) -> Any:
+        return paused(rows), paused
+
+    def paused(rows: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(pause, [rows], tf.float32), rows.shape)
+
+    def pause(rows: Any) -> Any:
+        time.sleep(0.02)
+        return rows
+
+    pipe = Pipeline([slow, layer(1), loss_of_rows], devices, microbatches=4, report=True)
+    with pytest.raises(OptionError):
+        pipe.report
+    pipe(x[:3])
+    pipe(x)
+    report = pipe.report
+    forward = [(call.stage, call.call) for call in report.calls]
+    assert forward == [(stage, f"F{m}") for stage in range(3) for m in range(4)]
+    assert report.busy_seconds[0] > 4 * 0.02 > max(report.busy_seconds[1:])
+    assert report.wall_seconds >= report.busy_seconds[0]
+    assert report.calls[0].finished_seconds > 0.02  # the clock is read before there are rows
+    report.plot(tmp_path / "calls.svg")
+    assert (tmp_path / "calls.svg").stat().st_size > 1000
+
+    tf.function(lambda rows: gradients(pipe, rows, tf.reduce_mean))(x)
+    ends = {(call.stage, call.call): call.finished_seconds for call in pipe.report.calls}
+    assert len(ends) == 2 * 3 * 4
+    for way in "FB":
+        first, *later = (ends[0, f"{way}{m}"] for m in range(4))
+        assert all(end - before > 0.01 for before, end in itertools.pairwise([first, *later]))
 
 
 def shared() -> Any:

@@ -19,7 +19,7 @@ device_lists = st.permutations([f"CPU:{i}" for i in range(8)]).flatmap(
     lambda names: st.integers(1, 8).map(lambda count: names[:count])
 )
 batch_sizes = st.none() | st.integers(1, 10)
-few = settings(max_examples=20, deadline=None)
+few = settings(max_examples=10, deadline=None)
 
 
 def _affine(row: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -19,18 +20,28 @@ from trainings import CASES, STEPS, WEIGHTS, Case, X, Y, mlp, normalized, sequen
 
 import devicemap
 from devicemap.errors import FunctionError, OptionError
+from devicemap.events import CallFinished, CallStarted, ChunkFinished
 
 DEVICE_COUNTS = 2, 3
 
 
 def assert_close(got: Any, wanted: Any, rtol: float = 1e-5) -> None:
-    tf.nest.assert_same_structure(got, wanted)
-    for name in wanted:
+    for name in got:
+        tf.nest.assert_same_structure(got[name], wanted[name])
         for one, other in zip(tf.nest.flatten(got[name]), tf.nest.flatten(wanted[name])):
             np.testing.assert_allclose(one, other, rtol=rtol, atol=rtol, err_msg=name)
 
 
-@pytest.mark.parametrize("name", CASES)
+LIKE_OTHERS = (
+    "moving average|weight decay, clipvalue|bfloat16|sums in float64|batch normalization, frozen|"
+    "batch normalization, float16, several steps per execution|batch normalization, eager"
+).split("|")
+"""What differs from others in least, or is trained by another test, too."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in CASES]
+)
 def test_trained_as_by_one_device(name: str, devices: list[str]) -> None:
     case = CASES[name]
     if name == "compiled by XLA" and devices[0].startswith("GPU"):
@@ -78,6 +89,125 @@ def test_local_batch_normalization_takes_a_devices_rows(devices: list[str]) -> N
     np.testing.assert_allclose(one.layers[0].moving_mean, 0.2 * X[: 4 * len(devices)].mean(0), rtol=1e-4, atol=1e-6)
 
 
+FRUGAL = [{"accumulate": 3}, {"recompute": True}, {"accumulate": 2, "recompute": True}]
+FRUGALLY_TRAINED = [
+    *"momentum, clipnorm|added means and sums|outputs in a dict|masks, gradients of slices".split("|"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("scaled", "float16", "subclassed")),
+]
+
+
+@pytest.mark.parametrize("options", FRUGAL, ids=str)
+@pytest.mark.parametrize("name", FRUGALLY_TRAINED)
+def test_trained_in_less_memory(name: str, options: dict[str, Any], devices: list[str]) -> None:
+    case = CASES[name]
+    assert_close(case.fitted(devicemap.parallelize(case.made(), devices, **options)), case.wanted, case.rtol)
+
+
+@pytest.mark.parametrize("name", ["batch normalization, nested", "batch normalization, masked"])
+def test_layers_run_again_beside_batch_normalization(name: str, devices: list[str]) -> None:
+    case = CASES[name]
+    assert_close(case.fitted(devicemap.parallelize(case.made(), devices, recompute=True)), case.wanted, case.rtol)
+
+
+class Scale(layers.Layer):
+    """Times a number, some of it dropped."""
+
+    def build(self, _: Any) -> None:
+        self.scale = self.add_weight(name="scale", initializer="ones")
+        self.dropout = layers.Dropout(0.5)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.dropout(self.scale * x, training=training)
+
+
+@pytest.mark.parametrize("options", [{}, *FRUGAL], ids=str)
+def test_gradients_see_the_random_numbers_of_the_forward_pass(options: dict[str, Any], devices: list[str]) -> None:
+    case = Case(lambda: keras.Sequential([keras.Input([6]), Scale()]), lambda: {"loss": lambda _, output: output})
+    model = devicemap.parallelize(case.made(), devices, **options)
+    scale = 1.0
+    for _ in range(2):
+        loss = model.train_on_batch(X, X)
+        scale -= 0.1 * loss / scale  # of the mean of what was not dropped
+        np.testing.assert_allclose(model.get_weights()[0], scale, rtol=1e-5)
+
+
+class Greedy(layers.Layer):
+    """It has memory for so many rows: in its gradient, or in inference."""
+
+    def __init__(self, rows: int, in_training: bool) -> None:
+        super().__init__()
+        self.rows, self.in_training = rows, in_training
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        def passed(given: Any) -> Any:
+            if len(given) > self.rows:
+                raise MemoryError
+            return given
+
+        def greedily(given: Any) -> Any:
+            return tf.ensure_shape(tf.py_function(passed, [given], given.dtype), given.shape)
+
+        @tf.custom_gradient
+        def greedy(x: Any) -> Any:
+            return tf.identity(x), greedily
+
+        return x if training is not self.in_training else greedy(x) if training else greedily(x)
+
+
+def greedy(rows: int, in_training: bool = True) -> Case:
+    """Its last layers have their gradients when there is no memory for those of the first."""
+    return Case(
+        lambda: sequential(layers.Dense(8, "tanh"), Greedy(rows, in_training), layers.Dense(4, "tanh")),
+        lambda: {"optimizer": keras.optimizers.Adam(0.01, epsilon=1e-3), "metrics": ["mae"]},
+    )
+
+
+@pytest.mark.private("the order of ops")
+@pytest.mark.parametrize("spread", [False, True])
+def test_steps_without_memory_are_made_in_microbatches(spread: bool, devices: list[str]) -> None:
+    with devicemap.spread_variables(devices) if spread else contextlib.nullcontext():
+        model = devicemap.parallelize(greedy(2).made(), devices)
+    with pytest.warns(RuntimeWarning, match="accumulate=") as told:
+        got = greedy(2).fitted(model)
+    assert_close(got, greedy(11).wanted)
+    assert len(told) == 1
+    assert model.report().microbatches == {2: 4, 3: 2}[len(devices)]
+
+
+@pytest.mark.private("the order of ops")
+def test_inference_without_memory_is_made_in_microbatches() -> None:
+    case = greedy(3, in_training=False)
+    model = devicemap.parallelize(case.made(), ["CPU:1"])
+    with pytest.warns(RuntimeWarning, match="microbatches") as told:
+        got = case.trained(model)
+    assert_close(got, greedy(11).wanted)
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize("norm", [[], [layers.BatchNormalization]], ids=["a row", "a whole batch"])
+def test_what_cannot_be_cut_says_what_to_do(norm: Any, devices: list[str]) -> None:
+    case = Case(lambda: sequential(*(layer() for layer in norm), layers.Dense(8), Greedy(0, True), layers.Dense(4)))
+    model = devicemap.parallelize(case.made(), devices)
+    before = model.get_weights()
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="batch_size") as raised:
+        model.fit(X, Y, batch_size=11, verbose=0)
+    assert isinstance(raised.value, FunctionError)
+    assert model.report().microbatches == 1
+    if not norm:
+        np.testing.assert_equal(model.get_weights(), before)
+
+
+@pytest.mark.private("the order of ops")
+def test_layers_that_draw_for_themselves_are_not_run_again(devices: list[str]) -> None:
+    def noisy() -> keras.Model:
+        return sequential(layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x))), Greedy(1, True), layers.Dense(4))
+
+    with pytest.raises(FunctionError, match=r"keras\.random"):
+        devicemap.parallelize(Case(noisy).made(), devices, recompute=True).fit(X, Y, verbose=0)
+    with pytest.raises(tf.errors.ResourceExhaustedError, match=r"keras\.random"):
+        devicemap.parallelize(Case(noisy).made(), devices).fit(X, Y, batch_size=11, verbose=0)
+
+
 class Noise(layers.Layer):
     """Draws twice: what it gives has nothing of its input but the shape and a gradient."""
 
@@ -112,6 +242,25 @@ def test_no_random_number_comes_twice_and_all_come_again(norm: Any, devices: lis
     numbers = drawn()
     assert len({*numbers}) == 3 * 7 * 2
     assert drawn() == numbers
+
+
+@pytest.mark.parametrize("name", ["metrics", "batch normalization"])
+def test_progress_and_report_tell_of_all_rows(name: str, devices: list[str]) -> None:
+    case = CASES[name]
+    events: list[Any] = []
+    model = devicemap.parallelize(case.made(), devices, progress=events.append)
+    model.fit(
+        **STEPS | case.data | {"batch_size": 17, "epochs": 2, "validation_data": (case.data["x"], case.data["y"])}
+    )
+    began, *middle, ended = events
+    assert isinstance(began, CallStarted)
+    assert isinstance(ended, CallFinished)
+    shards = [event.shard for event in middle if isinstance(event, ChunkFinished)]
+    assert [0, *(shard.stop for shard in shards)] == [*(shard.start for shard in shards), 2 * (34 + 34)]
+    report = model.report()
+    assert sum(device.rows for device in report.devices) == 2 * 34
+    assert min(device.idle_seconds for device in report.devices) < max(device.busy_seconds for device in report.devices)
+    assert f"{2 * 34} rows" in str(report)
 
 
 class Stops(keras.callbacks.Callback):
@@ -236,8 +385,12 @@ def untrainable() -> keras.Model:
         (mlp, {"devices": ["CPU:0", "GPU:17"]}, "GPU:17"),
         (lambda: devicemap.parallelize(mlp(), ["CPU:1", "CPU:2"]), {}, "detach"),
         (normalized, {"batch_norm": "global"}, "global"),
+        (normalized, {"accumulate": 2}, "local"),
+        (mlp, {"accumulate": 0}, "accumulate"),
+        (mlp, {"recompute": ["nobody"]}, "nobody"),
+        (mlp, {"recompute": "dense"}, "list"),
     ],
-    ids=["not built", "no model", "a step of its own", "no such device", "twice", "batch_norm"],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_bad_input_changes_nothing(model: Any, options: dict[str, Any], word: str) -> None:
     made = model()

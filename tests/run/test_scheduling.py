@@ -154,11 +154,11 @@ def test_fewer_chunks_in_flight_before_smaller_ones() -> None:
 
 
 def test_memory_that_is_known_before_the_first_chunk() -> None:
-    pace = Pace.with_memory(1000, ends_bytes=10, row_bytes=25)
-    assert rows_to_take(pace, [], None, 500) == 100  # no more rows than their data and results leave room for
-    assert pace.has_room_for(500)  # alone: the estimate may be too high
-    assert not pace.taking(30).has_room_for(11)
-    assert pace.taking(30).has_room_for(10)
+    pace = Pace.with_memory(1000, row_bytes=25)
+    assert rows_to_take(pace, [], None, 500) == 36  # what 900 bytes are enough for
+    assert pace.has_room_for(500)  # alone: it is cut
+    assert not pace.taking(30).has_room_for(7)
+    assert pace.taking(30).has_room_for(6)
 
 
 @given(paces, st.integers(1, 1000))

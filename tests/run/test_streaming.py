@@ -46,16 +46,13 @@ class Rows:
     specs = key = None
     reads = True
 
-    def __init__(self, count: int | None, batch_size: int | None = 1, fails_at: int | None = None):
+    def __init__(self, count: int | None, batch_size: int | None = 1):
         self.rows, self.batch_size = count, batch_size
         self.next = 0
         self.closed = False
-        self._fails_at = fails_at
 
     def take(self, rows: int, limit: int | None) -> Chunk | None:
         start = self.next
-        if start == self._fails_at:
-            raise OSError("the disk")
         if start == self.rows:
             return None
         size = self.batch_size or 1
@@ -174,31 +171,6 @@ def test_an_endless_source_is_read_no_further_than_the_window() -> None:
     stream.close()
     assert source.next <= 4 * (5 + 8)
     assert source.closed
-
-
-def test_an_error_comes_in_its_turn_after_what_was_finished() -> None:
-    def run(device: str, chunk: Chunk) -> Any:
-        if chunk.start == 5:
-            raise ZeroDivisionError("chunk 5")
-        return _double(chunk)
-
-    delivered: list[int] = []
-    with pytest.raises(ZeroDivisionError, match="chunk 5"):
-        delivered.extend(_take(run_chunks(Rows(100), _runners(run), Rules(max_retries=2)), delivered))
-    assert delivered == [0, 2, 4, 6, 8]
-
-
-def _take(groups: Any, into: list[int]) -> list[int]:
-    for group in groups:
-        into += [row for result in group.results for row in result]
-    return []
-
-
-def test_an_error_of_the_input_comes_in_its_turn_too() -> None:
-    delivered: list[int] = []
-    with pytest.raises(OSError, match="the disk"):
-        _take(run_chunks(Rows(10, fails_at=3), _plain(2), Rules()), delivered)
-    assert delivered == [0, 2, 4]
 
 
 def test_leaving_early_stops_reading_and_cancels_what_runs() -> None:
@@ -372,31 +344,6 @@ def test_a_device_that_keeps_failing_is_set_aside() -> None:
     assert rows == [2 * i for i in range(200)]
     assert [event.device for event in events if isinstance(event, DeviceLost)] == ["/device:CPU:1"]
     assert faults.calls["/device:CPU:1"] == 2 + 3
-
-
-def test_a_chunk_that_fails_everywhere_raises_its_error_after_finite_work() -> None:
-    attempts: list[str] = []
-
-    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
-        if chunk.start == 6:
-            attempts.append(device)
-            return _broken()
-        return None
-
-    told: list[Any] = []
-
-    def describe(error: BaseException, shards: Any) -> BaseException:
-        told.append(shards)
-        return error
-
-    delivered: list[int] = []
-    with pytest.raises(tf.errors.UnavailableError):
-        _take(run_chunks(Rows(40, 2), _runners(Faults(fails), 3), Rules(max_retries=2, describe=describe)), delivered)
-    assert delivered == [0, 2, 4, 6, 8, 10]
-    assert len(attempts) == 3  # the first and two more
-    assert len(set(attempts)) == 3  # each on another device
-    ((*shards,),) = told
-    assert [shard.device for shard in shards] == attempts
 
 
 @pytest.mark.parametrize("max_retries", [0, 1, 5])
@@ -578,18 +525,3 @@ def test_a_row_that_does_not_fit_is_an_error_that_names_it() -> None:
     with pytest.raises(tf.errors.ResourceExhaustedError):
         _flat(run_chunks(Rows(40, 8), _runners(Faults(fails), 2), Rules(max_retries=2, describe=describe)))
     assert [(shard.start, shard.stop) for shard in told] == [(7, 8)]
-
-
-def test_thousands_of_chunks_with_random_faults() -> None:
-    """No row is lost or repeated; which errors come where is drawn from the row, so that it is the same each time."""
-
-    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
-        drawn = hash((device, chunk.start, call)) % 100
-        if drawn < 4:
-            return _broken()
-        return _full() if drawn < 8 and chunk.count > 1 else None
-
-    for seed in range(3):
-        faults = Faults(lambda device, chunk, call, seed=seed: fails(f"{device}{seed}", chunk, call))
-        rows = _flat(run_chunks(Rows(6000, 3), _runners(faults, 4), Rules(max_retries=50, window=64)))
-        assert rows == [2 * i for i in range(6000)]

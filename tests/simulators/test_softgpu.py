@@ -1,6 +1,7 @@
 """The GPUs in software that the laws run on, too: that they are devices as TensorFlow knows them, and tell what they did.
 
-`pytest --confcutdir=tests/simulators/softgpus tests/simulators/softgpus/traffic.py` runs one of the files, as those tests do.
+`pytest --confcutdir=tests/simulators/softgpus tests/simulators/softgpus/traffic.py` runs one of the files, as those tests do,
+with `-m slow` what is marked slow in it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,18 @@ sys.exit(code != pytest.ExitCode.NO_TESTS_COLLECTED and code)
 """
 
 
-@pytest.mark.parametrize("files", ["devices chunks", "traffic plans", "cut memory", "training pipelines"])
-def test_on_gpus_in_software(files: str) -> None:
+QUICK = ("devices chunks", "traffic plans", "cut memory")
+SLOW = {"plans": "slow", "training": "not slow", "pipelines": "not slow", "budgets": "not slow"}
+"""Files that take long: what is marked slow in them, or all that they hold."""
+
+
+@pytest.mark.parametrize(
+    ("files", "marked"),
+    [(files, "not slow") for files in QUICK]
+    + [pytest.param(file, marked, marks=pytest.mark.slow) for file, marked in SLOW.items()],
+)
+def test_on_gpus_in_software(files: str, marked: str) -> None:
     """In a process of its own for each number and size of GPUs, since devices are made once."""
     paths = (str(FILES / f"{name}.py") for name in files.split())
-    if processes.run(RUN, f"--confcutdir={FILES}", *paths) == ["none"]:
+    if processes.run(RUN, f"--confcutdir={FILES}", "-m", marked, *paths) == ["none"]:
         pytest.skip("this TensorFlow has no GPUs in software")

@@ -39,6 +39,7 @@ def test_shares_and_ratios_are_of_medians() -> None:
     [
         ("least share", {}, 0.9, 0.90, 0.91),
         ("most ratio", {}, 0.5, 0.50, 0.49),
+        ("most steady ratio", {"steady_seconds": {"devicemap": [3.0], "joblib threads": [2.0, 4.0]}}, 1.0, 1.0, 0.99),
         ("most ratio to base", {"base": "slow peer"}, 0.275, 0.28, 0.27),
         ("most megabytes", {"rise_megabytes": {"devicemap": 96}}, 96, 300, 90),
     ],

@@ -258,12 +258,13 @@ def _mutate(directory: Path, draw: random.Random) -> None:
         _rewrite(directory, 1 + line, changed + (directory / SEGMENT).read_bytes()[start + first : stop])
 
 
-def test_a_thousand_forged_folders(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_many_forged_folders(folder: Path, tmp_path: Path, count: int) -> None:
     """Each is refused, or read as what it says; with no more memory than a folder of this size takes."""
     draw = random.Random(18)
     read, refused = 0, 0
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for i in range(1000):
+    for i in range(count):
         directory = tmp_path / str(i)
         shutil.copytree(folder, directory)
         _mutate(directory, draw)
@@ -285,8 +286,8 @@ def test_a_thousand_forged_folders(folder: Path, tmp_path: Path) -> None:
         except JournalError:
             pass
         shutil.rmtree(directory)
-    assert read > 50
-    assert refused > 500
+    assert read > count / 20
+    assert refused > count / 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < most + 2**20  # a GiB
 
 

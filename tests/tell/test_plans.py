@@ -14,6 +14,7 @@ import devicemap
 from devicemap._tensorflow.functions import Kernel
 from devicemap.compile.kernels import kernel_for
 from devicemap.tell.plan.advice import advise
+from devicemap.tell.plan.memory import Memory
 from devicemap.tell.plan.plan import DevicePlan, Plan, StrayOp, Transfer
 from devicemap.tell.plan.strays import stray_ops
 from devicemap.tell.plan.traffic import Leaf, rows_sent
@@ -80,6 +81,7 @@ def _plan(**facts: Any) -> Plan:
         devices=tuple(DevicePlan(f"/device:GPU:{i}", "GPU", n, 1, None, 100, None, i) for i, n in enumerate(devices)),
         control_edges=(), ordered=(), strays=(), transfers=(), captured=(), random_ops=(), python_ops=(),
         memory_bytes_per_row=25,
+        memory=(),
     )  # fmt: skip
     return replace(usual, **facts)
 
@@ -119,8 +121,8 @@ ADVICE: list[tuple[dict[str, Any], str]] = [
         "8 rows in chunks of up to 8 are 1 for 2 devices: use a smaller batch_size",
     ),
     (
-        {"devices": (DevicePlan("/device:GPU:0", "GPU", 8, 1, None, 3 * 2**30, 2**30, 0),)},
-        "the rows of GPU:0 may take up to 3.0 GiB, of which it has 1.0 GiB: pass batch_size",
+        {"memory": (Memory("/device:GPU:0", 0, 0, 0, 0, 0, 2.0**28, 2**30),)},
+        "GPU:0 takes up to 2.0 GiB at once, and has 1.0 GiB: pass batch_size; 3 rows at once fit",
     ),
     (
         {"devices": tuple(DevicePlan(f"/device:GPU:{i}", "GPU", 2, 1, None, 9, 99, g) for i, g in enumerate([0, 1, 1, 2]))},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,15 @@ class TensorList:
 
     element_bytes: int = 0
 
+    lengths: list[Any] = field(default_factory=list)
+    """Of what was written into it, element by element outside of loops."""
+
+    known: Any = None
+    """The elements of each that was written into it, where they are the same and depend on no row."""
+
+    shrinks: bool = False
+    """Whether elements are taken out of it."""
+
 
 @dataclass(frozen=True)
 class Value:
@@ -62,6 +71,15 @@ class Value:
 
     listed: TensorList | None = None
 
+    lent: bool = False
+    """Whether it lies where a variable does, which counts its bytes."""
+
+    wrapped: Value | None = None
+    """Of an optional: what it holds."""
+
+    home: str | None = None
+    """Of the handle of a variable: the device that it lives on."""
+
 
 def is_view(op: Any, taken: Sequence[Value], results: Sequence[Any]) -> bool:
     """Whether what an op gives lies where what it takes does."""
@@ -81,8 +99,13 @@ def is_view(op: Any, taken: Sequence[Value], results: Sequence[Any]) -> bool:
         return True
     if op.type not in _PARTS or before.shape[1:] != (after.shape if op.type == "Unpack" else after.shape[1:]):
         return False
-    start = taken[1].known if op.type in ("Slice", "StridedSlice") else after.shape[:1]
-    return start is None or int(start[0]) * int(before.shape[1:].num_elements()) * after.dtype.size % 64 == 0
+    if op.type not in ("Slice", "StridedSlice"):
+        offset = int(after.shape.num_elements())
+    elif taken[1].known is None:
+        return True
+    else:
+        offset = int(taken[1].known[0]) * int(before.shape[1:].num_elements())
+    return offset * int(after.dtype.size) % 64 == 0
 
 
 def folded(op: Any, taken: Sequence[Value]) -> list[Any] | None:
@@ -101,6 +124,13 @@ def folded(op: Any, taken: Sequence[Value]) -> list[Any] | None:
         return None
     results = run_now(op, [value.known for value in taken])
     return None if results is None else [result.numpy() for result in results]
+
+
+def shaped(tensor: Any, shape: Any) -> Any:
+    """The tensor, of a shape that is known to be its own, where the two agree."""
+    if shape is not None and tensor.shape.is_compatible_with(shape):
+        tensor.set_shape(shape)
+    return tensor
 
 
 def zeros(tensor: Any) -> Any:

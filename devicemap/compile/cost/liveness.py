@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -49,6 +49,12 @@ class Op:
     bodies: tuple[Body, ...] = ()
     """What it runs, one of them or one after another."""
 
+    after: tuple[int, ...] = ()
+    """Values that have to be there before it runs, besides those that it takes."""
+
+    ahead: bool = False
+    """Whether it runs before all others that could run, as nobody knows how far devices are that run at the same time."""
+
 
 def needed(ops: Sequence[Op], results: Collection[int]) -> list[Op]:
     """The ops that some results take, and those that act, with what these take; ops come after those that they take from."""
@@ -59,6 +65,14 @@ def needed(ops: Sequence[Op], results: Collection[int]) -> list[Op]:
             wanted.update(op.takes)
             found.append(op)
     return found[::-1]
+
+
+def made_by(ops: Iterable[Op]) -> Iterator[tuple[int, int]]:
+    """What ops give, and those that they run."""
+    for op in ops:
+        yield from op.makes
+        for body in op.bodies:
+            yield from (*body.arguments, *made_by(body.ops))
 
 
 def peak_bytes(ops: Sequence[Op], given: Mapping[int, int], kept: Collection[int], lent: Collection[int] = ()) -> int:
@@ -126,19 +140,24 @@ def _of_body(
 
 
 def _in_order(ops: Sequence[Op], given: Collection[int]) -> list[Op]:
-    """As one thread runs them: first those that wait for nothing, then what they make ready, first come, first served."""
-    missing = [{*op.takes} - {*given} for op in ops]
+    """As one thread runs them: first those that wait for nothing, then what they make ready, first come, first served; but
+    always those first that may run ahead."""
+    made = {value for op in ops for value, _ in op.makes}
+    missing = [{*op.takes, *(value for value in op.after if value in made)} - {*given} for op in ops]
     waiting: dict[int, list[int]] = {}
     for i, values in enumerate(missing):
         for value in values:
             waiting.setdefault(value, []).append(i)
-    ready = deque(i for i, values in enumerate(missing) if not values)
+    ready: dict[bool, deque[int]] = {ahead: deque() for ahead in (True, False)}
+    for i, values in enumerate(missing):
+        if not values:
+            ready[ops[i].ahead].append(i)
     ordered = []
-    while ready:
-        ordered.append(ops[ready.popleft()])
+    while any(ready.values()):
+        ordered.append(ops[(ready[True] or ready[False]).popleft()])
         for value, _ in ordered[-1].makes:
             for i in waiting.get(value, ()):
                 missing[i].discard(value)
                 if not missing[i]:
-                    ready.append(i)
+                    ready[ops[i].ahead].append(i)
     return ordered

@@ -94,13 +94,14 @@ def _about_parts(plan: Plan) -> Iterator[str]:
 
 
 def _about_memory(plan: Plan) -> Iterator[str]:
-    for device in plan.devices:
-        need, limit = device.memory_bytes, device.memory_limit_bytes
-        if need is not None and limit is not None and need > limit:
+    rows = plan.rows if plan.way == "one graph" else plan.batch_size
+    for each in plan.memory:
+        need = each.peak_bytes(rows) if isinstance(rows, int) else None
+        if need is not None and each.limit_bytes is not None and need > each.limit_bytes:
             cure = "pass batch_size" if plan.way == "one graph" else "use a smaller batch_size"
             yield (
-                f"the rows of {short_name(device.device)} may take up to {size_text(need)}, of which it has "
-                f"{size_text(limit)}: {cure}"
+                f"{short_name(each.device)} takes up to {size_text(need)} at once, and has {size_text(each.limit_bytes)}: "
+                f"{cure}; {counted(plan.largest_batch() or 0, 'row')} at once fit"
             )
 
 

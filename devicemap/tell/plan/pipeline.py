@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from devicemap.events import short_name
+from devicemap.tell.plan.memory import Memory, Planned, memory_table
 from devicemap.tell.render import Result, figure_class, page, size_text, table
 
 
@@ -29,7 +30,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True, repr=False)
-class PipelinePlan(Result):
+class PipelinePlan(Planned, Result):
     """What a call of a pipeline will do, as `Pipeline.explain` tells it."""
 
     _derived = ("bubble", "speedup")
@@ -45,6 +46,10 @@ class PipelinePlan(Result):
 
     stages: tuple[StagePlan, ...]
 
+    memory: tuple[Memory, ...]
+    """What a call takes of each device, or a call with gradients: the most that it may. A stage that is slower than those
+    before it holds what they have sent."""
+
     @property
     def bubble(self) -> float:
         """The share of time that a device is idle, if stages take as long as each other: (K - 1) / (M + K - 1)."""
@@ -57,15 +62,9 @@ class PipelinePlan(Result):
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the schedule into a `.png`, `.svg` or `.pdf`, as if each call took as long; needs matplotlib."""
-        figure = figure_class()(figsize=(10, 1 + 0.5 * len(self.stages)), layout="constrained")
-        axes = figure.subplots()
-        for (stage, call), begin in starts_of([stage.schedule for stage in self.stages]).items():
-            axes.barh(stage, 1, left=begin, color="C0" if call[0] == "F" else "C1", edgecolor="white")
-            axes.text(begin + 0.5, stage, call[1:], ha="center", va="center", fontsize=7)
-        axes.set_yticks(range(len(self.stages)), [short_name(stage.device) for stage in self.stages])
-        axes.invert_yaxis()
-        axes.set_xlabel("steps; forward blue, backward orange")
-        figure.savefig(path)
+        starts = starts_of([stage.schedule for stage in self.stages])
+        bars = {key: (begin, begin + 1) for key, begin in starts.items()}
+        draw_calls(bars, [stage.device for stage in self.stages], "steps; forward blue, backward orange", path)
 
     def __rich__(self) -> Any:
         rows = [
@@ -78,7 +77,23 @@ class PipelinePlan(Result):
             for stage in self.stages
         ]
         title = f"{len(self.stages)} stages, {self.microbatches} microbatches, {self.schedule}: {self.bubble:.0%} idle"
-        return page(title, table(rows, left=("order",)))
+        return page(title, table(rows, left=("order",)), table(memory_table(self.memory)))
+
+
+def draw_calls(
+    bars: Mapping[tuple[int, str], tuple[float, float]], devices: Sequence[str], unit: str, path: str | os.PathLike[str]
+) -> None:
+    """Draw when each call of each stage, from the top down, begins and ends."""
+    figure = figure_class()(figsize=(10, 1 + 0.5 * len(devices)), layout="constrained")
+    axes = figure.subplots()
+    for (stage, call), (begin, end) in bars.items():
+        colour = "C0" if call[0] == "F" else "C1"
+        axes.barh(stage, end - begin, left=begin, color=colour, edgecolor="white")
+        axes.text((begin + end) / 2, stage, call[1:], ha="center", va="center", fontsize=7)
+    axes.set_yticks(range(len(devices)), [short_name(device) for device in devices])
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    figure.savefig(path)
 
 
 def starts_of(schedules: Sequence[tuple[str, ...]]) -> dict[tuple[int, str], int]:

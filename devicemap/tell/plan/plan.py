@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from devicemap.tell.plan.advice import advise
 from devicemap.tell.plan.drawing import save_traffic
+from devicemap.tell.plan.memory import Memory, Planned
 from devicemap.tell.plan.tables import plan_table
 from devicemap.tell.render import Result, counted
 
@@ -144,7 +145,7 @@ class RandomOps:
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Result):
+class Plan(Planned, Result):
     """What a call will do. `print` it for a text; `rich` prints it in colour, and notebooks show it.
 
     Examples:
@@ -225,6 +226,13 @@ class Plan(Result):
     need, and what does not grow with the rows. `None` where a shape is not known before it runs, as of sparse data and of
     specs of ragged data, and where XLA compiles `fn`.
     """
+
+    memory: tuple[Memory, ...]
+    """What the call takes of the memory of each device; `peak_bytes` of each tells it for so many rows of the call, or, in
+    chunks, of each chunk. Empty for chunks of a `fn` that draws random numbers with seeds."""
+
+    microbatches: int = 1
+    """In training: that each device takes its rows in, one after another."""
 
     @property
     def bytes_per_call(self) -> int | None:

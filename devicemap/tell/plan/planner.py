@@ -14,14 +14,16 @@ from devicemap._tensorflow.functions import shows_functions
 from devicemap.base.devices import choose_output_device, gpu_indices, kind_of, list_devices
 from devicemap.base.options import Options
 from devicemap.compile.compiled import Compiled
-from devicemap.compile.cost.memory import Crossings, crossings, memory_bytes_per_row
+from devicemap.compile.cost.crossings import Crossings, crossings
+from devicemap.compile.cost.memory import memory_bytes_per_row
 from devicemap.compile.cost.walk import live_ops, row_size, waits_between_devices, without_loop
 from devicemap.compile.kernels import is_taken_on_host
 from devicemap.data.rows import HOST
 from devicemap.events import Shard
-from devicemap.run.calls import may_balance
 from devicemap.run.capacity import in_flight
+from devicemap.tell.plan.budget import memory_of_map
 from devicemap.tell.plan.captures import captured_by
+from devicemap.tell.plan.memory import Memory
 from devicemap.tell.plan.plan import Captured, ControlEdge, DevicePlan, Handling, Plan, RandomOps, StrayOp, Transfer
 from devicemap.tell.plan.request import Asked
 from devicemap.tell.plan.strays import stray_ops
@@ -48,8 +50,9 @@ def explain_call(
     devices: Sequence[str],
     output_device: str,
     name: str,
+    memory: tuple[Memory, ...] | None = None,
 ) -> Plan:
-    """The plan of a call on what was `asked`, with `fn`, `compiled`."""
+    """The plan of a call on what was `asked`, with `fn`, `compiled`; `memory`: of what it is a part of, `None`: its own."""
     traced, chunks = compiled.traced, asked.chunks
     ops = live_ops(traced.concrete)
     of_fn = ops if options.batched or traced.vectorized else without_loop(ops, traced.concrete)
@@ -75,13 +78,14 @@ def explain_call(
         for op, to in told.int32.items()
     ]
     strays = () if options.jit_compile else (*stray_ops(of_fn, compiled.devices, kinds), *int32)
-    per_row = None if options.jit_compile or not all_seen else memory_bytes_per_row(traced, kinds[0], asked.row_lengths)
+    known = all_seen and not options.jit_compile
+    per_row = memory_bytes_per_row(traced, kinds[0], asked.row_lengths) if known else None
     under_way = in_flight(compiled, options.prefetch)
     working = tuple(under_way) if chunks else used
     return Plan(
         name=name,
         way="chunks" if chunks else "one graph",
-        balanced=may_balance(asked.rows, compiled) or (chunks and len(working) > 1),
+        balanced=compiled.may_balance(asked.rows) or (chunks and len(working) > 1),
         rows=asked.rows,
         batch_size=options.batch_size if chunks else None,
         devices=tuple(
@@ -100,6 +104,9 @@ def explain_call(
         random_ops=_random_ops(ops, captured, compiled, options),
         python_ops=tuple(sorted({op.type for op in ops} & _PYTHON_OPS)),
         memory_bytes_per_row=per_row,
+        memory=memory_of_map(asked, compiled, devices, output_device, under_way if chunks else None, known)
+        if memory is None
+        else memory,
     )
 
 

@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from devicemap.events import short_name
+from devicemap.tell.plan.memory import memory_table
 from devicemap.tell.render import listed, page, short_names, size_text, table
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def plan_table(plan: Plan) -> Any:
             }
             for transfer in plan.transfers
         ],
+        "what is in memory at once": memory_table(plan.memory),
         "what fn captures": [
             {"name": c.name, "type": _type(c), "size": _size(c.size_bytes), "treatment": c.handling.value}
             for c in plan.captured
@@ -81,6 +83,8 @@ def _facts(plan: Plan, names: dict[str, str]) -> Iterator[str]:
         on = {"no kernel": "no kernel on", "int32": "int32 on the host of"}.get(stray.reason, f"{stray.reason}, on")
         yield f"leaves its device: {stray.op} ({on} {short_name(stray.device)})"
     yield f"memory per row and device: {_size(plan.memory_bytes_per_row, 'cannot be told')}"
+    if plan.microbatches > 1:
+        yield f"microbatches: {plan.microbatches}, one after another"
 
 
 def _type(captured: Captured) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 
 from devicemap.base.devices import kind_of
-from devicemap.compile.cost.memory import Crossings
+from devicemap.compile.cost.crossings import Crossings
 from devicemap.tell.plan.plan import Captured, Handling, StrayOp, Transfer
 
 _SENT = (Handling.COPIED, Handling.SEED)

@@ -36,6 +36,13 @@ _KEPT_EVENTS = 100_000
 """An endless stream has no end of events; a report of more than these tells of its latest part."""
 
 
+def without_traceback(event: Event) -> Event:
+    """An event to be kept: the traceback of an error on a device holds the tensors of the chunk."""
+    if isinstance(event, ChunkFailed | DeviceLost):
+        return replace(event, error=DeviceMapError(f"{type(event.error).__name__}: {brief(event.error)}"))
+    return event
+
+
 class Recorder:
     """Listens to one call, and makes its report when asked."""
 
@@ -53,12 +60,10 @@ class Recorder:
         self._lock = threading.RLock()  # several threads may ask for the report of the last call
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, ChunkFailed | DeviceLost):  # its traceback holds the tensors of the chunk
-            event = replace(event, error=DeviceMapError(f"{type(event.error).__name__}: {brief(event.error)}"))
         if isinstance(event, CallStarted):
             self._begin = event
         else:
-            self._events.append(event)
+            self._events.append(without_traceback(event))
         if isinstance(event, CallFinished) and event.error is not None:
             self.report()
 

@@ -19,8 +19,11 @@ class DeviceShare:
     rows: int
     """That it has computed."""
 
-    forward_seconds: float
+    busy_seconds: float
     """From the beginning of steps until the results of its forward passes were there."""
+
+    idle_seconds: float
+    """From then until those of all devices were, without which there is no loss; gradients wait alike, and are not timed."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,6 +35,9 @@ class TrainingReport(Result):
 
     devices: tuple[DeviceShare, ...]
 
+    microbatches: int
+    """That each device takes its rows of a step in: more than was asked for where a step ran out of memory."""
+
     def __rich__(self) -> Any:
         total = sum(device.rows for device in self.devices)
         rows = [
@@ -39,8 +45,10 @@ class TrainingReport(Result):
                 "device": short_name(device.device),
                 "rows": str(device.rows),
                 "share": f"{device.rows / max(total, 1):.0%}",
-                "forward": seconds_text(device.forward_seconds),
+                "busy": seconds_text(device.busy_seconds),
+                "idle": seconds_text(device.idle_seconds),
             }
             for device in self.devices
         ]
-        return page(f"{self.name}: {total} rows in training steps", table(rows))
+        parts = f", in {self.microbatches} microbatches on each device" if self.microbatches > 1 else ""
+        return page(f"{self.name}: {total} rows in training steps{parts}", table(rows))

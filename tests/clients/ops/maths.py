@@ -19,71 +19,32 @@ from clients.data import (
 )
 
 _special = tf.math.special
+_OF_ROWS = {
+    (
+        "abs asinh atan bessel_i0 bessel_i0e bessel_i1 bessel_i1e bessel_j0 bessel_j1 ceil cos cosh dawsn erf "
+        "erfc exp expm1 floor fresnel_cos fresnel_sin is_non_decreasing log_sigmoid negative rint round sigmoid "
+        "sign sin sinh softplus square tan tanh"
+    ): VECTORS,
+    "acos asin atanh erfinv": WITHIN_ONE,
+    "acosh": ABOVE_ONE,
+    "angle conj imag real": COMPLEX,
+    (
+        "bessel_k0 bessel_k0e bessel_k1 bessel_k1e bessel_y0 bessel_y1 digamma expint lgamma log log1p reciprocal "
+        "rsqrt spence sqrt"
+    ): POSITIVE,
+    "erfcinv ndtri": SHARES,
+}
 _ELEMENTWISE = {
-    "abs": (tf.abs, VECTORS),
+    **{
+        name: (getattr(tf.math, name, None) or getattr(_special, name), rows)
+        for names, rows in _OF_ROWS.items()
+        for name in names.split()
+    },
     "abs complex": (tf.abs, COMPLEX),
-    "acos": (tf.acos, WITHIN_ONE),
-    "acosh": (tf.acosh, ABOVE_ONE),
-    "angle": (tf.math.angle, COMPLEX),
-    "asin": (tf.asin, WITHIN_ONE),
-    "asinh": (tf.asinh, VECTORS),
-    "atan": (tf.atan, VECTORS),
-    "atanh": (tf.atanh, WITHIN_ONE),
-    "bessel_i0": (tf.math.bessel_i0, VECTORS),
-    "bessel_i0e": (tf.math.bessel_i0e, VECTORS),
-    "bessel_i1": (tf.math.bessel_i1, VECTORS),
-    "bessel_i1e": (tf.math.bessel_i1e, VECTORS),
-    "bessel_j0": (_special.bessel_j0, VECTORS),
-    "bessel_j1": (_special.bessel_j1, VECTORS),
-    "bessel_k0": (_special.bessel_k0, POSITIVE),
-    "bessel_k0e": (_special.bessel_k0e, POSITIVE),
-    "bessel_k1": (_special.bessel_k1, POSITIVE),
-    "bessel_k1e": (_special.bessel_k1e, POSITIVE),
-    "bessel_y0": (_special.bessel_y0, POSITIVE),
-    "bessel_y1": (_special.bessel_y1, POSITIVE),
-    "ceil": (tf.math.ceil, VECTORS),
-    "conj": (tf.math.conj, COMPLEX),
-    "cos": (tf.cos, VECTORS),
-    "cosh": (tf.cosh, VECTORS),
-    "dawsn": (_special.dawsn, VECTORS),
-    "digamma": (tf.math.digamma, POSITIVE),
-    "erf": (tf.math.erf, VECTORS),
-    "erfc": (tf.math.erfc, VECTORS),
-    "erfcinv": (tf.math.erfcinv, SHARES),
-    "erfinv": (tf.math.erfinv, WITHIN_ONE),
-    "exp": (tf.exp, VECTORS),
-    "expint": (_special.expint, POSITIVE),
-    "expm1": (tf.math.expm1, VECTORS),
-    "floor": (tf.floor, VECTORS),
-    "fresnel_cos": (_special.fresnel_cos, VECTORS),
-    "fresnel_sin": (_special.fresnel_sin, VECTORS),
-    "imag": (tf.math.imag, COMPLEX),
     "is_finite": (lambda x: tf.math.is_finite(1 / tf.floor(x)), VECTORS),
     "is_inf": (lambda x: tf.math.is_inf(1 / tf.floor(x)), VECTORS),
     "is_nan": (lambda x: tf.math.is_nan(tf.sqrt(x)), VECTORS),
-    "is_non_decreasing": (tf.math.is_non_decreasing, VECTORS),
-    "lgamma": (tf.math.lgamma, POSITIVE),
-    "log": (tf.math.log, POSITIVE),
-    "log1p": (tf.math.log1p, POSITIVE),
-    "log_sigmoid": (tf.math.log_sigmoid, VECTORS),
-    "ndtri": (tf.math.ndtri, SHARES),
-    "negative": (tf.negative, VECTORS),
-    "real": (tf.math.real, COMPLEX),
-    "reciprocal": (tf.math.reciprocal, POSITIVE),
     "reciprocal_no_nan": (lambda x: tf.math.reciprocal_no_nan(tf.nn.relu(x)), VECTORS),
-    "rint": (tf.math.rint, VECTORS),
-    "round": (tf.round, VECTORS),
-    "rsqrt": (tf.math.rsqrt, POSITIVE),
-    "sigmoid": (tf.sigmoid, VECTORS),
-    "sign": (tf.sign, VECTORS),
-    "sin": (tf.sin, VECTORS),
-    "sinh": (tf.sinh, VECTORS),
-    "softplus": (tf.math.softplus, VECTORS),
-    "spence": (_special.spence, POSITIVE),
-    "sqrt": (tf.sqrt, POSITIVE),
-    "square": (tf.square, VECTORS),
-    "tan": (tf.tan, VECTORS),
-    "tanh": (tf.tanh, VECTORS),
 }
 _SEVERAL_OPERANDS = {
     "add": (tf.add, PAIRS),

@@ -53,7 +53,18 @@ def test_what_no_chunk_can_do_without_is_cut_before_it_runs(events: list[Event])
     widen = in_chunks(lambda rows: tf.tile(rows[:, None], [1, 1 << 19]), events)  # results of 2 MiB
     (chunk,) = widen.stream(batches(40, 1))
     np.testing.assert_array_equal(chunk.numpy()[:, :: 1 << 17], np.arange(40)[:, None] + np.zeros([1, 4]))
-    assert lengths(ChunkStarted, events) == [31, 9]
+    assert lengths(ChunkStarted, events) == [28, 12]  # of nine tenths of the memory
+    assert not lengths(ChunkFailed, events)
+
+
+def test_auto_tries_nothing_that_does_not_fit(events: list[Event]) -> None:
+    def wide(rows: Any) -> Any:  # a row takes 2 MiB
+        return tf.reduce_sum(tf.tile(rows[:, None], [1, 1 << 19]), 1)
+
+    mapper = devicemap.DeviceMap(wide, batched=True, devices="GPU:0", batch_size="auto", progress=events.append)
+    with tf.device("CPU:0"):
+        np.testing.assert_allclose(mapper(tf.range(256.0)), np.arange(256.0) * (1 << 19))
+    assert max(lengths(ChunkStarted, events)) == 28
     assert not lengths(ChunkFailed, events)
 
 

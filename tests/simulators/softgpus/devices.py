@@ -60,7 +60,7 @@ def test_memory_is_told() -> None:
     assert cpu.memory is None
     plan = devicemap.DeviceMap(tf.sin, devices=["GPU:1", "CPU:0"]).explain(tf.TensorSpec([1 << 20, 64]))
     assert [device.memory_limit_bytes for device in plan.devices] == [64 << 20, None]
-    assert "the rows of GPU:1 may take" in plan.advice[0]
+    assert "GPU:1 takes up to 128.0 MiB" in plan.advice[0]
 
 
 def test_captured_variables_that_do_not_fit_are_named_before_anything_runs() -> None:

@@ -49,6 +49,26 @@ def test_each_gets_its_shard_and_what_is_captured_and_sends_its_results() -> Non
     assert sent(of_any_length(mapper)) == ([shard + weight + 1] * 2, [shard] * 2)  # and whether there are rows
 
 
+def careful(rows: Any) -> Any:
+    tf.debugging.assert_less(rows, 1e9)
+    return tf.sin(rows) * weights
+
+
+def telling(rows: Any) -> Any:
+    tf.print("rows", output_stream="file:///dev/null")
+    return tf.sin(rows) + weights
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda rows: tf.sin(rows) * weights, careful, telling], ids=["reads", "asserts", "prints"]
+)
+@pytest.mark.parametrize("options", [{"batched": True}, {}, {"vectorize": False}], ids=str)
+def test_inside_a_function_results_that_wait_for_something_go_to_the_host_at_once(fn: Any, options: Any) -> None:
+    """For what reads, acts and checks, and for the number of rows that came back."""
+    mapper = on_gpus(fn, **options)
+    assert sent(tf.function(lambda r: mapper(r))) == sent(mapper)
+
+
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_stream_sends_rows_results_and_what_is_captured_once(batched: bool, deterministic: bool) -> None:

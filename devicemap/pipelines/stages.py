@@ -1,0 +1,61 @@
+"""What a stage of a pipeline is, traced: by the same piece as functions of maps."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from devicemap.base.options import Options
+from devicemap.base.structure import freeze
+from devicemap.compile.audit import Treatment
+from devicemap.compile.seeds import Stream, Streams
+from devicemap.compile.trace import Traced, trace
+
+
+class Stage:
+    """A function of batches, traced for what it takes."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function = function
+        self._known: dict[Any, Traced] = {}
+        self._streams = Streams()
+        self._graphs = itertools.count()
+
+    def traced(self, specs: Any) -> Traced:
+        """What it is for a nest of these specs, `[None, ...]`.
+
+        Raises:
+            FunctionError: it cannot be traced, or does not return rows.
+        """
+        key = freeze(specs)
+        traced = self._known.get(key) or self._trace(specs)
+        if all(hasattr(tensor, "numpy") for tensor in traced.concrete.captured_inputs):  # else of the graph being built
+            self._known[key] = traced
+        return traced
+
+    def of_microbatches(self, specs: Any, count: int) -> list[Traced]:
+        """What each microbatch of a graph calls: traces of their own where ops keep something for each, as for devices of a
+        map: random ops with seeds, Python functions that a tape follows."""
+        traced = self.traced(specs)
+        if not traced.audit.seeded and not traced.audit.python:
+            return [traced] * count
+        return self._streams.traces(partial(self._trace, specs), (next(self._graphs),), count)
+
+    def _trace(self, specs: Any, stream: Stream | None = None) -> Traced:
+        return trace(self._function, specs, Options(batched=True), stream)
+
+
+def run_in_turn(stages: Sequence[Traced]) -> bool:
+    """Whether TensorFlow runs all microbatches of a stage before those of another one, whatever the schedule: gradients of
+    Python functions do, and stages of which one writes a variable of another one's."""
+    users = Counter(id(handle) for stage in stages for handle in stage.concrete.captured_inputs)
+    written = {
+        id(handle)
+        for stage in stages
+        for handle, treatment in zip(stage.concrete.captured_inputs, stage.audit.treatments)
+        if treatment not in (None, Treatment.READ)
+    }
+    return any(stage.audit.python for stage in stages) or any(users[handle] > 1 for handle in written)

@@ -1,0 +1,62 @@
+"""What an actor of Ray's holds: a `DeviceMap`, or what reduces the rows of a block to a state."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap.api import DeviceMap
+from devicemap.compile.program import Program
+from devicemap.compile.reduction import BoundReduction, Reduction
+from devicemap.compile.seeds import seeds_of_rows
+from devicemap.ray.columns import columns_of, rows_of
+from devicemap.run.calls import Calls
+from devicemap.tell.report.recorder import Observers
+
+NUMBER = "devicemap.row"
+"""The column of the rows' numbers."""
+
+STATE = "state"
+"""The column of states."""
+
+
+class Actor:
+    """Maps blocks, tables in and columns out, by what `make()` gives it."""
+
+    def __init__(self, make: Callable[[], Callable[[Any], Any]], seed: int | None):
+        self._run = make()
+        self._seed = seed
+
+    def __call__(self, block: Any) -> dict[str, Any]:
+        data: Any = rows_of(block)
+        if self._seed is not None:
+            data = data, seeds_of_rows(self._seed, data.pop(NUMBER))
+        return columns_of(self._run(data))
+
+
+def mapper(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[[Any], Any]:
+    """What maps rows."""
+    return DeviceMap(fn, **options)
+
+
+def reducer(reducer: Any, fn: Callable[..., Any], options: dict[str, Any]) -> Callable[[Any], Any]:
+    """What reduces rows to one state, pickled."""
+    program = Program(fn, options)
+    return Calls(program.reducing(_Unfinished(reducer)), Observers(program.name, program.options, program.gpus)).over
+
+
+class _Unfinished(Reduction):
+    """A reduction that ends with a state, and with what tells how to finish it."""
+
+    def of(self, structure: Any, specs: Sequence[Any]) -> BoundReduction:
+        bound = super().of(structure, specs)
+
+        def packed(leaves: Sequence[Any]) -> Any:
+            return {STATE: tf.constant([pickle.dumps((structure, specs, [leaf.numpy() for leaf in leaves]))])}
+
+        bound.finished = lambda states: bound.merged([states])  # type: ignore[method-assign]
+        bound.packed = packed  # type: ignore[method-assign]
+        return bound

@@ -1,0 +1,162 @@
+"""Functions that keep what they are given, and nothing else, for their gradients: those run them again.
+
+    rows ── microbatches, one after another ──> results, joined
+    gradients of results ── the same microbatches, each run again ──> gradients of values, added
+
+So what a function makes on the way is there for one microbatch at a time, at the price of one more run (Chen, Xu, Zhang and
+Guestrin, 2016). `tf.recompute_grad` loses gradients of variables (tensorflow#36981).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap._tensorflow.gradients import added, linked
+from devicemap.compile.audit import audit
+from devicemap.data.rows import count_rows, spec_of, take_rows
+from devicemap.errors import failure
+
+
+def recomputed(
+    function: Callable[..., tuple[list[Any], list[Any]]],
+    rows: Sequence[Any],
+    values: Sequence[Any],
+    microbatches: int = 1,
+) -> list[Any]:
+    """What a function of rows and values gives, in the graph that is being traced.
+
+    Args:
+        function: `(number of the microbatch, rows, values) -> (results [rows, ...], results [1, ...])`, of dense tensors. It is
+            traced once.
+        rows: tensors `[rows, ...]`, dense, ragged or sparse; there is no gradient to them.
+        values: dense tensors that gradients go to.
+        microbatches: at most so many parts of the rows, none of them empty. Results of one are as the function gives them, of
+            several they are joined.
+
+    Raises:
+        FunctionError: the function draws random numbers that do not come again, or changes a variable.
+    """
+    cut = _Cut(rows, microbatches)
+    part = tf.function(function, autograph=False).get_concrete_function(cut.number, cut.specs, list(values))
+    _check(part)
+    results, of_rows = tf.nest.flatten(part.structured_outputs), len(part.structured_outputs[0])
+    floats, sources = ([i for i, leaf in enumerate(leaves) if leaf.dtype.is_floating] for leaves in (results, values))
+
+    def run(number: Any, rows: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        return list(tf.nest.flatten(part(number, rows, values)))
+
+    def gradient_of_part(number: Any, rows: Any, values: Any, upstream: Any) -> Any:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([values[i] for i in sources])
+            again = run(number, rows, values)
+            taken = [again[i] for i in floats]
+        return tape.gradient(taken, [values[i] for i in sources], upstream)
+
+    def gradient(*upstream: Any) -> list[Any]:
+        taken = [upstream[i] for i in floats]
+        with _after(taken):  # else all would run again at once, and be kept
+            given, held = tf.nest.map_structure(tf.identity, (list(rows), list(values)), expand_composites=True)
+        again = _Cut(given, microbatches)
+        if microbatches == 1:
+            found = gradient_of_part(again.number, given, held, taken)
+        else:
+            of_part = tf.function(gradient_of_part, autograph=False).get_concrete_function(
+                again.number, again.specs, held, [spec_of(results[i]) for i in floats]
+            )
+
+            def gradients(number: Any) -> Any:
+                parts = [
+                    again.part_of(leaf, number) if i < of_rows else leaf[number : number + 1]
+                    for i, leaf in zip(floats, taken)
+                ]
+                return of_part(number, again.parts(number), held, parts)
+
+            found = again.over(gradients, added)
+        of_values: list[Any] = [None] * len(values)
+        for i, each in zip(sources, found):
+            of_values[i] = (
+                each if each is None or isinstance(each, tf.IndexedSlices) else tf.ensure_shape(each, values[i].shape)
+            )
+        return of_values
+
+    given = (
+        run(cut.number, rows, values)
+        if microbatches == 1
+        else cut.over(lambda i: run(i, cut.parts(i), values), _joined)
+    )
+    return linked(given, values, gradient)
+
+
+class _Cut:
+    """Rows in parts, the first of which may be larger than the last by one row."""
+
+    def __init__(self, rows: Sequence[Any], most: int):
+        self._rows, self._most = rows, most
+        self.number = tf.constant(0)
+        self.specs = [tf.type_spec_from_value(leaf) if most == 1 else spec_of(leaf) for leaf in rows]
+
+    def part_of(self, leaf: Any, number: Any) -> Any:
+        """A part of a leaf with as many rows."""
+        count = count_rows(self._rows[0], tf.int32)
+        each, more = count // self._most, count % self._most
+        start = number * each + tf.minimum(number, more)
+        return take_rows(leaf, start, start + each + tf.cast(number < more, tf.int32))
+
+    def parts(self, number: Any) -> list[Any]:
+        """That of each leaf."""
+        return [self.part_of(leaf, number) for leaf in self._rows]
+
+    def over(self, call: Callable[[Any], Any], combine: Callable[[Sequence[Any]], Any]) -> list[Any]:
+        """`call(number)` for all parts that have rows, one after another, each of its results combined; `None` stays."""
+        first = list(call(self.number))
+        known = [each for each in first if each is not None]
+        with _after(known):  # else the loop begins at once
+            second = tf.identity(self.number + 1)
+        parts = tf.minimum(count_rows(self._rows[0], tf.int32), self._most)
+
+        def step(number: Any, so_far: Sequence[Any]) -> Any:
+            more = [each for each in call(number) if each is not None]
+            combined = [combine(pair) for pair in zip(tf.nest.pack_sequence_as(known, so_far, True), more)]
+            return number + 1, tf.nest.flatten(combined, True)
+
+        flat = tf.nest.flatten(known, True)
+        shapes = [
+            tf.TensorShape([None]).concatenate(leaf.shape[1:]) if leaf.shape.rank else leaf.shape for leaf in flat
+        ]
+        _, flat = tf.while_loop(
+            lambda number, _: number < parts,
+            step,
+            (second, flat),
+            shape_invariants=(tf.TensorShape([]), shapes),
+            parallel_iterations=1,
+        )
+        combined = iter(tf.nest.pack_sequence_as(known, flat, True))
+        return [None if each is None else next(combined) for each in first]
+
+
+def _after(tensors: Sequence[Any]) -> Any:
+    """A scope of ops that wait for tensors; who waits for a call of a function waits for nothing that it only returns."""
+    flat = tf.nest.flatten(list(tensors), expand_composites=True)
+    return tf.control_dependencies([tf.identity(tensor) for tensor in flat])
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    return tf.concat(parts, 0)
+
+
+def _check(part: Any) -> None:
+    """Raise unless another run of a function does the same again, and nothing else."""
+    found = audit(part, part.graph.as_graph_def())
+    if found.random_ops:
+        raise failure(
+            f"{', '.join(found.random_ops)} would draw other numbers when layers run again for their gradients; draw them by "
+            "keras.random, with a keras.random.SeedGenerator that the layer has"
+        )
+    if found.writes:
+        raise failure(
+            "a layer changes a variable, which would happen again when it runs for its gradients; let it be one of Keras's, "
+            "made by add_weight"
+        )
