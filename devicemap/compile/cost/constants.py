@@ -109,7 +109,9 @@ def is_view(op: Any, taken: Sequence[Value], results: Sequence[Any]) -> bool:
 
 
 def folded(op: Any, taken: Sequence[Value]) -> list[Any] | None:
-    """What an op gives, if that is integers or truth values which depend on shapes and constants alone."""
+    """What an op gives, if that is integers or truth values which depend on shapes and constants alone, or constant text."""
+    if op.type == "Const" and op.outputs[0].dtype == tf.string:
+        return [tf.make_ndarray(op.get_attr("value"))]
     if op.op_def.is_stateful or not all(t.dtype.is_integer or t.dtype == tf.bool for t in op.outputs) or not op.outputs:
         return None
     if op.type == "Const":

@@ -137,6 +137,8 @@ class Sketch:
         shape, dtype = value.tensor.shape, value.tensor.dtype
         if value.on_host or value.lent or dtype == tf.resource or value.listed is not None:
             return 0
+        if dtype == tf.string and value.known is not None:  # text of messages
+            return self.aligned(sum(map(len, np.ravel(value.known))))
         if dtype in (tf.string, tf.variant) or not shape.is_fully_defined():
             self.unsized.add(value.number)
             return 0

@@ -86,11 +86,31 @@ def called_by(op: Any) -> list[str]:
 
 
 def waits_between_devices(concrete: Any) -> list[tuple[str, str]]:
-    """Pairs of devices, `(sender, receiver)`, that control edges of a call's graph join: the second waits for the first."""
+    """Pairs of devices, `(sender, receiver)`, that control edges of a call's graph join: the second waits for the first.
+
+    Without those that say no more than the tensors that an op is made of: as results do, which wait for the whole of what
+    they come from.
+    """
     functions = functions_within(concrete.graph)
     homes = {op: _home(op, functions) for op in concrete.graph.get_operations()}
-    pairs = {(homes[before], receiver): None for op, receiver in homes.items() for before in op.control_inputs}
-    return [(sender, receiver) for sender, receiver in pairs if sender and receiver and sender != receiver]
+    pairs: dict[tuple[str, str], None] = {}
+    for op, receiver in homes.items():
+        senders = [before for before in op.control_inputs if receiver and homes[before] not in (None, receiver)]
+        sources = _sources(op) if senders else set()
+        pairs |= {(homes[before] or "", receiver or ""): None for before in senders if before not in sources}
+    return list(pairs)
+
+
+def _sources(op: Any) -> set[Any]:
+    """The ops that an op's tensors come from."""
+    found: set[Any] = set()
+    ahead = [tensor.op for tensor in op.inputs]
+    while ahead:
+        source = ahead.pop()
+        if source not in found:
+            found.add(source)
+            ahead += [tensor.op for tensor in source.inputs]
+    return found
 
 
 def row_size(shape: Any, dtype: Any) -> int | None:
