@@ -23,7 +23,7 @@ from devicemap.base.structure import as_objects
 from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.balance import balanced_graph, can_balance
 from devicemap.compile.invoke import Invoker
-from devicemap.compile.layout import Layout
+from devicemap.compile.layout import Form, Layout
 from devicemap.compile.mirrors import Mirrors
 from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.seeds import Stream, Streams, drawn_alike
@@ -101,7 +101,7 @@ class Compiled:
         self._lock = threading.RLock()
         # Two calls at once would read a device's copy of an advancing seed before either writes it.
         self._drawing = {device: threading.Lock() for device in self.devices if self.traced.audit.advances_seed}
-        self._graphs: dict[tuple[int | bool, ...], Any] = {}
+        self._graphs: dict[tuple[int, int, Form, bool, bool], Any] = {}
         self._taped: set[tuple[Any, int]] = set()
         self._taping = threading.Lock()
         self._balanced: Any = None
@@ -135,30 +135,26 @@ class Compiled:
         number streams of its own. `one_row`: whether a shard of one row is known as such where it is to be inlined. `checked`:
         whether the graph itself checks that `fn` returned as many rows as it got.
         """
-        seeded = self.traced.audit.seeded
+        audit = self.traced.audit
+        timed = timed and has_clock()
+        clocked = self._clocked and (shards > 1 or kind_of(self._output_device) != "CPU") and not inlined
         # TensorFlow folds constants of that size into wrong gradients of loops that rows leave at different times.
-        apart = inlined and one_row and self.traced.vectorized and self.traced.audit.loops
-        if seeded and inlined:
+        apart = inlined and one_row and self.traced.vectorized and audit.loops
+        form = Form(any_rows, timed or clocked, apart, checked)
+        anew = audit.seeded and inlined
+        in_place = anew or (inlined and self._reads_in_place)
+        of_run = inlined and not gradients and not anew and has_own_variables()
+        key = shards, gradients if audit.seeded else min(gradients, 1), form, in_place, of_run
+        graph = None if anew else self._graphs.get(key)
+        if graph is None:
             with self._lock, Signals():
-                way: tuple[int, ...] = (_INLINED, next(self._inlined))
-                return self._build(shards, way, True, any_rows, timed and has_clock(), True, apart, False, checked)
-        key = (
-            shards,
-            gradients if seeded else min(gradients, 1),
-            any_rows,
-            (timed and has_clock())
-            or (self._clocked and (shards > 1 or kind_of(self._output_device) != "CPU") and not inlined),
-            inlined and self._reads_in_place,
-            apart,
-            inlined and not gradients and has_own_variables(),
-            checked,
-        )
-        if key not in self._graphs:
-            with self._lock, Signals():
-                if key not in self._graphs:
-                    way = (_GRAPHS, *map(int, key[:3]))  # a clock changes no number
-                    self._graphs[key] = self._build(shards, way, gradients > 0, any_rows, *key[3:])
-        return self._graphs[key]
+                graph = None if anew else self._graphs.get(key)
+                if graph is None:
+                    way = (_INLINED, next(self._inlined)) if anew else (_GRAPHS, *key[:2], int(any_rows))
+                    graph = self._build(shards, way, anew or gradients > 0, form, in_place, of_run)
+                if not anew:
+                    self._graphs[key] = graph
+        return graph
 
     @cached_property
     def balances(self) -> bool:
@@ -359,20 +355,11 @@ class Compiled:
             ) from error
 
     def _build(
-        self,
-        shards: int,
-        way: tuple[int, ...],
-        differentiable: bool,
-        any_rows: bool,
-        clocked: bool,
-        in_place: bool,
-        apart: bool,
-        of_run: bool,
-        checked: bool,
+        self, shards: int, way: tuple[int, ...], differentiable: bool, form: Form, in_place: bool, of_run: bool
     ) -> Any:
         in_place = in_place or (differentiable and not holds_gradients())
         layout = self._layout(differentiable, in_place, of_run=of_run and not in_place)
-        return layout.graph(self._traces_for(shards, way, differentiable, in_place), any_rows, clocked, apart, checked)
+        return layout.graph(self._traces_for(shards, way, differentiable, in_place), form)
 
     def _traces_for(
         self, places: int, way: tuple[int, ...], differentiable: bool, in_place: bool = False

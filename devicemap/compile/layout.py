@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -21,6 +21,23 @@ from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, cut_rows
 
 _Held: TypeAlias = tuple[dict[int, Any], dict[int, Any], list[Any]]
+
+
+class Form(NamedTuple):
+    """What the graph of a whole call is besides the call."""
+
+    any_rows: bool
+    """Whether a shard may have no rows; then its device is not called."""
+
+    clocked: bool
+    """Whether it tells when the results of each shard were there."""
+
+    apart: bool
+    """Whether it stays a function of its own where another one calls it."""
+
+    checked: bool
+    """Whether `fn` has to return a row for each; the check is a part of the graph, as what another function that calls it
+    returns would have to wait for both."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +56,14 @@ class Layout:
     scope: str
     """What the name scopes of the places begin with."""
 
-    def graph(self, traces: Sequence[Traced], any_rows: bool, clocked: bool, apart: bool, checked: bool) -> Any:
+    def graph(self, traces: Sequence[Traced], form: Form) -> Any:
         """A whole call as one `ConcreteFunction`, of the traces that run on the first so many places.
-
-        `apart`: it stays a function of its own where another one calls it. `checked`: `fn` has to return a row for each; the
-        check is a part of the graph, as what another function that calls it returns would have to wait for both.
 
         Returns:
             `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`; `Compiled.graph` says what they are.
         """
         shards = len(traces)
-        unit = apart or self.acts or (self.reads and not tells_callers())
+        unit = form.apart or self.acts or (self.reads and not tells_callers())
 
         @tf.function(autograph=False, experimental_attributes=UNCHAINED_UNIT if unit else UNCHAINED)
         def call(sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any], list[Any]]:
@@ -63,7 +77,7 @@ class Layout:
                 # Not where a condition decides: what a loop there reads has no gradient if it was made there.
                 handles = self.handles(i, values) if self.differentiable else None
                 on_place = partial(self.run_on, i, traces[i], shard, values, handles)
-                if any_rows:
+                if form.any_rows:
                     with tf.device(self.places[i]), tf.control_dependencies(after):
                         results.append(tf.cond(of_shard[i] > 0, on_place, self.traced.no_rows))
                 else:
@@ -71,13 +85,15 @@ class Layout:
             acting = [op for part in results for op in ops_of(part)] if self.acts else []
             ends = (
                 [ended_on(self.places[i], part) for i, part in enumerate(results)]
-                if clocked and self._hides_ends
+                if form.clocked and self._hides_ends
                 else []
             )
             with tf.device(self.output_device):
-                if any_rows:
+                if form.any_rows:
                     results = [_like_first(part, results[0]) for part in results]
-                if self.differentiable or clocked:  # the gradient of joining asks for the shape of each part, from here
+                if (
+                    self.differentiable or form.clocked
+                ):  # the gradient of joining asks for the shape of each part, from here
                     results = [copied(part) for part in results]
                 ends = ends or [ops_of(part) for part in results]
                 if shards == 1:
@@ -86,13 +102,13 @@ class Layout:
                     gathered = [gather(parts, self.differentiable) for parts in zip(*results)]
                 joined = [rows for rows, _ in gathered]
                 lengths = [lengths for _, lengths in gathered if lengths is not None]
-                if checked:
+                if form.checked:
                     joined = with_row_counts_checked(joined, lengths, sizes)
                 if self.acts or self.reads:  # all that was read went into the results
                     joined = must_run(acting, joined)
                 joined, lengths = self.finished(joined, lengths)
             with tf.device(HOST if self._hides_ends else self.output_device):
-                arrivals = [arrivals_of(ends)] if clocked else []
+                arrivals = [arrivals_of(ends)] if form.clocked else []
             if self.differentiable:
                 differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
             return joined, lengths, arrivals
