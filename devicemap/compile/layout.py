@@ -86,11 +86,11 @@ class Layout:
                     gathered = [gather(parts, self.differentiable) for parts in zip(*results)]
                 joined = [rows for rows, _ in gathered]
                 lengths = [lengths for _, lengths in gathered if lengths is not None]
+                joined, lengths = self.finished(joined, lengths)
                 if checked:
                     joined = with_row_counts_checked(joined, lengths, sizes)
                 if self.acts or self.reads:  # all that was read went into the results
                     joined = must_run(acting, joined)
-                joined, lengths = self.finished(joined, lengths)
             with tf.device(HOST if self._hides_ends else self.output_device):
                 arrivals = [arrivals_of(ends)] if clocked else []
             if self.differentiable:
