@@ -16,7 +16,7 @@ from devicemap.base.options import Options
 ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-WITHOUT_CODE = ("gallery", "index", "internals", "reference")
+WITHOUT_CODE = ("gallery", "index", "internals", "limits", "reference")
 LONG = ("explaining", "pipelines", "reduce", "state")
 """Pages that take several seconds."""
 

@@ -91,9 +91,8 @@ class Layout:
             with tf.device(self.output_device):
                 if form.any_rows:
                     results = [_like_first(part, results[0]) for part in results]
-                if (
-                    self.differentiable or form.clocked
-                ):  # the gradient of joining asks for the shape of each part, from here
+                # The gradient of joining asks for the shape of each part, from here.
+                if self.differentiable or form.clocked:
                     results = [copied(part) for part in results]
                 ends = ends or [ops_of(part) for part in results]
                 if shards == 1:
@@ -102,11 +101,11 @@ class Layout:
                     gathered = [gather(parts, self.differentiable) for parts in zip(*results)]
                 joined = [rows for rows, _ in gathered]
                 lengths = [lengths for _, lengths in gathered if lengths is not None]
+                joined, lengths = self.finished(joined, lengths)
                 if form.checked:
                     joined = with_row_counts_checked(joined, lengths, sizes)
                 if self.acts or self.reads:  # all that was read went into the results
                     joined = must_run(acting, joined)
-                joined, lengths = self.finished(joined, lengths)
             with tf.device(HOST if self._hides_ends else self.output_device):
                 arrivals = [arrivals_of(ends)] if form.clocked else []
             if self.differentiable:

@@ -126,15 +126,17 @@ def trace(
     except FunctionError:
         raise
     except Exception as error:
-        given = ", ".join(map(str, leaf_specs if options.batched else map(row_spec, leaf_specs)))
+        given = specs if options.batched else tf.nest.map_structure(row_spec, specs)
+        given = (*(given if type(specs) is tuple else [given]), *leaf_specs[len(tf.nest.flatten(specs)) :])
         what = "a batch" if options.batched else "one row (batched=False)"
-        if type(specs) is tuple:
+        if type(specs) is tuple and len(specs) > 1:
             what += f", as {len(specs)} arguments,"
         if options.seed is not None:
             what += " and the keyword seed"
         hint = "".join(f". {each}" for each in hints_for(fn, specs, options.batched, options.seed is not None, error))
         raise function_error(
-            f"fn could not be traced for {what} of {given}{hint}: {type(error).__name__}: {error}", error
+            f"fn could not be traced for {what} of {', '.join(map(str, given))}{hint}: {type(error).__name__}: {error}",
+            error,
         ) from error
     for variable in options.in_place:
         if not any(handle is variable.handle for handle in traced_fn.captured_inputs):

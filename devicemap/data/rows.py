@@ -227,6 +227,8 @@ def _hint(value: Any) -> str:
         return "; columns of different dtypes are a dict: dict(frame)"
     if isinstance(value, np.ndarray) and value.dtype == object:
         return "; give it a dtype with .astype, or make one array of its entries with np.stack"
+    if isinstance(value, np.ndarray) and value.dtype.kind in "mM":
+        return "; TensorFlow has no dtype for times: give it .astype('int64')"
     if not isinstance(value, list):
         return ""
     first = next(iter(value), None)

@@ -23,7 +23,7 @@ from devicemap.compile.compiled import has_clock
 from devicemap.compile.gather import gather, with_row_counts_checked, with_static_rows
 from devicemap.compile.layout import copied, sizes_in_graph
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
-from devicemap.errors import OptionError, brief, function_error, warn_user
+from devicemap.errors import DataError, OptionError, brief, function_error, warn_user
 from devicemap.events import short_name
 from devicemap.pipelines.calls import Calls
 from devicemap.pipelines.schedule import schedule_of
@@ -70,9 +70,10 @@ class Pipeline:
         output_device: Any = "/CPU:0",
         report: bool = False,
     ):
-        if not stages or not all(callable(stage) for stage in stages):
-            raise OptionError(f"stages={stages!r}; expected a list of functions of a batch, one at least")
-        self._stages = [Stage(stage) for stage in stages]
+        if not isinstance(stages, Sequence) or not stages or not all(callable(stage) for stage in stages):
+            hint = "; devicemap.split(model, n) makes one of a Keras model" if layers_of(stages) else ""
+            raise OptionError(f"stages={stages!r}; expected a list of functions of a batch, one at least{hint}")
+        self._stages = [Stage(stage, f"stage {k} of {len(stages)}") for k, stage in enumerate(stages)]
         check_count("microbatches", microbatches)
         if schedule not in ("1f1b", "gpipe"):
             raise OptionError(f"schedule={schedule!r}; expected '1f1b' or 'gpipe'")
@@ -104,10 +105,12 @@ class Pipeline:
             data: as for `parallel_map` with `batched=True`.
 
         Raises:
-            DataError: for data that cannot be.
+            DataError: for data that cannot be, such as a dataset, which is for `stream`.
             FunctionError: a stage failed, or gives another number of rows than it is given.
             HostLostError: the host of a stage is lost.
         """
+        if isinstance(data, tf.data.Dataset):
+            raise DataError("data is a tf.data.Dataset, and a call takes one batch; use stream(dataset)")
         rows = as_rows(data)
         if not tf.executing_eagerly():
             return self._composed(rows.structure, rows.count)

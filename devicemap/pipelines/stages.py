@@ -13,13 +13,15 @@ from devicemap.base.structure import freeze
 from devicemap.compile.audit import Treatment
 from devicemap.compile.seeds import Stream, Streams
 from devicemap.compile.trace import Traced, trace
+from devicemap.errors import FunctionError, function_error
 
 
 class Stage:
     """A function of batches, traced for what it takes."""
 
-    def __init__(self, function: Callable[..., Any]):
-        self._function = function
+    def __init__(self, function: Callable[..., Any], name: str):
+        """`name` is for errors: "stage 0 of 2"."""
+        self._function, self._name = function, name
         self._known: dict[Any, Traced] = {}
         self._streams = Streams()
         self._graphs = itertools.count()
@@ -45,7 +47,11 @@ class Stage:
         return self._streams.traces(partial(self._trace, specs), (next(self._graphs),), count)
 
     def _trace(self, specs: Any, stream: Stream | None = None) -> Traced:
-        return trace(self._function, specs, Options(batched=True), stream)
+        try:
+            return trace(self._function, specs, Options(batched=True), stream)
+        except FunctionError as error:
+            original = error.__cause__ or error
+            raise function_error(f"{self._name}: {error}", original) from original
 
 
 def run_in_turn(stages: Sequence[Traced]) -> bool:

@@ -73,9 +73,9 @@ def parallelize(
         The model, which has a method `detach()` now that gives it back to one device.
 
     Raises:
-        OptionError: for what is no such model, a model that was not built, has a `train_step` of its own or is parallelized
-            already, for devices or layers that do not exist, and for several microbatches with batch normalization that is
-            synchronized.
+        OptionError: for what is no such model, a model that was not built, has a `train_step` of its own, was made in the
+            scope of a strategy or is parallelized already, for devices or layers that do not exist, and for several
+            microbatches with batch normalization that is synchronized.
 
     Examples:
         >>> import keras
@@ -113,6 +113,11 @@ def _check(model: Any, batch_norm: str) -> None:
         raise OptionError(
             f"{model.name} was not built: its variables do not exist yet. Call it on a batch, give it a keras.Input, or "
             "use model.build(...)"
+        )
+    if any(isinstance(variable.value, tf.distribute.DistributedValues) for variable in model.variables):
+        raise OptionError(
+            f"{model.name} was made in the scope of a tf.distribute strategy, which spreads its variables itself; make it "
+            "outside of the scope"
         )
     for step in _STEPS:
         if getattr(type(model), step) is not getattr(keras.Model, step):

@@ -176,7 +176,7 @@ class Updates:
         """While it lasts, a step is traced: what it changes waits for the gradients that the optimizer gets, and without these
         for the `outputs` of the model, which are there at its end."""
         graph = tf.compat.v1.get_default_graph()
-        known, optimizer = len(graph.get_operations()), model.optimizer
+        known, optimizer = len(graph.get_operations()), getattr(model, "optimizer", None)  # none before `compile`
         awaited: dict[str, list[Any]] = defaultdict(list)
         applied: Any = getattr(optimizer, "apply", None)
 

@@ -50,10 +50,11 @@ def spread_variables(devices: Any = None) -> Iterator[None]:
 def beside_variables(model: Any) -> Iterator[None]:
     """While it lasts, the optimizer keeps and updates its slots where the variables are that they are for, if these are on
     several devices."""
-    if len({variable.value.device for variable in model.trainable_variables}) < 2:
+    optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
+    if optimizer is None or len({variable.value.device for variable in model.trainable_variables}) < 2:
         yield
         return
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     apply, add = optimizer.apply, optimizer.add_variable_from_reference
 
     def apply_there(gradients: Any, variables: Any = None) -> Any:

@@ -366,6 +366,7 @@ def test_a_custom_error_keeps_its_attributes() -> None:
 
 
 MODEL = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+TYPED = eval("lambda a: a if a[0] > 0 else -a")  # its source is nowhere, as of what is typed at a prompt
 
 
 @pytest.mark.parametrize(
@@ -388,6 +389,15 @@ MODEL = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
         (MODEL, X, {}, "", "A Keras layer or model takes batches: set batched=True"),
         (lambda a: MODEL(a), X, {}, "", "A Keras layer or model takes batches: set batched=True"),
         (MODEL.predict, X, {}, "", "Keras's predict is for eager code: pass the model itself, with batched=True"),
+        (lambda a: a.tolist(), X, {}, "", "fn is traced as by tf.function, and its tensors have no numbers then: "),
+        (lambda a: a["x"] + a["y"], X, {}, "", "A tensor has no names: pass a dict of columns as data"),
+        (
+            TYPED,
+            X,
+            {},
+            "",
+            "The source of fn cannot be read, as at Python's own prompt, so its loops and branches were",
+        ),
     ],
     ids=[
         *(
@@ -399,13 +409,20 @@ MODEL = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
             "a bad addition",
         ),
         *("NumPy of a tensor", "a function of NumPy", "a model", "a model in a function", "a method of a model"),
+        *("a list of a tensor", "columns of a tensor", "without source"),
     ],
 )
 def test_fn_does_not_fit_the_data(fn: Any, data: Any, options: Options, given: str, hint: str) -> None:
-    message = rf"^fn could not be traced for one row \(batched=False\){given} of TensorSpec\("
+    message = rf"^fn could not be traced for one row \(batched=False\){given} of ({{'a': )?TensorSpec\("
     with pytest.raises(FunctionError, match=message) as caught:
         devicemap.parallel_map(fn, data, **SEVERAL, **options)
     said = str(caught.value).partition("name=None)")[2]
     assert hint in said if hint else said.startswith(f": {type(caught.value.__cause__).__name__}")
     assert isinstance(caught.value, TypeError | ValueError | AttributeError | NotImplementedError)
     assert type(caught.value.__cause__) in type(caught.value).__mro__
+
+
+def test_samples_as_batches_of_a_model() -> None:
+    samples = tf.data.Dataset.from_tensor_slices(X)
+    with pytest.raises(FunctionError, match=r"each element of a dataset is a batch: dataset\.batch\(n\): ValueError"):
+        devicemap.parallel_map(MODEL, samples, **SEVERAL, batched=True)

@@ -87,6 +87,7 @@ BAD_DATA: list[tuple[str, Any, str]] = [
         np.array([object(), None]),
         r"^data is a ndarray of shape \(2,\) that does not convert to a tensor .*; give it a dtype with \.astype",
     ),
+    ("times", np.array(["2020-01-01"], "M8[D]"), r"; TensorFlow has no dtype for times: give it \.astype\('int64'\)$"),
     (
         "masked",
         {"x": np.ma.masked_equal([1, 2], 2)},

@@ -16,7 +16,7 @@ import tensorflow as tf
 from oracle import assert_same
 
 from devicemap import Pipeline, parallelize, split
-from devicemap.errors import FunctionError, OptionError
+from devicemap.errors import DataError, FunctionError, OptionError
 from devicemap.pipelines.schedule import schedule_of
 from devicemap.pipelines.split import cuts
 from devicemap.tell.plan.pipeline import starts_of
@@ -347,6 +347,8 @@ def shared() -> Any:
     [
         lambda: Pipeline([]),
         lambda: Pipeline([3]),
+        lambda: Pipeline(residual()),
+        lambda: Pipeline(stage for stage in DENSE),
         lambda: Pipeline(DENSE, ["CPU:0", "CPU:1"]),
         lambda: Pipeline(DENSE, ["CPU:0", "CPU:1", "CPU:77"]),
         lambda: Pipeline(DENSE, microbatches=0),
@@ -367,6 +369,30 @@ def test_a_stage_that_fails_is_told(devices: list[str]) -> None:
     pipe = Pipeline([layer(0), lambda rows: tf.debugging.check_numerics(rows / 0.0, "bad")], devices)
     with pytest.raises(FunctionError, match="bad"):
         pipe(x)
+
+
+@pytest.mark.parametrize(
+    ("stage", "error", "message"),
+    [
+        (
+            lambda rows: tf.matmul(rows, tf.ones([5, 2])),
+            ValueError,
+            "^stage 1 of 2: fn could not be traced for a batch of ",
+        ),
+        (lambda rows, more: rows, TypeError, "^stage 1 of 2: .*fn takes 2 arguments"),
+        (tf.reduce_sum, FunctionError, "^stage 1 of 2: the result of fn is a scalar"),
+    ],
+    ids=["shape", "arguments", "scalar"],
+)
+def test_a_stage_that_does_not_fit_is_told(stage: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        Pipeline([layer(0), stage], ["CPU:0", "CPU:1"])(x)
+    assert isinstance(caught.value, FunctionError)
+
+
+def test_a_call_takes_no_dataset() -> None:
+    with pytest.raises(DataError, match=r"use stream\(dataset\)"):
+        Pipeline([layer(0)], ["CPU:0"])(tf.data.Dataset.from_tensors(x))
 
 
 def test_batch_normalization_of_microbatches_is_said(devices: list[str]) -> None:

@@ -199,9 +199,10 @@ def test_a_reducer_may_close_over_tensors_of_a_graph() -> None:
     assert [float(tf.function(scaled)(tf.constant(by))) for by in (2.0, 3.0)] == [12.0, 18.0]
 
 
-def test_gradients_are_those_of_one_device(devices: list[str]) -> None:
+@pytest.mark.parametrize("batched", [False, True])
+def test_gradients_are_those_of_one_device(batched: bool, devices: list[str]) -> None:
     variable, data = tf.Variable(3.0), tf.random.stateless_normal([ROWS, 2], [1, 2])
-    mapper = DeviceMap(lambda row: tf.sin(variable * row), devices=devices)
+    mapper = DeviceMap(lambda row: tf.sin(variable * row), devices=devices, batched=batched)
     for op in ("sum", "mean"):
 
         def both(reduce: Any) -> Any:
@@ -290,3 +291,6 @@ def test_a_wrong_number_of_rows_is_told(devices: list[str]) -> None:
             devicemap.parallel_reduce(
                 lambda rows: rows[:-1], tf.ones([20]), "sum", batched=True, devices=devices, **options
             )
+    mapper = DeviceMap(lambda rows: rows[:-1], batched=True, devices=devices)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="returned"):
+        tf.function(lambda: mapper.reduce(tf.ones([20]), "sum"))()

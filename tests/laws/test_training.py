@@ -376,12 +376,24 @@ def untrainable() -> keras.Model:
     return Steps([keras.Input([6]), layers.Dense(2)])
 
 
+def mirrored() -> keras.Model:
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        return mlp()
+
+
+def test_a_model_without_an_optimizer_predicts(devices: list[str]) -> None:
+    model = keras.Sequential([keras.Input([6]), layers.Dense(2)])
+    alone = model.predict(X, verbose=0)
+    np.testing.assert_allclose(devicemap.parallelize(model, devices).predict(X, verbose=0), alone, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("model", "options", "word"),
     [
         (lambda: keras.Sequential([layers.Dense(2)]), {}, "built"),
         (lambda: layers.Dense(2), {}, "Dense"),
         (untrainable, {}, "train_step"),
+        (mirrored, {}, "scope of a tf.distribute strategy"),
         (mlp, {"devices": ["CPU:0", "GPU:17"]}, "GPU:17"),
         (lambda: devicemap.parallelize(mlp(), ["CPU:1", "CPU:2"]), {}, "detach"),
         (normalized, {"batch_norm": "global"}, "global"),

@@ -333,6 +333,10 @@ def test_data_on_another_device_goes_over_the_host() -> None:
         (tf.TensorSpec(None), "needs rows as its first axis"),
         ((tf.TensorSpec([3]), tf.TensorSpec([4])), r"data_or_spec\[0\] has 3, data_or_spec\[1\] has 4"),
         (tf.TensorArraySpec(), "TensorArraySpec; expected"),
+        ([None, 3], r"^data_or_spec is \[None, 3\], a shape; .*, such as tf\.TensorSpec\(\[None, 3\], tf\.float32\)$"),
+        ((1000, 3), r"^data_or_spec is \(1000, 3\), a shape; expected data, or a spec"),
+        (tf.TensorShape([None, 3]), r"^data_or_spec is \(None, 3\), a shape; "),
+        (tf.TensorShape(None), r"^data_or_spec is <unknown>, a shape; "),
     ],
 )
 def test_specs_that_cannot_be(given: Any, message: str) -> None:

@@ -47,7 +47,7 @@ def test_the_tightest_device_decides(devices: Any, memory_bytes: int | None, mar
     assert largest_batch(devices, memory_bytes, margin) == rows
 
 
-@pytest.mark.parametrize("options", [{"margin": 1.0}, {"margin": -0.1}, {"memory_bytes": 0}])
+@pytest.mark.parametrize("options", [{"margin": 1.0}, {"margin": -0.1}, {"memory_bytes": 0}, {"memory_bytes": "16GB"}])
 def test_what_cannot_be_is_refused(options: dict[str, Any]) -> None:
     plan = devicemap.DeviceMap(tf.sin, devices=["CPU:0"]).explain(tf.TensorSpec([None, 8]))
     with pytest.raises(OptionError, match=next(iter(options))):

@@ -96,7 +96,7 @@ class Planned:
         Raises:
             OptionError: for a margin that is not in [0, 1), or memory that is not positive.
         """
-        if memory_bytes is not None and memory_bytes <= 0:
+        if memory_bytes is not None and not (isinstance(memory_bytes, int | float) and memory_bytes > 0):
             raise OptionError(f"memory_bytes={memory_bytes!r}; expected a positive number of bytes, or None")
         if not 0 <= margin < 1:
             raise OptionError(f"margin={margin!r}; expected a part of the memory, at least 0 and less than 1")

@@ -59,6 +59,11 @@ def ask(data_or_spec: Any, options: Options) -> Asked:
         source = from_dataset(data_or_spec, options)
         source.close()
         return Asked(source.specs, source.key, source.rows, chunks=True)
+    if _is_shape(data_or_spec):
+        raise DataError(
+            f"data_or_spec is {data_or_spec}, a shape; expected data, or a spec, such as "
+            f"tf.TensorSpec({data_or_spec}, tf.float32)"
+        )
     chunks = options.batch_size is not None
     leaves: list[tuple[str, Any]] = []
     map_nest(lambda leaf, path: leaves.append((path, leaf)), data_or_spec, "data_or_spec")
@@ -69,6 +74,13 @@ def ask(data_or_spec: Any, options: Options) -> Asked:
     rows = as_rows(data_or_spec)
     homes = tuple(home_of(tf.nest.flatten(leaf, expand_composites=True)[0]) for leaf in rows.leaves)
     return Asked(rows.specs, rows.key, rows.count, chunks, homes, _row_lengths(rows.leaves))
+
+
+def _is_shape(given: Any) -> bool:
+    """Whether that is a shape and not data: a list of numbers may be rows, a tuple of them cannot."""
+    if not isinstance(given, list | tuple) or not given:
+        return isinstance(given, tf.TensorShape)
+    return all(n is None or isinstance(n, int) for n in given) and (isinstance(given, tuple) or None in given)
 
 
 def _count(leaves: Sequence[tuple[str, Any]]) -> int | None:
