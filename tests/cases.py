@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from oracle import first_rows, serial
 
@@ -198,5 +197,5 @@ _FEW = (
     "Keras model", "batch of several", "ragged in and out, of int32 splits", "deeper ragged batch", "ragged out",
     "sparse in and out", "sparse batch", "of unknown rank", "sets", "compiled",
 )  # fmt: skip
-FEW = [case if case.name in _FEW else pytest.param(case, marks=pytest.mark.slow) for case in ALL]
-"""All, those marked slow whose function, data and results are like those of another one in most respects."""
+FEW = [case for case in ALL if case.name in _FEW]
+"""Without those whose function, data and results are like those of another one in most respects."""

@@ -189,12 +189,17 @@ class ForwardPass:
         return tensors, as_states([*others, count_rows(rows[0])], rows[0])
 
     def _collected(self, given: Given, results: Sequence[Any]) -> Any:
-        """What the forward pass on all rows would have given, and done."""
+        """What the forward pass on all rows would have given, and done.
+
+        Losses are added as a layer does: `add_loss` of a functional model is not implemented.
+        """
+        import keras
+
         what, counts = self._passes[given.key], results[-1]
         outputs, losses, updates = what.unpacked(results[:-1])
         shares = tf.cast(counts / tf.reduce_sum(counts), tf.float32)
         for loss, adds_up in zip(losses, self._adding_up(given, what.losses)):
-            self._model.add_loss(tf.reduce_sum(loss if adds_up else loss * shares))
+            keras.layers.Layer.add_loss(self._model, tf.reduce_sum(loss if adds_up else loss * shares))
         for i, states in zip(what.updated, updates):
             variable = self._states[i]
             mean = (

@@ -74,7 +74,9 @@ def test_same_answer(case: Case, devices: list[str]) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 100, None])
-@pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.parametrize(
+    "case", [case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for case in ALL], ids=str
+)
 def test_same_answer_in_chunks(case: Case, batch_size: int | None, devices: list[str]) -> None:
     if "jit_compile" in case.options and devices[0].startswith("GPU"):
         pytest.skip("XLA does not compile for GPUs in software")

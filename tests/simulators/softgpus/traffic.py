@@ -125,8 +125,7 @@ def test_inside_a_function_loops_send_no_more_to_one_than_to_others(vectorize: A
         assert back[0] == back[1] < 1.1 * shard
 
 
-@pytest.mark.parametrize("vectorize", ["auto", False])
-@pytest.mark.parametrize("home", ["CPU:0", "GPU:0"])
+@pytest.mark.parametrize(("home", "vectorize"), [("CPU:0", False), ("GPU:0", "auto")])
 def test_inside_a_function_loops_are_sent_a_variable_once(home: str, vectorize: Any) -> None:
     """A step of training: forward and backward."""
     with tf.device(home):
