@@ -106,6 +106,7 @@ class Compiled:
         self._taping = threading.Lock()
         self._balanced: Any = None
         self._functions: dict[str, Any] = {}
+        self._of_functions: list[Traced] = []
         self._layouts: dict[tuple[bool, ...], Layout] = {}
         self._inlined = itertools.count()
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
@@ -283,33 +284,33 @@ class Compiled:
         """The devices of the places, each once."""
         return tuple(dict.fromkeys(self.places))
 
-    def functions(self, cancellation: Cancellation | None = None) -> dict[str, Callable[..., list[Any]]]:
-        """One function per device, for one call: `(*tensors of a chunk) -> result leaves`, on the output device.
+    def functions(self, cancellation: Cancellation | None = None) -> dict[str, Callable[[], Callable[..., list[Any]]]]:
+        """What gives each device's function, for one call: `(*tensors of a chunk) -> result leaves`, on the output device.
 
-        They see captured variables as they are now: each is brought to each device once, however many chunks follow.
+        They see captured variables as they are now: each is brought to each device once, however many chunks follow. A
+        function is built where it is first asked for, so that other devices may be at work by then.
         """
-        with self._lock:
-            if not self._functions:
-                with Signals():
-                    self._build_functions()
-            layout = self._layout(False, of_job=True)
-        callable_of = cancellation.cancellable if cancellation else unrecorded
-        mirrors = layout.mirrors
+        with self._lock, Signals():
+            mirrors = self._layout(False, of_job=True).mirrors
+            if not self._of_functions:  # here, and not by a worker: some are traced anew
+                self._of_functions = self._traces_for(len(self.places), (_FUNCTIONS,), False)
         values = mirrors.values()
-        functions: dict[str, Callable[..., list[Any]]] = {}
-        for device, function in self._functions.items():
-            lock = self._drawing.get(device)
-            with tf.device(device), lock or contextlib.nullcontext(), self._captures_fit(device):
+        for device in self.devices:
+            with tf.device(device), self._drawing.get(device) or contextlib.nullcontext(), self._captures_fit(device):
                 mirrors.assign(self.places.index(device), values)
-                of_call = callable_of(function)
-            functions[device] = of_call if lock is None else partial(_holding, lock, of_call)
-        return functions
+        return {device: partial(self._function_of_call, device, cancellation) for device in self.devices}
 
-    def _build_functions(self) -> None:
-        layout = self._layout(False, of_job=True)
-        traces = self._traces_for(len(self.places), (_FUNCTIONS,), False)
-        places = {device: self.places.index(device) for device in self.devices}
-        self._functions = {device: layout.function(i, traces[i]) for device, i in places.items()}
+    def _function_of_call(self, device: str, cancellation: Cancellation | None) -> Callable[..., list[Any]]:
+        if device not in self._functions:
+            with self._lock, Signals():
+                if device not in self._functions:
+                    place = self.places.index(device)
+                    layout = self._layout(False, of_job=True)
+                    self._functions[device] = layout.function(place, self._of_functions[place])
+        function = self._functions[device]
+        of_call = cancellation.cancellable(function) if cancellation else unrecorded(function)
+        lock = self._drawing.get(device)
+        return of_call if lock is None else partial(_holding, lock, of_call)
 
     def _layout(
         self, differentiable: bool, in_place: bool = False, of_job: bool = False, of_run: bool = False

@@ -173,7 +173,7 @@ class Program:
 
             def attempt_on(shard: Shard) -> Any:
                 rows = [take_rows(leaf, shard.start, shard.stop) for leaf in leaves]
-                return functions[shard.device](*compiled.flat(rows))
+                return functions[shard.device]()(*compiled.flat(rows))
 
             cancellation = Cancellation()
             functions = compiled.functions(cancellation)

@@ -40,11 +40,16 @@ from devicemap.run.dispatch import Rules
 from devicemap.run.embedded import call_inside
 from devicemap.run.one_graph import GraphObservers, Heard, OneGraph
 from devicemap.run.reorder import Group
-from devicemap.run.schedule import Pace, reorder_window
+from devicemap.run.schedule import Pace, reorder_window, take_as_long
 from devicemap.run.workers import Runner, run_chunks
 
 _TRIED_SECONDS = 0.3
 """A call that is expected to take no longer, balanced, is tried with a shard for each device, too."""
+
+
+_DOUBTFUL_SECONDS = 1.0
+"""After a first call that took longer, what its quickest chunks say is not believed: rows may differ, and there is a second one
+to learn from."""
 
 
 @dataclass
@@ -64,6 +69,9 @@ class _Known:
     in_shards: float | None = None
     """The same of the last call with a shard for each device."""
 
+    promising: bool = False
+    """Whether chunks of fewer rows took as long: then a shard for each device may take much less."""
+
     tried: bool = False
     """Whether there was such a call, which was compiled."""
 
@@ -81,7 +89,8 @@ class _Known:
         """
         balanced = rows * (self.balanced or 1 / max(sum(self.speeds or ()), 1e-9))
         if self.in_shards is None:
-            return balanced > _TRIED_SECONDS
+            doubtful = self.balanced is None and self.seconds > _DOUBTFUL_SECONDS
+            return doubtful or (balanced > _TRIED_SECONDS and not self.promising)
         return balance_pays(rows, self.in_shards, balanced / rows)
 
 
@@ -174,17 +183,20 @@ class Calls:
 
     def _balanced_in_chunks(self, compiled: Compiled, rows: Rows) -> Any:
         known, began, fastest = _known[compiled], time.perf_counter(), dict.fromkeys(compiled.devices, 0.0)
+        chunks: list[tuple[int, float]] = []
 
         def heard(event: Event) -> None:
             if isinstance(event, ChunkFinished):
-                speed = len(event.shard) / max(event.seconds - event.started_seconds, 1e-9)
-                fastest[event.shard.device] = max(fastest[event.shard.device], speed)
+                chunks.append((len(event.shard), max(event.seconds - event.started_seconds, 1e-9)))
+                device, (count, seconds) = event.shard.device, chunks[-1]
+                fastest[device] = max(fastest[device], count / seconds)
 
         results = self._joined(InMemory(rows, None), compiled, heard)
         seconds = time.perf_counter() - began
         known.seconds += seconds
         if known.speeds is not None:
             known.balanced = seconds / (rows.count or 1)
+            known.promising = take_as_long(chunks)
         known.speeds = [fastest[place] / compiled.places.count(place) for place in compiled.places]
         return results
 
@@ -274,7 +286,7 @@ class Calls:
         if not paces:
             paces |= first_paces(compiled.traced, compiled.devices)
         runners = [
-            Runner(device, partial(self._run_chunk, compiled, functions[device], device, keep), at_once)
+            Runner(device, partial(self._begin, compiled, functions[device], device, keep), at_once)
             for device, at_once in in_flight(compiled, self._options.prefetch).items()
         ]
         if sum(runner.in_flight for runner in runners) == 1:
@@ -305,9 +317,9 @@ class Calls:
 
     def _functions(
         self, source: Source, compiled: Compiled, cancellation: Cancellation
-    ) -> tuple[Compiled, dict[str, Callable[..., Any]]]:
-        """One function per device, after what `fn` captures was brought there; where that tells that a host is lost, for those
-        that are left."""
+    ) -> tuple[Compiled, dict[str, Callable[[], Callable[..., Any]]]]:
+        """What gives each device's function, after what `fn` captures was brought there; where that tells that a host is lost,
+        for those that are left."""
         while True:
             try:
                 return compiled, compiled.functions(cancellation)
@@ -317,6 +329,9 @@ class Calls:
                 if not self._options.max_retries:
                     raise lost from error
             compiled = self.program.compiled_for(source)
+
+    def _begin(self, compiled: Compiled, built: Callable[[], Callable[..., Any]], *rest: Any) -> Callable[[Chunk], Any]:
+        return partial(self._run_chunk, compiled, built(), *rest)
 
     def _run_chunk(
         self,

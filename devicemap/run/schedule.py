@@ -230,6 +230,20 @@ def are_quick(chunk_rows: int, paces: Collection[Pace]) -> bool:
     return bool(speeds) and chunk_rows < PATIENCE_SECONDS * sum(speeds) / len(speeds) * len(paces)
 
 
+def take_as_long(chunks: Collection[tuple[int, float]]) -> bool:
+    """Whether chunks, each its rows and seconds, take about as long for fewer rows, as if rows cost nothing.
+
+    None of much fewer rows than the largest one was much quicker. Where rows cost something the last ones are, also if others
+    are small because their rows are dear.
+
+    >>> take_as_long([(8, 0.1), (16, 0.12), (32, 0.1)]), take_as_long([(4, 0.1), (32, 0.1), (4, 0.01)])
+    (True, False)
+    """
+    rows, seconds = max(chunks, default=(0, 0.0))
+    fewer = [taken for count, taken in chunks if 2 * count <= rows]
+    return bool(fewer) and min(fewer) > seconds / 3  # alone on its device, one is twice as quick as beside another
+
+
 def chunks_in_flight(kind: str) -> int:
     """How many chunks are under way on a device of a kind, where nobody says.
 

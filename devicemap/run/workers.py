@@ -40,8 +40,8 @@ class Runner:
     device: str
     """Full name."""
 
-    run: Callable[[Chunk], Any]
-    """Computes a chunk; may be called by several threads at once."""
+    begin: Callable[[], Callable[[Chunk], Any]]
+    """Gives what computes a chunk: asked for by each of the device's threads, before its first one."""
 
     in_flight: int
     """How many chunks may be under way on the device, so that copying and computing overlap."""
@@ -121,22 +121,23 @@ class _Crew:
     def _work(self, runner: Runner) -> None:
         """A worker's life: take the next chunk, run it, hand in the result."""
         try:
+            run = runner.begin()
             while (taken := self.dispatch.take(runner.device)) is not None:
-                self._run(runner, *taken)
+                self._run(runner.device, run, *taken)
         except BaseException as error:  # of the input, of cutting, of describing an error: nobody may wait for it
             self.dispatch.end_with(error)
 
-    def _run(self, runner: Runner, task: Task, waited_seconds: float) -> None:
-        shard, started = task.chunk.on(runner.device), self.dispatch.now()
+    def _run(self, device: str, run: Callable[[Chunk], Any], task: Task, waited_seconds: float) -> None:
+        shard, started = task.chunk.on(device), self.dispatch.now()
         if task.again:
             self.tell(ChunkRetried, shard=shard, attempt=len(task.tried) + 1)
         self.tell(ChunkStarted, shard=shard, waited_seconds=waited_seconds)
         try:
-            result = runner.run(task.chunk)
+            result = run(task.chunk)
         except BaseException as error:  # remedied, or raised again by the consumer
             self.tell(ChunkFailed, shard=shard, started_seconds=started, error=error)
             if self.dispatch.fail(task, shard, error):
-                self.tell(DeviceLost, device=runner.device, error=error)
+                self.tell(DeviceLost, device=device, error=error)
         else:
             self.tell(ChunkFinished, shard=shard, started_seconds=started)
             self.dispatch.finish(task, shard, started, result)

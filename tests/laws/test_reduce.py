@@ -111,8 +111,8 @@ def test_what_travels_has_the_size_of_the_result(devices: list[str]) -> None:
     mapper = DeviceMap(lambda n: tf.fill([100_000], tf.cast(n, tf.float32)), devices=devices)
     program = mapper._program.reducing(Reduction("mean"))
     compiled = program.compiled_for(as_rows(tf.range(64)))
-    for function in compiled.functions().values():
-        state, rows = function(tf.range(9))
+    for built in compiled.functions().values():
+        state, rows = built()(tf.range(9))
         assert (state.shape, state.dtype, rows.numpy()) == ([1, 100_000], tf.float32, [9])
     np.testing.assert_allclose(mapper.reduce(tf.range(64), "mean")[:3], 31.5)
     plan = mapper.explain(tf.range(64), "mean")

@@ -18,6 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,8 +59,8 @@ class Faults:
     largest: Counter[str] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def around(self, device: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        name = short_name(device)
+    def around(self, device: str, begin: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+        name, function = short_name(device), begin()
 
         def call(rows: Any) -> Any:
             indices = rows.numpy().tolist()
@@ -86,7 +87,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     faults, functions = Faults(), Compiled.functions
 
     def scripted(self: Compiled, *args: Any) -> Any:
-        return {device: faults.around(device, function) for device, function in functions(self, *args).items()}
+        return {device: partial(faults.around, device, begin) for device, begin in functions(self, *args).items()}
 
     monkeypatch.setattr(Compiled, "functions", scripted)
     return faults

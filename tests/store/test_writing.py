@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -352,7 +353,9 @@ def test_devices_that_fail_while_writing(tmp_path: Path, monkeypatch: pytest.Mon
     functions = Compiled.functions
 
     def scripted(self: Compiled, *args: Any) -> Any:
-        def around(device: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def around(device: str, begin: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+            function = begin()
+
             def call(rows: Any) -> Any:
                 if device.endswith("1") and len(rows) > 1:
                     raise tf.errors.ResourceExhaustedError(None, None, "")
@@ -363,7 +366,7 @@ def test_devices_that_fail_while_writing(tmp_path: Path, monkeypatch: pytest.Mon
 
             return call
 
-        return {device: around(short_name(device), function) for device, function in functions(self, *args).items()}
+        return {device: partial(around, short_name(device), begin) for device, begin in functions(self, *args).items()}
 
     with monkeypatch.context() as patch:
         patch.setattr(Compiled, "functions", scripted)

@@ -108,7 +108,7 @@ def verify_rows(
 
 def _ways_in_graph(rows: Rows, options: Options, compiled: Compiled, device: str) -> dict[str, Callable[[], Any]]:
     cancellation = Cancellation()
-    function = compiled.functions(cancellation)[device]
+    function = compiled.functions(cancellation)[device]()
     leaves = [*rows.leaves, *_seeds(rows, options)]
 
     def run(leaves: list[Any]) -> Any:
