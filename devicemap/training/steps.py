@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import read_alone
 from devicemap._tensorflow.gradients import all_wait_for, can_wait, needed_by
 from devicemap._tensorflow.keras import replacing
 from devicemap.base.devices import is_out_of_memory
@@ -227,18 +228,17 @@ def _changes(op: Any) -> bool:
 
 def _change_what_is_used(changes: Iterable[Any], results: Iterable[Any], graph: Any) -> bool:
     """Whether an op that gives one of these results, or what it is made of, uses a variable after one of these changes: it will
-    wait for that, once TensorFlow has traced all of the graph. Calls of functions rarely change what they are given."""
+    wait for that, once TensorFlow has traced all of the graph."""
     needed = needed_by(results)
     order = {op: i for i, op in enumerate(graph.get_operations())}
     last_use = {variable: order[op] for op in order if op in needed for variable in _variables_of(op)}
     return any(
         last_use.get(variable, 0) > order[op]
         for op in changes
-        if not op.type.endswith("PartitionedCall")
-        for variable in _variables_of(op)
+        for variable in _variables_of(op, read_alone(op) if op.type.endswith("PartitionedCall") else ())
     )
 
 
-def _variables_of(op: Any) -> list[int]:
-    """The handles of variables that an op uses, by identity."""
-    return [id(tensor) for tensor in op.inputs if tensor.dtype == tf.resource]
+def _variables_of(op: Any, but: Collection[int] = ()) -> list[int]:
+    """The handles of variables that an op uses, by identity; but for inputs of these numbers."""
+    return [id(tensor) for i, tensor in enumerate(op.inputs) if tensor.dtype == tf.resource and i not in but]
