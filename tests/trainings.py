@@ -106,6 +106,43 @@ class Subclassed(keras.Model):
         return tf.reduce_mean(tf.abs(y_pred - y) ** 3) + 0.1 * tf.math.reduce_std(y_pred)
 
 
+@keras.saving.register_keras_serializable()
+class Counted(layers.Layer):
+    """Weighs what it adds as a loss by the steps so far, and its outputs by those and this one."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.steps = self.add_weight(name="steps", initializer="zeros", trainable=False)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        self.add_loss(0.1 * self.steps * keras.ops.mean(keras.ops.square(x)))
+        if training:
+            self.steps.assign_add(1.0)
+        return x * (1 + 0.1 * self.steps)
+
+
+class Relative(keras.Model):
+    """With a loss that is relative to those of the steps so far, and this one."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.out = layers.Dense(2)
+        self.usual = tf.Variable(1.0, trainable=False)
+        self.note = tf.function(lambda loss: self.usual.assign(0.9 * self.usual + 0.1 * loss))
+        self.build([None, 6])
+
+    def build(self, shape: Any) -> None:
+        self.out.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return self.out(x)
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
+        loss = tf.reduce_mean((y_pred - y) ** 2)
+        self.note(tf.stop_gradient(loss))
+        return loss / self.usual
+
+
 class Largest(keras.metrics.Metric):
     """A metric that is no mean."""
 
@@ -247,6 +284,10 @@ CASES = {
         lambda: {"steps_per_execution": 3, "metrics": ["mae"]},
         {"x": X, "y": Y, "validation_data": (X[:13], Y[:13], WEIGHTS[:13])},
     ),
+    "weights changed in a step that uses them": Case(
+        lambda: sequential(Counted(), layers.SpectralNormalization(layers.Dense(5)), Counted())
+    ),
+    "a loss that changes what it uses": Case(Relative),
     "batch normalization": Case(normalized, lambda: {"optimizer": keras.optimizers.Adam(0.01, epsilon=1e-3)}),
     "batch normalization, nested, adding losses": Case(nested),
     "batch normalization of images": Case(convolutional, data=IMAGES_DATA),

@@ -114,7 +114,7 @@ def wait_for(op: Any, before: Any) -> None:
 @with_fallback(nothing, _control)
 def all_wait_for(ops: Iterable[Any], before: Any) -> None:
     """The same for several ops."""
-    needed = _needed_by(before)
+    needed = needed_by([before])
     for op in ops:
         if op not in needed:
             op._add_control_input(before)
@@ -125,10 +125,10 @@ def can_wait() -> bool:
     return usable(_control)
 
 
-def _needed_by(op: Any) -> set[Any]:
-    """All that an op takes what it gives from, by way of others, or waits for; itself included."""
+def needed_by(ops: Iterable[Any]) -> set[Any]:
+    """All that ops take what they give from, by way of others, or wait for; themselves included."""
     met: set[Any] = set()
-    left = [op]
+    left = [*ops]
     while left:
         each = left.pop()
         if each not in met:

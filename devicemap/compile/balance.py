@@ -196,4 +196,5 @@ class _Array:
         joined = tf.raw_ops.TensorArrayConcatV3(
             handle=self._handle, flow_in=flow, dtype=self._held, element_shape_except0=self._inner
         )
+        joined.value.set_shape([None, *self._inner])  # which TensorFlow does not tell
         return restored(joined.value, self._dtype), joined.lengths

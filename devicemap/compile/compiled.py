@@ -35,7 +35,7 @@ from devicemap.events import Shard, short_name
 
 _KEPT_SHARDS = 256
 
-_ROWS_PER_PLACE = 16
+ROWS_PER_PLACE = 16
 """A call on fewer is not held back to learn how long it takes."""
 
 _GRAPHS, _FUNCTIONS, _INLINED, _PROBE, _BALANCED = range(5)
@@ -173,7 +173,7 @@ class Compiled:
     def may_balance(self, rows: int | None) -> bool:
         """Whether a call in memory that is long enough, and that no tape follows, balances itself; `None`: nobody knows of how
         many rows."""
-        return (rows is None or rows >= _ROWS_PER_PLACE * len(self.places)) and self.balances
+        return (rows is None or rows >= ROWS_PER_PLACE * len(self.places)) and self.balances
 
     def balanced_graph(self) -> Any:
         """The whole call as one `ConcreteFunction` that balances itself, as `compile.balance.balanced_graph` tells."""

@@ -198,7 +198,7 @@ class Pipeline:
             with tf.GradientTape() as tape:
                 nest = self._composed(tf.nest.pack_sequence_as(specs, leaves), rows)
                 floats = [leaf for leaf in tf.nest.flatten(nest, expand_composites=True) if leaf.dtype.is_floating]
-            variables, upstream = tape.watched_variables(), [tf.ones(leaf.shape, leaf.dtype) for leaf in floats]
+            variables, upstream = tape.watched_variables(), [*map(tf.ones_like, floats)]
             for variable, gradient in zip(variables, tape.gradient(floats, variables, upstream)):
                 with tf.device(variable.device):  # what is returned would go to the first device
                     if isinstance(gradient, tf.IndexedSlices):
@@ -207,7 +207,10 @@ class Pipeline:
                         variable.assign_sub(gradient)
 
         given = [
-            tf.TensorSpec(tf.TensorShape([rows]).concatenate(s.shape[1:]), s.dtype) for s in tf.nest.flatten(specs)
+            tf.TensorSpec(tf.TensorShape([rows]).concatenate(s.shape[1:]), s.dtype)
+            if isinstance(s, tf.TensorSpec)
+            else s
+            for s in tf.nest.flatten(specs)
         ]
         return tf.function(taped, autograph=False, input_signature=given).get_concrete_function()
 
@@ -240,6 +243,7 @@ class Pipeline:
             specs = traces[-1][0].nest_of_specs
         began = None if self._times is None else self._times.of(leaves)
         with tf.device(HOST), tf.control_dependencies([] if began is None else [began]):
+            leaves = leaves if began is None else copied(leaves)
             sizes = sizes_in_graph(count_rows(leaves[0]), parts)
             cut = zip(*(cut_rows(leaf, sizes, parts) for leaf in leaves))
             values = [tf.nest.pack_sequence_as(nest, part) for part in cut]

@@ -150,7 +150,7 @@ class Calls:
         """In one graph with a shard for each device if that is short, differentiated, or all there is; else balanced, in chunks
         at first, and in a graph of its own once that is worth compiling."""
         count = rows.count or 0
-        gradients = compiled.order_of_gradients(rows.leaves) if count else 0
+        gradients = compiled.order_of_gradients(rows.leaves)
         known = _known.setdefault(compiled, _Known())
         if gradients or not compiled.may_balance(count):
             return self._one_graph.in_shards(compiled, rows, gradients)

@@ -27,9 +27,9 @@ from devicemap._tensorflow.functions import (
     own_variable,
 )
 from devicemap._tensorflow.gradients import call_holding, call_with_gradient, holds_gradients, tape_is_recording
-from devicemap.compile.compiled import Compiled, has_clock, is_rewritten_with_its_caller
+from devicemap.compile.compiled import ROWS_PER_PLACE, Compiled, has_clock, is_rewritten_with_its_caller
 from devicemap.compile.gather import with_row_counts_checked, with_static_rows
-from devicemap.compile.layout import ops_of, sizes_in_graph
+from devicemap.compile.layout import copied, ops_of, sizes_in_graph
 from devicemap.compile.program import Program
 from devicemap.data.pieces import COMPILING_SECONDS, balance_pays
 from devicemap.data.rows import HOST, Rows, count_rows
@@ -47,12 +47,10 @@ def call_inside(program: Program, rows: Rows, clock: Clock | None = None, filled
     where nobody knows how many.
     """
     compiled = program.compiled_for(rows)
-    if rows.count == 0:
-        return compiled.pack_no_rows()
     with tf.device(HOST):  # else all that comes and goes would go by the first device
         count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
         leaves = program.seeded(rows.leaves, 0, count)
-        call = _Shards(program, compiled, rows.count, filled)
+        call = _Shards(program, compiled, rows.count or None, filled and rows.count != 0)  # without rows, for gradients
         results = _balanced(call, leaves) if clock is None and _may_balance(call) else call(leaves, 2, clock)
         if compiled.traced.reduction is None:
             results = [with_static_rows(leaf, rows.count) for leaf in results]
@@ -146,7 +144,8 @@ def _balanced(call: _Shards, leaves: Sequence[Any]) -> list[Any]:
             pays = balance_pays(rows, in_shards, balanced, tf.maximum)
             pays &= tf.reduce_sum(known.seconds) > COMPILING_SECONDS
             results, seconds = tf.cond(pays, lambda: ways[1](*leaves), lambda: ways[0](*leaves))
-            noted = history.write(known.after(tf.cast(pays, tf.int32), rows, seconds))
+            enough = rows >= ROWS_PER_PLACE * len(compiled.places)
+            noted = history.write(known.after(tf.cast(pays, tf.int32), rows, seconds, enough))
             return must_run([noted, *ops_of(values)], results), values
 
     with tf.device(None):
@@ -180,7 +179,9 @@ def _timed(way: Callable[..., list[Any]], attributes: Any) -> Callable[..., tupl
     def call(*leaves: Any) -> tuple[list[Any], Any]:
         with tf.device(HOST):
             began = tf.timestamp()
-            results = way(*leaves)
+            with tf.control_dependencies([began]):
+                given = copied(list(leaves))
+            results = way(*given)
             with tf.control_dependencies(ops_of(results)):
                 return results, tf.timestamp() - began
 
@@ -196,10 +197,10 @@ class _Known(NamedTuple):
     seconds_per_row: Any
     """Of the last call, but for the first, which makes kernels."""
 
-    def after(self, way: Any, rows: Any, seconds: Any) -> _Known:
-        """After another call in one of the ways."""
+    def after(self, way: Any, rows: Any, seconds: Any, enough: Any) -> _Known:
+        """After another call in one of the ways; `enough`: whether it had so many rows that their number made its length."""
         now = tf.one_hot(way, self.seconds.shape[0], dtype=tf.float64)
-        per_row = tf.where((now > 0) & (self.seconds > 0), seconds / rows, self.seconds_per_row)
+        per_row = tf.where((now > 0) & (self.seconds > 0) & enough, seconds / rows, self.seconds_per_row)
         return _Known(self.seconds + now * seconds, per_row)
 
 

@@ -102,12 +102,12 @@ class OneGraph:
                 "rows, has no forward mode; use a tf.GradientTape"
             )
         count = rows.count or 0
-        if not count:
+        if not count and not gradients:
             with self._observers.of_graph(0, (), compiled.take_traces):
                 return compiled.pack_no_rows()
-        shards, sizes = compiled.shards(count)
+        shards, sizes = compiled.shards(count) if count else ((), tf.zeros([1], tf.int32))
         arguments = (sizes, *self.program.seeded(rows.leaves, 0, count))
-        graph = compiled.graph(len(shards), gradients)
+        graph = compiled.graph(max(len(shards), 1), gradients, any_rows=not count)
         with self._call(compiled, rows, shards, arguments[1:], retried) as (runs, began):
             with compiled.drawing_alone():
                 if gradients:
@@ -116,15 +116,16 @@ class OneGraph:
                     results, returned, arrivals = compiled.run(graph, arguments, count)
             ends = arrivals[0] if arrivals else None
             seconds = time.perf_counter() - began[1]
-            runs.append(Run(shards, began[0], seconds, compiled.traced.audit.ordered, ends))
-            if self.program.counts_rows:
+            if count:
+                runs.append(Run(shards, began[0], seconds, compiled.traced.audit.ordered, ends))
+            if count and self.program.counts_rows:
                 check_row_counts(results, returned, shards)
         return compiled.pack(results)
 
     def over(self, rows: Rows) -> Any:
         """The same, whatever tapes ask for."""
         compiled = self.program.compiled_for(rows)
-        return self.in_shards(compiled, rows, compiled.order_of_gradients(rows.leaves) if rows.count else 0)
+        return self.in_shards(compiled, rows, compiled.order_of_gradients(rows.leaves))
 
     def in_pieces(
         self, compiled: Compiled, rows: Rows, speeds: Sequence[float], retried: bool = False

@@ -101,7 +101,10 @@ def collecting(held: Sequence[tuple[Any, Any]] = ()) -> Any:
             if is_seed(variable) and not held:
                 variable.value.assign(tf.cast(value, variable.value.dtype))
             else:
-                super().add_update(update)
+                if variable.trainable:  # gradients of what reads it are those of the variable, whatever it was assigned
+                    now = tf.cast(variable.value, value.dtype)
+                    value = tf.stop_gradient(value) + (now - tf.stop_gradient(now))
+                super().add_update((variable, value))
 
     return Scope(held, collect_losses=True)
 

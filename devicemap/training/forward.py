@@ -217,9 +217,17 @@ class ForwardPass:
         if losses and given.key not in self._sums:
             with tf.init_scope(), self.calling(None):
                 one, other, both = (self._losses_of(given, rows, losses) for rows in ([0], [1], [0, 1]))
+                if not all(both):  # of a weight that has not begun to grow, of a layer that begins with zeros
+                    held = self._random_values()
+                    one, other, both = (self._losses_of(given, rows, losses, held) for rows in ([0], [1], [0, 1]))
             self._sums[given.key] = []
             for a, b, loss in zip(one, other, both):
-                if not any(math.isclose(loss, whole, rel_tol=0.01) for whole in (a + b, (a + b) / 2)) or not loss:
+                if not loss:
+                    raise failure(
+                        f"{self._model.name} adds a loss that is 0 for random rows and weights, so nobody can tell whether it "
+                        "is a sum over rows or a mean. Add such a loss in compute_loss"
+                    )
+                if not any(math.isclose(loss, whole, rel_tol=0.01) for whole in (a + b, (a + b) / 2)):
                     raise failure(
                         f"{self._model.name} adds a loss that is neither a sum over rows nor a mean: of two rows it is "
                         f"{loss:g}, of each alone {a:g} and {b:g}. Add such a loss in compute_loss"
@@ -227,15 +235,26 @@ class ForwardPass:
                 self._sums[given.key].append(abs(loss) > 0.75 * abs(a + b))
         return self._sums.get(given.key, [])
 
-    def _losses_of(self, given: Given, rows: list[int], losses: int) -> list[float]:
-        """What is added for these of two random rows."""
+    def _random_values(self) -> list[tuple[Any, Any]]:
+        """Variables, but those of random numbers, with other values than they have."""
+        random = np.random.default_rng(0)
+        return [
+            (variable, stored + tf.cast(random.uniform(0.1, 1.0, stored.shape), stored.dtype))
+            for variable, stored in self._variables
+            if not is_seed(variable) and stored.dtype.is_floating
+        ]
+
+    def _losses_of(
+        self, given: Given, rows: list[int], losses: int, held: Sequence[tuple[Any, Any]] = ()
+    ) -> list[float]:
+        """What is added for these of two random rows; `held`: as for `collecting`."""
         random = np.random.default_rng(0)
         leaves = []
         for leaf in given.rows:
             two = random.normal(size=[2, *(size or 2 for size in leaf.shape[1:])])[rows]
             leaves.append(tf.cast(two if leaf.dtype.is_floating else two > 0, leaf.dtype))
         args, kwargs = given.with_rows(leaves)
-        with collecting() as scope:
+        with collecting(held) as scope:
             self._model(*args, **{**kwargs, "training": False})
         if len(scope.losses) != losses:
             raise failure(
@@ -246,7 +265,7 @@ class ForwardPass:
     @property
     def _states(self) -> list[Any]:
         """The variables that forward passes may give new values, besides seeds."""
-        return [variable for variable in self._model.non_trainable_variables if not is_seed(variable)]
+        return [variable for variable, _ in self._variables if not is_seed(variable)]
 
     @cached_property
     def _averaged(self) -> set[int]:

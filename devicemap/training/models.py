@@ -9,6 +9,7 @@ done with outputs or gradients is what Keras does. Gradients are computed where 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -205,7 +206,8 @@ class _Parallel:
         """
         structure = tf.nest.map_structure(lambda leaf: None, data_or_spec)
         leaves = tuple(tf.nest.flatten(data_or_spec))
-        given = Given(((structure,), {"training": True}), (*(ROWS for _ in leaves), True), ())
+        training = {"training": True} if "training" in inspect.signature(self._model.call).parameters else {}
+        given = Given(((structure,), training), (*(ROWS for _ in leaves), *training.values()), ())
         microbatches = self._steps["train_step"].microbatches
         program = self._forward.graph_of(given, microbatches).program
         asked = ask(leaves, program.options)

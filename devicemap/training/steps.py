@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.gradients import all_wait_for, can_wait
+from devicemap._tensorflow.functions import read_alone
+from devicemap._tensorflow.gradients import all_wait_for, can_wait, needed_by
 from devicemap._tensorflow.keras import replacing
 from devicemap.base.devices import is_out_of_memory
 from devicemap.base.structure import freeze
@@ -174,7 +175,8 @@ class Updates:
     @contextlib.contextmanager
     def last(self, model: Any, outputs: Sequence[Any]) -> Iterator[None]:
         """While it lasts, a step is traced: what it changes waits for the gradients that the optimizer gets, and without these
-        for the `outputs` of the model, which are there at its end."""
+        for the `outputs` of the model, which are there at its end. Where these use a variable after the step has changed it,
+        nothing waits: such a step has begun as soon as it runs."""
         graph = tf.compat.v1.get_default_graph()
         known, optimizer = len(graph.get_operations()), getattr(model, "optimizer", None)  # none before `compile`
         awaited: dict[str, list[Any]] = defaultdict(list)
@@ -194,6 +196,8 @@ class Updates:
         changes = [op for op in graph.get_operations()[known:] if _changes(op)]
         if changes:
             there = awaited or ({self._begun.device: [*outputs]} if outputs else {})
+            if _change_what_is_used(changes, [tensor.op for tensors in there.values() for tensor in tensors], graph):
+                there = {}
             nothing = [_zero_of(*each) for each in there.items()]
             with tf.device(self._begun.device):
                 begun = self._begun.assign_add(sum(nothing, tf.constant(1, tf.int64)), read_value=False)
@@ -219,4 +223,22 @@ def _without_optionals(batch: Any) -> Any:
 
 def _changes(op: Any) -> bool:
     """Whether it may change a variable."""
-    return op.type not in READS and any(tensor.dtype == tf.resource for tensor in op.inputs)
+    return op.type not in READS and bool(_variables_of(op))
+
+
+def _change_what_is_used(changes: Iterable[Any], results: Iterable[Any], graph: Any) -> bool:
+    """Whether an op that gives one of these results, or what it is made of, uses a variable after one of these changes: it will
+    wait for that, once TensorFlow has traced all of the graph."""
+    needed = needed_by(results)
+    order = {op: i for i, op in enumerate(graph.get_operations())}
+    last_use = {variable: order[op] for op in order if op in needed for variable in _variables_of(op)}
+    return any(
+        last_use.get(variable, 0) > order[op]
+        for op in changes
+        for variable in _variables_of(op, read_alone(op) if op.type.endswith("PartitionedCall") else ())
+    )
+
+
+def _variables_of(op: Any, but: Collection[int] = ()) -> list[int]:
+    """The handles of variables that an op uses, by identity; but for inputs of these numbers."""
+    return [id(tensor) for i, tensor in enumerate(op.inputs) if tensor.dtype == tf.resource and i not in but]

@@ -171,6 +171,13 @@ def test_same_answer_inside_a_function(case: Case, devices: list[str], inside: l
     assert bool(inside) == (balances.balances and balances.traced.audit.repeatable)
 
 
+@pytest.mark.parametrize("rows", [None, 0, 200])
+def test_static_shapes_inside_a_function(rows: int | None, devices: list[str]) -> None:
+    mapper = devicemap.DeviceMap(lambda row: {"row": row, "text": tf.strings.as_string(row[0])}, devices=devices)
+    results = tf.function(lambda x: mapper(x)).get_concrete_function(tf.TensorSpec([rows, 3])).structured_outputs
+    assert {name: leaf.shape.as_list() for name, leaf in results.items()} == {"row": [rows, 3], "text": [rows]}
+
+
 W = tf.Variable([[1.0, 2.0], [0.5, -1.0], [2.0, 0.0]])
 
 
@@ -342,6 +349,20 @@ def test_in_a_function_long_calls_balance_themselves_and_short_ones_do_not(
             np.testing.assert_allclose(call(x), 2 * x + 1, rtol=1e-6)
             taken = sum(each.rows for each in sim.calls(1))
             assert taken == rows if isinstance(rows, int) else taken in rows
+
+
+def test_in_a_function_few_rows_do_not_tell_how_long_many_take(
+    sim: simulator.Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("devicemap.run.embedded.COMPILING_SECONDS", -1.0)
+    mapper = devicemap.DeviceMap(lambda x: sim.work(x, x[:, 0]), devices=["CPU:0", "CPU:1", "CPU:2"], batched=True)
+    call = tf.function(lambda x: mapper(x), input_signature=[tf.TensorSpec([None, 1])])
+    x = tf.zeros([192, 1])
+    for data in (x, x, x[:0], tf.fill([1, 1], 0.05)):
+        call(data)
+    sim.reset()
+    call(x)
+    assert [each.rows for each in sim.calls(1)] == [64]
 
 
 def test_seeded_functions_draw_the_same_in_each_run() -> None:

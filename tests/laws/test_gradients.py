@@ -512,3 +512,20 @@ def test_gradients_of_rows_one_by_one_in_a_compiled_function() -> None:
         return tape.gradient(y, x)
 
     np.testing.assert_allclose(gradient(X), tf.cos(X) * X + tf.sin(X), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batched": True}], ids=str)
+@places
+def test_gradients_of_no_rows_are_zeros(place: Any, options: dict[str, Any], devices: list[str]) -> None:
+    mapper = devicemap.DeviceMap(lambda x: tf.sin(tf.reshape(x, [-1, 3]) @ WEIGHTS), devices=devices, **options)
+
+    def taken(mapped: Any, x: Any, *variables: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = tf.reduce_sum(mapped(x))
+        return tape.gradient(total, [x, *variables])
+
+    for mapped in (mapper, lambda x: mapper.reduce(x, "sum")):
+        of_rows, of_weights = place(lambda mapped, x: taken(mapped, x, WEIGHTS), mapped, X[:0])
+        assert of_rows.shape == [0, 3]
+        np.testing.assert_array_equal(of_weights, tf.zeros([3, 3]))

@@ -303,6 +303,13 @@ def test_explain_tells_the_bubble(devices: list[str]) -> None:
     assert [stage.output_bytes_per_row for stage in plan.stages] == [16] * 3
 
 
+def test_explain_tells_of_ragged_rows(devices: list[str]) -> None:
+    pipe = Pipeline([lambda x: 2 * x, tf.sin], devices)
+    for data in (tf.RaggedTensorSpec([None, None]), tf.RaggedTensor.from_row_lengths(tf.zeros([20]), [1, 3] * 5)):
+        for gradients in (False, True):
+            assert pipe.explain(data, gradients=gradients).bubble > 0
+
+
 def test_the_report_tells_when_each_part_ended(devices: list[str], tmp_path: Path) -> None:
     @tf.custom_gradient
     def slow(rows: Any) -> Any:
@@ -318,6 +325,8 @@ def test_the_report_tells_when_each_part_ended(devices: list[str], tmp_path: Pat
     pipe = Pipeline([slow, layer(1), loss_of_rows], devices, microbatches=4, report=True)
     with pytest.raises(OptionError):
         pipe.report
+    pipe(x[:1])
+    assert pipe.report.busy_seconds[0] > 0.02
     pipe(x[:3])
     pipe(x)
     report = pipe.report

@@ -56,6 +56,11 @@ def test_trained_as_by_one_device(name: str, devices: list[str]) -> None:
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(before, wanted["weights"]))
 
 
+def test_explains_models_that_are_not_told_of_training(devices: list[str]) -> None:
+    plan = devicemap.parallelize(CASES["a loss that changes what it uses"].made(), devices).explain(X, Y)
+    assert plan.largest_batch(memory_bytes=2**24) > 0
+
+
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("name", ["moving average", "batch normalization"])
 def test_other_numbers_of_devices(name: str, count: int) -> None:
@@ -92,7 +97,7 @@ def test_local_batch_normalization_takes_a_devices_rows(devices: list[str]) -> N
 
 FRUGAL = [{"accumulate": 3}, {"recompute": True}, {"accumulate": 2, "recompute": True}]
 FRUGALLY_TRAINED = [
-    *("momentum, clipnorm", "added means and sums", "outputs in a dict"),
+    *("momentum, clipnorm", "added means and sums", "outputs in a dict", "weights changed in a step that uses them"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("masks, gradients of slices", "scaled")),
 ]
 
@@ -440,8 +445,9 @@ def test_a_layer_that_counts_calls(devices: list[str]) -> None:
     [
         (lambda: Counts(rows=True), "count"),
         (lambda: layers.ReLU(activity_regularizer=lambda x: tf.reduce_sum(x) ** 2), "sum"),
+        (lambda: layers.ReLU(activity_regularizer=lambda x: 0.0 * tf.reduce_sum(x)), "0 for random rows"),
     ],
-    ids=["a value of rows", "a loss that is no sum"],
+    ids=["a value of rows", "a loss that is no sum", "a loss of nothing"],
 )
 def test_what_devices_cannot_do_apart_is_refused(layer: Any, word: str, devices: list[str]) -> None:
     model = devicemap.parallelize(Case(lambda: sequential(layer())).made(), devices)
