@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from oracle import first_rows, serial
 
@@ -199,3 +200,6 @@ _FEW = (
 )  # fmt: skip
 FEW = [case for case in ALL if case.name in _FEW]
 """Without those whose function, data and results are like those of another one in most respects."""
+
+OTHERS_SLOW = [case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for case in ALL]
+"""All of them, where a way of running is tried."""

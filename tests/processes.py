@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-SECONDS = 300
+SECONDS = 600
 """What hangs, hangs for ever."""
 
 forks = multiprocessing.get_context("forkserver")

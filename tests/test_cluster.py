@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import processes
 import pytest
+
+from devicemap.cli import main
 
 FILES = Path(__file__).with_name("clusters")
 
@@ -27,12 +31,25 @@ def test_on_hosts() -> None:
 @pytest.mark.parametrize("options", [[], ["--open"]])
 def test_serve(options: list[str]) -> None:
     """It says where, to whom, and that it has no passwords, and ends at Ctrl-C."""
-    command = [sys.executable, "-m", "devicemap", "serve", "--port", "0", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
+    said, saying = processes.forks.Pipe(duplex=False)
+    process = processes.forks.Process(target=_command, args=(saying, "serve", "--port", "0", *options))
+    process.start()
+    saying.close()
+    assert process.pid is not None
+    try:
+        with open(said.fileno(), closefd=False) as output:
+            line = output.readline()
         assert re.match(r"\S+:\d+ ", line)
         assert ("this machine" in line) == (not options)
         assert "password" in line
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        os.kill(process.pid, signal.SIGINT)
+        process.join(60)
+        assert process.exitcode == 130
+    finally:
+        process.kill()
+
+
+def _command(output: Connection, *arguments: str) -> None:
+    os.dup2(output.fileno(), 1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main([*arguments]))

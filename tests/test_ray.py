@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +31,19 @@ def test_on_a_cluster() -> None:
 
 def test_without_ray() -> None:
     """The module is there, and its call says what to install."""
-    program = (
-        "import sys; sys.modules['ray'] = None; import devicemap; devicemap.ray.map_batches(1, len, concurrency=1)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "DeviceMapError" in done.stderr
-    assert "ray[data]" in done.stderr
+    processes.run("""
+        import sys
+
+        sys.modules["ray"] = None
+        import devicemap
+
+        try:
+            devicemap.ray.map_batches(1, len, concurrency=1)
+        except devicemap.errors.DeviceMapError as error:
+            assert "ray[data]" in str(error), error
+        else:
+            raise AssertionError("nothing was said")
+        """)
 
 
 def table_of(columns: dict[str, Any]) -> Any:

@@ -1,17 +1,18 @@
 """Law 1 for what people write in a `fn` of one sample: scans, inner loops and gradients, lists, segments, formats of data.
 
-Each is held against `tf.map_fn`, with its gradients; most of them broke when their graphs were rewritten.
+Each is held against its rows one by one, with its gradients; most of them broke when their graphs were rewritten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from oracle import gradients_of
+from oracle import gradients_of, one_by_one
 
 import devicemap
 
@@ -97,12 +98,6 @@ FUNCTIONS["uint16"] = (FUNCTIONS["uint16"][0], tf.cast(FUNCTIONS["uint16"][1], t
 FUNCTIONS["set"] = (FUNCTIONS["set"][0], tf.reshape(FUNCTIONS["set"][1], [3, 4]))
 
 
-def _serial(fn: Callable[..., Any], data: Any) -> Any:
-    signature = tf.function(fn).get_concrete_function(tf.TensorSpec(data.shape[1:], data.dtype)).structured_outputs
-    spec = tf.TensorSpec(signature.shape, signature.dtype)
-    return lambda x: tf.map_fn(fn, x, fn_output_signature=spec)
-
-
 ENDS_THE_PROCESS = tf.__version__.startswith("2.16.")  # at a transposition by axes from the end
 
 DEVICE_COUNTS = (1, 3)
@@ -121,7 +116,7 @@ def test_values_and_gradients(devices: list[str], name: str, vectorize: Any) -> 
     if name == "conjugate, axes from the end" and ENDS_THE_PROCESS:
         pytest.skip("this TensorFlow ends the process")
     fn, data = FUNCTIONS[name]
-    mapper, serial = devicemap.DeviceMap(fn, devices=devices, vectorize=vectorize), _serial(fn, data)
+    mapper, serial = devicemap.DeviceMap(fn, devices=devices, vectorize=vectorize), partial(one_by_one, fn)
     inside = tf.function(lambda x: mapper(x))
     got, wanted = mapper(data), serial(data)
     assert got.dtype == wanted.dtype

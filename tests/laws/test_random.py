@@ -267,10 +267,14 @@ def _in_a_case(row: Any) -> Any:
 _inner = tf.function(lambda row: tf.map_fn(lambda one: _doubled(one * tf.ones([3]))[0], row))
 SCALE = tf.Variable([1.0, 2.0, 3.0])
 DOUBLED = {
-    "plain, branch and case": (lambda row: tf.stack([_doubled(row), _in_a_branch(row), _in_a_case(row)]), [2.0] * 3),
+    "plain, branch, case and optimised": (
+        lambda row: tf.stack(
+            [_doubled(row), _in_a_branch(row), _in_a_case(row), tf.nn.silu(_doubled(row) * 0.0) + _doubled(row)]
+        ),
+        [2.0] * 4,
+    ),
     "loops": (lambda row: tf.stack([_in_a_loop(row), _inner(row)]), [4.0, 2.0]),
     "variable": (lambda row: (_doubled(row) * SCALE)[None], [2.0]),
-    "optimised": (lambda row: (tf.nn.silu(_doubled(row) * 0.0) + _doubled(row))[None], [2.0]),
 }
 """Functions that draw, and how many times what they return their gradient is, of each that they return."""
 

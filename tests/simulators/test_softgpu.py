@@ -25,11 +25,13 @@ sys.exit(code != pytest.ExitCode.NO_TESTS_COLLECTED and code)
 
 
 QUICK = {"devices chunks": "not slow", "traffic plans": "not slow", "cut memory": "not slow"}
-SLOW = {"plans": "slow", "training": "not slow", "pipelines": "not slow", "budgets": "not slow"}
+SLOW = {"plans": "slow", "training": "not slow"}, {"pipelines": "not slow", "budgets": "not slow"}
 """Files that take long: what is marked slow in them, or all that they hold."""
 
 
-@pytest.mark.parametrize("files", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
+@pytest.mark.parametrize(
+    "files", [QUICK, *(pytest.param(files, marks=pytest.mark.slow) for files in SLOW)], ids=" ".join
+)
 def test_on_gpus_in_software(files: dict[str, str]) -> None:
     """In a process of its own for each number and size of GPUs, since devices are made once.
 

