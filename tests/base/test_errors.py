@@ -416,6 +416,7 @@ def test_fn_does_not_fit_the_data(fn: Any, data: Any, options: Options, given: s
     message = rf"^fn could not be traced for one row \(batched=False\){given} of ({{'a': )?TensorSpec\("
     with pytest.raises(FunctionError, match=message) as caught:
         devicemap.parallel_map(fn, data, **SEVERAL, **options)
+    assert "TensorSpec(shape=(None" not in str(caught.value)  # but what one row gets
     said = str(caught.value).partition("name=None)")[2]
     assert hint in said if hint else said.startswith(f": {type(caught.value.__cause__).__name__}")
     assert isinstance(caught.value, TypeError | ValueError | AttributeError | NotImplementedError)
