@@ -61,35 +61,35 @@ def parallel_map(
 
     The result is that of `tf.map_fn(fn, data)`, or of `fn(data)` with `batched=True`, to rounding: same rows, order,
     structure and dtypes, on any number of devices. Calling it again with the same `fn` (or the same method of the same
-    object) and options does not trace again, as long as `fn` is among the last 64 that were mapped; keep a `DeviceMap` to be
-    independent of that. When you drop `fn`, what it was compiled to goes with the next garbage collection, and with it the
-    copies on devices.
+    object) and options does not trace again, as long as `fn` is among the last 64 that were mapped; a `DeviceMap` has no such
+    limit. When you drop `fn`, its compiled code and its copies on devices go with the next garbage collection.
 
     Args:
-        fn: takes one sample, or with `batched=True` a batch of rows, and returns one result, or as many rows. A tuple
+        fn: takes one row and returns its result, or with `batched=True` takes a batch of rows and returns as many. A tuple
             in `data` is passed as several arguments, a dict or named tuple as one.
         data: a nest of tensors, arrays, lists, `RaggedTensor`s or `SparseTensor`s of shape `[rows, ...]`, or a
             `tf.data.Dataset` of samples (`batched=False`) or of batches of rows (`batched=True`). Objects are structure as
-            for `tf.nest`, and `tf.experimental.ExtensionType`s too: `fn` gets one of the same class that holds a row, or a
-            batch.
+            for `tf.nest`, and so are `tf.experimental.ExtensionType`s: `fn` gets one of the same class that holds a row, or
+            a batch.
         devices: `None` for every local GPU, else every local CPU; a kind (`"GPU"`); or a list of names (`"GPU:1"`,
             `"/device:GPU:1"`, full names) or logical or physical devices.
         batched: whether `fn` takes a batch.
-        vectorize: how a `fn` of one sample runs over the rows of a device: `True` as `tf.vectorized_map`, `False` as
-            `tf.map_fn`, `"auto"` the first where every op is proven to give the same and the results are dense, else the
+        vectorize: how a `fn` of one row runs over the rows of a device: `True` as `tf.vectorized_map`, `False` as
+            `tf.map_fn`, `"auto"` as the first if every op is proven to give the same and the results are dense, else as the
             second.
-        batch_size: rows per device call: data goes in chunks of at most that many rows, each to the first idle device.
-            `"auto"`: found by measuring, for each device. `None`: a dataset's batches as they are, its samples as with
-            `"auto"`; in-memory data as one shard per device where the call is short, or a tape follows it, else balanced:
-            devices take rows as they are done with others, in chunks at first, and in one graph once that is worth compiling.
+        batch_size: rows per device call. An int: data goes in chunks of at most that many rows, each to the first idle device.
+            `"auto"`: the same, of a size found by measuring, for each device. `None`: a dataset's batches go as they are, its
+            samples as with `"auto"`; data in memory goes as one shard per device in short calls and under a tape, and is
+            balanced in others: devices take more rows when they are done, in chunks at first, and in one graph once that is
+            worth compiling.
         seed: an int from 0 to 2**32 - 1: `fn` also gets `seed=`, a seed for `tf.random.stateless_*` (int32 `[2]`;
             `[rows, 2]` when batched) that depends on `seed` and the row's index alone.
-        fn_output_signature: as in `tf.map_fn`, for a `fn` of one sample whose dense results differ in shape.
+        fn_output_signature: as in `tf.map_fn`, for a `fn` of one row whose dense results differ in shape.
         jit_compile: compile with XLA. Shards run in pieces of powers of two rows, to compile for few shapes.
         in_place: variables that `fn` reads where they are, for instance a table that is larger than the memory of a device:
             what is looked up travels. Others are copied to each device once per call, or per job in chunks.
         output_device: where results are gathered.
-        deterministic: for streams: chunks in input order, or as they finish, each as `(first row, chunk)`.
+        deterministic: for streams. `True`: chunks in input order; `False`: as they finish, each as `(first row, chunk)`.
         prefetch: chunks in flight per device, so that copying in, computing and copying out overlap. `None`: 2 on CPUs, 4 on
             other devices.
         max_retries: how often a chunk that failed is tried again, on another device if there is one. What `fn` does
@@ -105,7 +105,7 @@ def parallel_map(
         extension type holds besides tensors is as it was when `fn` was traced.
 
     Raises:
-        OptionError, DataError: before anything runs, for options and data that cannot be.
+        OptionError, DataError: before anything runs, for options and data that are not valid.
         FunctionError: `fn` failed; it names the device and rows, and is an instance of the original error's class too.
 
     Examples:
@@ -131,8 +131,7 @@ def parallel_reduce(
     """Map `fn` over the rows of `data` on several devices at once, and reduce the results where they are computed.
 
     The result is that of `tf.reduce_sum(parallel_map(fn, data), 0)`, or of the mean, minimum or maximum, to rounding that does
-    not grow with the number of rows. Nothing of the size of the mapped rows is kept or travels: what does has the size of the
-    result, for each device or chunk.
+    not grow with the number of rows. The mapped rows are neither kept nor sent: only a result is, for each device or chunk.
 
     Args:
         fn: as for `parallel_map`; its results are dense.
@@ -149,7 +148,7 @@ def parallel_reduce(
         differentiable.
 
     Raises:
-        OptionError, DataError: before anything runs, for options, a reducer and data that cannot be.
+        OptionError, DataError: before anything runs, for options, a reducer and data that are not valid.
         FunctionError: `fn` failed, or its results cannot be reduced so.
         JournalError: the directory holds something else, or the disk failed: as of `DeviceMap.write`.
 
@@ -314,7 +313,7 @@ class DeviceMap:
             check_variables: whether other values of the variables that `fn` reads make it another function. Their shapes and
                 dtypes always do. Not for a `fn` that writes them.
             trust_function: go on although `fn` is not what has computed the results in the directory, because the
-                difference makes none to the results; or although nobody can tell, as of a `fn` with locks or iterators.
+                difference does not affect the results; or although nobody can tell, as for a `fn` with locks or iterators.
 
         Returns:
             What the directory holds, as `devicemap.open_results(directory)` does.

@@ -103,7 +103,7 @@ def main() -> None:
     for name, plan in plans.items():
         most = max(memory.peak_bytes(BATCH_SIZE) for memory in plan.memory) / MIB
         rows = plan.largest_batch(limit)
-        print(f"{name}: {most:.1f} of {flags.memory:g} MiB for {BATCH_SIZE} rows, at most {rows} rows fit")
+        print(f"{name}: {most:.1f} of {flags.memory:g} MiB for {BATCH_SIZE} rows; {rows or 'no'} rows fit")
     if rows < BATCH_SIZE:
         raise SystemExit(f"{rows} rows fit into --memory {flags.memory:g}; expected {BATCH_SIZE}, or more devices")
     losses = train(model, pipe, flags.epochs)

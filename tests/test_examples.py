@@ -34,7 +34,7 @@ AS_IT_IS = {"digits --images 20": ("No GPU: the CPU is cut into 4 devices", "CPU
 ON_TWO_DEVICES = {
     "digits --images 20 --simulate 2": ("on 2 devices", *DIGITS),
     "integrals --rows 17 --precision 0.05 --simulate 2": (
-        "17 integrals in 5 dimensions", "2 devices, a shard each", "Within one error of the truth: ",
+        "17 integrals in 5 dimensions", "2 devices, no options", "Within one error of the truth: ",
         "The same on 1 device and on 2 devices", "none of them kept",
     ),
     "inference --pages 6 --epochs 1 --simulate 2": (
@@ -44,7 +44,7 @@ ON_TWO_DEVICES = {
         "5 initial states on 2 device(s)", "death of predators", "0.4", "Squares per observation",
     ),
     "large --epochs 1 --simulate 2": (
-        "alone: 23", "of 20 MiB for 128 rows, at most 0 rows fit", "2 stages: ", "in the last, on 2 devices",
+        "alone: 23", "of 20 MiB for 128 rows; no rows fit", "2 stages: ", "in the last, on 2 devices",
     ),
     "training --epochs 1 --simulate 2": ("On one device: loss ", "On all devices: loss ", "after each of 1 epochs agree"),
 }  # fmt: skip

@@ -66,7 +66,7 @@ def benchmark(
         A `BenchmarkResult` with a recommendation; print it.
 
     Raises:
-        OptionError, DataError: before anything runs, for options and data that cannot be, and for data without rows.
+        OptionError, DataError: before anything runs, for options and data that are not valid, and for data without rows.
         FunctionError: `fn` failed, or two ways gave different results; the message says which and how.
 
     Examples:

@@ -7,8 +7,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_FOR_EAGER_CODE = ("predict", "predict_on_batch", "evaluate")
-"""Methods of Keras models that read their data as NumPy does."""
+_FOR_EAGER_CODE = {
+    **dict.fromkeys(("predict", "predict_on_batch"), "pass the model itself, with batched=True"),
+    **dict.fromkeys(("fit", "evaluate", "train_on_batch"), "devicemap.parallelize(model) runs it on all devices"),
+}
+"""Methods of Keras models that read their data as NumPy does, and what to do instead."""
 
 _WANTS_AXES = re.compile(r"incompatible with the layer: expected (min_)?ndim|Invalid input shape for input")
 
@@ -29,9 +32,14 @@ def hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, e
         seeded: whether it got the keyword `seed`, too.
         error: what tracing it raised.
     """
-    if hasattr(getattr(fn, "__self__", None), "built") and fn.__name__ in _FOR_EAGER_CODE:
-        yield f"Keras's {fn.__name__} is for eager code: pass the model itself, with batched=True"
-        return
+    own = (fn.__name__,) if hasattr(getattr(fn, "__self__", None), "built") else ()
+    for name in (
+        *own,
+        *getattr(getattr(fn, "__code__", None), "co_names", ()),
+    ):  # a method of a model, or what calls one
+        if name in _FOR_EAGER_CODE:
+            yield f"Keras's {name} is for eager code: {_FOR_EAGER_CODE[name]}"
+            return
     of_keras = hasattr(fn, "built")  # layers and models have that
     in_keras = bool(_WANTS_AXES.search(str(error)))
     if not batched and (of_keras or in_keras):

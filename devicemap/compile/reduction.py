@@ -33,11 +33,11 @@ _MOST_STATES = 64
 
 @dataclass(frozen=True)
 class Reducer:
-    """A reduction of one's own: `finish(merge(step(step(initial, row), row), ...))`, in the order of rows.
+    """A reduction of your own: `finish(merge(step(step(initial, row), row), ...))`, in the order of rows.
 
     Args:
-        initial: the state without rows, a nest of numbers, arrays or tensors. Each device begins with it, so merging it with
-            another state must give that one.
+        initial: the state without rows, a nest of numbers, arrays or tensors, of the dtypes of later states (0.0 for floats).
+            Each device begins with it, so merging it with another state must give that other state.
         step: `(state, result of a row) -> state`, of the same structure, shapes and dtypes. It runs on the device that has
             computed the row.
         merge: `(state, state of later rows) -> state`; associative, it need not be commutative.

@@ -126,8 +126,10 @@ def trace(
     except FunctionError:
         raise
     except Exception as error:
-        given = specs if options.batched else tf.nest.map_structure(row_spec, specs)
-        given = (*(given if type(specs) is tuple else [given]), *leaf_specs[len(tf.nest.flatten(specs)) :])
+        seeds = leaf_specs[len(tf.nest.flatten(specs)) :]
+        given = (*(specs if type(specs) is tuple else [specs]), *seeds)
+        if not options.batched:
+            given = tf.nest.map_structure(row_spec, given)
         what = "a batch" if options.batched else "one row (batched=False)"
         if type(specs) is tuple and len(specs) > 1:
             what += f", as {len(specs)} arguments,"

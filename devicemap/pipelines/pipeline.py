@@ -39,21 +39,21 @@ class Pipeline:
     """Functions of batches, one after the other, each on a device of its own: `stages[-1](... stages[0](x))`.
 
     Rows come back in order, and gradients are those of the whole batch. With "1f1b", backward calls begin before all forward
-    calls are done where the gradient of a microbatch's outputs does not depend on those of later ones: where the last stage
-    gives a loss for each row, and these are added or averaged. Otherwise, and in eager code under a tape, all forward calls
-    come first, as with "gpipe". A batch normalization in a stage sees microbatches, and a warning says so.
+    calls are done, if the last stage returns a loss for each row, and these are added or averaged: then the gradient of a
+    microbatch's outputs does not depend on later ones. Otherwise, and in eager code under a tape, all forward calls come first,
+    as with "gpipe". A batch normalization in a stage sees one microbatch at a time, and a warning says so.
 
     Args:
-        stages: functions of a batch, Keras layers or models; what a tuple holds is passed as several arguments. Their variables
-            stay where they are; those of Keras stages that were built are moved to the device of their stage.
-        devices: as for `parallel_map`; the first ones, one for each stage.
-        microbatches: into how many parts the rows of a batch are cut, at most: no part is empty.
+        stages: functions of a batch, Keras layers or models; a tuple is passed to the next one as several arguments. Variables
+            of functions stay where they are; those of built Keras stages are moved to the device of their stage.
+        devices: as for `parallel_map`; the first of them are taken, one for each stage.
+        microbatches: into how many parts the rows of a batch are cut; fewer if there are fewer rows.
         schedule: "1f1b" or "gpipe".
         output_device: where results are gathered.
         report: whether calls keep when each of their parts ended, for `report`.
 
     Raises:
-        OptionError: for what cannot be, for instance fewer devices than stages.
+        OptionError: for arguments that are not valid, for instance fewer devices than stages.
 
     Examples:
         >>> pipe = Pipeline([lambda x: x * 2, lambda x: x + 1], devices=["CPU:0", "CPU:1"], microbatches=2)
@@ -105,7 +105,7 @@ class Pipeline:
             data: as for `parallel_map` with `batched=True`.
 
         Raises:
-            DataError: for data that cannot be, such as a dataset, which is for `stream`.
+            DataError: for data that is not valid, such as a dataset, which is for `stream`.
             FunctionError: a stage failed, or gives another number of rows than it is given.
             HostLostError: the host of a stage is lost.
         """
@@ -220,10 +220,10 @@ class Pipeline:
         microbatch, forward and, where the gradient was asked for in the same `tf.function`, backward.
 
         Raises:
-            OptionError: it was not made with `report=True`, or has not run.
+            OptionError: the pipeline was not made with `report=True`, or has not run.
         """
         if self._times is None:
-            raise OptionError("nothing is known of calls: make the Pipeline with report=True")
+            raise OptionError("this Pipeline keeps nothing of its calls: make it with report=True")
         calls = calls_of(self._times.known())
         if not calls:
             raise OptionError("there was no call yet")

@@ -61,7 +61,7 @@ def map_batches(
 
     Raises:
         DeviceMapError: Ray is not installed.
-        OptionError, DataError: before anything runs, for options and data that cannot be.
+        OptionError, DataError: before anything runs, for options and data that are not valid.
         ray.exceptions.RayError: when the result is read: `fn` failed, a column cannot be had, or an actor has no such devices.
             Its message holds that of the `FunctionError`, `DataError` or `DeviceError`.
 
@@ -96,7 +96,7 @@ def reduce(
 
     Raises:
         DeviceMapError: Ray is not installed.
-        OptionError, DataError: before anything runs, for options, a reducer and data that cannot be; and for no rows at all.
+        OptionError, DataError: before anything runs, for options, a reducer and data that are not valid, and without rows.
         ray.exceptions.RayError: as of `map_batches`, and where the results of `fn` cannot be reduced so.
 
     Examples:

@@ -54,7 +54,7 @@ def parallelize(
 
     The weights after each step, losses and metrics are those of one device with the same batches, to rounding. The model stays
     the same object, with the same variables, files and callbacks; called directly, or saved, it is what it was. Each batch is
-    cut into a shard of rows for each device; loss, metrics and the optimizer run once, on all rows, where the variables are.
+    cut into a shard of rows for each device; loss, metrics and optimizer run once, on all rows, where the variables are.
 
     Args:
         model: a Keras 3 model with the TensorFlow backend: Sequential, functional or subclassed, compiled or not, built.
@@ -65,18 +65,18 @@ def parallelize(
             their gradients: the step is the same, in the memory of one, for another run of the forward pass. A step that
             runs out of memory is cut in the same way, with a warning. With `batch_norm="local"` normalization sees one
             microbatch.
-        recompute: True: what layers make on the way to their outputs is not kept for gradients, but made again; a list of
-            names: for these layers. That saves where a layer holds others. Those that change variables of their own, as
-            batch normalization, are left out.
+        recompute: True: what layers compute on the way to their outputs is not kept for gradients, but computed again; a list
+            of names: for these layers. That saves memory if a layer holds other layers. Those that change variables of their
+            own, such as batch normalization, are left out.
         progress: as for `parallel_map`, of `fit`, `evaluate` and `predict`: a step is a chunk for each device.
 
     Returns:
         The model, which has a method `detach()` now that gives it back to one device.
 
     Raises:
-        OptionError: for what is no such model, a model that was not built, has a `train_step` of its own, was made in the
-            scope of a strategy or is parallelized already, for devices or layers that do not exist, and for several
-            microbatches with batch normalization that is synchronized.
+        OptionError: for anything else, for a model that was not built, has a `train_step` of its own, was made in the scope
+            of a strategy or is parallelized already, for devices or layers that do not exist, and for several microbatches
+            with batch normalization that is synchronized.
 
     Examples:
         >>> import keras

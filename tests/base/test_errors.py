@@ -389,6 +389,14 @@ TYPED = eval("lambda a: a if a[0] > 0 else -a")  # its source is nowhere, as of 
         (MODEL, X, {}, "", "A Keras layer or model takes batches: set batched=True"),
         (lambda a: MODEL(a), X, {}, "", "A Keras layer or model takes batches: set batched=True"),
         (MODEL.predict, X, {}, "", "Keras's predict is for eager code: pass the model itself, with batched=True"),
+        (
+            lambda a: MODEL.predict(a[None]),
+            X,
+            {},
+            "",
+            "Keras's predict is for eager code: pass the model itself, with batched=True",
+        ),
+        (MODEL.fit, X, {}, "", "Keras's fit is for eager code: devicemap.parallelize(model) runs it on all devices"),
         (lambda a: a.tolist(), X, {}, "", "fn is traced as by tf.function, and its tensors have no numbers then: "),
         (lambda a: a["x"] + a["y"], X, {}, "", "A tensor has no names: pass a dict of columns as data"),
         (
@@ -409,6 +417,7 @@ TYPED = eval("lambda a: a if a[0] > 0 else -a")  # its source is nowhere, as of 
             "a bad addition",
         ),
         *("NumPy of a tensor", "a function of NumPy", "a model", "a model in a function", "a method of a model"),
+        *("a method of a model in a function", "fit"),
         *("a list of a tensor", "columns of a tensor", "without source"),
     ],
 )
@@ -416,6 +425,7 @@ def test_fn_does_not_fit_the_data(fn: Any, data: Any, options: Options, given: s
     message = rf"^fn could not be traced for one row \(batched=False\){given} of ({{'a': )?TensorSpec\("
     with pytest.raises(FunctionError, match=message) as caught:
         devicemap.parallel_map(fn, data, **SEVERAL, **options)
+    assert "TensorSpec(shape=(None" not in str(caught.value)  # but what one row gets
     said = str(caught.value).partition("name=None)")[2]
     assert hint in said if hint else said.startswith(f": {type(caught.value.__cause__).__name__}")
     assert isinstance(caught.value, TypeError | ValueError | AttributeError | NotImplementedError)

@@ -90,8 +90,8 @@ ADVICE: list[tuple[dict[str, Any], str]] = [
     (
         {"ordered": ("total",)},
         "`total` is written in a way that depends on order (as in v.assign(g(v))), so the devices work one after another, "
-        "in row order: use the assign_add of a tf.Variable (not of Keras), and not its value, if the order does not matter, or "
-        "return what changes it and update it after the call",
+        "in row order: if the order does not matter, use assign_add of a tf.Variable (not one of Keras's), and do not read its "
+        "value; or return what changes it, and update it after the call",
     ),
     (
         {"strays": (StrayOp("DecodeJpeg", "GPU", "no kernel"),)},

@@ -36,8 +36,8 @@ def _about_order(plan: Plan) -> Iterator[str]:
     cure = (
         "call batch normalisation with training=False"
         if keras
-        else "use the assign_add of a tf.Variable (not of Keras), and not its value, if the order does not matter, or "
-        f"return what changes {it} and update {it} after the call"
+        else "if the order does not matter, use assign_add of a tf.Variable (not one of Keras's), and do not read its value; "
+        f"or return what changes {it}, and update {it} after the call"
     )
     yield (
         f"{names} {verb} written in a way that depends on order (as in v.assign(g(v))), so the devices work one after "

@@ -58,7 +58,7 @@ def _devices(plan: Plan, names: dict[str, str]) -> list[dict[str, str]]:
     return [
         {
             "device": names[device.device],
-            "rows": "as it is idle" if chunks else _number(device.rows),
+            "rows": "when idle" if chunks else _number(device.rows),
             "chunks in flight" if chunks else "shards": _number(device.chunks_in_flight if chunks else device.shards),
             "memory": _size(device.memory_bytes),
         }

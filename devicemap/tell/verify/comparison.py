@@ -53,7 +53,9 @@ class Difference:
         row = "" if self.row is None else f" in row {self.row}"
         if self.absolute is None or self.relative is None:
             return self.fault or f"{self.output} differs{row}"
-        return f"{self.output} differs by at most {self.absolute:.3g}, which is {self.relative:.2g} of its largest number,{row}"
+        return (
+            f"{self.output} differs by at most {self.absolute:.3g}, {self.relative:.2g} times its largest number,{row}"
+        )
 
 
 def find_difference(got: Any, wanted: Any, tolerance: float) -> str | None:

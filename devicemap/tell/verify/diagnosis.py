@@ -74,7 +74,7 @@ def _meaning(question: str, facts: Facts) -> tuple[str, str]:
         return _MEANINGS[question]
     if facts.random_ops:  # what changes from run to run on the same rows
         return "random", (
-            f"fn draws random numbers that are other ones each time ({', '.join(facts.random_ops)}). For the same results "
+            f"fn draws different random numbers each time ({', '.join(facts.random_ops)}). For the same results "
             "on any devices and after a resumption, use the option seed= and tf.random.stateless_* ops"
         )
     if facts.writes:
