@@ -47,11 +47,6 @@ _TRIED_SECONDS = 0.3
 """A call that is expected to take no longer, balanced, is tried with a shard for each device, too."""
 
 
-_DOUBTFUL_SECONDS = 1.0
-"""After a first call that took longer, what its quickest chunks say is not believed: rows may differ, and there is a second one
-to learn from."""
-
-
 @dataclass
 class _Known:
     """What is known of a compiled function: `parallel_map` makes calls anew, of programs that are remembered."""
@@ -68,6 +63,9 @@ class _Known:
 
     in_shards: float | None = None
     """The same of the last call with a shard for each device."""
+
+    doubtful: bool = False
+    """Whether there was but a first call, which took long besides compiling: its quickest chunks say little where rows differ."""
 
     promising: bool = False
     """Whether chunks of fewer rows took as long: then a shard for each device may take much less."""
@@ -89,8 +87,7 @@ class _Known:
         """
         balanced = rows * (self.balanced or 1 / max(sum(self.speeds or ()), 1e-9))
         if self.in_shards is None:
-            doubtful = self.balanced is None and self.seconds > _DOUBTFUL_SECONDS
-            return doubtful or (balanced > _TRIED_SECONDS and not self.promising)
+            return self.doubtful or (balanced > _TRIED_SECONDS and not self.promising)
         return balance_pays(rows, self.in_shards, balanced / rows)
 
 
@@ -184,16 +181,19 @@ class Calls:
     def _balanced_in_chunks(self, compiled: Compiled, rows: Rows) -> Any:
         known, began, fastest = _known[compiled], time.perf_counter(), dict.fromkeys(compiled.devices, 0.0)
         chunks: list[tuple[int, float]] = []
+        compiled_by: dict[str, float] = {}
 
         def heard(event: Event) -> None:
             if isinstance(event, ChunkFinished):
                 chunks.append((len(event.shard), max(event.seconds - event.started_seconds, 1e-9)))
                 device, (count, seconds) = event.shard.device, chunks[-1]
                 fastest[device] = max(fastest[device], count / seconds)
+                compiled_by.setdefault(device, event.seconds)
 
         results = self._joined(InMemory(rows, None), compiled, heard)
         seconds = time.perf_counter() - began
         known.seconds += seconds
+        known.doubtful = known.speeds is None and seconds - max(compiled_by.values(), default=0.0) > _TRIED_SECONDS
         if known.speeds is not None:
             known.balanced = seconds / (rows.count or 1)
             known.promising = take_as_long(chunks)

@@ -241,7 +241,7 @@ def take_as_long(chunks: Collection[tuple[int, float]]) -> bool:
     """
     rows, seconds = max(chunks, default=(0, 0.0))
     fewer = [taken for count, taken in chunks if 2 * count <= rows]
-    return bool(fewer) and min(fewer) > seconds / 3  # alone on its device, one is twice as quick as beside another
+    return bool(fewer) and min(fewer) > seconds / 4  # alone on its device, one is quicker than beside another
 
 
 def chunks_in_flight(kind: str) -> int:
