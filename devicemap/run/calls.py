@@ -65,7 +65,7 @@ class _Known:
     """The same of the last call with a shard for each device."""
 
     doubtful: bool = False
-    """Whether there was but a first call, which took long besides compiling: its quickest chunks say little where rows differ."""
+    """Whether there was but a first call, which took long besides compiling: its fastest chunks may not speak for all rows."""
 
     promising: bool = False
     """Whether chunks of fewer rows took as long: then a shard for each device may take much less."""
