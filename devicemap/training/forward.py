@@ -30,6 +30,9 @@ from devicemap.run.one_graph import OneGraph
 from devicemap.training.calls import Given, Passed, collecting, depends_on, is_seed, meeting, pure, recomputing
 from devicemap.training.recomputation import recomputed
 
+_MANY = 64
+"""Of so many rows and of twice as many, losses that draw random numbers are compared."""
+
 
 class ForwardPass:
     """The forward pass of a model on a batch, on several devices: outputs, losses and new values are those of one device."""
@@ -216,24 +219,33 @@ class ForwardPass:
         """
         if losses and given.key not in self._sums:
             with tf.init_scope(), self.calling(None):
-                one, other, both = (self._losses_of(given, rows, losses) for rows in ([0], [1], [0, 1]))
+                find = partial(self._losses_of, given, losses=losses)
+                both = find(range(2))
                 if not all(both):  # of a weight that has not begun to grow, of a layer that begins with zeros
-                    held = self._random_values()
-                    one, other, both = (self._losses_of(given, rows, losses, held) for rows in ([0], [1], [0, 1]))
-            self._sums[given.key] = []
-            for a, b, loss in zip(one, other, both):
-                if not loss:
-                    raise failure(
-                        f"{self._model.name} adds a loss that is 0 for random rows and weights, so nobody can tell whether it "
-                        "is a sum over rows or a mean. Add such a loss in compute_loss"
-                    )
-                if not any(math.isclose(loss, whole, rel_tol=0.01) for whole in (a + b, (a + b) / 2)):
-                    raise failure(
-                        f"{self._model.name} adds a loss that is neither a sum over rows nor a mean: of two rows it is "
-                        f"{loss:g}, of each alone {a:g} and {b:g}. Add such a loss in compute_loss"
-                    )
-                self._sums[given.key].append(abs(loss) > 0.75 * abs(a + b))
+                    find = partial(find, held=self._random_values())
+                    both = find(range(2))
+                drawn = [not math.isclose(a, b, rel_tol=1e-4) for a, b in zip(both, find(range(2)))]
+                several = [find(range(_MANY)), find(range(2 * _MANY))] if any(drawn) else [both, both]
+                found = zip(find([0]), find([1]), both, drawn, *several)
+            self._sums[given.key] = [self._adds_up(*each) for each in found]
         return self._sums.get(given.key, [])
+
+    def _adds_up(self, one: float, other: float, both: float, drawn: bool, many: float, more: float) -> bool:
+        """Whether a loss is a sum, by what it is of one row, another one, and both; if random numbers are drawn for it, by what
+        it is of many rows, and of twice as many."""
+        if not both:
+            raise failure(
+                f"{self._model.name} adds a loss that is 0 for random rows and weights, so nobody can tell whether it is a sum "
+                "over rows or a mean. Add such a loss in compute_loss"
+            )
+        if drawn and 0.5 < more / (many or math.inf) < 3:
+            return more / many > math.sqrt(2)
+        if drawn or not any(math.isclose(both, whole, rel_tol=0.01) for whole in (one + other, (one + other) / 2)):
+            raise failure(
+                f"{self._model.name} adds a loss that is neither a sum over rows nor a mean: of two rows it is {both:g}, of "
+                f"each alone {one:g} and {other:g}. Add such a loss in compute_loss"
+            )
+        return abs(both) > 0.75 * abs(one + other)
 
     def _random_values(self) -> list[tuple[Any, Any]]:
         """Variables, but those of random numbers, with other values than they have."""
@@ -245,14 +257,14 @@ class ForwardPass:
         ]
 
     def _losses_of(
-        self, given: Given, rows: list[int], losses: int, held: Sequence[tuple[Any, Any]] = ()
+        self, given: Given, rows: Sequence[int], losses: int, held: Sequence[tuple[Any, Any]] = ()
     ) -> list[float]:
-        """What is added for these of two random rows; `held`: as for `collecting`."""
+        """What is added for these of some random rows; `held`: as for `collecting`."""
         random = np.random.default_rng(0)
         leaves = []
         for leaf in given.rows:
-            two = random.normal(size=[2, *(size or 2 for size in leaf.shape[1:])])[rows]
-            leaves.append(tf.cast(two if leaf.dtype.is_floating else two > 0, leaf.dtype))
+            some = random.normal(size=[max(rows) + 1, *(size or 2 for size in leaf.shape[1:])])[rows]
+            leaves.append(tf.cast(some if leaf.dtype.is_floating else some > 0, leaf.dtype))
         args, kwargs = given.with_rows(leaves)
         with collecting(held) as scope:
             self._model(*args, **{**kwargs, "training": False})

@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 from graphs import between_devices, partitions, placements
 from keras import layers
-from trainings import CASES, STEPS, WEIGHTS, Case, X, Y, mlp, normalized, sequential
+from trainings import CASES, STEPS, WEIGHTS, AddsLosses, Case, X, Y, mlp, normalized, sequential
 
 import devicemap
 from devicemap.errors import FunctionError, OptionError
@@ -213,6 +213,17 @@ def test_layers_that_draw_for_themselves_are_not_run_again(devices: list[str]) -
         devicemap.parallelize(Case(noisy).made(), devices, recompute=True).fit(X, Y, verbose=0)
     with pytest.raises(tf.errors.ResourceExhaustedError, match=r"keras\.random"):
         devicemap.parallelize(Case(noisy).made(), devices).fit(X, Y, batch_size=11, verbose=0)
+
+
+class Drawn(layers.Layer):
+    """Draws, also where nothing is trained."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.seeds = keras.random.SeedGenerator(1)
+
+    def call(self, x: Any) -> Any:
+        return x + keras.random.normal(keras.ops.shape(x), seed=self.seeds)
 
 
 class Noise(layers.Layer):
@@ -438,6 +449,21 @@ def test_a_layer_that_counts_calls(devices: list[str]) -> None:
     model = devicemap.parallelize(Case(lambda: sequential(Counts(rows=False))).made(), devices)
     model.fit(X, Y, batch_size=11, verbose=0)
     assert float(model.layers[0].count) == 4
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_added_losses_may_draw_random_numbers(reduce: str, devices: list[str]) -> None:
+    """As in a variational autoencoder: told by many rows to be a sum or a mean."""
+
+    def noisy() -> keras.Model:
+        return sequential(Drawn(), AddsLosses(reduce))
+
+    rows = np.tile(X, [8, 1])
+    losses = [
+        model.fit(rows, np.zeros([len(rows), 1]), batch_size=len(rows), verbose=0).history["loss"][0]
+        for model in (Case(noisy).made(), devicemap.parallelize(Case(noisy).made(), devices))
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=0.2)
 
 
 @pytest.mark.parametrize(
