@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow import Private, usable, with_fallback
+from devicemap._tensorflow import Private, nothing, usable, with_fallback
 
 _cancellation = Private("tensorflow.python.eager.cancellation", "CancellationManager.start_cancel")
 _context = Private("tensorflow.python.eager.context", "context", "Context.function_call_options")
@@ -43,7 +43,7 @@ _CALLING = (_context, _execute, _atomic, _concrete)
 _TAPING = (*_CALLING, _selecting, _gradients, _handle_data, _resources, _dtypes)
 
 
-def _public_call(concrete: Any) -> Callable[..., Any]:
+def _public_call(concrete: Any, attributes: Any = None) -> Callable[..., Any]:
     leaves, _ = concrete.structured_input_signature
 
     def call(*tensors: Any, manager: Any = None) -> Any:
@@ -52,16 +52,24 @@ def _public_call(concrete: Any) -> Callable[..., Any]:
     return call
 
 
+@with_fallback(nothing, *_CALLING)
+def attributes_of_calls() -> tuple[Any, ...] | None:
+    """What calls of functions are made with in this thread. TensorFlow makes that for each thread, and keeps it."""
+    return tuple(itertools.chain(*dict(_context.context().function_call_options.as_attrs()).items()))
+
+
 @with_fallback(_public_call, *_CALLING)
-def unrecorded(concrete: Any) -> Callable[..., Any]:
+def unrecorded(concrete: Any, attributes: tuple[Any, ...] | None = None) -> Callable[..., Any]:
     """What calls a `ConcreteFunction` in eager code when no tape is recording, with tensors only.
 
     The public call binds its arguments to a Python signature and asks the tapes first, which takes as long as running a
     small graph does.  With a cancellation `manager`, a call can be cancelled:
     TensorFlow's own way keeps the manager in a global of the process, where threads meet those of others.
+
+    `attributes`: those of another thread, where this one is not to get some.
     """
     function, captured = concrete.inference_fn, list(concrete.captured_inputs)
-    run = _runner(function)
+    run = _runner(function, attributes)
     pack = function.function_type.pack_output
 
     def call(*tensors: Any, manager: Any = None) -> Any:
@@ -70,12 +78,11 @@ def unrecorded(concrete: Any) -> Callable[..., Any]:
     return call
 
 
-def _runner(function: Any) -> Callable[..., list[Any]]:
+def _runner(function: Any, attributes: tuple[Any, ...] | None = None) -> Callable[..., list[Any]]:
     """What runs TensorFlow's `AtomicFunction` in eager code: all of its inputs -> its outputs, flat."""
     ctx = _context.context()
-    attributes = dict(ctx.function_call_options.as_attrs())
     fixed = tf.compat.as_str(function.name), len(function.function_type.flat_outputs)
-    flat_attributes = tuple(itertools.chain(*attributes.items()))
+    flat_attributes = attributes_of_calls() if attributes is None else attributes
 
     def run(inputs: list[Any], manager: Any) -> list[Any]:
         with _atomic.InterpolateRuntimeError(function):  # adds to an error where its op was defined
@@ -213,9 +220,9 @@ class Cancellation:
         self._running: set[Any] = set()
         self._cancelled = False
 
-    def cancellable(self, concrete: Any) -> Callable[..., Any]:
+    def cancellable(self, concrete: Any, attributes: tuple[Any, ...] | None = None) -> Callable[..., Any]:
         """As `unrecorded`, but calls end with `tf.errors.CancelledError` at `cancel`, and later ones at once."""
-        return partial(self.run, unrecorded(concrete))
+        return partial(self.run, unrecorded(concrete, attributes))
 
     def run(self, function: Callable[..., Any], *tensors: Any) -> Any:
         """Call what `unrecorded` has given such that it ends at `cancel`, in the same way."""

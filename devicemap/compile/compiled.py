@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.calls import Cancellation, unrecorded
+from devicemap._tensorflow.calls import Cancellation, attributes_of_calls, unrecorded
 from devicemap._tensorflow.functions import compiled_as_a_part, has_own_variables
 from devicemap._tensorflow.gradients import holds_gradients, order_of_gradients
 from devicemap.base.devices import is_out_of_memory, kind_of, python_calls_at_once
@@ -298,17 +298,18 @@ class Compiled:
         for device in self.devices:
             with tf.device(device), self._drawing.get(device) or contextlib.nullcontext(), self._captures_fit(device):
                 mirrors.assign(self.places.index(device), values)
-        return {device: partial(self._function_of_call, device, cancellation) for device in self.devices}
+        callable_of = cancellation.cancellable if cancellation else unrecorded
+        of_call = partial(callable_of, attributes=attributes_of_calls())
+        return {device: partial(self._function_of_call, device, of_call) for device in self.devices}
 
-    def _function_of_call(self, device: str, cancellation: Cancellation | None) -> Callable[..., list[Any]]:
+    def _function_of_call(self, device: str, callable_of: Callable[[Any], Any]) -> Callable[..., list[Any]]:
         if device not in self._functions:
             with self._lock, Signals():
                 if device not in self._functions:
                     place = self.places.index(device)
                     layout = self._layout(False, of_job=True)
                     self._functions[device] = layout.function(place, self._of_functions[place])
-        function = self._functions[device]
-        of_call = cancellation.cancellable(function) if cancellation else unrecorded(function)
+        of_call: Callable[..., list[Any]] = callable_of(self._functions[device])
         lock = self._drawing.get(device)
         return of_call if lock is None else partial(_holding, lock, of_call)
 

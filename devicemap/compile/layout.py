@@ -102,8 +102,9 @@ class Layout:
                 joined = [rows for rows, _ in gathered]
                 lengths = [lengths for _, lengths in gathered if lengths is not None]
                 joined, lengths = self.finished(joined, lengths)
-                if form.checked:
-                    joined = with_row_counts_checked(joined, lengths, sizes)
+                if form.checked:  # of a shard without rows there is no state
+                    given = sizes if self.traced.reduction is None else tf.boolean_mask(sizes, sizes > 0)
+                    joined = with_row_counts_checked(joined, lengths, given)
                 if self.acts or self.reads:  # all that was read went into the results
                     joined = must_run(acting, joined)
             with tf.device(HOST if self._hides_ends else self.output_device):

@@ -182,18 +182,20 @@ class Calls:
         known, began, fastest = _known[compiled], time.perf_counter(), dict.fromkeys(compiled.devices, 0.0)
         chunks: list[tuple[int, float]] = []
         compiled_by: dict[str, float] = {}
+        worked: list[float] = []
 
         def heard(event: Event) -> None:
             if isinstance(event, ChunkFinished):
                 chunks.append((len(event.shard), max(event.seconds - event.started_seconds, 1e-9)))
                 device, (count, seconds) = event.shard.device, chunks[-1]
                 fastest[device] = max(fastest[device], count / seconds)
-                compiled_by.setdefault(device, event.seconds)
+                if event.started_seconds >= compiled_by.setdefault(device, event.seconds):
+                    worked.append(seconds)
 
         results = self._joined(InMemory(rows, None), compiled, heard)
         seconds = time.perf_counter() - began
         known.seconds += seconds
-        known.doubtful = known.speeds is None and seconds - max(compiled_by.values(), default=0.0) > _TRIED_SECONDS
+        known.doubtful = known.speeds is None and sum(worked) > _TRIED_SECONDS * len(compiled.devices)
         if known.speeds is not None:
             known.balanced = seconds / (rows.count or 1)
             known.promising = take_as_long(chunks)

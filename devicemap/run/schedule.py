@@ -234,8 +234,8 @@ def are_quick(chunk_rows: int, paces: Collection[Pace]) -> bool:
 def take_as_long(chunks: Collection[tuple[int, float]]) -> bool:
     """Whether chunks, each its rows and seconds, take about as long for fewer rows, as if rows cost nothing.
 
-    Of those of much fewer rows than the largest one, none was much quicker, nor most much slower. Where rows cost something the
-    last ones are quicker, also if others are small because their rows are dear.
+    Of those of much fewer rows than the largest one, none was much quicker, nor were they much slower on the whole. Where rows
+    cost something the last ones are quicker, also if others are small because their rows are dear.
 
     >>> take_as_long([(8, 0.1), (16, 0.12), (32, 0.1)]), take_as_long([(4, 0.1), (32, 0.1), (4, 0.01)])
     (True, False)
@@ -243,7 +243,7 @@ def take_as_long(chunks: Collection[tuple[int, float]]) -> bool:
     rows, seconds = max(chunks, default=(0, 0.0))
     fewer = [taken for count, taken in chunks if 2 * count <= rows]
     # by as much as one that is alone on its device may be quicker than one beside others
-    return bool(fewer) and min(fewer) > seconds / 4 and statistics.median(fewer) < 4 * seconds
+    return bool(fewer) and min(fewer) > seconds / 4 and statistics.fmean(fewer) < 4 * seconds
 
 
 def chunks_in_flight(kind: str) -> int:

@@ -291,6 +291,8 @@ def test_a_wrong_number_of_rows_is_told(devices: list[str]) -> None:
             devicemap.parallel_reduce(
                 lambda rows: rows[:-1], tf.ones([20]), "sum", batched=True, devices=devices, **options
             )
+    few = tf.function(DeviceMap(lambda rows: rows, batched=True, devices=devices).reduce, reduce_retracing=True)
+    assert [int(few(tf.ones([rows]), "sum")) for rows in (20, 2, 0, 1)] == [20, 2, 0, 1]
     mapper = DeviceMap(lambda rows: rows[:-1], batched=True, devices=devices)
     with pytest.raises(tf.errors.InvalidArgumentError, match="returned"):
         tf.function(lambda: mapper.reduce(tf.ones([20]), "sum"))()
