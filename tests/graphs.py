@@ -37,6 +37,7 @@ def partitions(function: Callable[..., Any], *args: Any) -> list[Any]:
     ctx = context.context()
     ctx.enable_run_metadata()
     ctx.export_run_metadata()  # what earlier calls left there
+    ctx.clear_kernel_cache()  # of eager ops, which have graphs of their own when they are first run on a device
     try:
         function(*args)
         metadata = ctx.export_run_metadata()

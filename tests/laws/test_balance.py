@@ -412,16 +412,6 @@ def test_what_takes_as_long_for_few_rows_gets_a_shard_for_each_device(sim: simul
     assert [device.calls for device in mapper.report.devices] == [1, 1, 1]
 
 
-def test_rows_that_differ_are_not_taken_for_short_ones(sim: simulator.Simulator) -> None:
-    """By the fastest chunks all rows would take no time; in shards, one device would do most of the work."""
-    costs = tf.constant([0.0] * 224 + [0.06] * 32)
-    mapper = devicemap.DeviceMap(lambda x, cost: sim.work(x, cost), devices=["CPU:0", "CPU:1"], batched=True)
-    x = tf.random.uniform([256, 4])
-    for _ in range(3):
-        np.testing.assert_allclose(mapper((x, costs)), 2 * x + 1)
-        assert sum(device.calls for device in mapper.report.devices) > 2
-
-
 def test_what_does_not_fit_at_once_goes_on_in_chunks(sim: simulator.Simulator) -> None:
     for device in range(2):
         sim.configure(device, memory_rows=40)
