@@ -78,7 +78,8 @@ def test_chunks_bring_no_variable_along(vectorize: Any) -> None:
 
     mapper, other = (devicemap.DeviceMap(fn, devices=WORKERS, batch_size=n, vectorize=vectorize) for n in (5, 10))
     other(X)  # makes the copies, which all maps share
-    found = edges(partitions(mapper, X))
+    shapes = "_dims"  # of the zeros that a call's copies begin as
+    found = [edge for edge in edges(partitions(mapper, X)) if not edge.source.endswith(shapes)]
     assert {(edge.sender, edge.receiver) for edge in found} <= {
         pair for worker in WORKERS for pair in [("CPU:0", worker), (worker, "CPU:0")]
     }

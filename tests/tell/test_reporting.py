@@ -391,5 +391,5 @@ def test_a_graph_has_a_clock_for_each_device_only_for_a_report(report: bool, clo
         report
     )  # in eager code, which TensorFlow does not always tell of: whether graphs may ask what time it is
     assert timestamps(mapper()) in (clocks, clocks + asked)
-    assert timestamps(tf.function(mapper())) == 0  # a stateful op would wait for those of the caller
+    assert timestamps(tf.function(mapper())) in (0, asked)  # a stateful op would wait for those of the caller
     assert timestamps(devicemap.DeviceMap(lambda n: n * n, devices=["CPU:1"], report=report)) in (0, asked)
