@@ -7,7 +7,6 @@ only this machine is to reach are kept to its loopback.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import socket
 import threading
@@ -22,7 +21,7 @@ from devicemap._tensorflow.calls import Cancellation
 from devicemap.base.hosts import Host, connecting, known_hosts
 from devicemap.base.sockets import keep_on_loopback
 from devicemap.compile.invoke import attempt
-from devicemap.errors import DeviceError, OptionError
+from devicemap.errors import DeviceError, OptionError, warn_user
 
 _HERE = "localhost"
 """TensorFlow's name for the job of the process that connects."""
@@ -38,6 +37,8 @@ class _Connection:
         self._lock = threading.Lock()
         self._own: str | None = None
         self._calling = threading.Lock()
+        self._hangs = False
+        """Whether TensorFlow has not come back from connecting for the first time."""
 
     def make(self, jobs: dict[str, list[str]], timeout: float) -> None:
         addresses = {
@@ -47,6 +48,8 @@ class _Connection:
         }
         with self._lock:
             before = {name: host.address for name, host in known_hosts().items()}
+            if self._hangs:
+                raise DeviceError("an earlier connect has not ended, and may never: start another program")
             if before not in ({}, addresses):
                 raise DeviceError(
                     f"this process is connected to {', '.join(before.values())}, and TensorFlow has one cluster per process: "
@@ -67,25 +70,35 @@ class _Connection:
         own = self._own or _own_address(hosts)
         cluster = tf.train.ClusterSpec({**jobs, _HERE: [own]})
 
+        seconds = max(timeout, _LEAST_SECONDS)
+
         def connect() -> None:
             with self._calling:  # a call of before may not have ended
                 for host in hosts:
                     if host.connection:
-                        _reach(host)
+                        _reach(host, seconds)
                 tf.config.experimental_connect_to_cluster(cluster, job_name=_HERE)
 
         # In a thread of its own: for a host that is lost meanwhile it may wait for ever.
-        seconds = max(timeout, _LEAST_SECONDS)
         (outcome,) = attempt([connect], Cancellation(), seconds)
         if outcome is None:
+            self._hangs = self._own is None
+            known = ". It may yet do so, and lose what variables that are made meanwhile hold: end this program"
             raise DeviceError(
                 f"TensorFlow has not connected to {', '.join(host.address for host in hosts)} in {seconds:g} s"
+                f"{known if self._hangs else ''}"
             )
         if outcome[1] is not None:
             raise DeviceError(f"TensorFlow could not connect: {outcome[1]}") from outcome[1]
         if self._own is None and all(ip_address(host.own_address).is_loopback for host in hosts):
-            with contextlib.suppress(OSError):
+            try:
                 keep_on_loopback(int(own.rpartition(":")[2]))
+            except OSError as error:
+                warn_user(
+                    f"TensorFlow's server in this program, at port {own.rpartition(':')[2]}, is open to all networks, as the "
+                    f"system cannot keep it to this machine: {error}",
+                    RuntimeWarning,
+                )
         self._own = own
 
 
@@ -140,10 +153,15 @@ def serve(port: int, cpus: int = 1, everywhere: bool = False) -> tf.distribute.S
     config = tf.compat.v1.ConfigProto(device_count={"CPU": cpus}, inter_op_parallelism_threads=threads)
     try:
         server = tf.distribute.Server({"worker": [f"localhost:{port}"]}, job_name="worker", task_index=0, config=config)
+    except tf.errors.OpError as error:
+        raise DeviceError(f"no server at port {port}: {error}") from error
+    try:
         if not everywhere:
             keep_on_loopback(int(server.target.rpartition(":")[2]))
-    except (tf.errors.OpError, OSError) as error:
-        raise DeviceError(f"no server at port {port}: {error}") from error
+    except OSError as error:
+        raise DeviceError(
+            f"the system cannot keep a server to this machine ({error}); devicemap serve --open is for all networks"
+        ) from error
     return server
 
 
@@ -162,8 +180,8 @@ def _checked(cluster: Any) -> dict[str, list[str]]:
     return jobs
 
 
-def _reach(host: Host) -> None:
-    """Wait until gRPC is connected to a host again, which it tries once a second.
+def _reach(host: Host, seconds: float) -> None:
+    """Wait until gRPC is connected to a host again, which it tries once a second, but not longer than so many.
 
     TensorFlow takes one that it does not reach for a new one. Where it is not, because it had only stopped, what is made for
     the new one is lost when TensorFlow cleans up after the old one.
@@ -174,10 +192,13 @@ def _reach(host: Host) -> None:
         with tf.device(f"{host.name}/device:CPU:0"):
             return number + 1
 
+    deadline = time.monotonic() + seconds
     while True:
         try:
             probe(tf.constant(0))
         except tf.errors.UnavailableError:
+            if time.monotonic() > deadline:
+                raise
             time.sleep(0.1)
         except tf.errors.OpError:  # it is a new one
             return

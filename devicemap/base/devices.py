@@ -117,9 +117,12 @@ def choose_devices(devices: Any) -> tuple[str, ...]:
 
     Raises:
         DeviceError: for an unknown, repeated or missing device; the message lists what there is.
-        HostLostError: for devices of hosts that are all lost; those of some are left out.
+        HostLostError: for devices of hosts that are all lost. Those of some are among what is returned: these hosts may be
+            connected again.
     """
-    return reachable(_chosen_devices(devices))
+    chosen = _chosen_devices(devices)
+    reachable(chosen)
+    return chosen
 
 
 def _chosen_devices(devices: Any) -> tuple[str, ...]:

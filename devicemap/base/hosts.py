@@ -21,6 +21,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import BinaryIO
 
+import tensorflow as tf
+
 from devicemap.base.sockets import resolved, shut_down
 from devicemap.errors import DeviceError, HostLostError
 
@@ -188,6 +190,18 @@ def reachable(devices: tuple[str, ...]) -> tuple[str, ...]:
     if _hosts and not left:
         raise _lost_error(devices)
     return left or devices
+
+
+def settle(devices: Iterable[str]) -> None:
+    """Wait until the hosts of devices have done what eager code has sent to them: TensorFlow's functions over several hosts
+    overtake that, and read what variables held before they were assigned (2.21)."""
+    asked = []
+    for host in dict.fromkeys(map(host_of, devices)) if _hosts else ():
+        if host in _hosts:
+            with tf.device(f"{host}/device:CPU:0"):
+                asked.append(tf.timestamp())
+    for answer in asked:
+        answer.numpy()
 
 
 def lost_among(devices: Iterable[str]) -> HostLostError | None:

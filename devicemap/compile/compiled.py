@@ -18,6 +18,7 @@ from devicemap._tensorflow.calls import Cancellation, attributes_of_calls, unrec
 from devicemap._tensorflow.functions import compiled_as_a_part, has_own_variables
 from devicemap._tensorflow.gradients import holds_gradients, order_of_gradients
 from devicemap.base.devices import is_out_of_memory, kind_of, python_calls_at_once
+from devicemap.base.hosts import settle
 from devicemap.base.interruption import Signals
 from devicemap.base.structure import as_objects
 from devicemap.compile.audit import Treatment, variable_of
@@ -28,7 +29,7 @@ from devicemap.compile.mirrors import Mirrors
 from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.seeds import Stream, Streams, drawn_alike
 from devicemap.compile.trace import Traced, in_fn
-from devicemap.data.rows import HOST
+from devicemap.data.rows import HOST, home_of
 from devicemap.data.shards import shard_rows
 from devicemap.errors import brief, function_error
 from devicemap.events import Shard, short_name
@@ -221,6 +222,7 @@ class Compiled:
 
     def run(self, graph: Any, arguments: Sequence[Any], rows: int) -> Any:
         """Call one of the graphs, on so many rows, such that Ctrl-C takes effect at once."""
+        settle(self._used_devices)
         return self._invoker.call(graph, self.flat(arguments), rows)
 
     def run_taped(self, graph: Any, arguments: Sequence[Any], rows: int, gradients: int) -> Any:
@@ -229,6 +231,7 @@ class Compiled:
         TensorFlow builds what a tape needs in the first such call, and does not expect several at once: they would fail, or
         draw the same numbers.
         """
+        settle(self._used_devices)
         call = partial(self._invoker.call_taped, graph, arguments, self.flat(arguments), rows)
         if (graph, gradients) in self._taped:
             return call(first=False)
@@ -284,6 +287,11 @@ class Compiled:
         """The devices of the places, each once."""
         return tuple(dict.fromkeys(self.places))
 
+    @cached_property
+    def _used_devices(self) -> tuple[str, ...]:
+        """Those, and where what is captured lies."""
+        return (*self.devices, *map(home_of, self.traced.concrete.captured_inputs))
+
     def functions(self, cancellation: Cancellation | None = None) -> dict[str, Callable[[], Callable[..., list[Any]]]]:
         """What gives each device's function, for one call: `(*tensors of a chunk) -> result leaves`, on the output device.
 
@@ -298,6 +306,7 @@ class Compiled:
         for device in self.devices:
             with tf.device(device), self._drawing.get(device) or contextlib.nullcontext(), self._captures_fit(device):
                 mirrors.assign(self.places.index(device), values)
+        settle(self._used_devices)
         callable_of = cancellation.cancellable if cancellation else unrecorded
         of_call = partial(callable_of, attributes=attributes_of_calls())
         return {device: partial(self._function_of_call, device, of_call) for device in self.devices}

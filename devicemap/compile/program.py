@@ -109,7 +109,7 @@ class Program:
 
     def compiled_for(self, data: Structured) -> Compiled:
         """What `fn` was traced to for data of this structure, dtypes and inner shapes."""
-        key = connections_of(self.devices), data.key
+        key = self._connections(), data.key
         compiled = self._compiled.get(key)
         if compiled is None and not tf.executing_eagerly():
             compiled = self._compiled_in_graph().get(key)
@@ -117,7 +117,7 @@ class Program:
 
     def _trace(self, data: Structured) -> Compiled:
         specs = data.specs
-        connections = connections_of(self.devices)
+        connections = self._connections()
         key = connections, freeze(specs)
         with self._lock, Signals():
             compiled = self._compiled.get(key)
@@ -140,6 +140,10 @@ class Program:
                 known = self._compiled_in_graph()
             known[key] = known[connections, data.key] = compiled
             return compiled
+
+    def _connections(self) -> tuple[int | None, ...]:
+        """By which connections its devices are reached."""
+        return connections_of((*self.devices, self.output_device))
 
     def _compiled_in_graph(self) -> dict[Any, Compiled]:
         """What `fn` was traced to in the graph that is being built, where it closes over tensors of that.

@@ -136,7 +136,7 @@ class Calls:
         compiled = self.program.compiled_for(rows)
         try:
             return self._in_one_way(rows, compiled)
-        except Exception as error:
+        except (tf.errors.OpError, HostLostError) as error:
             if (lost := lost_among(compiled.devices)) is None:
                 raise
             if not self._options.max_retries or compiled.traced.audit.writes:  # which would be written again
@@ -347,7 +347,7 @@ class Calls:
         try:
             results: list[Any] = function(*compiled.flat(leaves))
         except Exception as error:
-            if (lost := lost_among([device])) is not None:
+            if (lost := lost_among([device, self.program.output_device])) is not None:
                 raise lost from error
             raise
         if self.program.counts_rows:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from devicemap.base.hosts import host_of
 from devicemap.data.chunks import Chunk, Source
 from devicemap.errors import HostLostError
 from devicemap.events import Event, Shard
@@ -190,8 +191,8 @@ class Dispatch:
             if self._groups.due or not self._running:
                 self._due.notify()
 
-    def fail(self, task: Task, shard: Shard, error: BaseException) -> bool:
-        """Remedy a failure, or let it be raised; returns whether the device is lost by it."""
+    def fail(self, task: Task, shard: Shard, error: BaseException) -> Sequence[str]:
+        """Remedy a failure, or let it be raised; returns the devices that are lost by it."""
         with self._lock:
             self._running -= 1
             self._wake_all()
@@ -210,7 +211,7 @@ class Dispatch:
                 self._groups.fail(task.chunk, self._rules.describe(error, tried))
                 self._waiting.drop(task.chunk.group)
                 self._at_end = True
-            return False
+            return ()
 
     def next_group(self) -> Group | None:
         """Wait for the group whose turn it is, and take it out; `None` after the last one.
@@ -305,15 +306,16 @@ class Dispatch:
         rows = rows_to_take(paces[device], others, left, self._source.batch_size)
         return rows if self._standings[device].pace.has_room_for(rows) else 0
 
-    def _try_again(self, task: Task, error: BaseException) -> bool:
-        """Let another device try what failed, and set aside the one that keeps failing; returns whether that was done."""
+    def _try_again(self, task: Task, error: BaseException) -> Sequence[str]:
+        """Let another device try what failed, and set aside the one that keeps failing, or all of a host that is lost."""
         device = task.tried[-1].device
         standing = self._standings[device]
         standing.failures += 1
-        failing = standing.failures >= FAILURES_IN_A_ROW or isinstance(error, HostLostError)
-        lost = device in self._alive and failing
-        if lost:
-            self._alive.discard(device)
+        lost = [device] if standing.failures >= FAILURES_IN_A_ROW else []
+        if isinstance(error, HostLostError):
+            lost = [name for name in self._standings if host_of(name) == host_of(device)]
+        lost = [name for name in lost if name in self._alive]
+        self._alive.difference_update(lost)
         if self._alive:
             self._waiting.add_last(task)
         else:

@@ -173,7 +173,7 @@ class OneGraph:
             except tf.errors.OpError as error:  # what a running graph raises; signal handlers raise other errors
                 if retried and is_out_of_memory(error):
                     raise
-                if (lost := lost_among(devices)) is not None:
+                if (lost := lost_among((*devices, self.program.output_device))) is not None:
                     raise lost from error
                 seconds = time.perf_counter() - began[1]
                 located, cause = self.program.located(error, compiled, leaves, shards, seconds)

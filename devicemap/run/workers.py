@@ -136,8 +136,8 @@ class _Crew:
             result = run(task.chunk)
         except BaseException as error:  # remedied, or raised again by the consumer
             self.tell(ChunkFailed, shard=shard, started_seconds=started, error=error)
-            if self.dispatch.fail(task, shard, error):
-                self.tell(DeviceLost, device=device, error=error)
+            for lost in self.dispatch.fail(task, shard, error):
+                self.tell(DeviceLost, device=lost, error=error)
         else:
             self.tell(ChunkFinished, shard=shard, started_seconds=started)
             self.dispatch.finish(task, shard, started, result)

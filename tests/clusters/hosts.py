@@ -112,6 +112,20 @@ def test_the_same_answer(job: str, batch_size: int | None) -> None:
     scale.assign(3.0)
 
 
+@pytest.mark.parametrize("home", ["CPU:0", "/job:worker/task:1/CPU:0"])
+def test_what_was_assigned_is_there(connect: Any, home: str) -> None:
+    """TensorFlow's functions over several hosts overtake ops that eager code has sent to these."""
+    with tf.device(home):
+        variable = tf.Variable(0.0)
+    mappers = [
+        devicemap.DeviceMap(lambda row: variable * row, devices="/job:worker", batch_size=size) for size in (None, 7)
+    ]
+    for _ in range(50):
+        for mapper in mappers:
+            variable.assign_add(1.0)
+            oracle.assert_same(mapper(ROWS), variable.numpy() * ROWS)
+
+
 def test_gradients(job: str) -> None:
     mapper = devicemap.DeviceMap(lambda row: tf.reduce_sum(scale * row**2), devices=[f"/job:{job}", "CPU:0"])
     with tf.GradientTape() as tape:
@@ -163,9 +177,47 @@ def test_a_stage_is_lost(how: signal.Signals, connect: Any, servers: Any) -> Non
         began = time.monotonic()
         with pytest.raises(HostLostError, match="task:1"):
             pipe(ROWS)
+        with pytest.raises(HostLostError, match="task:1"):
+            [*pipe.stream(tf.data.Dataset.from_tensors(ROWS))]
         assert time.monotonic() - began < SOON
+    with pytest.raises(HostLostError, match="task:1"):
+        devicemap.Pipeline([tf.sin, tf.cos], [*devices, "CPU:0"])
     connect()
     oracle.assert_same(pipe(ROWS), 3 * ROWS + 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*lost")
+def test_the_host_of_results_is_lost(connect: Any, servers: Any) -> None:
+    """Whatever computes them is in order."""
+    output_device = "/job:worker/task:1/CPU:0"
+    mappers = [
+        devicemap.DeviceMap(lambda row: scale * row, devices="CPU:0", output_device=output_device, batch_size=size)
+        for size in (None, 7)
+    ]
+    for mapper in mappers:
+        oracle.assert_same(mapper(ROWS), 3 * ROWS)
+    servers["worker"][1].lose(signal.SIGKILL)
+    for mapper in mappers:
+        for _ in range(2):
+            with pytest.raises(HostLostError, match="task:1"):
+                mapper(ROWS)
+
+
+@pytest.mark.filterwarnings("ignore:.*lost")
+def test_who_listens_may_end_a_call_that_has_lost_a_host(connect: Any, servers: Any) -> None:
+    lost = []
+
+    def end(event: Any) -> None:
+        if isinstance(event, ChunkStarted) and "task:1" in event.shard.device and not lost:
+            lost.append(event)
+            servers["worker"][1].lose(signal.SIGKILL)
+        if isinstance(event, DeviceLost):
+            raise ArithmeticError("enough")
+
+    rows = tf.repeat(ROWS, 4, 0)
+    mapper = devicemap.DeviceMap(work, devices="/job:worker", progress=end)
+    with pytest.raises(ArithmeticError, match="enough"):
+        mapper(rows)
 
 
 def as_rows(mapper: devicemap.DeviceMap, folder: Path) -> Any:
@@ -222,14 +274,18 @@ def test_a_host_is_lost(how: signal.Signals, way: Any, job: str, connect: Any, s
     with pytest.warns(RuntimeWarning, match=f"{lost}.* has (ended|not answered)"):
         assert lost in call()
     gone = [event for event in events if isinstance(event, DeviceLost)]
-    assert gone
-    assert hosts_of(event.device for event in gone) == {lost}
+    kind = "GPU" if JOBS.get("GPU") == job else "CPU"
+    assert {event.device for event in gone} == {
+        device.name for device in devicemap.list_devices(kind) if device.name.startswith(lost)
+    }
     assert all(isinstance(event.error, HostLostError) for event in gone)
     left = {f"/job:{job}/replica:0/task:0", "/job:localhost/replica:0/task:0"}
     assert call() == left
     assert hosts_of(device.device for device in mapper.explain(ROWS).devices) <= left
     with pytest.raises(HostLostError):
         devicemap.DeviceMap(work, devices=f"/job:{job}/task:1")
+    mapper = devicemap.DeviceMap(work, devices=[f"/job:{job}", "CPU:0"], batch_size=2, progress=watch)
+    assert call() == left
     connect()
     assert lost in call()
 
