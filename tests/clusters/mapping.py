@@ -20,6 +20,7 @@ from ray.data.expressions import col
 
 import devicemap
 import devicemap.ray
+from devicemap.events import CallFinished, CallStarted
 
 NOTICED_SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 
@@ -109,6 +110,27 @@ def test_no_rows(cluster: Cluster) -> None:
     nothing = ray.data.range(3, override_num_blocks=2).filter(expr=col("id") > 5)
     with pytest.raises(devicemap.errors.DataError, match="no rows"):
         devicemap.ray.reduce(nothing, lambda row, seed: row["id"], "sum", concurrency=1, seed=1)
+
+
+def test_a_recorder_that_is_slow(cluster: Cluster) -> None:
+    """Has heard of a block when that is done."""
+
+    class Slow:
+        def __init__(self) -> None:
+            self.kept: list[Any] = []
+
+        def add(self, block: Any) -> None:
+            time.sleep(0.5)
+            self.kept.append(block)
+
+        def all(self) -> list[Any]:
+            return self.kept
+
+    recorder = devicemap.ray.Recorder()
+    recorder._blocks = ray.remote(num_cpus=0, max_concurrency=2)(Slow).remote()  # calls overtake each other
+    recorder(CallStarted(0.0, 3, ("/device:CPU:0",)))
+    recorder(CallFinished(1.0, None))
+    assert recorder.report is not None
 
 
 def careful(row: Any) -> Any:
