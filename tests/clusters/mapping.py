@@ -112,6 +112,25 @@ def test_no_rows(cluster: Cluster) -> None:
         devicemap.ray.reduce(nothing, lambda row, seed: row["id"], "sum", concurrency=1, seed=1)
 
 
+def test_contexts(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed in order has the settings of the dataset, whose own are left alone."""
+    dataset = ray.data.range(3)
+    dataset.context.target_max_block_size = 12345
+    numbered = devicemap.ray.map_batches(dataset, lambda row, seed: row["id"], concurrency=1, seed=1)
+    contexts = [numbered.context]
+
+    def nothing(states: Any, **options: Any) -> Iterator[Any]:
+        contexts.append(states.context)
+        assert not dataset.context.execution_options.preserve_order
+        return iter(())
+
+    monkeypatch.setattr(ray.data.Dataset, "iter_batches", nothing)
+    with pytest.raises(devicemap.errors.DataError, match="no rows"):
+        devicemap.ray.reduce(dataset, lambda row: row["id"], "sum", concurrency=1)
+    found = [(each.target_max_block_size, each.execution_options.preserve_order) for each in contexts]
+    assert found == [(12345, True), (12345, True)]
+
+
 def test_a_recorder_that_is_slow(cluster: Cluster) -> None:
     """Has heard of a block when that is done."""
 
