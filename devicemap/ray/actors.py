@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from devicemap.compile.program import Program
 from devicemap.compile.reduction import BoundReduction, Reduction
 from devicemap.compile.seeds import seeds_of_rows
 from devicemap.ray.columns import columns_of, rows_of
+from devicemap.ray.library import library
 from devicemap.run.calls import Calls
 from devicemap.tell.report.recorder import Observers
 
@@ -55,7 +55,8 @@ class _Unfinished(Reduction):
         bound = super().of(structure, specs)
 
         def packed(leaves: Sequence[Any]) -> Any:
-            return {STATE: tf.constant([pickle.dumps((structure, specs, [leaf.numpy() for leaf in leaves]))])}
+            state = structure, specs, [leaf.numpy() for leaf in leaves]  # with classes of the program itself, maybe
+            return {STATE: tf.constant([library().cloudpickle.dumps(state)])}
 
         bound.finished = lambda states: bound.merged([states])  # type: ignore[method-assign]
         bound.packed = packed  # type: ignore[method-assign]

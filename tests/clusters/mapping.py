@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -78,17 +78,23 @@ def test_bad_options(cluster: Cluster, options: dict[str, Any], error: type[Exce
         devicemap.ray.map_batches(**{"dataset": ray.data.range(3), "fn": len, "concurrency": 1, **options})
 
 
+class Result(NamedTuple):
+    mean: Any
+    wide: Any
+
+
+Result.__module__ = "__main__"  # of the program itself, which is another one in an actor
 LAST = devicemap.Reducer(
-    np.zeros([2, 2], "f"), lambda state, row: row["wide"], lambda state, later: later, lambda state: -state
+    np.zeros([2, 2], "f"), lambda state, row: row.wide, lambda state, later: later, lambda state: -state
 )
 
 
-@pytest.mark.parametrize("reducer", [{"mean": "mean", "wide": "sum"}, LAST], ids=["names", "own"])
+@pytest.mark.parametrize("reducer", [Result("mean", "sum"), LAST], ids=["names", "own"])
 def test_reduce(cluster: Cluster, reducer: Any) -> None:
     """By two actors as in one process; a mean is that of rows, however many of them are in a block."""
 
     def fn(row, seed):
-        return {"mean": row["data"] + tf.random.stateless_normal([], seed), "wide": tf.fill([2, 2], row["data"])}
+        return Result(row["data"] + tf.random.stateless_normal([], seed), tf.fill([2, 2], row["data"]))
 
     rows = np.arange(7, dtype=np.float32)
     expected = devicemap.parallel_reduce(fn, {"data": rows}, reducer, seed=4)
@@ -97,6 +103,7 @@ def test_reduce(cluster: Cluster, reducer: Any) -> None:
     found = devicemap.ray.reduce(
         ray.data.from_numpy(rows).repartition(5), fn, reducer, concurrency=2, seed=4, progress=recorder
     )
+    assert type(found) is type(expected)
     tf.nest.map_structure(partial(np.testing.assert_allclose, rtol=1e-6), found, expected)
     report = recorder.report
     assert report is not None
