@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from devicemap.api import DeviceMap
@@ -26,7 +30,10 @@ STATE = "state"
 class Actor:
     """Maps blocks, tables in and columns out, by what `make()` gives it."""
 
-    def __init__(self, make: Callable[[], Callable[[Any], Any]], seed: int | None):
+    def __init__(self, make: Callable[[], Callable[[Any], Any]], seed: int | None, gpus: bool):
+        # Ray hides none itself; where a `runtime_env` does, blocks are read by tasks, which wait for more CPUs.
+        if not gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._run = make()
         self._seed = seed
 
@@ -35,6 +42,21 @@ class Actor:
         if self._seed is not None:
             data = data, seeds_of_rows(self._seed, data.pop(NUMBER))
         return columns_of(self._run(data))
+
+
+class Later:
+    """A maker that is unpickled no sooner than it is called, as variables in it start TensorFlow."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make = make
+
+    def __reduce__(self) -> Any:
+        pickled = library().cloudpickle.dumps(self._make)
+        return partial, (_made, np.frombuffer(pickled, np.uint8))  # as an array lies but once in the memory of a host
+
+
+def _made(pickled: Any) -> Any:
+    return pickle.loads(pickled)()
 
 
 def mapper(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[[Any], Any]:

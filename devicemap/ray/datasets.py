@@ -18,7 +18,7 @@ import numpy as np
 from devicemap.base.options import check_count, check_options
 from devicemap.compile.reduction import Reduction
 from devicemap.errors import DataError, OptionError
-from devicemap.ray.actors import NUMBER, STATE, Actor, mapper
+from devicemap.ray.actors import NUMBER, STATE, Actor, Later, mapper
 from devicemap.ray.actors import reducer as state_reducer
 from devicemap.ray.library import library
 
@@ -154,7 +154,8 @@ def _by_actors(
         dataset, fn = _numbered(dataset), partial(_with_seed, fn)
     return dataset.map_batches(
         Actor,
-        fn_constructor_args=(partial(make, fn, options), seed),  # as one: variables in both are the same
+        # As one: variables in both are the same.
+        fn_constructor_args=(Later(partial(make, fn, options)), seed, bool(num_gpus)),
         compute=ray.data.ActorPoolStrategy(min_size=sizes[0], max_size=sizes[1]),
         batch_size=rows,
         batch_format="pyarrow",

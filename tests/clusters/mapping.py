@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -35,9 +36,19 @@ def cluster() -> Iterator[Cluster]:
     cluster.shutdown()
 
 
+class Shown:
+    """Becomes a text where it is unpickled, as variables are made there: the GPUs that TensorFlow is shown."""
+
+    def __reduce__(self) -> Any:
+        return os.getenv, ("CUDA_VISIBLE_DEVICES", "all")
+
+
 def test_columns(cluster: Cluster) -> None:
-    """Numbers, text and ragged columns come and go, in order as asked for, some blocks being empty; variables go, too."""
-    offset = tf.Variable(100, dtype=tf.int64)
+    """Numbers, text and ragged columns come and go, in order as asked for, some blocks being empty; variables go, too.
+
+    There are no CPUs besides those of the actors, which read and filter by themselves, and have no GPUs, as Ray gives none.
+    """
+    offset, shown = tf.Variable(100, dtype=tf.int64), Shown()
     items = [
         {"n": n, "text": "ab" * n, "list": [*range(n)], "square": np.full([2, 2], n), "words": [["a"] * n, ["b"]]}
         for n in range(6)
@@ -49,10 +60,17 @@ def test_columns(cluster: Cluster) -> None:
         total = offset + tf.reduce_sum(row["square"])
         for each in row["list"]:  # a loop that is one in the graph
             total += each
-        return {"text": row["text"] + "!", "list": 2 * row["list"], "total": total, "words": row["words"]}
+        return {
+            "text": row["text"] + "!",
+            "list": 2 * row["list"],
+            "total": total,
+            "words": row["words"],
+            "gpus": tf.constant(shown),
+        }
 
     dataset = ray.data.from_items(items, override_num_blocks=3).filter(expr=col("n") > 1)
     signature = {"text": tf.string, "list": tf.RaggedTensorSpec([None], tf.int64), "total": tf.int64}
+    signature["gpus"] = tf.string
     signature["words"] = tf.RaggedTensorSpec([None, None], tf.string)
     dataset.context.execution_options.preserve_order = True
     rows = devicemap.ray.map_batches(dataset, describe, concurrency=2, fn_output_signature=signature).take_all()
@@ -60,6 +78,7 @@ def test_columns(cluster: Cluster) -> None:
     assert [row["list"] for row in rows] == [[2 * i for i in range(n)] for n in range(2, 6)]
     assert [row["words"] for row in rows] == [[[b"a"] * n, [b"b"]] for n in range(2, 6)]
     assert [row["total"] for row in rows] == [100 + 4 * n + n * (n - 1) // 2 for n in range(2, 6)]
+    assert {row["gpus"] for row in rows} == {b""}
 
 
 @pytest.mark.parametrize(
