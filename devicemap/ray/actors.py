@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from devicemap.api import DeviceMap
@@ -13,6 +16,7 @@ from devicemap.compile.program import Program
 from devicemap.compile.reduction import BoundReduction, Reduction
 from devicemap.compile.seeds import seeds_of_rows
 from devicemap.ray.columns import columns_of, rows_of
+from devicemap.ray.library import library
 from devicemap.run.calls import Calls
 from devicemap.tell.report.recorder import Observers
 
@@ -26,7 +30,10 @@ STATE = "state"
 class Actor:
     """Maps blocks, tables in and columns out, by what `make()` gives it."""
 
-    def __init__(self, make: Callable[[], Callable[[Any], Any]], seed: int | None):
+    def __init__(self, make: Callable[[], Callable[[Any], Any]], seed: int | None, gpus: bool):
+        # Ray hides none itself; where a `runtime_env` does, blocks are read by tasks, which wait for more CPUs.
+        if not gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._run = make()
         self._seed = seed
 
@@ -35,6 +42,21 @@ class Actor:
         if self._seed is not None:
             data = data, seeds_of_rows(self._seed, data.pop(NUMBER))
         return columns_of(self._run(data))
+
+
+class Later:
+    """A maker that is unpickled no sooner than it is called, as variables in it start TensorFlow."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make = make
+
+    def __reduce__(self) -> Any:
+        pickled = library().cloudpickle.dumps(self._make)
+        return partial, (_made, np.frombuffer(pickled, np.uint8))  # as an array lies but once in the memory of a host
+
+
+def _made(pickled: Any) -> Any:
+    return pickle.loads(pickled)()
 
 
 def mapper(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[[Any], Any]:
@@ -55,7 +77,8 @@ class _Unfinished(Reduction):
         bound = super().of(structure, specs)
 
         def packed(leaves: Sequence[Any]) -> Any:
-            return {STATE: tf.constant([pickle.dumps((structure, specs, [leaf.numpy() for leaf in leaves]))])}
+            state = structure, specs, [leaf.numpy() for leaf in leaves]  # with classes of the program itself, maybe
+            return {STATE: tf.constant([library().cloudpickle.dumps(state)])}
 
         bound.finished = lambda states: bound.merged([states])  # type: ignore[method-assign]
         bound.packed = packed  # type: ignore[method-assign]

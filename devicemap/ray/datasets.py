@@ -7,9 +7,8 @@ What Ray does is left to it. A row's random numbers depend on its number alone, 
 
 from __future__ import annotations
 
-import contextlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 from devicemap.base.options import check_count, check_options
 from devicemap.compile.reduction import Reduction
 from devicemap.errors import DataError, OptionError
-from devicemap.ray.actors import NUMBER, STATE, Actor, mapper
+from devicemap.ray.actors import NUMBER, STATE, Actor, Later, mapper
 from devicemap.ray.actors import reducer as state_reducer
 from devicemap.ray.library import library
 
@@ -107,14 +106,13 @@ def reduce(
     """
     reduction = Reduction(reducer)
     states = _by_actors(dataset, fn, partial(state_reducer, reducer), concurrency, num_gpus, num_cpus, options)
-    with _in_order(states):
-        blocks = states.iter_batches(batch_size=None, batch_format="numpy")
-        found = (pickle.loads(state) for block in blocks for state in block[STATE])
-        first = next(found, None)
-        if first is None:
-            raise DataError("the dataset has no rows, and nothing else tells what fn returns")
-        bound = reduction.of(*first[:2])
-        merged = bound.merged_as_they_come((state for *_, state in chain([first], found)), "/CPU:0")
+    blocks = _in_order(states).iter_batches(batch_size=None, batch_format="numpy")
+    found = (pickle.loads(state) for block in blocks for state in block[STATE])
+    first = next(found, None)
+    if first is None:
+        raise DataError("the dataset has no rows, and nothing else tells what fn returns")
+    bound = reduction.of(*first[:2])
+    merged = bound.merged_as_they_come((state for *_, state in chain([first], found)), "/CPU:0")
     return bound.packed(bound.finished(merged or []))
 
 
@@ -156,7 +154,8 @@ def _by_actors(
         dataset, fn = _numbered(dataset), partial(_with_seed, fn)
     return dataset.map_batches(
         Actor,
-        fn_constructor_args=(partial(make, fn, options), seed),  # as one: variables in both are the same
+        # As one: variables in both are the same.
+        fn_constructor_args=(Later(partial(make, fn, options)), seed, bool(num_gpus)),
         compute=ray.data.ActorPoolStrategy(min_size=sizes[0], max_size=sizes[1]),
         batch_size=rows,
         batch_format="pyarrow",
@@ -172,24 +171,20 @@ def _with_seed(fn: Callable[..., Any], columns: Any, seed: Any) -> Any:
 def _numbered(dataset: Any) -> Any:
     """The dataset with a column of the rows' numbers, in Ray's object store."""
     ray = library()
-    with _in_order(dataset):
-        tables = dataset.materialize().to_arrow_refs()
+    ordered = _in_order(dataset)
+    tables = ordered.materialize().to_arrow_refs()
     count, number = ray.remote(lambda table: len(table)), ray.remote(_number)
     ends = np.cumsum([0, *ray.get([count.remote(table) for table in tables])])
     numbered = ray.data.from_arrow_refs([number.remote(table, first) for table, first in zip(tables, ends)])
-    numbered.context.execution_options.preserve_order = True
+    vars(numbered.context).update(vars(ordered.context))  # from_arrow_refs copies the current one, of all threads
     return numbered
 
 
-@contextlib.contextmanager
-def _in_order(dataset: Any) -> Iterator[None]:
-    """What is computed of the dataset inside comes in order. Datasets have their own copy of Ray's context."""
-    options = dataset.context.execution_options
-    kept, options.preserve_order = options.preserve_order, True
-    try:
-        yield
-    finally:
-        options.preserve_order = kept
+def _in_order(dataset: Any) -> Any:
+    """The dataset, in order, with a context of its own: Ray's datasets share that of the one they are made from."""
+    ordered = dataset.copy(dataset, _deep_copy=True)  # of the plan and the context, not of rows
+    ordered.context.execution_options.preserve_order = True
+    return ordered
 
 
 def _number(table: Any, first: int) -> Any:

@@ -21,7 +21,8 @@ class Recorder:
     """Listens to the actors of `map_batches` and `reduce`, and makes one report of what they did.
 
     It is passed as the option `progress`, and lives in an actor without a CPU on the host that makes it. Each actor tells it of
-    a block when that is done: some microseconds of the actor's time. A recorder of several jobs tells of them all.
+    a block when that is done: about a millisecond of the actor's time, and what lies between the hosts. A recorder of several
+    jobs tells of them all.
 
     Raises:
         DeviceMapError: Ray Data is not installed.
@@ -62,7 +63,8 @@ class Recorder:
         self._events.append(without_traceback(event))
         if isinstance(event, CallFinished):
             host = f"/job:{library().util.get_node_ip_address()}/replica:0/task:{os.getpid()}"
-            self._blocks.add.remote((host, self._began_at, self._events))
+            told = self._blocks.add.remote((host, self._began_at, self._events))
+            library().wait([told])  # or a report that is asked for at the end of the job might lack it
 
     @property
     def report(self) -> Report | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from ray.data.expressions import col
 
 import devicemap
 import devicemap.ray
+from devicemap.events import CallFinished, CallStarted
 
 NOTICED_SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 
@@ -34,9 +36,19 @@ def cluster() -> Iterator[Cluster]:
     cluster.shutdown()
 
 
+class Shown:
+    """Becomes a text where it is unpickled, as variables are made there: the GPUs that TensorFlow is shown."""
+
+    def __reduce__(self) -> Any:
+        return os.getenv, ("CUDA_VISIBLE_DEVICES", "all")
+
+
 def test_columns(cluster: Cluster) -> None:
-    """Numbers, text and ragged columns come and go, in order as asked for, some blocks being empty; variables go, too."""
-    offset = tf.Variable(100, dtype=tf.int64)
+    """Numbers, text and ragged columns come and go, in order as asked for, some blocks being empty; variables go, too.
+
+    There are no CPUs besides those of the actors, which read and filter by themselves, and have no GPUs, as Ray gives none.
+    """
+    offset, shown = tf.Variable(100, dtype=tf.int64), Shown()
     items = [
         {"n": n, "text": "ab" * n, "list": [*range(n)], "square": np.full([2, 2], n), "words": [["a"] * n, ["b"]]}
         for n in range(6)
@@ -48,10 +60,17 @@ def test_columns(cluster: Cluster) -> None:
         total = offset + tf.reduce_sum(row["square"])
         for each in row["list"]:  # a loop that is one in the graph
             total += each
-        return {"text": row["text"] + "!", "list": 2 * row["list"], "total": total, "words": row["words"]}
+        return {
+            "text": row["text"] + "!",
+            "list": 2 * row["list"],
+            "total": total,
+            "words": row["words"],
+            "gpus": tf.constant(shown),
+        }
 
     dataset = ray.data.from_items(items, override_num_blocks=3).filter(expr=col("n") > 1)
     signature = {"text": tf.string, "list": tf.RaggedTensorSpec([None], tf.int64), "total": tf.int64}
+    signature["gpus"] = tf.string
     signature["words"] = tf.RaggedTensorSpec([None, None], tf.string)
     dataset.context.execution_options.preserve_order = True
     rows = devicemap.ray.map_batches(dataset, describe, concurrency=2, fn_output_signature=signature).take_all()
@@ -59,6 +78,7 @@ def test_columns(cluster: Cluster) -> None:
     assert [row["list"] for row in rows] == [[2 * i for i in range(n)] for n in range(2, 6)]
     assert [row["words"] for row in rows] == [[[b"a"] * n, [b"b"]] for n in range(2, 6)]
     assert [row["total"] for row in rows] == [100 + 4 * n + n * (n - 1) // 2 for n in range(2, 6)]
+    assert {row["gpus"] for row in rows} == {b""}
 
 
 @pytest.mark.parametrize(
@@ -77,17 +97,23 @@ def test_bad_options(cluster: Cluster, options: dict[str, Any], error: type[Exce
         devicemap.ray.map_batches(**{"dataset": ray.data.range(3), "fn": len, "concurrency": 1, **options})
 
 
+class Result(NamedTuple):
+    mean: Any
+    wide: Any
+
+
+Result.__module__ = "__main__"  # of the program itself, which is another one in an actor
 LAST = devicemap.Reducer(
-    np.zeros([2, 2], "f"), lambda state, row: row["wide"], lambda state, later: later, lambda state: -state
+    np.zeros([2, 2], "f"), lambda state, row: row.wide, lambda state, later: later, lambda state: -state
 )
 
 
-@pytest.mark.parametrize("reducer", [{"mean": "mean", "wide": "sum"}, LAST], ids=["names", "own"])
+@pytest.mark.parametrize("reducer", [Result("mean", "sum"), LAST], ids=["names", "own"])
 def test_reduce(cluster: Cluster, reducer: Any) -> None:
     """By two actors as in one process; a mean is that of rows, however many of them are in a block."""
 
     def fn(row, seed):
-        return {"mean": row["data"] + tf.random.stateless_normal([], seed), "wide": tf.fill([2, 2], row["data"])}
+        return Result(row["data"] + tf.random.stateless_normal([], seed), tf.fill([2, 2], row["data"]))
 
     rows = np.arange(7, dtype=np.float32)
     expected = devicemap.parallel_reduce(fn, {"data": rows}, reducer, seed=4)
@@ -96,6 +122,7 @@ def test_reduce(cluster: Cluster, reducer: Any) -> None:
     found = devicemap.ray.reduce(
         ray.data.from_numpy(rows).repartition(5), fn, reducer, concurrency=2, seed=4, progress=recorder
     )
+    assert type(found) is type(expected)
     tf.nest.map_structure(partial(np.testing.assert_allclose, rtol=1e-6), found, expected)
     report = recorder.report
     assert report is not None
@@ -109,6 +136,46 @@ def test_no_rows(cluster: Cluster) -> None:
     nothing = ray.data.range(3, override_num_blocks=2).filter(expr=col("id") > 5)
     with pytest.raises(devicemap.errors.DataError, match="no rows"):
         devicemap.ray.reduce(nothing, lambda row, seed: row["id"], "sum", concurrency=1, seed=1)
+
+
+def test_contexts(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed in order has the settings of the dataset, whose own are left alone."""
+    dataset = ray.data.range(3)
+    dataset.context.target_max_block_size = 12345
+    numbered = devicemap.ray.map_batches(dataset, lambda row, seed: row["id"], concurrency=1, seed=1)
+    contexts = [numbered.context]
+
+    def nothing(states: Any, **options: Any) -> Iterator[Any]:
+        contexts.append(states.context)
+        assert not dataset.context.execution_options.preserve_order
+        return iter(())
+
+    monkeypatch.setattr(ray.data.Dataset, "iter_batches", nothing)
+    with pytest.raises(devicemap.errors.DataError, match="no rows"):
+        devicemap.ray.reduce(dataset, lambda row: row["id"], "sum", concurrency=1)
+    found = [(each.target_max_block_size, each.execution_options.preserve_order) for each in contexts]
+    assert found == [(12345, True), (12345, True)]
+
+
+def test_a_recorder_that_is_slow(cluster: Cluster) -> None:
+    """Has heard of a block when that is done."""
+
+    class Slow:
+        def __init__(self) -> None:
+            self.kept: list[Any] = []
+
+        def add(self, block: Any) -> None:
+            time.sleep(0.5)
+            self.kept.append(block)
+
+        def all(self) -> list[Any]:
+            return self.kept
+
+    recorder = devicemap.ray.Recorder()
+    recorder._blocks = ray.remote(num_cpus=0, max_concurrency=2)(Slow).remote()  # calls overtake each other
+    recorder(CallStarted(0.0, 3, ("/device:CPU:0",)))
+    recorder(CallFinished(1.0, None))
+    assert recorder.report is not None
 
 
 def careful(row: Any) -> Any:
