@@ -20,11 +20,7 @@ _control_flow = Private(
 )
 _func_graph = Private("tensorflow.python.framework.func_graph", "FuncGraph")
 _control_flow_util = Private("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext")
-_kernel_def = Private("tensorflow.core.framework.kernel_def_pb2", "KernelList")
-_session = Private(
-    "tensorflow.python.client.pywrap_tf_session",
-    *("TF_GetRegisteredKernelsForOp", "TF_GetBuffer", "TF_DeleteBuffer"),
-)
+_kernels = Private("tensorflow.python.framework.kernels", "get_registered_kernels_for_op")
 _script_ops = Private("tensorflow.python.ops.script_ops", "_py_funcs.get")
 _atomic = Private(
     "tensorflow.python.eager.polymorphic_function.atomic_function",
@@ -209,25 +205,21 @@ def _unknown(_: str) -> list[Kernel]:
     return []
 
 
-@with_fallback(_unknown, _session, _kernel_def)
+@with_fallback(_unknown, _kernels)
+@cache
 def registered_kernels(op: str) -> list[Kernel]:
     """The kernels that this process has for a type of op.
 
-    Placing an op on a device tells too late, and only with that device at hand. TensorFlow's own Python function for this
-    never frees what it is given, some 6 kB for each call. Publicly, none are known.
+    Placing an op on a device tells too late, and only with that device at hand. Asked for once, as TensorFlow never frees what
+    it reads, some 6 kB. Publicly, none are known.
     """
-    buffer = _session.TF_GetRegisteredKernelsForOp(op)
-    try:
-        kernels = _kernel_def.KernelList.FromString(_session.TF_GetBuffer(buffer))
-    finally:
-        _session.TF_DeleteBuffer(buffer)
     return [
         Kernel(
             kernel.device_type,
             {c.name: frozenset(c.allowed_values.list.type) for c in kernel.constraint},
             frozenset(kernel.host_memory_arg),
         )
-        for kernel in kernels.kernel
+        for kernel in _kernels.get_registered_kernels_for_op(op).kernel
     ]
 
 

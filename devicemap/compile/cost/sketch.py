@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, wraps
+from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -93,7 +93,6 @@ class Sketch:
         self._count = 0
         self._graph = tf.Graph()
         self._functions = functions_within(source)
-        self._kernels_of = cache(registered_kernels)
         self._scope = ""
         self._after: tuple[int, ...] = ()
 
@@ -129,7 +128,7 @@ class Sketch:
 
     def passes_on_host(self, dtype: Any) -> bool:
         """Whether what a function is given and gives is in the host's memory."""
-        identity = kernel_for(self._kernels_of("Identity"), self.kind, {"T": [dtype.as_datatype_enum]})
+        identity = kernel_for(registered_kernels("Identity"), self.kind, {"T": [dtype.as_datatype_enum]})
         return self.kind != "CPU" and (identity is None or bool(identity.on_host))
 
     def bytes_of(self, value: Value) -> int:
@@ -302,7 +301,7 @@ class Sketch:
             viewed = taken if op.type == "IdentityN" else [taken[-1 if op.type == "Split" else 0]] * len(results)
             return [replace(view, tensor=result, known=k) for view, result, k in zip(viewed, results, known)]
         if all(made_on_host) and all(each is None for each in known) and any(map(self._is_of_rows, results)):
-            instead = instead_of_int32(self._kernels_of(op.type), self.kind, dtypes_of(op))
+            instead = instead_of_int32(registered_kernels(op.type), self.kind, dtypes_of(op))
             self.int32 |= {} if instead is None else {op.type: instead}
         values = zip(results, made_on_host, known)
         made = [self.value(r, on_host=h, known=k, maker=name, constant=constant) for r, h, k in values]
@@ -369,7 +368,7 @@ class Sketch:
         """Which of the tensors that an op takes and gives are in the host's memory."""
         if self.kind == "CPU":
             return [False] * len(op.inputs), [False] * len(op.outputs)
-        kernel = kernel_for(self._kernels_of(op.type), self.kind, dtypes_of(op))
+        kernel = kernel_for(registered_kernels(op.type), self.kind, dtypes_of(op))
         if kernel is None:
             return [True] * len(op.inputs), [True] * len(op.outputs)
         return are_named(op, op.op_def.input_arg, kernel.on_host), are_named(op, op.op_def.output_arg, kernel.on_host)
