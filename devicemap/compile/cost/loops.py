@@ -82,7 +82,7 @@ def run_loop(sketch: Sketch, op: Any, taken: Sequence[Value], used: set[int]) ->
             size = None if times is None or each.size_bytes is None else times * each.size_bytes
             sketch.ledger.add(replace(each, size_bytes=size))
     ahead = sketch.value(None)
-    ahead_bytes = 0 if grows else _ahead_bytes(ops, arguments, constant)
+    ahead_bytes = 0 if grows else _ahead_bytes(sketch, ops, arguments, results, constant)
     if ahead_bytes:
         steps = _steps(sketch, test, taken, step, constant)
         most = op.get_attr("parallel_iterations")
@@ -108,18 +108,44 @@ def run_loop(sketch: Sketch, op: Any, taken: Sequence[Value], used: set[int]) ->
     return [taken[i] if i in constant else value for i, value in enumerate(made)]
 
 
-def _ahead_bytes(ops: Sequence[Op], arguments: Sequence[Value], constant: frozenset[int]) -> int:
-    """What each step makes for itself that needs nothing of the step before it: TensorFlow may do so for many steps at once."""
-    waiting = {v.number for i, v in enumerate(arguments) if i not in constant and not v.on_host}
-    free: dict[int, int] = {}
-    found: dict[int, int] = {}
-    for each in ops:
-        if waiting.isdisjoint(each.takes):
-            free |= dict(each.makes)
-        else:
-            waiting.update(number for number, _ in each.makes)
-            found |= {number: free[number] for number in each.takes if number in free}
-    return sum(found.values())
+def _ahead_bytes(
+    sketch: Sketch,
+    ops: Sequence[Op],
+    arguments: Sequence[Value],
+    results: Sequence[Value],
+    constant: frozenset[int],
+) -> int:
+    """What each step makes that the next ones need not wait for: TensorFlow may do so for many steps at once.
+
+    A variable of the loop takes as many ops one after another in each step as lie between it and its next value, or as one
+    takes that it depends on. What is made of quick ones alone waits for what the slow ones take it for.
+    """
+    carried = [i for i, v in enumerate(arguments) if i not in constant and not v.on_host]
+    depths: dict[int, dict[int, int]] = {arguments[i].number: {i: 1} for i in carried}
+    for op in ops:
+        found: dict[int, int] = {}
+        for i, depth in (each for value in op.takes for each in depths.get(value, {}).items()):
+            found[i] = max(found.get(i, 0), depth + 1)
+        depths |= dict.fromkeys((value for value, _ in op.makes), found)
+    before = {i: depths.get(results[i].number, {}) for i in carried}
+    periods = {i: before[i].get(i, 1) for i in carried}
+    for _ in carried:
+        periods = {i: max((periods[j] for j in (i, *before[i])), default=1) for i in carried}
+    ahead: dict[int, float] = {}
+    sizes = {arguments[i].number: _renewed_bytes(sketch, results[i]) for i in carried} | dict(made_by(ops))
+    for op in ops:
+        period = max((periods[i] for value in op.takes for i in depths.get(value, {})), default=0)
+        for value in () if op.views or not period else op.takes:
+            own = max((periods[i] for i in depths.get(value, {})), default=0)
+            ahead[value] = max(ahead.get(value, 0.0), sizes.get(value, 0) * (1 - own / period))
+    return round(sum(ahead.values()))
+
+
+def _renewed_bytes(sketch: Sketch, value: Value) -> int:
+    """What a variable of a loop allocates in each step: of a list, an element, unless it is emptied."""
+    if value.listed is None:
+        return sketch.bytes_of(value)
+    return 0 if value.listed.shrinks else value.listed.element_bytes
 
 
 def _elements(sketch: Sketch, value: Value, shrinks: bool, last: bool) -> int:

@@ -90,6 +90,8 @@ class Sketch:
         """In the device's memory, of values that are not, by their number."""
         self.contents: dict[int, Value] = {}
         """What variables hold now, by the value of their handle."""
+        self._products: dict[int, Op] = {}
+        """The ops that multiply two tensors that are not constant, by the value that they give, which one op takes."""
         self._count = 0
         self._graph = tf.Graph()
         self._functions = functions_within(source)
@@ -195,7 +197,12 @@ class Sketch:
                 self._after = (*around, *(number for before in op.control_inputs for number in done.get(before, ())))
                 left.discard(op)
                 noted = len(self.ops)
-                results = self._of_op(op, [values[tensor.name] for tensor in op.inputs], used)
+                taken = [values[tensor.name] for tensor in op.inputs]
+                results = self._of_op(op, taken, used)
+                if op.type == "Mul" and not takers[0][0] and sum(taker in needed for taker in takers[0][1]) == 1:
+                    self._products |= (
+                        {} if any(v.maker == "Const" for v in taken) else {results[0].number: self.ops[-1]}
+                    )
                 if op in awaited:
                     own = [number for each in self.ops[noted:] for number, _ in each.makes]
                     done[op] = tuple(own) or (*self._after, *(values[tensor.name].number for tensor in op.inputs))
@@ -308,6 +315,21 @@ class Sketch:
         sizes = [self.bytes_of(value) for value in (*taken, *made)]
         if scratch := 0 if away else scratch_bytes(op, sizes):
             return self.make(op, taken, [*made, self.value(None)], [*sizes[len(taken) :], scratch])
+        if op.type == "Mul" and not away:
+            return self._multiplied(op, taken, made)
+        return self.make(op, taken, made)
+
+    def _multiplied(self, op: Any, taken: Sequence[Value], made: Sequence[Value]) -> Sequence[Value]:
+        """TensorFlow multiplies by a constant first: of `(x * y) * c`, `y * c` as soon as there is `y` (ConstantPushDown)."""
+        for factor, other in (taken, taken[::-1]):
+            product = self._products.get(factor.number)
+            at = next((i for i, each in enumerate(self.ops) if each is product), None)
+            if product is not None and at is not None and other.maker == "Const" and other.tensor.shape.rank == 0:
+                x, y = product.takes
+                self.ops[at] = replace(product, takes=(y,))
+                takes = (x, *(value.number for value in taken))
+                self._note(Op(takes, ((made[0].number, self.bytes_of(made[0])),), in_place=True, after=self._after))
+                return made
         return self.make(op, taken, made)
 
     def _passed(self, op: Any, value: Value, away: bool) -> Value:

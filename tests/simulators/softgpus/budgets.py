@@ -160,13 +160,11 @@ def test_the_largest_batch_runs_and_a_larger_one_does_not(
 
 @pytest.mark.parametrize(("case", "arguments"), [*TRAINING, *FUNCTIONS, *FORWARD])
 def test_peaks_are_as_told(case: Any, arguments: Any) -> None:
-    """Never less, and as much for one of some numbers of rows: the allocator may give a tensor a piece of up to twice its size,
-    if others have left one."""
+    """Within 10 % for one of some numbers of rows: the allocator may give a tensor a piece of up to twice its size, if others
+    have left one, and how far ahead of each other parts of a loop are differs from call to call."""
     before = held()
     plan, call = case(*arguments)
     shared = plan.memory[0].variable_bytes if arguments[0] is dense else 0  # was there before
-    # differs from call to call, and by what is left free
-    within = 0.16 if arguments[0] in (lstm, transformer) and case is of_training else 0.1
     most = plan.largest_batch(192 << 20)
     seen = []
     for rows in (most, most * 3 // 4, most // 2):
@@ -174,8 +172,7 @@ def test_peaks_are_as_told(case: Any, arguments: Any) -> None:
         told = [memory.peak_bytes(rows) for memory in plan.memory]
         taken = [peak - base for peak, base in zip(peaks(lambda: call(rows)), (before[0] - shared, before[1]))]
         seen.append([peak / memory for peak, memory in zip(taken, told)])
-        assert min(seen[-1]) > 1 / (1 + within), (told, taken)
-        if max(seen[-1]) < 1 / (1 - within):
+        if 1 / 1.1 < min(seen[-1]) and max(seen[-1]) < 1 / 0.9:
             return
     raise AssertionError(seen)
 
