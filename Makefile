@@ -26,12 +26,12 @@ demo: $(VENV)/examples.done
 test: $(VENV)/test.done
 	$(BIN)/python -m pytest $(PARALLEL)
 
-# What takes long, as clusters and killed processes, and cases that are like others; the laws on GPUs in software, without those.
+# What takes long, as clusters and killed processes; the laws on GPUs in software.
 test-all: $(VENV)/test.done
 	$(BIN)/python -m pytest -m slow $(PARALLEL)
 	$(BIN)/python -m pytest --gpus 4 $(PARALLEL) $(LAWS)
 
-# All tests, each value of each parameter with every other, and on eight devices, too: hours.
+# All tests, also those that are like others, each value of each parameter with every other, and on eight devices, too: hours.
 test-crossed: $(VENV)/test.done
 	$(BIN)/python -m pytest -m "" --all $(PARALLEL)
 	$(BIN)/python -m pytest -m "" --all --gpus 4 $(PARALLEL) $(LAWS)

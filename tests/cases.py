@@ -201,5 +201,5 @@ _FEW = (
 FEW = [case for case in ALL if case.name in _FEW]
 """Without those whose function, data and results are like those of another one in most respects."""
 
-OTHERS_SLOW = [case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for case in ALL]
+OTHERS_CROSSED = [case if case in FEW else pytest.param(case, marks=pytest.mark.crossed) for case in ALL]
 """All of them, where a way of running is tried."""

@@ -68,7 +68,7 @@ def _assert_further_answers(devices: list[str]) -> None:
 
 
 def _by_itself(name: str) -> Any:
-    return pytest.param(name, marks=pytest.mark.slow)
+    return pytest.param(name, marks=pytest.mark.crossed)
 
 
 def test_the_public_interface_alone(monkeypatch: pytest.MonkeyPatch, devices: list[str]) -> None:

@@ -43,7 +43,7 @@ EVERY = {
 
 @pytest.mark.parametrize(
     ("family", "half"),
-    [(family, 0) for family in EVERY] + [pytest.param(family, 1, marks=pytest.mark.slow) for family in EVERY],
+    [(family, 0) for family in EVERY] + [pytest.param(family, 1, marks=pytest.mark.crossed) for family in EVERY],
 )
 def test_what_is_on_the_list_gives_the_same(family: str, half: int) -> None:
     trials = list(FAMILIES[family]())[half * EVERY[family] :: 2 * EVERY[family]]

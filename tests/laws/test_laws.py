@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from cases import ALL, FEW, OTHERS_SLOW, ROWS, Case
+from cases import ALL, FEW, OTHERS_CROSSED, ROWS, Case
 from oracle import assert_same, first_rows
 
 import devicemap
@@ -75,7 +75,7 @@ def test_same_answer(case: Case, devices: list[str]) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 100, None])
-@pytest.mark.parametrize("case", OTHERS_SLOW, ids=str)
+@pytest.mark.parametrize("case", OTHERS_CROSSED, ids=str)
 def test_same_answer_in_chunks(case: Case, batch_size: int | None, devices: list[str]) -> None:
     if "jit_compile" in case.options and devices[0].startswith("GPU"):
         pytest.skip("XLA does not compile for GPUs in software")

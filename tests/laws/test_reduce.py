@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import OTHERS_SLOW, ROWS, Case
+from cases import OTHERS_CROSSED, ROWS, Case
 from graphs import between_devices, partitions
 from processes import run
 
@@ -32,7 +32,7 @@ def _assert_close(got: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("case", OTHERS_SLOW, ids=str)
+@pytest.mark.parametrize("case", OTHERS_CROSSED, ids=str)
 @pytest.mark.parametrize("way", ["one graph", "chunks", "tf.function"])
 def test_same_as_the_op_over_all_rows(case: Case, op: str, way: str, devices: list[str]) -> None:
     if "jit_compile" in case.options and devices[0].startswith("GPU"):

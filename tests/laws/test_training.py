@@ -41,7 +41,7 @@ LIKE_OTHERS = (
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in CASES]
+    "name", [pytest.param(name, marks=pytest.mark.crossed) if name in LIKE_OTHERS else name for name in CASES]
 )
 def test_trained_as_by_one_device(name: str, devices: list[str]) -> None:
     case = CASES[name]
@@ -98,7 +98,7 @@ def test_local_batch_normalization_takes_a_devices_rows(devices: list[str]) -> N
 FRUGAL = [{"accumulate": 3}, {"recompute": True}, {"accumulate": 2, "recompute": True}]
 FRUGALLY_TRAINED = [
     *("momentum, clipnorm", "added means and sums", "outputs in a dict", "weights changed in a step that uses them"),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("masks, gradients of slices", "scaled")),
+    *(pytest.param(name, marks=pytest.mark.crossed) for name in ("masks, gradients of slices", "scaled")),
 ]
 
 

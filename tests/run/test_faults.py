@@ -428,7 +428,7 @@ def test_ctrl_c_stops_within_a_second(sim: simulator.Simulator, way: str) -> Non
 # A soak
 
 
-@pytest.mark.parametrize("chunks", [2000, pytest.param(40_000, marks=pytest.mark.slow)], ids=["short", "long"])
+@pytest.mark.parametrize("chunks", [2000, pytest.param(40_000, marks=pytest.mark.crossed)], ids=["short", "long"])
 def test_a_long_job_with_random_faults(faults: Faults, chunks: int, record_property: Callable[..., None]) -> None:
     """No row is lost or repeated, and threads, file handles and memory stay flat."""
     draw, recent = random.Random(20), {f"CPU:{i}": [False] * 8 for i in range(4)}

@@ -139,7 +139,7 @@ FUNCTIONS = [
 ]
 FORWARD = [pytest.param(of_model, (make,), id=f"{make.__name__} forward") for make in (mlp, cnn, transformer)]
 TRAINING = [
-    pytest.param(of_training, (make,), id=f"{make.__name__} training") for make in (mlp, deep, cnn, lstm, transformer)
+    pytest.param(of_training, (make,), id=f"{make.__name__} training") for make in (mlp, cnn, lstm, transformer)
 ]
 LARGEST = [*FUNCTIONS[:2], pytest.param(of_training, (deep,), id="deep training")]
 """None with a few tensors that take all of the memory: TensorFlow's allocator loses up to half of it between those. They come
