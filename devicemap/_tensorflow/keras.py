@@ -86,11 +86,27 @@ def build_for_training(model: Any, batch: Any) -> None:
         model._symbolic_build(data_batch=batch)
 
 
-def move_variable(variable: Any, device: str) -> None:
-    """Let the value of a variable live on a device. What was traced with it has to be traced again."""
-    if variable.value.device != device:
-        with tf.device(device):
-            variable._value = tf.Variable(variable.value, trainable=variable.trainable, dtype=variable.value.dtype)
+def forget_functions(model: Any) -> None:
+    """Let a model's loops trace their steps anew."""
+    model.train_function = model.test_function = model.predict_function = None
+
+
+def move_variables(layer: Any, device: str) -> None:
+    """Let the values of a layer's variables live on a device. It, and the model that it was split from, are traced again."""
+    for variable in layer.variables:
+        if variable.value.device != device:
+            with tf.device(device):
+                variable._value = tf.Variable(variable.value, trainable=variable.trainable, dtype=variable.value.dtype)
+    for model in (layer, getattr(layer, "split_from", lambda: None)()):
+        if hasattr(model, "train_function"):
+            forget_functions(model)
+
+
+def is_training() -> bool | None:
+    """Whether the layer of Keras that is being called is in training, as those in it are then; `None`: nobody says."""
+    from keras.src.backend.common import global_state
+
+    return getattr(global_state.get_global_attribute("current_call_ctx"), "training", None)
 
 
 def is_used_once(layer: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import batch_norms_of, layers_of, move_variable
+from devicemap._tensorflow.keras import batch_norms_of, is_training, layers_of, move_variables
 from devicemap.base.devices import choose_devices, choose_output_device
 from devicemap.base.hosts import lost_among, settle
 from devicemap.base.options import Options, check_count
@@ -92,8 +92,8 @@ class Pipeline:
         self._times = Times(len(self._stages), self._microbatches) if report and has_clock() else None
         made: Any
         for made, device in zip(stages, self.devices):
-            for variable in made.variables if layers_of(made) else ():
-                move_variable(variable, device)
+            if layers_of(made):
+                move_variables(made, device)
             if names := ", ".join(layer.name for layer in batch_norms_of(made)):
                 warn_user(
                     f"{names} in a stage: batch normalization sees a microbatch at a time in training", RuntimeWarning
@@ -132,7 +132,7 @@ class Pipeline:
     def _graph_of(self, key: Any, specs: Any, microbatches: int) -> Any:
         """The stages as a function of leaves of these specs, with rows that are enough for so many microbatches."""
         shape = tf.nest.map_structure(lambda _: None, specs)
-        key = key, freeze(shape), microbatches
+        key = key, freeze(shape), microbatches, is_training()
         if key not in self._graphs:
 
             def composed(*leaves: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from statistics import median
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import is_used_once
+from devicemap._tensorflow.keras import is_used_once, mask_of
 from devicemap.base.options import check_count
 from devicemap.errors import OptionError
 
@@ -65,9 +66,15 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time") -> list[Any
         *(_crossing(layers, stop, model.outputs) for stop in bounds[1:-1]),
         list(model.outputs),
     ]
+    for tensor in (tensor for edge in edges[1:-1] for tensor in edge):
+        if mask_of(tensor) is not None:
+            raise OptionError(
+                f"{tensor.name} has a Keras mask, which does not go from stage to stage; use a smaller n, or give a Pipeline "
+                "functions of your own as stages, which take the mask as a tensor"
+            )
     parts = (layers[start:stop] for start, stop in pairwise(bounds))
     return [
-        _stage(part, given, made, f"{model.name}_{i}")
+        _stage(model, part, given, made, f"{model.name}_{i}")
         for i, (part, (given, made)) in enumerate(zip(parts, pairwise(edges)))
     ]
 
@@ -91,8 +98,8 @@ def cuts(weights: Sequence[float], n: int) -> list[int]:
     return best[len(weights), n][1]
 
 
-def _stage(layers: Sequence[Any], given: Sequence[Any], made: Sequence[Any], name: str) -> Any:
-    """Layers as a model of their own: between tensors of the whole one, which stays as it is."""
+def _stage(model: Any, layers: Sequence[Any], given: Sequence[Any], made: Sequence[Any], name: str) -> Any:
+    """Layers of a model as one of their own: between tensors of the whole one, which stays as it is."""
     import keras
 
     class Stage(keras.Model):
@@ -100,6 +107,7 @@ def _stage(layers: Sequence[Any], given: Sequence[Any], made: Sequence[Any], nam
             super().__init__(name=name)
             self.stage = list(layers)
             self._given_to_made = keras.Function(list(given), list(made))
+            self.split_from = weakref.ref(model)
             self.built = True
 
         def call(self, *inputs: Any) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from devicemap._tensorflow.keras import is_training
 from devicemap.base.options import Options
 from devicemap.base.structure import freeze
 from devicemap.compile.audit import Treatment
@@ -32,7 +33,7 @@ class Stage:
         Raises:
             FunctionError: it cannot be traced, or does not return rows.
         """
-        key = freeze(specs)
+        key = freeze(specs), is_training()
         traced = self._known.get(key) or self._trace(specs)
         if all(hasattr(tensor, "numpy") for tensor in traced.concrete.captured_inputs):  # else of the graph being built
             self._known[key] = traced

@@ -14,6 +14,7 @@ import tensorflow as tf
 from devicemap._tensorflow.keras import mask_of, moments_by, replacing, set_mask, sublayers_of
 from devicemap.base.structure import freeze
 from devicemap.compile.lockstep import Lockstep
+from devicemap.errors import failure
 from devicemap.training.recomputation import recomputed
 
 ROWS = object()
@@ -90,6 +91,8 @@ def collecting(held: Sequence[tuple[Any, Any]] = ()) -> Any:
     class Scope(keras.StatelessScope):
         def __enter__(self) -> Any:
             self.token = _scope.set(self)
+            self.held = {id(variable) for variable, _ in held}
+            self.changed = list[Any]()
             return super().__enter__()
 
         def __exit__(self, *error: Any) -> None:
@@ -101,6 +104,7 @@ def collecting(held: Sequence[tuple[Any, Any]] = ()) -> Any:
             if is_seed(variable) and not held:
                 variable.value.assign(tf.cast(value, variable.value.dtype))
             else:
+                self.changed.append(variable)
                 if variable.trainable:  # gradients of what reads it are those of the variable, whatever it was assigned
                     now = tf.cast(variable.value, value.dtype)
                     value = tf.stop_gradient(value) + (now - tf.stop_gradient(now))
@@ -118,6 +122,14 @@ def pure(call: Any, scope: Any, variables: Sequence[Any]) -> tuple[list[Any], li
     before = {id(variable): scope.get_current_value(variable) for variable in variables}
     with scope:
         outputs = call()
+    known = scope.held.union(map(id, variables))
+    for variable in scope.changed:
+        if id(variable) not in known:
+            raise failure(
+                f"a layer changes {variable.path}, which is none of the model's variables, as those of metrics and of "
+                "keras.random without a seed are not; give random numbers a keras.random.SeedGenerator of the layer, and add "
+                "metrics in compile"
+            )
     flat = tf.nest.flatten(outputs)
     masks = [mask_of(leaf) for leaf in flat]
     updates = {
@@ -160,7 +172,9 @@ def meeting(layers: Sequence[Any], lockstep: Lockstep) -> AbstractContextManager
 def _merged(own: Sequence[tuple[Any, Any, Any]]) -> tuple[Any, Any]:
     """Mean and variance of all, of those of parts of so many values (Chan, Golub and LeVeque, 1983)."""
     means, variances, counts = (tf.stack(each) for each in zip(*own))
-    shares = (counts / tf.reduce_sum(counts))[:, None]
+    shares = counts / tf.reduce_sum(counts)
+    if means.shape.rank > 1:
+        shares = shares[:, None]
     mean = tf.reduce_sum(means * shares, 0)
     return mean, tf.reduce_sum((variances + tf.square(means - mean)) * shares, 0)
 

@@ -59,6 +59,11 @@ class ForwardPass:
         # What a normalization sees is not to depend on how fast devices happen to be.
         self.clock = Clock(self.devices, even=bool(batch_norms_of(model)))
 
+    def forget(self) -> None:
+        """What was traced: the model is compiled anew, and its layers may have changed since."""
+        for known in (self._graphs, self._passes, self._lockstep, self._sums):
+            known.clear()
+
     def calling(self, call: Any) -> AbstractContextManager[None]:
         """While it lasts, this is how the model is called; `None`: as it is."""
         return replacing(self._model, call=call)
@@ -82,6 +87,11 @@ class ForwardPass:
         """
         given = Given.of(args, kwargs)
         rows, graph = as_rows(given.rows), self.graph_of(given, microbatches)
+        if graph.program.compiled_for(rows).traced.audit.ordered:
+            raise failure(
+                f"a layer of {self._model.name} changes a tf.Variable or a table, which each device would do by its own rows; "
+                "let it be a variable of Keras's, made by add_weight, or write the training loop yourself"
+            )
         if tf.executing_eagerly():
             return self._collected(given, graph.over(rows))
         clock = self.clock if kwargs.get("training") and len(self.devices) > 1 else None
@@ -263,7 +273,10 @@ class ForwardPass:
         random = np.random.default_rng(0)
         leaves = []
         for leaf in given.rows:
-            some = random.normal(size=[max(rows) + 1, *(size or 2 for size in leaf.shape[1:])])[rows]
+            some = random.normal(size=[max(rows) + 1, *(size or 2 for size in leaf.shape[1:])])
+            if some.ndim > 1:  # as masks may have it
+                some[1::2, some.shape[1] // 2 :] = 0.0
+            some = some[rows]
             leaves.append(tf.cast(some if leaf.dtype.is_floating else some > 0, leaf.dtype))
         args, kwargs = given.with_rows(leaves)
         with collecting(held) as scope:

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import batch_norms_of, layers_of, sublayers_of
+from devicemap._tensorflow.keras import batch_norms_of, forget_functions, layers_of, sublayers_of
 from devicemap.api import DeviceMap
 from devicemap.base.options import check_count, check_progress
 from devicemap.compile.cost.walk import full_name
@@ -120,11 +120,11 @@ def _check(model: Any, batch_norm: str) -> None:
             f"{model.name} was made in the scope of a tf.distribute strategy, which spreads its variables itself; make it "
             "outside of the scope"
         )
-    for step in _STEPS:
-        if getattr(type(model), step) is not getattr(keras.Model, step):
+    for step in (*_STEPS, *_MAKERS):
+        if step in vars(model) or getattr(type(model), step) is not getattr(keras.Model, step):
             raise OptionError(
-                f"{type(model).__name__} has a {step} of its own. In it, map the forward pass with a devicemap.DeviceMap, or "
-                "reduce losses under a tape with DeviceMap.reduce, instead of parallelize"
+                f"{model.name} has a {step} of its own. In it, map the forward pass with a devicemap.DeviceMap, or reduce "
+                "losses under a tape with DeviceMap.reduce, instead of parallelize"
             )
 
 
@@ -180,13 +180,13 @@ class _Parallel:
         own |= {name: getattr(self, name) for name in _METHODS}
         if self._heard:
             own |= {name: partial(self._loop, name) for name in _LOOPS}
-        self._forget_functions()
+        forget_functions(self._model)
 
     def detach(self) -> Any:
         """Give the model back to one device; returns it."""
-        for name in (*_STEPS, *_MAKERS, *_METHODS, *_LOOPS):
+        for name in (*_STEPS, *_MAKERS, *_METHODS, *(_LOOPS if self._heard else ())):
             vars(self._model).pop(name, None)
-        self._forget_functions()
+        forget_functions(self._model)
         return self._model
 
     def explain(self, data_or_spec: Any, targets: Any = None) -> Plan:
@@ -272,11 +272,10 @@ class _Parallel:
     def _fits(self, graph: Any, batch: Any) -> bool:
         return step_fits(graph, batch, self._forward.devices, full_name(self._forward.home))
 
-    def _forget_functions(self) -> None:
-        self._model.train_function = self._model.test_function = self._model.predict_function = None
-
     def _make(self, name: str, force: bool = False) -> Any:
         """In place of Keras's functions: without XLA, which compiles for one device, and a step at a time, to be made again."""
+        if not any(getattr(self._model, each.removeprefix("make_")) for each in _MAKERS):  # as `compile` leaves it
+            self._forward.forget()
         if name == "make_train_function":
             self._forward.clock.reset()
             self._rows = [0] * len(self._forward.devices)
@@ -288,7 +287,8 @@ class _Parallel:
 
     def _step(self, name: str, microbatches: int, data: Any) -> Any:
         """A step of Keras's on a batch."""
-        rows, places = tf.nest.flatten(data)[0], len(self._forward.devices)
+        rows = next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
+        places = len(self._forward.devices)
         over = partial(self._step_over, name, microbatches, data)
         if places == 1 or rows.shape[0] is not None:
             return over(min(rows.shape[0] or 1, places))

@@ -261,6 +261,31 @@ def test_split_models_are_trained_as_whole_ones(by: Any, devices: list[str]) -> 
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+def test_a_model_that_was_split_sees_what_its_stages_learn(devices: list[str]) -> None:
+    model = residual()
+    before = model.predict(x, verbose=0)
+    pipe = Pipeline(split(model, 2, by="bytes"), devices)
+    for variable in model.trainable_variables:
+        variable.assign(2.0 * variable)
+    after = model.predict(x, verbose=0)
+    assert not np.allclose(after, before)
+    np.testing.assert_allclose(after, pipe(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", ["train", "predict"])
+def test_stages_in_a_model_know_whether_it_trains(first: str, devices: list[str]) -> None:
+    stages = [keras.Sequential([keras.Input([4]), keras.layers.Dropout(0.5)]), tf.identity]
+
+    class Noisy(keras.Model):
+        def call(self, rows: Any, training: bool = False) -> Any:
+            return pipe(rows)
+
+    pipe, model = Pipeline(stages, devices), Noisy()
+    for training in (True, False) if first == "train" else (False, True):
+        found = tf.function(model)(x, training=training)
+        assert np.allclose(found, x) == (not training)
+
+
 class Piped(keras.Model):
     """A model of Keras's that is a pipeline inside."""
 
@@ -346,6 +371,11 @@ def test_the_report_tells_when_each_part_ended(devices: list[str], tmp_path: Pat
         assert all(end - before > 0.01 for before, end in itertools.pairwise([first, *later]))
 
 
+def masked() -> Any:
+    hidden = keras.layers.Embedding(9, 4, mask_zero=True), keras.layers.LSTM(5)
+    return keras.Sequential([keras.Input([3]), *hidden])
+
+
 def shared() -> Any:
     given, layer = keras.Input([4]), keras.layers.Dense(4)
     return keras.Model(given, keras.layers.ReLU()(layer(keras.layers.ReLU()(layer(given)))))
@@ -366,6 +396,7 @@ def shared() -> Any:
         lambda: split(residual(), 9),
         lambda: split(residual(), 2, by="luck"),
         lambda: split(shared(), 2),
+        lambda: split(masked(), 2, by="bytes"),
         lambda: split(len, 2),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -352,6 +353,28 @@ def test_compiled_again(devices: list[str]) -> None:
     assert_close(case.trained(model), case.wanted)
 
 
+@pytest.mark.parametrize("batch_norm", ["synchronized", "local"])
+def test_compiled_with_other_layers_in_training(batch_norm: Any, devices: list[str]) -> None:
+    """A normalization that is frozen takes its moving averages, and moves them again once it is not."""
+
+    def trained(model: keras.Model) -> list[Any]:
+        weights = []
+        for trainable in (True, False, True):
+            model.layers[0].trainable = trainable
+            model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+            model.fit(X, Y, **STEPS)
+            weights += model.get_weights()
+        return weights
+
+    case = Case(lambda: sequential(layers.BatchNormalization(momentum=0.8)))
+    got = trained(devicemap.parallelize(case.made(), devices, batch_norm=batch_norm))
+    moved = [not np.allclose(*each) for each in itertools.pairwise(got[3::6])]  # moving variances
+    assert moved == [False, True]
+    if batch_norm == "synchronized":
+        for one, other in zip(got, trained(case.made())):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_models_that_share_layers(devices: list[str]) -> None:
     """A generator that learns by a discriminator, which learns for itself."""
 
@@ -394,6 +417,12 @@ def untrainable() -> keras.Model:
     return Steps([keras.Input([6]), layers.Dense(2)])
 
 
+def instructed() -> keras.Model:
+    model = mlp()
+    model.make_test_function = lambda force=False: None
+    return model
+
+
 def mirrored() -> keras.Model:
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         return mlp()
@@ -411,6 +440,7 @@ def test_a_model_without_an_optimizer_predicts(devices: list[str]) -> None:
         (lambda: keras.Sequential([layers.Dense(2)]), {}, "built"),
         (lambda: layers.Dense(2), {}, "Dense"),
         (untrainable, {}, "train_step"),
+        (instructed, {}, "make_test_function"),
         (mirrored, {}, "scope of a tf.distribute strategy"),
         (mlp, {"devices": ["CPU:0", "GPU:17"]}, "GPU:17"),
         (lambda: devicemap.parallelize(mlp(), ["CPU:1", "CPU:2"]), {}, "detach"),
@@ -445,6 +475,39 @@ class Counts(layers.Layer):
         return x
 
 
+class Watches(layers.Layer):
+    """Has a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = keras.metrics.Mean()
+
+    def call(self, x: Any) -> Any:
+        self.mean.update_state(x)
+        return x
+
+
+class Remembers(layers.Layer):
+    """In a variable that is not Keras's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = tf.Variable(0.0)
+
+    def call(self, x: Any) -> Any:
+        self.last.assign(0.9 * self.last + 0.1 * tf.reduce_mean(x))
+        return x
+
+
+class Masked(layers.Layer):
+    """Adds a mean over steps that are not masked, which is neither one over rows nor a sum."""
+
+    def call(self, x: Any) -> Any:
+        mask = keras.ops.cast(keras.ops.not_equal(x, 0.0), "float32")
+        self.add_loss(keras.ops.sum(x**2) / keras.ops.sum(mask))
+        return x
+
+
 def test_a_layer_that_counts_calls(devices: list[str]) -> None:
     model = devicemap.parallelize(Case(lambda: sequential(Counts(rows=False))).made(), devices)
     model.fit(X, Y, batch_size=11, verbose=0)
@@ -472,8 +535,18 @@ def test_added_losses_may_draw_random_numbers(reduce: str, devices: list[str]) -
         (lambda: Counts(rows=True), "count"),
         (lambda: layers.ReLU(activity_regularizer=lambda x: tf.reduce_sum(x) ** 2), "sum"),
         (lambda: layers.ReLU(activity_regularizer=lambda x: 0.0 * tf.reduce_sum(x)), "0 for random rows"),
+        (Masked, "sum"),
+        (Watches, "none of the model's variables"),
+        (Remembers, "add_weight"),
     ],
-    ids=["a value of rows", "a loss that is no sum", "a loss of nothing"],
+    ids=[
+        "a value of rows",
+        "a loss that is no sum",
+        "a loss of nothing",
+        "a mean of what is not masked",
+        "a metric",
+        "a variable",
+    ],
 )
 def test_what_devices_cannot_do_apart_is_refused(layer: Any, word: str, devices: list[str]) -> None:
     model = devicemap.parallelize(Case(lambda: sequential(layer())).made(), devices)
@@ -481,4 +554,4 @@ def test_what_devices_cannot_do_apart_is_refused(layer: Any, word: str, devices:
     with pytest.raises(FunctionError, match=word):
         model.fit(X, Y, verbose=0)
     np.testing.assert_equal(model.get_weights(), before)
-    assert np.isfinite(model.detach().evaluate(X, Y, verbose=0))
+    assert np.all(np.isfinite(model.detach().evaluate(X, Y, verbose=0)))
