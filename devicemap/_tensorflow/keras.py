@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -103,10 +104,10 @@ def move_variables(layer: Any, device: str) -> None:
 
 
 def is_training() -> bool | None:
-    """Whether the layer of Keras that is being called is in training, as those in it are then; `None`: nobody says."""
-    from keras.src.backend.common import global_state
-
-    return getattr(global_state.get_global_attribute("current_call_ctx"), "training", None)
+    """Whether the layer of Keras that is being called is in training, as those in it are then; `None`: nobody says, or
+    nobody uses Keras."""
+    state = sys.modules.get("keras.src.backend.common.global_state")
+    return getattr(state.get_global_attribute("current_call_ctx"), "training", None) if state else None
 
 
 def is_used_once(layer: Any) -> bool:

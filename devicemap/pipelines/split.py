@@ -35,7 +35,8 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time") -> list[Any
         gives a list.
 
     Raises:
-        OptionError: for a subclassed model, and one with a layer that is used more than once.
+        OptionError: for a subclassed model, a parallelized one, and one with a layer that is used more than once, or with a
+            Keras mask where it would be cut.
 
     Examples:
         >>> import keras
@@ -53,6 +54,8 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time") -> list[Any
             f"model is a {type(model).__name__} whose layers are not known as a graph; expected a built Sequential or "
             "functional Keras model. Give a Pipeline functions of your own as stages"
         )
+    if "detach" in vars(model):
+        raise OptionError(f"{model.name} is parallelized; model.detach() gives it back to one device first")
     layers = [layer for layer in keras.Function(model.inputs, model.outputs).operations if not _is_input(layer)]
     if n > len(layers):
         raise OptionError(f"n={n} stages of a model of {len(layers)} layers; at most one for each")

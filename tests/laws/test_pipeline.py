@@ -398,6 +398,7 @@ def shared() -> Any:
         lambda: split(residual(), 2, by="luck"),
         lambda: split(shared(), 2),
         lambda: split(masked(), 2, by="bytes"),
+        lambda: split(parallelize(residual(), ["CPU:0", "CPU:1"]), 2),
         lambda: split(len, 2),
     ],
 )

@@ -197,12 +197,10 @@ class Sketch:
                 self._after = (*around, *(number for before in op.control_inputs for number in done.get(before, ())))
                 left.discard(op)
                 noted = len(self.ops)
-                taken = [values[tensor.name] for tensor in op.inputs]
-                results = self._of_op(op, taken, used)
-                if op.type == "Mul" and not takers[0][0] and sum(taker in needed for taker in takers[0][1]) == 1:
-                    self._products |= (
-                        {} if any(v.maker == "Const" for v in taken) else {results[0].number: self.ops[-1]}
-                    )
+                results = self._of_op(op, [values[tensor.name] for tensor in op.inputs], used)
+                alone = len(takers) == 1 and not takers[0][0] and sum(taker in needed for taker in takers[0][1]) == 1
+                if op.type == "Mul" and alone and all(values[t.name].maker != "Const" for t in op.inputs):
+                    self._products[results[0].number] = self.ops[-1]
                 if op in awaited:
                     own = [number for each in self.ops[noted:] for number, _ in each.makes]
                     done[op] = tuple(own) or (*self._after, *(values[tensor.name].number for tensor in op.inputs))
@@ -321,16 +319,16 @@ class Sketch:
 
     def _multiplied(self, op: Any, taken: Sequence[Value], made: Sequence[Value]) -> Sequence[Value]:
         """TensorFlow multiplies by a constant first: of `(x * y) * c`, `y * c` as soon as there is `y` (ConstantPushDown)."""
-        for factor, other in (taken, taken[::-1]):
-            product = self._products.get(factor.number)
-            at = next((i for i, each in enumerate(self.ops) if each is product), None)
-            if product is not None and at is not None and other.maker == "Const" and other.tensor.shape.rank == 0:
-                x, y = product.takes
-                self.ops[at] = replace(product, takes=(y,))
-                takes = (x, *(value.number for value in taken))
-                self._note(Op(takes, ((made[0].number, self.bytes_of(made[0])),), in_place=True, after=self._after))
-                return made
-        return self.make(op, taken, made)
+        constants = [value.maker == "Const" and value.tensor.shape.rank == 0 for value in taken]
+        product = self._products.pop(taken[constants.index(True) - 1].number, None) if any(constants) else None
+        at = [] if product is None else [i for i, each in enumerate(self.ops) if each is product]
+        if product is None or not at:  # in another graph
+            return self.make(op, taken, made)
+        x, y = product.takes
+        self.ops[at[0]] = replace(product, takes=(y,))
+        takes = (x, *(value.number for value in taken))
+        self._note(Op(takes, ((made[0].number, self.bytes_of(made[0])),), in_place=True, after=self._after))
+        return made
 
     def _passed(self, op: Any, value: Value, away: bool) -> Value:
         """What an identity gives: what it takes, unless it brings that from device to device."""
