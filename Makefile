@@ -7,36 +7,63 @@ TENSORFLOW ?= $(shell if command -v nvidia-smi > /dev/null; then echo "tensorflo
 OLDEST_TENSORFLOW ?= 2.16.2
 CLIENTS_TENSORFLOW ?= 2.21.0
 NIGHTLY_TENSORFLOW ?= $(subst tensorflow-cpu,tf-nightly-cpu,$(subst tensorflow[,tf-nightly[,$(patsubst tensorflow,tf-nightly,$(TENSORFLOW))))
-# The laws, which hold without anything of TensorFlow that is not public.
-LAWS := $(addprefix tests/laws/test_,laws.py results.py gradients.py random.py state.py streams.py balance.py reduce.py training.py \
-	pipeline.py) tests/_tensorflow
+# The tests of the guarantees, which hold on the public names of TensorFlow alone.
+LAWS := $(addprefix tests/laws/test_,laws.py as_map_fn.py gradients.py random.py state.py streams.py balance.py reduce.py \
+	training.py pipeline.py) tests/_tensorflow
 VENV := .venv
 BIN := $(VENV)/bin
-# Tests run in this many processes.
+# Tests run in this many processes. A process takes whole files, the longest first (tests/durations.json).
 WORKERS ?= 2
-PARALLEL := -n $(WORKERS) --dist worksteal
+PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test test-all test-crossed check lint types bench bench-quick site pictures forms test-plain test-gpus test-oldest test-nightly test-clients clean
+.PHONY: demo check lint types site test test-nightly test-full test-gpus test-plain test-clients test-oldest test-tf-nightly \
+	bench bench-quick pictures forms clean
 
 demo: $(VENV)/examples.done
 	$(BIN)/python examples/digits.py
 
-# Each value of each parameter of a test once.
-test: $(VENV)/test.done
-	$(BIN)/python -m pytest $(PARALLEL)
-
-# What takes long, as clusters and killed processes; the laws on GPUs in software.
-test-all: $(VENV)/test.done
-	$(BIN)/python -m pytest -m slow $(PARALLEL)
-	$(BIN)/python -m pytest --gpus 4 $(PARALLEL) $(LAWS)
-
-# All tests, also those that are like others, each value of each parameter with every other, and on eight devices, too: hours.
-test-crossed: $(VENV)/test.done
-	$(BIN)/python -m pytest -m "" --all $(PARALLEL)
-	$(BIN)/python -m pytest -m "" --all --gpus 4 $(PARALLEL) $(LAWS)
-
 check: lint types site test
+
+# Each value of each parameter once, on 1, 2 and 3 devices; one smoke test per guarantee on emulated GPUs.
+test: $(VENV)/native.done
+	$(BIN)/python $(PYTEST) --junitxml=build/test.xml
+
+# Everything that `make test` leaves out. A part that fails does not stop the others.
+test-nightly:
+	$(MAKE) --keep-going test-full test-gpus test-plain test-clients test-oldest test-tf-nightly
+
+# All tests, with all parameters crossed and all device sets; Ray and other hosts; all tests on emulated GPUs.
+test-full: $(VENV)/native.done
+	$(BIN)/python $(PYTEST) -m "" --all --junitxml=build/test-full.xml
+
+# The guarantees on four emulated GPUs (benchmarks/softgpu), with all parameters crossed.
+test-gpus: $(VENV)/native.done
+	$(BIN)/python $(PYTEST) -m "" --all --gpus 4 --junitxml=build/test-gpus.xml $(LAWS)
+
+# The guarantees on the public names of TensorFlow alone. Tests that need others are skipped.
+test-plain: $(VENV)/native.done
+	$(BIN)/python $(PYTEST) -m "" --plain --junitxml=build/test-plain.xml $(LAWS)
+
+# Functions of other packages (tests/clients). The packages come without their dependencies, which name another build of
+# TensorFlow; the group `clients` has the rest.
+test-clients: .venv-clients/installed.done
+	.venv-clients/bin/python $(PYTEST) --junitxml=build/test-clients.xml tests/clients $(TESTS)
+
+test-oldest:
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
+	.venv-oldest/bin/python -m pip install --quiet "$(TENSORFLOW)==$(OLDEST_TENSORFLOW)" "numpy<2" --group test
+	.venv-oldest/bin/python -m pip install --quiet --no-deps --editable .
+	.venv-oldest/bin/python $(PYTEST) --junitxml=build/test-oldest.xml
+
+# TensorFlow's nightly build: which non-public names are gone, and whether the guarantees hold.
+test-tf-nightly:
+	$(PYTHON) -m venv .venv-nightly
+	.venv-nightly/bin/python -m pip install --quiet --upgrade pip
+	.venv-nightly/bin/python -m pip install --quiet --upgrade "$(NIGHTLY_TENSORFLOW)" --group test
+	.venv-nightly/bin/python -m pip install --quiet --no-deps --editable .
+	.venv-nightly/bin/python $(PYTEST) --junitxml=build/test-tf-nightly.xml
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .
@@ -69,27 +96,6 @@ bench-quick: $(VENV)/bench.done
 forms: $(VENV)/test.done
 	cd tests && PYTHONPATH=..:. ../$(BIN)/python -m proving
 
-# With what TensorFlow makes public alone; what it cannot give is skipped, and says so.
-test-plain: $(VENV)/test.done
-	$(BIN)/python -m pytest -m "" --plain $(PARALLEL) $(LAWS)
-
-# All that is for any devices, on GPUs in software (benchmarks/softgpu); but `explain` tells nothing of what a GPU copies
-# between its own memory and the host's.
-test-gpus: $(VENV)/test.done
-	$(BIN)/python -m pytest -m "" --gpus 4 --ignore tests/tell/test_explaining.py
-
-test-oldest:
-	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
-	.venv-oldest/bin/python -m pip install --quiet "$(TENSORFLOW)==$(OLDEST_TENSORFLOW)" "numpy<2" --group test
-	.venv-oldest/bin/python -m pip install --quiet --no-deps --editable .
-	.venv-oldest/bin/python -m pytest $(PARALLEL)
-
-# Others' packages, mapped (tests/clients). They come without their dependencies, which name another build of TensorFlow;
-# what else they need is in the group `clients`.
-test-clients: .venv-clients/installed.done
-	.venv-clients/bin/python -m pytest $(PARALLEL) tests/clients $(TESTS)
-
 .venv-clients/installed.done: pyproject.toml
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip install --quiet --upgrade pip
@@ -97,14 +103,6 @@ test-clients: .venv-clients/installed.done
 	.venv-clients/bin/python -m pip install --quiet --no-deps --group clients-without-dependencies
 	.venv-clients/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
-
-# The TensorFlow of tomorrow: which of its names that are not public go, and whether the laws hold then.
-test-nightly:
-	$(PYTHON) -m venv .venv-nightly
-	.venv-nightly/bin/python -m pip install --quiet --upgrade pip
-	.venv-nightly/bin/python -m pip install --quiet --upgrade "$(NIGHTLY_TENSORFLOW)" --group test
-	.venv-nightly/bin/python -m pip install --quiet --no-deps --editable .
-	.venv-nightly/bin/python -m pytest $(PARALLEL)
 
 # The package is installed without its dependencies, because the build of TensorFlow is the user's choice.
 $(VENV)/installed.done: pyproject.toml
@@ -117,6 +115,10 @@ $(VENV)/installed.done: pyproject.toml
 $(VENV)/test.done: $(VENV)/installed.done
 	$(BIN)/python -m pip install --quiet --group test --group lint
 	touch $@
+
+# The C++ of the simulators, compiled before tests need it. Without a compiler their tests are skipped, and fail in CI.
+$(VENV)/native.done: $(VENV)/test.done $(wildcard benchmarks/*.cc benchmarks/*/*.cc)
+	if $(BIN)/python -m benchmarks.native; then touch $@; else test "$$CI" != true; fi
 
 $(VENV)/site.done: $(VENV)/installed.done
 	$(BIN)/python -m pip install --quiet --group site

@@ -98,6 +98,15 @@ class CopyLog:
         return Copied(*((softgpu.total_bytes(copies), len(copies)) for copies in kinds))
 
 
+def compile_library() -> Path:
+    """Compile the meter for the installed TensorFlow, unless that was done before; it takes about ten seconds.
+
+    Raises:
+        Unavailable: this machine cannot compile it; the message says why.
+    """
+    return build(source=SOURCE, libraries=LIBRARIES)
+
+
 @functools.cache
 def load() -> Sends:
     """The meter of this process, compiled if it was not yet; that takes about ten seconds.
@@ -105,7 +114,7 @@ def load() -> Sends:
     Raises:
         Unavailable: it cannot be compiled or loaded here; the message says why.
     """
-    library = str(build(source=SOURCE, libraries=LIBRARIES))
+    library = str(compile_library())
     try:
         tf.load_library(library)
         control = ctypes.CDLL(library)

@@ -193,13 +193,13 @@ def cases() -> list[Case]:
 
 ALL = cases()
 
-_FEW = (
+_IN_CI = (
     "mapped", "structure out", "tuple and dict in", "named tuple in", "strings", "complex and bool", "captured variable",
     "Keras model", "batch of several", "ragged in and out, of int32 splits", "deeper ragged batch", "ragged out",
     "sparse in and out", "sparse batch", "of unknown rank", "sets", "compiled",
 )  # fmt: skip
-FEW = [case for case in ALL if case.name in _FEW]
-"""Without those whose function, data and results are like those of another one in most respects."""
+IN_CI = [case for case in ALL if case.name in _IN_CI]
+"""Each differs from the others in its function, data or results; the rest are like one of these in most respects."""
 
-OTHERS_CROSSED = [case if case in FEW else pytest.param(case, marks=pytest.mark.crossed) for case in ALL]
-"""All of them, where a way of running is tried."""
+CASES = [case if case in IN_CI else pytest.param(case, marks=pytest.mark.nightly) for case in ALL]
+"""All cases as parameters, of which CI runs those in `IN_CI`."""

@@ -1,8 +1,9 @@
-"""Eight logical CPU devices, made once before TensorFlow initialises, the simulator, and what the laws are crossed with."""
+"""Eight logical CPU devices, created once before TensorFlow initialises; the simulator; which tests run, in which order."""
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 from collections import defaultdict
@@ -12,32 +13,42 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import pytest
-import tensorflow as tf
-
-import devicemap
-from benchmarks import softgpu
-from benchmarks.simulator.fixtures import sim as sim
-from devicemap import _tensorflow
+from durations import DURATIONS
+from skipping import pytest_make_collect_report as pytest_make_collect_report
+from skipping import pytest_runtest_makereport as pytest_runtest_makereport
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts its background jobs, and those their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--plain", action="store_true", help="use of TensorFlow what is public alone")
+    parser.addoption("--plain", action="store_true", help="use only the public names of TensorFlow")
     parser.addoption(
         "--all", action="store_true", help="cross all values of the parameters, instead of each value once"
     )
-    parser.addoption("--gpus", type=int, default=0, help="run what is for any devices, on so many GPUs in software")
+    parser.addoption("--gpus", type=int, default=0, help="run the tests for any devices on this many emulated GPUs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Create the devices, except in the controller of pytest-xdist: it runs no test, and need not import TensorFlow."""
+    if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
+        config.pluginmanager.import_plugin("benchmarks.simulator.fixtures")
+        _create_devices(config)
+
+
+def _create_devices(config: pytest.Config) -> None:
+    import tensorflow as tf
+
+    import devicemap
+    from benchmarks import softgpu
+    from devicemap import _tensorflow
+
     if gpus := config.getoption("gpus"):
         try:
             softgpu.start(max(gpus - 1, 1))
         except softgpu.Unavailable as reason:
-            pytest.exit(str(reason), 0)
-        if gpus > 1:  # the last two are one, cut
+            raise pytest.UsageError(f"--gpus {gpus}: {reason}") from reason
+        if gpus > 1:  # the last two logical GPUs are halves of one physical GPU
             half = tf.config.LogicalDeviceConfiguration(memory_limit=256)
             tf.config.set_logical_device_configuration(tf.config.list_physical_devices("GPU")[-1], [half, half])
     devicemap.simulate_devices(8)
@@ -88,6 +99,8 @@ def _on_the_diagonal(items: list[pytest.Item]) -> list[pytest.Item]:
         test = item.nodeid.partition("[")[0]
         lengths = {name: len(values) for name, values in known[test].items()}
         steps = max((length for name, length in lengths.items() if name != "devices"), default=1)
+        if marker := item.get_closest_marker("in_ci"):
+            steps = min(steps, marker.args[0])
         first = {"devices": turns[test]}
         return any(all((first.get(n, 0) + step) % lengths[n] == place[n] for n in place) for step in range(steps))
 
@@ -112,18 +125,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = _on_the_diagonal(items)
     for item in items:
         marker = item.get_closest_marker("private")
-        if marker is not None and not _tensorflow.private:
-            item.add_marker(pytest.mark.skip(f"TensorFlow has no public name for it: {marker.args[0]}"))
+        if marker is not None and config.getoption("plain"):
+            item.add_marker(pytest.mark.skip(f"not applicable: TensorFlow has no public name for {marker.args[0]}"))
+    seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what was imported is not searched in each collection
-    gc.set_threshold(20_000, 20, 20)  # of which tracing would ask for hundreds
+    gc.freeze()  # keep imported modules out of each garbage collection
+    gc.set_threshold(20_000, 20, 20)  # tracing would trigger hundreds of collections
 
 
 @pytest.fixture(autouse=True)
 def _no_seed() -> Iterator[None]:
     """Tests that set TensorFlow's global seed leave none behind."""
     yield
+    import tensorflow as tf
+
     if tf.compat.v1.get_seed(None) != (None, None):  # setting it drops every kernel that eager code has made
         tf.random.set_seed(None)

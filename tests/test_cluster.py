@@ -18,7 +18,7 @@ from devicemap.cli import main
 FILES = Path(__file__).with_name("clusters")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_on_hosts() -> None:
     """Not by `processes.run`: it makes processes itself, of which each would run the program again."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--confcutdir={FILES}"]

@@ -61,9 +61,9 @@ REFUSED = {
     ("wanted", "refused"),
     [
         pytest.param(AS_IT_IS, {}, id="as it is"),
-        pytest.param(ON_TWO_DEVICES, REFUSED, id="on two devices", marks=pytest.mark.slow),
+        pytest.param(ON_TWO_DEVICES, REFUSED, id="on two devices", marks=pytest.mark.nightly),
         pytest.param(
-            ON_RAY, {"images --actors 0": "SystemExit: --images 400 --actors 0"}, id="on Ray", marks=pytest.mark.slow
+            ON_RAY, {"images --actors 0": "SystemExit: --images 400 --actors 0"}, id="on Ray", marks=pytest.mark.nightly
         ),
     ],
 )

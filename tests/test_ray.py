@@ -23,7 +23,7 @@ with contextlib.redirect_stdout(sys.stderr):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_on_a_cluster() -> None:
     pytest.importorskip("ray.data", reason="Ray Data is not installed")
     processes.run(RUN, f"--confcutdir={FILES}", str(FILES / "mapping.py"))

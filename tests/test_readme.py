@@ -43,7 +43,7 @@ def _program(page: pathlib.Path, folder: pathlib.Path) -> str:
     return str(program)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("pages", OF_NEW_PROCESSES, ids=lambda pages: pages[0].stem)
 def test_pages_run_in_a_new_process(pages: list[pathlib.Path], tmp_path: pathlib.Path) -> None:
     """The first asks for its devices, and the others take those that there are."""
@@ -56,7 +56,7 @@ def test_pages_run_in_a_new_process(pages: list[pathlib.Path], tmp_path: pathlib
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in LONG))
+        pytest.param(page, id=page.stem, marks=[pytest.mark.nightly] * (page.stem in LONG))
         for page in sorted({*PAGES}.difference(*OF_NEW_PROCESSES))
     ],
 )

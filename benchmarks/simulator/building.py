@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -32,7 +33,8 @@ def build(
 ) -> Path:
     """Compile a library, unless that was done before for this source, TensorFlow, compiler and options.
 
-    Processes may build at the same time: a library appears in the cache at once, and whole.
+    Processes that build at the same time wait for a lock on the cache, so only the first one compiles. The library appears
+    in the cache whole.
 
     Args:
         compiler: a C++ compiler and its own options, as in `"ccache g++"`; `None`: the environment's `CXX`, else `g++`.
@@ -61,10 +63,12 @@ def build(
         )
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
-            fresh = Path(folder) / library.name
-            _compile(source.name, [*command, "-o", str(fresh)])
-            os.replace(fresh, library)
+        with (cache / f"{source.stem}.lock").open("w") as lock, tempfile.TemporaryDirectory(dir=cache) as folder:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                fresh = Path(folder) / library.name
+                _compile(source.name, [*command, "-o", str(fresh)])
+                os.replace(fresh, library)
     except OSError as error:
         raise Unavailable(f"{source.name} cannot be compiled into {cache}: {error}") from error
     return library

@@ -122,6 +122,15 @@ def total_bytes(copies: Iterable[Copy]) -> int:
 
 
 @functools.cache
+def compile_library() -> Path:
+    """Compile the emulated GPUs for the installed TensorFlow, unless that was done before; it takes about half a minute.
+
+    Raises:
+        Unavailable: this machine cannot compile them; the message says why.
+    """
+    return build(source=SOURCE, libraries=("libtensorflow_cc.so.2",))
+
+
 def start(count: int = 2, memory_bytes: int = 512 << 20) -> SoftGPUs:
     """Make software GPUs of this process; what was not compiled yet is, which takes about half a minute.
 
@@ -138,7 +147,7 @@ def start(count: int = 2, memory_bytes: int = 512 << 20) -> SoftGPUs:
     """
     if not 1 <= count <= _MOST_DEVICES:
         raise ValueError(f"count is {count!r}; expected 1 to {_MOST_DEVICES}")
-    library = str(build(source=SOURCE, libraries=("libtensorflow_cc.so.2",)))
+    library = str(compile_library())
     try:
         control = ctypes.CDLL(library)
         control.softgpu_start.argtypes = [ctypes.c_int32, ctypes.c_uint64, ctypes.c_char_p]

@@ -68,7 +68,7 @@ def _assert_further_answers(devices: list[str]) -> None:
 
 
 def _by_itself(name: str) -> Any:
-    return pytest.param(name, marks=pytest.mark.crossed)
+    return pytest.param(name, marks=pytest.mark.nightly)
 
 
 def test_the_public_interface_alone(monkeypatch: pytest.MonkeyPatch, devices: list[str]) -> None:
@@ -80,6 +80,7 @@ def test_the_public_interface_alone(monkeypatch: pytest.MonkeyPatch, devices: li
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("gone", ["calls", "converters", "functions", "gradients", *map(_by_itself, PRIVATE)])
 def test_a_tensorflow_without_some_of_the_names(monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
     """Those of a module, or one of them."""
@@ -89,6 +90,7 @@ def test_a_tensorflow_without_some_of_the_names(monkeypatch: pytest.MonkeyPatch,
     _assert_answers(["CPU:1", "CPU:0"])
 
 
+@pytest.mark.nightly
 def test_a_tensorflow_without_any_of_the_modules() -> None:
     processes.run("""
         import importlib, types

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import FEW, Case
+from cases import IN_CI, Case
 
 import devicemap
 from devicemap.bench.gauges import busy_shares, read_peak_memory, reset_peak_memory
@@ -108,7 +108,8 @@ def test_a_missing_extra_says_what_to_install(swept: BenchmarkResult, monkeypatc
         swept.plot("result.png")
 
 
-@pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.in_ci(2)
+@pytest.mark.parametrize("case", IN_CI, ids=str)
 def test_eager_code_gives_what_the_graph_gives(case: Case) -> None:
     """For all the structures that a DeviceMap takes and returns: a difference would raise."""
     options = {"batched": case.batched, "vectorize": "auto", **case.options}
@@ -149,6 +150,7 @@ def test_eager_code_alone() -> None:
     assert result.recommendation.startswith("In eager code, use ")
 
 
+@pytest.mark.nightly
 def test_seeds_are_passed_on() -> None:
     def fn(row: Any, seed: Any) -> Any:
         return row + tf.random.stateless_normal([3], seed)
@@ -176,6 +178,7 @@ def test_results_that_differ_are_an_error() -> None:
     benchmark(fn, tf.zeros([4, 2]), tolerance=2, batch_sizes=[None], rounds=1)
 
 
+@pytest.mark.nightly
 def test_random_functions_need_a_seed_or_no_comparison() -> None:
     def fn(row: Any) -> Any:
         return row + tf.random.normal([3])
@@ -231,6 +234,7 @@ class _Clock:
         return self.seconds
 
 
+@pytest.mark.nightly
 def test_slow_eager_code_maps_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = _Clock()
     monkeypatch.setattr("devicemap.bench.runner.Budget", lambda seconds: Budget(seconds, clock))
@@ -262,6 +266,7 @@ def test_the_first_way_is_measured_whatever_the_budget() -> None:
     assert "\nskipped, as half of the time went to ways that tell more" in str(result)
 
 
+@pytest.mark.nightly
 def test_datasets_are_read_into_memory_and_bounded() -> None:
     samples = tf.data.Dataset.range(3000).map(lambda n: {"n": n})
     result = benchmark(lambda row: row["n"] * 2, samples, modes=["graph"], batch_sizes=[None], rounds=1)
@@ -318,6 +323,7 @@ def test_bad_options_fail_before_anything_runs(options: dict[str, Any], error: A
         benchmark(fn, ROWS, **options)
 
 
+@pytest.mark.nightly
 def test_batch_sizes_that_are_found_out(tmp_path: Path) -> None:
     result = benchmark(_row, ROWS, batch_sizes=[None, "auto", 4], rounds=2, seconds=20)
     assert {m.batch_size for m in result.measurements if m.mode == "graph"} == {None, "auto", 4}

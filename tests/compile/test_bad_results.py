@@ -182,6 +182,7 @@ def test_wrong_number_of_rows(fn: Any, leaf: int, way: Options) -> None:
     assert shard.start == 0 or "batch_size" in way  # not the first chunk, where fn is right for a single row
 
 
+@pytest.mark.in_ci(3)
 @pytest.mark.parametrize("way", IN_MEMORY.values(), ids=list(IN_MEMORY))
 @wrong_rows
 def test_wrong_number_of_rows_inside_a_function(fn: Any, leaf: int, way: Options) -> None:
@@ -268,6 +269,7 @@ def test_results_of_unknown_rank(rows: int, batched: bool, way: Options) -> None
             np.testing.assert_array_equal(function(X[:rows]), wanted, strict=True)
 
 
+@pytest.mark.in_ci(2)
 @ways
 @pytest.mark.parametrize("rows", [6, 5, 1, 0])
 def test_sparse_results_of_unknown_rank(rows: int, way: Options) -> None:

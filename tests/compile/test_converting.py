@@ -88,6 +88,7 @@ def _serial(fn: Callable[..., Any]) -> Callable[..., Any]:
     return tf.function(lambda x: tf.map_fn(fn, x, fn_output_signature=spec), input_signature=signature)
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.parametrize("fn", LOOPS)
 def test_loops_give_what_they_give_for_a_row(devices: list[str], fn: Callable[[Any], Any]) -> None:
     """With its gradients."""
@@ -100,6 +101,7 @@ def test_loops_give_what_they_give_for_a_row(devices: list[str], fn: Callable[[A
         np.testing.assert_allclose(got, wanted, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fn", [_from_shared_start, _collected])  # _power: tests/laws/test_gradients.py
 def test_loops_that_rows_leave_at_once_have_second_gradients(fn: Callable[[Any], Any]) -> None:
     def second(mapped: Callable[..., Any]) -> Any:
@@ -151,6 +153,7 @@ def _refused(row: Any) -> Any:
     return row
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.parametrize("name", BRANCHES)
 def test_branches_give_what_they_give_for_a_row(devices: list[str], name: str) -> None:
     fn = BRANCHES[name]
@@ -189,6 +192,7 @@ def test_rows_of_different_shapes_inside_are_mapped(fn: Callable[[Any], Any], re
     np.testing.assert_allclose(mapper(ROWS), _serial(fn)(ROWS), rtol=1e-9)
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("fn", [_power, _until_it_is_small, _branch_in_loop])
 def test_compiled_loops(fn: Callable[[Any], Any]) -> None:
     mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"], jit_compile=True)
@@ -210,6 +214,7 @@ def test_what_ops_do_not_tell_to_differ_between_rows() -> None:
     assert (drawn == drawn[:, :1]).all()
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize(
     ("fn", "avoided"),
     [(tf.sin, "Gather"), (lambda r: tf.linalg.matvec(WEIGHTS, r), "Transpose")],

@@ -41,9 +41,10 @@ EVERY = {
 """Which part of a family is tried here: each so-manieth; `make forms` tries all of it."""
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.parametrize(
     ("family", "half"),
-    [(family, 0) for family in EVERY] + [pytest.param(family, 1, marks=pytest.mark.crossed) for family in EVERY],
+    [(family, 0) for family in EVERY] + [pytest.param(family, 1, marks=pytest.mark.nightly) for family in EVERY],
 )
 def test_what_is_on_the_list_gives_the_same(family: str, half: int) -> None:
     trials = list(FAMILIES[family]())[half * EVERY[family] :: 2 * EVERY[family]]
@@ -57,6 +58,7 @@ def test_what_is_on_the_list_gives_the_same(family: str, half: int) -> None:
     assert listed
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("name", ["ODE solver", "mel spectrogram", "Sinkhorn", "serial scan"])
 def test_real_functions_are_vectorised(name: str) -> None:
     case = functions.cases()[name]
@@ -97,6 +99,7 @@ def test_the_list_says_what_it_was_tried_with() -> None:
     assert len(listed["ops"]) > 100
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize(
     ("fn", "why"),
     [

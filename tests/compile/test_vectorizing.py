@@ -140,6 +140,7 @@ def test_axes_of_a_transposition_that_are_counted_from_the_end() -> None:
     np.testing.assert_array_equal(mapper(DATA["matrix"]), np.transpose(DATA["matrix"], [0, 2, 1])[:, :, None])
 
 
+@pytest.mark.in_ci(4)
 @pytest.mark.parametrize(
     ("fn", "op"),
     [
@@ -184,6 +185,7 @@ def _walk(i: Any) -> Any:
     return total
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize(
     ("fn", "vectorized"),
     [
@@ -211,6 +213,7 @@ def test_rows_of_a_variable_are_looked_up_at_once(
     np.testing.assert_allclose(gradients(mapper), gradients(tf.function(serial)), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize(
     "fn",
     [
@@ -266,6 +269,7 @@ def test_a_list_in_a_loop_that_rows_leave_at_different_times_is_mapped() -> None
     np.testing.assert_allclose(mapper(data), tf.map_fn(until, data))
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batched": True}])
 def test_functions_that_the_user_vectorises_himself(options: dict[str, Any]) -> None:
     """In a second trace, they are met as they were left by the first."""
@@ -275,6 +279,7 @@ def test_functions_that_the_user_vectorises_himself(options: dict[str, Any]) -> 
         np.testing.assert_array_equal(mapper(tf.ones([4, columns])), 2 * np.ones([4, columns]))
 
 
+@pytest.mark.nightly
 def test_jacobians_of_a_function_in_several_maps() -> None:
     curve = tf.function(lambda x: tf.sin(x) * x)
 
@@ -335,6 +340,7 @@ def test_axes_that_only_the_running_graph_knows() -> None:
         np.testing.assert_allclose(mapped(data), tf.reduce_sum(data * 2.0, 1), rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_nothing_runs_for_one_row_beside_all_rows() -> None:
     """What is vectorised is called for one row first, which stateful ops would keep."""
     level = tf.Variable(1.0)

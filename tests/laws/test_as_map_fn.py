@@ -104,17 +104,18 @@ DEVICE_COUNTS = (1, 3)
 """Fewer sets than the laws have: each function takes long to trace."""
 
 
-LONG = ("expm", "second gradient of a loop")
+LONG = ("expm", "second gradient of a loop", "gradient of an LSTM")
 """Functions that take seconds to trace."""
 
 
+@pytest.mark.in_ci(10)
 @pytest.mark.parametrize("vectorize", ["auto", False])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in FUNCTIONS]
+    "name", [pytest.param(name, marks=pytest.mark.nightly) if name in LONG else name for name in FUNCTIONS]
 )
 def test_values_and_gradients(devices: list[str], name: str, vectorize: Any) -> None:
     if name == "conjugate, axes from the end" and ENDS_THE_PROCESS:
-        pytest.skip("this TensorFlow ends the process")
+        pytest.skip("not applicable: this TensorFlow ends the process")
     fn, data = FUNCTIONS[name]
     mapper, serial = devicemap.DeviceMap(fn, devices=devices, vectorize=vectorize), partial(one_by_one, fn)
     inside = tf.function(lambda x: mapper(x))
@@ -161,6 +162,7 @@ def test_gradients_that_are_nothing_are_zeros(devices: list[str], fn: Any) -> No
         np.testing.assert_array_equal(tape.gradient(rows, x), tf.zeros_like(x))
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("vectorize", ["auto", False])
 def test_a_map_inside_of_a_map(devices: list[str], vectorize: Any) -> None:
     inner = devicemap.DeviceMap(_in_a_loop, devices=devices)
@@ -178,6 +180,7 @@ def test_a_map_inside_of_a_map(devices: list[str], vectorize: Any) -> None:
         np.testing.assert_allclose(got, each, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("vectorize", ["auto", False])
 def test_a_vectorised_map_around_a_map(devices: list[str], vectorize: Any) -> None:
     mapper = devicemap.DeviceMap(_in_a_loop, devices=devices, vectorize=vectorize)
@@ -187,6 +190,7 @@ def test_a_vectorised_map_around_a_map(devices: list[str], vectorize: Any) -> No
         np.testing.assert_allclose(run(lambda rows: mapper(rows), x), wanted, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}])
 @pytest.mark.parametrize(
     "fn", [lambda r: tf.tanh(tf.linalg.matvec(WEIGHTS, r)) * r, _in_a_loop], ids=["straight", "loop"]
@@ -194,7 +198,7 @@ def test_a_vectorised_map_around_a_map(devices: list[str], vectorize: Any) -> No
 def test_gradients_of_compiled_functions(devices: list[str], fn: Any, options: dict[str, Any]) -> None:
     """XLA hands no list that a loop keeps to its gradient."""
     if devices[0].startswith("GPU"):
-        pytest.skip("XLA does not compile for GPUs in software")
+        pytest.skip("not applicable: XLA does not compile for emulated GPUs")
     mapper = devicemap.DeviceMap(fn, devices=devices, jit_compile=True, **options)
     x = _normal(7, 3)
     serial = gradients_of(lambda x: tf.map_fn(fn, x), x, WEIGHTS)
@@ -202,11 +206,12 @@ def test_gradients_of_compiled_functions(devices: list[str], fn: Any, options: d
         np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("fn", [lambda r: r * WEIGHTS[0] + WEIGHTS[1], _in_a_loop], ids=["straight", "loop"])
 def test_compiled_with_all_around(devices: list[str], fn: Any) -> None:
     """XLA takes variables of the one device that it compiles for, whose copies on others it cannot use."""
     if devices[0].startswith("GPU"):
-        pytest.skip("XLA does not compile for GPUs in software")
+        pytest.skip("not applicable: XLA does not compile for emulated GPUs")
     mapper = devicemap.DeviceMap(fn, devices=devices)
     inner = tf.function(lambda x: mapper(x) + 1.0, jit_compile=True)
     x = _normal(7, 3)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import ALL, FEW, ROWS, Case
+from cases import ALL, IN_CI, ROWS, Case
 from graphs import between_devices, ops_on, partitions
 from oracle import assert_same, gradients_of
 
@@ -46,15 +46,16 @@ OTHERS = ("control flow", "inner function", "py_function", "lookup table", "ragg
 """What the loop over pieces, which rows are taken into, may meet besides."""
 
 NOT_DENSE = ("ragged", "deeper", "sparse", "sets", "of unknown rank")
-BALANCING = [case for case in FEW if not case.name.startswith(NOT_DENSE)]
+BALANCING = [case for case in IN_CI if not case.name.startswith(NOT_DENSE)]
 BALANCING += [case for case in ALL if case.name in OTHERS]
 
 
 def _skip_where_xla_lacks(case: Case, devices: list[str]) -> None:
     if "jit_compile" in case.options and any(device.startswith("GPU") for device in devices):
-        pytest.skip("XLA does not compile for GPUs in software")
+        pytest.skip("not applicable: XLA does not compile for emulated GPUs")
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.parametrize("case", BALANCING, ids=str)
 def test_same_answer(case: Case, devices: list[str]) -> None:
     _skip_where_xla_lacks(case, devices)
@@ -107,6 +108,7 @@ def test_a_variable_is_what_it_was_when_the_call_began() -> None:
         np.testing.assert_array_equal(mapper(tf.ones([50])), np.full(50, value))
 
 
+@pytest.mark.nightly
 def test_calls_at_once_do_not_meet() -> None:
     mapper = Balanced(lambda row: row * 2, ["CPU:1", "CPU:0", "CPU:2"], batched=True)
     data = [tf.random.uniform([200 + i, 2]) for i in range(4)]
@@ -140,6 +142,7 @@ def test_a_wrong_number_of_rows_is_refused() -> None:
         mapper(tf.range(40))
 
 
+@pytest.mark.nightly
 def test_no_edge_joins_two_devices() -> None:
     mapper = Balanced(lambda row: tf.sin(row), ["CPU:1", "CPU:2", "CPU:3"], batched=True)
     graphs = partitions(mapper, tf.zeros([60, 2]))
@@ -162,6 +165,7 @@ def of_any_rows(mapper: Any, data: Any) -> Any:
     return call.get_concrete_function(as_rows(data).specs)(data)
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("case", BALANCING, ids=str)
 def test_same_answer_inside_a_function(case: Case, devices: list[str], inside: list[Any]) -> None:
     _skip_where_xla_lacks(case, devices)
@@ -171,6 +175,7 @@ def test_same_answer_inside_a_function(case: Case, devices: list[str], inside: l
     assert bool(inside) == (balances.balances and balances.traced.audit.repeatable)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rows", [None, 0, 200])
 def test_static_shapes_inside_a_function(rows: int | None, devices: list[str]) -> None:
     mapper = devicemap.DeviceMap(lambda row: {"row": row, "text": tf.strings.as_string(row[0])}, devices=devices)
@@ -196,6 +201,7 @@ def _second_gradients(call: Any, *sources: Any) -> Any:
     return [*first, *tape.gradient(of_first, sources)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fn", "gradients"), [(_scaled, gradients_of), (lambda rows: tf.sin(rows @ W), _second_gradients)]
 )
@@ -210,6 +216,7 @@ def test_gradients_through_a_function_that_was_traced_without_a_tape(
         np.testing.assert_allclose(tf.convert_to_tensor(got), tf.convert_to_tensor(wanted), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_gradients_are_those_of_the_variables_that_the_call_read(devices: list[str], inside: list[Any]) -> None:
     """Whatever these are assigned after it, in its function and later."""
     weights, count = tf.Variable(tf.ones([3, 2])), tf.Variable(3)
@@ -241,6 +248,7 @@ def test_gradients_are_those_of_the_variables_that_the_call_read(devices: list[s
     assert bool(inside) == (len(set(devices)) > 1)
 
 
+@pytest.mark.nightly
 def test_gradients_within_the_function(inside: list[Any]) -> None:
     scale = tf.Variable(1.0)
     mapper = devicemap.DeviceMap(lambda row: scale * row**2, devices=["CPU:1", "CPU:2"])
@@ -255,6 +263,7 @@ def test_gradients_within_the_function(inside: list[Any]) -> None:
     assert inside
 
 
+@pytest.mark.nightly
 def test_gradients_to_a_tensor_that_is_captured_are_not_lost(inside: list[Any]) -> None:
     table = tf.constant([2.0, 3.0])
     mapper = devicemap.DeviceMap(lambda row: row * table, devices=["CPU:1", "CPU:2"])
@@ -267,6 +276,7 @@ def test_gradients_to_a_tensor_that_is_captured_are_not_lost(inside: list[Any]) 
     assert not inside
 
 
+@pytest.mark.nightly
 def test_under_a_tape_a_function_has_a_shard_for_each_device(inside: list[Any]) -> None:
     """Their gradients cost no second run of the rows."""
     mapper = devicemap.DeviceMap(lambda row: row * 2, devices=["CPU:1", "CPU:2"])
@@ -277,6 +287,7 @@ def test_under_a_tape_a_function_has_a_shard_for_each_device(inside: list[Any]) 
     assert not inside
 
 
+@pytest.mark.nightly
 def test_variables_are_what_they_are_when_the_call_comes(inside: list[Any]) -> None:
     variable = tf.Variable(1.0)
     mapper = devicemap.DeviceMap(lambda x: x * variable, devices=["CPU:1", "CPU:2"])
@@ -294,6 +305,7 @@ def test_variables_are_what_they_are_when_the_call_comes(inside: list[Any]) -> N
     assert inside
 
 
+@pytest.mark.nightly
 def test_a_function_that_balances_itself_is_saved(tmp_path: Path, inside: list[Any]) -> None:
     class Model(tf.Module):
         def __init__(self) -> None:
@@ -312,6 +324,7 @@ def test_a_function_that_balances_itself_is_saved(tmp_path: Path, inside: list[A
             np.testing.assert_allclose(each.call(x), _scaled(x), rtol=1e-6)
 
 
+@pytest.mark.nightly
 def test_in_a_function_rows_keep_their_seeds_and_are_reduced(inside: list[Any]) -> None:
     mapper = devicemap.DeviceMap(
         lambda x, seed: x + tf.random.stateless_normal([2], seed), devices=["CPU:1", "CPU:2"], seed=7
@@ -329,6 +342,7 @@ def test_in_a_function_too_few_rows_returned_are_an_error(inside: list[Any]) -> 
         of_any_rows(mapper, tf.zeros([40]))
 
 
+@pytest.mark.nightly
 def test_in_a_function_long_calls_balance_themselves_and_short_ones_do_not(
     sim: simulator.Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,6 +365,7 @@ def test_in_a_function_long_calls_balance_themselves_and_short_ones_do_not(
             assert taken == rows if isinstance(rows, int) else taken in rows
 
 
+@pytest.mark.nightly
 def test_in_a_function_few_rows_do_not_tell_how_long_many_take(
     sim: simulator.Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,6 +416,7 @@ def test_short_calls_take_one_graph_from_the_second_on() -> None:
     assert ways == ["chunks", "one graph", "one graph"]
 
 
+@pytest.mark.nightly
 def test_what_takes_as_long_for_few_rows_gets_a_shard_for_each_device(sim: simulator.Simulator) -> None:
     mapper = devicemap.DeviceMap(lambda rows: sim.work(rows, 0.15), devices=["CPU:0", "CPU:1", "CPU:2"], batched=True)
     x = tf.random.uniform([256, 4])

@@ -65,6 +65,7 @@ def test_maps_in_threads_may_share_a_function() -> None:
                 _assert_close(got, [2 * data])
 
 
+@pytest.mark.nightly
 @pytest.mark.private("gradients of what several functions share are built one after another")
 def test_functions_in_threads_may_share_a_map() -> None:
     scale = tf.Variable(tf.ones([8]))
@@ -87,6 +88,7 @@ def _with_a_function_within() -> Any:
     return lambda row: norm(row) ** 2
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.private("another gradient for an op, where TensorFlow's own fails in a loop")
 @pytest.mark.parametrize("place", [*PLACES.values()][:2], ids=[*PLACES][:2])
 @pytest.mark.parametrize(
@@ -117,6 +119,7 @@ def _looping(weights: Any, x: Any) -> Any:
 _in_a_loop = partial(_looping, WEIGHTS)
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("vectorize", ["auto", False])
 @pytest.mark.parametrize("fn", [_in_a_loop, lambda row: tf.linalg.matvec(WEIGHTS, tf.sin(row))])
 def test_gradients_where_the_graph_does_not_know_how_many_rows_there_are(
@@ -129,7 +132,7 @@ def test_gradients_where_the_graph_does_not_know_how_many_rows_there_are(
         _assert_close(step(X[:rows]), gradients_of(lambda x: tf.map_fn(fn, x), X[:rows], WEIGHTS))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gradients_of_what_was_drawn_with_a_seed(devices: list[str]) -> None:
     scale = tf.Variable(2.0)
     fn = lambda row: scale * row * tf.random.normal([3], seed=2)
@@ -174,6 +177,7 @@ RAGGED = {
 }
 
 
+@pytest.mark.in_ci(2)
 @places
 @pytest.mark.parametrize("name", RAGGED)
 def test_gradients_of_ragged_and_sparse_rows(devices: list[str], name: str, place: Any) -> None:
@@ -205,6 +209,7 @@ def test_gradients_of_sparse_rows_in_any_order(devices: list[str]) -> None:
     assert tape.gradient(loss, values).numpy().tolist() == [2.0, 12.0, 6.0, 12.0]
 
 
+@pytest.mark.nightly
 def test_several_maps_in_one_tape() -> None:
     mapper = devicemap.DeviceMap(lambda row: tf.sin(row) * SCALE, devices=["CPU:1", "CPU:2"])
     got = _first_and_second(lambda x: mapper(mapper(x)), X, SCALE)
@@ -216,6 +221,7 @@ def _embedded(row: Any) -> Any:
     return one * other * row
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize(
     ("fn", "options"),
     [(lambda b: tf.tanh(b @ WEIGHTS) @ WEIGHTS, {"batched": True}), (_embedded, {})],
@@ -236,6 +242,7 @@ FUNCTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.in_ci(3)
 @pytest.mark.private("where gradients are computed")
 @pytest.mark.parametrize("place", ["eager", "tf.function"])
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -262,6 +269,7 @@ def _reversed(row: Any) -> Any:
     return 1.0 * row, lambda upstream: -upstream
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.private("what makes vectorising safe")
 @pytest.mark.parametrize(
     ("fn", "wanted"),
@@ -289,6 +297,7 @@ def test_custom_gradients_are_kept(fn: Any, wanted: float) -> None:
 _inner_reversed = tf.function(lambda row: _reversed(_reversed(_reversed(row))))
 
 
+@pytest.mark.nightly
 def test_tapes_of_all_kinds_take_turns(devices: list[str]) -> None:
     """With a function whose loop hands variables on."""
     recurrent = tf.keras.layers.SimpleRNN(3)
@@ -314,6 +323,7 @@ def test_tapes_of_all_kinds_take_turns(devices: list[str]) -> None:
         _assert_close(got, wanted[: len(got)], rtol=1e-3)
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.private("where gradients are computed")
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "loop" in name])
 def test_what_a_loop_leaves_for_its_gradient_stays_on_its_device(name: str) -> None:
@@ -329,6 +339,7 @@ def test_what_a_loop_leaves_for_its_gradient_stays_on_its_device(name: str) -> N
         assert node.device[-5:] == ("CPU:1" if "worker_0" in node.name else "CPU:2")
 
 
+@pytest.mark.in_ci(2)
 @places
 @pytest.mark.parametrize("beside", ["a counter", "a table", "an order", "a generator"])
 def test_loops_that_read_variables_beside_what_stays_where_it_is(beside: str, place: Any) -> None:
@@ -381,6 +392,7 @@ def test_ops_that_ask_for_the_device_of_a_variable(batched: bool, acts: bool) ->
     np.testing.assert_allclose(mapper(X), fn(X), rtol=1e-5)
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_calls_with_and_without_a_tape_take_turns(name: str, devices: list[str]) -> None:
     fn, options = FUNCTIONS[name]
@@ -410,6 +422,7 @@ def _with_custom_gradient(row: Any) -> Any:
     return _seven_fold(tf.linalg.matvec(WEIGHTS, row))
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.private("gradients through copies of variables")
 @pytest.mark.parametrize(
     ("around", "fn", "options"),
@@ -458,6 +471,7 @@ def _and_twice_itself(row: Any) -> Any:
     return _until_it_is_large(row) + 2 * row
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fn", [_until_it_is_large, _and_twice_itself])
 def test_one_known_row_for_a_device_and_a_loop_that_rows_leave_at_different_times(devices: list[str], fn: Any) -> None:
     mapper = devicemap.DeviceMap(fn, devices=devices)
@@ -466,6 +480,7 @@ def test_one_known_row_for_a_device_and_a_loop_that_rows_leave_at_different_time
         _assert_close(tf.function(lambda x: gradients_of(mapper, x))(x), gradients_of(partial(one_by_one, fn), x))
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("batched", [False, True])
 def test_jacobians(batched: bool) -> None:
     weights = tf.Variable(tf.eye(3) * 2)
@@ -510,6 +525,7 @@ def test_gradients_of_rows_one_by_one_in_a_compiled_function() -> None:
     np.testing.assert_allclose(gradient(X), tf.cos(X) * X + tf.sin(X), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batched": True}], ids=str)
 @places
 def test_gradients_of_no_rows_are_zeros(place: Any, options: dict[str, Any], devices: list[str]) -> None:

@@ -160,6 +160,7 @@ def test_fn_gets_objects(vectorize: bool) -> None:
     _assert_same(got, Masked("m", X))
 
 
+@pytest.mark.in_ci(2)
 @ways
 def test_ragged_fields(way: Options) -> None:
     def fn(holder: Any) -> Any:
@@ -200,6 +201,7 @@ def test_objects_of_a_dataset() -> None:
         devicemap.parallel_map(_unmask, batches, **SEVERAL)
 
 
+@pytest.mark.in_ci(1)
 @cases
 def test_streams_and_plans(fn: Any, data: Any, for_map_fn: bool) -> None:
     mapper = devicemap.DeviceMap(fn, **SEVERAL, batch_size=4)

@@ -45,6 +45,7 @@ FUNCTIONS = [_python, _asserting, _printing, _everything, _looping, _inner, lamb
 BATCHED = [False, True]
 
 
+@pytest.mark.in_ci(4)
 @pytest.mark.parametrize("batched", BATCHED)
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: getattr(fn, "__name__", "function"))
 @pytest.mark.parametrize("caller", ["eager", "tf.function", "tape"])

@@ -51,6 +51,7 @@ def composed(stages: Any, rows: Any) -> Any:
     return rows
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [DENSE, WITH_LOSS, WITH_SKIP], ids=["dense", "loss", "skip"])
 @pytest.mark.parametrize("rows", [10, 3, 1, 0])
@@ -69,6 +70,7 @@ def gradients(call: Any, rows: Any, reduce: Any) -> Any:
     return [loss, *tape.gradient(loss, [rows, *weights])]
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [DENSE, WITH_LOSS], ids=["dense", "loss"])
 @pytest.mark.parametrize("where", ["eager", "tf.function", "unknown rows", "tape outside"])
@@ -155,6 +157,7 @@ def with_dropout(rows: Any) -> Any:
 dropout = keras.layers.Dropout(0.5)
 
 
+@pytest.mark.in_ci(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stage", [with_noise, with_seed, with_print, with_python, with_dropout])
 def test_whatever_is_in_a_stage(schedule: str, stage: Any, devices: list[str]) -> None:
@@ -300,6 +303,7 @@ class Piped(keras.Model):
         return self.pipe(inputs)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("parallel", [False, True])
 def test_in_steps_of_keras(parallel: bool, devices: list[str]) -> None:
     def trained(model: Any) -> list[float]:
@@ -329,6 +333,7 @@ def test_explain_tells_the_bubble(devices: list[str]) -> None:
     assert [stage.output_bytes_per_row for stage in plan.stages] == [16] * 3
 
 
+@pytest.mark.nightly
 def test_explain_tells_of_ragged_rows(devices: list[str]) -> None:
     pipe = Pipeline([lambda x: 2 * x, tf.sin], devices)
     for data in (tf.RaggedTensorSpec([None, None]), tf.RaggedTensor.from_row_lengths(tf.zeros([20]), [1, 3] * 5)):
@@ -336,6 +341,7 @@ def test_explain_tells_of_ragged_rows(devices: list[str]) -> None:
             assert pipe.explain(data, gradients=gradients).bubble > 0
 
 
+@pytest.mark.nightly
 def test_the_report_tells_when_each_part_ended(devices: list[str], tmp_path: Path) -> None:
     @tf.custom_gradient
     def slow(rows: Any) -> Any:

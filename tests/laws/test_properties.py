@@ -57,6 +57,7 @@ def test_any_map_is_the_serial_one(
     np.testing.assert_array_equal(y, x * dtype(2) + dtype(1))
 
 
+@pytest.mark.nightly
 @few
 @given(rows=row_counts, devices=device_lists, batch_size=batch_sizes)
 def test_rows_keep_their_order(rows: int, devices: list[str], batch_size: int | None) -> None:

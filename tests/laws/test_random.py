@@ -37,6 +37,7 @@ def test_dropout_draws_another_mask_for_each_device_chunk_and_call() -> None:
     assert between_devices(partitions(mapper, ones)) == []
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("batch_size", [None, 1])
 def test_threads_that_share_a_mapper_draw_different_masks(batch_size: int | None) -> None:
     dropout = tf.keras.layers.Dropout(0.5)
@@ -50,6 +51,7 @@ def test_threads_that_share_a_mapper_draw_different_masks(batch_size: int | None
     assert _distinct(masks) == len(masks)
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("seeded", [True, False])
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batched": True}])
 def test_random_ops_never_repeat_a_stream(seeded: bool, options: dict[str, Any]) -> None:
@@ -64,6 +66,7 @@ def test_random_ops_never_repeat_a_stream(seeded: bool, options: dict[str, Any])
     assert _distinct(np.concatenate(draws)) == 20 + 20 + 2 + 1 + 20 + 20
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batch_size": 3}])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_random_ops_in_inner_functions_never_repeat_a_stream(depth: int, options: dict[str, Any]) -> None:
@@ -98,6 +101,7 @@ OF_OTHER_MODULES = {
 }
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("options", [{}, {"batch_size": 3}])
 @pytest.mark.parametrize("name", OF_OTHER_MODULES)
 def test_samplers_never_repeat_a_stream(name: str, options: dict[str, Any]) -> None:
@@ -107,6 +111,7 @@ def test_samplers_never_repeat_a_stream(name: str, options: dict[str, Any]) -> N
     assert _distinct(np.concatenate([mapper(x), mapper(x), mapper(x[:2])])) == 20 + 20 + 2
 
 
+@pytest.mark.nightly
 @pytest.mark.private("which gradients a call keeps; TensorFlow has a copy of the function for each")
 def test_random_ops_never_repeat_a_stream_in_other_calls_and_maps() -> None:
     """With a tape and without, in functions of the user's, for data of another kind, and in maps with other options."""
@@ -131,6 +136,7 @@ def test_random_ops_never_repeat_a_stream_in_other_calls_and_maps() -> None:
     assert len({*numbers}) == len(numbers)
 
 
+@pytest.mark.nightly
 @pytest.mark.private("which gradients a call keeps; TensorFlow has a copy of the function for each")
 def test_random_ops_never_repeat_a_stream_under_another_tape() -> None:
     """TensorFlow runs a function of its own for calls that no tape follows, for first gradients, and for others."""
@@ -185,6 +191,7 @@ def test_another_seed_gives_other_numbers() -> None:
     assert len(np.unique(draws)) == 2 * 20 * 3
 
 
+@pytest.mark.nightly
 @pytest.mark.private("when tf.random.set_seed was called")
 def test_the_numbers_do_not_depend_on_a_plan_or_a_report() -> None:
     draws = []
@@ -222,6 +229,7 @@ TRACED_BEFORE = {
 }
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.private("traces of inner functions for each number stream")
 @pytest.mark.parametrize("batch_size", [None, 4])
 @pytest.mark.parametrize("name", TRACED_BEFORE)
@@ -279,6 +287,7 @@ DOUBLED = {
 """Functions that draw, and how many times what they return their gradient is, of each that they return."""
 
 
+@pytest.mark.nightly
 @pytest.mark.private("which gradients a call keeps; TensorFlow has a copy of the function for each")
 @pytest.mark.parametrize("vectorize", [True, False])
 @pytest.mark.parametrize("name", DOUBLED)
@@ -322,6 +331,7 @@ ZERO_WEIGHTED = {
 }
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("name", ZERO_WEIGHTED)
 def test_a_draw_changes_no_gradient(name: str) -> None:
     fn, options, persistent = ZERO_WEIGHTED[name]
@@ -339,6 +349,7 @@ def test_a_draw_changes_no_gradient(name: str) -> None:
         np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.private("which gradients a call keeps; TensorFlow has a copy of the function for each")
 @pytest.mark.parametrize("seeded", [True, False])
 def test_threads_whose_tapes_follow_the_first_calls(seeded: bool) -> None:
@@ -356,6 +367,7 @@ def test_threads_whose_tapes_follow_the_first_calls(seeded: bool) -> None:
     assert _distinct(draws) == len(draws)
 
 
+@pytest.mark.nightly
 @pytest.mark.private("which gradients a call keeps; TensorFlow has a copy of the function for each")
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}])
 def test_ragged_and_sparse_results_of_draws(options: dict[str, Any]) -> None:
@@ -373,6 +385,7 @@ def test_ragged_and_sparse_results_of_draws(options: dict[str, Any]) -> None:
         np.testing.assert_array_equal(tf.reshape(tape.gradient(ragged.flat_values, x), [-1]), ragged.flat_values)
 
 
+@pytest.mark.nightly
 def test_second_gradients_of_what_was_drawn() -> None:
     mapper = devicemap.DeviceMap(lambda row: _doubled(row) ** 2, devices=WORKERS)
     x = tf.reshape(tf.range(1.0, 16.0), [5, 3])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import OTHERS_CROSSED, ROWS, Case
+from cases import CASES, ROWS, Case
 from graphs import between_devices, partitions
 from processes import run
 
@@ -31,12 +31,13 @@ def _assert_close(got: Any, wanted: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.in_ci(5)
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("case", OTHERS_CROSSED, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("way", ["one graph", "chunks", "tf.function"])
 def test_same_as_the_op_over_all_rows(case: Case, op: str, way: str, devices: list[str]) -> None:
     if "jit_compile" in case.options and devices[0].startswith("GPU"):
-        pytest.skip("XLA does not compile for GPUs in software")
+        pytest.skip("not applicable: XLA does not compile for emulated GPUs")
     mapped = case.serial()
     options = {**case.options, "devices": devices, "batched": case.batched}
     mapper = DeviceMap(case.fn, **options, batch_size=4 if way == "chunks" else None)
@@ -71,18 +72,20 @@ SPECIAL = {
 }
 
 
+@pytest.mark.in_ci(4)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", SPECIAL)
 def test_what_numbers_cannot_hold(dtype: str, op: str) -> None:
     """Infinities, what is no number, what wraps around, and the mean of nothing: as TensorFlow has it."""
     if dtype == "complex64" and op in ("min", "max"):
-        pytest.skip("complex numbers have no order")
+        pytest.skip("not applicable: complex numbers have no order")
     data = tf.constant(SPECIAL[dtype], dtype)
     for options in ({}, {"batch_size": 2}):
         got = parallel_reduce(lambda x: x, data, op, devices=TWO, **options)
         np.testing.assert_array_equal(got, OPS[op](data, 0))
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("batch_size", [None, 100_000])
 def test_rounding_does_not_grow_with_the_rows(batch_size: int | None, devices: list[str]) -> None:
     rows = 2_000_000
@@ -96,6 +99,7 @@ def test_rounding_does_not_grow_with_the_rows(batch_size: int | None, devices: l
         np.testing.assert_allclose(three, np.array([0.0, 0.1, -0.1]) * times, rtol=2e-6)
 
 
+@pytest.mark.nightly
 def test_balanced_as_maps_are(devices: list[str]) -> None:
     data = tf.random.stateless_normal([200, 3], [1, 2])
     program = DeviceMap(lambda row: (tf.sin(row), row[0]), devices=devices)._program.reducing(Reduction(("sum", "max")))
@@ -137,6 +141,7 @@ print(megabytes("VmHWM") - before, float(mean[0]))
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of the resident memory from Linux's /proc")
 def test_memory_is_that_of_the_chunks_under_way() -> None:
     """490 MB of rows, in a process of its own."""
@@ -156,6 +161,7 @@ def _later(a: Any, b: Any) -> Any:
     return a @ b
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.parametrize("options", [{}, {"batch_size": 4}, {"batch_size": 1}], ids=str)
 def test_a_reducer_of_ones_own_goes_in_the_order_of_rows(options: dict[str, Any], devices: list[str]) -> None:
     angles = tf.random.stateless_uniform([ROWS], [1, 2])
@@ -199,6 +205,7 @@ def test_a_reducer_may_close_over_tensors_of_a_graph() -> None:
     assert [float(tf.function(scaled)(tf.constant(by))) for by in (2.0, 3.0)] == [12.0, 18.0]
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("batched", [False, True])
 def test_gradients_are_those_of_one_device(batched: bool, devices: list[str]) -> None:
     variable, data = tf.Variable(3.0), tf.random.stateless_normal([ROWS, 2], [1, 2])
@@ -217,6 +224,7 @@ def test_gradients_are_those_of_one_device(batched: bool, devices: list[str]) ->
                 np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_seeds_retries_datasets_and_reports() -> None:
     mapper = DeviceMap(lambda n, seed: tf.random.stateless_uniform([], seed), seed=7, batch_size=10, devices=TWO)
     mapped = parallel_map(lambda n, seed: tf.random.stateless_uniform([], seed), tf.range(100), seed=7, devices=TWO)
@@ -261,6 +269,7 @@ def test_what_is_no_reducer_is_refused(reducer: Any) -> None:
         parallel_reduce(lambda x: x, tf.range(3), reducer, devices=TWO)
 
 
+@pytest.mark.in_ci(3)
 @pytest.mark.parametrize(
     ("fn", "reducer", "word"),
     [

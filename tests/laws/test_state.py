@@ -46,6 +46,7 @@ def test_a_captured_variable_travels_once_per_device_and_call() -> None:
     assert towards == {"CPU:0": 3, "CPU:1": 2, "CPU:2": 2, "CPU:3": 2}  # shard and variable in, result out
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.private("which calls no tape records")
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batch_size": 4}, {"report": False}], ids=str)
 def test_a_captured_tensor_travels_never_again(options: dict[str, Any]) -> None:
@@ -89,6 +90,7 @@ def test_chunks_bring_no_variable_along(vectorize: Any) -> None:
     np.testing.assert_allclose(mapper(X), tf.map_fn(fn, X), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.parametrize("copies", [WORKERS, ["CPU:1"], ["CPU:0", *WORKERS]])
 def test_an_update_between_calls_is_seen(copies: list[str]) -> None:
     scale = tf.Variable(2.0)
@@ -103,6 +105,7 @@ def _looping(row: Any, scale: Any) -> Any:
     return tf.while_loop(lambda i, _: i < 3, lambda i, r: (i + 1, r * scale), (0, row))[1]
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("vectorize", ["auto", False])
 @pytest.mark.parametrize(("fn", "power"), [(_looping, 3), (tf.multiply, 1), (lambda row, s: row * s * s, 2)])
 def test_an_update_in_the_users_function_comes_after_what_the_call_reads(
@@ -276,6 +279,7 @@ class _Late(tf.Module):
         return devicemap.parallel_map(lambda row: row * self.scale, x, **self.options)
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"devices": ["CPU:1"]}, {"devices": WORKERS}], ids=str)
 def test_a_variable_that_the_users_function_creates(options: dict[str, Any]) -> None:
     late = _Late(options)
@@ -314,6 +318,7 @@ def test_copies_are_not_the_users_variables() -> None:
     assert created == []
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.private("where gradients are computed")
 @pytest.mark.parametrize("vectorize", ["auto", False])
 @pytest.mark.parametrize("place", ["eager", "tape", "tf.function", "rows unknown", "taped tf.function", "chunks"])
@@ -338,6 +343,7 @@ def test_dropout_beside_a_counter_in_a_loop(devices: list[str], place: str, vect
         np.testing.assert_array_equal(tape.gradient(result, ones), result)
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.parametrize(
     "options", [{}, {"vectorize": False}, {"batched": True}, {"batch_size": 4}, {"jit_compile": True}]
 )

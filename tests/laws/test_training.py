@@ -34,20 +34,24 @@ def assert_close(got: Any, wanted: Any, rtol: float = 1e-5) -> None:
             np.testing.assert_allclose(one, other, rtol=rtol, atol=rtol, err_msg=name)
 
 
-LIKE_OTHERS = (
-    "moving average|weight decay, clipvalue|float16|bfloat16|sums in float64|batch normalization, frozen|"
-    "batch normalization, float16, several steps per execution|batch normalization, eager"
+NIGHTLY = (
+    "moving average|weight decay, clipvalue|float16|bfloat16|sums in float64|scaled|"
+    "regularizers, global_clipnorm, sample weights, split|outputs in a dict|outputs in a list, moving average written back|"
+    "weights changed in a step that uses them|added means and sums|batch normalization of images|"
+    "batch normalization, masked|batch normalization, frozen|"
+    "batch normalization, float16, several steps per execution|batch normalization, eager|metrics|"
+    "a loss that changes what it uses|eager|masks, gradients of slices|batch normalization, nested, adding losses"
 ).split("|")
-"""What differs from others in least, or is trained by another test, too."""
+"""Cases that other cases or tests cover in most respects."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.crossed) if name in LIKE_OTHERS else name for name in CASES]
+    "name", [pytest.param(name, marks=pytest.mark.nightly) if name in NIGHTLY else name for name in CASES]
 )
 def test_trained_as_by_one_device(name: str, devices: list[str]) -> None:
     case = CASES[name]
     if name == "compiled by XLA" and devices[0].startswith("GPU"):
-        pytest.skip("XLA does not compile for GPUs in software")
+        pytest.skip("not applicable: XLA does not compile for emulated GPUs")
     wanted = case.wanted
     assert len(wanted["history"]["loss"]) == 3
     model = case.made()
@@ -57,18 +61,20 @@ def test_trained_as_by_one_device(name: str, devices: list[str]) -> None:
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(before, wanted["weights"]))
 
 
+@pytest.mark.nightly
 def test_explains_models_that_are_not_told_of_training(devices: list[str]) -> None:
     plan = devicemap.parallelize(CASES["a loss that changes what it uses"].made(), devices).explain(X, Y)
     assert plan.largest_batch(memory_bytes=2**24) > 0
 
 
-@pytest.mark.parametrize("count", [1, 8])
-@pytest.mark.parametrize("name", ["moving average", "batch normalization"])
+@pytest.mark.parametrize("count", [1, pytest.param(8, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["batch normalization", "moving average"])
 def test_other_numbers_of_devices(name: str, count: int) -> None:
     model = devicemap.parallelize(CASES[name].made(), [f"CPU:{i}" for i in range(1, 8)][:count])
     assert_close(CASES[name].trained(model), CASES[name].wanted)
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("model", [mlp, normalized])
 def test_batches_one_by_one(model: Any, devices: list[str]) -> None:
     case = Case(model, lambda: {"metrics": ["mae"]})
@@ -99,10 +105,11 @@ def test_local_batch_normalization_takes_a_devices_rows(devices: list[str]) -> N
 FRUGAL = [{"accumulate": 3}, {"recompute": True}, {"accumulate": 2, "recompute": True}]
 FRUGALLY_TRAINED = [
     *("momentum, clipnorm", "added means and sums", "outputs in a dict", "weights changed in a step that uses them"),
-    *(pytest.param(name, marks=pytest.mark.crossed) for name in ("masks, gradients of slices", "scaled")),
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("masks, gradients of slices", "scaled")),
 ]
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("options", FRUGAL, ids=str)
 @pytest.mark.parametrize("name", FRUGALLY_TRAINED)
 def test_trained_in_less_memory(name: str, options: dict[str, Any], devices: list[str]) -> None:
@@ -110,6 +117,7 @@ def test_trained_in_less_memory(name: str, options: dict[str, Any], devices: lis
     assert_close(case.fitted(devicemap.parallelize(case.made(), devices, **options)), case.wanted, case.rtol)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["batch normalization, nested, adding losses", "batch normalization, masked"])
 def test_layers_run_again_beside_batch_normalization(name: str, devices: list[str]) -> None:
     case = CASES[name]
@@ -127,6 +135,7 @@ class Scale(layers.Layer):
         return self.dropout(self.scale * x, training=training)
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("options", [{}, *FRUGAL], ids=str)
 def test_gradients_see_the_random_numbers_of_the_forward_pass(options: dict[str, Any], devices: list[str]) -> None:
     case = Case(lambda: keras.Sequential([keras.Input([6]), Scale()]), lambda: {"loss": lambda _, output: output})
@@ -170,6 +179,7 @@ def greedy(rows: int, in_training: bool = True) -> Case:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.private("the order of ops")
 @pytest.mark.parametrize("spread", [False, True])
 def test_steps_without_memory_are_made_in_microbatches(spread: bool, devices: list[str]) -> None:
@@ -182,6 +192,7 @@ def test_steps_without_memory_are_made_in_microbatches(spread: bool, devices: li
     assert model.report().microbatches == {2: 4, 3: 2}[len(devices)]
 
 
+@pytest.mark.nightly
 @pytest.mark.private("the order of ops")
 def test_inference_without_memory_is_made_in_microbatches() -> None:
     case = greedy(3, in_training=False)
@@ -192,6 +203,7 @@ def test_inference_without_memory_is_made_in_microbatches() -> None:
     assert len(told) == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("norm", [[], [layers.BatchNormalization]], ids=["a row", "a whole batch"])
 def test_what_cannot_be_cut_says_what_to_do(norm: Any, devices: list[str]) -> None:
     case = Case(lambda: sequential(*(layer() for layer in norm), layers.Dense(8), Greedy(0, True), layers.Dense(4)))
@@ -205,6 +217,7 @@ def test_what_cannot_be_cut_says_what_to_do(norm: Any, devices: list[str]) -> No
         np.testing.assert_equal(model.get_weights(), before)
 
 
+@pytest.mark.nightly
 @pytest.mark.private("the order of ops")
 def test_layers_that_draw_for_themselves_are_not_run_again(devices: list[str]) -> None:
     def noisy() -> keras.Model:
@@ -238,6 +251,7 @@ class Noise(layers.Layer):
         return 0 * x + tf.concat([keras.random.uniform([tf.shape(x)[0], 1], seed=self.seeds) for _ in range(2)], 1)
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("norm", [[], [layers.BatchNormalization]], ids=["", "batch normalization"])
 def test_no_random_number_comes_twice_and_all_come_again(norm: Any, devices: list[str]) -> None:
     def drawn() -> Any:
@@ -263,6 +277,7 @@ def test_no_random_number_comes_twice_and_all_come_again(norm: Any, devices: lis
     assert drawn() == numbers
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["metrics", "batch normalization"])
 def test_progress_and_report_tell_of_all_rows(name: str, devices: list[str]) -> None:
     case = CASES[name]
@@ -288,6 +303,7 @@ class Stops(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["weight decay, clipvalue", "batch normalization"])
 def test_stopped_and_resumed(name: str, tmp_path: Path, devices: list[str]) -> None:
     case = CASES[name]
@@ -308,6 +324,7 @@ def test_stopped_and_resumed(name: str, tmp_path: Path, devices: list[str]) -> N
     assert len(model.fit(**STEPS | case.data | {"epochs": 9}, callbacks=stopping).history["loss"]) == 3
 
 
+@pytest.mark.nightly
 def test_saved_for_programs_without_devicemap(tmp_path: Path, devices: list[str]) -> None:
     model = devicemap.parallelize(CASES["batch normalization"].made(), devices)
     model.fit(X, Y, verbose=0)
@@ -331,6 +348,7 @@ def test_saved_for_programs_without_devicemap(tmp_path: Path, devices: list[str]
     np.testing.assert_allclose([float(value) for value in line.split()], model(np.ones([1, 6]))[0], rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_copies_are_of_one_device(devices: list[str]) -> None:
     model = devicemap.parallelize(CASES["batch normalization"].made(), devices)
     model.fit(X, Y, verbose=0)
@@ -344,6 +362,7 @@ def test_copies_are_of_one_device(devices: list[str]) -> None:
     assert hasattr(model, "detach")
 
 
+@pytest.mark.nightly
 def test_compiled_again(devices: list[str]) -> None:
     case = CASES["momentum, clipnorm"]
     model = case.made()
@@ -353,6 +372,7 @@ def test_compiled_again(devices: list[str]) -> None:
     assert_close(case.trained(model), case.wanted)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("batch_norm", ["synchronized", "local"])
 def test_compiled_with_other_layers_in_training(batch_norm: Any, devices: list[str]) -> None:
     """A normalization that is frozen takes its moving averages, and moves them again once it is not."""
@@ -375,6 +395,7 @@ def test_compiled_with_other_layers_in_training(batch_norm: Any, devices: list[s
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_models_that_share_layers(devices: list[str]) -> None:
     """A generator that learns by a discriminator, which learns for itself."""
 
@@ -395,6 +416,7 @@ def test_models_that_share_layers(devices: list[str]) -> None:
     assert_close(got, losses(lambda model: model))
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize(("model", "products"), [(mlp, 5), (normalized, 6)], ids=["", "batch normalization"])
 def test_really_parallel(model: Any, products: int) -> None:
     workers = ["CPU:1", "CPU:2", "CPU:3"]
@@ -514,6 +536,7 @@ def test_a_layer_that_counts_calls(devices: list[str]) -> None:
     assert float(model.layers[0].count) == 4
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
 def test_added_losses_may_draw_random_numbers(reduce: str, devices: list[str]) -> None:
     """As in a variational autoencoder: told by many rows to be a sum or a mean."""

@@ -154,6 +154,7 @@ def test_only_the_device_without_room_gets_smaller_chunks(sim: simulator.Simulat
     }
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("batch_size", [64, "auto"])
 def test_limits_on_all_devices(sim: simulator.Simulator, batch_size: int | str) -> None:
     limits = {f"CPU:{i}": 7 * (i + 1) for i in range(4)}
@@ -428,7 +429,8 @@ def test_ctrl_c_stops_within_a_second(sim: simulator.Simulator, way: str) -> Non
 # A soak
 
 
-@pytest.mark.parametrize("chunks", [2000, pytest.param(40_000, marks=pytest.mark.crossed)], ids=["short", "long"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("chunks", [2000, pytest.param(40_000, marks=pytest.mark.nightly)], ids=["short", "long"])
 def test_a_long_job_with_random_faults(faults: Faults, chunks: int, record_property: Callable[..., None]) -> None:
     """No row is lost or repeated, and threads, file handles and memory stay flat."""
     draw, recent = random.Random(20), {f"CPU:{i}": [False] * 8 for i in range(4)}

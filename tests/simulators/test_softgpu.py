@@ -1,48 +1,40 @@
-"""The GPUs in software that the laws run on, too: that they are devices as TensorFlow knows them, and tell what they did.
+"""Tests on emulated GPUs, in processes of their own, because TensorFlow creates its devices once per process.
 
-`pytest --confcutdir=tests/simulators/softgpus tests/simulators/softgpus/traffic.py` runs one of the files, as those tests do,
-with `-m slow` what is marked slow in it.
+`pytest --confcutdir=tests/simulators/softgpus tests/simulators/softgpus/traffic.py` runs one file by itself.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import processes
 import pytest
 
+from benchmarks import softgpu
+
 FILES = Path(__file__).with_name("softgpus")
+REPORTS = Path(__file__).parents[2] / "build"
 RUN = """
 import contextlib, sys
 import pytest
 
 with contextlib.redirect_stdout(sys.stderr):
-    code = pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]])
-print("none" if code == pytest.ExitCode.NO_TESTS_COLLECTED else "some")
-sys.exit(code != pytest.ExitCode.NO_TESTS_COLLECTED and code)
+    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "", *sys.argv[1:]]))
 """
+NIGHTLY = ("devices chunks", "traffic plans", "cut memory", "training", "pipelines", "budgets")
+"""Files that share a process need GPUs of the same number and size."""
 
 
-QUICK = {"devices chunks": "not slow", "traffic plans": "not slow", "cut memory": "not slow"}
-SLOW = {"plans": "slow", "training": "not slow"}, {"pipelines": "not slow", "budgets": "not slow"}
-"""Files that take long: what is marked slow in them, or all that they hold."""
-
-
+@pytest.mark.timeout(processes.SECONDS + 60)
 @pytest.mark.parametrize(
-    "files", [QUICK, *(pytest.param(files, marks=pytest.mark.slow) for files in SLOW)], ids=" ".join
+    "files", ["guarantees", *(pytest.param(files, marks=pytest.mark.nightly) for files in NIGHTLY)]
 )
-def test_on_gpus_in_software(files: dict[str, str]) -> None:
-    """In a process of its own for each number and size of GPUs, since devices are made once.
-
-    They run at the same time, as TensorFlow waits ten seconds for memory before it says that there is none.
-    """
-
-    def run(names: str) -> list[str]:
-        paths = (str(FILES / f"{name}.py") for name in names.split())
-        return processes.run(RUN, f"--confcutdir={FILES}", "-m", files[names], *paths)
-
-    with ThreadPoolExecutor(len(files)) as pool:
-        ended = [*pool.map(run, files)]
-    if ["none"] in ended:
-        pytest.skip("this TensorFlow has no GPUs in software")
+def test_on_emulated_gpus(files: str) -> None:
+    """`guarantees` has one smoke test per guarantee; the other files test each guarantee closely."""
+    try:
+        softgpu.compile_library()
+    except softgpu.Unavailable as reason:
+        pytest.skip(str(reason))
+    report = REPORTS / f"emulated-gpus-{files.replace(' ', '-')}.xml"
+    paths = (str(FILES / f"{name}.py") for name in files.split())
+    processes.run(RUN, f"--confcutdir={FILES}", f"--junitxml={report}", *paths)

@@ -190,6 +190,7 @@ OTHERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.in_ci(8)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_functions_are_told_apart(name: str) -> None:
     one, other = OTHERS[name]
@@ -238,6 +239,7 @@ UNKNOWN: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.in_ci(4)
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_cannot_be_told_from_others_is_not_gone_on_with(name: str, tmp_path: Path) -> None:
     mapper = devicemap.DeviceMap(UNKNOWN[name], batch_size=2, devices="CPU:0")
@@ -318,6 +320,7 @@ print(mapper.write(tf.range(4.0), sys.argv[3]).complete)
 """
 
 
+@pytest.mark.nightly
 def test_it_is_the_same_in_another_process(tmp_path: Path) -> None:
     """With another number of devices, other counters in names, and strings hashed otherwise."""
     folder = str(tmp_path / "out")

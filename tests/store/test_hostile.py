@@ -258,7 +258,7 @@ def _mutate(directory: Path, draw: random.Random) -> None:
         _rewrite(directory, 1 + line, changed + (directory / SEGMENT).read_bytes()[start + first : stop])
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(500, marks=pytest.mark.crossed)])
+@pytest.mark.parametrize("count", [200, pytest.param(500, marks=pytest.mark.nightly)])
 def test_many_forged_folders(folder: Path, tmp_path: Path, count: int) -> None:
     """Each is refused, or read as what it says; with no more memory than a folder of this size takes."""
     draw = random.Random(18)

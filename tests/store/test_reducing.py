@@ -88,7 +88,7 @@ def test_each_row_is_counted_once(
         with pytest.raises(JournalError, match="No space"):
             counted.reduce(REDUCERS[reducer], tmp_path)
     done = counted.computed.copy()
-    assert bool(done) == bool(nth)
+    assert nth or not done  # the error may arrive before the event of a chunk that was written
     close = partial(np.testing.assert_allclose, rtol=1e-6)
     tf.nest.map_structure(close, counted.reduce(REDUCERS[reducer], tmp_path), wanted)
     counts = Counter(done + counted.computed)  # a call that fails tells nothing of chunks that end meanwhile
@@ -166,6 +166,7 @@ def reduced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.in_ci(3)
 @pytest.mark.parametrize("other", OTHERS)
 def test_states_of_another_reduction_are_refused(other: str, reduced: Path) -> None:
     make, reducer, word = OTHERS[other]

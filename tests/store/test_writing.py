@@ -128,7 +128,7 @@ print("done", flush=True)
 _KILLS = 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_at_random_moments(tmp_path: Path, record_property: Callable[..., None]) -> None:
     """SIGKILL, again and again: what the journal holds is never computed again, and in the end all is there and right."""
     draw = random.Random(os.urandom(8))

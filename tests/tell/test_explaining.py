@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import FEW, Case
+from cases import IN_CI, Case
 from graphs import between_devices, byte_edges, edges, partitions, placements
 
 import devicemap
@@ -93,6 +93,7 @@ def mapper_of(name: str, devices: list[str], **options: Any) -> tuple[Any, Funct
 # Audits: what was said, against the graph that ran
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", DATA_ALONE)
 @pytest.mark.parametrize("rows", [1, 7])
 def test_what_travels_is_what_the_graph_sends(name: str, rows: int, devices: list[str]) -> None:
@@ -127,6 +128,7 @@ def _sizes(plan: Plan) -> Any:
 SPEC = tf.TensorSpec(X.shape, X.dtype, name="x")
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize(("given", "instead"), [(X, SPEC), (SPEC, X)], ids=["data", "spec"])
 @pytest.mark.parametrize("name", EVERYTHING)
 @pytest.mark.parametrize(
@@ -171,6 +173,7 @@ def test_devices_and_rows_are_those_of_the_call(name: str, devices: list[str]) -
     assert {d.device: d.rows for d in plan.devices if d.rows} == wanted
 
 
+@pytest.mark.nightly
 def test_ops_that_leave_their_device_do_so_in_the_graph() -> None:
     def pinned(row: Any) -> Any:
         with tf.device("/CPU:5"):
@@ -258,6 +261,7 @@ def test_a_nest_of_ragged_sparse_and_dense_specs() -> None:
     assert len(mapper._program._compiled) == 1 or len(set(map(id, mapper._compiled.values()))) == 1
 
 
+@pytest.mark.nightly
 def test_memory_of_ragged_rows_is_known_of_data_alone() -> None:
     mapper = devicemap.DeviceMap(lambda row: tf.reduce_sum(tf.exp(row)), devices=WORKERS)
     lengths = [100, 300] * 3
@@ -286,6 +290,7 @@ def test_no_rows() -> None:
     assert (plan.rows, plan.transfers, [d.rows for d in plan.devices]) == (0, (), [0, 0, 0])
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_chunks_of_data_and_of_a_dataset(name: str) -> None:
     mapper, function = mapper_of(name, WORKERS, batch_size=2)
@@ -345,7 +350,8 @@ def test_inside_a_function_it_is_refused() -> None:
         tf.function(lambda x: mapper.explain(x).rows)(X)
 
 
-@pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.in_ci(2)
+@pytest.mark.parametrize("case", IN_CI, ids=str)
 def test_whatever_can_be_mapped_can_be_explained(case: Case) -> None:
     mapper = devicemap.DeviceMap(case.fn, devices=WORKERS, batched=case.batched, **case.options)
     plan = mapper.explain(case.data)
@@ -358,6 +364,7 @@ def test_whatever_can_be_mapped_can_be_explained(case: Case) -> None:
 # What fn captures and draws
 
 
+@pytest.mark.nightly
 def test_how_what_is_captured_is_shared() -> None:
     def handling(name: str, devices: list[str], **options: Any) -> list[tuple[str, Handling, int | None]]:
         plan = mapper_of(name, devices, **options)[0].explain(X)
@@ -431,6 +438,7 @@ def test_batch_normalisation_and_metrics_are_named() -> None:
     assert "devices work one after another, in row order" in plan.advice[0]
 
 
+@pytest.mark.nightly
 def test_random_ops_and_their_seeds() -> None:
     def seeding(fn: Any, **options: Any) -> str:
         (random,) = devicemap.DeviceMap(fn, devices=WORKERS, **options).explain(X).random_ops
@@ -444,6 +452,7 @@ def test_random_ops_and_their_seeds() -> None:
     assert "that fn gives them" in seeding(lambda row: row + tf.random.stateless_normal([3], [1, 2]))
 
 
+@pytest.mark.nightly
 def test_memory_of_a_row_is_what_is_alive_at_once() -> None:
     def growing(batch: Any) -> Any:
         array = tf.TensorArray(tf.float32, 0, dynamic_size=True)
@@ -473,6 +482,7 @@ def test_a_plain_loop_gets_no_advice() -> None:
 # The value
 
 
+@pytest.mark.nightly
 def test_it_is_frozen_and_plain() -> None:
     for name in ("loop", "ordered", "seeded"):
         plan = mapper_of(name, WORKERS)[0].explain(X)

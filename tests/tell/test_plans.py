@@ -141,6 +141,7 @@ def test_no_advice_where_nothing_stands_in_the_way() -> None:
     assert _plan(vectorized=False, reason="vectorize=False").advice == ()
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("way", [{}, {"batch_size": 10}], ids=["one graph", "chunks"])
 @pytest.mark.parametrize("spec", [tf.TensorSpec([100, 3]), tf.TensorSpec([None, 3]), tf.TensorSpec([10, 3], tf.string)])
 def test_plans_are_drawn(tmp_path: pathlib.Path, way: dict[str, Any], spec: Any) -> None:

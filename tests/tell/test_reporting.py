@@ -275,6 +275,7 @@ def test_without_the_extras_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
         Report.of(MANY).plot(tmp_path / "timeline.png")
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("batch_size", [None, 1])
 def test_threads_may_ask_for_one_report(batch_size: int | None) -> None:
     mapper = devicemap.DeviceMap(lambda row: row + 1, devices=["CPU:0", "CPU:1", "CPU:2"], batch_size=batch_size)
@@ -376,6 +377,7 @@ def test_without_a_report_nothing_is_kept(batch_size: int | None) -> None:
     assert [type(event) for event in heard if isinstance(event, CallFinished)] == [CallFinished] * 2
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize(("report", "clocks"), [(True, 3), (False, 0)])
 def test_a_graph_has_a_clock_for_each_device_only_for_a_report(report: bool, clocks: int) -> None:
     x = tf.range(7.0)

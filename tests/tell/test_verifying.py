@@ -31,6 +31,7 @@ def kinds(fn: Any, data: Any = X, **options: Any) -> dict[str | None, str]:
 RAGGED = tf.RaggedTensor.from_row_lengths(tf.range(190), tf.range(20))
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.parametrize(
     ("fn", "data", "options"),
     [
@@ -57,6 +58,7 @@ def test_nothing_is_found_where_nothing_is_wrong(fn: Any, data: Any, options: di
     assert all(comparison.same and not comparison.differences for comparison in verification.comparisons)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("batched", [False, True])
 def test_the_same_with_seed_wherever_a_row_stands(batched: bool) -> None:
     def row(x: Any, seed: Any) -> Any:
@@ -100,6 +102,7 @@ def test_batch_normalisation_in_training_mode() -> None:
     assert kinds(lambda batch: layer(batch, training=True), batched=True) == {"the result": "coupled", None: "writes"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("batched", [False, True])
 def test_hidden_randomness(batched: bool) -> None:
     generator = tf.random.Generator.from_seed(1)

@@ -9,14 +9,14 @@ from typing import Any
 import keras
 import pytest
 import tensorflow as tf
-from simulators.softgpus.starting import start
 
 import devicemap
+from benchmarks import softgpu
 from devicemap.training import models
 
 GPUS = ("GPU:0", "GPU:1")
 LIMIT = 1 << 30
-gpus = start(2, LIMIT)
+gpus = softgpu.start(2, LIMIT)
 for gpu in GPUS:
     with tf.device(gpu):
         tf.zeros(

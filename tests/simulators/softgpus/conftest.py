@@ -1,4 +1,4 @@
-"""What every file here starts from: GPUs that take no time, a log that is empty, and no memory held by the test before."""
+"""Each test starts with GPUs that take no time, an empty copy log, and no memory held by the previous test."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from skipping import pytest_make_collect_report as pytest_make_collect_report
+from skipping import pytest_runtest_makereport as pytest_runtest_makereport
 
 
 @pytest.fixture(autouse=True)
@@ -17,4 +19,4 @@ def _fresh(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what was imported is not searched after each test
+    gc.freeze()  # keep imported modules out of each garbage collection

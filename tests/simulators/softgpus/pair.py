@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from simulators.softgpus.starting import start
 
 import devicemap
 from benchmarks import softgpu
 
 GPUS = ("GPU:0", "GPU:1")
-gpus = start(2, 64 << 20)
+gpus = softgpu.start(2, 64 << 20)
 
 with tf.device("CPU:0"):
     x = tf.random.stateless_normal([64, 64], [0, 0])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tensorflow as tf
-from simulators.softgpus.starting import start
 
-gpus = start(3, 2 << 30)
+from benchmarks import softgpu
+
+gpus = softgpu.start(3, 2 << 30)
 _, whole, cut = tf.config.list_physical_devices("GPU")
 tf.config.set_visible_devices([whole, cut], "GPU")
 sizes = [tf.config.LogicalDeviceConfiguration(memory_limit=mebibytes) for mebibytes in (16, 32)]

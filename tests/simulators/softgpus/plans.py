@@ -89,12 +89,7 @@ def copied(mapper: Callable[[Any], Any], data: Any) -> Counter[tuple[str, str]]:
     return found
 
 
-QUICK = ("rows", "a variable", "from int32", "a lookup of text", "a loop", "seeded noise")
-
-
-@pytest.mark.parametrize(
-    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_the_plan_tells_what_the_log_of_copies_shows(case: str) -> None:
     fn, data, options = CASES[case]
     mapper = on_gpus(fn, **options)

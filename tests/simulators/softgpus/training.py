@@ -12,15 +12,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from simulators.softgpus.starting import start
 
 import devicemap
+from benchmarks import softgpu
 from devicemap.base.devices import is_out_of_memory
 from devicemap.errors import FunctionError
 from devicemap.training import models, steps
 
 COUNT = 4
-gpus = start(COUNT, 128 << 20)
+gpus = softgpu.start(COUNT, 128 << 20)
 
 WIDTH, LAYERS, ROWS = 128, 8, 32
 

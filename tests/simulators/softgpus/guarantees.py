@@ -1,0 +1,150 @@
+"""One smoke test per guarantee on two emulated GPUs; `make test-gpus` runs all of `tests/laws` on four."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from graphs import between_devices, partitions
+from simulators.softgpus.pair import GPUS, copies_of, gpus, on_gpus, rows, shard, weight, weights
+
+import devicemap
+from benchmarks.softgpu import total_bytes
+from devicemap.types import ChunkFinished, Event
+
+
+def wave(row: Any) -> Any:
+    return tf.sin(row) * weights
+
+
+def scanning(row: Any) -> Any:
+    return tf.scan(lambda state, element: tf.sin(state) * weights + element, row)
+
+
+def on_host(fn: Callable[[Any], Any], *args: Any) -> Any:
+    with tf.device("CPU:0"):
+        return fn(*args)
+
+
+@pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batch_size": 3}], ids=str)
+@pytest.mark.parametrize("fn", [wave, scanning])
+def test_results_equal_those_of_map_fn(fn: Any, options: dict[str, Any]) -> None:
+    mapper = on_gpus(fn, **options)
+    for count in (0, 1, 5, 8):
+        expected = on_host(tf.function(lambda x: tf.map_fn(fn, x)), rows[:count])
+        np.testing.assert_allclose(mapper(rows[:count]), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_no_edge_joins_two_devices() -> None:
+    def drawing(row: Any) -> Any:
+        tf.debugging.assert_less(row, 1e9)
+        return tf.sin(row) * weights + tf.random.normal([])
+
+    mapper = on_gpus(drawing)
+    joined = [edge for edge in between_devices(partitions(mapper, rows)) if edge.sender != edge.receiver]
+    assert joined == []
+    copies = copies_of(lambda: mapper(rows))
+    assert not [copy for copy in copies if copy.kind == "between"]
+
+
+def test_all_calls_share_one_trace() -> None:
+    traces: list[Any] = []
+
+    def counted(row: Any) -> Any:
+        traces.append(row)
+        return tf.sin(row)
+
+    mapper = on_gpus(counted)
+    for count in (8, 5, 1, 8):
+        mapper(rows[:count])
+    list(mapper.stream(tf.data.Dataset.from_tensor_slices(rows)))
+    assert len(traces) == 1
+
+
+def test_each_row_result_and_variable_is_copied_once() -> None:
+    mapper = on_gpus(wave)
+    for _ in range(2):
+        copies = copies_of(lambda: mapper(rows))
+    for gpu in GPUS:
+        assert total_bytes(copy for copy in copies if copy.receiver == gpu) == shard + weight
+        assert total_bytes(copy for copy in copies if copy.sender == gpu) == shard
+
+
+def test_random_streams_do_not_repeat_and_seeds_do_not_depend_on_devices() -> None:
+    drawn = [on_gpus(lambda row: tf.random.normal([4]))(rows).numpy() for _ in range(2)]
+    assert len(np.unique(drawn)) == 2 * 8 * 4
+
+    def seeded_noise(row: Any, seed: Any) -> Any:
+        return tf.random.stateless_normal([4], seed)
+
+    seeded = [on_gpus(seeded_noise, seed=7, devices=devices)(rows) for devices in (GPUS, "GPU:1")]
+    np.testing.assert_array_equal(*seeded)
+
+
+@pytest.mark.parametrize("fn", [wave, scanning])
+def test_gradients_equal_those_of_map_fn_and_are_computed_where_the_forward_pass_was(fn: Any) -> None:
+    def gradients(mapped: Callable[[Any], Any]) -> list[Any]:
+        with tf.GradientTape() as tape:
+            tape.watch(rows)
+            loss = tf.reduce_sum(mapped(rows) ** 2)
+        return tape.gradient(loss, [rows, weights])
+
+    mapper = on_gpus(fn)
+    gradients(mapper)
+    gpus.clear()
+    found = gradients(mapper)
+    ran = {run.device: run.count for run in gpus.runs() if run.op == "Cos"}
+    assert set(ran) == {*GPUS}
+    for got, expected in zip(found, on_host(gradients, lambda x: tf.map_fn(fn, x))):
+        np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("options", "named"), [({}, "rows 4 to 7 on GPU:1"), ({"batch_size": 2}, "row 6 on GPU:")])
+def test_errors_name_the_device_and_the_rows(options: dict[str, Any], named: str) -> None:
+    data = tf.tensor_scatter_nd_update(rows, [[6, 0, 0]], [float("nan")])
+    mapper = on_gpus(lambda row: tf.debugging.check_numerics(row, "bad"), **options)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=named):
+        mapper(data)
+
+
+def test_calls_leave_no_thread() -> None:
+    before = {*threading.enumerate()}
+    for options in ({}, {"batch_size": 2}):
+        on_gpus(wave, **options)(rows)
+    assert {*threading.enumerate()} <= before
+
+
+def test_a_slow_device_gets_fewer_chunks() -> None:
+    gpus.configure(1, kernel_seconds=0.1)
+    events: list[Event] = []
+    mapper = on_gpus(tf.sin, batched=True, progress=events.append)
+    results = np.concatenate(
+        [*mapper.stream(tf.data.Dataset.range(40).map(lambda n: tf.fill([2], tf.cast(n, tf.float32))))]
+    )
+    np.testing.assert_allclose(results, np.sin(np.repeat(np.arange(40.0), 2)), rtol=1e-5)
+    chunks = Counter(event.shard.device[-5:] for event in events if isinstance(event, ChunkFinished))
+    assert chunks["GPU:0"] > 2 * chunks["GPU:1"]
+    assert chunks.total() == 40
+
+
+def test_training_equals_one_device() -> None:
+    x = np.random.default_rng(0).normal(size=[22, 6]).astype("float32")
+
+    def trained(devices: list[str]) -> list[Any]:
+        keras.utils.set_random_seed(1)
+        hidden = [keras.layers.Dense(8, "tanh"), keras.layers.BatchNormalization()]
+        model = keras.Sequential([keras.Input([6]), *hidden, keras.layers.Dense(2)])
+        model.compile("adam", "mse", jit_compile=False)
+        if devices:
+            devicemap.parallelize(model, devices)
+        history = model.fit(x, x[:, :2], batch_size=11, epochs=2, shuffle=False, verbose=0)
+        return [*history.history["loss"], *model.get_weights()]
+
+    for got, expected in zip(trained([*GPUS]), trained([])):
+        np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-5)
