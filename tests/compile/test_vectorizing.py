@@ -115,7 +115,9 @@ OPS: dict[str, list[Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly) if name == "vector" else name for name in OPS]
+)
 def test_vectorised_ops_give_what_they_give_for_a_row(name: str) -> None:
     """All in one function."""
 

@@ -50,6 +50,7 @@ def test_gradients_are_those_of_the_serial_map(devices: list[str], batched: bool
     _assert_close(place(gradients_of, mapper, X, WEIGHTS), gradients_of(serial, X, WEIGHTS))
 
 
+@pytest.mark.nightly
 @pytest.mark.private("gradients of what several maps share are built one after another")
 def test_maps_in_threads_may_share_a_function() -> None:
     data = tf.eye(3, batch_shape=[4]) * tf.range(1.0, 4.0)

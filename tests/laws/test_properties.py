@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,6 +86,7 @@ def test_any_dataset_is_its_rows(
     np.testing.assert_array_equal(y, x * 2 + 1)
 
 
+@pytest.mark.nightly
 @few
 @given(lengths=st.lists(st.integers(0, 5), max_size=20), devices=device_lists, batch_size=batch_sizes)
 def test_any_ragged_rows(lengths: list[int], devices: list[str], batch_size: int | None) -> None:

@@ -294,6 +294,7 @@ def test_rows_of_different_shapes_are_told(options: dict[str, Any], devices: lis
         parallel_reduce(lambda n: tf.range(n), tf.range(1, 9), "sum", devices=devices, **options)
 
 
+@pytest.mark.nightly
 def test_a_wrong_number_of_rows_is_told(devices: list[str]) -> None:
     for options in ({}, {"batch_size": 5}):
         with pytest.raises(FunctionError, match="returned"):

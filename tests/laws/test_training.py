@@ -40,7 +40,8 @@ NIGHTLY = (
     "weights changed in a step that uses them|added means and sums|batch normalization of images|"
     "batch normalization, masked|batch normalization, frozen|"
     "batch normalization, float16, several steps per execution|batch normalization, eager|metrics|"
-    "a loss that changes what it uses|eager|masks, gradients of slices|batch normalization, nested, adding losses"
+    "a loss that changes what it uses|eager|masks, gradients of slices|compiled by XLA|"
+    "batch normalization, nested, adding losses"
 ).split("|")
 """Cases that other cases or tests cover in most respects."""
 
