@@ -80,9 +80,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _on_the_diagonal(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of tests with several parameters, those that have each value of each, instead of each with every other.
+    """Select combinations of parameters in which each value occurs once, instead of all combinations.
 
-    Device sets take turns, from test to test of a module, too.
+    Tests of a module start at different device sets. The marker `in_ci(count)` limits a test to its first combinations.
     """
     known: dict[str, dict[str, dict[Any, int]]] = defaultdict(lambda: defaultdict(dict))
     places = []

@@ -21,9 +21,12 @@ LONG = ("explaining", "pipelines", "reduce", "state")
 """Pages that take several seconds."""
 
 OF_NEW_PROCESSES = (
-    [ROOT / "docs" / "coming-from.md", ROOT / "docs" / "training.md", README],
+    [README],
+    [ROOT / "docs" / "coming-from.md", ROOT / "docs" / "training.md"],
     [ROOT / "docs" / "scaling.md"],
 )
+"""Pages that share a process; the first of them creates its devices, and the others use these."""
+
 RUN_ALL = "import runpy, sys\nfor program in sys.argv[1:]:\n    runpy.run_path(program, run_name='__main__')"
 
 
@@ -43,13 +46,17 @@ def _program(page: pathlib.Path, folder: pathlib.Path) -> str:
     return str(program)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("pages", OF_NEW_PROCESSES, ids=lambda pages: pages[0].stem)
+@pytest.mark.parametrize(
+    "pages",
+    [
+        pytest.param(pages, id=pages[0].stem, marks=[pytest.mark.nightly] * (pages != [README]))
+        for pages in OF_NEW_PROCESSES
+    ],
+)
 def test_pages_run_in_a_new_process(pages: list[pathlib.Path], tmp_path: pathlib.Path) -> None:
-    """The first asks for its devices, and the others take those that there are."""
     command = [sys.executable, "-c", RUN_ALL, *(_program(page, tmp_path) for page in pages)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr  # what a page shows, its code asserts
+    assert done.returncode == 0, done.stderr  # pages assert what they show
     assert ("CPU:0 CPU None" in done.stdout) == (README in pages)
 
 
