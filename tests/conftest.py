@@ -31,31 +31,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Create the devices, except in the controller of pytest-xdist: it runs no test, and need not import TensorFlow."""
+    if config.getoption("gpus"):
+        from benchmarks import softgpu
+
+        try:
+            softgpu.compile_library()
+        except softgpu.Unavailable as reason:
+            raise pytest.UsageError(f"--gpus {config.getoption('gpus')}: {reason}") from reason
     if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
         config.pluginmanager.import_plugin("benchmarks.simulator.fixtures")
-        _create_devices(config)
+        _create_devices(config.getoption("gpus"), private=not config.getoption("plain"))
+    if config.getoption("plain"):
+        config.addinivalue_line("filterwarnings", "ignore:this TensorFlow does not show what:RuntimeWarning")
 
 
-def _create_devices(config: pytest.Config) -> None:
+def _create_devices(gpus: int, private: bool) -> None:
     import tensorflow as tf
 
     import devicemap
     from benchmarks import softgpu
     from devicemap import _tensorflow
 
-    if gpus := config.getoption("gpus"):
-        try:
-            softgpu.start(max(gpus - 1, 1))
-        except softgpu.Unavailable as reason:
-            raise pytest.UsageError(f"--gpus {gpus}: {reason}") from reason
-        if gpus > 1:  # the last two logical GPUs are halves of one physical GPU
-            half = tf.config.LogicalDeviceConfiguration(memory_limit=256)
-            tf.config.set_logical_device_configuration(tf.config.list_physical_devices("GPU")[-1], [half, half])
+    if gpus:
+        softgpu.start(max(gpus - 1, 1))
+    if gpus > 1:  # the last two logical GPUs are halves of one physical GPU
+        half = tf.config.LogicalDeviceConfiguration(memory_limit=256)
+        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("GPU")[-1], [half, half])
     devicemap.simulate_devices(8)
     tf.config.threading.set_inter_op_parallelism_threads(16)
-    _tensorflow.private = not config.getoption("plain")
-    if not _tensorflow.private:
-        config.addinivalue_line("filterwarnings", "ignore:this TensorFlow does not show what:RuntimeWarning")
+    _tensorflow.private = private
 
 
 def _has_its_own(item: pytest.Item) -> bool:

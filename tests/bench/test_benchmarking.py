@@ -108,7 +108,7 @@ def test_a_missing_extra_says_what_to_install(swept: BenchmarkResult, monkeypatc
         swept.plot("result.png")
 
 
-@pytest.mark.in_ci(2)
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("case", IN_CI, ids=str)
 def test_eager_code_gives_what_the_graph_gives(case: Case) -> None:
     """For all the structures that a DeviceMap takes and returns: a difference would raise."""

@@ -225,6 +225,7 @@ def test_rows_are_neither_gathered_nor_turned_around(fn: Callable[[Any], Any], a
     assert not {op for op in ran if avoided in op}
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("transposed", [{}, {"transpose_a": True}, {"transpose_b": True}])
 @pytest.mark.parametrize("columns", [1, 2])
 def test_a_shared_matrix_times_a_matrix_of_each_row(columns: int, transposed: dict[str, bool]) -> None:

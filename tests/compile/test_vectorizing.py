@@ -215,7 +215,7 @@ def test_rows_of_a_variable_are_looked_up_at_once(
     np.testing.assert_allclose(gradients(mapper), gradients(tf.function(serial)), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.in_ci(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "fn",
     [
@@ -240,6 +240,7 @@ def test_loops_that_fill_lists_are_vectorised(devices: list[str], fn: Callable[[
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_numbers_of_a_seed_per_row_are_those_of_the_row_alone(devices: list[str]) -> None:
     def fn(row: Any, seed: Any) -> Any:
         noise = tf.random.stateless_normal([3], seed) + tf.random.stateless_truncated_normal([3], seed)

@@ -74,6 +74,7 @@ def test_same_answer(case: Case, devices: list[str]) -> None:
             assert_same(way(mapper, case, first_rows(case.data, rows)), _wanted(case, rows))
 
 
+@pytest.mark.in_ci(11)
 @pytest.mark.parametrize("batch_size", [1, 5, 100, None])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_same_answer_in_chunks(case: Case, batch_size: int | None, devices: list[str]) -> None:

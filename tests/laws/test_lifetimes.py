@@ -47,7 +47,7 @@ class Scale:
         return row * self.table[0] * self.table[1]
 
 
-@pytest.mark.in_ci(2)
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_new_functions_take_what_they_capture_with_them(way: str, devices: list[str]) -> None:
     def shift(by: float) -> weakref.ref[Any]:
@@ -128,7 +128,7 @@ class WithFunction(tf.Module):
         return 2 * row
 
 
-@pytest.mark.in_ci(2)
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("make", [Unhashable, Slots, WithFunction])
 def test_methods_and_objects_are_traced_once(make: Callable[[], Any]) -> None:
     one, other = make(), make()
@@ -265,7 +265,7 @@ def _objects() -> Counter[str]:
     return Counter(f"{type(o).__module__}.{type(o).__name__}" for o in found)
 
 
-@pytest.mark.in_ci(3)
+@pytest.mark.in_ci(2)
 @pytest.mark.parametrize(
     "way",
     [

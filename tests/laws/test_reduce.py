@@ -49,6 +49,7 @@ def test_same_as_the_op_over_all_rows(case: Case, op: str, way: str, devices: li
             reduce(case.data, op)
 
 
+@pytest.mark.in_ci(4)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64"])
 @pytest.mark.parametrize("rows", [0, 1, 2, ROWS])

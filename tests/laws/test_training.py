@@ -107,7 +107,7 @@ FRUGALLY_TRAINED = [
 ]
 
 
-@pytest.mark.in_ci(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", FRUGAL, ids=str)
 @pytest.mark.parametrize("name", FRUGALLY_TRAINED)
 def test_trained_in_less_memory(name: str, options: dict[str, Any], devices: list[str]) -> None:

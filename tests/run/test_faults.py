@@ -154,7 +154,7 @@ def test_only_the_device_without_room_gets_smaller_chunks(sim: simulator.Simulat
     }
 
 
-@pytest.mark.in_ci(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("batch_size", [64, "auto"])
 def test_limits_on_all_devices(sim: simulator.Simulator, batch_size: int | str) -> None:
     limits = {f"CPU:{i}": 7 * (i + 1) for i in range(4)}
@@ -274,6 +274,7 @@ def test_when_no_device_is_left_the_original_error_comes_at_once(sim: simulator.
     assert 3 * count <= len(sim.calls()) <= 4 * count  # and what was in flight besides
 
 
+@pytest.mark.nightly
 def test_a_warning_reaches_the_thread_that_consumes(faults: Faults) -> None:
     faults.script = lambda device, rows, call: _broken() if device == "CPU:2" else None
     stream = devicemap.DeviceMap(_triple, devices=["CPU:1", "CPU:2"], batch_size=2, prefetch=1).stream(tf.range(4000))

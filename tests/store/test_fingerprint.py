@@ -190,7 +190,7 @@ OTHERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.in_ci(8)
+@pytest.mark.in_ci(5)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_functions_are_told_apart(name: str) -> None:
     one, other = OTHERS[name]
