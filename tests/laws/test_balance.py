@@ -21,6 +21,7 @@ from devicemap.errors import FunctionError
 from devicemap.run.calls import Nobody
 from devicemap.run.one_graph import OneGraph
 
+pytestmark = pytest.mark.private("a variable that belongs to one run of a graph")
 DEVICE_COUNTS = (2, 3, 8)
 
 

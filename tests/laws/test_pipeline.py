@@ -119,6 +119,7 @@ def waits_across_devices(graph: Any) -> list[Any]:
     return [(before, op) for before, op in named if before.device != op.device]
 
 
+@pytest.mark.private("the order of ops in backward passes")
 def test_1f1b_begins_backward_before_all_is_forward(devices: list[str]) -> None:
     """The order of the schedule is in the graph, and joins ops of one device."""
     for schedule, waits in (("1f1b", True), ("gpipe", False)):
@@ -341,6 +342,7 @@ def test_explain_tells_of_ragged_rows(devices: list[str]) -> None:
             assert pipe.explain(data, gradients=gradients).bubble > 0
 
 
+@pytest.mark.private("the order of ops in backward passes")
 @pytest.mark.nightly
 def test_the_report_tells_when_each_part_ended(devices: list[str], tmp_path: Path) -> None:
     @tf.custom_gradient

@@ -100,6 +100,7 @@ def test_rounding_does_not_grow_with_the_rows(batch_size: int | None, devices: l
         np.testing.assert_allclose(three, np.array([0.0, 0.1, -0.1]) * times, rtol=2e-6)
 
 
+@pytest.mark.private("a variable that belongs to one run of a graph")
 @pytest.mark.nightly
 def test_balanced_as_maps_are(devices: list[str]) -> None:
     data = tf.random.stateless_normal([200, 3], [1, 2])
