@@ -135,7 +135,7 @@ def test_vectorised_ops_give_what_they_give_for_a_row(name: str) -> None:
             np.testing.assert_allclose(got, want[:rows], rtol=1e-3, atol=1e-4, err_msg=f"op {i}")
 
 
-@pytest.mark.skipif(tf.__version__.startswith("2.16."), reason="this TensorFlow ends the process")
+@pytest.mark.skipif(tf.__version__.startswith("2.16."), reason="not applicable: this TensorFlow ends the process")
 def test_axes_of_a_transposition_that_are_counted_from_the_end() -> None:
     """Not beside `tf.map_fn`: with it, some versions of TensorFlow end the process."""
     mapper = devicemap.DeviceMap(lambda r: tf.transpose(r[None], [-1, 0, -2]), devices=["CPU:1", "CPU:2"])
