@@ -2,7 +2,7 @@
 
     python -m benchmarks                 # everything, into benchmarks/results/
     python -m benchmarks balance memory  # these topics only
-    python -m benchmarks --quick         # two minutes, into a folder that is thrown away: that the suite works
+    python -m benchmarks --quick         # small cases, into a folder that is thrown away: that the suite works
 
 TensorFlow makes its devices once per process, so each file of cases runs in a process of its own for each number of
 devices. What it measured is in `raw/` when it ends. A run of everything that was stopped goes on behind what is there.
