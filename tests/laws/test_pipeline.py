@@ -342,7 +342,7 @@ def test_explain_tells_of_ragged_rows(devices: list[str]) -> None:
             assert pipe.explain(data, gradients=gradients).bubble > 0
 
 
-@pytest.mark.private("the order of ops in backward passes")
+@pytest.mark.private("when each call of a backward pass ends")
 @pytest.mark.nightly
 def test_the_report_tells_when_each_part_ended(devices: list[str], tmp_path: Path) -> None:
     @tf.custom_gradient

@@ -59,7 +59,7 @@ def test_trained_as_by_one_device(name: str, devices: list[str]) -> None:
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(before, wanted["weights"]))
 
 
-@pytest.mark.private("the order of ops")
+@pytest.mark.private("the memory that a training step takes")
 @pytest.mark.nightly
 def test_explains_models_that_are_not_told_of_training(devices: list[str]) -> None:
     plan = devicemap.parallelize(CASES["a loss that changes what it uses"].made(), devices).explain(X, Y)
@@ -415,7 +415,7 @@ def test_models_that_share_layers(devices: list[str]) -> None:
     assert_close(got, losses(lambda model: model))
 
 
-@pytest.mark.private("where gradients are computed")
+@pytest.mark.private("inlining the calls, whose ops are otherwise in no partitioned graph of the step")
 @pytest.mark.in_ci(1)
 @pytest.mark.parametrize(("model", "products"), [(mlp, 5), (normalized, 6)], ids=["", "batch normalization"])
 def test_really_parallel(model: Any, products: int) -> None:
