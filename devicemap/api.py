@@ -389,9 +389,7 @@ class DeviceMap:
         program = self._program if reducer is None else self._program.reducing(Reduction(reducer))
         asked = ask(data_or_spec, program.options)
         compiled = program.compiled_for(asked)
-        return explain_call(
-            asked, compiled, program.options, program.fn, program.devices_left, program.output_device, program.name
-        )
+        return explain_call(asked, compiled, program.options, program.fn, program.devices_left, program.name)
 
     def __repr__(self) -> str:
         return f"DeviceMap({self._program.name}, devices={[short_name(device) for device in self._program.devices]})"

@@ -15,7 +15,6 @@ from devicemap.events import (
     Shard,
 )
 from devicemap.store.results import Results
-from devicemap.tell.plan.memory import Memory
 from devicemap.tell.plan.pipeline import PipelinePlan, StagePlan
 from devicemap.tell.plan.plan import (
     Captured,
@@ -24,8 +23,6 @@ from devicemap.tell.plan.plan import (
     Handling,
     Plan,
     RandomOps,
-    StrayOp,
-    Transfer,
 )
 from devicemap.tell.report.accounts import DeviceReport
 from devicemap.tell.report.pipeline import PipelineReport, StageCall
@@ -56,7 +53,6 @@ __all__ = [
     "Finding",
     "Handling",
     "Measurement",
-    "Memory",
     "PipelinePlan",
     "PipelineReport",
     "Plan",
@@ -68,8 +64,6 @@ __all__ = [
     "Span",
     "StageCall",
     "StagePlan",
-    "StrayOp",
     "TrainingReport",
-    "Transfer",
     "Verification",
 ]

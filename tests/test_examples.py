@@ -44,7 +44,7 @@ ON_TWO_DEVICES = {
         "5 initial states on 2 device(s)", "death of predators", "0.4", "Squares per observation",
     ),
     "large --epochs 1 --simulate 2": (
-        "alone: 23", "of 20 MiB for 128 rows; no rows fit", "2 stages: ", "in the last, on 2 devices",
+        "one device: 11", "CPU:0: 5", "CPU:1: 5", "MiB of variables", "in the last, on 2 devices",
     ),
     "training --epochs 1 --simulate 2": ("On one device: loss ", "On all devices: loss ", "after each of 1 epochs agree"),
 }  # fmt: skip
@@ -52,7 +52,7 @@ ON_RAY = {"images --images 12": ("12 rows in ", "2 devices", "12 images, each on
 REFUSED = {
     "digits --images 0 --simulate 2": "SystemExit: --images is 0; expected 1 to 1297",
     "training --epochs 0": "SystemExit: --epochs is 0; expected at least 1",
-    "large --memory 1 --simulate 2": "SystemExit: 0 rows fit into --memory 1; expected 128, or more devices",
+    "large --epochs 0": "SystemExit: --epochs is 0; expected at least 1",
     "inference --pages 0": "SystemExit: --pages 0 --epochs 8; expected at least 1 of each",
 }
 

@@ -118,7 +118,7 @@ def _build_parser() -> argparse.ArgumentParser:
     bench = _add(commands, "bench", "measure eager code against graphs, one device against all", mapping)
     for command in (explain, bench):
         command.add_argument("--json", type=_new_file, metavar="FILE", help="save what is found")
-        command.add_argument("--plot", type=_new_file, metavar="FILE", help="draw it (.png, .svg, .pdf)")
+    bench.add_argument("--plot", type=_new_file, metavar="FILE", help="draw the result (.png, .svg, .pdf)")
     bench.add_argument("--rows", type=_count, metavar="N", help="the first N rows; 1024 of what is read while mapping")
     bench.add_argument("--seconds", type=float, default=30.0, metavar="S", help="how long to measure (%(default)s)")
     return parser

@@ -101,7 +101,7 @@ def _tell(result: Plan | BenchmarkResult, options: argparse.Namespace) -> None:
     print(result)
     if options.json:
         result.save(options.json)
-    if options.plot:
+    if isinstance(result, BenchmarkResult) and options.plot:
         result.plot(options.plot)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from devicemap._tensorflow.functions import Kernel, functions_within, registered_kernels
 
 _CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split())
@@ -55,11 +53,11 @@ def _takers(graph: Any, tensor: Any, functions: dict[str, tuple[Any, bool]]) -> 
 
 def _is_on_host(op: Any, arguments: Iterable[Any], index: int) -> bool:
     """Whether an argument of an op lies there, for any kernel of GPUs that takes its dtypes. Without one, it does."""
-    kernel = kernel_for(registered_kernels(op.type), "GPU", dtypes_of(op))
-    return kernel is None or are_named(op, arguments, kernel.on_host)[index]
+    kernel = _kernel_for(registered_kernels(op.type), "GPU", _dtypes_of(op))
+    return kernel is None or _are_named(op, arguments, kernel.on_host)[index]
 
 
-def are_named(op: Any, arguments: Any, names: frozenset[str]) -> list[bool]:
+def _are_named(op: Any, arguments: Any, names: frozenset[str]) -> list[bool]:
     """For each tensor of the arguments of an op, whether its argument has one of these names."""
     found: list[bool] = []
     for argument in arguments:
@@ -71,12 +69,12 @@ def are_named(op: Any, arguments: Any, names: frozenset[str]) -> list[bool]:
     return found
 
 
-def kernel_for(kernels: Sequence[Kernel], kind: str, dtypes: Mapping[str, Sequence[int]]) -> Kernel | None:
+def _kernel_for(kernels: Sequence[Kernel], kind: str, dtypes: Mapping[str, Sequence[int]]) -> Kernel | None:
     """Of these kernels the one that a kind of device has for an op with attributes of these dtypes.
 
     Those for `"DEFAULT"` serve every kind that has none of its own, as in TensorFlow.
 
-    >>> kernel_for([Kernel("CPU", {}), Kernel("GPU", {"T": frozenset([1])})], "GPU", {"T": [7]})
+    >>> _kernel_for([Kernel("CPU", {}), Kernel("GPU", {"T": frozenset([1])})], "GPU", {"T": [7]})
     """
     for wanted in (kind, "DEFAULT"):
         for kernel in kernels:
@@ -86,21 +84,7 @@ def kernel_for(kernels: Sequence[Kernel], kind: str, dtypes: Mapping[str, Sequen
     return None
 
 
-def dtypes_of(op: Any) -> dict[str, list[int]]:
+def _dtypes_of(op: Any) -> dict[str, list[int]]:
     """The dtypes (enums) among the attributes of an op."""
     attributes = op.node_def.attr.items()
     return {name: [value.type] if value.type else list(value.list.type) for name, value in attributes}
-
-
-def instead_of_int32(kernels: Sequence[Kernel], kind: str, dtypes: Mapping[str, Sequence[int]]) -> str | None:
-    """A dtype that a kind of device computes an op on in its own memory, which it does not on int32; `None`: there is none.
-
-    TensorFlow's kernels of GPUs for int32 mostly run on the host, where shapes and counters are.
-    """
-    if dtypes.get("T") != [tf.int32.as_datatype_enum]:
-        return None
-    for dtype in (tf.int64, tf.float32):
-        kernel = kernel_for(kernels, kind, {**dtypes, "T": [dtype.as_datatype_enum]})
-        if kernel is not None and not kernel.on_host:
-            return str(dtype.name)
-    return None

@@ -29,7 +29,6 @@ from devicemap.pipelines.calls import Calls
 from devicemap.pipelines.schedule import schedule_of
 from devicemap.pipelines.stages import Stage, run_in_turn
 from devicemap.pipelines.times import Times
-from devicemap.tell.plan.budget import memory_of_graph
 from devicemap.tell.plan.pipeline import PipelinePlan, StagePlan
 from devicemap.tell.plan.request import ask
 from devicemap.tell.report.pipeline import PipelineReport, calls_of
@@ -170,20 +169,17 @@ class Pipeline:
         rows = as_rows(elements[0] if len(elements) == 1 else elements)
         return self._composed(rows.structure, rows.count)
 
-    def explain(self, data_or_spec: Any, gradients: bool = False) -> PipelinePlan:
-        """What a call would do, without running it: the schedule, its bubble, what goes from stage to stage, and the memory
-        that it takes of each device.
+    def explain(self, data_or_spec: Any) -> PipelinePlan:
+        """Return the plan of a call without running it: the schedule, its bubble, and the bytes sent from stage to stage.
 
         Args:
             data_or_spec: a batch, or a nest of `tf.TensorSpec`s in its place.
-            gradients: whether memory is that of a call in a `tf.function` with the gradients of the variables, which are
-                taken off these, without what an optimizer keeps.
 
         Examples:
             >>> pipe = Pipeline([tf.sin, tf.cos], devices=["CPU:0", "CPU:1"], microbatches=4)
             >>> plan = pipe.explain(tf.TensorSpec([None, 256]))
-            >>> [stage.schedule[:4] for stage in plan.stages], plan.largest_batch(memory_bytes=2**20) > 100
-            ([('F0', 'F1', 'B0', 'F2'), ('F0', 'B0', 'F1', 'B1')], True)
+            >>> [stage.schedule[:4] for stage in plan.stages], plan.bubble
+            ([('F0', 'F1', 'B0', 'F2'), ('F0', 'B0', 'F1', 'B1')], 0.2)
         """
         asked = ask(data_or_spec, Options())
         given, rows = asked.specs, asked.rows
@@ -197,40 +193,7 @@ class Pipeline:
             steps = schedule_of(self._schedule, len(self.devices), microbatches, stage)
             order = tuple("FB"[step.backward] + str(step.microbatch) for step in steps)
             plans.append(StagePlan(device, held, sum(sizes), order))
-        leaves, places = tf.nest.flatten(asked.specs), max(1, microbatches)
-
-        def graph(rows: int) -> Any:
-            if gradients:
-                return self._with_gradients(asked.specs, rows)
-            return self._graph_of(asked.key, asked.specs, microbatches).get_concrete_function()
-
-        memory = memory_of_graph(graph, self.devices, self._output_device, leaves, places, stages=True)
-        return PipelinePlan(rows, microbatches, self._schedule, tuple(plans), memory)
-
-    def _with_gradients(self, specs: Any, rows: int) -> Any:
-        """The stages on so many rows, with the gradients of the sum of all results taken off the variables: a graph that is
-        not to run. Microbatches know where their gradients begin, as in a function that knows the number of its rows."""
-
-        @tf.autograph.experimental.do_not_convert
-        def taped(*leaves: Any) -> None:
-            with tf.GradientTape() as tape:
-                nest = self._composed(tf.nest.pack_sequence_as(specs, leaves), rows)
-                floats = [leaf for leaf in tf.nest.flatten(nest, expand_composites=True) if leaf.dtype.is_floating]
-            variables, upstream = tape.watched_variables(), [*map(tf.ones_like, floats)]
-            for variable, gradient in zip(variables, tape.gradient(floats, variables, upstream)):
-                with tf.device(variable.device):  # what is returned would go to the first device
-                    if isinstance(gradient, tf.IndexedSlices):
-                        variable.scatter_sub(gradient)
-                    elif gradient is not None:
-                        variable.assign_sub(gradient)
-
-        given = [
-            tf.TensorSpec(tf.TensorShape([rows]).concatenate(s.shape[1:]), s.dtype)
-            if isinstance(s, tf.TensorSpec)
-            else s
-            for s in tf.nest.flatten(specs)
-        ]
-        return tf.function(taped, autograph=False, input_signature=given).get_concrete_function()
+        return PipelinePlan(rows, microbatches, self._schedule, tuple(plans))
 
     @property
     def report(self) -> PipelineReport:

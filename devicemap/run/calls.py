@@ -35,7 +35,7 @@ from devicemap.data.pieces import COMPILING_SECONDS, balance_pays
 from devicemap.data.rows import Rows, as_rows
 from devicemap.errors import DataError, HostLostError, OptionError, brief, warn_user
 from devicemap.events import ChunkFinished, DeviceLost, Event, short_name
-from devicemap.run.capacity import first_paces, in_flight
+from devicemap.run.capacity import in_flight
 from devicemap.run.dispatch import Rules
 from devicemap.run.embedded import call_inside
 from devicemap.run.one_graph import GraphObservers, Heard, OneGraph
@@ -285,8 +285,6 @@ class Calls:
         cancellation = Cancellation()
         compiled, functions = self._functions(source, compiled, cancellation)
         paces = _known.setdefault(compiled, _Known()).paces
-        if not paces:
-            paces |= first_paces(compiled.traced, compiled.devices)
         runners = [
             Runner(device, partial(self._begin, compiled, functions[device], device, keep), at_once)
             for device, at_once in in_flight(compiled, self._options.prefetch).items()

@@ -45,10 +45,6 @@ _GAIN = 1.1
 """How much faster, in rows per second, a chunk must be than the best smaller one for the next to be larger."""
 
 
-_MARGIN = 0.1
-"""The part of a device's memory that is left free, as by `Plan.largest_batch`: estimates are not exact."""
-
-
 @dataclass(frozen=True)
 class Pace:
     """What has been seen of one device so far."""
@@ -85,21 +81,6 @@ class Pace:
 
     at_once: int | None = None
     """The most chunks in flight that fit into it, whatever their rows, as far as known."""
-
-    @classmethod
-    def with_memory(cls, memory_bytes: int, row_bytes: int) -> Pace:
-        """What can be told of a device before its first chunk.
-
-        Args:
-            memory_bytes: what it has left.
-            row_bytes: an estimate of all that a row takes while it is computed.
-
-        >>> pace = Pace.with_memory(memory_bytes=1000, row_bytes=20)
-        >>> pace.limit, pace.room
-        (45, 45)
-        """
-        rows = int((1 - _MARGIN) * memory_bytes) // max(1, row_bytes)
-        return cls(limit=max(1, rows), room=rows)
 
     def has_room_for(self, rows: int) -> bool:
         """Whether the device may take a chunk of so many rows now: any where it has none, else one that fits beside those."""

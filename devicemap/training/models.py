@@ -20,7 +20,6 @@ import tensorflow as tf
 from devicemap._tensorflow.keras import batch_norms_of, forget_functions, layers_of, sublayers_of
 from devicemap.api import DeviceMap
 from devicemap.base.options import check_count, check_progress
-from devicemap.compile.cost.walk import full_name
 from devicemap.data.shards import shard_sizes
 from devicemap.errors import OptionError
 from devicemap.events import Event
@@ -32,7 +31,6 @@ from devicemap.tell.verify.findings import Verification
 from devicemap.training.calls import ROWS, Given, without_state
 from devicemap.training.forward import ForwardPass
 from devicemap.training.loops import Loops
-from devicemap.training.memory import memory_of_step, step_fits
 from devicemap.training.steps import Steps, Updates
 from devicemap.training.variables import beside_variables
 
@@ -165,7 +163,7 @@ class _Parallel:
                 accumulate if name == "train_step" else 1,
                 None if whole and name == "train_step" else places,
                 self._made if progress else None,
-                self._fits if name == "train_step" else None,
+                None,
             )
             for name in _STEPS
         }
@@ -189,20 +187,11 @@ class _Parallel:
         forget_functions(self._model)
         return self._model
 
-    def explain(self, data_or_spec: Any, targets: Any = None) -> Plan:
-        """The plan of the forward pass of a training step, as `DeviceMap.explain` gives it, and the memory of the whole step.
-
-        Besides what it tells, each device sends the gradients of the variables that it was sent. `memory` is that of a step,
-        where the model is compiled, with its gradients and the optimizer's slots, and `largest_batch` the largest
-        `batch_size` of `fit` for which it is enough. What the optimizer keeps is made for it, as `fit` makes it.
-        What `accumulate`, `recompute` and steps without memory made of it is in `memory`.
+    def explain(self, data_or_spec: Any) -> Plan:
+        """Return the plan of the forward pass of a training step, as `DeviceMap.explain` does.
 
         Args:
             data_or_spec: inputs of the model, or a nest of `tf.TensorSpec`s in their place.
-            targets: targets, or specs of them; `None`: like the outputs of the model.
-
-        Raises:
-            OptionError: for targets that the model cannot be trained on.
         """
         structure = tf.nest.map_structure(lambda leaf: None, data_or_spec)
         leaves = tuple(tf.nest.flatten(data_or_spec))
@@ -212,21 +201,7 @@ class _Parallel:
         program = self._forward.graph_of(given, microbatches).program
         asked = ask(leaves, program.options)
         compiled = program.compiled_for(asked)
-        memory = None
-        if getattr(self._model, "optimizer", None) is not None:
-            specs, places = tf.nest.pack_sequence_as(data_or_spec, asked.specs), len(self._forward.devices)
-            step = partial(self._step_over, "train_step", microbatches, places=places)
-            memory = memory_of_step(self._model, step, specs, targets, program.devices_left, program.output_device)
-        plan = explain_call(
-            asked,
-            compiled,
-            program.options,
-            self._model.call,
-            program.devices_left,
-            program.output_device,
-            program.name,
-            memory,
-        )
+        plan = explain_call(asked, compiled, program.options, self._model.call, program.devices_left, program.name)
         return replace(plan, microbatches=microbatches)
 
     def report(self) -> TrainingReport:
@@ -268,9 +243,6 @@ class _Parallel:
         before, self._rows = self._rows, [count for _, count, *_ in self._forward.clock.known()]
         sizes = [after - before for after, before in zip(self._rows, before)]
         self._loops.made(sizes if sum(sizes) == rows else shard_sizes(rows, len(sizes)), seconds)
-
-    def _fits(self, graph: Any, batch: Any) -> bool:
-        return step_fits(graph, batch, self._forward.devices, full_name(self._forward.home))
 
     def _make(self, name: str, force: bool = False) -> Any:
         """In place of Keras's functions: without XLA, which compiles for one device, and a step at a time, to be made again."""

@@ -294,9 +294,7 @@ def test_a_large_npy_is_not_read_before_it_is_asked_for() -> None:
 
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     np.save("x.npy", X)
-    pytest.importorskip("matplotlib")
-    assert main(["explain", "functions:double", "x.npy", "--json", "plan.json", "--plot", "plan.png"]) == 0
-    assert pathlib.Path("plan.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["explain", "functions:double", "x.npy", "--json", "plan.json"]) == 0
     assert capsys.readouterr().out.startswith("double: 20 rows on ")
     assert json.loads(pathlib.Path("plan.json").read_text())["rows"] == 20
 

@@ -59,11 +59,10 @@ def test_trained_as_by_one_device(name: str, devices: list[str]) -> None:
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(before, wanted["weights"]))
 
 
-@pytest.mark.private("the memory that a training step takes")
 @pytest.mark.nightly
 def test_explains_models_that_are_not_told_of_training(devices: list[str]) -> None:
-    plan = devicemap.parallelize(CASES["a loss that changes what it uses"].made(), devices).explain(X, Y)
-    assert plan.largest_batch(memory_bytes=2**24) > 0
+    plan = devicemap.parallelize(CASES["a loss that changes what it uses"].made(), devices).explain(X)
+    assert plan.bytes_per_row
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(8, marks=pytest.mark.nightly)])

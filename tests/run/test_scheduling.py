@@ -153,14 +153,6 @@ def test_fewer_chunks_in_flight_before_smaller_ones() -> None:
     assert pace.taking(64).between_calls().at_once == 1
 
 
-def test_memory_that_is_known_before_the_first_chunk() -> None:
-    pace = Pace.with_memory(1000, row_bytes=25)
-    assert rows_to_take(pace, [], None, 500) == 36  # what 900 bytes are enough for
-    assert pace.has_room_for(500)  # alone: it is cut
-    assert not pace.taking(30).has_room_for(7)
-    assert pace.taking(30).has_room_for(6)
-
-
 @given(paces, st.integers(1, 1000))
 def test_a_device_that_is_idle_takes_any_chunk(pace: Pace, rows: int) -> None:
     assert pace.running_out_of_memory(rows, alone=True).running_out_of_memory(rows, alone=False).has_room_for(rows)

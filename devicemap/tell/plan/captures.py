@@ -9,7 +9,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from devicemap.compile.audit import Treatment, variable_of
-from devicemap.compile.cost.walk import row_size
+from devicemap.compile.call_graph import size_of
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import home_of
 from devicemap.tell.plan.plan import Captured, Handling
@@ -50,7 +50,7 @@ def _elements(value: Any) -> tuple[str | None, tuple[int | None, ...] | None, in
     if value is None:
         return None, None, None
     shape = None if value.shape.rank is None else tuple(value.shape.as_list())
-    size = None if shape is None or None in shape else row_size(value.shape, value.dtype)
+    size = None if shape is None or None in shape else size_of(value.shape, value.dtype)
     return value.dtype.name, shape, size
 
 

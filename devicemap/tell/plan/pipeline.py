@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from devicemap.events import short_name
-from devicemap.tell.plan.memory import Memory, Planned, memory_table
 from devicemap.tell.render import Result, figure_class, page, size_text, table
 
 
@@ -30,7 +29,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True, repr=False)
-class PipelinePlan(Planned, Result):
+class PipelinePlan(Result):
     """What a call of a pipeline will do, as `Pipeline.explain` tells it."""
 
     _derived = ("bubble", "speedup")
@@ -45,10 +44,6 @@ class PipelinePlan(Planned, Result):
     """"1f1b" or "gpipe"."""
 
     stages: tuple[StagePlan, ...]
-
-    memory: tuple[Memory, ...]
-    """What a call takes of each device, or a call with gradients: the most that it may. A stage that is slower than those
-    before it holds what they have sent."""
 
     @property
     def bubble(self) -> float:
@@ -77,7 +72,7 @@ class PipelinePlan(Planned, Result):
             for stage in self.stages
         ]
         title = f"{len(self.stages)} stages, {self.microbatches} microbatches, {self.schedule}: {self.bubble:.0%} idle"
-        return page(title, table(rows, left=("order",)), table(memory_table(self.memory)))
+        return page(title, table(rows, left=("order",)))
 
 
 def draw_calls(

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from devicemap.base.options import Options
 from devicemap.base.structure import freeze, map_nest
 from devicemap.data.datasets import from_dataset
-from devicemap.data.rows import any_rows, as_rows, home_of
+from devicemap.data.rows import any_rows, as_rows
 from devicemap.errors import DataError
-
-_SAMPLED = 2**16
-"""Ragged rows of which the lengths are compared."""
 
 _SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
@@ -36,13 +32,6 @@ class Asked:
 
     chunks: bool
     """Whether they go in chunks, or in one graph."""
-
-    homes: tuple[str, ...] = ()
-    """The device that each leaf lives on, where that is known: full names."""
-
-    row_lengths: Mapping[int, Sequence[Any]] = field(default_factory=dict, compare=False)
-    """For each leaf that is ragged data, by its position: how many parts its rows have, how many each of those, and so on; of
-    each axis a sample, in order, as an int array."""
 
 
 def ask(data_or_spec: Any, options: Options) -> Asked:
@@ -72,8 +61,7 @@ def ask(data_or_spec: Any, options: Options) -> Asked:
         specs = map_nest(lambda leaf, _: any_rows(leaf), data_or_spec)
         return Asked(specs, freeze(specs), count, chunks)
     rows = as_rows(data_or_spec)
-    homes = tuple(home_of(tf.nest.flatten(leaf, expand_composites=True)[0]) for leaf in rows.leaves)
-    return Asked(rows.specs, rows.key, rows.count, chunks, homes, _row_lengths(rows.leaves))
+    return Asked(rows.specs, rows.key, rows.count, chunks)
 
 
 def _is_shape(given: Any) -> bool:
@@ -100,10 +88,3 @@ def _count(leaves: Sequence[tuple[str, Any]]) -> int | None:
         lengths = ", ".join(f"{path} has {count}" for path, count in counts.items())
         raise DataError(f"the leaves have different numbers of rows: {lengths}. They must share their first axis")
     return next(iter(counts.values()), None)
-
-
-def _row_lengths(leaves: Sequence[Any]) -> dict[int, list[Any]]:
-    """Of ragged leaves, by position, the lengths between row splits of each axis, sorted: all, or an even sample of them."""
-    ragged = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, tf.RaggedTensor) and leaf.shape[0]}
-    lengths = {i: [np.diff(splits.numpy()) for splits in leaf.nested_row_splits] for i, leaf in ragged.items()}
-    return {i: [np.sort(each[:: 1 + len(each) // _SAMPLED]) for each in axes] for i, axes in lengths.items()}

@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
-from devicemap.events import short_name
-from devicemap.tell.plan.memory import memory_table
 from devicemap.tell.render import listed, page, short_names, size_text, table
 
 if TYPE_CHECKING:
     from devicemap.tell.plan.plan import Captured, Plan
 
-_WORDS = frozenset(("to", "treatment", "type", "what"))
+_WORDS = frozenset(("treatment", "type"))
 """Columns that hold no numbers."""
 
 
 def plan_table(plan: Plan) -> Any:
     """A `rich` renderable: a summary, a row per device, what is to be known, and advice."""
-    ends = [(transfer.sender, transfer.receiver) for transfer in plan.transfers]
-    ends += [(edge.sender, edge.receiver) for edge in plan.control_edges]
-    names = short_names([*(device.device for device in plan.devices), *chain(*ends)])
+    ends = [end for edge in plan.control_edges for end in (edge.sender, edge.receiver)]
+    names = short_names([*(device.device for device in plan.devices), *ends])
     tables = {
         "": _devices(plan, names),
-        "what travels": [
-            {
-                "from": names[transfer.sender],
-                "to": names[transfer.receiver],
-                "what": transfer.what,
-                "per row": _size(transfer.bytes_per_row, ""),
-                "per call": _size(transfer.bytes_per_call),
-            }
-            for transfer in plan.transfers
-        ],
-        "what is in memory at once": memory_table(plan.memory),
         "what fn captures": [
             {"name": c.name, "type": _type(c), "size": _size(c.size_bytes), "treatment": c.handling.value}
             for c in plan.captured
@@ -60,7 +45,6 @@ def _devices(plan: Plan, names: dict[str, str]) -> list[dict[str, str]]:
             "device": names[device.device],
             "rows": "when idle" if chunks else _number(device.rows),
             "chunks in flight" if chunks else "shards": _number(device.chunks_in_flight if chunks else device.shards),
-            "memory": _size(device.memory_bytes),
         }
         for device in plan.devices
     ]
@@ -79,10 +63,8 @@ def _facts(plan: Plan, names: dict[str, str]) -> Iterator[str]:
         yield f"random numbers: {listed(random.ops)}: {random.seeding}"
     if plan.python_ops:
         yield f"runs in Python: {listed(plan.python_ops)}"
-    for stray in plan.strays:
-        on = {"no kernel": "no kernel on", "int32": "int32 on the host of"}.get(stray.reason, f"{stray.reason}, on")
-        yield f"leaves its device: {stray.op} ({on} {short_name(stray.device)})"
-    yield f"memory per row and device: {_size(plan.memory_bytes_per_row, 'cannot be told')}"
+    sizes = _size(plan.bytes_per_row), _size(plan.result_bytes_per_row)
+    yield "size of a row: {}; of a row of results: {}".format(*sizes)
     if plan.microbatches > 1:
         yield f"microbatches: {plan.microbatches}, one after another"
 
@@ -98,5 +80,5 @@ def _number(value: int | None) -> str:
     return "?" if value is None else str(value)
 
 
-def _size(size_bytes: int | None, unknown: str = "?") -> str:
-    return unknown if size_bytes is None else size_text(size_bytes)
+def _size(size_bytes: int | None) -> str:
+    return "?" if size_bytes is None else size_text(size_bytes)

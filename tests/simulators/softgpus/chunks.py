@@ -13,7 +13,7 @@ import tensorflow as tf
 from simulators.softgpus.pair import gpus, x
 
 import devicemap
-from devicemap.types import ChunkFailed, ChunkFinished, ChunkStarted, Event
+from devicemap.types import ChunkFailed, ChunkFinished, Event
 
 
 @pytest.fixture
@@ -33,40 +33,6 @@ def batches(rows: int, count: int) -> tf.data.Dataset:
 def lengths(kind: type, events: list[Event]) -> list[int]:
     """Of the chunks of each event of a kind."""
     return [len(event.shard) for event in events if isinstance(event, kind)]
-
-
-@pytest.mark.parametrize(("rows", "least", "most"), [(4, 2, 4), (64, 1, 1)])
-def test_chunks_that_cannot_be_in_flight_together_are_not(
-    rows: int, least: int, most: int, events: list[Event]
-) -> None:
-    def wide(rows: Any) -> Any:  # a row takes about a MiB
-        waves = [tf.sin(rows[:, None] + tf.range(65536.0)) for _ in range(3)]
-        return tf.reduce_sum(tf.add_n(waves), 1)
-
-    results = list(in_chunks(wide, events).stream(batches(rows, 16)))
-    assert [len(chunk) for chunk in results] == [rows] * 16
-    assert not lengths(ChunkFailed, events)
-    changes = [isinstance(event, ChunkStarted) - isinstance(event, ChunkFinished) for event in events]
-    assert least <= max(np.cumsum(changes)) <= most
-
-
-def test_what_no_chunk_can_do_without_is_cut_before_it_runs(events: list[Event]) -> None:
-    widen = in_chunks(lambda rows: tf.tile(rows[:, None], [1, 1 << 19]), events)  # results of 2 MiB
-    (chunk,) = widen.stream(batches(40, 1))
-    np.testing.assert_array_equal(chunk.numpy()[:, :: 1 << 17], np.arange(40)[:, None] + np.zeros([1, 4]))
-    assert lengths(ChunkStarted, events) == [28, 12]  # of nine tenths of the memory
-    assert not lengths(ChunkFailed, events)
-
-
-def test_auto_tries_nothing_that_does_not_fit(events: list[Event]) -> None:
-    def wide(rows: Any) -> Any:  # a row takes 2 MiB
-        return tf.reduce_sum(tf.tile(rows[:, None], [1, 1 << 19]), 1)
-
-    mapper = devicemap.DeviceMap(wide, batched=True, devices="GPU:0", batch_size="auto", progress=events.append)
-    with tf.device("CPU:0"):
-        np.testing.assert_allclose(mapper(tf.range(256.0)), np.arange(256.0) * (1 << 19))
-    assert max(lengths(ChunkStarted, events)) == 28
-    assert not lengths(ChunkFailed, events)
 
 
 def test_running_out_of_memory_loses_no_row() -> None:
