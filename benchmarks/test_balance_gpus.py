@@ -14,16 +14,16 @@ from benchmarks.measuring import compare
 from benchmarks.traffic import CopyLog
 
 TARGETS = {
-    "even": 0.97,
-    "a hot block, first": 0.93,
-    "a hot block, last": 0.95,
+    "even": 0.95,
+    "a hot block, first": 0.95,
+    "a hot block, last": 0.92,
     "half of the devices 4 times slower": 0.96,
-    "one device 10 times slower": 0.95,
+    "one device 10 times slower": 0.96,
     "a ramp of costs": 0.95,
-    "forty dear rows": 0.90,
+    "forty dear rows": 0.88,
     "speeds from 1 down to 0.3": 0.95,
 }
-"""Least shares of the ideal time, with 8 devices and a job of a second; inside a `tf.function` 0.93."""
+"""Least shares of the ideal time, with 8 devices and a job of a second."""
 
 
 @pytest.mark.parametrize("name", list(jobs.JOBS))
@@ -38,18 +38,15 @@ def test_balance_on_gpus(benchmark: Any, copy_log: CopyLog | None, scale: Scale,
         gpus.configure(device, speed=speed)
     data = job.rows, job.seconds
     mapper = devicemap.DeviceMap(work, devices=devices, batched=True)
-    inside = tf.function(devicemap.DeviceMap(work, devices=devices, batched=True).__call__)
     blocks = peers.graph_blocks(work, devices)
-    for _ in range(1 if scale.quick else 4):  # until the graph that balances itself is worth compiling
+    for _ in range(2):  # the third call is the first to be measured
         mapper(data)
-        inside(data)
     ways = {
         "devicemap": lambda: mapper(data),
-        "devicemap, in a tf.function": lambda: inside(data),
         "graph blocks": lambda: blocks(*data),
     }
     compare(
         benchmark, ways, topic="balance_gpus", case=name, rounds=scale.rounds, devices=scale.devices, answer=job.answer,
         ideal_seconds=job.ideal_seconds,
-        targets={"least share": {"devicemap": TARGETS[name], "devicemap, in a tf.function": min(0.93, TARGETS[name])}},
+        targets={"least share": {"devicemap": TARGETS[name]}},
     )  # fmt: skip

@@ -79,9 +79,8 @@ def parallel_map(
             second.
         batch_size: rows per device call. An int: data goes in chunks of at most that many rows, each to the first idle device.
             `"auto"`: the same, of a size found by measuring, for each device. `None`: a dataset's batches go as they are, its
-            samples as with `"auto"`; data in memory goes as one shard per device in short calls and under a tape, and is
-            balanced in others: devices take more rows when they are done, in chunks at first, and in one graph once that is
-            worth compiling.
+            samples as with `"auto"`; data in memory goes as one shard per device in short calls and under a tape, and in chunks
+            of a measured size in others.
         seed: an int from 0 to 2**32 - 1: `fn` also gets `seed=`, a seed for `tf.random.stateless_*` (int32 `[2]`;
             `[rows, 2]` when batched) that depends on `seed` and the row's index alone.
         fn_output_signature: as in `tf.map_fn`, for a `fn` of one row whose dense results differ in shape.

@@ -18,7 +18,6 @@ _anonymous = Private("tensorflow.python.eager.context", "anonymous_name")
 _control_flow = Private(
     "tensorflow.python.ops.control_flow_ops", "XLAControlFlowContext.Enter", "XLAControlFlowContext.Exit"
 )
-_func_graph = Private("tensorflow.python.framework.func_graph", "FuncGraph")
 _control_flow_util = Private("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext")
 _kernels = Private("tensorflow.python.framework.kernels", "get_registered_kernels_for_op")
 _script_ops = Private("tensorflow.python.ops.script_ops", "_py_funcs.get")
@@ -122,18 +121,6 @@ def compiled_as_a_part() -> bool:
     Publicly it is taken not to; variables stay in place then, whoever asks.
     """
     return bool(_control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
-
-
-@with_fallback(lambda: False, _func_graph)
-def in_function_of_user() -> bool:
-    """Whether the graph being built is that of a `tf.function`, and in no loop, branch or other function of TensorFlow's.
-
-    Publicly it is taken to be one of those.
-    """
-    graph = tf.compat.v1.get_default_graph()
-    while type(graph) is _func_graph.FuncGraph and not graph.name.startswith("Dataset_"):
-        graph = graph.outer_graph
-    return not hasattr(graph, "outer_graph")
 
 
 def shows_functions(graph: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -310,43 +309,6 @@ def call_holding(
 
     op._gradient_function = to_values
     return results
-
-
-def call_with_gradient(
-    concrete: Any,
-    leaves: Sequence[Any],
-    variables: Sequence[Any],
-    gradient: Callable[[Sequence[Any], Mapping[int, Any], Sequence[Any], Sequence[Any]], list[Any]],
-) -> list[Any]:
-    """Call a `ConcreteFunction` whose gradient is another: only where `holds_gradients`.
-
-    Args:
-        concrete: of `leaves`; it returns a list of tensors, and one of the values that `variables` have.
-        leaves: tensors, ragged and sparse ones.
-        variables: those that it captures.
-        gradient: `(tensors that leaves consist of, values, gradients of the results, sources) -> gradients of the sources`,
-            which are among those tensors and values; `None` for each that has none. The values are those that captured
-            variables had when the call came, by the id of their handle: they may have others when gradients are asked for.
-    """
-    results, read = concrete(*leaves)
-    values_of = {id(variable.handle): value for variable, value in zip(variables, read)}
-    captured = [id(outside) for outside in concrete.captured_inputs]
-
-    def of_call(op: Any, *upstream: Any) -> list[Any]:
-        given = [tf.identity(tensor) for tensor in op.inputs[: len(op.inputs) - len(captured)]]
-        values = {handle: tf.identity(value) for handle, value in values_of.items()}
-        inputs = [*given, *map(values.get, captured)]
-        fractions = [each is not None and (each.dtype.is_floating or each.dtype.is_complex) for each in inputs]
-        found = iter(gradient(given, values, upstream[: len(results)], [*itertools.compress(inputs, fractions)]))
-        gradients = [next(found) if each else None for each in fractions]
-        of_values = dict(zip(values_of, upstream[len(results) :]))  # of higher order, as gradients are made of values
-        for i, handle in enumerate(captured, len(given)):
-            known = [each for each in (gradients[i], of_values.get(handle)) if each is not None]
-            gradients[i] = added(known) if known and fractions[i] else None
-        return gradients
-
-    results[0].op._gradient_function = of_call
-    return list(results)
 
 
 @with_fallback(lambda: False, _record)

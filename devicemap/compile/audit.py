@@ -112,11 +112,6 @@ class Audit:
         return Treatment.ORDERED in self.treatments
 
     @property
-    def repeatable(self) -> bool:
-        """Whether running it a second time on the same rows gives the same, and does nothing else."""
-        return not (self.writes or self.effects or self.random_ops or self.python)
-
-    @property
     def writes(self) -> bool:
         """Whether running it a second time on the same rows would change what the user keeps."""
         return any(t not in (None, Treatment.READ, Treatment.STAYS) for t in self.treatments)

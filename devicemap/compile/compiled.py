@@ -22,7 +22,6 @@ from devicemap.base.hosts import settle
 from devicemap.base.interruption import Signals
 from devicemap.base.structure import as_objects
 from devicemap.compile.audit import Treatment, variable_of
-from devicemap.compile.balance import balanced_graph, can_balance
 from devicemap.compile.invoke import Invoker
 from devicemap.compile.layout import Form, Layout
 from devicemap.compile.mirrors import Mirrors
@@ -36,10 +35,7 @@ from devicemap.events import Shard, short_name
 
 _KEPT_SHARDS = 256
 
-ROWS_PER_PLACE = 16
-"""A call on fewer is not held back to learn how long it takes."""
-
-_GRAPHS, _FUNCTIONS, _INLINED, _PROBE, _BALANCED = range(5)
+_GRAPHS, _FUNCTIONS, _INLINED, _PROBE = range(4)
 """Ways of calling begin with these."""
 
 
@@ -105,7 +101,6 @@ class Compiled:
         self._graphs: dict[tuple[int, int, Form, bool, bool], Any] = {}
         self._taped: set[tuple[Any, int]] = set()
         self._taping = threading.Lock()
-        self._balanced: Any = None
         self._functions: dict[str, Any] = {}
         self._of_functions: list[Traced] = []
         self._layouts: dict[tuple[bool, ...], Layout] = {}
@@ -158,32 +153,19 @@ class Compiled:
                     self._graphs[key] = graph
         return graph
 
-    @cached_property
-    def balances(self) -> bool:
-        """Whether there is a `balanced_graph` that is worth it: not where order matters, where the same numbers are to be drawn
-        in each run, or where XLA would compile for each size of a piece."""
+    @property
+    def may_use_chunks(self) -> bool:
+        """Whether a call on rows in memory gives the same results in chunks of any size.
+
+        Not if `fn` depends on order or draws from fixed seeds, if XLA would compile for each chunk size, or after
+        `tf.config.experimental.enable_op_determinism()`. Nor if results go to a GPU, whose memory they may not fit twice.
+        """
         audit = self.traced.audit
         return (
-            len(self.places) > 1
-            and kind_of(self._output_device) == "CPU"
+            kind_of(self._output_device) == "CPU"
             and not (audit.ordered or audit.seeded or audit.advances_seed or self.traced.uncompiled)
-            and can_balance(self.traced.specs)
             and has_clock()
         )
-
-    def may_balance(self, rows: int | None) -> bool:
-        """Whether a call in memory that is long enough, and that no tape follows, balances itself; `None`: nobody knows of how
-        many rows."""
-        return (rows is None or rows >= ROWS_PER_PLACE * len(self.places)) and self.balances
-
-    def balanced_graph(self) -> Any:
-        """The whole call as one `ConcreteFunction` that balances itself, as `compile.balance.balanced_graph` tells."""
-        if self._balanced is None:
-            with self._lock, Signals():
-                if self._balanced is None:
-                    traces = self._traces_for(len(self.places), (_BALANCED,), False)
-                    self._balanced = balanced_graph(self._layout(False, of_run=True), traces)
-        return self._balanced
 
     @property
     def _reads_in_place(self) -> bool:

@@ -1,12 +1,11 @@
-"""How rows travel from the user's data to the devices and back, in one of two ways.
+"""How rows travel from the user's data to the devices and back, in one of two engines.
 
     one graph   rows ── shards ──> a call per device, in one tf.function ──> gathered rows
     chunks      source ── take ──> a chunk ──> the first idle device's function ──> groups, in order ── join ──> rows
 
-In-memory data goes through one graph: lowest cost per call, differentiable; where a call takes long, its devices take their
-next rows in it as they are done with others. Datasets, data with a `batch_size`, the first call of a function that may take
-long, and what does not fit at once go in chunks, each to the first idle device: balanced, in bounded memory, and surviving a
-chunk that fails. Both take the same traced function, and the same copies of what it captures.
+The graph engine has the lowest cost per call and is differentiable. The chunk engine sends each chunk to the first idle device:
+it balances load, bounds memory, and retries a chunk that fails. It takes datasets, data with a `batch_size`, and calls on data
+in memory that take long (`choose_engine`). Both engines share the traced function and its copies of captured variables.
 """
 
 from __future__ import annotations
@@ -31,67 +30,37 @@ from devicemap.compile.program import Program
 from devicemap.data.chunks import Chunk, InMemory, Source
 from devicemap.data.datasets import from_dataset
 from devicemap.data.join import join
-from devicemap.data.pieces import COMPILING_SECONDS, balance_pays
 from devicemap.data.rows import Rows, as_rows
 from devicemap.errors import DataError, HostLostError, OptionError, brief, warn_user
-from devicemap.events import ChunkFinished, DeviceLost, Event, short_name
+from devicemap.events import DeviceLost, Event, short_name
 from devicemap.run.capacity import in_flight
 from devicemap.run.dispatch import Rules
 from devicemap.run.embedded import call_inside
 from devicemap.run.one_graph import GraphObservers, Heard, OneGraph
 from devicemap.run.reorder import Group
-from devicemap.run.schedule import Pace, reorder_window, take_as_long
+from devicemap.run.schedule import Pace, choose_engine, reorder_window, take_as_long
 from devicemap.run.workers import Runner, run_chunks
-
-_TRIED_SECONDS = 0.3
-"""A call that is expected to take no longer, balanced, is tried with a shard for each device, too."""
 
 
 @dataclass
-class _Known:
-    """What is known of a compiled function: `parallel_map` makes calls anew, of programs that are remembered."""
+class _CallStats:
+    """Measurements of a compiled map, kept between calls."""
 
     paces: dict[str, Pace] = field(default_factory=dict)
-    """Of its devices, by chunks."""
+    """Throughput of its devices in the chunk engine."""
 
-    speeds: list[float] | None = None
-    """Rows per second of its places, by the last long call: in chunks, those of the quickest chunk, as the first ones are
-    compiled."""
-
-    balanced: float | None = None
-    """Seconds per row of the last call that balanced itself, but for the first, which is compiled."""
-
-    in_shards: float | None = None
-    """The same of the last call with a shard for each device."""
-
-    doubtful: bool = False
-    """Whether there was but a first call, which took long besides compiling: its fastest chunks may not speak for all rows."""
-
-    promising: bool = False
-    """Whether chunks of fewer rows took as long: then a shard for each device may take much less."""
-
-    tried: bool = False
-    """Whether there was such a call, which was compiled."""
-
-    seconds: float = 0.0
-    """How long it has worked in long calls."""
+    seconds_per_row: dict[str, float | None] = field(default_factory=dict)
+    """Wall time per row of the last call with each engine."""
 
     most_rows: int | None = None
-    """Fewer than have run out of memory at once."""
+    """More rows than this have run out of memory in one graph."""
 
-    def balance_pays(self, rows: int) -> bool:
-        """Whether a call on so many rows had better balance itself, as far as known.
-
-        A function may take as long for a few rows as for many, so that a shard for each device is quicker than pieces: where
-        that costs little, it is tried.
-        """
-        balanced = rows * (self.balanced or 1 / max(sum(self.speeds or ()), 1e-9))
-        if self.in_shards is None:
-            return self.doubtful or (balanced > _TRIED_SECONDS and not self.promising)
-        return balance_pays(rows, self.in_shards, balanced / rows)
+    def add(self, engine: str, seconds_per_row: float) -> None:
+        """Record a call. The first call with an engine includes compilation, so it is not measured."""
+        self.seconds_per_row[engine] = seconds_per_row if engine in self.seconds_per_row else None
 
 
-_known: WeakKeyDictionary[Compiled, _Known] = WeakKeyDictionary()
+_stats: WeakKeyDictionary[Compiled, _CallStats] = WeakKeyDictionary()
 
 
 class Observers(GraphObservers, Protocol):
@@ -132,10 +101,10 @@ class Calls:
         return self._in_memory(rows) if self._options.batch_size is None else self.in_chunks(rows)
 
     def _in_memory(self, rows: Rows) -> Any:
-        """Rows in eager code; where a host is lost, once more on the devices that are left."""
+        """Map rows in memory with the engine that suits them; if a host is lost, once more on the remaining devices."""
         compiled = self.program.compiled_for(rows)
         try:
-            return self._in_one_way(rows, compiled)
+            return self._with_engine(rows, compiled)
         except (tf.errors.OpError, HostLostError) as error:
             if (lost := lost_among(compiled.devices)) is None:
                 raise
@@ -143,63 +112,29 @@ class Calls:
                 raise lost from error
         return self._in_memory(rows)
 
-    def _in_one_way(self, rows: Rows, compiled: Compiled) -> Any:
-        """In one graph with a shard for each device if that is short, differentiated, or all there is; else balanced, in chunks
-        at first, and in a graph of its own once that is worth compiling."""
-        count = rows.count or 0
+    def _with_engine(self, rows: Rows, compiled: Compiled) -> Any:
+        """Run the graph engine or the chunk engine, and measure it; a graph that runs out of memory continues in chunks."""
+        count, stats = rows.count or 0, _stats.setdefault(compiled, _CallStats())
         gradients = compiled.order_of_gradients(rows.leaves)
-        known = _known.setdefault(compiled, _Known())
-        if gradients or not compiled.may_balance(count):
-            return self._one_graph.in_shards(compiled, rows, gradients)
-        if known.speeds is None or not self._fit(compiled, count):
-            return self._balanced_in_chunks(compiled, rows)
-        began, retried = time.perf_counter(), self._options.max_retries > 0
-        try:
-            if not known.balance_pays(count):
-                results = self._one_graph.in_shards(compiled, rows, retried=retried)
-                if known.tried:
-                    known.in_shards = (time.perf_counter() - began) / count
-                known.tried = True
+        differentiable = gradients > 0 or not compiled.may_use_chunks
+        measured = [stats.seconds_per_row.get(engine) for engine in ("chunks", "one graph")]
+        free = take_as_long(stats.paces.values())
+        engine = choose_engine(count, len(compiled.places), differentiable, *measured, rows_are_free=free)
+        began = time.perf_counter()
+        if engine == "one graph" and (differentiable or count <= (stats.most_rows or count)):
+            retried = self._options.max_retries > 0 and not differentiable
+            try:
+                results = self._one_graph.in_shards(compiled, rows, gradients, retried)
+            except tf.errors.OpError as error:
+                if not (retried and is_out_of_memory(error)):
+                    raise
+                stats.most_rows = count - 1
+            else:
+                if count:
+                    stats.add(engine, (time.perf_counter() - began) / count)
                 return results
-            if known.seconds > COMPILING_SECONDS:
-                results, known.speeds = self._one_graph.in_pieces(compiled, rows, known.speeds, retried)
-                known.balanced = (time.perf_counter() - began) / count
-                return results
-        except tf.errors.OpError as error:
-            if not retried or not is_out_of_memory(error):
-                raise
-            known.most_rows = count - 1
-        return self._balanced_in_chunks(compiled, rows)
-
-    def _fit(self, compiled: Compiled, rows: int) -> bool:
-        """Whether so many rows at once have a chance to fit into the devices' memory."""
-        known = _known[compiled]
-        each = -(-rows // len(compiled.places))
-        limits = (limit for pace in known.paces.values() for limit in (pace.limit, pace.room) if limit is not None)
-        return rows <= (known.most_rows or rows) and each <= min(limits, default=each)
-
-    def _balanced_in_chunks(self, compiled: Compiled, rows: Rows) -> Any:
-        known, began, fastest = _known[compiled], time.perf_counter(), dict.fromkeys(compiled.devices, 0.0)
-        chunks: list[tuple[int, float]] = []
-        compiled_by: dict[str, float] = {}
-        worked: list[float] = []
-
-        def heard(event: Event) -> None:
-            if isinstance(event, ChunkFinished):
-                chunks.append((len(event.shard), max(event.seconds - event.started_seconds, 1e-9)))
-                device, (count, seconds) = event.shard.device, chunks[-1]
-                fastest[device] = max(fastest[device], count / seconds)
-                if event.started_seconds >= compiled_by.setdefault(device, event.seconds):
-                    worked.append(seconds)
-
-        results = self._joined(InMemory(rows, None), compiled, heard)
-        seconds = time.perf_counter() - began
-        known.seconds += seconds
-        known.doubtful = known.speeds is None and sum(worked) > _TRIED_SECONDS * len(compiled.devices)
-        if known.speeds is not None:
-            known.balanced = seconds / (rows.count or 1)
-            known.promising = take_as_long(chunks)
-        known.speeds = [fastest[place] / compiled.places.count(place) for place in compiled.places]
+        results = self._joined(InMemory(rows, None), compiled)
+        stats.add("chunks", (time.perf_counter() - began) / count)
         return results
 
     def inside_function(self, rows: Rows) -> Any:
@@ -216,12 +151,12 @@ class Calls:
         source = self.source(data, "mapped")
         return self._joined(source, self.program.compiled_for(source))
 
-    def _joined(self, source: Source, compiled: Compiled, hear: Callable[[Event], None] = lambda event: None) -> Any:
-        """The results of all chunks; `hear` is told each event of the call."""
+    def _joined(self, source: Source, compiled: Compiled) -> Any:
+        """Return the results of all chunks, joined or merged in order."""
         if compiled.traced.reduction is not None:
-            groups = self.groups(source, compiled, Rules(window=self._window(compiled), observe=hear))
+            groups = self.groups(source, compiled, Rules(window=self._window(compiled)))
             return compiled.pack_states(state for group in groups for state in group.results)
-        parts = [results for group in self.groups(source, compiled, Rules(observe=hear)) for results in group.results]
+        parts = [results for group in self.groups(source, compiled, Rules()) for results in group.results]
         if not parts:
             return compiled.pack_no_rows()
         return self._join(compiled, parts)
@@ -284,7 +219,7 @@ class Calls:
         """The results of all chunks; where something `keep`s them, groups without results."""
         cancellation = Cancellation()
         compiled, functions = self._functions(source, compiled, cancellation)
-        paces = _known.setdefault(compiled, _Known()).paces
+        paces = _stats.setdefault(compiled, _CallStats()).paces
         runners = [
             Runner(device, partial(self._begin, compiled, functions[device], device, keep), at_once)
             for device, at_once in in_flight(compiled, self._options.prefetch).items()

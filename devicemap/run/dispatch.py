@@ -119,7 +119,7 @@ class Dispatch:
         )  # what workers wait for while another one reads, or the window is full
         self._in_turn = 0
         self._changed = threading.Condition(self._lock)  # and those whose device is to take nothing now
-        self._standings = {device: _Standing(paces.get(device, Pace())) for device in devices}
+        self._standings = {device: _Standing(paces.get(device, Pace()).between_calls()) for device in devices}
         self._alive = set(self._standings)
         self._groups = Groups(rules.window, rules.deterministic)
         self._waiting = Queue()
@@ -254,8 +254,8 @@ class Dispatch:
             return self._running > 0
 
     def paces(self) -> dict[str, Pace]:
-        """What the next call may know of the devices."""
-        return {device: standing.pace.between_calls() for device, standing in self._standings.items()}
+        """Return the throughput of the devices, for the next call."""
+        return {device: standing.pace for device, standing in self._standings.items()}
 
     def _wait(self) -> None:
         """Until the worker may find something to take."""

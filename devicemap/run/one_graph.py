@@ -1,7 +1,4 @@
-"""Calls in one graph, which takes rows in memory to the devices and back: lowest cost per call, differentiable.
-
-A short call, and one that a tape follows, gives each device one shard; a longer one balances itself (`compile/balance.py`).
-"""
+"""The graph engine: one `tf.function` gives each device a shard of the rows and gathers the results. Differentiable."""
 
 from __future__ import annotations
 
@@ -17,11 +14,10 @@ import tensorflow as tf
 from devicemap._tensorflow.gradients import have_tangents
 from devicemap.base.devices import is_out_of_memory
 from devicemap.base.hosts import lost_among
-from devicemap.compile.balance import measured_speeds
 from devicemap.compile.compiled import Compiled
 from devicemap.compile.gather import check_row_counts
 from devicemap.compile.program import Program
-from devicemap.data.rows import HOST, Rows
+from devicemap.data.rows import Rows
 from devicemap.errors import DataError
 from devicemap.events import Shard
 
@@ -44,19 +40,14 @@ class Run:
     arrivals: Any = None
     """Float64 `[shards]`, or longer: when the results of each were there. `None`: nobody knows."""
 
-    log: Sequence[tuple[float, float]] | None = None
-    """Of a graph that balances itself: when each of the shards was begun and ended."""
-
     @property
     def tells_apart(self) -> bool:
         """Whether it tells when each shard was done."""
-        return len(self.shards) == 1 or self.arrivals is not None or self.log is not None
+        return len(self.shards) == 1 or self.arrivals is not None
 
     def spans(self) -> list[tuple[Shard, float, float]]:
         """Each shard, when it began and when it was done."""
         ended = self.began + self.seconds
-        if self.log is not None:
-            return [(shard, *times) for shard, times in zip(self.shards, self.log)]
         if self.arrivals is None:
             return [(shard, self.began, ended) for shard in self.shards]
         # The clock of the graph is that of the day, which may be set meanwhile.
@@ -126,34 +117,6 @@ class OneGraph:
         """The same, whatever tapes ask for."""
         compiled = self.program.compiled_for(rows)
         return self.in_shards(compiled, rows, compiled.order_of_gradients(rows.leaves))
-
-    def in_pieces(
-        self, compiled: Compiled, rows: Rows, speeds: Sequence[float], retried: bool = False
-    ) -> tuple[Any, list[float]]:
-        """In eager code, balanced: devices take rows as they are done with others.
-
-        Args:
-            compiled: one that `balances`.
-            rows: at least one.
-            speeds: the rows per second that each of its places is expected to compute, 0 where nobody knows.
-            retried: as for `in_shards`.
-
-        Returns:
-            The results, and the speeds that the places had.
-        """
-        graph, leaves = compiled.balanced_graph(), self.program.seeded(rows.leaves, 0, rows.count)
-        with tf.device(HOST):
-            expected = tf.constant(speeds, tf.float64)
-        with self._call(compiled, rows, compiled.shards(rows.count or 0)[0], leaves, retried) as (runs, began):
-            results, returned, log = compiled.run(graph, (expected, *leaves), rows.count or 0)
-            lines = log.numpy().tolist()
-            pieces = [Shard(compiled.places[int(place)], int(start), int(stop)) for place, start, stop, *_ in lines]
-            times = [(began, ended) for *_, began, ended in lines]
-            runs.append(Run(pieces, began[0], time.perf_counter() - began[1], log=times))
-            if self.program.counts_rows:
-                check_row_counts(results, returned, pieces)
-        measured = measured_speeds(log, expected).numpy().tolist()
-        return compiled.pack(results), measured
 
     @contextmanager
     def _call(

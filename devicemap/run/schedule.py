@@ -7,9 +7,9 @@ one is not left with the last large chunk, and, with `batch_size="auto"`, so tha
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Literal
 
 # What follows was tuned on the jobs of `benchmarks/test_balance.py`, played through in `tests/run/test_scheduling.py`.
 
@@ -43,6 +43,49 @@ _LONG_SECONDS = 1.0
 
 _GAIN = 1.1
 """How much faster, in rows per second, a chunk must be than the best smaller one for the next to be larger."""
+
+
+_ROWS_PER_SLOT = 16
+"""Calls on fewer rows always use the graph engine."""
+
+_LONG_SECONDS_PER_CALL = 0.1
+"""Shorter calls gain little from load balance."""
+
+_TRIED_SECONDS = 0.3
+"""A call that takes no longer in chunks tries the graph engine once."""
+
+
+def choose_engine(
+    rows: int,
+    slots: int,
+    differentiable: bool,
+    seconds_per_row: float | None,
+    graph_seconds_per_row: float | None = None,
+    rows_are_free: bool = False,
+) -> Literal["one graph", "chunks"]:
+    """Return the engine for an eager call on rows in memory without `batch_size`.
+
+    Args:
+        rows: number of rows.
+        slots: devices, or cores of a CPU, that take one shard each.
+        differentiable: whether a tape records the call, or results depend on the shards.
+        seconds_per_row: last measurement of this map in chunks; `None` before there is one.
+        graph_seconds_per_row: the same in one graph.
+        rows_are_free: whether large chunks take as long as small ones, as in a vectorised loop of many steps. One shard per
+            device is then faster than several chunks.
+
+    >>> choose_engine(1000, 8, False, None), choose_engine(1000, 8, False, 1e-5), choose_engine(1000, 8, False, 1e-2)
+    ('chunks', 'one graph', 'chunks')
+    """
+    if differentiable or slots < 2 or rows < _ROWS_PER_SLOT * slots:
+        return "one graph"
+    if seconds_per_row is None:
+        return "chunks"
+    if graph_seconds_per_row is None:
+        return "one graph" if rows_are_free or rows * seconds_per_row < _TRIED_SECONDS else "chunks"
+    return (
+        "chunks" if rows * graph_seconds_per_row > max(_LONG_SECONDS_PER_CALL, rows * seconds_per_row) else "one graph"
+    )
 
 
 @dataclass(frozen=True)
@@ -144,7 +187,7 @@ class Pace:
         return replace(self, limit=limit, size=min(self.size, limit), room=_least(self.room, rows - 1))
 
     def between_calls(self) -> Pace:
-        """What the next call may know."""
+        """Return what the next call may use."""
         return replace(self, rows_in_flight=0, chunks_in_flight=0, largest=0, quickest_seconds=math.inf, quick_rows=0)
 
 
@@ -212,19 +255,9 @@ def are_quick(chunk_rows: int, paces: Collection[Pace]) -> bool:
     return bool(speeds) and chunk_rows < PATIENCE_SECONDS * sum(speeds) / len(speeds) * len(paces)
 
 
-def take_as_long(chunks: Collection[tuple[int, float]]) -> bool:
-    """Whether chunks, each its rows and seconds, take about as long for fewer rows, as if rows cost nothing.
-
-    Of those of much fewer rows than the largest one, none was much quicker, nor were they much slower on the whole. Where rows
-    cost something the last ones are quicker, also if others are small because their rows are dear.
-
-    >>> take_as_long([(8, 0.1), (16, 0.12), (32, 0.1)]), take_as_long([(4, 0.1), (32, 0.1), (4, 0.01)])
-    (True, False)
-    """
-    rows, seconds = max(chunks, default=(0, 0.0))
-    fewer = [taken for count, taken in chunks if 2 * count <= rows]
-    # by as much as one that is alone on its device may be quicker than one beside others
-    return bool(fewer) and min(fewer) > seconds / 4 and statistics.fmean(fewer) < 4 * seconds
+def take_as_long(paces: Collection[Pace]) -> bool:
+    """Return whether the largest chunk of each device took about as long as its quickest one, as if rows cost nothing."""
+    return all(1 < pace.largest == pace.quick_rows for pace in paces)
 
 
 def chunks_in_flight(kind: str) -> int:

@@ -17,8 +17,6 @@ from devicemap import DeviceMap, Reducer, parallel_map, parallel_reduce
 from devicemap.compile.reduction import Reduction
 from devicemap.data.rows import as_rows
 from devicemap.errors import FunctionError, OptionError
-from devicemap.run.calls import Nobody
-from devicemap.run.one_graph import OneGraph
 
 TWO = ["CPU:1", "CPU:0"]
 OPS = {"sum": tf.reduce_sum, "mean": tf.reduce_mean, "min": tf.reduce_min, "max": tf.reduce_max}
@@ -98,18 +96,6 @@ def test_rounding_does_not_grow_with_the_rows(batch_size: int | None, devices: l
         one, three = parallel_reduce(fn, tf.zeros([rows]), op, devices=devices, batch_size=batch_size)
         np.testing.assert_allclose(one, 0.1 * times, rtol=2e-6)
         np.testing.assert_allclose(three, np.array([0.0, 0.1, -0.1]) * times, rtol=2e-6)
-
-
-@pytest.mark.private("a variable that belongs to one run of a graph")
-@pytest.mark.nightly
-def test_balanced_as_maps_are(devices: list[str]) -> None:
-    data = tf.random.stateless_normal([200, 3], [1, 2])
-    program = DeviceMap(lambda row: (tf.sin(row), row[0]), devices=devices)._program.reducing(Reduction(("sum", "max")))
-    compiled = program.compiled_for(as_rows(data))
-    if len(devices) > 1:
-        assert compiled.balances
-        got, _ = OneGraph(program, Nobody()).in_pieces(compiled, as_rows(data), [500.0] * len(compiled.places))
-        _assert_close(got, (tf.reduce_sum(tf.sin(data), 0), tf.reduce_max(data[:, 0])))
 
 
 def test_what_travels_has_the_size_of_the_result(devices: list[str]) -> None:

@@ -14,7 +14,7 @@ from devicemap.tell.plan.plan import Captured, DevicePlan, Handling, Plan
 def _plan(**facts: Any) -> Plan:
     devices = facts.pop("device_rows", [4, 4])
     usual = Plan(
-        name="fn", way="one graph", balanced=False, rows=8, batch_size=None,
+        name="fn", way="one graph", rows=8, batch_size=None,
         batched=False, vectorized=True, reason="it can", traces=1,
         devices=tuple(DevicePlan(f"/device:GPU:{i}", "GPU", n, 1, None, i) for i, n in enumerate(devices)),
         control_edges=(), ordered=(), captured=(), random_ops=(), python_ops=(),

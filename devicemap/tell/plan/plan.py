@@ -112,10 +112,8 @@ class Plan(Result):
     """That of the map."""
 
     way: Literal["one graph", "chunks"]
-    """How the rows run: all devices in one graph, or chunks to idle devices."""
-
-    balanced: bool
-    """Whether devices take their next rows as they are done with others: in chunks, and in one graph where the call is long."""
+    """The engine: all devices in one graph, or chunks to idle devices. A call on data in memory without `batch_size` is
+    planned as one graph; it goes in chunks if it takes longer than about 0.1 s."""
 
     rows: int | None
     """How many there are, `None` where nobody knows."""
@@ -175,8 +173,7 @@ class Plan(Result):
     def summary(self) -> str:
         """The plan in one line."""
         rows = "an unknown number of rows" if self.rows is None else counted(self.rows, "row")
-        balanced = "; a long call balances itself" if self.balanced and self.way == "one graph" else ""
-        return f"{self.name}: {rows} on {counted(len(self.devices), 'device')}, in {self.way}{balanced}"
+        return f"{self.name}: {rows} on {counted(len(self.devices), 'device')}, in {self.way}"
 
     def __rich__(self) -> Any:
         return plan_table(self)

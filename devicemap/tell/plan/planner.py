@@ -42,7 +42,6 @@ def explain_call(
     return Plan(
         name=name,
         way="chunks" if chunks else "one graph",
-        balanced=compiled.may_balance(asked.rows) or (chunks and len(under_way) > 1),
         rows=asked.rows,
         batch_size=options.batch_size if chunks else None,
         devices=tuple(
