@@ -84,7 +84,8 @@ def parallel_map(
         seed: an int from 0 to 2**32 - 1: `fn` also gets `seed=`, a seed for `tf.random.stateless_*` (int32 `[2]`;
             `[rows, 2]` when batched) that depends on `seed` and the row's index alone.
         fn_output_signature: as in `tf.map_fn`, for a `fn` of one row whose dense results differ in shape.
-        jit_compile: compile with XLA. Shards run in pieces of powers of two rows, to compile for few shapes.
+        jit_compile: compile with XLA, once for each number of rows of a shard. Chunks have `batch_size` rows, or 1, 2,
+            4, 8, ... with `"auto"`.
         in_place: variables that `fn` reads where they are, for instance a table that is larger than the memory of a device:
             what is looked up travels. Others are copied to each device once per call, or per job in chunks.
         output_device: where results are gathered.

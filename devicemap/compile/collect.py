@@ -13,8 +13,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.data.rows import carried_dtype
-
 _AS_LARGE = {tf.int16: tf.float16, tf.uint16: tf.float16, tf.uint32: tf.float32, tf.uint64: tf.float64}
 """Integers that GPUs have no kernels of lists for, and dtypes that hold their bits."""
 
@@ -49,7 +47,7 @@ class Kept:
 def carrier_of(dtype: Any, on_accelerators: bool) -> Any:
     """The dtype of lists that hold numbers of a dtype, also on accelerators."""
     known = _AS_LARGE | _LARGER if on_accelerators else _AS_LARGE
-    return known.get(dtype, carried_dtype(dtype))
+    return known.get(dtype, dtype)
 
 
 def is_listless(dtype: Any) -> bool:

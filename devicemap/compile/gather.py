@@ -11,7 +11,7 @@ import tensorflow as tf
 from devicemap._tensorflow.functions import waiting_for
 from devicemap.compile.collect import is_listless
 from devicemap.data.join import is_uniform, of_uniform_rows
-from devicemap.data.rows import carried, count_rows, restored
+from devicemap.data.rows import count_rows
 from devicemap.errors import failure
 from devicemap.events import Shard
 
@@ -46,19 +46,18 @@ def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any
         joined = tf.concat(list(parts), 0)
         joined.set_shape(shape)
         return joined, tf.stack([tf.shape(part, tf.int64)[0] for part in parts])
-    held = [carried(part) for part in parts]
-    array = tf.TensorArray(held[0].dtype, size=len(parts), infer_shape=False, element_shape=shape)
-    for i, part in enumerate(held):
+    array = tf.TensorArray(first.dtype, size=len(parts), infer_shape=False, element_shape=shape)
+    for i, part in enumerate(parts):
         array = array.write(i, part)
     # TensorArray.concat() is this op, and keeps the row counts to itself.
     joined = tf.raw_ops.TensorListConcatV2(
         input_handle=array.flow,
-        element_dtype=held[0].dtype,
+        element_dtype=first.dtype,
         element_shape=-1 if shape.rank is None else [-1 if d is None else d for d in shape.as_list()],
         leading_dims=tf.zeros([0], tf.int64),
     )
     joined.tensor.set_shape(shape)
-    return restored(joined.tensor, first.dtype), joined.lengths
+    return joined.tensor, joined.lengths
 
 
 def _gather_sparse(parts: Sequence[Any], differentiable: bool) -> tuple[Any, Any]:

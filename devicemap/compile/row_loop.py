@@ -17,7 +17,7 @@ from devicemap.base.options import Options
 from devicemap.base.structure import as_nodes, check_same_structure
 from devicemap.compile.collect import Kept, carrier_of, collected
 from devicemap.compile.kernels import is_made_on_host, is_taken_on_host
-from devicemap.data.rows import HOST, carried, carried_dtype, count_rows, restored
+from devicemap.data.rows import HOST, count_rows
 from devicemap.errors import failure
 
 
@@ -71,27 +71,13 @@ def _mapped(
 ) -> list[Any]:
     """What `run` gives for each of so many rows, by `tf.map_fn`, which also collects what is ragged."""
     sparse = {i for i, spec in enumerate(signature) if isinstance(spec, tf.SparseTensorSpec)}
-    narrow = {i: leaf.dtype for i, leaf in enumerate(row_fn.structured_outputs) if _is_narrow(leaf, signature[i])}
     taken_apart = [_parts_spec(spec) if i in sparse else spec for i, spec in enumerate(signature)]
-    for i in narrow:
-        taken_apart[i] = tf.TensorSpec(getattr(signature[i], "shape", None), tf.float16)
 
     def parts_of(row: Any) -> list[Any]:
-        results = [carried(leaf) if i in narrow else leaf for i, leaf in enumerate(run(row))]
-        return [_parts(leaf) if i in sparse else leaf for i, leaf in enumerate(results)]
+        return [_parts(leaf) if i in sparse else leaf for i, leaf in enumerate(run(row))]
 
     results = tf.map_fn(parts_of, tf.range(rows), fn_output_signature=taken_apart, parallel_iterations=at_once)
-    results = [restored(leaf, narrow[i]) if i in narrow else leaf for i, leaf in enumerate(results)]
     return [_joined(leaf, signature[i].shape) if i in sparse else leaf for i, leaf in enumerate(results)]
-
-
-def _is_narrow(leaf: Any, spec: Any) -> bool:
-    """Whether `tf.map_fn` is to collect dense results that lists cannot hold as they are."""
-    return (
-        isinstance(leaf, tf.Tensor)
-        and not isinstance(spec, tf.RaggedTensorSpec)
-        and carried_dtype(leaf.dtype) != leaf.dtype
-    )
 
 
 def _row_taker(leaf: Any, row_fn: Any, argument: int) -> Callable[[Any], Any]:
@@ -102,9 +88,8 @@ def _row_taker(leaf: Any, row_fn: Any, argument: int) -> Callable[[Any], Any]:
         inside = row_fn.inputs[argument]
         if leaf.dtype != tf.int32 or is_taken_on_host(row_fn.graph, inside):
             return lambda i: leaf[i]
-    held = carried(leaf)
-    array = tf.TensorArray(held.dtype, tf.shape(held)[0], element_shape=held.shape[1:]).unstack(held)
-    return lambda i: restored(array.read(i), leaf.dtype)
+    array = tf.TensorArray(leaf.dtype, tf.shape(leaf)[0], element_shape=leaf.shape[1:]).unstack(leaf)
+    return array.read
 
 
 def _row_taker_of_parts(leaf: Any) -> Callable[[Any], Any]:

@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import complete_handle_data, differentiate_freely
@@ -23,10 +22,11 @@ from devicemap.compile.hints import hints_for
 from devicemap.compile.reduction import BoundReduction, Collection, Reduction
 from devicemap.compile.seeds import Stream, drawing_from
 from devicemap.compile.vectorize import RowLoop, loops_over_rows
-from devicemap.data.rows import carried, carried_dtype, count_rows, empty_rows, restored, row_spec, spec_of, take_rows
+from devicemap.data.rows import empty_rows, row_spec, spec_of
 from devicemap.errors import FunctionError, OptionError, failure, function_error
 
-_POWERS_OF_TWO = 2 ** np.arange(31, dtype=np.int32)
+_FLOAT8 = (tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2)
+"""Dtypes without kernels for TensorLists."""
 
 in_fn: ContextVar[bool] = ContextVar("in_fn", default=False)
 """Whether the `fn` of a map is being traced."""
@@ -120,9 +120,7 @@ def trace(
             else:
                 traced_fn = flat_fn.get_concrete_function(*map(row_spec, leaf_specs))
                 loops = loops_over_rows(traced_fn, leaf_specs, options, shape_of_results[-1])
-            compiled = [
-                _compile_by_powers_of_two(loop, leaf_specs, options.batched) for loop in loops if options.jit_compile
-            ]
+            compiled = [_compile_with_xla(loop, leaf_specs) for loop in loops if options.jit_compile]
     except FunctionError:
         raise
     except Exception as error:
@@ -276,6 +274,8 @@ def _result(value: Any, path: str, batched: bool) -> Any:
             value = tf.convert_to_tensor(value)
         except (TypeError, ValueError) as error:
             raise failure(f"{path} of fn is a {type(value).__name__}, not a tensor: {error}{hint}") from error
+    if value.dtype in _FLOAT8:
+        raise failure(f"{path} of fn is of {value.dtype.name}, which TensorFlow cannot gather; cast it to tf.float16")
     if batched and value.shape.rank == 0:
         raise failure(
             f"{path} of fn is a scalar; with batched=True fn must return as many rows as it is given, of shape "
@@ -307,46 +307,18 @@ def _check_validity(structure: Any, specs: list[Any]) -> None:
         ) from error
 
 
-def _compile_by_powers_of_two(loop: RowLoop, specs: list[Any], batched: bool) -> RowLoop:
-    """Run a shard through XLA in pieces of 1, 2, 4, 8, ... rows, largest first.
-
-    XLA compiles for each shape it meets. No row may be padded into `fn`, and sizes vary freely, so a shard is cut by the
-    binary digits of its size: at most one compilation per power of two, whatever sizes come.
-    """
+def _compile_with_xla(loop: RowLoop, specs: list[Any]) -> RowLoop:
+    """Return the loop compiled by XLA, once for each number of rows of a shard."""
     over_rows = loop.concrete
-    outputs = over_rows.structured_outputs
-    if not all(isinstance(leaf, tf.Tensor) for leaf in outputs):
+    if not all(isinstance(leaf, tf.Tensor) for leaf in over_rows.structured_outputs):
         raise failure("jit_compile=True with ragged or sparse results: XLA has only dense ones; set it to False")
-    dtypes = [carried_dtype(leaf.dtype) for leaf in outputs]
 
     @tf.function(autograph=False, jit_compile=True)
     def compiled(*leaves: Any) -> list[Any]:
-        results = over_rows(*(restored(leaf, spec.dtype) for leaf, spec in zip(leaves, specs)))
-        return [carried(result) for result in results]
+        results: list[Any] = over_rows(*leaves)
+        return results
 
-    @tf.function(autograph=False)
-    def in_pieces(*leaves: Any) -> list[Any]:
-        rows = count_rows(leaves[0], tf.int32)
-        leaves = tuple(map(carried, leaves))
-        arrays = [
-            tf.TensorArray(dtype, 0, dynamic_size=True, infer_shape=False, element_shape=spec_of(o).shape)
-            for o, dtype in zip(outputs, dtypes)
-        ]
-
-        def step(start: Any, piece: Any, arrays: list[Any]) -> tuple[Any, Any, list[Any]]:
-            size = tf.reduce_max(tf.where(_POWERS_OF_TWO <= rows - start, _POWERS_OF_TWO, 1))
-            results = compiled(*[take_rows(leaf, start, start + size) for leaf in leaves])
-            if batched:  # pieces that return too many and too few rows would add up
-                for result in results:
-                    tf.debugging.assert_equal(
-                        tf.shape(result)[0], size, "fn must return one row per input row: returned and given"
-                    )
-            return start + size, piece + 1, [a.write(piece, r) for a, r in zip(arrays, results)]
-
-        *_, arrays = tf.while_loop(lambda start, *_: start < rows, step, (0, 0, arrays))
-        return [restored(array.concat(), o.dtype) for array, o in zip(arrays, outputs)]
-
-    return replace(loop, concrete=in_pieces.get_concrete_function(*specs))
+    return replace(loop, concrete=compiled.get_concrete_function(*specs))
 
 
 def _kept_whole(over_rows: Any, specs: list[Any]) -> Any:

@@ -18,9 +18,6 @@ from devicemap.errors import DataError
 HOST = "/device:CPU:0"
 """Where data waits to be cut: converting it here keeps TensorFlow from copying all of it to the first GPU."""
 
-_NOT_IN_LISTS = (tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2)
-"""Dtypes that TensorFlow has no kernels of lists for, and no bitcast; 16-bit floats have all of their numbers."""
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -140,21 +137,6 @@ def empty_rows(spec: Any) -> Any:
 def _nothing(shape: list[int], dtype: Any) -> Any:
     """A tensor without elements; `tf.zeros` does not know all dtypes."""
     return tf.constant([], dtype, shape)
-
-
-def carried_dtype(dtype: Any) -> Any:
-    """A dtype that a `tf.TensorArray` and a branch can hold, with the numbers of `dtype`."""
-    return tf.float16 if dtype in _NOT_IN_LISTS else dtype
-
-
-def carried(leaf: Any) -> Any:
-    """A dense leaf in its `carried_dtype`; `restored` takes it back. Others are as they are."""
-    return tf.cast(leaf, tf.float16) if isinstance(leaf, tf.Tensor) and leaf.dtype in _NOT_IN_LISTS else leaf
-
-
-def restored(leaf: Any, dtype: Any) -> Any:
-    """A leaf that was `carried`, in its own dtype again."""
-    return tf.cast(leaf, dtype) if isinstance(leaf, tf.Tensor) and dtype in _NOT_IN_LISTS else leaf
 
 
 def cut_rows(leaf: Any, sizes: Any, shards: int) -> list[Any]:

@@ -117,9 +117,14 @@ class Calls:
         count, stats = rows.count or 0, _stats.setdefault(compiled, _CallStats())
         gradients = compiled.order_of_gradients(rows.leaves)
         differentiable = gradients > 0 or not compiled.may_use_chunks
-        measured = [stats.seconds_per_row.get(engine) for engine in ("chunks", "one graph")]
-        free = take_as_long(stats.paces.values())
-        engine = choose_engine(count, len(compiled.places), differentiable, *measured, rows_are_free=free)
+        engine = choose_engine(
+            count,
+            len(compiled.places),
+            differentiable,
+            stats.seconds_per_row.get("chunks"),
+            stats.seconds_per_row.get("one graph"),
+            take_as_long(stats.paces.values()),
+        )
         began = time.perf_counter()
         if engine == "one graph" and (differentiable or count <= (stats.most_rows or count)):
             retried = self._options.max_retries > 0 and not differentiable
@@ -240,6 +245,7 @@ class Calls:
                 rules = replace(
                     rules,
                     max_retries=self._options.max_retries,
+                    few_sizes=compiled.traced.uncompiled is not None,
                     observe=tell,
                     describe=self.program.failed,
                     cancel=cancellation.cancel,

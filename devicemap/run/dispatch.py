@@ -41,6 +41,9 @@ class Rules:
     max_retries: int = 0
     """How often a chunk that failed is tried again."""
 
+    few_sizes: bool = False
+    """Whether chunks have `batch_size` rows, or 1, 2, 4, 8, ... with `"auto"`, so that XLA compiles for few shapes."""
+
     observe: Callable[[Event], None] = lambda event: None
     """Gets what happens, one event at a time, in order."""
 
@@ -304,6 +307,8 @@ class Dispatch:
         paces = {name: standing.pace.after(now - standing.busy_since) for name, standing in self._standings.items()}
         others = [paces[name] for name in self._alive if name != device]
         rows = rows_to_take(paces[device], others, left, self._source.batch_size)
+        if self._rules.few_sizes and rows:
+            rows = self._source.batch_size or 1 << (rows.bit_length() - 1)
         return rows if self._standings[device].pace.has_room_for(rows) else 0
 
     def _try_again(self, task: Task, error: BaseException) -> Sequence[str]:

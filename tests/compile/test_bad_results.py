@@ -198,28 +198,6 @@ def test_wrong_number_of_rows_on_one_device_inside_a_function() -> None:
         tf.function(lambda x: mapper(x), autograph=False)(X)
 
 
-def _three_rows(batch: Any) -> Any:
-    return tf.zeros([0 * tf.shape(batch)[0] + 3, 2])
-
-
-@ways
-def test_wrong_number_of_rows_in_the_pieces_of_xla(way: Options) -> None:
-    """On one device, pieces of 4 and 2 rows give 3 rows each: 6, as many as were given."""
-    mapper = devicemap.DeviceMap(_three_rows, **way, batched=True, jit_compile=True)
-    message = (
-        r"^_three_rows failed on rows? \d.* on CPU:\d: InvalidArgumentError: .*fn must return one row per input row"
-    )
-    with pytest.raises(FunctionError, match=message) as caught:
-        mapper(X)
-    assert isinstance(caught.value, tf.errors.InvalidArgumentError)
-
-
-def test_wrong_number_of_rows_in_the_pieces_of_xla_inside_a_function() -> None:
-    mapper = devicemap.DeviceMap(_three_rows, **ONE, batched=True, jit_compile=True)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="fn must return one row per input row"):
-        tf.function(lambda x: mapper(x), autograph=False)(X)
-
-
 def _square(batch: Any) -> Any:
     """As many columns as rows."""
     return tf.zeros([tf.shape(batch)[0], tf.shape(batch)[0]])

@@ -173,14 +173,21 @@ def test_a_failed_conversion_leaves_no_trace_in_the_log(caplog: pytest.LogCaptur
     assert tf.get_logger().filters == []
 
 
-def test_xla_meets_powers_of_two_only() -> None:
+def test_xla_compiles_a_shard_as_a_whole() -> None:
     fn = devicemap.DeviceMap(
         lambda batch: batch + tf.cast(tf.shape(batch)[0], tf.float32), batched=True, jit_compile=True, devices=["CPU:1"]
     )
     for rows in (1, 6, 13):
-        pieces = [1 << bit for bit in range(8, -1, -1) if rows >> bit & 1]
-        added = np.repeat(pieces, pieces)[:, None].astype(np.float32)
-        np.testing.assert_array_equal(fn(X[:rows]), X[:rows] + added)
+        np.testing.assert_array_equal(fn(X[:rows]), X[:rows] + rows)
+
+
+@pytest.mark.parametrize(("batch_size", "sizes"), [(100, {100, 50}), ("auto", {2**i for i in range(8)})])
+def test_chunks_for_xla_have_few_sizes(batch_size: int | str, sizes: set[int]) -> None:
+    found = devicemap.DeviceMap(
+        lambda batch: 0 * batch + tf.cast(tf.shape(batch)[0], tf.float32),
+        batched=True, jit_compile=True, batch_size=batch_size, devices=["CPU:1", "CPU:2"],
+    )(tf.zeros([1050 if batch_size == 100 else 1024, 1]))  # fmt: skip
+    assert {int(size) for size in found[:, 0]} <= sizes
 
 
 def test_row_seeds_differ_for_every_row_and_do_not_depend_on_the_cut() -> None:

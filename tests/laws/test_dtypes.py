@@ -9,64 +9,21 @@ import numpy as np
 import processes
 import pytest
 import tensorflow as tf
-from ways import Options, X, ways
 
 import devicemap
-from devicemap._tensorflow.functions import registered_kernels
 from devicemap.compile.seeds import row_seeds
-from devicemap.data.rows import carried, carried_dtype, restored
+from devicemap.errors import FunctionError
 
 FLOAT8 = [tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2]
-float8 = pytest.mark.parametrize("dtype", FLOAT8, ids=lambda dtype: dtype.name)
-
-SMALL = X % 8
-"""Numbers that have 8-bit floats."""
 
 
-def _assert_same(got: Any, wanted: Any) -> None:
-    assert got.dtype == wanted.dtype
-    assert got.shape == wanted.shape
-    np.testing.assert_array_equal(tf.cast(got, tf.float32), tf.cast(wanted, tf.float32))
-
-
-@ways
-@float8
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"vectorize": False}, {"batched": True}, {"jit_compile": True}],
-    ids=["auto", "mapped", "batched", "compiled"],
-)
-@pytest.mark.parametrize("rows", [6, 1, 0])
-def test_8_bit_floats(rows: int, options: Options, dtype: Any, way: Options) -> None:
-    def fn(row: Any, other: Any) -> Any:
-        return row, tf.cast(row, tf.float32) + 1, tf.cast(other, dtype)
-
-    data = (tf.cast(SMALL, dtype)[:rows], SMALL[:rows])
-    signature = (tf.TensorSpec([2], dtype), tf.float32, tf.TensorSpec([2], dtype))
-    # in eager code: a tf.function with such a loop has no kernels; without rows, tf.map_fn has none in eager code either
-    wanted = tf.map_fn(lambda row: fn(*row), data, fn_output_signature=signature) if rows else fn(*data)
-    mapper = devicemap.DeviceMap(fn, **way, **options)
-    for a, b in zip(mapper(data), wanted):
-        _assert_same(a, b)
-    if "batch_size" not in way:
-        for a, b in zip(tf.function(lambda *leaves: mapper(leaves), autograph=False)(*data), wanted):
-            _assert_same(a, b)
-
-
-@float8
-def test_all_8_bit_floats_survive_being_carried(dtype: Any) -> None:
-    numbers = tf.constant(np.arange(256, dtype=np.uint8).view(dtype.as_numpy_dtype))
-    held = carried(numbers)
-    assert held.dtype == carried_dtype(dtype) == tf.float16
-    _assert_same(restored(held, dtype), numbers)
-
-
-@float8
-def test_lists_hold_no_8_bit_floats(dtype: Any) -> None:
-    """The day they do, nothing needs to be carried."""
-    for op in ("TensorListFromTensor", "TensorListConcatV2"):
-        kernels = [kernel for kernel in registered_kernels(op) if kernel.device in ("CPU", "DEFAULT")]
-        assert not any(dtype.as_datatype_enum in kernel.dtypes.get("element_dtype", ()) for kernel in kernels)
+@pytest.mark.parametrize("options", [{}, {"batched": True}])
+@pytest.mark.parametrize("dtype", FLOAT8, ids=lambda dtype: dtype.name)
+def test_results_of_8_bit_floats_are_refused(dtype: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(
+        FunctionError, match=f"is of {dtype.name}, which TensorFlow cannot gather; cast it to tf.float16"
+    ):
+        devicemap.parallel_map(lambda row: tf.cast(row, dtype), tf.ones([4, 2]), **options)
 
 
 def test_seeds_of_many_rows() -> None:
