@@ -35,12 +35,10 @@ _delayed = Private(
 )
 _backprop = Private("tensorflow.python.eager.backprop_util", "IsTrainable")
 _gradients = Private("tensorflow.python.ops.gradients_util", "PossibleTapeGradientTypes")
-_handle_data = Private("tensorflow.python.ops.handle_data_util", "set_handle_data")
 _resources = Private("tensorflow.python.ops.resource_variable_ops", "variable_accessed")
-_dtypes = Private("tensorflow", "DType._handle_data")
 
 _CALLING = (_context, _execute, _atomic, _concrete)
-_TAPING = (*_CALLING, _selecting, _gradients, _handle_data, _resources, _dtypes)
+_TAPING = (_selecting, _gradients, _resources)
 
 
 def _public_call(concrete: Any, attributes: Any = None) -> Callable[..., Any]:
@@ -68,84 +66,40 @@ def unrecorded(concrete: Any, attributes: tuple[Any, ...] | None = None) -> Call
 
     `attributes`: those of another thread, where this one is not to get some.
     """
-    function, captured = concrete.inference_fn, list(concrete.captured_inputs)
-    run = _runner(function, attributes)
+    ctx, function, captured = _context.context(), concrete.inference_fn, list(concrete.captured_inputs)
+    fixed = tf.compat.as_str(function.name), len(function.function_type.flat_outputs)
+    flat_attributes = attributes_of_calls() if attributes is None else attributes
     pack = function.function_type.pack_output
 
     def call(*tensors: Any, manager: Any = None) -> Any:
-        return pack(run([*tensors, *captured], manager))
+        inputs = [*tensors, *captured]
+        with _atomic.InterpolateRuntimeError(function):  # adds to an error where its op was defined
+            if manager is None:
+                return pack(_execute.execute(*fixed, inputs, flat_attributes, ctx))
+            return pack(_execute.execute_with_cancellation(*fixed, inputs, flat_attributes, ctx, manager))
 
     return call
-
-
-def _runner(function: Any, attributes: tuple[Any, ...] | None = None) -> Callable[..., list[Any]]:
-    """What runs TensorFlow's `AtomicFunction` in eager code: all of its inputs -> its outputs, flat."""
-    ctx = _context.context()
-    fixed = tf.compat.as_str(function.name), len(function.function_type.flat_outputs)
-    flat_attributes = attributes_of_calls() if attributes is None else attributes
-
-    def run(inputs: list[Any], manager: Any) -> list[Any]:
-        with _atomic.InterpolateRuntimeError(function):  # adds to an error where its op was defined
-            results: list[Any]
-            if manager is None:
-                results = _execute.execute(*fixed, inputs, flat_attributes, ctx)
-            else:
-                results = _execute.execute_with_cancellation(*fixed, inputs, flat_attributes, ctx, manager)
-        return results
-
-    return run
 
 
 _differentiating = threading.RLock()
 """TensorFlow adds to a graph what its gradient needs, and calls in several threads share the graph."""
 
 
-class TapedCall:
-    """A call of a `ConcreteFunction` for the tapes of this thread to record, while its graph may run in another thread.
+@with_fallback(nothing, *_TAPING)
+def prepare_gradient(concrete: Any, tensors: Sequence[Any], host: str) -> None:
+    """Build what a call needs that tapes of this thread record, so that its backward pass begins and ends on `host`.
 
-    Tapes are a thread's own, so TensorFlow's public call does both in one thread. `ConcreteFunction._call_flat` is: find the
-    function that also gives what gradients need, run it, tell the tapes. Here it can be run in between by someone else.
+    TensorFlow keeps it with the `ConcreteFunction`, and its public call uses it.
     """
-
-    def __init__(self, concrete: Any, tensors: Sequence[Any], host: str):
-        """Made by `of`."""
-        inputs = [*tensors, *concrete.captured_inputs]
-        for variable in concrete.graph.variables:  # as the call would: tapes may start to watch it here
-            _resources.variable_accessed(variable)
-        self._pack = concrete.function_type.pack_output
-        kind = _gradients.PossibleTapeGradientTypes(inputs)
-        with _differentiating:
-            self._call = concrete._select_forward_and_backward_functions(inputs, kind, True)
-            self.function, self.inputs = self._call.forward()
-        if usable(_taped, _backprop):
-            _begin_backward_on(host, self._call._functions)
-
-    @staticmethod
-    def of(concrete: Any, tensors: Sequence[Any], host: str) -> TapedCall | None:
-        """The call, for which TensorFlow builds what its tapes need; `None` where only the public call can be made.
-
-        The backward pass begins and ends on `host`, where this TensorFlow lets it.
-        """
-        return TapedCall(concrete, tensors, host) if usable(*_TAPING) else None
-
-    def runner(self) -> Callable[..., list[Any]]:
-        """What runs the `function` on the `inputs`, in any thread; good for later calls of the same one."""
-        run = _runner(self.function)
-        outputs = [output.dtype._handle_data for output in self.function.function_type.flat_outputs]
-        of_handles = {i: data.shape_inference for i, data in enumerate(outputs) if data}
-
-        def run_on(*inputs: Any, manager: Any = None) -> list[Any]:
-            results = run(list(inputs), manager)
-            for i, data in of_handles.items():  # what variables the handles are of
-                _handle_data.set_handle_data(results[i], data)
-            return results
-
-        return run_on
-
-    def record(self, outputs: list[Any]) -> Any:
-        """Tell the tapes what the function gave; returns that as the public call does."""
-        self._call.record(outputs)
-        return self._pack(outputs)
+    inputs = [*tensors, *concrete.captured_inputs]
+    for variable in concrete.graph.variables:  # tapes may start to watch a variable here, as in the call
+        _resources.variable_accessed(variable)
+    kind = _gradients.PossibleTapeGradientTypes(inputs)
+    with _differentiating:
+        call = concrete._select_forward_and_backward_functions(inputs, kind, True)
+        call.forward()
+    if usable(_taped, _backprop):
+        _begin_backward_on(host, call._functions)
 
 
 def _begin_backward_on(host: str, functions: Any) -> None:

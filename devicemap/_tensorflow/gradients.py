@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import tensorflow as tf
@@ -271,7 +272,18 @@ def _has_handle_data(handle: Any) -> bool:
 
 def holds_gradients() -> bool:
     """Whether `call_holding` can be used. It has no public way: variables stay where they are."""
-    return usable(_registry, _operations)
+    return usable(_registry, _operations) and _takes_gradient_functions()
+
+
+@cache
+def _takes_gradient_functions() -> bool:
+    """Whether TensorFlow uses the gradient function that is set on an op; else gradients of variables would be lost."""
+    with tf.Graph().as_default():
+        x = tf.constant(1.0)
+        y = tf.sin(x)
+        y.op._gradient_function = lambda op, upstream: 7.0 * upstream
+        tf.gradients(y, x)
+        return all(op.type != "Cos" for op in x.graph.get_operations())
 
 
 def call_holding(
@@ -325,13 +337,15 @@ def tape_is_recording() -> bool:
 def order_of_gradients(concrete: Any, tensors: Iterable[Any]) -> int:
     """Which gradients a call of a `ConcreteFunction` in eager code has to keep: 0 none, 1 first ones, 2 any.
 
+    `tensors` are its inputs, with those that it captures.
+
     TensorFlow runs another function for each; public API does not tell which, so it may be any.
     """
     if not tape_is_recording():
         return 0
     for variable in concrete.graph.variables:  # as the call would: tapes may start to watch it here
         _resources.variable_accessed(variable)
-    return int(_gradients.PossibleTapeGradientTypes([*tensors, *concrete.captured_inputs]))
+    return int(_gradients.PossibleTapeGradientTypes(list(tensors)))
 
 
 @with_fallback(_no, _forwardprop)

@@ -204,7 +204,9 @@ class _Walk:
         inside = {node.name for node in nodes if node.op != "Placeholder"}
         for node in nodes:
             self.types.add(node.op)
-            self.pinned |= bool(node.device) and not node.op.startswith("TensorList")  # a list reads no variable
+            # A list reads no variable; a py_function asks for its host, and for no device.
+            names_device = bool(tf.DeviceSpec.from_string(node.device).device_type)
+            self.pinned |= names_device and not node.op.startswith("TensorList")
             self.colocated |= any(group.decode().removeprefix("loc:@") not in inside for group in _groups(node))
             self.custom_gradients |= "_gradient_op_type" in node.attr  # gradient_override_map has it on any op
             if {"seed", "seed2"} <= {*node.attr}:  # a number stream of its own

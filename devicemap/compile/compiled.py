@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.calls import Cancellation, attributes_of_calls, unrecorded
+from devicemap._tensorflow.calls import Cancellation, attributes_of_calls, prepare_gradient, unrecorded
 from devicemap._tensorflow.functions import compiled_as_a_part, has_own_variables
 from devicemap._tensorflow.gradients import holds_gradients, order_of_gradients
 from devicemap.base.devices import is_out_of_memory, kind_of, python_calls_at_once
@@ -181,12 +181,12 @@ class Compiled:
 
     def order_of_gradients(self, leaves: Sequence[Any]) -> int:
         """Which gradients of a call in eager code may be asked for, as `graph` takes it."""
-        return order_of_gradients(self.traced.concrete, self.flat(leaves))
+        return order_of_gradients(self.traced.concrete, [*self.flat(leaves), *self.traced.captures])
 
     @property
     def belongs_to_a_graph(self) -> bool:
         """Whether the function closes over tensors of a graph that is being built, and can run only there."""
-        captured = [*self.traced.concrete.captured_inputs, *(self._reduction.captured if self._reduction else ())]
+        captured = [*self.traced.captures, *(self._reduction.captured if self._reduction else ())]
         return not all(hasattr(tensor, "numpy") for tensor in captured)
 
     def shards(self, rows: int) -> tuple[tuple[Shard, ...], Any]:
@@ -207,18 +207,23 @@ class Compiled:
         settle(self._used_devices)
         return self._invoker.call(graph, self.flat(arguments), rows)
 
-    def run_taped(self, graph: Any, arguments: Sequence[Any], rows: int, gradients: int) -> Any:
-        """The same for a tape of this thread to record.
+    def run_taped(self, graph: Any, arguments: Sequence[Any], gradients: int) -> Any:
+        """Call a graph for the tapes of this thread to record; Ctrl-C takes effect when the call ends.
 
         TensorFlow builds what a tape needs in the first such call, and does not expect several at once: they would fail, or
         draw the same numbers.
         """
         settle(self._used_devices)
-        call = partial(self._invoker.call_taped, graph, arguments, self.flat(arguments), rows)
         if (graph, gradients) in self._taped:
-            return call(first=False)
+            return graph(*arguments)
         with self._taping:
-            outputs = call(first=True)
+            try:
+                prepare_gradient(graph, self.flat(arguments), HOST)
+            except Exception as error:
+                raise function_error(
+                    f"the gradient of fn could not be built: {type(error).__name__}: {error}", error
+                ) from error
+            outputs = graph(*arguments)
             self._taped.add((graph, gradients))
             return outputs
 
@@ -272,7 +277,7 @@ class Compiled:
     @cached_property
     def _used_devices(self) -> tuple[str, ...]:
         """Those, and where what is captured lies."""
-        return (*self.devices, *map(home_of, self.traced.concrete.captured_inputs))
+        return (*self.devices, *map(home_of, self.traced.captures))
 
     def functions(self, cancellation: Cancellation | None = None) -> dict[str, Callable[[], Callable[..., list[Any]]]]:
         """What gives each device's function, for one call: `(*tensors of a chunk) -> result leaves`, on the output device.
@@ -337,7 +342,7 @@ class Compiled:
             concrete, treatments = self.traced.concrete, self.traced.audit.treatments
             copied = [
                 (variable_of(concrete, handle), handle)[treatment is None]
-                for handle, treatment in zip(concrete.captured_inputs, treatments)
+                for handle, treatment in zip(self.traced.captures, treatments)
                 if treatment in (None, Treatment.READ)
             ]
             sizes = [(value.shape.num_elements() or 0) * value.dtype.size for value in copied if value is not None]
@@ -401,7 +406,7 @@ def _used_elsewhere(traced: Traced, places: Sequence[str], *treatments: Treatmen
     """Whether it uses, in one of these ways, a variable that does not lie where all of its places are."""
     return any(
         treatment in treatments and {handle.device} != {*places}
-        for handle, treatment in zip(traced.concrete.captured_inputs, traced.audit.treatments)
+        for handle, treatment in zip(traced.captures, traced.audit.treatments)
     )
 
 

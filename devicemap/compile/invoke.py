@@ -10,23 +10,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from devicemap._tensorflow.calls import Cancellation, TapedCall, unrecorded
-from devicemap.base.interruption import Signals
-from devicemap.data.rows import HOST
-from devicemap.errors import function_error
+from devicemap._tensorflow.calls import Cancellation, unrecorded
 
 _SOON_SECONDS = 0.1
 """A call that takes no longer than this may run in the calling thread: that is how late Ctrl-C can then be."""
-
-_building = threading.RLock()
-"""Held while gradients are built: TensorFlow does not expect several threads to do that for one function, and the functions
-that two maps call may be the same."""
 
 _FAREWELL_SECONDS = 0.8
 """How long to wait for cancelled calls; an op that is running cannot be stopped, and its thread ends after it."""
@@ -54,28 +46,6 @@ class Invoker:
         known = self._known.get(graph)
         if known is None:
             known = self._known[graph] = _Known(unrecorded(graph))
-        return self._run(known, tensors, rows)
-
-    def call_taped(self, graph: Any, arguments: Sequence[Any], tensors: Sequence[Any], rows: int, first: bool) -> Any:
-        """The same for the tapes of this thread to record; the `first` such call of the graph builds what they need.
-
-        `tensors` are what the `arguments` consist of.
-        """
-        with Signals() if first else nullcontext(), _building if first else nullcontext():
-            try:
-                taped = TapedCall.of(graph, tensors, HOST)
-            except Exception as error:
-                raise function_error(
-                    f"the gradient of fn could not be built: {type(error).__name__}: {error}", error
-                ) from error
-        if taped is None:
-            return graph(*arguments)
-        known = self._known.get(taped.function)
-        if known is None:
-            known = self._known[taped.function] = _Known(taped.runner())
-        return taped.record(self._run(known, taped.inputs, rows))
-
-    def _run(self, known: _Known, tensors: Sequence[Any], rows: int) -> Any:
         start = time.perf_counter()
         expected_seconds = known.seconds * max(1.0, rows / known.rows)
         soon = self._steady and expected_seconds < _SOON_SECONDS

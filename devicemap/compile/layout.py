@@ -155,7 +155,7 @@ class Layout:
     @property
     def reads(self) -> bool:
         """Whether `fn` reads variables where they are: what the user's function does next to them has to wait for that."""
-        return any(handle.dtype == tf.resource for handle in self.traced.concrete.captured_inputs)
+        return any(handle.dtype == tf.resource for handle in self.traced.captures)
 
     def handles(self, place: int, values: dict[int, Any]) -> _Held:
         """What a place captures instead of the originals, of these values: as `Mirrors.assign` tells."""
@@ -194,14 +194,14 @@ class Layout:
         # it, and constants that wait for it would do so across devices.
         shard = copied(list(shard))
         # Each trace captures the same, and numbers it as it met it.
-        numbers = {id(tensor): i for i, tensor in enumerate(self.traced.concrete.captured_inputs)}
-        captures = [numbers.get(id(tensor)) for tensor in traced.concrete.captured_inputs]
+        numbers = {id(tensor): i for i, tensor in enumerate(self.traced.captures)}
+        captures = [numbers.get(id(tensor)) for tensor in traced.captures]
         captured = {position: handles[i] for position, i in enumerate(captures) if i is not None and i in handles}
         held = {position: of_values[i] for position, i in enumerate(captures) if i is not None and i in of_values}
         # Here, not around the whole: TensorFlow takes an edge to the call for redundant if its inputs have it.
         with tf.control_dependencies(after), contextlib.ExitStack() as scopes:
             first = ops_of(shard)[0]
-            inputs = (captured.get(i, own) for i, own in enumerate(traced.concrete.captured_inputs))
+            inputs = (captured.get(i, own) for i, own in enumerate(traced.captures))
             if self.differentiable and all(tensor.device == first.device for tensor in inputs):
                 # Lists that a loop leaves for its gradient stay here, too. TensorFlow hands out tensors where they are, but
                 # lists on the first device, unless what makes them belongs to others; and moves all that do to one device.

@@ -61,7 +61,7 @@ class Mirrors:
         self._of_run = of_run
         self._read: dict[int, Any] = {}
         self._seeds: dict[int, Any] = {}
-        for i, (handle, treatment) in enumerate(zip(concrete.captured_inputs, traced.audit.treatments)):
+        for i, (handle, treatment) in enumerate(zip(traced.captures, traced.audit.treatments)):
             variable = variable_of(concrete, handle)
             if treatment is Treatment.SEED:
                 self._seeds[i] = variable
@@ -72,7 +72,7 @@ class Mirrors:
         in_reach = dict(self._read)
         if in_place or traced.audit.pinned:  # what asks for another device reads a variable wherever it is, but no copy
             self._read = {}
-        if differentiable and traced.audit.loops and (where := self._others_stay(concrete, places)):
+        if differentiable and traced.audit.loops and (where := self._others_stay(traced.captures, places)):
             self._read = {}
             self._seeds_on = where
         # Gradients of a variable are added where it is, also where each device reads it there.
@@ -82,11 +82,11 @@ class Mirrors:
         )
         self._tensors = {
             i: tensor
-            for i, (tensor, treatment) in enumerate(zip(concrete.captured_inputs, traced.audit.treatments))
+            for i, (tensor, treatment) in enumerate(zip(traced.captures, traced.audit.treatments))
             if treatment is None and tensor.dtype != tf.variant
         }
         if all(kind_of(place) == "GPU" for place in places):  # what they take on the host stays there
-            inside = concrete.inputs[len(concrete.inputs) - len(concrete.captured_inputs) :]
+            inside = concrete.inputs[len(concrete.inputs) - len(traced.captures) :]
             self._tensors = {i: t for i, t in self._tensors.items() if not is_taken_on_host(concrete.graph, inside[i])}
         self._kept: list[dict[int, Any]] = [{} for _ in places]
         self._copies: list[dict[int, Any]] = []
@@ -94,7 +94,7 @@ class Mirrors:
         with ThreadPoolExecutor(1) as other_thread:
             other_thread.submit(self._create, places).result()
 
-    def _others_stay(self, concrete: Any, places: Sequence[str]) -> str | None:
+    def _others_stay(self, captures: Sequence[Any], places: Sequence[str]) -> str | None:
         """Where the function uses resources where they are: variables that it writes, tables. `None`: it does not.
 
         A loop that hands on some of them and copies on another device besides gets one device for all from TensorFlow, once
@@ -103,7 +103,7 @@ class Mirrors:
         """
         others = [
             handle.device
-            for i, handle in enumerate(concrete.captured_inputs)
+            for i, handle in enumerate(captures)
             if handle.dtype == tf.resource and i not in self._read and i not in self._seeds
         ]
         return next((device for device in others if {device} != {*places}), None)

@@ -39,6 +39,9 @@ class Traced:
     concrete: Any
     """`tf.types.experimental.ConcreteFunction`: leaves of a shard, each `[rows, ...]` -> list of result leaves."""
 
+    captures: tuple[Any, ...]
+    """Its captured inputs. `concrete.captured_inputs` are others while a graph is built, in any thread (`capturing`)."""
+
     structure: Any
     """The nest that the result leaves are packed into, of states a tuple; its own leaves say what results there are."""
 
@@ -198,6 +201,7 @@ def _traced(
         found = audit(concrete, concrete.graph.as_graph_def(), in_place)
     return Traced(
         concrete,
+        tuple(concrete.captured_inputs),
         structure if reduction is None else (None,) * len(outputs),
         tuple(outputs),
         loop.vectorized,

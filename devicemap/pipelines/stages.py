@@ -35,7 +35,7 @@ class Stage:
         """
         key = freeze(specs), is_training()
         traced = self._known.get(key) or self._trace(specs)
-        if all(hasattr(tensor, "numpy") for tensor in traced.concrete.captured_inputs):  # else of the graph being built
+        if all(hasattr(tensor, "numpy") for tensor in traced.captures):  # else of the graph being built
             self._known[key] = traced
         return traced
 

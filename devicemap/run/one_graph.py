@@ -87,7 +87,7 @@ class OneGraph:
         `gradients` tells which may be asked for, as `Compiled.graph` takes it. Where the call is `retried` if it runs out of
         memory, that error is TensorFlow's own, as nobody has to know on which device it was.
         """
-        if gradients and have_tangents([*compiled.flat(rows.leaves), *compiled.traced.concrete.captured_inputs]):
+        if gradients and have_tangents([*compiled.flat(rows.leaves), *compiled.traced.captures]):
             raise DataError(
                 "a tf.autodiff.ForwardAccumulator follows the data or a variable of fn, and TensorArray, which gathers the "
                 "rows, has no forward mode; use a tf.GradientTape"
@@ -102,7 +102,7 @@ class OneGraph:
         with self._call(compiled, rows, shards, arguments[1:], retried) as (runs, began):
             with compiled.drawing_alone():
                 if gradients:
-                    results, returned, arrivals = compiled.run_taped(graph, arguments, count, gradients)
+                    results, returned, arrivals = compiled.run_taped(graph, arguments, gradients)
                 else:
                     results, returned, arrivals = compiled.run(graph, arguments, count)
             ends = arrivals[0] if arrivals else None

@@ -82,11 +82,6 @@ def in_eager_code(row):
 
 DATA, QUICK = tf.ones([6, 2]), tf.zeros([6, 2])
 
-def taped(mapper, data):
-    with tf.GradientTape() as tape:
-        tape.watch(data)
-        return mapper(data)
-
 def at_once(mapper):
     others = [threading.Thread(target=mapper, args=(QUICK,)) for _ in range(3)]
     for other in others:
@@ -109,8 +104,6 @@ WAYS = {
     "one graph": lambda: mapper()(DATA),
     "quick calls before": lambda: quick_before(mapper()),
     "quick calls on fewer rows before": lambda: quick_before(mapper(), tf.ones([100_000, 2])),
-    "a tape": lambda: taped(mapper(), DATA),
-    "a tape, quick calls before": lambda: (lambda m: quick_before(lambda data: taped(m, data)))(mapper()),
     "calls at once": lambda: at_once(mapper()),
     "the second run of what failed": lambda: mapper(endless_again)(DATA),
     "chunks": lambda: mapper(batch_size=1)(DATA),

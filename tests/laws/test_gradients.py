@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -13,6 +15,7 @@ from graphs import between_devices, edges, ops_on, partitions, placements
 from oracle import gradients_of, one_by_one
 
 import devicemap
+from devicemap._tensorflow.functions import capturing
 
 X = tf.reshape(tf.range(21, dtype=tf.float32), [7, 3]) / 10
 WEIGHTS = tf.Variable(tf.reshape(tf.range(9, dtype=tf.float32), [3, 3]) / 9)
@@ -541,3 +544,47 @@ def test_gradients_of_no_rows_are_zeros(place: Any, options: dict[str, Any], dev
         of_rows, of_weights = place(lambda mapped, x: taken(mapped, x, WEIGHTS), mapped, X[:0])
         assert of_rows.shape == [0, 3]
         np.testing.assert_array_equal(of_weights, tf.zeros([3, 3]))
+
+
+def test_a_call_without_rows_under_a_tape_leaves_the_next_one_alone() -> None:
+    mapper = devicemap.DeviceMap(lambda row: row * 2.0, devices=["CPU:1"])
+    for rows in (0, 5):
+        x = tf.ones([rows, 2])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = mapper(x)
+        np.testing.assert_array_equal(tape.gradient(y, x), 2 * x)
+
+
+def test_a_taped_call_while_another_thread_builds_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is being built captures copies of variables for a moment, which no tape follows."""
+    variable = tf.Variable(3.0)
+    mapper = devicemap.DeviceMap(lambda row: row * variable, devices=["CPU:1", "CPU:2"])
+    x = tf.ones([4])
+
+    def gradient() -> Any:
+        with tf.GradientTape() as tape:
+            y = mapper(x)
+        return tape.gradient(y, variable)
+
+    assert float(gradient()) == 4.0
+    building, go_on = threading.Event(), threading.Event()
+
+    @contextlib.contextmanager
+    def slow_capturing(*args: Any) -> Any:
+        with capturing(*args):
+            building.set()
+            go_on.wait(20)
+            yield
+
+    monkeypatch.setattr("devicemap.compile.layout.capturing", slow_capturing)
+    builder = threading.Thread(target=mapper, args=(tf.ones([1]),))  # of one shard, which has no graph yet
+    builder.start()
+    assert building.wait(20)
+    try:
+        found = gradient()
+    finally:
+        go_on.set()
+        builder.join()
+    assert found is not None
+    assert float(found) == 4.0

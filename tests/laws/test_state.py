@@ -46,6 +46,21 @@ def test_a_captured_variable_travels_once_per_device_and_call() -> None:
     assert towards == {"CPU:0": 3, "CPU:1": 2, "CPU:2": 2, "CPU:3": 2}  # shard and variable in, result out
 
 
+@pytest.mark.parametrize("python", [False, True])
+def test_a_py_function_does_not_change_how_a_variable_travels(python: bool) -> None:
+    """It asks for a host, not for a device, so that devices keep their copies."""
+    weights = tf.Variable(tf.random.normal([3, 3]))
+
+    def often(row: Any) -> Any:
+        for _ in range(3):
+            row = tf.linalg.matvec(weights, row)
+        return tf.ensure_shape(tf.py_function(lambda row: row, [row], tf.float32), [3]) if python else row
+
+    mapper = devicemap.DeviceMap(often, devices=WORKERS[:2], vectorize=False)
+    towards = Counter(edge.receiver for edge in edges(partitions(mapper, X)) if not edge.control)
+    assert towards["CPU:1"] == towards["CPU:2"] == 3  # the shard, its number of rows, and the variable
+
+
 @pytest.mark.in_ci(2)
 @pytest.mark.private("which calls no tape records")
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batch_size": 4}, {"report": False}], ids=str)

@@ -29,7 +29,7 @@ _ELSE_HANDLED = {"variable": Handling.COPIED, "tensor": Handling.KEPT, "resource
 def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) -> tuple[Captured, ...]:
     """Everything that `fn` captures, in the order in which its trace does; `devices` are those that rows go to."""
     found: list[Captured] = []
-    for handle, treatment in zip(traced.concrete.captured_inputs, traced.audit.treatments):
+    for handle, treatment in zip(traced.captures, traced.audit.treatments):
         variable = variable_of(traced.concrete, handle) if treatment is not None else None
         kind: Literal["variable", "tensor", "resource"] = "tensor" if treatment is None else "resource"
         thing, own_name, home = handle, "", home_of(handle)
