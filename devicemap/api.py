@@ -361,7 +361,7 @@ class DeviceMap:
         """
         check_limits(rows, tolerance)
         program = self._program
-        some = rows_to_verify(data, rows, program.options, program.devices_left)
+        some = rows_to_verify(data, rows, program.options, program.devices)
         # with calls of its own: `report` and `progress` are about the user's
         over_devices = Calls(program, Nobody()).over
         return verify_rows(
@@ -389,7 +389,7 @@ class DeviceMap:
         program = self._program if reducer is None else self._program.reducing(Reduction(reducer))
         asked = ask(data_or_spec, program.options)
         compiled = program.compiled_for(asked)
-        return explain_call(asked, compiled, program.options, program.fn, program.devices_left, program.name)
+        return explain_call(asked, compiled, program.options, program.fn, program.devices, program.name)
 
     def __repr__(self) -> str:
         return f"DeviceMap({self._program.name}, devices={[short_name(device) for device in self._program.devices]})"

@@ -5,7 +5,6 @@
     │   ├── UnknownOptionError (TypeError)   an option that does not exist
     │   └── DeviceError                      devices that do not exist, repeat, or come too late
     ├── DataError (ValueError)               data that has no rows, or not the same number in every leaf
-    ├── HostLostError (ConnectionError)      another host has ended, or answers no more
     ├── FunctionError                        the mapped function failed, or returned something that is not rows
     └── JournalError (OSError)               a folder of results that cannot be used, read or written
         └── MissingRowsError                 rows that are asked for, and not in the folder or damaged there
@@ -47,10 +46,6 @@ class DeviceError(OptionError):
 
 class DataError(DeviceMapError, ValueError):
     """Data without rows, or whose leaves do not share their first axis."""
-
-
-class HostLostError(DeviceMapError, ConnectionError):
-    """A host of `devicemap.connect` has ended, or has not answered in time, and a call needed it."""
 
 
 class FunctionError(DeviceMapError):

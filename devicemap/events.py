@@ -107,7 +107,7 @@ class ChunkRetried(Event):
 
 @dataclass(frozen=True)
 class DeviceLost(Event):
-    """A device kept failing, or its host was lost, and it gets no more chunks in this call."""
+    """A device kept failing or its host is unavailable, and it gets no more chunks in this call."""
 
     device: str
     """Full name."""

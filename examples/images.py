@@ -1,7 +1,7 @@
 """Turn a folder of images into a Parquet dataset of features, with Ray Data and `devicemap.ray`, and look for what is alike.
 
 Pieces of two photographs, no two of one size, are written as PNG files. Actors, here on a Ray cluster of this machine alone,
-decode them and compute features; what each did is gathered in one report. Nothing but the address given to `ray.init` is
+decode them and compute features. Nothing but the address given to `ray.init` is
 another on a cluster of many hosts. See also `--help`.
 """
 
@@ -99,10 +99,8 @@ def main() -> None:
         cut(flags.images, images)
         files = ray.data.read_binary_files(str(images), include_paths=True, override_num_blocks=4 * flags.actors)
 
-        recorder = devicemap.ray.Recorder()
-        described = devicemap.ray.map_batches(files, describe, concurrency=flags.actors, progress=recorder)
+        described = devicemap.ray.map_batches(files, describe, concurrency=flags.actors)
         described.write_parquet(str(parquet))
-        print(recorder.report)
 
         rows = sorted(ray.data.read_parquet(str(parquet)).take_all(), key=lambda row: row["path"])
         assert [Path(row["path"].decode()).name for row in rows] == sorted(file.name for file in images.iterdir())

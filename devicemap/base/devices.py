@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.memory import allocator_bytes
-from devicemap.base.hosts import host_of, known_hosts, reachable
+from devicemap.base.hosts import host_of
 from devicemap.errors import DeviceError
 from devicemap.events import short_name
 
@@ -68,7 +68,7 @@ def list_devices(kind: str | None = None) -> list[Device]:
         kind_here = kind_of(name)
         if wanted in (None, kind_here):
             part = local.get(name)
-            memory, description = part.describe() if part else (None, f"{kind_here} of {_told(host_of(name))}")
+            memory, description = part.describe() if part else (None, f"{kind_here} of another host")
             devices.append(Device(name, kind_here, memory or bytes_of.get(name), description))
     return devices
 
@@ -117,15 +117,7 @@ def choose_devices(devices: Any) -> tuple[str, ...]:
 
     Raises:
         DeviceError: for an unknown, repeated or missing device; the message lists what there is.
-        HostLostError: for devices of hosts that are all lost. Those of some are among what is returned: these hosts may be
-            connected again.
     """
-    chosen = _chosen_devices(devices)
-    reachable(chosen)
-    return chosen
-
-
-def _chosen_devices(devices: Any) -> tuple[str, ...]:
     names, host = _logical_devices()
     if devices is None:
         local = [name for name in names if name.startswith(host)]
@@ -280,14 +272,6 @@ def _there_is(names: list[str], given: str = "") -> str:
     """What devices there are; and where `given` asks for a GPU and there is none, why."""
     why = f". No GPU: {why_no_gpu()}" if "GPU" in given.upper() and not _of_kind(names, "GPU") else ""
     return "there is " + ", ".join(map(short_name, names)) + why
-
-
-def _told(host: str) -> str:
-    """Another host in words."""
-    known = known_hosts().get(host)
-    if known is None:
-        return "another host"
-    return f"{known.address}, which {known.why_lost}" if known.why_lost else known.address
 
 
 def is_out_of_memory(error: BaseException) -> bool:

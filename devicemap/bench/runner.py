@@ -12,7 +12,6 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.base.devices import choose_devices, choose_output_device, list_devices
-from devicemap.base.hosts import reachable
 from devicemap.base.options import check_count, check_options, check_tolerance
 from devicemap.bench.measurements import BenchmarkResult, compare_timings
 from devicemap.bench.recommendation import recommend
@@ -87,7 +86,7 @@ def benchmark(
     checked = check_options(fn, {**options, "devices": devices})
     checked = replace(checked, output_device=choose_output_device(checked.output_device))
     sizes = None if batch_sizes is None else _check_batch_sizes(fn, batch_sizes)
-    names = reachable(choose_devices(devices))
+    names = choose_devices(devices)
     if not tf.executing_eagerly():
         raise DeviceMapError(
             "benchmark was called inside a tf.function, where there is no time to measure; call it outside"

@@ -101,12 +101,13 @@ def _build_parser() -> argparse.ArgumentParser:
         "--batch-size", type=_batch_size, metavar="N", help="rows per device call (found by measuring)"
     )
     mapping.add_argument("--seed", type=int, metavar="N", help="FUNCTION also gets seed=, for tf.random.stateless_*")
-    serving = _add(commands, "serve", "lend this machine's devices to devicemap.connect, until Ctrl-C", common)
-    serving.add_argument("--port", type=_port, required=True, metavar="N", help="where to listen; 0: any free port")
+    serving = _add(commands, "serve", "serve this machine's devices to devicemap.connect, until Ctrl-C", common)
     serving.add_argument(
-        "--open",
-        action="store_true",
-        help="to other machines, too. There is no password: whoever reaches the port runs what they like here",
+        "--port",
+        type=_port,
+        required=True,
+        metavar="N",
+        help="port on all networks, 0 for any free one; there is no password: anyone who reaches it can run code here",
     )
     run = _add(commands, "run", "map over all rows, and keep the results in a folder; run again, it goes on", mapping)
     run.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one that the same command has left")

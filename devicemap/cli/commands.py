@@ -55,10 +55,9 @@ def devices_command(options: argparse.Namespace) -> None:
 
 def serve_command(options: argparse.Namespace) -> None:
     """`devicemap serve`: a server that runs until it is interrupted."""
-    server = serve(options.port, options.simulate or 1, options.open)
+    server = serve(options.port, options.simulate or 1)
     port = server.target.rpartition(":")[2]
-    host, reach = (socket.gethostname(), "all its networks") if options.open else ("127.0.0.1", "this machine alone")
-    print(f"{host}:{port} is open to {reach}, without a password", flush=True)
+    print(f"{socket.gethostname()}:{port} is open to all networks, without a password", flush=True)
     while True:
         time.sleep(0.1)  # a wait without an end can miss a signal that another thread gets
 

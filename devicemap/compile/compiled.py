@@ -18,7 +18,7 @@ from devicemap._tensorflow.calls import Cancellation, attributes_of_calls, prepa
 from devicemap._tensorflow.functions import compiled_as_a_part, has_own_variables
 from devicemap._tensorflow.gradients import holds_gradients, order_of_gradients
 from devicemap.base.devices import is_out_of_memory, kind_of, python_calls_at_once
-from devicemap.base.hosts import settle
+from devicemap.base.hosts import host_of, is_remote, settle
 from devicemap.base.interruption import Signals
 from devicemap.base.structure import as_objects
 from devicemap.compile.audit import Treatment, variable_of
@@ -204,7 +204,7 @@ class Compiled:
 
     def run(self, graph: Any, arguments: Sequence[Any], rows: int) -> Any:
         """Call one of the graphs, on so many rows, such that Ctrl-C takes effect at once."""
-        settle(self._used_devices)
+        settle(self._remote_devices)
         return self._invoker.call(graph, self.flat(arguments), rows)
 
     def run_taped(self, graph: Any, arguments: Sequence[Any], gradients: int) -> Any:
@@ -213,7 +213,7 @@ class Compiled:
         TensorFlow builds what a tape needs in the first such call, and does not expect several at once: they would fail, or
         draw the same numbers.
         """
-        settle(self._used_devices)
+        settle(self._remote_devices)
         if (graph, gradients) in self._taped:
             return graph(*arguments)
         with self._taping:
@@ -275,9 +275,10 @@ class Compiled:
         return tuple(dict.fromkeys(self.places))
 
     @cached_property
-    def _used_devices(self) -> tuple[str, ...]:
-        """Those, and where what is captured lies."""
-        return (*self.devices, *map(home_of, self.traced.captures))
+    def _remote_devices(self) -> tuple[str, ...]:
+        """The remote devices that it runs on or whose tensors and variables it captures."""
+        homes = map(home_of, self.traced.captures)
+        return tuple(device for device in (*self.devices, *homes) if is_remote(device))
 
     def functions(self, cancellation: Cancellation | None = None) -> dict[str, Callable[[], Callable[..., list[Any]]]]:
         """What gives each device's function, for one call: `(*tensors of a chunk) -> result leaves`, on the output device.
@@ -289,11 +290,13 @@ class Compiled:
             mirrors = self._layout(False, of_job=True).mirrors
             if not self._of_functions:  # here, and not by a worker: some are traced anew
                 self._of_functions = self._traces_for(len(self.places), (_FUNCTIONS,), False)
-        values = mirrors.values()
-        for device in self.devices:
+        lost = settle(self._remote_devices)
+        reached = [device for device in self.devices if host_of(device) not in lost]  # the others fail when called
+        values = mirrors.values(map(self.places.index, reached))
+        for device in reached:
             with tf.device(device), self._drawing.get(device) or contextlib.nullcontext(), self._captures_fit(device):
                 mirrors.assign(self.places.index(device), values)
-        settle(self._used_devices)
+        settle(self._remote_devices)
         callable_of = cancellation.cancellable if cancellation else unrecorded
         of_call = partial(callable_of, attributes=attributes_of_calls())
         return {device: partial(self._function_of_call, device, of_call) for device in self.devices}

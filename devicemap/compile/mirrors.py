@@ -16,7 +16,7 @@ one value to its end, whatever is called meanwhile. Graphs whose gradients do no
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ import tensorflow as tf
 from devicemap._tensorflow.functions import own_variable
 from devicemap._tensorflow.gradients import fanned_out
 from devicemap.base.devices import kind_of
-from devicemap.base.hosts import connections_of, host_of
+from devicemap.base.hosts import host_of
 from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.kernels import is_taken_on_host
 from devicemap.compile.trace import Traced
@@ -131,14 +131,15 @@ class Mirrors:
         copy = partial(_copy, variable)
         return _shared(variable, place, copy) if self._shared else copy()
 
-    def values(self) -> dict[int, Any]:
-        """What each of the places is to hold, read once where each original lives."""
+    def values(self, places: Iterable[int] | None = None) -> dict[int, Any]:
+        """What each of the places, or of all of them, is to hold, read once where each original lives."""
+        wanted = range(len(self._places)) if places is None else [*places]
         found: dict[int, Any] = {}
         for i, variable in self._read.items():
             with tf.device(variable.device):
                 value = variable.read_value()
-                places = [number for number, copies in enumerate(self._copies) if i in copies]
-                found[i] = self._for_places(value, places, host_of(variable.device))
+                lacking = [number for number in wanted if i in self._copies[number]]
+                found[i] = self._for_places(value, lacking, host_of(variable.device))
         for i, variable in self._stays.items():
             with tf.device(variable.device):
                 found[i] = fanned_out(variable.handle, len(self._copies))
@@ -221,8 +222,8 @@ def _as_keras_seeds(seeds: Any, dtype: Any) -> Any:
 
 
 _on_devices: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
-"""What maps hold of variables and tensors on other devices, by the identity of these, which the same maps keep alive, the
-device, and the connection to its host."""
+"""What maps hold of variables and tensors on other devices, by the identity of these, which the same maps keep alive, and
+the device."""
 
 _copying = threading.Lock()
 
@@ -230,7 +231,7 @@ _copying = threading.Lock()
 def _shared(original: Any, place: str, copy: Callable[[], Any]) -> Any:
     """The copy that all maps have of it on a device."""
     with _copying:
-        key = id(original), place, connections_of([place])
+        key = id(original), place
         found = _on_devices.get(key)
         if found is None:
             found = _on_devices[key] = copy()

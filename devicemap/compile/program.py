@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation
 from devicemap.base.devices import choose_devices, choose_output_device, gpu_indices, is_out_of_memory, places_on
-from devicemap.base.hosts import connections_of, reachable
+from devicemap.base.hosts import is_remote
 from devicemap.base.interruption import Signals
 from devicemap.base.options import Options, check_options, check_progress
 from devicemap.base.structure import freeze
@@ -35,6 +35,9 @@ _AGAIN_SECONDS = 1.0
 
 _IN_CHUNKS = '. With batch_size="auto" fewer rows run at a time where memory is short'
 """What to do where a call in one graph runs out of memory."""
+
+_IF_LOST = ". If the host is lost, leave out its devices, or restart its server and this program"
+"""Advice for a device of another host that is unavailable."""
 
 _KEPT_REDUCTIONS = 16
 """Ways of reducing that a program is kept compiled for."""
@@ -87,11 +90,6 @@ class Program:
         return program
 
     @property
-    def devices_left(self) -> tuple[str, ...]:
-        """Its devices, without those of hosts that are lost."""
-        return reachable(self.devices)
-
-    @property
     def counts_rows(self) -> bool:
         """Whether `fn` is to be checked for returning as many rows as it is given."""
         return self.options.batched and (self.reduction is None or self.reduction.counts_rows)
@@ -109,41 +107,30 @@ class Program:
 
     def compiled_for(self, data: Structured) -> Compiled:
         """What `fn` was traced to for data of this structure, dtypes and inner shapes."""
-        key = self._connections(), data.key
-        compiled = self._compiled.get(key)
+        compiled = self._compiled.get(data.key)
         if compiled is None and not tf.executing_eagerly():
-            compiled = self._compiled_in_graph().get(key)
+            compiled = self._compiled_in_graph().get(data.key)
         return compiled or self._trace(data)
 
     def _trace(self, data: Structured) -> Compiled:
         specs = data.specs
-        connections = self._connections()
-        key = connections, freeze(specs)
+        key = freeze(specs)
         with self._lock, Signals():
             compiled = self._compiled.get(key)
             if compiled is None:
-                (output_device,), devices = reachable((self.output_device,)), self.devices_left
-                options = replace(self.options, devices=devices, progress=False)
+                options = replace(self.options, devices=self.devices, progress=False)
                 compiled = Compiled(
-                    places_on(devices) if self.counts_rows or not self.options.batched else devices,
-                    output_device,
+                    places_on(self.devices) if self.counts_rows or not self.options.batched else self.devices,
+                    self.output_device,
                     partial(_trace_again, _weakly(self.fn), specs, options, self.reduction),
                     self.name,
                     self.options.report,
                 )
-                for before in [
-                    known for known in self._compiled if known[0] != connections
-                ]:  # hosts went, or came again
-                    del self._compiled[before]
             known = self._compiled
             if compiled.belongs_to_a_graph:  # fn closes over tensors of the user's tf.function
                 known = self._compiled_in_graph()
-            known[key] = known[connections, data.key] = compiled
+            known[key] = known[data.key] = compiled
             return compiled
-
-    def _connections(self) -> tuple[int | None, ...]:
-        """By which connections its devices are reached."""
-        return connections_of((*self.devices, self.output_device))
 
     def _compiled_in_graph(self) -> dict[Any, Compiled]:
         """What `fn` was traced to in the graph that is being built, where it closes over tensors of that.
@@ -206,6 +193,8 @@ class Program:
         uneven = not self.options.batched and "Incompatible shapes during merge" in what
         hint = f". A dense tensor cannot hold rows of different shapes. {UNEVEN_ROWS}" if uneven else ""
         hint += if_out_of_memory if is_out_of_memory(error) else ""
+        if isinstance(error, tf.errors.UnavailableError) and any(is_remote(shard.device) for shard in shards):
+            hint += _IF_LOST
         located = function_error(f"{self.name} failed on {where}: {type(error).__name__}: {what}{hint}", error, shards)
         located.__cause__ = error
         return located

@@ -16,14 +16,14 @@ import tensorflow as tf
 
 from devicemap._tensorflow.keras import batch_norms_of, is_training, layers_of, move_variables
 from devicemap.base.devices import choose_devices, choose_output_device
-from devicemap.base.hosts import lost_among, settle
+from devicemap.base.hosts import settle
 from devicemap.base.options import Options, check_count
 from devicemap.base.structure import as_objects, freeze
 from devicemap.compile.compiled import has_clock
 from devicemap.compile.gather import gather, with_row_counts_checked, with_static_rows
 from devicemap.compile.layout import copied, sizes_in_graph
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
-from devicemap.errors import DataError, HostLostError, OptionError, brief, function_error, warn_user
+from devicemap.errors import DataError, OptionError, brief, function_error, warn_user
 from devicemap.events import short_name
 from devicemap.pipelines.calls import Calls
 from devicemap.pipelines.schedule import schedule_of
@@ -84,8 +84,6 @@ class Pipeline:
                 "fewer stages"
             )
         self.devices = tuple(known[: len(self._stages)])
-        if (lost := self._lost()) is not None:
-            raise lost
         self._microbatches, self._schedule = int(microbatches), schedule
         self._graphs: dict[Any, Any] = {}
         self._times = Times(len(self._stages), self._microbatches) if report and has_clock() else None
@@ -108,7 +106,6 @@ class Pipeline:
         Raises:
             DataError: for data that is not valid, such as a dataset, which is for `stream`.
             FunctionError: a stage failed, or gives another number of rows than it is given.
-            HostLostError: the host of a stage is lost.
         """
         if isinstance(data, tf.data.Dataset):
             raise DataError("data is a tf.data.Dataset, and a call takes one batch; use stream(dataset)")
@@ -120,13 +117,7 @@ class Pipeline:
             settle(self.devices)
             return self._graph_of(rows.key, rows.specs, min(count, self._microbatches))(*rows.leaves)
         except tf.errors.OpError as error:
-            if (lost := self._lost()) is not None:
-                raise lost from error
             raise function_error(f"a stage failed: {type(error).__name__}: {brief(error)}", error) from error
-
-    def _lost(self) -> HostLostError | None:
-        """What tells of hosts that it needs and that are lost."""
-        return lost_among((*self.devices, self._output_device))
 
     def _graph_of(self, key: Any, specs: Any, microbatches: int) -> Any:
         """The stages as a function of leaves of these specs, with rows that are enough for so many microbatches."""
@@ -148,21 +139,9 @@ class Pipeline:
             >>> pipe = Pipeline([lambda x: x * 2, lambda x: x + 1], devices=["CPU:0", "CPU:1"])
             >>> [batch.numpy().tolist() for batch in pipe.stream(tf.data.Dataset.range(3).batch(2))]
             [[1, 3], [5]]
-
-        Raises:
-            HostLostError: the host of a stage is lost.
         """
         ahead = 2  # of which one drains while the other fills
-        mapped = dataset.map(self._in_dataset, num_parallel_calls=ahead, deterministic=True).prefetch(1)
-        return self._batches(mapped)
-
-    def _batches(self, mapped: tf.data.Dataset) -> Iterator[Any]:
-        try:
-            yield from mapped
-        except tf.errors.OpError as error:
-            if (lost := self._lost()) is not None:
-                raise lost from error
-            raise
+        return iter(dataset.map(self._in_dataset, num_parallel_calls=ahead, deterministic=True).prefetch(1))
 
     @tf.autograph.experimental.do_not_convert
     def _in_dataset(self, *elements: Any) -> Any:

@@ -1,6 +1,5 @@
 """Ray Data datasets, mapped on the hosts of a Ray cluster; needs the extra `ray`."""
 
 from devicemap.ray.datasets import map_batches, reduce
-from devicemap.ray.recorder import Recorder
 
-__all__ = ["Recorder", "map_batches", "reduce"]
+__all__ = ["map_batches", "reduce"]

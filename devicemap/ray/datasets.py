@@ -50,9 +50,8 @@ def map_batches(
         num_gpus: GPUs of each actor. With GPUs, Ray asks for a size of batches: `batch_size` has to be an int.
         num_cpus: CPUs that Ray sets aside for each actor; 1 where neither is given. TensorFlow does not keep to them.
         **options: those of `parallel_map`; `devices` are those of an actor's host. `progress` is Ray's own bar, or a callable
-            that is pickled and gets the events in each actor: a `devicemap.ray.Recorder` makes a report of them. With a
-            `seed`, the dataset is computed now, in order, and kept in Ray's object store, twice while rows get their numbers;
-            results come in order then.
+            that is pickled and receives the events in each actor. With a `seed`, the dataset is computed now, in order, and
+            kept in Ray's object store, twice while rows get their numbers. Results come in order then.
 
     Returns:
         A lazy `ray.data.Dataset` whose columns are the dict that `fn` returns, or "result" where it returns one tensor. Without

@@ -23,7 +23,6 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import Cancellation
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap.base.devices import is_out_of_memory
-from devicemap.base.hosts import lost_among
 from devicemap.compile.compiled import Compiled
 from devicemap.compile.gather import check_row_counts
 from devicemap.compile.program import Program
@@ -31,7 +30,7 @@ from devicemap.data.chunks import Chunk, InMemory, Source
 from devicemap.data.datasets import from_dataset
 from devicemap.data.join import join
 from devicemap.data.rows import Rows, as_rows
-from devicemap.errors import DataError, HostLostError, OptionError, brief, warn_user
+from devicemap.errors import DataError, OptionError, brief, warn_user
 from devicemap.events import DeviceLost, Event, short_name
 from devicemap.run.capacity import in_flight
 from devicemap.run.dispatch import Rules
@@ -101,20 +100,9 @@ class Calls:
         return self._in_memory(rows) if self._options.batch_size is None else self.in_chunks(rows)
 
     def _in_memory(self, rows: Rows) -> Any:
-        """Map rows in memory with the engine that suits them; if a host is lost, once more on the remaining devices."""
-        compiled = self.program.compiled_for(rows)
-        try:
-            return self._with_engine(rows, compiled)
-        except (tf.errors.OpError, HostLostError) as error:
-            if (lost := lost_among(compiled.devices)) is None:
-                raise
-            if not self._options.max_retries or compiled.traced.audit.writes:  # which would be written again
-                raise lost from error
-        return self._in_memory(rows)
-
-    def _with_engine(self, rows: Rows, compiled: Compiled) -> Any:
-        """Run the graph engine or the chunk engine, and measure it; a graph that runs out of memory continues in chunks."""
-        count, stats = rows.count or 0, _stats.setdefault(compiled, _CallStats())
+        """Map rows in memory with the engine that suits them; a graph that runs out of memory continues in chunks."""
+        compiled, count = self.program.compiled_for(rows), rows.count or 0
+        stats = _stats.setdefault(compiled, _CallStats())
         gradients = compiled.order_of_gradients(rows.leaves)
         differentiable = gradients > 0 or not compiled.may_use_chunks
         engine = choose_engine(
@@ -223,7 +211,7 @@ class Calls:
     ) -> Iterator[Group]:
         """The results of all chunks; where something `keep`s them, groups without results."""
         cancellation = Cancellation()
-        compiled, functions = self._functions(source, compiled, cancellation)
+        functions = compiled.functions(cancellation)
         paces = _stats.setdefault(compiled, _CallStats()).paces
         runners = [
             Runner(device, partial(self._begin, compiled, functions[device], device, keep), at_once)
@@ -256,21 +244,6 @@ class Calls:
             for what in dict.fromkeys(map(_told, lost)):
                 warn_user(f"{self.program.name}: {what}", RuntimeWarning)
 
-    def _functions(
-        self, source: Source, compiled: Compiled, cancellation: Cancellation
-    ) -> tuple[Compiled, dict[str, Callable[[], Callable[..., Any]]]]:
-        """What gives each device's function, after what `fn` captures was brought there; where that tells that a host is lost,
-        for those that are left."""
-        while True:
-            try:
-                return compiled, compiled.functions(cancellation)
-            except tf.errors.OpError as error:
-                if (lost := lost_among(compiled.devices)) is None:
-                    raise
-                if not self._options.max_retries:
-                    raise lost from error
-            compiled = self.program.compiled_for(source)
-
     def _begin(self, compiled: Compiled, built: Callable[[], Callable[..., Any]], *rest: Any) -> Callable[[Chunk], Any]:
         return partial(self._run_chunk, compiled, built(), *rest)
 
@@ -283,12 +256,7 @@ class Calls:
         chunk: Chunk,
     ) -> list[Any] | None:
         leaves = self.program.seeded(chunk.leaves, chunk.start, chunk.count)
-        try:
-            results: list[Any] = function(*compiled.flat(leaves))
-        except Exception as error:
-            if (lost := lost_among([device, self.program.output_device])) is not None:
-                raise lost from error
-            raise
+        results: list[Any] = function(*compiled.flat(leaves))
         if self.program.counts_rows:
             returned = results[-1:] if compiled.traced.reduction else []  # states count theirs
             check_row_counts(results, returned, [chunk.on(device)])
@@ -296,9 +264,7 @@ class Calls:
 
 
 def _told(event: DeviceLost) -> str:
-    """What a user should know; of a host the same for each of its devices."""
-    if isinstance(event.error, HostLostError):
-        return str(event.error)
+    """The warning for a device that was set aside."""
     return (
         f"{short_name(event.device)} kept failing, and got no more chunks in this call. Its last error was "
         f"{type(event.error).__name__}: {brief(event.error)}"

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from devicemap.base.hosts import host_of
+import tensorflow as tf
+
+from devicemap.base.hosts import host_of, is_remote
 from devicemap.data.chunks import Chunk, Source
-from devicemap.errors import HostLostError
 from devicemap.events import Event, Shard
 from devicemap.run.recovery import FAILURES_IN_A_ROW, Remedy, remedy
 from devicemap.run.reorder import Group, Groups
@@ -312,12 +313,12 @@ class Dispatch:
         return rows if self._standings[device].pace.has_room_for(rows) else 0
 
     def _try_again(self, task: Task, error: BaseException) -> Sequence[str]:
-        """Let another device try what failed, and set aside the one that keeps failing, or all of a host that is lost."""
+        """Let another device retry the chunk. Set aside a device that keeps failing, or all devices of a lost host."""
         device = task.tried[-1].device
         standing = self._standings[device]
         standing.failures += 1
         lost = [device] if standing.failures >= FAILURES_IN_A_ROW else []
-        if isinstance(error, HostLostError):
+        if isinstance(error, tf.errors.UnavailableError) and is_remote(device):
             lost = [name for name in self._standings if host_of(name) == host_of(device)]
         lost = [name for name in lost if name in self._alive]
         self._alive.difference_update(lost)

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from devicemap._tensorflow.gradients import have_tangents
 from devicemap.base.devices import is_out_of_memory
-from devicemap.base.hosts import lost_among
 from devicemap.compile.compiled import Compiled
 from devicemap.compile.gather import check_row_counts
 from devicemap.compile.program import Program
@@ -126,7 +125,6 @@ class OneGraph:
 
         Raises:
             FunctionError: `fn` failed, on one of the `shards` of these `leaves` if it fails there again.
-            HostLostError: the host of one of the devices is lost.
         """
         devices = tuple(dict.fromkeys(shard.device for shard in shards))
         with self._observers.of_graph(rows.count or 0, devices, compiled.take_traces) as heard:
@@ -136,8 +134,6 @@ class OneGraph:
             except tf.errors.OpError as error:  # what a running graph raises; signal handlers raise other errors
                 if retried and is_out_of_memory(error):
                     raise
-                if (lost := lost_among((*devices, self.program.output_device))) is not None:
-                    raise lost from error
                 seconds = time.perf_counter() - began[1]
                 located, cause = self.program.located(error, compiled, leaves, shards, seconds)
                 raise located from cause

@@ -7,7 +7,6 @@ from enum import Enum
 import tensorflow as tf
 
 from devicemap.base.devices import is_out_of_memory
-from devicemap.errors import HostLostError
 
 _TRANSIENT = (
     tf.errors.UnavailableError,
@@ -52,8 +51,6 @@ def remedy(error: BaseException, rows: int, attempts: int, max_retries: int, alo
         if not alone:
             return Remedy.FEWER
         return Remedy.SPLIT if rows > 1 else Remedy.GIVE_UP
-    if isinstance(error, HostLostError):  # however often: it is the host that has failed, and there are not many
-        return Remedy.RETRY
     if isinstance(error, _TRANSIENT) and attempts <= max_retries:
         return Remedy.RETRY
     return Remedy.GIVE_UP

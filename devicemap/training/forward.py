@@ -55,7 +55,7 @@ class ForwardPass:
         self._passes: dict[Any, Passed] = {}
         self._lockstep: dict[Any, Any] = {}
         self._sums: dict[Any, list[bool]] = {}
-        self.devices = self._program(lambda x: x).devices_left
+        self.devices = self._program(lambda x: x).devices
         # What a normalization sees is not to depend on how fast devices happen to be.
         self.clock = Clock(self.devices, even=bool(batch_norms_of(model)))
 

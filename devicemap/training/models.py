@@ -201,7 +201,7 @@ class _Parallel:
         program = self._forward.graph_of(given, microbatches).program
         asked = ask(leaves, program.options)
         compiled = program.compiled_for(asked)
-        plan = explain_call(asked, compiled, program.options, self._model.call, program.devices_left, program.name)
+        plan = explain_call(asked, compiled, program.options, self._model.call, program.devices, program.name)
         return replace(plan, microbatches=microbatches)
 
     def report(self) -> TrainingReport:

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from devicemap._tensorflow.keras import updates_alone
 from devicemap.base.devices import choose_devices
-from devicemap.base.hosts import reachable
 
 
 @contextlib.contextmanager
@@ -34,7 +33,7 @@ def spread_variables(devices: Any = None) -> Iterator[None]:
         >>> a.device == b.device
         False
     """
-    held = dict.fromkeys(reachable(choose_devices(devices)), 0)
+    held = dict.fromkeys(choose_devices(devices), 0)
 
     def create(next_creator: Any, **options: Any) -> Any:
         device = min(held, key=lambda name: held[name])

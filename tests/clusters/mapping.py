@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from ray.data.expressions import col
 
 import devicemap
 import devicemap.ray
-from devicemap.events import CallFinished, CallStarted
 
 NOTICED_SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 
@@ -117,19 +115,9 @@ def test_reduce(cluster: Cluster, reducer: Any) -> None:
 
     rows = np.arange(7, dtype=np.float32)
     expected = devicemap.parallel_reduce(fn, {"data": rows}, reducer, seed=4)
-    recorder = devicemap.ray.Recorder()
-    assert recorder.report is None
-    found = devicemap.ray.reduce(
-        ray.data.from_numpy(rows).repartition(5), fn, reducer, concurrency=2, seed=4, progress=recorder
-    )
+    found = devicemap.ray.reduce(ray.data.from_numpy(rows).repartition(5), fn, reducer, concurrency=2, seed=4)
     assert type(found) is type(expected)
     tf.nest.map_structure(partial(np.testing.assert_allclose, rtol=1e-6), found, expected)
-    report = recorder.report
-    assert report is not None
-    assert (report.rows, report.error, len(report.spans)) == (7, None, 5)
-    assert all(re.fullmatch(r"/job:[\d.]+/replica:0/task:\d+/device:CPU:0", each.device) for each in report.devices)
-    assert sorted(row for span in report.spans for row in range(span.shard.start, span.shard.stop)) == [*range(7)]
-    assert max(span.finished_seconds for span in report.spans) <= report.wall_seconds
 
 
 def test_no_rows(cluster: Cluster) -> None:
@@ -157,27 +145,6 @@ def test_contexts(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [(12345, True), (12345, True)]
 
 
-def test_a_recorder_that_is_slow(cluster: Cluster) -> None:
-    """Has heard of a block when that is done."""
-
-    class Slow:
-        def __init__(self) -> None:
-            self.kept: list[Any] = []
-
-        def add(self, block: Any) -> None:
-            time.sleep(0.5)
-            self.kept.append(block)
-
-        def all(self) -> list[Any]:
-            return self.kept
-
-    recorder = devicemap.ray.Recorder()
-    recorder._blocks = ray.remote(num_cpus=0, max_concurrency=2)(Slow).remote()  # calls overtake each other
-    recorder(CallStarted(0.0, 3, ("/device:CPU:0",)))
-    recorder(CallFinished(1.0, None))
-    assert recorder.report is not None
-
-
 def careful(row: Any) -> Any:
     tf.debugging.assert_less(row["id"], np.int64(5), message="too large")
     return row["id"]
@@ -192,12 +159,9 @@ def careful(row: Any) -> Any:
     ids=["raises", "fewer rows"],
 )
 def test_errors(cluster: Cluster, fn: Any, options: dict[str, Any], message: str) -> None:
-    recorder = devicemap.ray.Recorder()
     dataset = ray.data.range(8, override_num_blocks=2)
     with pytest.raises(ray.exceptions.RayTaskError, match=message):
-        devicemap.ray.map_batches(dataset, fn, concurrency=1, progress=recorder, **options).materialize()
-    if fn is careful:
-        assert "too large" in recorder.report.error
+        devicemap.ray.map_batches(dataset, fn, concurrency=1, **options).materialize()
 
 
 def test_a_lost_host(cluster: Cluster, tmp_path: Path) -> None:
@@ -224,12 +188,9 @@ def test_a_lost_host(cluster: Cluster, tmp_path: Path) -> None:
     dataset = ray.data.from_numpy(rows).repartition(5)
     losing = threading.Thread(target=lose)
     losing.start()
-    recorder, *others = [devicemap.ray.Recorder() for _ in range(5)]
-    result = devicemap.ray.map_batches(dataset, noisy, concurrency=2, seed=3, batched=True, progress=recorder)
+    result = devicemap.ray.map_batches(dataset, noisy, concurrency=2, seed=3, batched=True)
     found = np.concatenate([batch["result"] for batch in result.iter_batches(batch_size=None)])
     losing.join()
     expected = devicemap.parallel_map(noisy, {"data": rows}, seed=3, batched=True)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-    assert recorder.report.rows >= 23  # the host that was lost may have told of a block that nobody got
-    assert all(other.report is None for other in others)  # none of them was on the host that was lost
     assert not dataset.context.execution_options.preserve_order

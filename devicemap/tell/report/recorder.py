@@ -36,7 +36,7 @@ _KEPT_EVENTS = 100_000
 """An endless stream has no end of events; a report of more than these tells of its latest part."""
 
 
-def without_traceback(event: Event) -> Event:
+def _without_traceback(event: Event) -> Event:
     """An event to be kept: the traceback of an error on a device holds the tensors of the chunk."""
     if isinstance(event, ChunkFailed | DeviceLost):
         return replace(event, error=DeviceMapError(f"{type(event.error).__name__}: {brief(event.error)}"))
@@ -63,7 +63,7 @@ class Recorder:
         if isinstance(event, CallStarted):
             self._begin = event
         else:
-            self._events.append(without_traceback(event))
+            self._events.append(_without_traceback(event))
         if isinstance(event, CallFinished) and event.error is not None:
             self.report()
 
