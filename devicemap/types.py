@@ -2,7 +2,6 @@
 
 from devicemap.base.devices import Device
 from devicemap.bench.measurements import BenchmarkResult, Measurement
-from devicemap.bench.sweep import Skipped
 from devicemap.events import (
     CallFinished,
     CallStarted,
@@ -60,7 +59,6 @@ __all__ = [
     "Report",
     "Results",
     "Shard",
-    "Skipped",
     "Span",
     "StageCall",
     "StagePlan",

@@ -119,7 +119,6 @@ WAYS = {
     "to disk": lambda: mapper(batch_size=1).write(DATA, tempfile.mkdtemp()),
     "verify": lambda: mapper().verify(DATA),
     "verify, in eager code": lambda: mapper(in_eager_code).verify(DATA),
-    "benchmark, in eager code": lambda: devicemap.benchmark(in_eager_code, DATA),
     "while tracing": lambda: mapper(while_tracing)(DATA),
     "while tracing for chunks": lambda: mapper(while_tracing, batch_size=2)(DATA),
     "explain": lambda: mapper(while_tracing).explain(DATA),
