@@ -17,7 +17,7 @@ from devicemap.data.datasets import as_dataset
 from devicemap.data.rows import as_rows
 from devicemap.errors import DataError
 from devicemap.events import Event, short_name
-from devicemap.run.calls import Calls, Nobody
+from devicemap.run.calls import Calls
 from devicemap.store.results import Results, open_results
 from devicemap.store.write import reduce, write
 from devicemap.tell.plan.plan import Plan
@@ -25,8 +25,7 @@ from devicemap.tell.plan.planner import explain_call
 from devicemap.tell.plan.request import ask
 from devicemap.tell.report.recorder import Observers
 from devicemap.tell.report.report import Report
-from devicemap.tell.verify.findings import Verification
-from devicemap.tell.verify.ways import check_limits, rows_to_verify, verify_rows
+from devicemap.tell.verify import Verification, verify
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
@@ -334,39 +333,31 @@ class DeviceMap:
         return open_results(directory)
 
     def verify(self, data: Any, rows: int | None = None, *, tolerance: float | None = None) -> Verification:
-        """Run `fn` on some rows in several ways, and compare: does it give the same however its rows are spread?
+        """Run `fn` on some rows in three modes, and compare the results with those of one device.
 
-        The ways are: all rows at once, the same again, one by one, over the devices and in reverse, in a graph and in eager
-        code. So `fn` is called many times, on more rows than there are: whatever it does besides returning happens as
-        often, and nothing that it writes is put back.
+        The modes are: "again" (one device, all rows at once), "one by one" (one row per call) and "over devices". `fn` runs
+        several times on each row, and so do its side effects. The variables that it writes keep the new values.
 
         Args:
             data: as for `parallel_map`; the first rows are taken.
             rows: how many; `None` for two per device, and at least 16.
-            tolerance: by how much numbers with a fraction may differ and still be the same, relative to the largest number
-                of their output. `None`: half of the digits of their dtype have to agree. Everything else has to be equal.
+            tolerance: the allowed difference of numbers with a fraction, relative to the largest number of their output.
+                `None`: half of the digits of their dtype have to agree. Everything else has to be equal.
 
         Returns:
             A `Verification` with `ok` and the findings; print it.
 
         Raises:
             OptionError, DataError: before anything runs.
-            FunctionError: `fn` fails over the devices; what fails in other ways only is a finding.
+            FunctionError: `fn` fails over the devices. A failure in another mode is a finding.
 
         Examples:
             >>> mapper = DeviceMap(lambda batch: batch - tf.reduce_mean(batch), batched=True)
             >>> verification = mapper.verify(tf.range(6.0), rows=6)
-            >>> verification.ok, verification.findings[0].kind
-            (False, 'coupled')
+            >>> verification.ok, verification.findings[0].mode
+            (False, 'one by one')
         """
-        check_limits(rows, tolerance)
-        program = self._program
-        some = rows_to_verify(data, rows, program.options, program.devices_left)
-        # with calls of its own: `report` and `progress` are about the user's
-        over_devices = Calls(program, Nobody()).over
-        return verify_rows(
-            program.fn, some, program.options, program.compiled_for(some), over_devices, tolerance, program.name
-        )
+        return verify(self._program, data, rows, tolerance)
 
     def explain(self, data_or_spec: Any, reducer: Any = None) -> Plan:
         """What a call would do, and what stands in the way of parallelism, without running `fn`.

@@ -28,8 +28,7 @@ from devicemap.tell.report.pipeline import PipelineReport, StageCall
 from devicemap.tell.report.report import Report
 from devicemap.tell.report.timeline import Span
 from devicemap.tell.report.training import DeviceShare, TrainingReport
-from devicemap.tell.verify.comparison import Difference
-from devicemap.tell.verify.findings import Comparison, Finding, Verification
+from devicemap.tell.verify import Finding, Verification
 
 __all__ = [
     "BenchmarkResult",
@@ -40,14 +39,12 @@ __all__ = [
     "ChunkFinished",
     "ChunkRetried",
     "ChunkStarted",
-    "Comparison",
     "ControlEdge",
     "Device",
     "DeviceLost",
     "DevicePlan",
     "DeviceReport",
     "DeviceShare",
-    "Difference",
     "Event",
     "Finding",
     "Handling",

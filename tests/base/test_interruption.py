@@ -74,12 +74,6 @@ def lost_while_tracing(row):
     Dropped()
     return row
 
-@tf.autograph.experimental.do_not_convert
-def in_eager_code(row):
-    if tf.executing_eagerly():
-        send()
-    return row
-
 DATA, QUICK = tf.ones([6, 2]), tf.zeros([6, 2])
 
 def taped(mapper, data):
@@ -118,7 +112,6 @@ WAYS = {
     "a stream": lambda: list(mapper(batch_size=1).stream(DATA)),
     "to disk": lambda: mapper(batch_size=1).write(DATA, tempfile.mkdtemp()),
     "verify": lambda: mapper().verify(DATA),
-    "verify, in eager code": lambda: mapper(in_eager_code).verify(DATA),
     "while tracing": lambda: mapper(while_tracing)(DATA),
     "while tracing for chunks": lambda: mapper(while_tracing, batch_size=2)(DATA),
     "explain": lambda: mapper(while_tracing).explain(DATA),
