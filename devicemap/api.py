@@ -52,7 +52,6 @@ def parallel_map(
     prefetch: int | None = None,
     max_retries: int = 2,
     progress: bool | Callable[[Event], Any] = False,
-    report: bool = True,
     name: str | None = None,
     **unknown: Any,
 ) -> Any:
@@ -95,8 +94,6 @@ def parallel_map(
             besides returning may then happen again. 0: the first error is raised, also where a device runs out of memory,
             which otherwise gets smaller chunks. A device that keeps failing is set aside, with a `RuntimeWarning`.
         progress: a progress bar; or a callable that gets each `devicemap.types.Event` of the call, one at a time.
-        report: whether a `DeviceMap` keeps what its `report` tells of the last call. It takes a few microseconds per
-            device and call.
         name: a name for the ops and errors of this map.
 
     Returns:
@@ -114,8 +111,8 @@ def parallel_map(
     options = dict(
         devices=devices, batched=batched, vectorize=vectorize, batch_size=batch_size, seed=seed,
         fn_output_signature=fn_output_signature, jit_compile=jit_compile, in_place=in_place, output_device=output_device,
-        deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, report=report,
-        name=name, **unknown,
+        deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, name=name,
+        **unknown,
     )  # fmt: skip
     return _mapper_of(fn, options)(data, *others)
 
@@ -186,15 +183,14 @@ class DeviceMap:
         prefetch: int | None = None,
         max_retries: int = 2,
         progress: bool | Callable[[Event], Any] = False,
-        report: bool = True,
         name: str | None = None,
         **unknown: Any,
     ):
         options = dict(
             devices=devices, batched=batched, vectorize=vectorize, batch_size=batch_size, seed=seed,
             fn_output_signature=fn_output_signature, jit_compile=jit_compile, in_place=in_place, output_device=output_device,
-            deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, report=report,
-            name=name, **unknown,
+            deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, name=name,
+            **unknown,
         )  # fmt: skip
         self._take(Program(fn, options))
 
@@ -282,8 +278,7 @@ class DeviceMap:
     def report(self) -> Report | None:
         """What happened in the last call that has finished: rows, times, devices, retries; `None` before the first.
 
-        With the option `report=False` nothing is kept, and it stays `None`. Calls inside a `tf.function` of the user's are not
-        seen.
+        Calls inside a `tf.function` of the user are not reported.
 
         Examples:
             >>> mapper = DeviceMap(lambda n: n * n)

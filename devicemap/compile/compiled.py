@@ -52,13 +52,8 @@ class Compiled:
         output_device: str,
         trace: Callable[[Stream | None], Traced],
         name: str,
-        clocked: bool,
     ):
-        """`trace(None)` traces the function; `trace(stream)` traces it again with that number stream.
-
-        `clocked`: whether graphs tell when each shard was done, and calls end with the last one; if not, a call whose output
-        device is no CPU ends when the work is enqueued.
-        """
+        """`trace(None)` traces the function; `trace(stream)` traces it again with that number stream."""
         self._told_traces = 0
         self.traces = 0
         """How often `fn` was traced so far."""
@@ -92,7 +87,7 @@ class Compiled:
         if self.keeps_seeds:
             self.places = self.places[:1]
         self._output_device = output_device
-        self._clocked = clocked and has_clock()
+        self._clocked = has_clock()
         self._name = name
         self._scope = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "fn"  # what a name scope may hold
         self._lock = threading.RLock()

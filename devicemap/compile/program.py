@@ -129,7 +129,6 @@ class Program:
                     output_device,
                     partial(_trace_again, _weakly(self.fn), specs, options, self.reduction),
                     self.name,
-                    self.options.report,
                 )
                 for before in [
                     known for known in self._compiled if known[0] != connections
