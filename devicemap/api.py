@@ -293,7 +293,6 @@ class DeviceMap:
         data: Any,
         directory: str | os.PathLike[str],
         *,
-        check_variables: bool = False,
         trust_function: bool = False,
     ) -> Results:
         """Map over `data`, and keep each finished chunk on disk; run again, it computes only what is missing.
@@ -304,18 +303,20 @@ class DeviceMap:
         Args:
             data: as for `parallel_map`; the same again when it is run again, which is checked.
             directory: a new or empty one, or one that an earlier run of the same call has left.
-            check_variables: whether other values of the variables that `fn` reads make it another function. Their shapes and
-                dtypes always do. Not for a `fn` that writes them.
-            trust_function: go on although `fn` is not what has computed the results in the directory, because the
-                difference does not affect the results; or although nobody can tell, as for a `fn` with locks or iterators.
+            trust_function: continue although another `fn` computed the results in the directory, because the difference does
+                not affect the results.
 
         Returns:
             What the directory holds, as `devicemap.open_results(directory)` does.
 
         Raises:
-            JournalError: the directory holds something else, results of other data, of another call or another function (by
-                its graph, traced by the same version of TensorFlow), or another process writes to it; then nothing in it has
-                been touched. Or the disk failed.
+            JournalError: the directory holds something else, or results of other data, of another call or of another function.
+                Functions are compared by their graphs and by the values of the variables that they read. Or another process
+                writes to the directory. In these cases, nothing in it has been changed. Or the disk failed.
+
+        Warns:
+            RuntimeWarning: the directory holds results already, and `fn` calls Python code (`tf.py_function`) or uses tables,
+                datasets or iterators. Changes of these are not detected.
 
         Examples:
             >>> import tempfile
@@ -324,7 +325,7 @@ class DeviceMap:
             >>> results.load()
             array([ 0,  1,  4,  9, 16], dtype=int32)
         """
-        write(self._calls, data, directory, check_variables, trust_function)
+        write(self._calls, data, directory, trust_function)
         return open_results(directory)
 
     def verify(self, data: Any, rows: int | None = None, *, tolerance: float | None = None) -> Verification:
