@@ -17,7 +17,6 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from devicemap._tensorflow.calls import Cancellation, TapedCall, unrecorded
-from devicemap.base.interruption import Signals
 from devicemap.data.rows import HOST
 from devicemap.errors import function_error
 
@@ -61,7 +60,7 @@ class Invoker:
 
         `tensors` are what the `arguments` consist of.
         """
-        with Signals() if first else nullcontext(), _building if first else nullcontext():
+        with _building if first else nullcontext():
             try:
                 taped = TapedCall.of(graph, tensors, HOST)
             except Exception as error:

@@ -17,7 +17,6 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import Cancellation
 from devicemap.base.devices import choose_devices, choose_output_device, gpu_indices, is_out_of_memory, places_on
 from devicemap.base.hosts import connections_of, reachable
-from devicemap.base.interruption import Signals
 from devicemap.base.options import Options, check_options, check_progress
 from devicemap.base.structure import freeze
 from devicemap.compile.compiled import Compiled
@@ -119,7 +118,7 @@ class Program:
         specs = data.specs
         connections = self._connections()
         key = connections, freeze(specs)
-        with self._lock, Signals():
+        with self._lock:
             compiled = self._compiled.get(key)
             if compiled is None:
                 (output_device,), devices = reachable((self.output_device,)), self.devices_left

@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.base.interruption import Signals
 from devicemap.compile.compiled import Compiled
 from devicemap.compile.reduction import BoundReduction
 from devicemap.data.chunks import Chunk
@@ -60,10 +59,7 @@ def _written(
         program.name,
         [*reduction.names] if isinstance(reduction, BoundReduction) else None,
     )
-    with (
-        Signals(),
-        open_journal(directory, header, trust_function) as journal,
-    ):  # a TimeoutError is an OSError: the disk's, it seems
+    with open_journal(directory, header, trust_function) as journal:
         if uncovered and journal.entries:
             warn_user(
                 f"{program.name} uses {' and '.join(uncovered)}: if these changed, the results in {directory} are old, which "

@@ -41,7 +41,6 @@ def modes(fn: Any, data: Any = X, **options: Any) -> dict[str | None, str]:
         (lambda batch: batch * 2, tf.sparse.from_dense(tf.cast(X > 0.5, tf.int32)), {"batched": True}),
         (lambda row: (row / 0.0, tf.math.log(-tf.abs(row))), X, {}),
         (lambda row: tf.cast(row, tf.bfloat16) * 3, X, {}),
-        (lambda row: tf.cast(row, tf.dtypes.experimental.float8_e5m2), X, {}),
         (lambda row: tf.complex(row, 1.0), X, {}),
         (lambda row: row + 1, tf.data.Dataset.from_tensor_slices(X), {}),
         (lambda batch: batch + 1, tf.data.Dataset.from_tensor_slices(X).batch(3), {"batched": True}),
