@@ -30,7 +30,6 @@ COUNTS = {
     "memory": (8,),
     "reduce": (8,),
     "call_cost": (1, 2, 8, 16),
-    "reporting": (8,),
     "gathering": (8,),
     "captured": (8,),
     "scaling": (1, 2, 4, 8, 16),

@@ -67,7 +67,6 @@ TOPICS = {
     "memory": ("Memory of a stream", TIME_TEXT),
     "reduce": ("Reductions", TIME_TEXT),
     "call_cost": ("Cost of a call on a few rows", TIME_TEXT),
-    "reporting": ("Cost of a report", TIME_TEXT),
     "first_result": (
         "Time to the first result",
         TIME_TEXT + " Each turn is a program of its own, timed from when it is ready, or makes a further map in one.",

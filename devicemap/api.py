@@ -17,7 +17,7 @@ from devicemap.data.datasets import as_dataset
 from devicemap.data.rows import as_rows
 from devicemap.errors import DataError
 from devicemap.events import Event, short_name
-from devicemap.run.calls import Calls, Nobody
+from devicemap.run.calls import Calls
 from devicemap.store.results import Results, open_results
 from devicemap.store.write import reduce, write
 from devicemap.tell.plan.plan import Plan
@@ -25,8 +25,7 @@ from devicemap.tell.plan.planner import explain_call
 from devicemap.tell.plan.request import ask
 from devicemap.tell.report.recorder import Observers
 from devicemap.tell.report.report import Report
-from devicemap.tell.verify.findings import Verification
-from devicemap.tell.verify.ways import check_limits, rows_to_verify, verify_rows
+from devicemap.tell.verify import Verification, verify
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
@@ -53,7 +52,6 @@ def parallel_map(
     prefetch: int | None = None,
     max_retries: int = 2,
     progress: bool | Callable[[Event], Any] = False,
-    report: bool = True,
     name: str | None = None,
     **unknown: Any,
 ) -> Any:
@@ -96,8 +94,6 @@ def parallel_map(
             besides returning may then happen again. 0: the first error is raised, also where a device runs out of memory,
             which otherwise gets smaller chunks. A device that keeps failing is set aside, with a `RuntimeWarning`.
         progress: a progress bar; or a callable that gets each `devicemap.types.Event` of the call, one at a time.
-        report: whether a `DeviceMap` keeps what its `report` tells of the last call. It takes a few microseconds per
-            device and call.
         name: a name for the ops and errors of this map.
 
     Returns:
@@ -115,8 +111,8 @@ def parallel_map(
     options = dict(
         devices=devices, batched=batched, vectorize=vectorize, batch_size=batch_size, seed=seed,
         fn_output_signature=fn_output_signature, jit_compile=jit_compile, in_place=in_place, output_device=output_device,
-        deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, report=report,
-        name=name, **unknown,
+        deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, name=name,
+        **unknown,
     )  # fmt: skip
     return _mapper_of(fn, options)(data, *others)
 
@@ -187,15 +183,14 @@ class DeviceMap:
         prefetch: int | None = None,
         max_retries: int = 2,
         progress: bool | Callable[[Event], Any] = False,
-        report: bool = True,
         name: str | None = None,
         **unknown: Any,
     ):
         options = dict(
             devices=devices, batched=batched, vectorize=vectorize, batch_size=batch_size, seed=seed,
             fn_output_signature=fn_output_signature, jit_compile=jit_compile, in_place=in_place, output_device=output_device,
-            deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, report=report,
-            name=name, **unknown,
+            deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, name=name,
+            **unknown,
         )  # fmt: skip
         self._take(Program(fn, options))
 
@@ -283,8 +278,7 @@ class DeviceMap:
     def report(self) -> Report | None:
         """What happened in the last call that has finished: rows, times, devices, retries; `None` before the first.
 
-        With the option `report=False` nothing is kept, and it stays `None`. Calls inside a `tf.function` of the user's are not
-        seen.
+        Calls inside a `tf.function` of the user are not reported.
 
         Examples:
             >>> mapper = DeviceMap(lambda n: n * n)
@@ -299,7 +293,6 @@ class DeviceMap:
         data: Any,
         directory: str | os.PathLike[str],
         *,
-        check_variables: bool = False,
         trust_function: bool = False,
     ) -> Results:
         """Map over `data`, and keep each finished chunk on disk; run again, it computes only what is missing.
@@ -310,18 +303,20 @@ class DeviceMap:
         Args:
             data: as for `parallel_map`; the same again when it is run again, which is checked.
             directory: a new or empty one, or one that an earlier run of the same call has left.
-            check_variables: whether other values of the variables that `fn` reads make it another function. Their shapes and
-                dtypes always do. Not for a `fn` that writes them.
-            trust_function: go on although `fn` is not what has computed the results in the directory, because the
-                difference does not affect the results; or although nobody can tell, as for a `fn` with locks or iterators.
+            trust_function: continue although another `fn` computed the results in the directory, because the difference does
+                not affect the results.
 
         Returns:
             What the directory holds, as `devicemap.open_results(directory)` does.
 
         Raises:
-            JournalError: the directory holds something else, results of other data, of another call or another function (by
-                its graph, traced by the same version of TensorFlow), or another process writes to it; then nothing in it has
-                been touched. Or the disk failed.
+            JournalError: the directory holds something else, or results of other data, of another call or of another function.
+                Functions are compared by their graphs and by the values of the variables that they read. Or another process
+                writes to the directory. In these cases, nothing in it has been changed. Or the disk failed.
+
+        Warns:
+            RuntimeWarning: the directory holds results already, and `fn` calls Python code (`tf.py_function`) or uses tables,
+                datasets or iterators. Changes of these are not detected.
 
         Examples:
             >>> import tempfile
@@ -330,43 +325,35 @@ class DeviceMap:
             >>> results.load()
             array([ 0,  1,  4,  9, 16], dtype=int32)
         """
-        write(self._calls, data, directory, check_variables, trust_function)
+        write(self._calls, data, directory, trust_function)
         return open_results(directory)
 
     def verify(self, data: Any, rows: int | None = None, *, tolerance: float | None = None) -> Verification:
-        """Run `fn` on some rows in several ways, and compare: does it give the same however its rows are spread?
+        """Run `fn` on some rows in three modes, and compare the results with those of one device.
 
-        The ways are: all rows at once, the same again, one by one, over the devices and in reverse, in a graph and in eager
-        code. So `fn` is called many times, on more rows than there are: whatever it does besides returning happens as
-        often, and nothing that it writes is put back.
+        The modes are: "again" (one device, all rows at once), "one by one" (one row per call) and "over devices". `fn` runs
+        several times on each row, and so do its side effects. The variables that it writes keep the new values.
 
         Args:
             data: as for `parallel_map`; the first rows are taken.
             rows: how many; `None` for two per device, and at least 16.
-            tolerance: by how much numbers with a fraction may differ and still be the same, relative to the largest number
-                of their output. `None`: half of the digits of their dtype have to agree. Everything else has to be equal.
+            tolerance: the allowed difference of numbers with a fraction, relative to the largest number of their output.
+                `None`: half of the digits of their dtype have to agree. Everything else has to be equal.
 
         Returns:
             A `Verification` with `ok` and the findings; print it.
 
         Raises:
             OptionError, DataError: before anything runs.
-            FunctionError: `fn` fails over the devices; what fails in other ways only is a finding.
+            FunctionError: `fn` fails over the devices. A failure in another mode is a finding.
 
         Examples:
             >>> mapper = DeviceMap(lambda batch: batch - tf.reduce_mean(batch), batched=True)
             >>> verification = mapper.verify(tf.range(6.0), rows=6)
-            >>> verification.ok, verification.findings[0].kind
-            (False, 'coupled')
+            >>> verification.ok, verification.findings[0].mode
+            (False, 'one by one')
         """
-        check_limits(rows, tolerance)
-        program = self._program
-        some = rows_to_verify(data, rows, program.options, program.devices)
-        # with calls of its own: `report` and `progress` are about the user's
-        over_devices = Calls(program, Nobody()).over
-        return verify_rows(
-            program.fn, some, program.options, program.compiled_for(some), over_devices, tolerance, program.name
-        )
+        return verify(self._program, data, rows, tolerance)
 
     def explain(self, data_or_spec: Any, reducer: Any = None) -> Plan:
         """What a call would do, and what stands in the way of parallelism, without running `fn`.

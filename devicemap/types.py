@@ -1,8 +1,7 @@
-"""Types of what calls take, report and return. What makes them is named in the reference."""
+"""Types that calls take, report and return, for type hints. The reference names the calls."""
 
 from devicemap.base.devices import Device
-from devicemap.bench.measurements import BenchmarkResult, Measurement
-from devicemap.bench.sweep import Skipped
+from devicemap.bench.measurements import BenchmarkResult
 from devicemap.events import (
     CallFinished,
     CallStarted,
@@ -15,55 +14,30 @@ from devicemap.events import (
     Shard,
 )
 from devicemap.store.results import Results
-from devicemap.tell.plan.pipeline import PipelinePlan, StagePlan
-from devicemap.tell.plan.plan import (
-    Captured,
-    ControlEdge,
-    DevicePlan,
-    Handling,
-    Plan,
-    RandomOps,
-)
-from devicemap.tell.report.accounts import DeviceReport
-from devicemap.tell.report.pipeline import PipelineReport, StageCall
+from devicemap.tell.plan.pipeline import PipelinePlan
+from devicemap.tell.plan.plan import Plan
+from devicemap.tell.report.pipeline import PipelineReport
 from devicemap.tell.report.report import Report
-from devicemap.tell.report.timeline import Span
-from devicemap.tell.report.training import DeviceShare, TrainingReport
-from devicemap.tell.verify.comparison import Difference
-from devicemap.tell.verify.findings import Comparison, Finding, Verification
+from devicemap.tell.report.training import TrainingReport
+from devicemap.tell.verify import Verification
 
 __all__ = [
     "BenchmarkResult",
     "CallFinished",
     "CallStarted",
-    "Captured",
     "ChunkFailed",
     "ChunkFinished",
     "ChunkRetried",
     "ChunkStarted",
-    "Comparison",
-    "ControlEdge",
     "Device",
     "DeviceLost",
-    "DevicePlan",
-    "DeviceReport",
-    "DeviceShare",
-    "Difference",
     "Event",
-    "Finding",
-    "Handling",
-    "Measurement",
     "PipelinePlan",
     "PipelineReport",
     "Plan",
-    "RandomOps",
     "Report",
     "Results",
     "Shard",
-    "Skipped",
-    "Span",
-    "StageCall",
-    "StagePlan",
     "TrainingReport",
     "Verification",
 ]

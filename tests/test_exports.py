@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 import types
@@ -44,15 +43,14 @@ def test_methods_are_documented() -> None:
 
 
 def _classes_in(hint: Any) -> set[type]:
-    """Classes of the package in a type hint, and in the fields of those."""
+    """Classes of the package in a type hint."""
     if get_args(hint):
         return {found for part in get_args(hint) for found in _classes_in(part)}
     if isinstance(hint, list):  # the arguments of a callable
         return {found for part in hint for found in _classes_in(part)}
     if not (inspect.isclass(hint) and hint.__module__.startswith("devicemap.")):
         return set()
-    fields = get_type_hints(hint).values() if dataclasses.is_dataclass(hint) else ()
-    return {hint, *(found for field in fields for found in _classes_in(field))}
+    return {hint}
 
 
 def test_types_has_what_calls_take_and_return() -> None:

@@ -20,7 +20,6 @@ _control_flow = Private(
 )
 _control_flow_util = Private("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext")
 _kernels = Private("tensorflow.python.framework.kernels", "get_registered_kernels_for_op")
-_script_ops = Private("tensorflow.python.ops.script_ops", "_py_funcs.get")
 _atomic = Private(
     "tensorflow.python.eager.polymorphic_function.atomic_function",
     *("AtomicFunction.graph", "AtomicFunction.cached_definition"),
@@ -208,13 +207,6 @@ def registered_kernels(op: str) -> list[Kernel]:
         )
         for kernel in _kernels.get_registered_kernels_for_op(op).kernel
     ]
-
-
-@with_fallback(nothing, _script_ops)
-def python_function(token: str) -> Any:
-    """The Python function that the op with this token calls. Publicly it is not to be had from a graph: `None`."""
-    found = _script_ops._py_funcs.get(token)
-    return getattr(found, "_func", found)
 
 
 @with_fallback(nothing, _context)

@@ -1,1 +1,1 @@
-"""What everything else stands on: options, devices, structure of data, interruption."""
+"""What everything else stands on: options, devices, structure of data."""

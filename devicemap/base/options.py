@@ -39,7 +39,6 @@ class Options:
     prefetch: int | None = None
     max_retries: int = 2
     progress: Any = False
-    report: bool = True
     name: str | None = None
 
 
@@ -59,7 +58,7 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
     if not callable(fn):
         raise OptionError(f"fn is of type {type(fn).__name__}, not callable; fn comes first, then the data")
     checked = Options(**options)
-    for name in ("batched", "jit_compile", "deterministic", "report"):
+    for name in ("batched", "jit_compile", "deterministic"):
         value = getattr(checked, name)
         if not isinstance(value, bool):
             raise OptionError(f"{name}={value!r}; expected True or False")

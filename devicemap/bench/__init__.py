@@ -1,1 +1,1 @@
-"""`devicemap.benchmark`: eager against graph, one device against all of them."""
+"""`devicemap.benchmark`: eager code, a graph on one device, and all devices."""

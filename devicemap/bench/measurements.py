@@ -1,155 +1,123 @@
-"""What a benchmark measured, as values: to print, to save, to draw."""
+"""The result of a benchmark: values to print, save and plot."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from devicemap.base.devices import Device
-from devicemap.bench.sweep import Skipped, Way, name_devices
-from devicemap.bench.timing import Ratio, ratio_of
-from devicemap.tell.render import Result, counted, page, seconds_text, size_text, table
+from devicemap.events import short_name
+from devicemap.tell.render import Result, figure_class, page, seconds_text, size_text, table
 
 
 @dataclass(frozen=True)
-class Timing(Way):
-    """What was read for one way of mapping, before it is compared with others."""
+class Measurement:
+    """The times of one mode, batch size and set of devices."""
+
+    _derived = ("call_seconds", "rows_per_second")
+
+    mode: str
+    """`"eager"`: `fn` in eager code. `"graph"`: a `DeviceMap`."""
+
+    devices: tuple[str, ...]
+    """Full names of the devices."""
+
+    batch_size: int | str | None
+    """Rows per device call; `None` for one shard per device."""
 
     rows: int
-    """How many rows a call mapped: all, or fewer where eager code is too slow for all of them."""
+    """Rows that a call maps. Eager code maps one batch, or a few single rows."""
 
-    first_call_seconds: float
-    """The first call, which traces and compiles."""
+    first_call_seconds: float = math.nan
+    """Seconds of the first call, which traces and compiles."""
 
-    round_seconds: tuple[float, ...]
-    """A later call, from handing over the data to having the results: one reading per round."""
+    round_seconds: tuple[float, ...] = ()
+    """Seconds of a later call, one number per round. Empty if there is an `error`."""
 
-    busy_shares: dict[str, float] | None
-    """Per device, the share of a call's time that it was busy, from 0 to 1; `None` where nobody tells."""
+    speedup: float | None = None
+    """Rows per second, relative to the fastest measurement on one device: the median of the ratios of each round."""
 
-    peak_memory_bytes: dict[str, int] | None
-    """Per device, the most memory that TensorFlow held there during a call; `None` where no device tells, as for CPUs."""
+    peak_memory_bytes: dict[str, int] | None = None
+    """Peak memory per device during a call. `None` on devices without a counter, such as CPUs."""
 
-    def gain_over(self, other: Timing) -> Ratio:
-        """How many times as many rows per second as the other it maps."""
-        seconds_per_row = [[seconds / timing.rows for seconds in timing.round_seconds] for timing in (other, self)]
-        return ratio_of(*seconds_per_row)
+    error: str | None = None
+    """Why there are no times."""
 
+    @property
+    def call_seconds(self) -> float:
+        """The median of `round_seconds`."""
+        return median(self.round_seconds or [math.nan])
 
-@dataclass(frozen=True)
-class Measurement(Timing):
-    """One way of mapping, measured."""
-
-    call_seconds: float
-    """The median of `round_seconds`."""
-
-    rows_per_second: float
-    """`rows` over `call_seconds`."""
-
-    speedup: float | None
-    """How many times the rows per second of one device, of the fastest measurement of one, in any mode: the median of this
-    ratio over rounds. `None` where one device was not measured."""
-
-    speedup_interval: tuple[float, float] | None
-    """Where the speed-up lies: a 95 % percentile interval of its bootstrap over rounds. `None` where there was one round."""
-
-    efficiency: float | None
-    """`speedup` over the number of devices: 1 where none is wasted."""
-
-
-def compare_timings(timings: Sequence[Timing]) -> tuple[Measurement, ...]:
-    """Rows per second, speed-up and efficiency of each timing among all."""
-    rates = [timing.rows / median(timing.round_seconds) for timing in timings]
-    of_one = [(rate, i) for i, (timing, rate) in enumerate(zip(timings, rates)) if len(timing.devices) == 1]
-    fastest = timings[max(of_one)[1]] if of_one else None
-    measurements = []
-    for timing, rate in zip(timings, rates):
-        gain = timing.gain_over(fastest) if fastest else None
-        measurements.append(
-            Measurement(
-                **vars(timing),
-                call_seconds=median(timing.round_seconds),
-                rows_per_second=rate,
-                speedup=gain.median if gain else None,
-                speedup_interval=(gain.low, gain.high) if gain and len(timing.round_seconds) > 1 else None,
-                efficiency=gain.median / len(timing.devices) if gain else None,
-            )
-        )
-    return tuple(measurements)
+    @property
+    def rows_per_second(self) -> float:
+        """`rows` divided by `call_seconds`."""
+        return self.rows / self.call_seconds
 
 
 @dataclass(frozen=True, repr=False)
 class BenchmarkResult(Result):
-    """What `devicemap.benchmark` found out. `print(result)` shows all of it."""
+    """What `devicemap.benchmark` measured. `print(result)` shows all of it."""
 
-    _least_width = 160
+    _least_width = 120
 
     name: str
     """Name of the function."""
 
     rows: int
-    """How many rows there were to map."""
+    """Number of rows."""
 
     devices: tuple[Device, ...]
-    """The devices that could be used, in the order given: one device means the first."""
-
-    rounds: int
-    """How many rounds the medians are over; fewer than asked for where the time budget was used up."""
+    """All devices, in the order given. Measurements on one device use the first."""
 
     measurements: tuple[Measurement, ...]
-    """What was measured, the most telling ways first."""
-
-    skipped: tuple[Skipped, ...]
-    """What was not measured, and why."""
-
-    recommendation: str
-    """What to use, in one sentence."""
-
-    machine: str
-    """Processor and cores."""
-
-    versions: dict[str, str]
-    """Versions of Python, TensorFlow and devicemap."""
+    """One per mode, batch size and set of devices."""
 
     def __rich__(self) -> Any:
-        devices = name_devices([device.name for device in self.devices])
-        title = f"{self.name} over {self.rows} rows, up to {devices}, medians of {counted(self.rounds, 'round')}"
-        ways: dict[str, list[str]] = {}
-        for way in self.skipped:
-            ways.setdefault(way.reason, []).append(str(way))
-        skipped = [f"skipped, as {reason}: {'; '.join(skipped)}" for reason, skipped in ways.items()]
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        measured = table([_cells_of(measurement) for measurement in self.measurements])
-        return page(title, measured, notes=[*skipped, f"{self.machine}; {versions}", "", self.recommendation])
+        measured = [m for m in self.measurements if m.error is None]
+        failed = [f"{_label(m)}, batch_size={m.batch_size}: {m.error}" for m in self.measurements if m.error]
+        title = f"{self.name}: {self.rows} row(s) on up to {len(self.devices)} device(s)"
+        return page(title, table([*map(_cells_of, measured)]), notes=failed)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw rows per second against `batch_size`, and speed-ups; the suffix of `path` says as which kind of file.
+        """Draw the time per row against `batch_size`. The suffix of `path` selects the file format.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from devicemap.bench.charts import draw_benchmark
+        figure = figure_class()(layout="constrained")
+        axes = figure.subplots()
+        measured = sorted((m for m in self.measurements if m.error is None), key=_position)
+        sizes = [*dict.fromkeys(m.batch_size for m in measured)]
+        for label in dict.fromkeys(map(_label, measured)):
+            line = [m for m in measured if _label(m) == label]
+            places = [sizes.index(m.batch_size) for m in line]
+            axes.plot(places, [1e3 / m.rows_per_second for m in line], marker="o", label=label)
+        axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+        axes.set(title=self.name, xlabel="batch_size", ylabel="milliseconds per row", yscale="log")
+        axes.legend()
+        figure.savefig(path, dpi=150)
 
-        draw_benchmark(self, path)
+
+def _label(m: Measurement) -> str:
+    return f"{m.mode}, {short_name(m.devices[0]) if len(m.devices) == 1 else f'{len(m.devices)} devices'}"
+
+
+def _position(m: Measurement) -> float:
+    """Sort `"auto"` before all numbers and `None`, the largest batches, after them."""
+    return m.batch_size if isinstance(m.batch_size, int) else -math.inf if m.batch_size == "auto" else math.inf
 
 
 def _cells_of(m: Measurement) -> dict[str, str]:
-    low, high = m.speedup_interval or (0.0, 0.0)
-    interval = f" ({low:.3g} to {high:.3g})" if m.speedup_interval else ""
     return {
-        "mode": m.mode,
-        "devices": name_devices(m.devices),
+        "mode": _label(m),
         "batch_size": str(m.batch_size),
-        "vectorize": "" if m.vectorize is None else str(m.vectorize),
         "rows": str(m.rows),
         "rows/s": f"{m.rows_per_second:.4g}",
         "call": seconds_text(m.call_seconds),
         "first call": seconds_text(m.first_call_seconds),
-        "speed-up": "" if m.speedup is None else f"{m.speedup:.3g}{interval}",
-        "efficiency": "" if m.efficiency is None else f"{m.efficiency:.0%}",
-        "busy": "" if m.busy_shares is None else f"{min(m.busy_shares.values(), default=0):.0%}",
-        "peak memory": "" if m.peak_memory_bytes is None else size_text(max(m.peak_memory_bytes.values(), default=0)),
+        "speed-up": "" if m.speedup is None else f"{m.speedup:.3g}",
+        "peak memory": "" if m.peak_memory_bytes is None else size_text(max(m.peak_memory_bytes.values())),
     }

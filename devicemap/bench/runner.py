@@ -1,27 +1,31 @@
-"""devicemap.benchmark: is it worth it to map this function over all devices, and with which settings?"""
+"""`devicemap.benchmark`: what a map gains over eager code, and over one device."""
 
 from __future__ import annotations
 
-import os
-import platform
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
 import tensorflow as tf
 
-from devicemap.base.devices import choose_devices, choose_output_device, list_devices
-from devicemap.base.options import check_count, check_options, check_tolerance
-from devicemap.bench.measurements import BenchmarkResult, compare_timings
-from devicemap.bench.recommendation import recommend
-from devicemap.bench.sweep import MODES, default_batch_sizes, ways_to_measure
-from devicemap.bench.timing import Budget
-from devicemap.bench.trials import candidate_for, time_trials, try_out
-from devicemap.data.sample import rows_in_memory
-from devicemap.errors import DeviceMapError, OptionError
+from devicemap.api import DeviceMap
+from devicemap.base.devices import choose_devices, choose_output_device, is_out_of_memory, kind_of, list_devices
+from devicemap.base.options import Options, check_count, check_options
+from devicemap.base.structure import as_objects
+from devicemap.bench.measurements import BenchmarkResult, Measurement
+from devicemap.bench.timing import median_ratio, time_call, time_rounds
+from devicemap.compile.seeds import row_seeds
+from devicemap.data.rows import Rows
+from devicemap.data.sample import first_rows, rows_in_memory
+from devicemap.errors import DeviceMapError, OptionError, brief, failure
 
 _ROWS_OF_A_DATASET = 1024
+
+_ROWS_IN_EAGER_CODE = 16
+"""Eager code can be a thousand times slower than a graph, so it maps few single rows."""
 
 
 def benchmark(
@@ -30,96 +34,166 @@ def benchmark(
     *,
     devices: Any = None,
     batch_sizes: Iterable[int | str | None] | None = None,
-    modes: Iterable[str] = MODES,
     rounds: int = 5,
     seconds: float = 30.0,
     max_rows: int | None = None,
-    tolerance: float | None = 1e-3,
     **options: Any,
 ) -> BenchmarkResult:
-    """Measure `fn` over `data` in eager code and as a `DeviceMap`, on one device and on all, over batch sizes.
+    """Measure `fn` in eager code, as a `DeviceMap` on one device, and on all devices, over batch sizes.
 
-    Each way is called once apart, since the first call traces and compiles; its results are checked against those of the
-    first way; then all ways take turns in rounds, waiting for the results before the clock is read. `fn` is called many
-    times, so state that it writes is written as often. On devices that tell their peak memory, the peak is reset.
+    Each measurement starts with two calls, which trace, compile and warm up. Then all calls take turns in rounds. A call
+    ends when its results are on the host. `fn` runs many times, and so do its side effects. Results are not compared; use
+    `DeviceMap.verify` for that.
 
     Args:
-        fn: as in `DeviceMap`. Eager code calls it in a `tf.device` block per device, one after another: with
-            `batched=True` on the rows of a shard, else in an eager `tf.map_fn`.
-        data: as in `DeviceMap`. The first rows of a dataset are read into memory before anything is timed.
-        devices: as in `DeviceMap`. "One device" is the first of them.
-        batch_sizes: what `batch_size` may be: `None` for one shard per device, ints for chunks of at most so many rows.
-            By default `None` and a few powers of two.
-        modes: `"eager"`, `"graph"` (a `DeviceMap`) or both.
-        rounds: how many rounds the medians are over. A speed-up is the median of its ratios, one per round, with a 95 %
-            percentile interval of their bootstrap, and more devices are recommended where that begins above 1.1.
-        seconds: a budget. Ways that would exceed it are skipped, the least telling first, rounds may be fewer, and eager
-            code maps fewer rows where it is slow; the result says so. The first way, on one device and on all, is
-            measured whatever it takes.
-        max_rows: use that many of the first rows at most; by default all in-memory rows, and 1024 of a dataset.
-        tolerance: by how much numbers with a fraction may differ between ways, relative and absolute. `None` does not
-            compare, for a `fn` that draws random numbers without the option `seed`.
-        **options: further options of `DeviceMap`: `batched`, `vectorize`, `seed`, ... Where `vectorize` is not given, its
-            default is compared with `False`.
+        fn: as in `DeviceMap`. Eager code runs it on the first device, on one batch, or row by row on 16 rows.
+        data: as in `DeviceMap`. The first rows of a dataset are read into memory.
+        devices: as in `DeviceMap`. Measurements on one device use the first.
+        batch_sizes: values of `batch_size`. By default `None` and a few powers of two.
+        rounds: the largest number of rounds.
+        seconds: a time budget. If it is used up, there are fewer rounds, and the last batch sizes are left out. The first
+            batch size is always measured.
+        max_rows: the number of rows to use. By default all rows in memory, and 1024 of a dataset.
+        **options: further options of `DeviceMap`, such as `batched`.
 
     Returns:
-        A `BenchmarkResult` with a recommendation; print it.
+        A `BenchmarkResult`; print it.
 
     Raises:
-        OptionError, DataError: before anything runs, for options and data that are not valid, and for data without rows.
-        FunctionError: `fn` failed, or two ways gave different results; the message says which and how.
+        OptionError, DataError: invalid options or data, or data without rows. They are raised before anything runs.
+        FunctionError: `fn` failed in a graph, for another reason than memory.
 
     Examples:
         >>> result = benchmark(lambda row: tf.reduce_sum(row), tf.ones([8, 2]), batch_sizes=[None], rounds=1)
         >>> {m.mode for m in result.measurements} == {"eager", "graph"}
         True
     """
-    chosen_modes = _check_modes(modes)
     check_count("rounds", rounds)
     check_count("max_rows", 1 if max_rows is None else max_rows)
-    check_tolerance(tolerance)
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or not float(seconds) > 0:
         raise OptionError(f"seconds={seconds!r}; expected a time budget above 0, in seconds")
     if "batch_size" in options:
         size = options["batch_size"]
-        raise OptionError(f"batch_size={size!r} is what a benchmark varies; give batch_sizes=[{size!r}]")
+        raise OptionError(f"batch_size={size!r}: a benchmark varies it; give batch_sizes=[{size!r}]")
     checked = check_options(fn, {**options, "devices": devices})
-    checked = replace(checked, output_device=choose_output_device(checked.output_device))
+    choose_output_device(checked.output_device)
     sizes = None if batch_sizes is None else _check_batch_sizes(fn, batch_sizes)
     names = choose_devices(devices)
     if not tf.executing_eagerly():
-        raise DeviceMapError(
-            "benchmark was called inside a tf.function, where there is no time to measure; call it outside"
-        )
+        raise DeviceMapError("benchmark was called inside a tf.function, which cannot be timed; call it outside")
     rows = rows_in_memory(data, checked, max_rows, _ROWS_OF_A_DATASET)
-    count = rows.count or 0
-    sizes = sizes or default_batch_sizes(count, len(names))
-    ways = ways_to_measure(chosen_modes, names, sizes, checked.batched, options.get("vectorize"))
-    essential = min(2, len(names))  # the first way, on one device and on all
-    budget = Budget(seconds)
-    candidates = [candidate_for(way, fn, rows, options, checked) for way in ways]
-    trials, skipped = try_out(candidates, essential, tolerance, budget)
-    timings, late = time_trials(trials, essential, rounds, budget)
-    measurements = compare_timings(timings)
+    planned, calls = [], []
+    for size in sizes or _default_batch_sizes(rows.count or 0, len(names)):
+        for used in dict.fromkeys([names[:1], names]):
+            planned.append(Measurement("graph", used, size, rows.count or 0))
+            mapper = DeviceMap(fn, **{**options, "devices": list(used), "batch_size": size})
+            calls.append(partial(_run_and_wait, mapper, rows.structure))
+        if checked.batched or size == planned[0].batch_size:  # single rows do not depend on the batch size
+            most = _ROWS_IN_EAGER_CODE if not checked.batched else size if isinstance(size, int) else rows.count
+            some = first_rows(rows, most or 0)
+            planned.append(Measurement("eager", names[:1], size, some.count or 0))
+            calls.append(partial(_run_and_wait, partial(_run_eagerly, fn, names[0], checked), some))
     described = {device.name: device for device in list_devices()}
     return BenchmarkResult(
         name=checked.name or str(getattr(fn, "__name__", type(fn).__name__)),
-        rows=count,
+        rows=rows.count or 0,
         devices=tuple(described[name] for name in names),
-        rounds=len(timings[0].round_seconds),
-        measurements=measurements,
-        skipped=(*skipped, *late),
-        recommendation=recommend(measurements),
-        machine=f"{os.cpu_count()} cores {platform.machine()}",
-        versions=_versions(),
+        measurements=_measure(planned, calls, rounds, float(seconds)),
     )
 
 
-def _check_modes(modes: Iterable[str]) -> list[str]:
-    chosen = [] if isinstance(modes, str) or not isinstance(modes, Iterable) else list(modes)
-    if not chosen or not all(mode in MODES for mode in chosen):
-        raise OptionError(f"modes={modes!r}; expected a list of one or both of {MODES}")
-    return chosen
+def _measure(
+    planned: list[Measurement], calls: list[Callable[[], Any]], rounds: int, seconds: float
+) -> tuple[Measurement, ...]:
+    start = time.perf_counter()
+    results = [*planned]
+    call_seconds = {}
+    for i, (m, call) in enumerate(zip(planned, calls)):
+        if m.batch_size != planned[0].batch_size and time.perf_counter() - start > seconds / 2:
+            results[i] = replace(m, error=f"seconds={seconds:g} were used up; give more")
+            continue
+        try:
+            first_call_seconds = time_call(call)
+            _reset_peak_memory(m.devices)
+            call_seconds[i] = time_call(call)
+        except Exception as error:
+            if m.mode == "graph" and not is_out_of_memory(error):
+                raise
+            results[i] = replace(m, error=f"{type(error).__name__}: {brief(error)}")
+        else:
+            results[i] = replace(m, first_call_seconds=first_call_seconds, peak_memory_bytes=_peak_memory(m.devices))
+    if not call_seconds:
+        raise failure("; ".join(f"batch_size={m.batch_size}: {m.error}" for m in results))
+    readings = time_rounds([calls[i] for i in call_seconds], [*call_seconds.values()], rounds, start + seconds)
+    for i, found in zip(call_seconds, readings):
+        results[i] = replace(results[i], round_seconds=found)
+    alone = [m for m in results if len(m.devices) == 1 and m.error is None]
+    if alone:
+        best = max(alone, key=lambda m: m.rows_per_second)
+        for i in call_seconds:
+            ratio = median_ratio(best.round_seconds, results[i].round_seconds)
+            results[i] = replace(results[i], speedup=ratio * results[i].rows / best.rows)
+    return tuple(results)
+
+
+def _run_and_wait(call: Callable[[Any], Any], rows: Any) -> None:
+    for tensor in tf.nest.flatten(call(rows), expand_composites=True):
+        if isinstance(tensor, tf.Tensor):
+            tensor.numpy()
+
+
+def _run_eagerly(fn: Callable[..., Any], device: str, options: Options, rows: Rows) -> Any:
+    """Run `fn` on a device in eager code: once if it takes a batch, else on each row."""
+
+    def run(data: Any, *seeds: Any) -> Any:
+        data = as_objects(data)
+        keywords = {"seed": seeds[0]} if seeds else {}
+        return fn(*data, **keywords) if type(data) is tuple else fn(data, **keywords)
+
+    arguments = [rows.structure]
+    if options.seed is not None:
+        arguments.append(row_seeds(options.seed, 0, rows.count))
+    results: list[Any] = []
+
+    @tf.autograph.experimental.do_not_convert  # autograph would convert fn in eager code too, which is slower
+    def run_row(row: Any) -> int:
+        results.append(run(*row))
+        return 0
+
+    with tf.device(device):
+        if options.batched:
+            return run(*arguments)
+        tf.map_fn(run_row, tuple(arguments), fn_output_signature=tf.int32)
+    return results
+
+
+def _reset_peak_memory(devices: Iterable[str]) -> None:
+    for name in _peak_memory(devices) or ():
+        tf.config.experimental.reset_memory_stats(name)
+
+
+def _peak_memory(devices: Iterable[str]) -> dict[str, int] | None:
+    """Return the peak bytes of each device that counts them, since the last reset. CPUs report 0 for everything."""
+    peaks = {}
+    for name in devices:
+        if kind_of(name) != "CPU":
+            try:
+                peaks[name] = int(tf.config.experimental.get_memory_info(name)["peak"])
+            except (ValueError, tf.errors.OpError):  # ValueError is the documented error of allocators without counters
+                continue
+    return peaks or None
+
+
+def _default_batch_sizes(rows: int, devices: int) -> tuple[int | None, ...]:
+    """One shard per device, then powers of two from one chunk per device downwards.
+
+    >>> _default_batch_sizes(1000, 4)
+    (None, 128, 32, 8, 2)
+    >>> _default_batch_sizes(3, 8)
+    (None, 1)
+    """
+    largest = 2 ** (max(1, rows // devices).bit_length() - 1)
+    return (None, *(largest // 4**i for i in range(4) if largest // 4**i))
 
 
 def _check_batch_sizes(fn: Callable[..., Any], batch_sizes: Iterable[int | str | None]) -> tuple[int | str | None, ...]:
@@ -128,12 +202,4 @@ def _check_batch_sizes(fn: Callable[..., Any], batch_sizes: Iterable[int | str |
         raise OptionError(
             f"batch_sizes={batch_sizes!r}; expected a list of None, 'auto' and ints, or None for a few that fit the rows"
         )
-    for size in sizes:
-        check_options(fn, {"batch_size": size})
-    return tuple(dict.fromkeys(size if size in (None, "auto") else int(size) for size in sizes))
-
-
-def _versions() -> dict[str, str]:
-    import devicemap  # the package is complete only now
-
-    return {"Python": platform.python_version(), "TensorFlow": tf.__version__, "devicemap": devicemap.__version__}
+    return tuple(dict.fromkeys(check_options(fn, {"batch_size": size}).batch_size for size in sizes))

@@ -19,7 +19,6 @@ from devicemap._tensorflow.functions import compiled_as_a_part, has_own_variable
 from devicemap._tensorflow.gradients import holds_gradients, order_of_gradients
 from devicemap.base.devices import is_out_of_memory, kind_of, python_calls_at_once
 from devicemap.base.hosts import host_of, is_remote, settle
-from devicemap.base.interruption import Signals
 from devicemap.base.structure import as_objects
 from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.invoke import Invoker
@@ -52,13 +51,8 @@ class Compiled:
         output_device: str,
         trace: Callable[[Stream | None], Traced],
         name: str,
-        clocked: bool,
     ):
-        """`trace(None)` traces the function; `trace(stream)` traces it again with that number stream.
-
-        `clocked`: whether graphs tell when each shard was done, and calls end with the last one; if not, a call whose output
-        device is no CPU ends when the work is enqueued.
-        """
+        """`trace(None)` traces the function; `trace(stream)` traces it again with that number stream."""
         self._told_traces = 0
         self.traces = 0
         """How often `fn` was traced so far."""
@@ -92,7 +86,7 @@ class Compiled:
         if self.keeps_seeds:
             self.places = self.places[:1]
         self._output_device = output_device
-        self._clocked = clocked and has_clock()
+        self._clocked = has_clock()
         self._name = name
         self._scope = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "fn"  # what a name scope may hold
         self._lock = threading.RLock()
@@ -144,7 +138,7 @@ class Compiled:
         key = shards, gradients if audit.seeded else min(gradients, 1), form, in_place, of_run
         graph = None if anew else self._graphs.get(key)
         if graph is None:
-            with self._lock, Signals():
+            with self._lock:
                 graph = None if anew else self._graphs.get(key)
                 if graph is None:
                     way = (_INLINED, next(self._inlined)) if anew else (_GRAPHS, *key[:2], int(any_rows))
@@ -286,7 +280,7 @@ class Compiled:
         They see captured variables as they are now: each is brought to each device once, however many chunks follow. A
         function is built where it is first asked for, so that other devices may be at work by then.
         """
-        with self._lock, Signals():
+        with self._lock:
             mirrors = self._layout(False, of_job=True).mirrors
             if not self._of_functions:  # here, and not by a worker: some are traced anew
                 self._of_functions = self._traces_for(len(self.places), (_FUNCTIONS,), False)
@@ -303,7 +297,7 @@ class Compiled:
 
     def _function_of_call(self, device: str, callable_of: Callable[[Any], Any]) -> Callable[..., list[Any]]:
         if device not in self._functions:
-            with self._lock, Signals():
+            with self._lock:
                 if device not in self._functions:
                     place = self.places.index(device)
                     layout = self._layout(False, of_job=True)

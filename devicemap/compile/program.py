@@ -17,7 +17,6 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import Cancellation
 from devicemap.base.devices import choose_devices, choose_output_device, gpu_indices, is_out_of_memory, places_on
 from devicemap.base.hosts import is_remote
-from devicemap.base.interruption import Signals
 from devicemap.base.options import Options, check_options, check_progress
 from devicemap.base.structure import freeze
 from devicemap.compile.compiled import Compiled
@@ -115,7 +114,7 @@ class Program:
     def _trace(self, data: Structured) -> Compiled:
         specs = data.specs
         key = freeze(specs)
-        with self._lock, Signals():
+        with self._lock:
             compiled = self._compiled.get(key)
             if compiled is None:
                 options = replace(self.options, devices=self.devices, progress=False)
@@ -124,7 +123,6 @@ class Program:
                     self.output_device,
                     partial(_trace_again, _weakly(self.fn), specs, options, self.reduction),
                     self.name,
-                    self.options.report,
                 )
             known = self._compiled
             if compiled.belongs_to_a_graph:  # fn closes over tensors of the user's tf.function

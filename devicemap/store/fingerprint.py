@@ -1,12 +1,12 @@
-"""What a function is, as far as its results go: a digest of its traced graph, and in words what tells it from others.
+"""The fingerprint of a function: a digest of its traced graph and of the values that it captures.
 
-The graph is walked from its outputs and effects, and nodes are numbered as they are met. So it is the same in each process
-and on each machine, for names, devices and counters are left out: `pyfunc_12`, `__inference_fn_34`, how many devices there are.
+The graph is walked from its outputs and effects, and nodes are numbered in that order. So the fingerprint is the same in each
+process and on each machine. Names, devices and counters are left out, as in `pyfunc_12` and `__inference_fn_34`. Python code
+that the graph calls is not part of it.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import python_function
-from devicemap.compile.audit import variable_of
+from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.trace import Traced
 from devicemap.store.encoding import encode_array
 from devicemap.store.storage import checksum
-from devicemap.store.values import UnknownValueError, digest_value
 
 _NO_MATTER = frozenset("config config_proto executor_type shared_name container token metadata".split())
 """Attributes that say where and how an op runs, or what it is called in this process; with those that begin with `_`."""
@@ -32,49 +30,46 @@ _MOST_PARTS = 2000
 """What is kept of a function in words is some 100 kB at most."""
 
 
-def fingerprint(traced: Traced, check_variables: bool) -> dict[str, Any]:
-    """What the function of one row, or of a batch, is; and what those of its reduction are, if there are any.
+def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
+    """Return the fingerprint of a function and of its reduction, and what it does not cover, in words.
 
-    Args:
-        traced: the function, on a shard's rows. How these run matters where that makes other random numbers.
-        check_variables: whether values of variables are a part of what it is; their shapes and dtypes always are.
+    Variables that the function writes count by shape and dtype only: their values change in each run.
     """
     functions = [traced.function]
     if isinstance(traced.reduction, BoundReduction):
         functions += traced.reduction.functions()
+    read = None, Treatment.READ, Treatment.STAYS
+    treatments = zip(traced.concrete.captured_inputs, traced.audit.treatments)
+    written = {id(handle) for handle, treatment in treatments if treatment not in read}
     graphs: list[str] = []
     parts: list[str] = []
-    unknown: list[str] = []
+    uncovered: list[str] = []
     for function in functions:
         walk = _Walk(function.graph.as_graph_def())
         arguments = [tensor.op.name for tensor in function.inputs]
         graph = walk.digest_graph(arguments, [tensor.name for tensor in function.outputs])
-        words = [_captured(function, tensor, walk, check_variables) for tensor in function.captured_inputs]
-        captured = [f"captured {i}: {text}" for i, text in enumerate(words)]
+        captured = []
+        for i, tensor in enumerate(function.captured_inputs):
+            variable = variable_of(function, tensor)
+            if variable is not None:
+                values = "" if id(tensor) in written else f" {_digest(variable.numpy())}"
+                captured.append(f"captured {i}: variable {variable.dtype.name}{variable.shape}{values}")
+            elif tensor.dtype in (tf.resource, tf.variant):
+                captured.append(f"captured {i}: {tensor.dtype.name}")
+                uncovered.append("lookup tables, datasets or iterators")
+            else:
+                captured.append(f"captured {i}: tensor {_constant(tensor.numpy())}")
         graphs += [graph, *captured]
         parts += [*captured, *(f"{count} x {op}" for op, count in sorted(walk.ops.items()))]
-        unknown += walk.unknown
-    return {
+        uncovered += ["Python code"] * walk.calls_python
+    found = {
         "graph": checksum("\n".join(graphs).encode()),
         "parts": parts[:_MOST_PARTS],
-        "unknown": unknown[:_MOST_PARTS],
         "jit_compile": traced.uncompiled is not None,
-        "check_variables": check_variables,
         "vectorized": traced.vectorized if traced.audit.random_ops else None,
         "tensorflow": tf.__version__,
     }
-
-
-def _captured(function: Any, tensor: Any, walk: _Walk, check_variables: bool) -> str:
-    variable = variable_of(function, tensor)
-    if variable is not None:
-        values = f" {_digest(variable.numpy())}" if check_variables else ""
-        return f"variable {variable.dtype.name}{variable.shape}{values}"
-    if tensor.dtype == tf.variant:
-        return walk.dataset(tensor)
-    if tensor.dtype == tf.resource:
-        return walk.table(tensor)
-    return f"tensor {_constant(tensor.numpy())}"
+    return found, sorted({*uncovered})
 
 
 class _Walk:
@@ -83,8 +78,8 @@ class _Walk:
     def __init__(self, graph_def: Any):
         self.ops: Counter[str] = Counter()
         """How many there are of each op with the same attributes, in words."""
-        self.unknown: list[str] = []
-        """What cannot be told from others, in words."""
+        self.calls_python = False
+        """Whether an op calls a Python function."""
         self._nodes = [node for node in graph_def.node if node.op != "Placeholder"]
         self._library = {function.signature.name: function for function in graph_def.library.function}
         self._digests: dict[str, str] = {}
@@ -92,37 +87,6 @@ class _Walk:
     def digest_graph(self, arguments: Sequence[str], outputs: Sequence[str]) -> str:
         """The digest of the graph itself: of what its outputs need, and of all that it does besides."""
         return self._digest(self._nodes, arguments, [*outputs, *(node.name for node in self._nodes)])
-
-    def dataset(self, tensor: Any) -> str:
-        """A dataset that the graph captures, by the graph that makes it."""
-        try:
-            serialized = tf.raw_ops.DatasetToGraphV2(
-                input_dataset=tensor, external_state_policy=1
-            ).numpy()  # 1: ignored
-        except tf.errors.OpError:
-            return self._unknown("a tensor of dtype variant")
-        walk = _Walk(tf.compat.v1.GraphDef.FromString(serialized))
-        digest = walk.digest_graph([], [])
-        self.unknown += walk.unknown
-        return f"dataset {digest}"
-
-    def table(self, tensor: Any) -> str:
-        """A lookup table that the graph captures, by its entries, where it only looks them up; they are a state otherwise."""
-        nodes = [*self._nodes, *(node for function in self._library.values() for node in function.node_def)]
-        used = [node for node in nodes if node.op.startswith("LookupTable")]
-        if any(node.op not in ("LookupTableFindV2", "LookupTableSizeV2") for node in used):
-            return "table"
-        for dtypes in {(node.attr["Tin"].type, node.attr["Tout"].type) for node in used if "Tin" in node.attr}:
-            with contextlib.suppress(tf.errors.OpError):
-                found = tf.raw_ops.LookupTableExportV2(table_handle=tensor, Tkeys=dtypes[0], Tvalues=dtypes[1])
-                keys, values = (part.numpy() for part in found)
-                order = np.argsort(keys, kind="stable")
-                return f"table {_constant(keys[order])} {_constant(values[order])}"
-        return self._unknown("a resource that is neither a variable nor a table")
-
-    def _unknown(self, what: str) -> str:
-        self.unknown.append(what)
-        return f"unknown: {what}"
 
     def _digest(self, nodes: Sequence[Any], arguments: Sequence[str], roots: Sequence[str]) -> str:
         """The digest of a graph: of `nodes` that the `roots` need, with `arguments` from outside."""
@@ -148,31 +112,9 @@ class _Walk:
             functions = [value.func] if kind == "func" else value.list.func
             called += [self._function(function.name) for function in functions]
             if not (functions or name in _NO_MATTER or (name.startswith("_") and name != _COMPILED)):
-                words.append(f"{name}={self._word(kind, value)}")
-        if "token" in node.attr:
-            words.append(self._python(python_function(node.attr["token"].s.decode())))
+                words.append(f"{name}={_word(kind, value)}")
+        self.calls_python |= "token" in node.attr
         return " ".join(words), called
-
-    def _word(self, kind: str | None, value: Any) -> str:
-        if kind == "type":
-            return str(tf.as_dtype(value.type).name)
-        if kind == "tensor" and value.tensor.dtype in (tf.resource, tf.variant):
-            return self._unknown("a resource that a dataset uses")
-        if kind == "tensor":
-            return _constant(tf.make_ndarray(value.tensor))
-        plain = repr(getattr(value, kind)) if kind in ("s", "i", "f", "b") else " ".join(str(value).split())
-        return _short(plain)
-
-    def _python(self, function: Any) -> str:
-        """A Python function that an op calls."""
-        named = getattr(function, "__wrapped__", function)  # by TensorFlow
-        name = getattr(named, "__name__", type(named).__qualname__)
-        if function is None:
-            return self._unknown("a function in Python")
-        try:
-            return f"python={name} {checksum(digest_value(function).encode())}"
-        except UnknownValueError as error:
-            return self._unknown(f"{name} in a tf.py_function: {error}")
 
     def _function(self, name: str) -> str:
         if name not in self._library:  # a gradient's, perhaps: it is nowhere to be seen
@@ -186,6 +128,15 @@ class _Walk:
             compiled = function.attr[_COMPILED].b if _COMPILED in function.attr else False
             self._digests[name] = f"{compiled} {self._digest(function.node_def, arguments, [*results, *effects])}"
         return self._digests[name]
+
+
+def _word(kind: str | None, value: Any) -> str:
+    if kind == "type":
+        return str(tf.as_dtype(value.type).name)
+    if kind == "tensor":
+        return _constant(tf.make_ndarray(value.tensor))
+    plain = repr(getattr(value, kind)) if kind in ("s", "i", "f", "b") else " ".join(str(value).split())
+    return _short(plain)
 
 
 def _in_order(nodes: Sequence[Any], roots: Iterable[str]) -> Iterator[Any]:

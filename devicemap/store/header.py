@@ -54,7 +54,7 @@ def other_function(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[st
     >>> other_function({"graph": "a", "parts": ["1 x Mul"]}, {"graph": "b", "parts": ["1 x Add"]})
     ['1 x Mul there, 1 x Add now']
     """
-    apart = ("graph", "parts", "unknown", "tensorflow")
+    apart = ("graph", "parts", "tensorflow")
     found = _changed(there, {name: value for name, value in here.items() if name not in apart})
     if there.get("graph") != here["graph"]:
         old = there.get("parts")
@@ -64,8 +64,6 @@ def other_function(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[st
         if there.get("tensorflow") != here.get("tensorflow"):
             text += f" (traced by TensorFlow {there.get('tensorflow')!s:.20} there)"
         found.append(text)
-    if here.get("unknown"):
-        found.append(f"nobody can tell it from others, by {_some(here['unknown'])}")
     return found
 
 

@@ -214,8 +214,7 @@ def _continued(path: Path, contents: Contents, header: Header, trusted: bool) ->
     what, advice = "another call", START_ANEW
     if not (found or trusted):
         found = other_function(there.function, header.function)
-        what = "perhaps another function" if header.function.get("unknown") else "another function"
-        advice = START_ANEW
+        what = "another function"
         if header.reducer is None:
             advice += "; if that makes no difference to results, give trust_function=True (--trust-function)"
     if not found:

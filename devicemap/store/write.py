@@ -9,12 +9,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.base.interruption import Signals
 from devicemap.compile.compiled import Compiled
 from devicemap.compile.reduction import BoundReduction
 from devicemap.data.chunks import Chunk
 from devicemap.data.datasets import Elements
 from devicemap.data.rows import as_rows
+from devicemap.errors import warn_user
 from devicemap.run.calls import Calls
 from devicemap.run.dispatch import Rules
 from devicemap.store.digests import digest_rows
@@ -24,11 +24,9 @@ from devicemap.store.journal import Journal, open_journal
 from devicemap.store.resume import Unfinished, check_rows
 
 
-def write(
-    calls: Calls, data: Any, directory: str | os.PathLike[str], check_variables: bool, trust_function: bool
-) -> None:
+def write(calls: Calls, data: Any, directory: str | os.PathLike[str], trust_function: bool) -> None:
     """Keep the results of all chunks that a directory does not hold yet; the arguments are those of `DeviceMap.write`."""
-    with _written(calls, data, directory, check_variables, trust_function):
+    with _written(calls, data, directory, trust_function):
         pass
 
 
@@ -40,11 +38,7 @@ def reduce(calls: Calls, data: Any, directory: str | os.PathLike[str]) -> Any:
 
 @contextmanager
 def _written(
-    calls: Calls,
-    data: Any,
-    directory: str | os.PathLike[str],
-    check_variables: bool = False,
-    trust_function: bool = False,
+    calls: Calls, data: Any, directory: str | os.PathLike[str], trust_function: bool = False
 ) -> Iterator[tuple[Compiled, Journal]]:
     """The journal with all chunks in it, and what they were computed with."""
     in_memory = not isinstance(data, tf.data.Dataset)
@@ -54,20 +48,24 @@ def _written(
     compiled = program.compiled_for(source)
     chunk_rows = source.rows_of_first_batch() if isinstance(source, Elements) else None
     reduction = compiled.traced.reduction
+    function, uncovered = fingerprint(compiled.traced)
     header = describe_call(
         compiled.traced.nest_of_specs,
         source.specs,
         program.options,
         source.rows,
         chunk_rows,
-        fingerprint(compiled.traced, check_variables),
+        function,
         program.name,
         [*reduction.names] if isinstance(reduction, BoundReduction) else None,
     )
-    with (
-        Signals(),
-        open_journal(directory, header, trust_function) as journal,
-    ):  # a TimeoutError is an OSError: the disk's, it seems
+    with open_journal(directory, header, trust_function) as journal:
+        if uncovered and journal.entries:
+            warn_user(
+                f"{program.name} uses {' and '.join(uncovered)}: if these changed, the results in {directory} are old, which "
+                "devicemap does not detect",
+                RuntimeWarning,
+            )
         if in_memory:
             check_rows(rows, journal)
         missing = Unfinished(source, journal, compared=in_memory)

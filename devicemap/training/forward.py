@@ -69,7 +69,7 @@ class ForwardPass:
         return replacing(self._model, call=call)
 
     def _program(self, fn: Any) -> Program:
-        options = {"devices": self._devices, "batched": True, "output_device": self.home, "report": False}
+        options = {"devices": self._devices, "batched": True, "output_device": self.home}
         return Program(fn, options | {"name": self._model.name}).reducing(Collection())
 
     @property

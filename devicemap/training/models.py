@@ -27,7 +27,7 @@ from devicemap.tell.plan.plan import Plan
 from devicemap.tell.plan.planner import explain_call
 from devicemap.tell.plan.request import ask
 from devicemap.tell.report.training import DeviceShare, TrainingReport
-from devicemap.tell.verify.findings import Verification
+from devicemap.tell.verify import Verification
 from devicemap.training.calls import ROWS, Given, without_state
 from devicemap.training.forward import ForwardPass
 from devicemap.training.loops import Loops
@@ -210,7 +210,7 @@ class _Parallel:
         return TrainingReport(self._model.name, shares, self._steps["train_step"].microbatches)
 
     def verify(self, data: Any, rows: int | None = None, *, tolerance: float | None = None) -> Verification:
-        """Run the model as in `predict` on some rows in several ways, and compare: which layer makes devices differ from one?
+        """Run the model as in `predict` on some rows, and compare each layer's output, as `DeviceMap.verify` does.
 
         Args:
             data: inputs of the model.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from typing import Any
 
@@ -25,7 +24,6 @@ from devicemap._tensorflow.functions import (
     functions_within,
     last_set_seed,
     must_run,
-    python_function,
     read_alone,
     registered_kernels,
 )
@@ -282,17 +280,6 @@ def test_a_running_function_is_cancelled() -> None:
     assert len(errors) == 1
     with pytest.raises(tf.errors.CancelledError):
         cancellation.cancellable(tf.function(lambda: tf.constant(1)).get_concrete_function())()
-
-
-@pytest.mark.parametrize("op", [tf.py_function, tf.numpy_function])
-def test_the_python_function_of_an_op_is_found(op: Any) -> None:
-    def python(x: Any) -> Any:
-        return x
-
-    graph = tf.function(lambda x: op(python, [x], tf.float32)).get_concrete_function(X).graph
-    (token,) = (call.get_attr("token") for call in graph.get_operations() if "PyFunc" in call.type)
-    assert inspect.unwrap(python_function(token.decode())) is python
-    assert python_function("none") is None
 
 
 def test_each_seeding_is_another() -> None:

@@ -1,20 +1,9 @@
-"""Interruptions: Ctrl-C, and what other signal handlers raise, come out as they are, at once, from every way of calling."""
+"""Interruptions: Ctrl-C, and exceptions of other signal handlers, stop a running call at once, in every way of calling."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import pathlib
-import signal
-import threading
-from typing import Any
-
 import processes
 import pytest
-import tensorflow as tf
-
-import devicemap
-from devicemap.base.interruption import Signals
 
 WAYS = """
 import os, signal, sys, tempfile, threading, time
@@ -62,24 +51,6 @@ def endless_again(row):
 
 failed = []
 
-def while_tracing(row):
-    send()
-    return row
-
-class Dropped:
-    def __del__(self):
-        send()  # Python drops what is raised here
-
-def lost_while_tracing(row):
-    Dropped()
-    return row
-
-@tf.autograph.experimental.do_not_convert
-def in_eager_code(row):
-    if tf.executing_eagerly():
-        send()
-    return row
-
 DATA, QUICK = tf.ones([6, 2]), tf.zeros([6, 2])
 
 def at_once(mapper):
@@ -111,12 +82,6 @@ WAYS = {
     "a stream": lambda: list(mapper(batch_size=1).stream(DATA)),
     "to disk": lambda: mapper(batch_size=1).write(DATA, tempfile.mkdtemp()),
     "verify": lambda: mapper().verify(DATA),
-    "verify, in eager code": lambda: mapper(in_eager_code).verify(DATA),
-    "benchmark, in eager code": lambda: devicemap.benchmark(in_eager_code, DATA),
-    "while tracing": lambda: mapper(while_tracing)(DATA),
-    "while tracing for chunks": lambda: mapper(while_tracing, batch_size=2)(DATA),
-    "explain": lambda: mapper(while_tracing).explain(DATA),
-    "lost while tracing": lambda: mapper(lost_while_tracing)(DATA),
 }
 
 SIGNALS = (signal.SIGALRM, "OutOfTime"), (signal.SIGINT, "KeyboardInterrupt")
@@ -145,134 +110,3 @@ print("right")
 def test_what_a_handler_raises_comes_out_at_once(pytestconfig: pytest.Config) -> None:
     """From a whole process, which ends well: what was not cancelled would keep it. The two signals take turns."""
     assert processes.run(WAYS, "all" if pytestconfig.getoption("all") else "each") == ["right"]
-
-
-class OutOfTimeError(TimeoutError):
-    """What a soft time limit raises."""
-
-
-@pytest.fixture
-def handler() -> Any:
-    """A handler that raises, for SIGUSR1."""
-
-    def out_of_time(number: int, frame: Any) -> None:
-        raise OutOfTimeError
-
-    before = signal.signal(signal.SIGUSR1, out_of_time)
-    yield out_of_time
-    signal.signal(signal.SIGUSR1, before)
-
-
-def _interrupt() -> None:
-    signal.raise_signal(signal.SIGUSR1)
-
-
-def _failing_of_it() -> None:
-    with Signals():
-        try:
-            _interrupt()
-        except OutOfTimeError as error:
-            raise ValueError("odd value") from error
-
-
-def _dropping_it() -> None:
-    with Signals(), contextlib.suppress(OutOfTimeError):
-        _interrupt()
-
-
-def _within_another() -> None:
-    with Signals(), contextlib.suppress(OutOfTimeError), Signals():
-        _interrupt()
-
-
-@pytest.mark.parametrize("what", [_failing_of_it, _dropping_it, _within_another])
-def test_it_comes_out_whatever_became_of_it(handler: Any, what: Any) -> None:
-    with pytest.raises(OutOfTimeError) as caught:
-        what()
-    assert caught.value.__cause__ is None
-    assert caught.value.__suppress_context__
-    assert signal.getsignal(signal.SIGUSR1) is handler
-
-
-def test_handlers_that_raise_nothing_are_left_alone(handler: Any) -> None:
-    """asyncio's ask that system calls go on after a signal, which a new handler would undo."""
-    loop = asyncio.new_event_loop()
-    loop.add_signal_handler(signal.SIGUSR2, int)
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGCHLD, signal.SIGWINCH)}
-    with Signals():
-        assert signal.getsignal(signal.SIGUSR1) is not handler
-        assert {number: signal.getsignal(number) for number in before} == before
-    loop.remove_signal_handler(signal.SIGUSR2)
-    loop.close()
-
-
-def test_it_is_no_error_of_the_disk(handler: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(descriptor: int) -> bool:
-        _interrupt()
-        return True
-
-    monkeypatch.setattr("devicemap.store.storage._lock", interrupted)
-    with pytest.raises(OutOfTimeError):
-        devicemap.DeviceMap(lambda n: n * n, batch_size=2).write(tf.range(5), tmp_path)
-
-
-def test_it_comes_out_where_it_is_checked(handler: Any) -> None:
-    reached = []
-
-    def on_and_on() -> None:
-        with Signals() as signals:
-            for i in range(3):
-                reached.append(i)
-                with contextlib.suppress(OutOfTimeError):
-                    _interrupt()
-                signals.check()
-
-    with pytest.raises(OutOfTimeError):
-        on_and_on()
-    assert reached == [0]
-
-
-def test_without_a_signal_errors_stay_as_they_are(handler: Any) -> None:
-    def fail() -> None:
-        with Signals() as signals:
-            signals.check()
-            raise ValueError("odd value")
-
-    with pytest.raises(ValueError, match="odd value"):
-        fail()
-    assert signal.getsignal(signal.SIGUSR1) is handler
-
-
-def test_ctrl_c_after_what_was_dropped_is_what_comes_out(handler: Any) -> None:
-    def go_on() -> None:
-        with Signals():
-            with contextlib.suppress(OutOfTimeError):
-                _interrupt()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        go_on()
-
-
-def test_handlers_that_are_set_within_are_left_alone(handler: Any) -> None:
-    def other(number: int, frame: Any) -> None:
-        raise TimeoutError
-
-    with Signals():
-        signal.signal(signal.SIGUSR1, other)
-        with pytest.raises(TimeoutError):
-            signal.raise_signal(signal.SIGUSR1)
-    assert signal.getsignal(signal.SIGUSR1) is other
-
-
-def test_other_threads_watch_nothing(handler: Any) -> None:
-    seen = []
-
-    def look() -> None:
-        with Signals():
-            seen.append(signal.getsignal(signal.SIGUSR1))
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    assert seen == [handler]

@@ -305,7 +305,7 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     saving = ["--json", "b.json", "--plot", "b.png"]
     few = ["--devices", "CPU:0,CPU:1", "--rows", "8", "--seconds", "0.5", "--batch-size", "4"]
     assert main(["bench", "functions:double", "x.npy", *few, *saving]) == 0
-    assert "double over 8 rows" in capsys.readouterr().out
+    assert "double: 8 row(s) on" in capsys.readouterr().out
     assert json.loads(pathlib.Path("b.json").read_text())["rows"] == 8
     assert pathlib.Path("b.png").read_bytes().startswith(b"\x89PNG")
     assert main(["bench", "functions:double", "x.npy", "--batch-size", "auto"]) == 2
@@ -371,5 +371,6 @@ def test_ctrl_c_keeps_what_was_finished() -> None:
     kept = devicemap.open_results("out")
     assert 0 < sum(stop - start for start, stop in kept.missing) < len(X)
     pathlib.Path("later").touch()
-    assert main(command) == 0
+    with pytest.warns(RuntimeWarning, match="fn uses Python code"):
+        assert main(command) == 0
     np.testing.assert_array_equal(devicemap.open_results("out").load(), X)

@@ -193,16 +193,15 @@ def test_another_seed_gives_other_numbers() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.private("when tf.random.set_seed was called")
-def test_the_numbers_do_not_depend_on_a_plan_or_a_report() -> None:
+def test_the_numbers_do_not_depend_on_a_plan() -> None:
     draws = []
-    for explained, report in ((False, True), (True, True), (False, False)):
+    for explained in (False, True):
         tf.random.set_seed(1)
-        mapper = devicemap.DeviceMap(lambda row: row + tf.random.normal([3]), devices=WORKERS, report=report)
+        mapper = devicemap.DeviceMap(lambda row: row + tf.random.normal([3]), devices=WORKERS)
         if explained:
             mapper.explain(X)
         draws.append(mapper(X))
     np.testing.assert_array_equal(draws[0], draws[1])
-    np.testing.assert_array_equal(draws[0], draws[2])
 
 
 def _noise(row: Any) -> Any:

@@ -63,7 +63,7 @@ def test_a_py_function_does_not_change_how_a_variable_travels(python: bool) -> N
 
 @pytest.mark.in_ci(2)
 @pytest.mark.private("which calls no tape records")
-@pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batch_size": 4}, {"report": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batch_size": 4}], ids=str)
 def test_a_captured_tensor_travels_never_again(options: dict[str, Any]) -> None:
     """Nor does a loop ask for it, or for its turn, where it comes from."""
     weights = tf.random.normal([3, 3])

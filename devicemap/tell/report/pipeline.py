@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from devicemap.events import short_name
-from devicemap.tell.plan.pipeline import draw_calls
 from devicemap.tell.render import Result, page, seconds_text, table
 
 
@@ -51,11 +49,6 @@ class PipelineReport(Result):
         """Of each stage."""
         own = [[call for call in self.calls if call.stage == stage] for stage in range(len(self.devices))]
         return tuple(sum(call.finished_seconds - call.started_seconds for call in calls) for calls in own)
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw what happened into a `.png`, `.svg` or `.pdf`; needs matplotlib."""
-        bars = {(call.stage, call.call): (call.started_seconds, call.finished_seconds) for call in self.calls}
-        draw_calls(bars, self.devices, "seconds; forward blue, backward orange", path)
 
     def __rich__(self) -> Any:
         rows = [

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -90,14 +90,15 @@ class GraphCall(Recorder):
         traces: int,
         gpus: Mapping[str, int],
         listeners: Sequence[_Listener],
-        finished: Callable[[GraphCall], None] | None,
+        finished: Callable[[GraphCall], None],
     ):
-        """`listeners` hear of the call as of any other; `finished`, if any, gets it when it has ended."""
+        """The call notifies `listeners` of its events, and passes itself to `finished` when it ends."""
         super().__init__("one graph", traces, gpus)
         self.runs: list[Run] = []
         """What its graphs have done: set by whoever runs them."""
         self._start = CallStarted(0.0, rows, tuple(devices))
-        self._listeners, self._finished = listeners, finished
+        self._listeners = listeners
+        self._finished: Callable[[GraphCall], None] | None = finished
         self._seconds = 0.0
         self._error: BaseException | None = None
 
@@ -106,8 +107,7 @@ class GraphCall(Recorder):
         self._began = time.perf_counter()
         if self._listeners:
             _tell(self._listeners, self._start)
-        if self._finished is not None:
-            self.meter.__enter__()
+        self.meter.__enter__()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -154,27 +154,17 @@ class Observers:
         self.last: Recorder | None = None
         """The last call that has finished."""
 
-    def of_graph(
-        self, rows: int, devices: Sequence[str], traces: Callable[[], int]
-    ) -> AbstractContextManager[GraphCall | None]:
-        """What times a call in one graph, where somebody hears of it."""
-        listeners = self._listeners()
-        if not self._options.report and not listeners:
-            return nullcontext()
-        keep = self._keep if self._options.report else None
-        return GraphCall(rows, devices, traces(), self._gpus, listeners, keep)
+    def of_graph(self, rows: int, devices: Sequence[str], traces: Callable[[], int]) -> GraphCall:
+        """Return a context that times a call in one graph."""
+        return GraphCall(rows, devices, traces(), self._gpus, self._listeners(), self._keep)
 
     @contextmanager
     def of_chunks(self, traces: Callable[[], int]) -> Iterator[_Listener]:
-        """What hears of a call in chunks."""
-        listeners = self._listeners()
-        if not self._options.report:
-            yield partial(_tell, listeners)
-            return
+        """Yield a callable that takes the events of a call in chunks."""
         recorder = Recorder("chunks", traces(), self._gpus)
         try:
             with recorder.meter:
-                yield partial(_tell, (recorder, *listeners))
+                yield partial(_tell, (recorder, *self._listeners()))
         finally:
             self._keep(recorder)
 

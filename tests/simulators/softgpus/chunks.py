@@ -96,9 +96,6 @@ def test_times_are_those_of_the_devices_where_results_stay_on_one(events: list[E
     for event in finished:
         assert event.seconds - event.started_seconds >= {"0": 0.2, "1": 0.4}[event.shard.device[-1]]
     assert to_host == [4] * len(finished)
-    _, seconds, to_host = clocked(devices="GPU:0", report=False)
-    assert seconds < 0.2
-    assert to_host == []
 
 
 def test_copies_overlap_with_kernels() -> None:

@@ -1,1 +1,0 @@
-"""`DeviceMap.verify`: the same rows in several ways, and what their differences mean."""
