@@ -45,10 +45,10 @@ test-gpus: $(VENV)/native.done
 test-plain: $(VENV)/native.done
 	$(BIN)/python $(PYTEST) -m "" --plain --junitxml=build/test-plain.xml $(LAWS)
 
-# Functions of other packages (tests/clients). The packages come without their dependencies, which name another build of
+# Functions of other packages (tools/clients). The packages come without their dependencies, which name another build of
 # TensorFlow; the group `clients` has the rest.
 test-clients: .venv-clients/installed.done
-	.venv-clients/bin/python $(PYTEST) --junitxml=build/test-clients.xml tests/clients $(TESTS)
+	.venv-clients/bin/python $(PYTEST) --junitxml=build/test-clients.xml tools/clients $(TESTS)
 
 # The oldest supported TensorFlow. It needs NumPy 1, and Ray's columns need NumPy 2.
 test-oldest:
@@ -95,7 +95,7 @@ bench-quick: $(VENV)/bench.done
 # The list of ops that vectorise right, tried anew with the TensorFlow that is installed, which takes most of an hour.
 # `python -m proving --and` keeps of the list that is there what holds with this TensorFlow, too.
 forms: $(VENV)/test.done
-	cd tests && PYTHONPATH=..:. ../$(BIN)/python -m proving
+	PYTHONPATH=.:tests:tools $(BIN)/python -m proving
 
 .venv-clients/installed.done: pyproject.toml
 	$(PYTHON) -m venv .venv-clients

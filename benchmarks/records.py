@@ -35,6 +35,9 @@ class Record:
     machine: str = ""
     """Machine and versions."""
 
+    measured: str = ""
+    """Date and commit."""
+
     ideal_seconds: float | None = None
     """How long the job takes at least, where that is known."""
 
@@ -93,11 +96,13 @@ def read(folder: Path) -> list[Record]:
     records = []
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text())
-        machine = content["machine_info"]["description"]
+        machine, commit = content["machine_info"]["description"], content["commit_info"]
+        measured = f"{content['datetime'][:10]} at commit {str(commit.get('id'))[:9]}"
+        measured += " with local changes" if commit.get("dirty") else ""
         for benchmark in content["benchmarks"]:
             facts = dict(benchmark["extra_info"])
             known = {name: facts.pop(name) for name in _KNOWN if name in facts}
-            records.append(Record(machine=machine, facts=facts, **known))
+            records.append(Record(machine=machine, measured=measured, facts=facts, **known))
     return sorted(records, key=lambda record: record.devices)  # the cases of a file stay in their order
 
 

@@ -73,7 +73,10 @@ TOPICS = {
     ),
     "gathering": ("Gathering", TIME_TEXT + " " + SENT_TEXT),
     "captured": ("Captured variables", TIME_TEXT + " " + CAPTURED_TEXT + " " + SENT_TEXT),
-    "real_functions": ("Real functions", TIME_TEXT + " All rows in one call."),
+    "real_functions": (
+        "Real functions",
+        TIME_TEXT + " All rows in one call. The first call of tf.vectorized_map comes after its trace, which is not counted.",
+    ),
     "training": ("Training", TIME_TEXT + " The first call is the first epoch, which traces."),
     "pipeline": ("Pipelines", SHARE_TEXT + " The ideal is (M + K - 1) times as long as a stage has a microbatch."),
     "hosts": ("Other hosts", TIME_TEXT + " " + HOSTS_TEXT),
@@ -117,11 +120,11 @@ def write_page(topic: str, records: Sequence[Record], plots: Sequence[str]) -> s
     """One topic: tables, what the first calls took, and plots."""
     title, text = TOPICS[topic]
     if topic == "gpus":
-        return "\n\n".join([f"# {title}", f"{_machines(records)}. {text}", copied(records)]) + "\n"
+        return "\n\n".join([f"# {title}", f"{_machines(records)}. {_measured(records)} {text}", copied(records)]) + "\n"
     turns = max(len(seconds) for record in records for seconds in record.seconds.values())
     parts = [
         f"# {title}",
-        f"{_machines(records)}. Turns of each way: {turns}, fewer where one takes long. {text}",
+        f"{_machines(records)}. {_measured(records)} Turns of each way: {turns}, fewer where one takes long. {text}",
         table(records),
     ]
     if topic in ("scaling", "balance", "streaming", "call_cost", "real_functions", "gpu"):
@@ -138,14 +141,16 @@ def write_page(topic: str, records: Sequence[Record], plots: Sequence[str]) -> s
 
 def write_index(topics: Sequence[str], verdicts: Sequence[Verdict], records: Sequence[Record]) -> str:
     """The pages, and the targets with what was reached."""
-    links = "\n".join(f"- [{TOPICS[topic][0]}]({topic}.md)" for topic in topics)
+    dates = {topic: _measured([record for record in records if record.topic == topic]) for topic in topics}
+    links = "\n".join(f"- [{TOPICS[topic][0]}]({topic}.md). {dates[topic]}" for topic in topics)
     rows = [
         [v.record.topic, v.record.case, v.record.devices, v.way, _demand(v), "yes" if v.met else "**no**"]
         for v in verdicts
     ]
     head = ["topic", "case", "devices", "way", "reached, target", "met"]
     return (
-        f"# Results\n\n{_machines(records)}. Written by `make bench`; `raw/` holds what pytest-benchmark measured.\n\n"
+        f"# Results\n\n{_machines(records)}. Written by `make bench`; `raw/` holds the output of pytest-benchmark. "
+        "Results of an older commit describe the code of that commit.\n\n"
         f"{links}\n\n## Targets\n\n{_markdown(head, rows)}\n"
     )
 
@@ -255,6 +260,10 @@ def _ways(records: Sequence[Record]) -> list[str]:
 
 def _machines(records: Sequence[Record]) -> str:
     return "; ".join(dict.fromkeys(record.machine for record in records))
+
+
+def _measured(records: Sequence[Record]) -> str:
+    return f"Measured {', '.join(dict.fromkeys(record.measured for record in records))}."
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -73,7 +73,7 @@ def parallel_map(
             `"/device:GPU:1"`, full names) or logical or physical devices.
         batched: whether `fn` takes a batch.
         vectorize: how a `fn` of one row runs over the rows of a device: `True` as `tf.vectorized_map`, `False` as
-            `tf.map_fn`, `"auto"` as the first if every op is proven to give the same and the results are dense, else as the
+            `tf.map_fn`, `"auto"` as the first if every op was tested to give the same and the results are dense, else as the
             second.
         batch_size: rows per device call. An int: data goes in chunks of at most that many rows, each to the first idle device.
             `"auto"`: the same, of a size found by measuring, for each device. `None`: a dataset's batches go as they are, its

@@ -16,7 +16,7 @@ from devicemap.base.options import Options
 ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-WITHOUT_CODE = ("gallery", "index", "internals", "limits", "reference")
+WITHOUT_CODE = ("gallery", "guarantees", "index", "internals", "limits", "reference")
 LONG = ("explaining", "pipelines", "reduce", "state")
 """Pages that take several seconds."""
 
@@ -37,7 +37,7 @@ def _program(page: pathlib.Path, folder: pathlib.Path) -> str:
     """
     text = page.read_text(encoding="utf-8")
     fences = re.findall(r"^```(.*)$", text, re.M)
-    assert {*fences[::2]} <= {"python", "console", "text"}, fences
+    assert {*fences[::2]} <= {"python", "console", "text", "diff"}, fences
     assert not any(fences[1::2]), fences
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
     assert bool(blocks) == (page.stem not in WITHOUT_CODE)
@@ -84,4 +84,5 @@ def test_pages_are_linked() -> None:
 
 
 def test_every_option_is_in_the_table() -> None:
-    assert re.findall(r"^\| `(\w+)` \|", README.read_text(), re.M) == [field.name for field in fields(Options)]
+    page = (ROOT / "docs" / "using.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, re.M) == [field.name for field in fields(Options)]

@@ -1,10 +1,10 @@
-"""The forms of ops that vectorise right: an allow list, `forms.json`, which `tests/proving` writes.
+"""The forms of ops that vectorise right: an allow list, `forms.json`, which `tools/proving` writes.
 
 A form is a type of op with what decides how it vectorises: its attributes, the dtypes, ranks and kinds of axes of its
 inputs, and which of these differ between rows (stacked). It is on the list if every trial gave what the op gives for each row
 by itself, for no row, one, two and many; and, marked apart, the same gradients. Two kinds are on it by a rule: a form that was
 tried in full with float32 alone, where the other dtype was right in a sample, and an op of one rule of TensorFlow's
-(`ALIKE` in `tests/proving`), where it was right in a sample, and one op of that rule in full. All others run row by row.
+(`ALIKE` in `tools/proving`), where it was right in a sample, and one op of that rule in full. All others run row by row.
 """
 
 from __future__ import annotations
