@@ -137,8 +137,8 @@ def begin_backward_on(host: str, concrete: Any) -> None:
     what makes the gradients of the call's inputs of those of its outputs, and with these.
     """
     if usable(_delayed):
-        functions = concrete._delayed_rewrite_functions
-        if "_rewrite_forward_and_call_backward" in vars(functions):  # it does already
+        functions = getattr(concrete, "_delayed_rewrite_functions", None)
+        if functions is None or "_rewrite_forward_and_call_backward" in vars(functions):  # it does already
             return
         on_host = _on(host, functions._rewrite_forward_and_call_backward)
 
