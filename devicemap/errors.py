@@ -16,6 +16,7 @@ A `FunctionError` that was caused by another error is also an instance of that e
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import warnings
@@ -113,7 +114,7 @@ _CODE = re.compile(r"(\(0\) )?([A-Z_]+: +)?")
 
 def warn_user(message: str, category: type[Warning]) -> None:
     """Warn at the line of the user's code that called devicemap."""
-    package = str(Path(__file__).parent), contextlib.__file__
+    package = f"{Path(__file__).parent}{os.sep}", contextlib.__file__
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         level, frame = level + 1, frame.f_back

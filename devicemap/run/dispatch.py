@@ -271,18 +271,19 @@ class Dispatch:
         else:
             self._in_turn += 1
             self._turn.wait()
-            self._in_turn -= 1
 
     def _call_worker(self) -> None:
         """Let one more worker look for something to take."""
         if self.stopped or (self._at_end and not self._waiting):
             return
         if self._in_turn:
+            self._in_turn -= 1  # here, not by the worker: a second call before it runs has to reach another one
             self._turn.notify()
         else:
             self._start_worker()
 
     def _wake_all(self) -> None:
+        self._in_turn = 0
         for condition in (self._changed, self._turn, self._due):
             condition.notify_all()
 

@@ -64,13 +64,15 @@ def run_chunks(
         error = raised
         raise
     finally:
-        if dispatch.stop():
-            rules.cancel()
-        crew.join()
-        source.close()
-        if paces is not None:
-            paces.update(dispatch.paces())
-        crew.tell_end(error)
+        try:
+            if dispatch.stop():
+                rules.cancel()
+            crew.join()
+        finally:  # also after a second Ctrl-C
+            source.close()
+            if paces is not None:
+                paces.update(dispatch.paces())
+            crew.tell_end(error)
 
 
 class _Crew:

@@ -16,6 +16,9 @@ from devicemap.store.entries import Entry
 from devicemap.store.journal import Journal
 from devicemap.store.records import START_ANEW
 
+_ROWS_PER_SKIP = 256
+"""Finished rows are read in pieces of this size, however few rows a device asks for. A dataset holds a piece in memory."""
+
 _ROWS_AT_ONCE = 2**14
 """Cutting and encoding rows costs as much for one chunk as for many, and twice the memory of the rows."""
 
@@ -89,11 +92,11 @@ class Unfinished:
     def __init__(self, source: Source, journal: Journal, compared: bool):
         """`compared` says that the data has been compared with what the journal holds; otherwise it is in passing."""
         self.specs, self.key, self.batch_size = source.specs, source.key, source.batch_size
-        finished = sum(entry.stop - entry.start for entry in journal.entries)
-        self.rows = None if source.rows is None else source.rows - finished
+        self._finished_left = sum(entry.stop - entry.start for entry in journal.entries)
+        self.rows = None if source.rows is None else source.rows - self._finished_left
         self.reads = source.reads
         self.rows_read = 0
-        self._source = source
+        self._source, self._journal = source, journal
         self._wanted: tuple[int, int | None] = (1, None)
         chunks = self._read()
         self._missing = unfinished(chunks if compared else checked(chunks, journal), journal)
@@ -103,7 +106,8 @@ class Unfinished:
         return next(self._missing, None)
 
     def rows_left(self) -> int | None:
-        return self._source.rows_left()
+        left = self._source.rows_left()
+        return None if left is None else max(0, left - self._finished_left)
 
     def read_ahead(self) -> None:
         self._source.read_ahead()
@@ -112,8 +116,16 @@ class Unfinished:
         self._source.close()
 
     def _read(self) -> Iterator[Chunk]:
-        while (chunk := self._source.take(*self._wanted)) is not None:
+        while True:
+            rows, limit = self._wanted
+            missing = self._journal.missing(self.rows_read, self.rows_read + _ROWS_PER_SKIP)
+            finished = missing[0][0] - self.rows_read if missing else _ROWS_PER_SKIP
+            chunk = self._source.take(finished or rows, limit if not finished else None)
+            if chunk is None:
+                return
             self.rows_read = chunk.start + chunk.count
+            missing = self._journal.missing(chunk.start, self.rows_read)
+            self._finished_left -= chunk.count - sum(stop - start for start, stop in missing)
             yield chunk
 
 

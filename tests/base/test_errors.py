@@ -6,6 +6,7 @@ import pickle
 import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -432,6 +433,16 @@ def test_fn_does_not_fit_the_data(fn: Any, data: Any, options: Options, given: s
     assert hint in said if hint else said.startswith(f": {type(caught.value.__cause__).__name__}")
     assert isinstance(caught.value, TypeError | ValueError | AttributeError | NotImplementedError)
     assert type(caught.value.__cause__) in type(caught.value).__mro__
+
+
+def test_a_warning_names_the_line_that_called_devicemap() -> None:
+    """Also from a package whose path begins with that of devicemap."""
+    path = f"{Path(devicemap.__file__).parent}_user/program.py"
+    call = compile("parallel_map(lambda row: row, data)", path, "eval")
+    names = {"parallel_map": devicemap.parallel_map, "data": tf.data.Dataset.from_tensor_slices(X).batch(4)}
+    with pytest.warns(UserWarning, match="the dataset has batches") as caught:
+        eval(call, names)
+    assert caught[0].filename == path
 
 
 def test_samples_as_batches_of_a_model() -> None:

@@ -29,7 +29,7 @@ import devicemap
 from benchmarks import simulator
 from devicemap.compile.compiled import Compiled
 from devicemap.errors import FunctionError
-from devicemap.events import ChunkFailed, ChunkRetried, ChunkStarted, DeviceLost, Event, short_name
+from devicemap.events import CallFinished, ChunkFailed, ChunkRetried, ChunkStarted, DeviceLost, Event, short_name
 
 
 @pytest.fixture(autouse=True)
@@ -425,6 +425,33 @@ def test_ctrl_c_stops_within_a_second(sim: simulator.Simulator, way: str) -> Non
     assert time.monotonic() - interrupted[0] < 1
     timer.join()
     assert delivered == (expected[:20].tolist() if way == "stream" else [])
+
+
+def test_a_second_ctrl_c_does_not_lose_the_end_of_the_call() -> None:
+    """The second one arrives while the call waits for its workers."""
+    events: list[Event] = []
+
+    def interrupt_twice(row: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        frame = None
+        while frame is None or frame.f_code.co_name != "join":
+            frame = sys._current_frames()[threading.main_thread().ident or 0]
+            while frame is not None and frame.f_code.co_name != "join":
+                frame = frame.f_back
+        os.kill(os.getpid(), signal.SIGINT)
+        return row
+
+    mapper = devicemap.DeviceMap(
+        lambda row: tf.ensure_shape(tf.numpy_function(interrupt_twice, [row], tf.float32), []),
+        devices=["CPU:1"], batch_size=1, progress=events.append,
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        mapper(tf.zeros([1]))
+    assert isinstance(events[-1], CallFinished)
+    assert mapper.report.error.startswith("KeyboardInterrupt")
+    deadline = time.monotonic() + 10  # not Thread.join: if it was interrupted, it takes a running thread for ended
+    while any(thread.name.startswith("devicemap") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
 
 
 # A soak

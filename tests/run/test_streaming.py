@@ -186,6 +186,31 @@ def test_what_was_left_to_a_fast_device_goes_to_others_when_that_is_overdue() ->
     assert _flat(run_chunks(Rows(6), _runners(run, in_flight=1), Rules(), paces)) == [2 * i for i in range(6)]
 
 
+def test_two_wake_ups_in_a_row_reach_two_workers() -> None:
+    """One worker reads, one waits for its turn: the first wake-up reaches that one, the second starts a further worker."""
+    go_on, started = threading.Event(), []
+
+    class Blocking(Rows):
+        def take(self, rows: int, limit: int | None) -> Chunk | None:
+            go_on.wait(10)
+            return super().take(rows, limit)
+
+    dispatch = Dispatch(Blocking(4), ["/device:CPU:0"], Rules(), {}, lambda: started.append(True))
+    workers = [threading.Thread(target=dispatch.take, args=("/device:CPU:0",)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    while not dispatch._in_turn:
+        pass
+    with dispatch._lock:  # so that the worker cannot run in between
+        dispatch._call_worker()
+        dispatch._call_worker()
+    assert len(started) == 1
+    dispatch.stop()
+    go_on.set()
+    for worker in workers:
+        worker.join(10)
+
+
 def test_an_endless_source_is_read_no_further_than_the_window() -> None:
     source = Rows(None, 4)
     stream = run_chunks(source, _plain(2), Rules(window=8))

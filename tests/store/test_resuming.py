@@ -14,13 +14,13 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from devicemap.data.chunks import Chunk
+from devicemap.data.chunks import Chunk, InMemory
 from devicemap.data.rows import as_rows, count_rows, take_rows
 from devicemap.errors import JournalError
 from devicemap.store.digests import RowDigest, digest_ranges, digest_rows
 from devicemap.store.header import Header
 from devicemap.store.journal import Journal, open_journal
-from devicemap.store.resume import check_rows, checked, unfinished
+from devicemap.store.resume import Unfinished, check_rows, checked, unfinished
 
 SPEC = {"dense": "int32", "shape": [None], "stored": "i4"}
 HEADER = Header(SPEC, SPEC, False, "auto", None, None, None, {"graph": ""}, "f")
@@ -211,3 +211,25 @@ def test_a_new_folder_holds_nothing_back(tmp_path: Path) -> None:
         assert next(left).start == 0
         assert read == [0]
         assert [chunk.start for chunk in left] == [5, 10, 15]
+
+
+def test_finished_rows_are_skipped_in_large_pieces(tmp_path: Path) -> None:
+    """A device that asks for few rows, as in a new call with batch_size="auto", does not read finished rows so slowly."""
+    taken: list[int] = []
+
+    class Counting(InMemory):
+        def take(self, rows: int, limit: int | None) -> Chunk | None:
+            taken.append(rows)
+            return super().take(rows, limit)
+
+    finished = [(i, i + 1) for i in range(2, 1000)]
+    with _journal(tmp_path, []) as journal:
+        for start, stop in finished:
+            journal.append(start, stop, {"0.values": np.zeros([1], np.int32)}, "")
+        left = Unfinished(Counting(as_rows(tf.zeros([1010])), None), journal, compared=True)
+        chunks, counts = [], []
+        while (counts.append(left.rows_left()), chunk := left.take(1, None))[1] is not None:
+            chunks.append((chunk.start, chunk.count))
+    assert chunks == [(0, 1), (1, 1), *((start, 1) for start in range(1000, 1010))]
+    assert counts == [*range(12, -1, -1)]
+    assert len(taken) < 20
