@@ -75,7 +75,8 @@ TOPICS = {
     "captured": ("Captured variables", TIME_TEXT + " " + CAPTURED_TEXT + " " + SENT_TEXT),
     "real_functions": (
         "Real functions",
-        TIME_TEXT + " All rows in one call. The first call of tf.vectorized_map comes after its trace, which is not counted.",
+        TIME_TEXT
+        + " All rows in one call. The first call of tf.vectorized_map comes after its trace, which is not counted.",
     ),
     "training": ("Training", TIME_TEXT + " The first call is the first epoch, which traces."),
     "pipeline": ("Pipelines", SHARE_TEXT + " The ideal is (M + K - 1) times as long as a stage has a microbatch."),

@@ -16,6 +16,6 @@ def in_flight(compiled: Compiled, prefetch: int | None) -> dict[str, int]:
     if audit.advances_seed or audit.python:
         return dict.fromkeys(compiled.places, 1)
     return {
-        device: max(prefetch or chunks_in_flight(kind_of(device)), compiled.places.count(device))
+        device: prefetch or max(chunks_in_flight(kind_of(device)), compiled.places.count(device))
         for device in compiled.devices
     }

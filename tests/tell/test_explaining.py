@@ -225,6 +225,12 @@ def test_chunks_of_data_and_of_a_dataset(name: str) -> None:
     assert between_devices(graphs) == []
 
 
+def test_prefetch_is_the_number_of_chunks_in_flight() -> None:
+    """Even where each core of a CPU could take a chunk."""
+    mapper = devicemap.DeviceMap(tf.sin, devices=["CPU:1"], vectorize=False, batch_size=2, prefetch=1)
+    assert [device.chunks_in_flight for device in mapper.explain(X).devices] == [1]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
