@@ -31,7 +31,7 @@ def test_on_hosts() -> None:
 def test_serve() -> None:
     """It prints its address and a warning that it has no password, and ends at Ctrl-C."""
     said, saying = processes.forks.Pipe(duplex=False)
-    process = processes.forks.Process(target=_command, args=(saying, "serve", "--port", "0"))
+    process = processes.forks.Process(target=_command, args=(saying, "serve", "--port", "0", "--open"))
     process.start()
     saying.close()
     assert process.pid is not None

@@ -102,12 +102,12 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     mapping.add_argument("--seed", type=int, metavar="N", help="FUNCTION also gets seed=, for tf.random.stateless_*")
     serving = _add(commands, "serve", "serve this machine's devices to devicemap.connect, until Ctrl-C", common)
+    serving.add_argument("--port", type=_port, required=True, metavar="N", help="port to listen on; 0: any free port")
     serving.add_argument(
-        "--port",
-        type=_port,
+        "--open",
+        action="store_true",
         required=True,
-        metavar="N",
-        help="port on all networks, 0 for any free one; there is no password: anyone who reaches it can run code here",
+        help="confirm that the port is open on all network interfaces, without a password: who reaches it can run code here",
     )
     run = _add(commands, "run", "map over all rows, and keep the results in a folder; run again, it goes on", mapping)
     run.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one that the same command has left")
