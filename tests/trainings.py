@@ -74,15 +74,17 @@ def several(of: type) -> keras.Model:
 
 @keras.saving.register_keras_serializable()
 class AddsLosses(layers.Layer):
-    """The mean of squares over rows, or their sum."""
+    """The mean of squares over rows, or their sum; and one of a weight."""
 
     def __init__(self, reduce: str = "mean", **kwargs: Any):
         super().__init__(**kwargs)
         self.reduce = reduce
+        self.scale = self.add_weight(name="scale", initializer="ones")
 
     def call(self, x: Any) -> Any:
         self.add_loss(0.01 * getattr(keras.ops, self.reduce)(keras.ops.sum(keras.ops.square(x), 1)))
-        return x
+        self.add_loss(0.1 * keras.ops.square(self.scale))
+        return self.scale * x
 
 
 @keras.saving.register_keras_serializable()
@@ -168,6 +170,8 @@ class Case:
     rtol: float = 1e-5
     forward: bool = True
     """Whether evaluation and prediction say what those of another case do not."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of `parallelize`."""
 
     def made(self) -> keras.Model:
         """The same each time."""
@@ -259,8 +263,10 @@ CASES = {
         lambda: mlp(kernel_regularizer="l2", bias_regularizer="l1", activity_regularizer="l2"),
         lambda: {"optimizer": keras.optimizers.SGD(0.5, global_clipnorm=0.1)},
         {"x": X, "y": Y, "sample_weight": WEIGHTS, "validation_split": 0.2},
+        options={"added_losses": "mean"},
     ),
-    "added means and sums": Case(lambda: sequential(AddsLosses("mean"), layers.Dense(4, "tanh"), AddsLosses("sum"))),
+    "added means": Case(lambda: sequential(AddsLosses("mean"), layers.Dense(4)), options={"added_losses": "mean"}),
+    "added sums": Case(lambda: sequential(AddsLosses("sum"), layers.Dense(4)), options={"added_losses": "sum"}),
     "outputs in a dict": Case(
         lambda: several(dict),
         lambda: {
@@ -285,11 +291,12 @@ CASES = {
         {"x": X, "y": Y, "validation_data": (X[:13], Y[:13], WEIGHTS[:13])},
     ),
     "weights changed in a step that uses them": Case(
-        lambda: sequential(Counted(), layers.SpectralNormalization(layers.Dense(5)), Counted())
+        lambda: sequential(Counted(), layers.SpectralNormalization(layers.Dense(5)), Counted()),
+        options={"added_losses": "mean"},
     ),
     "a loss that changes what it uses": Case(Relative),
     "batch normalization": Case(normalized, lambda: {"optimizer": keras.optimizers.Adam(0.01, epsilon=1e-3)}),
-    "batch normalization, nested, adding losses": Case(nested),
+    "batch normalization, nested, adding losses": Case(nested, options={"added_losses": "mean"}),
     "batch normalization of images": Case(convolutional, data=IMAGES_DATA),
     "batch normalization, masked": Case(masked_normalization, data=WORDS_DATA),
     "batch normalization, frozen": Case(lambda: convolutional(trainable=False), data=IMAGES_DATA),

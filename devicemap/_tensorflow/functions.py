@@ -144,17 +144,6 @@ def functions_within(graph: Any) -> dict[str, tuple[Any, bool]]:
 _own: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def read_alone(call: Any) -> set[int]:
-    """Which inputs of the op of a call are variables that its function reads and does not change, by their numbers.
-
-    TensorFlow notes it on the op, for edges of its own. Publicly, calls are taken to change nothing.
-    """
-    try:
-        return {*call.get_attr("_read_only_resource_inputs")}
-    except ValueError:
-        return {*range(len(call.inputs))}
-
-
 def own_functions(graph: Any) -> tuple[list[Any], list[str]]:
     """The graphs of the functions that a function's graph calls: those traced for it, and the names of others.
 

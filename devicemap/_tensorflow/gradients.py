@@ -106,35 +106,18 @@ def added(gradients: Sequence[Any]) -> Any:
     return tf.add_n([tf.convert_to_tensor(gradient) for gradient in gradients])
 
 
+@with_fallback(nothing, _control)
 def wait_for(op: Any, before: Any) -> None:
     """Let an op of the graph being traced wait for another one, unless that needs what it gives."""
-    all_wait_for([op], before)
-
-
-@with_fallback(nothing, _control)
-def all_wait_for(ops: Iterable[Any], before: Any) -> None:
-    """The same for several ops."""
-    needed = needed_by([before])
-    for op in ops:
-        if op not in needed:
-            op._add_control_input(before)
-
-
-def can_wait() -> bool:
-    """Whether `all_wait_for` can be used. It has no public way: ops run in any order."""
-    return usable(_control)
-
-
-def needed_by(ops: Iterable[Any]) -> set[Any]:
-    """All that ops take what they give from, by way of others, or wait for; themselves included."""
-    met: set[Any] = set()
-    left = [*ops]
+    needed: set[Any] = set()
+    left = [before]
     while left:
         each = left.pop()
-        if each not in met:
-            met.add(each)
+        if each not in needed:
+            needed.add(each)
             left += [*(tensor.op for tensor in each.inputs), *each.control_inputs]
-    return met
+    if op not in needed:
+        op._add_control_input(before)
 
 
 def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:

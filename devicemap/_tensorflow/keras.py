@@ -77,16 +77,6 @@ def updates_alone(optimizer: Any, **methods: Any) -> contextlib.AbstractContextM
     return replacing(optimizer, _all_reduce_sum_gradients=list, **methods)
 
 
-def build_for_training(model: Any, batch: Any) -> None:
-    """Make what a compiled model makes in its first step: the state of its optimizer, losses and metrics.
-
-    `batch` is a tuple of inputs and targets, nests of what has a shape and a dtype. Without Keras's name for it, the first
-    step makes them.
-    """
-    if hasattr(model, "_symbolic_build"):
-        model._symbolic_build(data_batch=batch)
-
-
 def forget_functions(model: Any) -> None:
     """Let a model's loops trace their steps anew."""
     model.train_function = model.test_function = model.predict_function = None

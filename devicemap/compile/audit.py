@@ -156,8 +156,13 @@ def is_steady(graph_def: Any) -> bool:
     Not where there is a loop, a branch, Python, or an op that is not TensorFlow's own.
     """
     functions = {f.signature.name for f in graph_def.library.function}
-    types = {node.op for nodes in (graph_def.node, *(f.node_def for f in graph_def.library.function)) for node in nodes}
+    types = op_types(graph_def)
     return not types & _VARYING and all(hasattr(tf.raw_ops, op) for op in types - functions)
+
+
+def op_types(graph_def: Any) -> set[str]:
+    """Return the types of the ops of a graph and of all functions in it."""
+    return {node.op for nodes in (graph_def.node, *(f.node_def for f in graph_def.library.function)) for node in nodes}
 
 
 def variable_of(concrete: Any, handle: Any) -> Any:

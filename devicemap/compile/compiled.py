@@ -110,7 +110,6 @@ class Compiled:
         any_rows: bool = False,
         inlined: bool = False,
         one_row: bool = False,
-        timed: bool = False,
         checked: bool = False,
     ) -> Any:
         """The whole call as one `ConcreteFunction`: `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`.
@@ -118,8 +117,7 @@ class Compiled:
         `sizes` is int32 `[shards]`, and the rows returned are int64 `[shards]` per leaf, for a `fn` of batches. With
         `any_rows`, sizes may be 0, and those devices are not called. The arrivals are one tensor, float64 `[shards]`: when
         the results of each shard were there, in seconds since the epoch; or none, for one shard that goes to the host, without
-        clocks, and where the graph is to be `inlined` into another and not `timed`: a clock is a stateful op, which that would
-        wait for.
+        clocks, and where the graph is to be `inlined` into another: a clock is a stateful op, which that would wait for.
 
         `gradients` tells which may be asked for: 0 none, 1 first ones, 2 any (`order_of_gradients`). A function with seeded
         random ops gets a graph for each, as TensorFlow runs other ops for each, and one for each that is inlined: each begins
@@ -127,11 +125,10 @@ class Compiled:
         whether the graph itself checks that `fn` returned as many rows as it got.
         """
         audit = self.traced.audit
-        timed = timed and has_clock()
         clocked = self._clocked and (shards > 1 or kind_of(self._output_device) != "CPU") and not inlined
         # TensorFlow folds constants of that size into wrong gradients of loops that rows leave at different times.
         apart = inlined and one_row and self.traced.vectorized and audit.loops
-        form = Form(any_rows, timed or clocked, apart, checked)
+        form = Form(any_rows, clocked, apart, checked)
         anew = audit.seeded and inlined
         in_place = anew or (inlined and self._reads_in_place)
         of_run = inlined and not gradients and not anew and has_own_variables()

@@ -67,8 +67,8 @@ class Passed:
     masked: tuple[bool, ...]
     """Which outputs have a Keras mask."""
 
-    losses: int
-    """How many scalars `add_loss` got."""
+    losses: tuple[bool, ...]
+    """For each loss that layers add, whether it depends on the rows."""
 
     updated: tuple[int, ...]
     """Which variables got new values."""
@@ -78,7 +78,7 @@ class Passed:
         outputs, left = list(results[: len(self.masked)]), list(results[len(self.masked) :])
         for output in [output for output, masked in zip(outputs, self.masked) if masked]:
             set_mask(output, left.pop(0))
-        return tf.nest.pack_sequence_as(self.outputs, outputs), left[: self.losses], left[self.losses :]
+        return tf.nest.pack_sequence_as(self.outputs, outputs), left[: len(self.losses)], left[len(self.losses) :]
 
 
 def collecting(held: Sequence[tuple[Any, Any]] = ()) -> Any:
@@ -93,6 +93,8 @@ def collecting(held: Sequence[tuple[Any, Any]] = ()) -> Any:
             self.token = _scope.set(self)
             self.held = {id(variable) for variable, _ in held}
             self.changed = list[Any]()
+            self.constant_losses = set[int]()
+            """By identity: losses that do not depend on the rows, although they come from a function of them."""
             return super().__enter__()
 
         def __exit__(self, *error: Any) -> None:
@@ -113,8 +115,8 @@ def collecting(held: Sequence[tuple[Any, Any]] = ()) -> Any:
     return Scope(held, collect_losses=True)
 
 
-def pure(call: Any, scope: Any, variables: Sequence[Any]) -> tuple[list[Any], list[Any], Passed]:
-    """What a call of a model or layer gives in a scope of `collecting`.
+def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any], Passed]:
+    """Call a model or layer on some rows, in a scope of `collecting`.
 
     Returns:
         Its outputs and their masks; the losses that it adds and new values of `variables`; what these are.
@@ -140,7 +142,7 @@ def pure(call: Any, scope: Any, variables: Sequence[Any]) -> tuple[list[Any], li
     what = Passed(
         tf.nest.map_structure(lambda _: None, outputs),
         tuple(mask is not None for mask in masks),
-        len(scope.losses),
+        tuple(id(loss) not in scope.constant_losses and depends_on(loss, rows) for loss in scope.losses),
         tuple(updates),
     )
     return [*flat, *(mask for mask in masks if mask is not None)], [*scope.losses, *updates.values()], what
@@ -152,7 +154,8 @@ def is_seed(variable: Any) -> bool:
 
 
 def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
-    """Whether a tensor of a graph is computed from one of these."""
+    """Return whether a tensor of a graph is computed from one of these: dense, ragged or sparse tensors."""
+    sources = tf.nest.flatten(list(sources), expand_composites=True)
     looked_at, left = set(), [tensor]
     while left:
         each = left.pop()
@@ -210,13 +213,14 @@ def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
                 set_mask(leaf, mask)
         args, kwargs = given.with_rows(values[:count])
         own = collecting([*zip(variables, values[count:])])
-        tensors, others, what = pure(partial(call, *args, **kwargs), own, variables)
+        tensors, others, what = pure(partial(call, *args, **kwargs), own, variables, values[:count])
         found.append(what)
         return tensors, others
 
     results = recomputed(run, [], [*given.rows, *map(scope.get_current_value, variables)])
     outputs, losses, updates = found[-1].unpacked(results)
     scope.losses += losses
+    scope.constant_losses |= {id(loss) for loss, of_rows in zip(losses, found[-1].losses) if not of_rows}
     for i, value in zip(found[-1].updated, updates):
         scope.add_update((variables[i], value))
     return outputs

@@ -1,28 +1,27 @@
-"""Keras models on several devices: their own steps, with the forward pass mapped over the devices.
+"""Keras models on several devices: Keras's own steps, with the forward pass mapped over the devices.
 
     a batch ── shards ──> the model, on each device ── outputs, gathered ──> loss, metrics, optimizer: Keras's, once
 
-So loss, metrics and optimizer see the whole batch, as on one device: reductions, weights, masks, clipping and whatever else is
-done with outputs or gradients is what Keras does. Gradients are computed where the forward pass was.
+Loss, metrics and optimizer see the whole batch, as on one device. So Keras itself computes reductions, weights, masks and
+clipping. Gradients are computed on the device of the forward pass.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import batch_norms_of, forget_functions, layers_of, sublayers_of
 from devicemap.api import DeviceMap
-from devicemap.base.options import check_count, check_progress
+from devicemap.base.options import check_count
 from devicemap.data.shards import shard_sizes
 from devicemap.errors import OptionError
-from devicemap.events import Event
 from devicemap.tell.plan.plan import Plan
 from devicemap.tell.plan.planner import explain_call
 from devicemap.tell.plan.request import ask
@@ -30,29 +29,27 @@ from devicemap.tell.report.training import DeviceShare, TrainingReport
 from devicemap.tell.verify import Verification
 from devicemap.training.calls import ROWS, Given, without_state
 from devicemap.training.forward import ForwardPass
-from devicemap.training.loops import Loops
-from devicemap.training.steps import Steps, Updates
+from devicemap.training.steps import Steps
 from devicemap.training.variables import beside_variables
 
 _STEPS = "train_step", "test_step", "predict_step"
 _MAKERS = "make_train_function", "make_test_function", "make_predict_function"
-_LOOPS = "fit", "evaluate", "predict"
 _METHODS = "detach", "explain", "report", "verify"
 
 
 def parallelize(
     model: Any,
     devices: Any = None,
-    batch_norm: str = "synchronized",
+    batch_norm: Literal["synchronized", "local"] = "synchronized",
     accumulate: int = 1,
     recompute: bool | Sequence[str] = False,
-    progress: bool | Callable[[Event], Any] = False,
+    added_losses: Literal["sum", "mean"] | None = None,
 ) -> Any:
     """Let a Keras model fit, evaluate and predict on several devices.
 
-    The weights after each step, losses and metrics are those of one device with the same batches, to rounding. The model stays
-    the same object, with the same variables, files and callbacks; called directly, or saved, it is what it was. Each batch is
-    cut into a shard of rows for each device; loss, metrics and optimizer run once, on all rows, where the variables are.
+    The weights after each step, losses and metrics are those of one device with the same batches, up to rounding. The model
+    stays the same object, with the same variables, files and callbacks. Direct calls and saved files do not change. Each batch
+    is cut into one shard of rows for each device. Loss, metrics and optimizer run once, on all rows, where the variables are.
 
     Args:
         model: a Keras 3 model with the TensorFlow backend: Sequential, functional or subclassed, compiled or not, built.
@@ -60,13 +57,15 @@ def parallelize(
         batch_norm: "synchronized": batch normalization takes mean and variance of the whole batch. "local": of a device's rows,
             as separate processes would; the moving averages take the mean over the devices.
         accumulate: each device takes its rows of a training step in so many microbatches, one after another, and adds up
-            their gradients: the step is the same, in the memory of one, for another run of the forward pass. A step that
-            runs out of memory is cut in the same way, with a warning. With `batch_norm="local"` normalization sees one
-            microbatch.
+            their gradients: the step is the same, in the memory of one, for another run of the forward pass. With
+            `batch_norm="local"` normalization sees one microbatch.
         recompute: True: what layers compute on the way to their outputs is not kept for gradients, but computed again; a list
             of names: for these layers. That saves memory if a layer holds other layers. Those that change variables of their
             own, such as batch normalization, are left out.
-        progress: as for `parallel_map`, of `fit`, `evaluate` and `predict`: a step is a chunk for each device.
+        added_losses: required if layers add losses that depend on the rows, by `add_loss` or an `activity_regularizer`.
+            "sum": they are sums over rows, so those of the devices are added. "mean": they are means over rows, as Keras
+            makes those of an `activity_regularizer`, so those of the devices are weighted by their rows. Regularizers of
+            weights need no option: they are counted once.
 
     Returns:
         The model, which has a method `detach()` now that gives it back to one device.
@@ -76,6 +75,10 @@ def parallelize(
             of a strategy or is parallelized already, for devices or layers that do not exist, and for several microbatches
             with batch normalization that is synchronized.
 
+    The first step raises a `FunctionError` while it is traced, before anything runs, if a layer does what devices cannot do
+    apart: if it changes a `tf.Variable` that is not one of Keras's, gives a variable a value that depends on the rows, adds a
+    loss without `added_losses`, or if an output does not have one row for each row of the batch.
+
     Examples:
         >>> import keras
         >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
@@ -83,19 +86,19 @@ def parallelize(
         >>> _ = parallelize(model).fit(tf.ones([8, 3]), tf.ones([8, 1]), verbose=0)
         >>> _ = model.detach()
     """
-    _check(model, batch_norm)
+    _check(model, batch_norm, added_losses)
     check_count("accumulate", accumulate)
     if accumulate > 1 and batch_norm == "synchronized" and batch_norms_of(model):
         raise OptionError(
             f"accumulate={accumulate} with {batch_norms_of(model)[0].name}, which takes mean and variance of a whole batch; "
             "set batch_norm='local' for those of a device's microbatch, or recompute=True to save memory"
         )
-    recomputed = _recomputed(model, recompute)
-    _Parallel(model, devices, batch_norm, accumulate, recomputed, check_progress(progress)).attach()
+    forward = ForwardPass(model, devices, batch_norm, added_losses, _recomputed(model, recompute))
+    _Parallel(model, devices, forward, accumulate).attach()
     return model
 
 
-def _check(model: Any, batch_norm: str) -> None:
+def _check(model: Any, batch_norm: str, added_losses: str | None) -> None:
     import keras
 
     if not isinstance(model, keras.Model):
@@ -106,6 +109,8 @@ def _check(model: Any, batch_norm: str) -> None:
         )
     if batch_norm not in ("synchronized", "local"):
         raise OptionError(f"batch_norm={batch_norm!r}; expected 'synchronized' or 'local'")
+    if added_losses not in (None, "sum", "mean"):
+        raise OptionError(f"added_losses={added_losses!r}; expected 'sum', 'mean' or None")
     if "detach" in vars(model):
         raise OptionError(f"{model.name} is parallelized already; model.detach() gives it back to one device")
     if not model.built:
@@ -140,49 +145,25 @@ def _recomputed(model: Any, recompute: bool | Sequence[str]) -> list[Any]:
 
 
 class _Parallel:
-    """A parallelized model: what its steps do instead of calling it on one device."""
+    """A parallelized model: its steps, and the methods that are put on the model."""
 
-    def __init__(
-        self, model: Any, devices: Any, batch_norm: str, accumulate: int, recomputed: Sequence[Any], progress: Any
-    ):
-        self._model = model
-        self._devices = devices
-        self._forward = ForwardPass(model, devices, batch_norm, recomputed)
-        self._heard = bool(progress)
-        self._loops = Loops(model.name, self._forward.devices, progress)
-        self._rows: list[int] = []
-        """Of each device in training, when the last step ended."""
-        places = len(self._forward.devices)
-        self._updates = {name: Updates(self._forward.home) for name in _STEPS}
-        whole = batch_norm == "synchronized" and batch_norms_of(model)
-        self._steps = {
-            name: Steps(
-                model,
-                partial(self._step, name),
-                self._updates[name],
-                accumulate if name == "train_step" else 1,
-                None if whole and name == "train_step" else places,
-                self._made if progress else None,
-                None,
-            )
-            for name in _STEPS
-        }
+    def __init__(self, model: Any, devices: Any, forward: ForwardPass, accumulate: int):
+        self._model, self._devices = model, devices
+        self._forward, self._accumulate = forward, accumulate
+        self._sizes: dict[str, Counter[int]] = {name: Counter() for name in _STEPS}
+        """How many steps had how many rows; in training, since `fit` was called last."""
 
     def attach(self) -> None:
         """Put the steps on the model."""
         own = vars(self._model)
-        for name in _STEPS:
-            own[name] = partial(self._step, name, self._steps[name].microbatches)
-        for name in _MAKERS:
-            own[name] = partial(self._make, name)
+        own |= {name: partial(self._step, name) for name in _STEPS}
+        own |= {name: partial(self._make, name) for name in _MAKERS}
         own |= {name: getattr(self, name) for name in _METHODS}
-        if self._heard:
-            own |= {name: partial(self._loop, name) for name in _LOOPS}
         forget_functions(self._model)
 
     def detach(self) -> Any:
-        """Give the model back to one device; returns it."""
-        for name in (*_STEPS, *_MAKERS, *_METHODS, *(_LOOPS if self._heard else ())):
+        """Give the model back to one device and return it."""
+        for name in (*_STEPS, *_MAKERS, *_METHODS):
             vars(self._model).pop(name, None)
         forget_functions(self._model)
         return self._model
@@ -197,17 +178,22 @@ class _Parallel:
         leaves = tuple(tf.nest.flatten(data_or_spec))
         training = {"training": True} if "training" in inspect.signature(self._model.call).parameters else {}
         given = Given(((structure,), training), (*(ROWS for _ in leaves), *training.values()), ())
-        microbatches = self._steps["train_step"].microbatches
-        program = self._forward.graph_of(given, microbatches).program
+        program = self._forward.graph_of(given, self._accumulate).program
         asked = ask(leaves, program.options)
         compiled = program.compiled_for(asked)
         plan = explain_call(asked, compiled, program.options, self._model.call, program.devices, program.name)
-        return replace(plan, microbatches=microbatches)
+        return replace(plan, microbatches=self._accumulate)
 
     def report(self) -> TrainingReport:
-        """What the devices did since `fit` was called last: rows, and busy and idle seconds in forward passes."""
-        shares = tuple(DeviceShare(*known) for known in self._forward.clock.known())
-        return TrainingReport(self._model.name, shares, self._steps["train_step"].microbatches)
+        """Return how many rows each device computed in training steps since `fit` was called last."""
+        devices, sizes = self._forward.devices, self._sizes["train_step"]
+        rows = Counter(dict.fromkeys(devices, 0))
+        for size, steps in sizes.items():
+            shards = zip(devices, shard_sizes(size, len(devices)))
+            for device, shard in shards if size >= len(devices) else [(self._forward.home, size)]:
+                rows[device] += shard * steps
+        shares = tuple(DeviceShare(*each) for each in rows.items())
+        return TrainingReport(self._model.name, sizes.total(), shares, self._accumulate)
 
     def verify(self, data: Any, rows: int | None = None, *, tolerance: float | None = None) -> Verification:
         """Run the model as in `predict` on some rows, and compare each layer's output, as `DeviceMap.verify` does.
@@ -233,59 +219,38 @@ class _Parallel:
         mapper = DeviceMap(infer, devices=self._devices, batched=True, name=self._model.name)
         return mapper.verify(leaves, rows, tolerance=tolerance)
 
-    def _loop(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """One of Keras's loops, of which somebody hears."""
-        with self._loops.call():
-            return getattr(type(self._model), name)(self._model, *args, **kwargs)
-
-    def _made(self, rows: int, seconds: float) -> None:
-        """A step has been made: in training, the clock knows which device had how many rows."""
-        before, self._rows = self._rows, [count for _, count, *_ in self._forward.clock.known()]
-        sizes = [after - before for after, before in zip(self._rows, before)]
-        self._loops.made(sizes if sum(sizes) == rows else shard_sizes(rows, len(sizes)), seconds)
-
     def _make(self, name: str, force: bool = False) -> Any:
-        """In place of Keras's functions: without XLA, which compiles for one device, and a step at a time, to be made again."""
+        """Make the function of a loop, instead of Keras, which would compile it by XLA for one device."""
         if not any(getattr(self._model, each.removeprefix("make_")) for each in _MAKERS):  # as `compile` leaves it
             self._forward.forget()
         if name == "make_train_function":
-            self._forward.clock.reset()
-            self._rows = [0] * len(self._forward.devices)
+            self._sizes["train_step"].clear()
         made = name.removeprefix("make_")
         if force or getattr(self._model, made) is None:
             step = made.replace("function", "step")
-            setattr(self._model, made, partial(_joined if step == "predict_step" else _last, self._steps[step].begin()))
+            steps = Steps(self._model, partial(self._step, step), self._sizes[step])
+            setattr(self._model, made, partial(_joined if step == "predict_step" else _last, steps))
         return getattr(self._model, made)
 
-    def _step(self, name: str, microbatches: int, data: Any) -> Any:
-        """A step of Keras's on a batch."""
+    def _step(self, name: str, data: Any) -> Any:
+        """Run a step of Keras's on a batch: on all devices if there is a row for each, otherwise where the variables are."""
         rows = next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
-        places = len(self._forward.devices)
-        over = partial(self._step_over, name, microbatches, data)
-        if places == 1 or rows.shape[0] is not None:
-            return over(min(rows.shape[0] or 1, places))
-        # The whole step, as what a branch keeps for gradients would not stay where it is: and a branch on each device, for
-        # shards without rows, takes as long as all ops of a small layer.
-        return tf.cond(tf.shape(rows)[0] >= places, lambda: over(places), lambda: over(1))
-
-    def _step_over(self, name: str, microbatches: int, data: Any, places: int) -> Any:
-        """The same over so many devices, in the graph that is being built; none of them is without rows."""
-        step, outputs = partial(getattr(type(self._model), name), self._model, data), list[Any]()
+        devices = len(self._forward.devices)
         if name == "train_step" and self._forward.meeting:
-            call = partial(self._forward.synchronized, places) if places > 1 else None
-            with self._forward.calling(call), beside_variables(self._model):
-                return step()
+            call = self._forward.synchronized
+        else:
+            call = partial(self._forward.mapped, self._accumulate if name == "train_step" else 1)
+        over_all, alone = (partial(self._step_by, name, data, each) for each in (call, None))
+        if devices == 1:
+            return over_all()
+        if rows.shape[0] is not None:
+            return over_all() if rows.shape[0] >= devices else alone()
+        # Each branch holds the whole step: the values that a branch keeps for gradients would not stay on their device.
+        return tf.cond(tf.shape(rows)[0] >= devices, over_all, alone)
 
-        def mapped(*args: Any, **kwargs: Any) -> Any:
-            results = self._forward.mapped(microbatches, *args, **kwargs)
-            outputs.extend(tf.nest.flatten(results, expand_composites=True))
-            return results
-
-        alone = places < len(self._forward.devices)
-        eager = tf.executing_eagerly()
-        updates_last = contextlib.nullcontext() if eager else self._updates[name].last(self._model, outputs)
-        with self._forward.calling(None if alone else mapped), updates_last, beside_variables(self._model):
-            return step()
+    def _step_by(self, name: str, data: Any, call: Any) -> Any:
+        with self._forward.calling(call), beside_variables(self._model):
+            return getattr(type(self._model), name)(self._model, data)
 
 
 def _last(steps: Steps, batches: Any) -> Any:

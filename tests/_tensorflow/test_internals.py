@@ -24,7 +24,6 @@ from devicemap._tensorflow.functions import (
     functions_within,
     last_set_seed,
     must_run,
-    read_alone,
     registered_kernels,
 )
 from devicemap._tensorflow.gradients import (
@@ -193,16 +192,6 @@ def test_functions_that_a_function_calls() -> None:
         op.type: xla for inside, xla in found.values() for op in inside.get_operations() if op.type in ("Sin", "Cos")
     }
     assert holding == {"Sin": False, "Cos": True}
-
-
-def test_calls_tell_what_they_read_alone() -> None:
-    read, changed = tf.Variable(1.0), tf.Variable(1.0)
-    inner = tf.function(lambda: changed.assign(read))
-    graph = tf.function(lambda: inner()).get_concrete_function().graph
-    (call,) = (op for op in graph.get_operations() if op.type == "StatefulPartitionedCall")
-    names = {id(inside): variable for variable, inside in zip(graph.variables, (v.handle for v in graph.variables))}
-    handles = {id(inside): names[id(outside)] for outside, inside in graph.captures}
-    assert [handles[id(call.inputs[i])] is read for i in read_alone(call)] == [True]
 
 
 def test_kernels_are_listed() -> None:

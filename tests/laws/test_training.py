@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 import itertools
 import pickle
 from collections.abc import Callable
@@ -22,7 +20,6 @@ from trainings import CASES, STEPS, WEIGHTS, AddsLosses, Case, X, Y, mlp, normal
 
 import devicemap
 from devicemap.errors import FunctionError, OptionError
-from devicemap.events import CallFinished, CallStarted, ChunkFinished
 
 DEVICE_COUNTS = 2, 3
 
@@ -54,7 +51,7 @@ def test_trained_as_by_one_device(name: str, devices: list[str]) -> None:
     assert len(wanted["history"]["loss"]) == 3
     model = case.made()
     before = model.get_weights()
-    got = case.trained(devicemap.parallelize(model, devices))
+    got = case.trained(devicemap.parallelize(model, devices, **case.options))
     assert_close(got, wanted, case.rtol)
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(before, wanted["weights"]))
 
@@ -102,7 +99,13 @@ def test_local_batch_normalization_takes_a_devices_rows(devices: list[str]) -> N
 
 FRUGAL = [{"accumulate": 3}, {"recompute": True}, {"accumulate": 2, "recompute": True}]
 FRUGALLY_TRAINED = [
-    *("momentum, clipnorm", "added means and sums", "outputs in a dict", "weights changed in a step that uses them"),
+    *(
+        "momentum, clipnorm",
+        "added means",
+        "added sums",
+        "outputs in a dict",
+        "weights changed in a step that uses them",
+    ),
     *(pytest.param(name, marks=pytest.mark.nightly) for name in ("masks, gradients of slices", "scaled")),
 ]
 
@@ -112,14 +115,16 @@ FRUGALLY_TRAINED = [
 @pytest.mark.parametrize("name", FRUGALLY_TRAINED)
 def test_trained_in_less_memory(name: str, options: dict[str, Any], devices: list[str]) -> None:
     case = CASES[name]
-    assert_close(case.fitted(devicemap.parallelize(case.made(), devices, **options)), case.wanted, case.rtol)
+    model = devicemap.parallelize(case.made(), devices, **options | case.options)
+    assert_close(case.fitted(model), case.wanted, case.rtol)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["batch normalization, nested, adding losses", "batch normalization, masked"])
 def test_layers_run_again_beside_batch_normalization(name: str, devices: list[str]) -> None:
     case = CASES[name]
-    assert_close(case.fitted(devicemap.parallelize(case.made(), devices, recompute=True)), case.wanted, case.rtol)
+    model = devicemap.parallelize(case.made(), devices, recompute=True, **case.options)
+    assert_close(case.fitted(model), case.wanted, case.rtol)
 
 
 class Scale(layers.Layer):
@@ -168,74 +173,24 @@ class Greedy(layers.Layer):
         return x if training is not self.in_training else greedy(x) if training else greedily(x)
 
 
-@functools.cache
-def greedy(rows: int, in_training: bool = True) -> Case:
-    """Its last layers have their gradients when there is no memory for those of the first."""
-    return Case(
-        lambda: sequential(layers.Dense(8, "tanh"), Greedy(rows, in_training), layers.Dense(4, "tanh")),
-        lambda: {"optimizer": keras.optimizers.Adam(0.01, epsilon=1e-3), "metrics": ["mae"]},
-    )
-
-
-@pytest.mark.nightly
-@pytest.mark.private("the order of ops")
-@pytest.mark.parametrize("spread", [False, True])
-def test_steps_without_memory_are_made_in_microbatches(spread: bool, devices: list[str]) -> None:
-    with devicemap.spread_variables(devices) if spread else contextlib.nullcontext():
-        model = devicemap.parallelize(greedy(2).made(), devices)
-    with pytest.warns(RuntimeWarning, match="accumulate=") as told:
-        got = greedy(2).fitted(model)
-    assert_close(got, greedy(11).wanted)
-    assert len(told) == 1
-    assert model.report().microbatches == {2: 4, 3: 2}[len(devices)]
-
-
-@pytest.mark.nightly
-@pytest.mark.private("the order of ops")
-def test_inference_without_memory_is_made_in_microbatches() -> None:
-    case = greedy(3, in_training=False)
-    model = devicemap.parallelize(case.made(), ["CPU:1"])
-    with pytest.warns(RuntimeWarning, match="microbatches") as told:
-        got = case.trained(model)
-    assert_close(got, greedy(11).wanted)
-    assert len(told) == 2
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("norm", [[], [layers.BatchNormalization]], ids=["a row", "a whole batch"])
-def test_what_cannot_be_cut_says_what_to_do(norm: Any, devices: list[str]) -> None:
-    case = Case(lambda: sequential(*(layer() for layer in norm), layers.Dense(8), Greedy(0, True), layers.Dense(4)))
+@pytest.mark.parametrize("in_training", [True, False])
+def test_steps_without_memory_say_what_to_do(in_training: bool, devices: list[str]) -> None:
+    case = Case(lambda: sequential(layers.Dense(8), Greedy(0, in_training), layers.Dense(4)))
     model = devicemap.parallelize(case.made(), devices)
     before = model.get_weights()
-    with pytest.raises(tf.errors.ResourceExhaustedError, match="batch_size") as raised:
-        model.fit(X, Y, batch_size=11, verbose=0)
+    with pytest.raises(tf.errors.ResourceExhaustedError, match=r"batch_size.*accumulate=.*recompute=") as raised:
+        (model.fit if in_training else model.evaluate)(X, Y, batch_size=11, verbose=0)
     assert isinstance(raised.value, FunctionError)
-    assert model.report().microbatches == 1
-    if not norm:
-        np.testing.assert_equal(model.get_weights(), before)
+    np.testing.assert_equal(model.get_weights(), before)
 
 
 @pytest.mark.nightly
-@pytest.mark.private("the order of ops")
 def test_layers_that_draw_for_themselves_are_not_run_again(devices: list[str]) -> None:
     def noisy() -> keras.Model:
-        return sequential(layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x))), Greedy(1, True), layers.Dense(4))
+        return sequential(layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x))), layers.Dense(4))
 
     with pytest.raises(FunctionError, match=r"keras\.random"):
         devicemap.parallelize(Case(noisy).made(), devices, recompute=True).fit(X, Y, verbose=0)
-    with pytest.raises(tf.errors.ResourceExhaustedError, match=r"keras\.random"):
-        devicemap.parallelize(Case(noisy).made(), devices).fit(X, Y, batch_size=11, verbose=0)
-
-
-class Drawn(layers.Layer):
-    """Draws, also where nothing is trained."""
-
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.seeds = keras.random.SeedGenerator(1)
-
-    def call(self, x: Any) -> Any:
-        return x + keras.random.normal(keras.ops.shape(x), seed=self.seeds)
 
 
 class Noise(layers.Layer):
@@ -275,24 +230,15 @@ def test_no_random_number_comes_twice_and_all_come_again(norm: Any, devices: lis
     assert drawn() == numbers
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["metrics", "batch normalization"])
-def test_progress_and_report_tell_of_all_rows(name: str, devices: list[str]) -> None:
-    case = CASES[name]
-    events: list[Any] = []
-    model = devicemap.parallelize(case.made(), devices, progress=events.append)
-    model.fit(
-        **STEPS | case.data | {"batch_size": 17, "epochs": 2, "validation_data": (case.data["x"], case.data["y"])}
-    )
-    began, *middle, ended = events
-    assert isinstance(began, CallStarted)
-    assert isinstance(ended, CallFinished)
-    shards = [event.shard for event in middle if isinstance(event, ChunkFinished)]
-    assert [0, *(shard.stop for shard in shards)] == [*(shard.start for shard in shards), 2 * (34 + 34)]
-    report = model.report()
-    assert sum(device.rows for device in report.devices) == 2 * 34
-    assert min(device.idle_seconds for device in report.devices) < max(device.busy_seconds for device in report.devices)
-    assert f"{2 * 34} rows" in str(report)
+def test_report_counts_all_rows(devices: list[str]) -> None:
+    model = devicemap.parallelize(CASES["momentum, clipnorm"].made(), devices)
+    for epochs in (1, 2):
+        model.fit(X, Y, batch_size=11, epochs=epochs, validation_data=(X, Y), verbose=0)
+        report = model.report()
+        assert (report.steps, sum(device.rows for device in report.devices)) == (4 * epochs, 34 * epochs)
+        shares = [device.rows for device in report.devices if device.device.endswith(devices[0])]
+        assert shares == [3 * -(-11 // len(devices)) * epochs]
+    assert f"{2 * 34} rows in 8 training steps" in str(report)
 
 
 class Stops(keras.callbacks.Callback):
@@ -466,6 +412,7 @@ def test_a_model_without_an_optimizer_predicts(devices: list[str]) -> None:
         (mlp, {"devices": ["CPU:0", "GPU:17"]}, "GPU:17"),
         (lambda: devicemap.parallelize(mlp(), ["CPU:1", "CPU:2"]), {}, "detach"),
         (normalized, {"batch_norm": "global"}, "global"),
+        (mlp, {"added_losses": "max"}, "max"),
         (normalized, {"accumulate": 2}, "local"),
         (mlp, {"accumulate": 0}, "accumulate"),
         (mlp, {"recompute": ["nobody"]}, "nobody"),
@@ -520,58 +467,39 @@ class Remembers(layers.Layer):
         return x
 
 
-class Masked(layers.Layer):
-    """Adds a mean over steps that are not masked, which is neither one over rows nor a sum."""
-
-    def call(self, x: Any) -> Any:
-        mask = keras.ops.cast(keras.ops.not_equal(x, 0.0), "float32")
-        self.add_loss(keras.ops.sum(x**2) / keras.ops.sum(mask))
-        return x
-
-
 def test_a_layer_that_counts_calls(devices: list[str]) -> None:
     model = devicemap.parallelize(Case(lambda: sequential(Counts(rows=False))).made(), devices)
     model.fit(X, Y, batch_size=11, verbose=0)
     assert float(model.layers[0].count) == 4
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("reduce", ["mean", "sum"])
-def test_added_losses_may_draw_random_numbers(reduce: str, devices: list[str]) -> None:
-    """As in a variational autoencoder: told by many rows to be a sum or a mean."""
+class Tallies(layers.Layer):
+    """Counts calls in a variable that is not Keras's."""
 
-    def noisy() -> keras.Model:
-        return sequential(Drawn(), AddsLosses(reduce))
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = tf.Variable(0.0)
 
-    rows = np.tile(X, [8, 1])
-    losses = [
-        model.fit(rows, np.zeros([len(rows), 1]), batch_size=len(rows), verbose=0).history["loss"][0]
-        for model in (Case(noisy).made(), devicemap.parallelize(Case(noisy).made(), devices))
-    ]
-    assert losses[1] == pytest.approx(losses[0], rel=0.2)
+    def call(self, x: Any) -> Any:
+        self.count.assign_add(1.0)
+        return x
 
 
+@pytest.mark.parametrize("norm", [[], [layers.BatchNormalization]], ids=["", "batch normalization"])
 @pytest.mark.parametrize(
     ("layer", "word"),
     [
         (lambda: Counts(rows=True), "count"),
-        (lambda: layers.ReLU(activity_regularizer=lambda x: tf.reduce_sum(x) ** 2), "sum"),
-        (lambda: layers.ReLU(activity_regularizer=lambda x: 0.0 * tf.reduce_sum(x)), "0 for random rows"),
-        (Masked, "sum"),
+        (AddsLosses, "added_losses="),
+        (lambda: layers.ReLU(activity_regularizer="l2"), "added_losses="),
         (Watches, "none of the model's variables"),
         (Remembers, "add_weight"),
+        (Tallies, "add_weight"),
     ],
-    ids=[
-        "a value of rows",
-        "a loss that is no sum",
-        "a loss of nothing",
-        "a mean of what is not masked",
-        "a metric",
-        "a variable",
-    ],
+    ids=["a value of rows", "a loss", "a regularizer of outputs", "a metric", "a variable", "a tally"],
 )
-def test_what_devices_cannot_do_apart_is_refused(layer: Any, word: str, devices: list[str]) -> None:
-    model = devicemap.parallelize(Case(lambda: sequential(layer())).made(), devices)
+def test_what_devices_cannot_do_apart_is_refused(layer: Any, word: str, norm: Any, devices: list[str]) -> None:
+    model = devicemap.parallelize(Case(lambda: sequential(layer(), *(each() for each in norm))).made(), devices)
     before = model.get_weights()
     with pytest.raises(FunctionError, match=word):
         model.fit(X, Y, verbose=0)

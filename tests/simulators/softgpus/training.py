@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections import Counter
 from typing import Any
@@ -147,28 +146,6 @@ def test_microbatches_and_recomputation_take_less_memory() -> None:
     assert measured(accumulate=8) < 0.2 * plain
     assert measured(recompute=True) < 0.65 * plain
     assert measured(recompute=["wide"]) < 0.9 * plain
-
-
-def after_two_steps(model: keras.Model) -> list[Any]:
-    x = np.random.default_rng(0).normal(size=[COUNT * 3000, 16]).astype("float32")
-    return [*(model.train_on_batch(x, x) for _ in range(2)), *model.get_weights()]
-
-
-@functools.cache
-def after_two_steps_on_the_host() -> list[Any]:
-    with tf.device("CPU:0"):
-        return after_two_steps(devicemap.parallelize(blocks(16, 512, 24), ["CPU:0"]))
-
-
-@pytest.mark.parametrize("spread", [False, True])
-def test_a_step_that_does_not_fit_is_made_in_microbatches(spread: bool) -> None:
-    with devicemap.spread_variables() if spread else contextlib.nullcontext():
-        model = devicemap.parallelize(blocks(16, 512, 24))
-    with pytest.warns(RuntimeWarning, match="accumulate=2"):
-        got = after_two_steps(model)
-    for one, other in zip(got, after_two_steps_on_the_host()):
-        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
-    assert model.report().microbatches == 2
 
 
 def test_out_of_memory_says_what_to_do() -> None:
