@@ -38,15 +38,16 @@ def make_model() -> keras.Model:
     return keras.Sequential([keras.Input([64]), *hidden, keras.layers.Dense(10)])
 
 
-def train(model: keras.Model, pipe: devicemap.Pipeline, epochs: int) -> list[float]:
+def train(stages: list[keras.Model], pipe: devicemap.Pipeline, epochs: int) -> list[float]:
     """The mean loss of each epoch."""
+
+    variables = [variable for stage in stages for variable in stage.trainable_variables]
 
     @tf.function
     def step(pixels: Any, digits: Any) -> Any:
         with tf.GradientTape() as tape:
             logits = pipe(pixels)
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(digits, logits))
-        variables = model.trainable_variables
         for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
             with tf.device(variable.value.device):
                 variable.value.assign_sub(RATE * gradient)
@@ -86,15 +87,18 @@ def main() -> None:
     if flags.simulate is not None:
         devicemap.simulate_devices(flags.simulate)
     devices = [device.name for device in devicemap.list_devices("GPU") or devicemap.list_devices("CPU")][:LAYERS]
-    model = make_model()
+    with tf.device("CPU:0"):
+        model = make_model()
+    stages = devicemap.split(model, len(devices), by="bytes", devices=devices)
     # The loss needs the outputs of all rows, so all forward calls come first.
-    pipe = devicemap.Pipeline(devicemap.split(model, len(devices), by="bytes"), devices, MICROBATCHES, "gpipe")
-    stages = pipe.explain(tf.TensorSpec([None, 64])).stages
-    sizes = {"one device": sum(stage.variable_bytes for stage in stages) / MIB}
-    sizes |= {stage.device.rpartition("device:")[2]: stage.variable_bytes / MIB for stage in stages}
+    pipe = devicemap.Pipeline(stages, devices, MICROBATCHES, "gpipe")
+    plans = pipe.explain(tf.TensorSpec([None, 64])).stages
+    sizes = {"one device": sum(plan.variable_bytes for plan in plans) / MIB}
+    sizes |= {plan.device.rpartition("device:")[2]: plan.variable_bytes / MIB for plan in plans}
     for name, size in sizes.items():
         print(f"{name}: {size:.1f} MiB of variables")
-    losses = train(model, pipe, flags.epochs)
+    losses = train(stages, pipe, flags.epochs)
+    model.set_weights([weight for stage in stages for weight in stage.get_weights()])
     print(f"Loss {losses[0]:.3f} in the first epoch, {losses[-1]:.3f} in the last, on {len(devices)} devices")
     draw(sizes, flags.output)
     print(f"Picture: {flags.output}")

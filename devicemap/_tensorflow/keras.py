@@ -82,17 +82,6 @@ def forget_functions(model: Any) -> None:
     model.train_function = model.test_function = model.predict_function = None
 
 
-def move_variables(layer: Any, device: str) -> None:
-    """Let the values of a layer's variables live on a device. It, and the model that it was split from, are traced again."""
-    for variable in layer.variables:
-        if variable.value.device != device:
-            with tf.device(device):
-                variable._value = tf.Variable(variable.value, trainable=variable.trainable, dtype=variable.value.dtype)
-    for model in (layer, getattr(layer, "split_from", lambda: None)()):
-        if hasattr(model, "train_function"):
-            forget_functions(model)
-
-
 def is_training() -> bool | None:
     """Whether the layer of Keras that is being called is in training, as those in it are then; `None`: nobody says, or
     nobody uses Keras."""
@@ -103,3 +92,8 @@ def is_training() -> bool | None:
 def is_used_once(layer: Any) -> bool:
     """Whether a layer was called on symbolic inputs once, so that its `input` and `output` are all there is."""
     return len(layer._inbound_nodes) == 1
+
+
+def arguments_of(layer: Any, tensors: dict[int, Any]) -> Any:
+    """Return the arguments of a layer's only symbolic call, with other tensors, by the identity of those that it took."""
+    return layer._inbound_nodes[0].arguments.fill_in(tensors)

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import batch_norms_of, is_training, layers_of, move_variables
-from devicemap.base.devices import choose_devices, choose_output_device
+from devicemap._tensorflow.keras import batch_norms_of, is_training, layers_of
+from devicemap.base.devices import choose_output_device
 from devicemap.base.hosts import settle
 from devicemap.base.options import Options, check_count
 from devicemap.base.structure import as_objects, freeze
@@ -24,10 +24,9 @@ from devicemap.compile.gather import gather, with_row_counts_checked, with_stati
 from devicemap.compile.layout import copied, sizes_in_graph
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
 from devicemap.errors import DataError, OptionError, brief, function_error, warn_user
-from devicemap.events import short_name
 from devicemap.pipelines.calls import Calls
 from devicemap.pipelines.schedule import schedule_of
-from devicemap.pipelines.stages import Stage, run_in_turn
+from devicemap.pipelines.stages import Stage, devices_of_stages, run_in_turn
 from devicemap.pipelines.times import Times
 from devicemap.tell.plan.pipeline import PipelinePlan, StagePlan
 from devicemap.tell.plan.request import ask
@@ -44,7 +43,7 @@ class Pipeline:
 
     Args:
         stages: functions of a batch, Keras layers or models; a tuple is passed to the next one as several arguments. Variables
-            of functions stay where they are; those of built Keras stages are moved to the device of their stage.
+            stay where they are: `split` and `tf.device` create them on the device of their stage.
         devices: as for `parallel_map`; the first of them are taken, one for each stage.
         microbatches: into how many parts the rows of a batch are cut; fewer if there are fewer rows.
         schedule: "1f1b" or "gpipe".
@@ -76,22 +75,13 @@ class Pipeline:
         check_count("microbatches", microbatches)
         if schedule not in ("1f1b", "gpipe"):
             raise OptionError(f"schedule={schedule!r}; expected '1f1b' or 'gpipe'")
-        known = choose_devices(devices)
         self._output_device = choose_output_device(output_device)
-        if len(known) < len(self._stages):
-            raise OptionError(
-                f"{len(self._stages)} stages, and {len(known)} device(s): {', '.join(map(short_name, known))}. Make "
-                "fewer stages"
-            )
-        self.devices = tuple(known[: len(self._stages)])
+        self.devices = tuple(devices_of_stages(len(self._stages), devices))
         self._microbatches, self._schedule = int(microbatches), schedule
         self._graphs: dict[Any, Any] = {}
         self._times = Times(len(self._stages), self._microbatches) if report and has_clock() else None
-        made: Any
-        for made, device in zip(stages, self.devices):
-            if layers_of(made):
-                move_variables(made, device)
-            if names := ", ".join(layer.name for layer in batch_norms_of(made)):
+        for stage in stages:
+            if names := ", ".join(layer.name for layer in batch_norms_of(stage)):
                 warn_user(
                     f"{names} in a stage: batch normalization sees a microbatch at a time in training", RuntimeWarning
                 )

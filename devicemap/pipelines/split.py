@@ -1,9 +1,8 @@
-"""Keras models -> stages of a pipeline: contiguous layers that take as long, or as many bytes, as near as can be."""
+"""Keras models -> stages of a pipeline: copies of contiguous layers, of about equal time or size."""
 
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from statistics import median
@@ -11,38 +10,46 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import is_used_once, mask_of
+from devicemap._tensorflow.keras import arguments_of, is_used_once, layers_of, mask_of
 from devicemap.base.options import check_count
 from devicemap.errors import OptionError
+from devicemap.pipelines.stages import devices_of_stages
 
 _ROWS, _TIMES = 32, 5
 """Of the batch that layers are timed on, and how often; a dimension that nobody knows is taken for the same."""
 
 
-def split(model: Any, n: int, by: Literal["time", "bytes"] = "time") -> list[Any]:
-    """Cut a Keras model into `n` stages for a `Pipeline`.
+def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: Any = None) -> list[Any]:
+    """Copy a Keras model into `n` stages for a `Pipeline`.
 
-    The stages are models of the same layers, with the same variables; their composition is the model. Of all ways to cut its
-    layers, in their order, the one whose largest stage is smallest is taken.
+    The stages are models of copies of the layers, with the weights of the model: their composition computes the same. The model
+    itself does not change. Of all ways to cut its layers, in their order, the one whose largest stage is smallest is taken.
+    Layers are copied by their `get_config` and `get_weights`, as by `keras.models.clone_model`.
 
     Args:
         model: a Sequential or functional Keras model, built.
         n: how many stages; at most one for each layer.
         by: "time": what a layer takes, measured on random rows in a forward pass; "bytes": its variables.
+        devices: as for `Pipeline`: the variables of each stage are created on its device.
 
     Returns:
-        A list of `keras.Model`s. Where several tensors go from one to the next, as of a residual connection, one takes and
-        gives a list.
+        A list of `keras.Model`s. If several tensors cross a cut, as with a residual connection, the stage before it returns a
+        tuple and the next one takes several arguments.
 
     Raises:
-        OptionError: for a subclassed model, a parallelized one, and one with a layer that is used more than once, or with a
-            Keras mask where it would be cut.
+        OptionError: for a subclassed model, a parallelized one, and one with a layer that is used more than once or cannot be
+            copied, or with a Keras mask where it would be cut.
 
     Examples:
         >>> import keras
         >>> model = keras.Sequential([keras.Input([4]), *(keras.layers.Dense(4) for _ in range(4))])
-        >>> [len(stage.trainable_variables) for stage in split(model, 2, by="bytes")]
+        >>> stages = split(model, 2, by="bytes", devices=["CPU:0", "CPU:1"])
+        >>> [len(stage.trainable_variables) for stage in stages]
         [4, 4]
+
+        After training the stages, write their weights back:
+
+        >>> model.set_weights([weight for stage in stages for weight in stage.get_weights()])
     """
     import keras
 
@@ -56,14 +63,15 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time") -> list[Any
         )
     if "detach" in vars(model):
         raise OptionError(f"{model.name} is parallelized; model.detach() gives it back to one device first")
-    layers = [layer for layer in keras.Function(model.inputs, model.outputs).operations if not _is_input(layer)]
+    every = keras.Function(model.inputs, model.outputs).operations
+    layers = [layer for layer in every if not isinstance(layer, keras.layers.InputLayer)]
     if n > len(layers):
         raise OptionError(f"n={n} stages of a model of {len(layers)} layers; at most one for each")
     for layer in layers:
         if not is_used_once(layer):
             raise OptionError(f"{layer.name} is used more than once, and a stage cannot share a layer with another one")
-    weights = [_bytes_of(layer) if by == "bytes" else _seconds_of(layer) for layer in layers]
-    bounds = cuts(weights, n)
+    places = devices_of_stages(n, devices)
+    bounds = cuts([_bytes_of(layer) if by == "bytes" else _seconds_of(layer) for layer in layers], n)
     edges = [
         list(model.inputs),
         *(_crossing(layers, stop, model.outputs) for stop in bounds[1:-1]),
@@ -77,8 +85,8 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time") -> list[Any
             )
     parts = (layers[start:stop] for start, stop in pairwise(bounds))
     return [
-        _stage(model, part, given, made, f"{model.name}_{i}")
-        for i, (part, (given, made)) in enumerate(zip(parts, pairwise(edges)))
+        _stage(part, given, made, f"{model.name}_{i}", device)
+        for i, (part, (given, made), device) in enumerate(zip(parts, pairwise(edges), places))
     ]
 
 
@@ -101,27 +109,49 @@ def cuts(weights: Sequence[float], n: int) -> list[int]:
     return best[len(weights), n][1]
 
 
-def _stage(model: Any, layers: Sequence[Any], given: Sequence[Any], made: Sequence[Any], name: str) -> Any:
-    """Layers of a model as one of their own: between tensors of the whole one, which stays as it is."""
+def _copied(layer: Any, device: str) -> Any:
+    """Return a copy of a layer, or of another op, with its variables on a device."""
     import keras
+
+    if any(hasattr(each, "save_assets") for each in layers_of(layer)):
+        raise OptionError(f"{layer.name} holds a vocabulary, which is not copied; apply it before the pipeline")
+    try:
+        with tf.device(device):
+            copy = type(layer).from_config(layer.get_config())
+            if isinstance(layer, keras.Layer):
+                copy.build_from_config(layer.get_build_config())
+                copy.set_weights(layer.get_weights())
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise OptionError(
+            f"{layer.name} cannot be copied to its stage by get_config and get_weights of {type(layer).__name__}: {error}"
+        ) from error
+    return copy
+
+
+def _stage(layers: Sequence[Any], given: Sequence[Any], made: Sequence[Any], name: str, device: str) -> Any:
+    """Return copies of the layers between tensors of a model as a model of their own."""
+    import keras
+
+    inputs = [keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype) for tensor in given]
+    tensors = {id(tensor): copy for tensor, copy in zip(given, inputs)}
+    copies = [_copied(layer, device) for layer in layers]
+    for layer, copy in zip(layers, copies):
+        args, kwargs = arguments_of(layer, tensors)
+        outputs = copy(*args, **kwargs)
+        tensors.update(zip(map(id, tf.nest.flatten(layer.output)), tf.nest.flatten(outputs)))
 
     class Stage(keras.Model):
         def __init__(self) -> None:
             super().__init__(name=name)
-            self.stage = list(layers)
-            self._given_to_made = keras.Function(list(given), list(made))
-            self.split_from = weakref.ref(model)
+            self.copies = copies  # first, so that weights have the order of the layers
+            self.body = keras.Model(inputs, [tensors[id(tensor)] for tensor in made])
             self.built = True
 
-        def call(self, *inputs: Any) -> Any:
-            outputs = self._given_to_made(tf.nest.flatten(inputs))
-            return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        def call(self, *inputs: Any, training: bool | None = None) -> Any:
+            outputs = self.body(tf.nest.flatten(inputs), training=training)
+            return tuple(outputs) if len(made) > 1 else outputs
 
     return Stage()
-
-
-def _is_input(layer: Any) -> bool:
-    return type(layer).__name__ == "InputLayer"
 
 
 def _crossing(layers: Sequence[Any], stop: int, outputs: Sequence[Any]) -> list[Any]:

@@ -9,12 +9,27 @@ from functools import partial
 from typing import Any
 
 from devicemap._tensorflow.keras import is_training
+from devicemap.base.devices import choose_devices
 from devicemap.base.options import Options
 from devicemap.base.structure import freeze
 from devicemap.compile.audit import Treatment
 from devicemap.compile.seeds import Stream, Streams
 from devicemap.compile.trace import Traced, trace
-from devicemap.errors import FunctionError, function_error
+from devicemap.errors import FunctionError, OptionError, function_error
+from devicemap.events import short_name
+
+
+def devices_of_stages(stages: int, devices: Any) -> list[str]:
+    """Return one device for each stage.
+
+    Raises:
+        OptionError: there are fewer devices than stages.
+    """
+    known = choose_devices(devices)
+    if len(known) < stages:
+        names = ", ".join(map(short_name, known))
+        raise OptionError(f"{stages} stages, and {len(known)} device(s): {names}. Make fewer stages")
+    return list(known[:stages])
 
 
 class Stage:

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 from oracle import assert_same
 
-from devicemap import Pipeline, parallelize, split
+from devicemap import DeviceMap, Pipeline, parallelize, split
 from devicemap.errors import DataError, FunctionError, OptionError
 from devicemap.pipelines.schedule import schedule_of
 from devicemap.pipelines.split import cuts
@@ -260,37 +260,99 @@ def residual() -> Any:
 @pytest.mark.parametrize("by", ["time", "bytes"])
 def test_split_models_are_trained_as_whole_ones(by: Any, devices: list[str]) -> None:
     alone, cut = residual(), residual()
-    pipe = Pipeline(split(cut, 3, by=by), devices, microbatches=3)
-    homes = {variable.value.device for variable in cut.variables}
-    assert len(homes) > 1
+    stages = split(cut, 3, by, devices)
+    homes = [device for stage in stages for device in {variable.value.device for variable in stage.variables}]
+    assert len(homes) == len({*homes}) > 1
+    pipe = Pipeline(stages, devices, microbatches=3)
 
-    def trained(model: Any, call: Any) -> Any:
+    def trained(variables: Any, call: Any) -> Any:
         optimizer = keras.optimizers.SGD(0.1)
 
         @tf.function
         def step(rows: Any) -> Any:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(call(rows) ** 2)
-            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+            optimizer.apply(tape.gradient(loss, variables), variables)
             return loss
 
         return [float(step(x)) for _ in range(4)]
 
-    np.testing.assert_allclose(trained(cut, pipe), trained(alone, alone), rtol=1e-4)
+    learned = trained([variable for stage in stages for variable in stage.trainable_variables], pipe)
+    np.testing.assert_allclose(learned, trained(alone.trainable_variables, alone), rtol=1e-4)
+    cut.set_weights([weight for stage in stages for weight in stage.get_weights()])
     for one, other in zip(cut.get_weights(), alone.get_weights()):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_a_model_that_was_split_sees_what_its_stages_learn(devices: list[str]) -> None:
-    model = residual()
-    model.compile("sgd", "mse", jit_compile=False)  # by XLA, which Keras takes for a GPU, there is none in software
-    before = model.predict(x, verbose=0)
-    pipe = Pipeline(split(model, 2, by="bytes"), devices)
-    for variable in model.trainable_variables:
-        variable.assign(2.0 * variable)
-    after = model.predict(x, verbose=0)
-    assert not np.allclose(after, before)
-    np.testing.assert_allclose(after, pipe(x), rtol=1e-5, atol=1e-6)
+def test_a_model_that_was_split_does_not_change(devices: list[str]) -> None:
+    """Its traces, its optimizer and maps of it know its variables."""
+
+    def trained(split_it: bool) -> list[Any]:
+        model = residual()
+        model.compile(keras.optimizers.Adam(0.1), lambda _, outputs: outputs**2, jit_compile=False)
+        fit = lambda: model.fit(x, x, batch_size=5, shuffle=False, verbose=0).history["loss"]
+        mapper = DeviceMap(model, batched=True, devices=devices)
+        results = [*fit(), model.predict(x, verbose=0), mapper(x)]
+        if split_it:
+            stages = split(model, 2, "bytes", devices)
+            Pipeline(stages, devices)(x)
+            for stage in stages:
+                stage.set_weights([2 * weight for weight in stage.get_weights()])
+        results += [model.predict(x, verbose=0), *fit(), model.predict(x, verbose=0)]
+        if split_it:
+            assert len(split(model, 3, "bytes", devices)) == 3
+        return [*results, mapper(x), *model.get_weights()]
+
+    for got, wanted in zip(trained(True), trained(False)):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def branched() -> Any:
+    given = keras.Input([4])
+    short, long, longer = (keras.layers.Dense(4)(given) for _ in range(3))
+    for _ in range(2):
+        long, longer = keras.layers.Dense(4)(long), keras.layers.Dense(4)(longer)
+    joined = keras.layers.Concatenate()([short, long, keras.layers.BatchNormalization()(longer)])
+    return keras.Model(given, [keras.layers.Dense(4)(joined), short])
+
+
+@pytest.mark.parametrize("make", [residual, branched])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_stages_have_the_weights_of_the_model_in_order(make: Any, n: int) -> None:
+    model = make()
+    stages = split(model, n, "bytes", ["CPU:0", "CPU:1", "CPU:2"])
+    weights = [weight for stage in stages for weight in stage.get_weights()]
+    for got, wanted in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_equal(got, wanted)
+    outputs = composed(stages, x)
+    for got, wanted in zip(tf.nest.flatten(outputs), tf.nest.flatten(model(x)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "layer", [keras.layers.Dropout, keras.layers.GaussianNoise, keras.layers.AlphaDropout, keras.layers.RandomFlip]
+)
+def test_stages_of_a_split_model_know_whether_it_trains(layer: Any, devices: list[str]) -> None:
+    options = {} if layer is keras.layers.RandomFlip else {"rate": 0.5}
+    if layer is keras.layers.GaussianNoise:
+        options = {"stddev": 1.0}
+    given = keras.Input([6, 6, 3])
+    random = layer(seed=1, **options)
+    model = keras.Model(given, keras.layers.Rescaling(1.0)(random(keras.layers.Rescaling(1.0)(given))))
+    rows = tf.random.stateless_uniform([8, 6, 6, 3], [1, 2], 0.5, 1.0)
+
+    class Noisy(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pipe = Pipeline(split(model, 2, "bytes", devices), devices, microbatches=2)
+
+        def call(self, rows: Any, training: bool = False) -> Any:
+            return self.pipe(rows)
+
+    noisy = Noisy()
+    assert not np.allclose(noisy(rows, training=True), rows)
+    np.testing.assert_allclose(noisy(rows, training=False), rows)
+    np.testing.assert_allclose(noisy.predict(rows, verbose=0), rows)
 
 
 @pytest.mark.parametrize("first", ["train", "predict"])
@@ -312,8 +374,8 @@ class Piped(keras.Model):
 
     def __init__(self, devices: list[str]):
         super().__init__()
-        self.whole = residual()
-        self.pipe = Pipeline(split(self.whole, 3, by="bytes"), devices, microbatches=3)
+        self.stages = split(residual(), 3, "bytes", devices)
+        self.pipe = Pipeline(self.stages, devices, microbatches=3)
         self.built = True
 
     def call(self, inputs: Any) -> Any:
@@ -403,6 +465,22 @@ def shared() -> Any:
     return keras.Model(given, keras.layers.ReLU()(layer(keras.layers.ReLU()(layer(given)))))
 
 
+def with_vocabulary() -> Any:
+    return keras.Sequential([keras.Input([4]), keras.layers.Dense(4), keras.layers.IntegerLookup(vocabulary=[1, 2])])
+
+
+def with_argument() -> Any:
+    class Scaled(keras.layers.Layer):
+        def __init__(self, scale: float):
+            super().__init__()
+            self.scale = scale
+
+        def call(self, rows: Any) -> Any:
+            return self.scale * rows
+
+    return keras.Sequential([keras.Input([4]), keras.layers.Dense(4), Scaled(2.0)])
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -421,6 +499,9 @@ def shared() -> Any:
         lambda: split(masked(), 2, by="bytes"),
         lambda: split(parallelize(residual(), ["CPU:0", "CPU:1"]), 2),
         lambda: split(len, 2),
+        lambda: split(residual(), 3, devices=["CPU:0", "CPU:1"]),
+        lambda: split(with_vocabulary(), 2, by="bytes"),
+        lambda: split(with_argument(), 2, by="bytes"),
     ],
 )
 def test_what_cannot_be_is_refused(bad: Any) -> None:
@@ -461,4 +542,4 @@ def test_a_call_takes_no_dataset() -> None:
 def test_batch_normalization_of_microbatches_is_said(devices: list[str]) -> None:
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(4), keras.layers.BatchNormalization()])
     with pytest.warns(RuntimeWarning, match="microbatch"):
-        Pipeline(split(model, 2, by="bytes"), devices)
+        Pipeline(split(model, 2, "bytes", devices), devices)

@@ -82,23 +82,27 @@ def test_activations_go_straight_to_the_next_and_back() -> None:
     assert sent["host", "GPU:0"] < 1.1 * size
 
 
-def too_large(width: int = 1088, layers: int = 16) -> Any:
+WIDE = 1088
+
+
+def too_large() -> Any:
     """A model whose values and gradients are more than the memory of one GPU: 76 MB each, of 134."""
     keras.utils.set_random_seed(0)
-    hidden = [keras.layers.Dense(width, "tanh", use_bias=False) for _ in range(layers)]
-    return keras.Sequential([keras.Input([width]), *hidden])
+    hidden = [keras.layers.Dense(WIDE, "tanh", use_bias=False) for _ in range(16)]
+    return keras.Sequential([keras.Input([WIDE]), *hidden])
 
 
-def trained(model: Any, call: Any, device: str) -> list[float]:
-    rows = tf.random.stateless_normal([32, model.input_shape[1]], [1, 2])
+def trained(models: list[Any], call: Any, device: str) -> list[float]:
+    rows = tf.random.stateless_normal([32, WIDE], [1, 2])
+    variables = [variable for model in models for variable in model.trainable_variables]
 
     @tf.function
     def step(rows: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(call(rows))
-        gradients = tape.gradient(loss, model.trainable_variables)
+        gradients = tape.gradient(loss, variables)
         with tf.control_dependencies(gradients):  # of them all
-            for variable, gradient in zip(model.trainable_variables, gradients):
+            for variable, gradient in zip(variables, gradients):
                 with tf.device(variable.value.device):
                     variable.value.assign_sub(0.1 * gradient)
         return loss
@@ -114,10 +118,12 @@ def loss_of(rows: Any) -> Any:
 def test_what_does_not_fit_on_one_gpu_trains_on_four() -> None:
     with tf.device("CPU:0"):
         model = too_large()
-    wanted = trained(model, lambda rows: loss_of(model(rows)), "CPU:0")
+        stages = split(model, COUNT, "bytes", "GPU")
+    wanted = trained([model], lambda rows: loss_of(model(rows)), "CPU:0")
+    pipe = Pipeline(stages, "GPU", microbatches=4)
+    losses = trained(stages, lambda rows: loss_of(pipe(rows)), "GPU:0")
+    np.testing.assert_allclose(losses, wanted, rtol=1e-3)
     with tf.device("GPU:0"):
         model = too_large()
     with pytest.raises(tf.errors.ResourceExhaustedError):
-        trained(model, lambda rows: loss_of(model(rows)), "GPU:0")
-    pipe = Pipeline(split(model, COUNT, by="bytes"), "GPU", microbatches=4)
-    np.testing.assert_allclose(trained(model, lambda rows: loss_of(pipe(rows)), "GPU:0"), wanted, rtol=1e-3)
+        trained([model], lambda rows: loss_of(model(rows)), "GPU:0")
