@@ -64,6 +64,9 @@ class Passed:
     outputs: Any
     """The structure of the model's outputs; leaves are their numbers."""
 
+    shapes: tuple[Any, ...]
+    """Static shapes of the outputs."""
+
     masked: tuple[bool, ...]
     """Which outputs have a Keras mask."""
 
@@ -141,6 +144,7 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
     }
     what = Passed(
         tf.nest.map_structure(lambda _: None, outputs),
+        tuple(leaf.shape for leaf in flat),
         tuple(mask is not None for mask in masks),
         tuple(id(loss) not in scope.constant_losses and depends_on(loss, rows) for loss in scope.losses),
         tuple(updates),
@@ -168,8 +172,18 @@ def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
 
 
 def meeting(layers: Sequence[Any], lockstep: Lockstep) -> AbstractContextManager[None]:
-    """What layers of batch normalization take mean and variance of the rows of all devices in."""
-    return moments_by(layers, lambda *own: lockstep.meet(own, lambda parts: [_merged(parts)] * len(parts)))
+    """Return a context in which layers of batch normalization take mean and variance of the rows of all devices."""
+    graph = tf.compat.v1.get_default_graph()
+
+    def moments(*own: Any) -> Any:
+        if tf.compat.v1.get_default_graph() is not graph:
+            raise failure(
+                "a batch normalization is called in a loop, a branch or a tf.function inside the model, where it cannot take "
+                "mean and variance of the rows of all devices; set batch_norm='local'"
+            )
+        return lockstep.meet(own, lambda parts: [_merged(parts)] * len(parts))
+
+    return moments_by(layers, moments)
 
 
 def _merged(own: Sequence[tuple[Any, Any, Any]]) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.gradients import differentiate_in_place
+from devicemap._tensorflow.gradients import differentiate_in_place, fanned_out
 from devicemap._tensorflow.keras import batch_norms_of, replacing
 from devicemap.compile.audit import Audit, audit, op_types
 from devicemap.compile.layout import sizes_in_graph
@@ -99,8 +99,11 @@ class ForwardPass:
             def forward(*rows: Any) -> tuple[Any, ...]:
                 with self.calling(None), recomputing(self._recomputed):
                     if microbatches > 1 or self._recomputed:
-                        return tuple(self._in_microbatches(known, microbatches, trained, rows))
-                    return tuple(itertools.chain(*self._forward(known, rows)))
+                        results = self._in_microbatches(known, microbatches, trained, rows)
+                    else:
+                        results = [*itertools.chain(*self._forward(known, rows))]
+                self._check_outputs(known, rows)
+                return tuple(results)
 
             self._graphs[key] = OneGraph(self._program(forward), Nobody())
         return self._graphs[key]
@@ -147,7 +150,7 @@ class ForwardPass:
         for variable, stored in self._variables:
             with tf.device(stored.device):
                 value = self._drawn(variable, stored, count)
-                values[id(variable)] = tf.unstack(value) if is_seed(variable) else [value] * count
+                values[id(variable)] = tf.unstack(value) if is_seed(variable) else fanned_out(value, count)
 
         def forward(place: int) -> list[Any]:
             with tf.device(self.devices[place]):
@@ -158,6 +161,7 @@ class ForwardPass:
         lockstep = Lockstep([partial(forward, place) for place in range(count)])
         with self.calling(None), recomputing(self._recomputed), meeting(self.meeting, lockstep):
             results = lockstep.run()
+        self._check_outputs(given, rows)
         graph = tf.compat.v1.get_default_graph()
         with tf.device(self.home):
             joined = [tf.concat([tf.identity(part) for part in parts], 0) for parts in zip(*results)]
@@ -204,6 +208,25 @@ class ForwardPass:
                 f"a layer of {self._model.name} changes a tf.Variable or a table, which each device would do by its own rows; "
                 "let it be a variable of Keras's, made by add_weight, or write the training loop yourself"
             )
+
+    def _check_outputs(self, given: Given, rows: Sequence[Any]) -> None:
+        """Refuse outputs that are not one row for each row, by their shapes for a number of rows that nothing else has."""
+        import keras
+
+        if not all(isinstance(leaf, tf.Tensor) for leaf in rows):
+            return
+        count = 83 + (rows[0].shape[0] or 0)  # of no shard
+        args, kwargs = given.with_rows([keras.KerasTensor((count, *r.shape[1:]), r.dtype.name) for r in rows])
+        with self.calling(None):
+            specs = tf.nest.flatten(self._model.compute_output_spec(*args, **kwargs))
+        for known, shape in zip(self._passes[given.key].shapes, (spec.shape for spec in specs)):
+            varying = [size for size, now in zip(shape[1:], known[1:]) if size != now]
+            if not shape or shape[0] not in (None, count) or count in varying:
+                raise failure(
+                    f"{self._model.name} returns an output of shape {shape} for {count} rows, and the outputs of devices "
+                    "are joined as rows: expected one row for each row, whose shape does not depend on the other rows. Compute "
+                    "what depends on several rows in compute_loss, or write the training loop yourself"
+                )
 
     def _collected(self, given: Given, results: Sequence[Any]) -> Any:
         """Return the outputs on all rows, add the losses to the model and assign new values to its variables.

@@ -473,6 +473,79 @@ def test_a_layer_that_counts_calls(devices: list[str]) -> None:
     assert float(model.layers[0].count) == 4
 
 
+class Stored(layers.Layer):
+    """Returns a table of its own."""
+
+    def build(self, _: Any) -> None:
+        self.table = self.add_weight(shape=[5, 2])
+
+    def call(self, x: Any) -> Any:
+        return tf.identity(self.table)
+
+
+class Pairs(keras.Model):
+    """A subclassed model that returns products of all pairs."""
+
+    def call(self, x: Any) -> Any:
+        return {"x": x, "pairs": x @ tf.transpose(x)}
+
+
+def functional(output: Callable[[Any], Any]) -> keras.Model:
+    given = keras.Input([6])
+    return keras.Model(given, [layers.BatchNormalization()(given), output(given)])
+
+
+@pytest.mark.parametrize("batch_norm", ["synchronized", "local"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: functional(Stored()),
+        lambda: functional(lambda x: keras.ops.matmul(x, keras.ops.transpose(x))),
+        lambda: functional(lambda x: keras.ops.concatenate([x, x], 0)),
+        lambda: functional(lambda x: keras.ops.mean(x)),
+        Pairs,
+    ],
+    ids=["a table", "products", "twice", "a scalar", "subclassed"],
+)
+def test_outputs_that_are_no_rows_are_refused(model: Any, batch_norm: Any, devices: list[str]) -> None:
+    made = model()
+    made(X)
+    made.compile("sgd", loss=None if isinstance(made, Pairs) else ["mse", "mse"], jit_compile=False)
+    devicemap.parallelize(made, devices, batch_norm=batch_norm)
+    for call in (made.predict, lambda rows, verbose: made.fit(rows, [rows, rows], verbose=verbose)):
+        with pytest.raises(FunctionError, match="one row for each row"):
+            call(X[:32], verbose=0)
+
+
+def test_rows_of_any_length_are_no_rows_of_others(devices: list[str]) -> None:
+    given = keras.Input([None, 6])
+    model = keras.Model(given, [layers.Dense(2)(given), layers.GlobalMaxPooling1D()(given)])
+    rows = np.stack([X, X], 1)
+    wanted = model.predict(rows, verbose=0)
+    for got, one in zip(devicemap.parallelize(model, devices).predict(rows, verbose=0), wanted):
+        np.testing.assert_allclose(got, one, rtol=1e-5, atol=1e-6)
+
+
+class Within(layers.Layer):
+    """Normalizes in a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = layers.BatchNormalization()
+
+    def build(self, shape: Any) -> None:
+        self.norm.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return tf.function(self.norm)(x, training=True)
+
+
+def test_normalization_in_an_inner_graph_is_refused(devices: list[str]) -> None:
+    model = devicemap.parallelize(Case(lambda: sequential(Within())).made(), devices)
+    with pytest.raises(FunctionError, match="batch_norm='local'"):
+        model.fit(X, Y, verbose=0)
+
+
 class Tallies(layers.Layer):
     """Counts calls in a variable that is not Keras's."""
 

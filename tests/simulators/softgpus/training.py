@@ -60,6 +60,9 @@ def received(step: Any) -> Counter[str]:
 ROWS_AND_RESULTS = 3 * ROWS * WIDTH * 4 + 1024
 """What comes besides: rows, targets, outputs, and numbers."""
 
+STATISTICS = 8 * WIDTH * 4 * (COUNT - 1) * LAYERS
+"""Of batch normalization, and their gradients."""
+
 
 def test_spread_variables_take_alike_of_each_gpu() -> None:
     """First, as models of other tests stay on GPU:0 for a while."""
@@ -83,28 +86,33 @@ def test_with_one_home_values_go_to_each_and_gradients_home(batch_norm: bool, dr
     model, step = trained(False, batch_norm, drop_remainder)
     size = sum(variable.value.shape.num_elements() * 4 for variable in model.variables)
     came = received(step)
-    besides = ROWS_AND_RESULTS + 8 * WIDTH * 4 * (COUNT - 1) * LAYERS * batch_norm  # statistics, and their gradients
+    besides = ROWS_AND_RESULTS + STATISTICS * batch_norm
     assert came["GPU:0"] <= size * (COUNT - 1) + besides
     for gpu in range(1, COUNT):
         assert came[f"GPU:{gpu}"] <= size + besides
     assert came["host"] < ROWS_AND_RESULTS
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adamw", "ema", "clipped"])
-def test_spread_variables_are_summed_and_updated_where_they_are(optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "batch_norm"),
+    [("adam", False), ("adam", True), ("adamw", False), ("ema", False), ("clipped", False)],
+)
+def test_spread_variables_are_summed_and_updated_where_they_are(optimizer: str, batch_norm: bool) -> None:
     adam = {
         "adam": keras.optimizers.Adam(),
         "adamw": keras.optimizers.AdamW(weight_decay=0.01),
         "ema": keras.optimizers.Adam(use_ema=True),
         "clipped": keras.optimizers.Adam(clipnorm=1.0),
     }[optimizer]
-    model, step = trained(True, optimizer=adam)
-    size = sum(variable.value.shape.num_elements() * 4 for variable in model.trainable_variables)
+    model, step = trained(True, batch_norm, optimizer=adam)
+    matrices = [variable for variable in model.trainable_variables if len(variable.shape) > 1]
+    size = sum(variable.value.shape.num_elements() * 4 for variable in model.variables)
+    besides = ROWS_AND_RESULTS + STATISTICS * batch_norm
     came = received(step)
     for gpu in range(COUNT):
-        assert came[f"GPU:{gpu}"] <= 2 * size * (COUNT - 1) / COUNT + ROWS_AND_RESULTS
-    assert came["host"] < ROWS_AND_RESULTS
-    homes = {variable.path: variable.value.device for variable in model.trainable_variables}
+        assert came[f"GPU:{gpu}"] <= 2 * size * (COUNT - 1) / COUNT + besides
+    assert came["host"] < besides
+    homes = {variable.path: variable.value.device for variable in matrices}
     assert len(set(homes.values())) == COUNT
     slots = [variable.value.device for variable in model.optimizer.variables if len(variable.shape) > 1]
     assert Counter(slots) == {home: count * len(slots) // LAYERS for home, count in Counter(homes.values()).items()}
