@@ -52,28 +52,25 @@ class ForwardPass:
         self._graphs: dict[Any, OneGraph] = {}
         self._passes: dict[Any, Passed] = {}
         self._lockstep: dict[Any, Any] = {}
+        held: Counter[str] = Counter()
+        for _, variable in self._variables:
+            held[variable.device] += variable.shape.num_elements() * variable.dtype.size
+        self.home = held.most_common(1)[0][0] if held else "/CPU:0"
+        """Where most bytes of the variables are: outputs go there."""
         self.devices = self._program(lambda x: x).devices
 
     def forget(self) -> None:
-        """What was traced: the model is compiled anew, and its layers may have changed since."""
+        """Forget traces: the model was compiled again, and its layers may have changed since."""
         for known in (self._graphs, self._passes, self._lockstep):
             known.clear()
 
     def calling(self, call: Any) -> AbstractContextManager[None]:
-        """While it lasts, this is how the model is called; `None`: as it is."""
+        """Return a context in which `call` replaces the model's own; `None`: the model's own."""
         return replacing(self._model, call=call)
 
     def _program(self, fn: Any) -> Program:
         options = {"devices": self._devices, "batched": True, "output_device": self.home}
         return Program(fn, options | {"name": self._model.name}).reducing(Collection())
-
-    @property
-    def home(self) -> str:
-        """Where most bytes of the variables are: outputs go there."""
-        held: Counter[str] = Counter()
-        for _, variable in self._variables:
-            held[variable.device] += variable.shape.num_elements() * variable.dtype.size
-        return held.most_common(1)[0][0] if held else "/CPU:0"
 
     def mapped(self, microbatches: int, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass in independent shards, one for each device, and each in so many microbatches.

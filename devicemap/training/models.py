@@ -150,8 +150,8 @@ class _Parallel:
     def __init__(self, model: Any, devices: Any, forward: ForwardPass, accumulate: int):
         self._model, self._devices = model, devices
         self._forward, self._accumulate = forward, accumulate
-        self._sizes: dict[str, Counter[int]] = {name: Counter() for name in _STEPS}
-        """How many steps had how many rows; in training, since `fit` was called last."""
+        self._sizes: Counter[int] = Counter()
+        """How many training steps had how many rows, since `fit` was called last."""
 
     def attach(self) -> None:
         """Put the steps on the model."""
@@ -186,14 +186,14 @@ class _Parallel:
 
     def report(self) -> TrainingReport:
         """Return how many rows each device computed in training steps since `fit` was called last."""
-        devices, sizes = self._forward.devices, self._sizes["train_step"]
+        devices = self._forward.devices
         rows = Counter(dict.fromkeys(devices, 0))
-        for size, steps in sizes.items():
+        for size, steps in self._sizes.items():
             shards = zip(devices, shard_sizes(size, len(devices)))
             for device, shard in shards if size >= len(devices) else [(self._forward.home, size)]:
                 rows[device] += shard * steps
         shares = tuple(DeviceShare(*each) for each in rows.items())
-        return TrainingReport(self._model.name, sizes.total(), shares, self._accumulate)
+        return TrainingReport(self._model.name, self._sizes.total(), shares, self._accumulate)
 
     def verify(self, data: Any, rows: int | None = None, *, tolerance: float | None = None) -> Verification:
         """Run the model as in `predict` on some rows, and compare each layer's output, as `DeviceMap.verify` does.
@@ -224,11 +224,12 @@ class _Parallel:
         if not any(getattr(self._model, each.removeprefix("make_")) for each in _MAKERS):  # as `compile` leaves it
             self._forward.forget()
         if name == "make_train_function":
-            self._sizes["train_step"].clear()
+            self._sizes.clear()
         made = name.removeprefix("make_")
         if force or getattr(self._model, made) is None:
             step = made.replace("function", "step")
-            steps = Steps(self._model, partial(self._step, step), self._sizes[step])
+            sizes: Counter[int] = self._sizes if step == "train_step" else Counter()
+            steps = Steps(self._model, partial(self._step, step), sizes)
             setattr(self._model, made, partial(_joined if step == "predict_step" else _last, steps))
         return getattr(self._model, made)
 
