@@ -207,18 +207,26 @@ class ForwardPass:
             )
 
     def _check_outputs(self, given: Given, rows: Sequence[Any]) -> None:
-        """Refuse outputs that are not one row for each row, by their shapes for a number of rows that nothing else has."""
+        """Refuse outputs that are not one row for each row, by their static shapes for a number of rows that no shard has."""
         import keras
 
         if not all(isinstance(leaf, tf.Tensor) for leaf in rows):
             return
-        count = 83 + (rows[0].shape[0] or 0)  # of no shard
-        args, kwargs = given.with_rows([keras.KerasTensor((count, *r.shape[1:]), r.dtype.name) for r in rows])
-        with self.calling(None):
-            specs = tf.nest.flatten(self._model.compute_output_spec(*args, **kwargs))
-        for known, shape in zip(self._passes[given.key].shapes, (spec.shape for spec in specs)):
+        count = 83 + (rows[0].shape[0] or 0)
+
+        @tf.function(autograph=False)
+        def outputs(*rows: Any) -> list[Any]:
+            args, kwargs = given.with_rows(rows)
+            with self.calling(None), keras.StatelessScope():
+                return list(tf.nest.flatten(self._model.call(*args, **kwargs)))
+
+        specs = [tf.TensorSpec([count, *leaf.shape[1:]], leaf.dtype) for leaf in rows]
+        traced = outputs.get_concrete_function(*specs).structured_outputs
+        for known, shape in zip(self._passes[given.key].shapes, (spec.shape for spec in traced)):
+            if None in (known.rank, shape.rank):
+                continue
             varying = [size for size, now in zip(shape[1:], known[1:]) if size != now]
-            if not shape or shape[0] not in (None, count) or count in varying:
+            if not shape.rank or shape[0] not in (None, count) or count in varying:
                 raise failure(
                     f"{self._model.name} returns an output of shape {shape} for {count} rows, and the outputs of devices "
                     "are joined as rows: expected one row for each row, whose shape does not depend on the other rows. Compute "
