@@ -16,7 +16,6 @@ from devicemap.events import (
 from devicemap.store.results import Results
 from devicemap.tell.plan.pipeline import PipelinePlan
 from devicemap.tell.plan.plan import Plan
-from devicemap.tell.report.pipeline import PipelineReport
 from devicemap.tell.report.report import Report
 from devicemap.tell.report.training import TrainingReport
 from devicemap.tell.verify import Verification
@@ -33,7 +32,6 @@ __all__ = [
     "DeviceLost",
     "Event",
     "PipelinePlan",
-    "PipelineReport",
     "Plan",
     "Report",
     "Results",

@@ -15,17 +15,12 @@ from devicemap._tensorflow.gradients import added, wait_for
 from devicemap.compile.layout import copied, ops_of
 from devicemap.compile.trace import Traced
 from devicemap.pipelines.schedule import Step, schedule_of
-from devicemap.pipelines.times import Times
 
 
 class Calls:
     """The calls of all stages in one graph, and the edges between those of a device."""
 
-    def __init__(self, schedule: str, stages: int, microbatches: int, times: Times | None):
-        self._times = times
-        self.ends: list[list[Any]] = [[] for _ in range(stages)]
-        """When each stage ended with each microbatch, forward, where `times` are kept."""
-        self._backward_ends: list[dict[int, Any]] = [{} for _ in range(stages)]
+    def __init__(self, schedule: str, stages: int, microbatches: int):
         self._edges: dict[int, list[tuple[Step, Step]]] = {}
         for stage in range(stages):
             steps = schedule_of(schedule, stages, microbatches, stage)
@@ -50,8 +45,6 @@ class Calls:
         results = self._ended(key, results)
         if microbatch:
             wait_for(self._gates[key], self._behind[stage, Step(microbatch - 1, False)])
-        if self._times is not None:
-            self.ends[stage].append(self._times.of(results))
         return tf.nest.pack_sequence_as(traced.structure, results)
 
     def _gated(self, key: tuple[int, Step], given: Sequence[Any]) -> list[Any]:
@@ -76,11 +69,6 @@ class Calls:
         gradients = list(differentiate(*self._gated((stage, own), upstream)))
         made = [gradient for gradient in gradients if gradient is not None]
         self._ended((stage, own), made)
-        if self._times is not None and made:
-            ends = self._backward_ends[stage]
-            ends[microbatch] = self._times.of(made)
-            if len(ends) == self._microbatches:
-                self._times.keep_backward(stage, [ends.pop(m) for m in sorted(ends)])
         for before, later in self._edges[stage]:
             if own in (later, before) and (stage, later) in self._gates and (stage, before) in self._behind:
                 wait_for(self._gates[stage, later], self._behind[stage, before])

@@ -19,7 +19,6 @@ from devicemap.base.devices import choose_output_device
 from devicemap.base.hosts import settle
 from devicemap.base.options import Options, check_count
 from devicemap.base.structure import as_objects, freeze
-from devicemap.compile.compiled import has_clock
 from devicemap.compile.gather import gather, with_row_counts_checked, with_static_rows
 from devicemap.compile.layout import copied, sizes_in_graph
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
@@ -27,10 +26,8 @@ from devicemap.errors import DataError, OptionError, brief, function_error, warn
 from devicemap.pipelines.calls import Calls
 from devicemap.pipelines.schedule import schedule_of
 from devicemap.pipelines.stages import Stage, devices_of_stages, run_in_turn
-from devicemap.pipelines.times import Times
 from devicemap.tell.plan.pipeline import PipelinePlan, StagePlan
 from devicemap.tell.plan.request import ask
-from devicemap.tell.report.pipeline import PipelineReport, calls_of
 
 
 class Pipeline:
@@ -48,7 +45,6 @@ class Pipeline:
         microbatches: into how many parts the rows of a batch are cut; fewer if there are fewer rows.
         schedule: "1f1b" or "gpipe".
         output_device: where results are gathered.
-        report: whether calls keep when each of their parts ended, for `report`.
 
     Raises:
         OptionError: for arguments that are not valid, for instance fewer devices than stages.
@@ -66,7 +62,6 @@ class Pipeline:
         microbatches: int = 8,
         schedule: Literal["1f1b", "gpipe"] = "1f1b",
         output_device: Any = "/CPU:0",
-        report: bool = False,
     ):
         if not isinstance(stages, Sequence) or not stages or not all(callable(stage) for stage in stages):
             hint = "; devicemap.split(model, n) makes one of a Keras model" if layers_of(stages) else ""
@@ -79,7 +74,6 @@ class Pipeline:
         self.devices = tuple(devices_of_stages(len(self._stages), devices))
         self._microbatches, self._schedule = int(microbatches), schedule
         self._graphs: dict[Any, Any] = {}
-        self._times = Times(len(self._stages), self._microbatches) if report and has_clock() else None
         for stage in stages:
             if names := ", ".join(layer.name for layer in batch_norms_of(stage)):
                 warn_user(
@@ -164,21 +158,6 @@ class Pipeline:
             plans.append(StagePlan(device, held, sum(sizes), order))
         return PipelinePlan(rows, microbatches, self._schedule, tuple(plans))
 
-    @property
-    def report(self) -> PipelineReport:
-        """What happened in the last call, which may have been one in a `tf.function` of yours: when each stage computed which
-        microbatch, forward and, where the gradient was asked for in the same `tf.function`, backward.
-
-        Raises:
-            OptionError: the pipeline was not made with `report=True`, or has not run.
-        """
-        if self._times is None:
-            raise OptionError("this Pipeline keeps nothing of its calls: make it with report=True")
-        calls = calls_of(self._times.known())
-        if not calls:
-            raise OptionError("there was no call yet")
-        return PipelineReport(self.devices, calls)
-
     def _composed(self, nest: Any, rows: int | None, microbatches: int | None = None) -> Any:
         """The stages on a nest of so many rows, in the graph that is being built.
 
@@ -191,21 +170,15 @@ class Pipeline:
         for stage in self._stages:
             traces.append(stage.of_microbatches(specs, parts))
             specs = traces[-1][0].nest_of_specs
-        began = None if self._times is None else self._times.of(leaves)
-        with tf.device(HOST), tf.control_dependencies([] if began is None else [began]):
-            leaves = leaves if began is None else copied(leaves)
+        with tf.device(HOST):
             sizes = sizes_in_graph(count_rows(leaves[0]), parts)
             cut = zip(*(cut_rows(leaf, sizes, parts) for leaf in leaves))
             values = [tf.nest.pack_sequence_as(nest, part) for part in cut]
-        calls = Calls(
-            "gpipe" if run_in_turn([first for first, *_ in traces]) else self._schedule, len(traces), parts, self._times
-        )
+        calls = Calls("gpipe" if run_in_turn([first for first, *_ in traces]) else self._schedule, len(traces), parts)
         for k, (of_stage, device) in enumerate(zip(traces, self.devices)):
             for m, (traced, value) in enumerate(zip(of_stage, values)):
                 with tf.device(device), tf.name_scope(f"stage_{k}_microbatch_{m}"):
                     values[m] = calls.call(k, m, traced, value, filled or sizes[m] > 0)
-        if self._times is not None:
-            self._times.keep_forward(began, calls.ends)
         with tf.device(self._output_device):
             results = [copied(tf.nest.flatten(value)) for value in values]
             joined, returned = zip(*(gather(part, differentiable=True) for part in zip(*results)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import time
 import weakref
 from typing import Any
 
@@ -417,42 +416,6 @@ def test_explain_tells_of_ragged_rows(devices: list[str]) -> None:
     pipe = Pipeline([lambda x: 2 * x, tf.sin], devices)
     for data in (tf.RaggedTensorSpec([None, None]), tf.RaggedTensor.from_row_lengths(tf.zeros([20]), [1, 3] * 5)):
         assert pipe.explain(data).bubble > 0
-
-
-@pytest.mark.private("when each call of a backward pass ends")
-@pytest.mark.nightly
-def test_the_report_tells_when_each_part_ended(devices: list[str]) -> None:
-    @tf.custom_gradient
-    def slow(rows: Any) -> Any:
-        return paused(rows), paused
-
-    def paused(rows: Any) -> Any:
-        return tf.ensure_shape(tf.numpy_function(pause, [rows], tf.float32), rows.shape)
-
-    def pause(rows: Any) -> Any:
-        time.sleep(0.02)
-        return rows
-
-    pipe = Pipeline([slow, layer(1), loss_of_rows], devices, microbatches=4, report=True)
-    with pytest.raises(OptionError):
-        pipe.report
-    pipe(x[:1])
-    assert pipe.report.busy_seconds[0] > 0.02
-    pipe(x[:3])
-    pipe(x)
-    report = pipe.report
-    forward = [(call.stage, call.call) for call in report.calls]
-    assert forward == [(stage, f"F{m}") for stage in range(3) for m in range(4)]
-    assert report.busy_seconds[0] > 4 * 0.02 > max(report.busy_seconds[1:])
-    assert report.wall_seconds >= report.busy_seconds[0]
-    assert report.calls[0].finished_seconds > 0.02  # the clock is read before there are rows
-
-    tf.function(lambda rows: gradients(pipe, rows, tf.reduce_mean))(x)
-    ends = {(call.stage, call.call): call.finished_seconds for call in pipe.report.calls}
-    assert len(ends) == 2 * 3 * 4
-    for way in "FB":
-        first, *later = (ends[0, f"{way}{m}"] for m in range(4))
-        assert all(end - before > 0.01 for before, end in itertools.pairwise([first, *later]))
 
 
 def masked() -> Any:
