@@ -166,32 +166,7 @@ class DeviceMap:
         array([0, 2, 4], dtype=int32)
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        *,
-        devices: Any = None,
-        batched: bool = False,
-        vectorize: bool | str = "auto",
-        batch_size: int | str | None = None,
-        seed: int | None = None,
-        fn_output_signature: Any = None,
-        jit_compile: bool = False,
-        in_place: Any = (),
-        output_device: Any = "/CPU:0",
-        deterministic: bool = True,
-        prefetch: int | None = None,
-        max_retries: int = 2,
-        progress: bool | Callable[[Event], Any] = False,
-        name: str | None = None,
-        **unknown: Any,
-    ):
-        options = dict(
-            devices=devices, batched=batched, vectorize=vectorize, batch_size=batch_size, seed=seed,
-            fn_output_signature=fn_output_signature, jit_compile=jit_compile, in_place=in_place, output_device=output_device,
-            deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, name=name,
-            **unknown,
-        )  # fmt: skip
+    def __init__(self, fn: Callable[..., Any], **options: Any):
         self._take(Program(fn, options))
 
     def _take(self, program: Program) -> None:

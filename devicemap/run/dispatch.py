@@ -90,10 +90,6 @@ class _Standing:
         self.pace = self.pace.giving_up(chunk.count)
         return self.running.pop(chunk.start)
 
-    def has_room_for(self, chunk: Chunk) -> bool:
-        """Whether it may take a chunk now, cut to what fits."""
-        return self.pace.has_room_for(min(chunk.count, self.pace.limit or chunk.count))
-
 
 class Dispatch:
     """The state of a call. `_lock` guards everything, and is not held while a chunk is read or run (only while one that
@@ -152,7 +148,7 @@ class Dispatch:
                         self._call_worker()
                         return None
                     task = self._waiting.first(device, self._alive)
-                    if task is not None and self._standings[device].has_room_for(task.chunk):
+                    if task is not None and self._standings[device].pace.may_take:
                         self._waiting.remove(task)
                         self._call_worker()
                         return self._handed_to(device, task), 0.0
@@ -178,10 +174,6 @@ class Dispatch:
                 paces = [self._standings[name].pace for name in self._alive]
                 if read_seconds > PATIENCE_SECONDS or not are_quick(chunk.count, paces):
                     self._call_worker()
-                if not self._standings[device].has_room_for(chunk):  # larger than asked for, as a dataset's batches are
-                    self._waiting.add_last(Task(chunk))
-                    self._wake_all()
-                    continue
                 waited = read_seconds if not pace.rows_in_flight and self._source.reads else 0.0
                 return self._handed_to(device, Task(chunk)), waited
 
@@ -311,7 +303,7 @@ class Dispatch:
         rows = rows_to_take(paces[device], others, left, self._source.batch_size)
         if self._rules.few_sizes and rows:
             rows = self._source.batch_size or 1 << (rows.bit_length() - 1)
-        return rows if self._standings[device].pace.has_room_for(rows) else 0
+        return rows if self._standings[device].pace.may_take else 0
 
     def _try_again(self, task: Task, error: BaseException) -> Sequence[str]:
         """Let another device retry the chunk. Set aside a device that keeps failing, or all devices of a lost host."""

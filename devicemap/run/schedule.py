@@ -116,22 +116,16 @@ class Pace:
     limit: int | None = None
     """The most rows of a chunk that fit into its memory, as far as known."""
 
-    room: int | None = None
-    """The most rows of several chunks in flight that fit into it, as far as known or estimated."""
-
     chunks_in_flight: int = 0
     """Chunks that it has been given and not finished."""
 
     at_once: int | None = None
     """The most chunks in flight that fit into it, whatever their rows, as far as known."""
 
-    def has_room_for(self, rows: int) -> bool:
-        """Whether the device may take a chunk of so many rows now: any where it has none, else one that fits beside those."""
-        if not self.chunks_in_flight:
-            return True
-        if self.at_once is not None and self.chunks_in_flight >= self.at_once:
-            return False
-        return self.room is None or self.rows_in_flight + rows <= self.room
+    @property
+    def may_take(self) -> bool:
+        """Whether another chunk fits into its memory now, as far as known; a device without a chunk may take any."""
+        return not self.chunks_in_flight or self.at_once is None or self.chunks_in_flight < self.at_once
 
     def taking(self, rows: int) -> Pace:
         """The device is given a chunk."""
@@ -178,13 +172,13 @@ class Pace:
     def running_out_of_memory(self, rows: int, alone: bool) -> Pace:
         """A chunk of so many rows, which was given up, did not fit.
 
-        If it was `alone`, the next ones have half of its rows at most, and fewer than all of them together; else it may fit,
-        and one chunk less is in flight from now on.
+        If it was `alone`, the next ones have at most half of its rows. Else it may fit, and from now on one chunk less is in
+        flight.
         """
         if not alone:
             return replace(self, at_once=_least(self.at_once, max(1, self.chunks_in_flight)))
         limit = _least(self.limit, max(1, rows // 2))
-        return replace(self, limit=limit, size=min(self.size, limit), room=_least(self.room, rows - 1))
+        return replace(self, limit=limit, size=min(self.size, limit))
 
     def between_calls(self) -> Pace:
         """Return what the next call may use."""

@@ -138,29 +138,26 @@ def test_memory_limits() -> None:
     for _ in range(20):
         pace = pace.taking(32).finishing(32, 0.001)
     assert rows_to_take(pace, [], None, None) == 32
-    assert pace.has_room_for(32)
-    assert not pace.taking(32).has_room_for(32)  # together they have as many rows as the chunk that did not fit
-    assert pace.taking(16).has_room_for(32)
 
 
 def test_fewer_chunks_in_flight_before_smaller_ones() -> None:
     pace = Pace(size=64).taking(64).taking(64).taking(64).taking(64)
-    assert pace.has_room_for(64)
+    assert pace.may_take
     for left in (3, 2, 1, 0):
         pace = pace.giving_up(64).running_out_of_memory(64, alone=False)
         assert (pace.at_once, pace.limit, pace.size) == (max(left, 1), None, 64)
-        assert pace.has_room_for(1) == (not left)
+        assert pace.may_take == (not left)
     assert pace.taking(64).between_calls().at_once == 1
 
 
 @given(paces, st.integers(1, 1000))
 def test_a_device_that_is_idle_takes_any_chunk(pace: Pace, rows: int) -> None:
-    assert pace.running_out_of_memory(rows, alone=True).running_out_of_memory(rows, alone=False).has_room_for(rows)
+    assert pace.running_out_of_memory(rows, alone=True).running_out_of_memory(rows, alone=False).may_take
 
 
 def test_what_the_next_call_knows() -> None:
-    pace = Pace(5.0, 3, size=64, best_rows_per_second=4.0, largest=9, quickest_seconds=1.0, limit=100, room=99)
-    assert pace.taking(3).between_calls() == Pace(5.0, size=64, best_rows_per_second=4.0, limit=100, room=99)
+    pace = Pace(5.0, 3, size=64, best_rows_per_second=4.0, largest=9, quickest_seconds=1.0, limit=100)
+    assert pace.taking(3).between_calls() == Pace(5.0, size=64, best_rows_per_second=4.0, limit=100)
 
 
 @given(st.integers(1, 100))

@@ -533,28 +533,6 @@ def test_only_a_chunk_that_never_shared_its_device_is_cut() -> None:
     assert [(shard.start, shard.stop) for shard in retried] == [(0, 4), (0, 2), (2, 4)]
 
 
-def test_a_batch_that_has_no_room_beside_others_waits_for_them() -> None:
-    """A dataset's batches may be larger than what was asked for."""
-    most, lock, rows_under_way = [0], threading.Lock(), [0]
-
-    class Batches(Endless):
-        def take(self, rows: int, limit: int | None) -> Chunk | None:
-            return super().take(8, limit)
-
-    def run(device: str, chunk: Chunk) -> Any:
-        with lock:
-            rows_under_way[0] += chunk.count
-            most[0] = max(most[0], rows_under_way[0])
-        time.sleep(0.001)
-        with lock:
-            rows_under_way[0] -= chunk.count
-        return _double(chunk)
-
-    paces = {"/device:CPU:0": Pace(size=1, room=20)}
-    assert _flat(run_chunks(Batches(400, 8), _runners(run, 1, 4), Rules(), paces)) == [2 * i for i in range(400)]
-    assert most[0] in (8, 16)
-
-
 @pytest.mark.parametrize("message", ["Dst tensor is not initialized.", "Src tensor is not initialized."])
 def test_a_copy_that_does_not_fit_is_out_of_memory(message: str) -> None:
     def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:

@@ -14,7 +14,7 @@ from devicemap.types import ChunkStarted, Shard
 
 
 def _worked(index: int, rows: int, busy_seconds: float | None) -> DeviceReport:
-    return DeviceReport(device(index), rows, 1, busy_seconds, 0.0, 0.0, None, 0, 0, False, None, None)
+    return DeviceReport(device(index), rows, 1, busy_seconds, 0.0, 0.0, 0, 0, False, None, None)
 
 
 def _spans(*ends: tuple[int, float, float]) -> list[Span]:

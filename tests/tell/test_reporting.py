@@ -187,23 +187,6 @@ def test_parts_of_parts_are_back_offs_of_their_own() -> None:
     assert [each.calls for each in report.devices] == [3, 0]
 
 
-def test_what_copying_took_is_told_where_it_is_known() -> None:
-    names = [
-        f"/job:{job}/replica:0/task:0/device:{kind}:0"
-        for job, kind in (("localhost", "CPU"), ("localhost", "GPU"), ("worker", "CPU"))
-    ]
-    shards = [Shard(name, 2 * i, 2 * i + 2) for i, name in enumerate(names)]
-    events = [
-        CallStarted(0.0, 6, tuple(names)),
-        *(ChunkStarted(0.0, shard, 0.0) for shard in shards),
-        *(ChunkFinished(1.0, shard, 0.0) for shard in shards),
-        CallFinished(1.0, None),
-    ]
-    report = Report.of(events)
-    assert [each.copying_seconds for each in report.devices] == [0.0, None, None]
-    assert "copying" not in str(report)  # nothing to say
-
-
 def test_to_dict_has_units_in_its_names() -> None:
     found = Report.of(MANY, usage=[GpuUsage(device(0), 45.0, 2**30)]).to_dict()
     assert set(found) == {
@@ -211,7 +194,7 @@ def test_to_dict_has_units_in_its_names() -> None:
         "tail_seconds", "lost_devices", "slow_devices", "late_shards", "error", "advice", "devices",
     }  # fmt: skip
     assert set(found["devices"][0]) == {
-        "device", "rows", "share", "calls", "busy_seconds", "idle_seconds", "waiting_seconds", "copying_seconds",
+        "device", "rows", "share", "calls", "busy_seconds", "idle_seconds", "waiting_seconds",
         "retries", "back_offs", "lost", "utilisation_percent", "memory_bytes",
     }  # fmt: skip
     assert (found["devices"][0]["utilisation_percent"], found["devices"][0]["memory_bytes"]) == (45.0, 2**30)
@@ -258,15 +241,6 @@ def test_it_plots_a_timeline(events: list[Event], suffix: str, tmp_path: pathlib
     Report.of(events).plot(path)
     assert path.read_bytes()[:4] == (b"\x89PNG" if suffix == "png" else b"<?xm")
     assert ("matplotlib.pyplot" in sys.modules) == had_pyplot
-
-
-def test_it_saves_a_trace(tmp_path: pathlib.Path) -> None:
-    report = Report.of(MANY)
-    report.save_trace(tmp_path / "trace.json")
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert len(bars) == len(report.spans)
-    assert sum(bar["dur"] for bar in bars) == pytest.approx(sum(span.seconds for span in report.spans) * 1e6)
 
 
 def test_without_the_extras_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

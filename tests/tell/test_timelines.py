@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from histories import device, history
 from hypothesis import given
 from hypothesis import strategies as st
 
 from devicemap.tell.render import short_names
-from devicemap.tell.report.timeline import Span, chrome_trace, lanes_of, spans_of, union_seconds
+from devicemap.tell.report.timeline import Span, lanes_of, spans_of, union_seconds
 from devicemap.types import CallFinished, CallStarted, ChunkFinished, ChunkStarted, Shard
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 10)).map(lambda p: (float(p[0]), float(p[0] + p[1]))))
@@ -60,21 +59,3 @@ def test_short_names_tell_devices_apart() -> None:
     two_hosts = [f"/job:worker/replica:0/task:{task}/device:GPU:0" for task in range(2)]
     assert [*short_names(two_hosts).values()] == ["/job:worker/task:0/GPU:0", "/job:worker/task:1/GPU:0"]
     assert short_names([device(0), device(1, "CPU")]) == {device(0): "GPU:0", device(1, "CPU"): "CPU:1"}
-
-
-def test_a_chrome_trace_has_a_thread_for_each_lane_and_times_in_microseconds() -> None:
-    spans = [
-        Span(Shard(device(0), 0, 10), 0.0, 0.5, "finished"),
-        Span(Shard(device(0), 10, 20), 0.25, 1.0, "failed"),
-        Span(Shard(device(1), 20, 30), 0.125, 0.5, "finished"),
-    ]
-    trace = chrome_trace(spans, [device(0), device(1), device(2)], "a call")
-    names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
-    assert names == {1: "GPU:0", 2: "GPU:0 (2)", 3: "GPU:1", 4: "GPU:2"}
-    assert trace["traceEvents"][0] == {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "a call"}}
-    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert [(bar["name"], bar["cat"], bar["tid"], bar["ts"], bar["dur"]) for bar in bars] == [
-        ("rows 0 to 9 on GPU:0", "finished", 1, 0.0, pytest.approx(500_000)),
-        ("rows 10 to 19 on GPU:0", "failed", 2, pytest.approx(250_000), pytest.approx(750_000)),
-        ("rows 20 to 29 on GPU:1", "finished", 3, pytest.approx(125_000), pytest.approx(375_000)),
-    ]

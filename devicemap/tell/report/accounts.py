@@ -19,8 +19,6 @@ from devicemap.events import (
 from devicemap.tell.report.meter import GpuUsage
 from devicemap.tell.report.timeline import Span, union_seconds
 
-_SHARES_MEMORY = "/job:localhost/replica:0/task:0/device:CPU:"
-
 
 @dataclass(frozen=True)
 class DeviceReport:
@@ -43,10 +41,6 @@ class DeviceReport:
 
     waiting_seconds: float
     """How much of the idle time it waited for rows to be read."""
-
-    copying_seconds: float | None
-    """How long copying to and from it took: 0 for a CPU of this host, which is handed tensors as they lie in memory; `None`
-    for other devices, where TensorFlow copies in the course of a call and tells nobody."""
 
     retries: int
     """How often it got rows that had failed before, there or elsewhere."""
@@ -104,7 +98,6 @@ def account(
             idle_seconds=idle_seconds if told_apart else None,
             # Chunks that wait while another one is under way on their device do not make it wait.
             waiting_seconds=min(idle_seconds, max(0.0, union_seconds(busy + waits[device]) - busy_seconds)),
-            copying_seconds=0.0 if device.startswith(_SHARES_MEMORY) else None,
             retries=retried[device],
             back_offs=cut[device],
             lost=device in lost,

@@ -1,12 +1,10 @@
-"""What happened in one call: its events -> a `Report` to print, plot, trace, or hand on as a dict."""
+"""What happened in one call: its events -> a `Report` to print, plot, or hand on as a dict."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from devicemap.errors import DataError, brief
@@ -15,7 +13,7 @@ from devicemap.tell.render import Result, counted, page, seconds_text, short_nam
 from devicemap.tell.report.accounts import DeviceReport, account
 from devicemap.tell.report.advice import advise, late_shards, slow_devices, tail_seconds
 from devicemap.tell.report.meter import GpuUsage
-from devicemap.tell.report.timeline import Span, chrome_trace, ran_in_turn, save_timeline, spans_of
+from devicemap.tell.report.timeline import Span, ran_in_turn, save_timeline, spans_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -156,11 +154,6 @@ class Report(Result):
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the timeline, a bar per chunk and device, into a `.png`, `.svg` or `.pdf`; needs matplotlib."""
         save_timeline(self.spans, [device.device for device in self.devices], self.summary, path)
-
-    def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the timeline in the "Trace Event Format" of Chrome's tracing: open it in Perfetto or `chrome://tracing`."""
-        trace = chrome_trace(self.spans, [device.device for device in self.devices], "devicemap")
-        Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
     @property
     def summary(self) -> str:

@@ -1,4 +1,4 @@
-"""When each device computed what: events of one call -> spans, their lanes, a trace that browsers show, a picture."""
+"""The timeline of one call: events -> spans, their lanes, and a picture."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from devicemap.events import CallFinished, ChunkFailed, ChunkFinished, ChunkStarted, Event, Shard
 from devicemap.tell.render import figure_class, short_names
@@ -88,36 +88,6 @@ def lanes_of(spans: Sequence[Span]) -> tuple[int, ...]:
         ends[lane : lane + 1] = [span.finished_seconds]
         lanes[index] = lane
     return tuple(lanes)
-
-
-def chrome_trace(spans: Sequence[Span], devices: Sequence[str], title: str) -> dict[str, Any]:
-    """The spans as a "Trace Event Format" JSON object, which `chrome://tracing`, Perfetto and TensorBoard show.
-
-    Each lane of a device is a thread, as `"X"` events of one thread must not overlap. Times are in microseconds there.
-    """
-    lanes = lanes_of(spans)
-    names = short_names(devices)
-    used = {(span.shard.device, lane) for span, lane in zip(spans, lanes)} | {(device, 0) for device in devices}
-    threads = sorted(used, key=lambda thread: (list(devices).index(thread[0]), thread[1]))
-    events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": title}}]
-    for thread_id, (device, lane) in enumerate(threads, start=1):
-        label = names[device] + (f" ({lane + 1})" if lane else "")
-        for key, value in (("name", label), ("sort_index", thread_id)):
-            events.append({"name": f"thread_{key}", "ph": "M", "pid": 1, "tid": thread_id, "args": {key: value}})
-    for span, lane in zip(spans, lanes):
-        events.append(
-            {
-                "name": str(span.shard),
-                "cat": span.outcome,
-                "ph": "X",
-                "ts": span.started_seconds * 1e6,
-                "dur": span.seconds * 1e6,
-                "pid": 1,
-                "tid": 1 + threads.index((span.shard.device, lane)),
-                "args": {"start": span.shard.start, "stop": span.shard.stop, "outcome": span.outcome},
-            }
-        )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def save_timeline(spans: Sequence[Span], devices: Sequence[str], title: str, path: str | os.PathLike[str]) -> None:
