@@ -135,22 +135,6 @@ _FLAGS = {
 }
 
 
-def pack(proven: dict[Form, bool], versions: Sequence[str]) -> dict[str, Any]:
-    """What `forms.json` holds, of forms and whether each has its gradients, too."""
-    groups: dict[tuple[str, str], tuple[set[str], set[str]]] = {}
-    for form, gradients in proven.items():
-        values, also = groups.setdefault((form.op, form.attributes), (set(), set()))
-        values.add(form.inputs)
-        if gradients:
-            also.add(form.inputs)
-    patterns: dict[tuple[str, ...], int] = {}
-    ops: dict[str, list[Any]] = {}
-    for (op, attributes), sets in sorted(groups.items()):
-        numbers = [patterns.setdefault(tuple(sorted(inputs)), len(patterns)) for inputs in sets]
-        ops.setdefault(op, []).append([attributes, *numbers])
-    return {"tensorflow": list(versions), "inputs": [" , ".join(each) for each in patterns], "ops": ops}
-
-
 def unpack(packed: dict[str, Any]) -> dict[tuple[str, str], tuple[frozenset[str], frozenset[str]]]:
     """Op and attributes -> the inputs that it vectorises right, and those for which it has its gradients, too."""
     patterns = [frozenset(each.split(" , ")) - {""} for each in packed["inputs"]]

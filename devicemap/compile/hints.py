@@ -19,8 +19,6 @@ _WANTS_NUMBERS = re.compile(r"symbolic tf\.Tensor.* to a numpy array|has no attr
 
 _WANTS_NAMES = re.compile(r"are valid indices, got '")
 
-_NOT_CONVERTED = "source code may not be visible to AutoGraph"
-
 
 def hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, error: Exception) -> Iterator[str]:
     """Sentences for the message.
@@ -55,11 +53,6 @@ def hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, e
         )
     if _WANTS_NAMES.search(str(error)):
         yield "A tensor has no names: pass a dict of columns as data, such as dict(frame)"
-    if _NOT_CONVERTED in str(error) and _is_hidden(fn):
-        yield (
-            "The source of fn cannot be read, as at Python's own prompt, so its loops and branches were not converted: put fn "
-            "into a file or a notebook"
-        )
     yield from _about_arguments(fn, specs if type(specs) is tuple else (specs,), {"seed": None} if seeded else {})
 
 
@@ -72,16 +65,6 @@ def _about_arguments(fn: Callable[..., Any], given: tuple[Any, ...], seed: dict[
         yield "A tuple is passed as several arguments: let fn take them, or pass a dict, which is one argument"
     elif len(given) == 1 and (count := next((n for n in range(2, 10) if _fits(fn, *given * n, **seed)), None)):
         yield f"fn takes {count} arguments: pass a tuple of {count} as data; a list or a dict is one argument"
-
-
-def _is_hidden(fn: Callable[..., Any]) -> bool:
-    """Whether it is a function of Python's whose source is nowhere to be read."""
-    function = inspect.unwrap(getattr(fn, "python_function", fn))
-    try:
-        inspect.getsource(function)
-    except (OSError, TypeError):  # no source; nothing that has one
-        return hasattr(function, "__code__")
-    return False
 
 
 def _fits(fn: Callable[..., Any], *given: Any, **seed: Any) -> bool:

@@ -9,11 +9,12 @@ import pytest
 import tensorflow as tf
 from graphs import traced
 from proving.families import FAMILIES
+from proving.listing import pack
 from proving.trials import outcomes
 
 import devicemap
 from benchmarks import functions
-from devicemap.compile.forms import LIST, Form, form_of, is_proven, pack, unpack
+from devicemap.compile.forms import LIST, Form, form_of, is_proven, unpack
 
 EVERY = {
     "unary": 80,

@@ -19,8 +19,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import tensorflow as tf
 
-from devicemap.compile.forms import LIST, Form, pack, unpack
+from devicemap.compile.forms import LIST, Form, unpack
 from proving.families import ALIKE, FAMILIES
+from proving.listing import pack
 from proving.trials import Trial, batches, outcomes
 
 _PORTION = 150  # trials in one function: more take longer to build than they save
