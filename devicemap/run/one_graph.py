@@ -37,12 +37,7 @@ class Run:
     """Whether each shard waited for the one before."""
 
     arrivals: Any = None
-    """Float64 `[shards]`, or longer: when the results of each were there. `None`: nobody knows."""
-
-    @property
-    def tells_apart(self) -> bool:
-        """Whether it tells when each shard was done."""
-        return len(self.shards) == 1 or self.arrivals is not None
+    """Float64 `[shards]`, or longer: when the results of each were there. `None`: unknown, for one shard or without clocks."""
 
     def spans(self) -> list[tuple[Shard, float, float]]:
         """Each shard, when it began and when it was done."""

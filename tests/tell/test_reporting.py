@@ -107,17 +107,6 @@ def test_a_device_does_not_wait_for_input_while_it_has_a_chunk() -> None:
     assert (only.busy_seconds, only.idle_seconds, only.waiting_seconds) == (4.5, 1.5, 1.5)
 
 
-def test_a_graph_without_clocks_does_not_tell_busy_times_apart() -> None:
-    report = Report.of(one_graph([4, 3, 3], 2.0), way="one graph", traces=0, told_apart=False)
-    assert [each.rows for each in report.devices] == [4, 3, 3]
-    assert {(each.busy_seconds, each.idle_seconds) for each in report.devices} == {(None, None)}
-    assert (report.tail_seconds, report.slow_devices, report.late_shards) == (None, (), ())
-    assert report.advice == (
-        "nothing tells when each device was done: pass batch_size, or let an output_device of kind CPU gather the rows",
-    )
-    assert report.summary == "10 rows in 2 s (5 rows/s) in one graph on 3 devices, 0 traces"
-
-
 def test_one_graph_on_one_device_tells_its_busy_time() -> None:
     report = Report.of(one_graph([10], 2.0), way="one graph")
     assert report.devices[0].busy_seconds == 2.0
@@ -191,7 +180,7 @@ def test_to_dict_has_units_in_its_names() -> None:
     found = Report.of(MANY, usage=[GpuUsage(device(0), 45.0, 2**30)]).to_dict()
     assert set(found) == {
         "way", "rows", "expected_rows", "wall_seconds", "rows_per_second", "traces", "retries", "back_offs",
-        "tail_seconds", "lost_devices", "slow_devices", "late_shards", "error", "advice", "devices",
+        "tail_seconds", "lost_devices", "slow_devices", "error", "advice", "devices",
     }  # fmt: skip
     assert set(found["devices"][0]) == {
         "device", "rows", "share", "calls", "busy_seconds", "idle_seconds", "waiting_seconds",
@@ -212,8 +201,7 @@ def test_it_prints_as_a_plain_table(monkeypatch: pytest.MonkeyPatch) -> None:
         "GPU:0     23    53%      3  2.5 s    0 s\n"
         "GPU:1     20    47%      2    2 s  0.5 s\n"
         "\n"
-        "* the first device ran out of work 0.5 s before the end, while rows 40 to 42 on GPU:0\n"
-        "still ran: use a smaller batch_size"
+        "* the first device ran out of work 0.5 s before the end: use a smaller batch_size"
     )
 
 

@@ -33,11 +33,12 @@ class DeviceReport:
     calls: int
     """How often it ran the function: chunks, or shards of the one graph, that finished or failed."""
 
-    busy_seconds: float | None
-    """How long at least one chunk was under way on it; `None` where a graph hides when each device was done."""
+    busy_seconds: float
+    """How long at least one chunk was under way on it. In one graph after
+    `tf.config.experimental.enable_op_determinism()`, the whole call: there are no clocks then."""
 
-    idle_seconds: float | None
-    """The rest of the call's time; `None` where the busy time is."""
+    idle_seconds: float
+    """The rest of the call's time."""
 
     waiting_seconds: float
     """How much of the idle time it waited for rows to be read."""
@@ -64,13 +65,12 @@ class DeviceReport:
 
 
 def account(
-    events: Sequence[Event], spans: Sequence[Span], *, end_seconds: float, told_apart: bool, usage: Iterable[GpuUsage]
+    events: Sequence[Event], spans: Sequence[Span], *, end_seconds: float, usage: Iterable[GpuUsage]
 ) -> tuple[DeviceReport, ...]:
     """A `DeviceReport` for each device: first those that the call began with, in their order, then any others.
 
     Args:
         events: those of one call; `spans` are what `spans_of` makes of them.
-        told_apart: whether the spans tell when each device was busy.
     """
     (started,) = (event for event in events if isinstance(event, CallStarted))
     wall_seconds = end_seconds - started.seconds
@@ -94,8 +94,8 @@ def account(
             device=device,
             rows=sum(len(span.shard) for span in own if span.outcome == "finished"),
             calls=sum(span.outcome != "unfinished" for span in own),
-            busy_seconds=busy_seconds if told_apart else None,
-            idle_seconds=idle_seconds if told_apart else None,
+            busy_seconds=busy_seconds,
+            idle_seconds=idle_seconds,
             # Chunks that wait while another one is under way on their device do not make it wait.
             waiting_seconds=min(idle_seconds, max(0.0, union_seconds(busy + waits[device]) - busy_seconds)),
             retries=retried[device],

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from devicemap.events import Shard, short_name
+from devicemap.events import short_name
 from devicemap.tell.render import listed, short_names
 from devicemap.tell.report.accounts import DeviceReport
 from devicemap.tell.report.timeline import Span, ran_in_turn
@@ -28,9 +28,6 @@ _WORTH_SAYING = 0.1
 
 _WELL_USED_PERCENT = 90
 """Below this utilisation of one GPU, another one would mostly stand idle too."""
-
-_NAMED = 3
-"""So many late chunks are named one by one."""
 
 
 def slow_devices(devices: Sequence[DeviceReport]) -> tuple[str, ...]:
@@ -52,25 +49,11 @@ def tail_seconds(spans: Sequence[Span], lost: Sequence[str] = ()) -> float:
     return max(last.values()) - min(last.values()) if last else 0.0
 
 
-def late_shards(spans: Sequence[Span], wall_seconds: float, lost: Sequence[str] = ()) -> tuple[Shard, ...]:
-    """The chunks that ended long after the first device had nothing more to do: over a tenth of the call's time."""
-    tail = tail_seconds(spans, lost)
-    if tail <= _WORTH_SAYING * wall_seconds:
-        return ()
-    first_idle = max(span.finished_seconds for span in spans if span.shard.device not in lost) - tail
-    late = [span for span in spans if span.finished_seconds > first_idle + _WORTH_SAYING * wall_seconds]
-    return tuple(span.shard for span in late)
-
-
 def advise(report: Report) -> tuple[str, ...]:
     """What to change, a sentence or two for each thing that is worth it; the most telling first."""
     devices, spans, one_graph = report.devices, report.spans, report.way == "one graph"
     found: list[str] = []
-    if any(device.busy_seconds is None for device in devices) and spans:
-        found.append(
-            "nothing tells when each device was done: pass batch_size, or let an output_device of kind CPU gather the rows"
-        )
-    elif one_graph and ran_in_turn(spans):
+    if one_graph and ran_in_turn(spans):
         found.append("the devices worked one after another, since fn depends on the order of rows: see explain")
     else:
         found += _about_balance(report)
@@ -90,7 +73,7 @@ def advise(report: Report) -> tuple[str, ...]:
 
 
 def _about_balance(report: Report) -> Iterator[str]:
-    devices, wall_seconds, late = report.devices, report.wall_seconds, report.late_shards
+    devices, wall_seconds, tail = report.devices, report.wall_seconds, report.tail_seconds or 0.0
     names = short_names(device.device for device in devices)
     long = wall_seconds > _LONG_SECONDS
     waiting = sum(device.waiting_seconds for device in devices) / (len(devices) * wall_seconds or 1.0)
@@ -103,16 +86,12 @@ def _about_balance(report: Report) -> Iterator[str]:
     if long and out_of_work and len(out_of_work) < len(devices):
         cure = "use a smaller batch_size" if any(len(s.shard) > 1 for s in report.spans) else "there were no more rows"
         yield f"{listed(out_of_work)} got no rows, as there were too few chunks: {cure}"
-    if long and late:
-        rows = [str(shard) for shard in late]
-        which = listed(rows) if len(rows) <= _NAMED else f"{len(rows)} chunks, the last of them {rows[-1]},"
+    if long and tail > _WORTH_SAYING * wall_seconds:
         cure = "let rows that take long come first"
-        if any(len(shard) > 1 for shard in late):
+        if any(len(span.shard) > 1 for span in report.spans):
             in_graph = report.way == "one graph"
             cure = "pass batch_size, for chunks that go to idle devices" if in_graph else "use a smaller batch_size"
-        yield (
-            f"the first device ran out of work {report.tail_seconds:.2g} s before the end, while {which} still ran: {cure}"
-        )
+        yield f"the first device ran out of work {tail:.2g} s before the end: {cure}"
     speeds = {device.device: device.rows_per_busy_second or 0.0 for device in devices}
     for slow in report.slow_devices if long else ():
         others = median(speed for name, speed in speeds.items() if name != slow and speed)

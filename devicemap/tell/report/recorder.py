@@ -46,9 +46,6 @@ def _without_traceback(event: Event) -> Event:
 class Recorder:
     """Listens to one call, and makes its report when asked."""
 
-    _told_apart = True
-    """Whether the events tell when each device was done."""
-
     def __init__(self, way: Literal["one graph", "chunks"], traces: int, gpus: Mapping[str, int]):
         """`gpus`: for the full name of each GPU among the devices, the index of the physical one."""
         self._way, self._traces = way, traces
@@ -73,9 +70,7 @@ class Recorder:
             if self._report is None:
                 assert self._begin is not None
                 events, usage = [self._begin, *self._events], self.meter.usage
-                self._report = Report.of(
-                    events, way=self._way, traces=self._traces, told_apart=self._told_apart, usage=usage
-                )
+                self._report = Report.of(events, way=self._way, traces=self._traces, usage=usage)
                 self._events.clear()
             return self._report
 
@@ -130,7 +125,6 @@ class GraphCall(Recorder):
             if self._begin is None:
                 self._begin = self._start
                 self._events.extend(self._happened())
-                self._told_apart = len(self._start.devices) < 2 or all(run.tells_apart for run in self.runs)
                 self._error, self.runs = None, []
             return super().report()
 

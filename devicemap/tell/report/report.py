@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from devicemap.errors import DataError, brief
-from devicemap.events import CallFinished, CallStarted, Event, Shard
+from devicemap.events import CallFinished, CallStarted, Event
 from devicemap.tell.render import Result, counted, page, seconds_text, short_names, size_text, table
 from devicemap.tell.report.accounts import DeviceReport, account
-from devicemap.tell.report.advice import advise, late_shards, slow_devices, tail_seconds
+from devicemap.tell.report.advice import advise, slow_devices, tail_seconds
 from devicemap.tell.report.meter import GpuUsage
 from devicemap.tell.report.timeline import Span, ran_in_turn, save_timeline, spans_of
 
@@ -34,7 +34,7 @@ class Report(Result):
     """
 
     _derived = (
-        "rows_per_second", "retries", "back_offs", "tail_seconds", "lost_devices", "slow_devices", "late_shards", "advice",
+        "rows_per_second", "retries", "back_offs", "tail_seconds", "lost_devices", "slow_devices", "advice",
     )  # fmt: skip
 
     way: Literal["one graph", "chunks"]
@@ -68,7 +68,6 @@ class Report(Result):
         *,
         way: Literal["one graph", "chunks"] = "chunks",
         traces: int | None = None,
-        told_apart: bool = True,
         usage: Iterable[GpuUsage] = (),
     ) -> Report:
         """The report of one finished call.
@@ -79,7 +78,6 @@ class Report(Result):
             events: all events of the call, in order.
             way: `"one graph"` where one graph held all devices.
             traces: how often `fn` was traced in this call.
-            told_apart: whether the events tell when each device was done; otherwise its busy and idle times are `None`.
             usage: what a `GpuMeter` sampled.
 
         Raises:
@@ -88,7 +86,7 @@ class Report(Result):
         events = tuple(events)
         started, finished = _ends_of(events)
         spans = spans_of(events)
-        devices = account(events, spans, end_seconds=finished.seconds, told_apart=told_apart, usage=usage)
+        devices = account(events, spans, end_seconds=finished.seconds, usage=usage)
         return cls(
             way=way,
             rows=sum(device.rows for device in devices),
@@ -126,17 +124,11 @@ class Report(Result):
         return slow_devices(self.devices)
 
     @property
-    def late_shards(self) -> tuple[Shard, ...]:
-        """Stragglers: the chunks that ended long after the first device had nothing more to do."""
-        return late_shards(self.spans, self.wall_seconds, self.lost_devices) if self.tail_seconds is not None else ()
-
-    @property
     def tail_seconds(self) -> float | None:
-        """How long before the last chunk ended the first device ran out of work; `None` where nobody can tell, and where
-        the devices of one graph worked one after another."""
-        told_apart = all(device.busy_seconds is not None for device in self.devices)
+        """Seconds from the moment when the first device ran out of work to the end of the last chunk; `None` if the devices of
+        one graph worked one after another."""
         in_turn = self.way == "one graph" and ran_in_turn(self.spans)
-        return tail_seconds(self.spans, self.lost_devices) if told_apart and not in_turn else None
+        return None if in_turn else tail_seconds(self.spans, self.lost_devices)
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -193,8 +185,8 @@ def _cells_of(device: DeviceReport, rows: int) -> dict[str, str]:
         "rows": str(device.rows),
         "share": f"{device.rows / rows:.0%}" if rows else "",
         "calls": str(device.calls),
-        "busy": "" if busy is None else seconds_text(busy),
-        "idle": "" if idle is None else seconds_text(idle),
+        "busy": seconds_text(busy),
+        "idle": seconds_text(idle),
         "waiting": seconds_text(waiting) if waiting else "",
         "retries": str(device.retries or ""),
         "back-offs": str(device.back_offs or ""),
