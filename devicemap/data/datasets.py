@@ -9,13 +9,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.datasets import holds_batches
 from devicemap.base.options import Options
 from devicemap.base.structure import as_nodes, freeze, nodes_of
 from devicemap.data.chunks import Chunk
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, any_rows, as_rows, take_rows
-from devicemap.errors import DataError, DeviceMapError, warn_user
+from devicemap.errors import DataError, DeviceMapError
 
 _SAMPLES_PER_READ = 64
 """Samples that are read at once where chunks have no fixed size: reading them one by one takes longer than small functions."""
@@ -160,12 +159,6 @@ def from_dataset(dataset: Any, options: Options) -> Elements:
         fits = not any(_unknown_dimensions(spec)[1:] for spec in specs)
         whole, merged, rows = options.batch_size is None, options.batch_size == "auto" and fits, None
     else:
-        if holds_batches(dataset):
-            warn_user(
-                f"the dataset has batches ({dataset.element_spec}), and fn gets each as one sample: set batched=True for "
-                "a fn of batches, or pass dataset.unbatch()",
-                UserWarning,
-            )
         cardinality = int(dataset.cardinality())
         whole, rows = False, cardinality if cardinality >= 0 else None
         dataset, merged = _batches_of_samples(dataset, size)

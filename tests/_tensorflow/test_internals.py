@@ -15,7 +15,6 @@ from tensorflow.python.ops.parallel_for import pfor
 from devicemap._tensorflow import memory, usable
 from devicemap._tensorflow.calls import Cancellation, prepare_gradient, unrecorded
 from devicemap._tensorflow.converters import take_all_rows
-from devicemap._tensorflow.datasets import holds_batches
 from devicemap._tensorflow.functions import (
     UNCHAINED,
     UNCHAINED_UNIT,
@@ -340,16 +339,3 @@ def test_rows_are_taken_without_a_copy() -> None:
 def test_tensorflow_tells_how_much_memory_devices_have() -> None:
     assert usable(memory._context, memory._listing, memory._sizes)
     assert allocator_bytes() == {}  # of devices that are no CPUs; tests/simulators/test_softgpu.py has some
-
-
-def test_datasets_tell_whether_they_hold_batches() -> None:
-    samples = tf.data.Dataset.range(6)
-    batches = samples.batch(2)
-    for dataset in (
-        *(batches, batches.prefetch(1), batches.map(tf.abs, tf.data.AUTOTUNE), samples.batch(2, num_parallel_calls=2)),
-        *(samples.padded_batch(2), tf.data.Dataset.zip((batches, batches)), batches.concatenate(batches).shuffle(2)),
-    ):
-        assert holds_batches(dataset)
-    windows = samples.window(2).flat_map(lambda window: window.batch(2))
-    for dataset in (samples, batches.unbatch(), windows, tf.data.Dataset.zip((batches, windows)), samples.shuffle(2)):
-        assert not holds_batches(dataset)

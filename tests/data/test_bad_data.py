@@ -171,19 +171,6 @@ def test_an_array_that_masks_nothing_goes_through() -> None:
     np.testing.assert_array_equal(devicemap.parallel_map(tf.negative, np.ma.masked_equal([1, 2], 3), **ONE), [-1, -2])
 
 
-@pytest.mark.private("how datasets were made")
-def test_batches_as_samples_are_warned_of() -> None:
-    batches = tf.data.Dataset.from_tensor_slices(X).batch(2).map(tf.negative).prefetch(1)
-    with pytest.warns(
-        UserWarning, match=r"^the dataset has batches \(TensorSpec\(.*: set batched=True for a fn of batches"
-    ):
-        devicemap.parallel_map(tf.reduce_sum, batches, **SEVERAL)
-    for options, dataset in (({}, batches.unbatch()), ({"batched": True}, batches)):  # what it says
-        np.testing.assert_array_equal(devicemap.parallel_map(tf.abs, dataset, **SEVERAL, **options), X)
-    for dataset in (batches.map(tf.reduce_sum), batches.unbatch().batch(2, drop_remainder=True)):  # numbers; sequences
-        devicemap.parallel_map(tf.negative, dataset, **SEVERAL)
-
-
 def test_a_part_of_an_infinite_dataset() -> None:
     dataset = tf.data.Dataset.range(3).repeat().take(7)
     np.testing.assert_array_equal(devicemap.parallel_map(lambda i: i * 2, dataset, **SEVERAL), [0, 2, 4, 0, 2, 4, 0])
