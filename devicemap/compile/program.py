@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation
-from devicemap.base.devices import choose_devices, choose_output_device, gpu_indices, is_out_of_memory, places_on
+from devicemap.base.devices import choose_devices, choose_output_device, gpu_indices, places_on
 from devicemap.base.hosts import is_remote
 from devicemap.base.options import Options, check_options, check_progress
 from devicemap.base.structure import freeze
@@ -31,9 +31,6 @@ from devicemap.events import Shard, short_name
 
 _AGAIN_SECONDS = 1.0
 """A call that took longer until it failed is not made again to find out where; nor does that take longer."""
-
-_IN_CHUNKS = '. With batch_size="auto" fewer rows run at a time where memory is short'
-"""What to do where a call in one graph runs out of memory."""
 
 _IF_LOST = ". If the host is lost, leave out its devices, or restart its server and this program"
 """Advice for a device of another host that is unavailable."""
@@ -169,15 +166,15 @@ class Program:
             outcomes = attempt([partial(attempt_on, shard) for shard in shards], cancellation, _AGAIN_SECONDS)
             for shard, outcome in zip(shards, outcomes):
                 if outcome is not None and outcome[1] is not None:
-                    return self.failed(outcome[1], [shard], _IN_CHUNKS), outcome[1]
+                    return self.failed(outcome[1], [shard]), outcome[1]
             try:
                 for parts in zip(*(outcome[0] for outcome in outcomes if outcome is not None)):
                     check_inner_shapes(parts)
             except FunctionError as uneven:
                 return uneven, error
-        return self.failed(error, shards, _IN_CHUNKS), error
+        return self.failed(error, shards), error
 
-    def failed(self, error: BaseException, shards: Sequence[Shard], if_out_of_memory: str = "") -> BaseException:
+    def failed(self, error: BaseException, shards: Sequence[Shard]) -> BaseException:
         """The error to raise for one that came from `shards`: from one of several, or one after another."""
         if isinstance(error, DeviceMapError) or not isinstance(error, Exception):
             return error
@@ -190,7 +187,6 @@ class Program:
         what = brief(error)
         uneven = not self.options.batched and "Incompatible shapes during merge" in what
         hint = f". A dense tensor cannot hold rows of different shapes. {UNEVEN_ROWS}" if uneven else ""
-        hint += if_out_of_memory if is_out_of_memory(error) else ""
         if isinstance(error, tf.errors.UnavailableError) and any(is_remote(shard.device) for shard in shards):
             hint += _IF_LOST
         located = function_error(f"{self.name} failed on {where}: {type(error).__name__}: {what}{hint}", error, shards)

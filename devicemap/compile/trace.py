@@ -319,8 +319,7 @@ def _compile_with_xla(loop: RowLoop, specs: list[Any]) -> RowLoop:
 
     @tf.function(autograph=False, jit_compile=True)
     def compiled(*leaves: Any) -> list[Any]:
-        results: list[Any] = over_rows(*leaves)
-        return results
+        return list(over_rows(*leaves))
 
     return replace(loop, concrete=compiled.get_concrete_function(*specs))
 

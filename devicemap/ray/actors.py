@@ -16,7 +16,6 @@ from devicemap.compile.program import Program
 from devicemap.compile.reduction import BoundReduction, Reduction
 from devicemap.compile.seeds import seeds_of_rows
 from devicemap.ray.columns import columns_of, rows_of
-from devicemap.ray.library import library
 from devicemap.run.calls import Calls
 from devicemap.tell.report.recorder import Observers
 
@@ -51,8 +50,18 @@ class Later:
         self._make = make
 
     def __reduce__(self) -> Any:
-        pickled = library().cloudpickle.dumps(self._make)
-        return partial, (_made, np.frombuffer(pickled, np.uint8))  # as an array lies but once in the memory of a host
+        return partial, (
+            _made,
+            np.frombuffer(_pickled(self._make), np.uint8),
+        )  # as an array lies but once in the memory of a host
+
+
+def _pickled(value: Any) -> bytes:
+    from ray import cloudpickle
+
+    dumps: Any = cloudpickle.dumps
+    pickled: bytes = dumps(value)
+    return pickled
 
 
 def _made(pickled: Any) -> Any:
@@ -78,7 +87,7 @@ class _Unfinished(Reduction):
 
         def packed(leaves: Sequence[Any]) -> Any:
             state = structure, specs, [leaf.numpy() for leaf in leaves]  # with classes of the program itself, maybe
-            return {STATE: tf.constant([library().cloudpickle.dumps(state)])}
+            return {STATE: tf.constant([_pickled(state)])}
 
         bound.finished = lambda states: bound.merged([states])  # type: ignore[method-assign]
         bound.packed = packed  # type: ignore[method-assign]

@@ -17,10 +17,9 @@ import numpy as np
 
 from devicemap.base.options import check_count, check_options
 from devicemap.compile.reduction import Reduction
-from devicemap.errors import DataError, OptionError
+from devicemap.errors import DataError, DeviceMapError, OptionError
 from devicemap.ray.actors import NUMBER, STATE, Actor, Later, mapper
 from devicemap.ray.actors import reducer as state_reducer
-from devicemap.ray.library import library
 
 _CHUNKS = 16
 """In what Ray hands to an actor at a time where it has to be told: enough that few of them wait for the next ones."""
@@ -115,6 +114,20 @@ def reduce(
     return bound.packed(bound.finished(merged or []))
 
 
+def _import_ray() -> Any:
+    """Return the module `ray`, with `ray.data`.
+
+    Raises:
+        DeviceMapError: Ray Data is not installed.
+    """
+    try:
+        import ray
+        import ray.data
+    except ModuleNotFoundError as error:
+        raise DeviceMapError("devicemap.ray needs Ray Data, which is not installed: pip install 'ray[data]'") from error
+    return ray
+
+
 def _by_actors(
     dataset: Any,
     fn: Callable[..., Any],
@@ -125,7 +138,7 @@ def _by_actors(
     options: dict[str, Any],
 ) -> Any:
     """The dataset that actors make of another one by what `make(fn, options)` gives them."""
-    ray = library()
+    ray = _import_ray()
     if not isinstance(dataset, ray.data.Dataset):
         raise DataError(
             f"dataset is of type {type(dataset).__name__}; expected a ray.data.Dataset, as of ray.data.read_parquet"
@@ -169,7 +182,7 @@ def _with_seed(fn: Callable[..., Any], columns: Any, seed: Any) -> Any:
 
 def _numbered(dataset: Any) -> Any:
     """The dataset with a column of the rows' numbers, in Ray's object store."""
-    ray = library()
+    ray = _import_ray()
     ordered = _in_order(dataset)
     tables = ordered.materialize().to_arrow_refs()
     count, number = ray.remote(lambda table: len(table)), ray.remote(_number)

@@ -37,7 +37,7 @@ from devicemap.run.dispatch import Rules
 from devicemap.run.embedded import call_inside
 from devicemap.run.one_graph import GraphObservers, Heard, OneGraph
 from devicemap.run.reorder import Group
-from devicemap.run.schedule import Pace, choose_engine, reorder_window, take_as_long
+from devicemap.run.schedule import WINDOW, Pace, choose_engine, take_as_long
 from devicemap.run.workers import Runner, run_chunks
 
 
@@ -169,7 +169,7 @@ class Calls:
 
     def _window(self, compiled: Compiled) -> int:
         """The most groups that are read and not delivered, where memory is bounded."""
-        return reorder_window(sum(in_flight(compiled, self._options.prefetch).values()))
+        return WINDOW * sum(in_flight(compiled, self._options.prefetch).values())
 
     def shape_of_stream(self, data: Any) -> tuple[Any, int | None]:
         """What `stream` yields, as a nest of `tf.TypeSpec`s (objects as nodes), and how many of them, where that is known."""

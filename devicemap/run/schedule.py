@@ -32,7 +32,7 @@ what Python does for a chunk takes a half of it, and more where threads wake eac
 _AS_QUICK = 1.5
 """Chunks that take no longer than this many times the quickest are as quick as it."""
 
-_WINDOW = 4
+WINDOW = 4
 """How many times what is in flight a stream may have read and not delivered, so that a slow chunk stops nobody soon."""
 
 _SHORT_SECONDS = 0.02
@@ -266,12 +266,3 @@ def chunks_in_flight(kind: str) -> int:
     (2, 4)
     """
     return 2 if kind == "CPU" else 4
-
-
-def reorder_window(in_flight: int) -> int:
-    """How many groups of chunks a stream may have read and not delivered.
-
-    >>> reorder_window(16)
-    64
-    """
-    return _WINDOW * in_flight

@@ -70,14 +70,6 @@ LAST_SHARD = {
 }
 
 
-@pytest.mark.parametrize(("options", "told"), [({}, False), ({"max_retries": 0}, True), ({"batch_size": 2}, False)])
-def test_no_memory_names_the_remedy(options: Options, told: bool) -> None:
-    """Where chunks of fewer rows were not tried."""
-    with pytest.raises(tf.errors.ResourceExhaustedError, match="MemoryError: too much") as caught:
-        devicemap.parallel_map(_raising(MemoryError("too much")), X, **SEVERAL, **options)
-    assert ('batch_size="auto"' in str(caught.value)) == told
-
-
 @pytest.mark.parametrize(("way", "where"), [(WAYS[name], where) for name, where in LAST_SHARD.items()], ids=LAST_SHARD)
 @pytest.mark.parametrize(("fn", "error", "message"), [case[1:] for case in RAISED], ids=[case[0] for case in RAISED])
 def test_an_error_inside_fn(
@@ -430,10 +422,10 @@ def test_fn_does_not_fit_the_data(fn: Any, data: Any, options: Options, given: s
 def test_a_warning_names_the_line_that_called_devicemap() -> None:
     """Also from a package whose path begins with that of devicemap."""
     path = f"{Path(devicemap.__file__).parent}_user/program.py"
-    call = compile("parallel_map(lambda row: row, data)", path, "eval")
-    names = {"parallel_map": devicemap.parallel_map, "data": tf.data.Dataset.from_tensor_slices(X).batch(4)}
-    with pytest.warns(UserWarning, match="the dataset has batches") as caught:
-        eval(call, names)
+    stage = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.BatchNormalization()])
+    call = compile('Pipeline([stage], ["CPU:0"])', path, "eval")
+    with pytest.warns(RuntimeWarning, match="batch normalization sees a microbatch at a time") as caught:
+        eval(call, {"Pipeline": devicemap.Pipeline, "stage": stage})
     assert caught[0].filename == path
 
 

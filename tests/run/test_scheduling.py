@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devicemap.run.schedule import Pace, reorder_window, rows_to_take
+from devicemap.run.schedule import Pace, rows_to_take
 
 speeds = st.floats(0.1, 1e5)
 paces = st.builds(
@@ -158,8 +158,3 @@ def test_a_device_that_is_idle_takes_any_chunk(pace: Pace, rows: int) -> None:
 def test_what_the_next_call_knows() -> None:
     pace = Pace(5.0, 3, size=64, best_rows_per_second=4.0, largest=9, quickest_seconds=1.0, limit=100)
     assert pace.taking(3).between_calls() == Pace(5.0, size=64, best_rows_per_second=4.0, limit=100)
-
-
-@given(st.integers(1, 100))
-def test_a_window_holds_more_than_what_is_in_flight(in_flight: int) -> None:
-    assert reorder_window(in_flight) > in_flight

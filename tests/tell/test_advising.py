@@ -7,7 +7,6 @@ from histories import device, history
 
 from devicemap.tell.report.accounts import DeviceReport
 from devicemap.tell.report.advice import slow_devices, tail_seconds
-from devicemap.tell.report.meter import GpuUsage
 from devicemap.tell.report.report import Report
 from devicemap.tell.report.timeline import Span
 from devicemap.types import ChunkStarted, Shard
@@ -102,14 +101,3 @@ def test_advice_for_tracing_in_the_call() -> None:
     assert Report.of(shifted, traces=1).advice == (
         "the first chunk went out after 0.5 s, as fn had to be traced: keep the DeviceMap, later calls start at once",
     )
-
-
-@pytest.mark.parametrize(("devices", "percent", "advised"), [(1, 45.0, True), (1, 95.0, False), (2, 45.0, False)])
-def test_advice_against_more_gpus_where_one_is_not_used_well(devices: int, percent: float, advised: bool) -> None:
-    usage = [GpuUsage(device(index), percent, 2**30) for index in range(devices)]
-    advice = Report.of(history([(10, 1.0)] * 2 * devices, devices=devices), usage=usage).advice
-    expected = (
-        "GPU:0 was in use 45% of the time: more GPUs would help little before it is over 90%; try a larger batch_size, "
-        "vectorize=True or a faster input first"
-    )
-    assert advice == ((expected,) if advised else ())

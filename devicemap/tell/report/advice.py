@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from devicemap.events import short_name
 from devicemap.tell.render import listed, short_names
 from devicemap.tell.report.accounts import DeviceReport
 from devicemap.tell.report.timeline import Span, ran_in_turn
@@ -25,9 +24,6 @@ _LONG_SECONDS = 0.5
 
 _WORTH_SAYING = 0.1
 """Time that was lost is worth saying from this share of the call's time on."""
-
-_WELL_USED_PERCENT = 90
-"""Below this utilisation of one GPU, another one would mostly stand idle too."""
 
 
 def slow_devices(devices: Sequence[DeviceReport]) -> tuple[str, ...]:
@@ -51,7 +47,7 @@ def tail_seconds(spans: Sequence[Span], lost: Sequence[str] = ()) -> float:
 
 def advise(report: Report) -> tuple[str, ...]:
     """What to change, a sentence or two for each thing that is worth it; the most telling first."""
-    devices, spans, one_graph = report.devices, report.spans, report.way == "one graph"
+    spans, one_graph = report.spans, report.way == "one graph"
     found: list[str] = []
     if one_graph and ran_in_turn(spans):
         found.append("the devices worked one after another, since fn depends on the order of rows: see explain")
@@ -62,12 +58,6 @@ def advise(report: Report) -> tuple[str, ...]:
         found.append(
             f"the first chunk went out after {first:.2g} s, as fn had to be traced: keep the DeviceMap, later calls "
             "start at once"
-        )
-    percent = devices[0].utilisation_percent if len(devices) == 1 else None
-    if percent is not None and percent < _WELL_USED_PERCENT:
-        found.append(
-            f"{short_name(devices[0].device)} was in use {percent:.0f}% of the time: more GPUs would help little "
-            "before it is over 90%; try a larger batch_size, vectorize=True or a faster input first"
         )
     return tuple(found)
 

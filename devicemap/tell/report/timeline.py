@@ -14,8 +14,6 @@ from devicemap.tell.render import figure_class, short_names
 
 _COLOURS = {"finished": "tab:blue", "failed": "tab:red", "unfinished": "tab:grey"}
 _INCHES_PER_LANE = 0.3
-_MOST_BARS_WITH_EDGES = 200
-"""Edges tell bars apart that touch; of very many bars they would cover all there is."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,6 @@ def save_timeline(spans: Sequence[Span], devices: Sequence[str], title: str, pat
     lanes = lanes_of(spans)
     depths = [1 + max((lane for s, lane in zip(spans, lanes) if s.shard.device == d), default=0) for d in devices]
     tops = dict(zip(devices, itertools.accumulate([0, *depths])))
-    edge = 0.5 if len(spans) <= _MOST_BARS_WITH_EDGES else 0.0
     figure = figure_class()(figsize=(9.0, 1.2 + _INCHES_PER_LANE * max(sum(depths), 3)), layout="constrained")
     axes = figure.add_subplot()
     bars: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
@@ -108,7 +105,7 @@ def save_timeline(spans: Sequence[Span], devices: Sequence[str], title: str, pat
         bars[span.outcome, tops[span.shard.device] + lane].append((span.started_seconds, span.seconds))
     for (outcome, row), times in bars.items():
         colour = _COLOURS[outcome]
-        axes.broken_barh(times, (row + 0.1, 0.8), facecolors=colour, edgecolors="white", linewidth=edge)
+        axes.broken_barh(times, (row + 0.1, 0.8), facecolors=colour, edgecolors="white", linewidth=0.2)
     for top in tops.values():
         axes.axhline(top, color="lightgrey", linewidth=0.5)
     axes.set_yticks([tops[d] + depth / 2 for d, depth in zip(devices, depths)], [*short_names(devices).values()])
