@@ -1,7 +1,8 @@
-"""A folder of results with twelve rows in three chunks: written, checked, and written by a process of its own. NumPy only."""
+"""Write, damage and check a folder of twelve rows in three chunks, in this process or another one. NumPy only."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -15,12 +16,14 @@ import numpy as np
 import pytest
 
 import devicemap
+from devicemap.store import segments
 from devicemap.store.chunks import Layout
 from devicemap.store.entries import Entry
 from devicemap.store.header import Header
 from devicemap.store.journal import Journal, open_journal
 from devicemap.store.records import JOURNAL, read_journal
 from devicemap.store.segments import SegmentReader, segment_name
+from devicemap.store.storage import write_all
 
 SPEC = {"dense": "int64", "shape": [None], "stored": "i8"}
 FUNCTION = {"graph": "a digest", "parts": ["1 x Square"], "jit_compile": False}
@@ -64,10 +67,10 @@ def write_missing(
 
 
 def check_whole(directory: Path, ranges: list[tuple[int, int]] = CHUNKS) -> None:
-    """All rows are there and right, and nothing else is in the folder."""
+    """Check that all rows are stored with the right values, and that the folder holds no other files."""
     contents = read_journal(directory)
     assert contents.ended
-    assert contents.rows == 12
+    assert contents.rows == ranges[-1][1]
     assert [(entry.start, entry.stop) for entry in contents.entries] == ranges
     assert sorted(os.listdir(directory)) == files_of(directory)
     for entry in contents.entries:
@@ -75,20 +78,45 @@ def check_whole(directory: Path, ranges: list[tuple[int, int]] = CHUNKS) -> None
 
 
 def files_of(directory: Path) -> list[str]:
-    """The files that have to be in a folder, and no others: the journal, and those that hold the chunks it tells of."""
+    """The files that a folder must hold: the journal, and the files of the chunks that it lists."""
     return sorted({segment_name(entry.file) for entry in read_journal(directory).entries} | {JOURNAL})
 
 
 def place_of(directory: Path, chunk: int) -> tuple[Path, slice]:
-    """Where a chunk is: a file, and the range of its bytes."""
+    """The file and the range of bytes of a chunk."""
     entry = read_journal(directory).entries[chunk]
     return directory / segment_name(entry.file), slice(entry.offset, entry.offset + entry.size_bytes)
 
 
+def flip(directory: Path, chunk: int, offset: int = 0) -> None:
+    """Flip a bit of a chunk."""
+    path, place = place_of(directory, chunk)
+    data = bytearray(path.read_bytes())
+    data[place.start + offset] ^= 1
+    path.write_bytes(data)
+
+
+@contextmanager
+def full_disk(chunks: int) -> Iterator[None]:
+    """Store this many chunks, and half of each later one: the disk is full then."""
+    written: list[int] = []
+
+    def write(descriptor: int, data: Any, offset: int) -> None:
+        if len(written) >= chunks:
+            os.pwrite(descriptor, data[: len(data) // 2], offset)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(offset)
+        write_all(descriptor, data, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "write_all", write)
+        yield
+
+
 def read(directory: Path, entry: Entry) -> Any:
     """The values of a chunk."""
-    with SegmentReader(directory, Layout(SPEC)) as segments:
-        (arrays,) = segments.read(entry)
+    with SegmentReader(directory, Layout(SPEC)) as reader:
+        (arrays,) = reader.read(entry)
         return arrays["values"]
 
 

@@ -1,4 +1,7 @@
-"""Dispatched chunks: order, balance, the window, errors, retries, and leaving early; without TensorFlow's devices."""
+"""The scheduler of chunks: order, balance, the window, memory, and closing early; without TensorFlow's devices.
+
+Devices that break and rows that fail are tested through whole calls, in test_faults.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,6 @@ from devicemap.types import (
     ChunkFinished,
     ChunkRetried,
     ChunkStarted,
-    DeviceLost,
     Event,
 )
 
@@ -313,17 +315,8 @@ def test_one_call_tells_its_story() -> None:
     assert sum(map(len, finished)) == 30
 
 
-def test_what_an_observer_raises_ends_the_call() -> None:
-    def observe(event: Event) -> None:
-        if isinstance(event, ChunkFinished) and event.shard.start == 3:
-            raise RuntimeError("no more room for logs")
-
-    with pytest.raises(RuntimeError, match="no more room"):
-        _flat(run_chunks(Rows(1000), _plain(2), Rules(observe=observe, window=4)))
-
-
 class Faults:
-    """Devices that fail as they are told to: `fails(device, chunk, call)` returns an error to raise, or None."""
+    """Devices that fail by a script: `fails(device, chunk, call)` returns an error to raise, or None."""
 
     def __init__(self, fails: Callable[[str, Chunk, int], BaseException | None]):
         self.calls: Counter[str] = Counter()
@@ -339,127 +332,12 @@ class Faults:
         return _double(chunk)
 
 
-def _broken() -> BaseException:
-    return tf.errors.UnavailableError(None, None, "broken")
-
-
 def _full() -> BaseException:
     return tf.errors.ResourceExhaustedError(None, None, "full")
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_a_chunk_that_fails_once_is_tried_again_elsewhere(deterministic: bool) -> None:
-    failed = threading.Event()
-
-    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
-        if chunk.start == 8 and not failed.is_set():
-            failed.set()
-            return _broken()
-        return None
-
-    events: list[Event] = []
-    rules = Rules(max_retries=2, observe=events.append, deterministic=deterministic)
-    rows = _flat(run_chunks(Rows(40, 4), _runners(Faults(fails)), rules))
-    assert sorted(rows) == [2 * i for i in range(40)]
-    if deterministic:
-        assert rows == sorted(rows)
-    (failure,) = [event for event in events if isinstance(event, ChunkFailed)]
-    (retry,) = [event for event in events if isinstance(event, ChunkRetried)]
-    assert (retry.shard.start, retry.shard.stop, retry.attempt) == (failure.shard.start, failure.shard.stop, 2)
-    assert retry.shard.device != failure.shard.device
-
-
-def test_a_device_that_keeps_failing_is_set_aside() -> None:
-    lost = threading.Event()
-
-    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
-        if device.endswith("1"):
-            return _broken() if call >= 2 else None
-        if chunk.start >= 20:  # or the others would have done all before it breaks
-            assert lost.wait(10)
-        return None
-
-    events: list[Event] = []
-
-    def observe(event: Event) -> None:
-        events.append(event)
-        if isinstance(event, DeviceLost):
-            lost.set()
-
-    faults = Faults(fails)
-    rows = _flat(run_chunks(Rows(200, 2), _runners(faults, 3, 1), Rules(max_retries=2, observe=observe)))
-    assert rows == [2 * i for i in range(200)]
-    assert [event.device for event in events if isinstance(event, DeviceLost)] == ["/device:CPU:1"]
-    assert faults.calls["/device:CPU:1"] == 2 + 3
-
-
-@pytest.mark.parametrize("max_retries", [0, 1, 5])
-def test_one_device_tries_again_itself(max_retries: int) -> None:
-    attempts: list[int] = []
-
-    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
-        attempts.append(call)
-        return _broken()
-
-    with pytest.raises(tf.errors.UnavailableError):
-        _flat(run_chunks(Rows(4, 4), _runners(Faults(fails), 1, 1), Rules(max_retries=max_retries)))
-    assert len(attempts) <= 1 + max_retries
-    assert len(attempts) >= min(1 + max_retries, 3)
-
-
-def test_when_no_device_is_left_the_error_comes_at_once() -> None:
-    faults = Faults(lambda device, chunk, call: _broken())
-    with pytest.raises(tf.errors.UnavailableError):
-        _flat(run_chunks(Rows(10_000, 2), _runners(faults, 4), Rules(max_retries=1000)))
-    assert sum(faults.calls.values()) <= 4 * (3 + 1)  # three failures each, and what was in flight meanwhile
-
-
-def test_bad_input_is_not_tried_again() -> None:
-    attempts: list[int] = []
-
-    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
-        if 4 not in chunk.leaves[0]:
-            return None
-        attempts.append(call)
-        return tf.errors.InvalidArgumentError(None, None, "bad")
-
-    with pytest.raises(tf.errors.InvalidArgumentError):
-        _flat(run_chunks(Rows(6, 2), _runners(Faults(fails), 3), Rules(max_retries=5)))
-    assert len(attempts) == 1
-
-
-@pytest.mark.parametrize("batch_size", [64, None])
-def test_out_of_memory_cuts_only_that_devices_chunks(batch_size: int | None) -> None:
-    refused: Counter[str] = Counter()
-    largest: Counter[str] = Counter()
-    once = threading.Event()
-
-    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
-        if device.endswith("1") and chunk.count > 5:
-            refused[device] += 1
-            return _full()
-        if refused[device]:
-            once.set()
-        if device.endswith("0") and chunk.start > 100:  # or it would have done all before
-            assert once.wait(10)
-        largest[device] = max(largest[device], chunk.count)
-        return None
-
-    paces: dict[str, Pace] = {}
-    for _ in range(2):
-        source = Rows(2000, batch_size)
-        groups = list(run_chunks(source, _runners(Faults(fails), 2), Rules(max_retries=2), paces))
-        assert _flat(groups) == [2 * i for i in range(2000)]
-        if batch_size:
-            assert [group.count for group in groups[:-1]] == [64] * (2000 // 64)
-    assert 1 <= refused["/device:CPU:1"] <= 8
-    assert (paces["/device:CPU:1"].limit or 64) <= 32  # half of the first one, or less
-    assert paces["/device:CPU:0"].limit is None
-    assert largest["/device:CPU:0"] > 5
-
-
 class Endless(Rows):
-    """Rows whose number nobody knows, so that chunks are whole."""
+    """Rows of unknown number: no chunk is made smaller for balance."""
 
     def rows_left(self) -> int | None:
         return None
@@ -542,18 +420,3 @@ def test_a_copy_that_does_not_fit_is_out_of_memory(message: str) -> None:
     rules = Rules(max_retries=2, observe=events.append)
     assert _flat(run_chunks(Endless(8, 4), _runners(Faults(fails), 1, 1), rules)) == [2 * i for i in range(8)]
     assert _failed(events) == [4]
-
-
-def test_a_row_that_does_not_fit_is_an_error_that_names_it() -> None:
-    told: list[Any] = []
-
-    def describe(error: BaseException, shards: Any) -> BaseException:
-        told.extend(shards)
-        return error
-
-    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
-        return _full() if 7 in chunk.leaves[0] else None
-
-    with pytest.raises(tf.errors.ResourceExhaustedError):
-        _flat(run_chunks(Rows(40, 8), _runners(Faults(fails), 2), Rules(max_retries=2, describe=describe)))
-    assert [(shard.start, shard.stop) for shard in told] == [(7, 8)]

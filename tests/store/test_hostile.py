@@ -1,11 +1,10 @@
-"""Folders from somebody else, whose checksums are right: what is none of results is a `JournalError`, and nothing worse."""
+"""Forged folders with valid checksums: what is not a folder of results raises a `JournalError`, and does no harm."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from journals import written as written
 
 import devicemap
 from devicemap.data.rows import count_rows, spec_of, take_rows
-from devicemap.errors import JournalError, MissingRowsError
+from devicemap.errors import JournalError
 from devicemap.store.encoding import describe_nest, encode_leaves
 from devicemap.store.header import Header
 from devicemap.store.journal import open_journal
@@ -29,7 +28,7 @@ from devicemap.store.storage import checksum
 
 SEGMENT = segment_name(0)
 
-# Files that are none
+# Links, pipes and folders in place of files
 
 
 def _link(path: Path, outside: Path) -> None:
@@ -65,11 +64,10 @@ FILES: list[Callable[[Path, Path], None]] = [_link, _dangling_link, _pipe, _fold
 
 
 @pytest.mark.parametrize("replace", [*FILES, _hard_link])
-@pytest.mark.parametrize("rows", [4, 12], ids=["some rows", "all rows"])
-def test_a_journal_that_is_no_file(tmp_path: Path, replace: Callable[[Path, Path], None], rows: int) -> None:
-    """Nothing is followed, waited for, made or filled; a file with another name, elsewhere perhaps, can be read at most."""
+def test_a_journal_that_is_no_file(tmp_path: Path, replace: Callable[[Path, Path], None]) -> None:
+    """No link is followed, no pipe blocks, and nothing is created or written. A hard link may be read."""
     directory, outside = tmp_path / "written", tmp_path / "outside"
-    write_missing(directory, CHUNKS[: rows // 4], finish=rows == 12)
+    write_missing(directory)
     replace(directory / JOURNAL, outside)
     with untouched(tmp_path):
         with pytest.raises(JournalError):
@@ -89,8 +87,8 @@ def test_chunks_in_what_is_no_file(written: Path, tmp_path: Path, replace: Calla
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/full"), Path.touch])
-def test_what_stands_where_chunks_are_to_go(written: Path, make: Callable[[Path], Any]) -> None:
-    """A run makes files of its own, and writes to none that is there."""
+def test_a_file_in_the_place_of_new_chunks(written: Path, make: Callable[[Path], Any]) -> None:
+    """A run creates its own files, and does not write to existing ones."""
     lines = (written / JOURNAL).read_bytes().splitlines(keepends=True)
     (written / JOURNAL).write_bytes(b"".join(lines[:2]))
     make(written / segment_name(1))
@@ -98,11 +96,11 @@ def test_what_stands_where_chunks_are_to_go(written: Path, make: Callable[[Path]
     check_whole(written)
 
 
-# Sizes that are none
+# Invalid sizes
 
 
 def _forge(directory: Path, change: Callable[[list[Any]], None]) -> None:
-    """Change the lines of the journal, as JSON, and give them checksums that are right."""
+    """Change the lines of the journal, as JSON, and give them valid checksums."""
     records = [json.loads(line) for line in (directory / JOURNAL).read_text().splitlines()]
     for i, record in enumerate(records):
         records[i] = record[:-1] if isinstance(record, list) else {k: v for k, v in record.items() if k != "checksum"}
@@ -111,7 +109,7 @@ def _forge(directory: Path, change: Callable[[list[Any]], None]) -> None:
 
 
 def _rewrite(directory: Path, line: int, data: bytes) -> None:
-    """Put other bytes behind all others, for the chunk of a line."""
+    """Append other bytes to the file, for the chunk of a line."""
     offset = (directory / SEGMENT).stat().st_size
     with open(directory / SEGMENT, "ab") as file:
         file.write(data)
@@ -122,28 +120,25 @@ def _rewrite(directory: Path, line: int, data: bytes) -> None:
     _forge(directory, change)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 5, 2**31, 2**48 - 8])
+@pytest.mark.parametrize("rows", [1, 5, 2**48 - 8])
 def test_chunks_of_another_number_of_rows(written: Path, rows: int) -> None:
-    """One row is not broadcast to ten, and 2e9 of them are not waited for."""
+    """One row is not broadcast to ten, and no memory is allocated for 2**48 rows."""
 
     def change(records: list[Any]) -> None:
-        records[0]["rows"] = records[-1]["rows"] = 8 + rows
-        records[3][1] = 8 + rows
+        records[0]["rows"] = records[-1]["rows"] = records[3][1] = 8 + rows
 
     _forge(written, change)
     results = devicemap.open_results(written)
     for read in (results.load, lambda: [*iter(results)]):
         with pytest.raises(JournalError, match=r"rows 8 to|allocate"):
             read()
-    with pytest.raises(JournalError, match="rows was"):
-        write_missing(written)
 
 
-@pytest.mark.parametrize("rows", [0, 4, 8])
+@pytest.mark.parametrize("rows", [0, 4])
 @pytest.mark.parametrize("header_rows", [True, False], ids=["in the header", "at the end"])
 @pytest.mark.parametrize("lines", ["kept", "gone"])
 def test_fewer_rows_than_there_are(written: Path, rows: int, header_rows: bool, lines: str) -> None:
-    """Whoever cuts results short has to cut away the rows themselves, and not only their number."""
+    """A smaller number of rows does not hide chunks, with or without their lines in the journal."""
 
     def change(records: list[Any]) -> None:
         records[0]["rows"] = rows if header_rows else None
@@ -157,7 +152,7 @@ def test_fewer_rows_than_there_are(written: Path, rows: int, header_rows: bool, 
 
 
 def test_a_file_with_a_hole_is_not_read(written: Path) -> None:
-    """Where the header says how large a chunk is, one that says to be larger is not looked at."""
+    """The header says how large a chunk is: a larger one is not read."""
     os.truncate(written / SEGMENT, 2**40)
     _forge(written, lambda records: records[1].__setitem__(4, 2**40))
     assert write_missing(written) == [(0, 4)]
@@ -175,20 +170,7 @@ def test_an_endless_journal_is_not_read(written: Path) -> None:
         write_missing(written)
 
 
-@pytest.mark.parametrize(
-    "results", [{"dense": "float64", "shape": [None], "stored": "f8"}, {"dense": "int32", "shape": [None]}]
-)
-def test_bits_are_not_read_as_another_dtype(written: Path, results: Any) -> None:
-    """A chunk says nothing of dtypes; whoever writes on says what they are."""
-    _forge(written, lambda records: records[0].__setitem__("results", results))
-    with pytest.raises(JournalError, match="results was"):
-        write_missing(written)
-    if results["dense"] == "int32":
-        with pytest.raises(MissingRowsError):
-            devicemap.open_results(written).load()
-
-
-# Anything
+# Random changes
 
 NEST = {
     "numbers": tf.reshape(tf.range(24.0), [12, 2]),
@@ -205,7 +187,7 @@ NASTY += [{}, {"dense": "int64"}, {"value": 1}, {"tuple": []}, {"namedtuple": "a
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three chunks of all kinds of leaves."""
+    """Write three chunks of all kinds of leaves."""
     directory = tmp_path_factory.mktemp("folder")
     with open_journal(directory, _header()) as journal:
         for start, stop in CHUNKS:
@@ -220,13 +202,13 @@ def _header() -> Header:
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
-    """Every place in a nest of JSON, as a container and a key."""
+    """List every place in a nest of JSON, as a container and a key."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
     return [place for key in keys for place in ((value, key), *_places(value[key]))]
 
 
 def _mutate(directory: Path, draw: random.Random) -> None:
-    """Change a folder as somebody would who knows how it is made."""
+    """Change a folder as an author of the format could."""
 
     def change_value(records: list[Any]) -> None:
         container, key = draw.choice(_places(records[draw.choice([0, 0, draw.randrange(len(records))])]))
@@ -258,12 +240,10 @@ def _mutate(directory: Path, draw: random.Random) -> None:
         _rewrite(directory, 1 + line, changed + (directory / SEGMENT).read_bytes()[start + first : stop])
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(500, marks=pytest.mark.nightly)])
-def test_many_forged_folders(folder: Path, tmp_path: Path, count: int) -> None:
-    """Each is refused, or read as what it says; with no more memory than a folder of this size takes."""
-    draw = random.Random(18)
+def test_many_forged_folders(folder: Path, tmp_path: Path) -> None:
+    """Each folder is refused, or its contents fit the structure that it declares."""
+    draw, count = random.Random(18), 200
     read, refused = 0, 0
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for i in range(count):
         directory = tmp_path / str(i)
         shutil.copytree(folder, directory)
@@ -288,7 +268,6 @@ def test_many_forged_folders(folder: Path, tmp_path: Path, count: int) -> None:
         shutil.rmtree(directory)
     assert read > count / 20
     assert refused > count / 2
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < most + 2**20  # a GiB
 
 
 def _check_chunk(chunk: Any, results: Any) -> None:

@@ -1,8 +1,7 @@
-"""`DeviceMap.reduce` with a directory: killed, on a full disk and refused; run again, each row is counted once."""
+"""`DeviceMap.reduce` with a directory: after a full disk, a later run counts each row once; other folders are refused."""
 
 from __future__ import annotations
 
-import errno
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -12,14 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from journals import untouched
-from processes import run
+from journals import full_disk, untouched
 
 from devicemap import DeviceMap, Reducer, open_results
 from devicemap.errors import JournalError
 from devicemap.events import ChunkFinished, Event
-from devicemap.store import segments
-from devicemap.store.storage import write_all
 
 DATA = np.arange(64)
 
@@ -41,7 +37,7 @@ REDUCERS = {
 
 
 class Counted:
-    """A mapper that tells which rows it has computed."""
+    """A mapper that records which rows it computes."""
 
     def __init__(self, fn: Callable[..., Any] = _fn, data: Any = DATA, **options: Any):
         self.computed: list[int] = []
@@ -66,73 +62,23 @@ SOURCES: dict[str, Callable[[], Counted]] = {
 }
 
 
-@pytest.mark.parametrize("nth", [0, 1, 5])
+@pytest.mark.parametrize("chunks", [0, 1, 5])
 @pytest.mark.parametrize("reducer", REDUCERS)
 @pytest.mark.parametrize("source", SOURCES)
-def test_each_row_is_counted_once(
-    source: str, reducer: str, nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The n-th state, and all after it, find no room on the disk at first."""
-    written: list[int] = []
-
-    def full(descriptor: int, data: Any, offset: int) -> None:
-        if len(written) >= nth:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written.append(offset)
-        write_all(descriptor, data, offset)
-
+def test_each_row_is_counted_once(source: str, reducer: str, chunks: int, tmp_path: Path) -> None:
     counted = SOURCES[source]()
     wanted = counted.reduce(REDUCERS[reducer])
-    with monkeypatch.context() as patch:
-        patch.setattr(segments, "write_all", full)
-        with pytest.raises(JournalError, match="No space"):
-            counted.reduce(REDUCERS[reducer], tmp_path)
+    with full_disk(chunks), pytest.raises(JournalError, match="No space"):
+        counted.reduce(REDUCERS[reducer], tmp_path)
     done = counted.computed.copy()
-    assert nth or not done  # the error may arrive before the event of a chunk that was written
+    assert chunks or not done  # the error may come before the event of a chunk that was written
     close = partial(np.testing.assert_allclose, rtol=1e-6)
     tf.nest.map_structure(close, counted.reduce(REDUCERS[reducer], tmp_path), wanted)
-    counts = Counter(done + counted.computed)  # a call that fails tells nothing of chunks that end meanwhile
+    counts = Counter(done + counted.computed)  # a call that fails omits chunks that end after the error
     assert {*counts} <= {*DATA.tolist()}
     assert {*counts.values()} == {1}
     tf.nest.map_structure(close, counted.reduce(REDUCERS[reducer], tmp_path), wanted)
     assert counted.computed == []
-
-
-KILLED = """
-import os, signal, sys
-import tensorflow as tf
-import devicemap
-from devicemap.types import ChunkFinished
-
-def reduce(moment):
-    devicemap.simulate_devices(2)
-    finished = []
-    def observe(event):
-        if isinstance(event, ChunkFinished):
-            finished.append(len(event.shard))
-            if len(finished) == moment:
-                print(sum(finished), flush=True)
-                os.kill(os.getpid(), signal.SIGKILL)
-    mapper = devicemap.DeviceMap(lambda n: n, batch_size=4, progress=observe)
-    result = mapper.reduce(tf.data.Dataset.range(101), "sum", sys.argv[1])
-    print(sum(finished), flush=True)
-    print(int(result))
-
-for moment in (1, 7):
-    child = os.fork()  # TensorFlow has not started
-    if not child:
-        reduce(moment)
-    os.waitpid(child, 0)
-reduce(None)
-"""
-
-
-def test_killed(tmp_path: Path) -> None:
-    """What a run has told of is kept."""
-    first, second, last, total = map(int, run(KILLED, str(tmp_path / "sums")))
-    assert min(first, second) > 0
-    assert last <= 101 - first - second
-    assert total == sum(range(101))
 
 
 def test_no_rows(tmp_path: Path) -> None:
