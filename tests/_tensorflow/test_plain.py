@@ -122,18 +122,6 @@ def test_missing_modules_and_names_are_told() -> None:
         _ = Private("tensorflow", "gone").gone
 
 
-def test_errors_of_running_are_not_taken_for_missing_names() -> None:
-    @_tensorflow.with_fallback(lambda: "public", Private("tensorflow", "Operation"))
-    def fails() -> str:
-        raise AttributeError("of running")
-
-    if _tensorflow.private:
-        with pytest.raises(AttributeError, match="of running"):
-            fails()
-    else:
-        assert fails() == "public"
-
-
 def test_nothing_private_is_imported_with_the_package() -> None:
     for path in Path(devicemap.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -76,15 +76,6 @@ def test_forms_of_devices(devices: Any, chosen: tuple[int, ...]) -> None:
     assert choose_devices(devices) == tuple(CPUS[i] for i in chosen)
 
 
-def test_forms_of_devices_are_options() -> None:
-    for devices in ("CPU", "CPU:3", ["CPU:5", "/CPU:1"], [LOGICAL[5]], LOGICAL[5], PHYSICAL, PHYSICAL[0], LISTED[2:]):
-        np.testing.assert_array_equal(devicemap.parallel_map(lambda x: x + 1, X, devices=devices), X + 1)
-    assert (
-        repr(devicemap.DeviceMap(tf.sin, devices=["/CPU:5", LOGICAL[1]]))
-        == "DeviceMap(sin, devices=['CPU:5', 'CPU:1'])"
-    )
-
-
 def test_devices_are_chosen_inside_a_function_and_another_scope_too() -> None:
     @tf.function
     def function(x: Any) -> Any:
@@ -164,10 +155,6 @@ def test_results_are_gathered_on_the_output_device(output_device: Any, batch_siz
     assert y.backing_device == CPUS[6]  # y.device is where the op ran that called the graph
 
 
-def test_kind_of() -> None:
-    assert kind_of("/job:worker/replica:0/task:3/device:GPU:11") == "GPU"
-
-
 def test_places_are_the_devices_and_further_cores_of_cpus() -> None:
     gpus = (f"{HOST}/device:GPU:0", f"{HOST}/device:GPU:1")
     assert places_on(gpus) == gpus
@@ -232,11 +219,6 @@ def test_a_number_that_cannot_be_simulated(n: Any) -> None:
     message = f"^n is {re.escape(repr(n))}; expected the number of devices to simulate, an int of at least 1$"
     with pytest.raises(DeviceError, match=message):
         devicemap.simulate_devices(n)
-
-
-def test_simulating_the_devices_there_are_is_no_error() -> None:
-    devicemap.simulate_devices(8)
-    assert len(devicemap.list_devices("CPU")) == 8
 
 
 def test_simulating_too_late() -> None:

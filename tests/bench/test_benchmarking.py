@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +68,6 @@ def test_the_result_is_printed_and_saved(swept: BenchmarkResult, tmp_path: Path)
     assert read == swept.to_dict()
     assert read["measurements"][1]["devices"] == list(swept.measurements[1].devices)
     assert read["measurements"][1]["call_seconds"] == swept.measurements[1].call_seconds
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        swept.rows = 1  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
@@ -80,12 +76,6 @@ def test_the_result_is_drawn(swept: BenchmarkResult, tmp_path: Path, suffix: str
     path = tmp_path / f"result.{suffix}"
     swept.plot(path)
     assert path.stat().st_size > 5000
-
-
-def test_a_missing_extra_says_what_to_install(swept: BenchmarkResult, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        swept.plot("result.png")
 
 
 @pytest.mark.in_ci(1)
@@ -113,13 +103,6 @@ def test_batch_sizes_are_swept_in_both_modes() -> None:
         ("eager", None, 23),
     ]
     assert {*called} == {8, 23}
-
-
-@pytest.mark.nightly
-def test_batch_sizes_that_are_found_by_measuring(tmp_path: Path) -> None:
-    result = benchmark(_row, ROWS, batch_sizes=[None, "auto", 4], rounds=2, seconds=20)
-    assert {m.batch_size for m in result.measurements if m.mode == "graph"} == {None, "auto", 4}
-    result.plot(tmp_path / "sweep.png")
 
 
 def test_one_device_is_measured_once() -> None:
@@ -167,19 +150,6 @@ def test_batches_that_run_out_of_memory_are_reported() -> None:
     assert failed == [("graph", 1, None), ("eager", 1, None)]
     with pytest.raises(FunctionError, match="batch_size=None: "):
         benchmark(fn, ROWS, batch_sizes=[None], devices="CPU:0", **options)
-
-
-def test_a_copy_that_runs_out_of_memory_is_reported() -> None:
-    calls: list[None] = []
-
-    def fn(row: Any) -> Any:
-        calls.append(None)
-        if len(calls) == 1:  # what a failed copy to a GPU raises
-            raise tf.errors.InternalError(None, None, "Dst tensor is not initialized.")
-        return row
-
-    result = benchmark(fn, ROWS, batch_sizes=[None], **SHORT)
-    assert [m.error is None for m in result.measurements] == [False, True, True]
 
 
 def test_the_first_batch_size_is_measured_whatever_the_budget() -> None:

@@ -179,16 +179,6 @@ def test_run_says_what_it_did_and_goes_on(capsys: pytest.CaptureFixture[str]) ->
     assert files == {file.name: file.stat().st_mtime_ns for file in pathlib.Path("out").glob("*.npz")}
 
 
-def test_progress_leaves_the_output_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    rich = pytest.importorskip("rich")
-    monkeypatch.setattr(rich, "reconfigure", lambda **settings: seen.append(settings))
-    seen: list[Any] = []
-    np.save("x.npy", X)
-    assert main(["run", "functions:double", "x.npy", "--out", "out"]) == 0
-    assert seen == [{"stderr": True}]
-    assert len(capsys.readouterr().out.splitlines()) == 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -228,24 +218,6 @@ def test_mistakes(arguments: list[str], code: int, words: str, capsys: pytest.Ca
     assert "Traceback" not in said
     assert main(["run", *arguments, *out, "--quiet", "--traceback"]) == code
     assert "Traceback" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "required: COMMAND"),
-        (["fly"], "invalid choice: 'fly'"),
-        (["run", "f:g", "x.npy"], "required: --out"),
-        (["run", "f:g", "x.npy", "--out", "out", "--batch-size", "0"], "'0' is not a whole number from 1 on"),
-        (["bench", "f:g", "x.npy", "--json", "nowhere/x.json"], "not the name of a file in a folder that exists"),
-        (["devices", "--simulate", "two"], "'two' is not a whole number"),
-    ],
-)
-def test_command_lines_that_cannot_be(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_of:
-        main(arguments)
-    assert exit_of.value.code == 2
-    assert words in capsys.readouterr().err
 
 
 def test_inputs_that_cannot_be_read() -> None:

@@ -79,22 +79,6 @@ def test_columns(cluster: Cluster) -> None:
     assert {row["gpus"] for row in rows} == {b""}
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"concurrency": 0}, devicemap.errors.OptionError),
-        ({"concurrency": (1, 2, 3)}, devicemap.errors.OptionError),
-        ({"concurrency": (2, 1)}, devicemap.errors.OptionError),
-        ({"batchsize": 3}, devicemap.errors.UnknownOptionError),
-        ({"num_gpus": 1}, devicemap.errors.OptionError),
-        ({"dataset": [1, 2]}, devicemap.errors.DataError),
-    ],
-)
-def test_bad_options(cluster: Cluster, options: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        devicemap.ray.map_batches(**{"dataset": ray.data.range(3), "fn": len, "concurrency": 1, **options})
-
-
 class Result(NamedTuple):
     mean: Any
     wide: Any
@@ -118,12 +102,6 @@ def test_reduce(cluster: Cluster, reducer: Any) -> None:
     found = devicemap.ray.reduce(ray.data.from_numpy(rows).repartition(5), fn, reducer, concurrency=2, seed=4)
     assert type(found) is type(expected)
     tf.nest.map_structure(partial(np.testing.assert_allclose, rtol=1e-6), found, expected)
-
-
-def test_no_rows(cluster: Cluster) -> None:
-    nothing = ray.data.range(3, override_num_blocks=2).filter(expr=col("id") > 5)
-    with pytest.raises(devicemap.errors.DataError, match="no rows"):
-        devicemap.ray.reduce(nothing, lambda row, seed: row["id"], "sum", concurrency=1, seed=1)
 
 
 def test_contexts(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

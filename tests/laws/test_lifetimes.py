@@ -178,16 +178,6 @@ def test_memory_is_bounded() -> None:
     assert memory.program_of(functions[2], options)._compiled is not third._compiled
 
 
-def test_dropped_functions_do_not_crowd_out_living_ones() -> None:
-    kept = Scale()
-    options = {"devices": ["CPU:0"], "progress": False}
-    memory = Memory(2)
-    program = memory.program_of(kept.step, options)
-    for i in range(5):
-        memory.program_of(lambda row, i=i: row + i, options)
-    assert memory.program_of(kept.step, options)._compiled is program._compiled
-
-
 def _iterated(dataset: Any) -> Iterator[Any]:
     iterator = iter(dataset.batch(2).prefetch(1))
     return (row for batch in iterator for row in batch)

@@ -15,7 +15,7 @@ from oracle import assert_same
 from ways import SEVERAL, Options, X, ways
 
 import devicemap
-from devicemap.base.structure import Node, as_nodes, as_objects, freeze
+from devicemap.base.structure import as_nodes, as_objects, freeze
 from devicemap.errors import DataError, FunctionError
 
 Pair: Any
@@ -279,14 +279,3 @@ def test_bad_objects(data: Any, message: str | None) -> None:
         return
     with pytest.raises(DataError, match=f"(?s){message}"):
         devicemap.parallel_map(lambda value: value, data, **SEVERAL)
-
-
-def test_nodes_hold_anything() -> None:
-    """What classes refuse to hold: specs and None."""
-    nodes = as_nodes({"p": Point(tf.constant(1.0)), "q": Pair(X, (X, 1))})
-    assert isinstance(nodes["p"], Node)
-    empty = tf.nest.map_structure(lambda _: None, nodes)
-    assert tf.nest.flatten(empty) == [None] * 4
-    restored = as_objects(tf.nest.pack_sequence_as(empty, tf.nest.flatten(nodes)))
-    assert type(restored["p"]) is Point
-    assert restored["q"].y[1] == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -183,27 +182,6 @@ def test_the_same_seed_once_more_gives_the_same_numbers_in_any_way_of_calling() 
     np.testing.assert_array_equal(later[2], draws[0])
 
 
-def test_another_seed_gives_other_numbers() -> None:
-    draws = []
-    for seed in (1, 2):
-        tf.random.set_seed(seed)
-        draws.append(devicemap.parallel_map(lambda row: row * tf.random.normal([3]), tf.ones([20, 3]), devices=WORKERS))
-    assert len(np.unique(draws)) == 2 * 20 * 3
-
-
-@pytest.mark.nightly
-@pytest.mark.private("when tf.random.set_seed was called")
-def test_the_numbers_do_not_depend_on_a_plan() -> None:
-    draws = []
-    for explained in (False, True):
-        tf.random.set_seed(1)
-        mapper = devicemap.DeviceMap(lambda row: row + tf.random.normal([3]), devices=WORKERS)
-        if explained:
-            mapper.explain(X)
-        draws.append(mapper(X))
-    np.testing.assert_array_equal(draws[0], draws[1])
-
-
 def _noise(row: Any) -> Any:
     return row * tf.random.normal([3], seed=3)
 
@@ -364,24 +342,6 @@ def test_threads_whose_tapes_follow_the_first_calls(seeded: bool) -> None:
     with ThreadPoolExecutor(6) as pool:
         draws = tf.concat(list(pool.map(taped, [False, True, False] * 8)), 0)
     assert _distinct(draws) == len(draws)
-
-
-@pytest.mark.nightly
-@pytest.mark.private("which gradients a call keeps; TensorFlow has a copy of the function for each")
-@pytest.mark.parametrize("options", [{}, {"batch_size": 2}])
-def test_ragged_and_sparse_results_of_draws(options: dict[str, Any]) -> None:
-    def fn(row: Any) -> Any:
-        drawn = _noise(row)
-        return tf.RaggedTensor.from_row_lengths(drawn, [1, 0, 2]), tf.sparse.from_dense(drawn)
-
-    mapper, x = devicemap.DeviceMap(fn, devices=WORKERS, vectorize=False, **options), tf.Variable(tf.ones([5, 3]))
-    with contextlib.nullcontext() if options else tf.GradientTape() as tape:
-        ragged, sparse = mapper(x)
-    np.testing.assert_array_equal(tf.reshape(ragged.flat_values, [5, 3]), tf.sparse.to_dense(sparse))
-    again, _ = mapper(x)
-    assert _distinct(tf.reshape(tf.concat([ragged.flat_values, again.flat_values], 0), [10, 3])) == 10
-    if tape:
-        np.testing.assert_array_equal(tf.reshape(tape.gradient(ragged.flat_values, x), [-1]), ragged.flat_values)
 
 
 @pytest.mark.nightly

@@ -53,45 +53,6 @@ def test_a_loop_sends_in_each_turn(meter: traffic.Meter, steps: int) -> None:
     assert sent.bytes == 160 + 4 + steps * (160 + 40 + 84) + to_go_on + 160
 
 
-def test_a_branch_that_is_not_taken_sends_nothing(meter: traffic.Meter) -> None:
-    @tf.function
-    def branching(rows: Any, taken: Any) -> Any:
-        with tf.device("CPU:1"):
-            return tf.cond(taken, lambda: tf.sin(rows), lambda: tf.zeros([10, 4]))
-
-    with_rows, without = (second(meter, branching, ROWS, tf.constant(taken)) for taken in (True, False))
-    assert with_rows.bytes - without.bytes == 160
-
-
-def test_a_list_is_as_large_as_its_tensors(meter: traffic.Meter) -> None:
-    @tf.function
-    def writing(rows: Any) -> Any:
-        with tf.device("CPU:0"):
-            array = tf.TensorArray(tf.float32, 2, element_shape=[5, 4]).write(0, rows[:5])  # 80 bytes in it
-        with tf.device("CPU:1"):
-            array = array.write(1, tf.sin(rows)[5:])  # 80 of the list and 160 of the rows to CPU:1
-        with tf.device("CPU:0"):
-            return array.stack()  # 160 of the list to CPU:0
-
-    assert second(meter, writing, ROWS) == Traffic(tensors=3, lists=2, bytes=80 + 160 + 160)
-
-
-def test_eager_ops_fetch_from_other_devices(meter: traffic.Meter) -> None:
-    with tf.device("CPU:1"):
-        copy = tf.Variable(ROWS)
-    with tf.device("CPU:2"):
-        row = tf.ones([4])
-
-    def eager() -> None:
-        tf.sin(ROWS)  # stays
-        copy.assign(ROWS)  # 160 bytes to CPU:1
-        copy.read_value()  # 160 to CPU:0, where eager ops run outside of all blocks
-        with tf.device("CPU:2"):
-            tf.add(ROWS, row)  # 160 to CPU:2
-
-    assert second(meter, eager) == Traffic(tensors=3, lists=0, bytes=480)
-
-
 @pytest.mark.parametrize("batch_size", [None, 6])
 @pytest.mark.parametrize("by_handle", [False, True])
 def test_devicemap_sends_a_variable_once_per_device(

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import devicemap
 from benchmarks import simulator
-from benchmarks.simulator import building, simulation
+from benchmarks.simulator import building
 
 DEVICES = [f"CPU:{i}" for i in range(8)]
 ROWS = tf.reshape(tf.range(8, dtype=tf.float32), [4, 2])
@@ -55,33 +55,6 @@ def test_results_tell_that_the_work_was_done_once(sim: simulator.Simulator, name
     results = getattr(sim, name)(tf.cast(ROWS, dtype), tf.zeros([4]))
     assert results.dtype == dtype
     np.testing.assert_array_equal(results, 2 * ROWS.numpy() + 1)
-
-
-@pytest.mark.parametrize("name", ["work", "stateful_work"])
-def test_batches_and_single_rows(sim: simulator.Simulator, name: str) -> None:
-    fn, data = getattr(sim, name), (ROWS, tf.zeros([4]))
-    batches = devicemap.parallel_map(fn, data, devices=["CPU:1", "CPU:2"], batched=True)
-    single = devicemap.parallel_map(fn, data, devices=["CPU:3", "CPU:4"])
-    mapped = tf.map_fn(lambda row: fn(*row), data, fn_output_signature=tf.float32)
-    for results in (batches, single, mapped):
-        np.testing.assert_array_equal(results, 2 * ROWS + 1)
-    usages = [(sim.usage(device).calls, sim.usage(device).rows) for device in DEVICES]
-    assert usages == [(4, 4), (1, 2), (1, 2), (2, 2), (2, 2), (0, 0), (0, 0), (0, 0)]
-
-
-@pytest.mark.parametrize(
-    ("rows", "seconds", "results"),
-    [
-        ([None, 2], [4], [4, 2]), ([4, 2], [None], [4, 2]), ([None, 2], [None], [None, 2]), ([3, 2], [], [3, 2]),
-        (None, [4], None), ([4, 2], None, [4, 2]),
-    ],
-)  # fmt: skip
-def test_static_shapes(sim: simulator.Simulator, rows: Any, seconds: Any, results: Any) -> None:
-    traced = tf.function(sim.work).get_concrete_function(
-        tf.TensorSpec(rows, tf.float32), tf.TensorSpec(seconds, tf.float32)
-    )
-    shape = traced.output_shapes
-    assert (None if shape.rank is None else shape.as_list()) == results
 
 
 def test_rows_and_seconds_that_do_not_match(sim: simulator.Simulator) -> None:
@@ -130,16 +103,6 @@ def test_calls_hold_no_thread(sim: simulator.Simulator) -> None:
     assert len(calls) == 64
     waiting = sum(call.arrived_seconds < first_end for call in calls)
     assert waiting > tf.config.threading.get_inter_op_parallelism_threads()
-
-
-def test_many_short_calls(sim: simulator.Simulator) -> None:
-    data = (tf.range(2000), tf.fill([2000], 1e-5))
-    results = devicemap.parallel_map(sim.work, data, devices=DEVICES, vectorize=False)
-    np.testing.assert_array_equal(results, 2 * np.arange(2000) + 1)
-    assert sum(sim.usage(device).rows for device in DEVICES) == 2000
-    for device in DEVICES:
-        assert sim.usage(device).calls == sim.usage(device).rows
-        assert _one_after_another(sim.calls(device))
 
 
 # Devices that differ, fail, or hang
@@ -232,46 +195,6 @@ def test_reset_makes_fresh_devices(sim: simulator.Simulator) -> None:
     assert sim.usage(0) == simulator.Usage(0, calls=1, rows=4, refused=0, cancelled=0)
 
 
-@pytest.mark.parametrize(
-    "name", [3, "CPU:3", "cpu:3", "/CPU:3", "/device:CPU:3", "/job:localhost/replica:0/task:0/device:CPU:3"]
-)
-def test_names_of_devices(sim: simulator.Simulator, name: int | str) -> None:
-    sim.configure(name, overhead_seconds=0.01)
-    with tf.device("CPU:3"):
-        sim.work(ROWS, tf.zeros([4]))
-    assert sim.usage(name).busy_seconds == pytest.approx(0.01, abs=1e-6)
-
-
-@pytest.mark.parametrize("name", [8, -1, "CPU:8", "GPU:0", "CPU"])
-def test_devices_that_are_not_there(sim: simulator.Simulator, name: int | str) -> None:
-    with pytest.raises(ValueError, match="expected one of the logical CPU devices, CPU:0 to CPU:7"):
-        sim.configure(name)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"speed": 0}, {"speed": math.inf}, {"overhead_seconds": -1}, {"memory_rows": -1}, {"fails_from_call": -1},
-        {"fails_for_calls": -1}, {"error_code": tf.errors.OK},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_settings_out_of_range(sim: simulator.Simulator, settings: dict[str, Any]) -> None:
-    ((setting, value),) = settings.items()
-    with pytest.raises(ValueError, match=f"{setting} is {value}; expected"):
-        sim.configure("CPU:0", **settings)
-
-
-def test_accounting() -> None:
-    times = {"arrived_seconds": 1.0, "start_seconds": 2.0, "end_seconds": 4.5}
-    calls = [
-        simulator.Call("CPU:0", 3, outcome=outcome, **times)
-        for outcome in ("finished", "finished", "refused", "cancelled")
-    ]
-    assert simulator.account(calls) == simulator.Usage(10.0, calls=2, rows=6, refused=1, cancelled=1)
-    assert simulator.ideal_seconds([0.25] * 8, [1, 1, 0.25, 0.25]) == pytest.approx(0.8)
-
-
 # Building, with compilers that are Python scripts: the name of the library is their last argument.
 
 
@@ -285,44 +208,6 @@ WRITES = _compiler("open(sys.argv[-1], 'w').write('library')")
 def test_no_compiler(tmp_path: Path) -> None:
     with pytest.raises(simulator.Unavailable, match="there is no compiler 'no-such-compiler'; install g"):
         building.build("no-such-compiler", tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [
-        ("sys.exit('in file\\na.h:7: error: no such header\\n1 error generated')", r"code 1\): a.h:7: error: no such"),
-        ("sys.exit('killed')", r"code 1\): killed"),
-        ("sys.exit(3)", r"code 3\): it gave no reason"),
-        ("", r"code 0\): it gave no reason"),
-    ],
-)
-def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str) -> None:
-    monkeypatch.setenv("CXX", _compiler(script.replace("\n", "\\n")))
-    with pytest.raises(simulator.Unavailable, match=f"could not compile accelerator.cc .exit {reason}"):
-        building.build(cache=tmp_path)
-    assert not [*tmp_path.glob("*.so")]
-
-
-def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(simulator.Unavailable, match=r"cannot be compiled into .*file"):
-        building.build(WRITES, tmp_path / "file" / "build")
-
-
-def test_a_library_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = building.build(WRITES, tmp_path)
-    monkeypatch.setattr(simulation, "build", lambda: library)
-    with pytest.raises(simulator.Unavailable, match=f"{library.name} does not load into TensorFlow"):
-        simulator.load.__wrapped__()
-
-
-def test_the_cache_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = building.build(WRITES, tmp_path)
-    library.write_text("kept")
-    assert building.build(WRITES, tmp_path) == library
-    assert library.read_text() == "kept"
-    monkeypatch.setattr(tf, "__version__", "0.0.0")
-    assert building.build(WRITES, tmp_path) != library
 
 
 def test_several_that_build_at_once_compile_once(tmp_path: Path) -> None:

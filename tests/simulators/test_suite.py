@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as suite
-from benchmarks import report
 from benchmarks.records import Record, judge, read
 
 
@@ -26,14 +25,6 @@ def record(**changes: Any) -> Record:
     return Record(**(facts | changes))
 
 
-def test_shares_and_ratios_are_of_medians() -> None:
-    assert record().share("devicemap") == pytest.approx(0.9)
-    assert record().best_peer() == "joblib threads"
-    assert record().ratio("devicemap") == pytest.approx(0.5)
-    alone = record(seconds={"devicemap": [1.0]})
-    assert (alone.best_peer(), alone.ratio("devicemap")) == (None, None)
-
-
 @pytest.mark.parametrize(
     ("demand", "facts", "reached", "met", "missed"),
     [
@@ -48,18 +39,6 @@ def test_targets(demand: str, facts: dict[str, Any], reached: float, met: float,
     for target, good in ((met, True), (missed, False)):
         (verdict,) = judge([record(targets={demand: {"devicemap": target}}, facts=facts)])
         assert (verdict.reached, verdict.met) == (pytest.approx(reached), good)
-
-
-def test_a_cell_tells_the_share_its_spread_and_the_ratio() -> None:
-    row = report.table([record()]).splitlines()[-1]
-    assert row == "| even | 8 | 0.900 ± 5% (0.50) | 0.247 ± 0% | 0.450 ± 5% |"
-
-
-def test_what_gpus_copy_is_a_page_without_seconds() -> None:
-    sent = {"devicemap": {"to_device": [4096, 2], "to_host": [8192, 2], "between": [0, 0]}}
-    page = report.write_page("gpus", [record(seconds={}, facts={"traffic": sent})], [])
-    assert page.splitlines()[-1] == "| even | 8 | devicemap | 4.1 (2) | 8.2 (2) | 0 |"
-    assert "No figure is from hardware" in page
 
 
 def write_raw(path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
@@ -360,18 +359,6 @@ def test_a_plain_loop_gets_no_advice() -> None:
 
 
 # The value
-
-
-@pytest.mark.nightly
-def test_it_is_frozen_and_plain() -> None:
-    for name in ("loop", "ordered", "seeded"):
-        plan = mapper_of(name, WORKERS)[0].explain(X)
-        with pytest.raises(FrozenInstanceError):
-            plan.rows = 1  # type: ignore[misc]
-        hash(plan)
-        as_dict = json.loads(json.dumps(plan.to_dict()))
-        assert as_dict == plan.to_dict()
-        assert as_dict["advice"] == list(plan.advice)
 
 
 def test_it_reads_well() -> None:

@@ -11,13 +11,10 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
-import tensorflow as tf
 from histories import device
 
-import devicemap
-from devicemap.compile import program
 from devicemap.tell.report import meter
-from devicemap.tell.report.meter import GpuMeter, GpuUsage, nvml_identity
+from devicemap.tell.report.meter import GpuMeter, GpuUsage
 from devicemap.tell.report.recorder import GraphCall
 
 
@@ -94,16 +91,6 @@ def test_it_tells_the_mean_utilisation_and_the_most_memory(monkeypatch: pytest.M
     assert nvml.opened == 0
 
 
-def test_it_does_not_open_nvml_for_a_short_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter, "_INTERVAL_SECONDS", 10.0)
-    nvml = FakeNvml([50])
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    with GpuMeter({device(0): 0}) as metered:
-        assert any(thread.name == "devicemap meter" for thread in threading.enumerate())
-    _wait()
-    assert (metered.usage, nvml.begun) == ((), 0)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_call_in_one_graph_is_sampled_in_its_midst(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([70, 80, 90, 100])
@@ -118,17 +105,6 @@ def test_a_call_in_one_graph_is_sampled_in_its_midst(fails: bool, monkeypatch: p
         if fails:
             raise ZeroDivisionError
     assert [each.utilisation_percent for each in kept[0].report().devices] == [80.0, 90.0]
-
-
-def test_it_ends_with_a_stream_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter, "_INTERVAL_SECONDS", 10.0)
-    monkeypatch.setattr(program, "gpu_indices", lambda names: dict.fromkeys(names, 0))
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([]))
-    stream = devicemap.DeviceMap(tf.sin, batch_size=1, devices="CPU:0").stream(tf.range(100.0))
-    next(stream)
-    assert any(thread.name == "devicemap meter" for thread in threading.enumerate())
-    stream.close()
-    _wait()
 
 
 @pytest.mark.parametrize(
@@ -179,9 +155,3 @@ def test_it_asks_for_the_gpu_that_cuda_means(
     nvml = FakeNvml([50], tuple(models))
     _usage(nvml, {device(0): 1}, monkeypatch)
     assert nvml.asked[:1] == asked
-
-
-def test_nvml_identity() -> None:
-    environment = {"CUDA_VISIBLE_DEVICES": "2, GPU-x,MIG-y"}
-    assert [nvml_identity(index, environment) for index in range(4)] == [2, "GPU-x", None, None]
-    assert nvml_identity(5, {}) == 5

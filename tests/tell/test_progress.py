@@ -15,7 +15,6 @@ from histories import history
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from rich.live import Live
 
 from devicemap.tell.report.progress import ProgressBar
 from devicemap.types import CallFinished, Event
@@ -104,22 +103,6 @@ def test_it_is_quiet_without_a_terminal(console: Console) -> None:
     assert console.file.getvalue() == ""  # type: ignore[attr-defined]
 
 
-def test_calls_at_once() -> None:
-    consoles = [_terminal(), _terminal()]
-    bars = [ProgressBar(console=console) for console in consoles]
-    for event in EVENTS:
-        for bar in bars:
-            bar(event)
-    assert all("100/100" in console.file.getvalue() for console in consoles)  # type: ignore[attr-defined]
-
-
-def test_it_goes_along_with_what_the_user_draws() -> None:
-    console = _terminal()
-    with Live("mine", console=console, auto_refresh=False):
-        _drawn(EVENTS, console=console)
-    assert "mine" in console.file.getvalue()  # type: ignore[attr-defined]
-
-
 class _Gone(io.StringIO):
     """A terminal that was closed."""
 
@@ -144,7 +127,3 @@ def test_ctrl_c_while_it_opens_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -
         bar(EVENTS[0])
     monkeypatch.undo()
     bar(CallFinished(0.1, KeyboardInterrupt()))
-
-
-def test_the_end_of_a_call_that_never_began_is_no_trouble() -> None:
-    assert "rows" not in _drawn([CallFinished(0.0, None)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -108,16 +107,6 @@ def test_state_that_fn_writes() -> None:
     assert total.numpy() == 4 * 5  # on one device, again, one by one, over devices
 
 
-def test_python_in_a_graph() -> None:
-    calls: list[None] = []
-
-    def count(x: Any) -> Any:
-        calls.append(None)
-        return x + len(calls)
-
-    assert modes(lambda row: tf.ensure_shape(tf.py_function(count, [row], tf.float32), [4])) == {"the result": "again"}
-
-
 def test_devices_that_compute_something_else() -> None:
     def fn(batch: Any) -> Any:  # as with all rows on one device, and with one row
         rows = tf.shape(batch)[0]
@@ -169,8 +158,6 @@ def test_prints_and_saves() -> None:
     saved = json.loads(json.dumps(verification.to_dict()))
     assert saved["ok"] is False
     assert saved["findings"][0]["mode"] == "one by one"
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        verification.rows = 1  # type: ignore[misc]
     with pytest.raises(TypeError, match=r"verification\.ok"):
         bool(verification)
 
