@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,22 +11,6 @@ from devicemap.data.shards import ROWS_PER_CORE, chunk_bounds, shard_rows, shard
 
 counts = st.integers(0, 10_000)
 names = st.lists(st.integers(0, 5).map("/device:CPU:{}".format), min_size=1, max_size=12)
-
-
-@pytest.mark.parametrize(
-    ("rows", "shards", "sizes"),
-    [
-        (0, 3, ()),
-        (1, 3, (1,)),
-        (3, 3, (1, 1, 1)),
-        (4, 3, (2, 1, 1)),
-        (8, 3, (3, 3, 2)),
-        (9, 3, (3, 3, 3)),
-        (7, 1, (7,)),
-    ],
-)
-def test_sizes(rows: int, shards: int, sizes: tuple[int, ...]) -> None:
-    assert shard_sizes(rows, shards) == sizes
 
 
 @given(counts, st.integers(1, 64))
