@@ -44,7 +44,9 @@ def test_targets(demand: str, facts: dict[str, Any], reached: float, met: float,
 def write_raw(path: Path) -> None:
     info = {"topic": "call_cost", "case": "16 rows", "devices": int(path.stem[-2:])}
     info |= {"seconds": {"devicemap": [1e-4, 2e-4]}, "first_seconds": {"devicemap": 0.5}}
-    path.write_text(json.dumps({"machine_info": {"description": "a machine"}, "benchmarks": [{"extra_info": info}]}))
+    content = {"datetime": "2026-01-01T00:00:00", "commit_info": {"id": "0123456789", "dirty": False}}
+    content |= {"machine_info": {"description": "a machine"}, "benchmarks": [{"extra_info": info}]}
+    path.write_text(json.dumps(content))
 
 
 def test_an_unfinished_run_goes_on_and_a_finished_one_begins_anew(tmp_path: Path, monkeypatch: Any) -> None:

@@ -21,7 +21,7 @@ class Report(Result):
     """What happened in one call. `print` it for a table; `rich` prints it in colour, and notebooks show it.
 
     Examples:
-        >>> from devicemap.types import ChunkFinished, ChunkStarted
+        >>> from devicemap.types import ChunkFinished, ChunkStarted, Shard
         >>> shard = Shard("/device:GPU:0", 0, 10)
         >>> report = Report.of([
         ...     CallStarted(0.0, 10, ("/device:GPU:0",)),
