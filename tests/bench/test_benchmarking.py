@@ -13,7 +13,7 @@ import tensorflow as tf
 from cases import IN_CI, Case
 
 from devicemap import benchmark
-from devicemap.errors import DataError, DeviceError, DeviceMapError, FunctionError, OptionError, UnknownOptionError
+from devicemap.errors import DataError, DeviceError, FunctionError, OptionError, UnknownOptionError
 from devicemap.types import BenchmarkResult
 
 ROWS = tf.constant(np.random.default_rng(0).normal(size=[23, 3]), tf.float32)
@@ -58,7 +58,7 @@ def test_the_speedup_is_relative_to_the_fastest_on_one_device(swept: BenchmarkRe
         assert m.speedup == pytest.approx(np.median(ratios))
 
 
-def test_the_result_is_printed_and_saved(swept: BenchmarkResult, tmp_path: Path) -> None:
+def test_the_result_is_printed_saved_and_plotted(swept: BenchmarkResult, tmp_path: Path) -> None:
     text = str(swept)
     assert text.startswith("_row: 23 row(s) on up to 3 device(s)\n\nmode ")
     assert re.search(r"\ngraph, 3 devices +4 +23 ", text)
@@ -66,16 +66,8 @@ def test_the_result_is_printed_and_saved(swept: BenchmarkResult, tmp_path: Path)
     swept.save(tmp_path / "result.json")
     read = json.loads((tmp_path / "result.json").read_text())
     assert read == swept.to_dict()
-    assert read["measurements"][1]["devices"] == list(swept.measurements[1].devices)
-    assert read["measurements"][1]["call_seconds"] == swept.measurements[1].call_seconds
-
-
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_the_result_is_drawn(swept: BenchmarkResult, tmp_path: Path, suffix: str) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"result.{suffix}"
-    swept.plot(path)
-    assert path.stat().st_size > 5000
+    swept.plot(tmp_path / "result.svg")
+    assert (tmp_path / "result.svg").read_bytes().startswith(b"<?xml")
 
 
 @pytest.mark.in_ci(1)
@@ -192,11 +184,8 @@ def test_data_without_rows_is_an_error() -> None:
         ({"rounds": 0}, OptionError, "rounds=0; expected an int of at least 1"),
         ({"max_rows": 2.5}, OptionError, "max_rows=2.5; expected an int of at least 1"),
         ({"seconds": 0}, OptionError, "seconds=0; expected a time budget above 0"),
-        ({"seconds": float("nan")}, OptionError, "seconds=nan; expected"),
         ({"vectorise": True}, UnknownOptionError, "did you mean 'vectorize'"),
-        ({"batched": 1}, OptionError, "batched=1; expected True or False"),
         ({"devices": ["GPU:99"]}, DeviceError, "'GPU:99', which is not a device here"),
-        ({"output_device": "GPU:99"}, DeviceError, "output_device has 'GPU:99'"),
     ],
 )
 def test_bad_options_fail_before_anything_runs(options: dict[str, Any], error: Any, message: str) -> None:
@@ -205,8 +194,3 @@ def test_bad_options_fail_before_anything_runs(options: dict[str, Any], error: A
 
     with pytest.raises(error, match=message):
         benchmark(fn, ROWS, **options)
-
-
-def test_inside_a_function_it_is_refused() -> None:
-    with pytest.raises(DeviceMapError, match="inside a tf"):
-        tf.function(lambda x: benchmark(_row, x) and x, autograph=False)(ROWS)

@@ -83,9 +83,10 @@ def test_advice_for_a_slow_device() -> None:
 
 
 def test_advice_for_lost_devices_and_for_running_out_of_memory() -> None:
-    assert Report.of(history([(2, 1.0)] * 4, devices=3, lost=2)).advice == (
-        "GPU:2 kept failing and got no more chunks: see the errors",
-    )
+    report = Report.of(history([(2, 1.0)] * 4, devices=3, lost=2))
+    assert report.advice == ("GPU:2 kept failing and got no more chunks: see the errors",)
+    assert (report.lost_devices, report.devices[2].lost) == ((device(2),), True)
+    assert "GPU:2 (lost)" in str(report)
     assert Report.of(history([(2, 1.0)] * 4, devices=1, too_large={0})).advice == (
         "GPU:0 ran out of memory, and did chunks again in parts: use a smaller batch_size",
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
-from devicemap import DeviceMap
+from devicemap import DeviceMap, benchmark
 from devicemap.errors import DataError, DeviceMapError, FunctionError, OptionError
 
 X = tf.random.stateless_normal([20, 4], [1, 2])
@@ -176,7 +177,9 @@ def test_bad_arguments_fail_before_anything_runs() -> None:
     assert not ran
 
 
-def test_not_inside_a_function() -> None:
-    mapper = DeviceMap(lambda row: row)
-    with pytest.raises(DeviceMapError, match=r"verify was called inside a tf\.function"):
-        tf.function(lambda: mapper.verify(X).rows)()
+@pytest.mark.parametrize("call", ["verify", "explain", "benchmark"])
+def test_not_inside_a_function(call: str) -> None:
+    mapper = DeviceMap(tf.sin, devices=["CPU:0"])
+    run = partial(benchmark, tf.sin) if call == "benchmark" else getattr(mapper, call)
+    with pytest.raises(DeviceMapError, match=r"inside a tf\.function"):
+        tf.function(lambda x: run(x) and x, autograph=False)(X)
