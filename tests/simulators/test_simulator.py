@@ -57,14 +57,6 @@ def test_results_tell_that_the_work_was_done_once(sim: simulator.Simulator, name
     np.testing.assert_array_equal(results, 2 * ROWS.numpy() + 1)
 
 
-def test_rows_and_seconds_that_do_not_match(sim: simulator.Simulator) -> None:
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[3\].*\[4,2\].*expected seconds \[n\]"):
-        sim.work(ROWS, tf.zeros([3]))
-    with pytest.raises(ValueError, match="Dimensions must be equal"):
-        tf.function(sim.work)(ROWS, tf.zeros([3]))
-    assert sim.calls() == []
-
-
 # Streams
 
 
@@ -181,9 +173,6 @@ def test_cancelled_calls_end_at_once_and_leave_the_stream(sim: simulator.Simulat
     assert (sim.usage("CPU:1").calls, sim.usage("CPU:1").cancelled) == (1, 2)
 
 
-# Control
-
-
 def test_reset_makes_fresh_devices(sim: simulator.Simulator) -> None:
     sim.configure("CPU:0", fails_from_call=0, error_code=tf.errors.INTERNAL)
     with pytest.raises(tf.errors.InternalError, match="CPU:0 is broken: it fails call 0"), tf.device("CPU:0"):
@@ -195,25 +184,11 @@ def test_reset_makes_fresh_devices(sim: simulator.Simulator) -> None:
     assert sim.usage(0) == simulator.Usage(0, calls=1, rows=4, refused=0, cancelled=0)
 
 
-# Building, with compilers that are Python scripts: the name of the library is their last argument.
-
-
-def _compiler(script: str) -> str:
-    return f'"{sys.executable}" -c "import sys; {script}"'
-
-
-WRITES = _compiler("open(sys.argv[-1], 'w').write('library')")
-
-
-def test_no_compiler(tmp_path: Path) -> None:
-    with pytest.raises(simulator.Unavailable, match="there is no compiler 'no-such-compiler'; install g"):
-        building.build("no-such-compiler", tmp_path)
-
-
-def test_several_that_build_at_once_compile_once(tmp_path: Path) -> None:
+def test_concurrent_builds_compile_once(tmp_path: Path) -> None:
+    """The compiler is a Python script; the path of the library is its last argument."""
     calls = tmp_path / "calls"
-    compiler = _compiler(f"open(sys.argv[-1], 'w').write('library'); open('{calls}', 'a').write('called ')")
+    script = f"import sys; open(sys.argv[-1], 'w').write('library'); open('{calls}', 'a').write('called ')"
     with ThreadPoolExecutor(4) as pool:
-        libraries = set(pool.map(lambda _: building.build(compiler, tmp_path), range(4)))
+        libraries = set(pool.map(lambda _: building.build(f'"{sys.executable}" -c "{script}"', tmp_path), range(4)))
     assert [path.read_text() for path in libraries] == ["library"]
     assert calls.read_text() == "called "

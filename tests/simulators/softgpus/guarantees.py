@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -53,20 +52,6 @@ def test_no_edge_joins_two_devices() -> None:
     assert not [copy for copy in copies if copy.kind == "between"]
 
 
-def test_all_calls_share_one_trace() -> None:
-    traces: list[Any] = []
-
-    def counted(row: Any) -> Any:
-        traces.append(row)
-        return tf.sin(row)
-
-    mapper = on_gpus(counted)
-    for count in (8, 5, 1, 8):
-        mapper(rows[:count])
-    list(mapper.stream(tf.data.Dataset.from_tensor_slices(rows)))
-    assert len(traces) == 1
-
-
 def test_each_row_result_and_variable_is_copied_once() -> None:
     mapper = on_gpus(wave)
     for _ in range(2):
@@ -111,13 +96,6 @@ def test_errors_name_the_device_and_the_rows(options: dict[str, Any], named: str
     mapper = on_gpus(lambda row: tf.debugging.check_numerics(row, "bad"), **options)
     with pytest.raises(tf.errors.InvalidArgumentError, match=named):
         mapper(data)
-
-
-def test_calls_leave_no_thread() -> None:
-    before = {*threading.enumerate()}
-    for options in ({}, {"batch_size": 2}):
-        on_gpus(wave, **options)(rows)
-    assert {*threading.enumerate()} <= before
 
 
 def test_a_slow_device_gets_fewer_chunks() -> None:
