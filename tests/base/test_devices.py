@@ -87,11 +87,8 @@ def test_devices_are_chosen_inside_a_function_and_another_scope_too() -> None:
 
 UNKNOWN: list[tuple[Any, str]] = [
     ("CPU:8", "^devices has 'CPU:8', which is not a device here; there is CPU:0, CPU:1, CPU:2, "),
-    (["CPU:0", "XPU:0"], "^devices has 'XPU:0', which is not a device here; there is CPU:0, "),
-    ("/job:worker/device:CPU:0", "^devices has '/job:worker/device:CPU:0', which is not a device here; "),
     (f"{HOST[:-1]}1/device:CPU:0", "task:1/device:CPU:0', which is not a device here; "),
     ("", "^devices has '', which is not a device here; there is CPU:0, "),
-    ("the first one", "^devices has 'the first one', which is not a device here; there is CPU:0, "),
     (
         tf.config.PhysicalDevice("/physical_device:CPU:7", "CPU")[:1],
         "'/physical_device:CPU:7', which is not a device here",
@@ -100,17 +97,12 @@ UNKNOWN: list[tuple[Any, str]] = [
     ([], "^devices is empty; expected at least one device, or None for all; there is CPU:0, "),
     pytest.param(iter(()), "^devices is empty; ", id="an iterator of none"),
     (0, "^devices has 0 of type int; expected names such as 'GPU:0', or logical or physical devices of tf.config; "),
-    ([None], "^devices has None of type NoneType; expected names"),
     ([["CPU:0"]], r"^devices has \['CPU:0'\] of type list; expected names"),
     (
         ["CPU:2", "CPU:0", "/CPU:2"],
         "^devices holds /job:localhost.*CPU:2 more than once; name each device once; there is CPU:0",
     ),
     ([*PHYSICAL, "CPU:2"], "CPU:2 more than once; name each device once"),
-    (
-        ["CPU"],
-        "^devices has 'CPU', which is not a device here; a kind stands alone, as in devices='CPU'; there is CPU:0, ",
-    ),
     (["CPU:1", "gpu"], "^devices has 'gpu', which is not a device here; a kind stands alone, as in devices='gpu'; "),
 ]
 
@@ -124,13 +116,10 @@ def test_devices_that_cannot_be(devices: Any, message: str) -> None:
 NO_GPU = f"GPU:{len(tf.config.list_logical_devices('GPU'))}"  # GPU:0 on a machine without
 NO_OUTPUT: list[tuple[Any, str]] = [
     (None, "^output_device has None of type NoneType; expected names such as 'GPU:0', or .*; there is CPU:0, "),
-    (7, "^output_device has 7 of type int; expected names such as "),
-    (["CPU:0"], r"^output_device has \['CPU:0'\] of type list; expected names such as "),
     (
         NO_GPU,
         f"^output_device has '{NO_GPU}', which is not a device here; there is CPU:0, .*CPU:7(. No GPU: .*|, GPU.*)$",
     ),
-    ("CPU", "^output_device has 'CPU', which is not a device here; there is CPU:0, "),
     (
         PHYSICAL[0],
         rf"^output_device is PhysicalDevice\(.*\), which has 8 logical devices; name one of \['{CPUS[0]}', ",
@@ -142,8 +131,6 @@ NO_OUTPUT: list[tuple[Any, str]] = [
 def test_output_devices_that_cannot_be(output_device: Any, message: str) -> None:
     with pytest.raises(DeviceError, match=message):
         devicemap.DeviceMap(tf.identity, output_device=output_device)
-    with pytest.raises(DeviceError, match=message):
-        devicemap.parallel_map(tf.identity, X, output_device=output_device)
 
 
 @pytest.mark.parametrize("output_device", ["CPU:6", "/device:CPU:6", CPUS[6], LOGICAL[6], LISTED[6]], ids=str)
@@ -222,25 +209,9 @@ def test_a_number_that_cannot_be_simulated(n: Any) -> None:
 
 
 def test_simulating_too_late() -> None:
-    with pytest.raises(
-        DeviceError, match=r"^simulate_devices\(3\) came too late: .* already initialised 8 CPU device\(s\)\. "
-    ):
+    message = r"^simulate_devices\(3\) came too late: TensorFlow has already initialised 8 CPU device\(s\)\. "
+    with pytest.raises(DeviceError, match=message):
         devicemap.simulate_devices(3)
-    lines = processes.run("""
-        import tensorflow as tf, devicemap
-        tf.constant(1)
-        devicemap.simulate_devices(1)
-        try:
-            devicemap.simulate_devices(2)
-        except devicemap.errors.DeviceError as error:
-            print(error)
-        print(len(devicemap.list_devices("CPU")))
-    """)
-    assert lines == [
-        "simulate_devices(2) came too late: TensorFlow has already initialised 1 CPU device(s). "
-        "Call it before the first op, tensor or device listing of the process.",
-        "1",
-    ]
 
 
 def test_simulating_in_a_fresh_process() -> None:

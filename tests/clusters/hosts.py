@@ -174,18 +174,6 @@ def test_captures_are_sent_once_per_host(kind: str, batch_size: int | None) -> N
     np.testing.assert_allclose(sent, wanted, atol=0.2)
 
 
-def test_devices_of_hosts_are_named() -> None:
-    name = "/job:worker/replica:0/task:1/device:CPU:1"
-    assert name in [device.name for device in devicemap.list_devices()]
-    mapper = devicemap.DeviceMap(lambda row: row, devices=["/job:worker/task:1/CPU:1", "CPU:0"], batch_size=2)
-    assert [device.device for device in mapper.explain(ROWS).devices] == [
-        name, "/job:localhost/replica:0/task:0/device:CPU:0"
-    ]  # fmt: skip
-    mapper(ROWS)
-    for text in (repr(mapper), str(mapper.explain(ROWS)), str(mapper.report)):
-        assert "/job:worker/task:1/CPU:1" in text, text
-
-
 def test_python_functions_run_locally() -> None:
     processes = set()
 

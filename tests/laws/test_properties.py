@@ -58,21 +58,6 @@ def test_any_map_is_the_serial_one(
     np.testing.assert_array_equal(y, x * dtype(2) + dtype(1))
 
 
-@pytest.mark.nightly
-@few
-@given(rows=row_counts, devices=device_lists, batch_size=batch_sizes)
-def test_rows_keep_their_order(rows: int, devices: list[str], batch_size: int | None) -> None:
-    """Each row exactly once, by its number, for several leaves."""
-    x = {"number": tf.range(rows), "text": tf.strings.as_string(tf.range(rows))}
-    y = devicemap.parallel_map(_swap, x, devices=devices, batch_size=batch_size)
-    assert y[1].numpy().tolist() == list(range(rows))
-    assert y[0].numpy().tolist() == [b"%d" % i for i in range(rows)]
-
-
-def _swap(row: Any) -> Any:
-    return row["text"], row["number"]
-
-
 @few
 @given(rows=row_counts, sizes=st.integers(1, 10), devices=device_lists, batch_size=batch_sizes, batched=st.booleans())
 def test_any_dataset_is_its_rows(
@@ -95,16 +80,3 @@ def test_any_ragged_rows(lengths: list[int], devices: list[str], batch_size: int
     assert y.to_list() == [[2 * value + 1 for value in row] for row in x.to_list()]
     lengths_seen = devicemap.parallel_map(tf.size, x, devices=devices, batch_size=batch_size)
     assert lengths_seen.numpy().tolist() == lengths
-
-
-@few
-@given(rows=row_counts, seed=st.integers(0, 2**32 - 1), devices=device_lists, batch_size=batch_sizes)
-def test_seeds_do_not_depend_on_the_devices(rows: int, seed: int, devices: list[str], batch_size: int | None) -> None:
-    x = tf.zeros([rows])
-    seeds = devicemap.parallel_map(_seeds, x, devices=devices, batch_size=batch_size, seed=seed)
-    assert seeds.dtype == tf.int32
-    assert seeds.numpy().view(np.uint32).tolist() == [[seed, row] for row in range(rows)]
-
-
-def _seeds(row: Any, seed: Any) -> Any:
-    return seed

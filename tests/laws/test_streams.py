@@ -109,16 +109,7 @@ def test_an_endless_dataset() -> None:
         next(stream)
 
 
-def test_a_stream_that_is_dropped() -> None:
-    mapper = devicemap.DeviceMap(lambda n: n * n, batch_size=1)
-    stream = mapper.stream(tf.data.Dataset.range(10).repeat())
-    next(stream)
-    del stream
-    gc.collect()
-    assert _threads() == set()
-
-
-def test_a_consumer_that_raises() -> None:
+def test_a_stream_that_is_dropped_by_a_consumer_that_raises() -> None:
     mapper = devicemap.DeviceMap(lambda n: n * n, batch_size=1)
 
     def consume() -> None:
@@ -147,18 +138,6 @@ def test_a_dataset_that_raises_half_way() -> None:
     assert np.concatenate(delivered).tolist() == [0, 1, 4, 9]
     assert mapper.report is not None
     assert "the disk" in str(mapper.report.error)
-
-
-def test_a_dataset_that_changes_its_structure() -> None:
-    def read() -> Iterator[Any]:
-        yield np.zeros([2, 3], np.float32)
-        yield np.zeros([2, 4], np.float32)
-
-    changing = tf.data.Dataset.from_generator(read, output_signature=tf.TensorSpec([None, 3], tf.float32))
-    delivered: list[Any] = []
-    with pytest.raises(tf.errors.OpError, match=r"\[None, 3\]|\(None, 3\)"):
-        _take(devicemap.DeviceMap(lambda b: b, batched=True).stream(changing), delivered)
-    assert len(delivered) == 1
 
 
 def test_inner_shapes_that_change_are_told_apart() -> None:
@@ -232,15 +211,6 @@ def test_as_a_dataset_with_first_rows() -> None:
     assert sorted(int(start) for start, _ in dataset) == [0, 6, 12, 18]
 
 
-def test_a_model_is_fitted_on_a_stream() -> None:
-    mapper = devicemap.DeviceMap(lambda x: (x / 60, tf.reduce_sum(x, keepdims=True) / 60), batch_size=5)
-    model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    history = model.fit(mapper.as_dataset(X), epochs=3, verbose=0, shuffle=False).history["loss"]
-    assert len(history) == 3
-    assert history[-1] < history[0]
-
-
 @pytest.mark.private("whether a tape is recording")
 def test_where_there_are_no_streams() -> None:
     mapper = devicemap.DeviceMap(lambda x: x * 2, batch_size=6)
@@ -250,17 +220,3 @@ def test_where_there_are_no_streams() -> None:
         mapper.stream(X)  # at once, not at the first chunk
     with pytest.raises(DataError, match="scalar"):
         mapper.stream(tf.constant(1.0))
-
-
-@pytest.mark.parametrize("devices_in_flight", [1, 2, 4])
-def test_dropout_masks_of_a_stream_differ(devices_in_flight: int) -> None:
-    dropout = tf.keras.layers.Dropout(0.5, seed=1)
-    mapper = devicemap.DeviceMap(
-        lambda b: dropout(b, training=True),
-        devices=["CPU:1", "CPU:2"],
-        batched=True,
-        batch_size=4,
-        prefetch=devices_in_flight,
-    )
-    masks = [tuple(row) for chunk in mapper.stream(tf.ones([64, 40])) for row in chunk.numpy()]
-    assert len(set(masks)) == 64

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-import devicemap
 from benchmarks import traffic
 from benchmarks.simulator import Unavailable
 from benchmarks.traffic import Traffic
@@ -51,22 +50,3 @@ def test_a_loop_sends_in_each_turn(meter: traffic.Meter, steps: int) -> None:
     sent = second(meter, looping, ROWS, tf.constant(steps))
     to_go_on = 2 * (steps + 1)  # CPU:0 and CPU:2 hear of each turn, and that there is none, by a byte each
     assert sent.bytes == 160 + 4 + steps * (160 + 40 + 84) + to_go_on + 160
-
-
-@pytest.mark.parametrize("batch_size", [None, 6])
-@pytest.mark.parametrize("by_handle", [False, True])
-def test_devicemap_sends_a_variable_once_per_device(
-    meter: traffic.Meter, batch_size: int | None, by_handle: bool
-) -> None:
-    with tf.device("CPU:0"):
-        table = tf.Variable(tf.ones([100, 4]))  # 1600 bytes
-
-    def fn(ids: Any) -> Any:
-        state = tf.zeros([tf.shape(ids)[0], 4])
-        for i in tf.range(5):
-            state += tf.gather(table, ids[:, i]) if by_handle else table[:1]
-        return state
-
-    mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"], batched=True, batch_size=batch_size)
-    sent = second(meter, mapper, tf.zeros([24, 5], tf.int32))
-    assert sent.bytes == 2 * 1600 + 24 * 5 * 4 + 24 * 4 * 4  # ids there, states back
