@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from graphs import partitions, placements
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.ops.parallel_for import pfor
 
 from devicemap._tensorflow import memory, usable
-from devicemap._tensorflow.calls import Cancellation, prepare_gradient, unrecorded
+from devicemap._tensorflow.calls import prepare_gradient, unrecorded
 from devicemap._tensorflow.converters import take_all_rows
 from devicemap._tensorflow.functions import (
     UNCHAINED,
@@ -26,13 +24,9 @@ from devicemap._tensorflow.functions import (
     registered_kernels,
 )
 from devicemap._tensorflow.gradients import (
-    call_holding,
     complete_handle_data,
     differentiate_freely,
-    differentiate_in_place,
-    have_tangents,
     order_of_gradients,
-    tape_is_recording,
 )
 from devicemap._tensorflow.memory import allocator_bytes
 
@@ -73,59 +67,6 @@ def test_ops_that_must_run() -> None:
     assert int(count) == 1
 
 
-def test_a_tape_is_seen() -> None:
-    assert not tape_is_recording()
-    with tf.GradientTape() as tape:
-        assert tape_is_recording()
-        with tape.stop_recording():
-            assert not tape_is_recording()
-    with tf.autodiff.ForwardAccumulator(tf.constant(1.0), tf.constant(1.0)):
-        assert tape_is_recording()
-
-
-def test_tangents_are_seen() -> None:
-    followed, other = tf.constant(1.0), tf.constant(2.0)
-    assert not have_tangents([followed, other])
-    with tf.autodiff.ForwardAccumulator(followed, tf.constant(1.0)):
-        assert have_tangents([other, followed])
-        assert not have_tangents([other])
-
-
-def test_gradients_are_computed_where_the_op_is() -> None:
-    @tf.function
-    def squared(x: tf.Tensor) -> tf.Tensor:
-        with tf.device("/device:CPU:1"):
-            y = tf.linalg.matmul(x, x)
-        differentiate_in_place([y.op])
-        return y
-
-    graph = tf.function(lambda x: tf.gradients(squared.python_function(x), x)).get_concrete_function(X).graph
-    assert {op.device[-5:] for op in graph.get_operations() if op.type == "MatMul"} == {"CPU:1"}
-
-
-def test_lists_come_to_the_device_of_the_gradient() -> None:
-    """A loop's gradient takes the lists of its intermediate results where `tf.gradients` would take them from elsewhere."""
-
-    @tf.function
-    def looping(x: tf.Tensor) -> tf.Tensor:
-        for _ in tf.range(3):
-            x = tf.tanh(x)
-        return x
-
-    @tf.function
-    def call(x: tf.Tensor) -> tf.Tensor:
-        with tf.device("/device:CPU:1"):
-            y = looping(x)
-        differentiate_in_place([y.op])
-        return y
-
-    with tf.GradientTape() as tape:
-        tape.watch(X)
-        y = call(X)
-    graphs = partitions(lambda: tape.gradient(y, X))
-    assert set(placements(graphs, "Enter")) == {"CPU:1"}
-
-
 @pytest.mark.parametrize("free", [False, True])
 def test_gradients_of_gathers_ask_for_no_device(free: bool) -> None:
     inner = tf.function(lambda x: tf.gather(tf.tanh(x), [1, 0], axis=1))
@@ -150,20 +91,6 @@ def test_gradients_of_gathers_ask_for_no_device(free: bool) -> None:
     in_functions = [node for function in graph_def.library.function for node in function.node_def]
     assert any("_class" in node.attr for node in in_functions) != free
     np.testing.assert_allclose(gradient(X), 1 - np.tanh(X) ** 2, rtol=1e-3)
-
-
-def test_gradients_go_from_a_copy_to_the_value_it_was_assigned() -> None:
-    copy = tf.Variable(tf.zeros([2, 2]))
-    cubed = tf.function(lambda x: [x * copy**3]).get_concrete_function(tf.TensorSpec([2, 2]))
-
-    @tf.function
-    def through_copy(value: tf.Tensor, x: tf.Tensor) -> list[tf.Tensor]:
-        copy.assign(value)
-        return tf.gradients(tf.reduce_sum(call_holding({0: value}, {}, cubed, [x])[0]), [value, x])
-
-    of_value, of_x = through_copy(X, 2 * X)
-    assert of_value.numpy().tolist() == (6 * X**3).numpy().tolist()
-    assert of_x.numpy().tolist() == (X**3).numpy().tolist()
 
 
 def test_what_is_compiled_with_all_around_it() -> None:
@@ -235,39 +162,6 @@ def test_a_call_that_runs_in_another_thread_is_recorded_here(order: int) -> None
         return concrete(x)
 
     assert gradients(prepared) == gradients(lambda: concrete(x))
-
-
-def test_a_running_function_is_cancelled() -> None:
-    @tf.function
-    def endless(x: tf.Tensor) -> tf.Tensor:
-        while x > 0:
-            x += 1
-            started()
-        return x
-
-    running = threading.Event()
-
-    def started() -> None:
-        tf.py_function(running.set, [], [])
-
-    cancellation, errors = Cancellation(), []
-
-    def run() -> None:
-        try:
-            cancellation.cancellable(endless.get_concrete_function(tf.TensorSpec([], tf.int64)))(
-                tf.constant(1, tf.int64)
-            )
-        except tf.errors.CancelledError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert running.wait(60)
-    cancellation.cancel()
-    thread.join(60)
-    assert len(errors) == 1
-    with pytest.raises(tf.errors.CancelledError):
-        cancellation.cancellable(tf.function(lambda: tf.constant(1)).get_concrete_function())()
 
 
 def test_each_seeding_is_another() -> None:

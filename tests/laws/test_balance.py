@@ -67,16 +67,6 @@ def test_short_calls_use_one_graph_once_they_are_known_to_be_short() -> None:
     assert engines == ["chunks", "chunks", "one graph", "one graph"]
 
 
-@pytest.mark.nightly
-def test_one_graph_is_used_where_few_rows_take_as_long_as_many(sim: simulator.Simulator) -> None:
-    mapper = devicemap.DeviceMap(lambda rows: sim.work(rows, 0.15), devices=DEVICES, batched=True)
-    x = tf.random.uniform([256, 4])
-    for _ in range(4):
-        np.testing.assert_allclose(mapper(x), 2 * x + 1)
-    assert mapper.report.way == "one graph"
-    assert [device.calls for device in mapper.report.devices] == [1, 1, 1]
-
-
 @pytest.mark.parametrize("devices", [["CPU:0", "CPU:1"], ["CPU:0"]])
 def test_a_call_that_runs_out_of_memory_continues_in_chunks(sim: simulator.Simulator, devices: list[str]) -> None:
     for device in range(2):

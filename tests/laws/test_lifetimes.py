@@ -87,11 +87,10 @@ def test_a_dropped_map_frees_its_function_at_once() -> None:
         gc.enable()
 
 
-@dataclass
-class Unhashable:
-    """As dataclasses are, unless they are frozen."""
+class Doubler:
+    """A callable object that counts its traces."""
 
-    traces: int = 0
+    __slots__ = ()
 
     def step(self, row: Any) -> Any:
         self.traces += 1
@@ -100,19 +99,20 @@ class Unhashable:
     __call__ = step
 
 
-class Slots:
+@dataclass
+class Unhashable(Doubler):
+    """A dataclass that is not frozen."""
+
+    traces: int = 0
+
+
+class Slots(Doubler):
     """No weak reference to it can be made."""
 
     __slots__ = ("traces",)
 
     def __init__(self) -> None:
         self.traces = 0
-
-    def step(self, row: Any) -> Any:
-        self.traces += 1
-        return 2 * row
-
-    __call__ = step
 
 
 class WithFunction(tf.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,14 +68,3 @@ def test_any_dataset_is_its_rows(
         dataset = dataset.batch(sizes)
     y = devicemap.parallel_map(_affine, dataset, devices=devices, batched=batched, batch_size=batch_size)
     np.testing.assert_array_equal(y, x * 2 + 1)
-
-
-@pytest.mark.nightly
-@few
-@given(lengths=st.lists(st.integers(0, 5), max_size=20), devices=device_lists, batch_size=batch_sizes)
-def test_any_ragged_rows(lengths: list[int], devices: list[str], batch_size: int | None) -> None:
-    x = tf.RaggedTensor.from_row_lengths(tf.range(sum(lengths)), tf.constant(lengths, tf.int64))
-    y = devicemap.parallel_map(_affine, x, devices=devices, batch_size=batch_size, batched=True)
-    assert y.to_list() == [[2 * value + 1 for value in row] for row in x.to_list()]
-    lengths_seen = devicemap.parallel_map(tf.size, x, devices=devices, batch_size=batch_size)
-    assert lengths_seen.numpy().tolist() == lengths

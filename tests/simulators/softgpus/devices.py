@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +11,6 @@ import tensorflow as tf
 from simulators.softgpus.pair import GPUS, gpus, on_gpus, x
 
 import devicemap
-from benchmarks import simulator
 from benchmarks.traffic import Copied, CopyLog
 from devicemap.errors import FunctionError
 
@@ -65,22 +63,6 @@ def test_captured_variables_that_do_not_fit_are_named_before_anything_runs() -> 
         assert str(error).startswith(said)
         assert isinstance(error, (tf.errors.ResourceExhaustedError, tf.errors.InternalError))
         assert not ran
-
-
-def test_work_of_the_simulator_takes_time_of_the_stream() -> None:
-    try:
-        sim = simulator.load()
-    except simulator.Unavailable as reason:
-        pytest.skip(str(reason))
-    gpus.configure(0, speed=2.0)
-    numbers, seconds = tf.range(4.0), tf.fill([4], 0.1)
-    with tf.device("GPU:0"):
-        sim.work(numbers, seconds).numpy()
-        began = time.perf_counter()
-        results = sim.work(numbers, seconds)
-        assert time.perf_counter() - began < 0.1
-        np.testing.assert_array_equal(results, 2 * numbers + 1)
-    assert 0.19 < time.perf_counter() - began < 0.4
 
 
 def test_kernels_are_those_of_a_cuda_build() -> None:
