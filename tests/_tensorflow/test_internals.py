@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.ops import handle_data_util
-from tensorflow.python.ops.parallel_for import pfor
 
 from devicemap._tensorflow import memory, usable
-from devicemap._tensorflow.calls import prepare_gradient, unrecorded
+from devicemap._tensorflow.calls import prepare_gradient
 from devicemap._tensorflow.converters import take_all_rows
 from devicemap._tensorflow.functions import (
     UNCHAINED,
@@ -127,14 +126,6 @@ def test_kernels_are_listed() -> None:
     assert not any(tf.string.as_datatype_enum in allowed for allowed in dtypes)
 
 
-def test_a_direct_call_with_captures_and_structure() -> None:
-    scale = tf.Variable(3.0)
-    concrete = tf.function(lambda x: ([x * scale], x)).get_concrete_function(tf.TensorSpec([None]))
-    (scaled,), same = unrecorded(concrete)(tf.constant([1.0, 2.0]))
-    assert scaled.numpy().tolist() == [3.0, 6.0]
-    assert same.numpy().tolist() == [1.0, 2.0]
-
-
 @pytest.mark.parametrize("order", [1, 2])
 def test_a_call_that_runs_in_another_thread_is_recorded_here(order: int) -> None:
     variable = tf.Variable(3.0)
@@ -207,15 +198,6 @@ def test_which_gradients_a_call_has_to_keep() -> None:
             assert order_of_gradients(concrete, [x, *concrete.captured_inputs]) == 2
     with tf.GradientTape(persistent=True):
         assert order_of_gradients(concrete, [x, *concrete.captured_inputs]) == 2
-
-
-def test_an_op_may_name_its_own_converter() -> None:
-    def row(x: Any) -> Any:
-        sine = tf.sin(x)
-        sine.op.pfor_converter = lambda given: [pfor.wrap(given.stacked_input(0) * 2.0, True)]
-        return sine
-
-    np.testing.assert_array_equal(tf.function(lambda x: tf.vectorized_map(row, x))(tf.ones([3])), 2.0)
 
 
 def test_rows_are_taken_without_a_copy() -> None:

@@ -147,19 +147,6 @@ def test_objects(fn: Any, data: Any, for_map_fn: bool, rows: int, batched: bool,
         _assert_same(inside(X[:rows]), got)
 
 
-@pytest.mark.parametrize("vectorize", [False, True])
-def test_fn_gets_objects(vectorize: bool) -> None:
-    seen: list[Any] = []
-
-    def fn(masked: Any) -> Any:
-        seen.append((type(masked), masked.unit, masked.values.shape))
-        return masked
-
-    got = devicemap.parallel_map(fn, Masked("m", X), **SEVERAL, vectorize=vectorize)
-    assert seen == [(Masked, "m", [2])]
-    _assert_same(got, Masked("m", X))
-
-
 @pytest.mark.in_ci(2)
 @ways
 def test_ragged_fields(way: Options) -> None:

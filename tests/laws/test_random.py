@@ -31,8 +31,6 @@ def test_dropout_draws_another_mask_for_each_device_chunk_and_call() -> None:
     inside = tf.function(lambda x: mapper(x))
     masks = [mapper(ones), mapper(ones), mapper(ones[:2]), mapper(_samples(ones).batch(2)), inside(ones), inside(ones)]
     assert _distinct(np.concatenate(masks)) == 9 * 5 + 2
-
-    mapper = devicemap.DeviceMap(lambda b: dropout(b, training=True), devices=WORKERS, batched=True)
     assert between_devices(partitions(mapper, ones)) == []
 
 

@@ -292,8 +292,8 @@ def test_summaries_keep_no_order(tmp_path: Path) -> None:
     assert sum(b"row" in record for record in records) == len(X)
 
 
-def test_batch_normalisation_and_metrics_are_named() -> None:
-    norm, metric = tf.keras.layers.BatchNormalization(), tf.keras.metrics.Mean()
+def test_statistics_of_batch_normalisation_are_named() -> None:
+    norm = tf.keras.layers.BatchNormalization()
     norm.build([None, 3])
     plan = devicemap.DeviceMap(lambda b: norm(b, training=True), batched=True, devices=WORKERS).explain(X)
     assert [name.rpartition("/")[2] for name in plan.ordered] == ["moving_mean", "moving_variance"]
@@ -302,14 +302,6 @@ def test_batch_normalisation_and_metrics_are_named() -> None:
         ControlEdge(full("CPU:2"), full("CPU:3")),
     )
     assert "call batch normalisation with training=False" in plan.advice[0]
-
-    def measured(batch: Any) -> Any:
-        metric.update_state(batch)
-        return batch
-
-    plan = devicemap.DeviceMap(measured, batched=True, devices=WORKERS).explain(X)
-    assert plan.ordered
-    assert "devices work one after another, in row order" in plan.advice[0]
 
 
 @pytest.mark.nightly

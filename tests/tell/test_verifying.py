@@ -78,13 +78,6 @@ def test_rows_that_depend_on_their_batch(fn: Any) -> None:
     assert modes(lambda batch: (batch * 2, fn(batch)), batched=True) == {"the result[1]": "one by one"}
 
 
-def test_batch_normalization_in_training_mode() -> None:
-    layer = tf.keras.layers.BatchNormalization()
-    layer.build([None, 4])
-    assert modes(lambda batch: layer(batch, training=False), batched=True) == {}
-    assert modes(lambda batch: layer(batch, training=True), batched=True) == {"the result": "one by one"}
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("batched", [False, True])
 def test_hidden_randomness(batched: bool) -> None:
