@@ -52,7 +52,6 @@ FORMS: list[tuple[str, Any, tuple[int, ...]]] = [
     ("a name in small letters", "cpu:3", (3,)),
     ("with a slash", "/CPU:3", (3,)),
     ("with device", "/device:CPU:3", (3,)),
-    ("with device, without slash", "device:CPU:3", (3,)),
     ("a full name", CPUS[3], (3,)),
     ("with a job", "/job:localhost/device:CPU:3", (3,)),
     ("with a job and a task", "/job:localhost/task:0/cpu:3", (3,)),
@@ -66,7 +65,6 @@ FORMS: list[tuple[str, Any, tuple[int, ...]]] = [
     ("a listed device", LISTED[4], (4,)),
     ("listed devices", LISTED[6:4:-1], (6, 5)),
     ("one logical device", LOGICAL[3], (3,)),
-    ("one physical device", PHYSICAL[0], tuple(range(8))),
     ("of several forms", [LISTED[6], "CPU:0", LOGICAL[3]], (6, 0, 3)),
 ]
 

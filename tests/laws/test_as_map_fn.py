@@ -161,10 +161,7 @@ def test_a_map_inside_of_a_map(devices: list[str], vectorize: Any) -> None:
     x = _normal(7, 3)
 
     def taken(mapped: Any) -> list[Any]:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            rows = mapped(x)
-        return [rows, *tape.gradient(rows, [x, WEIGHTS])]
+        return [mapped(x), *gradients_of(mapped, x, WEIGHTS)]
 
     wanted = taken(lambda x: tf.map_fn(lambda r: tf.map_fn(_in_a_loop, tf.stack([r, r * 2])), x))
     for got, each in zip(taken(mapper), wanted):

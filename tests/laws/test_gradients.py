@@ -75,16 +75,15 @@ def test_functions_in_threads_may_share_a_map() -> None:
     scale = tf.Variable(tf.ones([8]))
     rows = tf.random.stateless_normal([64, 8], [0, 1])
 
-    def gradient(mapper: Any) -> Any:
-        with tf.GradientTape() as tape:
-            total = tf.reduce_sum(tf.function(lambda x: mapper(x))(rows))
-        return tape.gradient(total, scale)
+    def gradients(mapper: Any) -> Any:
+        return gradients_of(tf.function(lambda x: mapper(x)), rows, scale)
 
+    wanted = gradients_of(lambda x: tf.sin(x) * scale, rows, scale)
     for _ in range(4):
         mapper = devicemap.DeviceMap(lambda row: tf.sin(row) * scale, devices=["CPU:1", "CPU:2"])
         with ThreadPoolExecutor(4) as pool:
-            for got in pool.map(gradient, [mapper] * 4):
-                _assert_close(got, tf.reduce_sum(tf.sin(rows), 0))
+            for got in pool.map(gradients, [mapper] * 4):
+                _assert_close(got, wanted)
 
 
 def _with_a_function_within() -> Any:
@@ -331,15 +330,7 @@ def test_ops_that_ask_for_the_device_of_a_variable(batched: bool, acts: bool) ->
         return tf.nn.embedding_lookup(table, tf.cast(rows, tf.int32)) ** 2
 
     mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2", "CPU:3"], batched=batched)
-
-    def gradients(mapped: Any) -> Any:
-        with tf.GradientTape() as tape:
-            tape.watch(X)
-            y = mapped(X)
-        return y, tf.convert_to_tensor(tape.gradient(y, table))
-
-    for got, wanted in zip(gradients(mapper), gradients(fn)):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    _assert_close(gradients_of(mapper, X, table), gradients_of(fn, X, table))
     np.testing.assert_allclose(mapper(X), fn(X), rtol=1e-5)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import tensorflow as tf
 from cases import CASES, ROWS, Case
 from graphs import between_devices, partitions
+from oracle import gradients_of
 from processes import run
 
 import devicemap
@@ -196,15 +198,10 @@ def test_gradients_are_those_of_one_device(batched: bool, devices: list[str]) ->
     variable, data = tf.Variable(3.0), tf.random.stateless_normal([ROWS, 2], [1, 2])
     mapper = DeviceMap(lambda row: tf.sin(variable * row), devices=devices, batched=batched)
     for op in ("sum", "mean"):
-
-        def both(reduce: Any) -> Any:
-            with tf.GradientTape() as tape:
-                tape.watch(data)
-                loss = tf.reduce_sum(reduce() ** 2)
-            return tape.gradient(loss, [variable, data])
-
-        wanted = both(lambda: OPS[op](tf.sin(variable * data), 0))
-        for got in (both(lambda: mapper.reduce(data, op)), tf.function(both)(lambda: mapper.reduce(data, op))):
+        reduce = partial(mapper.reduce, reducer=op)
+        wanted = gradients_of(lambda x: OPS[op](tf.sin(variable * x), 0), data, variable)
+        in_a_graph = tf.function(lambda: gradients_of(reduce, data, variable))
+        for got in (gradients_of(reduce, data, variable), in_a_graph()):
             for one, other in zip(got, wanted):
                 np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 

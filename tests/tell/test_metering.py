@@ -85,7 +85,7 @@ def _wait() -> None:
             assert not thread.is_alive()
 
 
-def test_it_tells_the_mean_utilisation_and_the_most_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mean_utilisation_and_peak_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([20, 40, 90])
     assert _usage(nvml, {device(0): 0}, monkeypatch) == (GpuUsage(device(0), 50.0, 3 * 2**20),)
     assert nvml.opened == 0
