@@ -11,6 +11,7 @@ in memory that take long (`choose_engine`). Both engines share the traced functi
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -37,8 +38,12 @@ from devicemap.run.dispatch import Rules
 from devicemap.run.embedded import call_inside
 from devicemap.run.one_graph import GraphObservers, Heard, OneGraph
 from devicemap.run.reorder import Group
-from devicemap.run.schedule import WINDOW, Pace, choose_engine, take_as_long
+from devicemap.run.schedule import WINDOW, Pace, choose_engine
 from devicemap.run.workers import Runner, run_chunks
+
+
+_UNMEASURED_CALLS = {"chunks": 2, "one graph": 1}
+"""The first call with an engine includes compilation, and the second one in chunks has just learned the speeds of the devices."""
 
 
 @dataclass
@@ -48,15 +53,20 @@ class _CallStats:
     paces: dict[str, Pace] = field(default_factory=dict)
     """Throughput of its devices in the chunk engine."""
 
-    seconds_per_row: dict[str, float | None] = field(default_factory=dict)
-    """Wall time per row of the last call with each engine."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """Number of calls with each engine."""
+
+    seconds_per_row: dict[str, float] = field(default_factory=dict)
+    """Wall time per row of the last measured call with each engine."""
 
     most_rows: int | None = None
     """More rows than this have run out of memory in one graph."""
 
     def add(self, engine: str, seconds_per_row: float) -> None:
-        """Record a call. The first call with an engine includes compilation, so it is not measured."""
-        self.seconds_per_row[engine] = seconds_per_row if engine in self.seconds_per_row else None
+        """Record a call."""
+        self.calls[engine] += 1
+        if self.calls[engine] > _UNMEASURED_CALLS[engine]:
+            self.seconds_per_row[engine] = seconds_per_row
 
 
 _stats: WeakKeyDictionary[Compiled, _CallStats] = WeakKeyDictionary()
@@ -111,7 +121,6 @@ class Calls:
             differentiable,
             stats.seconds_per_row.get("chunks"),
             stats.seconds_per_row.get("one graph"),
-            take_as_long(stats.paces.values()),
         )
         began = time.perf_counter()
         if engine == "one graph" and (differentiable or count <= (stats.most_rows or count)):

@@ -51,8 +51,8 @@ _ROWS_PER_SLOT = 16
 _LONG_SECONDS_PER_CALL = 0.1
 """Shorter calls gain little from load balance."""
 
-_TRIED_SECONDS = 0.3
-"""A call that takes no longer in chunks tries the graph engine once."""
+_TRIED_SECONDS = 10.0
+"""A call that takes no longer in chunks is tried in one graph, in case the time hardly depends on the rows of a chunk."""
 
 
 def choose_engine(
@@ -61,7 +61,6 @@ def choose_engine(
     differentiable: bool,
     seconds_per_row: float | None,
     graph_seconds_per_row: float | None = None,
-    rows_are_free: bool = False,
 ) -> Literal["one graph", "chunks"]:
     """Return the engine for an eager call on rows in memory without `batch_size`.
 
@@ -71,18 +70,18 @@ def choose_engine(
         differentiable: whether a tape records the call, or results depend on the shards.
         seconds_per_row: last measurement of this map in chunks; `None` before there is one.
         graph_seconds_per_row: the same in one graph.
-        rows_are_free: whether large chunks take as long as small ones, as in a vectorised loop of many steps. One shard per
-            device is then faster than several chunks.
 
-    >>> choose_engine(1000, 8, False, None), choose_engine(1000, 8, False, 1e-5), choose_engine(1000, 8, False, 1e-2)
-    ('chunks', 'one graph', 'chunks')
+    >>> choose_engine(1000, 8, False, None), choose_engine(1000, 8, False, 1.0)
+    ('chunks', 'chunks')
+    >>> choose_engine(1000, 8, False, 1e-3), choose_engine(1000, 8, False, 1e-3, 2e-3)
+    ('one graph', 'chunks')
     """
     if differentiable or slots < 2 or rows < _ROWS_PER_SLOT * slots:
         return "one graph"
     if seconds_per_row is None:
         return "chunks"
     if graph_seconds_per_row is None:
-        return "one graph" if rows_are_free or rows * seconds_per_row < _TRIED_SECONDS else "chunks"
+        return "one graph" if rows * seconds_per_row < _TRIED_SECONDS else "chunks"
     return (
         "chunks" if rows * graph_seconds_per_row > max(_LONG_SECONDS_PER_CALL, rows * seconds_per_row) else "one graph"
     )
@@ -247,11 +246,6 @@ def are_quick(chunk_rows: int, paces: Collection[Pace]) -> bool:
     """
     speeds = [pace.rows_per_second for pace in paces if pace.rows_per_second is not None]
     return bool(speeds) and chunk_rows < PATIENCE_SECONDS * sum(speeds) / len(speeds) * len(paces)
-
-
-def take_as_long(paces: Collection[Pace]) -> bool:
-    """Return whether the largest chunk of each device took about as long as its quickest one, as if rows cost nothing."""
-    return all(1 < pace.largest == pace.quick_rows for pace in paces)
 
 
 def chunks_in_flight(kind: str) -> int:

@@ -23,8 +23,8 @@ DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
         (1000, 1, False, 10.0, 20.0, "one graph"),
         (127, 8, False, 10.0, 20.0, "one graph"),
         (1000, 8, False, None, None, "chunks"),  # how long it takes is unknown
-        (1000, 8, False, 2.0, None, "chunks"),
-        (1000, 8, False, 0.2, None, "one graph"),  # tried once
+        (1000, 8, False, 20.0, None, "chunks"),
+        (1000, 8, False, 2.0, None, "one graph"),  # tried, as the time may not depend on the rows of a chunk
         (1000, 8, False, 0.5, 0.4, "one graph"),
         (1000, 8, False, 0.5, 0.6, "chunks"),
         (1000, 8, False, 0.05, 0.09, "one graph"),  # short
@@ -35,11 +35,6 @@ def test_choose_engine(
 ) -> None:
     per_row = [None if seconds is None else seconds / rows for seconds in (chunk_seconds, graph_seconds)]
     assert choose_engine(rows, slots, differentiable, *per_row) == engine
-
-
-def test_a_function_whose_rows_cost_nothing_tries_one_graph() -> None:
-    assert choose_engine(1000, 8, False, 1.0, None, rows_are_free=True) == "one graph"
-    assert choose_engine(1000, 8, False, 1.0, 2.0, rows_are_free=True) == "chunks"
 
 
 def test_a_slow_device_gets_fewer_rows(sim: simulator.Simulator) -> None:
@@ -57,14 +52,35 @@ def test_a_slow_device_gets_fewer_rows(sim: simulator.Simulator) -> None:
         assert 0 < slow.rows < 256 * 0.1 / 2.1 * 2
 
 
+def engines_of(mapper: devicemap.DeviceMap, x: tf.Tensor, calls: int) -> list[str]:
+    engines = []
+    for _ in range(calls):
+        mapper(x)
+        engines.append(mapper.report.way)
+    return engines
+
+
 def test_short_calls_use_one_graph_once_they_are_known_to_be_short() -> None:
     mapper = devicemap.DeviceMap(lambda row: tf.sin(row), devices=DEVICES)
     x = tf.random.uniform([200, 4])
-    engines = []
-    for _ in range(4):
-        np.testing.assert_allclose(mapper(x), tf.sin(x), rtol=1e-6)
-        engines.append(mapper.report.way)
-    assert engines == ["chunks", "chunks", "one graph", "one graph"]
+    assert engines_of(mapper, x, 5) == ["chunks"] * 3 + ["one graph"] * 2
+    np.testing.assert_allclose(mapper(x), tf.sin(x), rtol=1e-6)
+
+
+def test_calls_that_take_as_long_for_few_rows_use_one_graph(sim: simulator.Simulator) -> None:
+    mapper = devicemap.DeviceMap(lambda rows: sim.work(rows, 0.05), devices=DEVICES, batched=True)
+    assert engines_of(mapper, tf.random.uniform([300, 4]), 6) == ["chunks"] * 3 + ["one graph"] * 3
+
+
+def test_long_calls_that_are_slower_in_one_graph_stay_in_chunks(sim: simulator.Simulator) -> None:
+    sim.configure(1, speed=0.1)
+
+    def fn(rows: Any) -> Any:
+        return sim.work(rows, 0.003 * tf.cast(tf.shape(rows)[0], tf.float32))
+
+    mapper = devicemap.DeviceMap(fn, devices=DEVICES, batched=True)
+    engines = engines_of(mapper, tf.random.uniform([128, 4]), 7)
+    assert engines == ["chunks"] * 3 + ["one graph"] * 2 + ["chunks"] * 2
 
 
 @pytest.mark.parametrize("devices", [["CPU:0", "CPU:1"], ["CPU:0"]])
