@@ -41,9 +41,8 @@ from devicemap.run.reorder import Group
 from devicemap.run.schedule import WINDOW, Pace, choose_engine
 from devicemap.run.workers import Runner, run_chunks
 
-
 _UNMEASURED_CALLS = {"chunks": 2, "one graph": 1}
-"""The first call with an engine includes compilation, and the second one in chunks has just learned the speeds of the devices."""
+"""The first call with an engine compiles, and the second in chunks is the first that knows the speeds of the devices."""
 
 
 @dataclass
