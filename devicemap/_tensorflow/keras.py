@@ -89,6 +89,11 @@ def is_training() -> bool | None:
     return getattr(state.get_global_attribute("current_call_ctx"), "training", None) if state else None
 
 
+def is_seed(variable: Any) -> bool:
+    """Whether it is the state of a `keras.random.SeedGenerator`."""
+    return variable.path.rpartition("/")[2] == "seed_generator_state"
+
+
 def is_used_once(layer: Any) -> bool:
     """Whether a layer was called on symbolic inputs once, so that its `input` and `output` are all there is."""
     return len(layer._inbound_nodes) == 1

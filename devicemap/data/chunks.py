@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,7 +35,7 @@ class Chunk:
         """The rows of this chunk, on a device."""
         return Shard(device, self.start, self.start + self.count)
 
-    def split(self, sizes: list[int]) -> list[Chunk]:
+    def split(self, sizes: Sequence[int]) -> list[Chunk]:
         """The same rows in smaller chunks."""
         pieces, start = [], 0
         for size in sizes:

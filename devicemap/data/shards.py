@@ -6,7 +6,7 @@ neighbours in the data are neighbours in the shards, and the sizes differ by at 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from devicemap.events import Shard
 
@@ -43,13 +43,3 @@ def shard_rows(rows: int, places: Sequence[str]) -> tuple[Shard, ...]:
         shards.append(Shard(place, start, start + size))
         start += size
     return tuple(shards)
-
-
-def chunk_bounds(rows: int, batch_size: int) -> Iterator[tuple[int, int]]:
-    """The `(start, stop)` of consecutive chunks of at most `batch_size` rows.
-
-    >>> list(chunk_bounds(5, 2))
-    [(0, 2), (2, 4), (4, 5)]
-    """
-    for start in range(0, rows, batch_size):
-        yield start, min(start + batch_size, rows)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import arguments_of, is_used_once, layers_of, mask_of
+from devicemap._tensorflow.keras import arguments_of, is_seed, is_used_once, layers_of, mask_of
 from devicemap.base.options import check_count
 from devicemap.errors import OptionError
 from devicemap.pipelines.stages import devices_of_stages
@@ -37,8 +37,8 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
         tuple and the next one takes several arguments.
 
     Raises:
-        OptionError: for a subclassed model, a parallelized one, and one with a layer that is used more than once or cannot be
-            copied, or with a Keras mask where it would be cut.
+        OptionError: for a subclassed model, a parallelized one, and one with a layer that is used more than once, adds a loss
+            or cannot be copied, or with a Keras mask where it would be cut.
 
     Examples:
         >>> import keras
@@ -121,11 +121,46 @@ def _copied(layer: Any, device: str) -> Any:
             if isinstance(layer, keras.Layer):
                 copy.build_from_config(layer.get_build_config())
                 copy.set_weights(layer.get_weights())
+            for each in layers_of(copy):
+                if hasattr(each, "finalize_state"):  # computes what is used from the weights, as in Normalization
+                    each.finalize_state()
     except (TypeError, ValueError, NotImplementedError) as error:
         raise OptionError(
             f"{layer.name} cannot be copied to its stage by get_config and get_weights of {type(layer).__name__}: {error}"
         ) from error
+    _check_copy(layer, copy)
     return copy
+
+
+def _check_copy(layer: Any, copy: Any) -> None:
+    """Compare what a layer and its copy compute, except if they draw random numbers; refuse losses of their rows."""
+    import keras
+
+    args, kwargs = arguments_of(layer, _random_inputs(layer))
+    with keras.StatelessScope(collect_losses=True) as scope:
+        outputs = [tf.nest.flatten(each(*args, **kwargs)) for each in (layer, copy)]
+    if scope.losses:
+        raise OptionError(f"{layer.name} adds a loss, which a stage does not return; compute it in the last stage")
+    if any(map(is_seed, getattr(layer, "variables", ()))):
+        return
+    for one, other in zip(*outputs):
+        one, other = tf.cast(one, tf.complex128), tf.cast(other, tf.complex128)
+        if tf.reduce_any(abs(one - other) > 1e-3 * tf.reduce_max(abs(one))):
+            raise OptionError(
+                f"a copy of {layer.name} by get_config and get_weights of {type(layer).__name__} computes something else; let "
+                "them return all variables and attributes that call() uses"
+            )
+
+
+def _random_inputs(layer: Any) -> dict[int, Any]:
+    """Return random rows for the symbolic inputs of a layer, by identity."""
+
+    def random(tensor: Any) -> Any:
+        dtype = tf.as_dtype(tensor.dtype)
+        shape = [size or _ROWS for size in tensor.shape]
+        return tf.random.normal(shape, dtype=dtype) if dtype.is_floating else tf.zeros(shape, dtype)
+
+    return {id(tensor): random(tensor) for tensor in tf.nest.flatten(layer.input)}
 
 
 def _stage(layers: Sequence[Any], given: Sequence[Any], made: Sequence[Any], name: str, device: str) -> Any:
@@ -169,17 +204,11 @@ def _bytes_of(layer: Any) -> int:
 
 def _seconds_of(layer: Any) -> float:
     """What a call takes, in a graph, on random rows."""
-
-    def random(tensor: Any) -> Any:
-        dtype = tf.as_dtype(tensor.dtype)
-        shape = [size or _ROWS for size in tensor.shape]
-        return tf.random.normal(shape, dtype=dtype) if dtype.is_floating else tf.zeros(shape, dtype)
-
-    given = tf.nest.map_structure(random, layer.input)
-    call = tf.function(lambda given: layer(given), autograph=False)
+    args, kwargs = arguments_of(layer, _random_inputs(layer))
+    call = tf.function(lambda: layer(*args, **kwargs), autograph=False)
     times = []
     for _ in range(1 + _TIMES):
         began = time.perf_counter()
-        tf.nest.map_structure(lambda leaf: leaf.numpy(), call(given))  # on an accelerator, a call ends before its work
+        tf.nest.map_structure(lambda leaf: leaf.numpy(), call())  # on an accelerator, a call ends before its work
         times.append(time.perf_counter() - began)
     return median(times[1:])

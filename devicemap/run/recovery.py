@@ -54,13 +54,3 @@ def remedy(error: BaseException, rows: int, attempts: int, max_retries: int, alo
     if isinstance(error, _TRANSIENT) and attempts <= max_retries:
         return Remedy.RETRY
     return Remedy.GIVE_UP
-
-
-def parts(rows: int, limit: int) -> list[int]:
-    """Sizes of at most `limit` rows, as even as can be, that a chunk is split into.
-
-    >>> parts(10, 4)
-    [4, 3, 3]
-    """
-    count = -(-rows // limit)
-    return [rows // count + (i < rows % count) for i in range(count)]

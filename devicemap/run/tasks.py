@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from devicemap.data.chunks import Chunk
+from devicemap.data.shards import shard_sizes
 from devicemap.events import Shard
-from devicemap.run.recovery import parts
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Task:
         """The task in parts of at most `limit` rows, each with the history of the whole."""
         return [
             replace(self, chunk=piece, tried=tuple(piece.on(shard.device) for shard in self.tried))
-            for piece in self.chunk.split(parts(self.chunk.count, limit))
+            for piece in self.chunk.split(shard_sizes(self.chunk.count, -(-self.chunk.count // limit)))
         ]
 
     def may_go_to(self, device: str, alive: set[str]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import mask_of, moments_by, replacing, set_mask, sublayers_of
+from devicemap._tensorflow.keras import is_seed, mask_of, moments_by, replacing, set_mask, sublayers_of
 from devicemap.base.structure import freeze
 from devicemap.compile.lockstep import Lockstep
 from devicemap.errors import failure
@@ -150,11 +150,6 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
         tuple(updates),
     )
     return [*flat, *(mask for mask in masks if mask is not None)], [*scope.losses, *updates.values()], what
-
-
-def is_seed(variable: Any) -> bool:
-    """Whether it is the state of a `keras.random.SeedGenerator`."""
-    return variable.path.rpartition("/")[2] == "seed_generator_state"
 
 
 def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import differentiate_in_place, fanned_out
-from devicemap._tensorflow.keras import batch_norms_of, replacing
+from devicemap._tensorflow.keras import batch_norms_of, is_seed, replacing
 from devicemap.compile.audit import Audit, audit, op_types
 from devicemap.compile.layout import sizes_in_graph
 from devicemap.compile.lockstep import Lockstep
@@ -24,7 +24,7 @@ from devicemap.errors import failure
 from devicemap.run.calls import Nobody
 from devicemap.run.embedded import call_inside
 from devicemap.run.one_graph import OneGraph
-from devicemap.training.calls import Given, Passed, collecting, depends_on, is_seed, meeting, pure, recomputing
+from devicemap.training.calls import Given, Passed, collecting, depends_on, meeting, pure, recomputing
 from devicemap.training.recomputation import recomputed
 
 _ADDS = frozenset(["AssignAddVariableOp", "AssignSubVariableOp"])

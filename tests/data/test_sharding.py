@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devicemap.data.shards import ROWS_PER_CORE, chunk_bounds, shard_rows, shard_sizes
+from devicemap.data.shards import ROWS_PER_CORE, shard_rows, shard_sizes
 
 counts = st.integers(0, 10_000)
 names = st.lists(st.integers(0, 5).map("/device:CPU:{}".format), min_size=1, max_size=12)
@@ -49,13 +49,3 @@ def test_further_cores_get_enough_rows(rows: int, devices: int, further: int) ->
         assert min(map(len, shards)) >= ROWS_PER_CORE
     else:
         assert further == 0 or rows < ROWS_PER_CORE * (devices + 1)
-
-
-@given(counts, st.integers(1, 10_001))
-def test_chunks_cover_each_row_once(rows: int, batch_size: int) -> None:
-    bounds = list(chunk_bounds(rows, batch_size))
-    assert [row for start, stop in bounds for row in range(start, stop)] == list(range(rows))
-    sizes = [stop - start for start, stop in bounds]
-    assert all(size == batch_size for size in sizes[:-1])
-    assert all(0 < size <= batch_size for size in sizes)
-    assert len(bounds) == -(-rows // batch_size)

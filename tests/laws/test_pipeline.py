@@ -315,7 +315,19 @@ def branched() -> Any:
     return keras.Model(given, [keras.layers.Dense(4)(joined), short])
 
 
-@pytest.mark.parametrize("make", [residual, branched])
+def adapted() -> Any:
+    normalization = keras.layers.Normalization()
+    normalization.adapt(3 * x + 5)
+    return keras.Sequential([keras.Input([4]), normalization, keras.layers.Dense(4), keras.layers.Dense(2)])
+
+
+def attended() -> Any:
+    given = keras.Input([5, 4])
+    attention = keras.layers.MultiHeadAttention(2, 3)(given, value=given)
+    return keras.Model(given, keras.layers.Dense(2)(attention))
+
+
+@pytest.mark.parametrize("make", [residual, branched, adapted])
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_stages_have_the_weights_of_the_model_in_order(make: Any, n: int) -> None:
     model = make()
@@ -326,6 +338,13 @@ def test_stages_have_the_weights_of_the_model_in_order(make: Any, n: int) -> Non
     outputs = composed(stages, x)
     for got, wanted in zip(tf.nest.flatten(outputs), tf.nest.flatten(model(x)), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("by", ["time", "bytes"])
+def test_layers_of_several_arguments(by: Any) -> None:
+    model, rows = attended(), tf.random.stateless_normal([6, 5, 4], [1, 2])
+    outputs = composed(split(model, 2, by, ["CPU:0", "CPU:1"]), rows)
+    np.testing.assert_allclose(outputs, model(rows), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -444,6 +463,27 @@ def with_argument() -> Any:
     return keras.Sequential([keras.Input([4]), keras.layers.Dense(4), Scaled(2.0)])
 
 
+def with_attribute(variable: bool) -> Any:
+    """A layer whose scale is in neither of get_config and get_weights."""
+
+    class Scaled(keras.layers.Layer):
+        def __init__(self, **options: Any):
+            super().__init__(**options)
+            self.scale: Any = tf.Variable(1.0) if variable else 1.0
+
+        def call(self, rows: Any) -> Any:
+            return self.scale * rows
+
+    scaled = Scaled()
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(4), scaled])
+    scaled.scale = tf.Variable(2.0) if variable else 2.0
+    return model
+
+
+def with_loss() -> Any:
+    return keras.Sequential([keras.Input([4]), keras.layers.Dense(4, activity_regularizer="l2"), keras.layers.Dense(4)])
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -465,6 +505,9 @@ def with_argument() -> Any:
         lambda: split(residual(), 3, devices=["CPU:0", "CPU:1"]),
         lambda: split(with_vocabulary(), 2, by="bytes"),
         lambda: split(with_argument(), 2, by="bytes"),
+        lambda: split(with_attribute(variable=False), 2, by="bytes"),
+        lambda: split(with_attribute(variable=True), 2, by="bytes"),
+        lambda: split(with_loss(), 2, by="bytes"),
     ],
 )
 def test_what_cannot_be_is_refused(bad: Any) -> None:

@@ -127,7 +127,7 @@ def test_each_limit_is_found_once(sim: simulator.Simulator) -> None:
     sim.configure("CPU:1", memory_rows=10)
     np.testing.assert_array_equal(mapper(data), expected)
     assert sim.usage("CPU:1").refused == 3
-    assert mapper.report.back_offs == 3
+    assert mapper.report.back_offs == mapper.report.retries > 0
     np.testing.assert_array_equal(mapper(data), expected)
     assert sim.usage("CPU:1").refused == 3
     assert (mapper.report.back_offs, mapper.report.retries) == (0, 0)

@@ -88,7 +88,7 @@ def test_advice_for_lost_devices_and_for_running_out_of_memory() -> None:
     assert (report.lost_devices, report.devices[2].lost) == ((device(2),), True)
     assert "GPU:2 (lost)" in str(report)
     assert Report.of(history([(2, 1.0)] * 4, devices=1, too_large={0})).advice == (
-        "GPU:0 ran out of memory, and did chunks again in parts: use a smaller batch_size",
+        "GPU:0 ran out of memory and tried again with fewer rows at a time: use a smaller batch_size",
     )
 
 

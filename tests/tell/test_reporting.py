@@ -78,7 +78,7 @@ def test_times_and_rows_add_up(events: list[Event]) -> None:
 def test_a_report_counts_what_happened() -> None:
     report = Report.of(MANY, traces=1)
     assert (report.way, report.rows, report.expected_rows, report.traces, report.error) == ("chunks", 120, 120, 1, None)
-    assert (report.retries, report.back_offs, report.lost_devices) == (3, 1, ())  # one whole chunk, two halves of one
+    assert (report.retries, report.back_offs, report.lost_devices) == (3, 2, ())  # one whole chunk, two halves of one
     assert sum(each.calls for each in report.devices) == 12 + 3
     assert [each.device for each in report.devices] == [device(0), device(1), device(2)]
     assert report.wall_seconds == MANY[-1].seconds
@@ -136,7 +136,7 @@ def test_other_than_all_events_of_a_call_are_refused(events: list[Event], named:
     assert named in str(caught.value)
 
 
-def test_parts_of_parts_are_back_offs_of_their_own() -> None:
+def test_retries_after_running_out_of_memory_are_back_offs() -> None:
     def failed(at: float, start: int, stop: int) -> ChunkFailed:
         return ChunkFailed(at, Shard(device(0), start, stop), at - 1.0, MemoryError())
 
@@ -147,7 +147,7 @@ def test_parts_of_parts_are_back_offs_of_their_own() -> None:
         [
             CallStarted(0.0, 8, (device(0), device(1))),
             failed(1.0, 0, 8),
-            again(1.0, 0, 8, 2),  # all of it once more: a retry, no back-off
+            again(1.0, 0, 8, 2),  # all of it once more, after another error
             failed(2.0, 0, 8),
             again(2.0, 0, 4, 1),
             again(2.0, 4, 8, 1),
@@ -157,7 +157,7 @@ def test_parts_of_parts_are_back_offs_of_their_own() -> None:
             CallFinished(4.0, MemoryError()),
         ]
     )
-    assert [each.back_offs for each in report.devices] == [2, 0]
+    assert [each.back_offs for each in report.devices] == [0, 4]
     assert [each.retries for each in report.devices] == [0, 5]
     assert [each.calls for each in report.devices] == [3, 0]
 

@@ -7,15 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from devicemap.events import (
-    CallStarted,
-    ChunkFailed,
-    ChunkRetried,
-    ChunkStarted,
-    DeviceLost,
-    Event,
-    Shard,
-)
+from devicemap.events import CallStarted, ChunkRetried, ChunkStarted, DeviceLost, Event
 from devicemap.tell.report.meter import GpuUsage
 from devicemap.tell.report.timeline import Span, union_seconds
 
@@ -47,7 +39,7 @@ class DeviceReport:
     """How often it got rows that had failed before, there or elsewhere."""
 
     back_offs: int
-    """How many chunks failed on it that were cut into smaller parts then, because it ran out of memory."""
+    """How many of the retries came after it ran out of memory, with fewer rows at a time."""
 
     lost: bool
     """Whether it kept failing, and got no more chunks."""
@@ -75,8 +67,9 @@ def account(
     (started,) = (event for event in events if isinstance(event, CallStarted))
     wall_seconds = end_seconds - started.seconds
     within = partial(_within, started.seconds, end_seconds)
-    retried = Counter(event.shard.device for event in events if isinstance(event, ChunkRetried))
-    cut = Counter(shard.device for shard in _cut_shards(events))
+    retries = [event for event in events if isinstance(event, ChunkRetried)]
+    retried = Counter(event.shard.device for event in retries)
+    back_offs = Counter(event.shard.device for event in retries if event.attempt == 1)
     lost = {event.device for event in events if isinstance(event, DeviceLost)}
     usage_of = {each.device: each for each in usage}
     waits = defaultdict(list)
@@ -99,7 +92,7 @@ def account(
             # Chunks that wait while another one is under way on their device do not make it wait.
             waiting_seconds=min(idle_seconds, max(0.0, union_seconds(busy + waits[device]) - busy_seconds)),
             retries=retried[device],
-            back_offs=cut[device],
+            back_offs=back_offs[device],
             lost=device in lost,
             utilisation_percent=gpu.utilisation_percent if gpu else None,
             memory_bytes=gpu.memory_bytes if gpu else None,
@@ -107,23 +100,6 @@ def account(
 
     devices = dict.fromkeys([*started.devices, *(span.shard.device for span in spans), *sorted(lost)])
     return tuple(map(on, devices))
-
-
-def _cut_shards(events: Iterable[Event]) -> Iterable[Shard]:
-    """The shards that failed and went out again in smaller parts."""
-    failed: list[Shard] = []
-    cut: dict[int, Shard] = {}
-    for event in events:
-        if isinstance(event, ChunkFailed):
-            failed.append(event.shard)
-        elif isinstance(event, ChunkRetried):
-            part = event.shard
-            holders = [i for i, whole in enumerate(failed) if whole.start <= part.start and part.stop <= whole.stop]
-            # The smallest that holds the part is the one it was cut from: parts of parts fail too.
-            parent = min(holders, key=lambda i: (len(failed[i]), -i), default=None)
-            if parent is not None and len(part) < len(failed[parent]):
-                cut[parent] = failed[parent]
-    return cut.values()
 
 
 def _within(begin: float, end: float, start: float, stop: float) -> tuple[float, float]:

@@ -92,4 +92,4 @@ def _about_balance(report: Report) -> Iterator[str]:
     if lost := [names[device] for device in report.lost_devices]:
         yield f"{listed(lost)} kept failing and got no more chunks: see the errors"
     if backed_off := [names[device.device] for device in devices if device.back_offs]:
-        yield f"{listed(backed_off)} ran out of memory, and did chunks again in parts: use a smaller batch_size"
+        yield f"{listed(backed_off)} ran out of memory and tried again with fewer rows at a time: use a smaller batch_size"

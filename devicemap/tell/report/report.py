@@ -110,7 +110,7 @@ class Report(Result):
 
     @property
     def back_offs(self) -> int:
-        """How many chunks were cut into smaller parts, because a device ran out of memory."""
+        """How many of the retries came after a device ran out of memory."""
         return sum(device.back_offs for device in self.devices)
 
     @property
