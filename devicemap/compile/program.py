@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation
-from devicemap.base.devices import choose_devices, choose_output_device, gpu_indices, places_on
+from devicemap.base.devices import choose_devices, choose_output_device, gpu_indices, is_out_of_memory, places_on
 from devicemap.base.hosts import is_remote
 from devicemap.base.options import Options, check_options, check_progress
 from devicemap.base.structure import freeze
@@ -189,6 +189,8 @@ class Program:
         hint = f". A dense tensor cannot hold rows of different shapes. {UNEVEN_ROWS}" if uneven else ""
         if isinstance(error, tf.errors.UnavailableError) and any(is_remote(shard.device) for shard in shards):
             hint += _IF_LOST
+        if is_out_of_memory(error) and len(shards[0]) > 1:
+            hint += ". Pass a batch_size, or fewer rows in each call"
         located = function_error(f"{self.name} failed on {where}: {type(error).__name__}: {what}{hint}", error, shards)
         located.__cause__ = error
         return located

@@ -94,6 +94,20 @@ def test_a_call_that_runs_out_of_memory_continues_in_chunks(sim: simulator.Simul
     assert mapper.report.retries == 0  # the limit is known by now
 
 
+def test_a_call_under_a_tape_that_runs_out_of_memory_says_what_to_do(sim: simulator.Simulator) -> None:
+    for device in range(3):
+        sim.configure(device, memory_rows=40)
+
+    def fn(rows: Any) -> Any:
+        return rows * tf.stop_gradient(sim.work(tf.stop_gradient(rows), 1e-4))
+
+    mapper = devicemap.DeviceMap(fn, devices=DEVICES, batched=True)
+    x = tf.ones([300, 4])
+    with tf.GradientTape() as tape, pytest.raises(tf.errors.ResourceExhaustedError, match="fewer rows in each call"):
+        tape.watch(x)
+        mapper(x)
+
+
 def test_a_function_with_a_map_is_saved(tmp_path: Path) -> None:
     class Model(tf.Module):
         def __init__(self) -> None:
