@@ -87,10 +87,15 @@ def test_long_calls_that_are_slower_in_one_graph_stay_in_chunks(sim: simulator.S
 def test_a_call_that_runs_out_of_memory_continues_in_chunks(sim: simulator.Simulator, devices: list[str]) -> None:
     for device in range(2):
         sim.configure(device, memory_rows=40)
-    mapper = devicemap.DeviceMap(lambda rows: sim.work(rows, 1e-4), devices=devices, batched=True)
+
+    def fn(rows: Any) -> Any:
+        return sim.work(rows, tf.fill([tf.shape(rows)[0]], 1e-4))  # rows in memory are those with a time
+
+    mapper = devicemap.DeviceMap(fn, devices=devices, batched=True)
     for rows in (64, 300, 300):
         x = tf.random.uniform([rows, 4])
         np.testing.assert_allclose(mapper(x), 2 * x + 1)
+    assert sim.usage(0).refused > 0
     assert mapper.report.retries == 0  # the limit is known by now
 
 
@@ -99,13 +104,13 @@ def test_a_call_under_a_tape_that_runs_out_of_memory_says_what_to_do(sim: simula
         sim.configure(device, memory_rows=40)
 
     def fn(rows: Any) -> Any:
-        return rows * tf.stop_gradient(sim.work(tf.stop_gradient(rows), 1e-4))
+        return rows * tf.stop_gradient(sim.work(rows, tf.fill([tf.shape(rows)[0]], 1e-4)))
 
-    mapper = devicemap.DeviceMap(fn, devices=DEVICES, batched=True)
     x = tf.ones([300, 4])
-    with tf.GradientTape() as tape, pytest.raises(tf.errors.ResourceExhaustedError, match="fewer rows in each call"):
+    with tf.GradientTape() as tape:
         tape.watch(x)
-        mapper(x)
+        with pytest.raises(tf.errors.ResourceExhaustedError, match="fewer rows in each call"):
+            devicemap.parallel_map(fn, x, devices=DEVICES, batched=True)
 
 
 def test_a_function_with_a_map_is_saved(tmp_path: Path) -> None:
