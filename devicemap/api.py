@@ -90,9 +90,10 @@ def parallel_map(
         deterministic: for streams. `True`: chunks in input order; `False`: as they finish, each as `(first row, chunk)`.
         prefetch: chunks in flight per device, so that copying in, computing and copying out overlap. `None`: 2 on CPUs, 4 on
             other devices.
-        max_retries: how often a chunk that failed is tried again, on another device if there is one. What `fn` does
-            besides returning may then happen again. 0: the first error is raised, also where a device runs out of memory,
-            which otherwise gets smaller chunks. A device that keeps failing is set aside, with a `RuntimeWarning`.
+        max_retries: how often a chunk that failed is tried again, on another device if there is one. Side effects of `fn` may
+            then happen again. A call in one graph is not retried: its first error is raised, unless it runs out of memory
+            and continues in chunks. 0: the first error is raised, also where a device runs out of memory, which otherwise
+            gets smaller chunks. A device that keeps failing is set aside, with a `RuntimeWarning`.
         progress: a progress bar; or a callable that gets each `devicemap.types.Event` of the call, one at a time.
         name: a name for the ops and errors of this map.
 
