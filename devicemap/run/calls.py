@@ -38,7 +38,7 @@ from devicemap.run.dispatch import Rules
 from devicemap.run.embedded import call_inside
 from devicemap.run.one_graph import GraphObservers, Heard, OneGraph
 from devicemap.run.reorder import Group
-from devicemap.run.schedule import WINDOW, Pace, choose_engine
+from devicemap.run.schedule import WINDOW, Pace, are_free, choose_engine
 from devicemap.run.workers import Runner, run_chunks
 
 _UNMEASURED_CALLS = {"chunks": 2, "one graph": 1}
@@ -120,6 +120,7 @@ class Calls:
             differentiable,
             stats.seconds_per_row.get("chunks"),
             stats.seconds_per_row.get("one graph"),
+            are_free(stats.paces.values()),
         )
         began = time.perf_counter()
         if engine == "one graph" and (differentiable or count <= (stats.most_rows or count)):

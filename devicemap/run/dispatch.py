@@ -81,7 +81,7 @@ class _Standing:
     def finish(self, chunk: Chunk, started: float, now: float) -> None:
         """It finished a chunk, which it worked on alone since the one before."""
         del self.running[chunk.start]
-        self.pace = self.pace.finishing(chunk.count, now - max(started, self.last_finish))
+        self.pace = self.pace.finishing(chunk.count, now - max(started, self.last_finish), now - started)
         self.last_finish = self.busy_since = now
         self.failures = 0
 

@@ -51,8 +51,11 @@ _ROWS_PER_SLOT = 16
 _LONG_SECONDS_PER_CALL = 0.1
 """Shorter calls gain little from load balance."""
 
-_TRIED_SECONDS = 10.0
-"""A call that takes no longer in chunks is tried in one graph, in case the time hardly depends on the rows of a chunk."""
+_TRIED_SECONDS = 0.3
+"""A call that takes no longer in chunks is tried in one graph."""
+
+_QUICK_SHARE = 0.4
+"""Rows are free if, on each device, a chunk as quick as the quickest had at least this share of the rows of the largest."""
 
 
 def choose_engine(
@@ -61,6 +64,7 @@ def choose_engine(
     differentiable: bool,
     seconds_per_row: float | None,
     graph_seconds_per_row: float | None = None,
+    rows_are_free: bool = False,
 ) -> Literal["one graph", "chunks"]:
     """Return the engine for an eager call on rows in memory without `batch_size`.
 
@@ -70,18 +74,18 @@ def choose_engine(
         differentiable: whether a tape records the call, or results depend on the shards.
         seconds_per_row: last measurement of this map in chunks; `None` before there is one.
         graph_seconds_per_row: the same in one graph.
+        rows_are_free: whether large chunks took as long as small ones, as in a vectorised loop of many steps. One shard per
+            device may then be much faster than several chunks.
 
-    >>> choose_engine(1000, 8, False, None), choose_engine(1000, 8, False, 1.0)
-    ('chunks', 'chunks')
-    >>> choose_engine(1000, 8, False, 1e-3), choose_engine(1000, 8, False, 1e-3, 2e-3)
-    ('one graph', 'chunks')
+    >>> choose_engine(1000, 8, False, None), choose_engine(1000, 8, False, 1e-5), choose_engine(1000, 8, False, 1e-2)
+    ('chunks', 'one graph', 'chunks')
     """
     if differentiable or slots < 2 or rows < _ROWS_PER_SLOT * slots:
         return "one graph"
     if seconds_per_row is None:
         return "chunks"
     if graph_seconds_per_row is None:
-        return "one graph" if rows * seconds_per_row < _TRIED_SECONDS else "chunks"
+        return "one graph" if rows_are_free or rows * seconds_per_row < _TRIED_SECONDS else "chunks"
     return (
         "chunks" if rows * graph_seconds_per_row > max(_LONG_SECONDS_PER_CALL, rows * seconds_per_row) else "one graph"
     )
@@ -134,8 +138,14 @@ class Pace:
         """The device could not compute a chunk."""
         return replace(self, rows_in_flight=self.rows_in_flight - rows, chunks_in_flight=self.chunks_in_flight - 1)
 
-    def finishing(self, rows: int, seconds: float) -> Pace:
-        """The device finished a chunk; `seconds` is the time in which it worked on nothing else before."""
+    def finishing(self, rows: int, seconds: float, latency_seconds: float) -> Pace:
+        """The device finished a chunk.
+
+        Args:
+            rows: of the chunk.
+            seconds: since the chunk began and the one before had finished.
+            latency_seconds: since the chunk began.
+        """
         speed = rows / max(seconds, 1e-9)
         known = self.rows_per_second
         # the mean of the seconds per row, so that a row that is dearer counts for what it costs
@@ -143,10 +153,11 @@ class Pace:
         size, best = self.size, self.best_rows_per_second
         if rows >= size and (seconds < _SHORT_SECONDS or (speed > _GAIN * best and seconds < _LONG_SECONDS)):
             size, best = 2 * size, max(best, speed)
-        quickest, quick = min(self.quickest_seconds, seconds), self.quick_rows
-        if _AS_QUICK * seconds < self.quickest_seconds:
+        took = max(seconds, latency_seconds / 2)  # a CPU works on its chunks at the same time, other devices in turn
+        quickest, quick = min(self.quickest_seconds, took), self.quick_rows
+        if _AS_QUICK * took < self.quickest_seconds:
             quick = rows
-        elif seconds <= _AS_QUICK * quickest:
+        elif took <= _AS_QUICK * quickest:
             quick = max(quick, rows)
         return replace(
             self.giving_up(rows),
@@ -246,6 +257,15 @@ def are_quick(chunk_rows: int, paces: Collection[Pace]) -> bool:
     """
     speeds = [pace.rows_per_second for pace in paces if pace.rows_per_second is not None]
     return bool(speeds) and chunk_rows < PATIENCE_SECONDS * sum(speeds) / len(speeds) * len(paces)
+
+
+def are_free(paces: Collection[Pace]) -> bool:
+    """Return whether large chunks took as long as small ones in the last call.
+
+    >>> are_free([Pace(largest=64, quick_rows=64)]), are_free([Pace(largest=64, quick_rows=8)])
+    (True, False)
+    """
+    return all(pace.largest > 3 and pace.quick_rows >= _QUICK_SHARE * pace.largest for pace in paces)
 
 
 def chunks_in_flight(kind: str) -> int:

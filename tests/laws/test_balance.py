@@ -23,8 +23,8 @@ DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
         (1000, 1, False, 10.0, 20.0, "one graph"),
         (127, 8, False, 10.0, 20.0, "one graph"),
         (1000, 8, False, None, None, "chunks"),  # how long it takes is unknown
-        (1000, 8, False, 20.0, None, "chunks"),
-        (1000, 8, False, 2.0, None, "one graph"),  # tried, as the time may not depend on the rows of a chunk
+        (1000, 8, False, 2.0, None, "chunks"),
+        (1000, 8, False, 0.2, None, "one graph"),  # tried
         (1000, 8, False, 0.5, 0.4, "one graph"),
         (1000, 8, False, 0.5, 0.6, "chunks"),
         (1000, 8, False, 0.05, 0.09, "one graph"),  # short
@@ -52,6 +52,11 @@ def test_a_slow_device_gets_fewer_rows(sim: simulator.Simulator) -> None:
         assert 0 < slow.rows < 256 * 0.1 / 2.1 * 2
 
 
+def test_a_function_whose_rows_cost_nothing_tries_one_graph() -> None:
+    assert choose_engine(1000, 8, False, 1.0, None, rows_are_free=True) == "one graph"
+    assert choose_engine(1000, 8, False, 1.0, 2.0, rows_are_free=True) == "chunks"
+
+
 def engines_of(mapper: devicemap.DeviceMap, x: tf.Tensor, calls: int) -> list[str]:
     engines = []
     for _ in range(calls):
@@ -72,27 +77,26 @@ def test_calls_that_take_as_long_for_few_rows_use_one_graph(sim: simulator.Simul
     assert engines_of(mapper, tf.random.uniform([300, 4]), 6) == ["chunks"] * 3 + ["one graph"] * 3
 
 
-def test_long_calls_that_are_slower_in_one_graph_stay_in_chunks(sim: simulator.Simulator) -> None:
+def test_long_calls_stay_in_chunks(sim: simulator.Simulator) -> None:
     sim.configure(1, speed=0.1)
 
     def fn(rows: Any) -> Any:
-        return sim.work(rows, 0.003 * tf.cast(tf.shape(rows)[0], tf.float32))
+        return sim.work(rows, 0.008 * tf.cast(tf.shape(rows)[0], tf.float32))
 
     mapper = devicemap.DeviceMap(fn, devices=DEVICES, batched=True)
-    engines = engines_of(mapper, tf.random.uniform([128, 4]), 7)
-    assert engines == ["chunks"] * 3 + ["one graph"] * 2 + ["chunks"] * 2
+    assert engines_of(mapper, tf.random.uniform([128, 4]), 6) == ["chunks"] * 6
 
 
 @pytest.mark.parametrize("devices", [["CPU:0", "CPU:1"], ["CPU:0"]])
 def test_a_call_that_runs_out_of_memory_continues_in_chunks(sim: simulator.Simulator, devices: list[str]) -> None:
     for device in range(2):
-        sim.configure(device, memory_rows=40)
+        sim.configure(device, memory_rows=5)
 
     def fn(rows: Any) -> Any:
         return sim.work(rows, tf.fill([tf.shape(rows)[0]], 1e-4))  # rows in memory are those with a time
 
     mapper = devicemap.DeviceMap(fn, devices=devices, batched=True)
-    for rows in (64, 300, 300):
+    for rows in (20, 300, 300):  # the first in one graph
         x = tf.random.uniform([rows, 4])
         np.testing.assert_allclose(mapper(x), 2 * x + 1)
     assert sim.usage(0).refused > 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devicemap.run.schedule import Pace, rows_to_take
+from devicemap.run.schedule import Pace, are_free, rows_to_take
 
 speeds = st.floats(0.1, 1e5)
 paces = st.builds(
@@ -17,15 +17,20 @@ paces = st.builds(
 
 
 def play(
-    costs: list[float], devices: list[float], batch_size: int | None, in_flight: int = 2, per_call: float = 0.0
-) -> tuple[float, list[int]]:
-    """A job on devices of given speeds: its seconds and the sizes of its chunks, as the policy cuts them.
+    costs: list[float],
+    devices: list[float],
+    batch_size: int | None,
+    in_flight: int = 2,
+    per_call: float = 0.0,
+    known: list[Pace] | None = None,
+) -> tuple[float, list[int], list[Pace]]:
+    """A job on devices of given speeds: its seconds, the sizes of its chunks as the policy cuts them, and the paces.
 
     A device works on its chunks one after another, and asks for the next one when it has fewer than `in_flight`.
     """
-    state = [Pace() for _ in devices]
+    state = known or [Pace() for _ in devices]
     busy_until = [0.0] * len(devices)
-    done: list[tuple[float, int, int, float]] = []  # when, device, rows, started
+    done: list[tuple[float, int, int, float, float]] = []  # when, device, rows, started, handed out
     sizes, taken, now = [], 0, 0.0
     chunks_on = [0] * len(devices)
     while taken < len(costs) or done:
@@ -37,16 +42,16 @@ def play(
                     break
                 start = max(now, busy_until[i])
                 busy_until[i] = start + per_call + sum(costs[taken : taken + rows]) / devices[i]
-                heapq.heappush(done, (busy_until[i], i, rows, start))
+                heapq.heappush(done, (busy_until[i], i, rows, start, now))
                 state[i] = state[i].taking(rows)
                 chunks_on[i] += 1
                 sizes.append(rows)
                 taken += rows
         assert done, "rows are left and nobody takes them"
-        now, i, rows, start = heapq.heappop(done)
-        state[i] = state[i].finishing(rows, now - start)
+        now, i, rows, start, handed = heapq.heappop(done)
+        state[i] = state[i].finishing(rows, now - start, now - handed)
         chunks_on[i] -= 1
-    return max(busy_until), sizes
+    return max(busy_until), sizes, state
 
 
 COSTS = [0.004] * 2048
@@ -65,7 +70,7 @@ TARGETS = [
 def test_share_of_the_ideal_time(
     name: str, costs: list[float], devices: list[float], share: float, batch_size: int | None
 ) -> None:
-    seconds, sizes = play(costs, devices, batch_size)
+    seconds, sizes, _ = play(costs, devices, batch_size)
     assert sum(sizes) == len(costs)
     assert batch_size is None or max(sizes) <= batch_size
     assert sum(costs) / sum(devices) / seconds >= share
@@ -73,9 +78,27 @@ def test_share_of_the_ideal_time(
 
 def test_chunks_that_take_as_long_for_fewer_rows_are_not_cut_for_balance() -> None:
     """As on a GPU that is not full: 50 ms per call, whatever the rows."""
-    seconds, sizes = play([1e-6] * 10_000, [1.0] * 4, 250, per_call=0.05)
+    seconds, sizes, _ = play([1e-6] * 10_000, [1.0] * 4, 250, per_call=0.05)
     assert len(sizes) <= 2 * 10_000 / 250
     assert seconds <= 2 * 0.05 * 10_000 / 250 / 4
+
+
+@pytest.mark.parametrize(
+    ("costs", "devices", "per_call", "free"),
+    [
+        *((costs, devices, 0.0, False) for _, costs, devices, _ in TARGETS),
+        ([1e-9] * 1600, [1.0] * 8, 0.02, True),
+        ([1e-9] * 1000, [1.0] * 2, 0.2, True),
+        ([1e-4] * 1000, [1.0] * 4, 0.02, True),
+    ],
+)
+def test_whether_rows_are_free(costs: list[float], devices: list[float], per_call: float, free: bool) -> None:
+    known = None
+    for _ in range(3):
+        _, _, known = play(costs, devices, None, per_call=per_call, known=known)
+        found = are_free(known)
+        known = [pace.between_calls() for pace in known]
+    assert found == free
 
 
 @given(
@@ -84,7 +107,7 @@ def test_chunks_that_take_as_long_for_fewer_rows_are_not_cut_for_balance() -> No
     st.none() | st.integers(1, 64),
 )
 def test_every_row_is_taken_once(costs: list[float], devices: list[float], batch_size: int | None) -> None:
-    _, sizes = play(costs, devices, batch_size)
+    _, sizes, _ = play(costs, devices, batch_size)
     assert sum(sizes) == len(costs)
     assert all(sizes)
 
@@ -113,7 +136,7 @@ def _grow(seconds_of: dict[int, float] | None = None, fixed: float = 0.0, per_ro
     for _ in range(60):
         rows = pace.size
         seconds = seconds_of[rows] if seconds_of else fixed + per_row * rows
-        pace = pace.taking(rows).finishing(rows, seconds)
+        pace = pace.taking(rows).finishing(rows, seconds, seconds)
     return pace.size
 
 
@@ -132,7 +155,7 @@ def test_memory_limits() -> None:
     assert pace.running_out_of_memory(64, alone=True).limit == 32  # another chunk of the old size was under way
     assert Pace().running_out_of_memory(1, alone=True).limit == 1
     for _ in range(20):
-        pace = pace.taking(32).finishing(32, 0.001)
+        pace = pace.taking(32).finishing(32, 0.001, 0.001)
     assert rows_to_take(pace, [], None, None) == 32
 
 
