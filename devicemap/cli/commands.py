@@ -148,11 +148,9 @@ def _function(where: str) -> Callable[..., Any]:
 def _import(module: str) -> Any:
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
-            raise UsageError(f"there is no module {module!r} in {Path.cwd()}, nor among those installed") from error
-        raise failure(f"importing {module} failed: {error}") from error
     except DeviceMapError:
         raise
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            raise UsageError(f"there is no module {module!r} in {Path.cwd()}, nor among those installed") from error
         raise failure(f"importing {module} failed: {type(error).__name__}: {error}") from error

@@ -180,7 +180,7 @@ def test_run_says_what_it_did_and_goes_on(capsys: pytest.CaptureFixture[str]) ->
         (["functions:treble", "x.npy"], 2, "there is no 'treble' in it; there is Model, broken, double,"),
         (["functions:number", "x.npy"], 2, "is of type int, which cannot be called"),
         (["raises:fn", "x.npy"], 1, "importing raises failed: ZeroDivisionError"),
-        (["needs:fn", "x.npy"], 1, "importing needs failed: No module named 'not_there'"),
+        (["needs:fn", "x.npy"], 1, "importing needs failed: ModuleNotFoundError: No module named 'not_there'"),
         (["functions:double", "x.npy", "--devices", "GPU:99"], 2, "'GPU:99', which is not a device here"),
         (["functions:double", "x.npy", "--seed", "-1"], 2, "seed=-1; expected None or an int"),
         (["functions:broken", "x.npy"], 1, "fn could not be traced"),
