@@ -14,6 +14,7 @@ import tensorflow as tf
 from devicemap._tensorflow.gradients import differentiate_in_place, fanned_out
 from devicemap._tensorflow.keras import batch_norms_of, replacing
 from devicemap.compile.audit import Audit, audit, op_types
+from devicemap.compile.gather import with_row_counts_checked
 from devicemap.compile.layout import sizes_in_graph
 from devicemap.compile.lockstep import Lockstep
 from devicemap.compile.mirrors import split_seeds
@@ -196,7 +197,9 @@ class ForwardPass:
         self._passes[given.key] = what
         for i in range(losses):
             others[i] = tf.cast(tf.reduce_sum(others[i]), tf.float32)
-        return tensors, as_states([*others, count_rows(rows[0])], rows[0])
+        count, outputs = count_rows(rows[0]), slice(len(what.masked))
+        tensors[outputs] = with_row_counts_checked(tensors[outputs], [], [count], self._model.name)
+        return tensors, as_states([*others, count], rows[0])
 
     def _check_state(self, concrete: Any, found: Audit) -> None:
         """Refuse a forward pass that changes state which is not Keras's: each device would change it once."""
