@@ -73,18 +73,17 @@ class ForwardPass:
         options = {"devices": self._devices, "batched": True, "output_device": self.home}
         return Program(fn, options | {"name": self._model.name}).reducing(Collection())
 
-    def mapped(self, microbatches: int, *args: Any, **kwargs: Any) -> Any:
+    def mapped(self, microbatches: int, losses: bool, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass in independent shards, one for each device, and each in so many microbatches.
 
-        In a graph with an unknown number of rows, there is at least one row for each device.
+        In a graph with an unknown number of rows, there is at least one row for each device. `losses=False` drops losses.
         """
-        given = Given.of(args, kwargs)
+        given = Given.of(args, kwargs, losses)
         rows, graph = as_rows(given.rows), self.graph_of(given, microbatches)
         traced = graph.program.compiled_for(rows).traced
         self._check_state(traced.concrete, traced.audit)
-        if tf.executing_eagerly():
-            return self._collected(given, graph.over(rows))
-        return self._collected(given, call_inside(graph.program, rows, filled=True))
+        results = graph.over(rows) if tf.executing_eagerly() else call_inside(graph.program, rows, filled=True)
+        return self._collected(given, results)
 
     def graph_of(self, given: Given, microbatches: int) -> OneGraph:
         """What maps a forward pass."""
@@ -177,7 +176,7 @@ class ForwardPass:
             Outputs and masks; losses, new values of variables and the number of rows, as states.
         """
         args, kwargs = given.with_rows(rows)
-        scope = collecting(held)
+        scope = collecting(held, given.losses)
         # In a thread or a function of its own, Keras knows nothing of the call that it is a part of.
         call = partial(self._model if held else self._model.call, *args, **kwargs)
         tensors, others, what = pure(call, scope, self._states, rows)
@@ -247,12 +246,8 @@ class ForwardPass:
         outputs, losses, updates = what.unpacked(results[:-1])
         shares = tf.cast(counts / tf.reduce_sum(counts), tf.float32)
         for loss, of_rows in zip(losses, what.losses):
-            if not of_rows:
-                total = loss[0]
-            elif self._added_losses == "sum":
-                total = tf.reduce_sum(loss)
-            else:
-                total = tf.reduce_sum(loss * shares)
+            parts = loss if self._added_losses == "sum" else loss * shares
+            total = tf.reduce_sum(parts) if of_rows else loss[0]
             keras.layers.Layer.add_loss(self._model, total)
         for i, states in zip(what.updated, updates):
             variable = self._states[i]

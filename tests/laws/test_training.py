@@ -555,6 +555,19 @@ def test_normalization_in_an_inner_graph_is_refused(devices: list[str]) -> None:
         model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.parametrize("layer", [AddsLosses, lambda: layers.ReLU(activity_regularizer="l2")])
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
+def test_added_losses_are_not_needed_to_predict(options: dict[str, Any], layer: Any, devices: list[str]) -> None:
+    model = Case(lambda: sequential(layer())).made()
+    alone = model(X)
+    devicemap.parallelize(model, devices, **options)
+    for _ in range(2):
+        np.testing.assert_allclose(model.predict(X, verbose=0), alone, rtol=1e-5, atol=1e-6)
+        for call in (model.evaluate, model.fit):
+            with pytest.raises(FunctionError, match="added_losses="):
+                call(X, Y, verbose=0)
+
+
 class Tallies(layers.Layer):
     """Counts calls in a variable that is not Keras's."""
 
