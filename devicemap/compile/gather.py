@@ -111,7 +111,7 @@ def _rows_now(leaf: Any) -> int:
 
 
 def with_row_counts_checked(results: Sequence[Any], returned: Sequence[Any], sizes: Any, name: str = "fn") -> list[Any]:
-    """Check the same inside a `tf.function`, by an assertion that runs with the graph. It does not count scalars."""
+    """Check the same inside a `tf.function`, by an assertion that runs with the graph."""
     given = tf.cast(sizes, tf.int64)
     message = (
         f"{name} returned another number of rows than it was given; expected one row for each row. Rows returned and rows "
@@ -119,7 +119,7 @@ def with_row_counts_checked(results: Sequence[Any], returned: Sequence[Any], siz
     )
     checks = [  # not `tf.debugging`: of its condition there are two ends, and results would go by the first GPU (`waiting_for`)
         tf.raw_ops.Assert(condition=tf.reduce_all(counts == given), data=[message, counts, given])
-        for counts in returned or [tf.stack([count_rows(leaf)]) for leaf in results if leaf.shape.rank != 0]
+        for counts in returned or [tf.stack([count_rows(leaf)]) for leaf in results]
     ]
     return waiting_for(checks, results)
 

@@ -46,8 +46,7 @@ class ForwardPass:
         """
         self._model = model
         self._batch_norm, self._added_losses = batch_norm, added_losses
-        self._recomputed = recomputed
-        self._devices = devices
+        self._recomputed, self._devices = recomputed, devices
         self._variables = [(variable, variable.value) for variable in model.variables]
         """With their values now, as in a forward pass these may be cast."""
         self._graphs: dict[Any, OneGraph] = {}
@@ -100,7 +99,7 @@ class ForwardPass:
                     else:
                         results = [*itertools.chain(*self._forward(known, rows))]
                 self._check_outputs(known, rows)
-                return tuple(results)
+                return tuple(self._counted(known, [[leaf] for leaf in results], [count_rows(rows[0])]))
 
             self._graphs[key] = OneGraph(self._program(forward), Nobody())
         return self._graphs[key]
@@ -159,10 +158,9 @@ class ForwardPass:
         with self.calling(None), recomputing(self._recomputed), meeting(self.meeting, lockstep):
             results = lockstep.run()
         self._check_outputs(given, rows)
-        graph = tf.compat.v1.get_default_graph()
         with tf.device(self.home):
-            joined = [tf.concat([tf.identity(part) for part in parts], 0) for parts in zip(*results)]
-        differentiate_in_place(graph.get_operations())
+            joined = self._counted(given, [[tf.identity(part) for part in parts] for parts in zip(*results)], sizes)
+        differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
         return joined
 
     def _forward(
@@ -196,9 +194,7 @@ class ForwardPass:
         self._passes[given.key] = what
         for i in range(losses):
             others[i] = tf.cast(tf.reduce_sum(others[i]), tf.float32)
-        count, outputs = count_rows(rows[0]), slice(len(what.masked))
-        tensors[outputs] = with_row_counts_checked(tensors[outputs], [], [count], self._model.name)
-        return tensors, as_states([*others, count], rows[0])
+        return tensors, as_states([*others, count_rows(rows[0])], rows[0])
 
     def _check_state(self, concrete: Any, found: Audit) -> None:
         """Refuse a forward pass that changes state which is not Keras's: each device would change it once."""
@@ -235,6 +231,13 @@ class ForwardPass:
                     "what depends on several rows in compute_loss, or write the training loop yourself"
                 )
 
+    def _counted(self, given: Given, results: Sequence[Sequence[Any]], sizes: Any) -> list[Any]:
+        """Join shards of results, once an assertion has found a row in outputs for each row of a shard."""
+        outputs = results[: len(self._passes[given.key].masked)]
+        counts = [tf.stack([count_rows(part) for part in parts]) for parts in outputs]
+        joined = [parts[0] if len(parts) == 1 else tf.concat(parts, 0) for parts in results]
+        return with_row_counts_checked(joined, counts, sizes, self._model.name)
+
     def _collected(self, given: Given, results: Sequence[Any]) -> Any:
         """Return the outputs on all rows, add the losses to the model and assign new values to its variables.
 
@@ -247,14 +250,11 @@ class ForwardPass:
         shares = tf.cast(counts / tf.reduce_sum(counts), tf.float32)
         for loss, of_rows in zip(losses, what.losses):
             parts = loss if self._added_losses == "sum" else loss * shares
-            total = tf.reduce_sum(parts) if of_rows else loss[0]
-            keras.layers.Layer.add_loss(self._model, total)
+            keras.layers.Layer.add_loss(self._model, tf.reduce_sum(parts) if of_rows else loss[0])
         for i, states in zip(what.updated, updates):
             variable = self._states[i]
-            mean = (
-                tf.tensordot(tf.cast(shares, states.dtype), states, 1) if id(variable) in self._averaged else states[0]
-            )
-            variable.assign(mean)
+            averaged = id(variable) in self._averaged
+            variable.assign(tf.tensordot(tf.cast(shares, states.dtype), states, 1) if averaged else states[0])
         return outputs
 
     @property

@@ -362,7 +362,7 @@ def test_models_that_share_layers(devices: list[str]) -> None:
 
 
 @pytest.mark.private("inlining the calls, whose ops are otherwise in no partitioned graph of the step")
-@pytest.mark.in_ci(1)
+@pytest.mark.in_ci(2)
 @pytest.mark.parametrize(("model", "products"), [(mlp, 5), (normalized, 6)], ids=["", "batch normalization"])
 def test_really_parallel(model: Any, products: int) -> None:
     workers = ["CPU:1", "CPU:2", "CPU:3"]
