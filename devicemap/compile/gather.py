@@ -110,12 +110,12 @@ def _rows_now(leaf: Any) -> int:
     return int(leaf.shape[0] if isinstance(leaf, tf.Tensor) else count_rows(leaf))
 
 
-def with_row_counts_checked(results: Sequence[Any], returned: Sequence[Any], sizes: Any) -> list[Any]:
-    """The same check inside the user's `tf.function`, where it is an assertion that runs with the graph."""
+def with_row_counts_checked(results: Sequence[Any], returned: Sequence[Any], sizes: Any, name: str = "fn") -> list[Any]:
+    """Check the same inside a `tf.function`, by an assertion that runs with the graph."""
     given = tf.cast(sizes, tf.int64)
     message = (
-        "fn returned another number of rows than it was given; with batched=True it must return one row per input row. Rows "
-        "returned and rows given, per device:"
+        f"{name} returned another number of rows than it was given; expected one row for each row. Rows returned and rows "
+        "given, per device:"
     )
     checks = [  # not `tf.debugging`: of its condition there are two ends, and results would go by the first GPU (`waiting_for`)
         tf.raw_ops.Assert(condition=tf.reduce_all(counts == given), data=[message, counts, given])

@@ -58,12 +58,7 @@ def describe_call(
         specs_of(described)
     except ValueError as error:  # found out now, and not when they are read
         raise JournalError(f"what fn returns cannot be written to disk: {error}") from error
-    size = (
-        options.batch_size
-        if options.batch_size is None or isinstance(options.batch_size, str)
-        else int(options.batch_size)
-    )
-    seed = None if options.seed is None else int(options.seed)
+    seed, size = None if options.seed is None else int(options.seed), options.batch_size
     return Header(
         described, describe_nest(inputs), options.batched, size, chunk_rows, seed, rows, function, name, reducer
     )

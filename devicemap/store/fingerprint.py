@@ -43,6 +43,7 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
     written = {id(handle) for handle, treatment in treatments if treatment not in read}
     graphs: list[str] = []
     parts: list[str] = []
+    variables: list[str] = []
     uncovered: list[str] = []
     for function in functions:
         walk = _Walk(function.graph.as_graph_def())
@@ -53,7 +54,8 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
             variable = variable_of(function, tensor)
             if variable is not None:
                 values = "" if id(tensor) in written else f" {_digest(variable.numpy())}"
-                captured.append(f"captured {i}: variable {variable.dtype.name}{variable.shape}{values}")
+                variables.append(f"variable {variable.dtype.name}{variable.shape}{values}")
+                captured.append(f"captured {i}: {variables[-1]}")
             elif tensor.dtype in (tf.resource, tf.variant):
                 captured.append(f"captured {i}: {tensor.dtype.name}")
                 uncovered.append("lookup tables, datasets or iterators")
@@ -64,6 +66,7 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
         uncovered += ["Python code"] * walk.calls_python
     found = {
         "graph": checksum("\n".join(graphs).encode()),
+        "variables": checksum("\n".join(sorted(variables)).encode()),
         "parts": parts[:_MOST_PARTS],
         "jit_compile": traced.uncompiled is not None,
         "vectorized": traced.vectorized if traced.audit.random_ops else None,

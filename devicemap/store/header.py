@@ -54,13 +54,15 @@ def other_function(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[st
     >>> other_function({"graph": "a", "parts": ["1 x Mul"]}, {"graph": "b", "parts": ["1 x Add"]})
     ['1 x Mul there, 1 x Add now']
     """
-    apart = ("graph", "parts", "tensorflow")
+    apart = ("graph", "variables", "parts", "tensorflow")
     found = _changed(there, {name: value for name, value in here.items() if name not in apart})
     if there.get("graph") != here["graph"]:
         old = there.get("parts")
         was, now = [*map(str, old)] if isinstance(old, list) else [], here["parts"]
         gone, new = ([part for part in one if part not in other] for one, other in ((was, {*now}), (now, {*was})))
-        text = f"{_some(gone)} there, {_some(new)} now" if gone or new else "the same ops, put together in another way"
+        text = (
+            f"{listed(gone)} there, {listed(new)} now" if gone or new else "the same ops, put together in another way"
+        )
         if there.get("tensorflow") != here.get("tensorflow"):
             text += f" (traced by TensorFlow {there.get('tensorflow')!s:.20} there)"
         found.append(text)
@@ -75,6 +77,7 @@ def _changed(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _some(parts: Sequence[str]) -> str:
-    more = [f"and {len(parts) - 3} more"] if len(parts) > 3 else []
-    return ", ".join([*(f"{part:.150}" for part in parts[:3]), *more]) or "nothing of it"
+def listed(parts: Sequence[str]) -> str:
+    """The first three of these in words, and how many more there are."""
+    more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
+    return ", ".join(f"{part:.150}" for part in parts[:3]) + more or "nothing of it"

@@ -25,7 +25,7 @@ from pathlib import Path
 from devicemap.errors import JournalError, MissingRowsError
 from devicemap.store.chunks import Array, Layout, pack_arrays
 from devicemap.store.entries import Entry, insert_entry, missing_rows
-from devicemap.store.header import Header, other_call, other_function
+from devicemap.store.header import Header, listed, other_call, other_function
 from devicemap.store.records import JOURNAL, START_ANEW, Contents, header_line, parse_journal, write_line
 from devicemap.store.segments import SEGMENT, SegmentReader, SegmentWriter, untold
 from devicemap.store.storage import Lock, checksum, disk_errors, reader, sync_folder, truncate, write_all
@@ -41,7 +41,7 @@ def open_journal(directory: str | os.PathLike[str], header: Header, trusted: boo
     Args:
         directory: the folder.
         header: what is to be written there.
-        trusted: whether results of another function are taken for those of this one.
+        trusted: whether results of another function that reads the same variables are taken for those of this one.
 
     Raises:
         JournalError: the folder holds something else, or results of another call, or is being written to.
@@ -193,7 +193,7 @@ def _refuse_foreign(path: Path) -> None:
     names = sorted(os.listdir(path))
     if names and JOURNAL not in names:
         raise JournalError(
-            f"{path} holds {_some(names)}, and no journal of devicemap. Write to a new or an empty directory"
+            f"{path} holds {listed(names)}, and no journal of devicemap. Write to a new or an empty directory"
         )
 
 
@@ -208,25 +208,21 @@ def _continued(path: Path, contents: Contents, header: Header, trusted: bool) ->
     if there is None:
         others = sorted(name for name in os.listdir(path) if name != JOURNAL)
         if others:
-            raise JournalError(f"{path} holds {_some(others)}, but the journal there has no beginning. {START_ANEW}")
+            raise JournalError(f"{path} holds {listed(others)}, but the journal there has no beginning. {START_ANEW}")
         return anew
     found = other_call(there, header)
     what, advice = "another call", START_ANEW
-    if not (found or trusted):
+    same_variables = there.function.get("variables") == header.function.get("variables")
+    if not (found or (trusted and same_variables)):
         found = other_function(there.function, header.function)
-        what = "another function"
-        if header.reducer is None:
+        what = "another function" if same_variables else "another function or other variables"
+        if same_variables and header.reducer is None:
             advice += "; if that makes no difference to results, give trust_function=True (--trust-function)"
     if not found:
         return contents
     if not (contents.entries or contents.ended or any(map(SEGMENT.fullmatch, os.listdir(path)))):
         return anew
     raise JournalError(f"{path} holds results of {what}, of {there.name!r:.100}: {'; '.join(found)}. {advice}")
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _reader_of(path: Path, header: Header) -> SegmentReader:

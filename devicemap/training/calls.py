@@ -32,20 +32,23 @@ class Given:
     structure: Any
     static: tuple[Any, ...]
     rows: tuple[Any, ...]
+    losses: bool = True
+    """Whether losses that layers add are collected."""
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any) -> Given:
+    def of(cls, args: Any, kwargs: Any, losses: bool = True) -> Given:
         leaves = tf.nest.flatten((args, kwargs))
         return cls(
             tf.nest.map_structure(lambda _: None, (args, kwargs)),
             tuple(ROWS if tf.is_tensor(leaf) else leaf for leaf in leaves),
             tuple(leaf for leaf in leaves if tf.is_tensor(leaf)),
+            losses,
         )
 
     @property
     def key(self) -> Any:
         """Hashable: the same for what is to be traced once."""
-        return freeze(self.structure), self.static
+        return freeze(self.structure), self.static, self.losses
 
     def without_rows(self) -> Given:
         return replace(self, rows=())
@@ -84,10 +87,10 @@ class Passed:
         return tf.nest.pack_sequence_as(self.outputs, outputs), left[: len(self.losses)], left[len(self.losses) :]
 
 
-def collecting(held: Sequence[tuple[Any, Any]] = ()) -> Any:
+def collecting(held: Sequence[tuple[Any, Any]] = (), losses: bool = True) -> Any:
     """A scope in which variables have these values, or are read as they are, and losses and new values are collected.
 
-    Seeds of random numbers that are read do advance, as each device has to draw others.
+    Seeds of random numbers that are read do advance, as each device has to draw others. `losses=False` drops losses.
     """
     import keras
 
@@ -115,7 +118,7 @@ def collecting(held: Sequence[tuple[Any, Any]] = ()) -> Any:
                     value = tf.stop_gradient(value) + (now - tf.stop_gradient(now))
                 super().add_update((variable, value))
 
-    return Scope(held, collect_losses=True)
+    return Scope(held, collect_losses=losses)
 
 
 def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any], Passed]:
@@ -221,7 +224,7 @@ def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
             if mask is not None:
                 set_mask(leaf, mask)
         args, kwargs = given.with_rows(values[:count])
-        own = collecting([*zip(variables, values[count:])])
+        own = collecting([*zip(variables, values[count:])], scope.collect_losses)
         tensors, others, what = pure(partial(call, *args, **kwargs), own, variables, values[:count])
         found.append(what)
         return tensors, others

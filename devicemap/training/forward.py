@@ -14,6 +14,7 @@ import tensorflow as tf
 from devicemap._tensorflow.gradients import differentiate_in_place, fanned_out
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, replacing
 from devicemap.compile.audit import Audit, audit, op_types
+from devicemap.compile.gather import with_row_counts_checked
 from devicemap.compile.layout import sizes_in_graph
 from devicemap.compile.lockstep import Lockstep
 from devicemap.compile.mirrors import split_seeds
@@ -45,8 +46,7 @@ class ForwardPass:
         """
         self._model = model
         self._batch_norm, self._added_losses = batch_norm, added_losses
-        self._recomputed = recomputed
-        self._devices = devices
+        self._recomputed, self._devices = recomputed, devices
         self._variables = [(variable, variable.value) for variable in model.variables]
         """With their values now, as in a forward pass these may be cast."""
         self._graphs: dict[Any, OneGraph] = {}
@@ -72,18 +72,17 @@ class ForwardPass:
         options = {"devices": self._devices, "batched": True, "output_device": self.home}
         return Program(fn, options | {"name": self._model.name}).reducing(Collection())
 
-    def mapped(self, microbatches: int, *args: Any, **kwargs: Any) -> Any:
+    def mapped(self, microbatches: int, losses: bool, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass in independent shards, one for each device, and each in so many microbatches.
 
-        In a graph with an unknown number of rows, there is at least one row for each device.
+        In a graph with an unknown number of rows, there is at least one row for each device. `losses=False` drops losses.
         """
-        given = Given.of(args, kwargs)
+        given = Given.of(args, kwargs, losses)
         rows, graph = as_rows(given.rows), self.graph_of(given, microbatches)
         traced = graph.program.compiled_for(rows).traced
         self._check_state(traced.concrete, traced.audit)
-        if tf.executing_eagerly():
-            return self._collected(given, graph.over(rows))
-        return self._collected(given, call_inside(graph.program, rows, filled=True))
+        results = graph.over(rows) if tf.executing_eagerly() else call_inside(graph.program, rows, filled=True)
+        return self._collected(given, results)
 
     def graph_of(self, given: Given, microbatches: int) -> OneGraph:
         """What maps a forward pass."""
@@ -100,7 +99,7 @@ class ForwardPass:
                     else:
                         results = [*itertools.chain(*self._forward(known, rows))]
                 self._check_outputs(known, rows)
-                return tuple(results)
+                return tuple(self._counted(known, [[leaf] for leaf in results], [count_rows(rows[0])]))
 
             self._graphs[key] = OneGraph(self._program(forward), Nobody())
         return self._graphs[key]
@@ -159,10 +158,9 @@ class ForwardPass:
         with self.calling(None), recomputing(self._recomputed), meeting(self.meeting, lockstep):
             results = lockstep.run()
         self._check_outputs(given, rows)
-        graph = tf.compat.v1.get_default_graph()
         with tf.device(self.home):
-            joined = [tf.concat([tf.identity(part) for part in parts], 0) for parts in zip(*results)]
-        differentiate_in_place(graph.get_operations())
+            joined = self._counted(given, [[tf.identity(part) for part in parts] for parts in zip(*results)], sizes)
+        differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
         return joined
 
     def _forward(
@@ -176,7 +174,7 @@ class ForwardPass:
             Outputs and masks; losses, new values of variables and the number of rows, as states.
         """
         args, kwargs = given.with_rows(rows)
-        scope = collecting(held)
+        scope = collecting(held, given.losses)
         # In a thread or a function of its own, Keras knows nothing of the call that it is a part of.
         call = partial(self._model if held else self._model.call, *args, **kwargs)
         tensors, others, what = pure(call, scope, self._states, rows)
@@ -233,6 +231,13 @@ class ForwardPass:
                     "what depends on several rows in compute_loss, or write the training loop yourself"
                 )
 
+    def _counted(self, given: Given, results: Sequence[Sequence[Any]], sizes: Any) -> list[Any]:
+        """Join shards of results, once an assertion has found a row in outputs for each row of a shard."""
+        outputs = results[: len(self._passes[given.key].masked)]
+        counts = [tf.stack([count_rows(part) for part in parts]) for parts in outputs]
+        joined = [parts[0] if len(parts) == 1 else tf.concat(parts, 0) for parts in results]
+        return with_row_counts_checked(joined, counts, sizes, self._model.name)
+
     def _collected(self, given: Given, results: Sequence[Any]) -> Any:
         """Return the outputs on all rows, add the losses to the model and assign new values to its variables.
 
@@ -244,19 +249,12 @@ class ForwardPass:
         outputs, losses, updates = what.unpacked(results[:-1])
         shares = tf.cast(counts / tf.reduce_sum(counts), tf.float32)
         for loss, of_rows in zip(losses, what.losses):
-            if not of_rows:
-                total = loss[0]
-            elif self._added_losses == "sum":
-                total = tf.reduce_sum(loss)
-            else:
-                total = tf.reduce_sum(loss * shares)
-            keras.layers.Layer.add_loss(self._model, total)
+            parts = loss if self._added_losses == "sum" else loss * shares
+            keras.layers.Layer.add_loss(self._model, tf.reduce_sum(parts) if of_rows else loss[0])
         for i, states in zip(what.updated, updates):
             variable = self._states[i]
-            mean = (
-                tf.tensordot(tf.cast(shares, states.dtype), states, 1) if id(variable) in self._averaged else states[0]
-            )
-            variable.assign(mean)
+            averaged = id(variable) in self._averaged
+            variable.assign(tf.tensordot(tf.cast(shares, states.dtype), states, 1) if averaged else states[0])
         return outputs
 
     @property

@@ -62,10 +62,10 @@ def parallelize(
         recompute: True: what layers compute on the way to their outputs is not kept for gradients, but computed again; a list
             of names: for these layers. That saves memory if a layer holds other layers. Those that change variables of their
             own, such as batch normalization, are left out.
-        added_losses: required if layers add losses that depend on the rows, by `add_loss` or an `activity_regularizer`.
-            "sum": they are sums over rows, so those of the devices are added. "mean": they are means over rows, as Keras
-            makes those of an `activity_regularizer`, so those of the devices are weighted by their rows. Regularizers of
-            weights need no option: they are counted once.
+        added_losses: required to fit and evaluate if layers add losses that depend on the rows, by `add_loss` or an
+            `activity_regularizer`. "sum": they are sums over rows, so those of the devices are added. "mean": they are means
+            over rows, as Keras makes those of an `activity_regularizer`, so those of the devices are weighted by their rows.
+            Regularizers of weights need no option: they are counted once.
 
     Returns:
         The model, which has a method `detach()` now that gives it back to one device.
@@ -77,7 +77,8 @@ def parallelize(
 
     The first step raises a `FunctionError` while it is traced, before anything runs, if a layer does what devices cannot do
     apart: if it changes a `tf.Variable` that is not one of Keras's, gives a variable a value that depends on the rows, adds a
-    loss without `added_losses`, or if an output does not have one row for each row of the batch.
+    loss without `added_losses`, or if an output does not have one row for each row of the batch. If the number of an output's
+    rows is known only when it is computed, the step raises a `tf.errors.InvalidArgumentError`.
 
     Examples:
         >>> import keras
@@ -240,7 +241,8 @@ class _Parallel:
         if name == "train_step" and self._forward.meeting:
             call = self._forward.synchronized
         else:
-            call = partial(self._forward.mapped, self._accumulate if name == "train_step" else 1)
+            microbatches = self._accumulate if name == "train_step" else 1
+            call = partial(self._forward.mapped, microbatches, name != "predict_step")
         over_all, alone = (partial(self._step_by, name, data, each) for each in (call, None))
         if devices == 1:
             return over_all()

@@ -362,7 +362,7 @@ def test_models_that_share_layers(devices: list[str]) -> None:
 
 
 @pytest.mark.private("inlining the calls, whose ops are otherwise in no partitioned graph of the step")
-@pytest.mark.in_ci(1)
+@pytest.mark.in_ci(2)
 @pytest.mark.parametrize(("model", "products"), [(mlp, 5), (normalized, 6)], ids=["", "batch normalization"])
 def test_really_parallel(model: Any, products: int) -> None:
     workers = ["CPU:1", "CPU:2", "CPU:3"]
@@ -475,13 +475,17 @@ def test_a_layer_that_counts_calls(devices: list[str]) -> None:
 
 
 class Stored(layers.Layer):
-    """Returns a table of its own."""
+    """Returns a table of its own; `selected`: by an op whose result has a statically unknown number of rows."""
+
+    def __init__(self, rows: int, selected: bool = False) -> None:
+        super().__init__()
+        self.rows, self.selected = rows, selected
 
     def build(self, _: Any) -> None:
-        self.table = self.add_weight(shape=[5, 2])
+        self.table = self.add_weight(shape=[self.rows, 6])
 
     def call(self, x: Any) -> Any:
-        return tf.identity(self.table)
+        return tf.boolean_mask(self.table, self.table[:, 0] < 1e9) if self.selected else tf.identity(self.table)
 
 
 class Pairs(keras.Model):
@@ -500,22 +504,26 @@ def functional(output: Callable[[Any], Any]) -> keras.Model:
 @pytest.mark.parametrize(
     "model",
     [
-        lambda: functional(Stored()),
+        lambda: functional(Stored(5)),
+        lambda: functional(Stored(4, selected=True)),
+        lambda: functional(layers.Lambda(lambda x: tf.boolean_mask(x, x[:, 0] > 0))),
         lambda: functional(lambda x: keras.ops.matmul(x, keras.ops.transpose(x))),
         lambda: functional(lambda x: keras.ops.concatenate([x, x], 0)),
         lambda: functional(lambda x: keras.ops.mean(x)),
         Pairs,
     ],
-    ids=["a table", "products", "twice", "a scalar", "subclassed"],
+    ids=["a table", "a table of unknown size", "some rows", "products", "twice", "a scalar", "subclassed"],
 )
 def test_outputs_that_are_no_rows_are_refused(model: Any, batch_norm: Any, devices: list[str]) -> None:
     made = model()
     made(X)
     made.compile("sgd", loss=None if isinstance(made, Pairs) else ["mse", "mse"], jit_compile=False)
     devicemap.parallelize(made, devices, batch_norm=batch_norm)
+    before = made.get_weights()
     for call in (made.predict, lambda rows, verbose: made.fit(rows, [rows, rows], verbose=verbose)):
-        with pytest.raises(FunctionError, match="one row for each row"):
-            call(X[:32], verbose=0)
+        with pytest.raises((FunctionError, tf.errors.InvalidArgumentError), match="one row for each row"):
+            call(X[: 5 * len(devices)], verbose=0)
+    np.testing.assert_equal(made.get_weights(), before)
 
 
 def test_rows_of_any_length_are_no_rows_of_others(devices: list[str]) -> None:
@@ -545,6 +553,19 @@ def test_normalization_in_an_inner_graph_is_refused(devices: list[str]) -> None:
     model = devicemap.parallelize(Case(lambda: sequential(Within())).made(), devices)
     with pytest.raises(FunctionError, match="batch_norm='local'"):
         model.fit(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("layer", [AddsLosses, lambda: layers.ReLU(activity_regularizer="l2")])
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
+def test_added_losses_are_not_needed_to_predict(options: dict[str, Any], layer: Any, devices: list[str]) -> None:
+    model = Case(lambda: sequential(layer())).made()
+    alone = model(X)
+    devicemap.parallelize(model, devices, **options)
+    for _ in range(2):
+        np.testing.assert_allclose(model.predict(X, verbose=0), alone, rtol=1e-5, atol=1e-6)
+        for call in (model.evaluate, model.fit):
+            with pytest.raises(FunctionError, match="added_losses="):
+                call(X, Y, verbose=0)
 
 
 class Tallies(layers.Layer):
