@@ -176,11 +176,7 @@ class Kernel(NamedTuple):
     """The inputs and outputs that lie in the host's memory."""
 
 
-def _unknown(_: str) -> list[Kernel]:
-    return []
-
-
-@with_fallback(_unknown, _kernels)
+@with_fallback(lambda op: [], _kernels)
 @cache
 def registered_kernels(op: str) -> list[Kernel]:
     """The kernels that this process has for a type of op.

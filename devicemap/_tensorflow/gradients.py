@@ -26,10 +26,6 @@ _mending = threading.Lock()
 """Maps share the traces of functions that their own functions call (`tracing_again`), in whichever thread they are traced."""
 
 
-def _no(_: Iterable[Any]) -> bool:
-    return False
-
-
 def _any_order(_: Any, __: Iterable[Any]) -> int:
     return 2
 
@@ -331,7 +327,7 @@ def order_of_gradients(concrete: Any, tensors: Iterable[Any]) -> int:
     return int(_gradients.PossibleTapeGradientTypes(list(tensors)))
 
 
-@with_fallback(_no, _forwardprop)
+@with_fallback(lambda tensors: False, _forwardprop)
 def have_tangents(tensors: Iterable[Any]) -> bool:
     """Whether a `tf.autodiff.ForwardAccumulator` of this thread follows one of these tensors.
 

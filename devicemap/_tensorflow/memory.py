@@ -14,11 +14,7 @@ _listing = Private(
 _sizes = Private("tensorflow.python.client.pywrap_tf_session", "TF_DeviceListMemoryBytes")
 
 
-def _none() -> dict[str, int]:
-    return {}
-
-
-@with_fallback(_none, _context, _listing, _sizes)
+@with_fallback(dict, _context, _listing, _sizes)
 def allocator_bytes() -> dict[str, int]:
     """How many bytes TensorFlow's allocator has on each device that is no CPU, by full name.
 

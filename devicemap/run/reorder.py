@@ -18,9 +18,6 @@ class Group:
     start: int
     """Global index of the first row."""
 
-    count: int
-    """How many rows."""
-
     results: list[Any]
     """What the chunks of the group gave, in row order."""
 
@@ -36,8 +33,8 @@ class _Open:
     closed: bool = False
     """Whether its last chunk was taken."""
 
-    finished: dict[int, tuple[int, Any]] = field(default_factory=dict)
-    """By first row: rows and results."""
+    finished: dict[int, Any] = field(default_factory=dict)
+    """Results by first row."""
 
     error: BaseException | None = None
 
@@ -46,8 +43,7 @@ class _Open:
         return self.closed and not self.left
 
     def as_group(self) -> Group:
-        in_order = [self.finished[start] for start in sorted(self.finished)]
-        return Group(self.start, sum(rows for rows, _ in in_order), [result for _, result in in_order])
+        return Group(self.start, [self.finished[start] for start in sorted(self.finished)])
 
 
 class Groups:
@@ -88,7 +84,7 @@ class Groups:
     def finish(self, chunk: Chunk, result: Any) -> None:
         """A chunk, or a part of one, was computed."""
         group = self._open[chunk.group]
-        group.finished[chunk.start] = chunk.count, result
+        group.finished[chunk.start] = result
         group.left -= chunk.count
 
     def fail(self, chunk: Chunk, error: BaseException) -> None:
