@@ -99,6 +99,16 @@ def is_used_once(layer: Any) -> bool:
     return len(layer._inbound_nodes) == 1
 
 
+def inputs_of(layer: Any) -> list[Any]:
+    """Return the tensors that a layer's only symbolic call took; `layer.input` of a model is that of the model itself."""
+    return layer._inbound_nodes[0].input_tensors
+
+
+def outputs_of(layer: Any) -> list[Any]:
+    """Return the tensors that a layer's only symbolic call gave."""
+    return layer._inbound_nodes[0].outputs
+
+
 def arguments_of(layer: Any, tensors: dict[int, Any]) -> Any:
     """Return the arguments of a layer's only symbolic call, with other tensors, by the identity of those that it took."""
     return layer._inbound_nodes[0].arguments.fill_in(tensors)

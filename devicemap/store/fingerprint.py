@@ -66,7 +66,7 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
         uncovered += ["Python code"] * walk.calls_python
     found = {
         "graph": checksum("\n".join(graphs).encode()),
-        "variables": checksum("\n".join(sorted(variables)).encode()),
+        "variables": checksum("\n".join(variables).encode()),
         "parts": parts[:_MOST_PARTS],
         "jit_compile": traced.uncompiled is not None,
         "vectorized": traced.vectorized if traced.audit.random_ops else None,

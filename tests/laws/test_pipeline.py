@@ -283,6 +283,32 @@ def test_split_models_are_trained_as_whole_ones(by: Any, devices: list[str]) -> 
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+class Sampling(keras.layers.Layer):
+    """Draws in every call, with a seed of Keras's or of TensorFlow's."""
+
+    def __init__(self, seed: int | None = None, **options: Any):
+        super().__init__(**options)
+        self.seed = seed
+        self.generator = None if seed is None else keras.random.SeedGenerator(seed)
+
+    def call(self, rows: Any) -> Any:
+        drawn = tf.random.normal(tf.shape(rows)) if self.seed is None else keras.random.normal([4], seed=self.generator)
+        return rows + drawn
+
+    def get_config(self) -> dict[str, Any]:
+        return super().get_config() | {"seed": self.seed}
+
+
+@pytest.mark.parametrize("by", ["time", "bytes"])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_layers_that_draw_are_copied_and_stay_as_they_are(by: Any, seed: int | None) -> None:
+    model = keras.Sequential([keras.Input([4]), Sampling(seed), keras.layers.Dense(4)])
+    before = [variable.numpy() for variable in model.variables]
+    assert len(split(model, 2, by)) == 2
+    for variable, value in zip(model.variables, before):
+        np.testing.assert_array_equal(variable, value)
+
+
 def test_a_model_that_was_split_does_not_change(devices: list[str]) -> None:
     """Its traces, its optimizer and maps of it know its variables."""
 
@@ -327,7 +353,13 @@ def attended() -> Any:
     return keras.Model(given, keras.layers.Dense(2)(attention))
 
 
-@pytest.mark.parametrize("make", [residual, branched, adapted])
+def nested() -> Any:
+    given = keras.Input([4])
+    inner = keras.Model(given, keras.layers.Add()([given, keras.layers.Dense(4, "tanh")(given)]))
+    return keras.Sequential([keras.Input([4]), keras.layers.Dense(4), inner, keras.layers.Dense(2)])
+
+
+@pytest.mark.parametrize("make", [residual, branched, adapted, nested])
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_stages_have_the_weights_of_the_model_in_order(make: Any, n: int) -> None:
     model = make()
@@ -463,20 +495,22 @@ def with_argument() -> Any:
     return keras.Sequential([keras.Input([4]), keras.layers.Dense(4), Scaled(2.0)])
 
 
-def with_attribute(variable: bool) -> Any:
-    """A layer whose scale is in neither of get_config and get_weights."""
+def with_attribute(value: Any, in_training: bool | None = None) -> Any:
+    """A layer whose scale is in neither of get_config and get_weights, and has an effect always, or in one mode."""
 
     class Scaled(keras.layers.Layer):
         def __init__(self, **options: Any):
             super().__init__(**options)
-            self.scale: Any = tf.Variable(1.0) if variable else 1.0
+            self.scale: Any = 1.0
+            self.dropout = keras.layers.Dropout(0.5)
 
-        def call(self, rows: Any) -> Any:
-            return self.scale * rows
+        def call(self, rows: Any, training: bool = False) -> Any:
+            dropped = self.dropout(rows, training=in_training is None and training)
+            return self.scale * dropped if in_training in (None, training) else rows / 0.0
 
     scaled = Scaled()
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(4), scaled])
-    scaled.scale = tf.Variable(2.0) if variable else 2.0
+    scaled.scale = value
     return model
 
 
@@ -505,8 +539,9 @@ def with_loss() -> Any:
         lambda: split(residual(), 3, devices=["CPU:0", "CPU:1"]),
         lambda: split(with_vocabulary(), 2, by="bytes"),
         lambda: split(with_argument(), 2, by="bytes"),
-        lambda: split(with_attribute(variable=False), 2, by="bytes"),
-        lambda: split(with_attribute(variable=True), 2, by="bytes"),
+        lambda: split(with_attribute(2.0), 2, by="bytes"),
+        lambda: split(with_attribute(tf.Variable(2.0)), 2, by="bytes"),
+        lambda: split(with_attribute(2.0, in_training=True), 2, by="bytes"),
         lambda: split(with_loss(), 2, by="bytes"),
     ],
 )
