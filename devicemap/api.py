@@ -280,7 +280,7 @@ class DeviceMap:
             data: as for `parallel_map`; the same again when it is run again, which is checked.
             directory: a new or empty one, or one that an earlier run of the same call has left.
             trust_function: continue although other code of `fn` computed the results in the directory, because the difference
-                does not affect them. Variables that `fn` captures must be the same all the same.
+                does not affect them. Variables that `fn` captures must be the same, in the same order.
 
         Returns:
             What the directory holds, as `devicemap.open_results(directory)` does.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from numbers import Real
+from timeit import timeit
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +17,7 @@ from devicemap.base.devices import choose_devices, choose_output_device, is_out_
 from devicemap.base.options import Options, check_count, check_options
 from devicemap.base.structure import as_objects
 from devicemap.bench.measurements import BenchmarkResult, Measurement
-from devicemap.bench.timing import median_ratio, time_call, time_rounds
+from devicemap.bench.timing import median_ratio, time_rounds
 from devicemap.compile.seeds import row_seeds
 from devicemap.data.rows import Rows
 from devicemap.data.sample import first_rows, rows_in_memory
@@ -113,9 +114,9 @@ def _measure(
             results[i] = replace(m, error=f"seconds={seconds:g} were used up; give more")
             continue
         try:
-            first_call_seconds = time_call(call)
+            first_call_seconds = timeit(call, number=1)
             _reset_peak_memory(m.devices)
-            call_seconds[i] = time_call(call)
+            call_seconds[i] = timeit(call, number=1)
         except Exception as error:
             if m.mode == "graph" and not is_out_of_memory(error):
                 raise

@@ -18,13 +18,6 @@ _READING_SECONDS = 0.01
 _MOST_REPEATS = 100
 
 
-def time_call(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the seconds that a call takes."""
-    start = clock()
-    call()
-    return clock() - start
-
-
 def time_rounds(
     calls: Sequence[Callable[[], Any]],
     call_seconds: Sequence[float],

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from devicemap import __version__
 from devicemap.errors import DeviceMapError, OptionError
 
 _FUNCTION = "MODULE:FUNCTION, where MODULE is found from the current directory on, as by python -m"
@@ -81,7 +82,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="devicemap", description="Map a TensorFlow function over data on every device of this machine."
     )
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=f"devicemap {__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--simulate", type=_count, metavar="N", help="cut the CPU into N logical devices, to try things out"
@@ -130,12 +131,6 @@ def _add(commands: Any, name: str, what: str, parent: argparse.ArgumentParser) -
         name, parents=[parent], help=what, description=f"{what[0].upper()}{what[1:]}."
     )
     return added
-
-
-def _version() -> str:
-    from devicemap import __version__
-
-    return f"devicemap {__version__}"
 
 
 def _count(text: str) -> int:

@@ -8,13 +8,13 @@ from itertools import accumulate, pairwise, product
 from statistics import median
 from typing import Any, Literal
 
-import numpy as np
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import arguments_of, inputs_of, is_used_once, layers_of, mask_of, outputs_of
 from devicemap.base.options import check_count
 from devicemap.errors import OptionError
 from devicemap.pipelines.stages import devices_of_stages
+from devicemap.tell.verify import find_difference
 
 _ROWS, _TIMES = 32, 5
 """Of the batch that layers are timed on, and how often; a dimension that nobody knows is taken for the same."""
@@ -142,27 +142,24 @@ def _check_copy(layer: Any, copy: Any) -> None:
         args, kwargs = arguments_of(layer, _random_inputs(layer, largest))
         try:
             with keras.StatelessScope(collect_losses=True) as scope:
-                first, again, copied = (_numbers(each(*args, **kwargs | mode)) for each in (layer, layer, copy))
+                first, again, copied = (tf.nest.flatten(each(*args, **kwargs | mode)) for each in (layer, layer, copy))
         except tf.errors.InvalidArgumentError:
             if largest > 1:
                 continue  # indices out of range
             raise
         if scope.losses:
             raise OptionError(f"{layer.name} adds a loss, which a stage does not return; compute it in the last stage")
-        if all(map(_close, first, again)) and not all(map(_close, first, copied)):
+        difference = _difference(copied, first)
+        if difference and not _difference(again, first):
             raise OptionError(
-                f"a copy of {layer.name} by get_config and get_weights of {type(layer).__name__} computes something else; let "
-                "them return all variables and attributes that call() uses"
+                f"a copy of {layer.name} by get_config and get_weights of {type(layer).__name__} computes something else: "
+                f"{difference}. Let them return all variables and attributes that call() uses"
             )
 
 
-def _numbers(outputs: Any) -> list[Any]:
-    return [tf.cast(leaf, tf.complex128).numpy() for leaf in tf.nest.flatten(outputs, expand_composites=True)]
-
-
-def _close(one: Any, other: Any) -> bool:
-    largest = abs(one[np.isfinite(one)]).max(initial=0.0)
-    return np.allclose(one, other, rtol=1e-3, atol=1e-3 * largest, equal_nan=True)
+def _difference(outputs: Sequence[Any], wanted: Sequence[Any]) -> str | None:
+    found = (find_difference("an output", *pair, tolerance=1e-3) for pair in zip(outputs, wanted))
+    return next(filter(None, found), None)
 
 
 def _random_inputs(layer: Any, largest: float = 1.0) -> dict[int, Any]:

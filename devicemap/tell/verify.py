@@ -132,7 +132,7 @@ def verify(program: Program, data: Any, rows: int | None, tolerance: float | Non
     for i, (path, leaf) in enumerate(zip(paths, tf.nest.flatten(wanted))):
         relative = _relative_tolerance(leaf.dtype, compiled.devices) if tolerance is None else tolerance
         for mode in (mode for mode in _MEANINGS if mode in results):
-            difference = _find_difference(path, tf.nest.flatten(results[mode])[i], leaf, relative)
+            difference = find_difference(path, tf.nest.flatten(results[mode])[i], leaf, relative)
             if difference:
                 findings.append(Finding(mode, path, difference, _MEANINGS[mode]))
                 break
@@ -168,7 +168,7 @@ def _relative_tolerance(dtype: tf.DType, devices: tuple[str, ...]) -> float:
     return math.sqrt(epsilon)
 
 
-def _find_difference(path: str, got: Any, wanted: Any, tolerance: float) -> str | None:
+def find_difference(path: str, got: Any, wanted: Any, tolerance: float) -> str | None:
     """Describe the first difference between two dense, ragged or sparse tensors of one dtype.
 
     Fractions may differ by `tolerance`, relative to the largest number. A single number is no measure: a sum of numbers of

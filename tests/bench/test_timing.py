@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from devicemap.bench.timing import time_call, time_rounds
+from devicemap.bench.timing import time_rounds
 
 
 class _World:
@@ -37,7 +37,6 @@ def test_every_round_times_every_call_in_changing_order() -> None:
 
 def test_short_calls_are_repeated_within_a_reading() -> None:
     world = _World()
-    assert time_call(world.call("single", 1.5), world.clock) == 1.5
     calls = [world.call("short", 0.004), world.call("tiny", 1e-9), world.call("long", 1.0)]
     time_rounds(calls, [0.004, 1e-9, 1.0], 1, 1000, world.clock)
     assert [world.called.count(name) for name in ("short", "tiny", "long")] == [3, 100, 1]

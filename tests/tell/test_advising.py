@@ -9,7 +9,7 @@ from devicemap.tell.report.accounts import DeviceReport
 from devicemap.tell.report.advice import slow_devices, tail_seconds
 from devicemap.tell.report.report import Report
 from devicemap.tell.report.timeline import Span
-from devicemap.types import ChunkStarted, Shard
+from devicemap.types import Shard
 
 
 def _worked(index: int, rows: int, busy_seconds: float | None) -> DeviceReport:
@@ -89,16 +89,4 @@ def test_advice_for_lost_devices_and_for_running_out_of_memory() -> None:
     assert "GPU:2 (lost)" in str(report)
     assert Report.of(history([(2, 1.0)] * 4, devices=1, too_large={0})).advice == (
         "GPU:0 ran out of memory and tried again with fewer rows at a time: use a smaller batch_size",
-    )
-
-
-def test_advice_for_tracing_in_the_call() -> None:
-    shifted = [
-        event if not isinstance(event, ChunkStarted) else ChunkStarted(event.seconds + 0.5, event.shard, 0.0)
-        for event in history([(10, 1.0)], devices=1)
-    ]
-    shifted[2] = type(shifted[2])(1.0, shifted[1].shard, 0.5)  # type: ignore[union-attr, call-arg]
-    assert Report.of(shifted, traces=0).advice == ()
-    assert Report.of(shifted, traces=1).advice == (
-        "the first chunk went out after 0.5 s, as fn had to be traced: keep the DeviceMap, later calls start at once",
     )

@@ -47,19 +47,9 @@ def tail_seconds(spans: Sequence[Span], lost: Sequence[str] = ()) -> float:
 
 def advise(report: Report) -> tuple[str, ...]:
     """What to change, a sentence or two for each thing that is worth it; the most telling first."""
-    spans, one_graph = report.spans, report.way == "one graph"
-    found: list[str] = []
-    if one_graph and ran_in_turn(spans):
-        found.append("the devices worked one after another, since fn depends on the order of rows: see explain")
-    else:
-        found += _about_balance(report)
-    first = min((span.started_seconds for span in spans), default=0.0)
-    if report.traces and not one_graph and first > 2 * _WORTH_SAYING * report.wall_seconds:
-        found.append(
-            f"the first chunk went out after {first:.2g} s, as fn had to be traced: keep the DeviceMap, later calls "
-            "start at once"
-        )
-    return tuple(found)
+    if report.way == "one graph" and ran_in_turn(report.spans):
+        return ("the devices worked one after another, since fn depends on the order of rows: see explain",)
+    return tuple(_about_balance(report))
 
 
 def _about_balance(report: Report) -> Iterator[str]:
