@@ -144,7 +144,7 @@ class Compiled:
                     self._graphs[key] = graph
         return graph
 
-    @property
+    @cached_property
     def may_use_chunks(self) -> bool:
         """Whether a call on rows in memory gives the same results in chunks of any size.
 
@@ -155,7 +155,7 @@ class Compiled:
         return (
             kind_of(self._output_device) == "CPU"
             and not (audit.ordered or audit.seeded or audit.advances_seed or self.traced.uncompiled)
-            and has_clock()
+            and self._clocked
         )
 
     @property
