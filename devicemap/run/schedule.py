@@ -245,7 +245,7 @@ def rows_to_take(pace: Pace, others: Collection[Pace], rows_left: int | None, ba
     share = speed * seconds_left / _SHARES - pace.rows_in_flight
     if share < 1 and pace.rows_in_flight:  # it has enough for now
         return 0
-    least = max(1, pace.quick_rows // 4, int(speed * _SHORTEST_SECONDS))
+    least = max(1, pace.quick_rows // 6, int(speed * _SHORTEST_SECONDS))
     return min(most, max(int(share), least))
 
 

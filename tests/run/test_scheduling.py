@@ -79,8 +79,8 @@ def test_share_of_the_ideal_time(
 def test_chunks_that_take_as_long_for_fewer_rows_are_not_cut_for_balance() -> None:
     """As on a GPU that is not full: 50 ms per call, whatever the rows."""
     seconds, sizes, _ = play([1e-6] * 10_000, [1.0] * 4, 250, per_call=0.05)
-    assert len(sizes) <= 2 * 10_000 / 250
-    assert seconds <= 2 * 0.05 * 10_000 / 250 / 4
+    assert len(sizes) <= 2.1 * 10_000 / 250
+    assert seconds <= 2.1 * 0.05 * 10_000 / 250 / 4
 
 
 @pytest.mark.parametrize(
