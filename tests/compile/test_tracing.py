@@ -113,7 +113,7 @@ def test_variables_made_on_first_call() -> None:
 def test_an_unbuilt_keras_model() -> None:
     model = tf.keras.Sequential([tf.keras.layers.Dense(4), tf.keras.layers.Dense(2)])
     y = devicemap.parallel_map(model, X, batched=True, devices=["CPU:1", "CPU:2"])
-    np.testing.assert_allclose(y, model(X), rtol=1e-5)
+    np.testing.assert_allclose(y, model(X), rtol=1e-5, atol=1e-5)
 
 
 def _traced(fn: Any, data: Any, **options: Any) -> Any:
