@@ -38,7 +38,7 @@ from devicemap.run.dispatch import Rules
 from devicemap.run.embedded import call_inside
 from devicemap.run.one_graph import GraphObservers, Heard, OneGraph
 from devicemap.run.reorder import Group
-from devicemap.run.schedule import WINDOW, Pace, are_free, choose_engine
+from devicemap.run.schedule import ROWS_PER_SLOT, WINDOW, Pace, are_free, choose_engine
 from devicemap.run.workers import Runner, run_chunks
 
 _UNMEASURED_CALLS = {"chunks": 2, "one graph": 1}
@@ -114,14 +114,8 @@ class Calls:
         stats = _stats.setdefault(compiled, _CallStats())
         gradients = compiled.order_of_gradients(rows.leaves)
         differentiable = gradients > 0 or not compiled.may_use_chunks
-        engine = choose_engine(
-            count,
-            len(compiled.places),
-            differentiable,
-            stats.seconds_per_row.get("chunks"),
-            stats.seconds_per_row.get("one graph"),
-            are_free(stats.paces.values()),
-        )
+        slots, known, free = len(compiled.places), stats.seconds_per_row, are_free(stats.paces.values())
+        engine = choose_engine(count, slots, differentiable, known.get("chunks"), known.get("one graph"), free)
         began = time.perf_counter()
         if engine == "one graph" and (differentiable or count <= (stats.most_rows or count)):
             retried = self._options.max_retries > 0 and not differentiable
@@ -132,7 +126,9 @@ class Calls:
                     raise
                 stats.most_rows = count - 1
             else:
-                if count:
+                if count >= ROWS_PER_SLOT * len(
+                    compiled.places
+                ):  # seconds per row of fewer rows are no measure for more
                     stats.add(engine, (time.perf_counter() - began) / count)
                 return results
         results = self._joined(InMemory(rows, None), compiled)

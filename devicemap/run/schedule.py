@@ -45,7 +45,7 @@ _GAIN = 1.1
 """How much faster, in rows per second, a chunk must be than the best smaller one for the next to be larger."""
 
 
-_ROWS_PER_SLOT = 16
+ROWS_PER_SLOT = 16
 """Calls on fewer rows always use the graph engine."""
 
 _LONG_SECONDS_PER_CALL = 0.1
@@ -80,7 +80,7 @@ def choose_engine(
     >>> choose_engine(1000, 8, False, None), choose_engine(1000, 8, False, 1e-5), choose_engine(1000, 8, False, 1e-2)
     ('chunks', 'one graph', 'chunks')
     """
-    if differentiable or slots < 2 or rows < _ROWS_PER_SLOT * slots:
+    if differentiable or slots < 2 or rows < ROWS_PER_SLOT * slots:
         return "one graph"
     if seconds_per_row is None:
         return "chunks"

@@ -74,6 +74,7 @@ def test_short_calls_use_one_graph_once_they_are_known_to_be_short() -> None:
 
 def test_calls_that_take_as_long_for_few_rows_use_one_graph(sim: simulator.Simulator) -> None:
     mapper = devicemap.DeviceMap(lambda rows: sim.work(rows, 0.05), devices=DEVICES, batched=True)
+    assert engines_of(mapper, tf.random.uniform([5, 4]), 3) == ["one graph"] * 3
     assert engines_of(mapper, tf.random.uniform([300, 4]), 6) == ["chunks"] * 3 + ["one graph"] * 3
 
 
