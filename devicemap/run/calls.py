@@ -126,9 +126,7 @@ class Calls:
                     raise
                 stats.most_rows = count - 1
             else:
-                if count >= ROWS_PER_SLOT * len(
-                    compiled.places
-                ):  # seconds per row of fewer rows are no measure for more
+                if count >= ROWS_PER_SLOT * slots:  # seconds per row of fewer rows are no measure for more
                     stats.add(engine, (time.perf_counter() - began) / count)
                 return results
         results = self._joined(InMemory(rows, None), compiled)
