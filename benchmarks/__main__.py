@@ -52,8 +52,8 @@ _APART = ("hosts", "balance_gpus", "gpus")
 
 QUICK_DEVICES = 4
 
-TIMEOUT_SECONDS = 900
-"""For one process; all of them together take about a quarter of an hour."""
+TIMEOUT_SECONDS = 1800
+"""For one process; all of them together take about an hour."""
 
 
 def main() -> int:
