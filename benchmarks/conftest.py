@@ -59,8 +59,9 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 def pytest_benchmark_update_commit_info(config: pytest.Config, commit_info: dict[str, Any]) -> None:
     """Which code it was, without the branch's name. Results that were written before are no local changes of it."""
     command = ["git", "status", "--porcelain", "--", ".", ":!benchmarks/results"]
-    changed = subprocess.run(command, cwd=config.rootpath, capture_output=True, text=True, check=False)
-    commit_info["dirty"] = bool(changed.returncode or changed.stdout.strip())
+    with contextlib.suppress(FileNotFoundError):  # a machine without git
+        changed = subprocess.run(command, cwd=config.rootpath, capture_output=True, text=True, check=False)
+        commit_info["dirty"] = bool(changed.returncode or changed.stdout.strip())
     for key in set(commit_info) - {"id", "time", "dirty"}:
         del commit_info[key]
 

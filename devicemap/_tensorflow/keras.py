@@ -95,7 +95,7 @@ def is_seed(variable: Any) -> bool:
 
 
 def is_used_once(layer: Any) -> bool:
-    """Whether a layer was called on symbolic inputs once, so that its `input` and `output` are all there is."""
+    """Whether a layer was called on symbolic inputs once, whose inputs and outputs are then all that it has."""
     return len(layer._inbound_nodes) == 1
 
 

@@ -190,7 +190,7 @@ class Program:
         if isinstance(error, tf.errors.UnavailableError) and any(is_remote(shard.device) for shard in shards):
             hint += _IF_LOST
         if is_out_of_memory(error) and len(shards[0]) > 1:
-            hint += ". Pass a batch_size, or fewer rows in each call"
+            hint += ". Let devices compute fewer rows at a time: by batch_size, or by fewer rows in each call"
         located = function_error(f"{self.name} failed on {where}: {type(error).__name__}: {what}{hint}", error, shards)
         located.__cause__ = error
         return located

@@ -40,6 +40,12 @@ def test_python_that_calls_a_tf_function_finds_a_thread() -> None:
             for call in (mapper, lambda x: taped(mapper, x)) if options == {"batched": True} else (mapper,):
                 for _ in range(3):
                     np.testing.assert_allclose(call(x), inner(x), rtol=1e-4, atol=1e-5)
+
+        mapper = devicemap.DeviceMap(fn, devices="CPU")
+        advice = mapper.explain(x).advice
+        assert any("idle" in each and "set_inter_op_parallelism_threads" in each for each in advice), advice
+        few = mapper.explain(x[:1]).advice
+        assert not any("set_inter_op_parallelism_threads" in each for each in few), few
     """)
 
 

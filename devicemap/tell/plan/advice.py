@@ -53,7 +53,10 @@ def _about_devices(plan: Plan) -> Iterator[str]:
     idle = sum(device.rows == 0 for device in plan.devices)
     if plan.way == "one graph" and idle and plan.rows is not None:
         stay = "stays" if idle == 1 else "stay"
-        yield f"{counted(plan.rows, 'row')} for {len(plan.devices)} devices: {counted(idle, 'device')} {stay} idle"
+        why = ""
+        if plan.python_ops and plan.rows > len(plan.devices) - idle:
+            why = ", as each call of Python holds a thread: use tf.config.threading.set_inter_op_parallelism_threads"
+        yield f"{counted(plan.rows, 'row')} for {len(plan.devices)} devices: {counted(idle, 'device')} {stay} idle{why}"
     elif plan.way == "chunks" and isinstance(plan.batch_size, int) and plan.rows is not None:
         chunks = -(-plan.rows // plan.batch_size)
         if 0 < chunks < len(plan.devices) and not plan.ordered:
