@@ -158,7 +158,8 @@ class Program:
         if len(shards) > 1 and not compiled.traced.audit.writes and seconds < _AGAIN_SECONDS:
 
             def attempt_on(shard: Shard) -> Any:
-                rows = [take_rows(leaf, shard.start, shard.stop) for leaf in leaves]
+                with tf.device(HOST):  # else all rows would go by the first GPU
+                    rows = [take_rows(leaf, shard.start, shard.stop) for leaf in leaves]
                 return functions[shard.device]()(*compiled.flat(rows))
 
             cancellation = Cancellation()

@@ -94,8 +94,10 @@ def test_gradients_equal_those_of_map_fn_and_are_computed_where_the_forward_pass
 def test_errors_name_the_device_and_the_rows(options: dict[str, Any], named: str) -> None:
     data = tf.tensor_scatter_nd_update(rows, [[6, 0, 0]], [float("nan")])
     mapper = on_gpus(lambda row: tf.debugging.check_numerics(row, "bad"), **options)
+    gpus.clear()
     with pytest.raises(tf.errors.InvalidArgumentError, match=named):
         mapper(data)
+    assert not gpus.copies("between")  # the search for the rows that failed copies them from the host
 
 
 def test_a_slow_device_gets_fewer_chunks() -> None:
