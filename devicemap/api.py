@@ -304,24 +304,32 @@ class DeviceMap:
         write(self._calls, data, directory, trust_function)
         return open_results(directory)
 
-    def verify(self, data: Any, rows: int | None = None, *, tolerance: float | None = None) -> Verification:
+    def verify(
+        self, data: Any, rows: int | None = None, *, tolerance: float | None = None, seconds: float | None = 30.0
+    ) -> Verification:
         """Run `fn` on some rows in three modes, and compare the results with those of one device.
 
         The modes are: "again" (one device, all rows at once), "one by one" (one row per call) and "over devices". `fn` runs
-        several times on each row, and so do its side effects. The variables that it writes keep the new values.
+        several times on each row, and so do its side effects. The variables that it writes keep the new values. In a
+        terminal, a verification of more than a few seconds shows a progress bar.
 
         Args:
             data: as for `parallel_map`; the first rows are taken.
             rows: how many; `None` for two per device, and at least 16.
             tolerance: the allowed difference of numbers with a fraction, relative to the largest number of their output.
                 `None`: half of the digits of their dtype have to agree. Everything else has to be equal.
+            seconds: the time limit, without the trace; `None` for none. A slow `fn` is verified on fewer rows, at least 2. Runs
+                on one device stop at the limit, and the map over the devices starts only if it is likely to finish.
 
         Returns:
-            A `Verification` with `ok` and the findings; print it.
+            A `Verification` with `ok` and the findings; print it. `ok` is false if a mode did not finish in time.
 
         Raises:
             OptionError, DataError: before anything runs.
-            FunctionError: `fn` fails over the devices. A failure in another mode is a finding.
+            FunctionError: `fn` fails on all rows at once, or over the devices. A failure in another mode is a finding.
+
+        Warns:
+            RuntimeWarning: the time limit left out rows or modes.
 
         Examples:
             >>> mapper = DeviceMap(lambda batch: batch - tf.reduce_mean(batch), batched=True)
@@ -329,7 +337,7 @@ class DeviceMap:
             >>> verification.ok, verification.findings[0].mode
             (False, 'one by one')
         """
-        return verify(self._program, data, rows, tolerance)
+        return verify(self._program, data, rows, tolerance, seconds)
 
     def explain(self, data_or_spec: Any, reducer: Any = None) -> Plan:
         """What a call would do, and what stands in the way of parallelism, without running `fn`.

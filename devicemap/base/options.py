@@ -133,11 +133,11 @@ def check_count(name: str, value: Any) -> None:
         raise OptionError(f"{name}={value!r}; expected an int of at least 1")
 
 
-def check_tolerance(tolerance: Any) -> None:
-    """Raise `OptionError` for what says not by how much numbers may differ."""
-    number = isinstance(tolerance, Real) and not isinstance(tolerance, bool)
-    if tolerance is not None and not (number and 0 <= float(tolerance) < math.inf):
-        raise OptionError(f"tolerance={tolerance!r}; expected None or a number of at least 0")
+def check_number(name: str, value: Any) -> None:
+    """Raise `OptionError` for a value that is neither `None` nor a finite number of at least 0."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if value is not None and not (number and 0 <= float(value) < math.inf):
+        raise OptionError(f"{name}={value!r}; expected None or a number of at least 0")
 
 
 def _is_auto(value: Any) -> bool:

@@ -58,10 +58,15 @@ class Invoker:
         return result
 
 
-def interruptible(call: Callable[[], Any], cancellation: Cancellation) -> Any:
-    """Make a call in a thread of its own, to be cancelled where a signal handler raises in this one."""
-    (outcome,) = attempt([call], cancellation)
-    assert outcome is not None
+def interruptible(call: Callable[[], Any], cancellation: Cancellation, most_seconds: float = math.inf) -> Any:
+    """Make a call in a thread of its own, to be cancelled where a signal handler raises in this one.
+
+    Raises:
+        TimeoutError: the call took more than `most_seconds`, and was cancelled.
+    """
+    (outcome,) = attempt([call], cancellation, most_seconds)
+    if outcome is None:
+        raise TimeoutError
     result, error = outcome
     if error is None:
         return result

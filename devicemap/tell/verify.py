@@ -4,13 +4,16 @@
     "one by one"     one row per call
     "over devices"   the map itself
 
-All modes run the same trace, so their results have the same structure and dtypes.
+All modes run the same trace, so their results have the same structure and dtypes. Single rows run first: their time decides
+how many rows are compared within the time limit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,21 +23,34 @@ import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation
 from devicemap.base.devices import kind_of
-from devicemap.base.options import check_count, check_tolerance
-from devicemap.base.structure import map_nest
+from devicemap.base.options import check_count, check_number
+from devicemap.base.structure import as_nodes, map_nest
 from devicemap.compile.compiled import Compiled
 from devicemap.compile.invoke import interruptible
 from devicemap.compile.program import Program
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, take_rows
-from devicemap.data.sample import rows_in_memory
-from devicemap.errors import DeviceMapError, FunctionError, brief
-from devicemap.events import short_name
+from devicemap.data.sample import first_rows, rows_in_memory
+from devicemap.errors import DeviceMapError, FunctionError, brief, warn_user
+from devicemap.events import CallFinished, CallStarted, ChunkFinished, Event, Shard, short_name
 from devicemap.run.calls import Calls, Nobody
-from devicemap.tell.render import Result, page
+from devicemap.tell.render import Result, listed, page, seconds_text
+from devicemap.tell.report.progress import ProgressBar
 
 _LEAST_ROWS = 16
 _ROWS_PER_DEVICE = 2
+
+_MODES = "again", "one by one", "over devices"
+"""In this order: a mode also differs for the reasons of the modes before it."""
+
+_RUNS = len(_MODES) + 1
+"""How often each row runs: in each mode, and at once."""
+
+_SHOWN_SECONDS = 2.0
+"""A verification that takes longer shows its progress."""
+
+_EXAMINED_ROWS, _ROUNDINGS = 3, 24
+"""Rows that are tested for rounding, and how many roundings of each."""
 
 _EPSILON = {tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float32: 2.0**-23, tf.float64: 2.0**-52}
 """The distance from 1 to the next number. NumPy does not know it for bfloat16."""
@@ -50,8 +66,10 @@ _MEANINGS = {
     "compute them in a first pass. A fn of one row needs vectorize=False",
     "over devices": "Several devices compute something else than one device. A result may depend on the number of rows, or "
     "kernels of different devices may round differently",
+    "rounding": "Rounding changes the result of these rows, which do not depend on each other: other last digits in a row "
+    "change its result as much. A branch, a comparison, an argmax or the number of steps of a loop depends on it",
 }
-"""The meaning of a difference, by mode. A mode also differs for the reasons of the modes before it."""
+"""The meaning of a difference."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +77,8 @@ class Finding:
     """One output that differs in one mode."""
 
     mode: str
-    """`"again"`, `"one by one"` or `"over devices"`: the first mode in which the output differs."""
+    """`"again"`, `"one by one"` or `"over devices"`: the first mode in which the output differs. `"rounding"`: it
+    differs in one of the last two because rounding changes a branch, a step count or the like."""
 
     output: str | None
     """The path of the output, as `the result['x']`; `None` if `fn` failed in this mode."""
@@ -84,7 +103,13 @@ class Verification(Result):
     """Name of the function."""
 
     rows: int
-    """Number of rows that were run."""
+    """Number of rows that were compared."""
+
+    expected_rows: int
+    """Number of rows to compare if time allows."""
+
+    seconds: float
+    """Duration, without the trace."""
 
     devices: tuple[str, ...]
     """Full names of the devices of the map."""
@@ -92,80 +117,245 @@ class Verification(Result):
     findings: tuple[Finding, ...]
     """At most one per output and per mode that failed."""
 
+    unfinished: tuple[str, ...]
+    """Modes without a result when time was up. `"rounding"`: no time was left to test whether rounding explains a finding."""
+
     @property
     def ok(self) -> bool:
-        """Whether all modes gave the same results, up to rounding."""
-        return not self.findings
+        """Whether the compared rows gave the same results in all modes, up to rounding. `False` if a mode is unfinished."""
+        return not self.findings and not self.unfinished
 
     def __bool__(self) -> bool:
         raise TypeError("a Verification is neither true nor false: ask for verification.ok")
 
+    @property
+    def limited(self) -> str | None:
+        """What the time limit left out; `None` for nothing."""
+        if self.rows == self.expected_rows and not self.unfinished:
+            return None
+        checked = f"checked {self.rows} of {self.expected_rows} rows in {self.seconds:.3g} s"
+        unfinished = f"; not finished: {listed(self.unfinished)}" if self.unfinished else ""
+        return f"{checked}{unfinished}. Pass seconds=None to verify without a time limit."
+
     def __rich__(self) -> Any:
         answer = "the same results in all modes, up to rounding" if self.ok else "NOT the same results in all modes"
+        if self.unfinished and not self.findings:
+            answer = "NOT verified in all modes"
         title = f"{self.name}: {answer}; {self.rows} row(s) on {', '.join(map(short_name, self.devices))}"
         few = ["One row does not show whether rows depend on each other: verify more."] if self.rows == 1 else []
-        return page(title, notes=[*map(str, self.findings), *few])
+        return page(title, notes=[*map(str, self.findings), *([self.limited] if self.limited else few)])
 
 
-def verify(program: Program, data: Any, rows: int | None, tolerance: float | None) -> Verification:
+def verify(
+    program: Program, data: Any, rows: int | None, tolerance: float | None, seconds: float | None
+) -> Verification:
     """Run a program on the first `rows` rows of `data` in each mode, and compare. See `DeviceMap.verify`."""
     if rows is not None:
         check_count("rows", rows)
-    check_tolerance(tolerance)
+    check_number("tolerance", tolerance)
+    check_number("seconds", seconds)
     if not tf.executing_eagerly():
         raise DeviceMapError("verify was called inside a tf.function, which has no results to compare; call it outside")
     most = int(rows or max(_LEAST_ROWS, _ROWS_PER_DEVICE * len(program.devices)))
     some = rows_in_memory(data, program.options, most, most)
-    compiled = program.compiled_for(some)
-    results = {"over devices": Calls(program, Nobody()).over(some.structure)}  # first: its errors name rows and device
-    at_once, one_by_one = _modes_on_one_device(program, compiled, some)
-    wanted = at_once()
-    findings = []
-    for mode, run in (("again", at_once), ("one by one", one_by_one)):
+    runs = _Runs(program, program.compiled_for(some), some, math.inf if seconds is None else float(seconds))
+    findings: list[Finding] = []
+    try:
+        with suppress(TimeoutError):
+            runs.run_modes()
+        unfinished = [mode for mode in _MODES if mode not in runs.results]
         try:
-            results[mode] = run()
-        except (tf.errors.OpError, FunctionError) as error:
-            findings.append(
-                Finding(mode, None, f"fn failed with {type(error).__name__}: {brief(error)}", _MEANINGS[mode])
-            )
-    paths = tf.nest.flatten(map_nest(lambda _, path: path, wanted, "the result"))
-    for i, (path, leaf) in enumerate(zip(paths, tf.nest.flatten(wanted))):
-        relative = _relative_tolerance(leaf.dtype, compiled.devices) if tolerance is None else tolerance
-        for mode in (mode for mode in _MEANINGS if mode in results):
-            difference = find_difference(path, tf.nest.flatten(results[mode])[i], leaf, relative)
-            if difference:
-                findings.append(Finding(mode, path, difference, _MEANINGS[mode]))
-                break
-    return Verification(program.name, some.count or 0, compiled.devices, tuple(findings))
+            findings.extend(_findings(runs, tolerance))
+        except TimeoutError:
+            unfinished.append("rounding")
+    finally:
+        runs.tell(CallFinished(runs.seconds, None))
+    done = Verification(
+        program.name, runs.compared, runs.count, runs.seconds, runs.devices, tuple(findings), tuple(unfinished)
+    )
+    if done.limited:
+        warn_user(f"{program.name}: verify {done.limited}", RuntimeWarning)
+    return done
 
 
-def _modes_on_one_device(
-    program: Program, compiled: Compiled, rows: Rows
-) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return functions that run all rows at once, and one by one."""
-    cancellation = Cancellation()
-    function = compiled.functions(cancellation)[compiled.devices[0]]()
-    leaves = program.seeded(rows.leaves, 0, rows.count)
+class _Runs:
+    """Runs of the first rows in each mode, until time is up."""
 
-    def run(start: int, stop: int) -> Any:
+    def __init__(self, program: Program, compiled: Compiled, rows: Rows, limit: float):
+        self.results: dict[str, list[Any] | Exception] = {}
+        """By mode, the result leaves or the error of `fn`; "at once" is the first run of all rows on one device."""
+        self.count, self.compared, self.devices = rows.count or 0, 0, compiled.devices
+        self.leaves = program.seeded(rows.leaves, 0, rows.count)
+        self.tell: Callable[[Event], object] = lambda event: None
+        self.compiled, self._program, self._data, self._limit = compiled, program, rows, limit
+        self._cancellation = Cancellation()
+        self._function = compiled.functions(self._cancellation)[self.devices[0]]()
+        self._began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Time since the first run began."""
+        return time.perf_counter() - self._began
+
+    def run(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return the results of rows, which run at once.
+
+        Raises:
+            TimeoutError: time is up.
+        """
+        call = partial(self._function, *self.compiled.flat(leaves))
+        results: list[Any] = interruptible(call, self._cancellation, self._limit - self.seconds)
+        return results
+
+    def run_modes(self) -> None:
+        """Run rows in each mode. Single rows come first: they show how many rows the time allows.
+
+        Raises:
+            TimeoutError: time is up.
+            FunctionError: `fn` failed on all rows at once, or over the devices.
+        """
+        batched = self.compiled.traced.vectorized or self._program.options.batched
+        share = self._limit / (3 if batched else _RUNS + 1)  # a batch takes less time than its rows one by one
+        alone: list[list[Any]] = []
+        compiling = 0.0
+
+        def one_by_one() -> list[Any]:
+            nonlocal compiling
+            while len(alone) < min(2, self.count) or (len(alone) < self.count and self.seconds < share):
+                alone.append(self._run_rows(len(alone), len(alone) + 1))
+                if len(alone) == 1:
+                    compiling = self.seconds
+                    self._show(compiling * (self.count + _RUNS if batched else self.count * _RUNS))
+            return [join(leaf) for leaf in zip(*alone)]
+
+        self._try("one by one", one_by_one)
+        rows = self.count if isinstance(self.results["one by one"], Exception) else len(alone)
+        try:
+            self.results["at once"] = self._run_rows(0, rows)
+        except tf.errors.OpError as error:
+            raise self._program.failed(error, [Shard(self.devices[0], 0, rows)]) from error
+        self.compared = rows
+        self._try("again", lambda: self._run_rows(0, rows))
+        if self.seconds + compiling * len(self.devices) > self._limit:  # the map compiles fn for each device
+            raise TimeoutError
+        mapped = Calls(self._program, Nobody()).over(first_rows(self._data, rows).structure)
+        self.results["over devices"] = tf.nest.flatten(as_nodes(mapped))
+
+    def _run_rows(self, start: int, stop: int) -> list[Any]:
         with tf.device(HOST):
-            some = [take_rows(leaf, start, stop) for leaf in leaves]
-        return interruptible(partial(function, *compiled.flat(some)), cancellation)
+            rows = [take_rows(leaf, start, stop) for leaf in self.leaves]
+        results = self.run(rows)
+        self.tell(ChunkFinished(self.seconds, Shard(self.devices[0], start, stop), 0.0))
+        return results
 
-    def run_in(size: int) -> Any:
-        count = rows.count or 0
-        parts = [run(start, start + size) for start in range(0, count, size)]
-        return compiled.pack([join(leaf) for leaf in zip(*parts)])
+    def _try(self, mode: str, run: Callable[[], list[Any]]) -> None:
+        try:
+            self.results[mode] = run()
+        except (tf.errors.OpError, FunctionError) as error:
+            self.results[mode] = error
 
-    return partial(run_in, rows.count or 0), partial(run_in, 1)
+    def _show(self, expected_seconds: float) -> None:
+        """Show a progress bar if that is worth it."""
+        if expected_seconds > _SHOWN_SECONDS:
+            expected = seconds_text(min(expected_seconds, self._limit))
+            self.tell = ProgressBar(f"verify {self._program.name}, about {expected}")
+            self.tell(CallStarted(0.0, self.count * _RUNS, ()))
 
 
-def _relative_tolerance(dtype: tf.DType, devices: tuple[str, ...]) -> float:
-    """Half of the digits of a dtype: far more than sums lose by rounding, and far less than another batch changes."""
-    epsilon = _EPSILON.get(dtype.real_dtype, 0.0)
+def _findings(runs: _Runs, tolerance: float | None) -> Iterator[Finding]:
+    """Yield the modes that failed, and the first difference of each output.
+
+    Raises:
+        TimeoutError: time is up before it is known whether rounding explains the difference that was yielded last.
+    """
+    wanted = runs.results.get("at once")
+    if not isinstance(wanted, list):
+        return
+    for mode, error in runs.results.items():
+        if isinstance(error, Exception):
+            yield Finding(mode, None, f"fn failed with {type(error).__name__}: {brief(error)}", _MEANINGS[mode])
+    paths = tf.nest.flatten(map_nest(lambda _, path: path, runs.compiled.pack(wanted), "the result"))
+    for i, (path, leaf) in enumerate(zip(paths, wanted)):
+        relative = math.sqrt(_epsilon(leaf.dtype, runs.devices)) if tolerance is None else tolerance
+        for mode in _MODES:
+            result = runs.results.get(mode)
+            if isinstance(result, list) and (found := find_difference(path, result[i], leaf, relative)):
+                try:
+                    rounding = mode != "again" and _rounding_explains(runs, i, result[i], leaf, relative)
+                except TimeoutError:
+                    yield Finding(mode, path, found, _MEANINGS[mode])
+                    raise
+                mode = "rounding" if rounding else mode
+                yield Finding(mode, path, found, _MEANINGS[mode])
+                break
+
+
+def _rounding_explains(runs: _Runs, output: int, got: Any, wanted: Any, tolerance: float) -> bool:
+    """Whether rounding alone makes rows of an output differ, as where it decides a branch, an argmax or a number of steps.
+
+    Then other last digits change the result of a row alone as much, and with other rows in the batch, each row that differs
+    most has one of its known results.
+
+    Raises:
+        TimeoutError: time is up.
+    """
+    dense = all(isinstance(leaf, tf.Tensor) for leaf in (got, wanted, *runs.leaves))
+    if not dense or wanted.dtype == tf.string or got.shape != wanted.shape:
+        return False
+    x, y = got.numpy(), wanted.numpy()
+    changes = [_distance(*pair) for pair in zip(x, y)]
+    least = tolerance * _distance(np.where(np.isfinite(y), y, 0), 0)
+
+    def run(leaves: Iterable[Any]) -> Any:
+        with tf.device(HOST):
+            tensors = [tf.convert_to_tensor(leaf) for leaf in leaves]
+        return runs.run(tensors)[output].numpy()
+
+    decided = False
+    for row in sorted(range(len(y)), key=changes.__getitem__, reverse=True)[:_EXAMINED_ROWS]:
+        if changes[row] <= least:
+            break
+        rounded = [_rounded(leaf[row].numpy(), leaf.dtype, runs.devices) for leaf in runs.leaves]
+        alone = [run(leaf[:1] for leaf in rounded)[0]]
+        while len(alone) <= _ROUNDINGS and _distance(alone[0], alone[-1]) < changes[row] / 2:
+            alone.append(run(leaf[len(alone) :][:1] for leaf in rounded)[0])
+        decided = decided or _distance(alone[0], alone[-1]) >= changes[row] / 2
+        others = [row if i == row else row - 1 for i in range(len(y))]
+        with_others = run(leaf.numpy()[others] for leaf in runs.leaves)[row]
+        if min(_distance(with_others, result) for result in (y[row], *alone)) >= changes[row] / 2:
+            return False
+    return decided
+
+
+def _rounded(row: Any, dtype: tf.DType, devices: tuple[str, ...]) -> Any:
+    """Return an array of a row and behind it `_ROUNDINGS` copies of it with other last digits."""
+    copies = np.repeat(np.asarray(row)[None], _ROUNDINGS + 1, axis=0)
+    if not dtype.is_floating:
+        return copies
+    # A sum of many numbers loses more than one rounding: from 4 to 64 units in the last place.
+    largest = 4.0 ** np.linspace(1, 3, _ROUNDINGS + 1)
+    steps = np.random.default_rng(0).uniform(-1, 1, copies.shape) * largest.reshape(-1, *[1] * (copies.ndim - 1))
+    steps[0] = 0
+    return (copies * (1.0 + steps * _epsilon(dtype, devices))).astype(copies.dtype)
+
+
+def _distance(x: Any, y: Any) -> float:
+    """Return the largest difference of two arrays of numbers: infinity where only one is NaN."""
+    x, y = np.asarray(x, np.complex128), np.asarray(y, np.complex128)
+    with np.errstate(invalid="ignore"):  # infinity minus infinity
+        apart = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, np.abs(x - y))
+    return float(np.nan_to_num(apart, nan=np.inf, posinf=np.inf).max(initial=0.0))
+
+
+def _epsilon(dtype: tf.DType, devices: tuple[str, ...]) -> float:
+    """The relative error of one rounding.
+
+    Numbers may differ by its square root, half of the digits of a dtype: far more than sums lose by rounding, and far less
+    than another batch changes.
+    """
     if dtype.real_dtype == tf.float32 and tf.config.experimental.tensor_float_32_execution_enabled():
-        epsilon = _EPSILON_OF_TENSOR_FLOAT if any(kind_of(device) == "GPU" for device in devices) else epsilon
-    return math.sqrt(epsilon)
+        return _EPSILON_OF_TENSOR_FLOAT if any(kind_of(device) == "GPU" for device in devices) else _EPSILON[tf.float32]
+    return _EPSILON.get(dtype.real_dtype, 0.0)
 
 
 def find_difference(path: str, got: Any, wanted: Any, tolerance: float) -> str | None:

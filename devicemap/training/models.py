@@ -196,12 +196,14 @@ class _Parallel:
         shares = tuple(DeviceShare(*each) for each in rows.items())
         return TrainingReport(self._model.name, self._sizes.total(), shares, self._accumulate)
 
-    def verify(self, data: Any, rows: int | None = None, *, tolerance: float | None = None) -> Verification:
+    def verify(
+        self, data: Any, rows: int | None = None, *, tolerance: float | None = None, seconds: float | None = 30.0
+    ) -> Verification:
         """Run the model as in `predict` on some rows, and compare each layer's output, as `DeviceMap.verify` does.
 
         Args:
             data: inputs of the model.
-            rows, tolerance: as for `DeviceMap.verify`.
+            rows, tolerance, seconds: as for `DeviceMap.verify`.
 
         Returns:
             The findings; outputs are named by the layer that gives them, in the order of layers, where the model is
@@ -218,7 +220,7 @@ class _Parallel:
             return model(tf.nest.pack_sequence_as(data, leaves), training=False)
 
         mapper = DeviceMap(infer, devices=self._devices, batched=True, name=self._model.name)
-        return mapper.verify(leaves, rows, tolerance=tolerance)
+        return mapper.verify(leaves, rows, tolerance=tolerance, seconds=seconds)
 
     def _make(self, name: str, force: bool = False) -> Any:
         """Make the function of a loop, instead of Keras, which would compile it by XLA for one device."""
