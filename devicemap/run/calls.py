@@ -74,21 +74,19 @@ _stats: WeakKeyDictionary[Compiled, _CallStats] = WeakKeyDictionary()
 class Observers(GraphObservers, Protocol):
     """Who hears of calls: a report, a progress bar, a callable of the user's."""
 
-    def of_chunks(self, traces: Callable[[], int]) -> AbstractContextManager[Callable[[Event], object]]:
-        """What a call in chunks runs in: it is told each event, one at a time."""
+    def of_chunks(self, compiled: Compiled) -> AbstractContextManager[Callable[[Event], object]]:
+        """Return the context of a call of `compiled` in chunks; its value takes each event, one at a time."""
 
 
 class Nobody:
     """Hears of no call."""
 
-    def of_graph(
-        self, rows: int, devices: Sequence[str], traces: Callable[[], int]
-    ) -> AbstractContextManager[Heard | None]:
-        traces()  # they are not those of the next call
+    def of_graph(self, rows: int, devices: Sequence[str], compiled: Compiled) -> AbstractContextManager[Heard | None]:
+        compiled.take_traces()  # they are not those of the next call
         return nullcontext()
 
-    def of_chunks(self, traces: Callable[[], int]) -> AbstractContextManager[Callable[[Event], object]]:
-        traces()
+    def of_chunks(self, compiled: Compiled) -> AbstractContextManager[Callable[[Event], object]]:
+        compiled.take_traces()
         return nullcontext(lambda event: None)
 
 
@@ -224,7 +222,7 @@ class Calls:
             source.read_ahead()
         lost: list[DeviceLost] = []
         try:
-            with self._observers.of_chunks(compiled.take_traces) as observe:
+            with self._observers.of_chunks(compiled) as observe:
 
                 def tell(event: Event) -> None:
                     if isinstance(event, DeviceLost):

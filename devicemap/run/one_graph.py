@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -62,10 +62,8 @@ class Heard(Protocol):
 class GraphObservers(Protocol):
     """Who hears of calls in one graph."""
 
-    def of_graph(
-        self, rows: int, devices: Sequence[str], traces: Callable[[], int]
-    ) -> AbstractContextManager[Heard | None]:
-        """What a call in one graph runs in; `None` where nobody hears of it. `traces()`: how often `fn` was traced for it."""
+    def of_graph(self, rows: int, devices: Sequence[str], compiled: Compiled) -> AbstractContextManager[Heard | None]:
+        """Return the context of a call in one graph of `compiled`; its value is `None` if there is no observer."""
 
 
 class OneGraph:
@@ -88,7 +86,7 @@ class OneGraph:
             )
         count = rows.count or 0
         if not count and not gradients:
-            with self._observers.of_graph(0, (), compiled.take_traces):
+            with self._observers.of_graph(0, (), compiled):
                 return compiled.pack_no_rows()
         shards, sizes = compiled.shards(count) if count else ((), tf.zeros([1], tf.int32))
         arguments = (sizes, *self.program.seeded(rows.leaves, 0, count))
@@ -122,7 +120,7 @@ class OneGraph:
             FunctionError: `fn` failed, on one of the `shards` of these `leaves` if it fails there again.
         """
         devices = tuple(dict.fromkeys(shard.device for shard in shards))
-        with self._observers.of_graph(rows.count or 0, devices, compiled.take_traces) as heard:
+        with self._observers.of_graph(rows.count or 0, devices, compiled) as heard:
             began = time.time(), time.perf_counter()
             try:
                 yield [] if heard is None else heard.runs, began

@@ -215,13 +215,15 @@ class _Runs:
             FunctionError: `fn` failed on all rows at once, or over the devices.
         """
         batched = self.compiled.traced.vectorized or self._program.options.batched
-        share = self._limit / (3 if batched else _RUNS + 1)  # a batch takes less time than its rows one by one
+        parts = 3 if batched else _RUNS + 1  # a batch takes less time than its rows one by one
         alone: list[list[Any]] = []
         compiling = 0.0
 
         def one_by_one() -> list[Any]:
             nonlocal compiling
-            while len(alone) < min(2, self.count) or (len(alone) < self.count and self.seconds < share):
+            while len(alone) < min(2, self.count) or (
+                len(alone) < self.count and self.seconds - compiling < (self._limit - compiling) / parts
+            ):
                 alone.append(self._run_rows(len(alone), len(alone) + 1))
                 if len(alone) == 1:
                     compiling = self.seconds
@@ -258,7 +260,7 @@ class _Runs:
         """Show a progress bar if that is worth it."""
         if expected_seconds > _SHOWN_SECONDS:
             expected = seconds_text(min(expected_seconds, self._limit))
-            self.tell = ProgressBar(f"verify {self._program.name}, about {expected}")
+            self.tell = ProgressBar(f"verify {self._program.name}, up to {expected}")
             self.tell(CallStarted(0.0, self.count * _RUNS, ()))
 
 

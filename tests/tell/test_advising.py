@@ -50,6 +50,15 @@ def test_an_even_call_gets_no_advice() -> None:
     assert Report.of(history([(10, 1.0)] * 8, devices=4), traces=1).advice == ()
 
 
+@pytest.mark.parametrize(("seconds", "sentences"), [(0.9, 0), (1.1, 1)])
+def test_advice_for_a_long_call_row_by_row(seconds: float, sentences: int) -> None:
+    events = history([(10, seconds)] * 2, devices=2)
+    advice = Report.of(events, row_by_row="Foo was not tested (`foo(x)`, line 12 of ode.py)").advice
+    assert len(advice) == sentences
+    assert all("`foo(x)`, line 12 of ode.py): pass vectorize=True, and compare" in line for line in advice)
+    assert Report.of(events).advice == ()
+
+
 def test_advice_for_a_slow_input() -> None:
     (advice,) = Report.of(history([(10, 0.5)] * 10, devices=1, input_seconds=1.0)).advice
     assert advice == (

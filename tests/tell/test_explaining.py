@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from cases import IN_CI, Case
 from graphs import between_devices, partitions
 
 import devicemap
-from devicemap.errors import DataError
+from devicemap.errors import DataError, FunctionError
 from devicemap.tell.plan.plan import ControlEdge, Handling
 
 X = tf.reshape(tf.range(21, dtype=tf.float32), [7, 3])
@@ -335,3 +336,51 @@ def test_it_reads_well() -> None:
     ):
         assert line in text
     assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def _looped(row: Any) -> Any:
+    return tf.pad(row, [[1, 1]], constant_values=3.0)
+
+
+COUNT = tf.Variable(0.0)
+
+
+def _counted(row: Any) -> Any:
+    COUNT.assign_add(row[0])
+    return row
+
+
+LOOPS: list[tuple[Callable[..., Any], Any, dict[str, Any]]] = [
+    (_looped, X, {}),
+    (tf.function(lambda row: row * 2).get_concrete_function(tf.TensorSpec([3])), X, {}),
+    (lambda row: tf.sparse.to_dense(tf.sparse.from_dense(row)), X, {}),
+    (lambda row: row * 2, tf.ragged.constant([[1.0], [2.0, 3.0]]), {}),
+    (lambda row: row * 2, X, {"fn_output_signature": tf.float32}),
+    (_counted, X, {}),
+    (lambda row: tf.py_function(lambda x: x, [row], tf.float32), X, {}),
+    (lambda row: tf.cond(row[0] > 1, lambda: row, lambda: -row), X, {"jit_compile": True}),
+]
+
+
+@pytest.mark.parametrize(("fn", "data", "options"), LOOPS)
+def test_a_loop_is_advised_to_vectorize_if_that_is_possible(
+    fn: Callable[..., Any], data: Any, options: dict[str, Any]
+) -> None:
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:0"], **options)
+    (advice,) = [line for line in mapper.explain(data).advice if line.startswith("rows run one by one because ")]
+    try:
+        devicemap.DeviceMap(fn, devices=["CPU:0"], vectorize=True, **options).explain(data)
+    except FunctionError:
+        assert "vectorize=True" not in advice
+    else:
+        assert ": pass vectorize=True, and compare the results with DeviceMap.verify; or else use" in advice
+    mapper(data)
+    assert mapper.report.row_by_row is not None
+    assert mapper.report.row_by_row in advice
+
+
+def test_a_call_that_was_asked_for_as_it_runs_has_no_loop_to_report() -> None:
+    for options in ({}, {"vectorize": False}, {"batched": True}, {"batch_size": 2, "vectorize": False}):
+        mapper = devicemap.DeviceMap(lambda row: row * 2, devices=["CPU:0"], **options)
+        mapper(X)
+        assert mapper.report.row_by_row is None

@@ -32,7 +32,13 @@ ADVICE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"vectorized": False, "reason": "Foo has no vectorised form"},
-        "fn is mapped row by row because Foo has no vectorised form; a fn of a whole batch (batched=True) may be faster",
+        "rows run one by one because Foo has no vectorised form: use another op there, or pass batched=True and a fn of a "
+        "whole batch",
+    ),
+    (
+        {"vectorized": False, "reason": "Foo was not tested (`foo(x)`, line 12 of ode.py)"},
+        "rows run one by one because Foo was not tested (`foo(x)`, line 12 of ode.py): pass vectorize=True, and compare the "
+        "results with DeviceMap.verify; or else use another op there, or pass batched=True and a fn of a whole batch",
     ),
     (
         {"python_ops": ("PyFunc",)},

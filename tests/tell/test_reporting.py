@@ -166,7 +166,7 @@ def test_to_dict_has_units_in_its_names() -> None:
     found = Report.of(MANY, usage=[GpuUsage(device(0), 45.0, 2**30)]).to_dict()
     assert set(found) == {
         "way", "rows", "expected_rows", "wall_seconds", "rows_per_second", "traces", "retries", "back_offs",
-        "tail_seconds", "lost_devices", "slow_devices", "error", "advice", "devices",
+        "tail_seconds", "lost_devices", "slow_devices", "row_by_row", "error", "advice", "devices",
     }  # fmt: skip
     assert set(found["devices"][0]) == {
         "device", "rows", "share", "calls", "busy_seconds", "idle_seconds", "waiting_seconds",

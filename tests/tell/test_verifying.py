@@ -306,7 +306,7 @@ def test_progress_of_a_long_verification(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not events
     _clock(monkeypatch, 0.1)
     mapper.verify(X, rows=4, seconds=None)
-    assert names[0].startswith("verify double, about ")
+    assert names[0].startswith("verify double, up to ")
     assert isinstance(events[0], CallStarted)
     assert events[0].rows == 16
     assert sum(len(event.shard) for event in events if isinstance(event, ChunkFinished)) == 4 + 4 + 3

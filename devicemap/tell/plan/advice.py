@@ -15,12 +15,31 @@ _LARGE_BYTES = 2**20
 """Copies of fewer bytes cost less than a call does."""
 
 
+_NEVER_VECTORIZED = (
+    "has no vectorised form", "fn_output_signature", "ragged or sparse", "once per row", "jit_compile=True",
+)  # fmt: skip
+"""Words of the reasons for which `vectorize=True` raises an error."""
+
+
 def advise(plan: Plan) -> tuple[str, ...]:
     """A sentence for each thing that is worth it; what costs most comes first."""
     judges: Sequence[Callable[[Plan], Iterator[str]]] = (
         _about_order, _about_python, _about_devices, _about_parts, _about_loops, _about_updates, _about_copies,
     )  # fmt: skip
     return tuple(sentence for judge in judges for sentence in judge(plan))
+
+
+def reason_for_loop(batched: bool, vectorized: bool, ordered: bool, reason: str) -> str | None:
+    """Why rows run one by one; `None` if they do not, or if the user asked for it."""
+    return None if batched or vectorized or ordered or reason == "vectorize=False" else reason
+
+
+def remedies_for_loop(reason: str) -> str:
+    """The advice for rows that run one by one, with the remedies in the order in which to try them."""
+    remedies = ["use another op there, or pass batched=True and a fn of a whole batch"]
+    if not any(words in reason for words in _NEVER_VECTORIZED):
+        remedies.insert(0, "pass vectorize=True, and compare the results with DeviceMap.verify")
+    return f"rows run one by one because {reason}: {'; or else '.join(remedies)}"
 
 
 def _about_order(plan: Plan) -> Iterator[str]:
@@ -74,8 +93,9 @@ def _about_parts(plan: Plan) -> Iterator[str]:
 
 
 def _about_loops(plan: Plan) -> Iterator[str]:
-    if not (plan.batched or plan.vectorized or plan.ordered or plan.reason == "vectorize=False"):
-        yield f"fn is mapped row by row because {plan.reason}; a fn of a whole batch (batched=True) may be faster"
+    reason = reason_for_loop(plan.batched, plan.vectorized, bool(plan.ordered), plan.reason)
+    if reason is not None:
+        yield remedies_for_loop(reason)
 
 
 def _about_updates(plan: Plan) -> Iterator[str]:

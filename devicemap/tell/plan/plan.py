@@ -131,7 +131,7 @@ class Plan(Result):
     """Whether a `fn` of one row runs over the rows of a device at once."""
 
     reason: str
-    """Why it does, or does not: for instance the op that is not proven to give the same vectorised."""
+    """Why it does, or does not: for instance the op without a tested vectorised form."""
 
     traces: int
     """How often `fn` is traced for data of this structure: once for all devices, sizes and calls."""

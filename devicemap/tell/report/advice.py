@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
+from devicemap.tell.plan.advice import remedies_for_loop
 from devicemap.tell.render import listed, short_names
 from devicemap.tell.report.accounts import DeviceReport
 from devicemap.tell.report.timeline import Span, ran_in_turn
@@ -21,6 +22,9 @@ _SLOW = 0.5
 
 _LONG_SECONDS = 0.5
 """Calls, and waits, that take less say nothing of the devices."""
+
+_LONG_LOOP_SECONDS = 1.0
+"""Calls that run rows one by one for longer than this get advice about it."""
 
 _WORTH_SAYING = 0.1
 """Time that was lost is worth saying from this share of the call's time on."""
@@ -49,7 +53,12 @@ def advise(report: Report) -> tuple[str, ...]:
     """What to change, a sentence or two for each thing that is worth it; the most telling first."""
     if report.way == "one graph" and ran_in_turn(report.spans):
         return ("the devices worked one after another, since fn depends on the order of rows: see explain",)
-    return tuple(_about_balance(report))
+    return *_about_loop(report), *_about_balance(report)
+
+
+def _about_loop(report: Report) -> Iterator[str]:
+    if report.row_by_row is not None and report.wall_seconds > _LONG_LOOP_SECONDS:
+        yield remedies_for_loop(report.row_by_row)
 
 
 def _about_balance(report: Report) -> Iterator[str]:

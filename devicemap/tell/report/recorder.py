@@ -15,6 +15,7 @@ from functools import partial
 from typing import Literal
 
 from devicemap.base.options import Options
+from devicemap.compile.compiled import Compiled
 from devicemap.errors import DeviceMapError, brief
 from devicemap.events import (
     CallFinished,
@@ -26,6 +27,7 @@ from devicemap.events import (
     Event,
 )
 from devicemap.run.one_graph import Run
+from devicemap.tell.plan.advice import reason_for_loop
 from devicemap.tell.report.meter import GpuMeter
 from devicemap.tell.report.progress import ProgressBar
 from devicemap.tell.report.report import Report
@@ -46,9 +48,15 @@ def _without_traceback(event: Event) -> Event:
 class Recorder:
     """Listens to one call, and makes its report when asked."""
 
-    def __init__(self, way: Literal["one graph", "chunks"], traces: int, gpus: Mapping[str, int]):
+    def __init__(
+        self,
+        way: Literal["one graph", "chunks"],
+        traces: int,
+        gpus: Mapping[str, int],
+        row_by_row: str | None = None,
+    ):
         """`gpus`: for the full name of each GPU among the devices, the index of the physical one."""
-        self._way, self._traces = way, traces
+        self._way, self._traces, self._row_by_row = way, traces, row_by_row
         self.meter = GpuMeter(gpus)
         """To be entered for as long as the call lasts."""
         self._begin: Event | None = None
@@ -70,7 +78,9 @@ class Recorder:
             if self._report is None:
                 assert self._begin is not None
                 events, usage = [self._begin, *self._events], self.meter.usage
-                self._report = Report.of(events, way=self._way, traces=self._traces, usage=usage)
+                self._report = Report.of(
+                    events, way=self._way, traces=self._traces, usage=usage, row_by_row=self._row_by_row
+                )
                 self._events.clear()
             return self._report
 
@@ -86,9 +96,10 @@ class GraphCall(Recorder):
         gpus: Mapping[str, int],
         listeners: Sequence[_Listener],
         finished: Callable[[GraphCall], None],
+        row_by_row: str | None = None,
     ):
         """The call notifies `listeners` of its events, and passes itself to `finished` when it ends."""
-        super().__init__("one graph", traces, gpus)
+        super().__init__("one graph", traces, gpus, row_by_row)
         self.runs: list[Run] = []
         """What its graphs have done: set by whoever runs them."""
         self._start = CallStarted(0.0, rows, tuple(devices))
@@ -148,19 +159,24 @@ class Observers:
         self.last: Recorder | None = None
         """The last call that has finished."""
 
-    def of_graph(self, rows: int, devices: Sequence[str], traces: Callable[[], int]) -> GraphCall:
+    def of_graph(self, rows: int, devices: Sequence[str], compiled: Compiled) -> GraphCall:
         """Return a context that times a call in one graph."""
-        return GraphCall(rows, devices, traces(), self._gpus, self._listeners(), self._keep)
+        reason = self._reason_for_loop(compiled)
+        return GraphCall(rows, devices, compiled.take_traces(), self._gpus, self._listeners(), self._keep, reason)
 
     @contextmanager
-    def of_chunks(self, traces: Callable[[], int]) -> Iterator[_Listener]:
+    def of_chunks(self, compiled: Compiled) -> Iterator[_Listener]:
         """Yield a callable that takes the events of a call in chunks."""
-        recorder = Recorder("chunks", traces(), self._gpus)
+        recorder = Recorder("chunks", compiled.take_traces(), self._gpus, self._reason_for_loop(compiled))
         try:
             with recorder.meter:
                 yield partial(_tell, (recorder, *self._listeners()))
         finally:
             self._keep(recorder)
+
+    def _reason_for_loop(self, compiled: Compiled) -> str | None:
+        traced = compiled.traced
+        return reason_for_loop(self._options.batched, traced.vectorized, traced.audit.ordered, traced.reason)
 
     def _listeners(self) -> tuple[_Listener, ...]:
         """Who hears of a call besides its report."""

@@ -61,6 +61,9 @@ class Report(Result):
     spans: tuple[Span, ...]
     """Each attempt to compute a chunk, in the order in which they ended."""
 
+    row_by_row: str | None = None
+    """Why a `fn` of one row ran row by row; `None` if it did not, or with `vectorize=False`."""
+
     @classmethod
     def of(
         cls,
@@ -69,6 +72,7 @@ class Report(Result):
         way: Literal["one graph", "chunks"] = "chunks",
         traces: int | None = None,
         usage: Iterable[GpuUsage] = (),
+        row_by_row: str | None = None,
     ) -> Report:
         """The report of one finished call.
 
@@ -79,6 +83,7 @@ class Report(Result):
             way: `"one graph"` where one graph held all devices.
             traces: how often `fn` was traced in this call.
             usage: what a `GpuMeter` sampled.
+            row_by_row: why `fn` ran row by row, if it did.
 
         Raises:
             DataError: the events are not those of one call that has finished.
@@ -96,6 +101,7 @@ class Report(Result):
             error=None if finished.error is None else f"{type(finished.error).__name__}: {brief(finished.error)}",
             devices=devices,
             spans=spans,
+            row_by_row=row_by_row,
         )
 
     @property
