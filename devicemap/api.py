@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
-from devicemap.base.structure import as_nodes, as_objects, nodes_of
+from devicemap.base.structure import as_nodes, as_objects, nodes_of, tuples_for_lists
 from devicemap.compile.cache import Memory
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import Reduction
@@ -81,7 +81,8 @@ def parallel_map(
             of a measured size in others.
         seed: an int from 0 to 2**32 - 1: `fn` also gets `seed=`, a seed for `tf.random.stateless_*` (int32 `[2]`;
             `[rows, 2]` when batched) that depends on `seed` and the row's index alone.
-        fn_output_signature: as in `tf.map_fn`, for a `fn` of one row whose dense results differ in shape.
+        fn_output_signature: as in `tf.map_fn`, for a `fn` of one row whose dense results differ in shape. Where it has a list,
+            `fn` returns a list of results, not one tensor.
         jit_compile: compile with XLA, once for each number of rows of a shard. Chunks have `batch_size` rows, or 1, 2,
             4, 8, ... with `"auto"`.
         in_place: variables that `fn` reads where they are, for instance a table that is larger than the memory of a device:
@@ -247,6 +248,7 @@ class DeviceMap:
         def leaves() -> Iterator[Any]:  # from_generator knows no structure but tuples and dicts
             return (tuple(tf.nest.flatten(as_nodes(chunk))) for chunk in self.stream(data))
 
+        spec = tuples_for_lists(spec)
         dataset = as_dataset(leaves, tuple(tf.nest.flatten(spec)), count)
         return dataset.map(_as_written(lambda *leaves: as_objects(tf.nest.pack_sequence_as(spec, leaves))))
 

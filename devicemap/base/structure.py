@@ -1,5 +1,7 @@
 """Nests of tuples, dicts and objects of the user's classes, as `tf.nest` goes into them.
 
+A list is a leaf, which becomes a tensor. It is structure in `fn_output_signature` and, where that has a list, in results.
+
 TensorFlow knows three kinds of classes whose objects are structure: those of `attrs`, those with `__tf_flatten__` and
 `__tf_unflatten__`, and extension types. The first two may refuse to hold anything else than tensors (specs, for instance),
 and `tf.nest` takes the third for leaves. So each object becomes a `Node` where it comes in, and an object again where `fn`
@@ -22,7 +24,7 @@ class Node:
     """An object of a user's class, taken apart; `tf.nest` goes into its parts."""
 
     kind: Any
-    """The class; `None` for a value that is no tensor, in an extension type."""
+    """The class; `list` for a list of results; `None` for a value that is no tensor, in an extension type."""
 
     static: Any
     """What the object has besides its parts: the same for all rows, and never changed."""
@@ -44,6 +46,8 @@ class Node:
     def __repr__(self) -> str:
         if self.kind is None:
             return repr(self.static)
+        if self.kind is list:
+            return repr(list(self.parts))
         return f"{self.kind.__name__}({', '.join(f'{name}={part!r}' for name, part in zip(self.names, self.parts))})"
 
     @property
@@ -57,15 +61,20 @@ class Node:
 
 
 def map_nest(
-    leaf: Callable[[Any, str], Any], data: Any, path: str = "", build: Callable[[Node], Any] = lambda node: node
+    leaf: Callable[[Any, str], Any],
+    data: Any,
+    path: str = "",
+    build: Callable[[Node], Any] = lambda node: node,
+    lists: Callable[[str], bool] = lambda path: False,
 ) -> Any:
     """Rebuild tuples (named ones too) and dicts, and objects as nodes, with `leaf(value, path)` for everything else.
 
     `path` is that of `data`, where `leaf` needs one; `build` makes of a node, with the new parts, what takes its place.
+    `lists` decides by its path whether a list becomes a node; other lists are leaves.
     """
 
     def rebuilt(value: Any, path: str) -> Any:
-        return map_nest(leaf, value, path, build)
+        return map_nest(leaf, value, path, build, lists)
 
     if isinstance(data, Mapping):
         entries = {key: rebuilt(value, f"{path}[{key!r}]") for key, value in data.items()}
@@ -74,20 +83,40 @@ def map_nest(
         if hasattr(data, "_fields"):
             return type(data)(*(rebuilt(v, f"{path}.{f}") for f, v in zip(data._fields, data)))
         return tuple(rebuilt(value, f"{path}[{i}]") for i, value in enumerate(data))
-    node = _node_of(data)
+    if isinstance(data, list) and lists(path):
+        node: Node | None = Node(list, None, tuple(range(len(data))), tuple(data))
+    else:
+        node = _node_of(data)
     if node is None:
         return leaf(data, path)
     return build(replace(node, parts=tuple(rebuilt(p, path + _step(node, n)) for n, p in zip(node.names, node.parts))))
 
 
-def as_nodes(data: Any) -> Any:
-    """The nest with nodes in place of objects."""
-    return map_nest(lambda leaf, _: leaf, data)
+def as_nodes(data: Any, lists: Callable[[str], bool] = lambda path: False) -> Any:
+    """The nest with nodes in place of objects, and of the lists that `lists` chooses by their paths."""
+    return map_nest(lambda leaf, _: leaf, data, lists=lists)
+
+
+def paths_of_lists(nest: Any, path: str) -> frozenset[str]:
+    """The paths of all lists in the nest, whose own path is `path`."""
+    found: list[str] = []
+
+    def noted(path: str) -> bool:
+        found.append(path)
+        return True
+
+    map_nest(lambda leaf, _: leaf, nest, path, lists=noted)
+    return frozenset(found)
 
 
 def as_objects(nest: Any) -> Any:
     """The nest of tensors with objects in place of their nodes. What an extension type validates is not asked here."""
     return map_nest(lambda leaf, _: leaf, nest, build=_object_of)
+
+
+def tuples_for_lists(nest: Any) -> Any:
+    """The nest with tuples in place of the nodes of lists: datasets and files have no lists."""
+    return map_nest(lambda leaf, _: leaf, nest, build=lambda node: node.parts if node.kind is list else node)
 
 
 def refused_by(nest: Any) -> tuple[Node, Exception] | None:
@@ -169,6 +198,8 @@ def _field(value: Any) -> Any:
 def _object_of(node: Node) -> Any:
     if node.kind is None:
         return node.static
+    if node.kind is list:
+        return list(node.parts)
     if issubclass(node.kind, Mapping):
         return node.kind(zip(node.names, node.parts))
     if _is_attrs(node.kind):

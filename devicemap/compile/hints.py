@@ -17,6 +17,10 @@ _WANTS_AXES = re.compile(r"incompatible with the layer: expected (min_)?ndim|Inv
 
 _WANTS_NUMBERS = re.compile(r"symbolic tf\.Tensor.* to a numpy array|has no attribute '(numpy|tolist|item|astype)'")
 
+_NO_SLICES = re.compile(
+    r"'(list|tuple|int|float)' object has no attribute '(dtype|shape)'|^Shapes .* are not compatible"
+)
+
 _WANTS_NAMES = re.compile(r"are valid indices, got '")
 
 
@@ -31,10 +35,8 @@ def hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, e
         error: what tracing it raised.
     """
     own = (fn.__name__,) if hasattr(getattr(fn, "__self__", None), "built") else ()
-    for name in (
-        *own,
-        *getattr(getattr(fn, "__code__", None), "co_names", ()),
-    ):  # a method of a model, or what calls one
+    called = getattr(getattr(fn, "__code__", None), "co_names", ())
+    for name in (*own, *called):  # a method of a model, or what calls one
         if name in _FOR_EAGER_CODE:
             yield f"Keras's {name} is for eager code: {_FOR_EAGER_CODE[name]}"
             return
@@ -50,6 +52,11 @@ def hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, e
         yield (
             "fn is traced as by tf.function, and its tensors have no numbers then: use what TensorFlow has (tf.sin for "
             "np.sin), or tf.numpy_function for what NumPy alone has"
+        )
+    if "IndexedSlices" in called and _NO_SLICES.search(str(error)):
+        yield (
+            "tf.IndexedSlices takes tensors: values of shape [n, ...], indices of shape [n] and dense_shape. Wrap lists in "
+            "tf.constant or tf.stack, and give one slice as values[None] and index[None]"
         )
     if _WANTS_NAMES.search(str(error)):
         yield "A tensor has no names: pass a dict of columns as data, such as dict(frame)"

@@ -18,7 +18,7 @@ from devicemap.base.structure import as_nodes, check_same_structure
 from devicemap.compile.collect import Kept, carrier_of, collected
 from devicemap.compile.kernels import is_made_on_host, is_taken_on_host
 from devicemap.data.rows import HOST, count_rows
-from devicemap.errors import failure
+from devicemap.errors import failure, function_error
 
 
 def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any, at_once: int | None = None) -> Any:
@@ -150,21 +150,26 @@ def _signature(row_fn: Any, specs: list[Any], options: Options, structure: Any) 
         returned = [_as_ragged(spec, ragged[0].row_splits_dtype) for spec in returned]
     if options.fn_output_signature is None:
         return returned
-    given = as_nodes(options.fn_output_signature)
+    given = as_nodes(options.fn_output_signature, lists=lambda path: True)
     try:
         check_same_structure(given, structure)
     except (TypeError, ValueError) as error:
-        raise failure(
+        raise function_error(
             f"fn_output_signature is {options.fn_output_signature}, but fn returns "
-            f"{tf.nest.pack_sequence_as(structure, returned)}: the nests must be the same"
+            f"{tf.nest.pack_sequence_as(structure, returned)}: the nests must be the same",
+            error,
         ) from error
     flat = list(tf.nest.flatten(given))
     for spec, leaf in zip(flat, outputs):
-        dtype = tf.as_dtype(getattr(spec, "dtype", spec))
-        if dtype != leaf.dtype:
-            raise failure(
-                f"fn_output_signature has {dtype.name} where fn returns {leaf.dtype.name}; they must be the same"
-            )
+        if isinstance(leaf, tf.Tensor) and not isinstance(spec, tf.RaggedTensorSpec | tf.SparseTensorSpec):
+            dtype = tf.as_dtype(getattr(spec, "dtype", spec))
+            if dtype != leaf.dtype:
+                raise failure(
+                    f"fn_output_signature has {dtype.name} where fn returns {leaf.dtype.name}; they must be the same"
+                )
+        elif not (isinstance(spec, tf.TypeSpec) and spec.is_compatible_with(tf.type_spec_from_value(leaf))):
+            wrong = f"fn_output_signature has {spec} where fn returns {tf.type_spec_from_value(leaf)}"
+            raise function_error(f"{wrong}; they must be compatible", ValueError(wrong))
     return flat
 
 

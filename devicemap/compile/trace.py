@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.gradients import complete_handle_data, differentiate_freely
 from devicemap.base.options import Options
-from devicemap.base.structure import as_objects, map_nest, nodes_of, refused_by
+from devicemap.base.structure import as_objects, map_nest, nodes_of, paths_of_lists, refused_by
 from devicemap.compile.audit import Audit, audit, is_steady
 from devicemap.compile.hints import hints_for
 from devicemap.compile.reduction import BoundReduction, Collection, Reduction
@@ -224,6 +224,7 @@ def _flatten(
     """
     unpack = type(specs) is tuple  # as in tf.data: named tuples and dicts stay one argument
     count = len(tf.nest.flatten(specs))
+    lists = paths_of_lists(options.fn_output_signature, "the result")
     if isinstance(fn, tf.types.experimental.PolymorphicFunction | tf.types.experimental.ConcreteFunction):
         inner = fn
     elif hasattr(fn, "__code__") and not _takes_others(fn, (len(specs) if unpack else 1) + (options.seed is not None)):
@@ -241,7 +242,9 @@ def _flatten(
                 results = inner(*arguments, **seeds) if unpack else inner(arguments, **seeds)
             finally:
                 in_fn.reset(around)
-        results = map_nest(lambda value, path: _result(value, path, rowwise), results, "the result")
+        results = map_nest(
+            lambda value, path: _result(value, path, rowwise), results, "the result", lists=lists.__contains__
+        )
         structures.append(tf.nest.map_structure(lambda _: None, results))
         flat = tf.nest.flatten(results)
         if not flat:

@@ -121,13 +121,14 @@ def row_spec(spec: Any) -> Any:
 
 def empty_rows(spec: Any) -> Any:
     """No rows of what has `spec`: inner dimensions that it does not know are 0, and there are none where it knows no rank."""
+    known = spec.shape.rank is not None
     if isinstance(spec, tf.RaggedTensorSpec):
-        inner = [d or 0 for d in spec.shape[spec.ragged_rank + 1 :].as_list()]
+        inner = [d or 0 for d in spec.shape[spec.ragged_rank + 1 :].as_list()] if known else []
         values = _nothing([0, *inner], spec.dtype)
         for _ in range(spec.ragged_rank):
             values = tf.RaggedTensor.from_row_splits(values, tf.zeros([1], spec.row_splits_dtype), validate=False)
         return values
-    inner = [] if spec.shape.rank is None else [d or 0 for d in spec.shape[1:].as_list()]
+    inner = [d or 0 for d in spec.shape[1:].as_list()] if known else []
     if isinstance(spec, tf.SparseTensorSpec):
         dense_shape = tf.constant([0, *inner], tf.int64)
         return tf.SparseTensor(tf.zeros([0, len(inner) + 1], tf.int64), _nothing([0], spec.dtype), dense_shape)

@@ -102,6 +102,8 @@ def describe_nest(specs: Any) -> Any:
 def _describe_object(node: Node) -> Any:
     if node.kind is None:
         return {"value": repr(node.static)}
+    if node.kind is list:
+        return describe_nest(node.parts)
     parts = dict(zip(node.names, node.parts))
     if issubclass(node.kind, Mapping):
         return describe_nest(parts)

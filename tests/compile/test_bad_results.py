@@ -21,6 +21,20 @@ def _python(row: Any) -> Any:
     return tf.ensure_shape(tf.py_function(lambda r: r, [row], tf.float32), [2])
 
 
+def _ragged(row: Any) -> Any:
+    return tf.RaggedTensor.from_tensor(row[None])
+
+
+def _two(row: Any) -> Any:
+    return row, row
+
+
+def _list(row: Any) -> Any:
+    return [row, row]
+
+
+_RAGGED = tf.RaggedTensorSpec(dtype=tf.int32, ragged_rank=3)
+SHAPE = tf.constant([4, 2])
 BATCHED: Options = {"batched": True}
 VECTORIZED: Options = {"vectorize": True}
 BAD_RESULTS: list[tuple[str, Any, Options, str]] = [
@@ -38,8 +52,39 @@ BAD_RESULTS: list[tuple[str, Any, Options, str]] = [
     ("a TensorArray of a batch", lambda b: {"t": _array(b)}, BATCHED, r"^the result\['t'\] of fn is a TensorArray or "),
     ("another nest", lambda row: row, {"fn_output_signature": {"a": tf.float32}}, r" the nests must be the same$"),
     ("another dtype", lambda row: row, {"fn_output_signature": tf.int32}, r" has int32 where fn returns float32; "),
+    (
+        "another rank and dtype",
+        lambda row: row,
+        {"fn_output_signature": _RAGGED},
+        r" has RaggedTensorSpec\(.*, tf\.int32, 3, ",
+    ),
+    (
+        "ragged for dense",
+        _ragged,
+        {"fn_output_signature": tf.float32},
+        r" has .*float32.* where fn returns RaggedTensorSpec",
+    ),
+    (
+        "a tuple for a list",
+        _two,
+        {"fn_output_signature": [tf.float32] * 2},
+        r" is \[tf\.float32, .* fn returns \(TensorSp",
+    ),
+    (
+        "one for a list of two",
+        _list,
+        {"fn_output_signature": [tf.float32]},
+        r" is \[tf\.float32\], but fn returns \[TensorSp",
+    ),
+    ("slices of lists", lambda row: tf.IndexedSlices([row], [0], [4, 2]), {}, r"\. tf\.IndexedSlices takes tensors: "),
+    (
+        "one slice",
+        lambda row: tf.IndexedSlices(row, 0 * SHAPE[0], SHAPE),
+        {},
+        r" give one slice as values\[None\] and ",
+    ),
     ("ragged with XLA", tf.RaggedTensor.from_tensor, {**BATCHED, "jit_compile": True}, r"^jit_compile=True with "),
-    ("ragged", lambda row: tf.RaggedTensor.from_tensor(row[None]), VECTORIZED, r": fn returns ragged or sparse "),
+    ("ragged", _ragged, VECTORIZED, r": fn returns ragged or sparse "),
     ("a signature", tf.identity, {**VECTORIZED, "fn_output_signature": tf.float32}, r": fn_output_signature is "),
     ("an effect", _python, VECTORIZED, r"^vectorize=True: EagerPyFunc acts once per row\. Use "),
     ("an op", lambda row: tf.unique(row).y, VECTORIZED, r"^vectorize=True: Unique has no vectorised form\. Use "),
