@@ -6,6 +6,8 @@ TENSORFLOW ?= $(shell if command -v nvidia-smi > /dev/null; then echo "tensorflo
 	elif [ "$$(uname -sm)" = "Linux x86_64" ]; then echo tensorflow-cpu; else echo tensorflow; fi)
 OLDEST_TENSORFLOW ?= 2.16.2
 CLIENTS_TENSORFLOW ?= 2.21.0
+# TensorFlow's own tests, which its packages leave out.
+TENSORFLOW_SOURCES ?= build/tensorflow-$(CLIENTS_TENSORFLOW)
 NIGHTLY_TENSORFLOW ?= $(subst tensorflow-cpu,tf-nightly-cpu,$(subst tensorflow[,tf-nightly[,$(patsubst tensorflow,tf-nightly,$(TENSORFLOW))))
 # The tests of the guarantees, which hold on the public names of TensorFlow alone.
 LAWS := $(addprefix tests/laws/test_,laws.py as_map_fn.py gradients.py random.py state.py streams.py balance.py reduce.py \
@@ -47,8 +49,8 @@ test-plain: $(VENV)/native.done
 
 # Functions of other packages (tools/clients). The packages come without their dependencies, which name another build of
 # TensorFlow; the group `clients` has the rest.
-test-clients: .venv-clients/installed.done
-	.venv-clients/bin/python $(PYTEST) --junitxml=build/test-clients.xml tools/clients $(TESTS)
+test-clients: .venv-clients/installed.done $(TENSORFLOW_SOURCES)
+	TENSORFLOW_SOURCES=$(TENSORFLOW_SOURCES) .venv-clients/bin/python $(PYTEST) --junitxml=build/test-clients.xml tools/clients $(TESTS)
 
 # The oldest supported TensorFlow. It needs NumPy 1, and Ray's columns need NumPy 2.
 test-oldest:
@@ -96,6 +98,11 @@ bench-quick: $(VENV)/bench.done
 # `python -m proving --and` keeps of the list that is there what holds with this TensorFlow, too.
 forms: $(VENV)/test.done
 	PYTHONPATH=.:tests:tools $(BIN)/python -m proving
+
+$(TENSORFLOW_SOURCES):
+	git clone --quiet --depth 1 --branch v$(CLIENTS_TENSORFLOW) --filter=blob:none --sparse \
+		https://github.com/tensorflow/tensorflow $@
+	git -C $@ sparse-checkout set $(addprefix tensorflow/python/,kernel_tests/control_flow ops/parallel_for ops/ragged)
 
 .venv-clients/installed.done: pyproject.toml
 	$(PYTHON) -m venv .venv-clients
