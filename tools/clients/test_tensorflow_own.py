@@ -24,7 +24,9 @@ CRASHES = 10
 """Most crashes of a file's tests after which the remaining tests still run."""
 
 _MESSAGE = "expects an error message of TensorFlow's"
-_SPLIT = "XLA of tf.compat.v1 does not know the number of rows, and cannot split them"
+_RANK = "data of unknown rank"
+_VARIABLES = "fn makes or reads variables of a graph of tf.compat.v1"
+_SPLIT = "xla.compile of tf.compat.v1 needs constant sizes to split rows"
 _PARTICLE = "a composite tensor of its own class is neither data nor a result"
 APART = {
     "MapFnTest.testMapEmptyList": _MESSAGE,
@@ -32,13 +34,17 @@ APART = {
     "MapFnTest.testMap_MultiOutputMismatchedDtype": _MESSAGE,
     "RaggedMapOpTest.testMismatchRaggedRank": _MESSAGE,
     "RaggedMapOpTest.testMismatchRaggedRank2": _MESSAGE,
-    "FunctionalOpsTest.testScan_MultiOutputMismatchedInitializer": _MESSAGE,
     "ArrayTest.test_strided_slice_loop_variant": "expects that vectorising fails, and rows of the same shape are right",
     "ArrayTest.test_tile_loop_dependent": "expects that vectorising fails",
     "PForTest.test_parallel_iterations_one": "expects an error about an option of pfor",
     "PForTest.test_parallel_iterations_zero": "expects an error about an option of pfor",
-    "MapFnTest.testMapUnknownShape": "data of unknown rank",
-    "MapFnTest.testMap_Scoped": "fn makes variables of tf.compat.v1",
+    "MapFnTest.testMapUnknownShape": _RANK,
+    "FunctionalOpsTest.testScanUnknownShape": _RANK,
+    "MapFnTest.testMap_Scoped": _VARIABLES,
+    "FunctionalOpsTest.testFoldl_Scoped": _VARIABLES,
+    "FunctionalOpsTest.testFoldr_Scoped": _VARIABLES,
+    "FunctionalOpsTest.testScan_Scoped": _VARIABLES,
+    "FunctionalOpsTest.testScanGradientWithPartStopGradient": _VARIABLES,
     "LoggingTest.test_assert": "fn returns an operation",
     "LoggingTest.test_print_v2": "pfor prints once for all rows",
     "TensorListTest.test_no_fallback_with_internal_stacking": "an op without a kernel, which only a converter replaces",
@@ -91,14 +97,16 @@ def how(row: dict[str, Any]) -> str:
 
 
 def table(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Lines for people: counts, and each test that does not run vectorised with the op that is not."""
+    """Lines for people: how many tests run how, and for each reason the number of tests that it keeps from vectorising."""
     rows = [row for row in rows if how(row)]
     counts = Counter(map(how, rows))
     lines = [f"{len(rows)} of TensorFlow's tests that pfor and vectorize=True compute correctly: {dict(counts)}"]
-    reasons = Counter(
-        reason.split(",")[0] for row in rows for is_vectorized, reason in row["loops"] if not is_vectorized
+    of_tests = [{reason.split(",")[0] for is_vectorized, reason in row["loops"] if not is_vectorized} for row in rows]
+    reasons, alone = (
+        Counter(r for each in of_tests for r in each),
+        Counter(r for e in of_tests if len(e) == 1 for r in e),
     )
-    return lines + [f"{count:4} {reason}" for reason, count in reasons.most_common()]
+    return lines + [f"{count:4} ({alone[reason]} alone) {reason}" for reason, count in reasons.most_common()]
 
 
 @pytest.mark.timeout(3600)
