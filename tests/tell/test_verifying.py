@@ -231,6 +231,23 @@ def test_a_dependence_is_found_where_rounding_decides_results_too(fn: Any) -> No
     assert modes(fn, EDGE, batched=True) == {"the result": "one by one"}
 
 
+def test_a_function_that_fails_on_rounded_rows() -> None:
+    def picky(batch: Any) -> Any:
+        with tf.control_dependencies([tf.debugging.assert_equal(batch, tf.ones_like(batch))]):
+            return tf.where(_rounded(batch) > 1.0, 1.0, -1.0)
+
+    assert modes(picky, EDGE, batched=True) == {"the result": "one by one"}
+
+
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float64])
+def test_rounding_in_other_precisions(dtype: Any) -> None:
+    def fn(batch: Any) -> Any:
+        return tf.where(_rounded(tf.cast(batch, tf.float32)) > 1.0, 1.0, -1.0)
+
+    [finding] = DeviceMap(fn, batched=True, devices=THREE).verify(tf.cast(EDGE, dtype)).findings
+    assert finding.mode == "rounding"
+
+
 @pytest.mark.parametrize("vectorize", [False, True])
 def test_an_iteration_to_convergence(vectorize: bool) -> None:
     matrix = tf.random.stateless_normal([64, 64], [6, 7])
