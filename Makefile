@@ -20,7 +20,7 @@ PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .PHONY: demo check lint types site test test-nightly test-full test-gpus test-plain test-clients test-oldest test-tf-nightly \
-	bench bench-quick pictures forms clean
+	bench bench-quick pictures clean
 
 demo: $(VENV)/examples.done
 	$(BIN)/python examples/digits.py
@@ -93,11 +93,6 @@ bench: $(VENV)/bench.done
 # Small cases of all benchmarks: that each runs, and that each way gives the right answer.
 bench-quick: $(VENV)/bench.done
 	$(BIN)/python -m benchmarks --quick $(TOPICS)
-
-# The list of ops that vectorise right, tried anew with the TensorFlow that is installed, which takes most of an hour.
-# `python -m proving --and` keeps of the list that is there what holds with this TensorFlow, too.
-forms: $(VENV)/test.done
-	PYTHONPATH=.:tests:tools $(BIN)/python -m proving
 
 $(TENSORFLOW_SOURCES):
 	git clone --quiet --depth 1 --branch v$(CLIENTS_TENSORFLOW) --filter=blob:none --sparse \

@@ -1,396 +1,409 @@
-"""Ops of a function of one row, vectorised: what `tf.vectorized_map` is to do instead of what it does by itself.
-
-TensorFlow asks an op for its own converter (`pfor_converter`) before it looks for the one of all ops of its type. A
-converter is given the tensors that an op takes, each for all rows (stacked) or one that they share, and returns such.
-"""
+"""Converters of ops that TensorFlow's `pfor` has no converter for, or one that is wrong or slow for some calls."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow import Private, usable
-
-pfor = Private(
-    "tensorflow.python.ops.parallel_for.pfor",
-    *(
-        "PFor",
-        "WhileV2",
-        "_PforInput",
-        "_convert_function_call",
-        "_convert_if",
-        "_convert_matmul",
-        "_convert_squeeze",
-        "_convert_stateless_case",
-        "_outputs_for_branch",
-        "_partition_inputs_for_indices",
-        "_pfor_converter_registry",
-        "_stack",
-        "wrap",
-    ),
+from devicemap._tensorflow.control_flow import CONTROL_FLOW, LISTS, convert_list
+from devicemap._tensorflow.pfor import (
+    Converter,
+    NotVectorizableError,
+    for_all_rows,
+    pfor,
+    run_again,
+    stacked,
+    with_own_inputs,
 )
 
 
-@functools.cache
-def _asks_ops() -> bool:
-    """Whether TensorFlow asks an op for a converter of its own; a pass by another one would be without any check."""
-    asked = []
-
-    def convert(given: Any) -> Any:
-        asked.append(given)
-        return given.input(0)
-
-    def run(row: Any) -> Any:
-        same = tf.identity(row)
-        same.op.pfor_converter = convert
-        return same
-
-    with tf.device(None):
-        tf.function(lambda rows: tf.vectorized_map(run, rows)).get_concrete_function(tf.TensorSpec([2]))
-    return bool(asked)
+def convert_batch(given: Any) -> Any:
+    """An op on the last axes, or on each element: rows are one more of the axes before these."""
+    return stacked(run_again(given.op, [for_all_rows(given, place) for place in range(given.num_inputs)]))
 
 
-def checks_ops() -> bool:
-    """Whether `convert_own` tells which ops are vectorised; without, `tf.vectorized_map` does what it does by itself."""
-    return usable(pfor) and _asks_ops()
+def convert_flattened(given: Any, batches: Sequence[int], sizes: int | None = None) -> Any:
+    """An op whose first axis is a batch: the batches of all rows run as one.
 
+    TensorFlow leaves it to `tf.reshape` (-1) how long an axis becomes, which fails for tensors without elements.
 
-def take_all_rows(taken: Any) -> None:
-    """Let the op that takes row `i` of a tensor, vectorised, be that tensor.
-
-    TensorFlow gathers its rows where it does not know how many there are; the gradient of that is sparse.
+    Args:
+        given: the op.
+        batches: the places of the inputs with a batch; rows share the others.
+        sizes: the place of an input that holds the shape of the result, with its batch.
     """
-    if checks_ops():
-        taken.pfor_converter = lambda given: [pfor.wrap(given.input(0).t, True)]
+    rows, inputs = given.pfor.loop_len_vector, []
+    for place in range(given.num_inputs):
+        if place in batches:
+            inputs.append(_flattened(for_all_rows(given, place)))
+        elif place == sizes:
+            shape = given.unstacked_input(place)
+            inputs.append(tf.concat([shape[:1] * tf.cast(rows, shape.dtype), shape[1:]], 0))
+        else:
+            inputs.append(given.unstacked_input(place))
+    return stacked(_unflattened(result, rows) for result in run_again(given.op, inputs))
 
 
-class NotProvenError(Exception):
-    """An op that is not known to vectorise right."""
+def _flattened(tensor: Any) -> Any:
+    """`[rows, batch, ...]` -> `[rows * batch, ...]`."""
+    shape = tf.shape(tensor)
+    return tf.reshape(tensor, tf.concat([shape[:1] * shape[1:2], shape[2:]], 0))
 
 
-Check = Callable[[Any, list[bool]], None]
-"""`(op, stacked)` raises `NotProvenError` for an op (`tf.Operation`) with such inputs that is not to be vectorised."""
-
-RowByRow = Callable[[Callable[[Any], list[Any]], Any, Sequence[Any]], list[Any]]
-"""`(of_row, rows, outputs)` calls a function of the number of a row for each of so many rows, and stacks what it gives: tensors
-of the dtypes and shapes of these symbolic ones."""
-
-_checking = threading.local()
+def _unflattened(tensor: Any, rows: Any) -> Any:
+    """`[rows * batch, ...]` -> `[rows, batch, ...]`."""
+    shape = tf.shape(tensor)
+    return tf.reshape(tensor, tf.concat([rows, shape[:1] // rows, shape[1:]], 0))
 
 
-@contextlib.contextmanager
-def convert_own(graphs: Iterable[Any], check: Check, row_by_row: RowByRow) -> Iterator[None]:
-    """Let the ops of these graphs vectorise as told here, each after a `check`, while this lasts, in this thread."""
-    if not checks_ops():
-        yield
-        return
-    for graph in graphs:
-        for op in graph.get_operations():
-            convert = _CONVERTERS.get(op.type) or pfor._pfor_converter_registry.get(op.type)
-            if convert is not None:  # else TensorFlow says that there is none
-                op.pfor_converter = partial(_convert_checked, convert)
-    _checking.check, _checking.row_by_row = check, row_by_row
-    try:
-        yield
-    finally:
-        del _checking.check, _checking.row_by_row
+def convert_along_axis(given: Any) -> Any:
+    """An op with its axes as the second input."""
+    axes = given.unstacked_input(1)
+    return stacked(run_again(given.op, [given.stacked_input(0), axes + tf.cast(axes >= 0, axes.dtype)]))
 
 
-def _convert_checked(convert: Callable[[Any], Any], given: Any) -> Any:
-    check: Check | None = getattr(_checking, "check", None)
-    if check is None:  # `fn` itself vectorises a function that was traced for it before: as TensorFlow would
-        return pfor._pfor_converter_registry.get(given.op.type, convert)(given)
-    check(given.op, [each.is_stacked for each in given.inputs])
-    return convert(given)
+def convert_pad(given: Any) -> Any:
+    """TensorFlow pads with 0 whatever the constant is."""
+    paddings = given.unstacked_input(1)
+    with_rows = tf.concat([tf.zeros([1, 2], paddings.dtype), paddings], 0)
+    constants = [given.unstacked_input(place) for place in range(2, given.num_inputs)]
+    return stacked(run_again(given.op, [given.stacked_input(0), with_rows, *constants]))
 
 
-def convert_loop(given: Any) -> list[Any]:
-    """A loop that all rows leave at once stays a plain loop.
-
-    TensorFlow prepares each loop for rows that leave at different times: it asks in each step whether any are left, and
-    hands on a list besides each variable. That takes up to a half of the time of a loop of small steps.
-    """
-    loop = pfor.WhileV2(given)
-    differ = _differ_between_rows(given, loop)
-    if differ is not None:
-        with contextlib.suppress(_Parting):
-            return _shared_loop(given, loop, differ)
-    if any(each.dtype == tf.variant for each in given.op.inputs):
-        raise NotProvenError("fn has a loop that rows leave at different times, with a list")
-    if any(start.shape.is_fully_defined() > end.shape.is_fully_defined() for start, end in _variables(given.op)):
-        raise NotProvenError("fn has a loop that rows leave at different times, with a tensor that grows in it")
-    return list(loop())
+def convert_transpose(given: Any) -> Any:
+    """TensorFlow takes negative axes for others, and conjugates no vectors."""
+    perm = given.unstacked_input(1)
+    perm = tf.concat([tf.zeros([1], perm.dtype), tf.math.floormod(perm, tf.size(perm, perm.dtype)) + 1], 0)
+    result = tf.transpose(given.stacked_input(0), perm)
+    return stacked([tf.math.conj(result) if given.op_type == "ConjugateTranspose" else result])
 
 
-class _Parting(Exception):
-    """More differs between rows than ops tell."""
+def convert_roll(given: Any) -> Any:
+    """TensorFlow takes negative axes for others."""
+    rows, axis = for_all_rows(given, 0), given.unstacked_input(2)
+    axis = tf.math.floormod(axis, tf.cast(tf.rank(rows) - 1, axis.dtype))
+    given = with_own_inputs(given)
+    given.inputs[0], given.inputs[2] = pfor.wrap(rows, True), pfor.wrap(axis, False)
+    return pfor._convert_roll(given)
 
 
-def _shared_loop(given: Any, loop: Any, differ: Iterable[int]) -> list[Any]:
-    """One loop over all rows, of which some variables differ between rows."""
-    started = pfor._PforInput(given.pfor, given.op, list(given.inputs))
-    started.stack_inputs(differ, tile_variants=True)
-    stacked = [each.is_stacked for each in started.inputs]
-    shapes = pfor.WhileV2(started)._output_shapes()
-    condition, body = _over_rows(given, loop._cond_func), _over_rows(given, loop._body_func)
-
-    def wrapped(variables: Sequence[Any]) -> list[Any]:
-        return [pfor.wrap(variable, each) for variable, each in zip(variables, stacked)]
-
-    def goes_on(*variables: Any) -> Any:
-        result, *_ = condition(wrapped(variables))
-        if result.is_stacked:
-            raise _Parting
-        return tf.reshape(result.t, [])
-
-    def step(*variables: Any) -> list[Any]:
-        results = []
-        for i, (result, shape) in enumerate(zip(body(wrapped(variables)), shapes)):
-            if result.is_stacked > stacked[i]:
-                raise _Parting
-            # XLA does not see through a call that the handle of a variable goes through.
-            passed = i in loop._body_pass_through_indices
-            results.append(variables[i] if passed else _alike(result, stacked[i], given.pfor.loop_len_vector))
-            results[-1].set_shape(shape)
-        return results
-
-    results = tf.while_loop(
-        goes_on,
-        step,
-        [each.t for each in started.inputs],
-        shape_invariants=shapes,
-        parallel_iterations=given.get_attr("parallel_iterations"),
-    )
-    return wrapped(results)
+def convert_squeeze(given: Any) -> Any:
+    """Without a list of axes, TensorFlow drops the row axis, too, where there is one row."""
+    rows, shape = given.stacked_input(0), given.op.inputs[0].shape
+    axes = [axis + 1 if axis >= 0 else axis for axis in given.get_attr("squeeze_dims")]
+    if not axes:
+        if not shape.is_fully_defined():
+            raise NotVectorizableError("drops axes that are only known when it runs")
+        axes = [axis + 1 for axis, length in enumerate(shape) if length == 1]
+    return stacked([tf.squeeze(rows, axes) if axes else tf.identity(rows)])
 
 
-def _alike(result: Any, stacked: bool, rows: Any) -> Any:
-    """A tensor for each row where it was one for all, if such is wanted."""
-    return pfor._stack(result.t, rows).t if stacked and not result.is_stacked else result.t
+def convert_size(given: Any) -> Any:
+    """TensorFlow divides by the number of rows, which may be 0."""
+    return pfor.wrap(tf.reduce_prod(tf.shape(given.stacked_input(0), given.get_attr("out_type"))[1:]), False)
 
 
-def convert_product(given: Any) -> list[Any]:
-    """A shared matrix times a column of each row is one product of all rows, where TensorFlow turns them around first.
-
-    Without elements, or without rows, TensorFlow loses the shape.
-    """
-    (left, left_stacked, _), (right, right_stacked, _) = given.input(0), given.input(1)
-    rows, shape = given.pfor.loop_len_vector, given.op.outputs[0].shape
-    if right_stacked and not left_stacked and shape[1] == 1:
-        columns = tf.squeeze(right, 1 if given.get_attr("transpose_b") else 2)
-        product = tf.matmul(columns, left, transpose_b=not given.get_attr("transpose_a"))
-        return [pfor.wrap(product[:, :, None], True)]
-    product = pfor._convert_matmul(given)
-    if shape.is_fully_defined() and product.is_stacked:
-        return [pfor.wrap(tf.reshape(product.t, tf.concat([rows, shape], 0)), True)]
-    return [product]
+def convert_select(given: Any) -> Any:
+    """The condition of `tf.compat.v1.where` belongs to the first axes, where it has fewer."""
+    condition, x, y = (for_all_rows(given, place) for place in range(3))
+    ranks = [each.shape.rank for each in given.op.inputs]
+    if None in ranks:
+        raise NotVectorizableError("has inputs of unknown rank")
+    axes = [*range(condition.shape.rank, x.shape.rank)]
+    for axis in axes:
+        condition = tf.expand_dims(condition, axis)
+    return stacked([tf.where(condition, x, y)])
 
 
-def convert_if(given: Any) -> list[Any]:
-    """A branch runs over those rows that take it, and not at all if there are none.
-
-    TensorFlow runs each over no rows then, which ops that flatten rows cannot do: the size of the others is lost.
-    """
-    if not given.input(0).is_stacked:
-        return list(pfor._convert_if(given))
-    names = [given.get_attr(branch).name for branch in ("else_branch", "then_branch")]
-    return _branch(given, tf.cast(given.stacked_input(0), tf.int32), names)
-
-
-def convert_case(given: Any) -> list[Any]:
-    """The same for `tf.switch_case`; a branch that there is not is the last one, as it is for one row."""
-    if not given.input(0).is_stacked:
-        return list(pfor._convert_stateless_case(given))
-    names = [branch.name for branch in given.get_attr("branches")]
-    index = given.stacked_input(0)
-    known = (index >= 0) & (index < len(names))
-    return _branch(given, tf.where(known, index, len(names) - 1), names)
-
-
-def _variables(op: Any) -> list[tuple[Any, Any]]:
-    """The tensors that a loop begins with, and those that it ends with."""
-    pairs = zip(op.inputs, op.outputs)
-    return [(start, end) for start, end in pairs if end.dtype not in (tf.variant, tf.resource)]
-
-
-def _differ_between_rows(given: Any, loop: Any) -> set[int] | None:
-    """Which variables of a loop differ between rows in some step, as far as ops tell; None if its condition does."""
-    body, condition = loop._body_func.graph, loop._cond_func.graph
-    differ = {i for i, each in enumerate(given.inputs) if each.is_stacked}
-    while True:
-        reached = _depending(body, differ)
-        more = {i for i, result in enumerate(body.outputs) if result.name in reached}
-        if more <= differ:
-            return None if condition.outputs[0].name in _depending(condition, differ) else differ
-        differ |= more
-
-
-def _depending(graph: Any, inputs: Iterable[int]) -> set[str]:
-    """The tensors of a function's graph that come from some of its inputs, by more than their shapes."""
-    reached = {graph.inputs[i].name for i in inputs}
-    for op in graph.get_operations():
-        if op.type not in _OF_SHAPES and any(tensor.name in reached for tensor in op.inputs):
-            reached |= {result.name for result in op.outputs}
-    return reached
-
-
-_OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "TensorListLength", "TensorListElementShape"}
-
-
-def _over_rows(given: Any, function: Any) -> Any:
-    """A function of the graph for one row, as one of what all rows have."""
-    rows = given.pfor
-    converter = pfor.PFor(
-        loop_var=rows.loop_var,
-        loop_len=rows.loop_len_vector[0],
-        pfor_ops=function.graph.get_operations(),
-        fallback_to_while_loop=rows.fallback_to_while_loop,
-        all_indices=rows.all_indices,
-        all_indices_partitioned=rows.all_indices_partitioned,
-        pfor_config=rows.pfor_config,
-    )
-    return partial(pfor._convert_function_call, function, converter)
-
-
-def _branch(given: Any, index: Any, names: Sequence[str]) -> list[Any]:
-    """Each row by the function that its `index` (int32 `[rows]`) tells."""
-    rows, inputs, outputs = given.pfor, given.inputs[1:], given.op.outputs
-    of_branches = tf.dynamic_partition(rows.all_indices, index, len(names))
-    places = of_branches
-    if rows.all_indices_partitioned:
-        places = tf.dynamic_partition(tf.range(rows.loop_len_vector[0]), index, len(names))
-
-    def run(name: str, indices: Any, place: Any) -> list[Any]:
-        taken = pfor._partition_inputs_for_indices(inputs, place)
-        return list(pfor._outputs_for_branch(name, indices, given, taken))
-
-    def skip() -> list[Any]:
-        return [tf.zeros([0, *output.shape], output.dtype) for output in outputs]
-
-    known = all(output.dtype != tf.variant and output.shape.is_fully_defined() for output in outputs)
-    results = []
-    for name, indices, place in zip(names, of_branches, places):
-        taken = partial(run, name, indices, place)
-        results.append(tf.cond(tf.size(indices) > 0, taken, skip) if known else taken())
-    return [pfor.wrap(tf.dynamic_stitch(places, parts), True) for parts in zip(*results)]
-
-
-def convert_squeeze(given: Any) -> list[Any]:
-    """Without a list of axes, the row axis would be dropped, too, where there is one row."""
-    shape = given.op.inputs[0].shape
-    if given.get_attr("squeeze_dims") or not shape.is_fully_defined():
-        return [pfor._convert_squeeze(given)]
-    axes = [axis + 1 for axis, length in enumerate(shape) if length == 1]
+def convert_l2_loss(given: Any) -> Any:
+    """Half of the sum of squares of each row."""
     rows = given.stacked_input(0)
-    return [pfor.wrap(tf.squeeze(rows, axes) if axes else tf.identity(rows), True)]
+    return stacked([tf.reduce_sum(tf.square(rows), tf.range(1, tf.rank(rows))) / tf.constant(2, rows.dtype)])
 
 
-def convert_lookup(given: Any) -> list[Any]:
-    """Rows of a variable, which each row tells, are looked up at once, where the variable is."""
-    (handle, variable_per_row, _), (indices, stacked, _) = given.input(0), given.input(1)
-    if variable_per_row or given.get_attr("batch_dims"):
-        raise NotProvenError("ResourceGather of a variable per row, or with batch_dims")
-    found = tf.raw_ops.ResourceGather(resource=handle, indices=indices, dtype=given.get_attr("dtype"))
-    return [pfor.wrap(found, stacked)]
+def convert_bias(given: Any) -> Any:
+    """A bias of each row belongs to the channels, wherever these are."""
+    (value, _, _), (bias, bias_stacked, _) = given.input(0), given.input(1)
+    channels_first = given.get_attr("data_format") == b"NCHW"
+    if not (channels_first or bias_stacked):
+        return stacked([tf.nn.bias_add(value, bias)])
+    rank = given.op.inputs[0].shape.rank
+    if rank is None:
+        raise NotVectorizableError("has an input of unknown rank")
+    before = 1 if channels_first else rank - 1
+    shape = tf.shape(bias)
+    ones = tf.ones([before], shape.dtype), tf.ones([rank - 1 - before], shape.dtype)
+    return stacked([value + tf.reshape(bias, tf.concat([shape[:-1], ones[0], shape[-1:], ones[1]], 0))])
 
 
-def convert_draw(given: Any) -> list[Any]:
-    """Numbers of a seed per row: TensorFlow draws of one seed at a time, so this op alone goes row by row."""
-    names = [argument.name for argument in given.op.op_def.input_arg]
-    stacked = {name: each.t for name, each in zip(names, given.inputs) if each.is_stacked}
-    shared = {name: each.t for name, each in zip(names, given.inputs) if not each.is_stacked}
-
-    def of_row(row: Any) -> list[Any]:
-        of_one = {name: tensor[row] for name, tensor in stacked.items()}
-        return list(tf.nest.flatten(_again(given.op, **of_one, **shared)))
-
-    rows = tf.shape(next(iter(stacked.values())))[0]
-    return [pfor.wrap(drawn, True) for drawn in _checking.row_by_row(of_row, rows, given.op.outputs)]
+def convert_bias_gradient(given: Any) -> Any:
+    """The sum over all axes but those of the rows and the channels."""
+    rows, rank = given.stacked_input(0), given.op.inputs[0].shape.rank
+    if rank is None:
+        raise NotVectorizableError("has an input of unknown rank")
+    channels = 2 if given.get_attr("data_format") == b"NCHW" else rank
+    return stacked([tf.reduce_sum(rows, [axis for axis in range(1, rank + 1) if axis != channels])])
 
 
-def convert_list(given: Any) -> list[Any]:
-    """An op on a list, of which each element holds those of all rows.
+def convert_product(given: Any) -> Any:
+    """A product with a matrix that all rows share is one product of matrices, the rows below each other."""
+    (left, left_stacked, _), (right, right_stacked, _) = given.input(0), given.input(1)
+    batched = given.op_type != "MatMul"
+    left_adjoint, right_adjoint = (given.get_attr(name) for name in _FLAGS[batched])
+    left_rank, right_rank = (each.shape.rank for each in given.op.inputs)
+    if left_rank is None or right_rank is None:
+        raise NotVectorizableError("has inputs of unknown rank")
+    if not batched and left.dtype.is_complex:  # whose transpose is not the adjoint
+        left = tf.linalg.matrix_transpose(left) if left_adjoint else left
+        right = tf.linalg.matrix_transpose(right) if right_adjoint else right
+        left_adjoint = right_adjoint = False
+    if left_stacked and not right_stacked and right_rank == 2:
+        return stacked([_times_shared(_turned(left) if left_adjoint else left, right, right_adjoint)])
+    if right_stacked and not left_stacked and left_rank == 2:  # A B = (B* A*)*
+        return stacked([_turned(_times_shared(right if right_adjoint else _turned(right), left, not left_adjoint))])
+    rows = given.pfor.loop_len_vector
+    left = left if left_stacked else pfor._stack(left, rows).t
+    right = right if right_stacked else pfor._stack(right, rows).t
+    left, right = _with_same_batch(left, right)
+    product = tf.matmul(_of_rank_3(left), _of_rank_3(right), adjoint_a=left_adjoint, adjoint_b=right_adjoint)
+    return stacked([tf.reshape(product, tf.concat([tf.shape(left)[:-2], tf.shape(product)[1:]], 0))])
 
-    TensorFlow forgets the shape that elements have before they are written, in a gather which axis is which, and in a
-    write that the list may grow.
+
+_FLAGS = {False: ("transpose_a", "transpose_b"), True: ("adj_x", "adj_y")}
+
+
+def _turned(matrices: Any) -> Any:
+    """The adjoint of each matrix of `[..., n, m]`; without copying what has one row or column."""
+    shape = matrices.shape
+    if 1 not in shape[-2:]:
+        return tf.linalg.adjoint(matrices)
+    lengths = tf.shape(matrices)
+    turned = tf.reshape(matrices, tf.concat([lengths[:-2], lengths[-1:], lengths[-2:-1]], 0))
+    turned.set_shape([*shape[:-2], shape[-1], shape[-2]])
+    return tf.math.conj(turned)
+
+
+def _times_shared(rows: Any, matrix: Any, adjoint: bool) -> Any:
+    """`[..., n, k]` times one matrix `[k, m]`, or the adjoint of one `[m, k]`."""
+    shape = tf.shape(rows)
+    flat = tf.reshape(rows, tf.stack([tf.reduce_prod(shape[:-1]), shape[-1]]))
+    product = tf.matmul(flat, matrix, adjoint_b=adjoint)
+    result = tf.reshape(product, tf.concat([shape[:-1], tf.shape(product)[1:]], 0))
+    result.set_shape([*rows.shape[:-1], product.shape[-1]])
+    return result
+
+
+def _with_same_batch(left: Any, right: Any) -> tuple[Any, Any]:
+    """`[rows, ..., n, k]` and `[rows, ..., k, m]` with the same axes before the matrices.
+
+    TensorFlow leaves it to the op to broadcast these, which oneDNN does wrong for five axes: tensorflow/tensorflow#117700.
     """
-    names = [argument.name for argument in given.op.op_def.input_arg]
-    if "item" in names and not given.input(0).is_stacked:
-        return [pfor._pfor_converter_registry[given.op.type](given)]
-    result = _again(given.op, **{name: _for_elements(given, place, name) for place, name in enumerate(names)})
-    tensor_of_list = given.op.type in ("TensorListStack", "TensorListGather")
-    return [pfor.wrap(_swapped(result) if tensor_of_list else result, True)]
+    ranks = left.shape.rank, right.shape.rank
+    for _ in range(max(ranks) - ranks[0]):
+        left = tf.expand_dims(left, 1)
+    for _ in range(max(ranks) - ranks[1]):
+        right = tf.expand_dims(right, 1)
+    batches = left.shape[1:-2], right.shape[1:-2]
+    if batches[0].is_fully_defined() and batches[0] == batches[1]:
+        return left, right
+    batch = tf.broadcast_dynamic_shape(tf.shape(left)[:-2], tf.shape(right)[:-2])
+    return tuple(tf.broadcast_to(each, tf.concat([batch, tf.shape(each)[-2:]], 0)) for each in (left, right))
 
 
-def _for_elements(given: Any, place: int, name: str) -> Any:
-    """An input of an op on a list, such that elements are for all rows."""
-    if name == "input_handle":
-        return given.stacked_input(place)
-    if name == "tensor":
-        return _swapped(given.stacked_input(place))
-    if name == "item":
-        return _alike(given.input(place), True, given.pfor.loop_len_vector)
-    value = given.unstacked_input(place)
-    if name != "element_shape":
-        return value
-    shape = tf.get_static_value(value)
-    if shape is None:
-        raise NotProvenError("a list whose elements have a shape that is only known when it runs")
-    if shape.ndim == 0:  # -1: nothing is known of it
-        return tf.constant(shape)
-    return tf.concat([tf.cast(given.pfor.loop_len_vector, shape.dtype), shape], 0)
+def _of_rank_3(matrices: Any) -> Any:
+    """`[..., n, m]` -> `[batch, n, m]`."""
+    if matrices.shape.rank == 3:
+        return matrices
+    shape = tf.shape(matrices)
+    return tf.reshape(matrices, tf.concat([[tf.reduce_prod(shape[:-2])], shape[-2:]], 0))
 
 
-def _again(op: Any, **inputs: Any) -> Any:
-    """An op once more, with its attributes, on other inputs."""
-    run = getattr(tf.raw_ops, op.type)
-    taken = inspect.signature(run).parameters
-    return run(**inputs, **{each.name: op.get_attr(each.name) for each in op.op_def.attr if each.name in taken})
+def convert_lookup(given: Any) -> Any:
+    """Rows of a variable, which each row tells, are looked up at once, where the variable is."""
+    found = tf.raw_ops.ResourceGather(
+        resource=given.unstacked_input(0), indices=given.stacked_input(1), dtype=given.get_attr("dtype")
+    )
+    return stacked([found])
 
 
-def _swapped(tensor: Any) -> Any:
-    """With the first two axes in the other order."""
-    rank = tensor.shape.rank
-    order = [1, 0, *range(2, rank)] if rank else tf.concat([[1, 0], tf.range(2, tf.rank(tensor))], 0)
-    return tf.transpose(tensor, order)
+def convert_table_lookup(given: Any) -> Any:
+    """A table that all rows share finds the keys of all rows."""
+    return stacked(run_again(given.op, [given.unstacked_input(0), given.stacked_input(1), given.unstacked_input(2)]))
 
 
-_DRAWS = (
-    "StatelessRandomGetKeyCounter",
-    "StatelessRandomUniformV2",
-    "StatelessRandomNormalV2",
-    "StatelessTruncatedNormalV2",
-    "StatelessRandomUniformIntV2",
-    "StatelessRandomUniformFullIntV2",
-)
+def convert_gather_nd(given: Any) -> Any:
+    """Also from a tensor that all rows share."""
+    params, indices = given.input(0), for_all_rows(given, 1)
+    return stacked([tf.gather_nd(params.t, indices, batch_dims=int(params.is_stacked))])
 
-_ON_LISTS = (
-    "TensorListReserve",
-    "TensorListFromTensor",
-    "TensorListStack",
-    "TensorListGather",
-    "TensorListGetItem",
-    "TensorListSetItem",
-)
 
-_CONVERTERS: dict[str, Callable[[Any], list[Any]]] = {
-    "While": convert_loop,
-    "StatelessWhile": convert_loop,
-    "If": convert_if,
-    "StatelessIf": convert_if,
-    "Case": convert_case,
-    "StatelessCase": convert_case,
-    "MatMul": convert_product,
-    "Squeeze": convert_squeeze,
+def convert_scatter(given: Any) -> Any:
+    """A change of a tensor of each row is one of a tensor that holds all of them.
+
+    The inputs of `ScatterNd` are indices, updates and a shape; those of the others are a tensor, indices and updates.
+    """
+    inputs, rows = [], given.pfor.loop_len_vector
+    for place, argument in enumerate(given.op.op_def.input_arg):
+        if argument.name == "shape":
+            shape = given.unstacked_input(place)
+            inputs.append(tf.concat([tf.cast(rows, shape.dtype), shape], 0))
+        elif argument.name == "indices":
+            inputs.append(_with_row(for_all_rows(given, place), rows))
+        else:
+            inputs.append(for_all_rows(given, place))
+    return stacked(run_again(given.op, inputs))
+
+
+def _with_row(indices: Any, rows: Any) -> Any:
+    """Indices `[rows, ..., depth]` with the number of the row before each."""
+    places = tf.shape(indices)[:-1]
+    row = tf.reshape(tf.range(rows[0]), tf.concat([rows, tf.ones_like(places[1:])], 0))
+    row = tf.broadcast_to(row, places)[..., tf.newaxis]
+    return tf.concat([tf.cast(row, indices.dtype), indices], -1)
+
+
+def convert_segments(given: Any) -> Any:
+    """The segments of all rows, one row after another.
+
+    TensorFlow takes the number of a segment that there is not for one of the next row. Such a number is an error on CPUs,
+    and is dropped on GPUs; it stays larger than all others here.
+    """
+    data, ids = for_all_rows(given, 0), tf.cast(for_all_rows(given, 1), tf.int64)
+    segments = tf.cast(given.unstacked_input(2), tf.int64)
+    rows = tf.cast(given.pfor.loop_len_vector, tf.int64)
+    shape = tf.concat([rows, tf.ones_like(tf.shape(ids, tf.int64)[1:])], 0)
+    offset = segments * tf.reshape(tf.range(rows[0]), shape)
+    total = segments * rows[0]
+    of_all = tf.where(ids < 0, ids, tf.where(ids < segments, ids + offset, ids + total))
+    result = getattr(tf.raw_ops, given.op_type)(data=data, segment_ids=of_all, num_segments=total)
+    shape = tf.shape(result, tf.int64)
+    return stacked([tf.reshape(result, tf.concat([rows, [segments], shape[1:]], 0))])
+
+
+def convert_slice(given: Any) -> Any:
+    """Slices that begin elsewhere in each row are gathered.
+
+    A slice beyond the end is an error, where a gather on a GPU gives zeros.
+    """
+    given = with_own_inputs(given)
+    given.stack_inputs([0])
+    begin, begin_stacked, _ = given.input(1)
+    if begin_stacked:
+        lengths, size = tf.shape(given.stacked_input(0), begin.dtype)[1:], given.unstacked_input(2)
+        given.inputs[1] = pfor.wrap(_checked(begin, (begin >= 0) & (begin + size <= lengths)), True)
+    return pfor._convert_slice(given)
+
+
+def convert_strided_slice(given: Any) -> Any:
+    """An element at a place of each row's own, as in `x[i]`, is gathered; other slices are TensorFlow's.
+
+    A place that there is not is an error, where a gather on a GPU gives zeros.
+    """
+    begin, begin_stacked, _ = given.input(1)
+    if not begin_stacked:
+        return pfor._pfor_converter_registry["StridedSlice"](given)
+    depth = given.op.inputs[1].shape[0]
+    others = [given.get_attr(name) for name in ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask")]
+    if depth is None or given.get_attr("shrink_axis_mask") != 2**depth - 1 or any(others):
+        raise NotVectorizableError("takes another range of each row")
+    params = given.input(0)
+    lengths = tf.shape(params.t, begin.dtype)[int(params.is_stacked) :][:depth]
+    places = tf.where(begin < 0, begin + lengths, begin)
+    places = _checked(places, (places >= 0) & (places < lengths))
+    return stacked([tf.gather_nd(params.t, places, batch_dims=int(params.is_stacked))])
+
+
+def _checked(places: Any, right: Any) -> Any:
+    """Places, of which all are right, or the op is an error."""
+    message = "slice index out of bounds"
+    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(right), [message, places])]):
+        return tf.identity(places)
+
+
+def convert_batch_normalization(given: Any) -> Any:
+    """With given moments; the other results are of no use then."""
+    shared = [given.unstacked_input(place) for place in range(1, given.num_inputs)]
+    result, *others = run_again(given.op, [_flattened(given.stacked_input(0)), *shared])
+    unused = [pfor.wrap(other, False) for other in others]
+    return [pfor.wrap(_unflattened(result, given.pfor.loop_len_vector), True), *unused]
+
+
+def convert_depthwise(given: Any) -> Any:
+    """Filters that all rows share see the images of all rows as one batch."""
+    if given.input(1).is_stacked:
+        return pfor._convert_depthwise_conv2d_native(given)
+    return convert_flattened(given, [0])
+
+
+def convert_decomposition(given: Any, vectors: str) -> Any:
+    """Values, and vectors if an attribute asks for them; else these are empty for each row."""
+    values, *others = run_again(given.op, [given.stacked_input(0)])
+    return [pfor.wrap(values, True), *(pfor.wrap(other, given.get_attr(vectors)) for other in others)]
+
+
+def _all(ops: str, converter: Converter) -> dict[str, Converter]:
+    return dict.fromkeys(ops.split(), converter)
+
+
+CONVERTERS: dict[str, Converter] = {
+    **CONTROL_FLOW,
+    **dict.fromkeys(LISTS, convert_list),
+    **_all(
+        "AsString Betainc Bitcast CholeskyGrad DecodeBase64 EncodeBase64 HSVToRGB Lu MatrixDeterminant MatrixExponential "
+        "MatrixLogarithm MatrixSquareRoot PopulationCount PreventGradient Qr RGBToHSV Snapshot StaticRegexFullMatch "
+        "StaticRegexReplace StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast "
+        "StringToHashBucketStrong StringToNumber StringUpper TridiagonalMatMul TridiagonalSolve",
+        convert_batch,
+    ),
+    **_all(
+        "AvgPool AvgPool3D Conv2D Conv3D DepthToSpace Dilation2D ExtractImagePatches LRN MaxPool MaxPool3D MaxPoolV2 "
+        "ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor ResizeNearestNeighborGrad SpaceToDepth",
+        partial(convert_flattened, batches=[0]),
+    ),
+    **_all(
+        "InTopKV2 LowerBound ResizeBicubicGrad ResizeBilinearGrad SoftmaxCrossEntropyWithLogits "
+        "SparseSoftmaxCrossEntropyWithLogits UpperBound",
+        partial(convert_flattened, batches=[0, 1]),
+    ),
+    **_all(
+        "LRNGrad MaxPool3DGrad MaxPool3DGradGrad MaxPoolGrad MaxPoolGradGrad MaxPoolGradGradV2 MaxPoolGradV2",
+        partial(convert_flattened, batches=[0, 1, 2]),
+    ),
+    **_all("AvgPool3DGrad AvgPoolGrad", partial(convert_flattened, batches=[1], sizes=0)),
+    **_all(
+        "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput",
+        partial(convert_flattened, batches=[2], sizes=0),
+    ),
+    **_all("CumulativeLogsumexp EuclideanNorm", convert_along_axis),
+    **_all("Pad PadV2 MirrorPad", convert_pad),
+    **_all("Transpose ConjugateTranspose", convert_transpose),
+    **_all("MatMul BatchMatMul BatchMatMulV2", convert_product),
+    **_all(
+        "UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum",
+        convert_segments,
+    ),
+    **_all(
+        "ScatterNd TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate",
+        convert_scatter,
+    ),
+    "BiasAdd": convert_bias,
+    "BiasAddGrad": convert_bias_gradient,
+    "DepthwiseConv2dNative": convert_depthwise,
+    "Eig": partial(convert_decomposition, vectors="compute_v"),
+    "FusedBatchNormV3": convert_batch_normalization,
+    "GatherNd": convert_gather_nd,
+    "L2Loss": convert_l2_loss,
+    "LookupTableFindV2": convert_table_lookup,
     "ResourceGather": convert_lookup,
-    **dict.fromkeys(_DRAWS, convert_draw),
-    **dict.fromkeys(_ON_LISTS, convert_list),
+    "Roll": convert_roll,
+    "Select": convert_select,
+    "Size": convert_size,
+    "Slice": convert_slice,
+    "Squeeze": convert_squeeze,
+    "StridedSlice": convert_strided_slice,
+    "Svd": partial(convert_decomposition, vectors="compute_uv"),
 }
 """By type of op."""

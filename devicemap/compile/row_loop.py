@@ -30,12 +30,15 @@ def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any, at_o
         FunctionError: `fn_output_signature` is not what the function of one row returns.
     """
     differentiate_values_alone(row_fn.graph)
-    signature = _signature(row_fn, specs, options, structure)
+    signature = signature_of(row_fn, specs, options, structure)
     dense = all(isinstance(spec, tf.TensorSpec) for spec in signature)
 
     @tf.function(autograph=False)
     def over_rows(*leaves: Any) -> list[Any]:
-        takers = [_row_taker(leaf, row_fn, i) for i, leaf in enumerate(leaves)]
+        takers = [
+            _row_taker(leaf, isinstance(leaf, tf.Tensor) and is_taken_on_host(row_fn.graph, row_fn.inputs[i]))
+            for i, leaf in enumerate(leaves)
+        ]
 
         def run(row: Any) -> list[Any]:
             return list(row_fn(*(take(row) for take in takers)))
@@ -49,9 +52,13 @@ def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any, at_o
     return over_rows.get_concrete_function(*specs)
 
 
-def row_by_row(run: Callable[[Any], list[Any]], rows: Any, like: Sequence[Any]) -> list[Any]:
-    """What `run` gives for each of so many rows: tensors like these symbolic ones, stacked."""
-    return collected(run, rows, [Kept(each.dtype, each.shape, carrier_of(each.dtype, True)) for each in like])
+def row_by_row(
+    run: Callable[[Sequence[Any]], list[Any]], leaves: Sequence[Any], rows: Any, like: Sequence[Any]
+) -> list[Any]:
+    """What `run` gives for each of so many rows of some tensors: tensors like these symbolic ones, stacked."""
+    takers = [_row_taker(leaf, on_host=True) for leaf in leaves]
+    kept = [Kept(each.dtype, each.shape, carrier_of(each.dtype, True)) for each in like]
+    return collected(lambda row: run([take(row) for take in takers]), rows, kept)
 
 
 def _kept_of(row_fn: Any, signature: Sequence[Any], options: Options) -> list[Kept]:
@@ -80,14 +87,13 @@ def _mapped(
     return [_joined(leaf, signature[i].shape) if i in sparse else leaf for i, leaf in enumerate(results)]
 
 
-def _row_taker(leaf: Any, row_fn: Any, argument: int) -> Callable[[Any], Any]:
-    """What gives row `i` of one of the arguments of a function of rows."""
+def _row_taker(leaf: Any, on_host: bool) -> Callable[[Any], Any]:
+    """What gives row `i` of a leaf; `on_host` says where a row of int32 is used."""
     if not isinstance(leaf, tf.Tensor):
         return _row_taker_of_parts(leaf)
-    if leaf.dtype.is_integer or leaf.dtype in (tf.bool, tf.string):  # no list is needed for a gradient
-        inside = row_fn.inputs[argument]
-        if leaf.dtype != tf.int32 or is_taken_on_host(row_fn.graph, inside):
-            return lambda i: leaf[i]
+    has_gradient = not (leaf.dtype.is_integer or leaf.dtype in (tf.bool, tf.string))
+    if not has_gradient and (leaf.dtype != tf.int32 or on_host):  # no list is needed
+        return lambda i: leaf[i]
     array = tf.TensorArray(leaf.dtype, tf.shape(leaf)[0], element_shape=leaf.shape[1:]).unstack(leaf)
     return array.read
 
@@ -139,7 +145,7 @@ def _joined(parts: tuple[Any, Any, Any], known: Any) -> Any:
     return joined
 
 
-def _signature(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> list[Any]:
+def signature_of(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> list[Any]:
     """What `tf.map_fn` is to expect: as `fn` returned it when it was traced, or as the user says.
 
     Where the data is ragged, rows of unknown length make ragged results, as in `tf.map_fn`.

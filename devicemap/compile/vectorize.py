@@ -1,4 +1,4 @@
-"""A function of one row -> a function of a shard's rows: vectorised where every op is proven to be, a `tf.map_fn` otherwise.
+"""A function of one row -> a function of a shard's rows: vectorised where its ops can be, a `tf.map_fn` otherwise.
 
 Both call the same traced row function.
 """
@@ -9,21 +9,41 @@ import contextlib
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.converters import NotProvenError, checks_ops, convert_own, take_all_rows
+from devicemap._tensorflow.converters import CONVERTERS
 from devicemap._tensorflow.functions import UNCHAINED, own_functions, shows_functions
+from devicemap._tensorflow.pfor import (
+    Converter,
+    NotVectorizableError,
+    checks_ops,
+    convert_by,
+    run_again,
+    stacked,
+    take_all_rows,
+    with_own_inputs,
+)
 from devicemap.base.options import Options
 from devicemap.compile.audit import Audit, audit
-from devicemap.compile.forms import Form, form_of, is_flow, is_proven, why_unproven
-from devicemap.compile.row_loop import mapped, row_by_row
+from devicemap.compile.row_loop import mapped, row_by_row, signature_of
+from devicemap.compile.source_lines import source_line
+from devicemap.compile.vectorizable_ops import OPS, is_control_flow, runs_row_by_row, why_not_vectorizable
 from devicemap.errors import failure
 
 _BY_HAND = "Use vectorize='auto' or False to map row by row"
+
+_UNTESTED = "has no tested vectorised form"
+_HIDDEN = "only with what this TensorFlow does not make public could each op be checked"
+_TRACED_BEFORE = "fn calls a function that was traced before, which is left as it is"
+
+
+def may_be_forced(reason: str) -> bool:
+    """Whether `vectorize=True` vectorises a function that "auto" does not, for this `reason`."""
+    return any(each in reason for each in (_UNTESTED, _HIDDEN, _TRACED_BEFORE))
 
 
 @dataclass(frozen=True)
@@ -54,45 +74,44 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     def one_by_one(reason: str) -> RowLoop:
         return RowLoop(mapped(row_fn, specs, options, structure, at_once), False, reason)
 
-    obstacle = "vectorize=False" if wanted is False else _obstacle(row_fn, found, specs, options)
-    unproven: list[Form] = []
-    if obstacle is None:
-        try:
-            vectorized = vectorize(row_fn, specs, lambda form, op: _check(form, op, unproven, wanted is True))
-            if options.jit_compile and _parts_rows(vectorized):
-                obstacle = "fn has a branch or a loop whose condition differs between rows, and jit_compile=True"
-        except Exception as error:  # pfor raises ValueError, NotImplementedError, TypeError and more for what it lacks
-            obstacle = _why(error)
-            if wanted is True:
-                raise failure(f"vectorize=True: {obstacle}. {_BY_HAND}") from error
-    if obstacle is not None:
+    if wanted is False:
+        return [one_by_one("vectorize=False")]
+    try:
+        _check_function(row_fn, found, specs, options, structure)
+        vectorized, alone = vectorize(row_fn, specs, force=wanted is True)
+        if options.jit_compile and _parts_rows(vectorized):
+            raise _NotVectorizedError(
+                "fn has a branch or a loop whose condition differs between rows, and jit_compile=True"
+            )
+    except Exception as error:  # pfor raises ValueError, NotImplementedError, TypeError and more for what it lacks
+        reason = _first_line(error)
         if wanted is True:
-            raise failure(f"vectorize=True: {obstacle}. {_BY_HAND}")
-        return [one_by_one(obstacle)]
-    reason = f"every op of fn {'has a vectorised form' if wanted is True else 'is proven to give the same vectorised'}"
-    lost = None
-    if found.custom_gradients:
-        lost = "a custom gradient (tf.custom_gradient, tf.nn.silu, ...), which vectorising would drop"
-    elif unproven and wanted is not True:
-        lost = f"{unproven[0].op}, whose gradient vectorised is not proven to be the same"
-    if lost is None:
+            raise failure(f"vectorize=True: {reason}. {_BY_HAND}") from error
+        return [one_by_one(reason)]
+    reason = "every op of fn has a vectorised form"
+    if alone:
+        reason = f"these ops alone run row by row: {'; '.join(dict.fromkeys(alone))}"
+    if not found.custom_gradients:
         return [RowLoop(vectorized, True, reason)]
+    lost = "fn has a custom gradient (tf.custom_gradient, tf.nn.silu, ...), which vectorising would drop"
     return [
-        RowLoop(vectorized, True, f"{reason}; one by one where a GradientTape may record, because fn has {lost}"),
-        one_by_one(f"fn has {lost}"),
+        RowLoop(vectorized, True, f"{reason}; one by one where a GradientTape may record, because {lost}"),
+        one_by_one(lost),
     ]
 
 
-def vectorize(row_fn: Any, specs: Sequence[Any], check: Callable[[Form, Any], None]) -> Any:
+def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list[str]]:
     """The `ConcreteFunction` of a shard's leaves that runs that of one row for all of them at once.
 
-    `check` is called with the form of each op that is vectorised, and the op, and raises `NotProvenError` for one not to be.
+    `force`: also with TensorFlow's converters that are not tested, or right for other calls only.
+
+    Returns:
+        It, and which ops run row by row inside, and why.
+
+    Raises:
+        NotVectorizableError: an op cannot be vectorised.
     """
-
-    def of_op(op: Any, stacked: Sequence[bool]) -> None:
-        if not is_flow(op):
-            check(form_of(op, stacked), op)
-
+    convert = _Vectorizer(force)
     own, _ = own_functions(row_fn.graph)
 
     def run(rows: Sequence[Any]) -> Any:
@@ -106,23 +125,71 @@ def vectorize(row_fn: Any, specs: Sequence[Any], check: Callable[[Form, Any], No
     def vectorized(*leaves: Any) -> list[Any]:
         return list(tf.vectorized_map(run, leaves, fallback_to_while_loop=False))
 
-    with convert_own([row_fn.graph, *own], of_op, row_by_row), _without_conversion_log():
+    with convert_by(convert, [row_fn.graph, *own], CONVERTERS), _without_conversion_log():
         concrete = vectorized.get_concrete_function(*specs)
 
     @tf.function(autograph=False)
     def kept(*leaves: Any) -> Any:
         return concrete(*leaves)
 
-    return kept.get_concrete_function(*specs)
+    return kept.get_concrete_function(*specs), convert.alone
 
 
-def _check(form: Form, op: Any, unproven: list[Form], wanted: bool) -> None:
-    """Raise for an op that is not proven to vectorise right, unless it is `wanted`; note one whose gradients are not."""
-    if not is_proven(form, differentiable=False):
-        if not wanted:
-            raise NotProvenError(why_unproven(form, [argument.name for argument in op.op_def.input_arg]))
-    elif not is_proven(form, differentiable=True):
-        unproven.append(form)
+class _NotVectorizedError(Exception):
+    """The function of one row is not vectorised; says why."""
+
+
+class _Vectorizer:
+    """Converts the ops of a function of one row; each that has no vectorised form by a loop over rows, if possible."""
+
+    def __init__(self, force: bool):
+        self._force = force
+        self.alone: list[str] = []
+        """Which ops run row by row, and why."""
+
+    def __call__(self, given: Any, converter: Converter | None) -> Any:
+        op = given.op
+        try:
+            return self._converted(given, converter)
+        except _NotVectorizedError:  # an op in this loop or branch
+            raise
+        except Exception as error:  # pfor raises ValueError, NotImplementedError, TypeError and more for what it lacks
+            reason = _first_line(error)
+            if is_control_flow(op):
+                raise _NotVectorizedError(f"{reason}{_quoted(op)}") from error
+            reason = f"{op.type} {reason}{_quoted(op)}"
+            if not runs_row_by_row(op):
+                raise _NotVectorizedError(reason) from error
+        self.alone.append(reason)
+        return _row_by_row(given)
+
+    def _converted(self, given: Any, converter: Converter | None) -> Any:
+        op = given.op
+        if converter is None:
+            raise NotVectorizableError("has no vectorised form")
+        if op.type not in OPS and not self._force:
+            raise NotVectorizableError(_UNTESTED)
+        if reason := why_not_vectorizable(op, [each.is_stacked for each in given.inputs]):
+            raise NotVectorizableError(reason)
+        return converter(with_own_inputs(given))
+
+
+def _row_by_row(given: Any) -> Any:
+    """The results of an op that runs for each row by itself."""
+    op = given.op
+
+    def of_row(inputs: Sequence[Any]) -> list[Any]:
+        differing = iter(inputs)
+        return run_again(op, [next(differing) if each.is_stacked else each.t for each in given.inputs])
+
+    differing = [each.t for each in given.inputs if each.is_stacked]
+    return stacked(row_by_row(of_row, differing, given.pfor.loop_len_vector[0], op.outputs))
+
+
+def _quoted(op: Any) -> str:
+    """The user's line that made an op, in brackets."""
+    line = source_line(op)
+    return f" ({line})" if line else ""
 
 
 def _parts_rows(vectorized: Any) -> bool:
@@ -135,24 +202,27 @@ def _parts_rows(vectorized: Any) -> bool:
     )
 
 
-def _obstacle(row_fn: Any, found: Audit, specs: list[Any], options: Options) -> str | None:
-    """What can be told to stand in the way of vectorising before trying it."""
-    if options.vectorize is not True:
-        if not (checks_ops() and shows_functions(row_fn.graph)):
-            return "only with what this TensorFlow does not make public could each op be checked"
-        if own_functions(row_fn.graph)[1]:
-            return "fn calls a function that was traced before, which is left as it is"
-    if options.fn_output_signature is not None:
-        return "fn_output_signature is given, which is for tf.map_fn"
-    if not all(isinstance(spec, tf.TensorSpec) for spec in specs):
-        return "the data holds ragged or sparse tensors"
-    if not all(isinstance(leaf, tf.Tensor) for leaf in row_fn.structured_outputs):
-        return "fn returns ragged or sparse tensors"
-    if found.effects:
-        return f"{found.effects[0]} acts once per row"
-    if found.writes:
-        return "fn writes a variable or another resource, once per row"
-    return None
+def _check_function(row_fn: Any, found: Audit, specs: list[Any], options: Options, structure: Any) -> None:
+    """Raise for what can be told to stand in the way of vectorising before trying it."""
+    reason = None
+    if options.vectorize is not True and not (checks_ops() and shows_functions(row_fn.graph)):
+        reason = _HIDDEN
+    elif options.vectorize is not True and own_functions(row_fn.graph)[1]:
+        reason = _TRACED_BEFORE
+    elif not all(isinstance(spec, tf.TensorSpec) for spec in specs):
+        reason = "the data holds ragged or sparse tensors"
+    elif not all(isinstance(leaf, tf.Tensor) for leaf in row_fn.structured_outputs):
+        reason = "fn returns ragged or sparse tensors"
+    elif not all(
+        isinstance(spec, tf.TensorSpec | tf.DType) for spec in signature_of(row_fn, specs, options, structure)
+    ):
+        reason = "fn_output_signature holds ragged or sparse tensors"
+    elif found.effects:
+        reason = f"{found.effects[0]} acts once per row"
+    elif found.writes:
+        reason = "fn writes a variable or another resource, once per row"
+    if reason is not None:
+        raise _NotVectorizedError(reason)
 
 
 @contextlib.contextmanager
@@ -171,9 +241,9 @@ def _without_conversion_log() -> Iterator[None]:
         logger.removeFilter(other_thread)
 
 
-def _why(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     text = str(error)
-    if match := re.search(r"No pfor vectorization defined for (\w+)", text):
+    if match := re.search(r"No pfor vectorization defined for (\w+)", text):  # where devicemap does not see the ops
         return f"{match[1]} has no vectorised form"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"\w+(Error|Exception): ", line)]

@@ -11,7 +11,6 @@ from tensorflow.python.ops import handle_data_util
 
 from devicemap._tensorflow import memory, usable
 from devicemap._tensorflow.calls import prepare_gradient
-from devicemap._tensorflow.converters import take_all_rows
 from devicemap._tensorflow.functions import (
     UNCHAINED,
     UNCHAINED_UNIT,
@@ -28,6 +27,7 @@ from devicemap._tensorflow.gradients import (
     order_of_gradients,
 )
 from devicemap._tensorflow.memory import allocator_bytes
+from devicemap._tensorflow.pfor import take_all_rows
 
 pytestmark = pytest.mark.private("what is tested here")
 

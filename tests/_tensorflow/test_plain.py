@@ -13,11 +13,11 @@ import tensorflow as tf
 
 import devicemap
 from devicemap import _tensorflow
-from devicemap._tensorflow import Private, calls, converters, functions, gradients
+from devicemap._tensorflow import Private, calls, functions, gradients, pfor
 
 PRIVATE = {
     f"{module.__name__.rpartition('.')[2]}.{name}": value
-    for module in (converters, functions, gradients, calls)
+    for module in (pfor, functions, gradients, calls)
     for name, value in vars(module).items()
     if isinstance(value, Private)
 }
@@ -81,7 +81,7 @@ def test_the_public_interface_alone(monkeypatch: pytest.MonkeyPatch, devices: li
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("gone", ["calls", "converters", "functions", "gradients", *map(_by_itself, PRIVATE)])
+@pytest.mark.parametrize("gone", ["calls", "functions", "gradients", "pfor", *map(_by_itself, PRIVATE)])
 def test_a_tensorflow_without_some_of_the_names(monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
     """Those of a module, or one of them."""
     for name, private in PRIVATE.items():

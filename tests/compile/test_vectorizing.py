@@ -146,11 +146,8 @@ def test_axes_of_a_transposition_that_are_counted_from_the_end() -> None:
 @pytest.mark.parametrize(
     ("fn", "op"),
     [
-        (lambda r: tf.pad(r, [[1, 1]], constant_values=3.0), "PadV2"),
-        (lambda r: tf.matmul(tf.tile(r[None, None], [1, 5, 1]), MATRIX)[0], "BatchMatMul"),
-        (lambda r: tf.einsum("abc,cd->abd", r[None, None], MATRIX), "Einsum"),
         (lambda r: tf.strings.format("{}", r), "StringFormat"),
-        (lambda r: tf.size(tf.io.parse_single_example(_example(r), {"v": _ANY})["v"]), "is not proven"),
+        (lambda r: tf.size(tf.io.parse_single_example(_example(r), {"v": _ANY})["v"]), "ParseExampleV2"),
         (lambda r: tf.reduce_sum(tf.math.top_k(r, tf.argmax(r, output_type=tf.int32))[0]), "TopKV2"),
         (
             lambda r: tf.raw_ops.ClipByValue(t=r, clip_value_min=-(VECTOR**2), clip_value_max=VECTOR**2),
@@ -337,7 +334,7 @@ def test_ops_that_cannot_be_seen_are_not_vectorised(monkeypatch: pytest.MonkeyPa
 def test_axes_that_only_the_running_graph_knows() -> None:
     spec = tf.TensorSpec([None, None], tf.float32)
     mapper = devicemap.DeviceMap(lambda row: tf.reduce_sum(tf.squeeze(row) * 2.0), devices=["CPU:1"])
-    assert "Squeeze is not proven" in traced(mapper, spec).reason
+    assert "Squeeze drops axes" in traced(mapper, spec).reason
     mapped = tf.function(lambda x: mapper(x), input_signature=[spec])
     for data in (DATA["single"], DATA["vector"], DATA["vector"][:1]):
         np.testing.assert_allclose(mapped(data), tf.reduce_sum(data * 2.0, 1), rtol=1e-5)

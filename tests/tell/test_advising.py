@@ -53,7 +53,7 @@ def test_an_even_call_gets_no_advice() -> None:
 @pytest.mark.parametrize(("seconds", "sentences"), [(0.9, 0), (1.1, 1)])
 def test_advice_for_a_long_call_row_by_row(seconds: float, sentences: int) -> None:
     events = history([(10, seconds)] * 2, devices=2)
-    advice = Report.of(events, row_by_row="Foo was not tested (`foo(x)`, line 12 of ode.py)").advice
+    advice = Report.of(events, row_by_row="Foo has no tested vectorised form (`foo(x)`, line 12 of ode.py)").advice
     assert len(advice) == sentences
     assert all("`foo(x)`, line 12 of ode.py): pass vectorize=True, and compare" in line for line in advice)
     assert Report.of(events).advice == ()

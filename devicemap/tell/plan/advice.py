@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from devicemap.compile.vectorize import may_be_forced
 from devicemap.events import short_name
 from devicemap.tell.render import counted, listed, size_text
 
@@ -13,12 +14,6 @@ if TYPE_CHECKING:
 
 _LARGE_BYTES = 2**20
 """Copies of fewer bytes cost less than a call does."""
-
-
-_NEVER_VECTORIZED = (
-    "has no vectorised form", "fn_output_signature", "ragged or sparse", "once per row", "jit_compile=True",
-)  # fmt: skip
-"""Words of the reasons for which `vectorize=True` raises an error."""
 
 
 def advise(plan: Plan) -> tuple[str, ...]:
@@ -37,7 +32,7 @@ def reason_for_loop(batched: bool, vectorized: bool, ordered: bool, reason: str)
 def remedies_for_loop(reason: str) -> str:
     """The advice for rows that run one by one, with the remedies in the order in which to try them."""
     remedies = ["use another op there, or pass batched=True and a fn of a whole batch"]
-    if not any(words in reason for words in _NEVER_VECTORIZED):
+    if may_be_forced(reason):
         remedies.insert(0, "pass vectorize=True, and compare the results with DeviceMap.verify")
     return f"rows run one by one because {reason}: {'; or else '.join(remedies)}"
 

@@ -1,0 +1,228 @@
+"""Converters of control flow: loops, branches and the lists of a `tf.TensorArray` for all rows at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap._tensorflow.pfor import Converter, NotVectorizableError, pfor, run_again, stacked
+
+
+def convert_loop(given: Any) -> list[Any]:
+    """A loop that all rows leave at once stays a plain loop.
+
+    TensorFlow prepares each loop for rows that leave at different times: it asks in each step whether any are left, and
+    hands on a list besides each variable. That takes up to a half of the time of a loop of small steps.
+    """
+    loop = pfor.WhileV2(given)
+    differ = _differ_between_rows(given, loop)
+    if differ is not None:
+        with contextlib.suppress(_Parting):
+            return _shared_loop(given, loop, differ)
+    if any(each.dtype == tf.variant for each in given.op.inputs):
+        raise NotVectorizableError("fn has a loop that rows leave at different times, with a list")
+    if any(start.shape.is_fully_defined() > end.shape.is_fully_defined() for start, end in _variables(given.op)):
+        raise NotVectorizableError("fn has a loop that rows leave at different times, with a tensor that grows in it")
+    return list(loop())
+
+
+class _Parting(Exception):
+    """More differs between rows than ops tell."""
+
+
+def _shared_loop(given: Any, loop: Any, differ: Iterable[int]) -> list[Any]:
+    """One loop over all rows, of which some variables differ between rows."""
+    started = pfor._PforInput(given.pfor, given.op, list(given.inputs))
+    started.stack_inputs(differ, tile_variants=True)
+    stacked = [each.is_stacked for each in started.inputs]
+    shapes = pfor.WhileV2(started)._output_shapes()
+    condition, body = _over_rows(given, loop._cond_func), _over_rows(given, loop._body_func)
+
+    def wrapped(variables: Sequence[Any]) -> list[Any]:
+        return [pfor.wrap(variable, each) for variable, each in zip(variables, stacked)]
+
+    def goes_on(*variables: Any) -> Any:
+        result, *_ = condition(wrapped(variables))
+        if result.is_stacked:
+            raise _Parting
+        return tf.reshape(result.t, [])
+
+    def step(*variables: Any) -> list[Any]:
+        results = []
+        for i, (result, shape) in enumerate(zip(body(wrapped(variables)), shapes)):
+            if result.is_stacked > stacked[i]:
+                raise _Parting
+            # XLA does not see through a call that the handle of a variable goes through.
+            passed = i in loop._body_pass_through_indices
+            results.append(variables[i] if passed else _alike(result, stacked[i], given.pfor.loop_len_vector))
+            results[-1].set_shape(shape)
+        return results
+
+    results = tf.while_loop(
+        goes_on,
+        step,
+        [each.t for each in started.inputs],
+        shape_invariants=shapes,
+        parallel_iterations=given.get_attr("parallel_iterations"),
+    )
+    return wrapped(results)
+
+
+def _alike(result: Any, stacked: bool, rows: Any) -> Any:
+    """A tensor for each row where it was one for all, if such is wanted."""
+    return pfor._stack(result.t, rows).t if stacked and not result.is_stacked else result.t
+
+
+def convert_if(given: Any) -> list[Any]:
+    """A branch runs over those rows that take it, and not at all if there are none.
+
+    TensorFlow runs each over no rows then, which ops that flatten rows cannot do: the size of the others is lost.
+    """
+    if not given.input(0).is_stacked:
+        return list(pfor._convert_if(given))
+    names = [given.get_attr(branch).name for branch in ("else_branch", "then_branch")]
+    return _branch(given, tf.cast(given.stacked_input(0), tf.int32), names)
+
+
+def convert_case(given: Any) -> list[Any]:
+    """The same for `tf.switch_case`; a branch that there is not is the last one, as it is for one row."""
+    if not given.input(0).is_stacked:
+        return list(pfor._convert_stateless_case(given))
+    names = [branch.name for branch in given.get_attr("branches")]
+    index = given.stacked_input(0)
+    known = (index >= 0) & (index < len(names))
+    return _branch(given, tf.where(known, index, len(names) - 1), names)
+
+
+def _variables(op: Any) -> list[tuple[Any, Any]]:
+    """The tensors that a loop begins with, and those that it ends with."""
+    pairs = zip(op.inputs, op.outputs)
+    return [(start, end) for start, end in pairs if end.dtype not in (tf.variant, tf.resource)]
+
+
+def _differ_between_rows(given: Any, loop: Any) -> set[int] | None:
+    """Which variables of a loop differ between rows in some step, as far as ops tell; None if its condition does."""
+    body, condition = loop._body_func.graph, loop._cond_func.graph
+    differ = {i for i, each in enumerate(given.inputs) if each.is_stacked}
+    while True:
+        reached = _depending(body, differ)
+        more = {i for i, result in enumerate(body.outputs) if result.name in reached}
+        if more <= differ:
+            return None if condition.outputs[0].name in _depending(condition, differ) else differ
+        differ |= more
+
+
+def _depending(graph: Any, inputs: Iterable[int]) -> set[str]:
+    """The tensors of a function's graph that come from some of its inputs, by more than their shapes."""
+    reached = {graph.inputs[i].name for i in inputs}
+    for op in graph.get_operations():
+        if op.type not in _OF_SHAPES and any(tensor.name in reached for tensor in op.inputs):
+            reached |= {result.name for result in op.outputs}
+    return reached
+
+
+_OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "TensorListLength", "TensorListElementShape"}
+
+
+def _over_rows(given: Any, function: Any) -> Any:
+    """A function of the graph for one row, as one of what all rows have."""
+    rows = given.pfor
+    converter = pfor.PFor(
+        loop_var=rows.loop_var,
+        loop_len=rows.loop_len_vector[0],
+        pfor_ops=function.graph.get_operations(),
+        fallback_to_while_loop=rows.fallback_to_while_loop,
+        all_indices=rows.all_indices,
+        all_indices_partitioned=rows.all_indices_partitioned,
+        pfor_config=rows.pfor_config,
+    )
+    return partial(pfor._convert_function_call, function, converter)
+
+
+def _branch(given: Any, index: Any, names: Sequence[str]) -> list[Any]:
+    """Each row by the function that its `index` (int32 `[rows]`) tells."""
+    rows, inputs, outputs = given.pfor, given.inputs[1:], given.op.outputs
+    of_branches = tf.dynamic_partition(rows.all_indices, index, len(names))
+    places = of_branches
+    if rows.all_indices_partitioned:
+        places = tf.dynamic_partition(tf.range(rows.loop_len_vector[0]), index, len(names))
+
+    def run(name: str, indices: Any, place: Any) -> list[Any]:
+        taken = pfor._partition_inputs_for_indices(inputs, place)
+        return list(pfor._outputs_for_branch(name, indices, given, taken))
+
+    def skip() -> list[Any]:
+        return [tf.zeros([0, *output.shape], output.dtype) for output in outputs]
+
+    known = all(output.dtype != tf.variant and output.shape.is_fully_defined() for output in outputs)
+    results = []
+    for name, indices, place in zip(names, of_branches, places):
+        taken = partial(run, name, indices, place)
+        results.append(tf.cond(tf.size(indices) > 0, taken, skip) if known else taken())
+    return [pfor.wrap(tf.dynamic_stitch(places, parts), True) for parts in zip(*results)]
+
+
+def convert_list(given: Any) -> Any:
+    """An op on a list, of which each element holds those of all rows.
+
+    TensorFlow forgets the shape that elements have before they are written, in a gather which axis is which, and in a
+    write that the list may grow.
+    """
+    names = [argument.name for argument in given.op.op_def.input_arg]
+    if "input_handle" in names and not given.input(0).is_stacked:
+        return pfor._pfor_converter_registry[given.op.type](given)
+    results = run_again(given.op, [_for_elements(given, place, name) for place, name in enumerate(names)])
+    tensor_of_list = given.op.type in ("TensorListStack", "TensorListGather")
+    return stacked(map(_swapped, results) if tensor_of_list else results)
+
+
+def _for_elements(given: Any, place: int, name: str) -> Any:
+    """An input of an op on a list, such that elements are for all rows."""
+    if name == "input_handle":
+        return given.stacked_input(place)
+    if name == "item" or given.op.type == "TensorListPushBack":
+        return _alike(given.input(place), True, given.pfor.loop_len_vector)
+    if name == "tensor":
+        return _swapped(_alike(given.input(place), True, given.pfor.loop_len_vector))
+    value = given.unstacked_input(place)
+    if name != "element_shape":
+        return value
+    shape = tf.get_static_value(value)
+    if shape is None:
+        raise NotVectorizableError("has elements of a shape that is only known when it runs")
+    if shape.ndim == 0:  # -1: nothing is known of it
+        return tf.constant(shape)
+    return tf.concat([tf.cast(given.pfor.loop_len_vector, shape.dtype), shape], 0)
+
+
+def _swapped(tensor: Any) -> Any:
+    """With the first two axes in the other order."""
+    rank = tensor.shape.rank
+    order = [1, 0, *range(2, rank)] if rank else tf.concat([[1, 0], tf.range(2, tf.rank(tensor))], 0)
+    return tf.transpose(tensor, order)
+
+
+LISTS = (
+    "TensorListReserve",
+    "TensorListFromTensor",
+    "TensorListStack",
+    "TensorListGather",
+    "TensorListGetItem",
+    "TensorListSetItem",
+    "TensorListPushBack",
+    "TensorListScatterIntoExistingList",
+)
+
+CONTROL_FLOW: dict[str, Converter] = {
+    "While": convert_loop,
+    "StatelessWhile": convert_loop,
+    "If": convert_if,
+    "StatelessIf": convert_if,
+    "Case": convert_case,
+    "StatelessCase": convert_case,
+}
+"""By type of op."""

@@ -1,0 +1,141 @@
+"""TensorFlow's `pfor`, behind `tf.vectorized_map`, with converters of our own.
+
+`pfor` turns a function of one row into one of all rows, op by op. It asks an op for its own converter (`pfor_converter`)
+before it looks for that of its type. A converter is given the op with its inputs, each for all rows (stacked, `[rows, ...]`)
+or shared by all rows, and returns the results in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap._tensorflow import Private, usable
+
+pfor = Private(
+    "tensorflow.python.ops.parallel_for.pfor",
+    *(
+        "PFor",
+        "WhileV2",
+        "_PforInput",
+        "_convert_depthwise_conv2d_native",
+        "_convert_function_call",
+        "_convert_if",
+        "_convert_roll",
+        "_convert_slice",
+        "_convert_stateless_case",
+        "_create_op",
+        "_outputs_for_branch",
+        "_partition_inputs_for_indices",
+        "_pfor_converter_registry",
+        "_stack",
+        "wrap",
+    ),
+)
+
+Converter = Callable[[Any], Any]
+"""`pfor`'s description of an op and its inputs -> its results, each wrapped."""
+
+Policy = Callable[[Any, Converter | None], Any]
+"""`(given, converter)` converts an op, of whose type the converter is, if there is one."""
+
+_converting = threading.local()
+
+
+class NotVectorizableError(Exception):
+    """An op cannot run for all rows at once."""
+
+
+@functools.cache
+def _asks_ops() -> bool:
+    """Whether TensorFlow asks an op for a converter of its own; a pass by another one would be without any check."""
+    asked = []
+
+    def convert(given: Any) -> Any:
+        asked.append(given)
+        return given.input(0)
+
+    def run(row: Any) -> Any:
+        same = tf.identity(row)
+        same.op.pfor_converter = convert
+        return same
+
+    with tf.device(None):
+        tf.function(lambda rows: tf.vectorized_map(run, rows)).get_concrete_function(tf.TensorSpec([2]))
+    return bool(asked)
+
+
+def checks_ops() -> bool:
+    """Whether `convert_by` sees each op that is vectorised; without, `tf.vectorized_map` does what it does by itself."""
+    return usable(pfor) and _asks_ops()
+
+
+def take_all_rows(taken: Any) -> None:
+    """Let the op that takes row `i` of a tensor, vectorised, be that tensor.
+
+    TensorFlow gathers its rows where it does not know how many there are; the gradient of that is sparse.
+    """
+    if checks_ops():
+        taken.pfor_converter = lambda given: [pfor.wrap(given.input(0).t, True)]
+
+
+@contextlib.contextmanager
+def convert_by(policy: Policy, graphs: Iterable[Any], converters: Mapping[str, Converter]) -> Iterator[None]:
+    """Let a policy convert each op of these graphs while this lasts, in this thread.
+
+    Args:
+        policy: converts an op.
+        graphs: those of the function of one row and of the functions that it calls.
+        converters: of our own, by type of op; TensorFlow's are used for the others.
+    """
+    if not checks_ops():
+        yield
+        return
+    for graph in graphs:
+        for op in graph.get_operations():
+            op.pfor_converter = partial(_convert, converters.get(op.type))
+    _converting.policy = policy
+    try:
+        yield
+    finally:
+        del _converting.policy
+
+
+def _convert(own: Converter | None, given: Any) -> Any:
+    converter = pfor._pfor_converter_registry.get(given.op.type)
+    policy: Policy | None = getattr(_converting, "policy", None)
+    if policy is not None:
+        return policy(given, own or converter)
+    # `fn` itself vectorises a function that was traced for it before: as TensorFlow would.
+    converter = converter or own
+    if converter is None:
+        raise ValueError(f"No pfor vectorization defined for {given.op.type}")
+    return converter(given)
+
+
+def with_own_inputs(given: Any) -> Any:
+    """A copy of what a converter is given, whose list of inputs may be changed."""
+    return pfor._PforInput(given.pfor, given.op, list(given.inputs))
+
+
+def for_all_rows(given: Any, place: int) -> Any:
+    """An input as a tensor `[rows, ...]`, repeated if all rows share it."""
+    taken = given.input(place)
+    return taken.t if taken.is_stacked else pfor._stack(taken.t, given.pfor.loop_len_vector).t
+
+
+def run_again(op: Any, inputs: Iterable[Any]) -> list[Any]:
+    """The results of the same op, with its attributes, on other inputs."""
+    dtypes = [output.dtype for output in op.outputs]
+    return list(pfor._create_op(op.type, list(inputs), dtypes, op.node_def.attr).outputs)
+
+
+def stacked(results: Iterable[Any]) -> list[Any]:
+    """Results of which each has all rows."""
+    return [pfor.wrap(result, True) for result in results]

@@ -1,0 +1,171 @@
+"""Which ops give the same for all rows at once as for each row by itself.
+
+`tests/compile/test_vectorizable_ops.py` draws calls of each op, and compares values and gradients with `tf.map_fn`. An op that
+is not in the table, or is called in one of the ways that are `EXCEPTIONS`, runs row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap._tensorflow.control_flow import CONTROL_FLOW, LISTS
+from devicemap._tensorflow.converters import CONVERTERS
+
+OPS = frozenset(CONVERTERS) | frozenset(
+    # Each element by itself. Inputs are broadcast.
+    "Abs Acos Acosh Add AddV2 Angle ApproximateEqual Asin Asinh Atan Atan2 Atanh BesselI0 BesselI0e BesselI1 BesselI1e "
+    "BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 BitwiseAnd BitwiseOr BitwiseXor Bucketize Cast "
+    "Ceil CheckNumerics ClipByValue Complex ComplexAbs Conj Cos Cosh Dawsn Digamma Div DivNoNan Elu Equal Erf Erfc Erfinv "
+    "Exp Expint Expm1 Floor FloorDiv FloorMod FresnelCos FresnelSin Greater GreaterEqual Identity IdentityN Igamma "
+    "IgammaGradA Igammac Imag Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd "
+    "LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Ndtri Neg NotEqual OnesLike Polygamma Pow Real RealDiv Reciprocal "
+    "Relu Relu6 RightShift Rint Round Rsqrt SelectV2 Selu Sigmoid Sign Sin Sinh Softplus Softsign Spence Sqrt Square "
+    "SquaredDifference StopGradient Sub Tan Tanh TruncateDiv TruncateMod Xdivy Xlog1py Xlogy ZerosLike Zeta "
+    # Gradients of these, of inputs with the same shape.
+    "AddN EluGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad "
+    "SqrtGrad TanhGrad "
+    # Along axes.
+    "All Any ArgMax ArgMin Cumprod Cumsum LogSoftmax Max Mean Min Prod Softmax Sum TopKV2 "
+    # Shapes.
+    "BatchToSpaceND BroadcastTo ConcatV2 EnsureShape ExpandDims Fill OneHot Pack Rank Reshape ReverseV2 Shape ShapeN "
+    "SpaceToBatchND Split SplitV StridedSliceGrad Tile Unpack "
+    # Lookups.
+    "GatherV2 "
+    # Matrices on the last axes.
+    "Cholesky Cross Diag DiagPart Einsum LogMatrixDeterminant MatrixBandPart MatrixDiag MatrixDiagPart MatrixDiagPartV3 "
+    "MatrixDiagV3 MatrixInverse MatrixSetDiag MatrixSetDiagV3 MatrixSolve MatrixTriangularSolve SelfAdjointEigV2 "
+    # Transforms of the last axes.
+    "AdjustContrastv2 AdjustHue AdjustSaturation FFT FFT2D FFT3D IFFT IFFT2D IFFT3D IRFFT IRFFT2D IRFFT3D RFFT RFFT2D RFFT3D "
+    # Other numbers for each row.
+    "RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal "
+    # Lists and functions.
+    "Assert PartitionedCall StatefulPartitionedCall TensorListElementShape TensorListLength TensorListPopBack".split()
+)
+"""Types of ops."""
+
+_CONTROL_FLOW = frozenset(CONTROL_FLOW) | {"PartitionedCall", "StatefulPartitionedCall"}
+
+_WITH_LISTS = (
+    _CONTROL_FLOW
+    | frozenset(LISTS)
+    | frozenset(
+        "Identity IdentityN TensorListElementShape TensorListLength TensorListPopBack TensorListReserve".split()
+    )
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """An op of a function of one row, and which of its inputs differ between rows."""
+
+    op: Any
+    """`tf.Operation`."""
+
+    stacked: Sequence[bool]
+    """For each input, whether it differs between rows."""
+
+    def attribute(self, name: str) -> Any:
+        """The value of an attribute."""
+        return self.op.get_attr(name)
+
+    def shape(self, place: int) -> Any:
+        """The `tf.TensorShape` of an input, for one row."""
+        return self.op.inputs[place].shape
+
+    def value(self, place: int) -> Any:
+        """An input as an array, or `None` if it is only known when it runs."""
+        return tf.get_static_value(self.op.inputs[place])
+
+    def has_same_shapes(self, *places: int) -> bool:
+        """Whether inputs are known to have the same shape."""
+        first = self.shape(places[0])
+        return first.is_fully_defined() and all(self.shape(place) == first for place in places)
+
+    def uses(self, place: int) -> bool:
+        """Whether a result is used."""
+        output = self.op.outputs[place]
+        return bool(output.consumers()) or any(output is each for each in self.op.graph.outputs)
+
+
+Refuses = Callable[[Call], bool]
+"""Whether a call of an op is not to be vectorised."""
+
+EXCEPTIONS: Mapping[str, tuple[Refuses, str]] = {
+    # tf.raw_ops.TopKV2 takes one k.
+    "TopKV2": (lambda call: call.stacked[1], "has another k for each row"),
+    # The op takes bounds of the shape of x, or scalars. The row axis makes x another shape.
+    "ClipByValue": (lambda call: not call.shape(1).rank == call.shape(2).rank == 0, "has bounds that are no scalars"),
+    # TensorFlow counts negative batch_dims from the end of the indices with the row axis.
+    "GatherV2": (
+        lambda call: call.attribute("batch_dims") < 0 and not call.stacked[0],
+        "has negative batch_dims and a tensor that all rows share",
+    ),
+    # Where shapes do not match, the result for one row is a scalar.
+    **dict.fromkeys(
+        ("Equal", "NotEqual"),
+        (
+            lambda call: not (call.attribute("incompatible_shape_error") or call.has_same_shapes(0, 1)),
+            "has inputs whose shapes may not match",
+        ),
+    ),
+    # These ops broadcast their inputs, or take scalars, which the axis of all rows does not allow.
+    "Betainc": (lambda call: not call.has_same_shapes(0, 1, 2), "has inputs that may have different shapes"),
+    "SoftmaxCrossEntropyWithLogits": (
+        lambda call: not call.has_same_shapes(0, 1),
+        "has inputs that may have different shapes",
+    ),
+    # For more axes, TensorFlow loops over rows.
+    "Diag": (lambda call: call.shape(0).rank != 1, "has more than one axis"),
+    "DiagPart": (lambda call: call.shape(0).rank != 2, "has more than two axes"),
+    # TensorFlow divides by the number of elements.
+    **dict.fromkeys(
+        ("BatchToSpaceND", "SpaceToBatchND"),
+        (lambda call: not call.shape(0).num_elements(), "has an input that may have no elements"),
+    ),
+    # The lengths of height and width, without those of the batch and the channels.
+    **dict.fromkeys(
+        ("Conv2DBackpropInput", "DepthwiseConv2dNativeBackpropInput"),
+        (lambda call: call.shape(0) != [4], "has an input size of unknown length"),
+    ),
+    # The slices of rows would differ in size.
+    "Slice": (
+        lambda call: call.stacked[1] and (call.value(2) is None or (call.value(2) < 0).any()),
+        "takes slices that may differ in size",
+    ),
+    # Training computes moments of all rows; for inference, what else the op returns differs between devices.
+    "FusedBatchNormV3": (
+        lambda call: call.attribute("is_training") or any(call.uses(place) for place in range(1, 6)),
+        "computes moments",
+    ),
+    "ResourceGather": (lambda call: bool(call.attribute("batch_dims")), "has batch_dims"),
+}
+"""Calls that run row by row, and why, by type of op."""
+
+
+def why_not_vectorizable(op: Any, stacked: Sequence[bool]) -> str | None:
+    """Why an op of the table would not give the same vectorised; `None` if it does.
+
+    Args:
+        op: `tf.Operation` of a function of one row.
+        stacked: for each input, whether it differs between rows.
+    """
+    if op.type not in _WITH_LISTS and any(each.dtype == tf.variant for each in (*op.inputs, *op.outputs)):
+        return "has an input or a result that is no tensor"
+    refuses, words = EXCEPTIONS.get(op.type, (None, ""))
+    return words if refuses is not None and refuses(Call(op, stacked)) else None
+
+
+def is_control_flow(op: Any) -> bool:
+    """Whether an op is a call, a loop or a branch: the ops that it holds are looked up."""
+    return op.type in _CONTROL_FLOW
+
+
+def runs_row_by_row(op: Any) -> bool:
+    """Whether an op can run for each row by itself inside a function that is vectorised: its results have one shape."""
+    tensors = all(each.dtype not in (tf.variant, tf.resource) for each in (*op.inputs, *op.outputs))
+    shapes = all(output.shape.is_fully_defined() for output in op.outputs)
+    return tensors and shapes and bool(op.outputs) and not (op.op_def.is_stateful or is_control_flow(op))
