@@ -85,6 +85,16 @@ class Call:
         first = self.shape(places[0])
         return first.is_fully_defined() and all(self.shape(place) == first for place in places)
 
+    def broadcasts(self, x: int, y: int) -> bool:
+        """Whether the shapes of two inputs are known to match."""
+        shapes = self.shape(x), self.shape(y)
+        if 0 in (shapes[0].rank, shapes[1].rank):
+            return True
+        try:
+            return bool(tf.broadcast_static_shape(*shapes).is_fully_defined())
+        except ValueError:
+            return False
+
     def uses(self, place: int) -> bool:
         """Whether a result is used."""
         output = self.op.outputs[place]
@@ -108,7 +118,7 @@ EXCEPTIONS: Mapping[str, tuple[Refuses, str]] = {
     **dict.fromkeys(
         ("Equal", "NotEqual"),
         (
-            lambda call: not (call.attribute("incompatible_shape_error") or call.has_same_shapes(0, 1)),
+            lambda call: not (call.attribute("incompatible_shape_error") or call.broadcasts(0, 1)),
             "has inputs whose shapes may not match",
         ),
     ),
@@ -166,6 +176,8 @@ def is_control_flow(op: Any) -> bool:
 
 def runs_row_by_row(op: Any) -> bool:
     """Whether an op can run for each row by itself inside a function that is vectorised: its results have one shape."""
+    if op.type == "PyFuncStateless":  # calls of Python wait for each other
+        return False
     tensors = all(each.dtype not in (tf.variant, tf.resource) for each in (*op.inputs, *op.outputs))
     shapes = all(output.shape.is_fully_defined() for output in op.outputs)
     return tensors and shapes and bool(op.outputs) and not (op.op_def.is_stateful or is_control_flow(op))

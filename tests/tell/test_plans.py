@@ -38,7 +38,8 @@ ADVICE: list[tuple[dict[str, Any], str]] = [
     (
         {"vectorized": False, "reason": "Foo has no tested vectorised form (`foo(x)`, line 12 of ode.py)"},
         "rows run one by one because Foo has no tested vectorised form (`foo(x)`, line 12 of ode.py): "
-        "pass vectorize=True, and compare the results with DeviceMap.verify; or else use another op there, or pass batched=True and a fn of a whole batch",
+        "pass vectorize=True, and compare the results with DeviceMap.verify; or else use another op there, or pass "
+        "batched=True and a fn of a whole batch",
     ),
     (
         {"python_ops": ("PyFunc",)},
