@@ -177,7 +177,7 @@ def convert_list(given: Any) -> Any:
         return pfor._pfor_converter_registry[given.op.type](given)
     results = run_again(given.op, [_for_elements(given, place, name) for place, name in enumerate(names)])
     tensor_of_list = given.op.type in ("TensorListStack", "TensorListGather")
-    return stacked(map(_swapped, results) if tensor_of_list else results)
+    return stacked(map(swapped, results) if tensor_of_list else results)
 
 
 def _for_elements(given: Any, place: int, name: str) -> Any:
@@ -187,7 +187,7 @@ def _for_elements(given: Any, place: int, name: str) -> Any:
     if name == "item" or given.op.type == "TensorListPushBack":
         return _alike(given.input(place), True, given.pfor.loop_len_vector)
     if name == "tensor":
-        return _swapped(_alike(given.input(place), True, given.pfor.loop_len_vector))
+        return swapped(_alike(given.input(place), True, given.pfor.loop_len_vector))
     value = given.unstacked_input(place)
     if name != "element_shape":
         return value
@@ -199,7 +199,7 @@ def _for_elements(given: Any, place: int, name: str) -> Any:
     return tf.concat([tf.cast(given.pfor.loop_len_vector, shape.dtype), shape], 0)
 
 
-def _swapped(tensor: Any) -> Any:
+def swapped(tensor: Any) -> Any:
     """With the first two axes in the other order."""
     rank = tensor.shape.rank
     order = [1, 0, *range(2, rank)] if rank else tf.concat([[1, 0], tf.range(2, tf.rank(tensor))], 0)

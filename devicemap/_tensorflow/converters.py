@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.control_flow import CONTROL_FLOW, LISTS, convert_list
+from devicemap._tensorflow.control_flow import CONTROL_FLOW, LISTS, convert_list, swapped
 from devicemap._tensorflow.pfor import (
     Converter,
     NotVectorizableError,
@@ -283,6 +283,12 @@ def convert_segments(given: Any) -> Any:
     return stacked([tf.reshape(result, tf.concat([rows, [segments], shape[1:]], 0))])
 
 
+def convert_shared_segments(given: Any) -> Any:
+    """Segments that are the same for all rows: rows become the second axis."""
+    results = run_again(given.op, [swapped(given.stacked_input(0)), given.unstacked_input(1)])
+    return stacked(map(swapped, results))
+
+
 def convert_slice(given: Any) -> Any:
     """Slices that begin elsewhere in each row are gathered.
 
@@ -389,6 +395,7 @@ CONVERTERS: dict[str, Converter] = {
         "ScatterNd TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate",
         convert_scatter,
     ),
+    **_all("SegmentMax SegmentMean SegmentMin SegmentProd SegmentSum", convert_shared_segments),
     "BiasAdd": convert_bias,
     "BiasAddGrad": convert_bias_gradient,
     "DepthwiseConv2dNative": convert_depthwise,

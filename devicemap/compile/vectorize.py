@@ -103,13 +103,16 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
 def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list[str]]:
     """The `ConcreteFunction` of a shard's leaves that runs that of one row for all of them at once.
 
-    `force`: also with TensorFlow's converters that are not tested, or right for other calls only.
+    Args:
+        row_fn: the `ConcreteFunction` of one row.
+        specs: of the leaves.
+        force: whether to use TensorFlow's converters of ops that are not in the table.
 
     Returns:
         It, and which ops run row by row inside, and why.
 
     Raises:
-        NotVectorizableError: an op cannot be vectorised.
+        Exception: an op cannot be vectorised; the first line of the message says why.
     """
     convert = _Vectorizer(force)
     own, _ = own_functions(row_fn.graph)

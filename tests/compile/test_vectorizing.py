@@ -352,3 +352,55 @@ def test_nothing_runs_for_one_row_beside_all_rows() -> None:
     found = placements(partitions(mapper, tf.ones([8, 3])), "Sin")
     assert traced(mapper, tf.ones([8, 3])).vectorized
     assert found == {"CPU:1": 1, "CPU:2": 1}
+
+
+BOXES = tf.constant([[0.1, 0.0, 0.8, 0.7], [0.0, 0.2, 0.9, 0.9]])
+
+
+def _crop(image: Any) -> Any:
+    return tf.image.crop_and_resize(image[None], BOXES * image[0, 0, 0] ** 2, [0, 0], [3, 3])
+
+
+def _crop_in_branch(image: Any) -> Any:
+    return tf.cond(image[0, 0, 0] > 0.0, lambda: _crop(image), lambda: tf.zeros([2, 3, 3, 2]))
+
+
+def _crop_in_loop(image: Any) -> Any:
+    total = tf.zeros([2, 3, 3, 2])
+    while tf.reduce_sum(total) < 5.0:
+        total += tf.abs(_crop(image)) + 0.1
+    return total
+
+
+@pytest.mark.in_ci(1)
+@pytest.mark.parametrize("fn", [_crop, _crop_in_branch, _crop_in_loop])
+def test_an_op_without_a_vectorised_form_runs_row_by_row_alone(devices: list[str], fn: Callable[[Any], Any]) -> None:
+    data = DATA["image"]
+    mapper = devicemap.DeviceMap(fn, devices=devices)
+    plan = traced(mapper, data)
+    assert plan.vectorized
+    assert plan.reason.startswith(
+        "these ops alone run row by row: CropAndResize has no vectorised form (`return tf.image."
+    )
+    serial = tf.function(lambda x: tf.map_fn(fn, x))
+    for got, wanted in zip([mapper(data), *gradients_of(mapper, data)], [serial(data), *gradients_of(serial, data)]):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_dense_signature_is_vectorised() -> None:
+    data = DATA["vector"]
+    for signature in (tf.float32, tf.TensorSpec([3]), tf.TensorSpec(None)):
+        mapper = devicemap.DeviceMap(tf.sin, devices=["CPU:1", "CPU:2"], fn_output_signature=signature)
+        assert traced(mapper, data).vectorized
+        np.testing.assert_allclose(mapper(data), tf.sin(data), rtol=1e-6)
+
+
+@pytest.mark.in_ci(1)
+@pytest.mark.parametrize("place", [lambda i: VECTOR[i], lambda i: tf.slice(VECTOR, [i], [1]), lambda i: MATRIX[i, -i]])
+def test_a_place_that_there_is_not_is_an_error(place: Callable[[Any], Any]) -> None:
+    mapper = devicemap.DeviceMap(place, devices=["CPU:1", "CPU:2"])
+    data = tf.constant([2, 0, 1, 2])
+    assert traced(mapper, data).vectorized, traced(mapper, data).reason
+    np.testing.assert_array_equal(mapper(data), [place(i) for i in data])
+    with pytest.raises(devicemap.errors.FunctionError):
+        mapper(tf.constant([0, 1, 2, 3]))
