@@ -46,7 +46,7 @@ def trimmed_mean(sample: Any) -> Any:
 
 
 def ranks(sample: Any) -> Any:
-    return tf.argsort(tf.argsort(sample)), tf.math.invert_permutation(tf.argsort(sample, direction="DESCENDING"))
+    return tf.argsort(tf.argsort(sample)), tf.argsort(sample, direction="DESCENDING")[:3]
 
 
 def histogram_entropy(sample: Any) -> Any:
@@ -118,14 +118,15 @@ def gamma(x: Any) -> Any:
 
 def beta(x: Any) -> Any:
     a, b = 1.0 + 2.0 * x[0], 2.0 + x[1]
-    density = tf.math.xlogy(a - 1.0, x[2]) + tf.math.xlog1py(b - 1.0, -x[2]) - tf.math.lbeta(tf.stack([a, b]))
-    return density, tf.math.betainc(a, b, x[2])
+    return tf.math.xlogy(a - 1.0, x[2]) + tf.math.xlog1py(b - 1.0, -x[2]) - tf.math.lbeta(tf.stack([a, b]))
 
 
 def student_t(x: Any) -> Any:
     freedom = tf.constant(4.0, tf.float64)
-    y = x * tf.math.exp(-0.5)
-    constant = tf.math.lgamma((freedom + 1) / 2) - tf.math.lgamma(freedom / 2) - 0.5 * tf.math.log(np.pi * freedom)
+    y = x * float(np.exp(-0.5))
+    constant = (
+        tf.math.lgamma((freedom + 1) / 2) - tf.math.lgamma(freedom / 2) - 0.5 * tf.math.log(float(np.pi) * freedom)
+    )
     return tf.reduce_sum(constant - 0.5 * (freedom + 1.0) * tf.math.log1p(y**2 / freedom))
 
 
@@ -185,7 +186,7 @@ def contrastive(embedded: Any) -> Any:
 
 def precision_at_two(scores: Any, relevant: Any) -> Any:
     _, best = tf.math.top_k(scores, k=2)
-    return tf.reduce_mean(tf.cast(tf.gather(relevant, best), tf.float32)), tf.math.in_top_k([2], scores[None], 2)[0]
+    return tf.reduce_mean(tf.cast(tf.gather(relevant, best), tf.float32))
 
 
 def discounted_gain(scores: Any, relevance: Any) -> Any:
@@ -219,6 +220,7 @@ FUNCTIONS = {
     "multivariate normal": (multivariate_normal, (POINT, symmetric(3))),
     "gamma density": (gamma, uniform(3, low=0.1)),
     "beta density": (beta, uniform(3, low=0.1, high=0.9)),
+    "incomplete beta": (lambda x: tf.math.betainc(1.0 + x[0], 2.0 + x[1], x[2]), uniform(3, low=0.1, high=0.9)),
     "Student's t": (student_t, normal(4, dtype=tf.float64)),
     "Poisson regression": (poisson, (integers(4, high=6), normal(4))),
     "von Mises": (von_mises, (normal(4), uniform(low=0.5, high=5.0))),
@@ -230,7 +232,8 @@ FUNCTIONS = {
     "eight schools": (hierarchical, normal(10)),
     "Hamiltonian Monte Carlo": (hamiltonian_step, POINT),
     "incomplete gamma": (lambda x: tf.math.igamma(x[0] + 0.5, x[1]) + tf.math.digamma(x[0] + 1.0), uniform(2, low=0.1)),
-    "clipped by norm": (lambda x: tf.clip_by_norm(x, 1.0) + tf.clip_by_global_norm([x, x * 2.0], 0.5)[0][1], POINT),
+    "clipped by norm": (lambda x: tf.clip_by_norm(x, 1.0), POINT),
+    "clipped by global norm": (lambda x: tf.clip_by_global_norm([x, x * 2.0], 0.5)[0][1], POINT),
     "Huber loss": (lambda p, t: tf.keras.losses.huber(t, p), (LOGITS, LOGITS * 0.2)),
     "categorical cross-entropy": (
         lambda z, p: tf.nn.softmax_cross_entropy_with_logits(labels=p, logits=z),
@@ -245,7 +248,7 @@ FUNCTIONS = {
         (CHANCES, integers(high=6)),
     ),
     "divergence of distributions": (
-        lambda p: tf.keras.losses.kl_divergence(tf.constant([0.1, 0.2, 0.3, 0.2, 0.1, 0.1]), p),
+        lambda p: tf.keras.losses.KLDivergence(reduction=None)(tf.constant([0.1, 0.2, 0.3, 0.2, 0.1, 0.1]), p),
         CHANCES,
     ),
     "cosine loss": (lambda a, b: tf.keras.losses.cosine_similarity(a, b), (LOGITS, CHANCES)),
@@ -253,6 +256,8 @@ FUNCTIONS = {
     "Dice loss": (dice_loss, (uniform(6, 6), uniform(6, 6, seed=1) > 0.5)),
     "contrastive loss": (contrastive, normal(4, 3)),
     "precision at two": (precision_at_two, (normal(8), uniform(8, seed=1) > 0.5)),
+    "among the best": (lambda s: tf.math.in_top_k([2], s[None], 3)[0], normal(8)),
+    "inverse permutation": (lambda s: tf.math.invert_permutation(tf.argsort(s)), SAMPLES),
     "discounted gain": (discounted_gain, (normal(8), uniform(8, high=3.0, seed=1))),
     "Wasserstein distance": (wasserstein, (SAMPLES, SAMPLES[::-1])),
     "logits of a weighted loss": (

@@ -40,7 +40,7 @@ def message_passing(nodes: Any) -> Any:
     source, target = tf.constant([0, 0, 1, 2, 3, 4]), tf.constant([1, 2, 2, 3, 4, 0])
     messages = tf.nn.relu(tf.gather(nodes, source) - tf.gather(nodes, target))
     received = tf.math.unsorted_segment_sum(messages, target, num_segments=5)
-    return nodes + received, tf.math.segment_max(messages, tf.constant([0, 0, 1, 1, 2, 2]))
+    return nodes + received
 
 
 def own_edges(nodes: Any, edges: Any) -> Any:
@@ -51,7 +51,7 @@ def own_edges(nodes: Any, edges: Any) -> Any:
 
 def scattered(places: Any, values: Any) -> Any:
     grid = tf.tensor_scatter_nd_update(tf.zeros([4, 4]), places, values)
-    return tf.tensor_scatter_nd_add(grid, [[0, 0], [3, 3]], [1.0, 2.0]), tf.scatter_nd(places, values, [4, 4])
+    return grid @ grid
 
 
 def by_batch_dims(scores: Any, picks: Any) -> Any:
@@ -62,8 +62,8 @@ def permuted(x: Any, order: Any) -> Any:
     return tf.gather(x, order), tf.gather(x, order[::-1], axis=-1), tf.gather_nd(x, order[:2][None])
 
 
-def slices(x: Any, i: Any) -> Any:
-    return x[i], x[:, 1], x[..., None, 2:0:-1], x[-1], tf.strided_slice(x, [0, 1], [4, 4], [2, 1]), x[1:][:2]
+def slices(x: Any) -> Any:
+    return x[:, 1], x[..., None, 2:0:-1], x[-1], tf.strided_slice(x, [0, 1], [4, 4], [2, 1]), x[1:][:2]
 
 
 def branch(x: Any) -> Any:
@@ -129,7 +129,7 @@ def state_of_particles(state: Any) -> Any:
 
 def bits(x: Any) -> Any:
     shifted = tf.bitwise.right_shift(x, tf.range(8))
-    return tf.bitwise.bitwise_and(shifted, 1), tf.bitwise.bitwise_xor(x, 85), tf.bitcast(x, tf.float32)
+    return tf.bitwise.bitwise_and(shifted, 1), tf.bitwise.bitwise_xor(x, 85)
 
 
 def calendar(day: Any) -> Any:
@@ -146,7 +146,12 @@ def flags(a: Any, b: Any) -> Any:
 
 
 def polar(z: Any) -> Any:
-    return tf.abs(z), tf.math.angle(z), tf.math.real(z * tf.math.conj(z)), tf.exp(0.1 * z) / (1.0 + tf.abs(z[0]) * 0j)
+    return (
+        tf.abs(z),
+        tf.math.angle(z),
+        tf.math.real(z * tf.math.conj(z)),
+        tf.exp(0.1j * z) / tf.cast(1.0 + tf.abs(z[0]), tf.complex64),
+    )
 
 
 def half_precision(x: Any) -> Any:
@@ -162,7 +167,7 @@ def outer_grids(x: Any, y: Any) -> Any:
 def polynomial(coefficients: Any) -> Any:
     x = tf.linspace(-1.0, 1.0, 7)
     return tf.math.polyval(tf.unstack(coefficients), x), tf.einsum(
-        "i,ij->j", coefficients, tf.math.pow(x[None], TABLE[:4, :1])
+        "i,ij->j", coefficients, tf.math.pow(x[None], tf.range(4.0)[:, None])
     )
 
 
@@ -175,11 +180,11 @@ def inner_vectorized_map(points: Any) -> Any:
 
 
 def running(x: Any) -> Any:
-    return tf.cumsum(x, exclusive=True), tf.math.cumprod(x, reverse=True), tf.math.cumulative_logsumexp(x)
+    return tf.cumsum(x, exclusive=True), tf.math.cumprod(x, reverse=True)
 
 
 def tokens(text: Any) -> Any:
-    words = tf.strings.split(tf.strings.lower(text)[None], " ").to_tensor("", [1, 3])[0]
+    words = tf.strings.split(tf.strings.lower(text[None]), " ").to_tensor("", shape=[1, 3])[0]
     return VOCABULARY.lookup(words), tf.strings.length(text)
 
 
@@ -188,14 +193,28 @@ FUNCTIONS = {
     "table interpolated": (interpolated, uniform(4, high=7.0)),
     "nearest neighbours": (nearest_neighbours, normal(3)),
     "message passing": (message_passing, normal(5, 2)),
+    "segments": (
+        lambda x: (tf.math.segment_sum(x, [0, 0, 1, 2, 2]), tf.math.segment_max(x, [0, 0, 1, 2, 2])),
+        normal(5),
+    ),
     "edges of the row": (own_edges, (normal(5, 2), integers(2, 6, high=5))),
     "scattered values": (
         scattered,
         (tf.stack([integers(3, high=4), tf.tile(tf.range(3)[None], [5, 1])], -1), normal(3)),
     ),
+    "scattered from zeros": (
+        lambda i, x: tf.scatter_nd(i[:, None], x, [8]),
+        (tf.argsort(normal(6)), normal(6, seed=1)),
+    ),
+    "added to a histogram": (
+        lambda i: tf.tensor_scatter_nd_add(tf.zeros([4]), i[:, None], tf.ones([6])),
+        integers(6, high=4),
+    ),
     "gather with batch_dims": (by_batch_dims, (normal(4, 3), integers(4, 2, high=3))),
     "permuted": (permuted, (normal(4, 4), tf.argsort(normal(4, seed=1)))),
-    "slices": (slices, (normal(4, 4), integers(high=4))),
+    "slices": (slices, normal(4, 4)),
+    "row at an index": (lambda x, i: x[i] * 2.0, (normal(4, 4), integers(high=4))),
+    "slice from an index": (lambda x, i: tf.reduce_sum(x[i : i + 3]), (normal(8), integers(high=5))),
     "shared images of an index": (lambda i: tf.gather(PHOTOS, i) - tf.reduce_mean(PHOTOS, 0), integers(high=8)),
     "bits of one-hot": (lambda i: tf.one_hot(i, 5, on_value=True, off_value=False, axis=0), integers(2, high=5)),
     "branch": (branch, normal(3)),
@@ -210,6 +229,7 @@ FUNCTIONS = {
     "particles in a dict": (state_of_particles, {"x": normal(3), "v": normal(3, seed=1)}),
     "tuple of arguments": (lambda a, b: (a @ b, {"sum": a + tf.transpose(b)}), (normal(2, 3), normal(3, 2))),
     "bits": (bits, integers(high=200)),
+    "bits of a float": (lambda x: tf.bitcast(x, tf.int32), normal(3)),
     "calendar": (calendar, integers(high=1000, dtype=tf.int64)),
     "flags": (flags, (normal(6) > 0.0, normal(6, seed=1) > 0.0)),
     "polar form": (polar, complexes(3)),
@@ -219,6 +239,7 @@ FUNCTIONS = {
     "tf.map_fn inside": (inner_map, normal(4, 3)),
     "tf.vectorized_map inside": (inner_vectorized_map, normal(4, 3)),
     "running sums and products": (running, normal(5)),
+    "running logsumexp": (tf.math.cumulative_logsumexp, normal(5)),
     "rank 4 to sums": (lambda x: tf.reduce_sum(tf.transpose(x, [2, 0, 1]), [1, 2], keepdims=True), normal(2, 3, 4)),
     "split and concatenated": (lambda x: tf.concat(tf.split(x, [1, 3, 2])[::-1], 0), normal(6)),
     "unique values": (lambda x: tf.size(tf.unique(x)[0]), integers(6, high=4)),
