@@ -72,3 +72,10 @@ NOT_VECTORIZED_BY_TENSORFLOW = {
     "scattered from zeros": "no converter of ScatterNd",
 }
 """Name -> why `tf.vectorized_map(fallback_to_while_loop=False)` raises. It gives no wrong result for the others."""
+
+WITHOUT_GRADIENT = {
+    "augmentation of a seed": "AdjustContrastv2",
+    "colour jitter": "AdjustHue",
+    "LU solve": "Lu",
+}
+"""Name -> the op that TensorFlow has no gradient of."""

@@ -159,7 +159,7 @@ def hierarchical(x: Any) -> Any:
 
 def hamiltonian_step(x: Any) -> Any:
     momentum = DRAWS[:3]
-    for _ in range(3):
+    for _ in range(2):
         with tf.GradientTape() as tape:
             tape.watch(x)
             density = mixture(x)
