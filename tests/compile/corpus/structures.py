@@ -1,14 +1,15 @@
-"""Indices, structures, branches, strings and dtypes: shared tables, scattered updates, and more than one argument."""
+"""Indices, nested structures, branches, strings and dtypes: shared tables, scattered updates, several arguments."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import tensorflow as tf
-from compile.corpus.samples import complexes, integers, normal, shared, uniform
+from compile.corpus.samples import integers, normal, shared, uniform
 
 TABLE = shared(8, 3)
 PHOTOS = shared(8, 6, 6, 2)
+SEGMENTS = [0, 0, 1, 2, 2]
 VOCABULARY = tf.lookup.StaticHashTable(
     tf.lookup.KeyValueTensorInitializer(["ant", "bee", "cat"], tf.constant([1, 2, 3], tf.int64)), 0
 )
@@ -17,12 +18,11 @@ WORDS = tf.constant(["ant bee", "cat", "dog ant cat", "bee", "bee bee"])
 
 
 def mixed_up(image: Any, i: Any) -> Any:
-    other = tf.gather(PHOTOS, i)
-    return 0.7 * image + 0.3 * other, tf.one_hot([i], 8)[0] * 0.3
+    return 0.7 * image + 0.3 * tf.gather(PHOTOS, i), tf.one_hot([i], 8)[0] * 0.3
 
 
 def interpolated(x: Any) -> Any:
-    """In a shared table, as of a cross section or an equation of state."""
+    """Linear, in a shared table."""
     place = tf.clip_by_value(x, 0.0, 6.999)
     i = tf.cast(place, tf.int32)
     part = (place - tf.cast(i, tf.float32))[:, None]
@@ -36,26 +36,16 @@ def nearest_neighbours(x: Any) -> Any:
 
 
 def message_passing(nodes: Any) -> Any:
-    """Of a graph that all rows share."""
+    """In a graph that all rows share."""
     source, target = tf.constant([0, 0, 1, 2, 3, 4]), tf.constant([1, 2, 2, 3, 4, 0])
     messages = tf.nn.relu(tf.gather(nodes, source) - tf.gather(nodes, target))
-    received = tf.math.unsorted_segment_sum(messages, target, num_segments=5)
-    return nodes + received
+    return nodes + tf.math.unsorted_segment_sum(messages, target, num_segments=5)
 
 
-def own_edges(nodes: Any, edges: Any) -> Any:
-    messages = tf.gather(nodes, edges[0])
-    degree = tf.math.unsorted_segment_sum(tf.ones([6]), edges[1], 5)
-    return tf.math.divide_no_nan(tf.math.unsorted_segment_sum(messages, edges[1], 5), degree[:, None])
-
-
-def scattered(places: Any, values: Any) -> Any:
+def scattered(columns: Any, values: Any) -> Any:
+    places = tf.stack([columns, tf.range(3)], axis=-1)
     grid = tf.tensor_scatter_nd_update(tf.zeros([4, 4]), places, values)
     return grid @ grid
-
-
-def by_batch_dims(scores: Any, picks: Any) -> Any:
-    return tf.gather(scores, picks, axis=1, batch_dims=1), tf.gather(scores, [2, 0], axis=1)
 
 
 def permuted(x: Any, order: Any) -> Any:
@@ -76,37 +66,14 @@ def branch(x: Any) -> Any:
     return x
 
 
-def piecewise(x: Any) -> Any:
-    safe = tf.where(x > 0.1, x, tf.ones_like(x))
-    return tf.where(x > 0.1, tf.math.log(safe), tf.where(x < -0.5, -x, 0.0))
-
-
 def chosen_activation(x: Any, i: Any) -> Any:
     return tf.switch_case(i, [lambda: tf.nn.relu(x), lambda: tf.sin(x), lambda: tf.nn.softmax(x)], default=lambda: x)
-
-
-def factorial(n: Any) -> Any:
-    result = tf.constant(1, tf.int64)
-    for i in tf.range(1, n + 1):
-        result *= tf.cast(i, tf.int64)
-    return result
-
-
-def nested_loops(x: Any) -> Any:
-    total = tf.zeros([])
-    for i in tf.range(3):
-        for j in tf.range(i + 1):
-            if i == j:
-                continue
-            total += x[i] * x[j]
-    return total
 
 
 def edit_distance(a: Any, b: Any) -> Any:
     row = tf.range(6)
     for i in tf.range(5):
-        best = row + 1
-        best = tf.concat([[i + 1], tf.minimum(best[1:], row[:-1] + tf.cast(b != a[i], tf.int32))], axis=0)
+        best = tf.concat([[i + 1], tf.minimum(row[1:] + 1, row[:-1] + tf.cast(b != a[i], tf.int32))], axis=0)
         for j in tf.range(1, 6):
             best = tf.tensor_scatter_nd_min(best, [[j]], [best[j - 1] + 1])
         row = best
@@ -122,9 +89,10 @@ def time_warping(pair: Any) -> Any:
     return row[-1]
 
 
-def state_of_particles(state: Any) -> Any:
-    moved = {"x": state["x"] + 0.1 * state["v"], "v": state["v"] * tf.where(state["x"] > 1.0, -1.0, 1.0)}
-    return moved, (tf.reduce_sum(state["v"] ** 2) / 2.0, tf.reduce_any(state["x"] > 1.0))
+def particles(state: Any) -> Any:
+    bounced = state["v"] * tf.where(state["x"] > 1.0, -1.0, 1.0)
+    energy = tf.reduce_sum(state["v"] ** 2) / 2.0
+    return {"x": state["x"] + 0.1 * state["v"], "v": bounced}, (energy, tf.reduce_any(state["x"] > 1.0))
 
 
 def bits(x: Any) -> Any:
@@ -132,26 +100,10 @@ def bits(x: Any) -> Any:
     return tf.bitwise.bitwise_and(shifted, 1), tf.bitwise.bitwise_xor(x, 85)
 
 
-def calendar(day: Any) -> Any:
-    return {"week": day // 7, "weekday": day % 7, "weekend": tf.logical_or(day % 7 == 5, day % 7 == 6)}
-
-
 def flags(a: Any, b: Any) -> Any:
     both = tf.logical_and(a, tf.logical_not(b))
-    return (
-        tf.reduce_all(both | b),
-        tf.math.count_nonzero(both, dtype=tf.int32),
-        tf.cast(tf.math.logical_xor(a, b), tf.int8),
-    )
-
-
-def polar(z: Any) -> Any:
-    return (
-        tf.abs(z),
-        tf.math.angle(z),
-        tf.math.real(z * tf.math.conj(z)),
-        tf.exp(0.1j * z) / tf.cast(1.0 + tf.abs(z[0]), tf.complex64),
-    )
+    parity = tf.cast(tf.math.logical_xor(a, b), tf.int8)
+    return tf.reduce_all(both | b), tf.math.count_nonzero(both, dtype=tf.int32), parity
 
 
 def half_precision(x: Any) -> Any:
@@ -159,28 +111,9 @@ def half_precision(x: Any) -> Any:
     return tf.cast(tf.reduce_max(small * 2 - 1), tf.float32), tf.cast(x, tf.float16) + 1
 
 
-def outer_grids(x: Any, y: Any) -> Any:
+def grids(x: Any, y: Any) -> Any:
     a, b = tf.meshgrid(x, y, indexing="ij")
     return tf.stack([a, b], axis=-1), tf.reshape(tf.repeat(x, 2), [4, 2]) + tf.tile(y[None, :2], [4, 1])
-
-
-def polynomial(coefficients: Any) -> Any:
-    x = tf.linspace(-1.0, 1.0, 7)
-    return tf.math.polyval(tf.unstack(coefficients), x), tf.einsum(
-        "i,ij->j", coefficients, tf.math.pow(x[None], tf.range(4.0)[:, None])
-    )
-
-
-def inner_map(points: Any) -> Any:
-    return tf.map_fn(lambda p: tf.norm(p) * p + TABLE[0], points)
-
-
-def inner_vectorized_map(points: Any) -> Any:
-    return tf.vectorized_map(lambda p: tf.tensordot(p, p, 0), points)
-
-
-def running(x: Any) -> Any:
-    return tf.cumsum(x, exclusive=True), tf.math.cumprod(x, reverse=True)
 
 
 def tokens(text: Any) -> Any:
@@ -188,66 +121,42 @@ def tokens(text: Any) -> Any:
     return VOCABULARY.lookup(words), tf.strings.length(text)
 
 
+MATRICES, VECTORS = normal(4, 4), normal(3)
 FUNCTIONS = {
     "mixed up with a shared image": (mixed_up, (normal(6, 6, 2), integers(high=8))),
     "table interpolated": (interpolated, uniform(4, high=7.0)),
-    "nearest neighbours": (nearest_neighbours, normal(3)),
+    "nearest neighbours": (nearest_neighbours, VECTORS),
     "message passing": (message_passing, normal(5, 2)),
-    "segments": (
-        lambda x: (tf.math.segment_sum(x, [0, 0, 1, 2, 2]), tf.math.segment_max(x, [0, 0, 1, 2, 2])),
-        normal(5),
-    ),
-    "edges of the row": (own_edges, (normal(5, 2), integers(2, 6, high=5))),
-    "scattered values": (
-        scattered,
-        (tf.stack([integers(3, high=4), tf.tile(tf.range(3)[None], [5, 1])], -1), normal(3)),
-    ),
-    "scattered from zeros": (
-        lambda i, x: tf.scatter_nd(i[:, None], x, [8]),
-        (tf.argsort(normal(6)), normal(6, seed=1)),
-    ),
-    "added to a histogram": (
-        lambda i: tf.tensor_scatter_nd_add(tf.zeros([4]), i[:, None], tf.ones([6])),
-        integers(6, high=4),
-    ),
-    "gather with batch_dims": (by_batch_dims, (normal(4, 3), integers(4, 2, high=3))),
-    "permuted": (permuted, (normal(4, 4), tf.argsort(normal(4, seed=1)))),
-    "slices": (slices, normal(4, 4)),
-    "row at an index": (lambda x, i: x[i] * 2.0, (normal(4, 4), integers(high=4))),
+    "segments": (lambda x: (tf.math.segment_sum(x, SEGMENTS), tf.math.segment_max(x, SEGMENTS)), normal(5)),
+    "scattered values": (scattered, (integers(3, high=4), VECTORS)),
+    "scattered from zeros": (lambda i, x: tf.scatter_nd(i[:, None], x, [8]), (tf.argsort(normal(6)), normal(6))),
+    "counts": (lambda i: tf.tensor_scatter_nd_add(tf.zeros([4]), i[:, None], tf.ones([6])), integers(6, high=4)),
+    "chosen from columns": (lambda x, i: tf.gather(x, i, axis=1, batch_dims=1), (MATRICES, integers(4, 2, high=3))),
+    "permuted": (permuted, (MATRICES, tf.argsort(normal(4, seed=1)))),
+    "slices": (slices, MATRICES),
+    "row at an index": (lambda x, i: x[i] * 2.0, (MATRICES, integers(high=4))),
     "slice from an index": (lambda x, i: tf.reduce_sum(x[i : i + 3]), (normal(8), integers(high=5))),
-    "shared images of an index": (lambda i: tf.gather(PHOTOS, i) - tf.reduce_mean(PHOTOS, 0), integers(high=8)),
-    "bits of one-hot": (lambda i: tf.one_hot(i, 5, on_value=True, off_value=False, axis=0), integers(2, high=5)),
-    "branch": (branch, normal(3)),
-    "piecewise": (piecewise, normal(6)),
-    "tf.cond": (lambda x: tf.cond(x[0] > 0.0, lambda: TABLE[0] * x[0], lambda: tf.reverse(x, [0])), normal(3)),
-    "tf.case": (lambda x: tf.case([(x < -0.5, lambda: x * x), (x < 0.5, lambda: -x)], lambda: x + 1.0), normal()),
-    "tf.switch_case": (chosen_activation, (normal(3), integers(high=4))),
-    "factorial": (factorial, integers(high=9)),
-    "nested loops": (nested_loops, normal(3)),
+    "branch": (branch, VECTORS),
+    "tf.cond": (lambda x: tf.cond(x[0] > 0.0, lambda: TABLE[0] * x[0], lambda: tf.reverse(x, [0])), VECTORS),
+    "tf.switch_case": (chosen_activation, (VECTORS, integers(high=4))),
     "edit distance": (edit_distance, (integers(5, high=3), integers(5, high=3, seed=1))),
     "dynamic time warping": (time_warping, normal(2, 3)),
-    "particles in a dict": (state_of_particles, {"x": normal(3), "v": normal(3, seed=1)}),
-    "tuple of arguments": (lambda a, b: (a @ b, {"sum": a + tf.transpose(b)}), (normal(2, 3), normal(3, 2))),
+    "particles in a dict": (particles, {"x": VECTORS, "v": normal(3, seed=1)}),
     "bits": (bits, integers(high=200)),
-    "bits of a float": (lambda x: tf.bitcast(x, tf.int32), normal(3)),
-    "calendar": (calendar, integers(high=1000, dtype=tf.int64)),
+    "bits of a float": (lambda x: tf.bitcast(x, tf.int32), VECTORS),
     "flags": (flags, (normal(6) > 0.0, normal(6, seed=1) > 0.0)),
-    "polar form": (polar, complexes(3)),
     "half precision": (half_precision, normal(4)),
-    "grids": (outer_grids, (normal(4), normal(3))),
-    "polynomials": (polynomial, normal(4)),
-    "tf.map_fn inside": (inner_map, normal(4, 3)),
-    "tf.vectorized_map inside": (inner_vectorized_map, normal(4, 3)),
-    "running sums and products": (running, normal(5)),
-    "running logsumexp": (tf.math.cumulative_logsumexp, normal(5)),
-    "rank 4 to sums": (lambda x: tf.reduce_sum(tf.transpose(x, [2, 0, 1]), [1, 2], keepdims=True), normal(2, 3, 4)),
+    "grids": (grids, (normal(4), VECTORS)),
+    "tf.map_fn inside": (lambda points: tf.map_fn(lambda p: tf.norm(p) * p + TABLE[0], points), normal(4, 3)),
+    "tf.vectorized_map inside": (lambda x: tf.vectorized_map(lambda p: tf.tensordot(p, p, 0), x), normal(4, 3)),
+    "running sums and products": (lambda x: tf.cumsum(x, exclusive=True) + tf.math.cumprod(x, reverse=True), VECTORS),
+    "running logsumexp": (tf.math.cumulative_logsumexp, VECTORS),
     "split and concatenated": (lambda x: tf.concat(tf.split(x, [1, 3, 2])[::-1], 0), normal(6)),
     "unique values": (lambda x: tf.size(tf.unique(x)[0]), integers(6, high=4)),
     "tokens": (tokens, WORDS),
     "text": (lambda t: tf.strings.join([tf.strings.substr(t, 0, 3), tf.strings.upper(t)], "-"), WORDS),
     "numbers in text": (lambda x: tf.strings.to_number(tf.strings.as_string(x)) + 1.0, integers(high=99)),
-    "hash of text": (lambda t: tf.strings.to_hash_bucket_fast(t, 16), WORDS),
     "lookup of integers": (lambda x: CODES.lookup(x), integers(3, high=5)),
-    "checked": (lambda x: tf.debugging.check_numerics(x, "not finite") * 2.0, normal(3)),
-    "stopped gradient": (lambda x: tf.stop_gradient(tf.round(x)) + x - tf.stop_gradient(x), normal(3)),
+    "checked": (lambda x: tf.debugging.check_numerics(x, "not finite") * 2.0, VECTORS),
+    "stopped gradient": (lambda x: tf.stop_gradient(tf.round(x)) + x - tf.stop_gradient(x), VECTORS),
 }
