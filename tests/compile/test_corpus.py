@@ -17,6 +17,8 @@ DEVICES = ["CPU:1", "CPU:2"]
 FEW_ROWS = 3
 """One device has a shard of two rows, the other a shard of one row."""
 
+PARTS = [(field, vectorized) for vectorized in (True, False) for field in FIELDS]
+
 
 def _call(fn: Callable[..., Any], row: Any) -> Any:
     return fn(*row) if type(row) is tuple else fn(row)
@@ -59,10 +61,9 @@ def _not_vectorized(names: list[str]) -> Iterator[str]:
             yield f"{name}: {plan.reason}"
 
 
-@pytest.mark.parametrize("vectorized", [True, False])
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize(("field", "vectorized"), PARTS)
 def test_results_are_those_of_single_rows(field: str, vectorized: bool) -> None:
-    """What TensorFlow vectorises is vectorised. Each function of a field that is not is asked for the reason."""
+    """Functions that TensorFlow vectorises are vectorised. If a field is not, each function gives its reason."""
     names = _of_field(field, vectorized)
     fn, data = _all_of(names)
     data = first_rows(data, FEW_ROWS)
@@ -70,12 +71,12 @@ def test_results_are_those_of_single_rows(field: str, vectorized: bool) -> None:
     failures = [*_differences(mapper(data), _row_by_row(fn, data))]
     if vectorized and not traced(mapper, data).vectorized:
         failures += _not_vectorized(names)
-    assert not failures, "\n".join(failures)
+    if failures:
+        pytest.fail("\n".join(failures))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("vectorized", [True, False])
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize(("field", "vectorized"), PARTS)
 def test_gradients_are_those_of_single_rows(devices: list[str], field: str, vectorized: bool) -> None:
     """Each argument of each function has its own gradient. Gradients that are not finite for the row are not compared."""
     names = [name for name in _of_field(field, vectorized) if name not in WITHOUT_GRADIENT]
@@ -89,7 +90,8 @@ def test_gradients_are_those_of_single_rows(devices: list[str], field: str, vect
             gradients[name][i] = leaf / scale if finite else tf.zeros_like(leaf)
             got_gradients[name][i] = got_gradients[name][i] / scale if finite else tf.zeros_like(leaf)
     failures = [*_differences(got, wanted), *("gradient of " + line for line in _differences(got_gradients, gradients))]
-    assert not failures, "\n".join(failures)
+    if failures:
+        pytest.fail("\n".join(failures))
 
 
 def _gradients(mapped: Callable[[Any], Any], data: Any) -> tuple[Any, Any]:
