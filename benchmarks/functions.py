@@ -1,4 +1,4 @@
-"""Expensive functions that people really map, each with data: one sample in, one result out (the CNN takes batches)."""
+"""Expensive functions that people really map, each with data: one sample in, one result out (the Keras CNN takes batches)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ class Case:
 
     batched: bool = False
     """Whether `fn` takes a batch."""
+
+    by_hand: Callable[..., Any] | None = None
+    """The same function of a batch, if a user would write it by hand."""
 
 
 def ode(parameters: tf.Tensor) -> tf.Tensor:
@@ -59,6 +62,36 @@ def ode_in_jax(parameters: Any) -> Any:
         return state + step / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
 
     return jax.lax.fori_loop(0, 200, advance, jnp.ones(3))
+
+
+def oscillators(state: tf.Tensor) -> tf.Tensor:
+    """Ring of six coupled oscillators (Fermi-Pasta-Ulam-Tsingou), 200 steps of Runge-Kutta 4, `[12]` -> `[12]`."""
+
+    def slope(state: tf.Tensor) -> tf.Tensor:
+        position, velocity = state[:6], state[6:]
+        stretch = tf.concat([position[1:], position[:1]], 0) - position
+        force = stretch + 0.25 * stretch**3
+        return tf.concat([velocity, force - tf.concat([force[-1:], force[:-1]], 0)], 0)
+
+    step = 0.05
+    for _ in tf.range(200):
+        k1 = slope(state)
+        k2 = slope(state + step / 2 * k1)
+        k3 = slope(state + step / 2 * k2)
+        k4 = slope(state + step * k3)
+        state = state + step / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+    return state
+
+
+def stencil(u: tf.Tensor) -> tf.Tensor:
+    """Burgers' equation in two dimensions with fixed edges, 100 explicit steps, `[32, 32]` -> `[32, 32]`."""
+    for _ in tf.range(100):
+        inner = u[1:-1, 1:-1]
+        along, across = u[2:, 1:-1] - u[:-2, 1:-1], u[1:-1, 2:] - u[1:-1, :-2]
+        neighbors = u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2]
+        inner = inner - 0.1 * inner * (along + across) + 0.2 * (neighbors - 4 * inner)
+        u = tf.concat([u[:1], tf.concat([u[1:-1, :1], inner, u[1:-1, -1:]], 1), u[-1:]], 0)
+    return u
 
 
 def mel(signal: tf.Tensor) -> tf.Tensor:
@@ -105,6 +138,24 @@ def scan(signal: tf.Tensor) -> tf.Tensor:
     return resets + level
 
 
+def attention_block(weights: dict[str, tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
+    """A transformer block with four heads, as a function of tokens `[..., tokens, channels]`: of one sample, or a batch."""
+
+    def normalized(x: tf.Tensor) -> tf.Tensor:
+        mean, variance = tf.nn.moments(x, [-1], keepdims=True)
+        return (x - mean) * tf.math.rsqrt(variance + 1e-5)
+
+    def block(tokens: tf.Tensor) -> tf.Tensor:
+        x = normalized(tokens)
+        query, key, value = (tf.einsum("...tc,chd->...htd", x, weights[name]) for name in ("query", "key", "value"))
+        scores = tf.nn.softmax(tf.matmul(query, key, transpose_b=True) / query.shape[-1] ** 0.5)
+        tokens = tokens + tf.einsum("...htd,hdc->...tc", scores @ value, weights["output"])
+        hidden = tf.nn.gelu(tf.einsum("...tc,cf->...tf", normalized(tokens), weights["wide"]))
+        return tokens + tf.einsum("...tf,fc->...tc", hidden, weights["narrow"])
+
+    return block
+
+
 def cases() -> dict[str, Case]:
     """The functions by name; the same data each time, on the host."""
     random = np.random.default_rng(0)
@@ -128,13 +179,35 @@ def cases() -> dict[str, Case]:
             tf.keras.layers.Dense(10),
         ]
     )
+    pooled_cnn = tf.keras.Sequential(
+        [
+            tf.keras.Input([32, 32, 3]),
+            tf.keras.layers.Conv2D(16, 3, activation="relu"),
+            tf.keras.layers.MaxPooling2D(),
+            tf.keras.layers.Conv2D(32, 3, activation="relu"),
+            tf.keras.layers.MaxPooling2D(),
+            tf.keras.layers.Flatten(),
+            tf.keras.layers.Dense(10),
+        ]
+    )
+    heads = {name: [64, 4, 16] for name in ("query", "key", "value")}
+    shapes = heads | {"output": [4, 16, 64], "wide": [64, 256], "narrow": [256, 64]}
+    block = attention_block({name: constant(0.1 * normal(*shape)) for name, shape in shapes.items()})
     parameters = np.abs(normal(256, 3)) * [1.0, 1.0, 0.2] + np.array([10.0, 20.0, 2.0])
     return {
         "ODE solver": Case(ode, constant(parameters)),
+        "coupled oscillators": Case(oscillators, constant(normal(256, 12))),
+        "stencil": Case(stencil, constant(normal(64, 32, 32))),
         "mel spectrogram": Case(mel, constant(normal(64, 16000))),
         "Sinkhorn": Case(sinkhorn, constant(np.abs(normal(256, 2, 64)) + 0.01)),
         "JPEG decoding": Case(jpeg, tf.repeat(photos, 4)),
         "small SVD": Case(svd, constant(normal(1024, 24, 16))),
         "serial scan": Case(scan, constant(np.abs(normal(32, 2000)) * 0.1)),
         "Keras CNN": Case(lambda images: cnn(images, training=False), constant(normal(256, 32, 32, 3)), batched=True),
+        "CNN of one image": Case(
+            lambda image: pooled_cnn(image[None], training=False)[0],
+            constant(normal(256, 32, 32, 3)),
+            by_hand=lambda images: pooled_cnn(images, training=False),
+        ),
+        "attention block": Case(block, constant(normal(256, 32, 64)), by_hand=block),
     }

@@ -6,6 +6,7 @@ tf.function; on several devices in a `tf.device` block for each. Where vectorize
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ from benchmarks.functions import Case, cases
 from benchmarks.measuring import Way, compare
 from benchmarks.traffic import CopyLog
 
-NAMES = ("ODE solver", "mel spectrogram", "Sinkhorn", "JPEG decoding", "small SVD", "serial scan", "Keras CNN")
+NAMES = (
+    "ODE solver", "coupled oscillators", "stencil", "mel spectrogram", "Sinkhorn", "JPEG decoding", "small SVD", "serial scan",
+    "Keras CNN", "CNN of one image", "attention block",
+)  # fmt: skip
 MOST = 1.05  # what the noise of a machine with few cores needs
 QUICK, QUICK_ROWS = ("ODE solver", "Keras CNN"), 8
 
@@ -31,7 +35,7 @@ def test_real_function(
         pytest.skip("a short run takes two of them")
     case = cases()[name]
     if scale.quick:
-        case = Case(case.fn, case.data[:QUICK_ROWS], case.batched)
+        case = replace(case, data=case.data[:QUICK_ROWS])
     ways = ways_of(case, real_devices)
     if copy_log is None:  # these do not compute on the devices
         ways |= others_of(case)
@@ -49,6 +53,8 @@ def ways_of(case: Case, devices: list[str]) -> dict[str, Way]:
         "tf.map_fn": lambda x: tf.map_fn(fn, x, fn_output_signature=tf.float32),
         "tf.vectorized_map": lambda x: tf.vectorized_map(fn, x, fallback_to_while_loop=False),
     }
+    if case.by_hand is not None:
+        blocks["tf.function of a batch"] = tf.function(case.by_hand)
     ways: dict[str, Way] = {}
     for name, block in ({"tf.function": fn} if case.batched else blocks).items():
         mapped = peers.graph_blocks(block, devices, "tf.concat")
