@@ -46,6 +46,7 @@ NOT_VECTORIZED_BY_TENSORFLOW = {
     "edit distance": "no converter of TensorScatterMin",
     "unique values": "no converter of Unique",
     "numbers in text": "no converter of AsString",
+    "hash of text": "no converter of StringToHashBucketFast",
     "lookup of integers": "no converter of LookupTableFindV2",
     "text": "no converter of StringUpper",
     "incomplete beta": "no converter of Betainc",

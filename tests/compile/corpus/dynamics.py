@@ -110,28 +110,12 @@ def bisection(a: Any) -> Any:
     return tf.while_loop(lambda low, high: high - low > 1e-4 * (1.0 + a), step, (tf.zeros([]), a + 1.0))
 
 
-def newton_system(x: Any) -> Any:
-    """One step for two equations."""
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        residual = tf.stack([x[0] ** 2 + x[1] ** 2 - 4.0, x[0] - x[1] ** 3])
-    return x - tf.linalg.solve(tape.jacobian(residual, x), residual[:, None])[:, 0]
-
-
 def collatz(n: Any) -> Any:
     steps = tf.constant(0)
     while n > 1:
         n = tf.where(n % 2 == 0, n // 2, 3 * n + 1)
         steps += 1
     return steps
-
-
-def mandelbrot(c: Any) -> Any:
-    z, count = tf.zeros_like(c), tf.constant(0)
-    while count < 30 and tf.abs(z) < 2.0:
-        z = z * z + c
-        count += 1
-    return count
 
 
 def game_of_life(cells: Any) -> Any:
@@ -152,8 +136,6 @@ FUNCTIONS = {
     "forward algorithm": (forward_algorithm, normal(10, 4)),
     "Newton's method": (cube_root, uniform(low=0.5, high=90.0)),
     "bisection": (bisection, uniform(low=0.5, high=9.0)),
-    "Newton's method for a system": (newton_system, uniform(2, low=0.5, high=2.0)),
     "Collatz": (collatz, integers(high=30) + 1),
-    "Mandelbrot": (mandelbrot, tf.complex(uniform(low=-1.5, high=0.5), uniform(low=-1.0, seed=1))),
     "game of life": (game_of_life, integers(6, 6, high=2)),
 }

@@ -67,6 +67,7 @@ FUNCTIONS = {
     "resized and scaled": (lambda i: tf.image.resize(i, [5, 7]) / tf.constant([0.2, 0.3, 0.4]), IMAGES),
     "resized bicubic with antialiasing": (lambda i: tf.image.resize(i, [5, 5], "bicubic", antialias=True), IMAGES),
     "colour jitter": (lambda i: tf.image.adjust_hue(tf.image.adjust_saturation(i, 0.7), 0.1), IMAGES),
+    "luma": (tf.image.rgb_to_grayscale, IMAGES),
     "HSV and back": (lambda i: tf.image.hsv_to_rgb(tf.image.rgb_to_hsv(i) * [1.0, 0.5, 1.0]), IMAGES),
     "histogram": (lambda i: tf.math.bincount(tf.cast(i, tf.int32), minlength=256, maxlength=256), BYTES),
     "palette": (lambda i: tf.argmin(tf.reduce_sum((i[:, :, None] - PALETTE) ** 2, axis=-1), axis=-1), IMAGES),

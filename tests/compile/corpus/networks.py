@@ -113,6 +113,7 @@ FUNCTIONS = {
     "Conv3D": (layer(K.Conv3D(2, 2), 4, 4, 4, 2), normal(4, 4, 4, 2)),
     "SeparableConv1D": (layer(K.SeparableConv1D(4, 3), 5, 6), SEQUENCES),
     "LayerNormalization": (layer(K.LayerNormalization(), 5, 6), SEQUENCES),
+    "GroupNormalization": (layer(K.GroupNormalization(3), 5, 6), SEQUENCES),
     "pooling": (lambda i: K.MaxPooling2D(2)(i[None])[0] + K.AveragePooling2D(2)(i[None])[0], IMAGES),
     "Embedding": (layer(K.Embedding(10, 4), 7), integers(7, high=10)),
     "PReLU": (layer(K.PReLU(), 8, 8, 3), IMAGES - 0.5),

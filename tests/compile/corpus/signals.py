@@ -40,6 +40,11 @@ def denoised(signal: Any) -> Any:
     return tf.signal.irfft(tf.where(strength > 0.5 * tf.reduce_max(strength), spectrum, tf.zeros_like(spectrum)), [64])
 
 
+def welch(signal: Any) -> Any:
+    frames = tf.signal.frame(signal, 16, 8) * tf.signal.hann_window(16)
+    return tf.reduce_mean(tf.square(tf.abs(tf.signal.rfft(frames))), axis=0)
+
+
 def peak_frequency(signal: Any) -> Any:
     strength = tf.abs(tf.signal.rfft(signal))
     peak = tf.argmax(strength[1:]) + 1
@@ -86,6 +91,7 @@ FUNCTIONS = {
     "Hilbert envelope": (hilbert_envelope, SIGNALS),
     "autocorrelation": (autocorrelation, SIGNALS),
     "spectral denoising": (denoised, SIGNALS),
+    "Welch spectrum": (welch, SIGNALS),
     "zero crossings": (lambda s: tf.reduce_sum(tf.cast(tf.sign(s[1:]) != tf.sign(s[:-1]), tf.int32)), SIGNALS),
     "peak frequency": (peak_frequency, SIGNALS),
     "biquad filter": (biquad, SIGNALS),
