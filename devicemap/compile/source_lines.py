@@ -41,7 +41,7 @@ def source_line(op: Any) -> str | None:
         '`graph = tf.function(lambda x: tf.sin(x)).get_concrete_fun...`'
     """
     lines: list[tuple[str, int]] = []
-    for frame in op.traceback:
+    for frame in op.traceback or ():
         if frame.filename.startswith(_DEVICEMAP):
             lines = []  # the lines so far called devicemap
         elif not _is_library(frame.filename):

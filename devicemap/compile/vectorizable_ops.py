@@ -41,7 +41,7 @@ OPS = frozenset(CONVERTERS) | frozenset(
     # Transforms of the last axes.
     "AdjustContrastv2 AdjustHue AdjustSaturation FFT FFT2D FFT3D IFFT IFFT2D IFFT3D IRFFT IRFFT2D IRFFT3D RFFT RFFT2D RFFT3D "
     # Other numbers for each row.
-    "RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal "
+    "Multinomial RandomGamma RandomPoissonV2 RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal "
     # Lists and functions.
     "Assert PartitionedCall StatefulPartitionedCall TensorListElementShape TensorListLength TensorListPopBack".split()
 )
@@ -53,7 +53,7 @@ _WITH_LISTS = (
     _CONTROL_FLOW
     | frozenset(LISTS)
     | frozenset(
-        "Identity IdentityN TensorListElementShape TensorListLength TensorListPopBack TensorListReserve".split()
+        "AddN Identity IdentityN TensorListElementShape TensorListLength TensorListPopBack".split()
     )
 )
 

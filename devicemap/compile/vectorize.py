@@ -157,10 +157,9 @@ class _Vectorizer:
         except _NotVectorizedError:  # an op in this loop or branch
             raise
         except Exception as error:  # pfor raises ValueError, NotImplementedError, TypeError and more for what it lacks
-            reason = _first_line(error)
             if is_control_flow(op):
-                raise _NotVectorizedError(f"{reason}{_quoted(op)}") from error
-            reason = f"{op.type} {reason}{_quoted(op)}"
+                raise _NotVectorizedError(f"{_first_line(error)}{_quoted(op)}") from error
+            reason = f"{op.type} {_words(error)}{_quoted(op)}"
             if not runs_row_by_row(op):
                 raise _NotVectorizedError(reason) from error
         self.alone.append(reason)
@@ -187,6 +186,15 @@ def _row_by_row(given: Any) -> Any:
 
     differing = [each.t for each in given.inputs if each.is_stacked]
     return stacked(row_by_row(of_row, differing, given.pfor.loop_len_vector[0], op.outputs))
+
+
+def _words(error: Exception) -> str:
+    """What a converter says about its op, to follow the name of the op."""
+    if isinstance(error, NotVectorizableError):
+        return str(error)
+    if match := re.match(r'Input "(\w+)" of op .* expected to be (not )?loop invariant', str(error)):
+        return f"has {'the same' if match[2] else 'another'} {match[1]} for each row"
+    return f"has no vectorised form for this call: {_first_line(error)}"
 
 
 def _quoted(op: Any) -> str:
