@@ -44,7 +44,8 @@ def convert_flattened(given: Any, batches: Sequence[int], sizes: int | None = No
             inputs.append(tf.concat([shape[:1] * tf.cast(rows, shape.dtype), shape[1:]], 0))
         else:
             inputs.append(given.unstacked_input(place))
-    return stacked(_unflattened(result, rows) for result in run_again(given.op, inputs))
+    batch = tf.shape(for_all_rows(given, batches[0]))[1:2]
+    return stacked(_unflattened(result, rows, batch) for result in run_again(given.op, inputs))
 
 
 def _flattened(tensor: Any) -> Any:
@@ -53,16 +54,22 @@ def _flattened(tensor: Any) -> Any:
     return tf.reshape(tensor, tf.concat([shape[:1] * shape[1:2], shape[2:]], 0))
 
 
-def _unflattened(tensor: Any, rows: Any) -> Any:
+def _unflattened(tensor: Any, rows: Any, batch: Any) -> Any:
     """`[rows * batch, ...]` -> `[rows, batch, ...]`."""
-    shape = tf.shape(tensor)
-    return tf.reshape(tensor, tf.concat([rows, shape[:1] // rows, shape[1:]], 0))
+    return tf.reshape(tensor, tf.concat([rows, batch, tf.shape(tensor)[1:]], 0))
 
 
 def convert_along_axis(given: Any) -> Any:
     """An op with its axes as the second input."""
     axes = given.unstacked_input(1)
     return stacked(run_again(given.op, [given.stacked_input(0), axes + tf.cast(axes >= 0, axes.dtype)]))
+
+
+def convert_reduction(given: Any) -> Any:
+    """The gradient of TensorFlow's fails for axes of int64 and lengths that are only known when it runs."""
+    given = with_own_inputs(given)
+    given.inputs[1] = pfor.wrap(tf.cast(given.unstacked_input(1), tf.int32), False)
+    return pfor._pfor_converter_registry[given.op_type](given)
 
 
 def convert_pad(given: Any) -> Any:
@@ -331,10 +338,10 @@ def _checked(places: Any, right: Any) -> Any:
 
 def convert_batch_normalization(given: Any) -> Any:
     """With given moments; the other results are of no use then."""
-    shared = [given.unstacked_input(place) for place in range(1, given.num_inputs)]
-    result, *others = run_again(given.op, [_flattened(given.stacked_input(0)), *shared])
-    unused = [pfor.wrap(other, False) for other in others]
-    return [pfor.wrap(_unflattened(result, given.pfor.loop_len_vector), True), *unused]
+    images, shared = given.stacked_input(0), [given.unstacked_input(place) for place in range(1, given.num_inputs)]
+    result, *others = run_again(given.op, [_flattened(images), *shared])
+    result = _unflattened(result, given.pfor.loop_len_vector, tf.shape(images)[1:2])
+    return [pfor.wrap(result, True), *(pfor.wrap(other, False) for other in others)]
 
 
 def convert_depthwise(given: Any) -> Any:
@@ -345,9 +352,11 @@ def convert_depthwise(given: Any) -> Any:
 
 
 def convert_decomposition(given: Any, vectors: str) -> Any:
-    """Values, and vectors if an attribute asks for them; else these are empty for each row."""
+    """Values, and vectors if an attribute asks for them; else TensorFlow leaves these undefined."""
     values, *others = run_again(given.op, [given.stacked_input(0)])
-    return [pfor.wrap(values, True), *(pfor.wrap(other, given.get_attr(vectors)) for other in others)]
+    if given.get_attr(vectors):
+        return stacked([values, *others])
+    return [pfor.wrap(values, True), *(pfor.wrap(tf.zeros([0], other.dtype), False) for other in others)]
 
 
 def _all(ops: str, converter: Converter) -> dict[str, Converter]:
@@ -358,7 +367,7 @@ CONVERTERS: dict[str, Converter] = {
     **CONTROL_FLOW,
     **dict.fromkeys(LISTS, convert_list),
     **_all(
-        "AsString Betainc Bitcast CholeskyGrad DecodeBase64 EncodeBase64 HSVToRGB Lu MatrixDeterminant MatrixExponential "
+        "AsString Betainc Bitcast CholeskyGrad DecodeBase64 EncodeBase64 HSVToRGB Lu MatrixDeterminant "
         "MatrixLogarithm MatrixSquareRoot PopulationCount PreventGradient Qr RGBToHSV Snapshot StaticRegexFullMatch "
         "StaticRegexReplace StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast "
         "StringToHashBucketStrong StringToNumber StringUpper TridiagonalMatMul TridiagonalSolve",
@@ -375,7 +384,7 @@ CONVERTERS: dict[str, Converter] = {
         partial(convert_flattened, batches=[0, 1]),
     ),
     **_all(
-        "LRNGrad MaxPool3DGrad MaxPool3DGradGrad MaxPoolGrad MaxPoolGradGrad MaxPoolGradGradV2 MaxPoolGradV2",
+        "LRNGrad MaxPool3DGrad MaxPoolGrad MaxPoolGradV2",
         partial(convert_flattened, batches=[0, 1, 2]),
     ),
     **_all("AvgPool3DGrad AvgPoolGrad", partial(convert_flattened, batches=[1], sizes=0)),
@@ -384,6 +393,7 @@ CONVERTERS: dict[str, Converter] = {
         partial(convert_flattened, batches=[2], sizes=0),
     ),
     **_all("CumulativeLogsumexp EuclideanNorm", convert_along_axis),
+    **_all("All Any Max Mean Min Prod Sum", convert_reduction),
     **_all("Pad PadV2 MirrorPad", convert_pad),
     **_all("Transpose ConjugateTranspose", convert_transpose),
     **_all("MatMul BatchMatMul BatchMatMulV2", convert_product),
@@ -407,6 +417,7 @@ CONVERTERS: dict[str, Converter] = {
     "ResourceGather": convert_lookup,
     "Roll": convert_roll,
     "Select": convert_select,
+    "SelfAdjointEigV2": partial(convert_decomposition, vectors="compute_v"),
     "Size": convert_size,
     "Slice": convert_slice,
     "Squeeze": convert_squeeze,

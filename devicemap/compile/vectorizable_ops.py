@@ -29,7 +29,7 @@ OPS = frozenset(CONVERTERS) | frozenset(
     "AddN EluGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad "
     "SqrtGrad TanhGrad "
     # Along axes.
-    "All Any ArgMax ArgMin Cumprod Cumsum LogSoftmax Max Mean Min Prod Softmax Sum TopKV2 "
+    "ArgMax ArgMin Cumprod Cumsum LogSoftmax Softmax TopKV2 "
     # Shapes.
     "BatchToSpaceND BroadcastTo ConcatV2 EnsureShape ExpandDims Fill OneHot Pack Rank Reshape ReverseV2 Shape ShapeN "
     "SpaceToBatchND Split SplitV StridedSliceGrad Tile Unpack "
@@ -37,7 +37,7 @@ OPS = frozenset(CONVERTERS) | frozenset(
     "GatherV2 "
     # Matrices on the last axes.
     "Cholesky Cross Diag DiagPart Einsum LogMatrixDeterminant MatrixBandPart MatrixDiag MatrixDiagPart MatrixDiagPartV3 "
-    "MatrixDiagV3 MatrixInverse MatrixSetDiag MatrixSetDiagV3 MatrixSolve MatrixTriangularSolve SelfAdjointEigV2 "
+    "MatrixDiagV3 MatrixInverse MatrixSetDiag MatrixSetDiagV3 MatrixSolve MatrixTriangularSolve "
     # Transforms of the last axes.
     "AdjustContrastv2 AdjustHue AdjustSaturation FFT FFT2D FFT3D IFFT IFFT2D IFFT3D IRFFT IRFFT2D IRFFT3D RFFT RFFT2D RFFT3D "
     # Other numbers for each row.
@@ -52,9 +52,7 @@ _CONTROL_FLOW = frozenset(CONTROL_FLOW) | {"PartitionedCall", "StatefulPartition
 _WITH_LISTS = (
     _CONTROL_FLOW
     | frozenset(LISTS)
-    | frozenset(
-        "AddN Identity IdentityN TensorListElementShape TensorListLength TensorListPopBack".split()
-    )
+    | frozenset("AddN Identity IdentityN TensorListElementShape TensorListLength TensorListPopBack".split())
 )
 
 
