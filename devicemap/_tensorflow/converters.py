@@ -229,16 +229,11 @@ def _of_rank_3(matrices: Any) -> Any:
 
 
 def convert_lookup(given: Any) -> Any:
-    """Rows of a variable, which each row tells, are looked up at once, where the variable is."""
-    found = tf.raw_ops.ResourceGather(
-        resource=given.unstacked_input(0), indices=given.stacked_input(1), dtype=given.get_attr("dtype")
-    )
-    return stacked([found])
-
-
-def convert_table_lookup(given: Any) -> Any:
-    """A table that all rows share finds the keys of all rows."""
-    return stacked(run_again(given.op, [given.unstacked_input(0), given.stacked_input(1), given.unstacked_input(2)]))
+    """What all rows look for in a variable or a table that they share is looked up at once, where that is."""
+    wanted, *others = given.inputs[1:]
+    defaults = [given.unstacked_input(place) for place in range(2, 2 + len(others))]
+    (found,) = run_again(given.op, [given.unstacked_input(0), wanted.t, *defaults])
+    return [pfor.wrap(found, wanted.is_stacked)]
 
 
 def convert_gather_nd(given: Any) -> Any:
@@ -413,7 +408,7 @@ CONVERTERS: dict[str, Converter] = {
     "FusedBatchNormV3": convert_batch_normalization,
     "GatherNd": convert_gather_nd,
     "L2Loss": convert_l2_loss,
-    "LookupTableFindV2": convert_table_lookup,
+    "LookupTableFindV2": convert_lookup,
     "ResourceGather": convert_lookup,
     "Roll": convert_roll,
     "Select": convert_select,

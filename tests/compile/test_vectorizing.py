@@ -12,6 +12,7 @@ from graphs import partitions, placements, traced
 from oracle import gradients_of
 
 import devicemap
+from benchmarks import functions
 
 _random = np.random.default_rng(0)
 VECTOR = tf.constant(_random.normal(size=[3]), tf.float32)
@@ -186,18 +187,16 @@ def _walk(i: Any) -> Any:
 
 @pytest.mark.in_ci(1)
 @pytest.mark.parametrize(
-    ("fn", "vectorized"),
+    "fn",
     [
-        (lambda i: tf.gather(TABLE, i), True),
-        (lambda i: tf.reduce_sum(tf.gather(TABLE, [[i, i + 1], [0, i]])) * tf.gather(TABLE, 0), False),
-        (lambda i: _looked_up(i), True),
-        (_walk, True),
-        (lambda i: tf.linalg.det(tf.gather(TABLE, [i, i + 1, 0])), False),
+        lambda i: tf.gather(TABLE, i),
+        lambda i: tf.reduce_sum(tf.gather(TABLE, [[i, i + 1], [0, i]])) * tf.gather(TABLE, 0),
+        lambda i: _looked_up(i),
+        _walk,
+        lambda i: tf.linalg.det(tf.gather(TABLE, [i, i + 1, 0])),
     ],
 )
-def test_rows_of_a_variable_are_looked_up_at_once(
-    devices: list[str], fn: Callable[[Any], Any], vectorized: bool
-) -> None:
+def test_rows_of_a_variable_are_looked_up_at_once(devices: list[str], fn: Callable[[Any], Any]) -> None:
     rows = tf.constant([1, 5, 2, 2, 4])
 
     def gradients(mapped: Any) -> Any:
@@ -207,7 +206,7 @@ def test_rows_of_a_variable_are_looked_up_at_once(
         return tf.map_fn(fn, x, fn_output_signature=tf.float32)
 
     mapper = devicemap.DeviceMap(fn, devices=devices)
-    assert traced(mapper, rows).vectorized is vectorized
+    assert traced(mapper, rows).vectorized, traced(mapper, rows).reason
     np.testing.assert_allclose(mapper(rows), serial(rows), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(gradients(mapper), gradients(tf.function(serial)), rtol=1e-3, atol=1e-4)
 
@@ -385,6 +384,13 @@ def test_an_op_without_a_vectorised_form_runs_row_by_row_alone(devices: list[str
     serial = tf.function(lambda x: tf.map_fn(fn, x))
     for got, wanted in zip([mapper(data), *gradients_of(mapper, data)], [serial(data), *gradients_of(serial, data)]):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in functions.cases() if name not in ("JPEG decoding", "Keras CNN")])
+def test_functions_of_the_benchmark_are_vectorised(name: str) -> None:
+    case = functions.cases()[name]
+    plan = traced(devicemap.DeviceMap(case.fn, devices=["CPU:1"]), case.data)
+    assert (plan.vectorized, plan.reason) == (True, "every op of fn has a vectorised form")
 
 
 def test_a_dense_signature_is_vectorised() -> None:
