@@ -1,4 +1,4 @@
-"""Converters of control flow: loops, branches and the lists of a `tf.TensorArray` for all rows at once."""
+"""Converters of control flow and TensorLists: loops, branches and `tf.TensorArray` for all rows at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.pfor import Converter, NotVectorizableError, pfor, run_again, stacked
+from devicemap._tensorflow.pfor import Converter, NotVectorizableError, pfor, run_again, wrap_stacked
 
 
 def convert_loop(given: Any) -> list[Any]:
@@ -163,7 +163,7 @@ def _branch(given: Any, index: Any, names: Sequence[str]) -> list[Any]:
     results = []
     for name, indices, place in zip(names, of_branches, places):
         results.append(tf.cond(tf.size(indices) > 0, partial(run, name, indices, place), skip))
-    return stacked(tf.dynamic_stitch(places, _of_same_shape(parts)) for parts in zip(*results))
+    return wrap_stacked(tf.dynamic_stitch(places, _of_same_shape(parts)) for parts in zip(*results))
 
 
 def _of_same_shape(parts: Sequence[Any]) -> Sequence[Any]:
@@ -175,21 +175,21 @@ def _of_same_shape(parts: Sequence[Any]) -> Sequence[Any]:
 
 
 def convert_list(given: Any) -> Any:
-    """An op on a list, of which each element holds those of all rows.
+    """Convert an op on a TensorList, each element of which holds those of all rows.
 
-    TensorFlow forgets the shape that elements have before they are written, in a gather which axis is which, and in a
-    write that the list may grow.
+    TensorFlow's converters lose the shape of elements that are not written yet, confuse axes in a gather, and do not let a
+    write extend the list.
     """
     names = [argument.name for argument in given.op.op_def.input_arg]
     if "input_handle" in names and not given.input(0).is_stacked:
         return pfor._pfor_converter_registry[given.op.type](given)
     results = run_again(given.op, [_for_elements(given, place, name) for place, name in enumerate(names)])
     tensor_of_list = given.op.type in ("TensorListStack", "TensorListGather")
-    return stacked(map(swapped, results) if tensor_of_list else results)
+    return wrap_stacked(map(swapped, results) if tensor_of_list else results)
 
 
 def _for_elements(given: Any, place: int, name: str) -> Any:
-    """An input of an op on a list, such that elements are for all rows."""
+    """Return an input of an op on a TensorList, with elements for all rows."""
     if name == "input_handle":
         return given.stacked_input(place)
     if name == "item" or given.op.type == "TensorListPushBack":
@@ -208,7 +208,7 @@ def _for_elements(given: Any, place: int, name: str) -> Any:
 
 
 def swapped(tensor: Any) -> Any:
-    """With the first two axes in the other order."""
+    """Swap the first two axes."""
     rank = tensor.shape.rank
     order = [1, 0, *range(2, rank)] if rank else tf.concat([[1, 0], tf.range(2, tf.rank(tensor))], 0)
     return tf.transpose(tensor, order)

@@ -1,4 +1,4 @@
-"""Converters of ops that TensorFlow's `pfor` has no converter for, or one that is wrong or slow for some calls."""
+"""Converters of ops for which TensorFlow's `pfor` has none, or one that is incorrect or slow for some calls."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from devicemap._tensorflow.pfor import (
     for_all_rows,
     pfor,
     run_again,
-    stacked,
     with_own_inputs,
+    wrap_stacked,
 )
 
 
 def convert_batch(given: Any) -> Any:
-    """An op on the last axes, or on each element: rows are one more of the axes before these."""
-    return stacked(run_again(given.op, [for_all_rows(given, place) for place in range(given.num_inputs)]))
+    """Convert an op that works element by element, or treats its leading axes as a batch: the row axis is one of them."""
+    return wrap_stacked(run_again(given.op, [for_all_rows(given, place) for place in range(given.num_inputs)]))
 
 
 def convert_flattened(given: Any, batches: Sequence[int], sizes: int | None = None) -> Any:
-    """An op whose first axis is a batch: the batches of all rows run as one.
+    """Convert an op whose first axis is a batch: merge the row axis into it.
 
-    TensorFlow leaves it to `tf.reshape` (-1) how long an axis becomes, which fails for tensors without elements.
+    TensorFlow's converter reshapes to -1, which fails for tensors without elements.
 
     Args:
         given: the op.
-        batches: the places of the inputs with a batch; rows share the others.
-        sizes: the place of an input that holds the shape of the result, with its batch.
+        batches: indices of the inputs with a batch; the rows share the others.
+        sizes: index of an input that holds the shape of the result.
     """
     rows, inputs = given.pfor.loop_len_vector, []
     for place in range(given.num_inputs):
@@ -45,7 +45,7 @@ def convert_flattened(given: Any, batches: Sequence[int], sizes: int | None = No
         else:
             inputs.append(given.unstacked_input(place))
     batch = tf.shape(for_all_rows(given, batches[0]))[1:2]
-    return stacked(_unflattened(result, rows, batch) for result in run_again(given.op, inputs))
+    return wrap_stacked(_unflattened(result, rows, batch) for result in run_again(given.op, inputs))
 
 
 def _flattened(tensor: Any) -> Any:
@@ -60,36 +60,36 @@ def _unflattened(tensor: Any, rows: Any, batch: Any) -> Any:
 
 
 def convert_along_axis(given: Any) -> Any:
-    """An op with its axes as the second input."""
+    """Convert an op whose second input holds axes."""
     axes = given.unstacked_input(1)
-    return stacked(run_again(given.op, [given.stacked_input(0), axes + tf.cast(axes >= 0, axes.dtype)]))
+    return wrap_stacked(run_again(given.op, [given.stacked_input(0), axes + tf.cast(axes >= 0, axes.dtype)]))
 
 
 def convert_reduction(given: Any) -> Any:
-    """The gradient of TensorFlow's fails for axes of int64 and lengths that are only known when it runs."""
+    """Reduce over int32 axes: the gradient for int64 axes fails if lengths are unknown (TensorFlow's `_SumGrad`)."""
     given = with_own_inputs(given)
     given.inputs[1] = pfor.wrap(tf.cast(given.unstacked_input(1), tf.int32), False)
     return pfor._pfor_converter_registry[given.op_type](given)
 
 
 def convert_pad(given: Any) -> Any:
-    """TensorFlow pads with 0 whatever the constant is."""
+    """Pad all axes except that of the rows. TensorFlow's converter of PadV2 drops `constant_values`."""
     paddings = given.unstacked_input(1)
     with_rows = tf.concat([tf.zeros([1, 2], paddings.dtype), paddings], 0)
     constants = [given.unstacked_input(place) for place in range(2, given.num_inputs)]
-    return stacked(run_again(given.op, [given.stacked_input(0), with_rows, *constants]))
+    return wrap_stacked(run_again(given.op, [given.stacked_input(0), with_rows, *constants]))
 
 
 def convert_transpose(given: Any) -> Any:
-    """TensorFlow takes negative axes for others, and conjugates no vectors."""
+    """Transpose all axes except that of the rows. TensorFlow's converter mishandles negative axes and conjugated vectors."""
     perm = given.unstacked_input(1)
     perm = tf.concat([tf.zeros([1], perm.dtype), tf.math.floormod(perm, tf.size(perm, perm.dtype)) + 1], 0)
     result = tf.transpose(given.stacked_input(0), perm)
-    return stacked([tf.math.conj(result) if given.op_type == "ConjugateTranspose" else result])
+    return wrap_stacked([tf.math.conj(result) if given.op_type == "ConjugateTranspose" else result])
 
 
 def convert_roll(given: Any) -> Any:
-    """TensorFlow takes negative axes for others."""
+    """Roll along non-negative axes. TensorFlow's converter mishandles negative ones."""
     rows, axis = for_all_rows(given, 0), given.unstacked_input(2)
     axis = tf.math.floormod(axis, tf.cast(tf.rank(rows) - 1, axis.dtype))
     given = with_own_inputs(given)
@@ -98,23 +98,23 @@ def convert_roll(given: Any) -> Any:
 
 
 def convert_squeeze(given: Any) -> Any:
-    """Without a list of axes, TensorFlow drops the row axis, too, where there is one row."""
+    """Squeeze all axes except that of the rows, which TensorFlow's converter drops if there is one row."""
     rows, shape = given.stacked_input(0), given.op.inputs[0].shape
     axes = [axis + 1 if axis >= 0 else axis for axis in given.get_attr("squeeze_dims")]
     if not axes:
         if not shape.is_fully_defined():
             raise NotVectorizableError("drops axes that are only known when it runs")
         axes = [axis + 1 for axis, length in enumerate(shape) if length == 1]
-    return stacked([tf.squeeze(rows, axes) if axes else tf.identity(rows)])
+    return wrap_stacked([tf.squeeze(rows, axes) if axes else tf.identity(rows)])
 
 
 def convert_size(given: Any) -> Any:
-    """TensorFlow divides by the number of rows, which may be 0."""
+    """Multiply the lengths. TensorFlow's converter divides by the number of rows, which may be 0."""
     return pfor.wrap(tf.reduce_prod(tf.shape(given.stacked_input(0), given.get_attr("out_type"))[1:]), False)
 
 
 def convert_select(given: Any) -> Any:
-    """The condition of `tf.compat.v1.where` belongs to the first axes, where it has fewer."""
+    """Convert `tf.compat.v1.where`, which aligns the condition with the first axes."""
     condition, x, y = (for_all_rows(given, place) for place in range(3))
     ranks = [each.shape.rank for each in given.op.inputs]
     if None in ranks:
@@ -122,41 +122,41 @@ def convert_select(given: Any) -> Any:
     axes = [*range(condition.shape.rank, x.shape.rank)]
     for axis in axes:
         condition = tf.expand_dims(condition, axis)
-    return stacked([tf.where(condition, x, y)])
+    return wrap_stacked([tf.where(condition, x, y)])
 
 
 def convert_l2_loss(given: Any) -> Any:
-    """Half of the sum of squares of each row."""
+    """Compute half the sum of squares of each row."""
     rows = given.stacked_input(0)
-    return stacked([tf.reduce_sum(tf.square(rows), tf.range(1, tf.rank(rows))) / tf.constant(2, rows.dtype)])
+    return wrap_stacked([tf.reduce_sum(tf.square(rows), tf.range(1, tf.rank(rows))) / tf.constant(2, rows.dtype)])
 
 
 def convert_bias(given: Any) -> Any:
-    """A bias of each row belongs to the channels, wherever these are."""
+    """Add a bias, which may differ between rows, to the channels."""
     (value, _, _), (bias, bias_stacked, _) = given.input(0), given.input(1)
     channels_first = given.get_attr("data_format") == b"NCHW"
     if not (channels_first or bias_stacked):
-        return stacked([tf.nn.bias_add(value, bias)])
+        return wrap_stacked([tf.nn.bias_add(value, bias)])
     rank = given.op.inputs[0].shape.rank
     if rank is None:
         raise NotVectorizableError("has an input of unknown rank")
     before = 1 if channels_first else rank - 1
     shape = tf.shape(bias)
     ones = tf.ones([before], shape.dtype), tf.ones([rank - 1 - before], shape.dtype)
-    return stacked([value + tf.reshape(bias, tf.concat([shape[:-1], ones[0], shape[-1:], ones[1]], 0))])
+    return wrap_stacked([value + tf.reshape(bias, tf.concat([shape[:-1], ones[0], shape[-1:], ones[1]], 0))])
 
 
 def convert_bias_gradient(given: Any) -> Any:
-    """The sum over all axes but those of the rows and the channels."""
+    """Sum over all axes except those of the rows and the channels."""
     rows, rank = given.stacked_input(0), given.op.inputs[0].shape.rank
     if rank is None:
         raise NotVectorizableError("has an input of unknown rank")
     channels = 2 if given.get_attr("data_format") == b"NCHW" else rank
-    return stacked([tf.reduce_sum(rows, [axis for axis in range(1, rank + 1) if axis != channels])])
+    return wrap_stacked([tf.reduce_sum(rows, [axis for axis in range(1, rank + 1) if axis != channels])])
 
 
 def convert_product(given: Any) -> Any:
-    """A product with a matrix that all rows share is one product of matrices, the rows below each other."""
+    """Multiply matrices. A matrix that all rows share is multiplied with the matrices of all rows as with one."""
     (left, left_stacked, _), (right, right_stacked, _) = given.input(0), given.input(1)
     batched = given.op_type != "MatMul"
     left_adjoint, right_adjoint = (given.get_attr(name) for name in _FLAGS[batched])
@@ -168,22 +168,24 @@ def convert_product(given: Any) -> Any:
         right = tf.linalg.matrix_transpose(right) if right_adjoint else right
         left_adjoint = right_adjoint = False
     if left_stacked and not right_stacked and right_rank == 2:
-        return stacked([_times_shared(_turned(left) if left_adjoint else left, right, right_adjoint)])
+        return wrap_stacked([_times_shared(_adjoint(left) if left_adjoint else left, right, right_adjoint)])
     if right_stacked and not left_stacked and left_rank == 2:  # A B = (B* A*)*
-        return stacked([_turned(_times_shared(right if right_adjoint else _turned(right), left, not left_adjoint))])
+        return wrap_stacked(
+            [_adjoint(_times_shared(right if right_adjoint else _adjoint(right), left, not left_adjoint))]
+        )
     rows = given.pfor.loop_len_vector
     left = left if left_stacked else pfor._stack(left, rows).t
     right = right if right_stacked else pfor._stack(right, rows).t
     left, right = _with_same_batch(left, right)
     product = tf.matmul(_of_rank_3(left), _of_rank_3(right), adjoint_a=left_adjoint, adjoint_b=right_adjoint)
-    return stacked([tf.reshape(product, tf.concat([tf.shape(left)[:-2], tf.shape(product)[1:]], 0))])
+    return wrap_stacked([tf.reshape(product, tf.concat([tf.shape(left)[:-2], tf.shape(product)[1:]], 0))])
 
 
 _FLAGS = {False: ("transpose_a", "transpose_b"), True: ("adj_x", "adj_y")}
 
 
-def _turned(matrices: Any) -> Any:
-    """The adjoint of each matrix of `[..., n, m]`; without copying what has one row or column."""
+def _adjoint(matrices: Any) -> Any:
+    """Return the adjoint of `[..., n, m]`; a reshape suffices if n or m is 1."""
     shape = matrices.shape
     if 1 not in shape[-2:]:
         return tf.linalg.adjoint(matrices)
@@ -194,7 +196,7 @@ def _turned(matrices: Any) -> Any:
 
 
 def _times_shared(rows: Any, matrix: Any, adjoint: bool) -> Any:
-    """`[..., n, k]` times one matrix `[k, m]`, or the adjoint of one `[m, k]`."""
+    """Multiply `[..., n, k]` by one matrix `[k, m]`, or by the adjoint of one `[m, k]`."""
     shape = tf.shape(rows)
     flat = tf.reshape(rows, tf.stack([tf.reduce_prod(shape[:-1]), shape[-1]]))
     product = tf.matmul(flat, matrix, adjoint_b=adjoint)
@@ -204,9 +206,10 @@ def _times_shared(rows: Any, matrix: Any, adjoint: bool) -> Any:
 
 
 def _with_same_batch(left: Any, right: Any) -> tuple[Any, Any]:
-    """`[rows, ..., n, k]` and `[rows, ..., k, m]` with the same axes before the matrices.
+    """Broadcast the batch axes of `[rows, ..., n, k]` and `[rows, ..., k, m]`.
 
-    TensorFlow leaves it to the op to broadcast these, which oneDNN does wrong for five axes: tensorflow/tensorflow#117700.
+    TensorFlow's converter leaves that to BatchMatMulV2, which oneDNN computes incorrectly for more than four axes:
+    https://github.com/tensorflow/tensorflow/issues/117700
     """
     ranks = left.shape.rank, right.shape.rank
     for _ in range(max(ranks) - ranks[0]):
@@ -221,7 +224,7 @@ def _with_same_batch(left: Any, right: Any) -> tuple[Any, Any]:
 
 
 def _of_rank_3(matrices: Any) -> Any:
-    """`[..., n, m]` -> `[batch, n, m]`."""
+    """Merge the batch axes: `[..., n, m]` -> `[batch, n, m]`."""
     if matrices.shape.rank == 3:
         return matrices
     shape = tf.shape(matrices)
@@ -229,7 +232,7 @@ def _of_rank_3(matrices: Any) -> Any:
 
 
 def convert_lookup(given: Any) -> Any:
-    """What all rows look for in a variable or a table that they share is looked up at once, where that is."""
+    """Look up the indices or keys of all rows at once, in a variable or table that all rows share."""
     wanted, *others = given.inputs[1:]
     defaults = [given.unstacked_input(place) for place in range(2, 2 + len(others))]
     (found,) = run_again(given.op, [given.unstacked_input(0), wanted.t, *defaults])
@@ -237,15 +240,15 @@ def convert_lookup(given: Any) -> Any:
 
 
 def convert_gather_nd(given: Any) -> Any:
-    """Also from a tensor that all rows share."""
+    """Gather, also from a tensor that all rows share, for which TensorFlow has no converter."""
     params, indices = given.input(0), for_all_rows(given, 1)
-    return stacked([tf.gather_nd(params.t, indices, batch_dims=int(params.is_stacked))])
+    return wrap_stacked([tf.gather_nd(params.t, indices, batch_dims=int(params.is_stacked))])
 
 
 def convert_scatter(given: Any) -> Any:
-    """A change of a tensor of each row is one of a tensor that holds all of them.
+    """Scatter into one tensor that holds all rows.
 
-    The inputs of `ScatterNd` are indices, updates and a shape; those of the others are a tensor, indices and updates.
+    The inputs of `ScatterNd` are indices, updates and a shape; those of the other ops are a tensor, indices and updates.
     """
     inputs, rows = [], given.pfor.loop_len_vector
     for place, argument in enumerate(given.op.op_def.input_arg):
@@ -256,11 +259,11 @@ def convert_scatter(given: Any) -> Any:
             inputs.append(_with_row(for_all_rows(given, place), rows))
         else:
             inputs.append(for_all_rows(given, place))
-    return stacked(run_again(given.op, inputs))
+    return wrap_stacked(run_again(given.op, inputs))
 
 
 def _with_row(indices: Any, rows: Any) -> Any:
-    """Indices `[rows, ..., depth]` with the number of the row before each."""
+    """Prefix each index with the number of its row: `[rows, ..., depth]` -> `[rows, ..., depth + 1]`."""
     places = tf.shape(indices)[:-1]
     row = tf.reshape(tf.range(rows[0]), tf.concat([rows, tf.ones_like(places[1:])], 0))
     row = tf.broadcast_to(row, places)[..., tf.newaxis]
@@ -268,10 +271,10 @@ def _with_row(indices: Any, rows: Any) -> Any:
 
 
 def convert_segments(given: Any) -> Any:
-    """The segments of all rows, one row after another.
+    """Number the segments of all rows consecutively.
 
-    TensorFlow takes the number of a segment that there is not for one of the next row. Such a number is an error on CPUs,
-    and is dropped on GPUs; it stays larger than all others here.
+    TensorFlow's converter turns an id that is too large into a segment of the next row. Such an id is an error on CPUs, and
+    is dropped on GPUs, so it stays too large here.
     """
     data, ids = for_all_rows(given, 0), tf.cast(for_all_rows(given, 1), tf.int64)
     segments = tf.cast(given.unstacked_input(2), tf.int64)
@@ -282,19 +285,19 @@ def convert_segments(given: Any) -> Any:
     of_all = tf.where(ids < 0, ids, tf.where(ids < segments, ids + offset, ids + total))
     result = getattr(tf.raw_ops, given.op_type)(data=data, segment_ids=of_all, num_segments=total)
     shape = tf.shape(result, tf.int64)
-    return stacked([tf.reshape(result, tf.concat([rows, [segments], shape[1:]], 0))])
+    return wrap_stacked([tf.reshape(result, tf.concat([rows, [segments], shape[1:]], 0))])
 
 
 def convert_shared_segments(given: Any) -> Any:
-    """Segments that are the same for all rows: rows become the second axis."""
+    """Reduce segments that all rows share: the rows become the second axis."""
     results = run_again(given.op, [swapped(given.stacked_input(0)), given.unstacked_input(1)])
-    return stacked(map(swapped, results))
+    return wrap_stacked(map(swapped, results))
 
 
 def convert_slice(given: Any) -> Any:
-    """Slices that begin elsewhere in each row are gathered.
+    """Slice. TensorFlow's converter gathers slices that begin at a different index in each row.
 
-    A slice beyond the end is an error, where a gather on a GPU gives zeros.
+    A gather on a GPU returns zeros for an index out of bounds, which is an error for a slice.
     """
     given = with_own_inputs(given)
     given.stack_inputs([0])
@@ -306,10 +309,7 @@ def convert_slice(given: Any) -> Any:
 
 
 def convert_strided_slice(given: Any) -> Any:
-    """An element at a place of each row's own, as in `x[i]`, is gathered; other slices are TensorFlow's.
-
-    A place that there is not is an error, where a gather on a GPU gives zeros.
-    """
+    """Slice, or gather the element at an index that differs between rows, as in `x[i]`."""
     begin, begin_stacked, _ = given.input(1)
     if not begin_stacked:
         return pfor._pfor_converter_registry["StridedSlice"](given)
@@ -319,20 +319,20 @@ def convert_strided_slice(given: Any) -> Any:
         raise NotVectorizableError("takes another range of each row")
     params = given.input(0)
     lengths = tf.shape(params.t, begin.dtype)[int(params.is_stacked) :][:depth]
-    places = tf.where(begin < 0, begin + lengths, begin)
-    places = _checked(places, (places >= 0) & (places < lengths))
-    return stacked([tf.gather_nd(params.t, places, batch_dims=int(params.is_stacked))])
+    indices = tf.where(begin < 0, begin + lengths, begin)
+    indices = _checked(indices, (indices >= 0) & (indices < lengths))
+    return wrap_stacked([tf.gather_nd(params.t, indices, batch_dims=int(params.is_stacked))])
 
 
-def _checked(places: Any, right: Any) -> Any:
-    """Places, of which all are right, or the op is an error."""
+def _checked(indices: Any, valid: Any) -> Any:
+    """Return the indices, or raise `InvalidArgumentError` when one of them is not valid."""
     message = "slice index out of bounds"
-    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(right), [message, places])]):
-        return tf.identity(places)
+    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(valid), [message, indices])]):
+        return tf.identity(indices)
 
 
 def convert_batch_normalization(given: Any) -> Any:
-    """With given moments; the other results are of no use then."""
+    """Normalise with given moments. The other results are unused (`vectorizable_ops.EXCEPTIONS`)."""
     images, shared = given.stacked_input(0), [given.unstacked_input(place) for place in range(1, given.num_inputs)]
     result, *others = run_again(given.op, [_flattened(images), *shared])
     result = _unflattened(result, given.pfor.loop_len_vector, tf.shape(images)[1:2])
@@ -340,17 +340,17 @@ def convert_batch_normalization(given: Any) -> Any:
 
 
 def convert_depthwise(given: Any) -> Any:
-    """Filters that all rows share see the images of all rows as one batch."""
+    """Convolve. TensorFlow's converter requires filters that differ between rows."""
     if given.input(1).is_stacked:
         return pfor._convert_depthwise_conv2d_native(given)
     return convert_flattened(given, [0])
 
 
 def convert_decomposition(given: Any, vectors: str) -> Any:
-    """Values, and vectors if an attribute asks for them; else TensorFlow leaves these undefined."""
+    """Decompose matrices. Without vectors, TensorFlow leaves the other results undefined; they are empty here."""
     values, *others = run_again(given.op, [given.stacked_input(0)])
     if given.get_attr(vectors):
-        return stacked([values, *others])
+        return wrap_stacked([values, *others])
     return [pfor.wrap(values, True), *(pfor.wrap(tf.zeros([0], other.dtype), False) for other in others)]
 
 

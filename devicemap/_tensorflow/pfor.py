@@ -120,22 +120,22 @@ def _convert(own: Converter | None, given: Any) -> Any:
 
 
 def with_own_inputs(given: Any) -> Any:
-    """A copy of what a converter is given, whose list of inputs may be changed."""
+    """Copy what a converter is given, so that the list of inputs can be changed."""
     return pfor._PforInput(given.pfor, given.op, list(given.inputs))
 
 
 def for_all_rows(given: Any, place: int) -> Any:
-    """An input as a tensor `[rows, ...]`, repeated if all rows share it."""
+    """Return an input as a tensor `[rows, ...]`, repeated if all rows share it."""
     taken = given.input(place)
     return taken.t if taken.is_stacked else pfor._stack(taken.t, given.pfor.loop_len_vector).t
 
 
 def run_again(op: Any, inputs: Iterable[Any]) -> list[Any]:
-    """The results of the same op, with its attributes, on other inputs."""
+    """Run an op with the same attributes on other inputs."""
     dtypes = [output.dtype for output in op.outputs]
     return list(pfor._create_op(op.type, list(inputs), dtypes, op.node_def.attr).outputs)
 
 
-def stacked(results: Iterable[Any]) -> list[Any]:
-    """Results of which each has all rows."""
+def wrap_stacked(results: Iterable[Any]) -> list[Any]:
+    """Wrap results `[rows, ...]`."""
     return [pfor.wrap(result, True) for result in results]

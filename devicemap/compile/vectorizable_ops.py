@@ -1,7 +1,7 @@
-"""Which ops give the same for all rows at once as for each row by itself.
+"""The ops that compute all rows at once as they compute each row.
 
-`tests/compile/test_vectorizable_ops.py` draws calls of each op, and compares values and gradients with `tf.map_fn`. An op that
-is not in the table, or is called in one of the ways that are `EXCEPTIONS`, runs row by row.
+`tests/compile/test_vectorizable_ops.py` draws calls of each op in `OPS`, and compares values and gradients with `tf.map_fn`.
+Any other op, and a call that is one of the `EXCEPTIONS`, runs row by row.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OPS = frozenset(CONVERTERS) | frozenset(
     # Lists and functions.
     "Assert PartitionedCall StatefulPartitionedCall TensorListElementShape TensorListLength TensorListPopBack".split()
 )
-"""Types of ops."""
+"""Types of ops that are tested, with a converter of TensorFlow or one of our own."""
 
 _CONTROL_FLOW = frozenset(CONTROL_FLOW) | {"PartitionedCall", "StatefulPartitionedCall"}
 
@@ -151,11 +151,11 @@ EXCEPTIONS: Mapping[str, tuple[Refuses, str]] = {
     ),
     "ResourceGather": (lambda call: bool(call.attribute("batch_dims")), "has batch_dims"),
 }
-"""Calls that run row by row, and why, by type of op."""
+"""Type of op -> which calls run row by row, and the reason."""
 
 
 def why_not_vectorizable(op: Any, stacked: Sequence[bool]) -> str | None:
-    """Why an op of the table would not give the same vectorised; `None` if it does.
+    """Return why a call of an op is not vectorised; `None` if it is.
 
     Args:
         op: `tf.Operation` of a function of one row.
@@ -168,12 +168,12 @@ def why_not_vectorizable(op: Any, stacked: Sequence[bool]) -> str | None:
 
 
 def is_control_flow(op: Any) -> bool:
-    """Whether an op is a call, a loop or a branch: the ops that it holds are looked up."""
+    """Whether an op is a call, a loop or a branch, the body of which is converted op by op."""
     return op.type in _CONTROL_FLOW
 
 
 def runs_row_by_row(op: Any) -> bool:
-    """Whether an op can run for each row by itself inside a function that is vectorised: its results have one shape."""
+    """Whether an op can run row by row inside a vectorised function: the shapes of its results are known."""
     if op.type == "PyFuncStateless":  # calls of Python wait for each other
         return False
     tensors = all(each.dtype not in (tf.variant, tf.resource) for each in (*op.inputs, *op.outputs))

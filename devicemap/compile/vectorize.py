@@ -1,4 +1,4 @@
-"""A function of one row -> a function of a shard's rows: vectorised where its ops can be, a `tf.map_fn` otherwise.
+"""Turn a function of one row into one of all rows of a shard: vectorised if possible, otherwise a loop over rows.
 
 Both call the same traced row function.
 """
@@ -23,9 +23,9 @@ from devicemap._tensorflow.pfor import (
     checks_ops,
     convert_by,
     run_again,
-    stacked,
     take_all_rows,
     with_own_inputs,
+    wrap_stacked,
 )
 from devicemap.base.options import Options
 from devicemap.compile.audit import Audit, audit
@@ -61,7 +61,7 @@ class RowLoop:
 
 
 def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> list[RowLoop]:
-    """The fastest loop over a shard's rows; and behind it, where that one lacks right gradients, one that has them.
+    """Return the fastest loop over a shard's rows, followed by one with correct gradients if the first has none.
 
     Raises:
         FunctionError: the options ask for what cannot be.
@@ -101,7 +101,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
 
 
 def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list[str]]:
-    """The `ConcreteFunction` of a shard's leaves that runs that of one row for all of them at once.
+    """Return the `ConcreteFunction` of all rows of a shard that equals `row_fn` for each row.
 
     Args:
         row_fn: the `ConcreteFunction` of one row.
@@ -109,7 +109,7 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
         force: whether to use TensorFlow's converters of ops that are not in the table.
 
     Returns:
-        It, and which ops run row by row inside, and why.
+        The function, and for each op that runs row by row inside it: the op, the reason and the user's line.
 
     Raises:
         Exception: an op cannot be vectorised; the first line of the message says why.
@@ -139,16 +139,16 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
 
 
 class _NotVectorizedError(Exception):
-    """The function of one row is not vectorised; says why."""
+    """The function of one row cannot be vectorised; the message is the reason."""
 
 
 class _Vectorizer:
-    """Converts the ops of a function of one row; each that has no vectorised form by a loop over rows, if possible."""
+    """Convert the ops of a function of one row. An op that cannot be vectorised runs in a loop over rows, if possible."""
 
     def __init__(self, force: bool):
         self._force = force
         self.alone: list[str] = []
-        """Which ops run row by row, and why."""
+        """The reasons of ops that run row by row."""
 
     def __call__(self, given: Any, converter: Converter | None) -> Any:
         op = given.op
@@ -177,7 +177,7 @@ class _Vectorizer:
 
 
 def _row_by_row(given: Any) -> Any:
-    """The results of an op that runs for each row by itself."""
+    """Run an op in a loop over rows."""
     op = given.op
 
     def of_row(inputs: Sequence[Any]) -> list[Any]:
@@ -185,11 +185,11 @@ def _row_by_row(given: Any) -> Any:
         return run_again(op, [next(differing) if each.is_stacked else each.t for each in given.inputs])
 
     differing = [each.t for each in given.inputs if each.is_stacked]
-    return stacked(row_by_row(of_row, differing, given.pfor.loop_len_vector[0], op.outputs))
+    return wrap_stacked(row_by_row(of_row, differing, given.pfor.loop_len_vector[0], op.outputs))
 
 
 def _words(error: Exception) -> str:
-    """What a converter says about its op, to follow the name of the op."""
+    """Return the reason in words that follow the name of the op."""
     if isinstance(error, NotVectorizableError):
         return str(error)
     if match := re.match(r'Input "(\w+)" of op .* expected to be (not )?loop invariant', str(error)):
@@ -198,7 +198,7 @@ def _words(error: Exception) -> str:
 
 
 def _quoted(op: Any) -> str:
-    """The user's line that made an op, in brackets."""
+    """Return the user's line that created an op, in parentheses."""
     line = source_line(op)
     return f" ({line})" if line else ""
 
@@ -214,7 +214,7 @@ def _parts_rows(vectorized: Any) -> bool:
 
 
 def _check_function(row_fn: Any, found: Audit, specs: list[Any], options: Options, structure: Any) -> None:
-    """Raise for what can be told to stand in the way of vectorising before trying it."""
+    """Raise `_NotVectorizedError` if the function as a whole cannot be vectorised."""
     reason = None
     if options.vectorize is not True and not (checks_ops() and shows_functions(row_fn.graph)):
         reason = _HIDDEN
