@@ -50,13 +50,43 @@ def convert_flattened(given: Any, batches: Sequence[int], sizes: int | None = No
 
 def _flattened(tensor: Any) -> Any:
     """`[rows, batch, ...]` -> `[rows * batch, ...]`."""
+    flat = getattr(tensor, _FLAT, None)
+    if flat is not None:
+        return flat
     shape = tf.shape(tensor)
     return tf.reshape(tensor, tf.concat([shape[:1] * shape[1:2], shape[2:]], 0))
 
 
 def _unflattened(tensor: Any, rows: Any, batch: Any) -> Any:
     """`[rows * batch, ...]` -> `[rows, batch, ...]`."""
-    return tf.reshape(tensor, tf.concat([rows, batch, tf.shape(tensor)[1:]], 0))
+    result = tf.reshape(tensor, tf.concat([rows, batch, tf.shape(tensor)[1:]], 0))
+    setattr(result, _FLAT, tensor)
+    return result
+
+
+_FLAT = "_devicemap_flat"
+"""Attribute of a tensor `[rows, batch, ...]`: the tensor `[rows * batch, ...]` that it was reshaped from."""
+
+
+def convert_fusible(given: Any) -> Any:
+    """Add a shared bias, or rectify, before the merged batch is split by rows.
+
+    Grappler fuses Conv2D or MatMul with a bias and Relu, but only if no Reshape is between them
+    (test_no_reshape_keeps_grappler_from_fusing).
+    """
+    shape = given.op.outputs[0].shape
+    inputs: list[Any] = [getattr(each.t, _FLAT, None) if each.is_stacked else each.t for each in given.inputs]
+    shared = [x.shape for x, each in zip(inputs, given.inputs) if not each.is_stacked]
+    if any(x is None for x in inputs) or not all(_is_bias(each, shape) for each in shared):
+        return pfor._pfor_converter_registry[given.op_type](given)
+    batch = tf.shape(next(each.t for each in given.inputs if each.is_stacked))[1:2]
+    (result,) = run_again(given.op, inputs)
+    return wrap_stacked([_unflattened(result, given.pfor.loop_len_vector, batch)])
+
+
+def _is_bias(shape: Any, of: Any) -> bool:
+    """Whether a tensor of this shape is added to each element of a batch in the same way."""
+    return shape.rank is not None and of.rank is not None and (shape.rank < of.rank or shape[0] == 1)
 
 
 def convert_along_axis(given: Any) -> Any:
@@ -136,7 +166,7 @@ def convert_bias(given: Any) -> Any:
     (value, _, _), (bias, bias_stacked, _) = given.input(0), given.input(1)
     channels_first = given.get_attr("data_format") == b"NCHW"
     if not (channels_first or bias_stacked):
-        return wrap_stacked([tf.nn.bias_add(value, bias)])
+        return convert_fusible(given)
     rank = given.op.inputs[0].shape.rank
     if rank is None:
         raise NotVectorizableError("has an input of unknown rank")
@@ -198,9 +228,13 @@ def _adjoint(matrices: Any) -> Any:
 def _times_shared(rows: Any, matrix: Any, adjoint: bool) -> Any:
     """Multiply `[..., n, k]` by one matrix `[k, m]`, or by the adjoint of one `[m, k]`."""
     shape = tf.shape(rows)
-    flat = tf.reshape(rows, tf.stack([tf.reduce_prod(shape[:-1]), shape[-1]]))
-    product = tf.matmul(flat, matrix, adjoint_b=adjoint)
-    result = tf.reshape(product, tf.concat([shape[:-1], tf.shape(product)[1:]], 0))
+    if rows.shape.rank == 3:
+        product = tf.matmul(_flattened(rows), matrix, adjoint_b=adjoint)
+        result = _unflattened(product, shape[:1], shape[1:2])
+    else:
+        flat = tf.reshape(rows, tf.stack([tf.reduce_prod(shape[:-1]), shape[-1]]))
+        product = tf.matmul(flat, matrix, adjoint_b=adjoint)
+        result = tf.reshape(product, tf.concat([shape[:-1], tf.shape(product)[1:]], 0))
     result.set_shape([*rows.shape[:-1], product.shape[-1]])
     return result
 
@@ -387,6 +421,7 @@ CONVERTERS: dict[str, Converter] = {
         "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput",
         partial(convert_flattened, batches=[2], sizes=0),
     ),
+    **_all("AddV2 Relu", convert_fusible),
     **_all("CumulativeLogsumexp EuclideanNorm", convert_along_axis),
     **_all("All Any Max Mean Min Prod Sum", convert_reduction),
     **_all("Pad PadV2 MirrorPad", convert_pad),

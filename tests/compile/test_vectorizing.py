@@ -393,6 +393,22 @@ def test_functions_of_the_benchmark_are_vectorised(name: str) -> None:
     assert (plan.vectorized, plan.reason) == (True, "every op of fn has a vectorised form")
 
 
+def test_no_reshape_keeps_grappler_from_fusing() -> None:
+    """A bias and Relu follow the convolution and the product of one sample, as those of a batch."""
+    filters, weights = tf.ones([3, 3, 2, 4]), tf.ones([4, 4])
+
+    def fn(image: Any) -> Any:
+        x = tf.nn.relu(tf.nn.bias_add(tf.nn.conv2d(image[None], filters, 1, "VALID"), [1.0, 2.0, 3.0, 4.0]))
+        return tf.nn.relu(tf.matmul(tf.reduce_max(x, [1, 2]), weights) + [4.0, 3.0, 2.0, 1.0])[0]
+
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:1"])
+    np.testing.assert_allclose(mapper(DATA["image"]), [fn(row) for row in DATA["image"]], rtol=1e-5)
+    nodes = {node.name: node for graph in partitions(mapper, DATA["image"]) for node in graph.node}
+    following = [node for node in nodes.values() if node.op in ("BiasAdd", "Relu", "AddV2")]
+    assert not [node.name for node in following if nodes[node.input[0]].op == "Reshape"]
+    assert {"Conv2D", "_FusedConv2D"} & {node.op for node in nodes.values()}
+
+
 def test_a_dense_signature_is_vectorised() -> None:
     data = DATA["vector"]
     for signature in (tf.float32, tf.TensorSpec([3]), tf.TensorSpec(None)):
