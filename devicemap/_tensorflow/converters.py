@@ -25,6 +25,12 @@ def convert_batch(given: Any) -> Any:
     return wrap_stacked(run_again(given.op, [for_all_rows(given, place) for place in range(given.num_inputs)]))
 
 
+def convert_first_input(given: Any) -> Any:
+    """Convert an op whose first input differs between rows, and whose other inputs do not."""
+    others = [given.unstacked_input(place) for place in range(1, given.num_inputs)]
+    return wrap_stacked(run_again(given.op, [given.stacked_input(0), *others]))
+
+
 def convert_flattened(given: Any, batches: Sequence[int], sizes: int | None = None) -> Any:
     """Convert an op whose first axis is a batch: merge the row axis into it.
 
@@ -450,6 +456,7 @@ CONVERTERS: dict[str, Converter] = {
     "SelfAdjointEigV2": partial(convert_decomposition, vectors="compute_v"),
     "Size": convert_size,
     "Slice": convert_slice,
+    "TopKV2": convert_first_input,
     "Squeeze": convert_squeeze,
     "StridedSlice": convert_strided_slice,
     "Svd": partial(convert_decomposition, vectors="compute_uv"),

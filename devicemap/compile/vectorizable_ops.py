@@ -29,7 +29,7 @@ OPS = frozenset(CONVERTERS) | frozenset(
     "AddN EluGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad "
     "SqrtGrad TanhGrad "
     # Along axes.
-    "ArgMax ArgMin Cumprod Cumsum LogSoftmax Softmax TopKV2 "
+    "ArgMax ArgMin Cumprod Cumsum LogSoftmax Softmax "
     # Shapes.
     "BatchToSpaceND BroadcastTo ConcatV2 EnsureShape ExpandDims Fill OneHot Pack Rank Reshape ReverseV2 Shape ShapeN "
     "SpaceToBatchND Split SplitV StridedSliceGrad Tile Unpack "
@@ -103,8 +103,6 @@ Refuses = Callable[[Call], bool]
 """Whether a call of an op is not to be vectorised."""
 
 EXCEPTIONS: Mapping[str, tuple[Refuses, str]] = {
-    # tf.raw_ops.TopKV2 takes one k.
-    "TopKV2": (lambda call: call.stacked[1], "has another k for each row"),
     # The op takes bounds of the shape of x, or scalars. The row axis makes x another shape.
     "ClipByValue": (lambda call: not call.shape(1).rank == call.shape(2).rank == 0, "has bounds that are no scalars"),
     # TensorFlow counts negative batch_dims from the end of the indices with the row axis.

@@ -127,7 +127,7 @@ def test_vectorised_ops_give_what_they_give_for_a_row(name: str) -> None:
 
     data, mapper = DATA[name], devicemap.DeviceMap(fn, devices=["CPU:1"])
     plan = traced(mapper, data)
-    assert plan.vectorized or tf.__version__.startswith("2.16."), plan.reason  # which vectorises no tf.math.top_k
+    assert plan.vectorized, plan.reason
     alone = tf.function(fn)
     wanted = [tf.stack(of_op) for of_op in zip(*(alone(row) for row in data))]
     for rows in (1, 2, 3):
