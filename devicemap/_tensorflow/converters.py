@@ -80,19 +80,22 @@ def convert_fusible(given: Any) -> Any:
     Grappler fuses Conv2D or MatMul with a bias and Relu, but only if no Reshape is between them
     (test_no_reshape_keeps_grappler_from_fusing).
     """
-    shape = given.op.outputs[0].shape
-    inputs: list[Any] = [getattr(each.t, _FLAT, None) if each.is_stacked else each.t for each in given.inputs]
-    shared = [x.shape for x, each in zip(inputs, given.inputs) if not each.is_stacked]
-    if any(x is None for x in inputs) or not all(_is_bias(each, shape) for each in shared):
+    varying = [place for place, each in enumerate(given.inputs) if each.is_stacked]
+    flat = getattr(given.input(varying[0]).t, _FLAT, None)
+    if flat is None or len(varying) > 1 or not _keeps_batch(given.op, varying[0]):
         return pfor._pfor_converter_registry[given.op_type](given)
-    batch = tf.shape(next(each.t for each in given.inputs if each.is_stacked))[1:2]
-    (result,) = run_again(given.op, inputs)
+    (result,) = run_again(given.op, [flat if each.is_stacked else each.t for each in given.inputs])
+    batch = tf.shape(given.input(varying[0]).t)[1:2]
     return wrap_stacked([_unflattened(result, given.pfor.loop_len_vector, batch)])
 
 
-def _is_bias(shape: Any, of: Any) -> bool:
-    """Whether a tensor of this shape is added to each element of a batch in the same way."""
-    return shape.rank is not None and of.rank is not None and (shape.rank < of.rank or shape[0] == 1)
+def _keeps_batch(op: Any, place: int) -> bool:
+    """Whether an op computes each element of the batch, the first axis of an input, in the same way."""
+    rank = op.inputs[place].shape.rank
+    others = [each.shape for i, each in enumerate(op.inputs) if i != place]
+    if rank is None or any(other.rank is None for other in others):
+        return False
+    return all(other.rank < rank or (other.rank == rank and other[0] == 1) for other in others)
 
 
 def convert_along_axis(given: Any) -> Any:

@@ -409,6 +409,27 @@ def test_no_reshape_keeps_grappler_from_fusing() -> None:
     assert {"Conv2D", "_FusedConv2D"} & {node.op for node in nodes.values()}
 
 
+SUMS: list[Callable[[Any], Any]] = [
+    lambda r: tf.matmul(r[:1], MATRIX) + tf.nn.conv1d(r[None], tf.ones([1, 3, 3]), 1, "SAME"),
+    lambda r: tf.matmul(r[:1], MATRIX) + tf.matmul(r, MATRIX),
+    lambda r: tf.matmul(r[:1], MATRIX) + MATRIX,
+    lambda r: tf.matmul(r[:1], MATRIX) + LEADING,
+    lambda r: tf.matmul(r, MATRIX) + MATRIX,
+    lambda r: tf.matmul(r, MATRIX) + MATRIX[:1] + r[0, 0],
+]
+
+
+@pytest.mark.in_ci(6)
+@pytest.mark.parametrize("fn", SUMS)
+def test_sums_of_products_of_other_shapes(fn: Callable[[Any], Any]) -> None:
+    """Only what is the same for each row of a product may be added before rows are split."""
+    data = DATA["matrix"]
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"])
+    serial = tf.function(lambda x: tf.map_fn(fn, x))
+    for got, wanted in zip([mapper(data), *gradients_of(mapper, data)], [serial(data), *gradients_of(serial, data)]):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_a_dense_signature_is_vectorised() -> None:
     data = DATA["vector"]
     for signature in (tf.float32, tf.TensorSpec([3]), tf.TensorSpec(None)):
