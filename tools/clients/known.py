@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-_FRACTIONAL = "its seed, as that of any seeded draw, is made another for each device, and the oracle keeps it"
-_PY_FUNCTION = "tf.map_fn has no gradient of a py_function in a tf.function either: the gradient's function is gone"
 _ADJOINT = "nor has tf.map_fn in a tf.function a gradient of the solver: its adjoint makes what the loop captures anew"
 KNOWN = {
-    "test_op[nets: fractional_avg_pool-auto]": _FRACTIONAL,
-    "test_op[nets: fractional_avg_pool-False]": _FRACTIONAL,
-    "test_op[control: py_function-auto]": _PY_FUNCTION,
-    "test_op[control: py_function-False]": _PY_FUNCTION,
     "test_gradients[solver: Dormand-Prince-auto]": _ADJOINT,
     "test_gradients[solver: Dormand-Prince-False]": _ADJOINT,
 }
