@@ -1,4 +1,4 @@
-"""Law 1 for rows that run as one vectorised call: TensorFlow's own ops, on one row and on as many as an inner axis has."""
+"""Law 1 for rows that run as one vectorised call: ops that run alone, lookups, lists, and functions that are not vectorised."""
 
 from __future__ import annotations
 
