@@ -156,22 +156,14 @@ def _branch(given: Any, index: Any, names: Sequence[str]) -> list[Any]:
         return list(pfor._outputs_for_branch(name, indices, given, taken))
 
     def skip() -> list[Any]:
-        return [tf.zeros([0, *(length or 0 for length in output.shape)], output.dtype) for output in outputs]
+        return [tf.zeros([0, *output.shape], output.dtype) for output in outputs]
 
-    if any(output.dtype == tf.variant or output.shape.rank is None for output in outputs):
-        raise NotVectorizableError("fn has a branch whose results have no known number of axes")
+    if any(output.dtype == tf.variant or not output.shape.is_fully_defined() for output in outputs):
+        raise NotVectorizableError("fn has a branch whose results may differ in shape between rows")
     results = []
     for name, indices, place in zip(names, of_branches, places):
         results.append(tf.cond(tf.size(indices) > 0, partial(run, name, indices, place), skip))
-    return wrap_stacked(tf.dynamic_stitch(places, _of_same_shape(parts)) for parts in zip(*results))
-
-
-def _of_same_shape(parts: Sequence[Any]) -> Sequence[Any]:
-    """The rows of each branch; those of a branch that no row takes get the lengths of the others."""
-    if all(part.shape[1:].is_fully_defined() for part in parts):
-        return parts
-    lengths = tf.reduce_max([tf.shape(part)[1:] for part in parts], 0)
-    return [tf.reshape(part, tf.concat([tf.shape(part)[:1], lengths], 0)) for part in parts]
+    return wrap_stacked(tf.dynamic_stitch(places, parts) for parts in zip(*results))
 
 
 def convert_list(given: Any) -> Any:

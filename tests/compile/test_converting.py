@@ -184,6 +184,10 @@ def _joined(row: Any) -> Any:
         (_growing, "fn has a loop that rows leave at different times, with a tensor that grows in it"),
         (_joined, "TensorListConcatV2 has no tested vectorised form"),
         (lambda r: tf.reduce_sum(tf.slice(r, [tf.argmax(r)], [-1])), "Slice"),
+        (
+            lambda r: tf.reduce_sum(tf.cond(r[0] > 0, lambda: r[:2], lambda: r)),
+            "fn has a branch whose results may differ",
+        ),
     ],
 )
 def test_rows_of_different_shapes_inside_are_mapped(fn: Callable[[Any], Any], reason: str) -> None:
