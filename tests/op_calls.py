@@ -903,8 +903,7 @@ def _convolution(draw: Draw, op: str) -> Call:
 
 
 @family(
-    "AvgPool AvgPool3D AvgPool3DGrad AvgPoolGrad MaxPool MaxPool3D MaxPool3DGrad MaxPool3DGradGrad MaxPoolGrad MaxPoolGradGrad "
-    "MaxPoolGradGradV2 MaxPoolGradV2 MaxPoolV2"
+    "AvgPool AvgPool3D AvgPool3DGrad AvgPoolGrad MaxPool MaxPool3D MaxPool3DGrad MaxPoolGrad MaxPoolGradV2 MaxPoolV2"
 )
 def _pool(draw: Draw, op: str) -> Call:
     spatial = 3 if "3D" in op else 2
@@ -924,7 +923,7 @@ def _pool(draw: Draw, op: str) -> Call:
     original, result = Operand(values, "stacked", (False,) * len(size)), Operand(pools, "stacked", (False,) * len(size))
     if not draw(st.booleans()):
         original, result = (Operand(each.values[0], "captured", each.unknown) for each in (original, result))
-    grad = operand(draw, size if "GradGrad" in op else pooled)
+    grad = operand(draw, pooled)
     sizes = {k: parameter(draw, windows.pop(k)) for k in ("ksize", "strides")} if op.endswith("V2") else {}
     return call(op, orig_input=original, orig_output=result, grad=grad, **sizes, **windows)
 
@@ -1212,7 +1211,6 @@ RUNS_ROW_BY_ROW = frozenset(
     {
         *SEEDED,
         *("Conv2DBackpropFilter", "DepthwiseConv2dNativeBackpropFilter", "FusedBatchNormGradV3"),
-        *("MaxPool3DGradGrad", "MaxPoolGradGrad", "MaxPoolGradGradV2"),
     }
 )
 """Ops that are not in the table: each runs row by row alone."""

@@ -167,7 +167,9 @@ def convert_select(given: Any) -> Any:
 def convert_l2_loss(given: Any) -> Any:
     """Compute half the sum of squares of each row."""
     rows = given.stacked_input(0)
-    return wrap_stacked([tf.reduce_sum(tf.square(rows), tf.range(1, tf.rank(rows))) / tf.constant(2, rows.dtype)])
+    return wrap_stacked(
+        [tf.reduce_sum(rows * (rows / 2), tf.range(1, tf.rank(rows)))]
+    )  # the sum may be close to overflow
 
 
 def convert_bias(given: Any) -> Any:
