@@ -172,7 +172,8 @@ def is_control_flow(op: Any) -> bool:
 
 def runs_row_by_row(op: Any) -> bool:
     """Whether an op can run row by row inside a vectorised function: the shapes of its results are known."""
-    if op.type == "PyFuncStateless":  # calls of Python wait for each other
+    # Calls of Python wait for each other. An op with a seed of its own draws in the order of its runs.
+    if op.type == "PyFuncStateless" or "seed" in op.node_def.attr:
         return False
     tensors = all(each.dtype not in (tf.variant, tf.resource) for each in (*op.inputs, *op.outputs))
     shapes = all(output.shape.is_fully_defined() for output in op.outputs)
