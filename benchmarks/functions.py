@@ -27,14 +27,8 @@ class Case:
     """The same function of a batch, if a user would write it by hand."""
 
 
-def ode(parameters: tf.Tensor) -> tf.Tensor:
-    """Lorenz system, 200 steps of Runge-Kutta 4, one parameter set `[3]` per sample -> end point `[3]`."""
-
-    def slope(state: tf.Tensor) -> tf.Tensor:
-        x, y, z = tf.unstack(state)
-        return tf.stack([parameters[0] * (y - x), x * (parameters[1] - z) - y, x * y - parameters[2] * z])
-
-    step, state = 0.01, tf.ones([3])
+def runge_kutta(slope: Callable[[tf.Tensor], tf.Tensor], state: tf.Tensor, step: float) -> tf.Tensor:
+    """200 steps of the classical Runge-Kutta method of order 4."""
     for _ in tf.range(200):
         k1 = slope(state)
         k2 = slope(state + step / 2 * k1)
@@ -42,6 +36,16 @@ def ode(parameters: tf.Tensor) -> tf.Tensor:
         k4 = slope(state + step * k3)
         state = state + step / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
     return state
+
+
+def ode(parameters: tf.Tensor) -> tf.Tensor:
+    """Lorenz system, 200 steps of Runge-Kutta 4, one parameter set `[3]` per sample -> end point `[3]`."""
+
+    def slope(state: tf.Tensor) -> tf.Tensor:
+        x, y, z = tf.unstack(state)
+        return tf.stack([parameters[0] * (y - x), x * (parameters[1] - z) - y, x * y - parameters[2] * z])
+
+    return runge_kutta(slope, tf.ones([3]), 0.01)
 
 
 def ode_in_jax(parameters: Any) -> Any:
@@ -73,14 +77,7 @@ def oscillators(state: tf.Tensor) -> tf.Tensor:
         force = stretch + 0.25 * stretch**3
         return tf.concat([velocity, force - tf.concat([force[-1:], force[:-1]], 0)], 0)
 
-    step = 0.05
-    for _ in tf.range(200):
-        k1 = slope(state)
-        k2 = slope(state + step / 2 * k1)
-        k3 = slope(state + step / 2 * k2)
-        k4 = slope(state + step * k3)
-        state = state + step / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
-    return state
+    return runge_kutta(slope, state, 0.05)
 
 
 def stencil(u: tf.Tensor) -> tf.Tensor:

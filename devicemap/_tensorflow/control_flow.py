@@ -13,10 +13,10 @@ from devicemap._tensorflow.pfor import Converter, NotVectorizableError, pfor, ru
 
 
 def convert_loop(given: Any) -> list[Any]:
-    """A loop that all rows leave at once stays a plain loop.
+    """Convert a loop whose condition is the same for all rows into one plain loop.
 
-    TensorFlow prepares each loop for rows that leave at different times: it asks in each step whether any are left, and
-    hands on a list besides each variable. That takes up to a half of the time of a loop of small steps.
+    TensorFlow's converter allows rows to finish at different steps: each step checks whether rows remain, and passes on a
+    TensorArray for each variable. That takes up to half of the time of a loop with short steps.
     """
     loop = pfor.WhileV2(given)
     differ = _differ_between_rows(given, loop)
@@ -31,11 +31,11 @@ def convert_loop(given: Any) -> list[Any]:
 
 
 class _Parting(Exception):
-    """More differs between rows than ops tell."""
+    """A variable or the condition differs between rows although the ops of the loop do not show it, as for random numbers."""
 
 
 def _shared_loop(given: Any, loop: Any, differ: Iterable[int]) -> list[Any]:
-    """One loop over all rows, of which some variables differ between rows."""
+    """Return the results of one loop for all rows. The variables in `differ` are stacked."""
     started = pfor._PforInput(given.pfor, given.op, list(given.inputs))
     started.stack_inputs(differ, tile_variants=True)
     stacked = [each.is_stacked for each in started.inputs]
@@ -73,14 +73,14 @@ def _shared_loop(given: Any, loop: Any, differ: Iterable[int]) -> list[Any]:
 
 
 def _alike(result: Any, stacked: bool, rows: Any) -> Any:
-    """A tensor for each row where it was one for all, if such is wanted."""
+    """Return the tensor of a result, repeated for each row if it is shared and `stacked` is true."""
     return pfor._stack(result.t, rows).t if stacked and not result.is_stacked else result.t
 
 
 def convert_if(given: Any) -> list[Any]:
-    """A branch runs over those rows that take it, and not at all if there are none.
+    """Run each branch for the rows that take it, or not at all if there are none.
 
-    TensorFlow runs each over no rows then, which ops that flatten rows cannot do: the size of the others is lost.
+    TensorFlow's converter runs a branch for zero rows, too, where ops that reshape to -1 fail.
     """
     if not given.input(0).is_stacked:
         return list(pfor._convert_if(given))
@@ -89,7 +89,7 @@ def convert_if(given: Any) -> list[Any]:
 
 
 def convert_case(given: Any) -> list[Any]:
-    """The same for `tf.switch_case`; a branch that there is not is the last one, as it is for one row."""
+    """Convert `tf.switch_case` like `convert_if`. An index out of range selects the last branch, as TensorFlow does."""
     if not given.input(0).is_stacked:
         return list(pfor._convert_stateless_case(given))
     names = [branch.name for branch in given.get_attr("branches")]
@@ -99,13 +99,13 @@ def convert_case(given: Any) -> list[Any]:
 
 
 def _variables(op: Any) -> list[tuple[Any, Any]]:
-    """The tensors that a loop begins with, and those that it ends with."""
+    """Return the initial and the final tensor of each loop variable that is a dense tensor."""
     pairs = zip(op.inputs, op.outputs)
     return [(start, end) for start, end in pairs if end.dtype not in (tf.variant, tf.resource)]
 
 
 def _differ_between_rows(given: Any, loop: Any) -> set[int] | None:
-    """Which variables of a loop differ between rows in some step, as far as ops tell; None if its condition does."""
+    """Return the indices of the loop variables that depend on the row, or `None` if the condition does."""
     body, condition = loop._body_func.graph, loop._cond_func.graph
     differ = {i for i, each in enumerate(given.inputs) if each.is_stacked}
     while True:
@@ -117,7 +117,7 @@ def _differ_between_rows(given: Any, loop: Any) -> set[int] | None:
 
 
 def _depending(graph: Any, inputs: Iterable[int]) -> set[str]:
-    """The tensors of a function's graph that come from some of its inputs, by more than their shapes."""
+    """Return the names of the tensors in a function's graph whose values depend on some of its inputs."""
     reached = {graph.inputs[i].name for i in inputs}
     for op in graph.get_operations():
         if op.type not in _OF_SHAPES and any(tensor.name in reached for tensor in op.inputs):
@@ -129,7 +129,7 @@ _OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "TensorListLength", "TensorList
 
 
 def _over_rows(given: Any, function: Any) -> Any:
-    """A function of the graph for one row, as one of what all rows have."""
+    """Convert a function of the graph for one row into a function for all rows."""
     rows = given.pfor
     converter = pfor.PFor(
         loop_var=rows.loop_var,
@@ -144,7 +144,7 @@ def _over_rows(given: Any, function: Any) -> Any:
 
 
 def _branch(given: Any, index: Any, names: Sequence[str]) -> list[Any]:
-    """Each row by the function that its `index` (int32 `[rows]`) tells."""
+    """Run each row through the function that `index` (int32 `[rows]`) selects in `names`."""
     rows, inputs, outputs = given.pfor, given.inputs[1:], given.op.outputs
     of_branches = tf.dynamic_partition(rows.all_indices, index, len(names))
     places = of_branches
@@ -194,7 +194,7 @@ def _for_elements(given: Any, place: int, name: str) -> Any:
     shape = tf.get_static_value(value)
     if shape is None:
         raise NotVectorizableError("has elements of a shape that is only known when it runs")
-    if shape.ndim == 0:  # -1: nothing is known of it
+    if shape.ndim == 0:  # -1: an unknown shape
         return tf.constant(shape)
     return tf.concat([tf.cast(given.pfor.loop_len_vector, shape.dtype), shape], 0)
 

@@ -158,8 +158,7 @@ def convert_select(given: Any) -> Any:
     ranks = [each.shape.rank for each in given.op.inputs]
     if None in ranks:
         raise NotVectorizableError("has inputs of unknown rank")
-    axes = [*range(condition.shape.rank, x.shape.rank)]
-    for axis in axes:
+    for axis in range(condition.shape.rank, x.shape.rank):
         condition = tf.expand_dims(condition, axis)
     return wrap_stacked([tf.where(condition, x, y)])
 
@@ -167,9 +166,8 @@ def convert_select(given: Any) -> Any:
 def convert_l2_loss(given: Any) -> Any:
     """Compute half the sum of squares of each row."""
     rows = given.stacked_input(0)
-    return wrap_stacked(
-        [tf.reduce_sum(rows * (rows / 2), tf.range(1, tf.rank(rows)))]
-    )  # the sum may be close to overflow
+    halves = rows * (rows / 2)  # halved first, as float16 may overflow in the sum of squares
+    return wrap_stacked([tf.reduce_sum(halves, tf.range(1, tf.rank(rows)))])
 
 
 def convert_bias(given: Any) -> Any:
@@ -204,7 +202,7 @@ def convert_product(given: Any) -> Any:
     left_rank, right_rank = (each.shape.rank for each in given.op.inputs)
     if left_rank is None or right_rank is None:
         raise NotVectorizableError("has inputs of unknown rank")
-    if not batched and left.dtype.is_complex:  # whose transpose is not the adjoint
+    if not batched and left.dtype.is_complex:  # the transpose is not the adjoint
         left = tf.linalg.matrix_transpose(left) if left_adjoint else left
         right = tf.linalg.matrix_transpose(right) if right_adjoint else right
         left_adjoint = right_adjoint = False

@@ -55,7 +55,7 @@ def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any, at_o
 def row_by_row(
     run: Callable[[Sequence[Any]], list[Any]], leaves: Sequence[Any], rows: Any, like: Sequence[Any]
 ) -> list[Any]:
-    """What `run` gives for each of so many rows of some tensors: tensors like these symbolic ones, stacked."""
+    """Call `run` with each row of the leaves, and stack its results, which have the dtypes and shapes of `like`."""
     takers = [_row_taker(leaf, on_host=True) for leaf in leaves]
     kept = [Kept(each.dtype, each.shape, carrier_of(each.dtype, True)) for each in like]
     return collected(lambda row: run([take(row) for take in takers]), rows, kept)
@@ -88,7 +88,7 @@ def _mapped(
 
 
 def _row_taker(leaf: Any, on_host: bool) -> Callable[[Any], Any]:
-    """What gives row `i` of a leaf; `on_host` says where a row of int32 is used."""
+    """Return a function of `i` that returns row `i` of a leaf. `on_host`: whether int32 rows are used on the host."""
     if not isinstance(leaf, tf.Tensor):
         return _row_taker_of_parts(leaf)
     has_gradient = not (leaf.dtype.is_integer or leaf.dtype in (tf.bool, tf.string))

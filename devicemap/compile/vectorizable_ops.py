@@ -103,8 +103,8 @@ Refuses = Callable[[Call], bool]
 """Whether a call of an op is not to be vectorised."""
 
 EXCEPTIONS: Mapping[str, tuple[Refuses, str]] = {
-    # The op takes bounds of the shape of x, or scalars. The row axis makes x another shape.
-    "ClipByValue": (lambda call: not call.shape(1).rank == call.shape(2).rank == 0, "has bounds that are no scalars"),
+    # The op takes scalar bounds, or bounds with the shape of x, which the row axis changes.
+    "ClipByValue": (lambda call: not call.shape(1).rank == call.shape(2).rank == 0, "has bounds that are not scalars"),
     # TensorFlow counts negative batch_dims from the end of the indices with the row axis.
     "GatherV2": (
         lambda call: call.attribute("batch_dims") < 0 and not call.stacked[0],
@@ -132,7 +132,7 @@ EXCEPTIONS: Mapping[str, tuple[Refuses, str]] = {
         ("BatchToSpaceND", "SpaceToBatchND"),
         (lambda call: not call.shape(0).num_elements(), "has an input that may have no elements"),
     ),
-    # The lengths of height and width, without those of the batch and the channels.
+    # input_sizes may also be [height, width], without the batch.
     **dict.fromkeys(
         ("Conv2DBackpropInput", "DepthwiseConv2dNativeBackpropInput"),
         (lambda call: call.shape(0) != [4], "has an input size of unknown length"),
@@ -142,7 +142,7 @@ EXCEPTIONS: Mapping[str, tuple[Refuses, str]] = {
         lambda call: call.stacked[1] and (call.value(2) is None or (call.value(2) < 0).any()),
         "takes slices that may differ in size",
     ),
-    # Training computes moments of all rows; for inference, what else the op returns differs between devices.
+    # Training computes moments over all rows. In inference, the other results differ between devices.
     "FusedBatchNormV3": (
         lambda call: call.attribute("is_training") or any(call.uses(place) for place in range(1, 6)),
         "computes moments",
@@ -160,7 +160,7 @@ def why_not_vectorizable(op: Any, stacked: Sequence[bool]) -> str | None:
         stacked: for each input, whether it differs between rows.
     """
     if op.type not in _WITH_LISTS and any(each.dtype == tf.variant for each in (*op.inputs, *op.outputs)):
-        return "has an input or a result that is no tensor"
+        return "has an input or a result that is not a tensor"
     refuses, words = EXCEPTIONS.get(op.type, (None, ""))
     return words if refuses is not None and refuses(Call(op, stacked)) else None
 

@@ -71,8 +71,7 @@ def test_results_are_those_of_single_rows(field: str, vectorized: bool) -> None:
     failures = [*_differences(mapper(data), _row_by_row(fn, data))]
     if vectorized and not traced(mapper, data).vectorized:
         failures += _not_vectorized(names)
-    if failures:
-        pytest.fail("\n".join(failures))
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.nightly
@@ -90,8 +89,7 @@ def test_gradients_are_those_of_single_rows(devices: list[str], field: str, vect
             gradients[name][i] = leaf / scale if finite else tf.zeros_like(leaf)
             got_gradients[name][i] = got_gradients[name][i] / scale if finite else tf.zeros_like(leaf)
     failures = [*_differences(got, wanted), *("gradient of " + line for line in _differences(got_gradients, gradients))]
-    if failures:
-        pytest.fail("\n".join(failures))
+    assert not failures, "\n".join(failures)
 
 
 def _gradients(mapped: Callable[[Any], Any], data: Any) -> tuple[Any, Any]:
