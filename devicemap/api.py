@@ -13,11 +13,11 @@ from devicemap.base.structure import as_nodes, as_objects, nodes_of, tuples_for_
 from devicemap.compile.cache import Memory
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import Reduction
-from devicemap.data.datasets import as_dataset
 from devicemap.data.rows import as_rows
+from devicemap.data.streams import as_dataset
 from devicemap.errors import DataError
 from devicemap.events import Event, short_name
-from devicemap.run.calls import Calls
+from devicemap.run.mapper import Mapper
 from devicemap.store.results import Results, open_results
 from devicemap.store.write import reduce, write
 from devicemap.tell.plan.plan import Plan
@@ -174,7 +174,7 @@ class DeviceMap:
     def _take(self, program: Program) -> None:
         self._program = program
         self._observers = Observers(program.name, program.options, program.gpus)
-        self._calls = Calls(program, self._observers)
+        self._mapper = Mapper(program, self._observers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled as what it was made of, which is traced again."""
@@ -188,8 +188,8 @@ class DeviceMap:
                 f"data came as {count} arguments; pass a tuple of {count}, as in (x, y). Options have names"
             )
         if not tf.executing_eagerly():
-            return _inside_function(self._calls, data)
-        return self._calls.over(data)
+            return _inside_function(self._mapper, data)
+        return self._mapper.run(data)
 
     def reduce(self, data: Any, reducer: Any, directory: str | os.PathLike[str] | None = None) -> Any:
         """Map over all of `data`, and reduce the results where they are computed; see `parallel_reduce`.
@@ -198,10 +198,10 @@ class DeviceMap:
             >>> int(DeviceMap(lambda n: n * n).reduce(tf.range(4), "sum"))
             14
         """
-        calls = Calls(self._program.reducing(Reduction(reducer)), self._observers)
+        mapper = Mapper(self._program.reducing(Reduction(reducer)), self._observers)
         if directory is not None:
-            return reduce(calls, data, directory)
-        return calls.over(data) if tf.executing_eagerly() else _inside_function(calls, data)
+            return reduce(mapper, data, directory)
+        return mapper.run(data) if tf.executing_eagerly() else _inside_function(mapper, data)
 
     def stream(self, data: Any) -> Iterator[Any]:
         """Map over `data` chunk by chunk, in memory bounded by what is in flight, however long the data is.
@@ -225,7 +225,7 @@ class DeviceMap:
             >>> [chunk.numpy().tolist() for chunk in mapper.stream(tf.range(5))]
             [[0, 1], [4, 9], [16]]
         """
-        return self._calls.stream(data)
+        return self._mapper.stream(data)
 
     def as_dataset(self, data: Any) -> tf.data.Dataset:
         """The chunks of `stream(data)` as a `tf.data.Dataset`, for instance for `model.fit`.
@@ -241,7 +241,7 @@ class DeviceMap:
             >>> [n.item() for n in dataset.unbatch().as_numpy_iterator()]
             [0, 1, 4, 9, 16]
         """
-        spec, count = self._calls.shape_of_stream(data)
+        spec, count = self._mapper.shape_of_stream(data)
         if not nodes_of(spec):
             return as_dataset(lambda: self.stream(data), spec, count)
 
@@ -303,7 +303,7 @@ class DeviceMap:
             >>> results.load()
             array([ 0,  1,  4,  9, 16], dtype=int32)
         """
-        write(self._calls, data, directory, trust_function)
+        write(self._mapper, data, directory, trust_function)
         return open_results(directory)
 
     def verify(
@@ -369,8 +369,8 @@ class DeviceMap:
 
 
 @_as_written
-def _inside_function(calls: Calls, data: Any) -> Any:
-    return calls.in_chunks(data) if isinstance(data, tf.data.Dataset) else calls.inside_function(as_rows(data))
+def _inside_function(mapper: Mapper, data: Any) -> Any:
+    return mapper.in_chunks(data) if isinstance(data, tf.data.Dataset) else mapper.inside_function(as_rows(data))
 
 
 _remembered = Memory()

@@ -7,9 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.base.options import Options
-from devicemap.data.datasets import from_dataset
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, as_rows, take_rows
+from devicemap.data.sources import from_dataset
 from devicemap.errors import DataError, FunctionError
 
 
@@ -39,7 +39,7 @@ def first_rows(rows: Rows, most: int) -> Rows:
 def _read_rows(dataset: Any, options: Options, most: int) -> Rows:
     source = from_dataset(dataset, options)
     chunks, count = [], 0
-    while count < most and (chunk := source.take(most - count, None)) is not None:
+    while count < most and (chunk := source.take(most - count)) is not None:
         chunks.append(chunk.leaves)
         count += chunk.count
     source.close()

@@ -16,7 +16,7 @@ from devicemap.compile.program import Program
 from devicemap.compile.reduction import BoundReduction, Reduction
 from devicemap.compile.seeds import seeds_of_rows
 from devicemap.ray.columns import columns_of, rows_of
-from devicemap.run.calls import Calls
+from devicemap.run.mapper import Mapper
 from devicemap.tell.report.recorder import Observers
 
 NUMBER = "devicemap.row"
@@ -76,7 +76,7 @@ def mapper(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[[Any], A
 def reducer(reducer: Any, fn: Callable[..., Any], options: dict[str, Any]) -> Callable[[Any], Any]:
     """What reduces rows to one state, pickled."""
     program = Program(fn, options)
-    return Calls(program.reducing(_Unfinished(reducer)), Observers(program.name, program.options, program.gpus)).over
+    return Mapper(program.reducing(_Unfinished(reducer)), Observers(program.name, program.options, program.gpus)).run
 
 
 class _Unfinished(Reduction):

@@ -1,145 +1,188 @@
-"""A call in chunks: each device's threads take the next chunk when they are idle, and a generator gives the results.
-
-What is handed out and delivered, and when an error is raised, is the contract of `run/dispatch.py`. Here: what happens is told
-one event at a time, from `CallStarted` to `CallFinished`, and leaving the generator, in whatever way, stops the threads:
-what runs is cancelled, nothing more is read.
-"""
+"""The workers of a call in chunks: daemon threads that compute the chunks in the queue of their device."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from typing import Any
 
-from devicemap.data.chunks import Chunk, Source
-from devicemap.events import (
-    CallFinished,
-    CallStarted,
-    ChunkFailed,
-    ChunkFinished,
-    ChunkRetried,
-    ChunkStarted,
-    DeviceLost,
-    Event,
-)
-from devicemap.run.dispatch import Dispatch, Rules
-from devicemap.run.reorder import Group
-from devicemap.run.schedule import Pace
-from devicemap.run.tasks import Task
-
-_FAREWELL_SECONDS = 0.8
-"""How long to wait for cancelled workers; an op that is running cannot be stopped, and its thread ends after it."""
+from devicemap.data.sources import Chunk
+from devicemap.events import CallFinished, ChunkFailed, ChunkFinished, ChunkRetried, ChunkStarted, Event, Shard
+from devicemap.run.retries import RetryAction, retry_action
 
 
 @dataclass(frozen=True)
 class Runner:
-    """One device's side of a call."""
+    """One device of a call."""
 
     device: str
     """Full name."""
 
     begin: Callable[[], Callable[[Chunk], Any]]
-    """Gives what computes a chunk: asked for by each of the device's threads, before its first one."""
+    """Factory for the function that computes a chunk. Each worker calls it once, before its first chunk."""
 
     in_flight: int
-    """How many chunks may be under way on the device, so that copying and computing overlap."""
+    """The most chunks in flight on the device, so that copying and computing overlap."""
 
 
-def run_chunks(
-    source: Source, runners: Sequence[Runner], rules: Rules, paces: dict[str, Pace] | None = None
-) -> Iterator[Group]:
-    """Compute all chunks of `source`; `paces` is what is known of the devices, and learns what is seen."""
-    devices = tuple(runner.device for runner in runners)
-    crew = _Crew(runners, rules.observe)
-    dispatch = crew.dispatch = Dispatch(source, devices, rules, paces or {}, crew.start_another)
-    error: BaseException | None = None
+@dataclass(frozen=True)
+class ChunkOptions:
+    """How a call in chunks runs."""
+
+    window: int | None = None
+    """The most chunks that are read and not delivered; `None`: any number."""
+
+    deterministic: bool = True
+    """Whether chunks are delivered in input order, or as they finish."""
+
+    max_retries: int = 0
+    """How often a chunk that failed is tried again."""
+
+    powers_of_two: bool = False
+    """Whether chunks without a fixed size have 1, 2, 4, 8, ... rows, so that XLA compiles for few shapes."""
+
+    observe: Callable[[Event], object] = lambda event: None
+    """Gets the events of the call, one at a time, in order."""
+
+    describe: Callable[[BaseException, Sequence[Shard]], BaseException] = lambda error, shards: error
+    """Returns the error to raise for the error of a chunk and the devices that tried its rows."""
+
+    cancel: Callable[[], object] = lambda: None
+    """Ends the chunks that are running."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A chunk on its way to a device."""
+
+    number: int
+    """Position of the chunk in the order of rows."""
+
+    start: int
+    """Global index of its first row."""
+
+    chunk: Chunk
+    """Its rows that are still to be computed."""
+
+    parts: tuple[Any, ...] = ()
+    """The results of the rows before these."""
+
+    tried: tuple[Shard, ...] = ()
+    """The rows that failed, on each device that tried them."""
+
+    out_of_memory: bool = False
+    """Whether its device ran out of memory, and now computes the chunk with nothing else running."""
+
+    limit: int | None = None
+    """The most rows that the device computes at once."""
+
+    waited_seconds: float = 0.0
+    """How long the device was idle because the chunk was being read."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A message to the scheduler: a device computed a chunk between two times, in pieces of at most `limit` rows."""
+
+    task: Task
+    device: str
+    started: float
+    ended: float
+    limit: int | None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A message to the scheduler: a chunk failed with an error of a device in some of its rows, and what is left of it."""
+
+    task: Task
+    left: Task
+    shard: Shard
+    error: BaseException
+    action: RetryAction
+
+
+@dataclass(frozen=True)
+class Result:
+    """A message to the consumer: the results of a chunk, in one or several parts."""
+
+    number: int
+    start: int
+    parts: list[Any]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A message to the consumer: the call ends with an error."""
+
+    error: BaseException
+
+
+@dataclass
+class Call:
+    """What the threads of a call share: two queues, the observer, and the time."""
+
+    options: ChunkOptions
+    to_scheduler: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    to_consumer: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+
+    stopped: bool = False
+    """True if the consumer has left. No chunk starts after that, and the only event is `CallFinished`."""
+
+    def __post_init__(self) -> None:
+        self._began = time.perf_counter()
+        self._notifying = threading.RLock()
+
+    def now(self) -> float:
+        """Return the seconds since the call began."""
+        return time.perf_counter() - self._began
+
+    def notify(self, kind: Callable[..., Event], **values: Any) -> None:
+        """Pass an event to the observer, one at a time. An error that the observer raises ends the call."""
+        with self._notifying:
+            if not self.stopped or kind is CallFinished:
+                self.options.observe(kind(seconds=self.now(), **values))
+
+
+def work(call: Call, runner: Runner, tasks: SimpleQueue[Task | None]) -> None:
+    """Compute the chunks in a queue until `None` comes: the target of a worker's thread."""
     try:
-        crew.tell(CallStarted, rows=source.rows, devices=devices)
-        crew.start_another()
-        while (group := dispatch.next_group()) is not None:
-            yield group
-    except BaseException as raised:
-        error = raised
-        raise
-    finally:
+        run = runner.begin()
+        while (task := tasks.get()) is not None and not call.stopped:
+            _compute(call, run, runner.device, task)
+    except BaseException as error:  # of the observer, of cutting a chunk, of describing an error
+        call.to_consumer.put(Failure(error))
+
+
+def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -> None:
+    """Compute a chunk, in pieces if it has more rows than fit into the memory of the device."""
+    chunk, limit, began, parts = task.chunk, task.limit, call.now(), [*task.parts]
+    again, attempt, waited = bool(task.tried) or task.out_of_memory, len(task.tried) + 1, task.waited_seconds
+    position, stop = chunk.start, chunk.start + chunk.count
+    while position < stop:
+        piece = chunk.cut(position, min(stop, position + (limit or chunk.count)))
+        shard, started = piece.on(device), call.now()
+        if again:
+            call.notify(ChunkRetried, shard=shard, attempt=attempt)
+        call.notify(ChunkStarted, shard=shard, waited_seconds=waited)
         try:
-            if dispatch.stop():
-                rules.cancel()
-            crew.join()
-        finally:  # also after a second Ctrl-C
-            source.close()
-            if paces is not None:
-                paces.update(dispatch.paces())
-            crew.tell_end(error)
-
-
-class _Crew:
-    """The workers of a call, a thread for each chunk that may be under way, and what they tell the observer."""
-
-    dispatch: Dispatch
-
-    def __init__(self, runners: Sequence[Runner], observe: Callable[[Event], None]):
-        self._observe = observe
-        self._telling = threading.RLock()
-        self._threads = [
-            threading.Thread(target=self._work, args=(runner,), name=f"devicemap worker {runner.device}", daemon=True)
-            for number in range(max(runner.in_flight for runner in runners))
-            for runner in runners
-            if number < runner.in_flight
-        ]
-        self._unstarted = iter(self._threads)
-
-    def start_another(self) -> None:
-        """Let one more worker begin, if there is one that has not: one at a time, on all devices before twice on any."""
-        if (thread := next(self._unstarted, None)) is not None:
-            thread.start()
-
-    def join(self) -> None:
-        """Wait for the workers, who have been told to stop, but not for ever."""
-        deadline = time.monotonic() + _FAREWELL_SECONDS
-        for thread in self._threads:
-            started = thread.ident is not None  # the interruption may have come before
-            # An observer may close the generator, and the garbage collector may do so in any thread, a worker included.
-            if started and thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
-
-    def tell(self, kind: Callable[..., Event], **what: Any) -> None:
-        """Hand an event to the observer. What it raises ends the call; nothing follows the end of the call."""
-        with self._telling:
-            if self.dispatch.stopped:
+            parts.append(run(piece))
+        except BaseException as error:
+            call.notify(ChunkFailed, shard=shard, started_seconds=started, error=error)
+            action = retry_action(error, piece.count, attempt, call.options.max_retries)
+            if action is RetryAction.RAISE:
+                call.to_consumer.put(Failure(call.options.describe(error, (*task.tried, shard))))
                 return
-            try:
-                self._observe(kind(seconds=self.dispatch.now(), **what))
-            except BaseException as error:  # raised again by the consumer
-                self.dispatch.end_with(error)
-
-    def tell_end(self, error: BaseException | None) -> None:
-        """Hand the last event to the observer."""
-        with self._telling:
-            self._observe(CallFinished(self.dispatch.now(), error))
-
-    def _work(self, runner: Runner) -> None:
-        """A worker's life: take the next chunk, run it, hand in the result."""
-        try:
-            run = runner.begin()
-            while (taken := self.dispatch.take(runner.device)) is not None:
-                self._run(runner.device, run, *taken)
-        except BaseException as error:  # of the input, of cutting, of describing an error: nobody may wait for it
-            self.dispatch.end_with(error)
-
-    def _run(self, device: str, run: Callable[[Chunk], Any], task: Task, waited_seconds: float) -> None:
-        shard, started = task.chunk.on(device), self.dispatch.now()
-        if task.again:
-            self.tell(ChunkRetried, shard=shard, attempt=len(task.tried) + 1)
-        self.tell(ChunkStarted, shard=shard, waited_seconds=waited_seconds)
-        try:
-            result = run(task.chunk)
-        except BaseException as error:  # remedied, or raised again by the consumer
-            self.tell(ChunkFailed, shard=shard, started_seconds=started, error=error)
-            for lost in self.dispatch.fail(task, shard, error):
-                self.tell(DeviceLost, device=lost, error=error)
+            if action is RetryAction.RETRY or not task.out_of_memory:
+                left = replace(task, chunk=chunk.cut(position, stop), parts=tuple(parts))
+                call.to_scheduler.put(Failed(task, left, shard, error, action))
+                return
+            limit, again = piece.count // 2, True
         else:
-            self.tell(ChunkFinished, shard=shard, started_seconds=started)
-            self.dispatch.finish(task, shard, started, result)
+            call.notify(ChunkFinished, shard=shard, started_seconds=started)
+            position, waited = piece.start + piece.count, 0.0
+    call.to_consumer.put(Result(task.number, task.start, parts))
+    call.to_scheduler.put(Finished(task, device, began, call.now(), limit))

@@ -8,8 +8,8 @@ from itertools import groupby
 
 import tensorflow as tf
 
-from devicemap.data.chunks import Chunk, Source
 from devicemap.data.rows import HOST, Rows, take_rows
+from devicemap.data.sources import Chunk, Source
 from devicemap.errors import JournalError
 from devicemap.store.digests import RowDigest, digest_ranges
 from devicemap.store.entries import Entry
@@ -63,7 +63,7 @@ def checked(chunks: Iterable[Chunk], journal: Journal) -> Iterator[Chunk]:
             raise _other_number(journal, f"{journal.rows} rows", f"at least {rows}")
         while finished and finished[0].start < rows:
             entry = finished[0]
-            digest.update(_cut(chunk, max(entry.start, chunk.start), min(entry.stop, rows)).leaves)
+            digest.update(chunk.cut(max(entry.start, chunk.start), min(entry.stop, rows)).leaves)
             if entry.stop > rows:  # it goes on in the next chunk
                 break
             if digest.hexdigest() != entry.inputs:
@@ -83,7 +83,7 @@ def unfinished(chunks: Iterable[Chunk], journal: Journal) -> Iterator[Chunk]:
     """The chunks, or the parts of them, whose results are missing."""
     for chunk in chunks:
         for start, stop in journal.missing(chunk.start, chunk.start + chunk.count):
-            yield _cut(chunk, start, stop)
+            yield chunk.cut(start, stop)
 
 
 class Unfinished:
@@ -91,51 +91,42 @@ class Unfinished:
 
     def __init__(self, source: Source, journal: Journal, compared: bool):
         """`compared` says that the data has been compared with what the journal holds; otherwise it is in passing."""
-        self.specs, self.key, self.batch_size = source.specs, source.key, source.batch_size
+        self.specs, self.key = source.specs, source.key
         self._finished_left = sum(entry.stop - entry.start for entry in journal.entries)
         self.rows = None if source.rows is None else source.rows - self._finished_left
         self.reads = source.reads
         self.rows_read = 0
         self._source, self._journal = source, journal
-        self._wanted: tuple[int, int | None] = (1, None)
+        self._rows_wanted = 1
         chunks = self._read()
         self._missing = unfinished(chunks if compared else checked(chunks, journal), journal)
 
-    def take(self, rows: int, limit: int | None) -> Chunk | None:
-        self._wanted = rows, limit
+    @property
+    def chunk_rows(self) -> int | None:
+        return self._source.chunk_rows
+
+    def take(self, rows: int) -> Chunk | None:
+        self._rows_wanted = rows
         return next(self._missing, None)
 
     def rows_left(self) -> int | None:
         left = self._source.rows_left()
         return None if left is None else max(0, left - self._finished_left)
 
-    def read_ahead(self) -> None:
-        self._source.read_ahead()
-
     def close(self) -> None:
         self._source.close()
 
     def _read(self) -> Iterator[Chunk]:
         while True:
-            rows, limit = self._wanted
             missing = self._journal.missing(self.rows_read, self.rows_read + _ROWS_PER_SKIP)
             finished = missing[0][0] - self.rows_read if missing else _ROWS_PER_SKIP
-            chunk = self._source.take(finished or rows, limit if not finished else None)
+            chunk = self._source.take(finished or self._rows_wanted)
             if chunk is None:
                 return
             self.rows_read = chunk.start + chunk.count
             missing = self._journal.missing(chunk.start, self.rows_read)
             self._finished_left -= chunk.count - sum(stop - start for start, stop in missing)
             yield chunk
-
-
-def _cut(chunk: Chunk, start: int, stop: int) -> Chunk:
-    """Rows `start` to `stop - 1`, some of those of the chunk."""
-    leaves = chunk.leaves
-    if stop - start < chunk.count:
-        with tf.device(HOST):
-            leaves = tuple(take_rows(leaf, start - chunk.start, stop - chunk.start) for leaf in leaves)
-    return Chunk(start, stop - start, leaves, group=start, last=True)
 
 
 def _other_number(journal: Journal, expected: str, rows: str) -> JournalError:

@@ -11,12 +11,11 @@ import tensorflow as tf
 
 from devicemap.compile.compiled import Compiled
 from devicemap.compile.reduction import BoundReduction
-from devicemap.data.chunks import Chunk
-from devicemap.data.datasets import Elements
 from devicemap.data.rows import as_rows
+from devicemap.data.sources import Chunk, DatasetSource
 from devicemap.errors import warn_user
-from devicemap.run.calls import Calls
-from devicemap.run.dispatch import Rules
+from devicemap.run.mapper import Mapper
+from devicemap.run.workers import ChunkOptions
 from devicemap.store.digests import digest_rows
 from devicemap.store.encoding import decode_leaves, describe_call, encode_leaves
 from devicemap.store.fingerprint import fingerprint
@@ -24,29 +23,29 @@ from devicemap.store.journal import Journal, open_journal
 from devicemap.store.resume import Unfinished, check_rows
 
 
-def write(calls: Calls, data: Any, directory: str | os.PathLike[str], trust_function: bool) -> None:
+def write(mapper: Mapper, data: Any, directory: str | os.PathLike[str], trust_function: bool) -> None:
     """Keep the results of all chunks that a directory does not hold yet; the arguments are those of `DeviceMap.write`."""
-    with _written(calls, data, directory, trust_function):
+    with _written(mapper, data, directory, trust_function):
         pass
 
 
-def reduce(calls: Calls, data: Any, directory: str | os.PathLike[str]) -> Any:
+def reduce(mapper: Mapper, data: Any, directory: str | os.PathLike[str]) -> Any:
     """Keep the states of all chunks that a directory does not hold yet: the result of those that are there then."""
-    with _written(calls, data, directory) as (compiled, journal):
+    with _written(mapper, data, directory) as (compiled, journal):
         return compiled.pack_states(decode_leaves(arrays, compiled.traced.specs) for arrays in journal.read())
 
 
 @contextmanager
 def _written(
-    calls: Calls, data: Any, directory: str | os.PathLike[str], trust_function: bool = False
+    mapper: Mapper, data: Any, directory: str | os.PathLike[str], trust_function: bool = False
 ) -> Iterator[tuple[Compiled, Journal]]:
     """The journal with all chunks in it, and what they were computed with."""
     in_memory = not isinstance(data, tf.data.Dataset)
     rows = as_rows(data) if in_memory else data
-    source = calls.source(rows, "written")
-    program = calls.program
+    source = mapper.source(rows, "written")
+    program = mapper.program
     compiled = program.compiled_for(source)
-    chunk_rows = source.rows_of_first_batch() if isinstance(source, Elements) else None
+    chunk_rows = source.rows_of_first_batch() if isinstance(source, DatasetSource) else None
     reduction = compiled.traced.reduction
     function, uncovered = fingerprint(compiled.traced)
     header = describe_call(
@@ -74,7 +73,7 @@ def _written(
             stop = chunk.start + chunk.count
             journal.append(chunk.start, stop, encode_leaves(results), digest_rows(chunk.leaves))
 
-        for _ in calls.groups(missing, compiled, Rules(), keep):
+        for _ in mapper.chunks(missing, compiled, ChunkOptions(), keep):
             pass
         journal.finish(missing.rows_read)
         yield compiled, journal

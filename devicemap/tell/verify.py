@@ -31,7 +31,7 @@ from devicemap.data.rows import HOST, Rows, take_rows
 from devicemap.data.sample import first_rows, rows_in_memory
 from devicemap.errors import DeviceMapError, FunctionError, brief, warn_user
 from devicemap.events import CallFinished, CallStarted, ChunkFinished, Event, Shard, short_name
-from devicemap.run.calls import Calls, Nobody
+from devicemap.run.mapper import Mapper, NullObserver
 from devicemap.tell.differences import epsilon, find_difference, rounding_explains
 from devicemap.tell.render import Result, listed, page, seconds_text
 from devicemap.tell.report.progress import ProgressBar
@@ -230,7 +230,7 @@ class _Runs:
         self._try("again", lambda: self._run_rows(0, rows))
         if self.seconds + compiling * len(self.devices) > self._limit:  # the map compiles fn for each device
             raise TimeoutError
-        mapped = Calls(self._program, Nobody()).over(first_rows(self._data, rows).structure)
+        mapped = Mapper(self._program, NullObserver()).run(first_rows(self._data, rows).structure)
         self.results["over devices"] = tf.nest.flatten(as_nodes(mapped))
 
     def _run_rows(self, start: int, stop: int) -> list[Any]:

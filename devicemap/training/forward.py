@@ -22,9 +22,9 @@ from devicemap.compile.program import Program
 from devicemap.compile.reduction import Collection, as_states
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows
 from devicemap.errors import failure
-from devicemap.run.calls import Nobody
-from devicemap.run.embedded import call_inside
-from devicemap.run.one_graph import OneGraph
+from devicemap.run.graph_engine import GraphEngine
+from devicemap.run.in_function import call_inside
+from devicemap.run.mapper import NullObserver
 from devicemap.training.calls import Given, Passed, collecting, depends_on, meeting, pure, recomputing
 from devicemap.training.recomputation import recomputed
 
@@ -49,7 +49,7 @@ class ForwardPass:
         self._recomputed, self._devices = recomputed, devices
         self._variables = [(variable, variable.value) for variable in model.variables]
         """With their values now, as in a forward pass these may be cast."""
-        self._graphs: dict[Any, OneGraph] = {}
+        self._graphs: dict[Any, GraphEngine] = {}
         self._passes: dict[Any, Passed] = {}
         self._lockstep: dict[Any, Any] = {}
         held: Counter[str] = Counter()
@@ -84,7 +84,7 @@ class ForwardPass:
         results = graph.over(rows) if tf.executing_eagerly() else call_inside(graph.program, rows, filled=True)
         return self._collected(given, results)
 
-    def graph_of(self, given: Given, microbatches: int) -> OneGraph:
+    def graph_of(self, given: Given, microbatches: int) -> GraphEngine:
         """What maps a forward pass."""
         trained = tuple(i for i, (variable, _) in enumerate(self._variables) if variable.trainable)
         key = microbatches, trained, given.key
@@ -101,7 +101,7 @@ class ForwardPass:
                 self._check_outputs(known, rows)
                 return tuple(self._counted(known, [[leaf] for leaf in results], [count_rows(rows[0])]))
 
-            self._graphs[key] = OneGraph(self._program(forward), Nobody())
+            self._graphs[key] = GraphEngine(self._program(forward), NullObserver())
         return self._graphs[key]
 
     def _in_microbatches(

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import devicemap
 from benchmarks import simulator
-from devicemap.run.schedule import choose_engine
+from devicemap.run.engine import choose_engine
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 
@@ -53,8 +53,8 @@ def test_a_slow_device_gets_fewer_rows(sim: simulator.Simulator) -> None:
 
 
 def test_a_function_whose_rows_cost_nothing_tries_one_graph() -> None:
-    assert choose_engine(1000, 8, False, 1.0, None, rows_are_free=True) == "one graph"
-    assert choose_engine(1000, 8, False, 1.0, 2.0, rows_are_free=True) == "chunks"
+    assert choose_engine(1000, 8, False, 1.0, None, free=True) == "one graph"
+    assert choose_engine(1000, 8, False, 1.0, 2.0, free=True) == "chunks"
 
 
 def engines_of(mapper: devicemap.DeviceMap, x: tf.Tensor, calls: int) -> list[str]:

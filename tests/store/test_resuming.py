@@ -14,8 +14,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from devicemap.data.chunks import Chunk, InMemory
 from devicemap.data.rows import as_rows, count_rows, take_rows
+from devicemap.data.sources import Chunk, MemorySource
 from devicemap.errors import JournalError
 from devicemap.store.digests import RowDigest, digest_ranges, digest_rows
 from devicemap.store.header import Header
@@ -102,7 +102,7 @@ def _chunks(data: Any, sizes: Sequence[int], read: list[int] | None = None) -> I
     for size in sizes:
         if read is not None:
             read.append(start)
-        yield Chunk(start, size, (data[start : start + size],), start, True)
+        yield Chunk(start, size, (data[start : start + size],))
         start += size
     assert start == len(data)
 
@@ -212,10 +212,10 @@ def test_finished_rows_are_skipped_in_large_pieces(tmp_path: Path) -> None:
     """A device that asks for few rows, as in a new call with batch_size="auto", does not read finished rows so slowly."""
     taken: list[int] = []
 
-    class Counting(InMemory):
-        def take(self, rows: int, limit: int | None) -> Chunk | None:
+    class Counting(MemorySource):
+        def take(self, rows: int) -> Chunk | None:
             taken.append(rows)
-            return super().take(rows, limit)
+            return super().take(rows)
 
     finished = [(i, i + 1) for i in range(2, 1000)]
     with _journal(tmp_path, []) as journal:
@@ -223,7 +223,7 @@ def test_finished_rows_are_skipped_in_large_pieces(tmp_path: Path) -> None:
             journal.append(start, stop, {"0.values": np.zeros([1], np.int32)}, "")
         left = Unfinished(Counting(as_rows(tf.zeros([1010])), None), journal, compared=True)
         chunks, counts = [], []
-        while (counts.append(left.rows_left()), chunk := left.take(1, None))[1] is not None:
+        while (counts.append(left.rows_left()), chunk := left.take(1))[1] is not None:
             chunks.append((chunk.start, chunk.count))
     assert chunks == [(0, 1), (1, 1), *((start, 1) for start in range(1000, 1010))]
     assert counts == [*range(12, -1, -1)]

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import devicemap
 from devicemap.errors import DataError
-from devicemap.run.one_graph import Run
+from devicemap.run.graph_engine import GraphRun
 from devicemap.tell.render import text_of
 from devicemap.tell.report import recorder
 from devicemap.tell.report.meter import GpuUsage
@@ -284,7 +284,7 @@ def test_a_graph_with_clocks_tells_when_each_device_was_done(
     shards = [Shard(device(i), 2 * i, 2 * i + 2) for i in range(3)]
     with GraphCall(6, [shard.device for shard in shards], 0, {}, [heard.append], kept.append) as call:
         arrivals = tf.constant([1000.0 + second for second in at] + [0.0], tf.float64)  # of one device more
-        call.runs.append(Run(shards, 1000.0, 4.0, in_turn, arrivals))
+        call.runs.append(GraphRun(shards, 1000.0, 4.0, in_turn, arrivals))
     report = kept[0].report()
     assert {span.shard: (span.started_seconds, span.finished_seconds) for span in report.spans} == dict(
         zip(shards, spans)

@@ -14,7 +14,7 @@ from devicemap.base.options import Options
 from devicemap.compile.call_graph import live_ops, size_of, waits_between_devices
 from devicemap.compile.compiled import Compiled
 from devicemap.events import Shard
-from devicemap.run.capacity import in_flight
+from devicemap.run.mapper import in_flight
 from devicemap.tell.plan.captures import captured_by
 from devicemap.tell.plan.plan import Captured, ControlEdge, DevicePlan, Handling, Plan, RandomOps
 from devicemap.tell.plan.request import Asked

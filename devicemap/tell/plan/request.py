@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from devicemap.base.options import Options
 from devicemap.base.structure import freeze, map_nest
-from devicemap.data.datasets import from_dataset
 from devicemap.data.rows import any_rows, as_rows
+from devicemap.data.sources import from_dataset
 from devicemap.errors import DataError
 
 _SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)

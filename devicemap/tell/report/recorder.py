@@ -26,7 +26,7 @@ from devicemap.events import (
     DeviceLost,
     Event,
 )
-from devicemap.run.one_graph import Run
+from devicemap.run.graph_engine import GraphRun
 from devicemap.tell.plan.advice import reason_for_loop
 from devicemap.tell.report.meter import GpuMeter
 from devicemap.tell.report.progress import ProgressBar
@@ -100,7 +100,7 @@ class GraphCall(Recorder):
     ):
         """The call notifies `listeners` of its events, and passes itself to `finished` when it ends."""
         super().__init__("one graph", traces, gpus, row_by_row)
-        self.runs: list[Run] = []
+        self.runs: list[GraphRun] = []
         """What its graphs have done: set by whoever runs them."""
         self._start = CallStarted(0.0, rows, tuple(devices))
         self._listeners = listeners
@@ -151,7 +151,7 @@ class GraphCall(Recorder):
 
 
 class Observers:
-    """Those of the calls of a map, as its options say; `run.calls.Observers` tells what calls ask of it."""
+    """Those of the calls of a map, as its options say; `run.mapper.CallObservers` is the protocol."""
 
     def __init__(self, name: str, options: Options, gpus: Mapping[str, int]):
         """`gpus`: for the full name of each GPU among the devices, the index of the physical one."""

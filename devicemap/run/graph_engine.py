@@ -22,8 +22,8 @@ from devicemap.events import Shard
 
 
 @dataclass(frozen=True)
-class Run:
-    """What one graph has done for a call, once somebody asks."""
+class GraphRun:
+    """Times of one execution of a graph."""
 
     shards: Sequence[Shard]
     """In the order of rows."""
@@ -52,21 +52,23 @@ class Run:
         return list(zip(self.shards, [self.began, *done[:-1].tolist()], done.tolist()))
 
 
-class Heard(Protocol):
-    """A call in one graph, as who hears of it knows it."""
+class GraphCallLog(Protocol):
+    """The log of a call in one graph."""
 
-    runs: list[Run]
-    """What its graphs have done: set by whoever runs them."""
+    runs: list[GraphRun]
+    """The graphs that ran; the graph engine adds them."""
 
 
 class GraphObservers(Protocol):
-    """Who hears of calls in one graph."""
+    """Observers of calls in one graph."""
 
-    def of_graph(self, rows: int, devices: Sequence[str], compiled: Compiled) -> AbstractContextManager[Heard | None]:
+    def of_graph(
+        self, rows: int, devices: Sequence[str], compiled: Compiled
+    ) -> AbstractContextManager[GraphCallLog | None]:
         """Return the context of a call in one graph of `compiled`; its value is `None` if there is no observer."""
 
 
-class OneGraph:
+class GraphEngine:
     """Calls of one program."""
 
     def __init__(self, program: Program, observers: GraphObservers):
@@ -100,7 +102,7 @@ class OneGraph:
             ends = arrivals[0] if arrivals else None
             seconds = time.perf_counter() - began[1]
             if count:
-                runs.append(Run(shards, began[0], seconds, compiled.traced.audit.ordered, ends))
+                runs.append(GraphRun(shards, began[0], seconds, compiled.traced.audit.ordered, ends))
             if count and self.program.counts_rows:
                 check_row_counts(results, returned, shards)
         return compiled.pack(results)
@@ -113,17 +115,17 @@ class OneGraph:
     @contextmanager
     def _call(
         self, compiled: Compiled, rows: Rows, shards: Sequence[Shard], leaves: Sequence[Any], retried: bool
-    ) -> Iterator[tuple[list[Run], tuple[float, float]]]:
+    ) -> Iterator[tuple[list[GraphRun], tuple[float, float]]]:
         """What a graph runs in: where to put what it has done, and when it began, by the day's clock and by the timer.
 
         Raises:
             FunctionError: `fn` failed, on one of the `shards` of these `leaves` if it fails there again.
         """
         devices = tuple(dict.fromkeys(shard.device for shard in shards))
-        with self._observers.of_graph(rows.count or 0, devices, compiled) as heard:
+        with self._observers.of_graph(rows.count or 0, devices, compiled) as log:
             began = time.time(), time.perf_counter()
             try:
-                yield [] if heard is None else heard.runs, began
+                yield [] if log is None else log.runs, began
             except tf.errors.OpError as error:  # what a running graph raises; signal handlers raise other errors
                 if retried and is_out_of_memory(error):
                     raise

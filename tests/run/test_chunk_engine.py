@@ -1,11 +1,10 @@
-"""The scheduler of chunks: order, balance, the window, memory, and closing early; without TensorFlow's devices.
+"""The chunk engine: order, balance, the window, memory, errors, and leaving early; without TensorFlow's devices.
 
 Devices that break and rows that fail are tested through whole calls, in test_faults.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import Counter
@@ -15,10 +14,10 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from devicemap.data.chunks import Chunk
-from devicemap.run.dispatch import Dispatch, Rules
-from devicemap.run.schedule import Pace
-from devicemap.run.workers import Runner, run_chunks
+from devicemap.data.sources import Chunk
+from devicemap.run.chunk_engine import run_chunks
+from devicemap.run.chunk_sizes import Throughput
+from devicemap.run.workers import ChunkOptions, Runner
 from devicemap.types import (
     CallFinished,
     CallStarted,
@@ -39,31 +38,26 @@ def _no_thread_stays() -> Iterator[None]:
 
 
 def _threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("devicemap worker")}
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("devicemap")}
 
 
 class Rows:
-    """Rows 0 to `count - 1`, whose one leaf is the row's index, in groups of `batch_size`."""
+    """Rows 0 to `count - 1`, whose one leaf is the row's index."""
 
     specs = key = None
     reads = True
 
-    def __init__(self, count: int | None, batch_size: int | None = 1):
-        self.rows, self.batch_size = count, batch_size
+    def __init__(self, count: int | None, chunk_rows: int | None = 1):
+        self.rows, self.chunk_rows = count, chunk_rows
         self.next = 0
         self.closed = False
 
-    def take(self, rows: int, limit: int | None) -> Chunk | None:
+    def take(self, rows: int) -> Chunk | None:
         start = self.next
         if start == self.rows:
             return None
-        size = self.batch_size or 1
-        end = (start // size + 1) * size if self.batch_size else start + rows
-        end = min(end, start + rows, start + (limit or rows), self.rows or 2**62)
-        self.next = end
-        group = start // size if self.batch_size else start
-        last = self.batch_size is None or end % size == 0 or end == self.rows
-        return IndexChunk(start, end - start, (list(range(start, end)),), group, last)
+        self.next = min(start + (self.chunk_rows or rows), self.rows or 2**62)
+        return IndexChunk(start, self.next - start, (list(range(start, self.next)),))
 
     def rows_left(self) -> int | None:
         return None if self.rows is None else self.rows - self.next
@@ -73,12 +67,8 @@ class Rows:
 
 
 class IndexChunk(Chunk):
-    def split(self, sizes: list[int]) -> list[Chunk]:
-        bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        return [
-            IndexChunk(self.start + a, b - a, (self.leaves[0][a:b],), self.group, self.last and b == self.count)
-            for a, b in itertools.pairwise(bounds)
-        ]
+    def cut(self, start: int, stop: int) -> Chunk:
+        return IndexChunk(start, stop - start, (self.leaves[0][start - self.start : stop - self.start],))
 
 
 def _double(chunk: Chunk) -> Any:
@@ -96,20 +86,20 @@ def _plain(devices: int, in_flight: int = 2) -> list[Runner]:
     return _runners(lambda device, chunk: _double(chunk), devices, in_flight)
 
 
-def _flat(groups: Any) -> list[int]:
-    return [row for group in groups for result in group.results for row in result]
+def _flat(results: Any) -> list[int]:
+    return [row for result in results for part in result.parts for row in part]
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, None])
+@pytest.mark.parametrize("chunk_rows", [1, 4, None])
 @pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("count", [0, 1, 5, 200])
-def test_every_row_once_and_in_order(devices: int, count: int, batch_size: int | None) -> None:
-    source = Rows(count, batch_size)
-    groups = list(run_chunks(source, _plain(devices), Rules()))
-    assert _flat(groups) == [2 * i for i in range(count)]
-    if batch_size is not None:  # delivered as asked for, however the devices cut them
-        assert [sum(map(len, group.results)) for group in groups] == [
-            min(batch_size, count - start) for start in range(0, count, batch_size)
+def test_every_row_once_and_in_order(devices: int, count: int, chunk_rows: int | None) -> None:
+    source = Rows(count, chunk_rows)
+    results = list(run_chunks(source, _plain(devices), ChunkOptions()))
+    assert _flat(results) == [2 * i for i in range(count)]
+    if chunk_rows is not None:
+        assert [len(_flat([result])) for result in results] == [
+            min(chunk_rows, count - start) for start in range(0, count, chunk_rows)
         ]
     assert source.closed
 
@@ -125,7 +115,7 @@ def test_a_device_works_while_others_are_made_ready() -> None:
         return _double
 
     runners = [Runner("/device:CPU:0", first, 1), Runner("/device:CPU:1", second, 1)]
-    assert _flat(run_chunks(Rows(20, 1), runners, Rules())) == [2 * i for i in range(20)]
+    assert _flat(run_chunks(Rows(20, 1), runners, ChunkOptions())) == [2 * i for i in range(20)]
 
 
 def test_what_cannot_be_made_ready_ends_the_call() -> None:
@@ -133,7 +123,7 @@ def test_what_cannot_be_made_ready_ends_the_call() -> None:
         raise LookupError("no function")
 
     with pytest.raises(LookupError, match="no function"):
-        list(run_chunks(Rows(20, 1), [Runner("/device:CPU:0", begin, 2)], Rules()))
+        list(run_chunks(Rows(20, 1), [Runner("/device:CPU:0", begin, 2)], ChunkOptions()))
 
 
 def test_as_they_finish() -> None:
@@ -145,8 +135,8 @@ def test_as_they_finish() -> None:
         return _double(chunk)
 
     starts = []
-    for group in run_chunks(Rows(20), _runners(run), Rules(deterministic=False)):
-        starts.append(group.start)
+    for result in run_chunks(Rows(20), _runners(run), ChunkOptions(deterministic=False)):
+        starts.append(result.start)
         if len(starts) == 19:
             release.set()
     assert starts[-1] == 0
@@ -163,7 +153,7 @@ def test_a_slow_chunk_does_not_stop_the_others_until_the_window_is_full() -> Non
         return _double(chunk)
 
     source = Rows(10)
-    stream = run_chunks(source, _runners(run, in_flight=1), Rules(window=4))
+    stream = run_chunks(source, _runners(run, in_flight=1), ChunkOptions(window=4))
     consumed: list[int] = []
     consumer = threading.Thread(target=lambda: consumed.extend(_flat(stream)))
     consumer.start()
@@ -184,38 +174,15 @@ def test_what_was_left_to_a_fast_device_goes_to_others_when_that_is_overdue() ->
             release.set()
         return _double(chunk)
 
-    paces = {"/device:CPU:0": Pace(rows_per_second=1e5), "/device:CPU:1": Pace(rows_per_second=10.0)}
-    assert _flat(run_chunks(Rows(6), _runners(run, in_flight=1), Rules(), paces)) == [2 * i for i in range(6)]
-
-
-def test_two_wake_ups_in_a_row_reach_two_workers() -> None:
-    """One worker reads, one waits for its turn: the first wake-up reaches that one, the second starts a further worker."""
-    go_on, started = threading.Event(), []
-
-    class Blocking(Rows):
-        def take(self, rows: int, limit: int | None) -> Chunk | None:
-            go_on.wait(10)
-            return super().take(rows, limit)
-
-    dispatch = Dispatch(Blocking(4), ["/device:CPU:0"], Rules(), {}, lambda: started.append(True))
-    workers = [threading.Thread(target=dispatch.take, args=("/device:CPU:0",)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    while not dispatch._in_turn:
-        pass
-    with dispatch._lock:  # so that the worker cannot run in between
-        dispatch._call_worker()
-        dispatch._call_worker()
-    assert len(started) == 1
-    dispatch.stop()
-    go_on.set()
-    for worker in workers:
-        worker.join(10)
+    throughput = {"/device:CPU:0": Throughput(rows_per_second=1e5), "/device:CPU:1": Throughput(rows_per_second=10.0)}
+    assert _flat(run_chunks(Rows(6), _runners(run, in_flight=1), ChunkOptions(), throughput)) == [
+        2 * i for i in range(6)
+    ]
 
 
 def test_an_endless_source_is_read_no_further_than_the_window() -> None:
     source = Rows(None, 4)
-    stream = run_chunks(source, _plain(2), Rules(window=8))
+    stream = run_chunks(source, _plain(2), ChunkOptions(window=8))
     assert [next(stream).start for _ in range(5)] == [0, 4, 8, 12, 16]
     stream.close()
     assert source.next <= 4 * (5 + 8)
@@ -232,7 +199,7 @@ def test_leaving_early_stops_reading_and_cancels_what_runs() -> None:
         return _double(chunk)
 
     source = Rows(1000)
-    stream = run_chunks(source, _runners(run), Rules(window=4, cancel=cancelled.set))
+    stream = run_chunks(source, _runners(run), ChunkOptions(window=4, cancel=cancelled.set))
     assert [next(stream).start for _ in range(3)] == [0, 1, 2]
     assert begun.wait(10)
     stream.close()
@@ -245,17 +212,17 @@ def test_what_was_being_read_when_the_stream_was_left_does_not_run() -> None:
     reading, left = threading.Event(), threading.Event()
 
     class Slow(Rows):
-        def take(self, rows: int, limit: int | None) -> Chunk | None:
+        def take(self, rows: int) -> Chunk | None:
             if self.next == 1:
                 reading.set()
                 assert left.wait(10)
-            return super().take(rows, limit)
+            return super().take(rows)
 
     def run(device: str, chunk: Chunk) -> Any:
         ran.append(chunk.start)
         return _double(chunk)
 
-    stream = run_chunks(Slow(5), _runners(run, devices=1, in_flight=1), Rules(cancel=left.set))
+    stream = run_chunks(Slow(5), _runners(run, devices=1, in_flight=1), ChunkOptions(cancel=left.set))
     next(stream)
     assert reading.wait(10)
     threading.Timer(0.1, left.set).start()
@@ -275,7 +242,7 @@ def test_an_observer_may_close_the_stream() -> None:
                 errors.append(error)
 
     began = threading.Event()
-    streams.append(run_chunks(source, _plain(1), Rules(observe=close)))
+    streams.append(run_chunks(source, _plain(1), ChunkOptions(observe=close)))
     next(streams[0])
     began.set()
     deadline = time.monotonic() + 10
@@ -291,18 +258,18 @@ def test_an_error_that_cannot_be_described_is_raised_instead_of_waiting_for_ever
         raise KeyError("no words")
 
     with pytest.raises(KeyError, match="no words"):
-        list(run_chunks(Rows(5), _runners(lambda device, chunk: 1 / 0), Rules(describe=describe)))
+        list(run_chunks(Rows(5), _runners(lambda device, chunk: 1 / 0), ChunkOptions(describe=describe)))
 
 
 def test_a_stream_that_is_never_begun_reads_nothing() -> None:
     source = Rows(10)
-    run_chunks(source, _plain(2), Rules()).close()
+    run_chunks(source, _plain(2), ChunkOptions()).close()
     assert source.next == 0
 
 
 def test_one_call_tells_its_story() -> None:
     events: list[Event] = []
-    _flat(run_chunks(Rows(30, 4), _plain(3), Rules(observe=events.append)))
+    _flat(run_chunks(Rows(30, 4), _plain(3), ChunkOptions(observe=events.append)))
     assert isinstance(events[0], CallStarted)
     assert events[0].rows == 30
     assert len(events[0].devices) == 3
@@ -336,79 +303,124 @@ def _full() -> BaseException:
     return tf.errors.ResourceExhaustedError(None, None, "full")
 
 
-class Endless(Rows):
-    """Rows of unknown number: no chunk is made smaller for balance."""
+class Unknown(Rows):
+    """Rows of unknown number: devices take as many chunks as may be in flight."""
 
     def rows_left(self) -> int | None:
         return None
 
 
-def _failed(events: list[Event]) -> list[int]:
-    return [len(event.shard) for event in events if isinstance(event, ChunkFailed)]
+def _of(events: list[Event], kind: type[Event]) -> list[tuple[int, int]]:
+    return [(event.shard.start, event.shard.stop) for event in events if isinstance(event, kind)]
 
 
-@pytest.mark.parametrize("fit", [1, 2, 3])
-def test_fewer_chunks_are_in_flight_before_any_is_cut(fit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four chunks that begin together so many fit, whatever their rows; they end when the others have failed."""
+def test_a_chunk_that_does_not_fit_runs_in_halves_and_the_next_call_knows() -> None:
+    """The device has memory for four rows."""
     events: list[Event] = []
-    begun, all_failed = threading.Barrier(4), threading.Event()
-    fail, given_up = Dispatch.fail, itertools.count(1)
+    throughput: dict[str, Throughput] = {}
+    faults = Faults(lambda device, chunk, call: _full() if chunk.count > 4 else None)
+    options = ChunkOptions(max_retries=2, observe=events.append)
+    assert _flat(run_chunks(Rows(64, 16), _runners(faults, 1, 1), options, throughput)) == [2 * i for i in range(64)]
+    assert _of(events, ChunkFailed) == [(0, 16), (0, 8)]
+    assert _of(events, ChunkRetried)[:3] == [(0, 8), (0, 4), (4, 8)]
+    assert _of(events, ChunkFinished) == [(i, i + 4) for i in range(0, 64, 4)]
+    assert throughput["/device:CPU:0"].limit == 4
+    events.clear()
+    assert _flat(run_chunks(Rows(64, 16), _runners(faults, 1, 1), options, throughput)) == [2 * i for i in range(64)]
+    assert _of(events, ChunkFailed) == _of(events, ChunkRetried) == []
 
-    def failing(self: Dispatch, *args: Any) -> bool:
-        lost = fail(self, *args)
-        if next(given_up) == 4 - fit:
-            all_failed.set()
-        return lost
 
-    monkeypatch.setattr(Dispatch, "fail", failing)
+def test_a_chunk_that_does_not_fit_waits_until_it_is_alone() -> None:
+    """Four chunks start together on one device, which has memory for two."""
+    lock, begun = threading.Lock(), threading.Barrier(4)
+    running: set[int] = set()
+    beside: dict[int, set[int]] = {}
 
-    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
-        if call < 4:
+    def run(device: str, chunk: Chunk) -> Any:
+        first = chunk.count == 4 and chunk.start < 16
+        if first:
             begun.wait(10)
-        if call < 4 and chunk.start < 4 * fit:
-            assert all_failed.wait(10)
-        return _full() if call < 4 and chunk.start >= 4 * fit else None
+        with lock:
+            running.add(chunk.start)
+            beside[chunk.start] = running - {chunk.start}
+        try:
+            if first and chunk.start in (4, 12):
+                raise _full()
+            return _double(chunk)
+        finally:
+            with lock:
+                running.remove(chunk.start)
 
-    under_way: list[int] = []
-
-    def observe(event: Event) -> None:
-        events.append(event)
-        if all_failed.is_set() and isinstance(event, ChunkStarted):
-            ended = [type(event) for event in events if isinstance(event, (ChunkFinished, ChunkFailed))]
-            under_way.append(sum(isinstance(event, ChunkStarted) for event in events) - len(ended))
-
-    paces: dict[str, Pace] = {}
-    rules = Rules(max_retries=2, observe=observe)
-    rows = _flat(run_chunks(Endless(200, 4), _runners(Faults(fails), 1, 4), rules, paces))
-    assert rows == [2 * i for i in range(200)]
-    assert _failed(events) == [4] * (4 - fit)
-    assert {len(event.shard) for event in events if isinstance(event, ChunkStarted)} == {4}
-    assert max(under_way) <= fit
-    assert (paces["/device:CPU:0"].at_once, paces["/device:CPU:0"].limit) == (fit, None)
+    options = ChunkOptions(max_retries=2)
+    assert _flat(run_chunks(Unknown(40, 4), _runners(run, 1, 4), options)) == [2 * i for i in range(40)]
+    assert beside[4] == beside[6] == beside[12] == beside[14] == set()
 
 
-def test_only_a_chunk_that_never_shared_its_device_is_cut() -> None:
-    """The first chunk fails when the other one has finished, and once more by itself."""
-    events: list[Event] = []
-    begun, finished = threading.Barrier(2), threading.Event()
+@pytest.mark.parametrize(
+    "error",
+    [
+        tf.errors.InvalidArgumentError(None, None, "assertion failed"),
+        tf.errors.DataLossError(None, None, "lost"),
+        TimeoutError("slow"),
+        ValueError("a bug"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_that_is_not_transient_is_raised_at_once(error: BaseException) -> None:
+    """Other rows are still running, and the source has more: neither is waited for."""
+    release, read_on = threading.Event(), threading.Event()
 
-    def fails(device: str, chunk: Chunk, call: int) -> BaseException | None:
-        if call < 2:
-            begun.wait(10)
-        if chunk.start == 0 and call < 2:
-            assert finished.wait(10)
-        return _full() if chunk.start == 0 and chunk.count > 2 else None
+    class Live(Rows):
+        def take(self, rows: int) -> Chunk | None:
+            if self.next == 2:
+                assert read_on.wait(10)
+            return super().take(rows)
 
-    def observe(event: Event) -> None:
-        events.append(event)
-        if isinstance(event, ChunkFinished) and event.shard.start == 4:
-            finished.set()
+    def run(device: str, chunk: Chunk) -> Any:
+        if chunk.start == 0:
+            assert release.wait(10)
+        else:
+            raise error
+        return _double(chunk)
 
-    rows = _flat(run_chunks(Endless(8, 4), _runners(Faults(fails), 1, 2), Rules(max_retries=2, observe=observe)))
-    assert rows == [2 * i for i in range(8)]
-    assert _failed(events) == [4, 4]
-    retried = [event.shard for event in events if isinstance(event, ChunkRetried)]
-    assert [(shard.start, shard.stop) for shard in retried] == [(0, 4), (0, 2), (2, 4)]
+    options = ChunkOptions(max_retries=5, cancel=lambda: (release.set(), read_on.set()))
+    with pytest.raises(type(error)):
+        list(run_chunks(Live(100), _runners(run, in_flight=1), options))
+
+
+def test_results_do_not_wait_for_rows_that_are_still_to_come() -> None:
+    read_on = threading.Event()
+
+    class Live(Rows):
+        def take(self, rows: int) -> Chunk | None:
+            if self.next == 3:
+                assert read_on.wait(10)
+            return super().take(rows)
+
+    stream = run_chunks(Live(5), _plain(2), ChunkOptions(window=8))
+    assert [next(stream).start for _ in range(3)] == [0, 1, 2]
+    read_on.set()
+    assert [result.start for result in stream] == [3, 4]
+
+
+def test_an_error_of_the_source_follows_the_rows_before_it() -> None:
+    release = threading.Event()
+
+    class Broken(Unknown):
+        def take(self, rows: int) -> Chunk | None:
+            if self.next == 3:
+                release.set()
+                raise LookupError("no more data")
+            return super().take(rows)
+
+    def run(device: str, chunk: Chunk) -> Any:
+        assert release.wait(10)
+        return _double(chunk)
+
+    stream = run_chunks(Broken(5), _runners(run), ChunkOptions())
+    assert [next(stream).start for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(LookupError, match="no more data"):
+        next(stream)
 
 
 @pytest.mark.parametrize("message", ["Dst tensor is not initialized.", "Src tensor is not initialized."])
@@ -417,6 +429,6 @@ def test_a_copy_that_does_not_fit_is_out_of_memory(message: str) -> None:
         return tf.errors.InternalError(None, None, f"Failed copying: {message}") if chunk.count > 2 else None
 
     events: list[Event] = []
-    rules = Rules(max_retries=2, observe=events.append)
-    assert _flat(run_chunks(Endless(8, 4), _runners(Faults(fails), 1, 1), rules)) == [2 * i for i in range(8)]
-    assert _failed(events) == [4]
+    options = ChunkOptions(max_retries=2, observe=events.append)
+    assert _flat(run_chunks(Rows(8, 4), _runners(Faults(fails), 1, 1), options)) == [2 * i for i in range(8)]
+    assert _of(events, ChunkFailed) == [(0, 4)]

@@ -1,0 +1,244 @@
+"""Sources: the user's data, read chunk by chunk in the order of rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from devicemap.base.options import Options
+from devicemap.base.structure import as_nodes, freeze, nodes_of
+from devicemap.data.join import join
+from devicemap.data.rows import HOST, Rows, any_rows, as_rows, take_rows
+from devicemap.errors import DataError
+from devicemap.events import Shard
+
+_SAMPLES_PER_READ = 64
+"""Samples that are read at once if chunks have no fixed size. Reading them one by one takes longer than small functions."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Neighbouring rows that were read."""
+
+    start: int
+    """Global index of the first row."""
+
+    count: int
+    """Number of rows, at least one."""
+
+    leaves: tuple[Any, ...]
+    """Leaves of shape `[count, ...]`."""
+
+    def on(self, device: str) -> Shard:
+        """Return the rows of this chunk on a device."""
+        return Shard(device, self.start, self.start + self.count)
+
+    def cut(self, start: int, stop: int) -> Chunk:
+        """Return rows `start` to `stop - 1`, by their global indices."""
+        if (start, stop) == (self.start, self.start + self.count):
+            return self
+        with tf.device(HOST):
+            leaves = tuple(take_rows(leaf, start - self.start, stop - self.start) for leaf in self.leaves)
+        return Chunk(start, stop - start, leaves)
+
+
+class Source(Protocol):
+    """Rows that one thread reads chunk by chunk, in order."""
+
+    specs: Any
+    """Nest of `tf.TypeSpec`s of a chunk, of shapes `[None, ...]`."""
+
+    key: Any
+    """As `Rows.key`: one trace serves one key."""
+
+    rows: int | None
+    """Number of rows, `None` if unknown."""
+
+    reads: bool
+    """Whether reading takes time, so that devices may wait for rows."""
+
+    @property
+    def chunk_rows(self) -> int | None:
+        """Expected rows of the next chunk if the source decides about them; `None` if `take` does."""
+
+    def take(self, rows: int) -> Chunk | None:
+        """Read the next chunk, of at most `rows` rows unless `chunk_rows` is set. Return `None` at the end."""
+
+    def rows_left(self) -> int | None:
+        """Return the number of rows that are still to be read, estimated for batches of a dataset; `None` if unknown."""
+
+    def close(self) -> None:
+        """Release the data."""
+
+
+class MemorySource:
+    """Chunks of rows in memory."""
+
+    reads = False
+
+    def __init__(self, rows: Rows, chunk_rows: int | None):
+        assert rows.count is not None  # eager code knows it
+        self.specs, self.key = rows.specs, rows.key
+        self.rows: int | None = rows.count
+        self.chunk_rows = chunk_rows
+        self._all = Chunk(0, rows.count, rows.leaves)
+        self._next = 0
+
+    def take(self, rows: int) -> Chunk | None:
+        start, self._next = self._next, min(self._next + (self.chunk_rows or rows), self._all.count)
+        return self._all.cut(start, self._next) if start < self._next else None
+
+    def rows_left(self) -> int | None:
+        return self._all.count - self._next
+
+    def close(self) -> None:
+        self._all = Chunk(0, self._next, ())
+
+
+class DatasetSource:
+    """Chunks of a `tf.data.Dataset` of batches: each batch as it is, cut, or cut and joined to chunks of any size."""
+
+    reads = True
+
+    def __init__(self, dataset: Any, specs: Any, rows: int | None, batch_size: int | None, whole: bool, joined: bool):
+        """Read batches.
+
+        Args:
+            dataset: of batches of rows.
+            specs: nest of `tf.TypeSpec`s of a chunk.
+            rows: number of rows, `None` if unknown.
+            batch_size: the most rows of a chunk.
+            whole: whether each batch is a chunk.
+            joined: whether rows of several batches may be in a chunk.
+        """
+        self.specs, self.key, self.rows, self.batch_size = specs, freeze(specs), rows, batch_size
+        self._whole, self._joined = whole, joined
+        self._batches: Iterator[Rows] = _read(dataset)
+        count = int(dataset.cardinality())
+        self._batches_left = count if count >= 0 else None
+        self._batches_read = self._rows_read = 0
+        self._batch: Chunk | None = None
+        self._next = 0
+
+    @property
+    def chunk_rows(self) -> int | None:
+        if self.batch_size is not None:
+            return self.batch_size
+        return math.ceil(self._usual_rows) if self._whole else None
+
+    def take(self, rows: int) -> Chunk | None:
+        start = self._next
+        pieces: list[tuple[Any, ...]] = []
+        while (left := (self.chunk_rows or rows) - (self._next - start)) > 0 and (batch := self._unread()) is not None:
+            stop = batch.start + batch.count
+            taken = batch.cut(self._next, stop if self._whole else min(self._next + left, stop))
+            pieces.append(taken.leaves)
+            self._next += taken.count
+            if self._whole or not self._joined:
+                break
+        if not pieces:
+            return None
+        with tf.device(HOST):
+            leaves = pieces[0] if len(pieces) == 1 else tuple(join(parts) for parts in zip(*pieces))
+        return Chunk(start, self._next - start, leaves)
+
+    def rows_left(self) -> int | None:
+        if self.rows is not None:
+            return self.rows - self._next
+        if self._batches_left is None:
+            return None
+        return self._rows_read - self._next + math.ceil(self._batches_left * self._usual_rows)
+
+    def close(self) -> None:
+        self._batches = iter(())
+        self._batch = None
+
+    def rows_of_first_batch(self) -> int | None:
+        """Read the first batch if batches are not cut, and return its number of rows; otherwise return `None`."""
+        first = self._unread() if self._whole else None
+        return None if first is None else first.count
+
+    @property
+    def _usual_rows(self) -> float:
+        return max(1, self._rows_read / self._batches_read) if self._batches_read else 1
+
+    def _unread(self) -> Chunk | None:
+        """Return the batch with the next row, read if necessary; `None` at the end."""
+        while self._batch is None or self._next == self._batch.start + self._batch.count:
+            self._batch = None
+            batch = next(self._batches, None)
+            if batch is None:
+                self._batches_left = 0
+                return None
+            assert batch.count is not None
+            if self._batches_left:
+                self._batches_left -= 1
+            self._batches_read += 1
+            self._batch = Chunk(self._rows_read, batch.count, batch.leaves)
+            self._rows_read += batch.count
+        return self._batch
+
+
+def _read(dataset: Any) -> Iterator[Rows]:
+    for element in dataset:  # the iterator over the dataset is created when the first chunk is read
+        yield as_rows(element)
+
+
+def from_dataset(dataset: Any, options: Options) -> DatasetSource:
+    """Return chunks of a `tf.data.Dataset` of samples, or of batches with `batched=True`.
+
+    Raises:
+        DataError: for a batch without a row axis, for elements of unknown rank, and for those that are not tensors.
+    """
+    specs = tf.nest.flatten(as_nodes(dataset.element_spec))
+    for spec in specs:
+        if not isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec):
+            raise DataError(f"the dataset has elements with {spec}; expected dense, ragged or sparse tensors only")
+        if spec.shape.rank is None:
+            raise DataError(
+                f"the dataset has elements of unknown rank ({spec}); give from_generator an output_signature, or map "
+                "tf.ensure_shape over it"
+            )
+        if options.batched and spec.shape.rank == 0:
+            raise DataError(
+                f"the dataset has elements with a scalar ({spec}), but batched=True takes batches of rows. Call "
+                ".batch(n) on it, or set batched=False for a fn of one sample"
+            )
+    size = options.batch_size if isinstance(options.batch_size, int) else None
+    if options.batched:
+        whole, rows = options.batch_size is None, None
+        joined = options.batch_size == "auto" and not any(_unknown_dimensions(spec)[1:] for spec in specs)
+    else:
+        cardinality = int(dataset.cardinality())
+        rows = cardinality if cardinality >= 0 else None
+        dataset, joined = _batches_of_samples(dataset, size)
+        whole, size = False, size if joined else 1
+    of_chunk = tf.nest.map_structure(any_rows, as_nodes(dataset.element_spec))
+    return DatasetSource(dataset, of_chunk, rows, size, whole, joined)
+
+
+def _batches_of_samples(dataset: Any, size: int | None) -> tuple[Any, bool]:
+    """Return the dataset in batches, and whether several of them can be joined."""
+    unknown = [_unknown_dimensions(spec) for spec in tf.nest.flatten(as_nodes(dataset.element_spec))]
+    for node in nodes_of(as_nodes(dataset.element_spec)):
+        extension = node.kind is not None and issubclass(node.kind, tf.experimental.ExtensionType)
+        if extension and not issubclass(node.kind, tf.experimental.BatchableExtensionType):
+            raise DataError(
+                f"the dataset has samples with a {node.kind.__name__}, which TensorFlow cannot hold several of in one; make it "
+                "a tf.experimental.BatchableExtensionType, or set batched=True for a dataset of batches"
+            )
+    if all(not u for u in unknown):
+        return dataset.batch(size or _SAMPLES_PER_READ), True
+    if all(u in ([], [0]) for u in unknown):  # samples of different lengths: ragged rows, which fn gets dense again
+        return dataset.ragged_batch(size or _SAMPLES_PER_READ), True
+    return dataset.batch(1), False  # samples of different shapes cannot be in one tensor
+
+
+def _unknown_dimensions(spec: Any) -> list[int]:
+    if not isinstance(spec, tf.TensorSpec):
+        return []
+    return [i for i, d in enumerate(spec.shape.as_list()) if d is None]

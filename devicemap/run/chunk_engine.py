@@ -1,0 +1,97 @@
+"""The chunk engine: a scheduler sends chunks to idle devices, and a generator yields the results.
+
+Threads: the scheduler, the workers of each device, and the consumer, which runs the generator. They exchange messages through
+queues and share no other state. Leaving the generator in any way ends the call: running chunks are cancelled, and nothing more
+is read. An error that is not retried is raised as soon as it occurs, an error of the source after the rows before it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from devicemap.data.sources import Source
+from devicemap.events import CallFinished, CallStarted
+from devicemap.run.chunk_sizes import Throughput
+from devicemap.run.scheduler import DELIVERED, End, Scheduler
+from devicemap.run.workers import Call, ChunkOptions, Failure, Result, Runner
+
+_SIGNAL_SECONDS = 0.1
+"""The longest wait of the consumer: Python handles Ctrl-C between waits if another thread receives the signal."""
+
+_FAREWELL_SECONDS = 0.8
+"""How long to wait for cancelled workers. A running op cannot be stopped; its daemon thread ends after it."""
+
+
+def run_chunks(
+    source: Source, runners: Sequence[Runner], options: ChunkOptions, throughput: dict[str, Throughput] | None = None
+) -> Iterator[Result]:
+    """Yield the results of all chunks of a source, which is closed at the end.
+
+    `throughput` holds measurements of earlier calls, and is updated at the end.
+    """
+    call = Call(options)
+    measured = {} if throughput is None else throughput
+    scheduler = Scheduler(call, source, runners, measured)
+    thread = threading.Thread(target=scheduler.run, name="devicemap scheduler", daemon=True)
+    error: BaseException | None = None
+    try:
+        call.notify(CallStarted, rows=source.rows, devices=tuple(runner.device for runner in runners))
+        thread.start()
+        for result in _received(call.to_consumer, options.deterministic):
+            if options.window is not None:
+                call.to_scheduler.put(DELIVERED)
+            yield result
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        call.stopped = True
+        try:
+            if error is not None:
+                options.cancel()
+            join([thread, *scheduler.close()])
+        finally:  # also after a second Ctrl-C
+            source.close()
+            measured.update(scheduler.throughput())
+            call.notify(CallFinished, error=error)
+
+
+def _received(results: SimpleQueue[Any], in_order: bool) -> Iterator[Result]:
+    """Yield results in the order of rows from a reorder buffer, or as they arrive."""
+    buffer: dict[int, Result] = {}
+    delivered, end = 0, None
+    while end is None or delivered < end.chunks:
+        message = _next(results)
+        if isinstance(message, Failure):
+            raise message.error
+        if isinstance(message, End):
+            end = message
+            continue
+        buffer[message.number] = message
+        while (number := delivered if in_order else message.number) in buffer:
+            delivered += 1
+            yield buffer.pop(number)
+    if end.error is not None:
+        raise end.error
+
+
+def _next(results: SimpleQueue[Any]) -> Any:
+    while True:
+        try:
+            return results.get(timeout=_SIGNAL_SECONDS)
+        except Empty:
+            continue
+
+
+def join(threads: Sequence[threading.Thread]) -> None:
+    """Wait for threads that were asked to end, for a limited time."""
+    deadline = time.monotonic() + _FAREWELL_SECONDS
+    for thread in threads:
+        started = thread.ident is not None  # not if an interrupt came first
+        # An observer or the garbage collector may close the generator in any thread, a worker included.
+        if started and thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,46 @@
+"""The choice between the two engines: a pure function."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+ROWS_PER_SLOT = 16
+"""Calls on fewer rows always use the graph engine."""
+
+_LONG_SECONDS_PER_CALL = 0.1
+"""Shorter calls gain little from load balance (`benchmarks/test_balance.py`)."""
+
+_TRIED_SECONDS = 0.3
+"""A call that takes no longer in chunks is tried in one graph."""
+
+
+def choose_engine(
+    rows: int,
+    slots: int,
+    differentiable: bool,
+    seconds_per_row: float | None,
+    graph_seconds_per_row: float | None = None,
+    free: bool = False,
+) -> Literal["one graph", "chunks"]:
+    """Return the engine for an eager call on rows in memory without `batch_size`.
+
+    Args:
+        rows: number of rows.
+        slots: devices, or cores of a CPU, that take one shard each.
+        differentiable: whether a tape records the call, or results depend on the shards.
+        seconds_per_row: last measurement of this map in chunks; `None` before there is one.
+        graph_seconds_per_row: the same in one graph.
+        free: whether large chunks took as long as small ones, as in a vectorised loop of many steps. One shard per device may
+            then be much faster than several chunks.
+
+    >>> choose_engine(1000, 8, False, None), choose_engine(1000, 8, False, 1e-5), choose_engine(1000, 8, False, 1e-2)
+    ('chunks', 'one graph', 'chunks')
+    """
+    if differentiable or slots < 2 or rows < ROWS_PER_SLOT * slots:
+        return "one graph"
+    if seconds_per_row is None:
+        return "chunks"
+    if graph_seconds_per_row is None:
+        return "one graph" if free or rows * seconds_per_row < _TRIED_SECONDS else "chunks"
+    in_graph, in_chunks = rows * graph_seconds_per_row, rows * seconds_per_row
+    return "chunks" if in_graph > max(_LONG_SECONDS_PER_CALL, in_chunks) else "one graph"

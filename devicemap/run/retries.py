@@ -1,0 +1,44 @@
+"""What happens to a chunk that failed, by the class of its error. Pure."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import tensorflow as tf
+
+from devicemap.base.devices import is_out_of_memory
+
+_TRANSIENT = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.InternalError,
+    tf.errors.UnknownError,
+)
+"""Errors of devices and networks that may not occur again, or not on another device. All others fail the same everywhere."""
+
+FAILURES_IN_A_ROW = 3
+"""A device that fails so often without a success in between gets no more chunks."""
+
+
+class RetryAction(Enum):
+    """What happens to a chunk that failed."""
+
+    HALVE = "the same device computes it in smaller chunks, with nothing else running there"
+    RETRY = "another device computes it, if there is one"
+    RAISE = "its error is raised at once"
+
+
+def retry_action(error: BaseException, rows: int, attempts: int, max_retries: int) -> RetryAction:
+    """Return what to do about a chunk of `rows` rows that failed for the `attempts`-th time.
+
+    >>> retry_action(tf.errors.ResourceExhaustedError(None, None, ""), 64, 1, 2).name
+    'HALVE'
+    >>> [retry_action(tf.errors.UnavailableError(None, None, ""), 64, n, 2).name for n in (2, 3)]
+    ['RETRY', 'RAISE']
+    >>> retry_action(tf.errors.InvalidArgumentError(None, None, ""), 64, 1, 2).name
+    'RAISE'
+    """
+    if max_retries and is_out_of_memory(error):
+        return RetryAction.HALVE if rows > 1 else RetryAction.RAISE
+    return RetryAction.RETRY if isinstance(error, _TRANSIENT) and attempts <= max_retries else RetryAction.RAISE

@@ -1,0 +1,247 @@
+"""The scheduler of a call in chunks: it reads the source and sends each chunk to a device that is idle.
+
+    source ── take ──> scheduler ── a queue per device ──> workers ── Result, Failure ──> consumer
+                           ^──────── Finished, Failed ────────┘──────── DELIVERED ─────────┘
+
+The scheduler runs in a thread of its own, which owns all state of the call, so that it needs no lock. It guarantees:
+
+- The source is read in order. Each row is computed once, more often only if a chunk fails and is tried again.
+- A chunk with a transient error goes to a device that has not tried it, if there is one.
+- A device that ran out of memory computes that chunk with nothing else running there.
+- At most `window` chunks are read and not delivered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap.base.hosts import host_of, is_remote
+from devicemap.data.sources import Source
+from devicemap.events import DeviceLost
+from devicemap.run.chunk_sizes import Throughput, next_chunk_size
+from devicemap.run.device_memory import peak_share
+from devicemap.run.retries import FAILURES_IN_A_ROW, RetryAction
+from devicemap.run.workers import Call, Failed, Failure, Finished, Runner, Task, work
+
+DELIVERED, STOP = "delivered", "stop"
+"""Messages to the scheduler: the consumer took a chunk; the consumer has left."""
+
+_OVERDUE_SECONDS = 0.005
+"""How often idle devices are considered again while rows are left to faster devices, whose chunks may be overdue."""
+
+
+@dataclass(frozen=True)
+class End:
+    """A message to the consumer: the source ended after a number of chunks, perhaps with an error."""
+
+    chunks: int
+    error: BaseException | None
+
+
+@dataclass
+class DeviceState:
+    """The state of a device in a call."""
+
+    runner: Runner
+    throughput: Throughput
+    tasks: SimpleQueue[Task | None] = field(default_factory=SimpleQueue)
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    running: int = 0
+    """Chunks in flight."""
+
+    too_large: deque[Task] = field(default_factory=deque)
+    """Chunks with which it ran out of memory."""
+
+    alone: bool = False
+    """Whether one of these is running."""
+
+    failures: int = 0
+    """Failures since the last success."""
+
+    last_finish: float = 0.0
+    """When it last finished a chunk, in seconds since the call began."""
+
+    busy_since: float = 0.0
+    """When that was, or when it started a chunk with nothing else running."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it may get another chunk."""
+        return self.running < self.runner.in_flight and not self.alone and not self.too_large
+
+
+class Scheduler:
+    """The state of a call in chunks."""
+
+    def __init__(self, call: Call, source: Source, runners: Sequence[Runner], measured: Mapping[str, Throughput]):
+        """`measured` holds measurements of earlier calls."""
+        self._call, self._source = call, source
+        self._devices = {
+            runner.device: DeviceState(runner, measured.get(runner.device, Throughput()).between_calls())
+            for runner in runners
+        }
+        self._alive = list(self._devices)
+        self._retries: deque[Task] = deque()
+        self._read = self._delivered = 0
+        self._at_end = False
+
+    def run(self) -> None:
+        """Schedule chunks until all are computed, the call fails, or the consumer leaves: the target of the thread."""
+        try:
+            while not self._call.stopped:
+                if self._send_next():
+                    while not self._call.to_scheduler.empty():
+                        self._handle(self._call.to_scheduler.get())
+                elif self._at_end and not self._unfinished:
+                    return
+                else:
+                    self._wait()
+        except BaseException as error:  # of the observer, or of describing an error
+            self._call.to_consumer.put(Failure(error))
+
+    def close(self) -> list[threading.Thread]:
+        """Let the workers end after their chunk, and return their threads."""
+        self._call.to_scheduler.put(STOP)
+        for state in self._devices.values():
+            for _ in range(state.runner.in_flight):
+                state.tasks.put(None)
+        return [thread for state in self._devices.values() for thread in state.threads]
+
+    def throughput(self) -> dict[str, Throughput]:
+        """Return the measurements of the devices."""
+        return {name: state.throughput for name, state in self._devices.items()}
+
+    @property
+    def _unfinished(self) -> bool:
+        return bool(self._retries) or any(state.running or state.too_large for state in self._devices.values())
+
+    @property
+    def _may_read(self) -> bool:
+        window = self._call.options.window
+        return not self._at_end and (window is None or self._read - self._delivered < window)
+
+    def _send_next(self) -> bool:
+        """Send one chunk to a device, if there is a chunk and a device for it: first those that failed."""
+        for name in self._alive:
+            state = self._devices[name]
+            if state.too_large and not state.running:
+                state.alone = True
+                self._send(name, state.too_large.popleft())
+                return True
+        for task in self._retries:
+            tried = {shard.device for shard in task.tried}
+            untried = [name for name in self._alive if name not in tried] or self._alive
+            if free := self._with_room(untried):
+                self._retries.remove(task)
+                self._send(free[0], task)
+                return True
+        return self._may_read and self._read_next()
+
+    def _with_room(self, names: Sequence[str]) -> list[str]:
+        """Return the devices that may get another chunk, first the ones with the fewest."""
+        free = [name for name in names if self._devices[name].has_room]
+        return sorted(free, key=lambda name: self._devices[name].running)
+
+    def _read_next(self) -> bool:
+        """Read a chunk for the first device that takes one, and send it."""
+        left, chunk_rows, now = self._source.rows_left(), self._source.chunk_rows, self._call.now()
+        expected = {name: s.throughput.after(now - s.busy_since) for name, s in self._devices.items()}
+        for name in self._with_room(self._alive):
+            others = [expected[other] for other in self._alive if other != name]
+            # An estimate of 0 rows may be wrong: the source knows its end.
+            rows = next_chunk_size(expected[name], others, left or None, chunk_rows)
+            if rows:
+                return self._read_for(name, rows)
+        return False
+
+    def _read_for(self, name: str, rows: int) -> bool:
+        if self._call.options.powers_of_two:
+            rows = 1 << (rows.bit_length() - 1)
+        began = self._call.now()
+        try:
+            chunk, error = self._source.take(rows), None
+        except BaseException as raised:  # of the user's data: raised after the rows before it
+            chunk, error = None, raised
+        if chunk is None:
+            self._at_end = True
+            self._call.to_consumer.put(End(self._read, error))
+            return False
+        idle = self._source.reads and not self._devices[name].running
+        self._send(name, Task(self._read, chunk.start, chunk, waited_seconds=self._call.now() - began if idle else 0.0))
+        self._read += 1
+        return True
+
+    def _send(self, name: str, task: Task) -> None:
+        """Queue a chunk for a device, and start another worker if all are busy."""
+        if self._call.stopped:  # while the chunk was read
+            return
+        state = self._devices[name]
+        state.busy_since = state.busy_since if state.running else self._call.now()
+        state.running += 1
+        state.throughput = state.throughput.taking(task.chunk.count)
+        state.tasks.put(replace(task, limit=state.throughput.limit))
+        if len(state.threads) < state.running:
+            arguments = self._call, state.runner, state.tasks
+            thread = threading.Thread(target=work, args=arguments, name=f"devicemap worker {name}", daemon=True)
+            state.threads.append(thread)
+            thread.start()
+
+    def _wait(self) -> None:
+        """Wait for a message, or until devices are considered again."""
+        idle = self._may_read and bool(self._with_room(self._alive))
+        with contextlib.suppress(Empty):
+            self._handle(self._call.to_scheduler.get(timeout=_OVERDUE_SECONDS if idle else None))
+
+    def _handle(self, message: Any) -> None:
+        if message == DELIVERED:
+            self._delivered += 1
+        elif isinstance(message, Finished):
+            self._finish(message)
+        elif isinstance(message, Failed):
+            self._retry(message)
+
+    def _finish(self, message: Finished) -> None:
+        state, started, ended = self._devices[message.device], message.started, message.ended
+        state.throughput = state.throughput.finishing(
+            message.task.chunk.count,
+            ended - max(started, state.last_finish),
+            ended - started,
+            peak_share(message.device),
+        )
+        if message.limit is not None:
+            state.throughput = state.throughput.limited(message.limit)
+        state.last_finish = state.busy_since = ended
+        state.running -= 1
+        state.alone, state.failures = False, 0
+
+    def _retry(self, message: Failed) -> None:
+        name, task, error = message.shard.device, message.left, message.error
+        state = self._devices[name]
+        state.running -= 1
+        state.alone = False
+        state.throughput = state.throughput.giving_up(message.task.chunk.count)
+        if message.action is RetryAction.HALVE:
+            state.throughput = state.throughput.limited(len(message.shard) // 2)
+            state.too_large.append(replace(task, out_of_memory=True))
+            return
+        task = replace(task, tried=(*task.tried, message.shard), out_of_memory=False)
+        self._retries.append(task)
+        state.failures += 1
+        lost = [name] if state.failures >= FAILURES_IN_A_ROW else []
+        if isinstance(error, tf.errors.UnavailableError) and is_remote(name):
+            lost = [other for other in self._alive if host_of(other) == host_of(name)]
+        for each in [each for each in lost if each in self._alive]:
+            self._alive.remove(each)
+            self._retries.extend(self._devices[each].too_large)
+            self._call.notify(DeviceLost, device=each, error=error)
+        if not self._alive:
+            raise self._call.options.describe(error, task.tried)

@@ -1,0 +1,197 @@
+"""Chunk sizes: whole schedules, simulated without TensorFlow."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from devicemap.run.chunk_sizes import Throughput, next_chunk_size, rows_are_free
+
+speeds = st.floats(0.1, 1e5)
+throughputs = st.builds(
+    Throughput,
+    rows_per_second=st.none() | speeds,
+    rows_in_flight=st.integers(0, 500),
+    limit=st.none() | st.integers(1, 100),
+)
+
+
+def simulate(
+    costs: list[float],
+    speeds: list[float],
+    chunk_rows: int | None = None,
+    in_flight: int = 2,
+    per_call: float = 0.0,
+    known: list[Throughput] | None = None,
+) -> tuple[float, list[int], list[Throughput]]:
+    """Return the seconds of a job on devices of given speeds, the sizes of its chunks, and the measurements.
+
+    A device computes its chunks one after another, and takes the next one if it has fewer than `in_flight`. Devices that take
+    none are asked again every 5 ms.
+    """
+    state = known or [Throughput() for _ in speeds]
+    busy_until, busy_since = [0.0] * len(speeds), [0.0] * len(speeds)
+    done: list[tuple[float, int, int, float, float]] = []  # when, device, rows, started, sent
+    sizes, taken, now = [], 0, 0.0
+    chunks_on = [0] * len(speeds)
+    while taken < len(costs) or done:
+        for i in sorted(range(len(speeds)), key=lambda i: chunks_on[i]):
+            while chunks_on[i] < in_flight and taken < len(costs):
+                expected = [each.after(now - since) for each, since in zip(state, busy_since)]
+                rows = next_chunk_size(expected[i], expected[:i] + expected[i + 1 :], len(costs) - taken, chunk_rows)
+                rows = min(rows, len(costs) - taken)
+                if not rows:
+                    break
+                busy_since[i] = busy_since[i] if chunks_on[i] else now
+                start = max(now, busy_until[i])
+                busy_until[i] = start + per_call + sum(costs[taken : taken + rows]) / speeds[i]
+                heapq.heappush(done, (busy_until[i], i, rows, start, now))
+                state[i] = state[i].taking(rows)
+                chunks_on[i] += 1
+                sizes.append(rows)
+                taken += rows
+        assert done, "rows are left, and no device takes them"
+        if taken < len(costs) and done[0][0] > now + 0.005 and min(chunks_on) < in_flight:
+            now += 0.005
+            continue
+        now, i, rows, start, sent = heapq.heappop(done)
+        state[i] = state[i].finishing(rows, now - start, now - sent)
+        busy_since[i] = now
+        chunks_on[i] -= 1
+    return max(busy_until), sizes, state
+
+
+COSTS = [0.004] * 2048
+HOT = [0.004] * 1920 + [0.004 * 17] * 128
+JOBS = {
+    "even": (COSTS, [1.0] * 8),
+    "hot block first": (HOT[::-1], [1.0] * 8),
+    "hot block last": (HOT, [1.0] * 8),
+    "ramp": ([0.008 * i / 2048 for i in range(2048)], [1.0] * 8),
+    "half four times slower": (COSTS, [1.0, 0.25] * 4),
+    "one ten times slower": (COSTS, [0.1] + [1.0] * 7),
+}
+SHARES = {
+    "even": 0.97,
+    "hot block first": 0.96,
+    "hot block last": 0.92,
+    "ramp": 0.95,
+    "half four times slower": 0.95,
+    "one ten times slower": 0.93,
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_share_of_the_ideal_time(job: str) -> None:
+    costs, devices = JOBS[job]
+    seconds, sizes, _ = simulate(costs, devices)
+    assert sum(sizes) == len(costs)
+    assert sum(costs) / sum(devices) / seconds >= SHARES[job]
+
+
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("chunk_rows", [8, 32])
+def test_chunks_of_a_fixed_size_lose_at_most_one_chunk(job: str, chunk_rows: int) -> None:
+    costs, devices = JOBS[job]
+    seconds, sizes, _ = simulate(costs, devices, chunk_rows)
+    assert sizes == [chunk_rows] * (len(costs) // chunk_rows)
+    dearest = max(sum(costs[i : i + chunk_rows]) for i in range(0, len(costs), chunk_rows))
+    assert seconds <= sum(costs) / sum(devices) / 0.97 + 1.5 * dearest / max(devices)
+
+
+def test_chunks_that_take_as_long_for_fewer_rows_are_not_cut_for_balance() -> None:
+    """As on a GPU that is not full: 50 ms per call, whatever the rows."""
+    seconds, sizes, _ = simulate([1e-6] * 10_000, [1.0] * 4, per_call=0.05)
+    assert len(sizes) <= 84
+    assert seconds <= 21 * 0.05
+
+
+@pytest.mark.parametrize(
+    ("costs", "devices", "per_call", "free"),
+    [
+        *((*job, 0.0, False) for name, job in JOBS.items() if name != "ramp"),  # whose first rows are free
+        ([1e-9] * 1600, [1.0] * 8, 0.02, True),
+        ([1e-9] * 1000, [1.0] * 2, 0.2, True),
+        ([1e-4] * 1000, [1.0] * 4, 0.02, True),
+    ],
+)
+def test_whether_rows_are_free(costs: list[float], devices: list[float], per_call: float, free: bool) -> None:
+    known = None
+    for _ in range(3):
+        _, _, known = simulate(costs, devices, per_call=per_call, known=known)
+        found = rows_are_free(known)
+        known = [each.between_calls() for each in known]
+    assert found == free
+
+
+@given(
+    st.lists(st.floats(1e-4, 1.0), max_size=300),
+    st.lists(st.floats(0.05, 1.0), min_size=1, max_size=8),
+    st.none() | st.integers(1, 64),
+)
+def test_every_row_is_taken_once(costs: list[float], devices: list[float], chunk_rows: int | None) -> None:
+    _, sizes, _ = simulate(costs, devices, chunk_rows)
+    assert sum(sizes) == len(costs)
+    assert all(sizes)
+    if chunk_rows:
+        assert all(size == chunk_rows for size in sizes[:-1])
+
+
+@given(st.lists(throughputs, min_size=1, max_size=8), st.integers(1, 10**6), st.none() | st.integers(1, 1000))
+def test_some_device_takes_the_rest(devices: list[Throughput], rows_left: int, chunk_rows: int | None) -> None:
+    sizes = [
+        next_chunk_size(device, devices[:i] + devices[i + 1 :], rows_left, chunk_rows)
+        for i, device in enumerate(devices)
+    ]
+    assert all(0 <= rows <= rows_left for rows in sizes)
+    assert next_chunk_size(devices[0], devices[1:], 0, 8) == 0
+    assert any(sizes) or any(device.rows_in_flight for device in devices)
+    for device, rows in zip(devices, sizes):
+        assert chunk_rows is not None or device.limit is None or rows <= device.limit
+        assert chunk_rows is None or rows in (0, min(chunk_rows, rows_left))
+
+
+def test_without_a_known_end_chunks_are_whole() -> None:
+    assert next_chunk_size(Throughput(rows_per_second=10.0), [Throughput()], None, 32) == 32
+    assert next_chunk_size(Throughput(rows_per_second=10.0, size=16, limit=5), [Throughput()], None) == 5
+
+
+def _grow(fixed: float = 0.0, per_row: float = 0.0, memory_rows: float = math.inf) -> int:
+    """Return the size after 60 chunks on a device whose memory holds a number of rows."""
+    state = Throughput()
+    for _ in range(60):
+        rows, seconds = state.size, fixed + per_row * state.size
+        state = state.taking(rows).finishing(rows, seconds, seconds, peak_share=rows / memory_rows)
+    return state.size
+
+
+def test_auto_grows_while_it_pays() -> None:
+    # 30 ms per call and 0.1 ms per row: 1000 rows have 77% of the best possible speed
+    assert 1000 <= _grow(fixed=0.030, per_row=0.0001) <= 5000
+    # Nothing to gain: a chunk only needs to be long enough to hide the cost of sending it.
+    assert _grow(per_row=0.010) <= 32
+    assert 10_000 <= _grow(per_row=1e-6) <= 40_000
+
+
+@pytest.mark.parametrize(("memory_rows", "size"), [(64, 64), (65, 64), (127, 64), (128, 128)])
+def test_auto_stops_before_the_memory_is_full(memory_rows: int, size: int) -> None:
+    assert _grow(per_row=1e-6, memory_rows=memory_rows) == size
+
+
+def test_memory_limits() -> None:
+    state = Throughput(size=64).taking(64).giving_up(64).limited(32)
+    assert (state.limit, state.size, state.rows_in_flight) == (32, 32, 0)
+    assert state.limited(16).limit == 16
+    assert state.limited(64).limit == 32
+    for _ in range(20):
+        state = state.taking(32).finishing(32, 0.001, 0.001)
+    assert next_chunk_size(state, [], None) == 32
+
+
+def test_what_the_next_call_knows() -> None:
+    state = Throughput(5.0, 3, size=64, best_rows_per_second=4.0, largest=9, quickest_seconds=1.0, limit=100)
+    assert state.taking(3).between_calls() == Throughput(5.0, size=64, best_rows_per_second=4.0, limit=100)
