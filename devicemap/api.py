@@ -75,8 +75,8 @@ def parallel_map(
         vectorize: how a `fn` of one row runs over the rows of a device: `True` as `tf.vectorized_map`, `False` as
             `tf.map_fn`, `"auto"` as the first if every op was tested to give the same and the results are dense, else as the
             second.
-        batch_size: rows per device call. An int: data goes in chunks of at most that many rows, each to the first idle device.
-            `"auto"`: the same, of a size found by measuring, for each device. `None`: a dataset's batches go as they are, its
+        batch_size: rows per device call. An int: data goes in chunks of that many rows, each to the first idle device; batches
+            of a dataset are cut to it. `"auto"`: in chunks of a size that is measured for each device. `None`: a dataset's batches go as they are, its
             samples as with `"auto"`; data in memory goes as one shard per device in short calls and under a tape, and in chunks
             of a measured size in others.
         seed: an int from 0 to 2**32 - 1: `fn` also gets `seed=`, a seed for `tf.random.stateless_*` (int32 `[2]`;
@@ -91,10 +91,11 @@ def parallel_map(
         deterministic: for streams. `True`: chunks in input order; `False`: as they finish, each as `(first row, chunk)`.
         prefetch: chunks in flight per device, so that copying in, computing and copying out overlap. `None`: 2 on CPUs, 4 on
             other devices.
-        max_retries: how often a chunk that failed is tried again, on another device if there is one. Side effects of `fn` may
-            then happen again. A call in one graph is not retried: its first error is raised, unless it runs out of memory
-            and continues in chunks. 0: the first error is raised, also where a device runs out of memory, which otherwise
-            gets smaller chunks. A device that keeps failing is set aside, with a `RuntimeWarning`.
+        max_retries: how often a chunk that failed with a transient error of a device is tried again, on another device if
+            there is one. Side effects of `fn` may then happen again. A call in one graph is not retried: its first error is
+            raised, unless it runs out of memory and continues in chunks. 0: the first error is raised, also if a device
+            runs out of memory, which otherwise gets smaller chunks. A device that fails three times in a row gets no more
+            chunks in the call, with a `RuntimeWarning`.
         progress: a progress bar; or a callable that gets each `devicemap.types.Event` of the call, one at a time.
         name: a name for the ops and errors of this map.
 
@@ -211,14 +212,14 @@ class DeviceMap:
 
         Returns:
             A generator of chunks, nests of tensors of shape `[rows of the chunk, ...]`. Those of a dataset of batches are
-            its batches, cut to `batch_size` where one is given; those of everything else have `batch_size` rows, or with
+            its batches, cut to `batch_size` if given; those of everything else have `batch_size` rows, or with
             `batch_size=None` or `"auto"` as many as pay. With `deterministic=False` they come as they finish, each as
             `(first row, chunk)`. Nothing is read before the first chunk is asked for; closing or dropping the generator
             stops everything.
 
         Raises:
             OptionError, DataError: at once.
-            FunctionError: when its turn comes, as errors of the dataset; what was finished before has been delivered.
+            FunctionError: as soon as `fn` fails. Errors of the dataset are raised after the chunks before them.
 
         Examples:
             >>> mapper = DeviceMap(lambda n: n * n, batch_size=2)
