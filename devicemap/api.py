@@ -1,4 +1,12 @@
-"""parallel_map and DeviceMap: what users call. How rows travel is in `run/calls.py`."""
+"""The public functions, and how data flows through them.
+
+DeviceMap(fn, **options) ──> Program            checks the options, chooses devices, traces fn once per structure of data
+mapper(data)             ──> Mapper.run         one graph for all devices, or chunks for idle devices (`run/mapper.py`)
+mapper.stream(data)      ──> Mapper.stream      chunks as they finish, in order
+mapper.write(data, dir)  ──> store.write        chunks to disk
+mapper.explain(data)     ──> explain_call       the plan of a call, without running it
+parallel_map(fn, data)   ──> ProgramCache ──> the same as DeviceMap(fn)(data)
+"""
 
 from __future__ import annotations
 
@@ -30,8 +38,8 @@ from devicemap.tell.verify import Verification, verify
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
-def _as_written(function: CallableT) -> CallableT:
-    """The function as it is also where a `tf.function` calls it: autograph is for `fn`, which gets a context of its own."""
+def _no_autograph(function: CallableT) -> CallableT:
+    """Keep autograph from converting library code inside a user's `tf.function`; `fn` is converted when it is traced."""
     return cast(CallableT, tf.autograph.experimental.do_not_convert(function))
 
 
@@ -57,55 +65,52 @@ def parallel_map(
 ) -> Any:
     """Map `fn` over the rows of `data` on several devices at once.
 
-    The result is that of `tf.map_fn(fn, data)`, or of `fn(data)` with `batched=True`, to rounding: same rows, order,
-    structure and dtypes, on any number of devices. Calling it again with the same `fn` (or the same method of the same
-    object) and options does not trace again, as long as `fn` is among the last 64 that were mapped; a `DeviceMap` has no such
-    limit. When you drop `fn`, its compiled code and its copies on devices go with the next garbage collection.
+    The result equals `tf.map_fn(fn, data)`, or `fn(data)` with `batched=True`, up to rounding: same rows, order, structure and
+    dtypes, on any number of devices. A later call with the same `fn` (or the same method of the same object) and options does
+    not trace again, as long as `fn` is among the last 64 that were mapped; a `DeviceMap` has no such limit. Compiled code and
+    replicas of variables are freed with `fn`.
 
     Args:
-        fn: takes one row and returns its result, or with `batched=True` takes a batch of rows and returns as many. A tuple
-            in `data` is passed as several arguments, a dict or named tuple as one.
+        fn: takes one row and returns its result. With `batched=True` it takes a batch of rows, and returns as many. A tuple in
+            `data` is passed as several arguments, a dict or named tuple as one.
         data: a nest of tensors, arrays, lists, `RaggedTensor`s or `SparseTensor`s of shape `[rows, ...]`, or a
-            `tf.data.Dataset` of samples (`batched=False`) or of batches of rows (`batched=True`). Objects are structure as
-            for `tf.nest`, and so are `tf.experimental.ExtensionType`s: `fn` gets one of the same class that holds a row, or
-            a batch.
-        devices: `None` for every local GPU, else every local CPU; a kind (`"GPU"`); or a list of names (`"GPU:1"`,
-            `"/device:GPU:1"`, full names) or logical or physical devices.
+            `tf.data.Dataset` of samples (`batched=False`) or batches of rows (`batched=True`). Objects are structure as for
+            `tf.nest`, and so are `tf.experimental.ExtensionType`s: `fn` gets one of the same class for a row or a batch.
+        devices: `None` for all local GPUs, or all local CPUs if there is none; a kind (`"GPU"`); or a list of names
+            (`"GPU:1"`, `"/device:GPU:1"`, full names) or logical or physical devices.
         batched: whether `fn` takes a batch.
-        vectorize: how a `fn` of one row runs over the rows of a device: `True` as `tf.vectorized_map`, `False` as
-            `tf.map_fn`, `"auto"` as the first if every op was tested to give the same and the results are dense, else as the
-            second.
+        vectorize: for a `fn` of one row: `True` as `tf.vectorized_map`, `False` as `tf.map_fn`, `"auto"` as the first if all
+            ops are known to give the same results, which have to be dense, and otherwise as the second.
         batch_size: rows per device call. An int: data goes in chunks of that many rows, each to the first idle device; batches
-            of a dataset are cut to it. `"auto"`: in chunks of a size that is measured for each device. `None`: a dataset's batches go as they are, its
-            samples as with `"auto"`; data in memory goes as one shard per device in short calls and under a tape, and in chunks
-            of a measured size in others.
-        seed: an int from 0 to 2**32 - 1: `fn` also gets `seed=`, a seed for `tf.random.stateless_*` (int32 `[2]`;
-            `[rows, 2]` when batched) that depends on `seed` and the row's index alone.
-        fn_output_signature: as in `tf.map_fn`, for a `fn` of one row whose dense results differ in shape. Where it has a list,
+            of a dataset are cut to it. `"auto"`: in chunks of a size that is measured for each device. `None`: batches of a
+            dataset as they are, its samples as with `"auto"`, and data in memory in one shard per device if the call is
+            short or under a tape, and otherwise as with `"auto"`.
+        seed: an int from 0 to 2**32 - 1. `fn` also gets `seed=`, a seed for `tf.random.stateless_*` (int32 `[2]`;
+            `[rows, 2]` when batched) that depends only on `seed` and the index of the row.
+        fn_output_signature: as in `tf.map_fn`, for a `fn` of one row whose dense results differ in shape. For a list in it,
             `fn` returns a list of results, not one tensor.
-        jit_compile: compile with XLA, once for each number of rows of a shard. Chunks have `batch_size` rows, or 1, 2,
-            4, 8, ... with `"auto"`.
-        in_place: variables that `fn` reads where they are, for instance a table that is larger than the memory of a device:
-            what is looked up travels. Others are copied to each device once per call, or per job in chunks.
+        jit_compile: compile with XLA, once for each number of rows of a shard. Chunks have `batch_size` rows, or 1, 2, 4,
+            8, ... with `"auto"`.
+        in_place: variables that `fn` reads on their own device, for instance a table that is larger than the memory of the
+            others. Other variables are copied to each device once per call, or once per job in chunks.
         output_device: where results are gathered.
         deterministic: for streams. `True`: chunks in input order; `False`: as they finish, each as `(first row, chunk)`.
-        prefetch: chunks in flight per device, so that copying in, computing and copying out overlap. `None`: 2 on CPUs, 4 on
-            other devices.
+        prefetch: chunks in flight per device, so that copies overlap with computing. `None`: 2 on CPUs, 4 on other devices.
         max_retries: how often a chunk that failed with a transient error of a device is tried again, on another device if
-            there is one. Side effects of `fn` may then happen again. A call in one graph is not retried: its first error is
-            raised, unless it runs out of memory and continues in chunks. 0: the first error is raised, also if a device
-            runs out of memory, which otherwise gets smaller chunks. A device that fails three times in a row gets no more
-            chunks in the call, with a `RuntimeWarning`.
-        progress: a progress bar; or a callable that gets each `devicemap.types.Event` of the call, one at a time.
+            there is one. Side effects of `fn` may then happen again. A call in one graph is not retried, but continues in
+            chunks if it runs out of memory. 0: the first error is raised, also if a device runs out of memory, which
+            otherwise gets smaller chunks. A device that fails three times in a row gets no more chunks in the call, with a
+            `RuntimeWarning`.
+        progress: `True` for a progress bar, or a callable that gets each `devicemap.types.Event`, one at a time.
         name: a name for the ops and errors of this map.
 
     Returns:
-        The nest that `fn` returns, of tensors of shape `[rows, ...]` on `output_device`. Lists in it become tensors; what an
-        extension type holds besides tensors is as it was when `fn` was traced.
+        The nest that `fn` returns, of tensors of shape `[rows, ...]` on `output_device`. Lists in it become tensors. The parts
+        of an extension type that are not tensors are those of the trace.
 
     Raises:
-        OptionError, DataError: before anything runs, for options and data that are not valid.
-        FunctionError: `fn` failed; it names the device and rows, and is an instance of the original error's class too.
+        OptionError, DataError: before anything runs, for invalid options or data.
+        FunctionError: `fn` failed. It names the device and rows, and is also an instance of the original error's class.
 
     Examples:
         >>> parallel_map(lambda row: tf.reduce_sum(row), tf.reshape(tf.range(6), [3, 2])).numpy()
@@ -127,29 +132,28 @@ def parallel_reduce(
     directory: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Any:
-    """Map `fn` over the rows of `data` on several devices at once, and reduce the results where they are computed.
+    """Map `fn` over the rows of `data` on several devices at once, and reduce the results on these devices.
 
-    The result is that of `tf.reduce_sum(parallel_map(fn, data), 0)`, or of the mean, minimum or maximum, to rounding that does
-    not grow with the number of rows. The mapped rows are neither kept nor sent: only a result is, for each device or chunk.
+    The result equals `tf.reduce_sum(parallel_map(fn, data), 0)`, or the mean, minimum or maximum, up to rounding that does not
+    grow with the number of rows. Devices send one result per shard or chunk, and do not keep the mapped rows.
 
     Args:
         fn: as for `parallel_map`; its results are dense.
-        data: as for `parallel_map`; of any length where it is a dataset.
-        reducer: "sum", "mean", "min" or "max", for all that `fn` returns or in a nest as `fn` returns one; or a
-            `devicemap.Reducer`.
-        directory: keep the partial result of each finished chunk there; run again, it computes only what is missing, as
-            `DeviceMap.write` does. The same data, `fn` and reducer are expected again; a `Reducer` may finish in another way.
-        **options: those of `parallel_map`. `deterministic` makes no difference: results are merged in the order of rows.
+        data: as for `parallel_map`; a dataset may be of any length.
+        reducer: "sum", "mean", "min" or "max", for all results of `fn` or in a nest like its result; or a `devicemap.Reducer`.
+        directory: keep the partial result of each chunk there. The same call again computes only what is missing, as
+            `DeviceMap.write` does. A `Reducer` may then have another `finish`.
+        **options: those of `parallel_map`. Results are merged in the order of rows whatever `deterministic` is.
 
     Returns:
-        The nest that `fn` returns for one row, with each tensor reduced over the rows, on `output_device`; without rows, what
-        TensorFlow's op gives. Or what the `Reducer` finishes with. "sum" and "mean" of data in memory without `batch_size` are
-        differentiable.
+        The nest that `fn` returns for one row, with each tensor reduced over the rows, on `output_device`; without rows, the
+        result of TensorFlow's op. Or what the `Reducer` returns from `finish`. "sum" and "mean" of data in memory without
+        `batch_size` are differentiable.
 
     Raises:
-        OptionError, DataError: before anything runs, for options, a reducer and data that are not valid.
-        FunctionError: `fn` failed, or its results cannot be reduced so.
-        JournalError: the directory holds something else, or the disk failed: as of `DeviceMap.write`.
+        OptionError, DataError: before anything runs, for invalid options, reducers or data.
+        FunctionError: `fn` failed, or its results cannot be reduced.
+        JournalError: the directory holds other results, or the disk failed: as for `DeviceMap.write`.
 
     Examples:
         >>> int(parallel_reduce(lambda row: tf.reduce_sum(row), tf.reshape(tf.range(6), [3, 2]), "max"))
@@ -178,11 +182,11 @@ class DeviceMap:
         self._mapper = Mapper(program, self._observers)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copied and pickled as what it was made of, which is traced again."""
+        """Copy and pickle the function and the options; a copy traces again."""
         return partial(DeviceMap, **vars(self._program.options)), (self._program.fn,)
 
     def __call__(self, data: Any, *others: Any) -> Any:
-        """Map over all of `data`; see `parallel_map` for what it may be and what comes back."""
+        """Map over all of `data`; `parallel_map` describes the data, the result and the errors."""
         if others:
             count = 1 + len(others)
             raise DataError(
@@ -193,7 +197,7 @@ class DeviceMap:
         return self._mapper.run(data)
 
     def reduce(self, data: Any, reducer: Any, directory: str | os.PathLike[str] | None = None) -> Any:
-        """Map over all of `data`, and reduce the results where they are computed; see `parallel_reduce`.
+        """Map over all of `data`, and reduce the results on the devices; see `parallel_reduce`.
 
         Examples:
             >>> int(DeviceMap(lambda n: n * n).reduce(tf.range(4), "sum"))
@@ -205,17 +209,16 @@ class DeviceMap:
         return mapper.run(data) if tf.executing_eagerly() else _inside_function(mapper, data)
 
     def stream(self, data: Any) -> Iterator[Any]:
-        """Map over `data` chunk by chunk, in memory bounded by what is in flight, however long the data is.
+        """Map over `data` chunk by chunk, in bounded memory.
 
         Args:
             data: as for `parallel_map`; a dataset may be infinite.
 
         Returns:
-            A generator of chunks, nests of tensors of shape `[rows of the chunk, ...]`. Those of a dataset of batches are
-            its batches, cut to `batch_size` if given; those of everything else have `batch_size` rows, or with
-            `batch_size=None` or `"auto"` as many as pay. With `deterministic=False` they come as they finish, each as
-            `(first row, chunk)`. Nothing is read before the first chunk is asked for; closing or dropping the generator
-            stops everything.
+            A generator of chunks, nests of tensors of shape `[rows of the chunk, ...]`: the batches of a dataset, cut to
+            `batch_size` if given, and otherwise chunks of `batch_size` rows, or of a measured size with `None` or `"auto"`.
+            With `deterministic=False` it yields them as they finish, each as `(first row, chunk)`. Nothing is read before the
+            first chunk is requested. Closing or dropping the generator ends the call.
 
         Raises:
             OptionError, DataError: at once.
@@ -229,11 +232,10 @@ class DeviceMap:
         return self._mapper.stream(data)
 
     def as_dataset(self, data: Any) -> tf.data.Dataset:
-        """The chunks of `stream(data)` as a `tf.data.Dataset`, for instance for `model.fit`.
+        """Return the chunks of `stream(data)` as a `tf.data.Dataset`, for instance for `model.fit`.
 
-        Its elements are as `stream` yields them, of shape `[None, ...]`. Each iteration over it maps anew, so use
-        `.cache()` to keep the results of the first. Mapper and data live as long as the dataset, datasets made of it, and
-        iterators over them.
+        Its elements are of shape `[None, ...]`. Each iteration maps again; `.cache()` keeps the results of the first. The map
+        and the data live as long as the dataset, datasets that derive from it, and their iterators.
 
         Examples:
             >>> dataset = DeviceMap(lambda n: n * n, batch_size=2).as_dataset(tf.range(5))
@@ -246,18 +248,18 @@ class DeviceMap:
         if not nodes_of(spec):
             return as_dataset(lambda: self.stream(data), spec, count)
 
-        def leaves() -> Iterator[Any]:  # from_generator knows no structure but tuples and dicts
+        def leaves() -> Iterator[Any]:  # Dataset.from_generator accepts only tuples and dicts as structure
             return (tuple(tf.nest.flatten(as_nodes(chunk))) for chunk in self.stream(data))
 
         spec = tuples_for_lists(spec)
         dataset = as_dataset(leaves, tuple(tf.nest.flatten(spec)), count)
-        return dataset.map(_as_written(lambda *leaves: as_objects(tf.nest.pack_sequence_as(spec, leaves))))
+        return dataset.map(_no_autograph(lambda *leaves: as_objects(tf.nest.pack_sequence_as(spec, leaves))))
 
     @property
     def report(self) -> Report | None:
-        """What happened in the last call that has finished: rows, times, devices, retries; `None` before the first.
+        """The report of the last call that finished: rows, times, devices, retries. `None` before the first.
 
-        Calls inside a `tf.function` of the user are not reported.
+        Calls inside a user's `tf.function` are not reported.
 
         Examples:
             >>> mapper = DeviceMap(lambda n: n * n)
@@ -274,28 +276,28 @@ class DeviceMap:
         *,
         trust_function: bool = False,
     ) -> Results:
-        """Map over `data`, and keep each finished chunk on disk; run again, it computes only what is missing.
+        """Map over `data`, and keep each finished chunk on disk. The same call again computes only what is missing.
 
-        Killed at any moment, also by a full disk, it loses at most the chunks that were in flight. A chunk that is
-        damaged or half written is computed again. The directory may be anybody's: it is read as such.
+        A run that is killed, or finds the disk full, loses at most the chunks in flight. Damaged chunks are computed again. The
+        directory is read without trust in its author.
 
         Args:
-            data: as for `parallel_map`; the same again when it is run again, which is checked.
-            directory: a new or empty one, or one that an earlier run of the same call has left.
-            trust_function: continue although other code of `fn` computed the results in the directory, because the difference
-                does not affect them. Variables that `fn` captures must be the same, in the same order.
+            data: as for `parallel_map`. A later run compares it with the data of the finished chunks.
+            directory: a new or empty directory, or that of an earlier run of the same call.
+            trust_function: continue even if `fn` has changed, because the change does not affect the results. Variables that
+                `fn` captures must be the same, in the same order.
 
         Returns:
-            What the directory holds, as `devicemap.open_results(directory)` does.
+            The results in the directory, as `devicemap.open_results(directory)` returns them.
 
         Raises:
-            JournalError: the directory holds something else, or results of other data, of another call or of another function.
-                Functions are compared by their graphs and by the values of the variables that they read. Or another process
-                writes to the directory. In these cases, nothing in it has been changed. Or the disk failed.
+            JournalError: the directory holds results of other data, of another call or of another function, compared by their
+                graphs and the values of the variables that they read; or another process writes to it; or the disk failed.
+                Unless the disk failed, nothing in it has been changed.
 
         Warns:
-            RuntimeWarning: the directory holds results already, and `fn` calls Python code (`tf.py_function`) or uses tables,
-                datasets or iterators. Changes of these are not detected.
+            RuntimeWarning: the directory holds results, and `fn` calls Python code (`tf.py_function`) or uses tables, datasets
+                or iterators, whose changes are not detected.
 
         Examples:
             >>> import tempfile
@@ -313,14 +315,13 @@ class DeviceMap:
         """Run `fn` on some rows in three modes, and compare the results with those of one device.
 
         The modes are: "again" (one device, all rows at once), "one by one" (one row per call) and "over devices". `fn` runs
-        several times on each row, and so do its side effects. The variables that it writes keep the new values. In a
-        terminal, a verification of more than a few seconds shows a progress bar.
+        several times on each row, and so do its side effects.
 
         Args:
             data: as for `parallel_map`; the first rows are taken.
             rows: how many; `None` for two per device, and at least 16.
-            tolerance: the allowed difference of numbers with a fraction, relative to the largest number of their output.
-                `None`: half of the digits of their dtype have to agree. Everything else has to be equal.
+            tolerance: the allowed difference of floating-point numbers, relative to the largest number of their output. `None`:
+                half of the digits of their dtype have to agree. Everything else has to be equal.
             seconds: the time limit, without the trace; `None` for none. A slow `fn` is verified on fewer rows, at least 2. Runs
                 on one device stop at the limit, and the map over the devices starts only if it is likely to finish.
 
@@ -343,13 +344,13 @@ class DeviceMap:
         return verify(self._program, data, rows, tolerance, seconds)
 
     def explain(self, data_or_spec: Any, reducer: Any = None) -> Plan:
-        """What a call would do, and what stands in the way of parallelism, without running `fn`.
+        """Return the plan of a call, and what prevents parallelism, without running `fn`.
 
-        `fn` is traced, and graphs are built, as a call would; a later call does neither again.
+        `fn` is traced and graphs are built as in a call, which then does neither again.
 
         Args:
-            data_or_spec: data as for `parallel_map`, or a nest of `tf.TypeSpec`s in its place; `None` rows are unknown.
-            reducer: that of a `reduce`, to explain this in place of a call.
+            data_or_spec: data as for `parallel_map`, or a nest of `tf.TypeSpec`s, in which `None` rows are unknown.
+            reducer: that of a `reduce`, to explain this instead of a call.
 
         Raises:
             DataError, OptionError: as a call; also inside a `tf.function`.
@@ -369,7 +370,7 @@ class DeviceMap:
         return f"DeviceMap({self._program.name}, devices={[short_name(device) for device in self._program.devices]})"
 
 
-@_as_written
+@_no_autograph
 def _inside_function(mapper: Mapper, data: Any) -> Any:
     return mapper.in_chunks(data) if isinstance(data, tf.data.Dataset) else mapper.inside_function(as_rows(data))
 
@@ -377,9 +378,9 @@ def _inside_function(mapper: Mapper, data: Any) -> Any:
 _remembered = Memory()
 
 
-@_as_written
+@_no_autograph
 def _mapper_of(fn: Callable[..., Any], options: dict[str, Any]) -> DeviceMap:
-    """A mapper for one call, which shares what it compiles with earlier calls of the same `fn` and options."""
+    """Return a `DeviceMap` for one call, which shares its program with earlier calls of the same `fn` and options."""
     mapper = object.__new__(DeviceMap)
     mapper._take(_remembered.program_of(fn, options))
     return mapper

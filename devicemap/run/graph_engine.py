@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,22 +29,23 @@ class GraphRun:
     """In the order of rows."""
 
     began: float
-    """In seconds since the epoch, as all times of the day here."""
+    """In seconds since the epoch."""
 
     seconds: float
 
     in_turn: bool = False
-    """Whether each shard waited for the one before."""
+    """Whether each shard waited for the previous one."""
 
     arrivals: Any = None
-    """Float64 `[shards]`, or longer: when the results of each were there. `None`: unknown, for one shard or without clocks."""
+    """Float64 `[shards]`, or longer: when the results of each arrived, in seconds since the epoch. `None`: unknown, for one
+    shard or without clocks."""
 
     def spans(self) -> list[tuple[Shard, float, float]]:
-        """Each shard, when it began and when it was done."""
+        """Return each shard, when it began and when it was done."""
         ended = self.began + self.seconds
         if self.arrivals is None:
             return [(shard, self.began, ended) for shard in self.shards]
-        # The clock of the graph is that of the day, which may be set meanwhile.
+        # The system clock may be set during the call.
         done = np.clip(np.asarray(self.arrivals)[: len(self.shards)], self.began, ended)
         if not self.in_turn:
             return [(shard, self.began, float(at)) for shard, at in zip(self.shards, done)]
@@ -69,17 +70,28 @@ class GraphObservers(Protocol):
 
 
 class GraphEngine:
-    """Calls of one program."""
+    """Calls of one program in eager code, each in one graph with a shard per device."""
 
     def __init__(self, program: Program, observers: GraphObservers):
         self.program = program
         self._observers = observers
 
-    def in_shards(self, compiled: Compiled, rows: Rows, gradients: int = 0, retried: bool = False) -> Any:
-        """In eager code, a shard for each device.
+    def run(self, rows: Rows) -> Any:
+        """Map over rows, with the gradients that the tapes of this thread may ask for."""
+        compiled = self.program.compiled_for(rows)
+        return self.run_compiled(compiled, rows, compiled.order_of_gradients(rows.leaves))
 
-        `gradients` tells which may be asked for, as `Compiled.graph` takes it. Where the call is `retried` if it runs out of
-        memory, that error is TensorFlow's own, as nobody has to know on which device it was.
+    def run_compiled(self, compiled: Compiled, rows: Rows, gradients: int, retried: bool = False) -> Any:
+        """Map over rows.
+
+        Args:
+            compiled: the compiled map of the rows.
+            rows: the data.
+            gradients: highest order of the gradients that may be asked for, as for `Compiled.graph`.
+            retried: whether the caller handles out-of-memory errors, which are then raised as they are.
+
+        Raises:
+            FunctionError: `fn` failed. It names the device and the rows if they can be found.
         """
         if gradients and have_tangents([*compiled.flat(rows.leaves), *compiled.traced.captures]):
             raise DataError(
@@ -91,44 +103,25 @@ class GraphEngine:
             with self._observers.of_graph(0, (), compiled):
                 return compiled.pack_no_rows()
         shards, sizes = compiled.shards(count) if count else ((), tf.zeros([1], tf.int32))
-        arguments = (sizes, *self.program.seeded(rows.leaves, 0, count))
+        leaves = self.program.seeded(rows.leaves, 0, count)
         graph = compiled.graph(max(len(shards), 1), gradients, any_rows=not count)
-        with self._call(compiled, rows, shards, arguments[1:], retried) as (runs, began):
-            with compiled.drawing_alone():
-                if gradients:
-                    results, returned, arrivals = compiled.run_taped(graph, arguments, gradients)
-                else:
-                    results, returned, arrivals = compiled.run(graph, arguments, count)
-            ends = arrivals[0] if arrivals else None
-            seconds = time.perf_counter() - began[1]
-            if count:
-                runs.append(GraphRun(shards, began[0], seconds, compiled.traced.audit.ordered, ends))
+        devices = tuple(dict.fromkeys(shard.device for shard in shards))
+        with self._observers.of_graph(count, devices, compiled) as log:
+            began, began_at = time.perf_counter(), time.time()
+            try:
+                with compiled.drawing_alone():
+                    if gradients:
+                        results, returned, arrivals = compiled.run_taped(graph, (sizes, *leaves), gradients)
+                    else:
+                        results, returned, arrivals = compiled.run(graph, (sizes, *leaves), count)
+            except tf.errors.OpError as error:  # signal handlers raise other errors
+                if retried and is_out_of_memory(error):
+                    raise
+                located, cause = self.program.located(error, compiled, leaves, shards, time.perf_counter() - began)
+                raise located from cause
+            if count and log is not None:
+                ends, seconds = arrivals[0] if arrivals else None, time.perf_counter() - began
+                log.runs.append(GraphRun(shards, began_at, seconds, compiled.traced.audit.ordered, ends))
             if count and self.program.counts_rows:
                 check_row_counts(results, returned, shards)
         return compiled.pack(results)
-
-    def over(self, rows: Rows) -> Any:
-        """The same, whatever tapes ask for."""
-        compiled = self.program.compiled_for(rows)
-        return self.in_shards(compiled, rows, compiled.order_of_gradients(rows.leaves))
-
-    @contextmanager
-    def _call(
-        self, compiled: Compiled, rows: Rows, shards: Sequence[Shard], leaves: Sequence[Any], retried: bool
-    ) -> Iterator[tuple[list[GraphRun], tuple[float, float]]]:
-        """What a graph runs in: where to put what it has done, and when it began, by the day's clock and by the timer.
-
-        Raises:
-            FunctionError: `fn` failed, on one of the `shards` of these `leaves` if it fails there again.
-        """
-        devices = tuple(dict.fromkeys(shard.device for shard in shards))
-        with self._observers.of_graph(rows.count or 0, devices, compiled) as log:
-            began = time.time(), time.perf_counter()
-            try:
-                yield [] if log is None else log.runs, began
-            except tf.errors.OpError as error:  # what a running graph raises; signal handlers raise other errors
-                if retried and is_out_of_memory(error):
-                    raise
-                seconds = time.perf_counter() - began[1]
-                located, cause = self.program.located(error, compiled, leaves, shards, seconds)
-                raise located from cause

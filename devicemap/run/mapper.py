@@ -121,7 +121,7 @@ class Mapper:
         if engine == "one graph" and (differentiable or count <= (stats.most_rows or count)):
             retried = self._options.max_retries > 0 and not differentiable
             try:
-                results = self._graph_engine.in_shards(compiled, rows, gradients, retried)
+                results = self._graph_engine.run_compiled(compiled, rows, gradients, retried)
             except tf.errors.OpError as error:
                 if not (retried and is_out_of_memory(error)):
                     raise

@@ -81,7 +81,7 @@ class ForwardPass:
         rows, graph = as_rows(given.rows), self.graph_of(given, microbatches)
         traced = graph.program.compiled_for(rows).traced
         self._check_state(traced.concrete, traced.audit)
-        results = graph.over(rows) if tf.executing_eagerly() else call_inside(graph.program, rows, filled=True)
+        results = graph.run(rows) if tf.executing_eagerly() else call_inside(graph.program, rows, filled=True)
         return self._collected(given, results)
 
     def graph_of(self, given: Given, microbatches: int) -> GraphEngine:
