@@ -65,6 +65,9 @@ class Throughput:
     quick_rows: int = 0
     """Rows of the largest chunk that was as quick: some functions take as long for fewer rows."""
 
+    full: bool = False
+    """Whether larger chunks may not fit into the memory of the device."""
+
     limit: int | None = None
     """The most rows that fit into the memory of the device, `None` if it never ran out of memory."""
 
@@ -85,8 +88,8 @@ class Throughput:
             rows: rows of the chunk.
             seconds: time since the chunk started and the previous chunk had finished.
             latency_seconds: time since the chunk started.
-            peak_share: peak memory use of the device so far divided by its memory; `None` if the device does not report it.
-                Twice the rows may need twice the memory, so chunks stop growing if that would exceed the memory.
+            peak_share: peak memory use during the call divided by the memory of the device; `None` if unknown. Twice the rows
+                may need twice the memory, so chunks stop growing before that exceeds the memory.
         """
         speed = rows / max(seconds, 1e-9)
         known = self.rows_per_second
@@ -94,7 +97,8 @@ class Throughput:
         smooth = speed if known is None else 2 / (1 / known + 1 / speed)
         size, best = self.size, self.best_rows_per_second
         pays = seconds < _SHORT_SECONDS or (speed > _GAIN * best and seconds < _LONG_SECONDS)
-        if rows >= size and pays and (peak_share is None or 2 * peak_share <= 1):
+        full = self.full or (rows >= size and peak_share is not None and 2 * peak_share > 1)
+        if rows >= size and pays and not full:
             size, best = 2 * size, max(best, speed)
         took = max(seconds, latency_seconds / 2)  # a CPU computes several chunks at once, other devices one by one
         quickest, quick = min(self.quickest_seconds, took), self.quick_rows
@@ -110,6 +114,7 @@ class Throughput:
             largest=max(self.largest, rows),
             quickest_seconds=quickest,
             quick_rows=quick,
+            full=full,
         )
 
     def after(self, seconds: float) -> Throughput:

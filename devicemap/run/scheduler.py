@@ -73,6 +73,9 @@ class DeviceState:
     busy_since: float = 0.0
     """When that was, or when it started a chunk with nothing else running."""
 
+    peak_before: float | None = None
+    """Peak memory use before the call, divided by the memory of the device."""
+
     @property
     def has_room(self) -> bool:
         """Whether it may get another chunk."""
@@ -188,6 +191,8 @@ class Scheduler:
         state.busy_since = state.busy_since if state.running else self._call.now()
         state.running += 1
         state.throughput = state.throughput.taking(task.chunk.count)
+        if not state.threads:
+            state.peak_before = peak_share(name)
         state.tasks.put(replace(task, limit=state.throughput.limit))
         if len(state.threads) < state.running:
             arguments = self._call, state.runner, state.tasks

@@ -182,6 +182,13 @@ def test_auto_stops_before_the_memory_is_full(memory_rows: int, size: int) -> No
     assert _grow(per_row=1e-6, memory_rows=memory_rows) == size
 
 
+def test_a_full_memory_is_known_to_the_next_call() -> None:
+    """It starts at the same size, and its peak is the earlier one, which shows nothing."""
+    state = Throughput(size=64).finishing(64, 0.001, 0.001, peak_share=0.6).between_calls()
+    assert (state.size, state.full) == (64, True)
+    assert state.finishing(64, 0.001, 0.001, peak_share=None).size == 64
+
+
 def test_memory_limits() -> None:
     state = Throughput(size=64).taking(64).giving_up(64).limited(32)
     assert (state.limit, state.size, state.rows_in_flight) == (32, 32, 0)

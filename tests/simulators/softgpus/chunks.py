@@ -35,6 +35,22 @@ def lengths(kind: type, events: list[Event]) -> list[int]:
     return [len(event.shard) for event in events if isinstance(event, kind)]
 
 
+def test_auto_sizes_stay_in_memory(events: list[Event]) -> None:
+    """A row takes about 1 MiB of 64 MiB, and larger chunks would pay. Twice: the second call begins with the size found."""
+
+    def wide(rows: Any) -> Any:
+        return tf.reduce_mean(tf.sin(tf.tile(rows[:, None], [1, 1 << 17])), 1)
+
+    mapper = devicemap.DeviceMap(
+        wide, batched=True, devices="GPU:1", prefetch=1, batch_size="auto", progress=events.append
+    )
+    for _ in range(2):
+        events.clear()
+        assert len(mapper(batches(64, 8))) == 512
+        assert not lengths(ChunkFailed, events)
+        assert 16 <= max(lengths(ChunkFinished, events)) <= 64
+
+
 def test_running_out_of_memory_loses_no_row() -> None:
     """Where one chunk fits, and where not even one does; on a GPU each, as TensorFlow waits ten seconds for memory."""
     with ThreadPoolExecutor(2) as pool:
