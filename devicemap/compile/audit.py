@@ -117,11 +117,12 @@ class Audit:
         return any(t not in (None, Treatment.READ, Treatment.STAYS) for t in self.treatments)
 
 
-def audit(concrete: Any, graph_def: Any, in_place: Iterable[Any] = ()) -> Audit:
-    """Audit a `tf.types.experimental.ConcreteFunction`, of which `graph_def` is the graph.
+def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
+    """Audit a `tf.types.experimental.ConcreteFunction`.
 
     `in_place` are variables that are not to be copied.
     """
+    graph_def = concrete.graph.as_graph_def()
     staying = [variable.handle for variable in in_place]
     walk = _Walk({f.signature.name: f for f in graph_def.library.function})
     walk.nodes(graph_def.node, {t.op.name: t.op.name for t in concrete.inputs})
@@ -150,18 +151,19 @@ def audit(concrete: Any, graph_def: Any, in_place: Iterable[Any] = ()) -> Audit:
     )
 
 
-def is_steady(graph_def: Any) -> bool:
-    """Whether a function with this graph takes as long as before wherever its tensors have the same shapes.
+def is_steady(concrete: Any) -> bool:
+    """Whether a `ConcreteFunction` takes as long as before wherever its tensors have the same shapes.
 
     Not where there is a loop, a branch, Python, or an op that is not TensorFlow's own.
     """
-    functions = {f.signature.name for f in graph_def.library.function}
-    types = op_types(graph_def)
+    functions = {f.signature.name for f in concrete.graph.as_graph_def().library.function}
+    types = op_types(concrete)
     return not types & _VARYING and all(hasattr(tf.raw_ops, op) for op in types - functions)
 
 
-def op_types(graph_def: Any) -> set[str]:
-    """Return the types of the ops of a graph and of all functions in it."""
+def op_types(concrete: Any) -> set[str]:
+    """Return the types of the ops of a `ConcreteFunction` and of the functions that it calls."""
+    graph_def = concrete.graph.as_graph_def()
     return {node.op for nodes in (graph_def.node, *(f.node_def for f in graph_def.library.function)) for node in nodes}
 
 

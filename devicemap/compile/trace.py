@@ -144,7 +144,7 @@ def trace(
     for variable in options.in_place:
         if not any(handle is variable.handle for handle in traced_fn.captured_inputs):
             raise OptionError(f"in_place has {variable.name!r} of shape {variable.shape}, which fn does not use")
-    steady = is_steady(traced_fn.graph.as_graph_def())
+    steady = is_steady(traced_fn)
     structure, of_results = shape_of_results[-1], None
     if reduction is not None:
         try:
@@ -195,10 +195,10 @@ def _traced(
     outputs = [spec_of(leaf) for leaf in concrete.structured_outputs]
     if reduction is None:
         _check_validity(structure, outputs)
-    found = audit(concrete, concrete.graph.as_graph_def(), in_place)
+    found = audit(concrete, in_place)
     if found.colocated:
         concrete = _kept_whole(concrete, specs)
-        found = audit(concrete, concrete.graph.as_graph_def(), in_place)
+        found = audit(concrete, in_place)
     return Traced(
         concrete,
         tuple(concrete.captured_inputs),

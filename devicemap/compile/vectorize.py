@@ -67,7 +67,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
         FunctionError: the options ask for what cannot be.
     """
     wanted = options.vectorize
-    found = audit(row_fn, row_fn.graph.as_graph_def())
+    found = audit(row_fn)
     # Each call of Python holds a thread that those of the others may wait for; numbers are drawn in the order of rows.
     at_once = 1 if found.python or found.seeded else None
 

@@ -134,7 +134,7 @@ class ForwardPass:
         if given.key not in self._lockstep:
             self._lockstep[given.key] = tf.function(partial(self._in_lockstep, given.without_rows()), autograph=False)
         concrete = self._lockstep[given.key].get_concrete_function(*given.rows)
-        self._check_state(concrete, audit(concrete, concrete.graph.as_graph_def()))
+        self._check_state(concrete, audit(concrete))
         return self._collected(given, concrete(*given.rows))
 
     def _in_lockstep(self, given: Given, *rows: Any) -> list[Any]:
@@ -198,7 +198,7 @@ class ForwardPass:
 
     def _check_state(self, concrete: Any, found: Audit) -> None:
         """Refuse a forward pass that changes state which is not Keras's: each device would change it once."""
-        if found.ordered or op_types(concrete.graph.as_graph_def()) & _ADDS:
+        if found.ordered or op_types(concrete) & _ADDS:
             raise failure(
                 f"a layer of {self._model.name} changes a tf.Variable or a table, which each device would do by its own rows; "
                 "let it be a variable of Keras's, made by add_weight, or write the training loop yourself"

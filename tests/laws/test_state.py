@@ -28,7 +28,7 @@ def _samples(x: Any = X) -> Any:
 
 def _treatments(fn: Any) -> list[Treatment | None]:
     concrete = tf.function(fn).get_concrete_function(tf.TensorSpec([3]))
-    return list(audit(concrete, concrete.graph.as_graph_def()).treatments)
+    return list(audit(concrete).treatments)
 
 
 @pytest.mark.private("gradients through copies of variables")
