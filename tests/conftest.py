@@ -41,8 +41,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
         config.pluginmanager.import_plugin("benchmarks.simulator.fixtures")
         _create_devices(config.getoption("gpus"), private=not config.getoption("plain"))
-    if config.getoption("plain"):
-        config.addinivalue_line("filterwarnings", "ignore:this TensorFlow does not show the functions:RuntimeWarning")
 
 
 def _create_devices(gpus: int, private: bool) -> None:

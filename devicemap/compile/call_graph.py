@@ -1,39 +1,114 @@
-"""Facts about a graph before it runs: the ops that it needs, their devices, and the devices that wait for each other."""
+"""The nodes of a `ConcreteFunction` and of the functions that it calls, read from its `GraphDef`."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import functions_within
+_ALIASES = frozenset("Identity IdentityN".split())
+
+_BRANCHES = frozenset("If StatelessIf Case StatelessCase".split())
+"""Ops whose first input selects a function; the function takes the others."""
 
 
-def live_ops(concrete: Any) -> list[Any]:
-    """Return the ops that the results and effects of a `ConcreteFunction` need, with those of functions it calls, each once.
+@dataclass(frozen=True, eq=False)
+class Body:
+    """The body of a graph, or of a function in its library."""
 
-    Vectorisation leaves ops for a single row behind, which nothing needs. Functions that XLA compiles are left out, because
-    their ops do not run one by one.
-    """
-    functions = functions_within(concrete.graph)
-    found: dict[Any, None] = {}
-    pending = [concrete.graph]
-    entered: set[str] = set()
-    while pending:
-        graph = pending.pop()
-        needed = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)
-        while needed:
-            op = needed.pop()
-            if op in found:
+    nodes: Mapping[str, Any]
+    """`NodeDef`s by name."""
+
+    arguments: Sequence[str]
+    """Names of the arguments."""
+
+    results: Sequence[str]
+    """Names of the tensors that it returns, and of the nodes that run for their effects."""
+
+    @cached_property
+    def live(self) -> Mapping[str, Any]:
+        """The nodes that the results need. Vectorization leaves unneeded nodes for a single row in the graph."""
+        found: dict[str, Any] = {}
+        pending = [*self.results]
+        while pending:
+            name = _node_name(pending.pop())
+            if name in self.nodes and name not in found:
+                found[name] = self.nodes[name]
+                pending += found[name].input
+        return found
+
+    @cached_property
+    def consumers(self) -> Mapping[str, list[tuple[Any, int]]]:
+        """For each tensor, the nodes that take it, with the index of the input."""
+        found = defaultdict(list)
+        for node in self.nodes.values():
+            for index, name in enumerate(node.input):
+                found[_tensor_name(name)].append((node, index))
+        return found
+
+
+class CallGraph:
+    """A `ConcreteFunction` and the functions that it calls, at any depth."""
+
+    def __init__(self, concrete: Any):
+        graph = concrete.graph
+        graph_def = graph.as_graph_def()
+        self.root = Body(
+            {node.name: node for node in graph_def.node},
+            [tensor.op.name for tensor in concrete.inputs],
+            [*(tensor.name for tensor in graph.outputs), *(op.name for op in graph.control_outputs)],
+        )
+        self._library = {
+            function.signature.name: Body(
+                {node.name: node for node in function.node_def},
+                [argument.name for argument in function.signature.input_arg],
+                [*function.ret.values(), *function.control_ret.values()],
+            )
+            for function in graph_def.library.function
+        }
+
+    def called_by(self, node: Any) -> list[Body]:
+        """Return the bodies of the functions that a node calls."""
+        names = [node.op]  # TensorFlow 1 calls a function by the type of an op
+        for value in node.attr.values():
+            names += [value.func.name, *(function.name for function in value.list.func)]
+        return [self._library[name] for name in names if name in self._library]
+
+    def bodies(self, live: bool = False) -> Iterator[Body]:
+        """Yield the body of the graph and of each function that it calls, once; with `live`, that live nodes call."""
+        pending, seen = [self.root], {self.root}
+        while pending:
+            body = pending.pop()
+            yield body
+            for node in (body.live if live else body.nodes).values():
+                called = [each for each in self.called_by(node) if each not in seen]
+                pending += called
+                seen.update(called)
+
+    def op_types(self, live: bool = False) -> set[str]:
+        """Return the types of all ops; with `live`, of those that results and effects need. Calls are left out."""
+        nodes = (node for body in self.bodies(live) for node in (body.live if live else body.nodes).values())
+        return {node.op for node in nodes} - {*self._library}
+
+    def uses(self, argument: str, live: bool = False, body: Body | None = None) -> Iterator[str]:
+        """Yield the types of the ops that take an argument of the graph, in the functions that it is passed to, too."""
+        body = body or self.root
+        for node, index in body.consumers.get(argument, ()):
+            if live and node.name not in body.live:
                 continue
-            found[op] = None
-            needed += [*op.control_inputs, *(tensor.op for tensor in op.inputs)]
-            for name in _called_by(op):
-                inner, compiled = functions.get(name, (None, False))
-                if inner is not None and not compiled and name not in entered:
-                    entered.add(name)
-                    pending.append(inner)
-    return list(found)
+            called = self.called_by(node)
+            if node.op in _ALIASES:
+                yield from self.uses(_tensor_name(f"{node.name}:{index}"), live, body)
+            elif not called:
+                yield node.op
+            for function in called:
+                place = index - (node.op in _BRANCHES)
+                if 0 <= place < len(function.arguments):
+                    yield from self.uses(function.arguments[place], live, function)
 
 
 def waits_between_devices(concrete: Any) -> list[tuple[str, str]]:
@@ -41,26 +116,17 @@ def waits_between_devices(concrete: Any) -> list[tuple[str, str]]:
 
     Control edges that repeat a data dependency are left out.
     """
-    functions = functions_within(concrete.graph)
-    homes = {op: _home(op, functions) for op in concrete.graph.get_operations()}
+    graph = CallGraph(concrete)
+    nodes = graph.root.nodes
+    homes = {name: _home(node, graph) for name, node in nodes.items()}
     pairs: dict[tuple[str, str], None] = {}
-    for op, receiver in homes.items():
-        senders = [source for source in op.control_inputs if receiver and homes[source] not in (None, receiver)]
-        sources = _sources(op) if senders else set()
+    for name, node in nodes.items():
+        receiver = homes[name]
+        controls = [_node_name(source) for source in node.input if source.startswith("^")]
+        senders = [source for source in controls if receiver and homes[source] not in (None, receiver)]
+        sources = _sources(node, nodes) if senders else set()
         pairs |= {(homes[source] or "", receiver or ""): None for source in senders if source not in sources}
     return list(pairs)
-
-
-def _sources(op: Any) -> set[Any]:
-    """Return the ops that an op depends on through tensors."""
-    found: set[Any] = set()
-    ahead = [tensor.op for tensor in op.inputs]
-    while ahead:
-        source = ahead.pop()
-        if source not in found:
-            found.add(source)
-            ahead += [tensor.op for tensor in source.inputs]
-    return found
 
 
 def size_of(shape: Any, dtype: Any) -> int | None:
@@ -76,15 +142,32 @@ def size_of(shape: Any, dtype: Any) -> int | None:
     return None if elements is None else int(elements) * int(dtype.size)
 
 
-def _called_by(op: Any) -> list[str]:
-    """Return the names of the functions that an op calls."""
-    values = op.node_def.attr.values()
-    return [v.func.name for v in values if v.HasField("func")] + [f.name for v in values for f in v.list.func]
+def _sources(node: Any, nodes: Mapping[str, Any]) -> set[str]:
+    """Return the names of the nodes that a node depends on through tensors."""
+    found: set[str] = set()
+    pending = [node]
+    while pending:
+        names = {_node_name(name) for name in pending.pop().input if not name.startswith("^")} - found
+        found |= names
+        pending += [nodes[name] for name in names]
+    return found
 
 
-def _home(op: Any, functions: dict[str, tuple[Any, bool]]) -> str | None:
-    """Return the device that an op is placed on; for a `tf.cond` around a shard, the device of the ops in its branches."""
-    inside = [o for name in _called_by(op) if name in functions for o in functions[name][0].get_operations()]
-    specs = [tf.DeviceSpec.from_string(o.device) for o in [op, *inside]]
+def _home(node: Any, graph: CallGraph) -> str | None:
+    """Return the device that a node is placed on; for a `tf.cond` around a shard, the device of the nodes in its branches."""
+    inside = [each for body in graph.called_by(node) for each in body.nodes.values()]
+    specs = [tf.DeviceSpec.from_string(each.device) for each in (node, *inside)]
     here = tf.DeviceSpec(job="localhost", replica=0, task=0, device_type="CPU", device_index=0)
     return next((here.make_merged_spec(spec).to_string() for spec in specs if spec.device_type), None)
+
+
+def _node_name(name: str) -> str:
+    """Return the name of the node in `node`, `node:1`, `node:output:1` or `^node`."""
+    return name.removeprefix("^").partition(":")[0]
+
+
+def _tensor_name(name: str) -> str:
+    """Return `node:1` in a graph, or `node:output:1` in a function, as `node:1`, and output 0 as `node`."""
+    node, _, rest = name.partition(":")
+    index = rest.rpartition(":")[2]
+    return node if index in ("", "0") else f"{node}:{index}"

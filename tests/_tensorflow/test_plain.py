@@ -128,14 +128,3 @@ def test_nothing_private_is_imported_with_the_package() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.startswith(("tensorflow.python", "tensorflow.core")) for name in names), path
-
-
-@pytest.mark.parametrize("private", [True, False])
-def test_a_plan_says_what_it_cannot_see(monkeypatch: pytest.MonkeyPatch, private: bool) -> None:
-    monkeypatch.setattr(_tensorflow, "private", private and _tensorflow.private)
-    mapper = devicemap.DeviceMap(lambda batch: batch * 2, devices=["CPU:1", "CPU:2"], batched=True)
-    if _tensorflow.private:
-        assert mapper.explain(X).summary
-    else:
-        with pytest.warns(RuntimeWarning, match="does not show the functions"):
-            mapper.explain(X)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,22 +104,27 @@ def test_effects_happen_once_per_row() -> None:
     assert len(seen) == int(count) == 7 + 2 + 7
 
 
-def test_effects_happen_when_nobody_uses_the_result() -> None:
+def test_effects_happen_when_the_result_is_not_used(tmp_path: Path) -> None:
     count = tf.Variable(0)
 
     def note(row: Any) -> Any:
         count.assign_add(1)
         return row
 
-    mapper = devicemap.DeviceMap(note, devices=WORKERS)
+    def save(row: Any) -> Any:
+        tf.io.write_file(tf.strings.join([str(tmp_path), "/", tf.strings.as_string(row[0])]), "saved")
+        return row
+
+    mappers = [devicemap.DeviceMap(fn, devices=WORKERS) for fn in (note, save)]
 
     @tf.function
     def ignore(x: Any) -> Any:
-        mapper(x)
+        for mapper in mappers:
+            mapper(x)
         return x
 
     ignore(X)
-    assert int(count) == 7
+    assert int(count) == len(list(tmp_path.iterdir())) == 7
 
 
 def test_prints_come_out(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import shows_functions
 from devicemap.base.devices import gpu_indices, kind_of
 from devicemap.base.options import Options
-from devicemap.compile.call_graph import live_ops, size_of, waits_between_devices
+from devicemap.compile.call_graph import CallGraph, size_of, waits_between_devices
 from devicemap.compile.compiled import Compiled
 from devicemap.events import Shard
 from devicemap.run.mapper import in_flight
@@ -27,13 +25,7 @@ def explain_call(
 ) -> Plan:
     """Return the plan of a call of `compiled`, the compiled form of `fn`, on the data in `asked`."""
     traced, chunks = compiled.traced, asked.chunks
-    ops = live_ops(traced.concrete)
-    if not shows_functions(traced.concrete.graph):
-        warnings.warn(
-            "this TensorFlow does not show the functions that a graph calls: the plan lacks their ops and control edges",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    types = CallGraph(traced.concrete).op_types(live=True)
     shards = () if chunks else _shards(asked.rows, compiled)
     call = compiled.graph(len(shards), gradients=0) if shards else None
     used = compiled.devices if chunks else tuple(dict.fromkeys(shard.device for shard in shards))
@@ -54,8 +46,8 @@ def explain_call(
         control_edges=tuple(ControlEdge(*ends) for ends in waits_between_devices(call)) if call is not None else (),
         ordered=tuple(c.name for c in captured if c.handling is Handling.ORDERED),
         captured=captured,
-        random_ops=_random_ops(ops, captured, compiled, options),
-        python_ops=tuple(sorted({op.type for op in ops} & _PYTHON_OPS)),
+        random_ops=_random_ops(types, captured, compiled, options),
+        python_ops=tuple(sorted(types & _PYTHON_OPS)),
         bytes_per_row=_bytes_per_row(tf.nest.flatten(asked.specs)),
         result_bytes_per_row=_bytes_per_row(traced.specs),
     )
@@ -88,9 +80,9 @@ def _bytes_per_row(specs: Iterable[Any]) -> int | None:
 
 
 def _random_ops(
-    ops: Sequence[Any], captured: Sequence[Captured], compiled: Compiled, options: Options
+    types: set[str], captured: Sequence[Captured], compiled: Compiled, options: Options
 ) -> tuple[RandomOps, ...]:
-    audit, types = compiled.traced.audit, {op.type for op in ops}
+    audit = compiled.traced.audit
     found = []
     if audit.random_ops:
         seeded = (
