@@ -28,7 +28,7 @@ from devicemap._tensorflow.pfor import (
     wrap_stacked,
 )
 from devicemap.base.options import Options
-from devicemap.compile.audit import Audit, audit
+from devicemap.compile.audit import Audit, audit, op_types
 from devicemap.compile.row_loop import mapped, row_by_row, signature_of
 from devicemap.compile.source_lines import source_line
 from devicemap.compile.vectorizable_ops import OPS, is_control_flow, runs_row_by_row, why_not_vectorizable
@@ -205,12 +205,7 @@ def _quoted(op: Any) -> str:
 
 def _parts_rows(vectorized: Any) -> bool:
     """Whether rows go different ways in it: sizes that XLA does not know then."""
-    graph_def = vectorized.graph.as_graph_def()
-    return any(
-        node.op == "DynamicPartition"
-        for nodes in (graph_def.node, *(function.node_def for function in graph_def.library.function))
-        for node in nodes
-    )
+    return "DynamicPartition" in op_types(vectorized)
 
 
 def _check_function(row_fn: Any, found: Audit, specs: list[Any], options: Options, structure: Any) -> None:
