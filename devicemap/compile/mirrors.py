@@ -26,10 +26,8 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import own_variable
 from devicemap._tensorflow.gradients import fanned_out
-from devicemap.base.devices import kind_of
 from devicemap.base.hosts import host_of
 from devicemap.compile.audit import Treatment, variable_of
-from devicemap.compile.kernels import is_taken_on_host
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import home_of
 
@@ -85,9 +83,6 @@ class Mirrors:
             for i, (tensor, treatment) in enumerate(zip(traced.captures, traced.audit.treatments))
             if treatment is None and tensor.dtype != tf.variant
         }
-        if all(kind_of(place) == "GPU" for place in places):  # what they take on the host stays there
-            inside = concrete.inputs[len(concrete.inputs) - len(traced.captures) :]
-            self._tensors = {i: t for i, t in self._tensors.items() if not is_taken_on_host(concrete.graph, inside[i])}
         self._kept: list[dict[int, Any]] = [{} for _ in places]
         self._copies: list[dict[int, Any]] = []
         # In a thread of its own: what the user's tf.function or strategy does with variables that are created is not for these.
