@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import waiting_for
-from devicemap.compile.collect import is_listless
+from devicemap.compile.row_loop import LIST_DTYPES
 from devicemap.data.join import is_uniform, of_uniform_rows
 from devicemap.data.rows import count_rows
 from devicemap.errors import failure
@@ -42,7 +42,7 @@ def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any
         shape = _common(shape, part.shape)
     if shape.rank is not None:
         shape = tf.TensorShape([None]).concatenate(shape[1:])
-    if (differentiable or is_listless(first.dtype)) and shape.rank is not None:
+    if (differentiable or first.dtype in LIST_DTYPES) and shape.rank is not None:
         joined = tf.concat(list(parts), 0)
         joined.set_shape(shape)
         return joined, tf.stack([tf.shape(part, tf.int64)[0] for part in parts])

@@ -1,7 +1,7 @@
-"""A function of one row -> one of a shard's rows, row by row: `tf.map_fn`, with gradients for ragged and sparse rows too.
+"""Map a function of one row over the rows of a shard, one after another, like `tf.map_fn`.
 
-Where rows or results are ragged or sparse, `tf.map_fn` encodes each. What is encoded has no gradient in a function that
-another one calls, and sparse tensors have none at all.
+For dense results, the loop of this module replaces that of `tf.map_fn`, which copies to or from a GPU in each step: its
+`tf.while_loop` has a maximum number of iterations, and GPUs have no kernels for TensorLists of most integers.
 """
 
 from __future__ import annotations
@@ -15,16 +15,29 @@ from devicemap._tensorflow.gradients import differentiate_values_alone
 from devicemap.base.devices import kind_of
 from devicemap.base.options import Options
 from devicemap.base.structure import as_nodes, check_same_structure
-from devicemap.compile.collect import Kept, carrier_of, collected
-from devicemap.compile.kernels import is_made_on_host, is_taken_on_host
-from devicemap.data.rows import HOST, count_rows
+from devicemap.data.rows import count_rows
 from devicemap.errors import failure, function_error
 
+LIST_DTYPES = {
+    **dict.fromkeys((tf.int8, tf.uint8, tf.int16, tf.uint16), tf.float16),
+    tf.uint32: tf.float32,
+    tf.uint64: tf.float64,
+}
+"""Integers that GPUs have no TensorList kernels for, and dtypes that hold their bits (or numbers, for 8 bits)."""
 
-def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any, at_once: int | None = None) -> Any:
-    """The `ConcreteFunction` of a shard's leaves that calls that of one row for each, one after another.
+_PARALLEL_ITERATIONS = 10
+"""The default of `tf.map_fn`."""
 
-    `at_once`: how many rows may be under way at the same time; `None` for as many as TensorFlow likes.
+
+def map_rows(row_fn: Any, specs: list[Any], options: Options, structure: Any, parallel: int | None = None) -> Any:
+    """Return the `ConcreteFunction` of a shard's leaves that calls the function of one row for each row.
+
+    Args:
+        row_fn: the `ConcreteFunction` of one row.
+        specs: `tf.TypeSpec`s of the leaves.
+        options: of which `fn_output_signature` and `jit_compile` matter here, and `devices`.
+        structure: the nest that `fn` returns.
+        parallel: how many rows may run at the same time; `None` uses TensorFlow's default.
 
     Raises:
         FunctionError: `fn_output_signature` is not what the function of one row returns.
@@ -35,19 +48,17 @@ def mapped(row_fn: Any, specs: list[Any], options: Options, structure: Any, at_o
 
     @tf.function(autograph=False)
     def over_rows(*leaves: Any) -> list[Any]:
-        takers = [
-            _row_taker(leaf, isinstance(leaf, tf.Tensor) and is_taken_on_host(row_fn.graph, row_fn.inputs[i]))
-            for i, leaf in enumerate(leaves)
-        ]
+        readers = [_row_reader(leaf) for leaf in leaves]
 
         def run(row: Any) -> list[Any]:
-            return list(row_fn(*(take(row) for take in takers)))
+            return list(row_fn(*(read(row) for read in readers)))
 
         rows = count_rows(leaves[0], tf.int32)
-        if dense and not options.jit_compile:  # for which TensorFlow wants to know how many steps there are at most
-            on_cpus = all(kind_of(device) == "CPU" for device in options.devices or ())
-            return collected(run, rows, _kept_of(row_fn, signature, options), at_once, bounded=on_cpus)
-        return _mapped(run, rows, row_fn, signature, at_once)
+        if not dense or options.jit_compile:  # XLA needs the maximum number of iterations
+            return _map_ragged_rows(run, rows, signature, parallel)
+        kept = [tf.TensorSpec(spec.shape, leaf.dtype) for leaf, spec in zip(row_fn.outputs, signature)]
+        on_cpus = all(kind_of(device) == "CPU" for device in options.devices or ())
+        return _stack_rows(run, rows, kept, parallel, bounded=on_cpus)
 
     return over_rows.get_concrete_function(*specs)
 
@@ -56,99 +67,17 @@ def row_by_row(
     run: Callable[[Sequence[Any]], list[Any]], leaves: Sequence[Any], rows: Any, like: Sequence[Any]
 ) -> list[Any]:
     """Call `run` with each row of the leaves, and stack its results, which have the dtypes and shapes of `like`."""
-    takers = [_row_taker(leaf, on_host=True) for leaf in leaves]
-    kept = [Kept(each.dtype, each.shape, carrier_of(each.dtype, True)) for each in like]
-    return collected(lambda row: run([take(row) for take in takers]), rows, kept)
-
-
-def _kept_of(row_fn: Any, signature: Sequence[Any], options: Options) -> list[Kept]:
-    """How its results are kept until all rows are done, on the devices of the options."""
-    kinds = {kind_of(device) for device in options.devices or ()}
-    kept = []
-    for leaf, spec in zip(row_fn.outputs, signature):
-        on_host = bool(kinds) and "CPU" not in kinds and leaf.dtype == tf.int32 and is_made_on_host(row_fn.graph, leaf)
-        kept.append(
-            Kept(leaf.dtype, spec.shape, carrier_of(leaf.dtype, bool(kinds - {"CPU"})), HOST if on_host else None)
-        )
-    return kept
-
-
-def _mapped(
-    run: Callable[[Any], list[Any]], rows: Any, row_fn: Any, signature: Sequence[Any], at_once: int | None
-) -> list[Any]:
-    """What `run` gives for each of so many rows, by `tf.map_fn`, which also collects what is ragged."""
-    sparse = {i for i, spec in enumerate(signature) if isinstance(spec, tf.SparseTensorSpec)}
-    taken_apart = [_parts_spec(spec) if i in sparse else spec for i, spec in enumerate(signature)]
-
-    def parts_of(row: Any) -> list[Any]:
-        return [_parts(leaf) if i in sparse else leaf for i, leaf in enumerate(run(row))]
-
-    results = tf.map_fn(parts_of, tf.range(rows), fn_output_signature=taken_apart, parallel_iterations=at_once)
-    return [_joined(leaf, signature[i].shape) if i in sparse else leaf for i, leaf in enumerate(results)]
-
-
-def _row_taker(leaf: Any, on_host: bool) -> Callable[[Any], Any]:
-    """Return a function of `i` that returns row `i` of a leaf. `on_host`: whether int32 rows are used on the host."""
-    if not isinstance(leaf, tf.Tensor):
-        return _row_taker_of_parts(leaf)
-    has_gradient = not (leaf.dtype.is_integer or leaf.dtype in (tf.bool, tf.string))
-    if not has_gradient and (leaf.dtype != tf.int32 or on_host):  # no list is needed
-        return lambda i: leaf[i]
-    array = tf.TensorArray(leaf.dtype, tf.shape(leaf)[0], element_shape=leaf.shape[1:]).unstack(leaf)
-    return array.read
-
-
-def _row_taker_of_parts(leaf: Any) -> Callable[[Any], Any]:
-    """What gives row `i` of a ragged or sparse tensor."""
-    if isinstance(leaf, tf.SparseTensor):
-        leaf = tf.sparse.reorder(leaf)
-        row = leaf.indices[:, 0]
-        sizes = tf.math.unsorted_segment_sum(tf.ones_like(row), row, leaf.dense_shape[0])
-        inner, values = (tf.RaggedTensor.from_row_lengths(x, sizes) for x in (leaf.indices[:, 1:], leaf.values))
-        place, value = map(_row_taker_of_parts, (inner, values))
-        known, shape = leaf.shape[1:], leaf.dense_shape[1:]
-        return lambda i: tf.SparseTensor(place(i), value(i), known if known.is_fully_defined() else shape)
-    values = leaf.values
-    if isinstance(values, tf.RaggedTensor):
-        sizes = _row_taker_of_parts(leaf.with_values(values.row_lengths()))
-        splits = tf.gather(values.row_splits, leaf.row_splits)
-        flat = _row_taker_of_parts(tf.RaggedTensor.from_row_splits(values.values, splits, validate=False))
-        return lambda i: tf.RaggedTensor.from_row_lengths(flat(i), sizes(i), validate=False)
-    shape = [None, *values.shape[1:]]
-    array = tf.TensorArray(values.dtype, 0, dynamic_size=True, infer_shape=False, element_shape=shape)
-    take: Callable[[Any], Any] = array.split(values, leaf.row_lengths()).read
-    return take
-
-
-def _parts_spec(spec: Any) -> tuple[Any, Any, Any]:
-    rank = spec.shape.rank
-    return (
-        tf.RaggedTensorSpec([None, rank], tf.int64, ragged_rank=0),
-        tf.RaggedTensorSpec([None], spec.dtype, ragged_rank=0),
-        tf.TensorSpec([rank], tf.int64),
-    )
-
-
-def _parts(leaf: Any) -> tuple[Any, Any, Any]:
-    """A sparse tensor as dense ones."""
-    return leaf.indices, leaf.values, leaf.dense_shape
-
-
-def _joined(parts: tuple[Any, Any, Any], known: Any) -> Any:
-    """Rows as one sparse tensor, as large as the largest, of their ragged places and values and their shapes."""
-    places, values, shapes = parts
-    row = tf.cast(places.value_rowids(), tf.int64)
-    indices = tf.concat([row[:, None], places.values], 1)
-    shape = tf.concat([tf.shape(shapes, tf.int64)[:1], tf.reduce_max(shapes, 0)], 0)
-    joined = tf.SparseTensor(indices, values.values, shape)
-    joined.set_shape(tf.TensorShape([None]).concatenate(known))
-    return joined
+    readers = [_row_reader(leaf) for leaf in leaves]
+    return _stack_rows(lambda row: run([read(row) for read in readers]), rows, like)
 
 
 def signature_of(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> list[Any]:
-    """What `tf.map_fn` is to expect: as `fn` returned it when it was traced, or as the user says.
+    """Return the `fn_output_signature` for `tf.map_fn`: the user's, or that of the traced function.
 
-    Where the data is ragged, rows of unknown length make ragged results, as in `tf.map_fn`.
+    If the data is ragged, results of unknown length are ragged, as in `tf.map_fn`.
+
+    Raises:
+        FunctionError: the user's is not what the function returns.
     """
     outputs = row_fn.structured_outputs
     returned = [tf.type_spec_from_value(leaf) for leaf in outputs]
@@ -183,3 +112,112 @@ def _as_ragged(spec: Any, row_splits_dtype: Any) -> Any:
     if isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[0] is None:
         return tf.RaggedTensorSpec(spec.shape, spec.dtype, 0, row_splits_dtype)
     return spec
+
+
+def _stack_rows(
+    run: Callable[[Any], Sequence[Any]],
+    rows: Any,
+    like: Sequence[Any],
+    parallel: int | None = None,
+    bounded: bool = False,
+) -> list[Any]:
+    """Call `run` with the index of each row, and stack its dense results, which have the dtypes and shapes of `like`.
+
+    `bounded` gives the loop a maximum number of iterations, which XLA needs for gradients
+    (test_gradients_of_rows_one_by_one_in_a_compiled_function).
+    """
+    dtypes = [LIST_DTYPES.get(each.dtype, each.dtype) for each in like]
+    arrays = [tf.TensorArray(dtype, rows, element_shape=each.shape) for dtype, each in zip(dtypes, like)]
+
+    def step(row: Any, arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
+        written = [a.write(row, _recast(dtype, result)) for a, dtype, result in zip(arrays, dtypes, run(row))]
+        return row + 1, written
+
+    _, arrays = tf.while_loop(
+        lambda row, _: row < rows,
+        step,
+        (0, arrays),
+        parallel_iterations=parallel or _PARALLEL_ITERATIONS,
+        maximum_iterations=rows if bounded else None,
+    )
+    return [_recast(each.dtype, array.stack()) for each, array in zip(like, arrays)]
+
+
+def _recast(dtype: Any, leaf: Any) -> Any:
+    """Return a leaf in a dtype that holds its bits, or its numbers if the sizes differ; and back."""
+    if leaf.dtype == dtype:
+        return leaf
+    return tf.bitcast(leaf, dtype) if leaf.dtype.size == dtype.size else tf.cast(leaf, dtype)
+
+
+def _map_ragged_rows(
+    run: Callable[[Any], list[Any]], rows: Any, signature: Sequence[Any], parallel: int | None
+) -> list[Any]:
+    """Call `run` with the index of each row by `tf.map_fn`, which encodes ragged results.
+
+    Sparse results are passed as dense and ragged tensors, because the encoding of a sparse one has no gradient.
+    """
+    sparse = {i for i, spec in enumerate(signature) if isinstance(spec, tf.SparseTensorSpec)}
+    parts = [_parts_spec(spec) if i in sparse else spec for i, spec in enumerate(signature)]
+
+    def parts_of(row: Any) -> list[Any]:
+        leaves = enumerate(run(row))
+        return [(leaf.indices, leaf.values, leaf.dense_shape) if i in sparse else leaf for i, leaf in leaves]
+
+    results = tf.map_fn(parts_of, tf.range(rows), fn_output_signature=parts, parallel_iterations=parallel)
+    return [_join_parts(leaf, signature[i].shape) if i in sparse else leaf for i, leaf in enumerate(results)]
+
+
+def _parts_spec(spec: Any) -> tuple[Any, Any, Any]:
+    rank = spec.shape.rank
+    return (
+        tf.RaggedTensorSpec([None, rank], tf.int64, ragged_rank=0),
+        tf.RaggedTensorSpec([None], spec.dtype, ragged_rank=0),
+        tf.TensorSpec([rank], tf.int64),
+    )
+
+
+def _join_parts(parts: tuple[Any, Any, Any], row_shape: Any) -> Any:
+    """Return one sparse tensor, as large as the largest row, of ragged indices and values of rows, and their shapes."""
+    places, values, shapes = parts
+    row = tf.cast(places.value_rowids(), tf.int64)
+    indices = tf.concat([row[:, None], places.values], 1)
+    shape = tf.concat([tf.shape(shapes, tf.int64)[:1], tf.reduce_max(shapes, 0)], 0)
+    joined = tf.SparseTensor(indices, values.values, shape)
+    joined.set_shape(tf.TensorShape([None]).concatenate(row_shape))
+    return joined
+
+
+def _row_reader(leaf: Any) -> Callable[[Any], Any]:
+    """Return a function of `i` that returns row `i` of a leaf.
+
+    Float rows are read from a TensorArray: the gradient of each slice would be a tensor as large as the leaf.
+    """
+    if isinstance(leaf, tf.SparseTensor):
+        leaf = tf.sparse.reorder(leaf)
+        row = leaf.indices[:, 0]
+        sizes = tf.math.unsorted_segment_sum(tf.ones_like(row), row, leaf.dense_shape[0])
+        inner, values = (tf.RaggedTensor.from_row_lengths(x, sizes) for x in (leaf.indices[:, 1:], leaf.values))
+        place, value = map(_row_reader, (inner, values))
+        known, shape = leaf.shape[1:], leaf.dense_shape[1:]
+        return lambda i: tf.SparseTensor(place(i), value(i), known if known.is_fully_defined() else shape)
+    if isinstance(leaf, tf.RaggedTensor):
+        return _ragged_row_reader(leaf)
+    if leaf.dtype.is_integer or leaf.dtype in (tf.bool, tf.string):
+        return lambda i: leaf[i]
+    array = tf.TensorArray(leaf.dtype, tf.shape(leaf)[0], element_shape=leaf.shape[1:]).unstack(leaf)
+    read: Callable[[Any], Any] = array.read
+    return read
+
+
+def _ragged_row_reader(leaf: Any) -> Callable[[Any], Any]:
+    values = leaf.values
+    if isinstance(values, tf.RaggedTensor):
+        sizes = _row_reader(leaf.with_values(values.row_lengths()))
+        splits = tf.gather(values.row_splits, leaf.row_splits)
+        flat = _row_reader(tf.RaggedTensor.from_row_splits(values.values, splits, validate=False))
+        return lambda i: tf.RaggedTensor.from_row_lengths(flat(i), sizes(i), validate=False)
+    shape = [None, *values.shape[1:]]
+    array = tf.TensorArray(values.dtype, 0, dynamic_size=True, infer_shape=False, element_shape=shape)
+    read: Callable[[Any], Any] = array.split(values, leaf.row_lengths()).read
+    return read

@@ -29,7 +29,7 @@ from devicemap._tensorflow.pfor import (
 )
 from devicemap.base.options import Options
 from devicemap.compile.audit import Audit, audit, op_types
-from devicemap.compile.row_loop import mapped, row_by_row, signature_of
+from devicemap.compile.row_loop import map_rows, row_by_row, signature_of
 from devicemap.compile.source_lines import source_line
 from devicemap.compile.vectorizable_ops import OPS, is_control_flow, runs_row_by_row, why_not_vectorizable
 from devicemap.errors import failure
@@ -72,7 +72,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     at_once = 1 if found.python or found.seeded else None
 
     def one_by_one(reason: str) -> RowLoop:
-        return RowLoop(mapped(row_fn, specs, options, structure, at_once), False, reason)
+        return RowLoop(map_rows(row_fn, specs, options, structure, at_once), False, reason)
 
     if wanted is False:
         return [one_by_one("vectorize=False")]

@@ -155,6 +155,7 @@ DTYPES = "float32 float16 bfloat16 float64 complex64 int64 bool int32 int8 uint8
 
 @pytest.mark.parametrize("dtype", map(tf.as_dtype, DTYPES.split()), ids=lambda dtype: dtype.name)
 def test_rows_one_by_one_send_nothing_in_a_step(dtype: tf.DType) -> None:
+    """Except int32, which GPUs compute on the host: a row may be copied to the device, which the host does not wait for."""
     with tf.device("CPU:0"):
         floats = tf.cast(tf.reshape(tf.range(60) % 100, [20, 3]), tf.float32)
         many = tf.cast(floats, dtype)
@@ -170,7 +171,8 @@ def test_rows_one_by_one_send_nothing_in_a_step(dtype: tf.DType) -> None:
         mapper(data)
         copies = copies_of(lambda: mapper(data))
         counts = Counter((copy.kind, copy.sender, copy.receiver) for copy in copies)
-        assert max(counts.values(), default=0) <= 2, counts
+        to_device = 10 if dtype == tf.int32 else 2  # rows of a shard
+        assert all(n <= (to_device if kind == "to device" else 2) for (kind, *_), n in counts.items()), counts
         assert not [copy for copy in copies if copy.kind == "between"]
         with tf.device("CPU:0"):
             np.testing.assert_array_equal(mapper(data), fn(data))  # each takes elements by themselves
