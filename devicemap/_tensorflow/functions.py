@@ -7,7 +7,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -19,7 +19,6 @@ _control_flow = Private(
     "tensorflow.python.ops.control_flow_ops", "XLAControlFlowContext.Enter", "XLAControlFlowContext.Exit"
 )
 _control_flow_util = Private("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext")
-_kernels = Private("tensorflow.python.framework.kernels", "get_registered_kernels_for_op")
 _atomic = Private(
     "tensorflow.python.eager.polymorphic_function.atomic_function",
     *("AtomicFunction.graph", "AtomicFunction.cached_definition"),
@@ -161,37 +160,6 @@ def own_functions(graph: Any) -> tuple[list[Any], list[str]]:
             _own.add(inner)
             own.append(inner)
     return own, others
-
-
-class Kernel(NamedTuple):
-    """What TensorFlow knows of one kernel for a type of op."""
-
-    device: str
-    """The device type it is for; `"DEFAULT"`: every one."""
-
-    dtypes: Mapping[str, frozenset[int]]
-    """For attributes of the op, the dtypes (enums) that it takes; it takes any for others."""
-
-    on_host: frozenset[str] = frozenset()
-    """The inputs and outputs that lie in the host's memory."""
-
-
-@with_fallback(lambda op: [], _kernels)
-@cache
-def registered_kernels(op: str) -> list[Kernel]:
-    """The kernels that this process has for a type of op.
-
-    Placing an op on a device tells too late, and only with that device at hand. Asked for once, as TensorFlow never frees what
-    it reads, some 6 kB. Publicly, none are known.
-    """
-    return [
-        Kernel(
-            kernel.device_type,
-            {c.name: frozenset(c.allowed_values.list.type) for c in kernel.constraint},
-            frozenset(kernel.host_memory_arg),
-        )
-        for kernel in _kernels.get_registered_kernels_for_op(op).kernel
-    ]
 
 
 @with_fallback(nothing, _context)

@@ -14,12 +14,10 @@ from devicemap._tensorflow.calls import prepare_gradient
 from devicemap._tensorflow.functions import (
     UNCHAINED,
     UNCHAINED_UNIT,
-    Kernel,
     compiled_as_a_part,
     functions_within,
     last_set_seed,
     must_run,
-    registered_kernels,
 )
 from devicemap._tensorflow.gradients import (
     complete_handle_data,
@@ -117,13 +115,6 @@ def test_functions_that_a_function_calls() -> None:
         op.type: xla for inside, xla in found.values() for op in inside.get_operations() if op.type in ("Sin", "Cos")
     }
     assert holding == {"Sin": False, "Cos": True}
-
-
-def test_kernels_are_listed() -> None:
-    assert registered_kernels("DecodeJpeg") == [Kernel("CPU", {})]
-    dtypes = [kernel.dtypes["T"] for kernel in registered_kernels("MatMul") if kernel.device == "CPU"]
-    assert frozenset([tf.float32.as_datatype_enum]) in dtypes
-    assert not any(tf.string.as_datatype_enum in allowed for allowed in dtypes)
 
 
 @pytest.mark.parametrize("order", [1, 2])
