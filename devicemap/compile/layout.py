@@ -98,7 +98,7 @@ class Layout:
                 if shards == 1:
                     gathered = [(leaf, None) for leaf in copied(results[0])]
                 else:
-                    gathered = [gather(parts, self.differentiable) for parts in zip(*results)]
+                    gathered = [gather(parts) for parts in zip(*results)]
                 joined = [rows for rows, _ in gathered]
                 lengths = [lengths for _, lengths in gathered if lengths is not None]
                 joined, lengths = self.finished(joined, lengths)
