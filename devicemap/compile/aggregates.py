@@ -1,4 +1,4 @@
-"""What sum, mean, minimum and maximum do with one leaf: rows -> a state, states -> a state, a state -> its result."""
+"""Sum, mean, minimum and maximum of one leaf: rows -> state, states -> state, state -> result."""
 
 from __future__ import annotations
 
@@ -11,46 +11,48 @@ from devicemap.data.rows import count_rows
 from devicemap.errors import failure
 
 _GROUP = 128
-"""Rows that are added in their own dtype: rounding grows with these, and not with all."""
+"""Rows that are added in their own dtype: rounding grows with this number and not with the number of rows."""
 
 _WIDE = {
     **dict.fromkeys((tf.float16, tf.bfloat16, tf.float32), tf.float64),
     tf.complex64: tf.complex128,
 }
-"""Dtypes in which states are merged; others are as they are."""
+"""Dtypes in which states are merged; others are merged as they are."""
 
 
 class Sum:
-    """What is done with a leaf of some dtype; `narrow` is that of states that travel, `wide` of those that are merged."""
+    """A sum of rows of one dtype. States are sent in the dtype `narrow` and merged in the dtype `wide`."""
 
     def __init__(self, dtype: Any):
         if not (dtype.is_floating or dtype.is_complex or dtype.is_integer):
-            raise failure(f"fn returns {dtype.name}, of which there is no {type(self).__name__.lower()}")
+            self._refuse(dtype)
         self.dtype = self.narrow = dtype
+
+    def _refuse(self, dtype: Any) -> None:
+        raise failure(f"fn returns {dtype.name}, of which there is no {type(self).__name__.lower()}")
 
     @property
     def wide(self) -> Any:
         return _WIDE.get(self.narrow, self.narrow)
 
     def reduced(self, rows: Any) -> Any:
-        """The state of `[rows, ...]`."""
+        """Return the state of rows `[rows, ...]`."""
         return self.narrowed(_add_rows(rows))
 
     def merged(self, states: Any, counts: Any) -> Any:
-        """The state of `[states, ...]`, which have so many rows each."""
+        """Return the state of `[states, ...]`, which have these numbers of rows."""
         return tf.reduce_sum(states, 0)
 
     def narrowed(self, state: Any) -> Any:
         return tf.cast(state, self.narrow)
 
     def finished(self, state: Any, count: Any) -> Any:
-        """The result of a state of so many rows."""
+        """Return the result of a state of `count` rows."""
         return tf.cast(state, self.dtype)
 
 
 class Mean(Sum):
-    """Of fractions, the state is their mean, which no number of rows makes too large; of integers, as TensorFlow has it, the
-    sum is divided."""
+    """A mean. For floating-point numbers, the state is the mean, so it cannot overflow; for integers, it is the sum."""
 
     def __init__(self, dtype: Any):
         super().__init__(dtype)
@@ -70,43 +72,41 @@ class Mean(Sum):
         return tf.reduce_sum(states * tf.cast(shares, states.dtype), 0)
 
     def finished(self, state: Any, count: Any) -> Any:
-        if self.dtype.is_integer:
+        if self.dtype.is_integer:  # tf.reduce_mean of integers truncates
             return tf.cast(tf.truncatediv(state, tf.maximum(count, 1)), self.dtype)
         return tf.where(count > 0, tf.cast(state, self.dtype), tf.reduce_mean(tf.zeros([0], self.dtype)))
 
 
 class Min(Sum):
-    """The state is the least so far; without rows, what TensorFlow has for none."""
+    """A minimum. Without rows, it is the largest number of the dtype, as in TensorFlow."""
+
+    _op = staticmethod(tf.reduce_min)
 
     def __init__(self, dtype: Any):
         super().__init__(dtype)
         if dtype.is_complex:
-            raise failure(f"fn returns {dtype.name}, of which there is no {type(self).__name__.lower()}")
+            self._refuse(dtype)
 
     def reduced(self, rows: Any) -> Any:
-        return tf.reduce_min(rows, 0)
+        return self._op(rows, 0)
 
     def merged(self, states: Any, counts: Any) -> Any:
-        return tf.reduce_min(states, 0)
+        return self._op(states, 0)
 
 
 class Max(Min):
-    """The same with the greatest."""
+    """A maximum."""
 
-    def reduced(self, rows: Any) -> Any:
-        return tf.reduce_max(rows, 0)
-
-    def merged(self, states: Any, counts: Any) -> Any:
-        return tf.reduce_max(states, 0)
+    _op = staticmethod(tf.reduce_max)
 
 
 AGGREGATES: Mapping[str, type[Sum]] = {"sum": Sum, "mean": Mean, "min": Min, "max": Max}
 
 
 def _add_rows(rows: Any) -> Any:
-    """The sum of `[rows, ...]`, in a dtype that may be wider: its rounding does not grow with the number of rows.
+    """Return the sum of rows `[rows, ...]`, in a dtype that may be wider. Its rounding does not grow with the rows.
 
-    `tf.reduce_sum` adds one row after another where a row has more than one number (`tests/laws/test_reduce.py`).
+    TensorFlow's Sum adds row after row if a row has several numbers (test_rounding_does_not_grow_with_the_rows).
     """
     wide = _WIDE.get(rows.dtype)
     if wide is None:

@@ -24,8 +24,8 @@ _ATOMIC = frozenset(
     "WriteSummary WriteRawProtoSummary WriteScalarSummary WriteHistogramSummary WriteImageSummary WriteAudioSummary "
     "WriteGraphSummary FlushSummaryWriter".split()
 )
-"""Updates that lock the resource and give the same result in any order; summaries have steps. `ResourceScatterAdd` is not one:
-for numbers it takes the shared lock only, and two of them on one row lose updates (test_treatments)."""
+"""Updates that lock the resource and give the same result in any order; summaries have steps. `ResourceScatterAdd` takes
+the shared lock only for numbers, so two of them on one row lose updates (test_treatments)."""
 
 _PYTHON = frozenset("PyFunc PyFuncStateless EagerPyFunc".split())
 
@@ -35,15 +35,15 @@ _VARYING = _LOOPS | _PYTHON | frozenset("If StatelessIf Case StatelessCase For P
 """Ops that run for as long as the data says."""
 
 _NO_EFFECTS = frozenset(
-    "Assert Case CheckNumerics CheckNumericsV2 DebugIdentityV2 DebugIdentityV3 DeepCopy DeviceIndex Empty GuaranteeConst If "
-    "LoadAndRemapMatrix NonDeterministicInts RemoteCall Restore RestoreSlice RestoreV2 StatefulPartitionedCall "
+    "Assert Case CheckNumerics CheckNumericsV2 DebugIdentityV2 DebugIdentityV3 DeepCopy DeviceIndex Empty GuaranteeConst "
+    "If LoadAndRemapMatrix NonDeterministicInts RemoteCall Restore RestoreSlice RestoreV2 StatefulPartitionedCall "
     "StatelessRandomGetAlg Timestamp While".split()
 )
 """Ops that TensorFlow calls stateful although they change nothing: they check, read, draw numbers or call functions."""
 
 _CUTS = frozenset(
-    "Round Rint Floor Ceil FloorDiv Cast StopGradient ZerosLike OnesLike OneHot ArgMax ArgMin Equal NotEqual Less LessEqual "
-    "Greater GreaterEqual Sign IsFinite IsNan IsInf Where Bucketize".split()
+    "Round Rint Floor Ceil FloorDiv Cast StopGradient ZerosLike OnesLike OneHot ArgMax ArgMin Equal NotEqual Less "
+    "LessEqual Greater GreaterEqual Sign IsFinite IsNan IsInf Where Bucketize".split()
 )
 """Ops from floating-point numbers to others, or back, that have no gradient."""
 

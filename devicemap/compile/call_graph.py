@@ -112,7 +112,7 @@ class CallGraph:
 
 
 def waits_between_devices(concrete: Any) -> list[tuple[str, str]]:
-    """Return pairs of devices, `(sender, receiver)`, where control edges of a call's graph make the second wait for the first.
+    """Return pairs of devices, `(sender, receiver)`, that control edges of a call's graph connect.
 
     Control edges that repeat a data dependency are left out.
     """
@@ -130,7 +130,7 @@ def waits_between_devices(concrete: Any) -> list[tuple[str, str]]:
 
 
 def size_of(shape: Any, dtype: Any) -> int | None:
-    """Return the bytes of a tensor, or of one row of it if the first dimension is unknown; `None` if they are not determined.
+    """Return the bytes of a tensor, or of one row if the first dimension is unknown; `None` if the size is unknown.
 
     >>> size_of(tf.TensorShape([None, 3]), tf.float32), size_of(tf.TensorShape([None]), tf.string)
     (12, None)
@@ -154,7 +154,7 @@ def _sources(node: Any, nodes: Mapping[str, Any]) -> set[str]:
 
 
 def _home(node: Any, graph: CallGraph) -> str | None:
-    """Return the device that a node is placed on; for a `tf.cond` around a shard, the device of the nodes in its branches."""
+    """Return the device that a node is placed on; for a `tf.cond` around a shard, that of the nodes in its branches."""
     inside = [each for body in graph.called_by(node) for each in body.nodes.values()]
     specs = [tf.DeviceSpec.from_string(each.device) for each in (node, *inside)]
     here = tf.DeviceSpec(job="localhost", replica=0, task=0, device_type="CPU", device_index=0)

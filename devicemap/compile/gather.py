@@ -90,8 +90,8 @@ def with_row_counts_checked(results: Sequence[Any], returned: Sequence[Any], siz
     """Check the same inside a `tf.function`, by an assertion that runs with the graph."""
     given = tf.cast(sizes, tf.int64)
     message = (
-        f"{name} returned another number of rows than it was given; expected one row for each row. Rows returned and rows "
-        "given, per device:"
+        f"{name} returned another number of rows than it was given; expected one row for each row. Rows returned and "
+        "rows given, per device:"
     )
     checks = []
     for counts in returned or [tf.stack([count_rows(leaf)]) for leaf in results]:
