@@ -1,16 +1,16 @@
-"""What devicemap raises.
+"""The exceptions of devicemap.
 
     DeviceMapError
-    ├── OptionError (ValueError)             an option has a value it cannot have
+    ├── OptionError (ValueError)             an option has an invalid value
     │   ├── UnknownOptionError (TypeError)   an option that does not exist
-    │   └── DeviceError                      devices that do not exist, repeat, or come too late
-    ├── DataError (ValueError)               data that has no rows, or not the same number in every leaf
+    │   └── DeviceError                      devices that do not exist, are repeated, or are requested too late
+    ├── DataError (ValueError)               data without rows, or with different numbers of rows in its leaves
     ├── FunctionError                        the mapped function failed, or returned something that is not rows
-    └── JournalError (OSError)               a folder of results that cannot be used, read or written
-        └── MissingRowsError                 rows that are asked for, and not in the folder or damaged there
+    └── JournalError (OSError)               a directory of results that cannot be used, read or written
+        └── MissingRowsError                 requested rows that are missing or damaged in the directory
 
-A `FunctionError` that was caused by another error is also an instance of that error's class, so that
-`except tf.errors.ResourceExhaustedError` and `except ZeroDivisionError` keep working; the original is its `__cause__`.
+A `FunctionError` with a cause is also an instance of the class of its cause, so that `except tf.errors.ResourceExhaustedError`
+and `except ZeroDivisionError` keep working. The original error is its `__cause__`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from devicemap.events import Shard
 
 
 class DeviceMapError(Exception):
-    """The base of everything that devicemap raises."""
+    """The base class of all errors of devicemap."""
 
-    # Autograph keeps the class of an error raised while it traces only where the constructor is this one.
+    # Autograph keeps the class of an error that it raises again only if the class has this constructor (test_errors).
     __init__ = Exception.__init__
 
 
 class OptionError(DeviceMapError, ValueError):
-    """An option has a value it cannot have."""
+    """An option has an invalid value."""
 
 
 class UnknownOptionError(OptionError, TypeError):
@@ -43,7 +43,7 @@ class UnknownOptionError(OptionError, TypeError):
 
 
 class DeviceError(OptionError):
-    """Devices that do not exist, are repeated, or were asked for too late."""
+    """Devices that do not exist, are repeated, or are requested after TensorFlow was initialized."""
 
 
 class DataError(DeviceMapError, ValueError):
@@ -54,37 +54,37 @@ class FunctionError(DeviceMapError):
     """The mapped function failed, or returned something that is not one result per row."""
 
     shards: tuple[Shard, ...] = ()
-    """Where it failed: one shard, or all that may have, where it cannot be told; empty while tracing."""
+    """The shard that failed, or all that may have failed if it is unknown; empty for errors of tracing."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
-    def __reduce__(self) -> tuple[Any, ...]:  # pickled, it is a plain FunctionError: the class may be made for it
+    def __reduce__(self) -> tuple[Any, ...]:  # its class may exist only in this process
         return failure, (str(self), self.shards)
 
 
 class JournalError(DeviceMapError, OSError):
-    """A folder of results that cannot be used (it holds something else, or is in use), or that the disk failed on.
+    """A directory of results holds other results or is in use, or the disk failed.
 
-    `errno` is that of the operating system, where it was the cause: `errno.ENOSPC` for a full disk.
+    `errno` is that of the operating system if it was the cause: `errno.ENOSPC` for a full disk.
     """
 
 
 class MissingRowsError(JournalError):
-    """Rows that are asked for, and are not among the results on disk, or damaged there."""
+    """Requested rows are missing in the results on disk, or damaged."""
 
 
 def failure(message: str, shards: Sequence[Shard] = ()) -> FunctionError:
-    """A `FunctionError` of its own, not caused by another one."""
+    """Return a `FunctionError` without a cause."""
     error = FunctionError(message)
     error.shards = tuple(shards)
     return error
 
 
 def function_error(message: str, original: BaseException, shards: Sequence[Shard] = ()) -> FunctionError:
-    """A `FunctionError` that is also an instance of `original`'s class and carries its attributes.
+    """Return a `FunctionError` that is also an instance of the class of `original`, and has its attributes.
 
-    `original.__init__` is not called: its arguments are not known here, its attributes are copied instead.
+    The arguments of `original.__init__` are unknown, so it is not called; the attributes are copied.
     """
     if isinstance(original, FunctionError):
         return failure(message, shards)
@@ -92,8 +92,8 @@ def function_error(message: str, original: BaseException, shards: Sequence[Shard
         kind: Any = type("FunctionError", (FunctionError, type(original)), {"__module__": __name__})
         error: FunctionError = kind.__new__(kind, message)
         error.__dict__.update(vars(original))
-        error.__dict__.pop("ag_error_metadata", None)  # autograph would make the original's message of it again
-    except Exception:  # a class that cannot be a base beside another one: its layout conflicts, it is final, or objects
+        error.__dict__.pop("ag_error_metadata", None)  # with it, autograph restores the original message
+    except Exception:  # a class that cannot be one of several bases
         return failure(message, shards)
     error.args = (message,)
     error.shards = tuple(shards)
@@ -101,7 +101,7 @@ def function_error(message: str, original: BaseException, shards: Sequence[Shard
 
 
 def brief(error: BaseException) -> str:
-    """The line of an error's message that says what happened: TensorFlow puts where it was traced in front of it."""
+    """Return the line of an error message that says what happened, without TensorFlow's stack traces before it."""
     for line in str(error).splitlines():
         if line.strip() and not _TRACE.match(line):
             return _CODE.sub("", line.strip())

@@ -1,4 +1,4 @@
-"""Rows on devices, and what happens to them in a call: frozen values without tensors, which the modules hand to each other."""
+"""Shards, and the events of a call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shard:
-    """Neighbouring rows that one device computes in one call."""
+    """Neighboring rows that one device computes at once."""
 
     device: str
     """Full name of the device."""
@@ -27,7 +27,7 @@ class Shard:
 
 
 def short_name(device: str) -> str:
-    """A device's name as people read it, and as `devices=` takes it: without this host, and with the task of another one.
+    """Return the short name of a device, as `devices=` accepts it; for a remote host with its job and task.
 
     >>> short_name("/job:localhost/replica:0/task:0/device:GPU:1")
     'GPU:1'
@@ -41,43 +41,43 @@ def short_name(device: str) -> str:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened in a call. The option `progress` hands events to a callable, one at a time, in order."""
+    """Base class of events. A callable `progress` gets the events of a call, one at a time, in order."""
 
     seconds: float
-    """When, in seconds since the call began."""
+    """Time in seconds since the call began."""
 
 
 @dataclass(frozen=True)
 class CallStarted(Event):
-    """A call began; the first event of each."""
+    """A call began: its first event."""
 
     rows: int | None
-    """How many rows it has to map, `None` where nobody knows yet."""
+    """Number of rows to map, `None` if unknown."""
 
     devices: tuple[str, ...]
-    """Full names of the devices it runs on."""
+    """Full names of its devices."""
 
 
 @dataclass(frozen=True)
 class ChunkStarted(Event):
-    """A chunk was handed to a device. Several may be under way on one device."""
+    """A device started a chunk. It may compute several at once."""
 
     shard: Shard
     """Its rows and its device."""
 
     waited_seconds: float
-    """How long the device stood idle before, because the next rows were not read yet."""
+    """How long the device was idle before, because its rows were being read."""
 
 
 @dataclass(frozen=True)
 class ChunkFinished(Event):
-    """The results of a chunk are there."""
+    """A device finished a chunk."""
 
     shard: Shard
     """Its rows and its device."""
 
     started_seconds: float
-    """When it was handed to the device, in seconds since the call began."""
+    """When the device started it, in seconds since the call began."""
 
 
 @dataclass(frozen=True)
@@ -88,26 +88,26 @@ class ChunkFailed(Event):
     """Its rows and its device."""
 
     started_seconds: float
-    """When it was handed to the device, in seconds since the call began."""
+    """When the device started it, in seconds since the call began."""
 
     error: BaseException
-    """What the function or the device raised."""
+    """The error of the function or the device."""
 
 
 @dataclass(frozen=True)
 class ChunkRetried(Event):
-    """Rows that failed go to a device again: all of a chunk, or a part where it did not fit into the device's memory."""
+    """A device starts rows that failed before: a chunk, or a part of it if the chunk did not fit into memory."""
 
     shard: Shard
-    """The rows, and the device that takes them now."""
+    """Its rows and its device."""
 
     attempt: int
-    """Which attempt this is for these rows, counted from 1, and anew after running out of memory."""
+    """Number of the attempt, from 1. Failures for lack of memory do not count."""
 
 
 @dataclass(frozen=True)
 class DeviceLost(Event):
-    """A device kept failing or its host is unavailable, and it gets no more chunks in this call."""
+    """A device failed repeatedly, or its host is unavailable. It gets no more chunks in this call."""
 
     device: str
     """Full name."""
@@ -118,7 +118,7 @@ class DeviceLost(Event):
 
 @dataclass(frozen=True)
 class CallFinished(Event):
-    """A call ended; the last event of each."""
+    """A call ended: its last event."""
 
     error: BaseException | None
-    """What ended it early, `None` where all rows were mapped."""
+    """The error that ended it, `None` if all rows were mapped."""
