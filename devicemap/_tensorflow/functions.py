@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import uuid
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,6 @@ import tensorflow as tf
 from devicemap._tensorflow import Private, nothing, usable, with_fallback
 
 _context = Private("tensorflow.python.eager.context", "context")
-_anonymous = Private("tensorflow.python.eager.context", "anonymous_name")
 _control_flow = Private(
     "tensorflow.python.ops.control_flow_ops", "XLAControlFlowContext.Enter", "XLAControlFlowContext.Exit"
 )
@@ -66,36 +66,15 @@ def waiting_for(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
     return waiting
 
 
-@with_fallback(nothing, _anonymous)
-def own_variable(value: Any) -> Any:
-    """The handle of a variable that each run of the graph being built has for itself, and that goes with the run.
-
-    Its ops are public; the name that asks for a variable without one is not. Publicly there is none: `None`.
-
-    A SavedModel that is loaded gives it another name, so that all runs have one there; the container keeps several apart.
-    """
-    handle = tf.raw_ops.VarHandleOp(
-        dtype=value.dtype, shape=value.shape, shared_name=_anonymous.anonymous_name(), container=uuid.uuid4().hex
-    )
-    assigned = tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-    with tf.control_dependencies([assigned]):
-        return tf.identity(handle)
-
-
-def has_own_variables() -> bool:
-    """Whether `own_variable` makes one."""
-    return usable(_anonymous)
-
-
 def unchained(concrete: Any, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """A function, and what it is to be called with in the graph that is being traced, such that it waits for no other call.
+    """Return a function, and its arguments in the graph that is being traced, such that its call waits for no other call.
 
-    TensorFlow runs one after another, whatever device they are on, what is stateful and takes no resource. So such a
-    function gets one more argument, a resource of its own. Publicly there is none.
+    Automatic control dependencies run stateful ops that take no resource one after another, on whatever device. So the function
+    gets one more argument: the handle of a resource that is never created.
     """
     takes_resources = any(tensor.dtype == tf.resource for tensor in concrete.inputs)
     stateful = any(op.op_def.is_stateful for op in concrete.graph.get_operations())
-    if takes_resources or not stateful or not has_own_variables():
+    if takes_resources or not stateful:
         return concrete, list(arguments)
 
     @tf.function(autograph=False)
@@ -103,7 +82,7 @@ def unchained(concrete: Any, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
         return concrete(*taken)
 
     specs, _ = concrete.structured_input_signature
-    own = own_variable(tf.zeros([]))
+    own = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=uuid.uuid4().hex)
     return with_resource.get_concrete_function(tf.TensorSpec([], tf.resource), *specs), [own, *arguments]
 
 
@@ -208,12 +187,11 @@ def tracing_again(key: Hashable) -> Iterator[None]:
         enclosing.Exit()
 
 
-@contextlib.contextmanager
-def capturing(concrete: Any, replaced: Mapping[int, Any]) -> Iterator[None]:
-    """While it lasts, calls of `concrete` capture other tensors in some places. Not for use by two threads at once."""
-    own = concrete.captured_inputs
-    concrete.set_external_captures([replaced.get(i, tensor) for i, tensor in enumerate(own)])
-    try:
-        yield
-    finally:
-        concrete.set_external_captures(own)
+def with_captures(concrete: Any, replaced: Mapping[Any, Any]) -> Any:
+    """Return a view of a `ConcreteFunction` that captures other tensors, by `Tensor.ref()` of its own; it shares the graph.
+
+    The function itself is not changed, because other threads call it (test_gradients.py, test_a_taped_call_while...).
+    """
+    view = copy.copy(concrete)
+    view.set_external_captures([replaced.get(tensor.ref(), tensor) for tensor in concrete.captured_inputs])
+    return view

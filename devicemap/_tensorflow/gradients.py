@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import tensorflow as tf
 
 from devicemap._tensorflow import Private, nothing, usable, with_fallback
-from devicemap._tensorflow.functions import UNCHAINED, capturing, functions_within, own_functions
+from devicemap._tensorflow.functions import functions_within, own_functions
 
 _record = Private("tensorflow.python.eager.record", "could_possibly_record")
 _forwardprop = Private("tensorflow.python.eager.forwardprop_util", "pack_tangents")
@@ -250,7 +250,7 @@ def _has_handle_data(handle: Any) -> bool:
 
 
 def holds_gradients() -> bool:
-    """Whether `call_holding` can be used. It has no public way: variables stay where they are."""
+    """Whether `redirect_gradient` can be used. It has no public way: variables stay where they are."""
     return usable(_registry, _operations) and _takes_gradient_functions()
 
 
@@ -265,41 +265,16 @@ def _takes_gradient_functions() -> bool:
         return all(op.type != "Cos" for op in x.graph.get_operations())
 
 
-def call_holding(
-    values: Mapping[int, Any], handles: Mapping[int, Any], concrete: Any, leaves: Sequence[Any]
-) -> list[Any]:
-    """Call a `ConcreteFunction` with copies of variables for some captures: gradients go from these to the values they have.
+def redirect_gradient(handle: Any, value: Any) -> Any:
+    """Return the handle of a variable, in the function being traced, whose gradients go to `value`, which was assigned to it.
 
-    Both are by the index of the capture; others may call the function at the same time. An assignment has no gradient. So the
-    values are arguments of the call that it does not use, and get the gradients of the captures. `tf.custom_gradient` would do,
-    but keeps each graph that uses it for good; and a loop of the user's that calls the map is differentiated only where it
-    makes no handles.
+    An assignment has no gradient. It is a call, and not an `IdentityN`, because the gradient of a while loop around it follows
+    resources through calls only (`resource_input_index`; test_a_tape_around_a_loop_or_branch_that_calls_a_map).
     """
-    specs = [tf.TensorSpec(value.shape, value.dtype) for value in values.values()]
-
-    @tf.function(autograph=False, experimental_attributes=UNCHAINED)
-    def call(values: Sequence[Any], *leaves: Any) -> list[Any]:
-        del values
-        return list(concrete(*leaves))
-
-    held = call.get_concrete_function(specs, *map(tf.type_spec_from_value, leaves))
-    positions = {id(own): j for j, own in enumerate(held.captured_inputs)}
-    position = {i: positions[id(own)] for i, own in enumerate(concrete.captured_inputs) if id(own) in positions}
-    with capturing(held, {position[i]: handle for i, handle in handles.items()}):
-        results = list(held([*values.values()], *leaves))
-    op = tf.nest.flatten(results, expand_composites=True)[0].op
-    first = len(op.inputs) - len(held.captured_inputs)
-    gradient = _registry.get_gradient_function(op)
-
-    def to_values(op: Any, *upstream: Any) -> list[Any]:
-        gradients = list(gradient(op, *upstream))
-        for argument, i in enumerate(values):
-            capture = first + position[i]
-            gradients[argument], gradients[capture] = gradients[capture], None
-        return gradients
-
-    op._gradient_function = to_values
-    return results
+    first = tf.function(lambda handle, value: handle, autograph=False)
+    redirected = first.get_concrete_function(handle, value)(handle, value)
+    redirected.op._gradient_function = lambda op, upstream: [None, upstream]
+    return redirected
 
 
 @with_fallback(lambda: False, _record)

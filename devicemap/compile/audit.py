@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -47,6 +47,8 @@ _CUTS = frozenset(
 )
 """Ops from floating-point numbers to others, or back, that have no gradient."""
 
+_GATHERS = frozenset("ResourceGather ResourceGatherNd".split())
+
 
 class Treatment(Enum):
     """How several devices may share a captured resource."""
@@ -81,7 +83,7 @@ class Audit:
     """Whether it holds a loop."""
 
     reads_again: bool = False
-    """Whether it reads a variable more than once."""
+    """Whether it reads a variable more than once, or gathers from one."""
 
     cuts_gradients: bool = False
     """Whether it holds an op that has no gradient."""
@@ -139,7 +141,7 @@ def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
         effects=tuple(sorted(filter(_has_effects, types))),
         custom_gradients=any("_gradient_op_type" in node.attr for node in nodes),
         loops=bool(types & _LOOPS),
-        reads_again=any(len([*graph.uses(argument, live=True)]) > 1 for argument in resources),
+        reads_again=any(_is_read_again([*graph.uses(argument, live=True)]) for argument in resources),
         cuts_gradients=bool(types & _CUTS),
         python=bool(types & _PYTHON),
         pinned=any(map(_is_pinned, nodes)),
@@ -190,6 +192,10 @@ def _has_effects(op: str) -> bool:
         return False
     types = {argument.type for argument in (*definition.input_arg, *definition.output_arg)}
     return types.isdisjoint({tf.resource.as_datatype_enum, tf.variant.as_datatype_enum})
+
+
+def _is_read_again(ops: Sequence[str]) -> bool:
+    return len(ops) > 1 or not _GATHERS.isdisjoint(ops)
 
 
 def _is_pinned(node: Any) -> bool:

@@ -1,29 +1,28 @@
-"""A traced function on each device, compiled once for each way of calling it."""
+"""A traced function on several slots, with a graph for each way of calling it."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation, attributes_of_calls, prepare_gradient, unrecorded
-from devicemap._tensorflow.functions import compiled_as_a_part, has_own_variables
-from devicemap._tensorflow.gradients import holds_gradients, order_of_gradients
+from devicemap._tensorflow.functions import compiled_as_a_part
+from devicemap._tensorflow.gradients import order_of_gradients
 from devicemap.base.devices import is_out_of_memory, kind_of, python_calls_at_once
 from devicemap.base.hosts import host_of, is_remote, settle
 from devicemap.base.structure import as_objects
 from devicemap.compile.audit import Treatment, variable_of
+from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.invoke import Invoker
-from devicemap.compile.layout import Form, Layout
-from devicemap.compile.mirrors import Mirrors
+from devicemap.compile.layout import CallGraphBuilder
+from devicemap.compile.mirrors import Replicas
 from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.seeds import Stream, Streams, drawn_alike
 from devicemap.compile.trace import Traced, in_fn
@@ -34,115 +33,87 @@ from devicemap.events import Shard, short_name
 
 _KEPT_SHARDS = 256
 
-_GRAPHS, _FUNCTIONS, _INLINED, _PROBE = range(4)
-"""Ways of calling begin with these."""
 
+class CompiledMap:
+    """A traced function on slots, and one graph per `CallSpec`.
 
-class Compiled:
-    """A traced function on each of several places.
-
-    A place is a device that takes one shard of a call; a device may be named more than once. Graphs are built on first
-    use, under one lock, and never change: calls need no lock.
+    A slot is a device that takes one shard of a call; a device may have several slots. Graphs are built on first use, under one
+    lock, and never change: calls need no lock.
     """
 
     def __init__(
         self,
-        places: Sequence[str],
+        slots: Sequence[str],
         output_device: str,
         trace: Callable[[Stream | None], Traced],
         name: str,
+        counts_rows: bool,
     ):
-        """`trace(None)` traces the function; `trace(stream)` traces it again with that number stream."""
-        self._told_traces = 0
+        """
+        Args:
+            slots: full names of devices; those that the function cannot use are left out of `slots`.
+            output_device: where results go.
+            trace: traces the function; with a stream, its random ops draw from that.
+            name: of the function, for errors and name scopes.
+            counts_rows: whether the function must return as many rows as it gets.
+        """
+        self._reported_traces = 0
         self.traces = 0
         """How often `fn` was traced so far."""
         self._trace = trace
-        self.left_uncompiled = False
-        """Whether XLA was asked for, and cannot use the variables of `fn` from these devices."""
-        self.traced = self._trace_again(None)
-        if self.traced.uncompiled and _used_elsewhere(
-            self.traced, places, Treatment.ATOMIC, Treatment.ORDERED, Treatment.STAYS
-        ):
-            self.left_uncompiled = True
-            reason = (
-                f"{self.traced.reason}; not compiled, because fn uses a variable of another device, which XLA cannot"
-            )
-            self.traced = replace(self.traced.uncompiled, reason=reason)
+        self.traced = self._retrace(None)
+        audit = self.traced.audit
         # A further core of a CPU gains nothing where shards wait for each other, or where ops over all rows use the cores
         # themselves (`benchmarks/test_real_functions.py`: half the rows cost as many ops).
-        alone = self.traced.vectorized or self.traced.audit.ordered
-        self.places = tuple(dict.fromkeys(places)) if alone else tuple(places)
-        if self.traced.audit.python:
+        alone = self.traced.vectorized or audit.ordered
+        self.places = tuple(dict.fromkeys(slots)) if alone else tuple(slots)
+        if audit.python:
             self.places = self.places[: python_calls_at_once()]
         self._streams = Streams()
         self.keeps_seeds = (
-            self.traced.audit.seeded
-            and len(self.places) > 1
-            and drawn_alike(
-                self.traced.audit, *(traced.audit for traced in self._streams.traces(self._trace_again, (_PROBE,), 1))
-            )
+            audit.seeded and len(self.places) > 1 and drawn_alike(audit, self._retrace(self._streams.next()).audit)
         )
-        """Whether it draws the same numbers however it is traced: then one device draws them all."""
+        """Whether it draws the same numbers in every trace: then one device draws them all."""
         if self.keeps_seeds:
             self.places = self.places[:1]
         self._output_device = output_device
-        self._clocked = has_clock()
-        self._name = name
-        self._scope = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "fn"  # what a name scope may hold
+        self._has_clock = has_clock()
+        self._name, self._counts_rows = name, counts_rows
         self._lock = threading.RLock()
-        # Two calls at once would read a device's copy of an advancing seed before either writes it.
-        self._drawing = {device: threading.Lock() for device in self.devices if self.traced.audit.advances_seed}
-        self._graphs: dict[tuple[int, int, Form, bool, bool], Any] = {}
+        # Two calls at once would read a device's replica of an advancing seed before either writes it.
+        self._drawing = {device: threading.Lock() for device in self.devices if audit.advances_seed}
+        self._graphs: dict[CallSpec, Any] = {}
+        self._replicas: dict[tuple[bool, Engine], Replicas] = {}
         self._taped: set[tuple[Any, int]] = set()
         self._taping = threading.Lock()
-        self._functions: dict[str, Any] = {}
-        self._of_functions: list[Traced] = []
-        self._layouts: dict[tuple[bool, ...], Layout] = {}
-        self._inlined = itertools.count()
+        self._of_chunks: list[Traced] = []
         self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
         self._invoker = Invoker(self.traced.steady)
         self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self.traced.input_specs)
 
-    def graph(
-        self,
-        shards: int,
-        gradients: int,
-        any_rows: bool = False,
-        inlined: bool = False,
-        one_row: bool = False,
-        checked: bool = False,
-    ) -> Any:
-        """The whole call as one `ConcreteFunction`: `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`.
+    def graph(self, spec: CallSpec) -> Any:
+        """Return the `ConcreteFunction` of a call, as `CallGraphBuilder.build` describes it.
 
-        `sizes` is int32 `[shards]`, and the rows returned are int64 `[shards]` per leaf, for a `fn` of batches. With
-        `any_rows`, sizes may be 0, and those devices are not called. The arrivals are one tensor, float64 `[shards]`: when
-        the results of each shard were there, in seconds since the epoch; or none, for one shard that goes to the host, without
-        clocks, and where the graph is to be `inlined` into another: a clock is a stateful op, which that would wait for.
-
-        `gradients` tells which may be asked for: 0 none, 1 first ones, 2 any (`order_of_gradients`). A function with seeded
-        random ops gets a graph for each, as TensorFlow runs other ops for each, and one for each that is inlined: each begins
-        number streams of its own. `one_row`: whether a shard of one row is known as such where it is to be inlined. `checked`:
-        whether the graph itself checks that `fn` returned as many rows as it got.
+        TensorFlow runs other ops for first gradients than for any, and each copy of a seeded op begins the same number stream.
+        So a function with seeded ops has a graph for each order of gradients, and one for each call inside a function.
         """
-        audit = self.traced.audit
-        clocked = self._clocked and (shards > 1 or kind_of(self._output_device) != "CPU") and not inlined
-        # TensorFlow folds constants of that size into wrong gradients of loops that rows leave at different times.
-        apart = inlined and one_row and self.traced.vectorized and audit.loops
-        form = Form(any_rows, clocked, apart, checked)
-        anew = audit.seeded and inlined
-        in_place = anew or (inlined and self._reads_in_place)
-        of_run = inlined and not gradients and not anew and has_own_variables()
-        key = shards, gradients if audit.seeded else min(gradients, 1), form, in_place, of_run
-        graph = None if anew else self._graphs.get(key)
+        seeded = self.traced.audit.seeded
+        if seeded and spec.is_inside:
+            with self._lock:
+                return self._build(spec)
+        key = spec if seeded else spec.without_order()
+        graph = self._graphs.get(key)
         if graph is None:
             with self._lock:
-                graph = None if anew else self._graphs.get(key)
+                graph = self._graphs.get(key)
                 if graph is None:
-                    way = (_INLINED, next(self._inlined)) if anew else (_GRAPHS, *key[:2], int(any_rows))
-                    graph = self._build(shards, way, anew or gradients > 0, form, in_place, of_run)
-                if not anew:
-                    self._graphs[key] = graph
+                    graph = self._graphs[key] = self._build(key)
         return graph
+
+    def engine_inside(self) -> Engine:
+        """Return the engine of a call in the function that is being traced."""
+        vectorized = "loop_body" in tf.get_current_name_scope().split("/")  # of tf.vectorized_map
+        return Engine.REWRITTEN if in_fn.get() or compiled_as_a_part() or vectorized else Engine.INLINE
 
     @cached_property
     def may_use_chunks(self) -> bool:
@@ -154,24 +125,12 @@ class Compiled:
         audit = self.traced.audit
         return (
             kind_of(self._output_device) == "CPU"
-            and not (audit.ordered or audit.seeded or audit.advances_seed or self.traced.uncompiled)
-            and self._clocked
-        )
-
-    @property
-    def _reads_in_place(self) -> bool:
-        """Whether devices in a function of the user's read variables where these are, instead of copies that the call assigns.
-
-        What reads more than once would be sent each time, and XLA takes no variable of elsewhere. But what is compiled with
-        all around it takes no copies either; and a loop over calls, as that of a map over `fn`, gets one device for them all.
-        """
-        traced = self._variant(self.traced, True, False)
-        return is_rewritten_with_its_caller() or not (
-            traced.audit.loops or traced.audit.reads_again or traced.uncompiled
+            and not (audit.ordered or audit.seeded or audit.advances_seed or self.traced.compiled)
+            and self._has_clock
         )
 
     def order_of_gradients(self, leaves: Sequence[Any]) -> int:
-        """Which gradients of a call in eager code may be asked for, as `graph` takes it."""
+        """Return which gradients of a call in eager code may be asked for, as in `CallSpec.gradients`."""
         return order_of_gradients(self.traced.concrete, [*self.flat(leaves), *self.traced.captures])
 
     @property
@@ -181,28 +140,26 @@ class Compiled:
         return not all(hasattr(tensor, "numpy") for tensor in captured)
 
     def shards(self, rows: int) -> tuple[tuple[Shard, ...], Any]:
-        """The shards of a call on `rows` rows, and the `sizes` that the graph for it takes."""
+        """Return the shards of a call on `rows` rows, and the `sizes` that the graph for it takes."""
         known = self._shards.get(rows)
         if known is None:
             shards = shard_rows(rows, self.places)
-            sizes = [len(shard) for shard in shards]
             with tf.init_scope(), tf.device(HOST):
-                known = shards, tf.constant(sizes, tf.int32)
+                known = shards, tf.constant([len(shard) for shard in shards], tf.int32)
             if len(self._shards) > _KEPT_SHARDS:
                 self._shards.clear()  # other threads may do so at any moment, too
             self._shards[rows] = known
         return known
 
     def run(self, graph: Any, arguments: Sequence[Any], rows: int) -> Any:
-        """Call one of the graphs, on so many rows, such that Ctrl-C takes effect at once."""
+        """Call a graph on `rows` rows, such that Ctrl-C takes effect at once."""
         settle(self._remote_devices)
         return self._invoker.call(graph, self.flat(arguments), rows)
 
     def run_taped(self, graph: Any, arguments: Sequence[Any], gradients: int) -> Any:
         """Call a graph for the tapes of this thread to record; Ctrl-C takes effect when the call ends.
 
-        TensorFlow builds what a tape needs in the first such call, and does not expect several at once: they would fail, or
-        draw the same numbers.
+        TensorFlow builds what a tape needs in the first such call, which is not thread-safe.
         """
         settle(self._remote_devices)
         if (graph, gradients) in self._taped:
@@ -219,37 +176,32 @@ class Compiled:
             return outputs
 
     def drawing_alone(self) -> AbstractContextManager[None]:
-        """While it lasts, no other call of the function draws from the seeds that each of its calls advances."""
+        """Return a context in which no other call draws from the seeds that each call of the function advances."""
         return _all_of(self._drawing.values()) if self._drawing else contextlib.nullcontext()
 
     def take_traces(self) -> int:
-        """How often `fn` was traced since this was asked last."""
+        """Return how often `fn` was traced since the previous call of this method."""
         with self._lock:
-            untold, self._told_traces = self.traces - self._told_traces, self.traces
-            return untold
-
-    def _trace_again(self, stream: Stream | None) -> Traced:
-        self.traces += 1
-        traced = self._trace(stream)
-        return traced.uncompiled or traced if self.left_uncompiled else traced
+            unreported, self._reported_traces = self.traces - self._reported_traces, self.traces
+            return unreported
 
     def flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The tensors that leaves consist of."""
+        """Return the tensors that leaves consist of."""
         return leaves if self._plain else tf.nest.flatten(list(leaves), expand_composites=True)
 
     def pack(self, leaves: Sequence[Any]) -> Any:
-        """The nest that the user's function returns, of these leaves; or that of its reduction."""
+        """Return the nest that the user's function returns, of these leaves; or the result of the reduction."""
         structure, reduction = self.traced.structure, self.traced.reduction
         if reduction is not None:
             return reduction.packed(leaves)
         return leaves[0] if structure is None else as_objects(tf.nest.pack_sequence_as(structure, leaves))
 
     def pack_no_rows(self) -> Any:
-        """The same of no rows at all."""
+        """Return the nest for no rows."""
         return self.pack(self.traced.no_rows()) if self._reduction is None else self.pack_states(())
 
     def pack_states(self, states: Iterable[list[Any]]) -> Any:
-        """The same of the states of neighbouring rows, in order: in eager code, merged as they come."""
+        """Merge the states of neighbouring chunks, in order, in eager code, and return the result of the reduction."""
         assert self._reduction is not None
         merged = self._reduction.merged_as_they_come(states, self._output_device)
         with tf.device(self._output_device):
@@ -262,7 +214,7 @@ class Compiled:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices of the places, each once."""
+        """The devices of the slots, each once."""
         return tuple(dict.fromkeys(self.places))
 
     @cached_property
@@ -272,58 +224,87 @@ class Compiled:
         return tuple(device for device in (*self.devices, *homes) if is_remote(device))
 
     def functions(self, cancellation: Cancellation | None = None) -> dict[str, Callable[[], Callable[..., list[Any]]]]:
-        """What gives each device's function, for one call: `(*tensors of a chunk) -> result leaves`, on the output device.
+        """Return a factory for each device's function, for one job: `(*tensors of a chunk) -> result leaves`.
 
-        They see captured variables as they are now: each is brought to each device once, however many chunks follow. A
-        function is built where it is first asked for, so that other devices may be at work by then.
+        The functions see captured variables as they are now, and put results on the output device. A factory builds the
+        function, so that one device may work before the function of another one exists.
         """
         with self._lock:
-            mirrors = self._layout(False, of_job=True).mirrors
-            if not self._of_functions:  # here, and not by a worker: some are traced anew
-                self._of_functions = self._traces_for(len(self.places), (_FUNCTIONS,), False)
+            replicas = self._replicas_for(CallSpec((0,), Engine.CHUNKS))
+            if not self._of_chunks:  # here, not in a worker, because retracing runs fn
+                self._of_chunks = self._traces_for(CallSpec(tuple(range(len(self.places))), Engine.CHUNKS))
         lost = settle(self._remote_devices)
         reached = [device for device in self.devices if host_of(device) not in lost]  # the others fail when called
-        values = mirrors.values(map(self.places.index, reached))
+        values = replicas.values(map(self.places.index, reached))
         for device in reached:
             with tf.device(device), self._drawing.get(device) or contextlib.nullcontext(), self._captures_fit(device):
-                mirrors.assign(self.places.index(device), values)
+                replicas.assign(self.places.index(device), values)
         settle(self._remote_devices)
         callable_of = cancellation.cancellable if cancellation else unrecorded
         of_call = partial(callable_of, attributes=attributes_of_calls())
-        return {device: partial(self._function_of_call, device, of_call) for device in self.devices}
+        return {device: partial(self._function_on, device, of_call) for device in self.devices}
 
-    def _function_of_call(self, device: str, callable_of: Callable[[Any], Any]) -> Callable[..., list[Any]]:
-        if device not in self._functions:
-            with self._lock:
-                if device not in self._functions:
-                    place = self.places.index(device)
-                    layout = self._layout(False, of_job=True)
-                    self._functions[device] = layout.function(place, self._of_functions[place])
-        of_call: Callable[..., list[Any]] = callable_of(self._functions[device])
+    def _function_on(self, device: str, callable_of: Callable[[Any], Any]) -> Callable[..., list[Any]]:
+        function: Callable[..., list[Any]] = callable_of(
+            self.graph(CallSpec((self.places.index(device),), Engine.CHUNKS))
+        )
         lock = self._drawing.get(device)
-        return of_call if lock is None else partial(_holding, lock, of_call)
+        return function if lock is None else partial(_holding, lock, function)
 
-    def _layout(
-        self, differentiable: bool, in_place: bool = False, of_job: bool = False, of_run: bool = False
-    ) -> Layout:
-        """With copies of what is captured for graphs with gradients, or for others; or with none of variables.
+    def _build(self, spec: CallSpec) -> Any:
+        if spec.engine is Engine.CHUNKS and self._of_chunks:
+            traces = [self._of_chunks[slot] for slot in spec.slots]
+        else:
+            traces = self._traces_for(spec)
+        builder = CallGraphBuilder(
+            spec,
+            self._variant(self.traced, spec),
+            self.places,
+            self._replicas_for(spec),
+            self._output_device,
+            re.sub(r"\W+", "_", self._name, flags=re.ASCII).strip("_") or "fn",  # valid in a name scope
+            self._counts_rows,
+            self._has_clock,
+        )
+        return builder.build(traces)
 
-        For jobs in chunks they are this map's own: calls of others while one runs are not to assign them; or those of a run.
-        """
+    def _replicas_for(self, spec: CallSpec) -> Replicas:
+        """Return what slots capture in graphs of this kind. In chunks it belongs to the map, because a job sees one value."""
         with self._lock:
-            key = differentiable, in_place, of_job, of_run
-            if key not in self._layouts:
-                traced = self._variant(self.traced, differentiable, in_place)
+            key = spec.differentiable, spec.engine
+            if key not in self._replicas:
+                traced = self.traced.differentiable if spec.differentiable else self.traced
                 with self._captures_fit(*self.devices):
-                    mirrors = Mirrors(traced, self.places, differentiable, in_place, not of_job, of_run)
-                self._layouts[key] = Layout(
-                    traced, self.places, mirrors, self._output_device, differentiable, self._scope
-                )
-            return self._layouts[key]
+                    self._replicas[key] = Replicas(traced, self.places, spec)
+            return self._replicas[key]
+
+    def _traces_for(self, spec: CallSpec) -> list[Traced]:
+        """Return what runs on each slot: traces of their own if ops keep something for each slot and each graph.
+
+        Those are random ops with seeds, and Python functions that a tape follows.
+        """
+        followed = spec.differentiable and "EagerPyFunc" in self.traced.audit.effects
+        if self.traced.audit.seeded or followed:
+            return [self._variant(self._retrace(self._streams.next()), spec) for _ in spec.slots]
+        return [self._variant(self.traced, spec)] * len(spec.slots)
+
+    def _variant(self, traced: Traced, spec: CallSpec) -> Traced:
+        """Return the variant with the right gradients, compiled if XLA can do so.
+
+        XLA supports neither variables of other devices nor TensorLists that a loop leaves for its gradient.
+        """
+        variant = traced.differentiable if spec.differentiable else traced
+        leaves_lists = spec.differentiable and variant.audit.loops
+        usable = variant.compiled and self._replicas_for(spec).are_local and not leaves_lists
+        return variant.compiled if usable and variant.compiled else variant
+
+    def _retrace(self, stream: Stream | None) -> Traced:
+        self.traces += 1
+        return self._trace(stream)
 
     @contextlib.contextmanager
     def _captures_fit(self, *devices: str) -> Iterator[None]:
-        """Bring what `fn` captures to one of the devices.
+        """Return a context that brings what `fn` captures to one of the devices.
 
         Raises:
             FunctionError: it has no memory for that. An instance of TensorFlow's class, too.
@@ -346,48 +327,9 @@ class Compiled:
                 error,
             ) from error
 
-    def _build(
-        self, shards: int, way: tuple[int, ...], differentiable: bool, form: Form, in_place: bool, of_run: bool
-    ) -> Any:
-        in_place = in_place or (differentiable and not holds_gradients())
-        layout = self._layout(differentiable, in_place, of_run=of_run and not in_place)
-        return layout.graph(self._traces_for(shards, way, differentiable, in_place), form)
-
-    def _traces_for(
-        self, places: int, way: tuple[int, ...], differentiable: bool, in_place: bool = False
-    ) -> list[Traced]:
-        """What runs on the first so many places: traces of their own where ops keep something for each, and way of calling.
-
-        Those are random ops with seeds, and Python functions that a tape follows.
-        """
-        if self.traced.audit.seeded or (differentiable and "EagerPyFunc" in self.traced.audit.effects):
-            traces = self._streams.traces(self._trace_again, way, places)
-            return [self._variant(traced, differentiable, in_place) for traced in traces]
-        return [self._variant(self.traced, differentiable, in_place)] * places
-
-    def _variant(self, traced: Traced, differentiable: bool, in_place: bool) -> Traced:
-        """The one that has the right gradients, or the one that is fast.
-
-        It is not compiled where variables stay in place, nor where a loop would hand its lists to its gradient: XLA cannot.
-        """
-        plain = traced.uncompiled or traced
-        lists = differentiable and (plain.with_gradients or plain).audit.loops
-        if lists or (in_place and _used_elsewhere(traced, self.places, Treatment.READ)):
-            traced = plain
-        return traced.with_gradients or traced if differentiable else traced
-
-
-def is_rewritten_with_its_caller() -> bool:
-    """Whether what is being traced goes on to be compiled or vectorised with all around it."""
-    return (
-        in_fn.get()
-        or compiled_as_a_part()
-        or "loop_body" in tf.get_current_name_scope().split("/")  # of tf.vectorized_map, which vectorises no assignment
-    )
-
 
 def has_clock() -> bool:
-    """Whether graphs may ask what time it is: not after `tf.config.experimental.enable_op_determinism()`."""
+    """Return whether graphs may read the time: not after `tf.config.experimental.enable_op_determinism()`."""
     try:
         with tf.init_scope(), tf.device(HOST):
             tf.timestamp()
@@ -396,19 +338,11 @@ def has_clock() -> bool:
     return True
 
 
-def _used_elsewhere(traced: Traced, places: Sequence[str], *treatments: Treatment) -> bool:
-    """Whether it uses, in one of these ways, a variable that does not lie where all of its places are."""
-    return any(
-        treatment in treatments and {handle.device} != {*places}
-        for handle, treatment in zip(traced.captures, traced.audit.treatments)
-    )
-
-
 @contextlib.contextmanager
 def _all_of(locks: Iterable[threading.Lock]) -> Iterator[None]:
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         for lock in locks:
-            held.enter_context(lock)
+            stack.enter_context(lock)
         yield
 
 

@@ -1,4 +1,4 @@
-"""One traced function on several places: a `tf.device` block for each, in one graph, or one function each."""
+"""The graph of a call: a `tf.device` block for each slot, or the function of one device."""
 
 from __future__ import annotations
 
@@ -6,210 +6,202 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import begin_backward_on
-from devicemap._tensorflow.functions import UNCHAINED, UNCHAINED_UNIT, capturing, must_run, tells_callers
-from devicemap._tensorflow.gradients import call_holding, differentiate_in_place
+from devicemap._tensorflow.functions import UNCHAINED, UNCHAINED_UNIT, must_run, tells_callers, with_captures
+from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap.base.devices import kind_of
+from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.gather import gather, with_row_counts_checked
-from devicemap.compile.mirrors import Mirrors
+from devicemap.compile.mirrors import Replicas
 from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, cut_rows
 
-_Held: TypeAlias = tuple[dict[int, Any], dict[int, Any], list[Any]]
-
-
-class Form(NamedTuple):
-    """What the graph of a whole call is besides the call."""
-
-    any_rows: bool
-    """Whether a shard may have no rows; then its device is not called."""
-
-    clocked: bool
-    """Whether it tells when the results of each shard were there."""
-
-    apart: bool
-    """Whether it stays a function of its own where another one calls it."""
-
-    checked: bool
-    """Whether `fn` has to return a row for each; the check is a part of the graph, as what another function that calls it
-    returns would have to wait for both."""
-
 
 @dataclass(frozen=True)
-class Layout:
-    """A traced function laid out over places, each with its copies of what the function captures.
+class CallGraphBuilder:
+    """Builds the graph that a `CallSpec` identifies. Every property of the graph follows from its fields."""
 
-    A place is a device that takes one shard of a call; a device may be named more than once.
-    """
-
+    spec: CallSpec
     traced: Traced
-    places: tuple[str, ...]
-    mirrors: Mirrors
+    """What runs on each slot, if slots need no traces of their own."""
+
+    slots: tuple[str, ...]
+    """The device of each slot; a device may have several."""
+
+    replicas: Replicas
     output_device: str
-    differentiable: bool
-    """Whether gradients go through its graphs; `mirrors` are made for the same."""
     scope: str
-    """What the name scopes of the places begin with."""
+    """Prefix of the name scopes of the slots."""
 
-    def graph(self, traces: Sequence[Traced], form: Form) -> Any:
-        """A whole call as one `ConcreteFunction`, of the traces that run on the first so many places.
+    counts_rows: bool
+    """Whether `fn` must return as many rows as it gets."""
 
-        Returns:
-            `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`; `Compiled.graph` says what they are.
-        """
-        shards = len(traces)
-        unit = form.apart or self.acts or (self.reads and not tells_callers())
-
-        @tf.function(autograph=False, experimental_attributes=UNCHAINED_UNIT if unit else UNCHAINED)
-        def call(sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any], list[Any]]:
-            values = self.mirrors.values()
-            with tf.device(HOST):
-                cut = zip(*(cut_rows(leaf, sizes, shards) for leaf in leaves))
-                of_shard = tf.unstack(sizes, shards)
-            results: list[list[Any]] = []
-            for i, shard in enumerate(cut):
-                after = ops_of(results[-1]) if self.traced.audit.ordered and results else []
-                # Not where a condition decides: what a loop there reads has no gradient if it was made there.
-                handles = self.handles(i, values) if self.differentiable else None
-                on_place = partial(self.run_on, i, traces[i], shard, values, handles)
-                if form.any_rows:
-                    with tf.device(self.places[i]), tf.control_dependencies(after):
-                        results.append(tf.cond(of_shard[i] > 0, on_place, self.traced.no_rows))
-                else:
-                    results.append(on_place(after))
-            acting = [op for part in results for op in ops_of(part)] if self.acts else []
-            ends = (
-                [ended_on(self.places[i], part) for i, part in enumerate(results)]
-                if form.clocked and self._hides_ends
-                else []
-            )
-            with tf.device(self.output_device):
-                if form.any_rows:
-                    results = [_like_first(part, results[0]) for part in results]
-                # The gradient of joining asks for the shape of each part, from here.
-                if self.differentiable or form.clocked:
-                    results = [copied(part) for part in results]
-                ends = ends or [ops_of(part) for part in results]
-                if shards == 1:
-                    gathered = [(leaf, None) for leaf in copied(results[0])]
-                else:
-                    gathered = [gather(parts) for parts in zip(*results)]
-                joined = [rows for rows, _ in gathered]
-                lengths = [lengths for _, lengths in gathered if lengths is not None]
-                joined, lengths = self.finished(joined, lengths)
-                if form.checked:  # of a shard without rows there is no state
-                    given = sizes if self.traced.reduction is None else tf.boolean_mask(sizes, sizes > 0)
-                    joined = with_row_counts_checked(joined, lengths, given)
-                if self.acts or self.reads:  # all that was read went into the results
-                    joined = must_run(acting, joined)
-            with tf.device(HOST if self._hides_ends else self.output_device):
-                arrivals = [arrivals_of(ends)] if form.clocked else []
-            if self.differentiable:
-                differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
-            return joined, lengths, arrivals
-
-        with tf.device(None):
-            graph = call.get_concrete_function(tf.TensorSpec([shards], tf.int32), *self.traced.input_specs)
-        begin_backward_on(HOST, graph)
-        return graph
-
-    def function(self, place: int, traced: Traced) -> Any:
-        """One place's part of a call by itself, as a `ConcreteFunction`: `(*leaves) -> result leaves`."""
-
-        @tf.function(autograph=False, experimental_attributes=UNCHAINED_UNIT if self.acts else UNCHAINED)
-        def call(*shard: Any) -> list[Any]:
-            with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
-                results = self._call(traced, shard, self.mirrors.captures(place), {})
-                ended = ended_on(self.places[place], results) if self._hides_ends else []
-            with tf.device(self.output_device):  # copied out as a part of the call
-                copies = copied(results)
-                must = [*ended, *(ops_of(results) if self.acts else ())]
-                return must_run(must, copies) if must else copies
-
-        with tf.device(None):
-            return call.get_concrete_function(*self.traced.input_specs)
-
-    def finished(self, joined: list[Any], lengths: list[Any]) -> tuple[list[Any], list[Any]]:
-        """What a call gives, and how many rows each part of it has, by leaf: rows as they are, or the result of states, whose
-        last leaf counts their rows."""
-        reduction = self.traced.reduction
-        if isinstance(reduction, BoundReduction):
-            return reduction.finished(joined), joined[-1:]
-        return joined, lengths
-
-    @property
-    def _hides_ends(self) -> bool:
-        """Whether results are there, for all that the host can see, before the devices have computed them."""
-        return kind_of(self.output_device) != "CPU"
+    has_clock: bool
+    """Whether graphs may read the time."""
 
     @property
     def acts(self) -> bool:
-        """Whether `fn` does something besides returning."""
+        """Whether `fn` has side effects."""
         return bool(self.traced.audit.effects) or self.traced.audit.writes
 
     @property
     def reads(self) -> bool:
-        """Whether `fn` reads variables where they are: what the user's function does next to them has to wait for that."""
-        return any(handle.dtype == tf.resource for handle in self.traced.captures)
+        """Whether `fn` reads variables, which the user's function may assign after the call."""
+        return any(capture.dtype == tf.resource for capture in self.traced.captures)
 
-    def handles(self, place: int, values: dict[int, Any]) -> _Held:
-        """What a place captures instead of the originals, of these values: as `Mirrors.assign` tells."""
-        with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
-            return self.mirrors.assign(place, values)
+    @property
+    def stays_whole(self) -> bool:
+        """Whether the graph must not be inlined into the user's function.
 
-    def run_on(
-        self,
-        place: int,
-        traced: Traced,
-        shard: Sequence[Any],
-        values: dict[int, Any],
-        held: _Held | None,
-        after: Sequence[Any] = (),
+        Inlined side effects would join all devices by control edges. Grappler folds constants of one row into wrong gradients
+        of vectorised loops (test_one_known_row_for_a_device_and_a_loop_that_rows_leave_at_different_times).
+        """
+        folded = self.spec.single_rows and self.traced.vectorized and self.traced.audit.loops
+        return folded or self.acts or (self.reads and not tells_callers())
+
+    @property
+    def hides_ends(self) -> bool:
+        """Whether results exist, as far as the host can see, before the devices have computed them."""
+        return kind_of(self.output_device) != "CPU"
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether the graph returns when the results of each shard arrived. Inside a function, other ops would wait for clocks."""
+        return self.has_clock and not self.spec.is_inside and (len(self.spec.slots) > 1 or self.hides_ends)
+
+    @property
+    def checks_rows(self) -> bool:
+        """Whether the graph checks the row counts; eager code checks them after the call."""
+        return self.counts_rows and self.spec.is_inside
+
+    def build(self, traces: Sequence[Traced]) -> Any:
+        """Build the graph.
+
+        Args:
+            traces: what runs on each of the slots of the spec.
+
+        Returns:
+            A `ConcreteFunction`; of `Engine.CHUNKS`: `(*leaves) -> result leaves`. Otherwise: `(sizes, *leaves) -> (result
+            leaves, rows that fn returned, arrivals)`. `sizes` is int32 `[shards]`; the rows returned are int64 `[shards]` per
+            leaf; `arrivals` is empty, or one float64 tensor `[shards]` of seconds since the epoch.
+        """
+        with tf.device(None):
+            if self.spec.engine is Engine.CHUNKS:
+                call = tf.function(
+                    partial(self._run_chunk, traces[0]), autograph=False, experimental_attributes=self._attributes
+                )
+                return call.get_concrete_function(*self.traced.input_specs)
+            call = tf.function(partial(self._run, traces), autograph=False, experimental_attributes=self._attributes)
+            sizes = tf.TensorSpec([len(traces)], tf.int32)
+            graph = call.get_concrete_function(sizes, *self.traced.input_specs)
+        begin_backward_on(HOST, graph)
+        return graph
+
+    @property
+    def _attributes(self) -> dict[str, bool]:
+        return UNCHAINED_UNIT if self.stays_whole else UNCHAINED
+
+    def _run(self, traces: Sequence[Traced], sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        """Run each shard on its slot, and gather the results."""
+        shards = len(traces)
+        values = self.replicas.values()
+        with tf.device(HOST):
+            cut = list(zip(*(cut_rows(leaf, sizes, shards) for leaf in leaves)))
+            size_of = tf.unstack(sizes, shards)
+        results: list[list[Any]] = []
+        for i, slot in enumerate(self.spec.slots):
+            after = ops_of(results[-1]) if self.traced.audit.ordered and results else []
+            with tf.device(self.slots[slot]), tf.name_scope(f"{self.scope}_{slot}"):
+                # Not in the branch of a condition, where a loop could not read them for its gradient.
+                captures, assigned = self.replicas.assign(slot, values)
+            run = partial(self._run_shard, slot, traces[i], cut[i], captures)
+            if self.spec.empty_shards:
+                with tf.device(self.slots[slot]), tf.control_dependencies(after):
+                    results.append(tf.cond(size_of[i] > 0, partial(run, assigned), self.traced.no_rows))
+            else:
+                results.append(run([*after, *assigned]))
+        acting = [op for part in results for op in ops_of(part)] if self.acts else []
+        ends = []
+        if self.has_arrivals and self.hides_ends:
+            ends = [ended_on(self.slots[slot], part) for slot, part in zip(self.spec.slots, results)]
+        with tf.device(self.output_device):
+            if self.spec.empty_shards:
+                results = [_like_first(part, results[0]) for part in results]
+            # The gradient of joining asks for the shape of each part, from here.
+            if self.spec.differentiable or self.has_arrivals:
+                results = [copied(part) for part in results]
+            ends = ends or [ops_of(part) for part in results]
+            joined, lengths = self._joined(results, sizes)
+            if self.acts or self.reads:  # all that was read went into the results
+                joined = must_run(acting, joined)
+        with tf.device(HOST if self.hides_ends else self.output_device):
+            arrivals = [arrivals_of(ends)] if self.has_arrivals else []
+        if self.spec.differentiable:
+            differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
+        return joined, lengths, arrivals
+
+    def _joined(self, results: list[list[Any]], sizes: Any) -> tuple[list[Any], list[Any]]:
+        """Gather the results of all shards, on the current device, or merge and finish the states of a reduction.
+
+        Returns:
+            Result leaves, and the rows that `fn` returned, per leaf; the last leaf of states counts their rows.
+        """
+        if len(results) == 1:
+            gathered = [(leaf, None) for leaf in copied(results[0])]
+        else:
+            gathered = [gather(parts, self.spec.differentiable) for parts in zip(*results)]
+        joined = [rows for rows, _ in gathered]
+        lengths = [lengths for _, lengths in gathered if lengths is not None]
+        reduction = self.traced.reduction
+        if isinstance(reduction, BoundReduction):
+            joined, lengths = reduction.finished(joined), joined[-1:]
+        if self.checks_rows:  # of a shard without rows there is no state
+            given = sizes if reduction is None else tf.boolean_mask(sizes, sizes > 0)
+            joined = with_row_counts_checked(joined, lengths, given)
+        return joined, lengths
+
+    def _run_chunk(self, traced: Traced, *leaves: Any) -> list[Any]:
+        """Run a chunk on the slot, and copy the results to the output device."""
+        (slot,) = self.spec.slots
+        with tf.device(self.slots[slot]), tf.name_scope(f"{self.scope}_{slot}"):
+            results = self._call(traced, leaves, self.replicas.captures(slot))
+            ended = ended_on(self.slots[slot], results) if self.hides_ends else []
+        with tf.device(self.output_device):
+            copies = copied(results)
+            must = [*ended, *(ops_of(results) if self.acts else ())]
+            return must_run(must, copies) if must else copies
+
+    def _run_shard(
+        self, slot: int, traced: Traced, shard: Sequence[Any], captures: dict[Any, Any], after: Sequence[Any]
     ) -> list[Any]:
-        """What runs on a place, `after` other ops, with captured variables of these values."""
-        handles, of_values, before = held or self.handles(place, values)
-        with tf.device(self.places[place]), tf.name_scope(f"{self.scope}_{place}"):
-            results = self._call(traced, shard, handles, of_values, [*after, *before])
-            if self.differentiable:
-                if traced.vectorized and (traced.audit.cuts_gradients or len(shard) > 1):
-                    results = _joined_to(results, shard)
+        """Run a shard on a slot, `after` other ops."""
+        with tf.device(self.slots[slot]), tf.name_scope(f"{self.scope}_{slot}"):
+            results = self._call(traced, shard, captures, after)
+            if self.spec.differentiable:
                 differentiate_in_place(ops_of(results))
             return results
 
     def _call(
-        self,
-        traced: Traced,
-        shard: Sequence[Any],
-        handles: dict[int, Any],
-        of_values: dict[int, Any],
-        after: Sequence[Any] = (),
+        self, traced: Traced, shard: Sequence[Any], captures: dict[Any, Any], after: Sequence[Any] = ()
     ) -> list[Any]:
-        """Call it on the device of the moment, with other handles for some of its captures, of these values."""
-        # Ops that are colocated with their input (tf.debugging's, for instance) would follow the shard to the device that cut
-        # it, and constants that wait for it would do so across devices.
+        """Call a trace on the current device with these captures, by `Tensor.ref()` of its own."""
+        # Ops that are colocated with their input (those of tf.debugging) would follow the shard to the device that cut it, and
+        # constants that wait for it would do so across devices (test_ops_colocated_with_their_input_stay_on_the_device).
         shard = copied(list(shard))
-        # Each trace captures the same, and numbers it as it met it.
-        numbers = {id(tensor): i for i, tensor in enumerate(self.traced.captures)}
-        captures = [numbers.get(id(tensor)) for tensor in traced.captures]
-        captured = {position: handles[i] for position, i in enumerate(captures) if i is not None and i in handles}
-        held = {position: of_values[i] for position, i in enumerate(captures) if i is not None and i in of_values}
-        # Here, not around the whole: TensorFlow takes an edge to the call for redundant if its inputs have it.
+        function = with_captures(traced.concrete, captures)
+        # Here, not around the whole: Grappler drops control edges that the inputs of the call already carry.
         with tf.control_dependencies(after), contextlib.ExitStack() as scopes:
             first = ops_of(shard)[0]
-            inputs = (captured.get(i, own) for i, own in enumerate(traced.captures))
-            if self.differentiable and all(tensor.device == first.device for tensor in inputs):
-                # Lists that a loop leaves for its gradient stay here, too. TensorFlow hands out tensors where they are, but
-                # lists on the first device, unless what makes them belongs to others; and moves all that do to one device.
+            if self.spec.differentiable and all(tensor.device == first.device for tensor in function.captured_inputs):
+                # Else TensorLists that a loop leaves for its gradient go to the first device
+                # (test_what_a_loop_leaves_for_its_gradient_stays_on_its_device).
                 scopes.enter_context(first.graph.colocate_with(first))
-            if held:
-                return call_holding(held, captured, traced.concrete, shard)
-            with capturing(traced.concrete, captured):
-                return list(traced.concrete(*shard))
+            return list(function(*shard))
 
 
 def ended_on(device: str, results: Sequence[Any]) -> list[Any]:
@@ -230,25 +222,6 @@ def copied(leaves: list[Any]) -> list[Any]:
     """The leaves, on the device of the moment."""
     copies: list[Any] = tf.nest.map_structure(tf.identity, leaves, expand_composites=True)
     return copies
-
-
-def _joined_to(results: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-    """The results, with gradients of zero where they have none to the leaves: as they have if rows are mapped one by one.
-
-    Each takes no element of each leaf.
-    """
-    ends = [tf.reshape(leaf, [-1])[:0] for leaf in leaves if _has_gradients(leaf)]
-    joined = list(results)
-    for i, result in enumerate(results):
-        if ends and _has_gradients(result):
-            empty = [tf.cast(end, result.dtype) for end in ends if result.dtype.is_complex or not end.dtype.is_complex]
-            joined[i] = tf.reshape(tf.concat([tf.reshape(result, [-1]), *empty], 0), tf.shape(result))
-            joined[i].set_shape(result.shape)
-    return joined
-
-
-def _has_gradients(leaf: Any) -> bool:
-    return isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_complex)
 
 
 def ops_of(results: Sequence[Any]) -> list[Any]:

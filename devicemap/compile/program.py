@@ -19,7 +19,7 @@ from devicemap.base.devices import choose_devices, choose_output_device, gpu_ind
 from devicemap.base.hosts import is_remote
 from devicemap.base.options import Options, check_options, check_progress
 from devicemap.base.structure import freeze
-from devicemap.compile.compiled import Compiled
+from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.invoke import attempt
 from devicemap.compile.reduction import Collection, Reduction
 from devicemap.compile.seeds import Stream, row_seeds
@@ -59,7 +59,7 @@ class _Kind:
 
 
 class Program:
-    """Checked options, chosen devices, and a `Compiled` per structure of data. Thread-safe.
+    """Checked options, chosen devices, and a `CompiledMap` per structure of data. Thread-safe.
 
     What is compiled does not refer to it, nor to `fn`.
     """
@@ -73,9 +73,9 @@ class Program:
         self.name = self.options.name or str(getattr(fn, "__name__", type(fn).__name__))
         self._lock = threading.RLock()
         self.reduction: Reduction | Collection | None = None
-        self._compiled: dict[Any, Compiled] = {}
+        self._compiled: dict[Any, CompiledMap] = {}
         self._kind = _Kind()
-        self._reducing: OrderedDict[Any, tuple[Any, dict[Any, Compiled], _Kind]] = OrderedDict()
+        self._reducing: OrderedDict[Any, tuple[Any, dict[Any, CompiledMap], _Kind]] = OrderedDict()
 
     def of(self, fn: Callable[..., Any], progress: Any) -> Program:
         """The same program with another object for its function: what either of them is traced to serves both."""
@@ -101,25 +101,26 @@ class Program:
         program.reduction, program._compiled, program._kind = known
         return program
 
-    def compiled_for(self, data: Structured) -> Compiled:
+    def compiled_for(self, data: Structured) -> CompiledMap:
         """What `fn` was traced to for data of this structure, dtypes and inner shapes."""
         compiled = self._compiled.get(data.key)
         if compiled is None and not tf.executing_eagerly():
             compiled = self._compiled_in_graph().get(data.key)
         return compiled or self._trace(data)
 
-    def _trace(self, data: Structured) -> Compiled:
+    def _trace(self, data: Structured) -> CompiledMap:
         specs = data.specs
         key = freeze(specs)
         with self._lock:
             compiled = self._compiled.get(key)
             if compiled is None:
                 options = replace(self.options, devices=self.devices, progress=False)
-                compiled = Compiled(
+                compiled = CompiledMap(
                     places_on(self.devices) if self.counts_rows or not self.options.batched else self.devices,
                     self.output_device,
                     partial(_trace_again, _weakly(self.fn), specs, options, self.reduction),
                     self.name,
+                    self.counts_rows,
                 )
             known = self._compiled
             if compiled.belongs_to_a_graph:  # fn closes over tensors of the user's tf.function
@@ -127,7 +128,7 @@ class Program:
             known[key] = known[data.key] = compiled
             return compiled
 
-    def _compiled_in_graph(self) -> dict[Any, Compiled]:
+    def _compiled_in_graph(self) -> dict[Any, CompiledMap]:
         """What `fn` was traced to in the graph that is being built, where it closes over tensors of that.
 
         The graph keeps it, not the program: a table of weak graphs would hold them for good, since what is compiled in one
@@ -136,7 +137,7 @@ class Program:
         graph = tf.compat.v1.get_default_graph()
         if not hasattr(graph, _COMPILED):
             setattr(graph, _COMPILED, weakref.WeakKeyDictionary())
-        found: dict[Any, Compiled] = getattr(graph, _COMPILED).setdefault(self._kind, {})
+        found: dict[Any, CompiledMap] = getattr(graph, _COMPILED).setdefault(self._kind, {})
         return found
 
     def seeded(self, leaves: tuple[Any, ...], first_row: int, rows: Any) -> tuple[Any, ...]:
@@ -147,7 +148,7 @@ class Program:
             return (*leaves, row_seeds(self.options.seed, first_row, rows))
 
     def located(
-        self, error: Exception, compiled: Compiled, leaves: Sequence[Any], shards: Sequence[Shard], seconds: float
+        self, error: Exception, compiled: CompiledMap, leaves: Sequence[Any], shards: Sequence[Shard], seconds: float
     ) -> tuple[BaseException, BaseException]:
         """The error for a graph that failed after so many `seconds`, and its cause.
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -24,39 +24,22 @@ _DEFAULT = 87654321  # what TensorFlow itself mixes with the seed of an op where
 _lock = threading.Lock()
 _numbers: tuple[Any, Iterator[int]] = (None, itertools.count())
 
-Stream = tuple[int, ...]
-"""The number of a function, the way of calling it and the place: one stream of numbers."""
-
-
-class Drawing(Protocol):
-    """A trace, and what is known of its random ops."""
-
-    @property
-    def audit(self) -> Audit:
-        """Of which `seeds` matters here."""
-
-
-DrawingT = TypeVar("DrawingT", bound=Drawing)
+Stream = tuple[int, int]
+"""The number of a function and that of a trace: one stream of random numbers."""
 
 
 class Streams:
-    """The traces of one function for the places it runs on, in each way of calling it: each on a number stream of its own."""
+    """The number streams of one function. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._number: int | None = None
+        self._function: int | None = None
+        self._counter = itertools.count()
 
-    def traces(self, trace: Callable[[Stream], DrawingT], way: tuple[int, ...], places: int) -> list[DrawingT]:
-        """One per place. Not for use by two threads at once.
-
-        Args:
-            trace: traces the function with a number stream.
-            way: of calling the function; none begins with another one. Asked for once more, it gets the same streams, from
-                their start.
-            places: how many.
-        """
-        if self._number is None:
-            self._number = _next_number()
-        return [trace((self._number, *way, place)) for place in range(places)]
+    def next(self) -> Stream:
+        """Return a stream that no other trace draws from."""
+        if self._function is None:
+            self._function = _next_number()
+        return self._function, next(self._counter)
 
 
 def drawn_alike(one: Audit, other: Audit) -> bool:

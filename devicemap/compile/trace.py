@@ -40,7 +40,7 @@ class Traced:
     """`tf.types.experimental.ConcreteFunction`: leaves of a shard, each `[rows, ...]` -> list of result leaves."""
 
     captures: tuple[Any, ...]
-    """Its captured inputs. `concrete.captured_inputs` are others while a graph is built, in any thread (`capturing`)."""
+    """Its captured inputs, in the order of `audit.treatments`."""
 
     structure: Any
     """The nest that the result leaves are packed into, of states a tuple; its own leaves say what results there are."""
@@ -64,13 +64,18 @@ class Traced:
     """Whether a call takes as long as another one on as many rows, whatever is in them."""
 
     with_gradients: Traced | None = None
-    """The same for calls whose gradients may be asked for, where this one has not got the right ones."""
+    """The same function with the right gradients, if this one lacks them."""
 
-    uncompiled: Traced | None = None
-    """The same without XLA, where this one is compiled: XLA takes variables of its own device alone."""
+    compiled: Traced | None = None
+    """The same function compiled by XLA, if `jit_compile` asks for it."""
 
     reduction: BoundReduction | Collection | None = None
     """What its results are states of; `None`: they are rows."""
+
+    @property
+    def differentiable(self) -> Traced:
+        """The variant with the right gradients."""
+        return self.with_gradients or self
 
     @property
     def input_specs(self) -> list[Any]:
@@ -157,14 +162,10 @@ def trace(
                 f"the results of fn cannot be reduced: {type(error).__name__}: {error}", error
             ) from error
     about = traced_fn, leaf_specs, structure, steady, options.in_place, of_results
-    traced = _variants(loops, *about)
-    if not compiled:
-        return traced
-    return replace(_variants(compiled, *about), uncompiled=traced)
-
-
-def _variants(loops: list[RowLoop], *about: Any) -> Traced:
-    first, *others = [_traced(loop, *about) for loop in loops]
+    variants = [_traced(loop, *about) for loop in loops]
+    if compiled:
+        variants = [replace(each, compiled=_traced(loop, *about)) for each, loop in zip(variants, compiled)]
+    first, *others = variants
     return replace(first, with_gradients=others[0]) if others else first
 
 

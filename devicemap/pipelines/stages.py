@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from devicemap._tensorflow.keras import is_training
@@ -40,7 +38,6 @@ class Stage:
         self._function, self._name = function, name
         self._known: dict[Any, Traced] = {}
         self._streams = Streams()
-        self._graphs = itertools.count()
 
     def traced(self, specs: Any) -> Traced:
         """What it is for a nest of these specs, `[None, ...]`.
@@ -60,7 +57,7 @@ class Stage:
         traced = self.traced(specs)
         if not traced.audit.seeded and not traced.audit.python:
             return [traced] * count
-        return self._streams.traces(partial(self._trace, specs), (next(self._graphs),), count)
+        return [self._trace(specs, self._streams.next()) for _ in range(count)]
 
     def _trace(self, specs: Any, stream: Stream | None = None) -> Traced:
         try:

@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from devicemap._tensorflow.gradients import have_tangents
 from devicemap.base.devices import is_out_of_memory
-from devicemap.compile.compiled import Compiled
+from devicemap.compile.call_spec import CallSpec
+from devicemap.compile.compiled import CompiledMap as Compiled
 from devicemap.compile.gather import check_row_counts
 from devicemap.compile.program import Program
 from devicemap.data.rows import Rows
@@ -104,7 +105,7 @@ class GraphEngine:
                 return compiled.pack_no_rows()
         shards, sizes = compiled.shards(count) if count else ((), tf.zeros([1], tf.int32))
         leaves = self.program.seeded(rows.leaves, 0, count)
-        graph = compiled.graph(max(len(shards), 1), gradients, any_rows=not count)
+        graph = compiled.graph(CallSpec.of_shards(max(len(shards), 1), gradients=gradients, empty_shards=not count))
         devices = tuple(dict.fromkeys(shard.device for shard in shards))
         with self._observers.of_graph(count, devices, compiled) as log:
             began, began_at = time.perf_counter(), time.time()

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap.compile.call_spec import CallSpec
 from devicemap.compile.gather import with_static_rows
 from devicemap.compile.layout import sizes_in_graph
 from devicemap.compile.program import Program
@@ -21,13 +22,14 @@ def call_inside(program: Program, rows: Rows, filled: bool = False) -> Any:
     with tf.device(HOST):  # else all that comes and goes would go by the first device
         count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
         leaves = program.seeded(rows.leaves, 0, count)
+        engine = compiled.engine_inside()
         if rows.count:
             shards, sizes = compiled.shards(rows.count)
-            places, any_rows, one_row = len(shards), False, rows.count < 2 * len(shards)
+            spec = CallSpec.of_shards(len(shards), engine, 2, single_rows=rows.count < 2 * len(shards))
         else:  # unknown, or none, for which gradients are zeros
-            places, any_rows, one_row = len(compiled.places), rows.count == 0 or not filled, False
-            sizes = sizes_in_graph(count, places)
-        graph = compiled.graph(places, 2, any_rows, True, one_row, program.counts_rows)
+            spec = CallSpec.of_shards(len(compiled.places), engine, 2, empty_shards=rows.count == 0 or not filled)
+            sizes = sizes_in_graph(count, len(compiled.places))
+        graph = compiled.graph(spec)
         results = list(graph(sizes, *leaves)[0])
         if compiled.traced.reduction is None:
             results = [with_static_rows(leaf, rows.count) for leaf in results]

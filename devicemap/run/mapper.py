@@ -24,7 +24,7 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import Cancellation
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap.base.devices import is_out_of_memory, kind_of
-from devicemap.compile.compiled import Compiled
+from devicemap.compile.compiled import CompiledMap as Compiled
 from devicemap.compile.gather import check_row_counts
 from devicemap.compile.program import Program
 from devicemap.data.join import join
@@ -235,7 +235,7 @@ class Mapper:
                 options = replace(
                     options,
                     max_retries=self._options.max_retries,
-                    powers_of_two=compiled.traced.uncompiled is not None,
+                    powers_of_two=compiled.traced.compiled is not None,
                     observe=on_event,
                     describe=self.program.failed,
                     cancel=cancellation.cancel,

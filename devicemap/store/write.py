@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.compile.compiled import Compiled
+from devicemap.compile.compiled import CompiledMap as Compiled
 from devicemap.compile.reduction import BoundReduction
 from devicemap.data.rows import as_rows
 from devicemap.data.sources import Chunk, DatasetSource

@@ -23,7 +23,7 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import Cancellation
 from devicemap.base.options import check_count, check_number
 from devicemap.base.structure import as_nodes, map_nest
-from devicemap.compile.compiled import Compiled
+from devicemap.compile.compiled import CompiledMap as Compiled
 from devicemap.compile.invoke import interruptible
 from devicemap.compile.program import Program
 from devicemap.data.join import join

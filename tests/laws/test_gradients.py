@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,7 +14,7 @@ from graphs import between_devices, edges, ops_on, partitions, placements
 from oracle import gradients_of, one_by_one
 
 import devicemap
-from devicemap._tensorflow.functions import capturing
+from devicemap._tensorflow.functions import with_captures
 
 X = tf.reshape(tf.range(21, dtype=tf.float32), [7, 3]) / 10
 WEIGHTS = tf.Variable(tf.reshape(tf.range(9, dtype=tf.float32), [3, 3]) / 9)
@@ -479,7 +478,7 @@ def test_gradients_of_no_rows_are_zeros(place: Any, options: dict[str, Any], dev
 
 
 def test_a_taped_call_while_another_thread_builds_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that is being built captures copies of variables for a moment, which no tape follows."""
+    """A graph that is being built captures replicas of variables, which no tape follows."""
     variable = tf.Variable(3.0)
     mapper = devicemap.DeviceMap(lambda row: row * variable, devices=["CPU:1", "CPU:2"])
     x = tf.ones([4])
@@ -492,14 +491,12 @@ def test_a_taped_call_while_another_thread_builds_a_graph(monkeypatch: pytest.Mo
     assert float(gradient()) == 4.0
     building, go_on = threading.Event(), threading.Event()
 
-    @contextlib.contextmanager
-    def slow_capturing(*args: Any) -> Any:
-        with capturing(*args):
-            building.set()
-            go_on.wait(20)
-            yield
+    def slow(*args: Any) -> Any:
+        building.set()
+        go_on.wait(20)
+        return with_captures(*args)
 
-    monkeypatch.setattr("devicemap.compile.layout.capturing", slow_capturing)
+    monkeypatch.setattr("devicemap.compile.layout.with_captures", slow)
     builder = threading.Thread(target=mapper, args=(tf.ones([1]),))  # of one shard, which has no graph yet
     builder.start()
     assert building.wait(20)

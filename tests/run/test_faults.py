@@ -25,7 +25,7 @@ import tensorflow as tf
 
 import devicemap
 from benchmarks import simulator
-from devicemap.compile.compiled import Compiled
+from devicemap.compile.compiled import CompiledMap as Compiled
 from devicemap.errors import FunctionError
 from devicemap.events import CallFinished, ChunkFailed, ChunkRetried, DeviceLost, Event, short_name
 

@@ -20,7 +20,7 @@ from journals import files_of, flip, full_disk, place_of, untouched
 from processes import run
 
 import devicemap
-from devicemap.compile.compiled import Compiled
+from devicemap.compile.compiled import CompiledMap as Compiled
 from devicemap.errors import JournalError
 from devicemap.events import ChunkFinished, Event, short_name
 from devicemap.store.records import read_journal

@@ -10,7 +10,8 @@ import tensorflow as tf
 from devicemap.base.devices import gpu_indices, kind_of
 from devicemap.base.options import Options
 from devicemap.compile.call_graph import CallGraph, size_of, waits_between_devices
-from devicemap.compile.compiled import Compiled
+from devicemap.compile.call_spec import CallSpec
+from devicemap.compile.compiled import CompiledMap as Compiled
 from devicemap.events import Shard
 from devicemap.run.mapper import in_flight
 from devicemap.tell.plan.captures import captured_by
@@ -27,7 +28,7 @@ def explain_call(
     traced, chunks = compiled.traced, asked.chunks
     types = CallGraph(traced.concrete).op_types(live=True)
     shards = () if chunks else _shards(asked.rows, compiled)
-    call = compiled.graph(len(shards), gradients=0) if shards else None
+    call = compiled.graph(CallSpec.of_shards(len(shards))) if shards else None
     used = compiled.devices if chunks else tuple(dict.fromkeys(shard.device for shard in shards))
     captured = captured_by(traced, fn, used)
     under_way = in_flight(compiled, options.prefetch)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Literal
 
 from devicemap.base.options import Options
-from devicemap.compile.compiled import Compiled
+from devicemap.compile.compiled import CompiledMap as Compiled
 from devicemap.errors import DeviceMapError, brief
 from devicemap.events import (
     CallFinished,

@@ -1,0 +1,53 @@
+"""Which graph a call runs: one value that identifies it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+
+class Engine(Enum):
+    """Who runs the graph."""
+
+    GRAPH = "one graph, called from eager code"
+    INLINE = "one graph, as a part of the user's tf.function"
+    REWRITTEN = "one graph, as a part of a function that XLA compiles or that is vectorised"
+    CHUNKS = "one function per device, called by the scheduler for each chunk"
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """Identifies one graph of a `CompiledMap`; equal specs are served by one `ConcreteFunction`."""
+
+    slots: tuple[int, ...]
+    """Indices of the slots that get a shard each; of `CHUNKS` exactly one."""
+
+    engine: Engine = Engine.GRAPH
+
+    gradients: int = 0
+    """Which gradients may be asked for: 0 none, 1 first ones, 2 any."""
+
+    empty_shards: bool = False
+    """Whether a shard may have no rows; its device is not called then."""
+
+    single_rows: bool = False
+    """Whether a shard is known to have one row."""
+
+    @classmethod
+    def of_shards(cls, shards: int, engine: Engine = Engine.GRAPH, gradients: int = 0, **rest: bool) -> CallSpec:
+        """Return the spec of a graph with a shard for each of the first slots."""
+        return cls(tuple(range(shards)), engine, gradients, **rest)
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether gradients go through the graph."""
+        return self.gradients > 0
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the graph is a part of another function."""
+        return self.engine in (Engine.INLINE, Engine.REWRITTEN)
+
+    def without_order(self) -> CallSpec:
+        """Return the spec with the same gradients of first and of any order."""
+        return replace(self, gradients=min(self.gradients, 1))
