@@ -1,4 +1,4 @@
-"""Calling a `ConcreteFunction` without the cost of its public call, and cancelling it."""
+"""Calls of a `ConcreteFunction`: with little overhead, cancellable, and with the backward pass on the host."""
 
 from __future__ import annotations
 
@@ -52,19 +52,21 @@ def _public_call(concrete: Any, attributes: Any = None) -> Callable[..., Any]:
 
 @with_fallback(nothing, *_CALLING)
 def attributes_of_calls() -> tuple[Any, ...] | None:
-    """What calls of functions are made with in this thread. TensorFlow makes that for each thread, and keeps it."""
+    """Return the attributes of function calls. TensorFlow creates them once per thread, and never frees them."""
     return tuple(itertools.chain(*dict(_context.context().function_call_options.as_attrs()).items()))
 
 
 @with_fallback(_public_call, *_CALLING)
 def unrecorded(concrete: Any, attributes: tuple[Any, ...] | None = None) -> Callable[..., Any]:
-    """What calls a `ConcreteFunction` in eager code when no tape is recording, with tensors only.
+    """Return a callable for a `ConcreteFunction` in eager code, without tapes, with tensors only.
 
     The public call binds its arguments to a Python signature and asks the tapes first, which takes as long as running a
-    small graph does.  With a cancellation `manager`, a call can be cancelled:
-    TensorFlow's own way keeps the manager in a global of the process, where threads meet those of others.
+    small graph. A cancellation `manager` cancels the call; TensorFlow's own context manager keeps it in a global that
+    threads share.
 
-    `attributes`: those of another thread, where this one is not to get some.
+    Args:
+        concrete: the function.
+        attributes: `attributes_of_calls` of another thread; by default those of this one.
     """
     ctx, function, captured = _context.context(), concrete.inference_fn, list(concrete.captured_inputs)
     fixed = tf.compat.as_str(function.name), len(function.function_type.flat_outputs)
@@ -82,14 +84,14 @@ def unrecorded(concrete: Any, attributes: tuple[Any, ...] | None = None) -> Call
 
 
 _differentiating = threading.RLock()
-"""TensorFlow adds to a graph what its gradient needs, and calls in several threads share the graph."""
+"""TensorFlow adds intermediate outputs to a graph that calls in several threads share."""
 
 
 @with_fallback(nothing, *_TAPING)
 def prepare_gradient(concrete: Any, tensors: Sequence[Any], host: str) -> None:
-    """Build what a call needs that tapes of this thread record, so that its backward pass begins and ends on `host`.
+    """Build the functions of a call that tapes of this thread record, with the backward pass on `host`.
 
-    TensorFlow keeps it with the `ConcreteFunction`, and its public call uses it.
+    TensorFlow keeps them with the `ConcreteFunction`, and its public call uses them.
     """
     inputs = [*tensors, *concrete.captured_inputs]
     for variable in concrete.graph.variables:  # tapes may start to watch a variable here, as in the call
@@ -103,14 +105,15 @@ def prepare_gradient(concrete: Any, tensors: Sequence[Any], host: str) -> None:
 
 
 def _begin_backward_on(host: str, functions: Any) -> None:
-    """Let what TensorFlow makes for the tapes of one call, and calls for its gradient, lie on `host`.
+    """Place the backward pass of a taped call on `host`, and record no output that its gradient does not take.
 
-    Else the first device gets the gradients of all rows; and of each list that a loop leaves for its gradient a list of
-    zeros, for which the whole list goes there, though only second gradients can read it.
+    `_wrap_backward_function` puts the gradients of all rows on the first device, and zeros for each TensorList that a
+    loop leaves for its gradient, for which it sends the whole list there (tests/simulators/softgpus/traffic.py,
+    test_what_a_loop_keeps_for_its_gradient_stays_where_it_is).
     """
     if hasattr(functions, "wrap_anywhere") or not hasattr(
         functions, "_wrap_backward_function"
-    ):  # no tape follows the call
+    ):  # done, or no tape follows
         return
     functions.wrap_anywhere = functions._wrap_backward_function
 
@@ -131,14 +134,14 @@ def _begin_backward_on(host: str, functions: Any) -> None:
 
 
 def begin_backward_on(host: str, concrete: Any) -> None:
-    """The same for calls of a `ConcreteFunction` in a graph that is being built; not for second gradients by tapes.
+    """Place the backward pass of calls of a `ConcreteFunction` in a graph that is being built on `host`.
 
-    Who sets an attribute `on_gradient` of such a call's op makes the gradient, where it is in the same graph: it is called with
-    what makes the gradients of the call's inputs of those of its outputs, and with these.
+    An attribute `on_gradient` of a call's op replaces its gradient in the same graph. It is called with the default
+    gradient function and the gradients of the outputs.
     """
     if usable(_delayed):
         functions = getattr(concrete, "_delayed_rewrite_functions", None)
-        if functions is None or "_rewrite_forward_and_call_backward" in vars(functions):  # it does already
+        if functions is None or "_rewrite_forward_and_call_backward" in vars(functions):
             return
         on_host = _on(host, functions._rewrite_forward_and_call_backward)
 
@@ -162,11 +165,10 @@ def _on(device: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Cancellation:
-    """Cancels running `ConcreteFunction`s from another thread.
+    """Cancels running `ConcreteFunction`s from another thread. Publicly, running calls finish, and later ones are
+    refused.
 
-    TensorFlow's runtime can do that; the public API has no name for it since sessions went. Each call gets a manager of
-    its own, because a call that fails cancels what else runs under its manager. Publicly, calls that run go on to their end,
-    and only later ones are refused.
+    Each call gets a manager of its own, because a call that fails cancels what else runs under its manager.
     """
 
     def __init__(self) -> None:
@@ -175,11 +177,11 @@ class Cancellation:
         self._cancelled = False
 
     def cancellable(self, concrete: Any, attributes: tuple[Any, ...] | None = None) -> Callable[..., Any]:
-        """As `unrecorded`, but calls end with `tf.errors.CancelledError` at `cancel`, and later ones at once."""
+        """Return `unrecorded` whose calls raise `tf.errors.CancelledError` after `cancel`."""
         return partial(self.run, unrecorded(concrete, attributes))
 
     def run(self, function: Callable[..., Any], *tensors: Any) -> Any:
-        """Call what `unrecorded` has given such that it ends at `cancel`, in the same way."""
+        """Call a function that `unrecorded` returned, in the same way."""
         if not usable(_cancellation, *_CALLING):
             if self._cancelled:
                 raise tf.errors.CancelledError(None, None, "the call was cancelled before it began")
@@ -196,7 +198,7 @@ class Cancellation:
                 self._running.discard(manager)
 
     def cancel(self) -> None:
-        """End the calls that run: no further op starts; what a device is computing goes on to its end."""
+        """Cancel running calls: no further op starts; ops that are running finish."""
         with self._lock:
             self._cancelled = True
             running = list(self._running)

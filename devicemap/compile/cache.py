@@ -1,11 +1,8 @@
-"""What `parallel_map` remembers of the functions that it was given: their programs, each for as long as its function lives.
+"""The programs of the functions that `parallel_map` was given, each kept while its function exists.
 
-A table of weak functions would not do by itself: a program holds its function, so neither would ever go. What a function was
-traced to does not hold it, though. So programs are remembered without their functions, and each call brings its own along.
-
-    guarantee   a function that the user drops takes its program with it: traces, and copies on devices
-    limit       some functions nobody can drop: TensorFlow keeps what `tf.py_function` and `tf.custom_gradient` are given, with
-                all that it closes over. So no more than a fixed number of programs is remembered.
+A program refers to its function, so a table of weak functions would keep both. Programs are kept without their
+functions, and each call provides its own. TensorFlow never frees what `tf.py_function` and `tf.custom_gradient` get; so
+the number of programs is limited.
 """
 
 from __future__ import annotations
@@ -23,71 +20,66 @@ from devicemap.compile.program import Program
 from devicemap.errors import OptionError
 
 _MOST = 64
-"""Programs that are remembered at once; the one that was asked for longest ago goes first."""
+"""Programs that are kept; the least recently used one goes first."""
 
 
 class Memory:
-    """The programs of functions, by their options. Thread-safe."""
+    """Programs by function and options. Thread-safe."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
-        self._remembered: OrderedDict[Any, _Remembered] = OrderedDict()
+        self._kept: OrderedDict[Any, _Kept] = OrderedDict()
         self._lock = threading.Lock()
 
     def program_of(self, fn: Callable[..., Any], options: dict[str, Any]) -> Program:
-        """The program of an earlier call with the same function and options, or a new one.
+        """Return the program of an earlier call with the same function and options except `progress`, or a new one.
 
-        Bound methods are the same where they are the same method of the same object. What `progress` is makes no difference:
-        like the function, it is there for the call alone.
+        Bound methods are equal if they are the same method of the same object.
         """
-        # A bound method is made anew at each access, and lives as long as its object and its function do.
+        # Each access creates another bound method; it lives as long as its object and its function do.
         parts = (fn.__self__, fn.__func__) if inspect.ismethod(fn) else (fn,)
         compiled_for = {name: value for name, value in options.items() if name != "progress"}
         try:
             in_place = variables_of(options.get("in_place", ()))
             compiled_for["in_place"] = [id(variable) for variable in in_place]
-            # by identity, which calls no code of the user's; with the types: 1 is True to a dict, and not to `batch_size`
+            # By identity, which calls no code of the user, and with types, because True == 1.
             key = (*map(id, parts), *((name, type(value), freeze(value)) for name, value in compiled_for.items()))
             hash(key)
-        except (TypeError, OptionError):  # an option that cannot be a key, or cannot be
+        except (TypeError, OptionError):  # an option that is not hashable, or not valid
             return Program(fn, options)
         with self._lock:
-            known = self._remembered.get(key)
-            remembered = None if known is None else known.program
-            if remembered is None:
+            program = self._kept[key].program if key in self._kept else None
+            if program is None:
                 program = Program(fn, options)
-                self._forget_dropped()
-                self._remembered[key] = _Remembered(program.of(_brought_along, False), (*parts, *in_place))
+                for dropped in [other for other, kept in self._kept.items() if kept.program is None]:
+                    del self._kept[dropped]
+                self._kept[key] = _Kept(program.of(_provided_by_calls, False), (*parts, *in_place))
             else:
-                program = remembered.of(fn, options["progress"])
-            self._remembered.move_to_end(key)
-            while len(self._remembered) > self._most:
-                self._remembered.popitem(last=False)[1].forget()
+                program = program.of(fn, options["progress"])
+            self._kept.move_to_end(key)
+            while len(self._kept) > self._most:
+                self._kept.popitem(last=False)[1].drop()
             return program
 
-    def _forget_dropped(self) -> None:
-        for key in [key for key, each in self._remembered.items() if each.program is None]:
-            del self._remembered[key]
 
-
-class _Remembered:
+class _Kept:
     """A program, until one of the objects that its function consists of is dropped."""
 
     def __init__(self, program: Program, parts: tuple[Any, ...]):
         self.program: Program | None = program
-        self._parts = [self._referred(part) for part in parts]
+        self._parts = [self._reference(part) for part in parts]
 
-    def forget(self, _: Any = None) -> None:
-        # It may run at any moment, in any thread, also in one that holds the lock: so it changes no table.
+    def drop(self, _: Any = None) -> None:
+        # The garbage collector may call it at any moment, in a thread that holds the lock: so it changes no table.
         self.program = None
 
-    def _referred(self, part: Any) -> Any:
+    def _reference(self, part: Any) -> Any:
         try:
-            return weakref.ref(part, self.forget)
-        except TypeError:  # an object of a class with __slots__, perhaps: it stays until the program goes
+            return weakref.ref(part, self.drop)
+        except TypeError:  # an object of a class with __slots__: it stays until the program goes
             return part
 
 
-def _brought_along(*args: Any, **kwargs: Any) -> Any:
-    """Stands for the function of a program that is remembered."""
-    raise AssertionError("a remembered program was called without its function")
+def _provided_by_calls(*args: Any, **kwargs: Any) -> Any:
+    """Stand for the function of a program that is kept."""
+    raise AssertionError("a program of the cache was called without its function")

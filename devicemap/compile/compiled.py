@@ -37,8 +37,8 @@ _KEPT_SHARDS = 256
 class CompiledMap:
     """A traced function on slots, and one graph per `CallSpec`.
 
-    A slot is a device that takes one shard of a call; a device may have several slots. Graphs are built on first use, under one
-    lock, and never change: calls need no lock.
+    A slot is a device that takes one shard of a call; a device may have several slots. Graphs are built on first use,
+    under one lock, and never change: calls need no lock.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class CompiledMap:
         self._trace = trace
         self.traced = self._retrace(None)
         audit = self.traced.audit
-        # A further core of a CPU gains nothing where shards wait for each other, or where ops over all rows use the cores
-        # themselves (`benchmarks/test_real_functions.py`: half the rows cost as many ops).
+        # A further core of a CPU gains nothing where shards wait for each other, or where ops over all rows use the
+        # cores themselves (`benchmarks/test_real_functions.py`: half the rows cost as many ops).
         alone = self.traced.vectorized or audit.ordered
         self.places = tuple(dict.fromkeys(slots)) if alone else tuple(slots)
         if audit.python:
@@ -94,8 +94,9 @@ class CompiledMap:
     def graph(self, spec: CallSpec) -> Any:
         """Return the `ConcreteFunction` of a call, as `CallGraphBuilder.build` describes it.
 
-        TensorFlow runs other ops for first gradients than for any, and each copy of a seeded op begins the same number stream.
-        So a function with seeded ops has a graph for each order of gradients, and one for each call inside a function.
+        TensorFlow runs other ops for first gradients than for any, and each copy of a seeded op begins the same number
+        stream. So a function with seeded ops has a graph for each order of gradients, and one for each call inside a
+        function.
         """
         seeded = self.traced.audit.seeded
         if seeded and spec.is_inside:
@@ -120,7 +121,8 @@ class CompiledMap:
         """Whether a call on rows in memory gives the same results in chunks of any size.
 
         Not if `fn` depends on order or draws from fixed seeds, if XLA would compile for each chunk size, or after
-        `tf.config.experimental.enable_op_determinism()`. Nor if results go to a GPU, whose memory they may not fit twice.
+        `tf.config.experimental.enable_op_determinism()`. Nor if results go to a GPU, whose memory they may not fit
+        twice.
         """
         audit = self.traced.audit
         return (
@@ -269,7 +271,7 @@ class CompiledMap:
         return builder.build(traces)
 
     def _replicas_for(self, spec: CallSpec) -> Replicas:
-        """Return what slots capture in graphs of this kind. In chunks it belongs to the map, because a job sees one value."""
+        """Return what slots capture in graphs with these gradients and this engine."""
         with self._lock:
             key = spec.differentiable, spec.engine
             if key not in self._replicas:

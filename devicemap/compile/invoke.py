@@ -1,7 +1,6 @@
-"""Calling a graph such that Ctrl-C takes effect at once.
+"""Calls in threads of their own, so that Ctrl-C takes effect at once.
 
-Python handles signals in the main thread, between two bytecodes: not while that thread is inside TensorFlow. So a call
-runs in a thread of its own, unless it is sure to end soon, or this is not the main thread anyway.
+Python handles signals in the main thread, between two bytecodes, and not while that thread is inside TensorFlow.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 from devicemap._tensorflow.calls import Cancellation, unrecorded
 
 _SOON_SECONDS = 0.1
-"""A call that takes no longer than this may run in the calling thread: that is how late Ctrl-C can then be."""
+"""A call that is expected to take no longer may run in the main thread: Ctrl-C is late by this much at most."""
 
 _FAREWELL_SECONDS = 0.8
 """How long to wait for cancelled calls; an op that is running cannot be stopped, and its thread ends after it."""
@@ -26,7 +25,7 @@ _FAREWELL_SECONDS = 0.8
 
 @dataclass
 class _Known:
-    """What calls a function, and how long the last call took."""
+    """The callable of a graph, and the duration of its last call."""
 
     call: Callable[..., Any]
     seconds: float = math.inf  # the first call compiles
@@ -34,10 +33,10 @@ class _Known:
 
 
 class Invoker:
-    """Calls the graphs of one function; it keeps what calls them, and they live as long as it does."""
+    """Calls the graphs of one function."""
 
     def __init__(self, steady: bool):
-        """`steady`: whether a call on as many rows takes as long as the one before, whatever is in them."""
+        """`steady`: whether the duration of a call depends on nothing but the number of rows."""
         self._steady = steady
         self._known: dict[Any, _Known] = {}
 
@@ -47,19 +46,18 @@ class Invoker:
         if known is None:
             known = self._known[graph] = _Known(unrecorded(graph))
         start = time.perf_counter()
-        expected_seconds = known.seconds * max(1.0, rows / known.rows)
-        soon = self._steady and expected_seconds < _SOON_SECONDS
+        soon = self._steady and known.seconds * max(1.0, rows / known.rows) < _SOON_SECONDS
         if soon or threading.current_thread() is not threading.main_thread():
             result = known.call(*tensors)
         else:
             cancellation = Cancellation()
             result = interruptible(partial(cancellation.run, known.call, *tensors), cancellation)
-        known.seconds, known.rows = time.perf_counter() - start, rows
+        known.seconds, known.rows = time.perf_counter() - start, max(rows, 1)
         return result
 
 
 def interruptible(call: Callable[[], Any], cancellation: Cancellation, most_seconds: float = math.inf) -> Any:
-    """Make a call in a thread of its own, to be cancelled where a signal handler raises in this one.
+    """Return the result of a call in another thread, which is cancelled if a signal handler raises in this one.
 
     Raises:
         TimeoutError: the call took more than `most_seconds`, and was cancelled.
@@ -79,7 +77,7 @@ def interruptible(call: Callable[[], Any], cancellation: Cancellation, most_seco
 def attempt(
     calls: Sequence[Callable[[], Any]], cancellation: Cancellation, most_seconds: float = math.inf
 ) -> list[tuple[Any, BaseException | None] | None]:
-    """Make calls at once, in a thread each, until all have ended, one has failed, or time is up; the others are cancelled.
+    """Run calls at once, until all have ended, one has failed, or time is up; the others are cancelled then.
 
     Returns:
         For each call its result and error, or `None` for one that had not ended.
@@ -88,12 +86,12 @@ def attempt(
         BaseException: what a signal handler raises, at once. Nothing that the calls raise.
     """
     outcomes: list[tuple[Any, BaseException | None] | None] = [None] * len(calls)
-    ended: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()  # signals do no harm to it
+    ended: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()  # safe in signal handlers
 
     def make(i: int) -> None:
         try:
             ended.put((i, calls[i](), None))
-        except BaseException as error:  # handed to the caller, whatever it is
+        except BaseException as error:  # handed to the caller
             ended.put((i, None, error))
 
     threads = [threading.Thread(target=make, args=(i,), name="devicemap call", daemon=True) for i in range(len(calls))]
@@ -103,7 +101,7 @@ def attempt(
         for thread in threads:
             thread.start()
         while left and (seconds := min(_SOON_SECONDS, deadline - time.monotonic())) > 0:
-            try:  # a wait without an end can miss a signal that another thread gets
+            try:  # an endless wait can miss a signal that another thread gets
                 i, result, error = ended.get(timeout=seconds)
             except Empty:
                 continue
@@ -122,7 +120,7 @@ def attempt(
 
 
 def _wait_for(threads: Sequence[threading.Thread]) -> None:
-    """Wait for threads whose calls were cancelled, but not for ever; some may not have started."""
+    """Wait a while for threads whose calls were cancelled; some may not have started."""
     deadline = time.monotonic() + _FAREWELL_SECONDS
     while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
-        time.sleep(0.002)  # not Thread.join: interrupted, it takes the thread for ended
+        time.sleep(0.002)  # an interrupted Thread.join regards the thread as ended

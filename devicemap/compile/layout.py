@@ -58,8 +58,8 @@ class CallGraphBuilder:
     def stays_whole(self) -> bool:
         """Whether the graph must not be inlined into the user's function.
 
-        Inlined side effects would join all devices by control edges. Grappler folds constants of one row into wrong gradients
-        of vectorised loops (test_one_known_row_for_a_device_and_a_loop_that_rows_leave_at_different_times).
+        Inlined side effects would join all devices by control edges. Grappler folds constants of one row into wrong
+        gradients of vectorised loops (test_one_known_row_for_a_device_and_a_loop_that_rows_leave_at_different_times).
         """
         folded = self.spec.single_rows and self.traced.vectorized and self.traced.audit.loops
         return folded or self.acts or (self.reads and not tells_callers())
@@ -71,7 +71,7 @@ class CallGraphBuilder:
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether the graph returns when the results of each shard arrived. Inside a function, other ops would wait for clocks."""
+        """Whether the graph returns when each shard ended. Inside a function, other ops would wait for the clock."""
         return self.has_clock and not self.spec.is_inside and (len(self.spec.slots) > 1 or self.hides_ends)
 
     @property
@@ -86,9 +86,9 @@ class CallGraphBuilder:
             traces: what runs on each of the slots of the spec.
 
         Returns:
-            A `ConcreteFunction`; of `Engine.CHUNKS`: `(*leaves) -> result leaves`. Otherwise: `(sizes, *leaves) -> (result
-            leaves, rows that fn returned, arrivals)`. `sizes` is int32 `[shards]`; the rows returned are int64 `[shards]` per
-            leaf; `arrivals` is empty, or one float64 tensor `[shards]` of seconds since the epoch.
+            A `ConcreteFunction`; of `Engine.CHUNKS`: `(*leaves) -> result leaves`. Otherwise: `(sizes, *leaves) ->
+            (result leaves, rows that fn returned, arrivals)`. `sizes` is int32 `[shards]`; the rows returned are int64
+            `[shards]` per leaf; `arrivals` is empty, or one float64 tensor `[shards]` of seconds since the epoch.
         """
         with tf.device(None):
             if self.spec.engine is Engine.CHUNKS:
@@ -190,8 +190,9 @@ class CallGraphBuilder:
         self, traced: Traced, shard: Sequence[Any], captures: dict[Any, Any], after: Sequence[Any] = ()
     ) -> list[Any]:
         """Call a trace on the current device with these captures, by `Tensor.ref()` of its own."""
-        # Ops that are colocated with their input (those of tf.debugging) would follow the shard to the device that cut it, and
-        # constants that wait for it would do so across devices (test_ops_colocated_with_their_input_stay_on_the_device).
+        # Ops that are colocated with their input (those of tf.debugging) would follow the shard to the device that cut
+        # it, and constants that wait for it would do so across devices
+        # (test_ops_colocated_with_their_input_stay_on_the_device).
         shard = copied(list(shard))
         function = with_captures(traced.concrete, captures)
         # Here, not around the whole: Grappler drops control edges that the inputs of the call already carry.
@@ -205,32 +206,32 @@ class CallGraphBuilder:
 
 
 def ended_on(device: str, results: Sequence[Any]) -> list[Any]:
-    """An op on the host that runs when these results of a device are there, and not before, as it takes an element of each."""
+    """Return an op on the host that runs once a device has computed these results, because it takes an element of each."""
     with tf.device(device):
         firsts = [tf.reshape(tensor, [-1])[:1] for tensor in tf.nest.flatten(list(results), expand_composites=True)]
-    with tf.device(HOST):  # of a stateless op that only others wait for, TensorFlow drops the input
+    with tf.device(HOST):  # Grappler drops the inputs of a stateless op without users
         return [tf.raw_ops.Assert(condition=tf.constant(True), data=firsts)]
 
 
 def sizes_in_graph(rows: Any, shards: int) -> Any:
-    """`data.shards.shard_sizes` for a number of rows that only the running graph knows; the last ones may be 0."""
+    """Return `data.shards.shard_sizes` of a number of rows that only the graph knows; the last ones may be 0."""
     rows = tf.cast(rows, tf.int32)
     return rows // shards + tf.cast(tf.range(shards) < rows % shards, tf.int32)
 
 
 def copied(leaves: list[Any]) -> list[Any]:
-    """The leaves, on the device of the moment."""
+    """Return the leaves on the current device."""
     copies: list[Any] = tf.nest.map_structure(tf.identity, leaves, expand_composites=True)
     return copies
 
 
 def ops_of(results: Sequence[Any]) -> list[Any]:
-    """The ops that give these results, each a tensor, ragged or sparse: one for each tensor that they are made of."""
+    """Return the ops of all tensors of these results, dense, ragged or sparse."""
     return [t.op for t in tf.nest.flatten(list(results), expand_composites=True)]
 
 
 def arrivals_of(ends: Sequence[Sequence[Any]]) -> Any:
-    """When each of these ops had run, on the device of the moment: float64 `[len(ends)]`, in seconds since the epoch."""
+    """Return when each of these ops ended, on the current device: float64 `[len(ends)]`, in seconds since the epoch."""
     times = []
     for ops in ends:
         with tf.control_dependencies(ops):
@@ -239,7 +240,7 @@ def arrivals_of(ends: Sequence[Sequence[Any]]) -> Any:
 
 
 def _like_first(part: list[Any], first: list[Any]) -> list[Any]:
-    """Give results without rows the inner shape of the first ones, where it was not known before running."""
+    """Give results without rows the inner shape of the first ones, if it is not static."""
     shaped = []
     for leaf, model in zip(part, first):
         if isinstance(leaf, tf.Tensor) and leaf is not model and not leaf.shape[1:].is_fully_defined():

@@ -1,12 +1,13 @@
 """What each slot captures instead of variables and tensors on other devices.
 
-A function that reads a variable of another device fetches it at each read, in a loop in each step. A replica on the slot's
-device is assigned once per call. One rule, `copies_variables`, says which graphs use replicas; variables in `in_place` have none,
-nor has state that `fn` writes. Seeds that a call advances differ between slots. A captured tensor never changes: each device gets
-it once for all calls, or once per call if gradients go through it. To another host a value is sent once, to its first CPU device.
+A function that reads a variable of another device fetches it at each read, in a loop in each step. A replica on the
+slot's device is assigned once per call. One rule, `copies_variables`, says which graphs use replicas; variables in
+`in_place` have none, nor has state that `fn` writes. Seeds that a call advances differ between slots. A captured tensor
+never changes: each device gets it once for all calls, or once per call if gradients go through it. To another host a
+value is sent once, to its first CPU device.
 
-All maps share the replicas on a device. A job in chunks has its own, because it sees one value until it ends. Two threads that
-call at once while a variable changes may see either value.
+All maps share the replicas on a device. A job in chunks has its own, because it sees one value until it ends. Two
+threads that call at once while a variable changes may see either value.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from devicemap.data.rows import home_of
 
 
 def copies_variables(spec: CallSpec, traced: Traced, slots: Sequence[str]) -> bool:
-    """Return whether slots read replicas of captured variables: if one is read more than once per call, or from another host.
+    """Return whether slots read replicas of captured variables.
 
-    That is in chunks, in loops, by a gather, by the backward pass of an eager call, and by what XLA compiles. XLA and the
-    vectoriser of a function around the call do not support assignments, nor do ops that name a device accept replicas.
+    They do if a variable may be sent more than once per call otherwise: to chunks, loops, gathers and the backward pass
+    of an eager call; and to what XLA compiles, and other hosts. They cannot if XLA or the vectoriser rewrite the graph
+    with a function around it, because both lack assignments; or if an op of `fn` names a device of its own.
     """
     audit = traced.audit
     if spec.engine is Engine.REWRITTEN or audit.pinned or (spec.differentiable and not holds_gradients()):
@@ -69,8 +71,9 @@ class Replicas:
         copied = copies_variables(spec, traced, slots)
         if not copied:
             stay += [variable.device for variable in read.values()]
-        # The placer puts all resources of a loop on one device once the loop keeps intermediate results for its gradient. Then
-        # no variable is copied, and the seeds of all slots are there, too (test_dropout_beside_a_counter_in_a_loop).
+        # The placer puts all resources of a loop on one device once the loop keeps intermediate results for its
+        # gradient. Then no variable is copied, and the seeds of all slots are there, too
+        # (test_dropout_beside_a_counter_in_a_loop).
         self._loop_home = stay[0] if stay and spec.differentiable and traced.audit.loops else None
         self._copied = read if copied and not self._loop_home else {}
         self._fanned_out = {}
@@ -144,7 +147,7 @@ class Replicas:
         return self._kept[slot] | {key: replica.handle for key, replica in self._replicas[slot].items()}
 
     def _for_slots(self, value: Any, numbers: Sequence[int], home: str) -> dict[int, Any]:
-        """Return a value on the host `home` for each of these slots: to another host it is sent once, and its gradient back."""
+        """Return a value, which is on the host `home`, for each of these slots; each other host gets it once."""
         hosts: dict[str, list[int]] = {}
         for number in numbers:
             hosts.setdefault(host_of(self._slots[number]), []).append(number)
@@ -182,7 +185,7 @@ def _as_keras_seeds(seeds: Any, dtype: Any) -> Any:
 
 
 _on_devices: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
-"""Replicas of variables and tensors, by the identity of the original, which the same maps keep alive, and the device."""
+"""Replicas of variables and tensors by device and identity of the original, which the same maps keep alive."""
 
 _copying = threading.Lock()
 
@@ -198,7 +201,7 @@ def _shared(original: Any, device: str, create: Callable[[], Any]) -> Any:
 
 
 def _replica(variable: Any) -> Any:
-    """Return a variable of the same shape, which the gradients of loops ask for at any moment, and without the value."""
+    """Return a variable without the value; its shape is right at any time, because gradients of loops read it."""
     try:
         nothing = tf.zeros(variable.shape, variable.dtype)
     except (TypeError, ValueError):  # no zeros of this dtype, or of an unknown shape

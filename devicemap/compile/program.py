@@ -1,4 +1,4 @@
-"""A user's function with its options and devices, and what it was compiled to for each structure of data."""
+"""A user's function with its options and devices, and its `CompiledMap` for each structure of data."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from devicemap.errors import DeviceMapError, FunctionError, brief, function_erro
 from devicemap.events import Shard, short_name
 
 _AGAIN_SECONDS = 1.0
-"""A call that took longer until it failed is not made again to find out where; nor does that take longer."""
+"""A call that failed later than this is not repeated to locate the error, and repeating takes no longer."""
 
 _IF_LOST = ". If the host is lost, leave out its devices, or restart its server and this program"
-"""Advice for a device of another host that is unavailable."""
+"""Advice for an unavailable device of another host."""
 
 _KEPT_REDUCTIONS = 16
-"""Ways of reducing that a program is kept compiled for."""
+"""A program keeps the compiled maps of this many reductions."""
 
 _COMPILED = "_devicemap_compiled"
-"""The attribute of a graph that is being built that holds, for each program, what was compiled for it."""
+"""Attribute of a graph that is being built: the compiled maps of each program that belong to the graph."""
 
 
 class Structured(Protocol):
-    """What `fn` can be traced for: rows, something that rows are read from, or specs alone."""
+    """Describes data: rows, a source of rows, or specs alone."""
 
     @property
     def specs(self) -> Any:
@@ -54,14 +54,14 @@ class Structured(Protocol):
         """Hashable: one trace serves one key."""
 
 
-class _Kind:
-    """Stands for a program, and for those of the same kind, in tables that do not keep it."""
+class _Identity:
+    """Identifies a program and its copies in weak tables."""
 
 
 class Program:
     """Checked options, chosen devices, and a `CompiledMap` per structure of data. Thread-safe.
 
-    What is compiled does not refer to it, nor to `fn`.
+    A `CompiledMap` refers neither to its program nor to `fn`.
     """
 
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any]):
@@ -74,11 +74,11 @@ class Program:
         self._lock = threading.RLock()
         self.reduction: Reduction | Collection | None = None
         self._compiled: dict[Any, CompiledMap] = {}
-        self._kind = _Kind()
-        self._reducing: OrderedDict[Any, tuple[Any, dict[Any, CompiledMap], _Kind]] = OrderedDict()
+        self._identity = _Identity()
+        self._reducing: OrderedDict[Any, tuple[Any, dict[Any, CompiledMap], _Identity]] = OrderedDict()
 
     def of(self, fn: Callable[..., Any], progress: Any) -> Program:
-        """The same program with another object for its function: what either of them is traced to serves both."""
+        """Return the program with another object for its function; both share their compiled maps."""
         program = copy.copy(self)
         program.fn = fn
         if progress is not self.options.progress:
@@ -87,22 +87,22 @@ class Program:
 
     @property
     def counts_rows(self) -> bool:
-        """Whether `fn` is to be checked for returning as many rows as it is given."""
+        """Whether `fn` must return as many rows as it gets."""
         return self.options.batched and (self.reduction is None or self.reduction.counts_rows)
 
     def reducing(self, reduction: Reduction | Collection) -> Program:
-        """The same program with its results reduced; it is traced once for each of the last few reductions."""
+        """Return the program with its results reduced."""
         program = copy.copy(self)
         with self._lock:
-            known = self._reducing.pop(reduction.key, None) or (reduction, {}, _Kind())
+            known = self._reducing.pop(reduction.key, None) or (reduction, {}, _Identity())
             self._reducing[reduction.key] = known
             while len(self._reducing) > _KEPT_REDUCTIONS:
                 self._reducing.popitem(last=False)
-        program.reduction, program._compiled, program._kind = known
+        program.reduction, program._compiled, program._identity = known
         return program
 
     def compiled_for(self, data: Structured) -> CompiledMap:
-        """What `fn` was traced to for data of this structure, dtypes and inner shapes."""
+        """Return the compiled map for data of this structure, dtypes and inner shapes; it is traced once."""
         compiled = self._compiled.get(data.key)
         if compiled is None and not tf.executing_eagerly():
             compiled = self._compiled_in_graph().get(data.key)
@@ -115,8 +115,9 @@ class Program:
             compiled = self._compiled.get(key)
             if compiled is None:
                 options = replace(self.options, devices=self.devices, progress=False)
+                by_rows = self.counts_rows or not self.options.batched
                 compiled = CompiledMap(
-                    places_on(self.devices) if self.counts_rows or not self.options.batched else self.devices,
+                    places_on(self.devices) if by_rows else self.devices,
                     self.output_device,
                     partial(_trace_again, _weakly(self.fn), specs, options, self.reduction),
                     self.name,
@@ -129,19 +130,19 @@ class Program:
             return compiled
 
     def _compiled_in_graph(self) -> dict[Any, CompiledMap]:
-        """What `fn` was traced to in the graph that is being built, where it closes over tensors of that.
+        """Return the compiled maps of functions that close over tensors of the graph that is being built.
 
-        The graph keeps it, not the program: a table of weak graphs would hold them for good, since what is compiled in one
-        refers to it.
+        The graph owns them. A weak table in the program would keep each graph alive, because the compiled map refers to
+        it.
         """
         graph = tf.compat.v1.get_default_graph()
         if not hasattr(graph, _COMPILED):
             setattr(graph, _COMPILED, weakref.WeakKeyDictionary())
-        found: dict[Any, CompiledMap] = getattr(graph, _COMPILED).setdefault(self._kind, {})
+        found: dict[Any, CompiledMap] = getattr(graph, _COMPILED).setdefault(self._identity, {})
         return found
 
     def seeded(self, leaves: tuple[Any, ...], first_row: int, rows: Any) -> tuple[Any, ...]:
-        """The leaves, and with the option `seed` the seed of each row behind them."""
+        """Return the leaves, and with the option `seed` a last leaf of row seeds."""
         if self.options.seed is None:
             return leaves
         with tf.device(HOST):
@@ -150,11 +151,10 @@ class Program:
     def located(
         self, error: Exception, compiled: CompiledMap, leaves: Sequence[Any], shards: Sequence[Shard], seconds: float
     ) -> tuple[BaseException, BaseException]:
-        """The error for a graph that failed after so many `seconds`, and its cause.
+        """Return the error for a graph that failed after `seconds`, and its cause.
 
-        TensorFlow does not tell which device it was: it names the op in the function that all call, and beside it whichever
-        ops waited. So the shards run once more, each for itself, until one fails; unless that would write a variable again,
-        or take long.
+        TensorFlow does not report the device. So each shard runs again by itself until one fails, unless that would
+        write a variable again or take long.
         """
         if len(shards) > 1 and not compiled.traced.audit.writes and seconds < _AGAIN_SECONDS:
 
@@ -177,7 +177,7 @@ class Program:
         return self.failed(error, shards), error
 
     def failed(self, error: BaseException, shards: Sequence[Shard]) -> BaseException:
-        """The error to raise for one that came from `shards`: from one of several, or one after another."""
+        """Return the error to raise for an error of one of `shards`, or of the same rows on several devices."""
         if isinstance(error, DeviceMapError) or not isinstance(error, Exception):
             return error
         again = len({(shard.start, shard.stop) for shard in shards}) == 1  # the same rows, on one device after another
@@ -199,10 +199,10 @@ class Program:
 
 
 def _weakly(fn: Callable[..., Any]) -> Callable[[], Any]:
-    """What gives `fn` as long as it lives, as it does in each call: what is compiled is not to keep it."""
+    """Return a weak reference to `fn`, which each call keeps alive."""
     try:
         return weakref.WeakMethod(fn) if inspect.ismethod(fn) else weakref.ref(fn)
-    except TypeError:  # an object of a class with __slots__, perhaps
+    except TypeError:  # an object of a class with __slots__
         return lambda: fn
 
 

@@ -1,8 +1,8 @@
-"""Random numbers that no two rows, devices or ways of calling share: seeds of rows, and number streams of functions.
+"""Random numbers that no two rows, devices or graphs share: seeds of rows, and number streams of traces.
 
-A stateless op draws from the seed it is given; each row gets one of its own. A stateful op with a seed keeps its place in
-a stream of numbers, and a copy of it begins the same stream again: in each graph, and on each device. So a function that
-has such ops is traced again for each copy, and each trace draws from a stream of its own.
+A stateless op draws from the seed that it gets, so each row gets a seed. A stateful op with a seed begins the same
+stream in each copy of it. So a function with such ops is traced again for each slot of each graph, and each trace draws
+from a stream of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tensorflow as tf
 from devicemap._tensorflow.functions import last_set_seed, tracing_again
 from devicemap.compile.audit import Audit
 
-_DEFAULT = 87654321  # what TensorFlow itself mixes with the seed of an op where no global seed is set
+_DEFAULT = 87654321  # TensorFlow mixes it with the seed of an op if there is no global seed
 
 _lock = threading.Lock()
 _numbers: tuple[Any, Iterator[int]] = (None, itertools.count())
@@ -43,19 +43,15 @@ class Streams:
 
 
 def drawn_alike(one: Audit, other: Audit) -> bool:
-    """Whether two traces on different streams draw the same numbers somewhere.
-
-    A function that was traced before, by itself or for a SavedModel, keeps the seeds it got then; so do raw ops.
-    """
+    """Return whether two traces on different streams share a seed: that of a raw op, or of a function traced before."""
     return bool(one.seeds & other.seeds)
 
 
 @contextlib.contextmanager
 def drawing_from(stream: Stream | None) -> Iterator[None]:
-    """Give the random ops that are traced inside a number stream of their own; with `None`, leave their seeds as they are.
+    """Return a context in which random ops that are traced draw from `stream`; with `None` they keep their seeds.
 
-    The seed of the graph being traced is mixed with `stream`; op seeds stay. The `tf.function`s that it calls are traced for
-    it: they take over the seed, and what is done to these traces is not done to those that the user calls.
+    It mixes the seed of the graph with `stream`. The `tf.function`s that the graph calls are traced again for it.
     """
     if stream is None:
         with tracing_again(None):
@@ -70,22 +66,22 @@ def drawing_from(stream: Stream | None) -> Iterator[None]:
 
 
 def row_seeds(seed: int, first_row: int, rows: Any) -> Any:
-    """Stateless seeds, int32 `[rows, 2]`: the `seed` and the row's global index, so that no two rows share one."""
-    # NumPy's scalars keep their dtype whatever conversion of Python's ints is switched on (enable_numpy_behavior).
+    """Return stateless seeds, int32 `[rows, 2]`, that no two rows share: the `seed` and the row's global index."""
+    # NumPy scalars keep their dtype whatever enable_numpy_behavior does to Python's ints.
     return seeds_of_rows(seed, tf.range(tf.cast(rows, tf.int64)) + np.int64(first_row))
 
 
 def seeds_of_rows(seed: int, index: Any) -> Any:
-    """Stateless seeds, int32 `[rows, 2]`, of the rows with these numbers, int64 `[rows]`."""
+    """Return stateless seeds, int32 `[rows, 2]`, of the rows with these indices, int64 `[rows]`."""
     low_words = tf.bitcast(index, tf.int32)[:, 0]
     return tf.stack([tf.fill(tf.shape(low_words), np.uint32(seed).view(np.int32)), low_words], axis=1)
 
 
 def _next_number() -> int:
-    """A number for a function that no other one has; from 0 again after `tf.random.set_seed`."""
+    """Return a number that no other function has, from 0 again after `tf.random.set_seed`."""
     global _numbers
     with _lock:
-        now = last_set_seed()
-        if _numbers[0] is not now:
-            _numbers = now, itertools.count()
+        last = last_set_seed()
+        if _numbers[0] is not last:
+            _numbers = last, itertools.count()
         return next(_numbers[1])

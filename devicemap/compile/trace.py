@@ -1,7 +1,7 @@
 """User function -> one traced function over the rows of a shard.
 
-`fn` is traced once, for one row (`batched=False`) or for a batch of any size. The loop over a shard's rows is built from
-that trace: vectorised where every op is proven to give the same, else a `tf.map_fn`; both call the same traced row function.
+`fn` is traced once, for one row (`batched=False`) or for a batch of any size. The loop over a shard's rows calls that
+trace: it is vectorised if every op is tested to give the same, else a `tf.map_fn`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Traced:
     """Its captured inputs, in the order of `audit.treatments`."""
 
     structure: Any
-    """The nest that the result leaves are packed into, of states a tuple; its own leaves say what results there are."""
+    """The nest that the result leaves are packed into; of states, a tuple."""
 
     specs: tuple[Any, ...]
     """`tf.TypeSpec` of each result leaf, of shape `[None, ...]`."""
@@ -55,13 +55,13 @@ class Traced:
     """Why they are, or are not."""
 
     function: Any
-    """`tf.types.experimental.ConcreteFunction`: what the user's function was traced to, for one row or for a batch."""
+    """`tf.types.experimental.ConcreteFunction` of the user's function, for one row or for a batch."""
 
     audit: Audit
     """The state that it touches."""
 
     steady: bool
-    """Whether a call takes as long as another one on as many rows, whatever is in them."""
+    """Whether the duration of a call depends on nothing but the number of rows."""
 
     with_gradients: Traced | None = None
     """The same function with the right gradients, if this one lacks them."""
@@ -70,7 +70,7 @@ class Traced:
     """The same function compiled by XLA, if `jit_compile` asks for it."""
 
     reduction: BoundReduction | Collection | None = None
-    """What its results are states of; `None`: they are rows."""
+    """The reduction whose states it returns; `None`: it returns rows."""
 
     @property
     def differentiable(self) -> Traced:
@@ -79,17 +79,17 @@ class Traced:
 
     @property
     def input_specs(self) -> list[Any]:
-        """`tf.TypeSpec` of each leaf that it takes."""
+        """`tf.TypeSpec` of each input leaf."""
         leaves, _ = self.concrete.structured_input_signature
         return list(leaves)
 
     @property
     def nest_of_specs(self) -> Any:
-        """The nest of its results' `tf.TypeSpec`s."""
+        """The nest of `tf.TypeSpec`s of its results."""
         return tf.nest.pack_sequence_as(self.structure, list(self.specs))
 
     def no_rows(self) -> list[Any]:
-        """Result leaves without rows."""
+        """Return result leaves without rows."""
         return [empty_rows(spec) for spec in self.specs]
 
 
@@ -105,14 +105,14 @@ def trace(
     Args:
         fn: the user's function, of one row or of a batch.
         specs: nest of `tf.TypeSpec`s of the data, of shapes `[None, ...]`.
-        options: of which `batched`, `vectorize`, `seed`, `fn_output_signature` and `jit_compile` matter here.
-        stream: for a function with seeded random ops, the stream it draws from: another one, other draws. `None` leaves its
-            seeds as they are.
-        reduction: of its results.
+        options: `batched`, `vectorize`, `seed`, `fn_output_signature`, `jit_compile` and `in_place` are used.
+        stream: the number stream of seeded random ops; `None` leaves their seeds as they are.
+        reduction: of the results.
 
     Raises:
-        FunctionError: `fn` cannot be traced, or returns something that is not rows, or not what can be reduced. It is an
-            instance of the original error's class too.
+        FunctionError: `fn` cannot be traced, or its results are not rows or cannot be reduced. It is an instance of the
+            original error's class, too.
+        OptionError: `in_place` has a variable that `fn` does not use.
     """
     leaf_specs = list(tf.nest.flatten(specs))
     if options.seed is not None:
@@ -121,7 +121,7 @@ def trace(
     rowwise = options.batched and (reduction is None or reduction.counts_rows)
     flat_fn = _flatten(fn, specs, options, rowwise, shape_of_results, stream)
     try:
-        with tf.device(None):  # not the user's scope of the moment: the trace serves every device
+        with tf.device(None):  # the trace serves every device
             if options.batched:
                 traced_fn = flat_fn.get_concrete_function(*leaf_specs)
                 loops = [RowLoop(traced_fn, False, "fn takes a batch")]
@@ -157,7 +157,7 @@ def trace(
             loops, compiled = (_reduced(of_results, ways, leaf_specs) for ways in (loops, compiled))
         except FunctionError:
             raise
-        except Exception as error:  # whatever functions of the user's raise
+        except Exception as error:
             raise function_error(
                 f"the results of fn cannot be reduced: {type(error).__name__}: {error}", error
             ) from error
@@ -170,13 +170,13 @@ def trace(
 
 
 def _reduced(reduction: BoundReduction | Collection, loops: list[RowLoop], specs: list[Any]) -> list[RowLoop]:
-    """The loops with what they give reduced: the fast one few rows at a time, where these are large."""
+    """Return the loops with their results reduced: the fast one few rows at a time, if rows are large."""
     if not loops:
         return []
     in_blocks = reduction.over_blocks(loops[0].concrete, specs)
     if in_blocks is None:
         return [replace(loop, concrete=reduction.over(loop.concrete, specs)) for loop in loops]
-    last = loops[-1]  # for gradients, which would keep all that a loop has seen
+    last = loops[-1]  # for gradients, because a loop over blocks would keep all intermediate results
     return [replace(loops[0], concrete=in_blocks), replace(last, concrete=reduction.over(last.concrete, specs))]
 
 
@@ -189,7 +189,7 @@ def _traced(
     in_place: Sequence[Any],
     reduction: BoundReduction | Collection | None,
 ) -> Traced:
-    """The loop, fit to be called on many devices, and what is known of it."""
+    """Return the loop, prepared for calls on many devices, and facts about it."""
     concrete = loop.concrete
     differentiate_freely(concrete.graph)
     complete_handle_data(concrete.graph)
@@ -217,20 +217,19 @@ def _traced(
 def _flatten(
     fn: Callable[..., Any], specs: Any, options: Options, rowwise: bool, structures: list[Any], stream: Stream | None
 ) -> Any:
-    """`fn` as a `tf.function` of leaves that returns a list of leaves; appends the nest of its results to `structures`.
+    """Return `fn` as a `tf.function` from leaves to a list of leaves; it appends the nest of results to `structures`.
 
-    `rowwise`: whether it takes a batch, and is to return a row for each of it.
-
-    An inner `tf.function` gives it autograph and variables on first call, as TensorFlow defines them.
+    `rowwise`: whether `fn` takes a batch and must return a row for each of its rows. An inner `tf.function` provides
+    autograph and variables that `fn` creates in its first call.
     """
-    unpack = type(specs) is tuple  # as in tf.data: named tuples and dicts stay one argument
+    unpack = type(specs) is tuple  # as in tf.data, named tuples and dicts stay one argument
     count = len(tf.nest.flatten(specs))
     lists = paths_of_lists(options.fn_output_signature, "the result")
     if isinstance(fn, tf.types.experimental.PolymorphicFunction | tf.types.experimental.ConcreteFunction):
         inner = fn
     elif hasattr(fn, "__code__") and not _takes_others(fn, (len(specs) if unpack else 1) + (options.seed is not None)):
         inner = tf.function(fn)
-    else:  # Keras layers, partials, objects: tf.function wants a signature, and takes that of what a decorator wraps
+    else:  # Keras layers, partials, objects: tf.function would use the signature of the wrapped function
         inner = tf.function(lambda *args, **kwargs: fn(*args, **kwargs))
 
     @tf.function(autograph=False)
@@ -256,12 +255,12 @@ def _flatten(
 
 
 def _takes_others(fn: Callable[..., Any], count: int) -> bool:
-    """Whether a function that wraps another one has, by that one's signature, other arguments than it will be given."""
+    """Return whether the signature of the function that `fn` wraps does not fit `count` arguments."""
     return hasattr(fn, "__wrapped__") and len(inspect.signature(fn).parameters) != count
 
 
 def _result(value: Any, path: str, batched: bool) -> Any:
-    """One leaf of what `fn` returned, as a tensor: by tf.data's conventions, lists are stacked."""
+    """Return one leaf of what `fn` returned as a tensor; lists are stacked, as in tf.data."""
     if value is None:
         raise failure(
             f"{path} of fn is None; expected a tensor for each row. If fn is there for what it does, let it return "
@@ -298,7 +297,7 @@ def _result(value: Any, path: str, batched: bool) -> Any:
 
 
 def _check_validity(structure: Any, specs: list[Any]) -> None:
-    """Raise where an extension type does not let its objects hold rows: before they are computed, not when handed out."""
+    """Raise if an extension type refuses to hold rows, before they are computed."""
     refused: list[Any] = []
     if any(node.kind is not None for node in nodes_of(structure)):
 
@@ -329,7 +328,7 @@ def _compile_with_xla(loop: RowLoop, specs: list[Any]) -> RowLoop:
 
 
 def _kept_whole(over_rows: Any, specs: list[Any]) -> Any:
-    """The function as one that is never inlined, so that names in it stay its own wherever it is called."""
+    """Return the function as one that is never inlined, so that the names of its colocation groups stay unique."""
 
     @tf.function(autograph=False, experimental_attributes={"_noinline": True})
     def whole(*leaves: Any) -> Any:
