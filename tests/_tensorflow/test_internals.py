@@ -18,11 +18,13 @@ from devicemap._tensorflow.functions import (
     functions_within,
     last_set_seed,
     must_run,
+    with_captures,
 )
 from devicemap._tensorflow.gradients import (
     complete_handle_data,
     differentiate_freely,
     order_of_gradients,
+    redirect_gradient,
 )
 from devicemap._tensorflow.memory import allocator_bytes
 from devicemap._tensorflow.pfor import take_all_rows
@@ -206,3 +208,39 @@ def test_rows_are_taken_without_a_copy() -> None:
 def test_tensorflow_tells_how_much_memory_devices_have() -> None:
     assert usable(memory._context, memory._listing, memory._sizes)
     assert allocator_bytes() == {}  # of devices that are no CPUs; tests/simulators/test_softgpu.py has some
+
+
+def test_a_view_with_other_captures_leaves_the_function_alone() -> None:
+    own, other, x = tf.Variable(2.0), tf.Variable(3.0), tf.constant(5.0)
+    concrete = tf.function(lambda x: x * own).get_concrete_function(x)
+    view = with_captures(concrete, {concrete.captured_inputs[0].ref(): other.handle})
+    for function, factor in ((concrete, 2.0), (view, 3.0)):
+        taken = tf.function(lambda x, function=function: tf.gradients(function(x), x)[0])
+        assert float(function(x)) == factor * 5.0
+        assert float(taken(x)) == factor
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_gradients_of_a_replica_go_to_its_value(loop: bool) -> None:
+    original, replica = tf.Variable([1.0, 2.0]), tf.Variable([0.0, 0.0])
+
+    @tf.function
+    def looked_up(x: tf.Tensor) -> tf.Tensor:
+        value = original.read_value()
+        assigned = tf.raw_ops.AssignVariableOp(resource=replica.handle, value=value)
+        handle = redirect_gradient(replica.handle, value)
+        with tf.control_dependencies([assigned]):
+            return x * tf.raw_ops.ResourceGather(resource=handle, indices=[1, 1], dtype=tf.float32)
+
+    @tf.function
+    def gradient(x: tf.Tensor) -> tf.Tensor:
+        total = x
+        for _ in tf.range(2 if loop else 1):
+            total = looked_up(total)
+        return tf.convert_to_tensor(tf.gradients(total, original.handle)[0])
+
+    with tf.GradientTape() as tape:
+        rows = looked_up(tf.constant([3.0, 4.0]))
+    assert rows.numpy().tolist() == [6.0, 8.0]
+    assert tf.convert_to_tensor(tape.gradient(rows, original)).numpy().tolist() == [0.0, 7.0]
+    assert gradient(tf.constant([3.0, 4.0])).numpy().tolist() == [0.0, 28.0 if loop else 7.0]
