@@ -181,6 +181,6 @@ class Pipeline:
                     values[m] = calls.call(k, m, traced, value, filled or sizes[m] > 0)
         with tf.device(self._output_device):
             results = [copied(tf.nest.flatten(value)) for value in values]
-            joined, returned = zip(*(gather(part) for part in zip(*results)))
+            joined, returned = zip(*(gather(part, differentiable=True) for part in zip(*results)))
             leaves = [with_static_rows(leaf, rows) for leaf in with_row_counts_checked(joined, returned, sizes)]
         return as_objects(tf.nest.pack_sequence_as(traces[-1][0].structure, leaves))
