@@ -280,6 +280,37 @@ def test_bad_input_is_not_tried_again(sim: simulator.Simulator) -> None:
     assert sum(sim.usage(device).refused for device in ("CPU:1", "CPU:2")) == 1
 
 
+def test_an_assertion_is_raised_while_another_row_runs() -> None:
+    """Row 1 would run for a minute. It is cancelled, and its thread ends with it."""
+    release = threading.Event()
+
+    def wait(row: Any) -> Any:
+        if row == 1:
+            release.wait(60)
+        return row
+
+    def fn(row: Any) -> Any:
+        row = tf.ensure_shape(tf.py_function(wait, [row], tf.int32), [])
+        tf.debugging.assert_greater(row, 0, message="too small")
+        return row
+
+    try:
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"failed on row 0 on CPU:\d: .*too small"):
+            devicemap.parallel_map(fn, tf.range(8), batch_size=1, devices=["CPU:1", "CPU:2"])
+        assert not release.is_set()
+    finally:
+        release.set()
+        _wait_for_threads()
+
+
+def _wait_for_threads() -> None:
+    """Wait for the threads of ops that were running when their call ended."""
+    deadline = time.monotonic() + 10
+    while any(thread.name.startswith("devicemap") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("max_retries", [0, 1, 2])
 def test_a_row_that_fails_everywhere(faults: Faults, max_retries: int) -> None:
     faults.script = lambda device, rows, call: _broken() if 37 in rows else None
