@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.gradients import complete_handle_data, differentiate_freely
+from devicemap._tensorflow.gradients import differentiate_freely
 from devicemap.base.options import Options
 from devicemap.base.structure import as_objects, map_nest, nodes_of, paths_of_lists, refused_by
 from devicemap.compile.audit import Audit, audit, is_steady
@@ -192,7 +192,6 @@ def _traced(
     """Return the loop, prepared for calls on many devices, and facts about it."""
     concrete = loop.concrete
     differentiate_freely(concrete.graph)
-    complete_handle_data(concrete.graph)
     outputs = [spec_of(leaf) for leaf in concrete.structured_outputs]
     if reduction is None:
         _check_validity(structure, outputs)
