@@ -1,4 +1,4 @@
-"""Gradients: where those of a function are computed, and which a call may be asked for."""
+"""The gradients of a function: on which device they are computed, and which ones a call must support."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow import Private, nothing, usable, with_fallback
-from devicemap._tensorflow.functions import functions_within, own_functions
+from devicemap._tensorflow.functions import own_functions
 
 _record = Private("tensorflow.python.eager.record", "could_possibly_record")
 _forwardprop = Private("tensorflow.python.eager.forwardprop_util", "pack_tangents")
@@ -18,25 +18,20 @@ _operations = Private("tensorflow", "Operation._update_input", "Operation._clear
 _control = Private("tensorflow", "Operation._add_control_input")
 _registry = Private("tensorflow.python.framework.ops", "get_gradient_function")
 _gradients = Private("tensorflow.python.ops.gradients_util", "PossibleTapeGradientTypes")
-_handle_data = Private("tensorflow.python.ops.handle_data_util", "copy_handle_data", "get_resource_handle_data")
+_handle_data = Private("tensorflow.python.ops.handle_data_util", "copy_handle_data")
 _resources = Private("tensorflow.python.ops.resource_variable_ops", "variable_accessed")
 
 
 _mending = threading.Lock()
-"""Maps share the traces of functions that their own functions call (`tracing_again`), in whichever thread they are traced."""
-
-
-def _any_order(_: Any, __: Iterable[Any]) -> int:
-    return 2
+"""Held while graphs change: maps in several threads share the traces of functions that their functions call."""
 
 
 @with_fallback(nothing, _registry, _operations)
 def differentiate_in_place(ops: Iterable[Any]) -> None:
-    """Let the gradients of these ops of the graph being traced be computed on the devices that the ops are placed on.
+    """Compute the gradients of these ops of the graph being traced on the devices of the ops.
 
-    TensorFlow adds gradients to a function without a device, which means the first one; the option that would change it
-    (`colocate_gradients_with_ops` of `tf.gradients`) does not reach the gradients of functions, and each op's own gradient
-    function, the one place left, is not public.
+    TensorFlow adds the gradient of a function call without a device, so the placer selects the first one
+    (test_backward_work_runs_where_the_forward_work_ran). The option `colocate_gradients_with_ops` does not apply to calls.
     """
     for op in dict.fromkeys(ops):
         try:
@@ -72,19 +67,16 @@ def fanned_out(value: Any, count: int) -> list[Any]:
 
 
 def _linked_for_good(results: Sequence[Any], values: Sequence[Any], gradient: Callable[..., Any]) -> list[Any]:
-    @tf.custom_gradient
-    def link(*_: Any) -> Any:
-        return list(results), lambda *upstream: gradient(*upstream)
-
+    link = tf.custom_gradient(lambda *_: (list(results), lambda *upstream: gradient(*upstream)))
     return list(link(*values))
 
 
 @with_fallback(_linked_for_good, _registry, _operations)
 def linked(results: Sequence[Any], values: Sequence[Any], gradient: Callable[..., Any]) -> list[Any]:
-    """The results, in the function being traced; of gradients to them, `gradient` makes those to `values`, whatever led there.
-    A tape follows them out of the function, not in it.
+    """Return the results, in the function being traced, with the gradients to `values` that `gradient` computes from theirs.
 
-    `tf.custom_gradient` does the same, in TensorFlow's registry of gradients, which keeps each graph that uses it for good.
+    Tapes outside the function use it; tapes inside do not. The public way is `tf.custom_gradient`, but TensorFlow's gradient
+    registry keeps each graph that uses it forever, with the weights of the model.
     """
     copies = tf.raw_ops.IdentityN(input=[*results, *values])
     copies[0].op._gradient_function = lambda _, *upstream: [
@@ -95,7 +87,7 @@ def linked(results: Sequence[Any], values: Sequence[Any], gradient: Callable[...
 
 
 def added(gradients: Sequence[Any]) -> Any:
-    """The sum of gradients; of slices, as TensorFlow has it, all of them: optimizers treat those in ways of their own."""
+    """Return the sum of gradients. The sum of `tf.IndexedSlices` is one, too, because optimizers update only their rows."""
     if all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
         values, indices = (tf.concat([getattr(g, part) for g in gradients], 0) for part in ("values", "indices"))
         return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
@@ -104,7 +96,11 @@ def added(gradients: Sequence[Any]) -> Any:
 
 @with_fallback(nothing, _control)
 def wait_for(op: Any, before: Any) -> None:
-    """Let an op of the graph being traced wait for another one, unless that needs what it gives."""
+    """Add a control dependency of an op of the graph being traced on `before`, unless `before` depends on the op.
+
+    `tf.control_dependencies` orders new ops only, but the schedule 1F1B orders ops that are already in the graph
+    (test_1f1b_begins_backward_before_all_is_forward).
+    """
     needed: set[Any] = set()
     left = [before]
     while left:
@@ -130,67 +126,33 @@ def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
 
 
 def _bring_inputs(op: Any) -> None:
-    """Let an op take what comes into its graph by way of the device of the moment; variables stay where they are.
+    """Copy the arguments of the graph, except variables, to the current device before an op reads them.
 
-    TensorFlow hands lists (of a loop's intermediate results) to a function on the first device, whatever made them; a loop
-    then fetches its list from there, and hands it back, in each step.
+    TensorFlow passes a TensorList to a function on the first device. A loop then fetches its list from there in each step
+    (test_backward_work_runs_where_the_forward_work_ran).
     """
     for i, tensor in enumerate(op.inputs):
         if tensor.dtype != tf.resource and tensor.op.type == "Placeholder":
             op._update_input(i, tf.identity(tensor))
 
 
+def _ops_of(graph: Any) -> list[Any]:
+    """Return the ops of a function's graph and of the functions that were traced for it."""
+    return [op for each in (graph, *own_functions(graph)[0]) for op in each.get_operations()]
+
+
 @with_fallback(nothing, _registry, _operations)
 def differentiate_freely(graph: Any) -> None:
-    """Let the gradients of gathers in a function's graph, and in those that it calls, not ask for a device.
+    """Drop the device constraints from the gradients of gathers in a function's graph and the functions that it calls.
 
-    They ask for that of what was gathered from, by name. In the gradients of a function that several devices call it is one
-    name, and TensorFlow brings all of it to one device.
+    TensorFlow colocates these gradients with the gathered tensor, by name. In a function that several devices call, that name
+    moves the gradients of all of them to one device (test_backward_work_runs_where_the_forward_work_ran).
     """
     with _mending:
-        for each in (graph, *own_functions(graph)[0]):
-            for op in each.get_operations():
-                if op.type in ("Gather", "GatherV2"):
-                    gradient = _registry.get_gradient_function(op)
-                    if not hasattr(
-                        gradient, "without_colocation"
-                    ):  # a function that fn calls is met again in each trace
-                        op._gradient_function = _without_colocation(gradient)
-
-
-@with_fallback(nothing, _registry, _operations)
-def differentiate_values_alone(graph: Any) -> None:
-    """Let gradients of eigenvalues and singular values pass by the vectors that were not asked for.
-
-    TensorFlow gives their static shape as [0], and they are scalars: a loop that keeps them for the gradient fails. What a
-    function's graph says is changed for its gradients only, as the function itself was made before.
-    """
-    with _mending:
-        for each in (graph, *own_functions(graph)[0]):
-            for op in [op for op in each.get_operations() if op.type in _WITHOUT_VECTORS]:
-                # a function that fn calls is met again in each trace
-                if not op.get_attr(_WITHOUT_VECTORS[op.type]) and not hasattr(op, "values_alone"):
-                    _link_values(op)
-
-
-def _link_values(op: Any) -> None:
-    op.values_alone = True
-    consumers = op.outputs[0].consumers()
-    with op.graph.as_default():
-        values, _ = tf.identity_n([op.outputs[0], op.inputs[0]])
-    values.op._gradient_function = _of_values
-    for consumer in consumers:
-        for i in [i for i, used in enumerate(consumer.inputs) if used is op.outputs[0]]:
-            consumer._update_input(i, values)
-
-
-_WITHOUT_VECTORS = {"Svd": "compute_uv", "Eig": "compute_v", "SelfAdjointEigV2": "compute_v"}
-
-
-def _of_values(linked: Any, of_values: Any, of_matrix: Any) -> list[Any]:
-    op = linked.inputs[0].op
-    unused = len(op.outputs) - 1  # some wait for these gradients, none reads them
-    return [None, _registry.get_gradient_function(op)(op, of_values, *[of_values] * unused)]
+        for op in _ops_of(graph):
+            # A function that fn calls is part of each trace of fn.
+            if op.type in ("Gather", "GatherV2") and op._gradient_function is None:
+                op._gradient_function = _without_colocation(_registry.get_gradient_function(op))
 
 
 def _without_colocation(gradient: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,50 +165,39 @@ def _without_colocation(gradient: Callable[..., Any]) -> Callable[..., Any]:
                 added._clear_attr("_class")
         return gradients
 
-    free.without_colocation = True  # type: ignore[attr-defined]
     return free
 
 
-@with_fallback(nothing, _handle_data)
-def complete_handle_data(graph: Any) -> None:
-    """Tell a function's graph, and those that it calls, what variables the handles are of that their ops hand on.
+_COMPUTES_VECTORS = {"Svd": "compute_uv", "Eig": "compute_v", "SelfAdjointEigV2": "compute_v"}
+"""The attribute of each decomposition; if it is false, the results after the first one are undefined."""
 
-    A branch of `tf.cond` does not tell (vectorised loops have one in each step), and second gradients of what follows
-    need the shape: without it they fail.
+
+@with_fallback(nothing, _registry, _operations)
+def differentiate_values_alone(graph: Any) -> None:
+    """Exclude the vectors that a decomposition does not compute from its gradient.
+
+    Their static shape is [0], but at run time they are scalars: a loop that stores them for its gradient fails
+    (test_gradients_of_values_without_their_vectors). The ops added here affect the gradients only, since the function exists.
     """
-    graphs = {name: inner for name, (inner, _) in functions_within(graph).items()}
-    own, _ = own_functions(graph)
     with _mending:
-        while sum(_complete(each, graphs) for each in (graph, *own)):
-            pass
+        for op in _ops_of(graph):
+            if op.type not in _COMPUTES_VECTORS or op.get_attr(_COMPUTES_VECTORS[op.type]):
+                continue
+            consumers = op.outputs[0].consumers()
+            if any(each.type == "IdentityN" and each._gradient_function for each in consumers):
+                continue  # a function that fn calls is part of each trace of fn
+            with op.graph.as_default():
+                values, _ = tf.identity_n([op.outputs[0], op.inputs[0]])
+            values.op._gradient_function = _gradient_of_values
+            for consumer in consumers:
+                for i in [i for i, used in enumerate(consumer.inputs) if used is op.outputs[0]]:
+                    consumer._update_input(i, values)
 
 
-def _complete(graph: Any, graphs: dict[str, Any]) -> bool:
-    """Tell what is known of handles one op further on; whether anything was told."""
-    more = False
-    for op in graph.get_operations():
-        for i, handle in enumerate(op.outputs):
-            if handle.dtype == tf.resource and not _has_handle_data(handle):
-                source = _handed_on(op, i, graphs)
-                if source is not None and _has_handle_data(source):
-                    _handle_data.copy_handle_data(source, handle)
-                    more = True
-    return more
-
-
-def _handed_on(op: Any, i: int, graphs: dict[str, Any]) -> Any:
-    """The tensor that is output `i` of an op that only hands it on."""
-    if op.type in ("Identity", "IdentityN", "While", "StatelessWhile"):
-        return op.inputs[i]
-    attribute = {"If": "then_branch", "StatelessIf": "then_branch"}.get(op.type, "f")
-    calls = op.type in ("If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")
-    called = graphs.get(op.get_attr(attribute).name) if calls else None
-    return None if called is None else called.outputs[i]
-
-
-def _has_handle_data(handle: Any) -> bool:
-    of_what = _handle_data.get_resource_handle_data(handle).shape_and_type
-    return len(of_what) > 0 and not any(each.shape.unknown_rank for each in of_what)
+def _gradient_of_values(identity: Any, of_values: Any, of_matrix: Any) -> list[Any]:
+    op = identity.inputs[0].op
+    unused = len(op.outputs) - 1  # the gradient function waits for them, but does not read them
+    return [None, _registry.get_gradient_function(op)(op, of_values, *[of_values] * unused)]
 
 
 def holds_gradients() -> bool:
@@ -281,19 +232,22 @@ def redirect_gradient(handle: Any, value: Any) -> Any:
 def tape_is_recording() -> bool:
     """Whether a `tf.GradientTape` or `tf.autodiff.ForwardAccumulator` of this thread may record the next op.
 
-    Public API tells only whether a given tape watches a given tensor, and needs that tape: it is taken to be none, where
-    gradients do not go through anyway.
+    Without it, chunks under a tape return gradients of `None` (test_gradients_through_chunks_are_refused_not_lost). The
+    public API needs the tape itself.
     """
     return bool(_record.could_possibly_record())
 
 
-@with_fallback(_any_order, _record, _gradients, _resources)
+@with_fallback(lambda *_: 2, _record, _gradients, _resources)
 def order_of_gradients(concrete: Any, tensors: Iterable[Any]) -> int:
-    """Which gradients a call of a `ConcreteFunction` in eager code has to keep: 0 none, 1 first ones, 2 any.
+    """Return which gradients a call of a `ConcreteFunction` in eager code must support: 0 none, 1 first, 2 any.
 
-    `tensors` are its inputs, with those that it captures.
+    TensorFlow runs another function for each, so that seeded ops repeat their numbers (test_random.py). The public API does not
+    show the order, so the fallback is 2.
 
-    TensorFlow runs another function for each; public API does not tell which, so it may be any.
+    Args:
+        concrete: the function.
+        tensors: its inputs, including captures.
     """
     if not tape_is_recording():
         return 0

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.ops import handle_data_util
 
 from devicemap._tensorflow import memory, usable
 from devicemap._tensorflow.calls import prepare_gradient
@@ -21,10 +20,11 @@ from devicemap._tensorflow.functions import (
     with_captures,
 )
 from devicemap._tensorflow.gradients import (
-    complete_handle_data,
     differentiate_freely,
+    holds_gradients,
     order_of_gradients,
     redirect_gradient,
+    wait_for,
 )
 from devicemap._tensorflow.memory import allocator_bytes
 from devicemap._tensorflow.pfor import take_all_rows
@@ -85,8 +85,7 @@ def test_gradients_of_gathers_ask_for_no_device(free: bool) -> None:
             for op in inner.get_concrete_function(tf.TensorSpec([None, 2])).graph.get_operations()
             if "Gather" in op.type
         )
-        assert op._gradient_function.without_colocation
-        assert not hasattr(op._gradient_function.__closure__[0].cell_contents, "without_colocation")
+        assert op._gradient_function.__closure__[0].cell_contents.__name__ == "_GatherV2Grad"  # wrapped once
     in_functions = [node for function in graph_def.library.function for node in function.node_def]
     assert any("_class" in node.attr for node in in_functions) != free
     np.testing.assert_allclose(gradient(X), 1 - np.tanh(X) ** 2, rtol=1e-3)
@@ -157,24 +156,43 @@ def test_each_seeding_is_another() -> None:
     assert last_set_seed() is not first
 
 
-def test_what_handles_are_of_is_known_behind_a_branch() -> None:
-    variable = tf.Variable([1.0, 2.0])
+@pytest.mark.parametrize("called", [False, True])
+def test_the_gradient_function_of_an_op_is_used(called: bool) -> None:
+    """That of an op, and of a call of a function: by `tf.gradients`, and by a tape around the function."""
+    sine: Any = tf.function(tf.sin).get_concrete_function(tf.TensorSpec([])) if called else tf.sin
 
     @tf.function(autograph=False)
-    def chosen(x: tf.Tensor) -> tf.Tensor:
-        return tf.raw_ops.If(
-            cond=x[0, 0] > 0.0, input=[variable.handle], Tout=[tf.resource], then_branch=same, else_branch=same
-        )[0]
+    def fn(x: tf.Tensor) -> tf.Tensor:
+        y = sine(x)
+        y.op._gradient_function = lambda op, *upstream: 7.0 * upstream[0]
+        return y
 
-    same = tf.function(lambda handle: handle).get_concrete_function(variable.handle)
-    graph = chosen.get_concrete_function(X).graph
-    (branch,) = (op.outputs[0] for op in graph.get_operations() if op.type == "If")
-    before = handle_data_util.get_resource_handle_data(branch).shape_and_type
-    assert not before or before[0].shape.unknown_rank
-    complete_handle_data(graph)
-    for handle in (branch, graph.outputs[0]):
-        (known,) = handle_data_util.get_resource_handle_data(handle).shape_and_type
-        assert tf.TensorShape(known.shape) == [2]
+    x = tf.constant(0.5)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = fn(x)
+    assert float(tape.gradient(y, x)) == 7.0
+    assert float(tf.function(lambda x: tf.gradients(fn(x), x)[0])(x)) == 7.0
+    assert holds_gradients()
+
+
+def test_an_op_takes_another_input() -> None:
+    @tf.function
+    def fn(x: tf.Tensor) -> tf.Tensor:
+        y = tf.sin(x)
+        y.op._update_input(0, tf.constant(0.0))
+        return y
+
+    assert float(fn(tf.constant(1.0))) == 0.0
+
+
+def test_an_op_waits_for_another_one() -> None:
+    with tf.Graph().as_default():
+        first, second = tf.no_op(), tf.no_op()
+        wait_for(second, first)
+        wait_for(first, second)  # which would be a cycle
+        assert second.control_inputs == [first]
+        assert first.control_inputs == []
 
 
 def test_which_gradients_a_call_has_to_keep() -> None:
