@@ -9,7 +9,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.pfor import Converter, NotVectorizableError, pfor, run_again, wrap_stacked
+from devicemap._tensorflow.pfor import (
+    Converter,
+    NotVectorizableError,
+    convert_as_tensorflow,
+    pfor,
+    run_again,
+    with_own_inputs,
+    wrap_stacked,
+)
 
 
 def convert_loop(given: Any) -> list[Any]:
@@ -36,7 +44,7 @@ class _Parting(Exception):
 
 def _shared_loop(given: Any, loop: Any, differ: Iterable[int]) -> list[Any]:
     """Return the results of one loop for all rows. The variables in `differ` are stacked."""
-    started = pfor._PforInput(given.pfor, given.op, list(given.inputs))
+    started = with_own_inputs(given)
     started.stack_inputs(differ, tile_variants=True)
     stacked = [each.is_stacked for each in started.inputs]
     shapes = pfor.WhileV2(started)._output_shapes()
@@ -83,7 +91,7 @@ def convert_if(given: Any) -> list[Any]:
     TensorFlow's converter runs a branch for zero rows, too, where ops that reshape to -1 fail.
     """
     if not given.input(0).is_stacked:
-        return list(pfor._convert_if(given))
+        return list(convert_as_tensorflow(given))
     names = [given.get_attr(branch).name for branch in ("else_branch", "then_branch")]
     return _branch(given, tf.cast(given.stacked_input(0), tf.int32), names)
 
@@ -91,7 +99,7 @@ def convert_if(given: Any) -> list[Any]:
 def convert_case(given: Any) -> list[Any]:
     """Convert `tf.switch_case` like `convert_if`. An index out of range selects the last branch, as TensorFlow does."""
     if not given.input(0).is_stacked:
-        return list(pfor._convert_stateless_case(given))
+        return list(convert_as_tensorflow(given))
     names = [branch.name for branch in given.get_attr("branches")]
     index = given.stacked_input(0)
     known = (index >= 0) & (index < len(names))
@@ -174,7 +182,7 @@ def convert_list(given: Any) -> Any:
     """
     names = [argument.name for argument in given.op.op_def.input_arg]
     if "input_handle" in names and not given.input(0).is_stacked:
-        return pfor._pfor_converter_registry[given.op.type](given)
+        return convert_as_tensorflow(given)
     results = run_again(given.op, [_for_elements(given, place, name) for place, name in enumerate(names)])
     tensor_of_list = given.op.type in ("TensorListStack", "TensorListGather")
     return wrap_stacked(map(swapped, results) if tensor_of_list else results)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,23 +12,57 @@ from devicemap._tensorflow.control_flow import CONTROL_FLOW, LISTS, convert_list
 from devicemap._tensorflow.pfor import (
     Converter,
     NotVectorizableError,
+    convert_as_tensorflow,
     for_all_rows,
     pfor,
     run_again,
-    with_own_inputs,
     wrap_stacked,
 )
 
-
-def convert_batch(given: Any) -> Any:
-    """Convert an op that works element by element, or treats its leading axes as a batch: the row axis is one of them."""
-    return wrap_stacked(run_again(given.op, [for_all_rows(given, place) for place in range(given.num_inputs)]))
+Rule = Callable[[Any, int], Any]
+"""`(given, place)`: the op and the index of an input -> the input of the op for all rows."""
 
 
-def convert_first_input(given: Any) -> Any:
-    """Convert an op whose first input differs between rows, and whose other inputs do not."""
-    others = [given.unstacked_input(place) for place in range(1, given.num_inputs)]
-    return wrap_stacked(run_again(given.op, [given.stacked_input(0), *others]))
+def by(*rules: Rule) -> Converter:
+    """Return a converter that runs the op once. Each rule converts an input, the last one all further inputs, too."""
+
+    def convert(given: Any) -> Any:
+        places = range(given.num_inputs)
+        return wrap_stacked(run_again(given.op, [rules[min(place, len(rules) - 1)](given, place) for place in places]))
+
+    return convert
+
+
+def shared(given: Any, place: int) -> Any:
+    """Take an input that is the same for all rows."""
+    return given.unstacked_input(place)
+
+
+def axes(given: Any, place: int) -> Any:
+    """Count axes from behind the row axis."""
+    counted = given.unstacked_input(place)
+    return counted + tf.cast(counted >= 0, counted.dtype)
+
+
+def paddings(given: Any, place: int) -> Any:
+    """Pad all axes except that of the rows. TensorFlow's converter of PadV2 drops `constant_values`."""
+    of_row = given.unstacked_input(place)
+    return tf.concat([tf.zeros([1, 2], of_row.dtype), of_row], 0)
+
+
+def shape_with_rows(given: Any, place: int) -> Any:
+    """Prefix a shape with the number of rows."""
+    shape = given.unstacked_input(place)
+    return tf.concat([tf.cast(given.pfor.loop_len_vector, shape.dtype), shape], 0)
+
+
+def indices_with_row(given: Any, place: int) -> Any:
+    """Prefix each index with the number of its row: `[rows, ..., depth]` -> `[rows, ..., depth + 1]`."""
+    indices, rows = for_all_rows(given, place), given.pfor.loop_len_vector
+    places = tf.shape(indices)[:-1]
+    row = tf.reshape(tf.range(rows[0]), tf.concat([rows, tf.ones_like(places[1:])], 0))
+    row = tf.broadcast_to(row, places)[..., tf.newaxis]
+    return tf.concat([tf.cast(row, indices.dtype), indices], -1)
 
 
 def convert_flattened(given: Any, batches: Sequence[int], sizes: int | None = None) -> Any:
@@ -56,67 +90,19 @@ def convert_flattened(given: Any, batches: Sequence[int], sizes: int | None = No
 
 def _flattened(tensor: Any) -> Any:
     """`[rows, batch, ...]` -> `[rows * batch, ...]`."""
-    flat = getattr(tensor, _FLAT, None)
-    if flat is not None:
-        return flat
     shape = tf.shape(tensor)
     return tf.reshape(tensor, tf.concat([shape[:1] * shape[1:2], shape[2:]], 0))
 
 
 def _unflattened(tensor: Any, rows: Any, batch: Any) -> Any:
     """`[rows * batch, ...]` -> `[rows, batch, ...]`."""
-    result = tf.reshape(tensor, tf.concat([rows, batch, tf.shape(tensor)[1:]], 0))
-    setattr(result, _FLAT, tensor)
-    return result
-
-
-_FLAT = "_devicemap_flat"
-"""Attribute of a tensor `[rows, batch, ...]`: the tensor `[rows * batch, ...]` that it was reshaped from."""
-
-
-def convert_fusible(given: Any) -> Any:
-    """Add a shared bias, or rectify, before the merged batch is split by rows.
-
-    Grappler fuses Conv2D or MatMul with a bias and Relu, but only if no Reshape is between them
-    (test_no_reshape_keeps_grappler_from_fusing).
-    """
-    varying = [place for place, each in enumerate(given.inputs) if each.is_stacked]
-    flat = getattr(given.input(varying[0]).t, _FLAT, None)
-    if flat is None or len(varying) > 1 or not _keeps_batch(given.op, varying[0]):
-        return pfor._pfor_converter_registry[given.op_type](given)
-    (result,) = run_again(given.op, [flat if each.is_stacked else each.t for each in given.inputs])
-    batch = tf.shape(given.input(varying[0]).t)[1:2]
-    return wrap_stacked([_unflattened(result, given.pfor.loop_len_vector, batch)])
-
-
-def _keeps_batch(op: Any, place: int) -> bool:
-    """Whether an op computes each element of the batch, the first axis of an input, in the same way."""
-    rank = op.inputs[place].shape.rank
-    others = [each.shape for i, each in enumerate(op.inputs) if i != place]
-    if rank is None or any(other.rank is None for other in others):
-        return False
-    return all(other.rank < rank or (other.rank == rank and other[0] == 1) for other in others)
-
-
-def convert_along_axis(given: Any) -> Any:
-    """Convert an op whose second input holds axes."""
-    axes = given.unstacked_input(1)
-    return wrap_stacked(run_again(given.op, [given.stacked_input(0), axes + tf.cast(axes >= 0, axes.dtype)]))
+    return tf.reshape(tensor, tf.concat([rows, batch, tf.shape(tensor)[1:]], 0))
 
 
 def convert_reduction(given: Any) -> Any:
     """Reduce over int32 axes: the gradient for int64 axes fails if lengths are unknown (TensorFlow's `_SumGrad`)."""
-    given = with_own_inputs(given)
     given.inputs[1] = pfor.wrap(tf.cast(given.unstacked_input(1), tf.int32), False)
-    return pfor._pfor_converter_registry[given.op_type](given)
-
-
-def convert_pad(given: Any) -> Any:
-    """Pad all axes except that of the rows. TensorFlow's converter of PadV2 drops `constant_values`."""
-    paddings = given.unstacked_input(1)
-    with_rows = tf.concat([tf.zeros([1, 2], paddings.dtype), paddings], 0)
-    constants = [given.unstacked_input(place) for place in range(2, given.num_inputs)]
-    return wrap_stacked(run_again(given.op, [given.stacked_input(0), with_rows, *constants]))
+    return convert_as_tensorflow(given)
 
 
 def convert_transpose(given: Any) -> Any:
@@ -131,9 +117,8 @@ def convert_roll(given: Any) -> Any:
     """Roll along non-negative axes. TensorFlow's converter mishandles negative ones."""
     rows, axis = for_all_rows(given, 0), given.unstacked_input(2)
     axis = tf.math.floormod(axis, tf.cast(tf.rank(rows) - 1, axis.dtype))
-    given = with_own_inputs(given)
     given.inputs[0], given.inputs[2] = pfor.wrap(rows, True), pfor.wrap(axis, False)
-    return pfor._convert_roll(given)
+    return convert_as_tensorflow(given)
 
 
 def convert_squeeze(given: Any) -> Any:
@@ -175,7 +160,7 @@ def convert_bias(given: Any) -> Any:
     (value, _, _), (bias, bias_stacked, _) = given.input(0), given.input(1)
     channels_first = given.get_attr("data_format") == b"NCHW"
     if not (channels_first or bias_stacked):
-        return convert_fusible(given)
+        return convert_as_tensorflow(given)
     rank = given.op.inputs[0].shape.rank
     if rank is None:
         raise NotVectorizableError("has an input of unknown rank")
@@ -237,13 +222,8 @@ def _adjoint(matrices: Any) -> Any:
 def _times_shared(rows: Any, matrix: Any, adjoint: bool) -> Any:
     """Multiply `[..., n, k]` by one matrix `[k, m]`, or by the adjoint of one `[m, k]`."""
     shape = tf.shape(rows)
-    if rows.shape.rank == 3:
-        product = tf.matmul(_flattened(rows), matrix, adjoint_b=adjoint)
-        result = _unflattened(product, shape[:1], shape[1:2])
-    else:
-        flat = tf.reshape(rows, tf.stack([tf.reduce_prod(shape[:-1]), shape[-1]]))
-        product = tf.matmul(flat, matrix, adjoint_b=adjoint)
-        result = tf.reshape(product, tf.concat([shape[:-1], tf.shape(product)[1:]], 0))
+    product = tf.matmul(tf.reshape(rows, [tf.reduce_prod(shape[:-1]), shape[-1]]), matrix, adjoint_b=adjoint)
+    result = tf.reshape(product, tf.concat([shape[:-1], tf.shape(product)[1:]], 0))
     result.set_shape([*rows.shape[:-1], product.shape[-1]])
     return result
 
@@ -288,31 +268,6 @@ def convert_gather_nd(given: Any) -> Any:
     return wrap_stacked([tf.gather_nd(params.t, indices, batch_dims=int(params.is_stacked))])
 
 
-def convert_scatter(given: Any) -> Any:
-    """Scatter into one tensor that holds all rows.
-
-    The inputs of `ScatterNd` are indices, updates and a shape; those of the other ops are a tensor, indices and updates.
-    """
-    inputs, rows = [], given.pfor.loop_len_vector
-    for place, argument in enumerate(given.op.op_def.input_arg):
-        if argument.name == "shape":
-            shape = given.unstacked_input(place)
-            inputs.append(tf.concat([tf.cast(rows, shape.dtype), shape], 0))
-        elif argument.name == "indices":
-            inputs.append(_with_row(for_all_rows(given, place), rows))
-        else:
-            inputs.append(for_all_rows(given, place))
-    return wrap_stacked(run_again(given.op, inputs))
-
-
-def _with_row(indices: Any, rows: Any) -> Any:
-    """Prefix each index with the number of its row: `[rows, ..., depth]` -> `[rows, ..., depth + 1]`."""
-    places = tf.shape(indices)[:-1]
-    row = tf.reshape(tf.range(rows[0]), tf.concat([rows, tf.ones_like(places[1:])], 0))
-    row = tf.broadcast_to(row, places)[..., tf.newaxis]
-    return tf.concat([tf.cast(row, indices.dtype), indices], -1)
-
-
 def convert_segments(given: Any) -> Any:
     """Number the segments of all rows consecutively.
 
@@ -342,20 +297,19 @@ def convert_slice(given: Any) -> Any:
 
     A gather on a GPU returns zeros for an index out of bounds, which is an error for a slice.
     """
-    given = with_own_inputs(given)
     given.stack_inputs([0])
     begin, begin_stacked, _ = given.input(1)
     if begin_stacked:
         lengths, size = tf.shape(given.stacked_input(0), begin.dtype)[1:], given.unstacked_input(2)
         given.inputs[1] = pfor.wrap(_checked(begin, (begin >= 0) & (begin + size <= lengths)), True)
-    return pfor._convert_slice(given)
+    return convert_as_tensorflow(given)
 
 
 def convert_strided_slice(given: Any) -> Any:
     """Slice, or gather the element at an index that differs between rows, as in `x[i]`."""
     begin, begin_stacked, _ = given.input(1)
     if not begin_stacked:
-        return pfor._pfor_converter_registry["StridedSlice"](given)
+        return convert_as_tensorflow(given)
     depth = given.op.inputs[1].shape[0]
     others = [given.get_attr(name) for name in ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask")]
     if depth is None or given.get_attr("shrink_axis_mask") != 2**depth - 1 or any(others):
@@ -376,8 +330,8 @@ def _checked(indices: Any, valid: Any) -> Any:
 
 def convert_batch_normalization(given: Any) -> Any:
     """Normalise with given moments. The other results are unused (`vectorizable_ops.EXCEPTIONS`)."""
-    images, shared = given.stacked_input(0), [given.unstacked_input(place) for place in range(1, given.num_inputs)]
-    result, *others = run_again(given.op, [_flattened(images), *shared])
+    images, moments = given.stacked_input(0), [given.unstacked_input(place) for place in range(1, given.num_inputs)]
+    result, *others = run_again(given.op, [_flattened(images), *moments])
     result = _unflattened(result, given.pfor.loop_len_vector, tf.shape(images)[1:2])
     return [pfor.wrap(result, True), *(pfor.wrap(other, False) for other in others)]
 
@@ -385,7 +339,7 @@ def convert_batch_normalization(given: Any) -> Any:
 def convert_depthwise(given: Any) -> Any:
     """Convolve. TensorFlow's converter requires filters that differ between rows."""
     if given.input(1).is_stacked:
-        return pfor._convert_depthwise_conv2d_native(given)
+        return convert_as_tensorflow(given)
     return convert_flattened(given, [0])
 
 
@@ -409,7 +363,7 @@ CONVERTERS: dict[str, Converter] = {
         "MatrixLogarithm MatrixSquareRoot PopulationCount PreventGradient Qr RGBToHSV Snapshot StaticRegexFullMatch "
         "StaticRegexReplace StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast "
         "StringToHashBucketStrong StringToNumber StringUpper TridiagonalMatMul TridiagonalSolve",
-        convert_batch,
+        by(for_all_rows),
     ),
     **_all(
         "AvgPool AvgPool3D Conv2D Conv3D DepthToSpace Dilation2D ExtractImagePatches LRN MaxPool MaxPool3D MaxPoolV2 "
@@ -430,10 +384,9 @@ CONVERTERS: dict[str, Converter] = {
         "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput",
         partial(convert_flattened, batches=[2], sizes=0),
     ),
-    **_all("AddV2 Relu", convert_fusible),
-    **_all("CumulativeLogsumexp EuclideanNorm", convert_along_axis),
+    **_all("CumulativeLogsumexp EuclideanNorm", by(for_all_rows, axes)),
     **_all("All Any Max Mean Min Prod Sum", convert_reduction),
-    **_all("Pad PadV2 MirrorPad", convert_pad),
+    **_all("Pad PadV2 MirrorPad", by(for_all_rows, paddings, shared)),
     **_all("Transpose ConjugateTranspose", convert_transpose),
     **_all("MatMul BatchMatMul BatchMatMulV2", convert_product),
     **_all(
@@ -441,8 +394,8 @@ CONVERTERS: dict[str, Converter] = {
         convert_segments,
     ),
     **_all(
-        "ScatterNd TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate",
-        convert_scatter,
+        "TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate",
+        by(for_all_rows, indices_with_row, for_all_rows),
     ),
     **_all("SegmentMax SegmentMean SegmentMin SegmentProd SegmentSum", convert_shared_segments),
     "BiasAdd": convert_bias,
@@ -455,11 +408,12 @@ CONVERTERS: dict[str, Converter] = {
     "LookupTableFindV2": convert_lookup,
     "ResourceGather": convert_lookup,
     "Roll": convert_roll,
+    "ScatterNd": by(indices_with_row, for_all_rows, shape_with_rows),
     "Select": convert_select,
     "SelfAdjointEigV2": partial(convert_decomposition, vectors="compute_v"),
     "Size": convert_size,
     "Slice": convert_slice,
-    "TopKV2": convert_first_input,
+    "TopKV2": by(for_all_rows, shared),
     "Squeeze": convert_squeeze,
     "StridedSlice": convert_strided_slice,
     "Svd": partial(convert_decomposition, vectors="compute_uv"),

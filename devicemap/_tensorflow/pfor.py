@@ -1,8 +1,8 @@
 """TensorFlow's `pfor`, behind `tf.vectorized_map`, with converters of our own.
 
-`pfor` turns a function of one row into one of all rows, op by op. It asks an op for its own converter (`pfor_converter`)
-before it looks for that of its type. A converter is given the op with its inputs, each for all rows (stacked, `[rows, ...]`)
-or shared by all rows, and returns the results in the same way.
+`pfor` turns a function of one row into one of all rows, op by op. An op may have a converter of its own (`pfor_converter`);
+otherwise `pfor` uses the converter of its type. A converter takes the op and its inputs, each for all rows (stacked,
+`[rows, ...]`) or shared by all rows, and returns the results in the same form.
 """
 
 from __future__ import annotations
@@ -24,13 +24,7 @@ pfor = Private(
         "PFor",
         "WhileV2",
         "_PforInput",
-        "_convert_depthwise_conv2d_native",
         "_convert_function_call",
-        "_convert_if",
-        "_convert_roll",
-        "_convert_slice",
-        "_convert_stateless_case",
-        "_create_op",
         "_outputs_for_branch",
         "_partition_inputs_for_indices",
         "_pfor_converter_registry",
@@ -54,7 +48,7 @@ class NotVectorizableError(Exception):
 
 @functools.cache
 def _asks_ops() -> bool:
-    """Whether TensorFlow asks an op for a converter of its own; a pass by another one would be without any check."""
+    """Whether TensorFlow uses the converter of an op. If it does not, nothing checks that a converter is correct."""
     asked = []
 
     def convert(given: Any) -> Any:
@@ -72,14 +66,15 @@ def _asks_ops() -> bool:
 
 
 def checks_ops() -> bool:
-    """Whether `convert_by` sees each op that is vectorised; without, `tf.vectorized_map` does what it does by itself."""
+    """Whether `convert_by` checks each op. Otherwise, `tf.vectorized_map` vectorises without checks."""
     return usable(pfor) and _asks_ops()
 
 
 def take_all_rows(taken: Any) -> None:
-    """Let the op that takes row `i` of a tensor, vectorised, be that tensor.
+    """Convert the op that takes row `i` of a tensor into that tensor, without a copy.
 
-    TensorFlow gathers its rows where it does not know how many there are; the gradient of that is sparse.
+    If the number of rows is unknown, TensorFlow gathers the rows, so that their gradient is sparse
+    (test_rows_are_taken_without_a_copy).
     """
     if checks_ops():
         taken.pfor_converter = lambda given: [pfor.wrap(given.input(0).t, True)]
@@ -87,12 +82,12 @@ def take_all_rows(taken: Any) -> None:
 
 @contextlib.contextmanager
 def convert_by(policy: Policy, graphs: Iterable[Any], converters: Mapping[str, Converter]) -> Iterator[None]:
-    """Let a policy convert each op of these graphs while this lasts, in this thread.
+    """Convert each op of these graphs by a policy, in this thread.
 
     Args:
         policy: converts an op.
         graphs: those of the function of one row and of the functions that it calls.
-        converters: of our own, by type of op; TensorFlow's are used for the others.
+        converters: converters of types of ops, in place of TensorFlow's.
     """
     if not checks_ops():
         yield
@@ -112,15 +107,20 @@ def _convert(own: Converter | None, given: Any) -> Any:
     policy: Policy | None = getattr(_converting, "policy", None)
     if policy is not None:
         return policy(given, own or converter)
-    # `fn` itself vectorises a function that was traced for it before: as TensorFlow would.
+    # `fn` itself vectorises a function that was traced for it before.
     converter = converter or own
     if converter is None:
         raise ValueError(f"No pfor vectorization defined for {given.op.type}")
-    return converter(given)
+    return converter(with_own_inputs(given))
+
+
+def convert_as_tensorflow(given: Any) -> Any:
+    """Convert an op by TensorFlow's converter."""
+    return pfor._pfor_converter_registry[given.op_type](given)
 
 
 def with_own_inputs(given: Any) -> Any:
-    """Copy what a converter is given, so that the list of inputs can be changed."""
+    """Copy the list of inputs of an op, so that a converter can change it."""
     return pfor._PforInput(given.pfor, given.op, list(given.inputs))
 
 
@@ -133,7 +133,9 @@ def for_all_rows(given: Any, place: int) -> Any:
 def run_again(op: Any, inputs: Iterable[Any]) -> list[Any]:
     """Run an op with the same attributes on other inputs."""
     dtypes = [output.dtype for output in op.outputs]
-    return list(pfor._create_op(op.type, list(inputs), dtypes, op.node_def.attr).outputs)
+    return list(
+        tf.compat.v1.get_default_graph().create_op(op.type, list(inputs), dtypes, attrs=op.node_def.attr).outputs
+    )
 
 
 def wrap_stacked(results: Iterable[Any]) -> list[Any]:

@@ -287,43 +287,6 @@ def test_functions_of_the_benchmark_are_vectorised(name: str) -> None:
     assert (plan.vectorized, plan.reason) == (True, "every op of fn has a vectorised form")
 
 
-def test_no_reshape_keeps_grappler_from_fusing() -> None:
-    """A bias and Relu follow the convolution and the product of one sample, as those of a batch."""
-    filters, weights = tf.ones([3, 3, 2, 4]), tf.ones([4, 4])
-
-    def fn(image: Any) -> Any:
-        x = tf.nn.relu(tf.nn.bias_add(tf.nn.conv2d(image[None], filters, 1, "VALID"), [1.0, 2.0, 3.0, 4.0]))
-        return tf.nn.relu(tf.matmul(tf.reduce_max(x, [1, 2]), weights) + [4.0, 3.0, 2.0, 1.0])[0]
-
-    mapper = devicemap.DeviceMap(fn, devices=["CPU:1"])
-    np.testing.assert_allclose(mapper(DATA["image"]), [fn(row) for row in DATA["image"]], rtol=1e-5)
-    nodes = {node.name: node for graph in partitions(mapper, DATA["image"]) for node in graph.node}
-    following = [node for node in nodes.values() if node.op in ("BiasAdd", "Relu", "AddV2")]
-    assert not [node.name for node in following if nodes[node.input[0]].op == "Reshape"]
-    assert {"Conv2D", "_FusedConv2D"} & {node.op for node in nodes.values()}
-
-
-SUMS: list[Callable[[Any], Any]] = [
-    lambda r: tf.matmul(r[:1], MATRIX) + tf.nn.conv1d(r[None], tf.ones([1, 3, 3]), 1, "SAME"),
-    lambda r: tf.matmul(r[:1], MATRIX) + tf.matmul(r, MATRIX),
-    lambda r: tf.matmul(r[:1], MATRIX) + MATRIX,
-    lambda r: tf.matmul(r[:1], MATRIX) + LEADING,
-    lambda r: tf.matmul(r, MATRIX) + MATRIX,
-    lambda r: tf.matmul(r, MATRIX) + MATRIX[:1] + r[0, 0],
-]
-
-
-@pytest.mark.in_ci(6)
-@pytest.mark.parametrize("fn", SUMS)
-def test_sums_of_products_of_other_shapes(fn: Callable[[Any], Any]) -> None:
-    """Only what is the same for each row of a product may be added before rows are split."""
-    data = DATA["matrix"]
-    mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"])
-    serial = tf.function(lambda x: tf.map_fn(fn, x))
-    for got, wanted in zip([mapper(data), *gradients_of(mapper, data)], [serial(data), *gradients_of(serial, data)]):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
-
-
 def test_a_dense_signature_is_vectorised() -> None:
     data = DATA["vector"]
     for signature in (tf.float32, tf.TensorSpec([3]), tf.TensorSpec(None)):
