@@ -1,7 +1,7 @@
-"""Everything devicemap uses of TensorFlow that is not public; each entry says why no public name serves.
+"""The non-public names of TensorFlow and Keras that devicemap uses, each with the reason and a public fallback.
 
-Each is looked up when it is first used, and has a public way to fall back on where TensorFlow lacks it (`docs/internals.md`).
-`tests/_tensorflow/test_internals.py` fails the day one of them goes; `make test-plain` runs the laws on the public ways.
+A name is looked up at its first use. `docs/internals.md` lists the fallbacks. `tests/_tensorflow/test_internals.py` fails if a
+name is missing or behaves differently; `make test-plain` runs the laws without these names.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 private = True
-"""Whether to use what TensorFlow does not document. False: its public interface alone, which gives the same answers, slower or
-on fewer devices. Asked in each call, but traces are kept: it is to be set before the first one."""
+"""Whether to use non-public names. Without them, results are the same, but slower or on fewer devices.
+
+Set it before the first trace, because traces are kept."""
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
 class Private:
-    """A module of TensorFlow that is not public, imported when it is first used; its attributes are those of the module."""
+    """A module of TensorFlow with non-public names, imported at its first use; its attributes are those of the module."""
 
     def __init__(self, module: str, *names: str):
-        """`names`: all that is used of it, with dots for attributes of attributes."""
+        """`names`: the names that are used, with dots for attributes of attributes."""
         self._module, self._names = module, names
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(importlib.import_module(self._module), name)
-        setattr(self, name, value)  # found without this the next time
+        setattr(self, name, value)  # the next look-up does not call __getattr__
         return value
 
     @functools.cached_property
     def is_there(self) -> bool:
-        """Whether this TensorFlow has the module, and all of the names in it."""
+        """Whether this TensorFlow has the module and all of the names."""
         try:
             module = importlib.import_module(self._module)
             for name in self._names:
@@ -44,12 +45,12 @@ class Private:
 
 
 def usable(*needed: Private) -> bool:
-    """Whether something that is not public may be used, and all of it is there."""
+    """Whether non-public names may be used, and this TensorFlow has all that are `needed`."""
     return private and all(each.is_there for each in needed)
 
 
 def with_fallback(public: Callable[..., Any], *needed: Private) -> Callable[[CallableT], CallableT]:
-    """Decorate a function that uses what is `needed` with the `public` way, called instead where that is not usable."""
+    """Decorate a function that uses the `needed` names. The `public` function replaces it where they are not usable."""
 
     def decorate(function: CallableT) -> CallableT:
         @functools.wraps(function)
@@ -62,4 +63,4 @@ def with_fallback(public: Callable[..., Any], *needed: Private) -> Callable[[Cal
 
 
 def nothing(*_: Any) -> None:
-    """The public way of what only makes things faster."""
+    """Do nothing: the fallback of functions that are optional."""

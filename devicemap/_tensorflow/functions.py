@@ -1,4 +1,4 @@
-"""How functions are traced, and what their graphs hold."""
+"""How functions are traced, and the functions and ops in their graphs."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ _atomic = Private(
 UNCHAINED = {"_disable_acd": True}
 """`tf.function(experimental_attributes=UNCHAINED)`: no automatic control dependencies between the ops of the function.
 
-They would run one device after another as soon as two of them hold a stateful op. The attribute's value is not public;
-the argument that takes it is. Order on a device is kept: each calls a function of its own.
+They would run one device after another as soon as two devices have a stateful op (test_no_control_dependencies_are_added). The
+argument is public, its values are not.
 """
 
-
 UNCHAINED_UNIT = {**UNCHAINED, "_noinline": True}
-"""The same for a function whose ops must run although nobody uses what they return.
+"""The same for a function whose ops must run although their results are unused.
 
-Inlined into a caller, such a function leaves behind one op that all devices have a control edge to, across devices.
+Inlining such a function adds a NoOp with a control edge to each device, across devices, so it is not inlined.
 """
 
 
 def must_run(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
-    """Let the function that is being traced run these ops whether or not its `results` are used: what it is to return.
+    """Return the results of the function being traced, which then runs these ops even if its results are unused.
 
-    Automatic control dependencies do this for stateful ops; a function without them has to say it itself. Publicly, by
-    results that wait for the ops; what comes next in a function that it is inlined into does not (`tells_callers`).
+    Automatic control dependencies do this for stateful ops; here `FuncGraph.control_outputs` does (test_ops_that_must_run). The
+    fallback is results that wait for the ops.
     """
     results = waiting_for(ops, results)
     graph = tf.compat.v1.get_default_graph()
@@ -53,11 +52,10 @@ def must_run(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
 
 
 def waiting_for(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
-    """The results, on the device of the moment, once these ops have run.
+    """Return the results, on the current device, after these ops have run.
 
-    By an op that does nothing, and is no identity: TensorFlow takes those out, and lets what comes next wait in their place. An
-    identity that the user's function returns would, and without a device of its own goes by the first GPU. Waiting for nothing
-    but what it returns, it is taken out, too; where there are several, TensorFlow leaves them.
+    Grappler removes Identity, and the placer would then move the results of the user's function, which have no device, to the
+    first GPU; so use EnsureShape. A single result that waits for its own op only is passed on.
     """
     with tf.control_dependencies(list(dict.fromkeys(ops))):
         waiting: list[Any] = tf.nest.map_structure(
@@ -87,46 +85,47 @@ def unchained(concrete: Any, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 
 def tells_callers() -> bool:
-    """Whether ops that `must_run` have done so before what comes next to them in the user's function, also when inlined."""
+    """Whether ops of `must_run` also run before the next op of the user's function when the function is inlined."""
     return usable()
 
 
 @with_fallback(lambda: False, _control_flow_util)
 def compiled_as_a_part() -> bool:
-    """Whether XLA will compile the function that is being traced: its own `jit_compile` asks for it, or one's around it.
+    """Whether XLA compiles the function being traced, or a function around it.
 
-    Publicly it is taken not to; variables stay in place then, whoever asks.
+    XLA refuses copies of variables on other devices (test_what_is_compiled_with_all_around_it). The fallback reads variables in
+    place anyway.
     """
     return bool(_control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 def shows_functions(graph: Any) -> bool:
-    """Whether `functions_within` can tell; else it finds none."""
+    """Whether `functions_within` finds the functions that a graph calls."""
     return usable(_atomic) and hasattr(graph, "_functions")
 
 
 def functions_within(graph: Any) -> dict[str, tuple[Any, bool]]:
-    """The functions that a function's graph calls, at any depth: name -> its graph, and whether XLA compiles it.
+    """Return the functions that a graph calls, at any depth: name -> the function's graph, and whether XLA compiles it.
 
-    `Graph.as_graph_def()` holds them too, but without the dtypes and shapes of their tensors.
+    `Graph.as_graph_def()` has them too, but without the dtypes and shapes of their tensors.
     """
     if not shows_functions(graph):
         return {}
     return {
         name: (function.graph, "_XlaMustCompile" in function.cached_definition.attr)
         for name, function in graph._functions.items()
-        if getattr(function, "graph", None) is not None  # what TensorFlow 1 made has none
+        if getattr(function, "graph", None) is not None  # functions of TensorFlow 1 have none
     }
 
 
 _own: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Graphs that `own_functions` found: traces of `tf.function`s under `tracing_again`, which later traces with that key share."""
 
 
 def own_functions(graph: Any) -> tuple[list[Any], list[str]]:
-    """The graphs of the functions that a function's graph calls: those traced for it, and the names of others.
+    """Return the graphs of the functions that were traced for a graph that calls them, and the names of the other functions.
 
-    What `tracing_again` made is kept in the caches of the `tf.function`s, for the next one that traces with the same key, and
-    used by no one else. Others are functions that were traced before, which the user holds.
+    The others were traced before. Users may call them, so they must not change.
     """
     own, others = [], []
     for name, (inner, _) in functions_within(graph).items():
@@ -143,7 +142,10 @@ def own_functions(graph: Any) -> tuple[list[Any], list[str]]:
 
 @with_fallback(nothing, _context)
 def last_set_seed() -> Any:
-    """What stands for the last `tf.random.set_seed`: another object after each. Public API tells only the seed, by drawing."""
+    """Return an object that identifies the last call of `tf.random.set_seed`.
+
+    Numbers start again after each call (test_each_seeding_is_another). The public API shows only the seed, by drawing a number.
+    """
     return getattr(_context.context(), "_rng", None)
 
 

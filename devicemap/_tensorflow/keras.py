@@ -1,4 +1,4 @@
-"""What is used of Keras that it does not document: here only, and gone without it where something else does the same."""
+"""The undocumented names of Keras that `parallelize`, `split` and `Pipeline` use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 @contextlib.contextmanager
 def replacing(owner: Any, **methods: Any) -> Iterator[None]:
-    """While it lasts, an object has these methods of its own; `None`: that of its class."""
+    """Replace methods of an object in this context; `None` restores the method of its class."""
     own = vars(owner)
     before = {name: own.pop(name) for name in methods if name in own}
     own.update({name: method for name, method in methods.items() if method is not None})
@@ -25,17 +25,17 @@ def replacing(owner: Any, **methods: Any) -> Iterator[None]:
 
 
 def layers_of(model: Any) -> list[Any]:
-    """The layers in a model or layer at any depth, itself included; none of what is not Keras's."""
+    """Return the layers in a model or layer at any depth, including itself; none if it is not an object of Keras."""
     return list(model._flatten_layers()) if hasattr(model, "_flatten_layers") else []
 
 
 def sublayers_of(layer: Any) -> list[Any]:
-    """The layers that a layer consists of, without those in them."""
+    """Return the direct sublayers of a layer."""
     return list(layer._flatten_layers(include_self=False, recursive=False))
 
 
 def batch_norms_of(model: Any) -> list[Any]:
-    """Those that are batch normalizations."""
+    """Return the batch normalizations among `layers_of(model)`."""
     import keras
 
     return [layer for layer in layers_of(model) if isinstance(layer, keras.layers.BatchNormalization)]
@@ -43,9 +43,10 @@ def batch_norms_of(model: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def moments_by(layers: Sequence[Any], combined: Callable[..., Any]) -> Iterator[None]:
-    """While it lasts, batch normalizations take `combined(mean, variance, count)` for mean and variance of their inputs.
+    """Let batch normalizations use `combined(mean, variance, count)` of the mean and variance of their inputs in this context.
 
-    Without Keras's name for it, that is an `AttributeError`, and `batch_norm="local"` does without.
+    Raises:
+        AttributeError: Keras has renamed `_moments`; `batch_norm="local"` does not need it.
     """
 
     def of(layer: Any) -> Callable[[Any, Any], Any]:
@@ -62,53 +63,54 @@ def moments_by(layers: Sequence[Any], combined: Callable[..., Any]) -> Iterator[
 
 
 def mask_of(output: Any) -> Any | None:
-    """The mask of an output, which Keras's losses look for on the tensor."""
+    """Return the mask of an output. Keras's losses read it from the tensor."""
     return getattr(output, "_keras_mask", None)
 
 
 def set_mask(output: Any, mask: Any) -> None:
-    """Give an output of a graph its mask."""
+    """Set the mask of an output of a graph."""
     output._keras_mask = mask
 
 
 def updates_alone(optimizer: Any, **methods: Any) -> contextlib.AbstractContextManager[None]:
-    """While it lasts, an optimizer has these methods, and adds no gradients of replicas, of which Keras knows one: the op for
-    that takes them all, and is on one device."""
+    """Replace methods of an optimizer, and skip its sum of gradients over replicas.
+
+    The op for that sum takes the gradients of all variables on one device.
+    """
     return replacing(optimizer, _all_reduce_sum_gradients=list, **methods)
 
 
 def forget_functions(model: Any) -> None:
-    """Let a model's loops trace their steps anew."""
+    """Let a model's `fit`, `evaluate` and `predict` retrace their steps."""
     model.train_function = model.test_function = model.predict_function = None
 
 
 def is_training() -> bool | None:
-    """Whether the layer of Keras that is being called is in training, as those in it are then; `None`: nobody says, or
-    nobody uses Keras."""
+    """Whether the Keras layer that is being called is in training mode; `None` if unknown, or if Keras is not in use."""
     state = sys.modules.get("keras.src.backend.common.global_state")
     return getattr(state.get_global_attribute("current_call_ctx"), "training", None) if state else None
 
 
 def is_seed(variable: Any) -> bool:
-    """Whether it is the state of a `keras.random.SeedGenerator`."""
+    """Whether a variable is the state of a `keras.random.SeedGenerator`."""
     return variable.path.rpartition("/")[2] == "seed_generator_state"
 
 
 def is_used_once(layer: Any) -> bool:
-    """Whether a layer was called on symbolic inputs once, whose inputs and outputs are then all that it has."""
+    """Whether a layer was called on symbolic inputs exactly once."""
     return len(layer._inbound_nodes) == 1
 
 
 def inputs_of(layer: Any) -> list[Any]:
-    """Return the tensors that a layer's only symbolic call took; `layer.input` of a model is that of the model itself."""
+    """Return the inputs of a layer's only symbolic call; `layer.input` of a model is that of the model itself."""
     return layer._inbound_nodes[0].input_tensors
 
 
 def outputs_of(layer: Any) -> list[Any]:
-    """Return the tensors that a layer's only symbolic call gave."""
+    """Return the outputs of a layer's only symbolic call."""
     return layer._inbound_nodes[0].outputs
 
 
 def arguments_of(layer: Any, tensors: dict[int, Any]) -> Any:
-    """Return the arguments of a layer's only symbolic call, with other tensors, by the identity of those that it took."""
+    """Return the arguments of a layer's only symbolic call; `tensors` replaces its inputs, by `id`."""
     return layer._inbound_nodes[0].arguments.fill_in(tensors)

@@ -1,4 +1,4 @@
-"""How much memory devices have."""
+"""The memory of devices."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _sizes = Private("tensorflow.python.client.pywrap_tf_session", "TF_DeviceListMem
 
 @with_fallback(dict, _context, _listing, _sizes)
 def allocator_bytes() -> dict[str, int]:
-    """How many bytes TensorFlow's allocator has on each device that is no CPU, by full name.
+    """Return the bytes that TensorFlow's allocator may use on each device that is not a CPU, by full name.
 
-    Publicly, only the limit of a logical device that was configured with one is told, and that of a whole GPU is not.
+    The public API has the limit of a logical device that was configured with one, but not the memory of a whole GPU.
     """
     context: Any = _context.context()
     context.ensure_initialized()
