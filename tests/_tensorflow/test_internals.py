@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from devicemap._tensorflow import memory, usable
-from devicemap._tensorflow.calls import prepare_gradient
+from devicemap._tensorflow.calls import begin_backward_on, prepare_gradient
 from devicemap._tensorflow.functions import (
     UNCHAINED,
     UNCHAINED_UNIT,
@@ -21,6 +21,7 @@ from devicemap._tensorflow.functions import (
 )
 from devicemap._tensorflow.gradients import (
     differentiate_freely,
+    fanned_out,
     holds_gradients,
     order_of_gradients,
     redirect_gradient,
@@ -174,6 +175,31 @@ def test_the_gradient_function_of_an_op_is_used(called: bool) -> None:
     assert float(tape.gradient(y, x)) == 7.0
     assert float(tf.function(lambda x: tf.gradients(fn(x), x)[0])(x)) == 7.0
     assert holds_gradients()
+
+
+def test_the_backward_call_of_a_call_is_placed() -> None:
+    sine = tf.function(tf.sin).get_concrete_function(tf.TensorSpec([]))
+    begin_backward_on("/CPU:1", sine)
+    gradient = tf.function(lambda x: tf.gradients(sine(x), x)).get_concrete_function(tf.TensorSpec([]))
+    calls = [op.device for op in gradient.graph.get_operations() if "PartitionedCall" in op.type]
+    assert [device[-5:] for device in calls if device] == ["CPU:1"]
+
+
+def test_gradients_of_several_users_are_added_on_the_current_device() -> None:
+    with tf.device("CPU:1"):
+        variable = tf.Variable([1.0, 2.0])
+
+    @tf.function
+    def gradient() -> Any:
+        with tf.device("CPU:1"):
+            handles = fanned_out(variable.handle, 2)
+        reads = [tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32) for handle in handles]
+        assert all(read.shape == [2] for read in reads)
+        return tf.gradients([reads[0] * 3.0, reads[1] * 4.0], variable.handle)[0]
+
+    assert gradient().numpy().tolist() == [7.0, 7.0]
+    sums = [op.device for op in gradient.get_concrete_function().graph.get_operations() if op.type == "AddN"]
+    assert [device[-5:] for device in sums] == ["CPU:1"]
 
 
 def test_an_op_takes_another_input() -> None:
