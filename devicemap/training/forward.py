@@ -16,7 +16,6 @@ from devicemap._tensorflow.keras import batch_norms_of, is_seed, replacing
 from devicemap.compile.audit import Audit, audit, op_types
 from devicemap.compile.gather import with_row_counts_checked
 from devicemap.compile.layout import sizes_in_graph
-from devicemap.compile.lockstep import Lockstep
 from devicemap.compile.mirrors import split_seeds
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import Collection, as_states
@@ -26,6 +25,7 @@ from devicemap.run.graph_engine import GraphEngine
 from devicemap.run.in_function import call_inside
 from devicemap.run.mapper import NullObserver
 from devicemap.training.calls import Given, Passed, collecting, depends_on, meeting, pure, recomputing
+from devicemap.training.lockstep import Lockstep
 from devicemap.training.recomputation import recomputed
 
 _ADDS = frozenset(["AssignAddVariableOp", "AssignSubVariableOp"])

@@ -34,7 +34,6 @@ def _list(row: Any) -> Any:
 
 
 _RAGGED = tf.RaggedTensorSpec(dtype=tf.int32, ragged_rank=3)
-SHAPE = tf.constant([4, 2])
 BATCHED: Options = {"batched": True}
 VECTORIZED: Options = {"vectorize": True}
 BAD_RESULTS: list[tuple[str, Any, Options, str]] = [
@@ -75,13 +74,6 @@ BAD_RESULTS: list[tuple[str, Any, Options, str]] = [
         _list,
         {"fn_output_signature": [tf.float32]},
         r" is \[tf\.float32\], but fn returns \[TensorSp",
-    ),
-    ("slices of lists", lambda row: tf.IndexedSlices([row], [0], [4, 2]), {}, r"\. tf\.IndexedSlices takes tensors: "),
-    (
-        "one slice",
-        lambda row: tf.IndexedSlices(row, 0 * SHAPE[0], SHAPE),
-        {},
-        r" give one slice as values\[None\] and ",
     ),
     ("ragged with XLA", tf.RaggedTensor.from_tensor, {**BATCHED, "jit_compile": True}, r"^jit_compile=True with "),
     ("ragged", _ragged, VECTORIZED, r": fn returns ragged or sparse "),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from devicemap.compile.lockstep import Lockstep
 from devicemap.errors import FunctionError
+from devicemap.training.lockstep import Lockstep
 
 
 def traced(make: Any) -> Any:
