@@ -1,4 +1,4 @@
-"""Hosts in the full names of devices, and the round trip that makes assignments on remote hosts visible."""
+"""Hosts in the full names of devices, and a round trip to remote hosts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-_LOCAL_JOB = "/job:localhost/"
-"""The job of this process, connected or not."""
-
 
 def host_of(device: str) -> str:
-    """The host in a device's full name.
+    """Return the host in a device's full name.
 
     >>> host_of("/job:worker/replica:0/task:1/device:GPU:0")
     '/job:worker/replica:0/task:1'
@@ -20,22 +17,19 @@ def host_of(device: str) -> str:
 
 
 def is_remote(device: str) -> bool:
-    """Whether a device, given by its full name, belongs to another process.
+    """Return whether a device belongs to another process.
 
     >>> is_remote("/job:worker/replica:0/task:1/device:GPU:0"), is_remote("/job:localhost/replica:0/task:0/device:CPU:0")
     (True, False)
     """
-    return device.startswith("/job:") and not device.startswith(_LOCAL_JOB)
+    return device.startswith("/job:") and not device.startswith("/job:localhost/")
 
 
 def settle(devices: Iterable[str]) -> frozenset[str]:
-    """Wait until remote hosts have run all ops that eager code has sent to them.
+    """Wait until remote hosts have run all ops that eager code has sent to them, and return the hosts that do not answer.
 
-    A function that spans several hosts overtakes these ops and reads variables before they are assigned (TensorFlow 2.21,
-    test_variables_are_current).
-
-    Returns:
-        The hosts that do not answer. Their devices fail when they are called.
+    TensorFlow runs functions that span several hosts before pending ops, so they would read variables before an assignment
+    (test_variables_are_current).
     """
     pending, lost = {}, set()
     for host in dict.fromkeys(host_of(device) for device in devices if is_remote(device)):

@@ -1,9 +1,10 @@
-"""The options of `parallel_map` and `DeviceMap`: their defaults, and what each may be."""
+"""The options of `parallel_map` and `DeviceMap`: their defaults and valid values."""
 
 from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
@@ -19,12 +20,12 @@ _ELSEWHERE = {
     "jit": "jit_compile",
     "verbose": "progress",
 }
-"""What options are called in `tf.map_fn`, Keras, JAX, joblib and `multiprocessing`."""
+"""Names of options in `tf.map_fn`, Keras, JAX, joblib and `multiprocessing`."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Checked options; the docstring of `parallel_map` says what they mean."""
+    """Checked options, which the docstring of `parallel_map` describes."""
 
     devices: Any = None
     batched: bool = False
@@ -43,11 +44,11 @@ class Options:
 
 
 def check_options(fn: Any, options: dict[str, Any]) -> Options:
-    """Make `Options` of what the user gave.
+    """Return the user's options, with defaults for those that are not given.
 
     Raises:
-        UnknownOptionError: for a name that is not an option; the message holds the nearest one.
-        OptionError: for a value that the option cannot have, and for an `fn` that cannot be called.
+        UnknownOptionError: for a name that is not an option; the message suggests the nearest one.
+        OptionError: for a value that an option does not allow, and for an `fn` that is not callable.
     """
     names = [field.name for field in fields(Options)]
     for name in options:
@@ -58,12 +59,9 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
     if not callable(fn):
         raise OptionError(f"fn is of type {type(fn).__name__}, not callable; fn comes first, then the data")
     checked = Options(**options)
-    for name in ("batched", "jit_compile", "deterministic"):
-        value = getattr(checked, name)
-        if not isinstance(value, bool):
-            raise OptionError(f"{name}={value!r}; expected True or False")
-    if not isinstance(checked.vectorize, bool) and not _is_auto(checked.vectorize):
-        raise OptionError(f"vectorize={checked.vectorize!r}; expected True, False or 'auto'")
+    for name, (is_valid, expected) in _VALID.items():
+        if not is_valid(getattr(checked, name)):
+            raise OptionError(f"{name}={getattr(checked, name)!r}; expected {expected}")
     if checked.batched and isinstance(checked.vectorize, bool):
         raise OptionError(
             f"vectorize={checked.vectorize!r} with batched=True: fn takes whole batches, there is nothing to vectorise; "
@@ -71,41 +69,20 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
         )
     if checked.batched and checked.fn_output_signature is not None:
         raise OptionError("fn_output_signature with batched=True: it is for a fn of one sample; leave it out")
-    if not (checked.batch_size is None or _is_auto(checked.batch_size) or _is_int(checked.batch_size, 1)):
-        raise OptionError(
-            f"batch_size={checked.batch_size!r}; expected None, 'auto' or an int of at least 1, in rows per device call"
-        )
-    for leaf in tf.nest.flatten(checked.fn_output_signature):
-        if leaf is not None and not isinstance(leaf, tf.TypeSpec):
-            try:
-                tf.as_dtype(leaf)
-            except TypeError as error:
-                raise OptionError(
-                    f"fn_output_signature={checked.fn_output_signature!r}; expected a nest of dtypes and tf.TypeSpecs"
-                ) from error
-    if checked.prefetch is not None and not _is_int(checked.prefetch, 1):
-        raise OptionError(
-            f"prefetch={checked.prefetch!r}; expected None or an int of at least 1: how many chunks are under way on a device"
-        )
-    if not _is_int(checked.max_retries, 0):
-        raise OptionError(
-            f"max_retries={checked.max_retries!r}; expected an int of at least 0: how often a failed chunk is tried again"
-        )
     check_progress(checked.progress)
-    if checked.seed is not None and not (_is_int(checked.seed, 0) and checked.seed < 2**32):
-        raise OptionError(f"seed={checked.seed!r}; expected None or an int from 0 to 2**32 - 1")
-    if checked.name is not None and not (isinstance(checked.name, str) and checked.name):
-        raise OptionError(f"name={checked.name!r}; expected None or a non-empty string")
-    checked = replace(checked, in_place=variables_of(checked.in_place))
     size = checked.batch_size
-    return replace(checked, batch_size=int(size)) if isinstance(size, Integral) else checked
+    return replace(
+        checked,
+        in_place=variables_of(checked.in_place),
+        batch_size=int(size) if isinstance(size, Integral) else size,
+    )
 
 
 def variables_of(in_place: Any) -> tuple[tf.Variable, ...]:
-    """The option `in_place`, with the `tf.Variable`s that Keras's stand for.
+    """Return the `tf.Variable`s of the option `in_place`, also of Keras's variables.
 
     Raises:
-        OptionError: for what is no variable.
+        OptionError: for anything that is not a variable.
     """
     found = []
     for given in tf.nest.flatten(in_place):
@@ -117,24 +94,20 @@ def variables_of(in_place: Any) -> tuple[tf.Variable, ...]:
 
 
 def check_progress(progress: Any) -> Any:
-    """The option `progress`, which makes no difference to what `fn` is compiled to.
-
-    Raises:
-        OptionError: for a value that it cannot have.
-    """
+    """Return a valid value of the option `progress`; raise `OptionError` for others."""
     if not isinstance(progress, bool) and not callable(progress):
         raise OptionError(f"progress={progress!r}; expected True, False, or a callable that takes the events")
     return progress
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raise `OptionError` for what is no number of things, of at least one."""
+    """Raise `OptionError` unless the value is an int of at least 1."""
     if not _is_int(value, 1):
         raise OptionError(f"{name}={value!r}; expected an int of at least 1")
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raise `OptionError` for a value that is neither `None` nor a finite number of at least 0."""
+    """Raise `OptionError` unless the value is `None` or a finite number of at least 0."""
     number = isinstance(value, Real) and not isinstance(value, bool)
     if value is not None and not (number and 0 <= float(value) < math.inf):
         raise OptionError(f"{name}={value!r}; expected None or a number of at least 0")
@@ -144,5 +117,41 @@ def _is_auto(value: Any) -> bool:
     return isinstance(value, str) and value == "auto"
 
 
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
 def _is_int(value: Any, least: int) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def _is_signature(nest: Any) -> bool:
+    try:
+        for leaf in tf.nest.flatten(nest):
+            if leaf is not None and not isinstance(leaf, tf.TypeSpec):
+                tf.as_dtype(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+_VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("batched", "jit_compile", "deterministic"), (_is_bool, "True or False")),
+    "vectorize": (lambda value: _is_bool(value) or _is_auto(value), "True, False or 'auto'"),
+    "batch_size": (
+        lambda value: value is None or _is_auto(value) or _is_int(value, 1),
+        "None, 'auto' or an int of at least 1, in rows per device call",
+    ),
+    "fn_output_signature": (_is_signature, "a nest of dtypes and tf.TypeSpecs"),
+    "prefetch": (
+        lambda value: value is None or _is_int(value, 1),
+        "None or an int of at least 1: how many chunks are under way on a device",
+    ),
+    "max_retries": (lambda value: _is_int(value, 0), "an int of at least 0: how often a failed chunk is tried again"),
+    "seed": (
+        lambda value: value is None or (_is_int(value, 0) and value < 2**32),
+        "None or an int from 0 to 2**32 - 1",
+    ),
+    "name": (lambda value: value is None or (isinstance(value, str) and value != ""), "None or a non-empty string"),
+}
+"""For each option, whether a value is valid, and what is."""

@@ -1,11 +1,11 @@
-"""Nests of tuples, dicts and objects of the user's classes, as `tf.nest` goes into them.
+"""Nests of tuples, dicts and objects of the user's classes, with the same structure as in `tf.nest`.
 
-A list is a leaf, which becomes a tensor. It is structure in `fn_output_signature` and, where that has a list, in results.
+A list is a leaf, which becomes a tensor. Only in `fn_output_signature`, and in results where that has a list, it is structure.
 
-TensorFlow knows three kinds of classes whose objects are structure: those of `attrs`, those with `__tf_flatten__` and
-`__tf_unflatten__`, and extension types. The first two may refuse to hold anything else than tensors (specs, for instance),
-and `tf.nest` takes the third for leaves. So each object becomes a `Node` where it comes in, and an object again where `fn`
-gets it and where results are handed out; in between there are nodes only, which hold anything.
+TensorFlow treats three kinds of objects as structure: those of `attrs` classes, those with `__tf_flatten__` and
+`__tf_unflatten__`, and extension types. The first two may refuse to hold anything but tensors (specs, for instance), and
+`tf.nest` treats the third as leaves. So each object of the user becomes a `Node`, which holds anything, and becomes an object
+again when it is passed to `fn` or returned to the user.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import tensorflow as tf
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Node:
-    """An object of a user's class, taken apart; `tf.nest` goes into its parts."""
+    """The parts of an object of a user's class; `tf.nest` flattens a node into the leaves of its parts."""
 
     kind: Any
-    """The class; `list` for a list of results; `None` for a value that is no tensor, in an extension type."""
+    """The class; `list` for a list of results; `None` for a value in an extension type that is not a tensor."""
 
     static: Any
-    """What the object has besides its parts: the same for all rows, and never changed."""
+    """The metadata of the object, which is the same for all rows."""
 
     names: tuple[Any, ...]
-    """Of the parts: names of fields, keys or indices."""
+    """The names of the parts: fields, keys or indices."""
 
     parts: tuple[Any, ...]
     """Nests."""
@@ -52,12 +52,9 @@ class Node:
 
     @property
     def key(self) -> Any:
-        """What tells objects apart besides their parts; hashable, if what they are made of is."""
-        return (
-            self.kind,
-            freeze(self.static, lambda leaf: (type(leaf), leaf)),
-            self.names,
-        )  # with types: 1 equals True
+        """Everything but the parts; hashable if the metadata is."""
+        static = freeze(self.static, lambda leaf: (type(leaf), leaf))  # with types, because 1 equals True
+        return self.kind, static, self.names
 
 
 def map_nest(
@@ -67,85 +64,88 @@ def map_nest(
     build: Callable[[Node], Any] = lambda node: node,
     lists: Callable[[str], bool] = lambda path: False,
 ) -> Any:
-    """Rebuild tuples (named ones too) and dicts, and objects as nodes, with `leaf(value, path)` for everything else.
+    """Return the nest with `leaf(value, path)` in place of each leaf, and with nodes in place of objects.
 
-    `path` is that of `data`, where `leaf` needs one; `build` makes of a node, with the new parts, what takes its place.
-    `lists` decides by its path whether a list becomes a node; other lists are leaves.
+    Args:
+        leaf: function of a leaf and its path.
+        data: nest of tuples (also named ones), dicts, objects and nodes.
+        path: the path of `data`.
+        build: function of a node with mapped parts that returns its replacement.
+        lists: returns whether the list with this path becomes a node; other lists are leaves.
     """
 
-    def rebuilt(value: Any, path: str) -> Any:
+    def mapped(value: Any, path: str) -> Any:
         return map_nest(leaf, value, path, build, lists)
 
     if isinstance(data, Mapping):
-        entries = {key: rebuilt(value, f"{path}[{key!r}]") for key, value in data.items()}
+        entries = {key: mapped(value, f"{path}[{key!r}]") for key, value in data.items()}
         return OrderedDict(entries) if isinstance(data, OrderedDict) else entries
     if isinstance(data, tuple):
         if hasattr(data, "_fields"):
-            return type(data)(*(rebuilt(v, f"{path}.{f}") for f, v in zip(data._fields, data)))
-        return tuple(rebuilt(value, f"{path}[{i}]") for i, value in enumerate(data))
+            return type(data)(*(mapped(v, f"{path}.{f}") for f, v in zip(data._fields, data)))
+        return tuple(mapped(value, f"{path}[{i}]") for i, value in enumerate(data))
     if isinstance(data, list) and lists(path):
         node: Node | None = Node(list, None, tuple(range(len(data))), tuple(data))
     else:
         node = _node_of(data)
     if node is None:
         return leaf(data, path)
-    return build(replace(node, parts=tuple(rebuilt(p, path + _step(node, n)) for n, p in zip(node.names, node.parts))))
+    return build(replace(node, parts=tuple(mapped(p, path + _step(node, n)) for n, p in zip(node.names, node.parts))))
+
+
+def _same(leaf: Any, path: str) -> Any:
+    return leaf
 
 
 def as_nodes(data: Any, lists: Callable[[str], bool] = lambda path: False) -> Any:
-    """The nest with nodes in place of objects, and of the lists that `lists` chooses by their paths."""
-    return map_nest(lambda leaf, _: leaf, data, lists=lists)
-
-
-def paths_of_lists(nest: Any, path: str) -> frozenset[str]:
-    """The paths of all lists in the nest, whose own path is `path`."""
-    found: list[str] = []
-
-    def noted(path: str) -> bool:
-        found.append(path)
-        return True
-
-    map_nest(lambda leaf, _: leaf, nest, path, lists=noted)
-    return frozenset(found)
+    """Return the nest with nodes in place of objects, and of the lists whose paths `lists` accepts."""
+    return map_nest(_same, data, lists=lists)
 
 
 def as_objects(nest: Any) -> Any:
-    """The nest of tensors with objects in place of their nodes. What an extension type validates is not asked here."""
-    return map_nest(lambda leaf, _: leaf, nest, build=_object_of)
+    """Return the nest of tensors with objects in place of their nodes. Extension types are not validated."""
+    return map_nest(_same, nest, build=_object_of)
 
 
 def tuples_for_lists(nest: Any) -> Any:
-    """The nest with tuples in place of the nodes of lists: datasets and files have no lists."""
-    return map_nest(lambda leaf, _: leaf, nest, build=lambda node: node.parts if node.kind is list else node)
+    """Return the nest with tuples in place of the nodes of lists, which datasets and files cannot hold."""
+    return map_nest(_same, nest, build=lambda node: node.parts if node.kind is list else node)
 
 
-def refused_by(nest: Any) -> tuple[Node, Exception] | None:
-    """The first node in the nest of tensors whose extension type's `__validate__` raises for it, and what it raises."""
-    refused: list[tuple[Node, Exception]] = []
+def paths_of_lists(nest: Any, path: str) -> frozenset[str]:
+    """Return the paths of all lists in the nest, whose own path is `path`."""
+    found: list[str] = []
 
-    def validated(node: Node) -> Any:
-        made = _object_of(node)
-        if isinstance(made, tf.experimental.ExtensionType):
-            try:
-                made.__validate__()
-            except Exception as error:  # whatever the class raises
-                refused.append((node, error))
-        return made
+    def note(path: str) -> bool:
+        found.append(path)
+        return True
 
-    map_nest(lambda leaf, _: leaf, nest, build=validated)
-    return refused[0] if refused else None
+    map_nest(_same, nest, path, lists=note)
+    return frozenset(found)
 
 
 def nodes_of(nest: Any) -> list[Node]:
-    """The nodes in the nest, at any depth."""
+    """Return the nodes in the nest, at any depth, inner ones first."""
     found: list[Node] = []
 
-    def noted(node: Node) -> Node:
+    def note(node: Node) -> Node:
         found.append(node)
         return node
 
-    map_nest(lambda leaf, _: leaf, nest, build=noted)
+    map_nest(_same, nest, build=note)
     return found
+
+
+def refused_by(nest: Any) -> tuple[Node, Exception] | None:
+    """Return the first node in the nest of tensors whose extension type refuses it by `__validate__`, and the error."""
+    for node in nodes_of(nest):
+        made = as_objects(node)
+        if isinstance(made, tf.experimental.ExtensionType):
+            try:
+                made.__validate__()
+            except Exception as error:  # of any class
+                return node, error
+    return None
 
 
 def check_same_structure(one: Any, other: Any) -> None:
@@ -157,7 +157,7 @@ def check_same_structure(one: Any, other: Any) -> None:
 
 
 def freeze(value: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """A hashable stand-in for a nest: equal for nests of the same structure and leaves, or what `leaf` makes of them."""
+    """Return a hashable value that is equal for nests of the same structure and leaves, or results of `leaf`."""
     if isinstance(value, Mapping):
         entries = sorted(value.items(), key=lambda entry: str(entry[0]))
         return (type(value), *((key, freeze(entry, leaf)) for key, entry in entries))
@@ -169,13 +169,13 @@ def freeze(value: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
 
 
 def _node_of(data: Any) -> Node | None:
-    """An object as a node, whose parts are as the object has them; `None` for everything else."""
+    """Return an object as a node with the same parts; `None` for anything else."""
     if isinstance(data, Node):
         return data
-    if _is_attrs(type(data)):
+    kind = getattr(data, "value_type", None) if isinstance(data, tf.TypeSpec) else type(data)
+    if hasattr(type(data), "__attrs_attrs__"):
         names = tuple(attribute.name for attribute in type(data).__attrs_attrs__)
         return Node(type(data), None, names, tuple(getattr(data, name) for name in names))
-    kind = getattr(data, "value_type", None) if isinstance(data, tf.TypeSpec) else type(data)
     if isinstance(kind, type) and issubclass(kind, tf.experimental.ExtensionType):
         names = tuple(typing.get_type_hints(kind))  # as TensorFlow finds the fields
         return Node(kind, None, names, tuple(_field(getattr(data, name)) for name in names))
@@ -186,7 +186,7 @@ def _node_of(data: Any) -> Node | None:
 
 
 def _field(value: Any) -> Any:
-    """What an extension type holds, with what is no tensor in nodes of its own."""
+    """Return a field of an extension type, with nodes in place of values that are not tensors."""
     if isinstance(value, Mapping):
         return Node(type(value), None, tuple(value), tuple(map(_field, value.values())))
     if isinstance(value, tuple):
@@ -202,19 +202,15 @@ def _object_of(node: Node) -> Any:
         return list(node.parts)
     if issubclass(node.kind, Mapping):
         return node.kind(zip(node.names, node.parts))
-    if _is_attrs(node.kind):
+    if hasattr(node.kind, "__attrs_attrs__"):
         return node.kind(*node.parts)
     if issubclass(node.kind, tf.experimental.ExtensionType):
-        made = node.kind.__new__(node.kind)  # not by its constructor, which may take other arguments
+        made = node.kind.__new__(node.kind)  # the constructor may take other arguments
         vars(made).update(zip(node.names, node.parts))
         return made
     return node.kind.__tf_unflatten__(node.static, node.parts)
 
 
-def _is_attrs(kind: Any) -> bool:
-    return hasattr(kind, "__attrs_attrs__")
-
-
 def _step(node: Node, name: Any) -> str:
-    """From a node to its part, in a path."""
+    """Return the step from a node to a part, in a path."""
     return f".{name}" if isinstance(name, str) and not issubclass(node.kind, Mapping) else f"[{name!r}]"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -27,7 +28,7 @@ class Lockstep:
             with graph.as_default(), tf.name_scope(f"{scope}/" if scope else ""):
                 return function()
 
-        self._turns = [_Turn(lambda function=function: in_graph(function)) for function in functions]
+        self._turns = [_Turn(partial(in_graph, function)) for function in functions]
         self._current: _Turn | None = None
 
     def run(self) -> list[Any]:
