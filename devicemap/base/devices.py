@@ -1,4 +1,4 @@
-"""Devices: list, choose, describe, simulate. Nothing here runs, or initialises TensorFlow, at import."""
+"""List, choose, describe and simulate devices."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Device:
     """`"GPU"`, `"CPU"`, or another device type that TensorFlow lists."""
 
     memory: int | None
-    """Bytes that TensorFlow may use on it, `None` where it has no limit of its own or does not tell."""
+    """Bytes that TensorFlow may use on it, `None` if there is no limit or TensorFlow does not report it."""
 
     description: str
-    """What it is, in words: the model of the GPU, or which part of which physical device."""
+    """The model of the GPU, or the part of a physical device, in words."""
 
 
 def list_devices(kind: str | None = None) -> list[Device]:
@@ -74,17 +74,17 @@ def list_devices(kind: str | None = None) -> list[Device]:
 
 
 def simulate_devices(n: int) -> None:
-    """Cut the CPU into `n` logical devices, to see on any machine what several devices do.
+    """Split the CPU into `n` logical devices, to try several devices on any machine.
 
-    They share the cores, so they show placement and order, not speed. As a blocking op holds one of TensorFlow's
-    inter-op threads, at least `n` of those are asked for, and one more for what a Python function calls; and one per core.
+    They share the cores, so they show placement and order, not speed. TensorFlow gets at least `n + 1` inter-op threads,
+    because a blocking op holds one, and a function that a Python function calls needs another one.
 
     Args:
         n: how many logical CPU devices, at least 1.
 
     Raises:
-        DeviceError: TensorFlow has initialised its devices already (any op or device listing does that), with
-            another number of them. Call this first thing after importing TensorFlow.
+        DeviceError: TensorFlow has already initialised another number of devices, as any op or device listing does.
+            Call this first, right after importing TensorFlow.
 
     Examples:
         >>> simulate_devices(8)
@@ -96,8 +96,7 @@ def simulate_devices(n: int) -> None:
     (cpu, *_) = tf.config.list_physical_devices("CPU")
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(n)])
-        threads = tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count() or 1  # 0: one per core
-        tf.config.threading.set_inter_op_parallelism_threads(max(n + 1, threads))
+        tf.config.threading.set_inter_op_parallelism_threads(max(n + 1, _inter_op_threads()))
     except RuntimeError as error:
         there = len(tf.config.list_logical_devices("CPU"))
         if there != n:
@@ -108,15 +107,15 @@ def simulate_devices(n: int) -> None:
 
 
 def choose_devices(devices: Any) -> tuple[str, ...]:
-    """Full names of the logical devices that the `devices` option means.
+    """Return the full names of the logical devices of the `devices` option.
 
     Args:
         devices: `None` (every local logical GPU, else every local logical CPU), a kind, a name, or an iterable of
-            names, logical devices, physical devices (all their logical ones) and `Device`s. A kind is that of the devices of
-            all hosts; the name of a host, `/job:worker/task:1`, or of a job stands for its GPUs, else its CPUs.
+            names, logical devices, physical devices (all their logical ones) and `Device`s. A kind selects devices of
+            all hosts; the name of a host, `/job:worker/task:1`, or of a job selects its GPUs, else its CPUs.
 
     Raises:
-        DeviceError: for an unknown, repeated or missing device; the message lists what there is.
+        DeviceError: for an unknown, repeated or missing device; the message lists the devices.
     """
     names, host = _logical_devices()
     if devices is None:
@@ -139,7 +138,7 @@ def choose_devices(devices: Any) -> tuple[str, ...]:
 
 
 def choose_output_device(device: Any) -> str:
-    """Full name of the one logical device that the `output_device` option means; raises as `choose_devices`."""
+    """Return the full name of the logical device of the `output_device` option; raise `DeviceError` for others."""
     names, host = _logical_devices()
     chosen = _resolve(device, names, host, "output_device")
     if len(chosen) > 1:
@@ -148,39 +147,41 @@ def choose_output_device(device: Any) -> str:
 
 
 def places_on(devices: tuple[str, ...]) -> tuple[str, ...]:
-    """Where the shards of one call may run: once on each device, and again on CPU devices for each further core.
+    """Return the devices, with CPUs of this host repeated for each further core: where the shards of a call may run.
 
-    TensorFlow runs a serial function on one core, however many a CPU device has. `benchmarks/test_real_functions.py` shows
-    that a second shard halves its time there, and costs functions nothing whose ops use all cores by themselves.
+    TensorFlow runs a serial function on one core, however many a CPU device has. A second shard halves its time, and costs
+    functions whose ops use all cores nothing (`benchmarks/test_real_functions.py`).
     """
-    here = _logical_devices()[1]  # nobody tells how many cores another host has
+    here = _logical_devices()[1]
     cpus = [device for device in _of_kind(list(devices), "CPU") if host_of(device) == here]
-    cores = os.cpu_count() or 1
-    cores = min(cores, tf.config.threading.get_inter_op_parallelism_threads() or cores)
+    cores = min(os.cpu_count() or 1, _inter_op_threads())
     return (*devices, *cpus * (cores // max(1, len(cpus)) - 1))
 
 
 def python_calls_at_once() -> int:
-    """How many Python functions may run in graphs at the same time.
+    """Return how many Python functions may run in graphs at the same time.
 
     Each holds one of TensorFlow's inter-op threads. A `tf.function` that one of them calls, as Keras's `predict` does, needs
-    such a thread, too: if none is left, all wait for ever.
+    another one: without, all would wait forever (tests/laws/test_python_calls.py).
     """
-    threads = tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count() or 1
-    return max(1, threads - 1)
+    return max(1, _inter_op_threads() - 1)
+
+
+def _inter_op_threads() -> int:
+    return tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count() or 1  # 0: one per core
 
 
 def why_no_gpu() -> str:
-    """What TensorFlow and the machine tell of the reason."""
+    """Return the reason why TensorFlow has no GPU, as far as it can be known."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     build = tf.sysconfig.get_build_info()
     if not tf.test.is_built_with_gpu_support():
         return (
-            f"this build of TensorFlow {tf.__version__} is for CPUs only; for NVIDIA GPUs, install tensorflow[and-cuda] in "
-            "its place"
+            f"this build of TensorFlow {tf.__version__} is for CPUs only; for NVIDIA GPUs, install tensorflow[and-cuda] "
+            "instead"
         )
     if tf.config.list_physical_devices("GPU"):
-        return "there are some, which this process has hidden with tf.config.set_visible_devices"
+        return "this process has hidden them with tf.config.set_visible_devices"
     if hidden is not None and hidden.strip() in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES={hidden!r} hides all of them"
     if not Path("/proc/driver/nvidia/version").exists() and not shutil.which("nvidia-smi"):
@@ -188,12 +189,12 @@ def why_no_gpu() -> str:
     return (
         f"there is a driver, but TensorFlow {tf.__version__}, built for CUDA {build.get('cuda_version', '?')} and cuDNN "
         f"{build.get('cudnn_version', '?')}, found no GPU that it can use. TF_CPP_MIN_LOG_LEVEL=0 devicemap devices shows "
-        "what it says to that: often a library is missing, which tensorflow[and-cuda] installs"
+        "TensorFlow's reasons: often a library is missing, which tensorflow[and-cuda] installs"
     )
 
 
 def kind_of(name: str) -> str:
-    """The kind in a device's full name.
+    """Return the kind in a device's full name.
 
     >>> kind_of("/job:localhost/replica:0/task:0/device:GPU:1")
     'GPU'
@@ -202,7 +203,7 @@ def kind_of(name: str) -> str:
 
 
 def _resolve(entry: Any, names: list[str], host: str, option: str = "devices") -> list[str]:
-    """The full names that one entry of an option stands for."""
+    """Return the full names of the devices that one entry of an option selects."""
     given = entry if isinstance(entry, str) else getattr(entry, "name", None)
     if not isinstance(given, str):
         raise DeviceError(
@@ -214,17 +215,17 @@ def _resolve(entry: Any, names: list[str], host: str, option: str = "devices") -
         local = _local_parts(host)
         found = [name for name in _of_kind(names, kind) if name in local and _index(local[name].physical.name) == index]
     elif match := _HOST.fullmatch(given):
-        asked = {key: value for key, value in match.groupdict().items() if value is not None}
+        asked = _given_fields(match)
         hosts: dict[str, list[str]] = {}
         for name in names:
             if asked.items() <= _fields(name).items():
                 hosts.setdefault(host_of(name), []).append(name)
         found = [name for there in hosts.values() for name in _of_kind(there, "GPU") or _of_kind(there, "CPU")]
     elif match := _NAME.fullmatch(given):
-        asked = {key: value for key, value in match.groupdict().items() if value is not None}
+        asked = _given_fields(match)
         asked["kind"] = asked["kind"].upper()
         found = [name for name in names if asked.items() <= _fields(name).items()]
-        if len(found) > 1:  # a short name, and TensorFlow is connected to other hosts: this host's device is meant
+        if len(found) > 1:  # a short name is that of a device of this host
             found = [name for name in found if name.startswith(host)]
     else:
         found = []
@@ -234,9 +235,13 @@ def _resolve(entry: Any, names: list[str], host: str, option: str = "devices") -
     return found
 
 
+def _given_fields(match: re.Match[str]) -> dict[str, str]:
+    return {key: value for key, value in match.groupdict().items() if value is not None}
+
+
 def _fields(name: str) -> dict[str, str]:
     match = _NAME.fullmatch(name)
-    assert match, name  # TensorFlow's own full names
+    assert match, name  # TensorFlow's full names
     return match.groupdict()
 
 
@@ -245,7 +250,7 @@ def _of_kind(names: list[str], kind: str) -> list[str]:
 
 
 def gpu_indices(names: Sequence[str]) -> dict[str, int]:
-    """For each local GPU among these full names, the index of the physical GPU it is a part of."""
+    """Return the index of the physical GPU of each local GPU among these full names."""
     if not any(kind_of(name) == "GPU" for name in names):
         return {}
     local = _local_parts(_logical_devices()[1])
@@ -257,9 +262,9 @@ def _index(name: str) -> int:
 
 
 def _logical_devices() -> tuple[list[str], str]:
-    """Full names of all logical devices, and what those of this host begin with.
+    """Return the full names of all logical devices, and the name of this host.
 
-    TensorFlow lists its own host's devices as `/device:CPU:0` until it is connected to others; an eager tensor tells the
+    TensorFlow lists the devices of this host as `/device:CPU:0` until it is connected to others; an eager tensor has the
     full name.
     """
     with tf.init_scope(), tf.device("/device:CPU:0"):
@@ -269,16 +274,15 @@ def _logical_devices() -> tuple[list[str], str]:
 
 
 def _there_is(names: list[str], given: str = "") -> str:
-    """What devices there are; and where `given` asks for a GPU and there is none, why."""
+    """List the devices, and say why there is no GPU if `given` requests one."""
     why = f". No GPU: {why_no_gpu()}" if "GPU" in given.upper() and not _of_kind(names, "GPU") else ""
     return "there is " + ", ".join(map(short_name, names)) + why
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device had no memory left.
+    """Return whether an error means that a device had no memory left.
 
-    For copies, TensorFlow has no class for that: where a tensor that it copies to could not be allocated, or one that it copies
-    from had not been, it is an `InternalError`, and what it says is all there is to tell it from others.
+    A copy to or from a tensor that could not be allocated raises `InternalError`, which only its message distinguishes.
 
     >>> is_out_of_memory(tf.errors.InternalError(None, None, "Dst tensor is not initialized."))
     True
@@ -297,7 +301,7 @@ class _Part:
     parts: list[Any]
 
     def describe(self) -> tuple[int | None, str]:
-        """The memory limit in bytes that it was given, and what it is in words."""
+        """Return the configured memory limit in bytes, and a description."""
         kind = self.physical.device_type
         model = tf.config.experimental.get_device_details(self.physical).get("device_name", kind)
         limit = getattr(self.parts[self.number], "memory_limit", None) if self.parts else None
@@ -306,7 +310,7 @@ class _Part:
 
 
 def _local_parts(host: str) -> dict[str, _Part]:
-    """The logical devices of this host by full name: visible physical devices in turn, their parts in turn."""
+    """Return the logical devices of this host by full name, in the order of visible physical devices and their parts."""
     found: dict[str, _Part] = {}
     count: Counter[str] = Counter()
     for physical in tf.config.get_visible_devices():

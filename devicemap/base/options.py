@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
@@ -59,9 +58,25 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
     if not callable(fn):
         raise OptionError(f"fn is of type {type(fn).__name__}, not callable; fn comes first, then the data")
     checked = Options(**options)
-    for name, (is_valid, expected) in _VALID.items():
-        if not is_valid(getattr(checked, name)):
+    size, prefetch, seed, called = checked.batch_size, checked.prefetch, checked.seed, checked.name
+
+    def expect(name: str, valid: bool, expected: str) -> None:
+        if not valid:
             raise OptionError(f"{name}={getattr(checked, name)!r}; expected {expected}")
+
+    for flag in ("batched", "jit_compile", "deterministic"):
+        expect(flag, isinstance(getattr(checked, flag), bool), "True or False")
+    expect("vectorize", isinstance(checked.vectorize, bool) or _is_auto(checked.vectorize), "True, False or 'auto'")
+    valid = size is None or _is_auto(size) or _is_int(size, 1)
+    expect("batch_size", valid, "None, 'auto' or an int of at least 1, in rows per device call")
+    expect("fn_output_signature", _is_signature(checked.fn_output_signature), "a nest of dtypes and tf.TypeSpecs")
+    valid = prefetch is None or _is_int(prefetch, 1)
+    expect("prefetch", valid, "None or an int of at least 1: how many chunks are under way on a device")
+    expect(
+        "max_retries", _is_int(checked.max_retries, 0), "an int of at least 0: how often a failed chunk is tried again"
+    )
+    expect("seed", seed is None or (_is_int(seed, 0) and seed < 2**32), "None or an int from 0 to 2**32 - 1")
+    expect("name", called is None or (isinstance(called, str) and called != ""), "None or a non-empty string")
     if checked.batched and isinstance(checked.vectorize, bool):
         raise OptionError(
             f"vectorize={checked.vectorize!r} with batched=True: fn takes whole batches, there is nothing to vectorise; "
@@ -70,12 +85,8 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
     if checked.batched and checked.fn_output_signature is not None:
         raise OptionError("fn_output_signature with batched=True: it is for a fn of one sample; leave it out")
     check_progress(checked.progress)
-    size = checked.batch_size
-    return replace(
-        checked,
-        in_place=variables_of(checked.in_place),
-        batch_size=int(size) if isinstance(size, Integral) else size,
-    )
+    size = int(size) if isinstance(size, Integral) else size
+    return replace(checked, in_place=variables_of(checked.in_place), batch_size=size)
 
 
 def variables_of(in_place: Any) -> tuple[tf.Variable, ...]:
@@ -117,10 +128,6 @@ def _is_auto(value: Any) -> bool:
     return isinstance(value, str) and value == "auto"
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def _is_int(value: Any, least: int) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
@@ -133,25 +140,3 @@ def _is_signature(nest: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-_VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("batched", "jit_compile", "deterministic"), (_is_bool, "True or False")),
-    "vectorize": (lambda value: _is_bool(value) or _is_auto(value), "True, False or 'auto'"),
-    "batch_size": (
-        lambda value: value is None or _is_auto(value) or _is_int(value, 1),
-        "None, 'auto' or an int of at least 1, in rows per device call",
-    ),
-    "fn_output_signature": (_is_signature, "a nest of dtypes and tf.TypeSpecs"),
-    "prefetch": (
-        lambda value: value is None or _is_int(value, 1),
-        "None or an int of at least 1: how many chunks are under way on a device",
-    ),
-    "max_retries": (lambda value: _is_int(value, 0), "an int of at least 0: how often a failed chunk is tried again"),
-    "seed": (
-        lambda value: value is None or (_is_int(value, 0) and value < 2**32),
-        "None or an int from 0 to 2**32 - 1",
-    ),
-    "name": (lambda value: value is None or (isinstance(value, str) and value != ""), "None or a non-empty string"),
-}
-"""For each option, whether a value is valid, and what is."""

@@ -1,7 +1,7 @@
-"""How many rows go where: integers and names only.
+"""Split rows into shards. Pure: integers and names only.
 
-This is the one place that knows about uneven remainders. Everything after it may rely on: shards are not empty,
-neighbours in the data are neighbours in the shards, and the sizes differ by at most one row.
+Only this module handles uneven remainders. Shards are not empty, are in the order of rows, and their sizes differ by at most
+one row.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from devicemap.events import Shard
 
 ROWS_PER_CORE = 16
-"""A call on fewer rows should cost what it costs on one core: see `benchmarks/test_call_cost.py`."""
+"""The fewest rows of a shard for a further core: `benchmarks/test_call_cost.py`."""
 
 
 def shard_sizes(rows: int, shards: int) -> tuple[int, ...]:
-    """Sizes of at most `shards` balanced, non-empty shards of `rows` rows.
+    """Return the sizes of at most `shards` balanced, non-empty shards of `rows` rows.
 
     >>> shard_sizes(10, 4)
     (3, 3, 2, 2)
@@ -27,10 +27,10 @@ def shard_sizes(rows: int, shards: int) -> tuple[int, ...]:
 
 
 def shard_rows(rows: int, places: Sequence[str]) -> tuple[Shard, ...]:
-    """Balanced shards of rows 0 to `rows - 1`, for as many of the first places as are worth it.
+    """Return balanced shards of rows 0 to `rows - 1` for the first places.
 
-    Places are names of devices. One that repeats an earlier one is a further core of a CPU, and gets a shard only where
-    each shard has at least `ROWS_PER_CORE` rows.
+    Places are names of devices. A repeated name is a further core of a CPU. It gets a shard only if each shard has at least
+    `ROWS_PER_CORE` rows.
 
     >>> [str(s) for s in shard_rows(3, ["/device:CPU:0", "/device:CPU:1"])]
     ['rows 0 to 1 on CPU:0', 'row 2 on CPU:1']
