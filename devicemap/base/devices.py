@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -18,11 +18,6 @@ from devicemap.base.hosts import host_of
 from devicemap.errors import DeviceError
 from devicemap.events import short_name
 
-_NAME = re.compile(
-    r"(?:/job:(?P<job>[^/]+))?(?:/replica:(?P<replica>\d+))?(?:/task:(?P<task>\d+))?/?(?:device:)?"
-    r"(?P<kind>[A-Za-z_]+):(?P<index>\d+)"
-)
-_HOST = re.compile(r"/job:(?P<job>[^/]+)(?:/replica:(?P<replica>\d+))?(?:/task:(?P<task>\d+))?")
 _FAILED_COPY = re.compile(r"(Dst|Src|Destination|Source) tensor is not initialized")
 _PHYSICAL = re.compile(r"/physical_device:(?P<kind>\w+):(?P<index>\d+)")
 
@@ -61,15 +56,13 @@ def list_devices(kind: str | None = None) -> list[Device]:
         raise DeviceError(f'kind is {kind!r}; expected a device type such as "GPU", or None for all')
     wanted = None if kind is None else kind.upper()
     names, host = _logical_devices()
-    local = _local_parts(host)
-    bytes_of = allocator_bytes()
+    local, bytes_of = _local_devices(host), allocator_bytes()
     devices = []
     for name in names:
         kind_here = kind_of(name)
         if wanted in (None, kind_here):
-            part = local.get(name)
-            memory, description = part.describe() if part else (None, f"{kind_here} of another host")
-            devices.append(Device(name, kind_here, memory or bytes_of.get(name), description))
+            part = local.get(name, _LocalDevice(-1, None, f"{kind_here} of another host"))
+            devices.append(Device(name, kind_here, part.memory or bytes_of.get(name), part.description))
     return devices
 
 
@@ -211,38 +204,33 @@ def _resolve(entry: Any, names: list[str], host: str, option: str = "devices") -
             f"or logical or physical devices of tf.config; {_there_is(names)}"
         )
     if physical := _PHYSICAL.fullmatch(given):
-        kind, index = physical["kind"].upper(), int(physical["index"])
-        local = _local_parts(host)
-        found = [name for name in _of_kind(names, kind) if name in local and _index(local[name].physical.name) == index]
-    elif match := _HOST.fullmatch(given):
-        asked = _given_fields(match)
-        hosts: dict[str, list[str]] = {}
-        for name in names:
-            if asked.items() <= _fields(name).items():
-                hosts.setdefault(host_of(name), []).append(name)
-        found = [name for there in hosts.values() for name in _of_kind(there, "GPU") or _of_kind(there, "CPU")]
-    elif match := _NAME.fullmatch(given):
-        asked = _given_fields(match)
-        asked["kind"] = asked["kind"].upper()
-        found = [name for name in names if asked.items() <= _fields(name).items()]
-        if len(found) > 1:  # a short name is that of a device of this host
-            found = [name for name in found if name.startswith(host)]
+        kind, index, local = physical["kind"].upper(), int(physical["index"]), _local_devices(host)
+        found = [name for name in _of_kind(names, kind) if name in local and local[name].physical_index == index]
     else:
-        found = []
+        found = _matching(given, names, host)
     if not found:
         kind = f"; a kind stands alone, as in devices={given!r}" if given.isalpha() and option == "devices" else ""
         raise DeviceError(f"{option} has {given!r}, which is not a device here{kind}; {_there_is(names, given)}")
     return found
 
 
-def _given_fields(match: re.Match[str]) -> dict[str, str]:
-    return {key: value for key, value in match.groupdict().items() if value is not None}
-
-
-def _fields(name: str) -> dict[str, str]:
-    match = _NAME.fullmatch(name)
-    assert match, name  # TensorFlow's full names
-    return match.groupdict()
+def _matching(given: str, names: list[str], host: str) -> list[str]:
+    """Return the full names that match a short or full name of a device, or the name of a host or job."""
+    try:
+        spec = tf.DeviceSpec.from_string(given)
+    except ValueError:
+        return []
+    kind = spec.device_type and spec.device_type.upper()
+    wanted = tf.DeviceSpec(spec.job, spec.replica, spec.task, kind, spec.device_index)
+    full = {name: tf.DeviceSpec.from_string(name) for name in names}
+    found = [name for name in names if full[name].make_merged_spec(wanted) == full[name]]
+    if kind is None and spec.job is not None:
+        hosts = {host_of(name): [each for each in found if host_of(each) == host_of(name)] for name in found}
+        return [name for there in hosts.values() for name in _of_kind(there, "GPU") or _of_kind(there, "CPU")]
+    if kind is None or spec.device_index is None:
+        return []
+    # If TensorFlow is connected to other hosts, a short name is that of a device of this host.
+    return found if len(found) < 2 else [name for name in found if name.startswith(host)]
 
 
 def _of_kind(names: list[str], kind: str) -> list[str]:
@@ -253,12 +241,8 @@ def gpu_indices(names: Sequence[str]) -> dict[str, int]:
     """Return the index of the physical GPU of each local GPU among these full names."""
     if not any(kind_of(name) == "GPU" for name in names):
         return {}
-    local = _local_parts(_logical_devices()[1])
-    return {name: _index(local[name].physical.name) for name in names if kind_of(name) == "GPU" and name in local}
-
-
-def _index(name: str) -> int:
-    return int(name.rpartition(":")[2])
+    local = _local_devices(_logical_devices()[1])
+    return {name: local[name].physical_index for name in names if kind_of(name) == "GPU" and name in local}
 
 
 def _logical_devices() -> tuple[list[str], str]:
@@ -292,31 +276,32 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, tf.errors.ResourceExhaustedError)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A logical device of this host as a part of a physical one."""
+class _LocalDevice(NamedTuple):
+    """A logical device of this host."""
 
-    physical: Any
-    number: int
-    parts: list[Any]
+    physical_index: int
+    """Of the physical device."""
 
-    def describe(self) -> tuple[int | None, str]:
-        """Return the configured memory limit in bytes, and a description."""
-        kind = self.physical.device_type
-        model = tf.config.experimental.get_device_details(self.physical).get("device_name", kind)
-        limit = getattr(self.parts[self.number], "memory_limit", None) if self.parts else None
-        description = model if len(self.parts) < 2 else f"part {self.number + 1} of {len(self.parts)} of {model}"
-        return (None if limit is None else int(limit) * 2**20), description  # TensorFlow's limits are in MiB
+    memory: int | None
+    """The configured memory limit in bytes."""
+
+    description: str
 
 
-def _local_parts(host: str) -> dict[str, _Part]:
-    """Return the logical devices of this host by full name, in the order of visible physical devices and their parts."""
-    found: dict[str, _Part] = {}
+def _local_devices(host: str) -> dict[str, _LocalDevice]:
+    """Return the logical devices of this host by full name: parts of visible physical devices, in this order."""
+    found: dict[str, _LocalDevice] = {}
     count: Counter[str] = Counter()
     for physical in tf.config.get_visible_devices():
-        parts = list(tf.config.get_logical_device_configuration(physical) or [])
-        for number in range(max(1, len(parts))):
-            name = f"{host}/device:{physical.device_type}:{count[physical.device_type]}"
-            count[physical.device_type] += 1
-            found[name] = _Part(physical, number, parts)
+        kind = physical.device_type
+        model = tf.config.experimental.get_device_details(physical).get("device_name", kind)
+        parts = list(tf.config.get_logical_device_configuration(physical) or [None])
+        for number, part in enumerate(parts, 1):
+            limit = getattr(part, "memory_limit", None)
+            found[f"{host}/device:{kind}:{count[kind]}"] = _LocalDevice(
+                int(physical.name.rpartition(":")[2]),
+                None if limit is None else int(limit) * 2**20,  # TensorFlow's limits are in MiB
+                model if len(parts) == 1 else f"part {number} of {len(parts)} of {model}",
+            )
+            count[kind] += 1
     return found
