@@ -1,4 +1,4 @@
-"""The user's data as leaves that share their first axis: converted, checked, counted, cut.
+"""Convert the user's data to leaves that share their first axis; count and cut their rows.
 
 The conventions are `tf.data`'s: tuples and dicts are structure, lists become tensors.
 """
@@ -16,7 +16,7 @@ from devicemap.base.structure import freeze, map_nest, nodes_of
 from devicemap.errors import DataError
 
 HOST = "/device:CPU:0"
-"""Where data waits to be cut: converting it here keeps TensorFlow from copying all of it to the first GPU."""
+"""The device that data is converted and cut on. By default, TensorFlow would copy all of it to the first GPU."""
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,19 @@ class Rows:
     """Its leaves in `tf.nest`'s order, each of shape `[count, ...]`."""
 
     count: int | None
-    """How many rows; `None` inside a `tf.function` that does not know."""
+    """The number of rows; `None` if it is unknown inside a `tf.function`."""
 
     key: Any
-    """Hashable: the structure, and each leaf's dtype and shape without the row axis. One trace serves one key."""
+    """Hashable: the structure, and the dtype and shape of a row of each leaf. Each key needs one trace."""
 
     @property
     def specs(self) -> Any:
-        """The nest of the leaves' `tf.TypeSpec`s, for any number of rows."""
+        """The nest of `tf.TypeSpec`s of the leaves, for any number of rows."""
         return tf.nest.map_structure(spec_of, self.structure)
 
 
 def as_rows(data: Any) -> Rows:
-    """Take `data` apart into rows.
+    """Convert `data` to rows.
 
     Args:
         data: a nest of tensors, NumPy arrays, lists, `RaggedTensor`s and `SparseTensor`s.
@@ -51,9 +51,10 @@ def as_rows(data: Any) -> Rows:
         DataError: for a leaf that is not a tensor or has no row axis, for leaves with different numbers of rows (each
             is named with its length), and for an empty nest.
     """
-    if isinstance(data, tf.Tensor) and data.shape.rank:  # the hot path: nothing to convert and nothing to compare
+    if isinstance(data, tf.Tensor) and data.shape.rank:  # fast for small calls
         return Rows(data, (data,), data.shape[0], (data.dtype, data.shape[1:]))
-    structure = _convert(data, "data")
+    with tf.device(HOST):
+        structure = map_nest(_convert, data, "data")
     for node in nodes_of(structure):
         try:
             hash(node.key)
@@ -66,20 +67,13 @@ def as_rows(data: Any) -> Rows:
         leaves = tuple(tf.nest.flatten(structure))
     except TypeError as error:
         raise DataError(f"data holds a dict whose keys cannot be sorted ({error}); use keys of one type") from error
-    paths = _paths(structure, "data")
     if not leaves:
         raise DataError(f"data is {data!r}, a nest without leaves; expected at least one tensor to map over")
-    for path, leaf in zip(paths, leaves):
-        if leaf.shape.rank is None or leaf.shape.rank == 0:
-            what = "of unknown rank" if leaf.shape.rank is None else "a scalar"
-            raise DataError(
-                f"{path} is {what} ({leaf.dtype.name}); every leaf needs rows as its first axis, of shape [rows, ...]. "
-                "Close over values that are the same for every row instead of passing them as data"
-            )
-    counts = [_count(leaf) for leaf in leaves]
-    known = {count for count in counts if count is not None}
+    paths = tf.nest.flatten(map_nest(lambda _, path: path, structure, "data"))
+    counts = {path: _count(leaf, path) for path, leaf in zip(paths, leaves)}
+    known = {count for count in counts.values() if count is not None}
     if len(known) > 1:
-        lengths = ", ".join(f"{path} has {count}" for path, count in zip(paths, counts))
+        lengths = ", ".join(f"{path} has {count}" for path, count in counts.items())
         raise DataError(
             f"the leaves of data have different numbers of rows: {lengths}. They must share their first axis"
         )
@@ -88,7 +82,7 @@ def as_rows(data: Any) -> Rows:
 
 
 def spec_of(leaf: Any) -> Any:
-    """The `tf.TypeSpec` of a leaf with any number of rows.
+    """Return the `tf.TypeSpec` of a leaf, for any number of rows.
 
     >>> spec_of(tf.zeros([4, 3])).shape.as_list()
     [None, 3]
@@ -97,7 +91,7 @@ def spec_of(leaf: Any) -> Any:
 
 
 def any_rows(spec: Any) -> Any:
-    """The spec, or that of a dense tensor, for any number of rows and without a name."""
+    """Return a spec, or that of a dense tensor, for any number of rows and without a name."""
     shape = tf.TensorShape([None]).concatenate(spec.shape[1:])
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
@@ -105,13 +99,13 @@ def any_rows(spec: Any) -> Any:
 
 
 def home_of(tensor: Any) -> str:
-    """Full name of the device whose memory holds it; `device` may be the one that an eager tensor was made for."""
+    """Return the device whose memory holds a tensor. `tensor.device` may be the one of the op that returned it."""
     home = None if tensor.dtype in (tf.resource, tf.variant) else getattr(tensor, "backing_device", None)
     return str(home or tensor.device)
 
 
 def row_spec(spec: Any) -> Any:
-    """The spec of one row of what has `spec`: a ragged tensor of one ragged dimension has dense rows."""
+    """Return the spec of one row; a ragged tensor with one ragged dimension has dense rows."""
     if isinstance(spec, tf.RaggedTensorSpec):
         if spec.ragged_rank > 1:
             return tf.RaggedTensorSpec(spec.shape[1:], spec.dtype, spec.ragged_rank - 1, spec.row_splits_dtype)
@@ -120,28 +114,21 @@ def row_spec(spec: Any) -> Any:
 
 
 def empty_rows(spec: Any) -> Any:
-    """No rows of what has `spec`: inner dimensions that it does not know are 0, and there are none where it knows no rank."""
-    known = spec.shape.rank is not None
+    """Return a leaf of this spec without rows. Unknown inner dimensions are 0; of an unknown rank, there are none."""
+    inner = [] if spec.shape.rank is None else [d or 0 for d in spec.shape[1:].as_list()]
     if isinstance(spec, tf.RaggedTensorSpec):
-        inner = [d or 0 for d in spec.shape[spec.ragged_rank + 1 :].as_list()] if known else []
-        values = _nothing([0, *inner], spec.dtype)
+        values = tf.constant([], spec.dtype, [0, *inner[spec.ragged_rank :]])
         for _ in range(spec.ragged_rank):
             values = tf.RaggedTensor.from_row_splits(values, tf.zeros([1], spec.row_splits_dtype), validate=False)
         return values
-    inner = [d or 0 for d in spec.shape[1:].as_list()] if known else []
     if isinstance(spec, tf.SparseTensorSpec):
         dense_shape = tf.constant([0, *inner], tf.int64)
-        return tf.SparseTensor(tf.zeros([0, len(inner) + 1], tf.int64), _nothing([0], spec.dtype), dense_shape)
-    return _nothing([0, *inner], spec.dtype)
-
-
-def _nothing(shape: list[int], dtype: Any) -> Any:
-    """A tensor without elements; `tf.zeros` does not know all dtypes."""
-    return tf.constant([], dtype, shape)
+        return tf.SparseTensor(tf.zeros([0, len(inner) + 1], tf.int64), tf.constant([], spec.dtype, [0]), dense_shape)
+    return tf.constant([], spec.dtype, [0, *inner])
 
 
 def cut_rows(leaf: Any, sizes: Any, shards: int) -> list[Any]:
-    """Cut a leaf of shape `[rows, ...]` into `shards` leaves of `sizes` (int32 `[shards]`) rows."""
+    """Split a leaf `[rows, ...]` into `shards` leaves with these numbers of rows, int32 `[shards]`."""
     if shards == 1:
         return [leaf]
     if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
@@ -151,7 +138,7 @@ def cut_rows(leaf: Any, sizes: Any, shards: int) -> list[Any]:
 
 
 def take_rows(leaf: Any, start: Any, stop: Any) -> Any:
-    """Rows `start` to `stop - 1` of a dense, ragged or sparse leaf."""
+    """Return rows `start` to `stop - 1` of a dense, ragged or sparse leaf."""
     if isinstance(leaf, tf.SparseTensor):
         head = tf.cast(tf.stack([start]), tf.int64)
         size = tf.concat([tf.cast(tf.stack([stop - start]), tf.int64), leaf.dense_shape[1:]], 0)
@@ -161,7 +148,7 @@ def take_rows(leaf: Any, start: Any, stop: Any) -> Any:
 
 
 def count_rows(leaf: Any, dtype: Any = tf.int64) -> Any:
-    """The number of rows of a leaf as a scalar tensor. GPUs count with `tf.int32` on the host, where loops need it."""
+    """Return the number of rows of a leaf as a scalar. On GPUs, int32 is computed on the host, where loops need it."""
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(dtype)
     if isinstance(leaf, tf.SparseTensor):
@@ -169,16 +156,7 @@ def count_rows(leaf: Any, dtype: Any = tf.int64) -> Any:
     return tf.shape(leaf, dtype)[0]
 
 
-def _paths(structure: Any, path: str) -> list[str]:
-    return list(tf.nest.flatten(map_nest(lambda _, where: where, structure, path)))
-
-
-def _convert(data: Any, path: str) -> Any:
-    with tf.device(HOST):
-        return map_nest(_convert_leaf, data, path)
-
-
-def _convert_leaf(value: Any, path: str) -> Any:
+def _convert(value: Any, path: str) -> Any:
     if isinstance(value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor):
         return value
     if value is None or isinstance(value, str | bytes) or callable(value):
@@ -205,7 +183,7 @@ def _convert_leaf(value: Any, path: str) -> Any:
 
 
 def _hint(value: Any) -> str:
-    """What to make of data that does not convert to a tensor."""
+    """Return advice for data that does not convert to a tensor."""
     if hasattr(value, "columns"):
         return "; columns of different dtypes are a dict: dict(frame)"
     if isinstance(value, np.ndarray) and value.dtype == object:
@@ -222,8 +200,14 @@ def _hint(value: Any) -> str:
     return "; tf.ragged.constant makes rows of different lengths"
 
 
-def _count(leaf: Any) -> int | None:
-    """The number of rows where it is known now: always in eager code."""
+def _count(leaf: Any, path: str) -> int | None:
+    """Return the number of rows, which is always known in eager code."""
+    if not leaf.shape.rank:
+        what = "of unknown rank" if leaf.shape.rank is None else "a scalar"
+        raise DataError(
+            f"{path} is {what} ({leaf.dtype.name}); every leaf needs rows as its first axis, of shape [rows, ...]. "
+            "Close over values that are the same for every row instead of passing them as data"
+        )
     if leaf.shape[0] is not None:
         return int(leaf.shape[0])
     return int(count_rows(leaf)) if tf.executing_eagerly() else None
