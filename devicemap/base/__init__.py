@@ -1,1 +1,1 @@
-"""What everything else stands on: options, devices, structure of data."""
+"""Options, devices and the structure of data."""

@@ -69,8 +69,8 @@ def list_devices(kind: str | None = None) -> list[Device]:
 def simulate_devices(n: int) -> None:
     """Split the CPU into `n` logical devices, to try several devices on any machine.
 
-    They share the cores, so they show placement and order, not speed. TensorFlow gets at least `n + 1` inter-op threads,
-    because a blocking op holds one, and a function that a Python function calls needs another one.
+    They share the cores, so they show placement and order, not speed. TensorFlow gets at least `n + 1` inter-op
+    threads, because a blocking op holds one, and a function that a Python function calls needs another one.
 
     Args:
         n: how many logical CPU devices, at least 1.
@@ -142,8 +142,8 @@ def choose_output_device(device: Any) -> str:
 def places_on(devices: tuple[str, ...]) -> tuple[str, ...]:
     """Return the devices, with CPUs of this host repeated for each further core: where the shards of a call may run.
 
-    TensorFlow runs a serial function on one core, however many a CPU device has. A second shard halves its time, and costs
-    functions whose ops use all cores nothing (`benchmarks/test_real_functions.py`).
+    TensorFlow runs a serial function on one core, however many a CPU device has. A second shard halves its time, and
+    does not slow down functions whose ops use all cores (`benchmarks/test_real_functions.py`).
     """
     here = _logical_devices()[1]
     cpus = [device for device in _of_kind(list(devices), "CPU") if host_of(device) == here]
@@ -154,8 +154,8 @@ def places_on(devices: tuple[str, ...]) -> tuple[str, ...]:
 def python_calls_at_once() -> int:
     """Return how many Python functions may run in graphs at the same time.
 
-    Each holds one of TensorFlow's inter-op threads. A `tf.function` that one of them calls, as Keras's `predict` does, needs
-    another one: without, all would wait forever (tests/laws/test_python_calls.py).
+    Each holds one of TensorFlow's inter-op threads. A `tf.function` that one of them calls, as Keras's `predict` does,
+    needs another thread. Without one, all would wait forever (tests/laws/test_python_calls.py).
     """
     return max(1, _inter_op_threads() - 1)
 
@@ -248,8 +248,8 @@ def gpu_indices(names: Sequence[str]) -> dict[str, int]:
 def _logical_devices() -> tuple[list[str], str]:
     """Return the full names of all logical devices, and the name of this host.
 
-    TensorFlow lists the devices of this host as `/device:CPU:0` until it is connected to others; an eager tensor has the
-    full name.
+    TensorFlow lists the devices of this host as `/device:CPU:0` until it is connected to others. An eager tensor has
+    the full name.
     """
     with tf.init_scope(), tf.device("/device:CPU:0"):
         host = tf.constant(0).device.partition("/device:")[0]
@@ -280,7 +280,7 @@ class _LocalDevice(NamedTuple):
     """A logical device of this host."""
 
     physical_index: int
-    """Of the physical device."""
+    """The index of the physical device."""
 
     memory: int | None
     """The configured memory limit in bytes."""

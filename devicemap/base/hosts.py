@@ -26,10 +26,10 @@ def is_remote(device: str) -> bool:
 
 
 def settle(devices: Iterable[str]) -> frozenset[str]:
-    """Wait until remote hosts have run all ops that eager code has sent to them, and return the hosts that do not answer.
+    """Wait until remote hosts have run all ops that eager code has sent to them; return the hosts that do not answer.
 
-    TensorFlow runs functions that span several hosts before pending ops, so they would read variables before an assignment
-    (test_variables_are_current).
+    TensorFlow runs functions that span several hosts before pending ops, so they would read variables before an
+    assignment (test_variables_are_current).
     """
     pending, lost = {}, set()
     for host in dict.fromkeys(host_of(device) for device in devices if is_remote(device)):

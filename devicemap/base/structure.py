@@ -1,11 +1,11 @@
 """Nests of tuples, dicts and objects of the user's classes, with the same structure as in `tf.nest`.
 
-A list is a leaf, which becomes a tensor. Only in `fn_output_signature`, and in results where that has a list, it is structure.
+A list is a leaf, which becomes a tensor. In `fn_output_signature`, and in results where that has a list, it is structure.
 
 TensorFlow treats three kinds of objects as structure: those of `attrs` classes, those with `__tf_flatten__` and
 `__tf_unflatten__`, and extension types. The first two may refuse to hold anything but tensors (specs, for instance), and
-`tf.nest` treats the third as leaves. So each object of the user becomes a `Node`, which holds anything, and becomes an object
-again when it is passed to `fn` or returned to the user.
+`tf.nest` treats the third as leaves. So each object of the user becomes a `Node`, which holds anything. It becomes an
+object again when it is passed to `fn` or returned to the user.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.compile.call_graph import Body, CallGraph
+from devicemap.compile.graph_walker import FunctionBody, GraphWalker
 
 _READS = frozenset(
     "ReadVariableOp ResourceGather ResourceGatherNd VariableShape VarIsInitializedOp "
@@ -24,8 +24,8 @@ _ATOMIC = frozenset(
     "WriteSummary WriteRawProtoSummary WriteScalarSummary WriteHistogramSummary WriteImageSummary WriteAudioSummary "
     "WriteGraphSummary FlushSummaryWriter".split()
 )
-"""Updates that lock the resource and give the same result in any order; summaries have steps. `ResourceScatterAdd` takes
-the shared lock only for numbers, so two of them on one row lose updates (test_treatments)."""
+"""Updates that lock the resource and give the same result in any order; summaries have steps. `ResourceScatterAdd` of
+numbers takes a shared lock only, so two of them on one row lose updates (test_treatments)."""
 
 _PYTHON = frozenset("PyFunc PyFuncStateless EagerPyFunc".split())
 
@@ -35,17 +35,11 @@ _VARYING = _LOOPS | _PYTHON | frozenset("If StatelessIf Case StatelessCase For P
 """Ops that run for as long as the data says."""
 
 _NO_EFFECTS = frozenset(
-    "Assert Case CheckNumerics CheckNumericsV2 DebugIdentityV2 DebugIdentityV3 DeepCopy DeviceIndex Empty GuaranteeConst "
-    "If LoadAndRemapMatrix NonDeterministicInts RemoteCall Restore RestoreSlice RestoreV2 StatefulPartitionedCall "
-    "StatelessRandomGetAlg Timestamp While".split()
+    "Assert Case CheckNumerics CheckNumericsV2 DebugIdentityV2 DebugIdentityV3 DeepCopy DeviceIndex Empty "
+    "GuaranteeConst If LoadAndRemapMatrix NonDeterministicInts RemoteCall Restore RestoreSlice RestoreV2 "
+    "StatefulPartitionedCall StatelessRandomGetAlg Timestamp While".split()
 )
 """Ops that TensorFlow calls stateful although they change nothing: they check, read, draw numbers or call functions."""
-
-_CUTS = frozenset(
-    "Round Rint Floor Ceil FloorDiv Cast StopGradient ZerosLike OnesLike OneHot ArgMax ArgMin Equal NotEqual Less "
-    "LessEqual Greater GreaterEqual Sign IsFinite IsNan IsInf Where Bucketize".split()
-)
-"""Ops from floating-point numbers to others, or back, that have no gradient."""
 
 _GATHERS = frozenset("ResourceGather ResourceGatherNd".split())
 
@@ -85,9 +79,6 @@ class Audit:
     reads_again: bool = False
     """Whether it reads a variable more than once, or gathers from one."""
 
-    cuts_gradients: bool = False
-    """Whether it holds an op that has no gradient."""
-
     python: bool = False
     """Whether it calls Python functions."""
 
@@ -121,7 +112,7 @@ class Audit:
 
 def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
     """Audit a `tf.types.experimental.ConcreteFunction`, with variables `in_place` that are not to be copied."""
-    graph = CallGraph(concrete)
+    graph = GraphWalker(concrete)
     captured = concrete.captured_inputs
     arguments = graph.root.arguments[len(graph.root.arguments) - len(captured) :]
     resources = [argument for tensor, argument in zip(captured, arguments) if tensor.dtype == tf.resource]
@@ -142,7 +133,6 @@ def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
         custom_gradients=any("_gradient_op_type" in node.attr for node in nodes),
         loops=bool(types & _LOOPS),
         reads_again=any(_is_read_again([*graph.uses(argument, live=True)]) for argument in resources),
-        cuts_gradients=bool(types & _CUTS),
         python=bool(types & _PYTHON),
         pinned=any(map(_is_pinned, nodes)),
         colocated=any(map(_is_colocated_with_argument, bodies)),
@@ -160,7 +150,7 @@ def is_steady(concrete: Any) -> bool:
 
 def op_types(concrete: Any) -> set[str]:
     """Return the types of the ops of a `ConcreteFunction` and of the functions that it calls."""
-    return CallGraph(concrete).op_types()
+    return GraphWalker(concrete).op_types()
 
 
 def variable_of(concrete: Any, handle: Any) -> Any:
@@ -203,7 +193,7 @@ def _is_pinned(node: Any) -> bool:
     return bool(tf.DeviceSpec.from_string(node.device).device_type) and not node.op.startswith("TensorList")
 
 
-def _is_colocated_with_argument(body: Body) -> bool:
+def _is_colocated_with_argument(body: FunctionBody) -> bool:
     inside = {node.name for node in body.nodes.values() if node.op != "Placeholder"}
     groups = (group for node in body.nodes.values() if "_class" in node.attr for group in node.attr["_class"].list.s)
     return any(group.decode().removeprefix("loc:@") not in inside for group in groups)

@@ -36,7 +36,7 @@ class Reducer:
     """A reduction of your own: `finish(merge(step(step(initial, row), row), ...))`, in the order of rows.
 
     Args:
-        initial: the state of no rows, a nest of numbers, arrays or tensors of the dtypes of later states (0.0 for floats).
+        initial: the state of no rows: a nest of numbers, arrays or tensors of the dtypes of states (0.0 for floats).
             Each device starts with it, so merging it with another state must return that other state.
         step: `(state, result of a row) -> state`, of the same structure, shapes and dtypes. It runs on the device that
             computed the row.

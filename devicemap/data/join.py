@@ -10,8 +10,8 @@ import tensorflow as tf
 from devicemap.errors import failure
 
 UNEVEN_ROWS = (
-    "Return a tf.RaggedTensor, give fn_output_signature=tf.RaggedTensorSpec(...), or pad to a fixed shape; if the data is "
-    "a dataset of batches, set batched=True"
+    "Return a tf.RaggedTensor, give fn_output_signature=tf.RaggedTensorSpec(...), or pad to a fixed shape; if the data "
+    "is a dataset of batches, set batched=True"
 )
 """What to do where a dense tensor cannot hold all results."""
 

@@ -1,7 +1,7 @@
 """Split rows into shards. Pure: integers and names only.
 
-Only this module handles uneven remainders. Shards are not empty, are in the order of rows, and their sizes differ by at most
-one row.
+Only this module handles uneven remainders. Shards are not empty, are in the order of rows, and their sizes differ by at
+most one row.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def shard_sizes(rows: int, shards: int) -> tuple[int, ...]:
 def shard_rows(rows: int, places: Sequence[str]) -> tuple[Shard, ...]:
     """Return balanced shards of rows 0 to `rows - 1` for the first places.
 
-    Places are names of devices. A repeated name is a further core of a CPU. It gets a shard only if each shard has at least
-    `ROWS_PER_CORE` rows.
+    Places are names of devices. A repeated name is a further core of a CPU. It gets a shard only if each shard has at
+    least `ROWS_PER_CORE` rows.
 
     >>> [str(s) for s in shard_rows(3, ["/device:CPU:0", "/device:CPU:1"])]
     ['rows 0 to 1 on CPU:0', 'row 2 on CPU:1']

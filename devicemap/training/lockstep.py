@@ -1,7 +1,7 @@
 """Trace one function per device such that they exchange values: synchronized batch normalization.
 
-A function cannot wait for one that is traced later. So each function runs in a thread of its own, one thread at a time, from
-exchange to exchange. Ops that take the values of several devices are created when all functions have arrived.
+A function cannot wait for one that is traced later. So each function runs in a thread of its own, one thread at a time,
+from exchange to exchange. Ops that take the values of several devices are created when all functions have arrived.
 """
 
 from __future__ import annotations

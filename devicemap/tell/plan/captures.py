@@ -9,7 +9,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from devicemap.compile.audit import Treatment, variable_of
-from devicemap.compile.call_graph import size_of
+from devicemap.compile.graph_walker import size_of
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import home_of
 from devicemap.tell.plan.plan import Captured, Handling

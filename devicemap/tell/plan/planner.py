@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from devicemap.base.devices import gpu_indices, kind_of
 from devicemap.base.options import Options
-from devicemap.compile.call_graph import CallGraph, size_of, waits_between_devices
 from devicemap.compile.call_spec import CallSpec
 from devicemap.compile.compiled import CompiledMap as Compiled
+from devicemap.compile.graph_walker import GraphWalker, size_of, waits_between_devices
 from devicemap.events import Shard
 from devicemap.run.mapper import in_flight
 from devicemap.tell.plan.captures import captured_by
@@ -26,7 +26,7 @@ def explain_call(
 ) -> Plan:
     """Return the plan of a call of `compiled`, the compiled form of `fn`, on the data in `asked`."""
     traced, chunks = compiled.traced, asked.chunks
-    types = CallGraph(traced.concrete).op_types(live=True)
+    types = GraphWalker(traced.concrete).op_types(live=True)
     shards = () if chunks else _shards(asked.rows, compiled)
     call = compiled.graph(CallSpec.of_shards(len(shards))) if shards else None
     used = compiled.devices if chunks else tuple(dict.fromkeys(shard.device for shard in shards))

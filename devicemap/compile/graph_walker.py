@@ -17,7 +17,7 @@ _BRANCHES = frozenset("If StatelessIf Case StatelessCase".split())
 
 
 @dataclass(frozen=True, eq=False)
-class Body:
+class FunctionBody:
     """The body of a graph, or of a function in its library."""
 
     nodes: Mapping[str, Any]
@@ -51,19 +51,19 @@ class Body:
         return found
 
 
-class CallGraph:
+class GraphWalker:
     """A `ConcreteFunction` and the functions that it calls, at any depth."""
 
     def __init__(self, concrete: Any):
         graph = concrete.graph
         graph_def = graph.as_graph_def()
-        self.root = Body(
+        self.root = FunctionBody(
             {node.name: node for node in graph_def.node},
             [tensor.op.name for tensor in concrete.inputs],
             [*(tensor.name for tensor in graph.outputs), *(op.name for op in graph.control_outputs)],
         )
         self._library = {
-            function.signature.name: Body(
+            function.signature.name: FunctionBody(
                 {node.name: node for node in function.node_def},
                 [argument.name for argument in function.signature.input_arg],
                 [*function.ret.values(), *function.control_ret.values()],
@@ -71,14 +71,14 @@ class CallGraph:
             for function in graph_def.library.function
         }
 
-    def called_by(self, node: Any) -> list[Body]:
+    def called_by(self, node: Any) -> list[FunctionBody]:
         """Return the bodies of the functions that a node calls."""
         names = [node.op]  # TensorFlow 1 calls a function by the type of an op
         for value in node.attr.values():
             names += [value.func.name, *(function.name for function in value.list.func)]
         return [self._library[name] for name in names if name in self._library]
 
-    def bodies(self, live: bool = False) -> Iterator[Body]:
+    def bodies(self, live: bool = False) -> Iterator[FunctionBody]:
         """Yield the body of the graph and of each function that it calls, once; with `live`, that live nodes call."""
         pending, seen = [self.root], {self.root}
         while pending:
@@ -94,7 +94,7 @@ class CallGraph:
         nodes = (node for body in self.bodies(live) for node in (body.live if live else body.nodes).values())
         return {node.op for node in nodes} - {*self._library}
 
-    def uses(self, argument: str, live: bool = False, body: Body | None = None) -> Iterator[str]:
+    def uses(self, argument: str, live: bool = False, body: FunctionBody | None = None) -> Iterator[str]:
         """Yield the types of the ops that take an argument of the graph, in the functions that it is passed to, too."""
         body = body or self.root
         for node, index in body.consumers.get(argument, ()):
@@ -116,7 +116,7 @@ def waits_between_devices(concrete: Any) -> list[tuple[str, str]]:
 
     Control edges that repeat a data dependency are left out.
     """
-    graph = CallGraph(concrete)
+    graph = GraphWalker(concrete)
     nodes = graph.root.nodes
     homes = {name: _home(node, graph) for name, node in nodes.items()}
     pairs: dict[tuple[str, str], None] = {}
@@ -153,7 +153,7 @@ def _sources(node: Any, nodes: Mapping[str, Any]) -> set[str]:
     return found
 
 
-def _home(node: Any, graph: CallGraph) -> str | None:
+def _home(node: Any, graph: GraphWalker) -> str | None:
     """Return the device that a node is placed on; for a `tf.cond` around a shard, that of the nodes in its branches."""
     inside = [each for body in graph.called_by(node) for each in body.nodes.values()]
     specs = [tf.DeviceSpec.from_string(each.device) for each in (node, *inside)]
