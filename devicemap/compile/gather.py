@@ -1,4 +1,4 @@
-"""Results of shards -> rows in order."""
+"""Join the results of shards, in the order of rows, inside a graph; and check their numbers of rows."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from devicemap.events import Shard
 
 
 def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any]:
-    """Join the results of neighbouring shards, inside a graph.
+    """Join the results of neighboring shards, inside a graph.
 
     Args:
         parts: one leaf per shard, dense, ragged or sparse, each of shape `[rows of the shard, ...]`.
-        differentiable: without a `TensorArray` where that can be: the gradient of one has no vectorised form, which
-            `GradientTape.jacobian` asks for. So are integers that GPUs have no lists of.
+        differentiable: use `tf.concat` instead of a `TensorArray`, whose gradient `tf.GradientTape.jacobian` cannot
+            vectorize (test_jacobians).
 
     Returns:
-        The leaf of all rows, and the rows that each part had: int64 `[shards]`.
+        The leaf of all rows, and the number of rows of each part: int64 `[shards]`.
     """
     first = parts[0]
     if isinstance(first, tf.RaggedTensor):
@@ -37,9 +37,7 @@ def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any
         return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False), rows
     if isinstance(first, tf.SparseTensor):
         return _gather_sparse(parts, differentiable)
-    shape = first.shape
-    for part in parts[1:]:
-        shape = _common(shape, part.shape)
+    shape = _common_shape(parts)
     if shape.rank is not None:
         shape = tf.TensorShape([None]).concatenate(shape[1:])
     if (differentiable or first.dtype in LIST_DTYPES) and shape.rank is not None:
@@ -49,7 +47,7 @@ def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any
     array = tf.TensorArray(first.dtype, size=len(parts), infer_shape=False, element_shape=shape)
     for i, part in enumerate(parts):
         array = array.write(i, part)
-    # TensorArray.concat() is this op, and keeps the row counts to itself.
+    # TensorArray.concat() calls this op, and does not return the row counts.
     joined = tf.raw_ops.TensorListConcatV2(
         input_handle=array.flow,
         element_dtype=first.dtype,
@@ -61,9 +59,9 @@ def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any
 
 
 def _gather_sparse(parts: Sequence[Any], differentiable: bool) -> tuple[Any, Any]:
-    """As `tf.sparse.concat`, which has no gradient."""
-    if parts[0].shape.rank is None:
-        parts = [parts[0], *(_of_rank_of(parts[0], part) for part in parts[1:])]
+    """Join sparse tensors like `tf.sparse.concat`, which has no gradient."""
+    if parts[0].shape.rank is None:  # a shard without rows has the rank 1
+        parts = [parts[0], *(_with_rank_of(parts[0], part) for part in parts[1:])]
     shapes = tf.stack([part.dense_shape for part in parts])
     rows = shapes[:, 0]
     starts = tf.unstack(tf.cumsum(rows, exclusive=True), len(parts))
@@ -72,12 +70,11 @@ def _gather_sparse(parts: Sequence[Any], differentiable: bool) -> tuple[Any, Any
     values, _ = gather([part.values for part in parts], differentiable)
     shape = tf.concat([[tf.reduce_sum(rows)], tf.reduce_max(shapes, 0)[1:]], 0)
     joined = tf.SparseTensor(indices, values, shape)
-    joined.set_shape(functools.reduce(_common, (part.shape for part in parts)))
+    joined.set_shape(_common_shape(parts))
     return with_static_rows(joined, None), rows
 
 
-def _of_rank_of(first: Any, part: Any) -> Any:
-    """A shard without rows does not know how many axes they would have."""
+def _with_rank_of(first: Any, part: Any) -> Any:
     rank = tf.size(first.dense_shape)
     shape = tf.concat([part.dense_shape, tf.zeros_like(first.dense_shape)], 0)[:rank]
     return tf.SparseTensor(tf.reshape(part.indices, tf.stack([tf.size(part.values), rank])), part.values, shape)
@@ -86,9 +83,9 @@ def _of_rank_of(first: Any, part: Any) -> Any:
 def check_row_counts(results: Sequence[Any], returned: Sequence[Any], shards: Sequence[Shard]) -> None:
     """Raise unless a `fn` of batches returned as many rows as each shard has, in every leaf of its results.
 
-    `returned` is what `gather` tells per leaf, and empty where there is one shard, whose results are all there is.
+    `returned` are the row counts that `gather` returns for each leaf, and empty if there is only one shard.
     """
-    counted = [counts.numpy() for counts in returned] or [[_rows_now(leaf)] for leaf in results]
+    counted = [counts.numpy() for counts in returned] or [[_eager_count(leaf)] for leaf in results]
     for leaf, counts in enumerate(counted):
         for count, shard in zip(counts, shards):
             if count != len(shard):
@@ -100,8 +97,8 @@ def check_row_counts(results: Sequence[Any], returned: Sequence[Any], shards: Se
                 )
 
 
-def _rows_now(leaf: Any) -> int:
-    """The number of rows of an eager leaf; a dense one knows without running an op."""
+def _eager_count(leaf: Any) -> int:
+    """Return the number of rows of an eager leaf; for a dense one, without running an op."""
     if leaf.shape.rank == 0:
         raise failure(
             "fn returned a scalar; with batched=True it must return one row per input row, of shape [rows, ...]. Set "
@@ -117,7 +114,8 @@ def with_row_counts_checked(results: Sequence[Any], returned: Sequence[Any], siz
         f"{name} returned another number of rows than it was given; expected one row for each row. Rows returned and "
         "rows given, per device:"
     )
-    checks = [  # not `tf.debugging`: of its condition there are two ends, and results would go by the first GPU (`waiting_for`)
+    # tf.debugging uses the condition twice, and `waiting_for` would send the results through the first GPU.
+    checks = [
         tf.raw_ops.Assert(condition=tf.reduce_all(counts == given), data=[message, counts, given])
         for counts in returned or [tf.stack([count_rows(leaf)]) for leaf in results]
     ]
@@ -125,7 +123,7 @@ def with_row_counts_checked(results: Sequence[Any], returned: Sequence[Any], siz
 
 
 def with_static_rows(leaf: Any, rows: int | None) -> Any:
-    """Tell TensorFlow the number of rows, where it is known while tracing, and TensorFlow knows no other one."""
+    """Set the number of rows in the static shape of a leaf that has none."""
     if isinstance(leaf, tf.RaggedTensor):
         leaf.row_splits.set_shape([None if rows is None else rows + 1])
     elif leaf.shape.rank is not None and leaf.shape[0] is None:
@@ -133,7 +131,5 @@ def with_static_rows(leaf: Any, rows: int | None) -> Any:
     return leaf
 
 
-def _common(a: Any, b: Any) -> Any:
-    if a.rank is None or b.rank is None or a.rank != b.rank:
-        return tf.TensorShape(None)
-    return tf.TensorShape([x if x == y else None for x, y in zip(a.as_list(), b.as_list())])
+def _common_shape(parts: Sequence[Any]) -> Any:
+    return functools.reduce(tf.TensorShape.most_specific_compatible_shape, (part.shape for part in parts))

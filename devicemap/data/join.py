@@ -1,4 +1,4 @@
-"""Results of chunks -> rows in order, in eager code."""
+"""Join the results of chunks, in the order of rows, in eager code."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ UNEVEN_ROWS = (
     "Return a tf.RaggedTensor, give fn_output_signature=tf.RaggedTensorSpec(...), or pad to a fixed shape; if the data "
     "is a dataset of batches, set batched=True"
 )
-"""What to do where a dense tensor cannot hold all results."""
+"""Advice for rows that do not fit into one dense tensor."""
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """Join neighbouring rows in eager code; the same as `gather` without its graph."""
+    """Return one leaf of the rows of several neighboring ones: dense, ragged or sparse.
+
+    Raises:
+        FunctionError: dense parts differ in their inner shapes.
+    """
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -30,19 +34,19 @@ def join(parts: Sequence[Any]) -> Any:
 
 
 def is_uniform(parts: Sequence[Any]) -> bool:
-    """Whether rows of ragged tensors have one length, which is known."""
+    """Return whether the rows of ragged tensors have the same static length."""
     return parts[0].shape[1] is not None and all(part.shape[1] == parts[0].shape[1] for part in parts)
 
 
 def of_uniform_rows(values: Any, first: Any, rows: Any) -> Any:
-    """So many rows of all `values`, as long as those of the ragged tensor `first` are."""
+    """Return a ragged tensor of `values`, whose `rows` have the same length as those of the ragged tensor `first`."""
     dtype = first.row_splits.dtype
     length = tf.constant(first.shape[1], dtype)
     return tf.RaggedTensor.from_uniform_row_length(values, length, nrows=tf.cast(rows, dtype), validate=False)
 
 
 def check_inner_shapes(parts: Sequence[Any]) -> None:
-    """Raise where dense results of shards, eager ones, do not fit together."""
+    """Raise `FunctionError` if dense results of shards differ in their inner shapes."""
     shapes = list(dict.fromkeys(str(part.shape[1:]) for part in parts if isinstance(part, tf.Tensor)))
     if len(shapes) > 1:
         raise failure(
