@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -142,14 +143,10 @@ class BoundReduction(ABC):
         self._result_bytes = sum((spec.shape[1:].num_elements() or 0) * spec.dtype.size for spec in specs)
         self._merge_specs = [*self._state_specs(), tf.TensorSpec([None], tf.int64)]
         # Trace the user's functions before anything is computed, because they may fail.
-        self._reduce, self._merge, self._finish = (
-            tf.function(function, autograph=False).get_concrete_function(*args)
-            for function, args in (
-                (lambda *results: self._reduced(results), specs),
-                (lambda *states: [leaf[None] for leaf in self._merged(states)], self._merge_specs),
-                (lambda *states: self._finished(self._merged(states)), self._merge_specs),
-            )
-        )
+        trace, states = partial(tf.function, autograph=False), self._merge_specs
+        self._reduce = trace(lambda *results: self._reduced(results)).get_concrete_function(*specs)
+        self._merge = trace(lambda *s: [leaf[None] for leaf in self._merged(s)]).get_concrete_function(*states)
+        self._finish = trace(lambda *s: self._finished(self._merged(s))).get_concrete_function(*states)
         self.captured = self._finish.captured_inputs
         """The tensors that the user's functions capture."""
 
