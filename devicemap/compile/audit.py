@@ -1,4 +1,4 @@
-"""What a traced function does with the state that it captures, and which of its ops need care, read from its graph."""
+"""Audit the graph of a traced function: the state that it captures, and the ops that restrict how it may run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PYTHON = frozenset("PyFunc PyFuncStateless EagerPyFunc".split())
 _LOOPS = frozenset("While StatelessWhile".split())
 
 _VARYING = _LOOPS | _PYTHON | frozenset("If StatelessIf Case StatelessCase For Print PrintV2".split())
-"""Ops that run for as long as the data says."""
+"""Ops whose running time depends on values."""
 
 _NO_EFFECTS = frozenset(
     "Assert Case CheckNumerics CheckNumericsV2 DebugIdentityV2 DebugIdentityV3 DeepCopy DeviceIndex Empty "
@@ -185,6 +185,7 @@ def _has_effects(op: str) -> bool:
 
 
 def _is_read_again(ops: Sequence[str]) -> bool:
+    """Return whether ops of these types read a variable more than once. A gather counts, because it may read any row."""
     return len(ops) > 1 or not _GATHERS.isdisjoint(ops)
 
 

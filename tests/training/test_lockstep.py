@@ -1,4 +1,4 @@
-"""Functions that are traced together meet, or say why not."""
+"""Functions that are traced together exchange values, or raise an error that says why they cannot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from devicemap.training.lockstep import Lockstep
 
 
 def traced(make: Any) -> Any:
-    """What functions that `make` gives for a `Lockstep` return, in a graph."""
+    """Run the functions that `make` returns for a `Lockstep`, in a graph."""
 
     @tf.function(autograph=False)
     def together() -> Any:
@@ -29,7 +29,7 @@ def total(brought: list[Any]) -> list[Any]:
     return [tf.add_n(brought)] * len(brought)
 
 
-def test_what_each_brings_all_get() -> None:
+def test_all_functions_receive_all_values() -> None:
     def one(lockstep: Lockstep, i: int) -> Any:
         with tf.device(f"CPU:{i}"):
             first = lockstep.meet(tf.constant(i), total)
@@ -40,7 +40,7 @@ def test_what_each_brings_all_get() -> None:
 
 
 @pytest.mark.parametrize("meetings", [(1, 0, 1), (2, 1, 1), (1, 1, 2)])
-def test_who_does_not_come_is_told(meetings: tuple[int, ...]) -> None:
+def test_different_numbers_of_meetings_are_refused(meetings: tuple[int, ...]) -> None:
     def one(lockstep: Lockstep, count: int) -> Any:
         for _ in range(count):
             lockstep.meet(tf.constant(0), total)
@@ -52,7 +52,7 @@ def test_who_does_not_come_is_told(meetings: tuple[int, ...]) -> None:
     assert threading.active_count() == before
 
 
-def test_what_one_raises_ends_all() -> None:
+def test_an_error_ends_all_functions() -> None:
     def fails(lockstep: Lockstep) -> Any:
         lockstep.meet(tf.constant(0), total)
         raise ZeroDivisionError("of mine")
