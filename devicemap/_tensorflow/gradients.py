@@ -112,15 +112,24 @@ def wait_for(op: Any, before: Any) -> None:
         op._add_control_input(before)
 
 
-def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
-    def placed(op: Any, *upstream: Any) -> Any:
+def _changing(gradient: Callable[..., Any], change: Callable[[Any], None]) -> Callable[..., Any]:
+    """Return a gradient function that changes each op that `gradient` adds to the graph."""
+
+    def changed(op: Any, *upstream: Any) -> Any:
         graph = tf.compat.v1.get_default_graph()
         known = len(graph.get_operations())
-        with tf.device(device):
-            gradients = gradient(op, *upstream)
-            for added in graph.get_operations()[known:]:
-                _bring_inputs(added)
+        gradients = gradient(op, *upstream)
+        for added in graph.get_operations()[known:]:
+            change(added)
         return gradients
+
+    return changed
+
+
+def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
+    def placed(op: Any, *upstream: Any) -> Any:
+        with tf.device(device):
+            return _changing(gradient, _bring_inputs)(op, *upstream)
 
     return placed
 
@@ -152,20 +161,12 @@ def differentiate_freely(graph: Any) -> None:
         for op in _ops_of(graph):
             # A function that fn calls is part of each trace of fn.
             if op.type in ("Gather", "GatherV2") and op._gradient_function is None:
-                op._gradient_function = _without_colocation(_registry.get_gradient_function(op))
+                op._gradient_function = _changing(_registry.get_gradient_function(op), _remove_colocation)
 
 
-def _without_colocation(gradient: Callable[..., Any]) -> Callable[..., Any]:
-    def free(op: Any, *upstream: Any) -> Any:
-        graph = tf.compat.v1.get_default_graph()
-        known = len(graph.get_operations())
-        gradients = gradient(op, *upstream)
-        for added in graph.get_operations()[known:]:
-            if "_class" in added.node_def.attr:
-                added._clear_attr("_class")
-        return gradients
-
-    return free
+def _remove_colocation(op: Any) -> None:
+    if "_class" in op.node_def.attr:
+        op._clear_attr("_class")
 
 
 _COMPUTES_VECTORS = {"Svd": "compute_uv", "Eig": "compute_v", "SelfAdjointEigV2": "compute_v"}

@@ -1,4 +1,4 @@
-"""The line of the user's code that made an op."""
+"""The line of the user's code that created an op."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _STANDARD = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdli
 
 
 def source_line(op: Any) -> str | None:
-    """Describe the line of the user's code that made `op`, a `tf.Operation` of a traced function.
+    """Describe the line of the user's code that created `op`, a `tf.Operation` of a traced function.
 
     It is the innermost line outside of TensorFlow, Keras and other installed packages: the line that calls `tf.nn.moments`,
     not the line of TensorFlow that adds the op. Lines that autograph converted are those of the original file.
 
     Returns:
-        For instance "`y[:3]`, line 12 of ode.py", or "line 12 of ode.py" if the source text is not available. `None` if only
-        libraries took part, as for a Keras model.
+        For instance "`y[:3]`, line 12 of ode.py", or "line 12 of ode.py" if the source text is not available. `None` if all
+        lines are those of libraries, as for a Keras model.
 
     Examples:
         >>> import tensorflow as tf

@@ -1,6 +1,6 @@
-"""The ops that compute all rows at once as they compute each row.
+"""The ops that can run for all rows at once.
 
-`tests/compile/test_vectorizable_ops.py` draws calls of each op in `OPS`, and compares values and gradients with `tf.map_fn`.
+`tests/compile/test_vectorizable_ops.py` draws calls of each op in `OPS` and compares values and gradients with `tf.map_fn`.
 Any other op, and a call that is one of the `EXCEPTIONS`, runs row by row.
 """
 
@@ -172,7 +172,7 @@ def is_control_flow(op: Any) -> bool:
 
 def runs_row_by_row(op: Any) -> bool:
     """Whether an op can run row by row inside a vectorised function: the shapes of its results are known."""
-    # Calls of Python wait for each other. An op with a seed of its own draws in the order of its runs.
+    # Python calls wait for each other. An op with a seed draws its numbers in the order of its runs.
     if op.type == "PyFuncStateless" or "seed" in op.node_def.attr:
         return False
     tensors = all(each.dtype not in (tf.variant, tf.resource) for each in (*op.inputs, *op.outputs))

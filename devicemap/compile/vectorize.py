@@ -57,14 +57,14 @@ class RowLoop:
     """Whether all rows run as one call."""
 
     reason: str
-    """Why they do, or do not."""
+    """The reason for `vectorized`."""
 
 
 def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> list[RowLoop]:
     """Return the fastest loop over a shard's rows, followed by one with correct gradients if the first has none.
 
     Raises:
-        FunctionError: the options ask for what cannot be.
+        FunctionError: `vectorize=True`, but `row_fn` cannot be vectorised.
     """
     wanted = options.vectorize
     found = audit(row_fn)
@@ -122,8 +122,8 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
             take_all_rows(row.op)
         return row_fn(*rows)
 
-    # Without control dependencies, or what is called for one row, and then vectorised, would also run as it is. In another
-    # function with them, or TensorFlow brings what a loop gives to where its variables are, and back.
+    # Automatic control dependencies would run the call for one row, too, which pfor leaves in the graph. The function around
+    # it has them, because TensorFlow would otherwise move the results of a loop to the device of its variables, and back.
     @tf.function(autograph=False, experimental_attributes=UNCHAINED)
     def vectorized(*leaves: Any) -> list[Any]:
         return list(tf.vectorized_map(run, leaves, fallback_to_while_loop=False))
@@ -143,7 +143,7 @@ class _NotVectorizedError(Exception):
 
 
 class _Vectorizer:
-    """Convert the ops of a function of one row. An op that cannot be vectorised runs in a loop over rows, if possible."""
+    """Convert the ops of a function of one row. An op that cannot be vectorised runs alone in a loop over rows, if possible."""
 
     def __init__(self, force: bool):
         self._force = force
@@ -233,7 +233,7 @@ def _check_function(row_fn: Any, found: Audit, specs: list[Any], options: Option
 
 @contextlib.contextmanager
 def _without_conversion_log() -> Iterator[None]:
-    """Drop what TensorFlow logs, in this thread, about an op without a vectorised form: the reason is kept instead."""
+    """Drop pfor's log messages of this thread: it logs the whole NodeDef of an op that it cannot convert, as an error."""
     thread = threading.get_ident()
 
     def other_thread(record: logging.LogRecord) -> bool:
@@ -249,10 +249,10 @@ def _without_conversion_log() -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     text = str(error)
-    if match := re.search(r"No pfor vectorization defined for (\w+)", text):  # where devicemap does not see the ops
+    if match := re.search(r"No pfor vectorization defined for (\w+)", text):  # without `checks_ops`
         return f"{match[1]} has no vectorised form"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"\w+(Error|Exception): ", line)]
-    if "in user code:" in lines and named:  # as autograph tells of an error, below where it came from
+    if "in user code:" in lines and named:  # autograph puts the error below its traceback
         return named[-1].partition(": ")[2]
     return lines[0] if lines else type(error).__name__

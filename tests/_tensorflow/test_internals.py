@@ -86,7 +86,8 @@ def test_gradients_of_gathers_ask_for_no_device(free: bool) -> None:
             for op in inner.get_concrete_function(tf.TensorSpec([None, 2])).graph.get_operations()
             if "Gather" in op.type
         )
-        assert op._gradient_function.__closure__[0].cell_contents.__name__ == "_GatherV2Grad"  # wrapped once
+        wrapped = [cell.cell_contents.__name__ for cell in op._gradient_function.__closure__]
+        assert "_GatherV2Grad" in wrapped  # wrapped once
     in_functions = [node for function in graph_def.library.function for node in function.node_def]
     assert any("_class" in node.attr for node in in_functions) != free
     np.testing.assert_allclose(gradient(X), 1 - np.tanh(X) ** 2, rtol=1e-3)
@@ -249,7 +250,7 @@ def test_rows_are_taken_without_a_copy() -> None:
     assert sine.inputs[0].op.type in ("Placeholder", "Identity")
 
 
-def test_tensorflow_tells_how_much_memory_devices_have() -> None:
+def test_the_memory_of_devices() -> None:
     assert usable(memory._context, memory._listing, memory._sizes)
     assert allocator_bytes() == {}  # of devices that are no CPUs; tests/simulators/test_softgpu.py has some
 

@@ -58,7 +58,7 @@ def _assert_further_answers(devices: list[str]) -> None:
 
     ones = devicemap.DeviceMap(counting, devices=devices)
     assert ones(X).numpy().tolist() == [1.0] * 6
-    tf.function(lambda x: (ones(x), 0)[1])(X)  # nobody uses what it returns
+    tf.function(lambda x: (ones(x), 0)[1])(X)  # the result is unused
     assert float(count) == 2 * 66.0
     ragged = tf.ragged.constant([[1.0], [], [2.0, 3.0]])
     sums = devicemap.DeviceMap(tf.reduce_sum, devices=devices, batch_size=2)(ragged)
@@ -114,7 +114,7 @@ def test_a_tensorflow_without_any_of_the_modules() -> None:
     """, str(Path(__file__).parent))  # fmt: skip
 
 
-def test_missing_modules_and_names_are_told() -> None:
+def test_missing_modules_and_names_are_reported() -> None:
     assert Private("tensorflow.python.eager.context", "context", "Context.function_call_options").is_there
     assert not Private("tensorflow.python.eager.context", "Context.gone").is_there
     assert not Private("tensorflow.python.gone").is_there
