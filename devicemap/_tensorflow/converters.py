@@ -25,12 +25,37 @@ Rule = Callable[[Any, int], Any]
 
 def by(*rules: Rule) -> Converter:
     """Return a converter that runs the op once. Each rule converts an input, the last one all further inputs, too."""
+    return lambda given: wrap_stacked(_run(given, rules))
+
+
+def by_merging(*rules: Rule) -> Converter:
+    """Return a converter of an op whose results, and the inputs with the rule `batch`, have a batch as their first axis.
+
+    The row axis is merged into the batch.
+    """
 
     def convert(given: Any) -> Any:
-        places = range(given.num_inputs)
-        return wrap_stacked(run_again(given.op, [rules[min(place, len(rules) - 1)](given, place) for place in places]))
+        rows, length = given.pfor.loop_len_vector, tf.shape(for_all_rows(given, rules.index(batch)))[1:2]
+        return wrap_stacked(_unflattened(result, rows, length) for result in _run(given, rules))
 
     return convert
+
+
+def _run(given: Any, rules: Sequence[Rule]) -> list[Any]:
+    """Run an op on the inputs that the rules return."""
+    places = range(given.num_inputs)
+    return run_again(given.op, [rules[min(place, len(rules) - 1)](given, place) for place in places])
+
+
+def batch(given: Any, place: int) -> Any:
+    """Merge the row axis into the batch. TensorFlow's converter reshapes to -1, which fails for tensors without elements."""
+    return _flattened(for_all_rows(given, place))
+
+
+def batch_sizes(given: Any, place: int) -> Any:
+    """Multiply the length of the batch, in a shape, by the number of rows."""
+    shape = given.unstacked_input(place)
+    return tf.concat([shape[:1] * tf.cast(given.pfor.loop_len_vector, shape.dtype), shape[1:]], 0)
 
 
 def shared(given: Any, place: int) -> Any:
@@ -65,38 +90,15 @@ def indices_with_row(given: Any, place: int) -> Any:
     return tf.concat([tf.cast(row, indices.dtype), indices], -1)
 
 
-def convert_flattened(given: Any, batches: Sequence[int], sizes: int | None = None) -> Any:
-    """Convert an op whose first axis is a batch: merge the row axis into it.
-
-    TensorFlow's converter reshapes to -1, which fails for tensors without elements.
-
-    Args:
-        given: the op.
-        batches: indices of the inputs with a batch; the rows share the others.
-        sizes: index of an input that holds the shape of the result.
-    """
-    rows, inputs = given.pfor.loop_len_vector, []
-    for place in range(given.num_inputs):
-        if place in batches:
-            inputs.append(_flattened(for_all_rows(given, place)))
-        elif place == sizes:
-            shape = given.unstacked_input(place)
-            inputs.append(tf.concat([shape[:1] * tf.cast(rows, shape.dtype), shape[1:]], 0))
-        else:
-            inputs.append(given.unstacked_input(place))
-    batch = tf.shape(for_all_rows(given, batches[0]))[1:2]
-    return wrap_stacked(_unflattened(result, rows, batch) for result in run_again(given.op, inputs))
-
-
 def _flattened(tensor: Any) -> Any:
     """`[rows, batch, ...]` -> `[rows * batch, ...]`."""
     shape = tf.shape(tensor)
     return tf.reshape(tensor, tf.concat([shape[:1] * shape[1:2], shape[2:]], 0))
 
 
-def _unflattened(tensor: Any, rows: Any, batch: Any) -> Any:
-    """`[rows * batch, ...]` -> `[rows, batch, ...]`."""
-    return tf.reshape(tensor, tf.concat([rows, batch, tf.shape(tensor)[1:]], 0))
+def _unflattened(tensor: Any, rows: Any, length: Any) -> Any:
+    """`[rows * length, ...]` -> `[rows, length, ...]`."""
+    return tf.reshape(tensor, tf.concat([rows, length, tf.shape(tensor)[1:]], 0))
 
 
 def convert_reduction(given: Any) -> Any:
@@ -124,12 +126,12 @@ def convert_roll(given: Any) -> Any:
 def convert_squeeze(given: Any) -> Any:
     """Squeeze all axes except that of the rows, which TensorFlow's converter drops if there is one row."""
     rows, shape = given.stacked_input(0), given.op.inputs[0].shape
-    axes = [axis + 1 if axis >= 0 else axis for axis in given.get_attr("squeeze_dims")]
-    if not axes:
+    dropped = [axis + 1 if axis >= 0 else axis for axis in given.get_attr("squeeze_dims")]
+    if not dropped:
         if not shape.is_fully_defined():
             raise NotVectorizableError("drops axes that are only known when it runs")
-        axes = [axis + 1 for axis, length in enumerate(shape) if length == 1]
-    return wrap_stacked([tf.squeeze(rows, axes) if axes else tf.identity(rows)])
+        dropped = [axis + 1 for axis, length in enumerate(shape) if length == 1]
+    return wrap_stacked([tf.squeeze(rows, dropped) if dropped else tf.identity(rows)])
 
 
 def convert_size(given: Any) -> Any:
@@ -242,8 +244,8 @@ def _with_same_batch(left: Any, right: Any) -> tuple[Any, Any]:
     batches = left.shape[1:-2], right.shape[1:-2]
     if batches[0].is_fully_defined() and batches[0] == batches[1]:
         return left, right
-    batch = tf.broadcast_dynamic_shape(tf.shape(left)[:-2], tf.shape(right)[:-2])
-    return tuple(tf.broadcast_to(each, tf.concat([batch, tf.shape(each)[-2:]], 0)) for each in (left, right))
+    lengths = tf.broadcast_dynamic_shape(tf.shape(left)[:-2], tf.shape(right)[:-2])
+    return tuple(tf.broadcast_to(each, tf.concat([lengths, tf.shape(each)[-2:]], 0)) for each in (left, right))
 
 
 def _of_rank_3(matrices: Any) -> Any:
@@ -330,9 +332,8 @@ def _checked(indices: Any, valid: Any) -> Any:
 
 def convert_batch_normalization(given: Any) -> Any:
     """Normalise with given moments. The other results are unused (`vectorizable_ops.EXCEPTIONS`)."""
-    images, moments = given.stacked_input(0), [given.unstacked_input(place) for place in range(1, given.num_inputs)]
-    result, *others = run_again(given.op, [_flattened(images), *moments])
-    result = _unflattened(result, given.pfor.loop_len_vector, tf.shape(images)[1:2])
+    result, *others = _run(given, [batch, shared])
+    result = _unflattened(result, given.pfor.loop_len_vector, tf.shape(for_all_rows(given, 0))[1:2])
     return [pfor.wrap(result, True), *(pfor.wrap(other, False) for other in others)]
 
 
@@ -340,7 +341,7 @@ def convert_depthwise(given: Any) -> Any:
     """Convolve. TensorFlow's converter requires filters that differ between rows."""
     if given.input(1).is_stacked:
         return convert_as_tensorflow(given)
-    return convert_flattened(given, [0])
+    return by_merging(batch, shared)(given)
 
 
 def convert_decomposition(given: Any, vectors: str) -> Any:
@@ -368,21 +369,21 @@ CONVERTERS: dict[str, Converter] = {
     **_all(
         "AvgPool AvgPool3D Conv2D Conv3D DepthToSpace Dilation2D ExtractImagePatches LRN MaxPool MaxPool3D MaxPoolV2 "
         "ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor ResizeNearestNeighborGrad SpaceToDepth",
-        partial(convert_flattened, batches=[0]),
+        by_merging(batch, shared),
     ),
     **_all(
         "InTopKV2 LowerBound ResizeBicubicGrad ResizeBilinearGrad SoftmaxCrossEntropyWithLogits "
         "SparseSoftmaxCrossEntropyWithLogits UpperBound",
-        partial(convert_flattened, batches=[0, 1]),
+        by_merging(batch, batch, shared),
     ),
     **_all(
         "LRNGrad MaxPool3DGrad MaxPoolGrad MaxPoolGradV2",
-        partial(convert_flattened, batches=[0, 1, 2]),
+        by_merging(batch, batch, batch, shared),
     ),
-    **_all("AvgPool3DGrad AvgPoolGrad", partial(convert_flattened, batches=[1], sizes=0)),
+    **_all("AvgPool3DGrad AvgPoolGrad", by_merging(batch_sizes, batch)),
     **_all(
         "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput",
-        partial(convert_flattened, batches=[2], sizes=0),
+        by_merging(batch_sizes, shared, batch),
     ),
     **_all("CumulativeLogsumexp EuclideanNorm", by(for_all_rows, axes)),
     **_all("All Any Max Mean Min Prod Sum", convert_reduction),
