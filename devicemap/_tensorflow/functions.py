@@ -154,7 +154,7 @@ def _tracing_again() -> Callable[[], Any]:
     context: Any = _control_flow.XLAControlFlowContext
 
     class TracingAgain(context):
-        """What keys the caches of `tf.function`s by its own identity, and does nothing else."""
+        """Adds its identity to the keys of trace caches, and does nothing else."""
 
         def IsXLAContext(self) -> bool:
             return False
@@ -175,12 +175,12 @@ def _as_they_are(_: Hashable) -> contextlib.nullcontext[None]:
 @with_fallback(_as_they_are, _control_flow)
 @contextlib.contextmanager
 def tracing_again(key: Hashable) -> Iterator[None]:
-    """While it lasts, the `tf.function`s that the graph being traced calls are traced for this `key`, and for no one else.
+    """Return a context in which the `tf.function`s that the graph being traced calls are traced again, once per `key`.
 
-    A trace holds the seeds of its random ops, but the cache is not keyed by them, nor by anything else that is public.
-    Publicly, they keep the seeds they have, which is seen where the numbers are compared.
+    A trace holds the seeds of its random ops, but the trace cache of a `tf.function` is not keyed by them, only by the
+    identity of an XLA context. Publicly, functions keep their seeds; comparing the numbers reveals that.
     """
-    # For good: caches are keyed by its id, which no other one may get.
+    # Kept for good, because no other context may get its id.
     enclosing = _contexts.setdefault(key, _tracing_again()())
     enclosing.Enter()
     try:

@@ -44,10 +44,9 @@ def differentiate_in_place(ops: Iterable[Any]) -> None:
 
 @with_fallback(lambda value, count: [value] * count, _registry, _operations, _handle_data)
 def fanned_out(value: Any, count: int) -> list[Any]:
-    """A value, or the handle of a variable, for so many users, whose gradients are added on the device of the moment, straight
-    from where they are computed.
+    """Return a value, or the handle of a variable, for `count` users, whose gradients are added on the current device.
 
-    TensorFlow adds the gradients of a tensor with several users wherever the gradient function as a whole is.
+    TensorFlow adds the gradients of a tensor with several users on the device of the gradient function.
     """
     if tf.executing_eagerly():
         return [value] * count

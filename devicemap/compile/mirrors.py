@@ -40,7 +40,8 @@ def copies_variables(spec: CallSpec, traced: Traced, slots: Sequence[str]) -> bo
         return False
     again = audit.loops or audit.reads_again or spec.engine is Engine.CHUNKS
     backward = spec.differentiable and spec.engine is Engine.GRAPH
-    return again or backward or traced.compiled is not None or any(map(is_remote, slots))
+    far = any(map(is_remote, [*slots, *(capture.device for capture in traced.captures)]))
+    return again or backward or far or traced.compiled is not None
 
 
 class Replicas:

@@ -52,9 +52,9 @@ def test_captured_variables_that_do_not_fit_are_named_before_a_row_is_computed()
     def named_error(gpu: str, **options: Any) -> tuple[FunctionError, list[Any]]:
         ran: list[Any] = []
         with pytest.raises(FunctionError) as error:
-            on_gpus(lambda row: row * table[0], name="lookup", progress=ran.append, **options | {"devices": gpu})(
-                tf.range(8.0)
-            )
+            on_gpus(
+                lambda row: row * tf.gather(table, 0), name="lookup", progress=ran.append, **options | {"devices": gpu}
+            )(tf.range(8.0))
         return error.value, ran
 
     with ThreadPoolExecutor(2) as pool:  # TensorFlow waits ten seconds for memory, here on both at the same time
