@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import tensorflow as tf
 
 from devicemap.base.structure import as_nodes, as_objects, nodes_of, tuples_for_lists
-from devicemap.compile.cache import Memory
+from devicemap.compile.cache import ProgramCache
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import Reduction
 from devicemap.data.rows import as_rows
@@ -375,7 +375,7 @@ def _inside_function(mapper: Mapper, data: Any) -> Any:
     return mapper.in_chunks(data) if isinstance(data, tf.data.Dataset) else mapper.inside_function(as_rows(data))
 
 
-_remembered = Memory()
+_remembered = ProgramCache()
 
 
 @_no_autograph

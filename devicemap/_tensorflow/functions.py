@@ -24,21 +24,21 @@ _atomic = Private(
     *("AtomicFunction.graph", "AtomicFunction.cached_definition"),
 )
 
-UNCHAINED = {"_disable_acd": True}
-"""`tf.function(experimental_attributes=UNCHAINED)`: no automatic control dependencies between the ops of the function.
+NO_AUTO_CONTROL_DEPS = {"_disable_acd": True}
+"""`tf.function(experimental_attributes=...)`: no automatic control dependencies between the ops of the function.
 
 They would run one device after another as soon as two devices have a stateful op (test_no_control_dependencies_are_added). The
 argument is public, its values are not.
 """
 
-UNCHAINED_UNIT = {**UNCHAINED, "_noinline": True}
+NO_AUTO_CONTROL_DEPS_NOINLINE = {**NO_AUTO_CONTROL_DEPS, "_noinline": True}
 """The same for a function whose ops must run although their results are unused.
 
 Inlining such a function adds a NoOp with a control edge to each device, across devices, so it is not inlined.
 """
 
 
-def must_run(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
+def add_control_outputs(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
     """Return the results of the function being traced, which then runs these ops even if its results are unused.
 
     Automatic control dependencies do this for stateful ops; here `FuncGraph.control_outputs` does (test_ops_that_must_run). The
@@ -85,7 +85,7 @@ def unchained(concrete: Any, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 
 def tells_callers() -> bool:
-    """Whether ops of `must_run` also run before the next op of the user's function when the function is inlined."""
+    """Whether ops of `add_control_outputs` also run before the next op of the user's function when the function is inlined."""
     return usable()
 
 

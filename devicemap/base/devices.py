@@ -139,7 +139,7 @@ def choose_output_device(device: Any) -> str:
     return chosen[0]
 
 
-def places_on(devices: tuple[str, ...]) -> tuple[str, ...]:
+def slots_on(devices: tuple[str, ...]) -> tuple[str, ...]:
     """Return the devices, with CPUs of this host repeated for each further core: where the shards of a call may run.
 
     TensorFlow runs a serial function on one core, however many a CPU device has. A second shard halves its time, and

@@ -18,7 +18,7 @@ from devicemap.base.options import Options, check_count, check_options
 from devicemap.base.structure import as_objects
 from devicemap.bench.measurements import BenchmarkResult, Measurement
 from devicemap.bench.timing import median_ratio, time_rounds
-from devicemap.compile.seeds import row_seeds
+from devicemap.compile.random import row_seeds
 from devicemap.data.rows import Rows
 from devicemap.data.sample import first_rows, rows_in_memory
 from devicemap.errors import DeviceMapError, OptionError, brief, failure

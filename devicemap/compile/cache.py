@@ -23,7 +23,7 @@ _MOST = 64
 """Programs that are kept; the least recently used one goes first."""
 
 
-class Memory:
+class ProgramCache:
     """Programs by function and options. Thread-safe."""
 
     def __init__(self, most: int = _MOST) -> None:

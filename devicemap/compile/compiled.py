@@ -20,11 +20,11 @@ from devicemap.base.hosts import host_of, is_remote, settle
 from devicemap.base.structure import as_objects
 from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.call_spec import CallSpec, Engine
+from devicemap.compile.graph_builder import CallGraphBuilder
 from devicemap.compile.invoke import Invoker
-from devicemap.compile.layout import CallGraphBuilder
-from devicemap.compile.mirrors import Replicas
+from devicemap.compile.random import Stream, Streams, drawn_alike
 from devicemap.compile.reduction import BoundReduction
-from devicemap.compile.seeds import Stream, Streams, drawn_alike
+from devicemap.compile.replicas import Replicas
 from devicemap.compile.trace import Traced, in_fn
 from devicemap.data.rows import HOST, home_of
 from devicemap.data.shards import shard_rows
@@ -66,16 +66,16 @@ class CompiledMap:
         # A further core of a CPU gains nothing where shards wait for each other, or where ops over all rows use the
         # cores themselves (`benchmarks/test_real_functions.py`: half the rows cost as many ops).
         alone = self.traced.vectorized or audit.ordered
-        self.places = tuple(dict.fromkeys(slots)) if alone else tuple(slots)
+        self.slots = tuple(dict.fromkeys(slots)) if alone else tuple(slots)
         if audit.python:
-            self.places = self.places[: python_calls_at_once()]
+            self.slots = self.slots[: python_calls_at_once()]
         self._streams = Streams()
         self.keeps_seeds = (
-            audit.seeded and len(self.places) > 1 and drawn_alike(audit, self._retrace(self._streams.next()).audit)
+            audit.seeded and len(self.slots) > 1 and drawn_alike(audit, self._retrace(self._streams.next()).audit)
         )
         """Whether it draws the same numbers in every trace: then one device draws them all."""
         if self.keeps_seeds:
-            self.places = self.places[:1]
+            self.slots = self.slots[:1]
         self._output_device = output_device
         self._has_clock = has_clock()
         self._name, self._counts_rows = name, counts_rows
@@ -145,7 +145,7 @@ class CompiledMap:
         """Return the shards of a call on `rows` rows, and the `sizes` that the graph for it takes."""
         known = self._shards.get(rows)
         if known is None:
-            shards = shard_rows(rows, self.places)
+            shards = shard_rows(rows, self.slots)
             with tf.init_scope(), tf.device(HOST):
                 known = shards, tf.constant([len(shard) for shard in shards], tf.int32)
             if len(self._shards) > _KEPT_SHARDS:
@@ -217,7 +217,7 @@ class CompiledMap:
     @property
     def devices(self) -> tuple[str, ...]:
         """The devices of the slots, each once."""
-        return tuple(dict.fromkeys(self.places))
+        return tuple(dict.fromkeys(self.slots))
 
     @cached_property
     def _remote_devices(self) -> tuple[str, ...]:
@@ -234,13 +234,13 @@ class CompiledMap:
         with self._lock:
             replicas = self._replicas_for(CallSpec((0,), Engine.CHUNKS))
             if not self._of_chunks:  # here, not in a worker, because retracing runs fn
-                self._of_chunks = self._traces_for(CallSpec(tuple(range(len(self.places))), Engine.CHUNKS))
+                self._of_chunks = self._traces_for(CallSpec(tuple(range(len(self.slots))), Engine.CHUNKS))
         lost = settle(self._remote_devices)
         reached = [device for device in self.devices if host_of(device) not in lost]  # the others fail when called
-        values = replicas.values(map(self.places.index, reached))
+        values = replicas.values(map(self.slots.index, reached))
         for device in reached:
             with tf.device(device), self._drawing.get(device) or contextlib.nullcontext(), self._captures_fit(device):
-                replicas.assign(self.places.index(device), values)
+                replicas.assign(self.slots.index(device), values)
         settle(self._remote_devices)
         callable_of = cancellation.cancellable if cancellation else unrecorded
         of_call = partial(callable_of, attributes=attributes_of_calls())
@@ -248,7 +248,7 @@ class CompiledMap:
 
     def _function_on(self, device: str, callable_of: Callable[[Any], Any]) -> Callable[..., list[Any]]:
         function: Callable[..., list[Any]] = callable_of(
-            self.graph(CallSpec((self.places.index(device),), Engine.CHUNKS))
+            self.graph(CallSpec((self.slots.index(device),), Engine.CHUNKS))
         )
         lock = self._drawing.get(device)
         return function if lock is None else partial(_holding, lock, function)
@@ -261,7 +261,7 @@ class CompiledMap:
         builder = CallGraphBuilder(
             spec,
             self._variant(self.traced, spec),
-            self.places,
+            self.slots,
             self._replicas_for(spec),
             self._output_device,
             re.sub(r"\W+", "_", self._name, flags=re.ASCII).strip("_") or "fn",  # valid in a name scope
@@ -277,7 +277,7 @@ class CompiledMap:
             if key not in self._replicas:
                 traced = self.traced.differentiable if spec.differentiable else self.traced
                 with self._captures_fit(*self.devices):
-                    self._replicas[key] = Replicas(traced, self.places, spec)
+                    self._replicas[key] = Replicas(traced, self.slots, spec)
             return self._replicas[key]
 
     def _traces_for(self, spec: CallSpec) -> list[Traced]:

@@ -15,14 +15,14 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation
-from devicemap.base.devices import choose_devices, choose_output_device, gpu_indices, is_out_of_memory, places_on
+from devicemap.base.devices import choose_devices, choose_output_device, gpu_indices, is_out_of_memory, slots_on
 from devicemap.base.hosts import is_remote
 from devicemap.base.options import Options, check_options, check_progress
 from devicemap.base.structure import freeze
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.invoke import attempt
+from devicemap.compile.random import Stream, row_seeds
 from devicemap.compile.reduction import Collection, Reduction
-from devicemap.compile.seeds import Stream, row_seeds
 from devicemap.compile.trace import Traced, trace
 from devicemap.data.join import UNEVEN_ROWS, check_inner_shapes
 from devicemap.data.rows import HOST, take_rows
@@ -117,7 +117,7 @@ class Program:
                 options = replace(self.options, devices=self.devices, progress=False)
                 by_rows = self.counts_rows or not self.options.batched
                 compiled = CompiledMap(
-                    places_on(self.devices) if by_rows else self.devices,
+                    slots_on(self.devices) if by_rows else self.devices,
                     self.output_device,
                     partial(_trace_again, _weakly(self.fn), specs, options, self.reduction),
                     self.name,

@@ -19,8 +19,8 @@ from devicemap.base.options import Options
 from devicemap.base.structure import as_objects, map_nest, nodes_of, paths_of_lists, refused_by
 from devicemap.compile.audit import Audit, audit, is_steady
 from devicemap.compile.hints import hints_for
+from devicemap.compile.random import Stream, drawing_from
 from devicemap.compile.reduction import BoundReduction, Collection, Reduction
-from devicemap.compile.seeds import Stream, drawing_from
 from devicemap.compile.vectorize import RowLoop, loops_over_rows
 from devicemap.data.rows import empty_rows, row_spec, spec_of
 from devicemap.errors import FunctionError, OptionError, failure, function_error

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.converters import CONVERTERS
-from devicemap._tensorflow.functions import UNCHAINED, own_functions, shows_functions
+from devicemap._tensorflow.functions import NO_AUTO_CONTROL_DEPS, own_functions, shows_functions
 from devicemap._tensorflow.pfor import (
     Converter,
     NotVectorizableError,
@@ -124,7 +124,7 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
 
     # Automatic control dependencies would run the call for one row, too, which pfor leaves in the graph. The function around
     # it has them, because TensorFlow would otherwise move the results of a loop to the device of its variables, and back.
-    @tf.function(autograph=False, experimental_attributes=UNCHAINED)
+    @tf.function(autograph=False, experimental_attributes=NO_AUTO_CONTROL_DEPS)
     def vectorized(*leaves: Any) -> list[Any]:
         return list(tf.vectorized_map(run, leaves, fallback_to_while_loop=False))
 

@@ -26,10 +26,10 @@ def shard_sizes(rows: int, shards: int) -> tuple[int, ...]:
     return tuple(rows // shards + (i < rows % shards) for i in range(shards))
 
 
-def shard_rows(rows: int, places: Sequence[str]) -> tuple[Shard, ...]:
-    """Return balanced shards of rows 0 to `rows - 1` for the first places.
+def shard_rows(rows: int, slots: Sequence[str]) -> tuple[Shard, ...]:
+    """Return balanced shards of rows 0 to `rows - 1` for the first slots.
 
-    Places are names of devices. A repeated name is a further core of a CPU. It gets a shard only if each shard has at
+    Slots are names of devices. A repeated name is a further core of a CPU. It gets a shard only if each shard has at
     least `ROWS_PER_CORE` rows.
 
     >>> [str(s) for s in shard_rows(3, ["/device:CPU:0", "/device:CPU:1"])]
@@ -37,9 +37,9 @@ def shard_rows(rows: int, places: Sequence[str]) -> tuple[Shard, ...]:
     >>> [str(s) for s in shard_rows(3, ["/device:CPU:0", "/device:CPU:0"])]
     ['rows 0 to 2 on CPU:0']
     """
-    count = max(len(set(places)), min(len(places), rows // ROWS_PER_CORE))
+    count = max(len(set(slots)), min(len(slots), rows // ROWS_PER_CORE))
     shards, start = [], 0
-    for place, size in zip(places, shard_sizes(rows, count)):  # fewer sizes than places on few rows
-        shards.append(Shard(place, start, start + size))
+    for slot, size in zip(slots, shard_sizes(rows, count)):  # fewer sizes than slots on few rows
+        shards.append(Shard(slot, start, start + size))
         start += size
     return tuple(shards)

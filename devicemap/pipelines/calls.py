@@ -12,7 +12,7 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import begin_backward_on
 from devicemap._tensorflow.functions import unchained
 from devicemap._tensorflow.gradients import added, wait_for
-from devicemap.compile.layout import copied, ops_of
+from devicemap.compile.graph_builder import copied, ops_of
 from devicemap.compile.trace import Traced
 from devicemap.pipelines.schedule import Step, schedule_of
 

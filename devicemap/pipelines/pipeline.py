@@ -20,7 +20,7 @@ from devicemap.base.hosts import settle
 from devicemap.base.options import Options, check_count
 from devicemap.base.structure import as_objects, freeze
 from devicemap.compile.gather import gather, with_row_counts_checked, with_static_rows
-from devicemap.compile.layout import copied, sizes_in_graph
+from devicemap.compile.graph_builder import copied, sizes_in_graph
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
 from devicemap.errors import DataError, OptionError, brief, function_error, warn_user
 from devicemap.pipelines.calls import Calls

@@ -11,7 +11,7 @@ from devicemap.base.devices import choose_devices
 from devicemap.base.options import Options
 from devicemap.base.structure import freeze
 from devicemap.compile.audit import Treatment
-from devicemap.compile.seeds import Stream, Streams
+from devicemap.compile.random import Stream, Streams
 from devicemap.compile.trace import Traced, trace
 from devicemap.errors import FunctionError, OptionError, function_error
 from devicemap.events import short_name

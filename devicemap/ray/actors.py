@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from devicemap.api import DeviceMap
 from devicemap.compile.program import Program
+from devicemap.compile.random import seeds_of_rows
 from devicemap.compile.reduction import BoundReduction, Reduction
-from devicemap.compile.seeds import seeds_of_rows
 from devicemap.ray.columns import columns_of, rows_of
 from devicemap.run.mapper import Mapper
 from devicemap.tell.report.recorder import Observers

@@ -14,7 +14,7 @@ import tensorflow as tf
 from devicemap._tensorflow.gradients import have_tangents
 from devicemap.base.devices import is_out_of_memory
 from devicemap.compile.call_spec import CallSpec
-from devicemap.compile.compiled import CompiledMap as Compiled
+from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.gather import check_row_counts
 from devicemap.compile.program import Program
 from devicemap.data.rows import Rows
@@ -65,7 +65,7 @@ class GraphObservers(Protocol):
     """Observers of calls in one graph."""
 
     def of_graph(
-        self, rows: int, devices: Sequence[str], compiled: Compiled
+        self, rows: int, devices: Sequence[str], compiled: CompiledMap
     ) -> AbstractContextManager[GraphCallLog | None]:
         """Return the context of a call in one graph of `compiled`; its value is `None` if there is no observer."""
 
@@ -82,13 +82,13 @@ class GraphEngine:
         compiled = self.program.compiled_for(rows)
         return self.run_compiled(compiled, rows, compiled.order_of_gradients(rows.leaves))
 
-    def run_compiled(self, compiled: Compiled, rows: Rows, gradients: int, retried: bool = False) -> Any:
+    def run_compiled(self, compiled: CompiledMap, rows: Rows, gradients: int, retried: bool = False) -> Any:
         """Map over rows.
 
         Args:
             compiled: the compiled map of the rows.
             rows: the data.
-            gradients: highest order of the gradients that may be asked for, as for `Compiled.graph`.
+            gradients: highest order of the gradients that may be asked for, as for `CompiledMap.graph`.
             retried: whether the caller handles out-of-memory errors, which are then raised as they are.
 
         Raises:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from devicemap.compile.call_spec import CallSpec
 from devicemap.compile.gather import with_static_rows
-from devicemap.compile.layout import sizes_in_graph
+from devicemap.compile.graph_builder import sizes_in_graph
 from devicemap.compile.program import Program
 from devicemap.data.rows import HOST, Rows, count_rows
 
@@ -27,8 +27,8 @@ def call_inside(program: Program, rows: Rows, filled: bool = False) -> Any:
             shards, sizes = compiled.shards(rows.count)
             spec = CallSpec.of_shards(len(shards), engine, 2, single_rows=rows.count < 2 * len(shards))
         else:  # unknown, or none, for which gradients are zeros
-            spec = CallSpec.of_shards(len(compiled.places), engine, 2, empty_shards=rows.count == 0 or not filled)
-            sizes = sizes_in_graph(count, len(compiled.places))
+            spec = CallSpec.of_shards(len(compiled.slots), engine, 2, empty_shards=rows.count == 0 or not filled)
+            sizes = sizes_in_graph(count, len(compiled.slots))
         graph = compiled.graph(spec)
         results = list(graph(sizes, *leaves)[0])
         if compiled.traced.reduction is None:

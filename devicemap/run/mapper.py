@@ -24,7 +24,7 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import Cancellation
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap.base.devices import is_out_of_memory, kind_of
-from devicemap.compile.compiled import CompiledMap as Compiled
+from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.gather import check_row_counts
 from devicemap.compile.program import Program
 from devicemap.data.join import join
@@ -69,13 +69,13 @@ class CallStats:
             self.seconds_per_row[engine] = seconds_per_row
 
 
-_stats: WeakKeyDictionary[Compiled, CallStats] = WeakKeyDictionary()
+_stats: WeakKeyDictionary[CompiledMap, CallStats] = WeakKeyDictionary()
 
 
 class CallObservers(GraphObservers, Protocol):
     """Observers of calls: a report, a progress bar, a callback of the user."""
 
-    def of_chunks(self, compiled: Compiled) -> AbstractContextManager[Callable[[Event], object]]:
+    def of_chunks(self, compiled: CompiledMap) -> AbstractContextManager[Callable[[Event], object]]:
         """Return the context of a call of `compiled` in chunks; its value takes each event, one at a time."""
 
 
@@ -83,12 +83,12 @@ class NullObserver:
     """Observes no call."""
 
     def of_graph(
-        self, rows: int, devices: Sequence[str], compiled: Compiled
+        self, rows: int, devices: Sequence[str], compiled: CompiledMap
     ) -> AbstractContextManager[GraphCallLog | None]:
         compiled.take_traces()  # so that the next call does not report them
         return nullcontext()
 
-    def of_chunks(self, compiled: Compiled) -> AbstractContextManager[Callable[[Event], object]]:
+    def of_chunks(self, compiled: CompiledMap) -> AbstractContextManager[Callable[[Event], object]]:
         compiled.take_traces()
         return nullcontext(lambda event: None)
 
@@ -115,7 +115,7 @@ class Mapper:
         stats = _stats.setdefault(compiled, CallStats())
         gradients = compiled.order_of_gradients(rows.leaves)
         differentiable = gradients > 0 or not compiled.may_use_chunks
-        slots, known, free = len(compiled.places), stats.seconds_per_row, rows_are_free(stats.throughput.values())
+        slots, known, free = len(compiled.slots), stats.seconds_per_row, rows_are_free(stats.throughput.values())
         engine = choose_engine(count, slots, differentiable, known.get("chunks"), known.get("one graph"), free)
         began = time.perf_counter()
         if engine == "one graph" and (differentiable or count <= (stats.most_rows or count)):
@@ -148,7 +148,7 @@ class Mapper:
         source = self.source(data, "mapped")
         return self._joined(source, self.program.compiled_for(source))
 
-    def _joined(self, source: Source, compiled: Compiled) -> Any:
+    def _joined(self, source: Source, compiled: CompiledMap) -> Any:
         """Return the results of all chunks, joined or merged in order."""
         if compiled.traced.reduction is not None:
             results = self.chunks(source, compiled, ChunkOptions(window=self._window(compiled)))
@@ -169,7 +169,7 @@ class Mapper:
 
         return chunks()
 
-    def _window(self, compiled: Compiled) -> int:
+    def _window(self, compiled: CompiledMap) -> int:
         """Return the most chunks that are read and not delivered where memory is bounded."""
         return _WINDOW * sum(in_flight(compiled, self._options.prefetch).values())
 
@@ -205,14 +205,14 @@ class Mapper:
             )
         return from_dataset(data, self._options)
 
-    def _join(self, compiled: Compiled, parts: list[list[Any]]) -> Any:
+    def _join(self, compiled: CompiledMap, parts: list[list[Any]]) -> Any:
         with tf.device(self.program.output_device):
             return compiled.pack([join(leaves) for leaves in zip(*parts)])
 
     def chunks(
         self,
         source: Source,
-        compiled: Compiled,
+        compiled: CompiledMap,
         options: ChunkOptions,
         keep: Callable[[Chunk, list[Any]], None] | None = None,
     ) -> Iterator[Result]:
@@ -247,12 +247,14 @@ class Mapper:
             for message in dict.fromkeys(map(_loss_message, lost)):
                 warn_user(f"{self.program.name}: {message}", RuntimeWarning)
 
-    def _begin(self, compiled: Compiled, built: Callable[[], Callable[..., Any]], *rest: Any) -> Callable[[Chunk], Any]:
+    def _begin(
+        self, compiled: CompiledMap, built: Callable[[], Callable[..., Any]], *rest: Any
+    ) -> Callable[[Chunk], Any]:
         return partial(self._run_chunk, compiled, built(), *rest)
 
     def _run_chunk(
         self,
-        compiled: Compiled,
+        compiled: CompiledMap,
         function: Callable[..., Any],
         device: str,
         keep: Callable[[Chunk, list[Any]], None] | None,
@@ -266,16 +268,16 @@ class Mapper:
         return results if keep is None else keep(chunk, results)
 
 
-def in_flight(compiled: Compiled, prefetch: int | None) -> dict[str, int]:
+def in_flight(compiled: CompiledMap, prefetch: int | None) -> dict[str, int]:
     """Return the most chunks in flight on each device: one in all if `fn` depends on their order."""
     audit = compiled.traced.audit
     if audit.ordered:
-        return {compiled.places[0]: 1}
+        return {compiled.slots[0]: 1}
     # Two chunks on one device would draw from one seed; each call of Python occupies a thread.
     if audit.advances_seed or audit.python:
-        return dict.fromkeys(compiled.places, 1)
+        return dict.fromkeys(compiled.slots, 1)
     return {
-        device: prefetch or max(chunks_in_flight(kind_of(device)), compiled.places.count(device))
+        device: prefetch or max(chunks_in_flight(kind_of(device)), compiled.slots.count(device))
         for device in compiled.devices
     }
 

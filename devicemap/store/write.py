@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.compile.compiled import CompiledMap as Compiled
+from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.reduction import BoundReduction
 from devicemap.data.rows import as_rows
 from devicemap.data.sources import Chunk, DatasetSource
@@ -38,7 +38,7 @@ def reduce(mapper: Mapper, data: Any, directory: str | os.PathLike[str]) -> Any:
 @contextmanager
 def _written(
     mapper: Mapper, data: Any, directory: str | os.PathLike[str], trust_function: bool = False
-) -> Iterator[tuple[Compiled, Journal]]:
+) -> Iterator[tuple[CompiledMap, Journal]]:
     """The journal with all chunks in it, and what they were computed with."""
     in_memory = not isinstance(data, tf.data.Dataset)
     rows = as_rows(data) if in_memory else data

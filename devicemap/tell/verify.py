@@ -23,7 +23,7 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import Cancellation
 from devicemap.base.options import check_count, check_number
 from devicemap.base.structure import as_nodes, map_nest
-from devicemap.compile.compiled import CompiledMap as Compiled
+from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.invoke import interruptible
 from devicemap.compile.program import Program
 from devicemap.data.join import join
@@ -171,7 +171,7 @@ def verify(
 class _Runs:
     """Runs of the first rows in each mode, until time is up."""
 
-    def __init__(self, program: Program, compiled: Compiled, rows: Rows, limit: float):
+    def __init__(self, program: Program, compiled: CompiledMap, rows: Rows, limit: float):
         self.results: dict[str, list[Any] | Exception] = {}
         """By mode, the result leaves or the error of `fn`; "at once" is the first run of all rows on one device."""
         self.count, self.compared, self.devices = rows.count or 0, 0, compiled.devices

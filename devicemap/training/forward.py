@@ -15,10 +15,10 @@ from devicemap._tensorflow.gradients import differentiate_in_place, fanned_out
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, replacing
 from devicemap.compile.audit import Audit, audit, op_types
 from devicemap.compile.gather import with_row_counts_checked
-from devicemap.compile.layout import sizes_in_graph
-from devicemap.compile.mirrors import split_seeds
+from devicemap.compile.graph_builder import sizes_in_graph
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import Collection, as_states
+from devicemap.compile.replicas import split_seeds
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows
 from devicemap.errors import failure
 from devicemap.run.graph_engine import GraphEngine

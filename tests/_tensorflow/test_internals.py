@@ -11,12 +11,12 @@ import tensorflow as tf
 from devicemap._tensorflow import memory, usable
 from devicemap._tensorflow.calls import begin_backward_on, prepare_gradient
 from devicemap._tensorflow.functions import (
-    UNCHAINED,
-    UNCHAINED_UNIT,
+    NO_AUTO_CONTROL_DEPS,
+    NO_AUTO_CONTROL_DEPS_NOINLINE,
+    add_control_outputs,
     compiled_as_a_part,
     functions_within,
     last_set_seed,
-    must_run,
     with_captures,
 )
 from devicemap._tensorflow.gradients import (
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.private("what is tested here")
 X = tf.constant([[1.0, 2.0], [3.0, 4.0]])
 
 
-@pytest.mark.parametrize("attributes", [UNCHAINED, UNCHAINED_UNIT])
+@pytest.mark.parametrize("attributes", [NO_AUTO_CONTROL_DEPS, NO_AUTO_CONTROL_DEPS_NOINLINE])
 def test_no_control_dependencies_are_added(attributes: dict[str, bool]) -> None:
     def two_prints(x: tf.Tensor) -> tf.Tensor:
         tf.print(x, output_stream="file:///dev/null")
@@ -53,9 +53,9 @@ def test_no_control_dependencies_are_added(attributes: dict[str, bool]) -> None:
 def test_ops_that_must_run() -> None:
     count = tf.Variable(0)
 
-    @tf.function(experimental_attributes=UNCHAINED_UNIT)
+    @tf.function(experimental_attributes=NO_AUTO_CONTROL_DEPS_NOINLINE)
     def unused(x: tf.Tensor) -> tf.Tensor:
-        (result,) = must_run([tf.raw_ops.AssignAddVariableOp(resource=count.handle, value=1)], [x])
+        (result,) = add_control_outputs([tf.raw_ops.AssignAddVariableOp(resource=count.handle, value=1)], [x])
         return result
 
     @tf.function

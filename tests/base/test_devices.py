@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import devicemap
-from devicemap.base.devices import choose_devices, kind_of, places_on
+from devicemap.base.devices import choose_devices, kind_of, slots_on
 from devicemap.errors import DeviceError
 
 HOST = "/job:localhost/replica:0/task:0"
@@ -142,9 +142,9 @@ def test_results_are_gathered_on_the_output_device(output_device: Any, batch_siz
 
 def test_places_are_the_devices_and_further_cores_of_cpus() -> None:
     gpus = (f"{HOST}/device:GPU:0", f"{HOST}/device:GPU:1")
-    assert places_on(gpus) == gpus
+    assert slots_on(gpus) == gpus
     for devices in (CPUS, CPUS[2:3], (*gpus, CPUS[0])):
-        places = places_on(devices)
+        places = slots_on(devices)
         assert places[: len(devices)] == devices
         assert {kind_of(place) for place in places[len(devices) :]} <= {"CPU"}
         assert set(places) == set(devices)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import devicemap
 from devicemap.base.options import check_options
-from devicemap.compile.seeds import row_seeds
+from devicemap.compile.random import row_seeds
 from devicemap.compile.trace import trace
 from devicemap.data.rows import as_rows
 

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import devicemap
-from devicemap.compile.seeds import row_seeds
+from devicemap.compile.random import row_seeds
 from devicemap.errors import FunctionError
 
 FLOAT8 = [tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2]

@@ -496,7 +496,7 @@ def test_a_taped_call_while_another_thread_builds_a_graph(monkeypatch: pytest.Mo
         go_on.wait(20)
         return with_captures(*args)
 
-    monkeypatch.setattr("devicemap.compile.layout.with_captures", slow)
+    monkeypatch.setattr("devicemap.compile.graph_builder.with_captures", slow)
     builder = threading.Thread(target=mapper, args=(tf.ones([1]),))  # of one shard, which has no graph yet
     builder.start()
     assert building.wait(20)

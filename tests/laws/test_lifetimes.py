@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import devicemap
-from devicemap.compile.cache import Memory
+from devicemap.compile.cache import ProgramCache
 
 X = tf.range(12.0)
 SIZE = 4099
@@ -169,7 +169,7 @@ def test_who_listens_is_not_kept_and_costs_no_trace() -> None:
 def test_memory_is_bounded() -> None:
     functions: list[Callable[[Any], Any]] = [lambda row: row, lambda row: row + 1, lambda row: row + 2]
     options = {"devices": ["CPU:0"], "progress": False}
-    memory = Memory(2)
+    memory = ProgramCache(2)
     first, second, third = (memory.program_of(fn, options) for fn in functions)
     assert memory.program_of(functions[2], options)._compiled is third._compiled
     assert memory.program_of(functions[1], options)._compiled is second._compiled

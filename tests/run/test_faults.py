@@ -25,7 +25,7 @@ import tensorflow as tf
 
 import devicemap
 from benchmarks import simulator
-from devicemap.compile.compiled import CompiledMap as Compiled
+from devicemap.compile.compiled import CompiledMap
 from devicemap.errors import FunctionError
 from devicemap.events import CallFinished, ChunkFailed, ChunkRetried, DeviceLost, Event, short_name
 
@@ -82,12 +82,12 @@ class Faults:
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     """What stands between the library and its devices."""
-    faults, functions = Faults(), Compiled.functions
+    faults, functions = Faults(), CompiledMap.functions
 
-    def scripted(self: Compiled, *args: Any) -> Any:
+    def scripted(self: CompiledMap, *args: Any) -> Any:
         return {device: partial(faults.around, device, begin) for device, begin in functions(self, *args).items()}
 
-    monkeypatch.setattr(Compiled, "functions", scripted)
+    monkeypatch.setattr(CompiledMap, "functions", scripted)
     return faults
 
 

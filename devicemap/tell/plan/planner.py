@@ -10,7 +10,7 @@ import tensorflow as tf
 from devicemap.base.devices import gpu_indices, kind_of
 from devicemap.base.options import Options
 from devicemap.compile.call_spec import CallSpec
-from devicemap.compile.compiled import CompiledMap as Compiled
+from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.graph_walker import GraphWalker, size_of, waits_between_devices
 from devicemap.events import Shard
 from devicemap.run.mapper import in_flight
@@ -22,7 +22,7 @@ _PYTHON_OPS = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())
 
 
 def explain_call(
-    asked: Asked, compiled: Compiled, options: Options, fn: Callable[..., Any], devices: Sequence[str], name: str
+    asked: Asked, compiled: CompiledMap, options: Options, fn: Callable[..., Any], devices: Sequence[str], name: str
 ) -> Plan:
     """Return the plan of a call of `compiled`, the compiled form of `fn`, on the data in `asked`."""
     traced, chunks = compiled.traced, asked.chunks
@@ -54,10 +54,10 @@ def explain_call(
     )
 
 
-def _shards(rows: int | None, compiled: Compiled) -> tuple[Shard, ...]:
-    """Return the shards of the call; if the number of rows is unknown, one for each place."""
+def _shards(rows: int | None, compiled: CompiledMap) -> tuple[Shard, ...]:
+    """Return the shards of the call; if the number of rows is unknown, one for each slot."""
     if rows is None:
-        return tuple(Shard(place, i, i + 1) for i, place in enumerate(compiled.places))
+        return tuple(Shard(slot, i, i + 1) for i, slot in enumerate(compiled.slots))
     return compiled.shards(rows)[0]
 
 
@@ -81,7 +81,7 @@ def _bytes_per_row(specs: Iterable[Any]) -> int | None:
 
 
 def _random_ops(
-    types: set[str], captured: Sequence[Captured], compiled: Compiled, options: Options
+    types: set[str], captured: Sequence[Captured], compiled: CompiledMap, options: Options
 ) -> tuple[RandomOps, ...]:
     audit = compiled.traced.audit
     found = []

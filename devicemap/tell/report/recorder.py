@@ -15,7 +15,7 @@ from functools import partial
 from typing import Literal
 
 from devicemap.base.options import Options
-from devicemap.compile.compiled import CompiledMap as Compiled
+from devicemap.compile.compiled import CompiledMap
 from devicemap.errors import DeviceMapError, brief
 from devicemap.events import (
     CallFinished,
@@ -159,13 +159,13 @@ class Observers:
         self.last: Recorder | None = None
         """The last call that has finished."""
 
-    def of_graph(self, rows: int, devices: Sequence[str], compiled: Compiled) -> GraphCall:
+    def of_graph(self, rows: int, devices: Sequence[str], compiled: CompiledMap) -> GraphCall:
         """Return a context that times a call in one graph."""
         reason = self._reason_for_loop(compiled)
         return GraphCall(rows, devices, compiled.take_traces(), self._gpus, self._listeners(), self._keep, reason)
 
     @contextmanager
-    def of_chunks(self, compiled: Compiled) -> Iterator[_Listener]:
+    def of_chunks(self, compiled: CompiledMap) -> Iterator[_Listener]:
         """Yield a callable that takes the events of a call in chunks."""
         recorder = Recorder("chunks", compiled.take_traces(), self._gpus, self._reason_for_loop(compiled))
         try:
@@ -174,7 +174,7 @@ class Observers:
         finally:
             self._keep(recorder)
 
-    def _reason_for_loop(self, compiled: Compiled) -> str | None:
+    def _reason_for_loop(self, compiled: CompiledMap) -> str | None:
         traced = compiled.traced
         return reason_for_loop(self._options.batched, traced.vectorized, traced.audit.ordered, traced.reason)
 

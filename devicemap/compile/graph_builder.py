@@ -11,13 +11,19 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import begin_backward_on
-from devicemap._tensorflow.functions import UNCHAINED, UNCHAINED_UNIT, must_run, tells_callers, with_captures
+from devicemap._tensorflow.functions import (
+    NO_AUTO_CONTROL_DEPS,
+    NO_AUTO_CONTROL_DEPS_NOINLINE,
+    add_control_outputs,
+    tells_callers,
+    with_captures,
+)
 from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap.base.devices import kind_of
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.gather import gather, with_row_counts_checked
-from devicemap.compile.mirrors import Replicas
 from devicemap.compile.reduction import BoundReduction
+from devicemap.compile.replicas import Replicas
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, cut_rows
 
@@ -104,7 +110,7 @@ class CallGraphBuilder:
 
     @property
     def _attributes(self) -> dict[str, bool]:
-        return UNCHAINED_UNIT if self.stays_whole else UNCHAINED
+        return NO_AUTO_CONTROL_DEPS_NOINLINE if self.stays_whole else NO_AUTO_CONTROL_DEPS
 
     def _run(self, traces: Sequence[Traced], sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """Run each shard on its slot, and gather the results."""
@@ -138,7 +144,7 @@ class CallGraphBuilder:
             ends = ends or [ops_of(part) for part in results]
             joined, lengths = self._joined(results, sizes)
             if self.acts or self.reads:  # all that was read went into the results
-                joined = must_run(acting, joined)
+                joined = add_control_outputs(acting, joined)
         with tf.device(HOST if self.hides_ends else self.output_device):
             arrivals = [arrivals_of(ends)] if self.has_arrivals else []
         if self.spec.differentiable:
@@ -174,7 +180,7 @@ class CallGraphBuilder:
         with tf.device(self.output_device):
             copies = copied(results)
             must = [*ended, *(ops_of(results) if self.acts else ())]
-            return must_run(must, copies) if must else copies
+            return add_control_outputs(must, copies) if must else copies
 
     def _run_shard(
         self, slot: int, traced: Traced, shard: Sequence[Any], captures: dict[Any, Any], after: Sequence[Any]
@@ -206,7 +212,7 @@ class CallGraphBuilder:
 
 
 def ended_on(device: str, results: Sequence[Any]) -> list[Any]:
-    """Return an op on the host that runs once a device has computed these results, because it takes an element of each."""
+    """Return an op on the host that runs once a device has computed these results: it takes an element of each."""
     with tf.device(device):
         firsts = [tf.reshape(tensor, [-1])[:1] for tensor in tf.nest.flatten(list(results), expand_composites=True)]
     with tf.device(HOST):  # Grappler drops the inputs of a stateless op without users

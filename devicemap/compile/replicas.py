@@ -1,9 +1,10 @@
 """What each slot captures instead of variables and tensors on other devices.
 
-A function that reads a variable of another device fetches it at each read, in a loop in each step. A replica on the device of
-the slot is assigned once per call. One rule, `copies_variables`, says which graphs use replicas. Variables in `in_place` have
-none, nor has state that `fn` writes. Seeds that a call advances differ between slots. A captured tensor never changes: each
-device gets it once for all calls, or once per call if gradients go through it. Another host gets a value once.
+A function that reads a variable of another device fetches it at each read, in a loop in each step. A replica on the
+device of the slot is assigned once per call. One rule, `copies_variables`, says which graphs use replicas. Variables in
+`in_place` have none, nor has state that `fn` writes. Seeds that a call advances differ between slots. A captured tensor
+never changes: each device gets it once for all calls, or once per call if gradients go through it. Another host gets a
+value once.
 
 All maps share the replicas on a device. A job in chunks has its own, because it sees one value until it ends. Two
 threads that call at once while a variable changes may see either value.
