@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import tensorflow as tf
@@ -15,21 +15,20 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import Cancellation, attributes_of_calls, prepare_gradient, unrecorded
 from devicemap._tensorflow.functions import compiled_as_a_part
 from devicemap._tensorflow.gradients import order_of_gradients
-from devicemap.base.devices import is_out_of_memory, kind_of, python_calls_at_once
+from devicemap.base.devices import kind_of, python_calls_at_once
 from devicemap.base.hosts import host_of, is_remote, settle
 from devicemap.base.structure import as_objects
-from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.graph_builder import CallGraphBuilder
 from devicemap.compile.invoke import Invoker
 from devicemap.compile.random import Stream, Streams, drawn_alike
 from devicemap.compile.reduction import BoundReduction
-from devicemap.compile.replicas import Replicas
+from devicemap.compile.replicas import Replicas, captures_fit
 from devicemap.compile.trace import Traced, in_fn
 from devicemap.data.rows import HOST, home_of
 from devicemap.data.shards import shard_rows
-from devicemap.errors import brief, function_error
-from devicemap.events import Shard, short_name
+from devicemap.errors import function_error
+from devicemap.events import Shard
 
 _KEPT_SHARDS = 256
 
@@ -86,8 +85,7 @@ class CompiledMap:
         self._replicas: dict[tuple[bool, Engine], Replicas] = {}
         self._taped: set[tuple[Any, int]] = set()
         self._taping = threading.Lock()
-        self._of_chunks: list[Traced] = []
-        self._shards: dict[int, tuple[tuple[Shard, ...], Any]] = {}
+        self._shards_of = lru_cache(_KEPT_SHARDS)(partial(_shards_of, self.slots))
         self._invoker = Invoker(self.traced.steady)
         self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self.traced.input_specs)
 
@@ -95,8 +93,7 @@ class CompiledMap:
         """Return the `ConcreteFunction` of a call, as `CallGraphBuilder.build` describes it.
 
         TensorFlow runs other ops for first gradients than for any, and each copy of a seeded op begins the same number
-        stream. So a function with seeded ops has a graph for each order of gradients, and one for each call inside a
-        function.
+        stream. So a function with seeded ops has a graph per order of gradients, and one per call inside a function.
         """
         seeded = self.traced.audit.seeded
         if seeded and spec.is_inside:
@@ -121,8 +118,7 @@ class CompiledMap:
         """Whether a call on rows in memory gives the same results in chunks of any size.
 
         Not if `fn` depends on order or draws from fixed seeds, if XLA would compile for each chunk size, or after
-        `tf.config.experimental.enable_op_determinism()`. Nor if results go to a GPU, whose memory they may not fit
-        twice.
+        `tf.config.experimental.enable_op_determinism()`. Nor on a GPU for results, whose memory they may not fit twice.
         """
         audit = self.traced.audit
         return (
@@ -143,15 +139,7 @@ class CompiledMap:
 
     def shards(self, rows: int) -> tuple[tuple[Shard, ...], Any]:
         """Return the shards of a call on `rows` rows, and the `sizes` that the graph for it takes."""
-        known = self._shards.get(rows)
-        if known is None:
-            shards = shard_rows(rows, self.slots)
-            with tf.init_scope(), tf.device(HOST):
-                known = shards, tf.constant([len(shard) for shard in shards], tf.int32)
-            if len(self._shards) > _KEPT_SHARDS:
-                self._shards.clear()  # other threads may do so at any moment, too
-            self._shards[rows] = known
-        return known
+        return self._shards_of(rows)
 
     def run(self, graph: Any, arguments: Sequence[Any], rows: int) -> Any:
         """Call a graph on `rows` rows, such that Ctrl-C takes effect at once."""
@@ -231,33 +219,29 @@ class CompiledMap:
         The functions see captured variables as they are now, and put results on the output device. A factory builds the
         function, so that one device may work before the function of another one exists.
         """
-        with self._lock:
-            replicas = self._replicas_for(CallSpec((0,), Engine.CHUNKS))
-            if not self._of_chunks:  # here, not in a worker, because retracing runs fn
-                self._of_chunks = self._traces_for(CallSpec(tuple(range(len(self.slots))), Engine.CHUNKS))
+        specs = {device: CallSpec((self.slots.index(device),), Engine.CHUNKS) for device in self.devices}
+        replicas = self._replicas_for(specs[self.devices[0]])
+        if self.traced.audit.seeded:  # each graph retraces fn, which no worker should run
+            for spec in specs.values():
+                self.graph(spec)
         lost = settle(self._remote_devices)
         reached = [device for device in self.devices if host_of(device) not in lost]  # the others fail when called
         values = replicas.values(map(self.slots.index, reached))
         for device in reached:
-            with tf.device(device), self._drawing.get(device) or contextlib.nullcontext(), self._captures_fit(device):
+            alone = self._drawing.get(device) or contextlib.nullcontext()
+            with tf.device(device), alone, captures_fit(self.traced, self._name, device):
                 replicas.assign(self.slots.index(device), values)
         settle(self._remote_devices)
         callable_of = cancellation.cancellable if cancellation else unrecorded
         of_call = partial(callable_of, attributes=attributes_of_calls())
-        return {device: partial(self._function_on, device, of_call) for device in self.devices}
+        return {device: partial(self._function_on, device, spec, of_call) for device, spec in specs.items()}
 
-    def _function_on(self, device: str, callable_of: Callable[[Any], Any]) -> Callable[..., list[Any]]:
-        function: Callable[..., list[Any]] = callable_of(
-            self.graph(CallSpec((self.slots.index(device),), Engine.CHUNKS))
-        )
+    def _function_on(self, device: str, spec: CallSpec, callable_of: Callable[[Any], Any]) -> Callable[..., list[Any]]:
+        function: Callable[..., list[Any]] = callable_of(self.graph(spec))
         lock = self._drawing.get(device)
         return function if lock is None else partial(_holding, lock, function)
 
     def _build(self, spec: CallSpec) -> Any:
-        if spec.engine is Engine.CHUNKS and self._of_chunks:
-            traces = [self._of_chunks[slot] for slot in spec.slots]
-        else:
-            traces = self._traces_for(spec)
         builder = CallGraphBuilder(
             spec,
             self._variant(self.traced, spec),
@@ -268,7 +252,7 @@ class CompiledMap:
             self._counts_rows,
             self._has_clock,
         )
-        return builder.build(traces)
+        return builder.build(self._traces_for(spec))
 
     def _replicas_for(self, spec: CallSpec) -> Replicas:
         """Return what slots capture in graphs with these gradients and this engine."""
@@ -276,7 +260,7 @@ class CompiledMap:
             key = spec.differentiable, spec.engine
             if key not in self._replicas:
                 traced = self.traced.differentiable if spec.differentiable else self.traced
-                with self._captures_fit(*self.devices):
+                with captures_fit(self.traced, self._name, *self.devices):
                     self._replicas[key] = Replicas(traced, self.slots, spec)
             return self._replicas[key]
 
@@ -297,37 +281,19 @@ class CompiledMap:
         """
         variant = traced.differentiable if spec.differentiable else traced
         leaves_lists = spec.differentiable and variant.audit.loops
-        usable = variant.compiled and self._replicas_for(spec).are_local and not leaves_lists
-        return variant.compiled if usable and variant.compiled else variant
+        if variant.compiled and not leaves_lists and self._replicas_for(spec).are_local:
+            return variant.compiled
+        return variant
 
     def _retrace(self, stream: Stream | None) -> Traced:
         self.traces += 1
         return self._trace(stream)
 
-    @contextlib.contextmanager
-    def _captures_fit(self, *devices: str) -> Iterator[None]:
-        """Return a context that brings what `fn` captures to one of the devices.
 
-        Raises:
-            FunctionError: it has no memory for that. An instance of TensorFlow's class, too.
-        """
-        try:
-            yield
-        except tf.errors.OpError as error:
-            if not is_out_of_memory(error):
-                raise
-            concrete, treatments = self.traced.concrete, self.traced.audit.treatments
-            copied = [
-                (variable_of(concrete, handle), handle)[treatment is None]
-                for handle, treatment in zip(self.traced.captures, treatments)
-                if treatment in (None, Treatment.READ)
-            ]
-            sizes = [(value.shape.num_elements() or 0) * value.dtype.size for value in copied if value is not None]
-            raise function_error(
-                f"{self._name}: no memory for a copy of what fn captures, {sum(sizes)} bytes in all, on "
-                f"{' or '.join(map(short_name, devices))}; with in_place=[...] variables stay where they are: {brief(error)}",
-                error,
-            ) from error
+def _shards_of(slots: Sequence[str], rows: int) -> tuple[tuple[Shard, ...], Any]:
+    shards = shard_rows(rows, slots)
+    with tf.init_scope(), tf.device(HOST):
+        return shards, tf.constant([len(shard) for shard in shards], tf.int32)
 
 
 def has_clock() -> bool:

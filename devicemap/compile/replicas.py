@@ -12,8 +12,9 @@ threads that call at once while a variable changes may see either value.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -22,11 +23,14 @@ from weakref import WeakValueDictionary
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import fanned_out, holds_gradients, redirect_gradient
+from devicemap.base.devices import is_out_of_memory
 from devicemap.base.hosts import host_of, is_remote
 from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import home_of
+from devicemap.errors import brief, function_error
+from devicemap.events import short_name
 
 
 def copies_variables(spec: CallSpec, traced: Traced, slots: Sequence[str]) -> bool:
@@ -173,6 +177,31 @@ class Replicas:
         with tf.control_dependencies([] if advanced is None else [advanced]):
             folded = [tf.random.experimental.stateless_fold_in(tf.cast(seed, tf.int64), n) for n in tf.unstack(draws)]
             return _as_keras_seeds(tf.stack(folded), seed.dtype)
+
+
+@contextlib.contextmanager
+def captures_fit(traced: Traced, name: str, *devices: str) -> Iterator[None]:
+    """Return a context that copies what the function `name` captures to one of the devices.
+
+    Raises:
+        FunctionError: it has no memory for that. An instance of TensorFlow's class, too.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if not is_out_of_memory(error):
+            raise
+        copied = [
+            capture if treatment is None else variable_of(traced.concrete, capture)
+            for capture, treatment in zip(traced.captures, traced.audit.treatments)
+            if treatment in (None, Treatment.READ)
+        ]
+        size = sum((value.shape.num_elements() or 0) * value.dtype.size for value in copied if value is not None)
+        raise function_error(
+            f"{name}: no memory for a copy of what fn captures, {size} bytes in all, on "
+            f"{' or '.join(map(short_name, devices))}; with in_place=[...] variables stay where they are: {brief(error)}",
+            error,
+        ) from error
 
 
 def split_seeds(seed: Any, count: int) -> Any:
