@@ -14,23 +14,18 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from devicemap._tensorflow.calls import Cancellation
 from devicemap.base.devices import choose_devices, choose_output_device, gpu_indices, is_out_of_memory, slots_on
 from devicemap.base.hosts import is_remote
 from devicemap.base.options import Options, check_options, check_progress
 from devicemap.base.structure import freeze
 from devicemap.compile.compiled import CompiledMap
-from devicemap.compile.invoke import attempt
 from devicemap.compile.random import Stream, row_seeds
 from devicemap.compile.reduction import Collection, Reduction
 from devicemap.compile.trace import Traced, trace
-from devicemap.data.join import UNEVEN_ROWS, check_inner_shapes
-from devicemap.data.rows import HOST, take_rows
-from devicemap.errors import DeviceMapError, FunctionError, brief, function_error
+from devicemap.data.join import UNEVEN_ROWS
+from devicemap.data.rows import HOST
+from devicemap.errors import DeviceMapError, brief, function_error
 from devicemap.events import Shard, short_name
-
-_AGAIN_SECONDS = 1.0
-"""A call that failed later than this is not repeated to locate the error, and repeating takes no longer."""
 
 _IF_LOST = ". If the host is lost, leave out its devices, or restart its server and this program"
 """Advice for an unavailable device of another host."""
@@ -147,34 +142,6 @@ class Program:
             return leaves
         with tf.device(HOST):
             return (*leaves, row_seeds(self.options.seed, first_row, rows))
-
-    def located(
-        self, error: Exception, compiled: CompiledMap, leaves: Sequence[Any], shards: Sequence[Shard], seconds: float
-    ) -> tuple[BaseException, BaseException]:
-        """Return the error for a graph that failed after `seconds`, and its cause.
-
-        TensorFlow does not report the device. So each shard runs again by itself until one fails, unless that would
-        write a variable again or take long.
-        """
-        if len(shards) > 1 and not compiled.traced.audit.writes and seconds < _AGAIN_SECONDS:
-
-            def attempt_on(shard: Shard) -> Any:
-                with tf.device(HOST):  # else all rows would go by the first GPU
-                    rows = [take_rows(leaf, shard.start, shard.stop) for leaf in leaves]
-                return functions[shard.device]()(*compiled.flat(rows))
-
-            cancellation = Cancellation()
-            functions = compiled.functions(cancellation)
-            outcomes = attempt([partial(attempt_on, shard) for shard in shards], cancellation, _AGAIN_SECONDS)
-            for shard, outcome in zip(shards, outcomes):
-                if outcome is not None and outcome[1] is not None:
-                    return self.failed(outcome[1], [shard]), outcome[1]
-            try:
-                for parts in zip(*(outcome[0] for outcome in outcomes if outcome is not None)):
-                    check_inner_shapes(parts)
-            except FunctionError as uneven:
-                return uneven, error
-        return self.failed(error, shards), error
 
     def failed(self, error: BaseException, shards: Sequence[Shard]) -> BaseException:
         """Return the error to raise for an error of one of `shards`, or of the same rows on several devices."""

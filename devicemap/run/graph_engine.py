@@ -6,20 +6,27 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
+from devicemap._tensorflow.calls import Cancellation
 from devicemap._tensorflow.gradients import have_tangents
 from devicemap.base.devices import is_out_of_memory
 from devicemap.compile.call_spec import CallSpec
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.gather import check_row_counts
+from devicemap.compile.invoke import attempt
 from devicemap.compile.program import Program
-from devicemap.data.rows import Rows
-from devicemap.errors import DataError
+from devicemap.data.join import check_inner_shapes
+from devicemap.data.rows import HOST, Rows, take_rows
+from devicemap.errors import DataError, FunctionError
 from devicemap.events import Shard
+
+_AGAIN_SECONDS = 1.0
+"""A call that failed later is not repeated to find the rows. The repetition takes no longer, either."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ class GraphEngine:
             except tf.errors.OpError as error:  # signal handlers raise other errors
                 if retried and is_out_of_memory(error):
                     raise
-                located, cause = self.program.located(error, compiled, leaves, shards, time.perf_counter() - began)
+                located, cause = self._locate(error, compiled, leaves, shards, time.perf_counter() - began)
                 raise located from cause
             if count and log is not None:
                 ends, seconds = arrivals[0] if arrivals else None, time.perf_counter() - began
@@ -126,3 +133,32 @@ class GraphEngine:
             if count and self.program.counts_rows:
                 check_row_counts(results, returned, shards)
         return compiled.pack(results)
+
+    def _locate(
+        self, error: Exception, compiled: CompiledMap, leaves: Sequence[Any], shards: Sequence[Shard], seconds: float
+    ) -> tuple[BaseException, BaseException]:
+        """Return the error to raise for a graph that failed after `seconds`, and its cause.
+
+        TensorFlow does not report the device. So each shard runs again by itself until one fails, unless that would write a
+        variable again or take long.
+        """
+        if len(shards) < 2 or compiled.traced.audit.writes or seconds > _AGAIN_SECONDS:
+            return self.program.failed(error, shards), error
+        cancellation = Cancellation()
+        functions = compiled.functions(cancellation)
+
+        def run_on(shard: Shard) -> Any:
+            with tf.device(HOST):  # a slice without a device would copy all rows to the first GPU
+                rows = [take_rows(leaf, shard.start, shard.stop) for leaf in leaves]
+            return functions[shard.device]()(*compiled.flat(rows))
+
+        outcomes = attempt([partial(run_on, shard) for shard in shards], cancellation, _AGAIN_SECONDS)
+        for shard, outcome in zip(shards, outcomes):
+            if outcome is not None and outcome[1] is not None:
+                return self.program.failed(outcome[1], [shard]), outcome[1]
+        try:
+            for parts in zip(*(outcome[0] for outcome in outcomes if outcome is not None)):
+                check_inner_shapes(parts)
+        except FunctionError as uneven:
+            return uneven, error
+        return self.program.failed(error, shards), error
