@@ -60,7 +60,7 @@ class CallStats:
     """Wall time per row of the last measured call with each engine."""
 
     most_rows: int | None = None
-    """More rows than this have run out of memory in one graph."""
+    """The most rows that go into one graph, after more ran out of memory."""
 
     def add(self, engine: str, seconds_per_row: float) -> None:
         """Record a call."""
@@ -118,7 +118,8 @@ class Mapper:
         slots, known, free = len(compiled.slots), stats.seconds_per_row, rows_are_free(stats.throughput.values())
         engine = choose_engine(count, slots, differentiable, known.get("chunks"), known.get("one graph"), free)
         began = time.perf_counter()
-        if engine == "one graph" and (differentiable or count <= (stats.most_rows or count)):
+        fits = stats.most_rows is None or count <= stats.most_rows
+        if engine == "one graph" and (differentiable or fits):
             retried = self._options.max_retries > 0 and not differentiable
             try:
                 results = self._graph_engine.run_compiled(compiled, rows, gradients, retried)
@@ -126,6 +127,7 @@ class Mapper:
                 if not (retried and is_out_of_memory(error)):
                     raise
                 stats.most_rows = count - 1
+                began = time.perf_counter()
             else:
                 if count >= ROWS_PER_SLOT * slots:  # seconds per row of fewer rows are no measure for more
                     stats.add(engine, (time.perf_counter() - began) / count)

@@ -24,21 +24,22 @@ FAILURES_IN_A_ROW = 3
 class RetryAction(Enum):
     """What happens to a chunk that failed."""
 
-    HALVE = "the same device computes it in smaller chunks, with nothing else running there"
+    HALVE = "the same device computes it in halves, with nothing else running there"
     RETRY = "another device computes it, if there is one"
     RAISE = "its error is raised at once"
 
 
-def retry_action(error: BaseException, rows: int, attempts: int, max_retries: int) -> RetryAction:
-    """Return what to do about a chunk of `rows` rows that failed for the `attempts`-th time.
+def retry_action(error: BaseException, rows: int, attempts: int, max_retries: int, alone: bool = False) -> RetryAction:
+    """Return what to do about a chunk of `rows` rows that failed for the `attempts`-th time, perhaps `alone` on its device.
 
-    >>> retry_action(tf.errors.ResourceExhaustedError(None, None, ""), 64, 1, 2).name
-    'HALVE'
+    >>> full = tf.errors.ResourceExhaustedError(None, None, "")
+    >>> [retry_action(full, rows, 1, 2, alone).name for rows, alone in ((64, True), (1, False), (1, True))]
+    ['HALVE', 'HALVE', 'RAISE']
     >>> [retry_action(tf.errors.UnavailableError(None, None, ""), 64, n, 2).name for n in (2, 3)]
     ['RETRY', 'RAISE']
     >>> retry_action(tf.errors.InvalidArgumentError(None, None, ""), 64, 1, 2).name
     'RAISE'
     """
     if max_retries and is_out_of_memory(error):
-        return RetryAction.HALVE if rows > 1 else RetryAction.RAISE
+        return RetryAction.HALVE if rows > 1 or not alone else RetryAction.RAISE
     return RetryAction.RETRY if isinstance(error, _TRANSIENT) and attempts <= max_retries else RetryAction.RAISE

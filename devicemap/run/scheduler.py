@@ -235,8 +235,11 @@ class Scheduler:
         state.alone = False
         state.throughput = state.throughput.giving_up(message.task.chunk.count)
         if message.action is RetryAction.HALVE:
-            state.throughput = state.throughput.limited(len(message.shard) // 2)
-            state.too_large.append(replace(task, out_of_memory=True))
+            state.throughput = state.throughput.limited(max(1, len(message.shard) // 2))
+            if name in self._alive:
+                state.too_large.append(replace(task, out_of_memory=True))
+            else:  # the device was set aside while the chunk ran
+                self._retries.append(task)
             return
         task = replace(task, tried=(*task.tried, message.shard), out_of_memory=False)
         self._retries.append(task)
@@ -246,7 +249,8 @@ class Scheduler:
             lost = [other for other in self._alive if host_of(other) == host_of(name)]
         for each in [each for each in lost if each in self._alive]:
             self._alive.remove(each)
-            self._retries.extend(self._devices[each].too_large)
+            self._retries.extend(replace(task, out_of_memory=False) for task in self._devices[each].too_large)
+            self._devices[each].too_large.clear()
             self._call.notify(DeviceLost, device=each, error=error)
         if not self._alive:
             raise self._call.options.describe(error, task.tried)

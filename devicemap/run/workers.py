@@ -172,7 +172,7 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
             parts.append(run(piece))
         except BaseException as error:
             call.notify(ChunkFailed, shard=shard, started_seconds=started, error=error)
-            action = retry_action(error, piece.count, attempt, call.options.max_retries)
+            action = retry_action(error, piece.count, attempt, call.options.max_retries, task.out_of_memory)
             if action is RetryAction.RAISE:
                 call.to_consumer.put(Failure(call.options.describe(error, (*task.tried, shard))))
                 return

@@ -25,6 +25,7 @@ from devicemap.types import (
     ChunkFinished,
     ChunkRetried,
     ChunkStarted,
+    DeviceLost,
     Event,
 )
 
@@ -354,6 +355,48 @@ def test_a_chunk_that_does_not_fit_waits_until_it_is_alone() -> None:
     options = ChunkOptions(max_retries=2)
     assert _flat(run_chunks(Unknown(40, 4), _runners(run, 1, 4), options)) == [2 * i for i in range(40)]
     assert beside[4] == beside[6] == beside[12] == beside[14] == set()
+
+
+def test_a_device_that_was_set_aside_leaves_a_chunk_that_does_not_fit_to_others() -> None:
+    """Four chunks run on it: three fail, so that it is set aside, and then the fourth does not fit."""
+    set_aside, begun = threading.Event(), threading.Barrier(4)
+
+    def run(device: str, chunk: Chunk) -> Any:
+        if device.endswith("0"):
+            begun.wait(10)
+            if chunk.start == 12:
+                assert set_aside.wait(10)
+                raise _full()
+            raise tf.errors.UnavailableError(None, None, "broken")
+        return _double(chunk)
+
+    def observe(event: Event) -> None:
+        if isinstance(event, DeviceLost):
+            set_aside.set()
+
+    options = ChunkOptions(max_retries=9, observe=observe)
+    runners = [_runners(run, 1, 4)[0], _runners(run, 2, 1)[1]]
+    throughput = {runners[1].device: Throughput(rows_per_second=1e-3)}
+    assert _flat(run_chunks(Unknown(40, 4), runners, options, throughput)) == [2 * i for i in range(40)]
+
+
+def test_one_row_that_does_not_fit_beside_others_waits_until_it_is_alone() -> None:
+    begun, others = threading.Barrier(3), threading.Event()
+    calls: Counter[int] = Counter()
+
+    def run(device: str, chunk: Chunk) -> Any:
+        calls[chunk.start] += 1
+        if chunk.start < 3 and calls[chunk.start] == 1:
+            begun.wait(10)
+            if chunk.start == 0:
+                others.set()
+                raise _full()
+            assert others.wait(10)
+        return _double(chunk)
+
+    results = run_chunks(Unknown(9, 1), _runners(run, 1, 3), ChunkOptions(max_retries=2))
+    assert _flat(results) == [2 * i for i in range(9)]
+    assert calls[0] == 2
 
 
 @pytest.mark.parametrize(
