@@ -46,6 +46,7 @@ def test_a_captured_variable_travels_once_per_device_and_call() -> None:
     assert towards == {"CPU:0": 3, "CPU:1": 2, "CPU:2": 2, "CPU:3": 2}  # shard and variable in, result out
 
 
+@pytest.mark.private("gradients through copies of variables")
 @pytest.mark.parametrize("python", [False, True])
 def test_a_py_function_does_not_change_how_a_variable_travels(python: bool) -> None:
     """It asks for a host, not for a device, so that devices keep their copies."""
