@@ -182,7 +182,7 @@ class BoundReduction(ABC):
 
         @tf.function(autograph=False)
         def reduced(*leaves: Any) -> list[Any]:
-            return as_states(self._reduce(*over_rows(*leaves)), leaves[0])
+            return as_states(self._state_of(over_rows(*leaves), count_rows(leaves[0])), leaves[0])
 
         return reduced.get_concrete_function(*specs)
 
@@ -198,7 +198,8 @@ class BoundReduction(ABC):
 
             def step(start: Any, state: Sequence[Any]) -> tuple[Any, list[Any]]:
                 stop = tf.minimum(start + block, rows)
-                added = self._reduce(*over_rows(*(take_rows(leaf, start, stop) for leaf in leaves)))
+                results = over_rows(*(take_rows(leaf, start, stop) for leaf in leaves))
+                added = self._state_of(results, tf.cast(stop - start, tf.int64))
                 return stop, self._merged([tf.stack([a, tf.cast(b, a.dtype)]) for a, b in zip(state, added)])
 
             nothing = self._merged([empty_rows(spec) for spec in self._merge_specs])
@@ -206,6 +207,14 @@ class BoundReduction(ABC):
             return as_states(self._narrowed(state), leaves[0])
 
         return reduced.get_concrete_function(*specs)
+
+    def _state_of(self, results: Sequence[Any], rows: Any) -> list[Any]:
+        """Return the state of the results of some rows. It counts the rows of a leaf that has not as many, if there is one."""
+        *state, count = self._reduce(*results)
+        if any(leaf.shape[0] is None for leaf in results[1:]):
+            counts = tf.stack([count_rows(leaf) for leaf in results])
+            count = counts[tf.argmax(tf.cast(counts != rows, tf.int32))]
+        return [*state, count]
 
     def merged(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """Merge neighboring states, in eager code: leaves `[1, ...]`. The first part may be a merged state itself."""

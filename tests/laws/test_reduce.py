@@ -288,3 +288,19 @@ def test_a_wrong_number_of_rows_is_told(devices: list[str]) -> None:
     mapper = DeviceMap(lambda rows: rows[:-1], batched=True, devices=devices)
     with pytest.raises(tf.errors.InvalidArgumentError, match="returned"):
         tf.function(lambda: mapper.reduce(tf.ones([20]), "sum"))()
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize("in_function", [False, True])
+def test_every_result_has_a_row_for_each_row(batch_size: int | None, in_function: bool) -> None:
+    """Not only the first: the sum of the second would count rows twice."""
+    if in_function and batch_size:
+        pytest.skip("not applicable: chunks are for eager code")
+
+    def longer(rows: Any) -> Any:
+        return rows, tf.concat([rows, rows[:1]], 0)
+
+    mapper = devicemap.DeviceMap(longer, batched=True, devices=["CPU:0", "CPU:1"], batch_size=batch_size)
+    call = tf.function(mapper.reduce) if in_function else mapper.reduce
+    with pytest.raises((devicemap.errors.FunctionError, tf.errors.InvalidArgumentError), match="fn returned"):
+        call(tf.range(12.0), "sum")
