@@ -122,7 +122,7 @@ def parallel_map(
         deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, name=name,
         **unknown,
     )  # fmt: skip
-    return _mapper_of(fn, options)(data, *others)
+    return _map_of_last_calls(fn, options)(data, *others)
 
 
 def parallel_reduce(
@@ -159,7 +159,7 @@ def parallel_reduce(
         >>> int(parallel_reduce(lambda row: tf.reduce_sum(row), tf.reshape(tf.range(6), [3, 2]), "max"))
         9
     """
-    return _mapper_of(fn, {"progress": False, **options}).reduce(data, reducer, directory)
+    return _map_of_last_calls(fn, {"progress": False, **options}).reduce(data, reducer, directory)
 
 
 class DeviceMap:
@@ -379,7 +379,7 @@ _remembered = ProgramCache()
 
 
 @_no_autograph
-def _mapper_of(fn: Callable[..., Any], options: dict[str, Any]) -> DeviceMap:
+def _map_of_last_calls(fn: Callable[..., Any], options: dict[str, Any]) -> DeviceMap:
     """Return a `DeviceMap` for one call, which shares its program with earlier calls of the same `fn` and options."""
     mapper = object.__new__(DeviceMap)
     mapper._take(_remembered.program_of(fn, options))

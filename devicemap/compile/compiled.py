@@ -123,7 +123,7 @@ class CompiledMap:
         audit = self.traced.audit
         return (
             kind_of(self._output_device) == "CPU"
-            and not (audit.ordered or audit.seeded or audit.advances_seed or self.traced.compiled)
+            and not (audit.ordered or audit.seeded or audit.advances_seed or self.traced.with_xla)
             and self._has_clock
         )
 
@@ -213,11 +213,13 @@ class CompiledMap:
         homes = map(home_of, self.traced.captures)
         return tuple(device for device in (*self.devices, *homes) if is_remote(device))
 
-    def functions(self, cancellation: Cancellation | None = None) -> dict[str, Callable[[], Callable[..., list[Any]]]]:
-        """Return a factory for each device's function, for one job: `(*tensors of a chunk) -> result leaves`.
+    def chunk_functions(
+        self, cancellation: Cancellation | None = None
+    ) -> dict[str, Callable[[], Callable[..., list[Any]]]]:
+        """Copy captured variables to the devices, and return a factory for each device's function in one call in chunks.
 
-        The functions see captured variables as they are now, and put results on the output device. A factory builds the
-        function, so that one device may work before the function of another one exists.
+        A function is `(*tensors of a chunk) -> result leaves`, which it puts on the output device. It is built by the factory,
+        so that one device may work before the function of another one exists.
         """
         specs = {device: CallSpec((self.slots.index(device),), Engine.CHUNKS) for device in self.devices}
         replicas = self._replicas_for(specs[self.devices[0]])
@@ -281,8 +283,8 @@ class CompiledMap:
         """
         variant = traced.differentiable if spec.differentiable else traced
         leaves_lists = spec.differentiable and variant.audit.loops
-        if variant.compiled and not leaves_lists and self._replicas_for(spec).are_local:
-            return variant.compiled
+        if variant.with_xla and not leaves_lists and self._replicas_for(spec).are_local:
+            return variant.with_xla
         return variant
 
     def _retrace(self, stream: Stream | None) -> Traced:

@@ -20,7 +20,7 @@ from devicemap.base.options import Options, check_options, check_progress
 from devicemap.base.structure import freeze
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.random import Stream, row_seeds
-from devicemap.compile.reduction import Collection, Reduction
+from devicemap.compile.reduction import JoinedShards, Reduction
 from devicemap.compile.trace import Traced, trace
 from devicemap.data.join import UNEVEN_ROWS
 from devicemap.data.rows import HOST
@@ -67,7 +67,7 @@ class Program:
         self.gpus = gpu_indices(self.devices)
         self.name = self.options.name or str(getattr(fn, "__name__", type(fn).__name__))
         self._lock = threading.RLock()
-        self.reduction: Reduction | Collection | None = None
+        self.reduction: Reduction | JoinedShards | None = None
         self._compiled: dict[Any, CompiledMap] = {}
         self._identity = _Identity()
         self._reducing: OrderedDict[Any, tuple[Any, dict[Any, CompiledMap], _Identity]] = OrderedDict()
@@ -85,7 +85,7 @@ class Program:
         """Whether `fn` must return as many rows as it gets."""
         return self.options.batched and (self.reduction is None or self.reduction.counts_rows)
 
-    def reducing(self, reduction: Reduction | Collection) -> Program:
+    def reducing(self, reduction: Reduction | JoinedShards) -> Program:
         """Return the program with its results reduced."""
         program = copy.copy(self)
         with self._lock:
@@ -174,6 +174,10 @@ def _weakly(fn: Callable[..., Any]) -> Callable[[], Any]:
 
 
 def _trace_again(
-    fn: Callable[[], Any], specs: Any, options: Options, reduction: Reduction | Collection | None, stream: Stream | None
+    fn: Callable[[], Any],
+    specs: Any,
+    options: Options,
+    reduction: Reduction | JoinedShards | None,
+    stream: Stream | None,
 ) -> Traced:
     return trace(fn(), specs, options, stream, reduction)

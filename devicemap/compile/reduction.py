@@ -110,13 +110,13 @@ class Reduction:
         return _OpReduction(names, structure, specs)
 
 
-class Collection:
+class JoinedShards:
     """Joins the results that a function returns for shards, whatever numbers of rows they have."""
 
     key = "collection"
     counts_rows = False
 
-    def of(self, structure: Any, specs: Sequence[Any]) -> Collection:
+    def of(self, structure: Any, specs: Sequence[Any]) -> JoinedShards:
         return self
 
     def over(self, over_rows: Any, specs: Sequence[Any]) -> Any:

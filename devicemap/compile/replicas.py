@@ -6,7 +6,7 @@ device of the slot is assigned once per call. One rule, `copies_variables`, says
 never changes: each device gets it once for all calls, or once per call if gradients go through it. Another host gets a
 value once.
 
-All maps share the replicas on a device. A job in chunks has its own, because it sees one value until it ends. Two
+All maps share the replicas on a device. A call in chunks has its own, because it sees one value until it ends. Two
 threads that call at once while a variable changes may see either value.
 """
 
@@ -46,7 +46,7 @@ def copies_variables(spec: CallSpec, traced: Traced, slots: Sequence[str]) -> bo
     again = audit.loops or audit.reads_again or spec.engine is Engine.CHUNKS
     backward = spec.differentiable and spec.engine is Engine.GRAPH
     far = any(map(is_remote, [*slots, *(capture.device for capture in traced.captures)]))
-    return again or backward or far or traced.compiled is not None
+    return again or backward or far or traced.with_xla is not None
 
 
 class Replicas:

@@ -20,7 +20,7 @@ from devicemap.base.structure import as_objects, map_nest, nodes_of, paths_of_li
 from devicemap.compile.audit import Audit, audit, is_steady
 from devicemap.compile.hints import hints_for
 from devicemap.compile.random import Stream, drawing_from
-from devicemap.compile.reduction import BoundReduction, Collection, Reduction
+from devicemap.compile.reduction import BoundReduction, JoinedShards, Reduction
 from devicemap.compile.vectorize import RowLoop, loops_over_rows
 from devicemap.data.rows import empty_rows, row_spec, spec_of
 from devicemap.errors import FunctionError, OptionError, failure, function_error
@@ -66,10 +66,10 @@ class Traced:
     with_gradients: Traced | None = None
     """The same function with the right gradients, if this one lacks them."""
 
-    compiled: Traced | None = None
+    with_xla: Traced | None = None
     """The same function compiled by XLA, if `jit_compile` asks for it."""
 
-    reduction: BoundReduction | Collection | None = None
+    reduction: BoundReduction | JoinedShards | None = None
     """The reduction whose states it returns; `None`: it returns rows."""
 
     @property
@@ -98,7 +98,7 @@ def trace(
     specs: Any,
     options: Options,
     stream: Stream | None = None,
-    reduction: Reduction | Collection | None = None,
+    reduction: Reduction | JoinedShards | None = None,
 ) -> Traced:
     """Trace `fn` for data of these specs.
 
@@ -164,12 +164,12 @@ def trace(
     about = traced_fn, leaf_specs, structure, steady, options.in_place, of_results
     variants = [_traced(loop, *about) for loop in loops]
     if compiled:
-        variants = [replace(each, compiled=_traced(loop, *about)) for each, loop in zip(variants, compiled)]
+        variants = [replace(each, with_xla=_traced(loop, *about)) for each, loop in zip(variants, compiled)]
     first, *others = variants
     return replace(first, with_gradients=others[0]) if others else first
 
 
-def _reduced(reduction: BoundReduction | Collection, loops: list[RowLoop], specs: list[Any]) -> list[RowLoop]:
+def _reduced(reduction: BoundReduction | JoinedShards, loops: list[RowLoop], specs: list[Any]) -> list[RowLoop]:
     """Return the loops with their results reduced: the fast one few rows at a time, if rows are large."""
     if not loops:
         return []
@@ -187,7 +187,7 @@ def _traced(
     structure: Any,
     steady: bool,
     in_place: Sequence[Any],
-    reduction: BoundReduction | Collection | None,
+    reduction: BoundReduction | JoinedShards | None,
 ) -> Traced:
     """Return the loop, prepared for calls on many devices, and facts about it."""
     concrete = loop.concrete

@@ -19,6 +19,7 @@ def choose_engine(
     slots: int,
     differentiable: bool,
     seconds_per_row: float | None,
+    *,
     graph_seconds_per_row: float | None = None,
     free: bool = False,
 ) -> Literal["one graph", "chunks"]:

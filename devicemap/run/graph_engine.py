@@ -85,18 +85,18 @@ class GraphEngine:
         self._observers = observers
 
     def run(self, rows: Rows) -> Any:
-        """Map over rows, with the gradients that the tapes of this thread may ask for."""
+        """Map over rows for training, with the gradients that the tapes of this thread may ask for."""
         compiled = self.program.compiled_for(rows)
         return self.run_compiled(compiled, rows, compiled.order_of_gradients(rows.leaves))
 
-    def run_compiled(self, compiled: CompiledMap, rows: Rows, gradients: int, retried: bool = False) -> Any:
+    def run_compiled(self, compiled: CompiledMap, rows: Rows, gradients: int, raise_out_of_memory: bool = False) -> Any:
         """Map over rows.
 
         Args:
             compiled: the compiled map of the rows.
             rows: the data.
             gradients: highest order of the gradients that may be asked for, as for `CompiledMap.graph`.
-            retried: whether the caller handles out-of-memory errors, which are then raised as they are.
+            raise_out_of_memory: raise such errors as they are, because the caller handles them.
 
         Raises:
             FunctionError: `fn` failed. It names the device and the rows if they can be found.
@@ -123,7 +123,7 @@ class GraphEngine:
                     else:
                         results, returned, arrivals = compiled.run(graph, (sizes, *leaves), count)
             except tf.errors.OpError as error:  # signal handlers raise other errors
-                if retried and is_out_of_memory(error):
+                if raise_out_of_memory and is_out_of_memory(error):
                     raise
                 located, cause = self._locate(error, compiled, leaves, shards, time.perf_counter() - began)
                 raise located from cause
@@ -145,7 +145,7 @@ class GraphEngine:
         if len(shards) < 2 or compiled.traced.audit.writes or seconds > _AGAIN_SECONDS:
             return self.program.failed(error, shards), error
         cancellation = Cancellation()
-        functions = compiled.functions(cancellation)
+        functions = compiled.chunk_functions(cancellation)
 
         def run_on(shard: Shard) -> Any:
             with tf.device(HOST):  # a slice without a device would copy all rows to the first GPU

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -116,7 +115,9 @@ class Mapper:
         gradients = compiled.order_of_gradients(rows.leaves)
         differentiable = gradients > 0 or not compiled.may_use_chunks
         slots, known, free = len(compiled.slots), stats.seconds_per_row, rows_are_free(stats.throughput.values())
-        engine = choose_engine(count, slots, differentiable, known.get("chunks"), known.get("one graph"), free)
+        engine = choose_engine(
+            count, slots, differentiable, known.get("chunks"), graph_seconds_per_row=known.get("one graph"), free=free
+        )
         began = time.perf_counter()
         fits = stats.most_rows is None or count <= stats.most_rows
         if engine == "one graph" and (differentiable or fits):
@@ -220,9 +221,9 @@ class Mapper:
     ) -> Iterator[Result]:
         """Yield the results of all chunks. With `keep`, each worker passes its results to it instead."""
         cancellation = Cancellation()
-        functions = compiled.functions(cancellation)
+        functions = compiled.chunk_functions(cancellation)
         runners = [
-            Runner(device, partial(self._begin, compiled, functions[device], device, keep), most)
+            self._runner(compiled, device, functions[device], most, keep)
             for device, most in in_flight(compiled, self._options.prefetch).items()
         ]
         lost: list[DeviceLost] = []
@@ -237,7 +238,7 @@ class Mapper:
                 options = replace(
                     options,
                     max_retries=self._options.max_retries,
-                    powers_of_two=compiled.traced.compiled is not None,
+                    powers_of_two=compiled.traced.with_xla is not None,
                     observe=on_event,
                     describe=self.program.failed,
                     cancel=cancellation.cancel,
@@ -249,25 +250,28 @@ class Mapper:
             for message in dict.fromkeys(map(_loss_message, lost)):
                 warn_user(f"{self.program.name}: {message}", RuntimeWarning)
 
-    def _begin(
-        self, compiled: CompiledMap, built: Callable[[], Callable[..., Any]], *rest: Any
-    ) -> Callable[[Chunk], Any]:
-        return partial(self._run_chunk, compiled, built(), *rest)
-
-    def _run_chunk(
+    def _runner(
         self,
         compiled: CompiledMap,
-        function: Callable[..., Any],
         device: str,
+        build: Callable[[], Callable[..., list[Any]]],
+        most: int,
         keep: Callable[[Chunk, list[Any]], None] | None,
-        chunk: Chunk,
-    ) -> list[Any] | None:
-        leaves = self.program.seeded(chunk.leaves, chunk.start, chunk.count)
-        results: list[Any] = function(*compiled.flat(leaves))
-        if self.program.counts_rows:
-            returned = results[-1:] if compiled.traced.reduction else []  # states count their rows
-            check_row_counts(results, returned, [chunk.on(device)])
-        return results if keep is None else keep(chunk, results)
+    ) -> Runner:
+        def begin() -> Callable[[Chunk], Any]:
+            function = build()
+
+            def run(chunk: Chunk) -> Any:
+                leaves = self.program.seeded(chunk.leaves, chunk.start, chunk.count)
+                results = function(*compiled.flat(leaves))
+                if self.program.counts_rows:
+                    returned = results[-1:] if compiled.traced.reduction else []  # states count their rows
+                    check_row_counts(results, returned, [chunk.on(device)])
+                return results if keep is None else keep(chunk, results)
+
+            return run
+
+        return Runner(device, begin, most)
 
 
 def in_flight(compiled: CompiledMap, prefetch: int | None) -> dict[str, int]:

@@ -68,7 +68,7 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
         "graph": checksum("\n".join(graphs).encode()),
         "variables": checksum("\n".join(variables).encode()),
         "parts": parts[:_MOST_PARTS],
-        "jit_compile": traced.compiled is not None,
+        "jit_compile": traced.with_xla is not None,
         "vectorized": traced.vectorized if traced.audit.random_ops else None,
         "tensorflow": tf.__version__,
     }

@@ -179,7 +179,7 @@ class _Runs:
         self.tell: Callable[[Event], object] = lambda event: None
         self.compiled, self._program, self._data, self._limit = compiled, program, rows, limit
         self._cancellation = Cancellation()
-        self._function = compiled.functions(self._cancellation)[self.devices[0]]()
+        self._function = compiled.chunk_functions(self._cancellation)[self.devices[0]]()
         self._began = time.perf_counter()
 
     @property

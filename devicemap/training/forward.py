@@ -17,7 +17,7 @@ from devicemap.compile.audit import Audit, audit, op_types
 from devicemap.compile.gather import with_row_counts_checked
 from devicemap.compile.graph_builder import sizes_in_graph
 from devicemap.compile.program import Program
-from devicemap.compile.reduction import Collection, as_states
+from devicemap.compile.reduction import JoinedShards, as_states
 from devicemap.compile.replicas import split_seeds
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows
 from devicemap.errors import failure
@@ -70,7 +70,7 @@ class ForwardPass:
 
     def _program(self, fn: Any) -> Program:
         options = {"devices": self._devices, "batched": True, "output_device": self.home}
-        return Program(fn, options | {"name": self._model.name}).reducing(Collection())
+        return Program(fn, options | {"name": self._model.name}).reducing(JoinedShards())
 
     def mapped(self, microbatches: int, losses: bool, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass in independent shards, one for each device, and each in so many microbatches.

@@ -33,8 +33,8 @@ DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 def test_choose_engine(
     rows: int, slots: int, differentiable: bool, chunk_seconds: float, graph_seconds: float, engine: str
 ) -> None:
-    per_row = [None if seconds is None else seconds / rows for seconds in (chunk_seconds, graph_seconds)]
-    assert choose_engine(rows, slots, differentiable, *per_row) == engine
+    chunks, graph = (None if seconds is None else seconds / rows for seconds in (chunk_seconds, graph_seconds))
+    assert choose_engine(rows, slots, differentiable, chunks, graph_seconds_per_row=graph) == engine
 
 
 def test_a_slow_device_gets_fewer_rows(sim: simulator.Simulator) -> None:
@@ -53,8 +53,8 @@ def test_a_slow_device_gets_fewer_rows(sim: simulator.Simulator) -> None:
 
 
 def test_a_function_whose_rows_cost_nothing_tries_one_graph() -> None:
-    assert choose_engine(1000, 8, False, 1.0, None, free=True) == "one graph"
-    assert choose_engine(1000, 8, False, 1.0, 2.0, free=True) == "chunks"
+    assert choose_engine(1000, 8, False, 1.0, free=True) == "one graph"
+    assert choose_engine(1000, 8, False, 1.0, graph_seconds_per_row=2.0, free=True) == "chunks"
 
 
 def engines_of(mapper: devicemap.DeviceMap, x: tf.Tensor, calls: int) -> list[str]:

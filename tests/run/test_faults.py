@@ -82,12 +82,12 @@ class Faults:
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     """What stands between the library and its devices."""
-    faults, functions = Faults(), CompiledMap.functions
+    faults, functions = Faults(), CompiledMap.chunk_functions
 
     def scripted(self: CompiledMap, *args: Any) -> Any:
         return {device: partial(faults.around, device, begin) for device, begin in functions(self, *args).items()}
 
-    monkeypatch.setattr(CompiledMap, "functions", scripted)
+    monkeypatch.setattr(CompiledMap, "chunk_functions", scripted)
     return faults
 
 
