@@ -5,6 +5,7 @@ Devices that break and rows that fail are tested through whole calls, in test_fa
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import Counter
@@ -359,25 +360,25 @@ def test_a_chunk_that_does_not_fit_waits_until_it_is_alone() -> None:
 
 def test_a_device_that_was_set_aside_leaves_a_chunk_that_does_not_fit_to_others() -> None:
     """Four chunks run on it: three fail, so that it is set aside, and then the fourth does not fit."""
-    set_aside, begun = threading.Event(), threading.Barrier(4)
+    set_aside, begun, numbers = threading.Event(), threading.Barrier(4), itertools.count()
 
     def run(device: str, chunk: Chunk) -> Any:
-        if device.endswith("0"):
-            begun.wait(10)
-            if chunk.start == 12:
-                assert set_aside.wait(10)
-                raise _full()
-            raise tf.errors.UnavailableError(None, None, "broken")
-        return _double(chunk)
+        if device.endswith("1"):
+            assert set_aside.wait(10)
+            return _double(chunk)
+        begun.wait(10)
+        if next(numbers) == 3:
+            assert set_aside.wait(10)
+            raise _full()
+        raise tf.errors.UnavailableError(None, None, "broken")
 
     def observe(event: Event) -> None:
         if isinstance(event, DeviceLost):
             set_aside.set()
 
     options = ChunkOptions(max_retries=9, observe=observe)
-    runners = [_runners(run, 1, 4)[0], _runners(run, 2, 1)[1]]
-    throughput = {runners[1].device: Throughput(rows_per_second=1e-3)}
-    assert _flat(run_chunks(Unknown(40, 4), runners, options, throughput)) == [2 * i for i in range(40)]
+    runners = [*_runners(run, 1, 4), *_runners(run, 2, 1)[1:]]
+    assert _flat(run_chunks(Unknown(40, 4), runners, options)) == [2 * i for i in range(40)]
 
 
 def test_one_row_that_does_not_fit_beside_others_waits_until_it_is_alone() -> None:

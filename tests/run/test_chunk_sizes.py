@@ -31,7 +31,7 @@ def simulate(
     """Return the seconds of a job on devices of given speeds, the sizes of its chunks, and the measurements.
 
     A device computes its chunks one after another, and takes the next one if it has fewer than `in_flight`. Devices that take
-    none are asked again every 5 ms.
+    none are asked again several times until a chunk finishes.
     """
     state = known or [Throughput() for _ in speeds]
     busy_until, busy_since = [0.0] * len(speeds), [0.0] * len(speeds)
@@ -56,7 +56,7 @@ def simulate(
                 taken += rows
         assert done, "rows are left, and no device takes them"
         if taken < len(costs) and done[0][0] > now + 0.005 and min(chunks_on) < in_flight:
-            now += 0.005
+            now += max(0.005, (done[0][0] - now) / 10)
             continue
         now, i, rows, start, sent = heapq.heappop(done)
         state[i] = state[i].finishing(rows, now - start, now - sent)
