@@ -191,7 +191,7 @@ def test_an_interruption_keeps_what_was_finished(tmp_path: Path) -> None:
 
 def test_devices_that_fail_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One device runs out of memory, and one breaks: each row is still written once."""
-    functions = CompiledMap.functions
+    functions = CompiledMap.chunk_functions
 
     def scripted(self: CompiledMap, *args: Any) -> Any:
         def around(device: str, begin: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
@@ -210,7 +210,7 @@ def test_devices_that_fail_while_writing(tmp_path: Path, monkeypatch: pytest.Mon
         return {device: partial(around, short_name(device), begin) for device, begin in functions(self, *args).items()}
 
     with monkeypatch.context() as patch:
-        patch.setattr(CompiledMap, "functions", scripted)
+        patch.setattr(CompiledMap, "chunk_functions", scripted)
         with pytest.warns(RuntimeWarning, match="CPU:2 kept failing"):
             assert Counted(batch_size=4).write(tmp_path) == list(range(64))
     assert {entry.stop - entry.start for entry in read_journal(tmp_path).entries} == {1}
