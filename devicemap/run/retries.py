@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 from enum import Enum
 
 import tensorflow as tf
 
 from devicemap.base.devices import is_out_of_memory
+from devicemap.errors import brief
 
 _TRANSIENT = (
     tf.errors.UnavailableError,
@@ -42,4 +44,23 @@ def retry_action(error: BaseException, rows: int, attempts: int, max_retries: in
     """
     if max_retries and is_out_of_memory(error):
         return RetryAction.HALVE if rows > 1 or not alone else RetryAction.RAISE
-    return RetryAction.RETRY if isinstance(error, _TRANSIENT) and attempts <= max_retries else RetryAction.RAISE
+    transient = isinstance(error, _TRANSIENT) and not is_python_bug(error)
+    return RetryAction.RETRY if transient and attempts <= max_retries else RetryAction.RAISE
+
+
+def is_python_bug(error: BaseException) -> bool:
+    """Return whether an error is a built-in exception that Python code in `fn` raised, other than an `OSError`.
+
+    `tf.py_function` turns most exceptions into an `UnknownError` whose message has the name of the class and the traceback
+    (test_a_bug_in_python_code_is_raised_at_once). `OSError` has the subclasses of networks, which may be transient, as may be
+    exceptions of other libraries.
+
+    >>> is_python_bug(tf.errors.UnknownError(None, None, "KeyError: 'a'\\nTraceback (most recent call last): ..."))
+    True
+    >>> is_python_bug(tf.errors.UnknownError(None, None, "TimeoutError: \\nTraceback (most recent call last): ..."))
+    False
+    """
+    if not isinstance(error, tf.errors.UnknownError) or "Traceback (most recent call last)" not in str(error):
+        return False
+    kind = getattr(builtins, brief(error).partition(":")[0], None)
+    return isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, OSError)

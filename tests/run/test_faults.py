@@ -303,6 +303,23 @@ def test_an_assertion_is_raised_while_another_row_runs() -> None:
         _wait_for_threads()
 
 
+@pytest.mark.parametrize(("kind", "attempts"), [(ZeroDivisionError, 1), (KeyError, 1), (ConnectionError, 3)])
+def test_a_bug_in_python_code_is_raised_at_once(kind: type[Exception], attempts: int) -> None:
+    """The network may answer the next time; other exceptions of Python would occur again."""
+    calls: list[int] = []
+
+    def fails(row: Any) -> Any:
+        calls.append(int(row))
+        raise kind("the reason:\nin two lines")
+
+    mapper = devicemap.DeviceMap(
+        lambda row: tf.py_function(fails, [row], tf.int32), devices=["CPU:1", "CPU:2"], batch_size=1, prefetch=1
+    )
+    with pytest.raises(tf.errors.UnknownError, match=f"{kind.__name__}: .*the reason"):
+        mapper(tf.range(1))
+    assert len(calls) == attempts
+
+
 def _wait_for_threads() -> None:
     """Wait for the threads of ops that were running when their call ended."""
     deadline = time.monotonic() + 10
