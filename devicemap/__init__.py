@@ -5,10 +5,10 @@ import typing
 
 if typing.TYPE_CHECKING:
     from devicemap.api import DeviceMap, parallel_map, parallel_reduce
-    from devicemap.base.devices import list_devices, simulate_devices
     from devicemap.bench.runner import benchmark
     from devicemap.cluster import connect
     from devicemap.compile.reduction import Reducer
+    from devicemap.devices import list_devices, simulate_devices
     from devicemap.pipelines.pipeline import Pipeline
     from devicemap.pipelines.split import split
     from devicemap.store.results import open_results
@@ -38,12 +38,12 @@ _HOMES = {
     "Reducer": "devicemap.compile.reduction",
     "benchmark": "devicemap.bench.runner",
     "connect": "devicemap.cluster",
-    "list_devices": "devicemap.base.devices",
+    "list_devices": "devicemap.devices",
     "open_results": "devicemap.store.results",
     "parallel_map": "devicemap.api",
     "parallel_reduce": "devicemap.api",
     "parallelize": "devicemap.training.models",
-    "simulate_devices": "devicemap.base.devices",
+    "simulate_devices": "devicemap.devices",
     "split": "devicemap.pipelines.split",
     "spread_variables": "devicemap.training.variables",
 }

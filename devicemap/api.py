@@ -17,23 +17,23 @@ from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
-from devicemap.base.structure import as_nodes, as_objects, nodes_of, tuples_for_lists
 from devicemap.compile.cache import ProgramCache
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import Reduction
 from devicemap.data.rows import as_rows
 from devicemap.data.streams import as_dataset
+from devicemap.data.structure import as_nodes, as_objects, nodes_of, tuples_for_lists
 from devicemap.errors import DataError
 from devicemap.events import Event, short_name
+from devicemap.inspect.plan.plan import Plan
+from devicemap.inspect.plan.planner import explain_call
+from devicemap.inspect.plan.request import ask
+from devicemap.inspect.report.recorder import Observers
+from devicemap.inspect.report.report import Report
+from devicemap.inspect.verify import Verification, verify
 from devicemap.run.mapper import Mapper
 from devicemap.store.results import Results, open_results
 from devicemap.store.write import reduce, write
-from devicemap.tell.plan.plan import Plan
-from devicemap.tell.plan.planner import explain_call
-from devicemap.tell.plan.request import ask
-from devicemap.tell.report.recorder import Observers
-from devicemap.tell.report.report import Report
-from devicemap.tell.verify import Verification, verify
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 

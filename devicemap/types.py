@@ -1,7 +1,7 @@
 """Types that calls take, report and return, for type hints. The reference names the calls."""
 
-from devicemap.base.devices import Device
 from devicemap.bench.measurements import BenchmarkResult
+from devicemap.devices import Device
 from devicemap.events import (
     CallFinished,
     CallStarted,
@@ -13,12 +13,12 @@ from devicemap.events import (
     Event,
     Shard,
 )
+from devicemap.inspect.plan.pipeline import PipelinePlan
+from devicemap.inspect.plan.plan import Plan
+from devicemap.inspect.report.report import Report
+from devicemap.inspect.report.training import TrainingReport
+from devicemap.inspect.verify import Verification
 from devicemap.store.results import Results
-from devicemap.tell.plan.pipeline import PipelinePlan
-from devicemap.tell.plan.plan import Plan
-from devicemap.tell.report.report import Report
-from devicemap.tell.report.training import TrainingReport
-from devicemap.tell.verify import Verification
 
 __all__ = [
     "BenchmarkResult",

@@ -11,7 +11,7 @@ from dataclasses import fields
 
 import pytest
 
-from devicemap.base.options import Options
+from devicemap.options import Options
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from devicemap.base.devices import Device
+from devicemap.devices import Device
 from devicemap.events import short_name
-from devicemap.tell.render import Result, figure_class, page, seconds_text, size_text, table
+from devicemap.inspect.render import Result, figure_class, page, seconds_text, size_text, table
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.api import DeviceMap
-from devicemap.base.devices import choose_devices, choose_output_device, is_out_of_memory, kind_of, list_devices
-from devicemap.base.options import Options, check_count, check_options
-from devicemap.base.structure import as_objects
 from devicemap.bench.measurements import BenchmarkResult, Measurement
 from devicemap.bench.timing import median_ratio, time_rounds
 from devicemap.compile.random import row_seeds
 from devicemap.data.rows import Rows
 from devicemap.data.sample import first_rows, rows_in_memory
+from devicemap.data.structure import as_objects
+from devicemap.devices import choose_devices, choose_output_device, is_out_of_memory, kind_of, list_devices
 from devicemap.errors import DeviceMapError, OptionError, brief, failure
+from devicemap.options import Options, check_count, check_options
 
 _ROWS_OF_A_DATASET = 1024
 

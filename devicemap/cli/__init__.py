@@ -58,12 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _load_command(options: argparse.Namespace) -> Callable[[argparse.Namespace], None]:
     """TensorFlow is imported here, and before anything can use it, its devices are set."""
     from devicemap.cli import commands
-    from devicemap.tell.render import check_drawable
+    from devicemap.inspect.render import check_drawable
 
     if path := getattr(options, "plot", None):
         check_drawable(path)
     if options.simulate is not None:
-        from devicemap.base.devices import simulate_devices
+        from devicemap.devices import simulate_devices
 
         simulate_devices(options.simulate)
     run: Callable[[argparse.Namespace], None] = getattr(commands, f"{options.command}_command")

@@ -18,15 +18,15 @@ from typing import Any
 import rich
 
 from devicemap.api import DeviceMap
-from devicemap.base.devices import list_devices, why_no_gpu
 from devicemap.bench.measurements import BenchmarkResult
 from devicemap.bench.runner import benchmark
 from devicemap.cli import UsageError
 from devicemap.cli.input import read_input
 from devicemap.cluster import serve
+from devicemap.devices import list_devices, why_no_gpu
 from devicemap.errors import DeviceMapError, failure
-from devicemap.tell.plan.plan import Plan
-from devicemap.tell.render import short_names, size_text, table, text_of
+from devicemap.inspect.plan.plan import Plan
+from devicemap.inspect.render import short_names, size_text, table, text_of
 
 _WIDE = 1000
 """Characters, for output that goes to a file or another program: no line is broken there."""

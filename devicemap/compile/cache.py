@@ -14,10 +14,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from devicemap.base.options import variables_of
-from devicemap.base.structure import freeze
 from devicemap.compile.program import Program
+from devicemap.data.structure import freeze
 from devicemap.errors import OptionError
+from devicemap.options import variables_of
 
 _MOST = 64
 """Programs that are kept; the least recently used one goes first."""

@@ -15,9 +15,6 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import Cancellation, attributes_of_calls, prepare_gradient, unrecorded
 from devicemap._tensorflow.functions import compiled_as_a_part
 from devicemap._tensorflow.gradients import order_of_gradients
-from devicemap.base.devices import kind_of, python_calls_at_once
-from devicemap.base.hosts import host_of, is_remote, settle
-from devicemap.base.structure import as_objects
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.graph_builder import CallGraphBuilder
 from devicemap.compile.invoke import Invoker
@@ -27,8 +24,11 @@ from devicemap.compile.replicas import Replicas, captures_fit
 from devicemap.compile.trace import Traced, in_fn
 from devicemap.data.rows import HOST, home_of
 from devicemap.data.shards import shard_rows
+from devicemap.data.structure import as_objects
+from devicemap.devices import kind_of, python_calls_at_once
 from devicemap.errors import function_error
 from devicemap.events import Shard
+from devicemap.hosts import host_of, is_remote, settle
 
 _KEPT_SHARDS = 256
 

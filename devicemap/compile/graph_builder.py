@@ -19,13 +19,13 @@ from devicemap._tensorflow.functions import (
     with_captures,
 )
 from devicemap._tensorflow.gradients import differentiate_in_place
-from devicemap.base.devices import kind_of
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.gather import gather, with_row_counts_checked
 from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.replicas import Replicas
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, cut_rows
+from devicemap.devices import kind_of
 
 
 @dataclass(frozen=True)

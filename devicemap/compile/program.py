@@ -14,18 +14,18 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from devicemap.base.devices import choose_devices, choose_output_device, gpu_indices, is_out_of_memory, slots_on
-from devicemap.base.hosts import is_remote
-from devicemap.base.options import Options, check_options, check_progress
-from devicemap.base.structure import freeze
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.random import Stream, row_seeds
 from devicemap.compile.reduction import JoinedShards, Reduction
 from devicemap.compile.trace import Traced, trace
 from devicemap.data.join import UNEVEN_ROWS
 from devicemap.data.rows import HOST
+from devicemap.data.structure import freeze
+from devicemap.devices import choose_devices, choose_output_device, gpu_indices, is_out_of_memory, slots_on
 from devicemap.errors import DeviceMapError, brief, function_error
 from devicemap.events import Shard, short_name
+from devicemap.hosts import is_remote
+from devicemap.options import Options, check_options, check_progress
 
 _IF_LOST = ". If the host is lost, leave out its devices, or restart its server and this program"
 """Advice for an unavailable device of another host."""

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap.base.structure import as_nodes, as_objects, check_same_structure, freeze, map_nest
 from devicemap.compile.aggregates import AGGREGATES
 from devicemap.data.join import join
 from devicemap.data.rows import count_rows, empty_rows, take_rows
+from devicemap.data.structure import as_nodes, as_objects, check_same_structure, freeze, map_nest
 from devicemap.errors import OptionError, failure
 
 _BLOCK_BYTES = 2**22

@@ -23,14 +23,14 @@ from weakref import WeakValueDictionary
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import fanned_out, holds_gradients, redirect_gradient
-from devicemap.base.devices import is_out_of_memory
-from devicemap.base.hosts import host_of, is_remote
 from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import home_of
+from devicemap.devices import is_out_of_memory
 from devicemap.errors import brief, function_error
 from devicemap.events import short_name
+from devicemap.hosts import host_of, is_remote
 
 
 def copies_variables(spec: CallSpec, traced: Traced, slots: Sequence[str]) -> bool:

@@ -12,11 +12,11 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import differentiate_values_alone
-from devicemap.base.devices import kind_of
-from devicemap.base.options import Options
-from devicemap.base.structure import as_nodes, check_same_structure
 from devicemap.data.rows import count_rows
+from devicemap.data.structure import as_nodes, check_same_structure
+from devicemap.devices import kind_of
 from devicemap.errors import failure, function_error
+from devicemap.options import Options
 
 LIST_DTYPES = {
     **dict.fromkeys((tf.int8, tf.uint8, tf.int16, tf.uint16), tf.float16),

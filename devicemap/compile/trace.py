@@ -15,15 +15,15 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import differentiate_freely
-from devicemap.base.options import Options
-from devicemap.base.structure import as_objects, map_nest, nodes_of, paths_of_lists, refused_by
 from devicemap.compile.audit import Audit, audit, is_steady
 from devicemap.compile.hints import hints_for
 from devicemap.compile.random import Stream, drawing_from
 from devicemap.compile.reduction import BoundReduction, JoinedShards, Reduction
 from devicemap.compile.vectorize import RowLoop, loops_over_rows
 from devicemap.data.rows import empty_rows, row_spec, spec_of
+from devicemap.data.structure import as_objects, map_nest, nodes_of, paths_of_lists, refused_by
 from devicemap.errors import FunctionError, OptionError, failure, function_error
+from devicemap.options import Options
 
 _FLOAT8 = (tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2)
 """Dtypes without kernels for TensorLists."""

@@ -27,12 +27,12 @@ from devicemap._tensorflow.pfor import (
     with_own_inputs,
     wrap_stacked,
 )
-from devicemap.base.options import Options
 from devicemap.compile.audit import Audit, audit, op_types
 from devicemap.compile.row_loop import map_rows, row_by_row, signature_of
 from devicemap.compile.source_lines import source_line
 from devicemap.compile.vectorizable_ops import OPS, is_control_flow, runs_row_by_row, why_not_vectorizable
 from devicemap.errors import failure
+from devicemap.options import Options
 
 _BY_HAND = "Use vectorize='auto' or False to map row by row"
 

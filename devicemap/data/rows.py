@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap.base.structure import freeze, map_nest, nodes_of
+from devicemap.data.structure import freeze, map_nest, nodes_of
 from devicemap.errors import DataError
 
 HOST = "/device:CPU:0"

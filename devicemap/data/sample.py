@@ -6,11 +6,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.base.options import Options
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, as_rows, take_rows
 from devicemap.data.sources import from_dataset
 from devicemap.errors import DataError, FunctionError
+from devicemap.options import Options
 
 
 def rows_in_memory(data: Any, options: Options, most: int | None, most_of_dataset: int) -> Rows:

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from devicemap.base.options import Options
-from devicemap.base.structure import as_nodes, freeze, nodes_of
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, any_rows, as_rows, take_rows
+from devicemap.data.structure import as_nodes, freeze, nodes_of
 from devicemap.errors import DataError
 from devicemap.events import Shard
+from devicemap.options import Options
 
 _SAMPLES_PER_READ = 64
 """Samples that are read at once if chunks have no fixed size. Reading them one by one takes longer than small functions."""

@@ -15,19 +15,19 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import batch_norms_of, is_training, layers_of
-from devicemap.base.devices import choose_output_device
-from devicemap.base.hosts import settle
-from devicemap.base.options import Options, check_count
-from devicemap.base.structure import as_objects, freeze
 from devicemap.compile.gather import gather, with_row_counts_checked, with_static_rows
 from devicemap.compile.graph_builder import copied, sizes_in_graph
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
+from devicemap.data.structure import as_objects, freeze
+from devicemap.devices import choose_output_device
 from devicemap.errors import DataError, OptionError, brief, function_error, warn_user
+from devicemap.hosts import settle
+from devicemap.inspect.plan.pipeline import PipelinePlan, StagePlan
+from devicemap.inspect.plan.request import ask
+from devicemap.options import Options, check_count
 from devicemap.pipelines.calls import Calls
 from devicemap.pipelines.schedule import schedule_of
 from devicemap.pipelines.stages import Stage, devices_of_stages, run_in_turn
-from devicemap.tell.plan.pipeline import PipelinePlan, StagePlan
-from devicemap.tell.plan.request import ask
 
 
 class Pipeline:

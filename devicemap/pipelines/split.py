@@ -11,10 +11,10 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import arguments_of, inputs_of, is_used_once, layers_of, mask_of, outputs_of
-from devicemap.base.options import check_count
 from devicemap.errors import OptionError
+from devicemap.inspect.differences import find_difference
+from devicemap.options import check_count
 from devicemap.pipelines.stages import devices_of_stages
-from devicemap.tell.differences import find_difference
 
 _ROWS, _TIMES = 32, 5
 """Of the batch that layers are timed on, and how often; a dimension that nobody knows is taken for the same."""

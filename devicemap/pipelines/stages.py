@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from devicemap._tensorflow.keras import is_training
-from devicemap.base.devices import choose_devices
-from devicemap.base.options import Options
-from devicemap.base.structure import freeze
 from devicemap.compile.audit import Treatment
 from devicemap.compile.random import Stream, Streams
 from devicemap.compile.trace import Traced, trace
+from devicemap.data.structure import freeze
+from devicemap.devices import choose_devices
 from devicemap.errors import FunctionError, OptionError, function_error
 from devicemap.events import short_name
+from devicemap.options import Options
 
 
 def devices_of_stages(stages: int, devices: Any) -> list[str]:

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from devicemap.base.options import check_count, check_options
 from devicemap.compile.reduction import Reduction
 from devicemap.errors import DataError, DeviceMapError, OptionError
+from devicemap.options import check_count, check_options
 from devicemap.ray.actors import NUMBER, STATE, Actor, Later, mapper
 from devicemap.ray.actors import reducer as state_reducer
 

@@ -7,8 +7,8 @@ from functools import cache
 import tensorflow as tf
 
 from devicemap._tensorflow.memory import allocator_bytes
-from devicemap.base.devices import kind_of
-from devicemap.base.hosts import is_remote
+from devicemap.devices import kind_of
+from devicemap.hosts import is_remote
 
 
 def peak_share(device: str) -> float | None:

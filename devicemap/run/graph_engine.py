@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation
 from devicemap._tensorflow.gradients import have_tangents
-from devicemap.base.devices import is_out_of_memory
 from devicemap.compile.call_spec import CallSpec
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.gather import check_row_counts
@@ -22,6 +21,7 @@ from devicemap.compile.invoke import attempt
 from devicemap.compile.program import Program
 from devicemap.data.join import check_inner_shapes
 from devicemap.data.rows import HOST, Rows, take_rows
+from devicemap.devices import is_out_of_memory
 from devicemap.errors import DataError, FunctionError
 from devicemap.events import Shard
 

@@ -22,13 +22,13 @@ import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation
 from devicemap._tensorflow.gradients import tape_is_recording
-from devicemap.base.devices import is_out_of_memory, kind_of
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.gather import check_row_counts
 from devicemap.compile.program import Program
 from devicemap.data.join import join
 from devicemap.data.rows import Rows, as_rows
 from devicemap.data.sources import Chunk, MemorySource, Source, from_dataset
+from devicemap.devices import is_out_of_memory, kind_of
 from devicemap.errors import DataError, OptionError, brief, warn_user
 from devicemap.events import DeviceLost, Event, short_name
 from devicemap.run.chunk_engine import run_chunks

@@ -7,7 +7,7 @@ from enum import Enum
 
 import tensorflow as tf
 
-from devicemap.base.devices import is_out_of_memory
+from devicemap.devices import is_out_of_memory
 from devicemap.errors import brief
 
 _TRANSIENT = (

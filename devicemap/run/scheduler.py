@@ -23,9 +23,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.base.hosts import host_of, is_remote
 from devicemap.data.sources import Source
 from devicemap.events import DeviceLost
+from devicemap.hosts import host_of, is_remote
 from devicemap.run.chunk_sizes import Throughput, next_chunk_size
 from devicemap.run.device_memory import peak_share
 from devicemap.run.retries import FAILURES_IN_A_ROW, RetryAction

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap.base.options import Options
-from devicemap.base.structure import Node
 from devicemap.data.rows import HOST
+from devicemap.data.structure import Node
 from devicemap.errors import JournalError
+from devicemap.options import Options
 from devicemap.store.chunks import Array
 from devicemap.store.header import Header
 from devicemap.store.records import START_ANEW

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import is_seed, mask_of, moments_by, replacing, set_mask, sublayers_of
-from devicemap.base.structure import freeze
+from devicemap.data.structure import freeze
 from devicemap.errors import failure
 from devicemap.training.lockstep import Lockstep
 from devicemap.training.recomputation import recomputed

@@ -19,14 +19,14 @@ import tensorflow as tf
 
 from devicemap._tensorflow.keras import batch_norms_of, forget_functions, layers_of, sublayers_of
 from devicemap.api import DeviceMap
-from devicemap.base.options import check_count
 from devicemap.data.shards import shard_sizes
 from devicemap.errors import OptionError
-from devicemap.tell.plan.plan import Plan
-from devicemap.tell.plan.planner import explain_call
-from devicemap.tell.plan.request import ask
-from devicemap.tell.report.training import DeviceShare, TrainingReport
-from devicemap.tell.verify import Verification
+from devicemap.inspect.plan.plan import Plan
+from devicemap.inspect.plan.planner import explain_call
+from devicemap.inspect.plan.request import ask
+from devicemap.inspect.report.training import DeviceShare, TrainingReport
+from devicemap.inspect.verify import Verification
+from devicemap.options import check_count
 from devicemap.training.calls import ROWS, Given, without_state
 from devicemap.training.forward import ForwardPass
 from devicemap.training.steps import Steps

@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.base.devices import is_out_of_memory
-from devicemap.base.structure import freeze
+from devicemap.data.structure import freeze
+from devicemap.devices import is_out_of_memory
 from devicemap.errors import brief, function_error
 
 _ADVICE = (

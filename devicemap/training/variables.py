@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import updates_alone
-from devicemap.base.devices import choose_devices
+from devicemap.devices import choose_devices
 
 
 @contextlib.contextmanager

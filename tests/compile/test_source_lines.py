@@ -10,9 +10,9 @@ import pytest
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import own_functions
-from devicemap.base.options import Options
 from devicemap.compile.source_lines import source_line
 from devicemap.compile.trace import trace
+from devicemap.options import Options
 
 X = tf.TensorSpec([4])
 HERE = "of test_source_lines.py"

@@ -10,10 +10,10 @@ import pytest
 import tensorflow as tf
 
 import devicemap
-from devicemap.base.options import check_options
 from devicemap.compile.random import row_seeds
 from devicemap.compile.trace import trace
 from devicemap.data.rows import as_rows
+from devicemap.options import check_options
 
 X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])
 

@@ -1,4 +1,4 @@
-"""Law 8: nothing is left behind. That Ctrl-C stops at once is asserted in tests/base/test_interruption.py."""
+"""Law 8: nothing is left behind. That Ctrl-C stops at once is asserted in tests/test_interruption.py."""
 
 from __future__ import annotations
 

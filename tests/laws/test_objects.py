@@ -15,7 +15,7 @@ from oracle import assert_same
 from ways import SEVERAL, Options, X, ways
 
 import devicemap
-from devicemap.base.structure import as_nodes, as_objects, freeze
+from devicemap.data.structure import as_nodes, as_objects, freeze
 from devicemap.errors import DataError, FunctionError
 
 Pair: Any

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from journals import flip
 
-from devicemap.base.options import Options
 from devicemap.data.rows import count_rows, spec_of, take_rows
 from devicemap.errors import JournalError, MissingRowsError
+from devicemap.options import Options
 from devicemap.store.encoding import describe_call, describe_nest, encode_leaves, specs_of
 from devicemap.store.header import Header
 from devicemap.store.journal import Journal, open_journal

@@ -8,7 +8,7 @@ import tensorflow as tf
 from simulators.softgpus.parts import cut, gpus
 
 import devicemap
-from devicemap.base.devices import choose_devices, gpu_indices
+from devicemap.devices import choose_devices, gpu_indices
 
 with tf.device("CPU:0"):
     x = tf.random.stateless_normal([64, 64], [0, 0])

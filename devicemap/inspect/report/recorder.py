@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from devicemap.base.options import Options
 from devicemap.compile.compiled import CompiledMap
 from devicemap.errors import DeviceMapError, brief
 from devicemap.events import (
@@ -26,11 +25,12 @@ from devicemap.events import (
     DeviceLost,
     Event,
 )
+from devicemap.inspect.plan.advice import reason_for_loop
+from devicemap.inspect.report.meter import GpuMeter
+from devicemap.inspect.report.progress import ProgressBar
+from devicemap.inspect.report.report import Report
+from devicemap.options import Options
 from devicemap.run.graph_engine import GraphRun
-from devicemap.tell.plan.advice import reason_for_loop
-from devicemap.tell.report.meter import GpuMeter
-from devicemap.tell.report.progress import ProgressBar
-from devicemap.tell.report.report import Report
 
 _Listener = Callable[[Event], object]
 

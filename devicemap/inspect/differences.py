@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap.base.devices import kind_of
 from devicemap.data.rows import HOST
+from devicemap.devices import kind_of
 
 _EXAMINED_ROWS, _ROUNDINGS = 3, 24
 """Rows that are tested for rounding, and how many roundings of each."""

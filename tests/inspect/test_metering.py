@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from histories import device
 
-from devicemap.tell.report import meter
-from devicemap.tell.report.meter import GpuMeter, GpuUsage
-from devicemap.tell.report.recorder import GraphCall
+from devicemap.inspect.report import meter
+from devicemap.inspect.report.meter import GpuMeter, GpuUsage
+from devicemap.inspect.report.recorder import GraphCall
 
 
 class FakeNvml(types.ModuleType):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from devicemap.tell.plan.advice import advise
-from devicemap.tell.plan.plan import Captured, DevicePlan, Handling, Plan
+from devicemap.inspect.plan.advice import advise
+from devicemap.inspect.plan.plan import Captured, DevicePlan, Handling, Plan
 
 
 def _plan(**facts: Any) -> Plan:

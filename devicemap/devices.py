@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from devicemap._tensorflow.memory import allocator_bytes
-from devicemap.base.hosts import host_of
 from devicemap.errors import DeviceError
 from devicemap.events import short_name
+from devicemap.hosts import host_of
 
 _FAILED_COPY = re.compile(r"(Dst|Src|Destination|Source) tensor is not initialized")
 _PHYSICAL = re.compile(r"/physical_device:(?P<kind>\w+):(?P<index>\d+)")

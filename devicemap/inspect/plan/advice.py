@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from devicemap.compile.vectorize import may_be_forced
 from devicemap.events import short_name
-from devicemap.tell.render import counted, listed, size_text
+from devicemap.inspect.render import counted, listed, size_text
 
 if TYPE_CHECKING:
-    from devicemap.tell.plan.plan import Plan
+    from devicemap.inspect.plan.plan import Plan
 
 _LARGE_BYTES = 2**20
 """Copies of fewer bytes cost less than a call does."""
@@ -94,7 +94,7 @@ def _about_loops(plan: Plan) -> Iterator[str]:
 
 
 def _about_updates(plan: Plan) -> Iterator[str]:
-    from devicemap.tell.plan.plan import Handling
+    from devicemap.inspect.plan.plan import Handling
 
     for thing in plan.captured:
         away = any(device.device != thing.device for device in plan.devices)
@@ -108,7 +108,7 @@ def _about_updates(plan: Plan) -> Iterator[str]:
 
 
 def _about_copies(plan: Plan) -> Iterator[str]:
-    from devicemap.tell.plan.plan import Handling
+    from devicemap.inspect.plan.plan import Handling
 
     copied = sum(thing.size_bytes or 0 for thing in plan.captured if thing.handling is Handling.COPIED)
     rows = (plan.rows or 0) * ((plan.bytes_per_row or 0) + (plan.result_bytes_per_row or 0))

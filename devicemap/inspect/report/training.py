@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from devicemap.events import short_name
-from devicemap.tell.render import Result, page, table
+from devicemap.inspect.render import Result, page, table
 
 
 @dataclass(frozen=True, repr=False)

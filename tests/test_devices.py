@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import devicemap
-from devicemap.base.devices import choose_devices, kind_of, slots_on
+from devicemap.devices import choose_devices, kind_of, slots_on
 from devicemap.errors import DeviceError
 
 HOST = "/job:localhost/replica:0/task:0"
@@ -280,7 +280,7 @@ def test_devices_of_another_host() -> None:
             for batch_size in (None, 2) if type(devices) is list else (None,):
                 mapper = devicemap.DeviceMap(lambda row: row * 2 + 1, devices=devices, batch_size=batch_size)
                 assert mapper(tf.range(7)).numpy().tolist() == [1, 3, 5, 7, 9, 11, 13], devices
-            chosen = devicemap.base.devices.choose_devices(devices)
+            chosen = devicemap.devices.choose_devices(devices)
             print(*[name.partition("/replica")[0] + name[-6:] for name in chosen])
     """)
     worker = "/job:worker/replica:0/task:0/device:CPU"

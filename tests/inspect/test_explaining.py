@@ -16,7 +16,7 @@ from graphs import between_devices, partitions
 
 import devicemap
 from devicemap.errors import DataError, FunctionError
-from devicemap.tell.plan.plan import ControlEdge, Handling
+from devicemap.inspect.plan.plan import ControlEdge, Handling
 
 X = tf.reshape(tf.range(21, dtype=tf.float32), [7, 3])
 WORKERS = ["CPU:1", "CPU:2", "CPU:3"]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from devicemap.events import CallFinished, CallStarted, ChunkFinished, Event
-from devicemap.tell.render import short_names
+from devicemap.inspect.render import short_names
 
 _REFRESHES_PER_SECOND = 4
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.base.devices import gpu_indices, kind_of
-from devicemap.base.options import Options
 from devicemap.compile.call_spec import CallSpec
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.graph_walker import GraphWalker, size_of, waits_between_devices
+from devicemap.devices import gpu_indices, kind_of
 from devicemap.events import Shard
+from devicemap.inspect.plan.captures import captured_by
+from devicemap.inspect.plan.plan import Captured, ControlEdge, DevicePlan, Handling, Plan, RandomOps
+from devicemap.inspect.plan.request import Asked
+from devicemap.options import Options
 from devicemap.run.mapper import in_flight
-from devicemap.tell.plan.captures import captured_by
-from devicemap.tell.plan.plan import Captured, ControlEdge, DevicePlan, Handling, Plan, RandomOps
-from devicemap.tell.plan.request import Asked
 
 _PYTHON_OPS = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())
 

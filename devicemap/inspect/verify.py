@@ -21,20 +21,20 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import Cancellation
-from devicemap.base.options import check_count, check_number
-from devicemap.base.structure import as_nodes, map_nest
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.invoke import interruptible
 from devicemap.compile.program import Program
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, take_rows
 from devicemap.data.sample import first_rows, rows_in_memory
+from devicemap.data.structure import as_nodes, map_nest
 from devicemap.errors import DeviceMapError, FunctionError, brief, warn_user
 from devicemap.events import CallFinished, CallStarted, ChunkFinished, Event, Shard, short_name
+from devicemap.inspect.differences import epsilon, find_difference, rounding_explains
+from devicemap.inspect.render import Result, listed, page, seconds_text
+from devicemap.inspect.report.progress import ProgressBar
+from devicemap.options import check_count, check_number
 from devicemap.run.mapper import Mapper, NullObserver
-from devicemap.tell.differences import epsilon, find_difference, rounding_explains
-from devicemap.tell.render import Result, listed, page, seconds_text
-from devicemap.tell.report.progress import ProgressBar
 
 _LEAST_ROWS = 16
 _ROWS_PER_DEVICE = 2

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 
 import devicemap
 from devicemap.errors import DataError
+from devicemap.inspect.render import text_of
+from devicemap.inspect.report import recorder
+from devicemap.inspect.report.meter import GpuUsage
+from devicemap.inspect.report.recorder import GraphCall, Recorder
+from devicemap.inspect.report.report import Report
 from devicemap.run.graph_engine import GraphRun
-from devicemap.tell.render import text_of
-from devicemap.tell.report import recorder
-from devicemap.tell.report.meter import GpuUsage
-from devicemap.tell.report.recorder import GraphCall, Recorder
-from devicemap.tell.report.report import Report
 from devicemap.types import (
     CallFinished,
     CallStarted,

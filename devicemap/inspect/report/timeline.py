@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from devicemap.events import CallFinished, ChunkFailed, ChunkFinished, ChunkStarted, Event, Shard
-from devicemap.tell.render import figure_class, short_names
+from devicemap.inspect.render import figure_class, short_names
 
 _COLOURS = {"finished": "tab:blue", "failed": "tab:red", "unfinished": "tab:grey"}
 _INCHES_PER_LANE = 0.3

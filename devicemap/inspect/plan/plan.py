@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
-from devicemap.tell.plan.advice import advise
-from devicemap.tell.plan.tables import plan_table
-from devicemap.tell.render import Result, counted
+from devicemap.inspect.plan.advice import advise
+from devicemap.inspect.plan.tables import plan_table
+from devicemap.inspect.render import Result, counted
 
 
 class Handling(Enum):

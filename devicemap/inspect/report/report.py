@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from devicemap.errors import DataError, brief
 from devicemap.events import CallFinished, CallStarted, Event
-from devicemap.tell.render import Result, counted, page, seconds_text, short_names, size_text, table
-from devicemap.tell.report.accounts import DeviceReport, account
-from devicemap.tell.report.advice import advise, slow_devices, tail_seconds
-from devicemap.tell.report.meter import GpuUsage
-from devicemap.tell.report.timeline import Span, ran_in_turn, save_timeline, spans_of
+from devicemap.inspect.render import Result, counted, page, seconds_text, short_names, size_text, table
+from devicemap.inspect.report.accounts import DeviceReport, account
+from devicemap.inspect.report.advice import advise, slow_devices, tail_seconds
+from devicemap.inspect.report.meter import GpuUsage
+from devicemap.inspect.report.timeline import Span, ran_in_turn, save_timeline, spans_of
 
 
 @dataclass(frozen=True, repr=False)

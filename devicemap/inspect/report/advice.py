@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from devicemap.tell.plan.advice import remedies_for_loop
-from devicemap.tell.render import listed, short_names
-from devicemap.tell.report.accounts import DeviceReport
-from devicemap.tell.report.timeline import Span, ran_in_turn
+from devicemap.inspect.plan.advice import remedies_for_loop
+from devicemap.inspect.render import listed, short_names
+from devicemap.inspect.report.accounts import DeviceReport
+from devicemap.inspect.report.timeline import Span, ran_in_turn
 
 if TYPE_CHECKING:
-    from devicemap.tell.report.report import Report
+    from devicemap.inspect.report.report import Report
 
 _SLOW = 0.5
 """A device is slow that maps fewer rows per busy second than this share of the others' median."""

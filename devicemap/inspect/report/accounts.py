@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from devicemap.events import CallStarted, ChunkRetried, ChunkStarted, DeviceLost, Event
-from devicemap.tell.report.meter import GpuUsage
-from devicemap.tell.report.timeline import Span, union_seconds
+from devicemap.inspect.report.meter import GpuUsage
+from devicemap.inspect.report.timeline import Span, union_seconds
 
 
 @dataclass(frozen=True)

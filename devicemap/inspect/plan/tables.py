@@ -9,10 +9,10 @@ from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
-from devicemap.tell.render import listed, page, short_names, size_text, table
+from devicemap.inspect.render import listed, page, short_names, size_text, table
 
 if TYPE_CHECKING:
-    from devicemap.tell.plan.plan import Captured, Plan
+    from devicemap.inspect.plan.plan import Captured, Plan
 
 _WORDS = frozenset(("treatment", "type"))
 """Columns that hold no numbers."""

@@ -8,11 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.base.options import Options
-from devicemap.base.structure import freeze, map_nest
 from devicemap.data.rows import any_rows, as_rows
 from devicemap.data.sources import from_dataset
+from devicemap.data.structure import freeze, map_nest
 from devicemap.errors import DataError
+from devicemap.options import Options
 
 _SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 

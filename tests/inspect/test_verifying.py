@@ -16,7 +16,7 @@ from devicemap import DeviceMap, benchmark
 from devicemap.errors import DataError, DeviceMapError, FunctionError, OptionError
 from devicemap.types import CallFinished, CallStarted, ChunkFinished
 
-verify = importlib.import_module("devicemap.tell.verify")
+verify = importlib.import_module("devicemap.inspect.verify")
 
 X = tf.random.stateless_normal([20, 4], [1, 2])
 THREE = ["CPU:0", "CPU:1", "CPU:2"]
