@@ -209,8 +209,12 @@ def _resolve(entry: Any, names: list[str], host: str, option: str = "devices") -
     else:
         found = _matching(given, names, host)
     if not found:
-        kind = f"; a kind stands alone, as in devices={given!r}" if given.isalpha() and option == "devices" else ""
-        raise DeviceError(f"{option} has {given!r}, which is not a device here{kind}; {_there_is(names, given)}")
+        advice = ""
+        if option == "devices" and given.isalpha():
+            advice = f"; pass a kind by itself, as in devices={given!r}"
+        elif option == "devices" and "," in given:
+            advice = f"; pass a list of names, devices={[name.strip() for name in given.split(',')]}"
+        raise DeviceError(f"{option} has {given!r}, which is not a device here{advice}; {_there_is(names, given)}")
     return found
 
 

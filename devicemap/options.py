@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -47,7 +49,7 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
 
     Raises:
         UnknownOptionError: for a name that is not an option; the message suggests the nearest one.
-        OptionError: for a value that an option does not allow, and for an `fn` that is not callable.
+        OptionError: for a value that an option does not allow, and for an `fn` that is not callable, async or a generator.
     """
     names = [field.name for field in fields(Options)]
     for name in options:
@@ -57,8 +59,14 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
             raise UnknownOptionError(f"{name!r} is not an option{hint} The options are {', '.join(names)}")
     if not callable(fn):
         raise OptionError(f"fn is of type {type(fn).__name__}, not callable; fn comes first, then the data")
+    called = fn if inspect.isroutine(fn) or isinstance(fn, partial) else type(fn).__call__
+    if inspect.iscoroutinefunction(called) or inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+        raise OptionError(
+            "fn is an async function or a generator, which returns no tensor when it is called; expected a function that "
+            "returns the result of a row"
+        )
     checked = Options(**options)
-    size, prefetch, seed, called = checked.batch_size, checked.prefetch, checked.seed, checked.name
+    size, prefetch, seed, label = checked.batch_size, checked.prefetch, checked.seed, checked.name
 
     def expect(name: str, valid: bool, expected: str) -> None:
         if not valid:
@@ -76,7 +84,7 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
         "max_retries", _is_int(checked.max_retries, 0), "an int of at least 0: how often a failed chunk is tried again"
     )
     expect("seed", seed is None or (_is_int(seed, 0) and seed < 2**32), "None or an int from 0 to 2**32 - 1")
-    expect("name", called is None or (isinstance(called, str) and called != ""), "None or a non-empty string")
+    expect("name", label is None or (isinstance(label, str) and label != ""), "None or a non-empty string")
     if checked.batched and isinstance(checked.vectorize, bool):
         raise OptionError(
             f"vectorize={checked.vectorize!r} with batched=True: fn takes whole batches, there is nothing to vectorise; "

@@ -101,7 +101,7 @@ UNKNOWN: list[tuple[Any, str]] = [
         "^devices holds /job:localhost.*CPU:2 more than once; name each device once; there is CPU:0",
     ),
     ([*PHYSICAL, "CPU:2"], "CPU:2 more than once; name each device once"),
-    (["CPU:1", "gpu"], "^devices has 'gpu', which is not a device here; a kind stands alone, as in devices='gpu'; "),
+    (["CPU:1", "gpu"], "^devices has 'gpu', which is not a device here; pass a kind by itself, as in devices='gpu'; "),
 ]
 
 

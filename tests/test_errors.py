@@ -316,7 +316,7 @@ MISFITS: list[tuple[str, Any, Any, Options, str, str]] = [
     ("no seed", lambda a: a, X, {"seed": 1}, " and the keyword seed", "With the option seed, fn gets"),
     ("a bad addition", lambda a: a + "text", X, {}, "", ""),
     ("a method of NumPy", lambda a: a.numpy(), X, {}, "", "fn is traced as by tf.function, and its tensors have no "),
-    ("a function of NumPy", lambda a: np.sin(a), X, {}, "", "use TensorFlow's functions (tf.sin for np.sin)"),
+    ("a function of NumPy", lambda a: np.sin(a), X, {}, "", "use TensorFlow's functions (tf.sin for np.sin, "),
     ("a model", MODEL, X, {}, "", "A Keras layer or model takes batches: set batched=True"),
     ("a model in a function", lambda a: MODEL(a), X, {}, "", "A Keras layer or model takes batches: set batched=True"),
     ("predict", MODEL.predict, X, {}, "", PREDICT),

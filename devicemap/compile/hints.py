@@ -1,4 +1,4 @@
-"""Advice for a function that could not be traced, from its arguments and the error. Pure."""
+"""The error for a function that could not be traced: what it was called with, and what to do."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import tensorflow as tf
+
+from devicemap.data.rows import row_spec
+from devicemap.errors import FunctionError, function_error
+from devicemap.options import Options
 
 _FOR_EAGER_CODE = {
     **dict.fromkeys(("predict", "predict_on_batch"), "pass the model itself, with batched=True"),
@@ -15,16 +21,59 @@ _FOR_EAGER_CODE = {
 
 _FROM_KERAS = re.compile(r"incompatible with the layer: expected (min_)?ndim|Invalid input shape for input")
 
+_TAKES_BATCHES = re.compile(r"[Ss]hape must be (?:at least )?rank (?P<wanted>\d+) but is rank (?P<given>\d+)")
+"""TensorFlow's shape functions. A function that takes batches misses one axis if it gets one row."""
+
+_OTHER_DTYPE = re.compile(r"(?:type|dtype|DataType|input to be a|is a) '?(?P<dtype>double|float64|int64)(?: tensor)?\b")
+"""NumPy's default dtypes in errors about dtypes."""
+
+_PYTHON = "or tf.py_function, which runs Python code"
+
 _ADVICE = {
     r"symbolic tf\.Tensor.* to a numpy array|has no attribute '(numpy|tolist|item|astype)'": "fn is traced as by "
-    "tf.function, and its tensors have no numbers then: use TensorFlow's functions (tf.sin for np.sin), or "
-    "tf.numpy_function for functions that only NumPy has",
+    "tf.function, and its tensors have no numbers then: use TensorFlow's functions (tf.sin for np.sin, tf.gather for "
+    "array[i]), or tf.numpy_function for functions that only NumPy has",
     r"are valid indices, got '": "A tensor has no names: pass a dict of columns as data, such as dict(frame)",
+    r"(list|tuple) indices must be integers": f"A tensor is no index of a list: use tf.gather(values, i), {_PYTHON}",
+    r"Tensor is unhashable": "A tensor is no key of a dict: use tf.gather for the keys 0, 1, 2, ..., a "
+    f"tf.lookup.StaticHashTable for others, {_PYTHON}",
+    r"has no attribute 'read'|PathLike object, not": "A path in the data is a tensor: use tf.io.read_file and "
+    f"tf.io.decode_image, {_PYTHON}",
+    r"return value of type Operation": "fn returns an op without a value, such as tf.print(x): call it on a line of its "
+    "own, and return a tensor",
+    r"singleton tf\.Variables": "fn creates a tf.Variable in each call: create variables, layers and optimizers outside",
+    r"as a Python `bool` is not|Iterating over a symbolic": "Python's in, any, all, sum and range need numbers: use "
+    f"tf.reduce_any(x == values), tf.range and the like, {_PYTHON}",
+    r"unsupported operand type\(s\) for .*'dict'": "A row of this data is a dict: fn gets it as one argument, with the "
+    "tensors under its keys",
 }
 """Advice for errors with these messages."""
 
 
-def hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, error: Exception) -> Iterator[str]:
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+"""Escape codes in Keras's messages."""
+
+
+def tracing_error(fn: Callable[..., Any], specs: Any, options: Options, error: Exception) -> FunctionError:
+    """Return the error to raise for an error of tracing `fn` for data of these `[None, ...]` specs."""
+    given = list(specs) if type(specs) is tuple else [specs]
+    what = "a batch" if options.batched else "one row (batched=False)"
+    if len(given) > 1:
+        what += f", as {len(given)} arguments,"
+    if options.seed is not None:
+        what += " and the keyword seed"
+        given.append(tf.TensorSpec([None, 2], tf.int32))
+    if not options.batched:
+        given = tf.nest.map_structure(row_spec, given)
+    hints = "".join(f". {hint}" for hint in _hints_for(fn, specs, options.batched, options.seed is not None, error))
+    return function_error(
+        f"fn could not be traced for {what} of {', '.join(map(str, given))}{hints}: {type(error).__name__}: "
+        f"{_COLOURS.sub('', str(error))}",
+        error,
+    )
+
+
+def _hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, error: Exception) -> Iterator[str]:
     """Yield sentences for the error message.
 
     Args:
@@ -40,13 +89,18 @@ def hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, e
             yield f"Keras's {name} is for eager code: {_FOR_EAGER_CODE[name]}"
             return
     is_layer, from_keras = hasattr(fn, "built"), bool(_FROM_KERAS.search(str(error)))
+    rank = _TAKES_BATCHES.search(str(error))
     if not batched and (is_layer or from_keras):
         yield "A Keras layer or model takes batches: set batched=True"
+    elif not batched and rank and int(rank["wanted"]) == int(rank["given"]) + 1:
+        yield "One row has no axis for the batch: if fn takes batches, set batched=True"
     elif from_keras:
         yield "With batched=True the first axis is rows, and each element of a dataset is a batch: dataset.batch(n)"
     if is_layer and type(specs) is tuple:
         yield "A tuple is passed as several arguments: drop labels with dataset.map(lambda x, y: x)"
     yield from (advice for pattern, advice in _ADVICE.items() if re.search(pattern, str(error)))
+    yield from _hints_for_text(specs, error)
+    yield from _hints_for_dtypes(specs, error)
     given, seed = specs if type(specs) is tuple else (specs,), {"seed": None} if seeded else {}
     if _takes(fn, *given, **seed):
         return
@@ -56,6 +110,27 @@ def hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, e
         yield "A tuple is passed as several arguments: let fn take them, or pass a dict, which is one argument"
     elif len(given) == 1 and (count := next((n for n in range(2, 10) if _takes(fn, *given * n, **seed)), None)):
         yield f"fn takes {count} arguments: pass a tuple of {count} as data; a list or a dict is one argument"
+
+
+def _hints_for_text(specs: Any, error: Exception) -> Iterator[str]:
+    """Yield advice for methods of `str` that `fn` calls on a tensor."""
+    method = re.search(r"has no attribute '(\w+)'", str(error))
+    if method and hasattr(str, method[1]) and tf.string in _dtypes(specs):
+        yield f"Text is a tensor of dtype string, which has no {method[1]}(): use tf.strings, {_PYTHON}"
+
+
+def _hints_for_dtypes(specs: Any, error: Exception) -> Iterator[str]:
+    """Yield advice for data of NumPy's default dtypes that meets float32 in `fn`."""
+    mentioned = {"float64" if name == "double" else name for name in _OTHER_DTYPE.findall(str(error))}
+    for dtype in sorted(mentioned & {dtype.name for dtype in _dtypes(specs)}):
+        yield (
+            f"The data is {dtype}, NumPy's default: cast it before the call, as in data.astype('float32'), or in fn, as in "
+            "tf.cast(x, tf.float32)"
+        )
+
+
+def _dtypes(specs: Any) -> set[tf.DType]:
+    return {spec.dtype for spec in tf.nest.flatten(specs)}
 
 
 def _takes(fn: Callable[..., Any], *given: Any, **seed: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from devicemap._tensorflow.forks import lost_threads
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.random import Stream, row_seeds
 from devicemap.compile.reduction import JoinedShards, Reduction
@@ -22,13 +24,18 @@ from devicemap.data.join import UNEVEN_ROWS
 from devicemap.data.rows import HOST
 from devicemap.data.structure import freeze
 from devicemap.devices import choose_devices, choose_output_device, gpu_indices, is_out_of_memory, slots_on
-from devicemap.errors import DeviceMapError, brief, function_error
+from devicemap.errors import DeviceError, DeviceMapError, brief, function_error
 from devicemap.events import Shard, short_name
 from devicemap.hosts import is_remote
 from devicemap.options import Options, check_options, check_progress
 
 _IF_LOST = ". If the host is lost, leave out its devices, or restart its server and this program"
 """Advice for an unavailable device of another host."""
+
+_FORKED = (
+    "this process was forked after TensorFlow was initialised, and has none of its threads, so that ops would wait forever. "
+    "Start processes by multiprocessing.get_context('spawn'), or before the first op, tensor or device listing"
+)
 
 _KEPT_REDUCTIONS = 16
 """A program keeps the compiled maps of this many reductions."""
@@ -62,6 +69,9 @@ class Program:
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any]):
         self.fn = fn
         self.options: Options = check_options(fn, options)
+        if lost_threads():
+            raise DeviceError(_FORKED)
+        self._process_id = os.getpid()
         self.devices = choose_devices(self.options.devices)
         self.output_device = choose_output_device(self.options.output_device)
         self.gpus = gpu_indices(self.devices)
@@ -98,6 +108,8 @@ class Program:
 
     def compiled_for(self, data: Structured) -> CompiledMap:
         """Return the compiled map for data of this structure, dtypes and inner shapes; it is traced once."""
+        if self._process_id != os.getpid():
+            raise DeviceError(_FORKED)
         compiled = self._compiled.get(data.key)
         if compiled is None and not tf.executing_eagerly():
             compiled = self._compiled_in_graph().get(data.key)
@@ -158,8 +170,12 @@ class Program:
         hint = f". A dense tensor cannot hold rows of different shapes. {UNEVEN_ROWS}" if uneven else ""
         if isinstance(error, tf.errors.UnavailableError) and any(is_remote(shard.device) for shard in shards):
             hint += _IF_LOST
-        if is_out_of_memory(error) and len(shards[0]) > 1:
-            hint += ". Let devices compute fewer rows at a time: by batch_size, or by fewer rows in each call"
+        if is_out_of_memory(error):
+            hint += (
+                ". Let devices compute fewer rows at a time: by batch_size, or by fewer rows in each call"
+                if len(shards[0]) > 1
+                else ". This row does not fit by itself: compute it in parts, or on a device with more memory"
+            )
         located = function_error(f"{self.name} failed on {where}: {type(error).__name__}: {what}{hint}", error, shards)
         located.__cause__ = error
         return located

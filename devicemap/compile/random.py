@@ -8,9 +8,12 @@ from a stream of its own.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
+import pickle
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -63,6 +66,24 @@ def drawing_from(stream: Stream | None) -> Iterator[None]:
     tf.compat.v1.set_random_seed(seed)  # of the graph being traced, and of no other
     with tracing_again(seed):
         yield
+
+
+def random_states(fn: Callable[..., Any]) -> Callable[[], bytes]:
+    """Return a function that returns the state of all generators of Python and NumPy that `fn` can draw from.
+
+    These are the global ones, and those among the globals and the closure of `fn`.
+    """
+    try:
+        seen = inspect.getclosurevars(inspect.unwrap(fn))
+        values = [*seen.globals.values(), *seen.nonlocals.values()]
+    except (TypeError, ValueError):  # not a Python function, or a cell of its closure is empty
+        values = []
+    own = [v for v in values if isinstance(v, random.Random | np.random.RandomState | np.random.Generator)]
+
+    def states() -> bytes:
+        return pickle.dumps([random.getstate(), np.random.get_state(), own])
+
+    return states
 
 
 def row_seeds(seed: int, first_row: int, rows: Any) -> Any:

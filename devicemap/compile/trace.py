@@ -16,13 +16,13 @@ import tensorflow as tf
 
 from devicemap._tensorflow.gradients import differentiate_freely
 from devicemap.compile.audit import Audit, audit, is_steady
-from devicemap.compile.hints import hints_for
-from devicemap.compile.random import Stream, drawing_from
+from devicemap.compile.hints import tracing_error
+from devicemap.compile.random import Stream, drawing_from, random_states
 from devicemap.compile.reduction import BoundReduction, JoinedShards, Reduction
 from devicemap.compile.vectorize import RowLoop, loops_over_rows
 from devicemap.data.rows import empty_rows, row_spec, spec_of
 from devicemap.data.structure import as_objects, map_nest, nodes_of, paths_of_lists, refused_by
-from devicemap.errors import FunctionError, OptionError, failure, function_error
+from devicemap.errors import FunctionError, OptionError, failure, function_error, warn_user
 from devicemap.options import Options
 
 _FLOAT8 = (tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2)
@@ -120,6 +120,8 @@ def trace(
     shape_of_results: list[Any] = []
     rowwise = options.batched and (reduction is None or reduction.counts_rows)
     flat_fn = _flatten(fn, specs, options, rowwise, shape_of_results, stream)
+    drawn_from = random_states(fn)
+    drawn = drawn_from()
     try:
         with tf.device(None):  # the trace serves every device
             if options.batched:
@@ -132,20 +134,13 @@ def trace(
     except FunctionError:
         raise
     except Exception as error:
-        seeds = leaf_specs[len(tf.nest.flatten(specs)) :]
-        given = (*(specs if type(specs) is tuple else [specs]), *seeds)
-        if not options.batched:
-            given = tf.nest.map_structure(row_spec, given)
-        what = "a batch" if options.batched else "one row (batched=False)"
-        if type(specs) is tuple and len(specs) > 1:
-            what += f", as {len(specs)} arguments,"
-        if options.seed is not None:
-            what += " and the keyword seed"
-        hint = "".join(f". {each}" for each in hints_for(fn, specs, options.batched, options.seed is not None, error))
-        raise function_error(
-            f"fn could not be traced for {what} of {', '.join(map(str, given))}{hint}: {type(error).__name__}: {error}",
-            error,
-        ) from error
+        raise tracing_error(fn, specs, options, error) from error
+    if drawn_from() != drawn:
+        warn_user(
+            "fn draws random numbers of NumPy or Python. It does so once, when it is traced: all rows get the same numbers. "
+            "Use the option seed= with tf.random.stateless_normal and the like",
+            RuntimeWarning,
+        )
     for variable in options.in_place:
         if not any(handle is variable.handle for handle in traced_fn.captured_inputs):
             raise OptionError(f"in_place has {variable.name!r} of shape {variable.shape}, which fn does not use")

@@ -5,8 +5,9 @@ The conventions are `tf.data`'s: tuples and dicts are structure, lists become te
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, timedelta
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,11 @@ def _convert(value: Any, path: str) -> Any:
         )
     if isinstance(value, tf.data.Dataset):
         raise DataError(f"{path} is a Dataset inside a nest; zip datasets with tf.data.Dataset.zip and pass the result")
+    if hasattr(value, "__getitem__") and not (isinstance(value, Sequence) or hasattr(value, "__array__")):
+        raise DataError(
+            f"{path} is a {type(value).__name__}, whose items may be rows or batches; pass tf.data.Dataset.from_generator("
+            "lambda: (data[i] for i in range(len(data))), output_signature=...), with batched=True if they are batches"
+        )
     try:
         return tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:
@@ -186,18 +192,24 @@ def _hint(value: Any) -> str:
     """Return advice for data that does not convert to a tensor."""
     if hasattr(value, "columns"):
         return "; columns of different dtypes are a dict: dict(frame)"
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        return "; give it a dtype with .astype, or make one array of its entries with np.stack"
-    if isinstance(value, np.ndarray) and value.dtype.kind in "mM":
-        return "; TensorFlow has no dtype for times: give it .astype('int64')"
-    if not isinstance(value, list):
-        return ""
-    first = next(iter(value), None)
-    if isinstance(first, Mapping):
+    kind = getattr(getattr(value, "dtype", None), "kind", None)
+    entries = list(value) if isinstance(value, list) or kind == "O" else []
+    if kind in ("m", "M") or (entries and isinstance(entries[0], date | timedelta)):
+        return "; TensorFlow has no dtype for times: pass np.asarray(times, 'datetime64[ns]').astype('int64')"
+    if entries and isinstance(entries[0], Mapping):
         return "; a dict of columns has rows: {key: [row[key] for row in rows] for key in rows[0]}"
-    if hasattr(first, "__array_interface__") and not isinstance(first, np.ndarray):  # pictures of PIL
-        return "; make one array of its entries: np.stack([np.asarray(entry) for entry in entries])"
-    return "; tf.ragged.constant makes rows of different lengths"
+    if entries and all(hasattr(entry, "__array_interface__") or tf.is_tensor(entry) for entry in entries):
+        shapes = sorted({np.shape(entry) for entry in entries})
+        if len(shapes) == 1:
+            return "; make one array of its entries: np.stack([np.asarray(entry) for entry in entries])"
+        return (
+            f"; its entries have {len(shapes)} shapes, such as {[*shapes[0]]} and {[*shapes[-1]]}: resize them to one shape, "
+            "or pass a dataset, tf.data.Dataset.from_generator(lambda: iter(entries), output_signature=tf.TensorSpec("
+            "[None, None, 3], tf.uint8))"
+        )
+    if kind == "O":
+        return "; give it a dtype with .astype"
+    return "; tf.ragged.constant makes rows of different lengths" if isinstance(value, list) else ""
 
 
 def _count(leaf: Any, path: str) -> int | None:

@@ -52,7 +52,7 @@ BAD_DATA: list[tuple[str, Any, str]] = [
     ("uneven lists", [[1], [2, 3]], r"^data is a list that does not convert .*; tf\.ragged\.constant makes rows "),
     ("set", {"x": {1, 2}}, r"^data\['x'\] is a set that does not convert to a tensor"),
     ("objects", np.array([object(), None]), r"^data is a ndarray of shape \(2,\) .*; give it a dtype with \.astype"),
-    ("times", np.array(["2020-01-01"], "M8[D]"), r"; TensorFlow has no dtype for times: give it \.astype\('int64'\)$"),
+    ("times", np.array(["2020-01-01"], "M8[D]"), r"; TensorFlow has no dtype for times: pass "),
     ("masked", {"x": np.ma.masked_equal([1, 2], 2)}, r"^data\['x'\] is a masked array, .* pass array\.filled\("),
     ("frame", Frame(), r"^data is a Frame that .*; columns of different dtypes are a dict: dict\(frame\)$"),
     ("dicts", [{"a": 1}, {"a": 2}], r"; a dict of columns has rows: \{key: \[row\[key\] for row in rows\] "),

@@ -1,0 +1,24 @@
+"""Processes that were forked after TensorFlow was initialised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from devicemap._tensorflow import Private, with_fallback
+
+_context = Private("tensorflow.python.eager.context", "context_safe")
+_THREADS = Path("/proc/self/task")
+
+
+@with_fallback(lambda: False, _context)
+def lost_threads() -> bool:
+    """Return whether TensorFlow is initialised in this process and its threads are not there (on Linux).
+
+    A child process inherits the memory of its parent, but none of its threads. Functions then wait forever (test_forks).
+    """
+    if getattr(_context.context_safe(), "_context_handle", None) is None or not _THREADS.is_dir():
+        return False
+    try:
+        return not any((thread / "comm").read_text().startswith("tf_") for thread in _THREADS.iterdir())
+    except OSError:  # a thread ended while it was read, so there are some
+        return False
