@@ -87,15 +87,17 @@ def run_quick(topics: Sequence[str], extra: Sequence[str]) -> int:
 
 
 def run(topics: Sequence[str], counts: Sequence[int] | None, folder: Path, extra: Sequence[str]) -> int:
-    """Each topic on each number of devices; a run of all topics leaves out what an unfinished one has measured already."""
+    """Run each topic on each number of devices, and return 1 if a run failed. Results of other numbers of devices stay.
+
+    A run of all topics leaves out what an unfinished one has measured already.
+    """
     raw, unfinished = folder / "raw", folder / "raw" / "unfinished"
     raw.mkdir(parents=True, exist_ok=True)
     jobs = [(topic, count, raw / f"{topic}-{count:02}.json") for topic in topics for count in counts or COUNTS[topic]]
     all_topics = list(topics) == list(COUNTS)
     if not (all_topics and unfinished.exists()):
-        for topic in topics:
-            for path in raw.glob(f"{topic}-*.json"):
-                path.unlink()
+        for _, _, path in jobs:
+            path.unlink(missing_ok=True)
     if all_topics:
         unfinished.touch()
     failed = [path.stem for topic, count, path in jobs if not path.exists() and measure([topic], count, path, extra)]
@@ -103,8 +105,9 @@ def run(topics: Sequence[str], counts: Sequence[int] | None, folder: Path, extra
         print(f"failed: {', '.join(failed)}")
     elif all_topics:
         unfinished.unlink()
-    missed = report.main([str(folder)]) if any(raw.glob("*.json")) else 0
-    return 1 if failed else missed
+    if any(raw.glob("*.json")):
+        report.main([str(folder)])
+    return 1 if failed else 0
 
 
 def measure(topics: Sequence[str], devices: int, path: Path, extra: Sequence[str]) -> int:

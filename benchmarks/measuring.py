@@ -1,7 +1,7 @@
 """Time ways of doing one thing side by side: check the answers, warm up, let the ways take turns; write down all seconds.
 
-pytest-benchmark times one way, the subject. The others take their turns in its set-up, before each of its rounds, so that
-ratios are of one run and noise meets all ways alike.
+pytest-benchmark times one way, the subject. The others take their turns in its set-up, between its rounds, so that ratios are
+of one run and noise affects all ways alike. The order of all ways, the subject included, changes from round to round.
 """
 
 from __future__ import annotations
@@ -102,11 +102,20 @@ def compare(
             _seconds_of(way, calls)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     order = random.Random(0)
+    left: list[str] = []
+
+    def run(names: Sequence[str]) -> None:
+        for name in names:
+            if sum(seconds[name]) * calls < patience_seconds:
+                seconds[name].append(_seconds_of(ways[name], calls))
 
     def others() -> None:
-        for name, way in order.sample(list(ways.items()), len(ways)):
-            if name != subject and sum(seconds[name]) * calls < patience_seconds:
-                seconds[name].append(_seconds_of(way, calls))
+        """Run what is left of the previous round, and the ways that come before the subject in this round."""
+        run(left)
+        names = order.sample(list(ways), len(ways))
+        place = names.index(subject)
+        left[:] = names[place + 1 :]
+        run(names[:place])
         _prepare(ways[subject])
 
     def turn() -> None:
@@ -117,6 +126,7 @@ def compare(
 
     benchmark.group = topic
     benchmark.pedantic(turn, setup=others, rounds=rounds)
+    run(left)
     seconds[subject] = [total / calls for total in benchmark.stats.stats.data]
     if (ideal := facts.get("ideal_seconds")) is not None:
         fastest = min(seconds, key=lambda name: min(seconds[name], default=math.inf))

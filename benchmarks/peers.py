@@ -171,37 +171,6 @@ def jax_pmap(fn: Fn) -> Mapped | None:
     return call
 
 
-def ray_data(worker: type, devices: int, batch_size: int, steady_seconds: list[float]) -> Mapped | None:
-    """Ray Data's `map_batches` with an actor per device, as in its guide "Offline batch inference".
-
-    `None` where Ray is not installed. Rows come back in input order. Ray starts its actors anew in every run; so what a run
-    takes from the start of the first batch to the end of the last is appended to `steady_seconds`.
-
-    Args:
-        worker: is called with a batch, a dict of arrays `x0`, `x1`, ...; returns a dict with `y`, and with `began` and
-            `ended`, the `time.time()` of the batch, for each row.
-        devices: how many actors.
-        batch_size: rows per call.
-        steady_seconds: gets a number per run.
-    """
-    if importlib.util.find_spec("ray") is None:
-        return None
-    import numpy as np
-
-    def mapped(*data: Any) -> Any:
-        ray = start_ray(2 * devices)
-        columns = {f"x{i}": np.asarray(leaf) for i, leaf in enumerate(data)}
-        blocks = -(-len(data[0]) // batch_size)
-        rows = [dict(zip(columns, row)) for row in zip(*columns.values())]
-        dataset = ray.data.from_items(rows, override_num_blocks=blocks)
-        mapped = dataset.map_batches(worker, batch_size=batch_size, concurrency=devices, num_cpus=1)
-        batches = list(mapped.iter_batches(batch_size=None))
-        steady_seconds.append(max(batch["ended"].max() for batch in batches) - min(b["began"].min() for b in batches))
-        return np.concatenate([batch["y"] for batch in batches])
-
-    return mapped
-
-
 @functools.cache
 def start_ray(cpus: int) -> Any:
     """Ray, started with so many CPUs, whose datasets come in order."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,59 +26,31 @@ def draw(pages: Mapping[str, Sequence[Record]], folder: Path) -> dict[str, list[
     matplotlib.use("Agg")
     plots: dict[str, list[str]] = {}
     if scaling := pages.get("scaling"):
-        draw_scaling(scaling, folder / "share.png", "share of the ideal time", lambda record, way: record.share(way))
-        draw_scaling(
-            scaling,
-            folder / "speed_up.png",
-            "speed-up",
-            lambda record, way: record.share(way) * record.devices,
-            ideal=True,
-        )
-        draw_eager_graph(scaling, folder / "eager_graph.png")
-        plots["scaling"] = ["share.png", "speed_up.png", "eager_graph.png"]
+        draw_scaling(scaling, folder / "speed_up.png")
+        plots["scaling"] = ["speed_up.png"]
     if sweep := pages.get("batch_size"):
         draw_batch_sizes(sweep, folder / "batch_size.png")
         plots["batch_size"] = ["batch_size.png"]
     return plots
 
 
-def draw_scaling(
-    records: Sequence[Record], path: Path, label: str, value: Callable[[Record, str], float], ideal: bool = False
-) -> None:
-    """A value against devices, a panel for each function."""
+def draw_scaling(records: Sequence[Record], path: Path) -> None:
+    """Draw the speed-up against devices, a panel for each function."""
     figure, panels = _panels(records)
     for axes, case in zip(panels, _cases(records)):
         mine = [record for record in records if record.case == case]
         counts = [record.devices for record in mine]
-        axes.plot(counts, counts if ideal else [1] * len(counts), color="0.7", linestyle="--", label="ideal")
+        axes.plot(counts, counts, color="0.7", linestyle="--", label="ideal")
         for way in _ways(mine):
-            points = [(record.devices, value(record, way)) for record in mine if way in record.seconds]
+            points = [(r.devices, r.share(way) * r.devices) for r in mine if way in r.seconds]
             axes.plot(*zip(*points), label=way, **STYLES.get(way, {"marker": "."}))
         axes.set_xscale("log", base=2)
-        axes.set(title=case, xlabel="simulated devices", xticks=counts, xticklabels=counts)
-        if ideal:
-            axes.set_yscale("log", base=2)
-            axes.set(yticks=counts, yticklabels=counts)
-        else:
-            axes.set_ylim(0, 1.05)
-    panels[0].set_ylabel(label)
+        axes.set_yscale("log", base=2)
+        axes.set(
+            title=case, xlabel="simulated devices", xticks=counts, xticklabels=counts, yticks=counts, yticklabels=counts
+        )
+    panels[0].set_ylabel("speed-up")
     _finish(figure, panels, path)
-
-
-def draw_eager_graph(records: Sequence[Record], path: Path) -> None:
-    """Seconds of the same blocks run eagerly and in a graph, and of devicemap, on the most devices."""
-    ways = ("eager blocks", "graph blocks", "devicemap")
-    most = max(record.devices for record in records)
-    mine = [record for record in records if record.devices == most]
-    figure, (axes,) = _panels(mine[:1])
-    for i, way in enumerate(ways):
-        places = [case + 0.27 * (i - 1) for case in range(len(mine))]
-        seconds = [record.seconds_of(way) for record in mine]
-        bars = axes.bar(places, seconds, width=0.25, color=STYLES[way]["color"], label=way)
-        axes.bar_label(bars, fmt="%.2f", fontsize="x-small")
-    axes.set(title=f"{most} simulated devices", ylabel="seconds", xticks=range(len(mine)))
-    axes.set_xticklabels([record.case for record in mine])
-    _finish(figure, [axes], path)
 
 
 def draw_batch_sizes(records: Sequence[Record], path: Path) -> None:

@@ -86,9 +86,8 @@ class Verdict:
 
     @property
     def met(self) -> bool:
-        """Whether it is good enough, to the two digits that targets have."""
-        reached = round(self.reached, 2)
-        return reached >= self.target if self.demand.startswith("least") else reached <= self.target
+        """Whether the target is reached, before any rounding."""
+        return self.reached >= self.target if self.demand.startswith("least") else self.reached <= self.target
 
 
 def read(folder: Path) -> list[Record]:

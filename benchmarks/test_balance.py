@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -43,18 +42,13 @@ def test_balance(benchmark: Any, sim: Simulator, accelerators: list[str], scale:
     job = jobs.make_job(scale.devices, scale.job_seconds, *jobs.JOBS[name])
     job.configure(sim)
     ways = ours(sim.work, accelerators, job, batched=True) | theirs(sim.work, accelerators, job)
-    steady: dict[str, list[float]] = {}
-    if name == "even" and not scale.quick:
-        steady["Ray Data"] = []
-        mapped = peers.ray_data(SimulatedActor, scale.devices, BATCH_SIZE, steady["Ray Data"])
-        ways |= {} if mapped is None else {"Ray Data": lambda: mapped(job.rows, job.seconds)}
-    measure(benchmark, ways, job, scale, name, steady)
+    measure(benchmark, ways, job, scale, name)
 
 
 def test_stateful(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
     job = jobs.make_job(scale.devices, scale.job_seconds, jobs.even, jobs.equal)
     ways = ours(sim.stateful_work, accelerators, job, batched=True) | theirs(sim.stateful_work, accelerators, job)
-    measure(benchmark, ways, job, scale, "even, stateful", {})
+    measure(benchmark, ways, job, scale, "even, stateful")
 
 
 def test_random(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
@@ -68,7 +62,7 @@ def test_random(benchmark: Any, sim: Simulator, accelerators: list[str], scale: 
         return tf.map_fn(lambda pair: row(*pair), (rows, seconds), fn_output_signature=tf.float32)
 
     ways = ours(row, accelerators, job, batched=False) | theirs(batch, accelerators, job)
-    measure(benchmark, ways, job, scale, "even, random in a map_fn", {})
+    measure(benchmark, ways, job, scale, "even, random in a map_fn")
 
 
 def ours(fn: Callable[..., Any], devices: list[str], job: jobs.Job, batched: bool) -> dict[str, Way]:
@@ -102,28 +96,8 @@ def theirs(fn: Callable[..., Any], devices: list[str], job: jobs.Job) -> dict[st
     }
 
 
-class SimulatedActor:
-    """One simulated accelerator in a process of Ray's."""
-
-    def __init__(self) -> None:
-        from benchmarks import simulator
-
-        self._work = tf.function(simulator.load().work, reduce_retracing=True)
-        for rows in (1, 2):  # traces for any number of rows
-            self._work(tf.zeros([rows, 4]), tf.zeros([rows]))
-
-    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        began = time.time()
-        rows, seconds = (tf.constant(np.stack(list(batch[name])), tf.float32) for name in ("x0", "x1"))
-        results = self._work(rows, seconds).numpy()
-        return {"y": results, "began": np.full(len(results), began), "ended": np.full(len(results), time.time())}
-
-
-def measure(
-    benchmark: Any, ways: dict[str, Way], job: jobs.Job, scale: Scale, case: str, steady: dict[str, list[float]]
-) -> None:
+def measure(benchmark: Any, ways: dict[str, Way], job: jobs.Job, scale: Scale, case: str) -> None:
     compare(
         benchmark, ways, topic="balance", case=case, rounds=scale.rounds, devices=scale.devices, answer=job.answer,
         ideal_seconds=job.ideal_seconds, targets={"least share": TARGETS[case]}, subject=CHUNKS,
-        steady_seconds=steady,
     )  # fmt: skip

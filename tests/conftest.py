@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import pytest
 from durations import DURATIONS
+from selection import cover
 from skipping import pytest_make_collect_report as pytest_make_collect_report
 from skipping import pytest_runtest_makereport as pytest_runtest_makereport
 
@@ -82,32 +83,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("devices", sets.values(), ids=sets)
 
 
-def _on_the_diagonal(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Select combinations of parameters in which each value occurs once, instead of all combinations.
-
-    Tests of a module start at different device sets. The marker `in_ci(count)` limits a test to its first combinations.
-    """
-    known: dict[str, dict[str, dict[Any, int]]] = defaultdict(lambda: defaultdict(dict))
-    places = []
+def _selected(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Select a part of the combinations of each test's parameters. The marker `in_ci(count)` limits their number."""
+    tests: dict[str, dict[str, pytest.Item]] = defaultdict(dict)
     for item in items:
-        values = known[item.nodeid.partition("[")[0]]
-        numbers = {name: values[name].setdefault(value, len(values[name])) for name, value in _values(item).items()}
-        places.append(numbers)
-    modules: dict[str, list[str]] = defaultdict(list)
-    for test in known:
-        modules[test.partition("::")[0]].append(test)
-    turns = {test: turn for tests in modules.values() for turn, test in enumerate(tests)}
+        tests[item.nodeid.partition("[")[0]][item.nodeid] = item
+    chosen = set[str]()
+    for cells in tests.values():
+        marker = next(iter(cells.values())).get_closest_marker("in_ci")
+        chosen.update(cover({name: _values(item) for name, item in cells.items()}, marker.args[0] if marker else None))
+    return [item for item in items if item.nodeid in chosen]
 
-    def kept(item: pytest.Item, place: dict[str, int]) -> bool:
-        test = item.nodeid.partition("[")[0]
-        lengths = {name: len(values) for name, values in known[test].items()}
-        steps = max((length for name, length in lengths.items() if name != "devices"), default=1)
-        if marker := item.get_closest_marker("in_ci"):
-            steps = min(steps, marker.args[0])
-        first = {"devices": turns[test]}
-        return any(all((first.get(n, 0) + step) % lengths[n] == place[n] for n in place) for step in range(steps))
 
-    return [item for item, place in zip(items, places) if kept(item, place)]
+def pytest_report_collectionfinish(items: list[pytest.Item]) -> str:
+    """Print how many tests were selected for each device set."""
+    sets = Counter(re.findall(r"\d+ devices|both kinds", " ".join(item.nodeid for item in items)))
+    return f"device sets: {', '.join(f'{name}: {count} tests' for name, count in sorted(sets.items()))}"
 
 
 def _values(item: pytest.Item) -> dict[str, tuple[int, ...]]:
@@ -125,7 +116,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("gpus"):
         items[:] = [item for item in items if "devices" in getattr(item, "fixturenames", ()) and not _has_its_own(item)]
     if not config.getoption("all"):
-        items[:] = _on_the_diagonal(items)
+        nightly = config.getoption("markexpr") == ""
+        selected = _selected([item for item in items if nightly or item.get_closest_marker("nightly") is None])
+        config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+        items[:] = selected
     for item in items:
         marker = item.get_closest_marker("private")
         if marker is not None and config.getoption("plain"):
