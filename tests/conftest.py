@@ -98,7 +98,7 @@ def _selected(items: list[pytest.Item]) -> list[pytest.Item]:
 def pytest_report_collectionfinish(items: list[pytest.Item]) -> str:
     """Print how many tests were selected for each device set."""
     sets = Counter(re.findall(r"\d+ devices|both kinds", " ".join(item.nodeid for item in items)))
-    return f"device sets: {', '.join(f'{name}: {count} tests' for name, count in sorted(sets.items()))}"
+    return "; ".join(f"{count} tests on {name}" for name, count in sorted(sets.items()))
 
 
 def _values(item: pytest.Item) -> dict[str, tuple[int, ...]]:
