@@ -79,14 +79,16 @@ def random_states(fn: Callable[..., Any]) -> Callable[[], bytes]:
         values = [*seen.globals.values(), *seen.nonlocals.values()]
     except (TypeError, ValueError):  # not a Python function, or a cell of its closure is empty
         values = []
-    own = [
+    getters: list[Callable[[], Any]] = [
+        random.getstate,
+        np.random.get_state,
         *(v.getstate for v in values if isinstance(v, random.Random) and not isinstance(v, random.SystemRandom)),
         *(v.get_state for v in values if isinstance(v, np.random.RandomState)),
         *(partial(getattr, v.bit_generator, "state") for v in values if isinstance(v, np.random.Generator)),
     ]
 
     def states() -> bytes:
-        return pickle.dumps([state() for state in (random.getstate, np.random.get_state, *own)])
+        return pickle.dumps([state() for state in getters])
 
     return states
 
