@@ -25,11 +25,11 @@ from devicemap.data.streams import as_dataset
 from devicemap.data.structure import as_nodes, as_objects, nodes_of, tuples_for_lists
 from devicemap.errors import DataError
 from devicemap.events import Event, short_name
-from devicemap.inspect.plan.plan import Plan
-from devicemap.inspect.plan.planner import explain_call
-from devicemap.inspect.plan.request import ask
-from devicemap.inspect.report.recorder import Observers
-from devicemap.inspect.report.report import Report
+from devicemap.inspect.data_spec import ask
+from devicemap.inspect.plan import Plan
+from devicemap.inspect.planner import explain_call
+from devicemap.inspect.recorder import Observers
+from devicemap.inspect.report import Report
 from devicemap.inspect.verify import Verification, verify
 from devicemap.run.mapper import Mapper
 from devicemap.store.results import Results, open_results
@@ -264,7 +264,7 @@ class DeviceMap:
         Examples:
             >>> mapper = DeviceMap(lambda n: n * n)
             >>> _ = mapper(tf.range(100))
-            >>> mapper.report.rows, mapper.report.way
+            >>> mapper.report.rows, mapper.report.engine
             (100, 'one graph')
         """
         return None if self._observers.last is None else self._observers.last.report()
@@ -358,7 +358,7 @@ class DeviceMap:
 
         Examples:
             >>> plan = DeviceMap(lambda n: n * n, devices=["CPU:0"], batch_size=2).explain(tf.TensorSpec([5], tf.int32))
-            >>> plan.rows, plan.way, plan.vectorized
+            >>> plan.rows, plan.engine, plan.vectorized
             (5, 'chunks', True)
         """
         program = self._program if reducer is None else self._program.reducing(Reduction(reducer))

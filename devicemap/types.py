@@ -13,10 +13,10 @@ from devicemap.events import (
     Event,
     Shard,
 )
-from devicemap.inspect.plan.pipeline import PipelinePlan
-from devicemap.inspect.plan.plan import Plan
-from devicemap.inspect.report.report import Report
-from devicemap.inspect.report.training import TrainingReport
+from devicemap.inspect.pipeline_plan import PipelinePlan
+from devicemap.inspect.plan import Plan
+from devicemap.inspect.report import Report
+from devicemap.inspect.training_report import TrainingReport
 from devicemap.inspect.verify import Verification
 from devicemap.store.results import Results
 

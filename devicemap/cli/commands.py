@@ -25,7 +25,7 @@ from devicemap.cli.input import read_input
 from devicemap.cluster import serve
 from devicemap.devices import list_devices, why_no_gpu
 from devicemap.errors import DeviceMapError, failure
-from devicemap.inspect.plan.plan import Plan
+from devicemap.inspect.plan import Plan
 from devicemap.inspect.render import short_names, size_text, table, text_of
 
 _WIDE = 1000

@@ -31,8 +31,8 @@ from devicemap.data.structure import as_nodes, map_nest
 from devicemap.errors import DeviceMapError, FunctionError, brief, warn_user
 from devicemap.events import CallFinished, CallStarted, ChunkFinished, Event, Shard, short_name
 from devicemap.inspect.differences import epsilon, find_difference, rounding_explains
+from devicemap.inspect.progress import ProgressBar
 from devicemap.inspect.render import Result, listed, page, seconds_text
-from devicemap.inspect.report.progress import ProgressBar
 from devicemap.options import check_count, check_number
 from devicemap.run.mapper import Mapper, NullObserver
 

@@ -15,7 +15,7 @@ from devicemap.api import DeviceMap
 from devicemap.compile.program import Program
 from devicemap.compile.random import seeds_of_rows
 from devicemap.compile.reduction import BoundReduction, Reduction
-from devicemap.inspect.report.recorder import Observers
+from devicemap.inspect.recorder import Observers
 from devicemap.ray.columns import columns_of, rows_of
 from devicemap.run.mapper import Mapper
 

@@ -21,10 +21,10 @@ from devicemap._tensorflow.keras import batch_norms_of, forget_functions, layers
 from devicemap.api import DeviceMap
 from devicemap.data.shards import shard_sizes
 from devicemap.errors import OptionError
-from devicemap.inspect.plan.plan import Plan
-from devicemap.inspect.plan.planner import explain_call
-from devicemap.inspect.plan.request import ask
-from devicemap.inspect.report.training import DeviceShare, TrainingReport
+from devicemap.inspect.data_spec import ask
+from devicemap.inspect.plan import Plan
+from devicemap.inspect.planner import explain_call
+from devicemap.inspect.training_report import DeviceShare, TrainingReport
 from devicemap.inspect.verify import Verification
 from devicemap.options import check_count
 from devicemap.training.calls import ROWS, Given, without_state

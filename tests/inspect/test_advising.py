@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from histories import device, history
 
-from devicemap.inspect.report.accounts import DeviceReport
-from devicemap.inspect.report.advice import slow_devices, tail_seconds
-from devicemap.inspect.report.report import Report
-from devicemap.inspect.report.timeline import Span
+from devicemap.inspect.accounts import DeviceReport
+from devicemap.inspect.report import Report
+from devicemap.inspect.report_advice import slow_devices, tail_seconds
+from devicemap.inspect.timeline import Span
 from devicemap.types import Shard
 
 

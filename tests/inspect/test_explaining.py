@@ -16,7 +16,7 @@ from graphs import between_devices, partitions
 
 import devicemap
 from devicemap.errors import DataError, FunctionError
-from devicemap.inspect.plan.plan import ControlEdge, Handling
+from devicemap.inspect.plan import ControlEdge, Handling
 
 X = tf.reshape(tf.range(21, dtype=tf.float32), [7, 3])
 WORKERS = ["CPU:1", "CPU:2", "CPU:3"]
@@ -193,7 +193,7 @@ def test_chunks_of_data_and_of_a_dataset(name: str) -> None:
     plan = mapper.explain(dataset.batch(4) if name == "dropped" else dataset)
     of_data = mapper.explain(X)
     assert name != "elementwise" or mapper.explain(SPEC) == of_data
-    assert plan.way == of_data.way == "chunks"
+    assert plan.engine == of_data.engine == "chunks"
     assert plan.rows == (None if name == "dropped" else 7)
     assert plan.control_edges == ()
     in_flight = [device.chunks_in_flight for device in plan.devices]

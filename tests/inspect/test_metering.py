@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from histories import device
 
-from devicemap.inspect.report import meter
-from devicemap.inspect.report.meter import GpuMeter, GpuUsage
-from devicemap.inspect.report.recorder import GraphCall
+from devicemap.inspect import gpu_usage as meter
+from devicemap.inspect.gpu_usage import GpuMeter, GpuUsage
+from devicemap.inspect.recorder import GraphCall
 
 
 class FakeNvml(types.ModuleType):

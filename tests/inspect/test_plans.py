@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from devicemap.inspect.plan.advice import advise
-from devicemap.inspect.plan.plan import Captured, DevicePlan, Handling, Plan
+from devicemap.inspect.plan import Captured, DevicePlan, Handling, Plan
+from devicemap.inspect.plan_advice import advise
 
 
 def _plan(**facts: Any) -> Plan:
     devices = facts.pop("device_rows", [4, 4])
     usual = Plan(
-        name="fn", way="one graph", rows=8, batch_size=None,
+        name="fn", engine="one graph", rows=8, batch_size=None,
         batched=False, vectorized=True, reason="it can", traces=1,
         devices=tuple(DevicePlan(f"/device:GPU:{i}", "GPU", n, 1, None, i) for i, n in enumerate(devices)),
         control_edges=(), ordered=(), captured=(), random_ops=(), python_ops=(),
@@ -49,7 +49,7 @@ ADVICE: list[tuple[dict[str, Any], str]] = [
     ({"rows": 3, "device_rows": [1, 1, 1, 0, 0, 0, 0, 0]}, "3 rows for 8 devices: 5 devices stay idle"),
     ({"rows": 1, "device_rows": [1, 0]}, "1 row for 2 devices: 1 device stays idle"),
     (
-        {"way": "chunks", "batch_size": 8},
+        {"engine": "chunks", "batch_size": 8},
         "8 rows in chunks of up to 8 are 1 for 2 devices: use a smaller batch_size",
     ),
     (

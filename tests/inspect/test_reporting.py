@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 import devicemap
 from devicemap.errors import DataError
+from devicemap.inspect import recorder
+from devicemap.inspect.gpu_usage import GpuUsage
+from devicemap.inspect.recorder import GraphCall, Recorder
 from devicemap.inspect.render import text_of
-from devicemap.inspect.report import recorder
-from devicemap.inspect.report.meter import GpuUsage
-from devicemap.inspect.report.recorder import GraphCall, Recorder
-from devicemap.inspect.report.report import Report
+from devicemap.inspect.report import Report
 from devicemap.run.graph_engine import GraphRun
 from devicemap.types import (
     CallFinished,
@@ -77,7 +77,13 @@ def test_times_and_rows_add_up(events: list[Event]) -> None:
 
 def test_a_report_counts_what_happened() -> None:
     report = Report.of(MANY, traces=1)
-    assert (report.way, report.rows, report.expected_rows, report.traces, report.error) == ("chunks", 120, 120, 1, None)
+    assert (report.engine, report.rows, report.expected_rows, report.traces, report.error) == (
+        "chunks",
+        120,
+        120,
+        1,
+        None,
+    )
     assert (report.retries, report.back_offs, report.lost_devices) == (3, 2, ())  # one whole chunk, two halves of one
     assert sum(each.calls for each in report.devices) == 12 + 3
     assert [each.device for each in report.devices] == [device(0), device(1), device(2)]
@@ -165,7 +171,7 @@ def test_retries_after_running_out_of_memory_are_back_offs() -> None:
 def test_to_dict_has_units_in_its_names() -> None:
     found = Report.of(MANY, usage=[GpuUsage(device(0), 45.0, 2**30)]).to_dict()
     assert set(found) == {
-        "way", "rows", "expected_rows", "wall_seconds", "rows_per_second", "traces", "retries", "back_offs",
+        "engine", "rows", "expected_rows", "wall_seconds", "rows_per_second", "traces", "retries", "back_offs",
         "tail_seconds", "lost_devices", "slow_devices", "row_by_row", "error", "advice", "devices",
     }  # fmt: skip
     assert set(found["devices"][0]) == {
@@ -294,7 +300,7 @@ def test_a_graph_with_clocks_tells_when_each_device_was_done(
     ]
     assert report.tail_seconds == tail
     assert [event.seconds for event in heard] == sorted(event.seconds for event in heard)
-    assert Report.of(heard, way="one graph", traces=0) == report
+    assert Report.of(heard, engine="one graph", traces=0) == report
     assert ("one after another" in str(report)) == in_turn
 
 
@@ -302,7 +308,7 @@ def test_one_graph_reports_how_long_each_device_was_busy() -> None:
     mapper = devicemap.DeviceMap(tf.sin, devices=["CPU:1", "CPU:2"])
     mapper(tf.range(4.0))
     report = mapper.report
-    assert report.way == "one graph"
+    assert report.engine == "one graph"
     assert all(0.0 < each.busy_seconds <= report.wall_seconds for each in report.devices)
     assert [each.busy_seconds + each.idle_seconds for each in report.devices] == [report.wall_seconds] * 2
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from devicemap.inspect.render import short_names
-from devicemap.inspect.report.timeline import Span, lanes_of, spans_of, union_seconds
+from devicemap.inspect.timeline import Span, lanes_of, spans_of, union_seconds
 from devicemap.types import CallFinished, CallStarted, ChunkFinished, ChunkStarted, Shard
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 10)).map(lambda p: (float(p[0]), float(p[0] + p[1]))))

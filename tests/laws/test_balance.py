@@ -47,7 +47,7 @@ def test_a_slow_device_gets_fewer_rows(sim: simulator.Simulator) -> None:
     x = tf.random.uniform([256, 4])
     for _ in range(3):
         np.testing.assert_allclose(mapper(x), 2 * x + 1)
-        assert mapper.report.way == "chunks"
+        assert mapper.report.engine == "chunks"
         slow = next(device for device in mapper.report.devices if device.device.endswith("CPU:1"))
         assert 0 < slow.rows < 256 * 0.1 / 2.1 * 2
 
@@ -61,7 +61,7 @@ def engines_of(mapper: devicemap.DeviceMap, x: tf.Tensor, calls: int) -> list[st
     engines = []
     for _ in range(calls):
         mapper(x)
-        engines.append(mapper.report.way)
+        engines.append(mapper.report.engine)
     return engines
 
 

@@ -16,7 +16,7 @@ from graphs import edges, ops_on, partitions
 
 import devicemap
 from devicemap.compile.audit import Treatment, audit
-from devicemap.inspect.plan.plan import Handling
+from devicemap.inspect.plan import Handling
 
 WORKERS = ["CPU:1", "CPU:2", "CPU:3"]
 X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])

@@ -174,7 +174,7 @@ def test_events_of_a_stream() -> None:
     assert sum(len(event.shard) for event in events if isinstance(event, ChunkFinished)) == 10
     assert isinstance(events[-1], CallFinished)
     assert mapper.report is not None
-    assert (mapper.report.way, mapper.report.rows) == ("chunks", 10)
+    assert (mapper.report.engine, mapper.report.rows) == ("chunks", 10)
 
 
 def test_as_a_dataset(devices: list[str]) -> None:

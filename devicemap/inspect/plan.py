@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
-from devicemap.inspect.plan.advice import advise
-from devicemap.inspect.plan.tables import plan_table
+from devicemap.inspect.plan_advice import advise
+from devicemap.inspect.plan_text import plan_table
 from devicemap.inspect.render import Result, counted
 
 
@@ -102,7 +102,7 @@ class Plan(Result):
         >>> import tensorflow as tf
         >>> from devicemap import DeviceMap
         >>> plan = DeviceMap(lambda row: row * 2, devices=["CPU:0"]).explain(tf.TensorSpec([10, 3]))
-        >>> plan.way, plan.devices[0].rows, plan.vectorized, plan.control_edges
+        >>> plan.engine, plan.devices[0].rows, plan.vectorized, plan.control_edges
         ('one graph', 10, True, ())
     """
 
@@ -111,7 +111,7 @@ class Plan(Result):
     name: str
     """That of the map."""
 
-    way: Literal["one graph", "chunks"]
+    engine: Literal["one graph", "chunks"]
     """The engine: all devices in one graph, or chunks to idle devices. A call on data in memory without `batch_size` is
     planned as one graph; it goes in chunks if it takes longer than about 0.1 s."""
 
@@ -173,7 +173,7 @@ class Plan(Result):
     def summary(self) -> str:
         """The plan in one line."""
         rows = "an unknown number of rows" if self.rows is None else counted(self.rows, "row")
-        return f"{self.name}: {rows} on {counted(len(self.devices), 'device')}, in {self.way}"
+        return f"{self.name}: {rows} on {counted(len(self.devices), 'device')}, in {self.engine}"
 
     def __rich__(self) -> Any:
         return plan_table(self)

@@ -25,10 +25,10 @@ from devicemap.events import (
     DeviceLost,
     Event,
 )
-from devicemap.inspect.plan.advice import reason_for_loop
-from devicemap.inspect.report.meter import GpuMeter
-from devicemap.inspect.report.progress import ProgressBar
-from devicemap.inspect.report.report import Report
+from devicemap.inspect.gpu_usage import GpuMeter
+from devicemap.inspect.plan_advice import reason_for_loop
+from devicemap.inspect.progress import ProgressBar
+from devicemap.inspect.report import Report
 from devicemap.options import Options
 from devicemap.run.graph_engine import GraphRun
 
@@ -50,13 +50,13 @@ class Recorder:
 
     def __init__(
         self,
-        way: Literal["one graph", "chunks"],
+        engine: Literal["one graph", "chunks"],
         traces: int,
         gpus: Mapping[str, int],
         row_by_row: str | None = None,
     ):
         """`gpus`: for the full name of each GPU among the devices, the index of the physical one."""
-        self._way, self._traces, self._row_by_row = way, traces, row_by_row
+        self._engine, self._traces, self._row_by_row = engine, traces, row_by_row
         self.meter = GpuMeter(gpus)
         """To be entered for as long as the call lasts."""
         self._begin: Event | None = None
@@ -79,7 +79,7 @@ class Recorder:
                 assert self._begin is not None
                 events, usage = [self._begin, *self._events], self.meter.usage
                 self._report = Report.of(
-                    events, way=self._way, traces=self._traces, usage=usage, row_by_row=self._row_by_row
+                    events, engine=self._engine, traces=self._traces, usage=usage, row_by_row=self._row_by_row
                 )
                 self._events.clear()
             return self._report

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from devicemap.inspect.plan.advice import remedies_for_loop
+from devicemap.inspect.accounts import DeviceReport
+from devicemap.inspect.plan_advice import remedies_for_loop
 from devicemap.inspect.render import listed, short_names
-from devicemap.inspect.report.accounts import DeviceReport
-from devicemap.inspect.report.timeline import Span, ran_in_turn
+from devicemap.inspect.timeline import Span, ran_in_turn
 
 if TYPE_CHECKING:
-    from devicemap.inspect.report.report import Report
+    from devicemap.inspect.report import Report
 
 _SLOW = 0.5
 """A device is slow that maps fewer rows per busy second than this share of the others' median."""
@@ -51,7 +51,7 @@ def tail_seconds(spans: Sequence[Span], lost: Sequence[str] = ()) -> float:
 
 def advise(report: Report) -> tuple[str, ...]:
     """What to change, a sentence or two for each thing that is worth it; the most telling first."""
-    if report.way == "one graph" and ran_in_turn(report.spans):
+    if report.engine == "one graph" and ran_in_turn(report.spans):
         return ("the devices worked one after another, since fn depends on the order of rows: see explain",)
     return *_about_loop(report), *_about_balance(report)
 
@@ -78,7 +78,7 @@ def _about_balance(report: Report) -> Iterator[str]:
     if long and tail > _WORTH_SAYING * wall_seconds:
         cure = "let rows that take long come first"
         if any(len(span.shard) > 1 for span in report.spans):
-            in_graph = report.way == "one graph"
+            in_graph = report.engine == "one graph"
             cure = "pass batch_size, for chunks that go to idle devices" if in_graph else "use a smaller batch_size"
         yield f"the first device ran out of work {tail:.2g} s before the end: {cure}"
     speeds = {device.device: device.rows_per_busy_second or 0.0 for device in devices}

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from devicemap.events import CallStarted, ChunkRetried, ChunkStarted, DeviceLost, Event
-from devicemap.inspect.report.meter import GpuUsage
-from devicemap.inspect.report.timeline import Span, union_seconds
+from devicemap.inspect.gpu_usage import GpuUsage
+from devicemap.inspect.timeline import Span, union_seconds
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from devicemap.errors import DataError, brief
 from devicemap.events import CallFinished, CallStarted, Event
+from devicemap.inspect.accounts import DeviceReport, account
+from devicemap.inspect.gpu_usage import GpuUsage
 from devicemap.inspect.render import Result, counted, page, seconds_text, short_names, size_text, table
-from devicemap.inspect.report.accounts import DeviceReport, account
-from devicemap.inspect.report.advice import advise, slow_devices, tail_seconds
-from devicemap.inspect.report.meter import GpuUsage
-from devicemap.inspect.report.timeline import Span, ran_in_turn, save_timeline, spans_of
+from devicemap.inspect.report_advice import advise, slow_devices, tail_seconds
+from devicemap.inspect.timeline import Span, ran_in_turn, save_timeline, spans_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,7 +37,7 @@ class Report(Result):
         "rows_per_second", "retries", "back_offs", "tail_seconds", "lost_devices", "slow_devices", "advice",
     )  # fmt: skip
 
-    way: Literal["one graph", "chunks"]
+    engine: Literal["one graph", "chunks"]
     """How the rows ran: all devices in one graph, or chunks to idle devices."""
 
     rows: int
@@ -69,7 +69,7 @@ class Report(Result):
         cls,
         events: Iterable[Event],
         *,
-        way: Literal["one graph", "chunks"] = "chunks",
+        engine: Literal["one graph", "chunks"] = "chunks",
         traces: int | None = None,
         usage: Iterable[GpuUsage] = (),
         row_by_row: str | None = None,
@@ -80,7 +80,7 @@ class Report(Result):
 
         Args:
             events: all events of the call, in order.
-            way: `"one graph"` where one graph held all devices.
+            engine: `"one graph"` where one graph held all devices.
             traces: how often `fn` was traced in this call.
             usage: what a `GpuMeter` sampled.
             row_by_row: why `fn` ran row by row, if it did.
@@ -93,7 +93,7 @@ class Report(Result):
         spans = spans_of(events)
         devices = account(events, spans, end_seconds=finished.seconds, usage=usage)
         return cls(
-            way=way,
+            engine=engine,
             rows=sum(device.rows for device in devices),
             expected_rows=started.rows,
             wall_seconds=finished.seconds - started.seconds,
@@ -133,7 +133,7 @@ class Report(Result):
     def tail_seconds(self) -> float | None:
         """Seconds from the moment when the first device ran out of work to the end of the last chunk; `None` if the devices of
         one graph worked one after another."""
-        in_turn = self.way == "one graph" and ran_in_turn(self.spans)
+        in_turn = self.engine == "one graph" and ran_in_turn(self.spans)
         return None if in_turn else tail_seconds(self.spans, self.lost_devices)
 
     @property
@@ -158,7 +158,7 @@ class Report(Result):
         """The call in one line."""
         all_of = "" if self.expected_rows in (None, self.rows) else f" of {self.expected_rows}"
         calls = sum(device.calls for device in self.devices)
-        way = "in one graph" if self.way == "one graph" else f"in {counted(calls, 'chunk')}"
+        way = "in one graph" if self.engine == "one graph" else f"in {counted(calls, 'chunk')}"
         speed = f"{self.rows_per_second:.3g} rows/s"
         traced = "" if self.traces is None else f", {counted(self.traces, 'trace')}"
         return (

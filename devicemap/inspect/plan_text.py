@@ -12,7 +12,7 @@ from rich.text import Text
 from devicemap.inspect.render import listed, page, short_names, size_text, table
 
 if TYPE_CHECKING:
-    from devicemap.inspect.plan.plan import Captured, Plan
+    from devicemap.inspect.plan import Captured, Plan
 
 _WORDS = frozenset(("treatment", "type"))
 """Columns that hold no numbers."""
@@ -39,7 +39,7 @@ def plan_table(plan: Plan) -> Any:
 
 
 def _devices(plan: Plan, names: dict[str, str]) -> list[dict[str, str]]:
-    chunks = plan.way == "chunks"
+    chunks = plan.engine == "chunks"
     return [
         {
             "device": names[device.device],

@@ -12,7 +12,7 @@ from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.graph_walker import size_of
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import home_of
-from devicemap.inspect.plan.plan import Captured, Handling
+from devicemap.inspect.plan import Captured, Handling
 
 _UNNAMED = ("", "Variable", "StateVar")
 """What TensorFlow calls variables and generator states that were given no name."""

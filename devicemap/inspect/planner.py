@@ -12,9 +12,9 @@ from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.graph_walker import GraphWalker, size_of, waits_between_devices
 from devicemap.devices import gpu_indices, kind_of
 from devicemap.events import Shard
-from devicemap.inspect.plan.captures import captured_by
-from devicemap.inspect.plan.plan import Captured, ControlEdge, DevicePlan, Handling, Plan, RandomOps
-from devicemap.inspect.plan.request import Asked
+from devicemap.inspect.captures import captured_by
+from devicemap.inspect.data_spec import Asked
+from devicemap.inspect.plan import Captured, ControlEdge, DevicePlan, Handling, Plan, RandomOps
 from devicemap.options import Options
 from devicemap.run.mapper import in_flight
 
@@ -34,7 +34,7 @@ def explain_call(
     under_way = in_flight(compiled, options.prefetch)
     return Plan(
         name=name,
-        way="chunks" if chunks else "one graph",
+        engine="chunks" if chunks else "one graph",
         rows=asked.rows,
         batch_size=options.batch_size if chunks else None,
         devices=tuple(

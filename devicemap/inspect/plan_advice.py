@@ -10,7 +10,7 @@ from devicemap.events import short_name
 from devicemap.inspect.render import counted, listed, size_text
 
 if TYPE_CHECKING:
-    from devicemap.inspect.plan.plan import Plan
+    from devicemap.inspect.plan import Plan
 
 _LARGE_BYTES = 2**20
 """Copies of fewer bytes cost less than a call does."""
@@ -65,13 +65,13 @@ def _about_python(plan: Plan) -> Iterator[str]:
 
 def _about_devices(plan: Plan) -> Iterator[str]:
     idle = sum(device.rows == 0 for device in plan.devices)
-    if plan.way == "one graph" and idle and plan.rows is not None:
+    if plan.engine == "one graph" and idle and plan.rows is not None:
         stay = "stays" if idle == 1 else "stay"
         why = ""
         if plan.python_ops and plan.rows > len(plan.devices) - idle:
             why = ", as each call of Python holds a thread: use tf.config.threading.set_inter_op_parallelism_threads"
         yield f"{counted(plan.rows, 'row')} for {len(plan.devices)} devices: {counted(idle, 'device')} {stay} idle{why}"
-    elif plan.way == "chunks" and isinstance(plan.batch_size, int) and plan.rows is not None:
+    elif plan.engine == "chunks" and isinstance(plan.batch_size, int) and plan.rows is not None:
         chunks = -(-plan.rows // plan.batch_size)
         if 0 < chunks < len(plan.devices) and not plan.ordered:
             yield (
@@ -94,7 +94,7 @@ def _about_loops(plan: Plan) -> Iterator[str]:
 
 
 def _about_updates(plan: Plan) -> Iterator[str]:
-    from devicemap.inspect.plan.plan import Handling
+    from devicemap.inspect.plan import Handling
 
     for thing in plan.captured:
         away = any(device.device != thing.device for device in plan.devices)
@@ -108,11 +108,11 @@ def _about_updates(plan: Plan) -> Iterator[str]:
 
 
 def _about_copies(plan: Plan) -> Iterator[str]:
-    from devicemap.inspect.plan.plan import Handling
+    from devicemap.inspect.plan import Handling
 
     copied = sum(thing.size_bytes or 0 for thing in plan.captured if thing.handling is Handling.COPIED)
     rows = (plan.rows or 0) * ((plan.bytes_per_row or 0) + (plan.result_bytes_per_row or 0))
-    if plan.way == "one graph" and copied > max(_LARGE_BYTES, rows):
+    if plan.engine == "one graph" and copied > max(_LARGE_BYTES, rows):
         yield (
             f"each call copies {size_text(copied)} of captured variables to each other device, more than the "
             f"{size_text(rows)} of its rows and results: pass more rows per call"
