@@ -25,7 +25,7 @@ from devicemap.data.streams import as_dataset
 from devicemap.data.structure import as_nodes, as_objects, nodes_of, tuples_for_lists
 from devicemap.errors import DataError
 from devicemap.events import Event, short_name
-from devicemap.inspect.data_spec import ask
+from devicemap.inspect.data_spec import data_spec
 from devicemap.inspect.plan import Plan
 from devicemap.inspect.planner import explain_call
 from devicemap.inspect.recorder import Observers
@@ -267,7 +267,7 @@ class DeviceMap:
             >>> mapper.report.rows, mapper.report.engine
             (100, 'one graph')
         """
-        return None if self._observers.last is None else self._observers.last.report()
+        return self._observers.report()
 
     def write(
         self,
@@ -362,9 +362,9 @@ class DeviceMap:
             (5, 'chunks', True)
         """
         program = self._program if reducer is None else self._program.reducing(Reduction(reducer))
-        asked = ask(data_or_spec, program.options)
-        compiled = program.compiled_for(asked)
-        return explain_call(asked, compiled, program.options, program.fn, program.devices, program.name)
+        spec = data_spec(data_or_spec, program.options)
+        compiled = program.compiled_for(spec)
+        return explain_call(spec, compiled, program.options, program.fn, program.devices, program.name)
 
     def __repr__(self) -> str:
         return f"DeviceMap({self._program.name}, devices={[short_name(device) for device in self._program.devices]})"

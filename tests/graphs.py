@@ -11,13 +11,13 @@ from typing import Any
 from tensorflow.python.eager import context  # no public way to see the partitioned graphs of an eager call
 
 from devicemap.compile.trace import Traced
-from devicemap.inspect.data_spec import ask
+from devicemap.inspect.data_spec import data_spec
 
 
 def traced(mapper: Any, data_or_spec: Any) -> Traced:
     """What the function of a map is traced to, vectorised or not; a plan says that too, and takes long to tell of memory."""
     program = mapper._program
-    return program.compiled_for(ask(data_or_spec, program.options)).traced
+    return program.compiled_for(data_spec(data_or_spec, program.options)).traced
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
+from devicemap.inspect.recorder import Recorder
 from devicemap.types import (
     CallFinished,
     CallStarted,
@@ -14,6 +16,7 @@ from devicemap.types import (
     ChunkStarted,
     DeviceLost,
     Event,
+    Report,
     Shard,
 )
 
@@ -100,3 +103,11 @@ def one_graph(rows: Sequence[int], seconds: float) -> list[Event]:
         *(ChunkFinished(seconds, shard, 0.0) for shard in shards),
         CallFinished(seconds, None),
     ]
+
+
+def report_of(events: Iterable[Event], engine: Any = "chunks", **facts: Any) -> Report:
+    """The report of a call with these events; `facts` are those of a `Recorder`."""
+    recorder = Recorder(engine, **facts)
+    for event in events:
+        recorder(event)
+    return recorder.report()

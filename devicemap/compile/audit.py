@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from devicemap.compile.graph_walker import FunctionBody, GraphWalker
 
-_READS = frozenset(
+READS = frozenset(
     "ReadVariableOp ResourceGather ResourceGatherNd VariableShape VarIsInitializedOp "
     "LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2".split()
 )
@@ -159,7 +159,7 @@ def variable_of(concrete: Any, handle: Any) -> Any:
 
 
 def _treatment(concrete: Any, handle: Any, ops: set[str], staying: set[int]) -> Treatment:
-    if ops <= _READS:
+    if ops <= READS:
         return Treatment.STAYS if id(handle) in staying else Treatment.READ
     if ops <= _ATOMIC:
         return Treatment.ATOMIC

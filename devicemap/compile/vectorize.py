@@ -224,7 +224,9 @@ def _check_function(row_fn: Any, found: Audit, specs: list[Any], options: Option
     ):
         reason = "fn_output_signature holds ragged or sparse tensors"
     elif found.effects:
-        reason = f"{found.effects[0]} acts once per row"
+        graphs = row_fn.graph, *own_functions(row_fn.graph)[0]
+        lines = (_quoted(op) for graph in graphs for op in graph.get_operations() if op.type == found.effects[0])
+        reason = f"{found.effects[0]} acts once per row{next(lines, '')}"
     elif found.writes:
         reason = "fn writes a variable or another resource, once per row"
     if reason is not None:

@@ -1,106 +1,104 @@
-"""What a traced function captures, what the code around it calls that, and how the devices share it."""
+"""The variables, tensors and resources that a traced function captures, with their names in the user's code."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from contextlib import suppress
+from typing import Any
 
 import tensorflow as tf
 
-from devicemap.compile.audit import Treatment, variable_of
+from devicemap._tensorflow.functions import functions_within
+from devicemap.compile.audit import READS, Treatment, variable_of
 from devicemap.compile.graph_walker import size_of
+from devicemap.compile.source_lines import source_line
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import home_of
 from devicemap.inspect.plan import Captured, Handling
 
 _UNNAMED = ("", "Variable", "StateVar")
-"""What TensorFlow calls variables and generator states that were given no name."""
+"""TensorFlow's names of variables and generator states without a name."""
 
-_HANDLED: dict[Treatment | None, Handling] = {
+_HANDLINGS: dict[Treatment | None, Handling] = {
+    None: Handling.KEPT,
+    Treatment.READ: Handling.COPIED,
     Treatment.STAYS: Handling.LOOKED_UP,
     Treatment.ATOMIC: Handling.ATOMIC,
     Treatment.SEED: Handling.SEED,
     Treatment.ORDERED: Handling.ORDERED,
 }
-_ELSE_HANDLED = {"variable": Handling.COPIED, "tensor": Handling.KEPT, "resource": Handling.LOOKED_UP}
 
 
 def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) -> tuple[Captured, ...]:
-    """Everything that `fn` captures, in the order in which its trace does; `devices` are those that rows go to."""
+    """Return what a function captures, in the order of its trace.
+
+    Args:
+        traced: the traced function.
+        fn: the user's function, for names.
+        devices: full names of the devices that get rows.
+    """
+    names = _names_around(fn)
     found: list[Captured] = []
     for handle, treatment in zip(traced.captures, traced.audit.treatments):
         variable = variable_of(traced.concrete, handle) if treatment is not None else None
-        kind: Literal["variable", "tensor", "resource"] = "tensor" if treatment is None else "resource"
-        thing, own_name, home = handle, "", home_of(handle)
-        if variable is not None:
-            kind, thing, home = "variable", variable, variable.device
-            own_name = str(variable.name).partition(":")[0]
-        name = own_name if own_name not in _UNNAMED else _name_in_code(thing, fn) or own_name
-        handling = _HANDLED.get(treatment, _ELSE_HANDLED[kind])
-        if {*devices} <= {home} and handling in _ELSE_HANDLED.values():
+        thing = handle if variable is None else variable
+        home = home_of(handle) if variable is None else variable.device
+        own_name = "" if variable is None else str(variable.name).partition(":")[0]
+        name = own_name if own_name not in _UNNAMED else names.get(id(thing)) or own_name
+        handling = _HANDLINGS[treatment]
+        if treatment is Treatment.READ and variable is None:  # a lookup table
+            handling = Handling.LOOKED_UP
+        if {*devices} <= {home} and handling in (Handling.COPIED, Handling.KEPT, Handling.LOOKED_UP):
             handling = Handling.IN_PLACE
-        elements = _elements(None if kind == "resource" else thing)
-        found.append(Captured(name or f"{kind} {len(found) + 1}", kind, *elements, home, handling))
+        line = _writing_line(traced.function.graph, handle) if handling is Handling.ORDERED else None
+        size = size_of(thing.shape, thing.dtype) if thing.dtype != tf.resource else None
+        found.append(Captured(name or f"capture {len(found) + 1}", size, home, handling, line))
     return tuple(found)
 
 
-def _elements(value: Any) -> tuple[str | None, tuple[int | None, ...] | None, int | None]:
-    """Dtype, shape and bytes of a tensor or variable; of a resource, there are none."""
-    if value is None:
-        return None, None, None
-    shape = None if value.shape.rank is None else tuple(value.shape.as_list())
-    size = None if shape is None or None in shape else size_of(value.shape, value.dtype)
-    return value.dtype.name, shape, size
+def _writing_line(graph: Any, handle: Any) -> str | None:
+    """Return the line of the user's code that writes a captured resource, in a graph or the functions that it calls."""
+    graphs = graph, *(inner for inner, _ in functions_within(graph).values())
+    inside = (tensor for each in graphs for outside, tensor in each.captures if outside is handle)
+    writes = (op for tensor in inside for op in tensor.consumers() if op.type not in READS)
+    return next(filter(None, map(source_line, writes)), None)
 
 
-def _name_in_code(captured: Any, fn: Callable[..., Any]) -> str | None:
-    """What the code around `fn` calls a variable, a tensor or the handle of a resource; `None` where that is not found.
+def _names_around(fn: Any) -> dict[int, str]:
+    """Return the names of variables, tensors and resources that `fn` can see, by identity.
+
+    These are globals, closure variables, attributes of their objects and of the object of a method, and what the functions
+    among them close over.
 
     Examples:
         >>> total = tf.Variable(0.0)
-        >>> _name_in_code(total, lambda row: total.assign_add(row))
+        >>> _names_around(lambda row: total.assign_add(row))[id(total)]
         'total'
     """
-    return next((name for name, value in _around(fn) if _holds(value, captured)), None)
+    owner = getattr(fn, "__self__", fn)
+    function = fn if inspect.isroutine(getattr(fn, "python_function", fn)) else type(fn).__call__
+    seen = _closure_of(function)
+    inner = (entry for value in seen.values() for entry in _closure_of(value).items())
+    attributes = (entry for name, value in seen.items() for entry in _attributes(f"{name}.", value))
+    names = [*inner, *attributes, *_attributes("", owner), *seen.items()]
+    return {id(_captured(value)): name for name, value in names}  # the last name of a value counts
 
 
-def _around(fn: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values that `fn` can see, the attributes of its objects, and what functions that it calls close over."""
-    fn = getattr(fn, "python_function", fn)
-    if not inspect.isroutine(fn):  # an object that is called
-        yield from _attributes("", fn)
-        fn = type(fn).__call__
-    if inspect.ismethod(fn):
-        yield from _attributes("", fn.__self__)
-        fn = fn.__func__
-    global_names, own_names = _seen_by(fn)
-    names = {**global_names, **own_names}
-    yield from names.items()
-    for name, value in names.items():
-        yield from _attributes(f"{name}.", value)
-        if inspect.isfunction(value) or isinstance(value, tf.types.experimental.PolymorphicFunction):
-            yield from _seen_by(value)[1].items()
-
-
-def _seen_by(fn: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The globals that a function uses, and what it closes over."""
-    try:
+def _closure_of(fn: Any) -> Mapping[str, Any]:
+    """Return the globals and closure variables that a Python function uses."""
+    with suppress(TypeError, ValueError):  # not a function, not Python code, or a cell that is still empty
         seen = inspect.getclosurevars(inspect.unwrap(getattr(fn, "python_function", fn)))
-    except (TypeError, ValueError):  # not Python code, or a cell that is still empty
-        return {}, {}
-    return seen.globals, seen.nonlocals
+        return {**seen.globals, **seen.nonlocals}
+    return {}
 
 
 def _attributes(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        yield from ((f"{prefix}{name}", entry) for name, entry in value.items())
-    elif hasattr(value, "__dict__") and not inspect.ismodule(value):
-        yield from ((f"{prefix}{name.lstrip('_')}", entry) for name, entry in vars(value).items())
+    entries = value if isinstance(value, Mapping) else {} if inspect.ismodule(value) else getattr(value, "__dict__", {})
+    for name, entry in entries.items():
+        yield f"{prefix}{str(name).lstrip('_')}", entry
 
 
-def _holds(value: Any, captured: Any) -> bool:
-    """Whether it is what is captured, a `tf.random.Generator` with this state, or a table with this handle."""
-    if isinstance(value, tf.random.Generator):
-        return value.state is captured
-    return value is captured or getattr(value, "resource_handle", None) is captured
+def _captured(value: Any) -> Any:
+    """Return what a graph captures of a value: the state of a generator, the handle of a table."""
+    return value.state if isinstance(value, tf.random.Generator) else getattr(value, "resource_handle", value)

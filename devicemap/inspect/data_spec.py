@@ -1,4 +1,4 @@
-"""What a call is asked to do, before any of it runs: data, or the specs of data, as specs and a number of rows."""
+"""The specs of the data of a call, from data or from specs."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The data of a call as far as its plan depends on it."""
+class DataSpec:
+    """Specs of data."""
 
     specs: Any
-    """Nest of `tf.TypeSpec`s of the data, of shapes `[None, ...]`."""
+    """Nest of `tf.TypeSpec`s of shapes `[None, ...]`."""
 
     key: Any
     """As `Rows.key`: one trace serves one key."""
 
     rows: int | None
-    """How many rows, `None` where nobody knows."""
+    """Number of rows, `None` if unknown."""
 
     chunks: bool
-    """Whether they go in chunks, or in one graph."""
+    """Whether a call uses chunks."""
 
 
-def ask(data_or_spec: Any, options: Options) -> Asked:
-    """What a call on this data, or on data of these specs, asks for. Nothing is read from a dataset.
+def data_spec(data_or_spec: Any, options: Options) -> DataSpec:
+    """Return the specs of data, or of a nest of specs. Nothing is read from a dataset.
 
     Raises:
-        DataError: for data and specs that cannot be, and inside a `tf.function`, which has no data to speak of.
+        DataError: for other data and specs, and inside a `tf.function`.
     """
     if not tf.executing_eagerly():
         raise DataError(
@@ -47,7 +47,7 @@ def ask(data_or_spec: Any, options: Options) -> Asked:
     if isinstance(data_or_spec, tf.data.Dataset):
         source = from_dataset(data_or_spec, options)
         source.close()
-        return Asked(source.specs, source.key, source.rows, chunks=True)
+        return DataSpec(source.specs, source.key, source.rows, chunks=True)
     if _is_shape(data_or_spec):
         raise DataError(
             f"data_or_spec is {data_or_spec}, a shape; expected data, or a spec, such as "
@@ -56,23 +56,23 @@ def ask(data_or_spec: Any, options: Options) -> Asked:
     chunks = options.batch_size is not None
     leaves: list[tuple[str, Any]] = []
     map_nest(lambda leaf, path: leaves.append((path, leaf)), data_or_spec, "data_or_spec")
-    if any(isinstance(leaf, tf.TypeSpec) for _, leaf in leaves):
-        count = _count(leaves)
-        specs = map_nest(lambda leaf, _: any_rows(leaf), data_or_spec)
-        return Asked(specs, freeze(specs), count, chunks)
-    rows = as_rows(data_or_spec)
-    return Asked(rows.specs, rows.key, rows.count, chunks)
+    if not any(isinstance(leaf, tf.TypeSpec) for _, leaf in leaves):
+        rows = as_rows(data_or_spec)
+        return DataSpec(rows.specs, rows.key, rows.count, chunks)
+    count = _row_count(leaves)
+    specs = map_nest(lambda leaf, _: any_rows(leaf), data_or_spec)
+    return DataSpec(specs, freeze(specs), count, chunks)
 
 
 def _is_shape(given: Any) -> bool:
-    """Whether that is a shape and not data: a list of numbers may be rows, a tuple of them cannot."""
+    """Return whether this is a shape. A list of numbers may be rows, a tuple of numbers cannot."""
     if not isinstance(given, list | tuple) or not given:
         return isinstance(given, tf.TensorShape)
     return all(n is None or isinstance(n, int) for n in given) and (isinstance(given, tuple) or None in given)
 
 
-def _count(leaves: Sequence[tuple[str, Any]]) -> int | None:
-    """How many rows specs have, checked to be specs that agree; `None` where none of them knows."""
+def _row_count(leaves: Sequence[tuple[str, Any]]) -> int | None:
+    """Check specs, and return their number of rows; `None` if no spec contains it."""
     for path, leaf in leaves:
         if not isinstance(leaf, _SPECS):
             raise DataError(

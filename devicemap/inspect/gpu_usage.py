@@ -1,124 +1,73 @@
-"""How busy GPUs are by NVIDIA's own count, where `nvidia-ml-py` is installed. Never in the way of a call."""
+"""GPU utilisation during a call, read from NVML if `nvidia-ml-py` is installed."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib.util
 import os
-import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 _INTERVAL_SECONDS = 0.5
-"""How far apart samples are. NVML's figure covers up to the last second, so more of them would tell no more,
-and one that is taken earlier would tell of the time before the call."""
+"""The shortest time between two samples. NVML averages over up to one second before a sample."""
 
 
-@dataclass(frozen=True)
 class GpuUsage:
-    """What NVML told of one GPU during a call. It counts all programs that use the GPU."""
+    """Samples of GPU utilisation, taken when chunks finish. There are none in calls of less than 0.5 s.
 
-    device: str
-    """Full name of the logical device. Several on one GPU share its figures."""
-
-    utilisation_percent: float
-    """In how much of the time a kernel ran: the mean of all samples, 0 to 100."""
-
-    memory_bytes: int
-    """The most memory that was in use. TensorFlow reserves nearly all at once, unless memory growth is set."""
-
-
-class GpuMeter:
-    """Samples utilisation and memory of GPUs for as long as a call lasts: a context.
-
-    A thread does that, as a call in one graph leaves no other, and only where `nvidia-ml-py` is installed. It gives up quietly
-    at the first trouble: without driver or permission there is nothing to tell.
+    Without the library, a driver or the permission to use it, there are no samples and no errors. NVML counts all programs that
+    use a GPU. It knows no utilisation of MIG parts.
     """
 
     def __init__(self, gpus: Mapping[str, int]):
-        """`gpus`: for the full name of each logical GPU, TensorFlow's (and CUDA's) index of the physical one."""
+        """`gpus`: TensorFlow's index of the physical GPU, by full name of the logical GPU."""
         self._gpus = gpus
-        self._samples: dict[str, tuple[int, int, int]] = {}
-        self._ended = threading.Event()
+        self._nvml: Any = None
+        self._handles: dict[str, Any] = {}
+        self._sums: dict[str, tuple[int, int]] = {}
+        self._next_seconds = _INTERVAL_SECONDS
 
-    def __enter__(self) -> GpuMeter:
-        if self._gpus and can_be_found():
-            with contextlib.suppress(RuntimeError):  # no more threads
-                threading.Thread(target=self._run, name="devicemap meter", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()  # and nobody waits for the thread, which may be inside NVML
-
-    @property
-    def usage(self) -> tuple[GpuUsage, ...]:
-        """What was told so far, for the devices that anything was told of."""
-        return tuple(GpuUsage(device, busy / count, most) for device, (count, busy, most) in [*self._samples.items()])
-
-    def _run(self) -> None:
-        if self._ended.wait(_INTERVAL_SECONDS):
+    def sample(self, seconds: float) -> None:
+        """Sample all GPUs `seconds` after the call began, unless the last sample is recent."""
+        if seconds < self._next_seconds or not self._gpus:
             return
-        with contextlib.suppress(Exception):  # of any kind: a figure in a report is not worth a call
-            import pynvml
+        self._next_seconds = seconds + _INTERVAL_SECONDS
+        try:
+            if self._nvml is None:
+                import pynvml
 
-            pynvml.nvmlInit()
-            try:
-                self._sample(pynvml, _handles(pynvml, self._gpus))
-            finally:
-                pynvml.nvmlShutdown()
+                pynvml.nvmlInit()
+                self._nvml = pynvml
+                self._handles = _handles_of(pynvml, self._gpus)
+            for device, handle in self._handles.items():
+                count, total = self._sums.get(device, (0, 0))
+                self._sums[device] = count + 1, total + self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+        except Exception:  # NVMLError of any kind: no driver, no permission, an old GPU
+            self.close()
 
-    def _sample(self, nvml: Any, handles: Mapping[str, Any]) -> None:
-        while handles:
-            for device, handle in handles.items():
-                utilisation = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
-                memory = nvml.nvmlDeviceGetMemoryInfo(handle).used
-                count, busy, most = self._samples.get(device, (0, 0, 0))
-                self._samples[device] = count + 1, busy + int(utilisation), max(most, int(memory))
-            if self._ended.wait(_INTERVAL_SECONDS):
-                return
+    def percent(self, device: str) -> float | None:
+        """Return the mean utilisation of a device, 0 to 100; `None` without samples."""
+        count, total = self._sums.get(device, (0, 0))
+        return total / count if count else None
 
-
-@functools.cache
-def can_be_found() -> bool:
-    """Whether `nvidia-ml-py` is installed; asked once in a process."""
-    try:
-        return importlib.util.find_spec("pynvml") is not None
-    except ValueError:  # a module without a spec has taken its place
-        return False
+    def close(self) -> None:
+        """Release NVML, and take no more samples."""
+        nvml, self._nvml, self._gpus = self._nvml, None, {}
+        if nvml is not None:
+            nvml.nvmlShutdown()
 
 
-def _handles(nvml: Any, gpus: Mapping[str, int]) -> dict[str, Any]:
-    """NVML's handles of those of the GPUs that it can be asked about."""
+def _handles_of(nvml: Any, gpus: Mapping[str, int]) -> dict[str, Any]:
+    """Return the NVML handles of GPUs. `CUDA_VISIBLE_DEVICES` hides and reorders GPUs for TensorFlow, but not for NVML."""
+    count = nvml.nvmlDeviceGetCount()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
     by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
-    # CUDA counts the fastest first, unless it is told otherwise: of several models, an index may mean another one to NVML.
-    same_order = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or (
-        len({nvml.nvmlDeviceGetName(by_index(index)) for index in range(nvml.nvmlDeviceGetCount())}) < 2
-    )
+    # CUDA numbers the fastest GPU first by default, NVML by PCI bus: the same order only for GPUs of one model.
+    models = {nvml.nvmlDeviceGetName(by_index(index)) for index in range(count)}
+    same_order = len(models) < 2 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     handles = {}
     for device, index in gpus.items():
-        known = nvml_identity(index, os.environ)
-        if isinstance(known, str):
-            handles[device] = by_uuid(known)
-        elif known is not None and same_order:
-            handles[device] = by_index(known)
+        entry = visible[index].strip() if index < len(visible) else ""
+        if entry.startswith("GPU-"):
+            handles[device] = by_uuid(entry)
+        elif entry.isdecimal() and same_order:
+            handles[device] = by_index(int(entry))
     return handles
-
-
-def nvml_identity(index: int, environment: Mapping[str, str]) -> int | str | None:
-    """What NVML knows CUDA's GPU `index` by: an index or a UUID; `None` where it cannot be told.
-
-    NVML counts all GPUs of the machine, CUDA those that `CUDA_VISIBLE_DEVICES` lists. NVML tells no utilisation of the
-    parts that MIG cuts a GPU into.
-
-    >>> nvml_identity(0, {}), nvml_identity(0, {"CUDA_VISIBLE_DEVICES": "3,1"})
-    (0, 3)
-    """
-    if "CUDA_VISIBLE_DEVICES" not in environment:
-        return index
-    visible = [entry.strip() for entry in environment["CUDA_VISIBLE_DEVICES"].split(",")]
-    entry = visible[index] if index < len(visible) else ""
-    if entry.isdecimal():
-        return int(entry)
-    return entry if entry.startswith("GPU-") else None

@@ -1,4 +1,4 @@
-"""What a call of a pipeline will do."""
+"""The result of `Pipeline.explain`."""
 
 from __future__ import annotations
 
@@ -9,48 +9,49 @@ from devicemap.events import short_name
 from devicemap.inspect.render import Result, page, size_text, table
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class StagePlan:
-    """A stage's part."""
+    """The part of one stage."""
 
     device: str
-    """Full name."""
+    """Full name of its device."""
 
     variable_bytes: int
-    """Of the variables that it uses."""
+    """Bytes of the variables that it uses."""
 
     output_bytes_per_row: int
-    """What goes to the next stage, or is gathered, for each row; parts of unknown shape count nothing."""
+    """Bytes that it sends to the next stage for each row; outputs of unknown shape are not counted."""
 
     schedule: tuple[str, ...]
-    """Its calls in order: "F0" is the first microbatch forward, "B0" backward, which calls without gradients leave out."""
+    """Its calls in order. "F0" is the forward pass of the first microbatch, "B0" the backward pass, if there are gradients."""
 
 
 @dataclass(frozen=True, repr=False)
 class PipelinePlan(Result):
-    """What a call of a pipeline will do, as `Pipeline.explain` tells it."""
+    """What a call of a pipeline will do."""
 
     _derived = ("bubble", "speedup")
 
     rows: int | None
-    """How many there are, `None` where nobody knows."""
+    """Number of rows, `None` if unknown."""
 
     microbatches: int
-    """Into how many parts they are cut."""
+    """Number of microbatches."""
 
     schedule: str
     """"1f1b" or "gpipe"."""
 
     stages: tuple[StagePlan, ...]
+    """The part of each stage."""
 
     @property
     def bubble(self) -> float:
-        """The share of time that a device is idle, if stages take as long as each other: (K - 1) / (M + K - 1)."""
+        """The share of idle time, if all stages take the same time: (K - 1) / (M + K - 1)."""
         return (len(self.stages) - 1) / (self.microbatches + len(self.stages) - 1)
 
     @property
     def speedup(self) -> float:
-        """How much faster it is than one device: K M / (M + K - 1)."""
+        """The speed-up over one device, if all stages take the same time: K M / (M + K - 1)."""
         return len(self.stages) * (1 - self.bubble)
 
     def __rich__(self) -> Any:
@@ -58,7 +59,7 @@ class PipelinePlan(Result):
             {
                 "device": short_name(stage.device),
                 "variables": size_text(stage.variable_bytes),
-                "to the next, per row": size_text(stage.output_bytes_per_row),
+                "output per row": size_text(stage.output_bytes_per_row),
                 "order": " ".join(stage.schedule),
             }
             for stage in self.stages

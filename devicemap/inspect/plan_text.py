@@ -1,84 +1,70 @@
-"""Plans as text, for terminals of any width."""
+"""Plans as text of at most one screen."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
-from rich.padding import Padding
 from rich.text import Text
 
-from devicemap.inspect.render import listed, page, short_names, size_text, table
+from devicemap.events import short_name
+from devicemap.inspect.plan_advice import quoted
+from devicemap.inspect.render import listed, page, size_text, table
 
 if TYPE_CHECKING:
-    from devicemap.inspect.plan import Captured, Plan
+    from devicemap.inspect.plan import Plan
 
-_WORDS = frozenset(("treatment", "type"))
-"""Columns that hold no numbers."""
-
-
-def plan_table(plan: Plan) -> Any:
-    """A `rich` renderable: a summary, a row per device, what is to be known, and advice."""
-    ends = [end for edge in plan.control_edges for end in (edge.sender, edge.receiver)]
-    names = short_names([*(device.device for device in plan.devices), *ends])
-    tables = {
-        "": _devices(plan, names),
-        "what fn captures": [
-            {"name": c.name, "type": _type(c), "size": _size(c.size_bytes), "treatment": c.handling.value}
-            for c in plan.captured
-        ],
-    }
-    parts = []
-    for title, rows in tables.items():
-        if rows:
-            heading = [Text(title, style="bold")] if title else []
-            parts.append(Group(*heading, Padding(table(rows, _WORDS), (0, 0, 0, 2))))
-    facts = Group(*map(Text, _facts(plan, names)))
-    return page(plan.summary, *parts, facts, notes=[f"* {line}" for line in plan.advice])
+_SHOWN = 3
+"""The most reasons that are shown."""
 
 
-def _devices(plan: Plan, names: dict[str, str]) -> list[dict[str, str]]:
-    chunks = plan.engine == "chunks"
-    return [
-        {
-            "device": names[device.device],
-            "rows": "when idle" if chunks else _number(device.rows),
-            "chunks in flight" if chunks else "shards": _number(device.chunks_in_flight if chunks else device.shards),
+def plan_text(plan: Plan) -> Any:
+    """Return a `rich` renderable: a summary, a table of devices, facts and advice."""
+    facts = Group(*map(Text, _facts(plan)))
+    return page(plan.summary, table([*_devices(plan)]), facts, notes=[f"* {line}" for line in plan.advice])
+
+
+def _devices(plan: Plan) -> Iterator[dict[str, str]]:
+    """Yield a row for each run of devices with equal parts."""
+    for part, group in itertools.groupby(plan.devices, lambda each: (each.rows, each.shards, each.chunks_in_flight)):
+        names = [short_name(each.device) for each in group]
+        rows, shards, chunks = ("" if number is None else str(number) for number in part)
+        each = " each" if len(plan.devices) > 1 else ""
+        yield {
+            "devices": names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}",
+            f"rows{each}": rows,
+            f"shards{each}": shards,
+            f"chunks in flight{each}": chunks,
         }
-        for device in plan.devices
-    ]
 
 
-def _facts(plan: Plan, names: dict[str, str]) -> Iterator[str]:
-    """What stands in no table, a line each."""
-    way = "fn takes batches" if plan.batched else f"{'vectorised' if plan.vectorized else 'one by one'}, {plan.reason}"
-    yield f"rows: {way}"
-    yield f"traces of fn: {plan.traces}"
-    waits = [f"{names[edge.receiver]} waits for {names[edge.sender]}" for edge in plan.control_edges]
-    yield f"control edges between devices: {', '.join(waits) or 'none'}"
+def _facts(plan: Plan) -> Iterator[str]:
+    reasons = plan.reason.split("; ")
+    more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+    how = "vectorised" if plan.vectorized else "one by one"
+    yield "rows: fn takes batches" if plan.batched else f"rows: {how}, because {'; '.join(reasons[:_SHOWN])}{more}"
     if plan.ordered:
-        yield f"order is kept for: {listed(plan.ordered)}"
-    for random in plan.random_ops:
-        yield f"random numbers: {listed(random.ops)}: {random.seeding}"
+        line = next((f", as in {each.line}" for each in plan.captured if each.line), "")
+        yield f"order: kept, because fn writes {quoted(plan.ordered)} in row order{line}"
+    else:
+        yield "order: not kept, no device waits for another"
+    sizes = ["?" if size is None else size_text(size) for size in (plan.bytes_per_row, plan.result_bytes_per_row)]
+    yield "sizes: {} per row, {} per row of results".format(*sizes)
+    yield from _captured(plan)
     if plan.python_ops:
-        yield f"runs in Python: {listed(plan.python_ops)}"
-    sizes = _size(plan.bytes_per_row), _size(plan.result_bytes_per_row)
-    yield "size of a row: {}; of a row of results: {}".format(*sizes)
+        yield f"Python: called by {listed(plan.python_ops)}, one call at a time"
     if plan.microbatches > 1:
-        yield f"microbatches: {plan.microbatches}, one after another"
+        yield f"microbatches: {plan.microbatches} per device, one after another"
+    yield f"traces of fn: {plan.traces}"
 
 
-def _type(captured: Captured) -> str:
-    if captured.dtype is None:
-        return captured.kind
-    shape = "" if captured.shape is None else f" [{', '.join(map(_number, captured.shape))}]"
-    return f"{captured.dtype}{shape}"
-
-
-def _number(value: int | None) -> str:
-    return "?" if value is None else str(value)
-
-
-def _size(size_bytes: int | None) -> str:
-    return "?" if size_bytes is None else size_text(size_bytes)
+def _captured(plan: Plan) -> Iterator[str]:
+    """Yield a line for each handling: the number of values, the largest, and their size."""
+    for handling in dict.fromkeys(each.handling for each in plan.captured):
+        values = [each for each in plan.captured if each.handling is handling]
+        values.sort(key=lambda each: each.size_bytes or 0, reverse=True)
+        size = sum(each.size_bytes or 0 for each in values)
+        names = f"`{values[0].name}`" if len(values) == 1 else f"{len(values)} values, largest `{values[0].name}`"
+        yield f"captured: {names}{f', {size_text(size)}' * bool(size)}: {handling.value}"

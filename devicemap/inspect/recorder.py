@@ -1,193 +1,252 @@
-"""Who hears of the calls of a map: its report, a bar, the user's callable.
-
-The last call is kept until somebody asks for its report: building one takes longer than a small call.
-"""
+"""Observers of the calls of a map: the recorder behind `DeviceMap.report`, the progress bar, the user's callback."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from devicemap.compile.compiled import CompiledMap
-from devicemap.errors import DeviceMapError, brief
+from devicemap.errors import brief
 from devicemap.events import (
     CallFinished,
     CallStarted,
     ChunkFailed,
     ChunkFinished,
+    ChunkRetried,
     ChunkStarted,
     DeviceLost,
     Event,
+    Shard,
 )
-from devicemap.inspect.gpu_usage import GpuMeter
+from devicemap.inspect.gpu_usage import GpuUsage
 from devicemap.inspect.plan_advice import reason_for_loop
 from devicemap.inspect.progress import ProgressBar
-from devicemap.inspect.report import Report
+from devicemap.inspect.report import DeviceReport, Report
+from devicemap.inspect.timeline import Span
 from devicemap.options import Options
 from devicemap.run.graph_engine import GraphRun
 
-_Listener = Callable[[Event], object]
+_Engine = Literal["one graph", "chunks"]
+_Observer = Callable[[Event], object]
 
-_KEPT_EVENTS = 100_000
-"""An endless stream has no end of events; a report of more than these tells of its latest part."""
+_KEPT_SPANS = 10_000
+"""Bounds the memory of the report of an endless stream."""
 
 
-def _without_traceback(event: Event) -> Event:
-    """An event to be kept: the traceback of an error on a device holds the tensors of the chunk."""
-    if isinstance(event, ChunkFailed | DeviceLost):
-        return replace(event, error=DeviceMapError(f"{type(event.error).__name__}: {brief(event.error)}"))
-    return event
+@dataclass
+class _DeviceCounters:
+    """What a device did so far."""
+
+    rows: int = 0
+    calls: int = 0
+    retries: int = 0
+    back_offs: int = 0
+    lost: bool = False
+    running: int = 0
+    busy_since: float = 0.0
+    busy_seconds: float = 0.0
+    waiting_seconds: float = 0.0
 
 
 class Recorder:
-    """Listens to one call, and makes its report when asked."""
+    """Update counters and spans by the events of one call. It keeps no event, and so no error and no tensors."""
 
     def __init__(
         self,
-        engine: Literal["one graph", "chunks"],
-        traces: int,
-        gpus: Mapping[str, int],
+        engine: _Engine,
+        traces: int | None = None,
         row_by_row: str | None = None,
+        in_turn: bool = False,
+        gpus: Mapping[str, int] | None = None,
     ):
-        """`gpus`: for the full name of each GPU among the devices, the index of the physical one."""
-        self._engine, self._traces, self._row_by_row = engine, traces, row_by_row
-        self.meter = GpuMeter(gpus)
-        """To be entered for as long as the call lasts."""
-        self._begin: Event | None = None
-        self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
-        self._report: Report | None = None
-        self._lock = threading.RLock()  # several threads may ask for the report of the last call
+        """See the fields of `Report`; `gpus` is that of `GpuUsage`."""
+        self._engine, self._traces, self._row_by_row, self._in_turn = engine, traces, row_by_row, in_turn
+        self._usage = GpuUsage(gpus or {})
+        self._rows: int | None = None
+        self._seconds = 0.0
+        self._error: str | None = None
+        self._counters: dict[str, _DeviceCounters] = defaultdict(_DeviceCounters)
+        self._running: dict[Shard, float] = {}
+        self._spans: deque[Span] = deque(maxlen=_KEPT_SPANS)
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, CallStarted):
-            self._begin = event
-        else:
-            self._events.append(_without_traceback(event))
-        if isinstance(event, CallFinished) and event.error is not None:
-            self.report()
+        self._seconds = event.seconds
+        if isinstance(event, ChunkStarted):
+            self._start(event)
+        elif isinstance(event, ChunkFinished | ChunkFailed):
+            self._end(event)
+        elif isinstance(event, ChunkRetried):
+            counters = self._counters[event.shard.device]
+            counters.retries += 1
+            counters.back_offs += event.attempt == 1
+        elif isinstance(event, DeviceLost):
+            self._counters[event.device].lost = True
+        elif isinstance(event, CallStarted):
+            self._rows = event.rows
+            for device in event.devices:
+                self._counters[device] = _DeviceCounters()
+        elif isinstance(event, CallFinished):
+            self._usage.close()
+            self._error = None if event.error is None else f"{type(event.error).__name__}: {brief(event.error)}"
+
+    def _start(self, event: ChunkStarted) -> None:
+        counters = self._counters[event.shard.device]
+        if not counters.running:
+            counters.busy_since = event.seconds
+        counters.running += 1
+        counters.waiting_seconds += event.waited_seconds
+        self._running[event.shard] = event.seconds
+
+    def _end(self, event: ChunkFinished | ChunkFailed) -> None:
+        counters, shard = self._counters[event.shard.device], event.shard
+        counters.running -= 1
+        if not counters.running:
+            counters.busy_seconds += event.seconds - counters.busy_since
+        counters.calls += 1
+        outcome: Literal["finished", "failed"] = "failed" if isinstance(event, ChunkFailed) else "finished"
+        counters.rows += len(shard) if outcome == "finished" else 0
+        self._spans.append(Span(shard, self._running.pop(shard), event.seconds, outcome))
+        self._usage.sample(event.seconds)
 
     def report(self) -> Report:
-        """The report of the call, which has finished."""
-        with self._lock:
-            if self._report is None:
-                assert self._begin is not None
-                events, usage = [self._begin, *self._events], self.meter.usage
-                self._report = Report.of(
-                    events, engine=self._engine, traces=self._traces, usage=usage, row_by_row=self._row_by_row
-                )
-                self._events.clear()
-            return self._report
+        """Return the report of the events so far."""
+        rows = sum(counters.rows for counters in self._counters.values())
+        unfinished = [Span(shard, start, self._seconds, "unfinished") for shard, start in self._running.items()]
+        return Report(
+            engine=self._engine,
+            rows=rows,
+            expected_rows=self._rows,
+            wall_seconds=self._seconds,
+            traces=self._traces,
+            error=self._error,
+            devices=tuple(self._device_report(device, counters, rows) for device, counters in self._counters.items()),
+            spans=(*self._spans, *unfinished),
+            row_by_row=self._row_by_row,
+            in_turn=self._in_turn and len(self._counters) > 1,
+        )
+
+    def _device_report(self, device: str, counters: _DeviceCounters, rows: int) -> DeviceReport:
+        running = self._seconds - counters.busy_since if counters.running else 0.0
+        busy = min(self._seconds, counters.busy_seconds + running)
+        return DeviceReport(
+            device=device,
+            rows=counters.rows,
+            share=counters.rows / rows if rows else 0.0,
+            calls=counters.calls,
+            busy_seconds=busy,
+            idle_seconds=self._seconds - busy,
+            waiting_seconds=min(self._seconds - busy, counters.waiting_seconds),
+            retries=counters.retries,
+            back_offs=counters.back_offs,
+            lost=counters.lost,
+            utilisation_percent=self._usage.percent(device),
+        )
 
 
-class GraphCall(Recorder):
-    """A call in one graph, timed: a context for as long as it lasts. What its graphs did is told when it ends."""
+@dataclass
+class GraphCall:
+    """A call in one graph. Its events are made afterwards, and only if they are needed: a small call takes less time."""
 
-    def __init__(
-        self,
-        rows: int,
-        devices: Sequence[str],
-        traces: int,
-        gpus: Mapping[str, int],
-        listeners: Sequence[_Listener],
-        finished: Callable[[GraphCall], None],
-        row_by_row: str | None = None,
-    ):
-        """The call notifies `listeners` of its events, and passes itself to `finished` when it ends."""
-        super().__init__("one graph", traces, gpus, row_by_row)
-        self.runs: list[GraphRun] = []
-        """What its graphs have done: set by whoever runs them."""
-        self._start = CallStarted(0.0, rows, tuple(devices))
-        self._listeners = listeners
-        self._finished: Callable[[GraphCall], None] | None = finished
-        self._seconds = 0.0
-        self._error: BaseException | None = None
+    rows: int
+    devices: Sequence[str]
 
-    def __enter__(self) -> GraphCall:
-        self._began_at = time.time()
-        self._began = time.perf_counter()
-        if self._listeners:
-            _tell(self._listeners, self._start)
-        self.meter.__enter__()
-        return self
+    runs: list[GraphRun] = field(default_factory=list)
+    """The graphs that ran; the graph engine adds them."""
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._seconds = time.perf_counter() - self._began
-        self.meter.__exit__()
-        self._error = error
-        finished, self._finished = self._finished, None  # whoever keeps this call is not kept by it
-        if finished is not None:
-            finished(self)
-        try:
-            if self._listeners:
-                _tell(self._listeners, *self._happened())
-        finally:
-            if error is not None:
-                self.report()
+    began: float = field(default_factory=time.time)
+    """In seconds since the epoch."""
 
-    def report(self) -> Report:
-        """The report of the call, which has finished."""
-        with self._lock:
-            if self._begin is None:
-                self._begin = self._start
-                self._events.extend(self._happened())
-                self._error, self.runs = None, []
-            return super().report()
+    seconds: float = 0.0
+    """Duration."""
 
-    def _happened(self) -> list[Event]:
-        """What there is to tell besides the start."""
+    def started(self) -> CallStarted:
+        """Return the first event."""
+        return CallStarted(0.0, self.rows, tuple(self.devices))
+
+    def events(self, error: BaseException | None = None) -> list[Event]:
+        """Return the other events."""
         events: list[Event] = []
         for run in self.runs:
             for shard, *times in run.spans():
-                started, finished = (min(max(at - self._began_at, 0.0), self._seconds) for at in times)
+                # The system clock may be set during the call.
+                started, finished = (min(max(at - self.began, 0.0), self.seconds) for at in times)
                 events += [ChunkStarted(started, shard, 0.0), ChunkFinished(finished, shard, started)]
-        events.sort(key=lambda event: event.seconds)  # of two at one time, the start comes first: sorting is stable
-        return [*events, CallFinished(self._seconds, self._error)]
+        events.sort(
+            key=lambda event: event.seconds
+        )  # stable: the start of a span without duration stays before its end
+        return [*events, CallFinished(self.seconds, error)]
 
 
 class Observers:
-    """Those of the calls of a map, as its options say; `run.mapper.CallObservers` is the protocol."""
+    """Observe the calls of a map, as its options say: a `run.mapper.CallObservers`."""
 
     def __init__(self, name: str, options: Options, gpus: Mapping[str, int]):
-        """`gpus`: for the full name of each GPU among the devices, the index of the physical one."""
+        """`gpus` is that of `GpuUsage`."""
         self._name, self._options, self._gpus = name, options, gpus
-        self.last: Recorder | None = None
-        """The last call that has finished."""
+        self._last: Callable[[], Report] | None = None
 
-    def of_graph(self, rows: int, devices: Sequence[str], compiled: CompiledMap) -> GraphCall:
-        """Return a context that times a call in one graph."""
-        reason = self._reason_for_loop(compiled)
-        return GraphCall(rows, devices, compiled.take_traces(), self._gpus, self._listeners(), self._keep, reason)
+    def report(self) -> Report | None:
+        """Return the report of the last call that finished."""
+        return None if self._last is None else self._last()
 
     @contextmanager
-    def of_chunks(self, compiled: CompiledMap) -> Iterator[_Listener]:
-        """Yield a callable that takes the events of a call in chunks."""
-        recorder = Recorder("chunks", compiled.take_traces(), self._gpus, self._reason_for_loop(compiled))
+    def of_graph(self, rows: int, devices: Sequence[str], compiled: CompiledMap) -> Iterator[GraphCall]:
+        """Time a call in one graph; yield its log."""
+        new_recorder, observers = self._recorders("one graph", compiled), self._observers()
+        call, error = GraphCall(rows, devices), None
+        began = time.perf_counter()
         try:
-            with recorder.meter:
-                yield partial(_tell, (recorder, *self._listeners()))
+            _notify(observers, call.started())
+            yield call
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
-            self._keep(recorder)
+            call.seconds = time.perf_counter() - began
+            self._last = partial(_replay, new_recorder, call)
+            if error is not None:  # the report must not keep the error alive
+                report = _replay(new_recorder, call, error)
+                self._last = lambda: report
+            if observers:
+                _notify(observers, *call.events(error))
+            error = None
 
-    def _reason_for_loop(self, compiled: CompiledMap) -> str | None:
+    @contextmanager
+    def of_chunks(self, compiled: CompiledMap) -> Iterator[_Observer]:
+        """Yield a callable that takes the events of a call in chunks."""
+        recorder = self._recorders("chunks", compiled)(gpus=self._gpus)
+        observers: tuple[_Observer, ...] = recorder, *self._observers()
+        try:
+            yield partial(_notify, observers)
+        finally:
+            self._last = recorder.report
+
+    def _recorders(self, engine: _Engine, compiled: CompiledMap) -> Callable[..., Recorder]:
+        """Return a factory for recorders of one call."""
         traced = compiled.traced
-        return reason_for_loop(self._options.batched, traced.vectorized, traced.audit.ordered, traced.reason)
+        ordered = traced.audit.ordered
+        reason = reason_for_loop(self._options.batched, traced.vectorized, ordered, traced.reason)
+        return partial(Recorder, engine, compiled.take_traces(), reason, ordered)
 
-    def _listeners(self) -> tuple[_Listener, ...]:
-        """Who hears of a call besides its report."""
+    def _observers(self) -> tuple[_Observer, ...]:
+        """Return the observers besides the recorder."""
         progress = self._options.progress
         return (ProgressBar(self._name),) if progress is True else (progress,) if progress else ()
 
-    def _keep(self, call: Recorder) -> None:
-        self.last = call
+
+def _replay(new_recorder: Callable[[], Recorder], call: GraphCall, error: BaseException | None = None) -> Report:
+    """Return the report of a call in one graph."""
+    recorder = new_recorder()
+    _notify([recorder], call.started(), *call.events(error))
+    return recorder.report()
 
 
-def _tell(listeners: Sequence[_Listener], *events: Event) -> None:
+def _notify(observers: Iterable[_Observer], *events: Event) -> None:
     for event in events:
-        for listener in listeners:
-            listener(event)
+        for observe in observers:
+            observe(event)

@@ -1,4 +1,4 @@
-"""What results have in common: numbers in words, a table in terminals of any width and in notebooks, drawn by `rich`, JSON."""
+"""The base class of results, and text for numbers, lists and tables. `rich` draws them in terminals of any width."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ from devicemap.events import short_name
 
 
 class Result:
-    """A dataclass that is shown as it is printed: in terminals, by the REPL, and in notebooks."""
+    """Base class of result dataclasses. The REPL and notebooks show the same text as `print`; `rich` prints it in colour."""
 
     _least_width: ClassVar[int] = 20
-    """Characters that its text takes in the narrowest of terminals."""
+    """Width of the text in narrower terminals."""
+
+    _derived: ClassVar[tuple[str, ...]] = ()
+    """Properties that `to_dict` contains besides the fields."""
 
     @abstractmethod
     def __rich__(self) -> Any:
-        """What `rich` draws for it, in colour where there are any."""
+        """Return a renderable of `rich`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, as JSON has it: text, numbers, lists, dicts and `None`. Units are in the names."""
+        """Return all of it as JSON values: strings, numbers, lists, dicts and `None`. Names contain units."""
         values: dict[str, Any] = _plain(self)
         return values
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_dict()` to a file, as JSON."""
+        """Write `to_dict()` to a JSON file."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
@@ -53,7 +56,7 @@ class Result:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: of dataclasses, the fields, and those properties that `_derived` names."""
+    """Convert a value to JSON values; of a dataclass, the fields and the properties in `_derived`."""
     if dataclasses.is_dataclass(value):
         names = (*(field.name for field in dataclasses.fields(value)), *getattr(value, "_derived", ()))
         return {name: _plain(getattr(value, name)) for name in names}
@@ -65,23 +68,23 @@ def _plain(value: Any) -> Any:
 
 
 def text_of(renderable: Any, width: int) -> str:
-    """What `rich` shows for it, without colours, so many characters wide."""
+    """Render something of `rich` without colours, in lines of at most `width` characters."""
     text = io.StringIO()
-    # Everything that a Console would else find out from the environment is said, so that text stays text.
+    # Without these arguments, a Console reads FORCE_COLOR and other environment variables.
     Console(file=text, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(renderable)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def table(rows: Sequence[Mapping[str, str]], left: Collection[str] = (), nothing: str = "") -> Table:
-    """Cells by their titles; a column that is empty in all rows is left out.
+    """Make a table. Columns that are empty in all rows are left out.
 
     Args:
-        rows: all with the same titles.
-        left: titles of columns of words, which begin on the left, as the first one does.
-        nothing: what an empty cell reads as.
+        rows: cells by title; all rows have the same titles.
+        left: titles of left-aligned columns besides the first.
+        nothing: text of empty cells.
     """
     titles = [title for title in (rows[0] if rows else ()) if any(row[title] for row in rows)]
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")  # no lines: plain on any encoding
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for title in titles:
         made.add_column(title, justify="left" if title in (titles[0], *left) else "right", overflow="fold")
     for row in rows:
@@ -90,32 +93,28 @@ def table(rows: Sequence[Mapping[str, str]], left: Collection[str] = (), nothing
 
 
 def page(title: str, *parts: Any, notes: Sequence[str] = ()) -> Group:
-    """A title, what is below it, and notes, with an empty line between any two."""
+    """Put a title, parts and notes below each other, separated by empty lines."""
     spaced = [Padding(part, (1, 0, 0, 0)) for part in parts]
     return Group(Text(title, style="bold"), *spaced, *([Text(""), *map(Text, notes)] if notes else []))
 
 
 def short_names(devices: Iterable[str]) -> dict[str, str]:
-    """The name that people read for each full name.
-
-    >>> short_names(["/job:localhost/replica:0/task:0/device:GPU:1"])
-    {'/job:localhost/replica:0/task:0/device:GPU:1': 'GPU:1'}
-    """
+    """Return the short name of each device by its full name."""
     return {device: short_name(device) for device in devices}
 
 
 def listed(words: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Return `a`, `a and b`, or `a, b and c`."""
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 row`, `2 rows`."""
+    """Return `1 row` or `2 rows`."""
     return f"{number} {noun}" + "s" * (number != 1)
 
 
 def seconds_text(seconds: float) -> str:
-    """A time as people write it.
+    """Return a duration with a unit.
 
     >>> seconds_text(2.5), seconds_text(0.0123)
     ('2.5 s', '12.3 ms')
@@ -124,7 +123,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def size_text(size_bytes: int) -> str:
-    """A size as people write it.
+    """Return a size with a unit.
 
     >>> size_text(80), size_text(123456), size_text(3 * 2**30)
     ('80 B', '120.6 KiB', '3.0 GiB')
@@ -137,14 +136,14 @@ def size_text(size_bytes: int) -> str:
 
 
 def check_drawable(path: str | os.PathLike[str]) -> None:
-    """Raise now for a picture that could not be drawn later: `ImportError`, or `OptionError` for its format."""
+    """Raise `ImportError` without matplotlib, or `OptionError` if it cannot write files with this suffix."""
     known, suffix = figure_class()().canvas.get_supported_filetypes(), Path(path).suffix[1:].lower()
     if suffix not in known:
         raise OptionError(f"{path} cannot be drawn: its suffix has to be one of {', '.join(sorted(known))}")
 
 
 def figure_class() -> Any:
-    """matplotlib's `Figure`, which leaves the state of pyplot, and the backend that the user chose, alone."""
+    """Return matplotlib's `Figure`, which does not change pyplot's state or the backend."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The report of a parallelized model."""
+"""The result of `report()` of a parallelized model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from devicemap.events import short_name
 from devicemap.inspect.render import Result, page, table
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class DeviceShare:
     """The part of one device in training."""
 
@@ -17,33 +17,30 @@ class DeviceShare:
     """Full name."""
 
     rows: int
-    """How many rows it computed."""
+    """Number of rows that it computed."""
 
 
 @dataclass(frozen=True, repr=False)
 class TrainingReport(Result):
-    """What the devices did since `fit` was called last."""
+    """What the devices did since the last call of `fit`."""
 
     name: str
-    """The name of the model."""
+    """Name of the model."""
 
     steps: int
-    """How many training steps there were."""
+    """Number of training steps."""
 
     devices: tuple[DeviceShare, ...]
+    """The part of each device."""
 
     microbatches: int
-    """How many microbatches each device cuts its rows of a step into."""
+    """Number of microbatches of each device in a step."""
 
     def __rich__(self) -> Any:
         total = sum(device.rows for device in self.devices)
         rows = [
-            {
-                "device": short_name(device.device),
-                "rows": str(device.rows),
-                "share": f"{device.rows / max(total, 1):.0%}",
-            }
-            for device in self.devices
+            {"device": short_name(each.device), "rows": str(each.rows), "share": f"{each.rows / max(total, 1):.0%}"}
+            for each in self.devices
         ]
         parts = f", in {self.microbatches} microbatches on each device" if self.microbatches > 1 else ""
         return page(f"{self.name}: {total} rows in {self.steps} training steps{parts}", table(rows))

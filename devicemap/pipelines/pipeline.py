@@ -22,7 +22,7 @@ from devicemap.data.structure import as_objects, freeze
 from devicemap.devices import choose_output_device
 from devicemap.errors import DataError, OptionError, brief, function_error, warn_user
 from devicemap.hosts import settle
-from devicemap.inspect.data_spec import ask
+from devicemap.inspect.data_spec import data_spec
 from devicemap.inspect.pipeline_plan import PipelinePlan, StagePlan
 from devicemap.options import Options, check_count
 from devicemap.pipelines.calls import Calls
@@ -144,8 +144,8 @@ class Pipeline:
             >>> [stage.schedule[:4] for stage in plan.stages], plan.bubble
             ([('F0', 'F1', 'B0', 'F2'), ('F0', 'B0', 'F1', 'B1')], 0.2)
         """
-        asked = ask(data_or_spec, Options())
-        given, rows = asked.specs, asked.rows
+        spec = data_spec(data_or_spec, Options())
+        given, rows = spec.specs, spec.rows
         microbatches = self._microbatches if rows is None else min(self._microbatches, rows)
         plans = []
         for stage, device in enumerate(self.devices):

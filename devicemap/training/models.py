@@ -21,7 +21,7 @@ from devicemap._tensorflow.keras import batch_norms_of, forget_functions, layers
 from devicemap.api import DeviceMap
 from devicemap.data.shards import shard_sizes
 from devicemap.errors import OptionError
-from devicemap.inspect.data_spec import ask
+from devicemap.inspect.data_spec import data_spec
 from devicemap.inspect.plan import Plan
 from devicemap.inspect.planner import explain_call
 from devicemap.inspect.training_report import DeviceShare, TrainingReport
@@ -180,9 +180,9 @@ class _Parallel:
         training = {"training": True} if "training" in inspect.signature(self._model.call).parameters else {}
         given = Given(((structure,), training), (*(ROWS for _ in leaves), *training.values()), ())
         program = self._forward.graph_of(given, self._accumulate).program
-        asked = ask(leaves, program.options)
-        compiled = program.compiled_for(asked)
-        plan = explain_call(asked, compiled, program.options, self._model.call, program.devices, program.name)
+        spec = data_spec(leaves, program.options)
+        compiled = program.compiled_for(spec)
+        plan = explain_call(spec, compiled, program.options, self._model.call, program.devices, program.name)
         return replace(plan, microbatches=self._accumulate)
 
     def report(self) -> TrainingReport:

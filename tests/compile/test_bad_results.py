@@ -83,7 +83,7 @@ BAD_RESULTS: list[tuple[str, Any, Options, str]] = [
         {**VECTORIZED, "fn_output_signature": (tf.float32, tf.float32)},
         ": fn_output_signature is ",
     ),
-    ("an effect", _python, VECTORIZED, r"^vectorize=True: EagerPyFunc acts once per row\. Use "),
+    ("an effect", _python, VECTORIZED, r"^vectorize=True: EagerPyFunc acts once per row \(.* line \d+ of .*\)\. Use "),
     (
         "an op",
         lambda row: tf.unique(row).y,

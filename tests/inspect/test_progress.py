@@ -1,4 +1,4 @@
-"""The bar that terminals and notebooks show, and nothing else."""
+"""The progress bar in terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def _nothing_is_left() -> Iterator[None]:
 
 def _terminal(file: Any = None, **options: Any) -> Console:
     options = {"force_terminal": True, "force_jupyter": False, "_environ": {"TERM": "xterm"}, **options}
-    return Console(file=file or io.StringIO(), width=140, **options)
+    return Console(file=file or io.StringIO(), **{"width": 140, **options})
 
 
 def _drawn(events: list[Event], name: str = "", console: Console | None = None) -> str:
-    """What is on the terminal after these events."""
+    """The text on the terminal after these events."""
     console = console or _terminal()
     bar = ProgressBar(name, console)
     for event in events:
@@ -65,9 +65,9 @@ def test_it_counts_each_row_once(chunks: list[Any], devices: int, faulty: set[in
     assert f"{rows}/{rows} rows" in drawn.splitlines()[-1]
 
 
-def test_what_it_says() -> None:
+def test_what_it_shows() -> None:
     running = _drawn(EVENTS[:-4], "simulate [x]").splitlines()[-1]
-    assert re.search(r"simulate \[x\] [━╸╺ ]+ 80/100 rows +0:00:00 +\S+ GPU:0 50%  GPU:1 50%", running)
+    assert re.search(r"simulate \[x\] [━╸╺ ]+ 80/100 rows +0:00:00 +\S+$", running)
     ended = _terminal()
     assert "100/100 rows" in _drawn(EVENTS, console=ended).splitlines()[-1]
     assert ended.file.getvalue().endswith("\x1b[?25h")  # type: ignore[attr-defined]  # the cursor is back
@@ -76,15 +76,26 @@ def test_what_it_says() -> None:
 @pytest.mark.parametrize("error", [ValueError("odd"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
 def test_it_leaves_the_terminal_when_a_call_fails(error: BaseException) -> None:
     console = _terminal()
-    assert "rows (stopped)" in _drawn([*EVENTS[:6], CallFinished(3.0, error)], console=console)
+    assert "/100 stopped" in _drawn([*EVENTS[:6], CallFinished(3.0, error)], console=console)
     assert console.file.getvalue().endswith("\x1b[?25h")  # type: ignore[attr-defined]
 
 
-def test_where_nobody_knows_how_many_rows_there_are() -> None:
+@pytest.mark.parametrize("error", [None, ValueError("odd")])
+def test_it_fits_80_columns(error: Any) -> None:
+    events = history([(100_000_000, 1.0)] * 10)
+    assert "features.extract_... " in _drawn(events, "features.extract_all_of_them")
+    for end in range(2, len(events) + 1):
+        drawn = _drawn([*events[:end], CallFinished(1.0, error)], "features.extract_all_of_them", _terminal(width=80))
+        lines = drawn.split("\r")
+        assert all(len(line.rstrip("\n")) <= 80 for line in lines)
+        assert re.search(r"extract_\.\.\. [━╸╺ ]{12} +\d+/1000000000 (rows|stopped) +[\d:]+ [\d:-]+", lines[-1]), lines[
+            -1
+        ]
+
+
+def test_an_unknown_number_of_rows() -> None:
     events = history([(10, 0.05)] * 3, devices=1, known=False)
-    running = _drawn(events[:-2])
-    assert "20/? rows" in running
-    assert "GPU" not in running  # one device has all of it
+    assert "20/? rows" in _drawn(events[:-2])
     assert "30/30 rows" in _drawn(events)
 
 
@@ -114,7 +125,7 @@ def test_a_terminal_that_has_gone_does_not_stop_the_call() -> None:
     bar = ProgressBar(console=_terminal(_Gone()))
     for event in EVENTS:
         bar(event)
-    assert "100/100 rows" in _drawn(EVENTS)  # the next one finds everything given back
+    assert "100/100 rows" in _drawn(EVENTS)  # the next bar works
 
 
 def test_ctrl_c_while_it_opens_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
