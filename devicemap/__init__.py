@@ -12,6 +12,7 @@ if typing.TYPE_CHECKING:
     from devicemap.pipelines.pipeline import Pipeline
     from devicemap.pipelines.split import split
     from devicemap.store.results import open_results
+    from devicemap.tasks import parallel_tasks
     from devicemap.training.models import parallelize
     from devicemap.training.variables import spread_variables
 
@@ -25,6 +26,7 @@ __all__ = [
     "open_results",
     "parallel_map",
     "parallel_reduce",
+    "parallel_tasks",
     "parallelize",
     "simulate_devices",
     "split",
@@ -42,6 +44,7 @@ _HOMES = {
     "open_results": "devicemap.store.results",
     "parallel_map": "devicemap.api",
     "parallel_reduce": "devicemap.api",
+    "parallel_tasks": "devicemap.tasks",
     "parallelize": "devicemap.training.models",
     "simulate_devices": "devicemap.devices",
     "split": "devicemap.pipelines.split",

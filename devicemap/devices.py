@@ -7,6 +7,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,9 @@ from devicemap.events import short_name
 from devicemap.hosts import host_of
 
 _FAILED_COPY = re.compile(r"(Dst|Src|Destination|Source) tensor is not initialized")
+task_device: ContextVar[str | None] = ContextVar("task_device", default=None)
+"""The device of the task of `parallel_tasks` that is running, which `devices=None` selects; `None` outside of tasks."""
+
 _PHYSICAL = re.compile(r"/physical_device:(?P<kind>\w+):(?P<index>\d+)")
 
 
@@ -103,14 +107,17 @@ def choose_devices(devices: Any) -> tuple[str, ...]:
     """Return the full names of the logical devices of the `devices` option.
 
     Args:
-        devices: `None` (every local logical GPU, else every local logical CPU), a kind, a name, or an iterable of
-            names, logical devices, physical devices (all their logical ones) and `Device`s. A kind selects devices of
-            all hosts; the name of a host, `/job:worker/task:1`, or of a job selects its GPUs, else its CPUs.
+        devices: `None` (the device of the task that is running, else every local logical GPU, else every local logical
+            CPU), a kind, a name, or an iterable of names, logical devices, physical devices (all their logical ones) and
+            `Device`s. A kind selects devices of all hosts; the name of a host, `/job:worker/task:1`, or of a job selects
+            its GPUs, else its CPUs.
 
     Raises:
         DeviceError: for an unknown, repeated or missing device; the message lists the devices.
     """
     names, host = _logical_devices()
+    if devices is None and (task := task_device.get()) is not None:
+        return (task,)
     if devices is None:
         local = [name for name in names if name.startswith(host)]
         return tuple(_of_kind(local, "GPU") or _of_kind(local, "CPU"))

@@ -15,7 +15,8 @@ import devicemap
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference.md"
 NAMES = [
     "DeviceMap", "Pipeline", "Reducer", "benchmark", "connect", "list_devices", "open_results", "parallel_map",
-    "parallel_reduce", "parallelize", "simulate_devices", "split", "spread_variables",
+    "parallel_reduce",
+    "parallel_tasks", "parallelize", "simulate_devices", "split", "spread_variables",
 ]  # fmt: skip
 
 

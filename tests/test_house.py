@@ -10,8 +10,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "devicemap"
 FLOORS = (
-    "cli", "types", "bench", "cluster", "ray", "training", "pipelines", "api", "inspect", "store", "run", "compile", "data",
-    "options", "devices", "hosts", "errors", "events", "_tensorflow",
+    "cli", "types", "bench", "tasks", "cluster", "ray", "training", "pipelines", "api", "inspect", "store", "run", "compile",
+    "data", "options", "devices", "hosts", "errors", "events", "_tensorflow",
 )  # fmt: skip
 """From the top: each imports from its own floor and those below. `devicemap` itself names what is public, and stands apart."""
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from devicemap.compile.program import Program
 from devicemap.data.structure import freeze
+from devicemap.devices import task_device
 from devicemap.errors import OptionError
 from devicemap.options import variables_of
 
@@ -39,6 +40,7 @@ class ProgramCache:
         # Each access creates another bound method; it lives as long as its object and its function do.
         parts = (fn.__self__, fn.__func__) if inspect.ismethod(fn) else (fn,)
         compiled_for = {name: value for name, value in options.items() if name != "progress"}
+        compiled_for["task"] = task_device.get()
         try:
             in_place = variables_of(options.get("in_place", ()))
             compiled_for["in_place"] = [id(variable) for variable in in_place]

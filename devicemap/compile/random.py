@@ -70,27 +70,52 @@ def drawing_from(stream: Stream | None) -> Iterator[None]:
 
 
 def random_states(fn: Callable[..., Any]) -> Callable[[], bytes]:
-    """Return a function that returns the state of all generators of Python and NumPy that `fn` can draw from.
+    """Return a function that returns the state of all generators of Python and NumPy that `fn` and its helpers refer to.
 
-    These are the global ones, and those among the globals and the closure of `fn`.
+    Other generators are left out, because other threads may draw from them while `fn` is traced.
     """
-    try:
-        seen = inspect.getclosurevars(inspect.unwrap(fn))
-        values = [*seen.globals.values(), *seen.nonlocals.values()]
-    except (TypeError, ValueError):  # not a Python function, or a cell of its closure is empty
-        values = []
-    getters: list[Callable[[], Any]] = [
-        random.getstate,
-        np.random.get_state,
-        *(v.getstate for v in values if isinstance(v, random.Random) and not isinstance(v, random.SystemRandom)),
-        *(v.get_state for v in values if isinstance(v, np.random.RandomState)),
-        *(partial(getattr, v.bit_generator, "state") for v in values if isinstance(v, np.random.Generator)),
-    ]
+    getters: list[Callable[[], Any]] = []
+    for value in _values_in(fn):
+        source = getattr(value, "__self__", value)  # of a method, its object
+        if source is random:
+            getters.append(random.getstate)
+        elif source is np or source is np.random:
+            getters.append(np.random.get_state)
+        elif isinstance(source, random.Random) and not isinstance(source, random.SystemRandom):
+            getters.append(source.getstate)
+        elif isinstance(source, np.random.RandomState):
+            getters.append(source.get_state)
+        elif isinstance(source, np.random.Generator):
+            getters.append(partial(getattr, source.bit_generator, "state"))
 
     def states() -> bytes:
-        return pickle.dumps([state() for state in getters])
+        return pickle.dumps([getter() for getter in getters])
 
     return states
+
+
+def _values_in(fn: Any, depth: int = 3) -> Iterator[Any]:
+    """Yield the objects that a Python function refers to by global names and its closure, also in functions that it calls."""
+    fn = inspect.unwrap(fn) if callable(fn) else fn
+    code = getattr(fn, "__code__", None)
+    if code is None or not depth:
+        return
+    names = {*_names_in(code)}
+    values = [value for name, value in fn.__globals__.items() if name in names]
+    for cell in fn.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            values.append(cell.cell_contents)
+    for value in values:
+        yield value
+        if inspect.isfunction(value):
+            yield from _values_in(value, depth - 1)
+
+
+def _names_in(code: Any) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if inspect.iscode(constant):
+            yield from _names_in(constant)
 
 
 def row_seeds(seed: int, first_row: int, rows: Any) -> Any:

@@ -1,0 +1,226 @@
+"""Independent Python jobs: one per device at a time, each in a thread under `tf.device`."""
+
+from __future__ import annotations
+
+import inspect
+import reprlib
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from devicemap.devices import choose_devices, task_device
+from devicemap.errors import DataError, DeviceMapError, OptionError
+from devicemap.events import (
+    CallFinished,
+    CallStarted,
+    ChunkFailed,
+    ChunkFinished,
+    ChunkRetried,
+    ChunkStarted,
+    Event,
+    Shard,
+    short_name,
+)
+from devicemap.inspect.progress import ProgressBar
+from devicemap.options import check_options
+
+_SIGNAL_SECONDS = 0.1
+"""The longest wait of the calling thread: Python handles Ctrl-C between waits if another thread receives the signal."""
+
+
+def parallel_tasks(
+    fn: Callable[..., Any],
+    items: Iterable[Any],
+    *,
+    devices: Any = None,
+    max_retries: int = 0,
+    on_error: Literal["raise", "skip"] = "raise",
+    progress: Any = False,
+    name: str | None = None,
+) -> list[Any]:
+    """Call `fn(item)` for each item, on several devices at once: independent jobs such as a Keras `fit` or an MCMC chain.
+
+    Each device runs one task at a time, in a thread of its own under `tf.device`. The next item goes to the first idle device.
+    Tasks share the memory of the process, so data is not copied. Inside a task, `devices=None` of `parallel_map` and
+    `parallelize` means the device of the task.
+
+    Args:
+        fn: an ordinary Python function. It gets the full name of its device as well if it has a parameter `device`.
+        items: any objects; they are read before the first task starts.
+        devices: as for `parallel_map`.
+        max_retries: how often a task that raised an exception is tried again.
+        on_error: "raise": running tasks finish, no further task starts, and the first exception is raised. "skip": the
+            exception takes the place of the result.
+        progress: `True` for a progress bar, or a callable that gets each `devicemap.types.Event`, one at a time. The rows of
+            an event are the number of the item.
+        name: a name for the progress bar.
+
+    Returns:
+        The results in the order of items; any objects.
+
+    Raises:
+        OptionError, DataError: before anything runs, for invalid arguments.
+        Exception: what `fn` raises, with a note that names the item and the device.
+
+    Threads share the global seeds of Python, NumPy, TensorFlow and Keras, and `keras.utils.clear_session()` resets the names of
+    layers in all threads. So give seeds to layers, initializers and generators, and do not clear the session in a task. Then
+    each model equals one that is trained alone.
+
+    Ctrl-C returns at once. A Python function cannot be interrupted from outside, so running tasks continue in daemon threads
+    until they end.
+
+    Examples:
+        >>> parallel_tasks(lambda n: n * n, [1, 2, 3])
+        [1, 4, 9]
+    """
+    checked = check_options(fn, {"devices": devices, "max_retries": max_retries, "progress": progress, "name": name})
+    if on_error not in ("raise", "skip"):
+        raise OptionError(f"on_error={on_error!r}; expected 'raise' or 'skip'")
+    if isinstance(items, str | bytes) or not isinstance(items, Iterable):
+        raise DataError(f"items is {items!r:.80}; expected a list, or another iterable of the arguments of fn")
+    if not tf.executing_eagerly():
+        raise DeviceMapError("parallel_tasks was called inside a tf.function, which runs no Python; call it outside")
+    bar = ProgressBar(name or str(getattr(fn, "__name__", "tasks"))) if progress is True else None
+    call = _Call(fn, [*items], int(max_retries), on_error == "skip", bar or checked.progress or (lambda event: None))
+    return call.run(choose_devices(devices))
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A message of a worker: a task ended with a result or an error."""
+
+    shard: Shard
+    """The number of the item, and the device."""
+
+    started_seconds: float
+    result: Any
+    error: BaseException | None
+
+
+@dataclass
+class _Call:
+    """A call of `parallel_tasks`. The calling thread owns all state. Workers run the items in their queues."""
+
+    fn: Callable[..., Any]
+    items: Sequence[Any]
+    max_retries: int
+    skips: bool
+    observe: Callable[[Event], object]
+
+    def __post_init__(self) -> None:
+        self._began = time.perf_counter()
+        self._waiting = deque(range(len(self.items)))
+        self._queues: dict[str, SimpleQueue[Shard | None]] = {}
+        self._ended: SimpleQueue[_Ended] = SimpleQueue()
+        self._running = 0
+        self._failures: Counter[int] = Counter()
+
+    def run(self, devices: Sequence[str]) -> list[Any]:
+        """Run all tasks and return their results."""
+        self._queues = {device: SimpleQueue() for device in devices[: len(self.items)]}
+        workers = [Thread(target=self._work, args=(d,), name="devicemap task", daemon=True) for d in self._queues]
+        error: BaseException | None = None
+        try:
+            self.observe(CallStarted(0.0, len(self.items), tuple(self._queues)))
+            for worker in workers:
+                worker.start()
+            return self._collect()
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            for queue in self._queues.values():
+                queue.put(None)
+            if not self._running:  # otherwise, after Ctrl-C or an error of the observer, running tasks end later
+                for worker in workers:
+                    worker.join()
+            self.observe(CallFinished(self._now(), error))
+
+    def _work(self, device: str) -> None:
+        """Run the tasks in the queue of a device until `None` comes: the target of a worker's thread."""
+        task_device.set(device)
+        keywords = {"device": device} if _takes_device(self.fn) else {}
+        while (shard := self._queues[device].get()) is not None:
+            started, result, error = self._now(), None, None
+            try:
+                with tf.device(device):
+                    result = self.fn(self.items[shard.start], **keywords)
+            except BaseException as raised:  # SystemExit ends the call, too
+                error = raised
+            self._ended.put(_Ended(shard, started, result, error))
+            del result, error
+
+    def _collect(self) -> list[Any]:
+        """Return the results when all tasks have ended, or raise the first error that is not retried or skipped."""
+        results: list[Any] = [None] * len(self.items)
+        first: BaseException | None = None
+        for device in self._queues:
+            self._start_next(device)
+        while self._running:
+            ended = self._next()
+            self._running -= 1
+            shard, number, error = ended.shard, ended.shard.start, ended.error
+            if error is None:
+                results[number] = ended.result
+                self.observe(ChunkFinished(self._now(), shard, ended.started_seconds))
+            else:
+                self.observe(ChunkFailed(self._now(), shard, ended.started_seconds, error))
+                self._failures[number] += 1
+                again = isinstance(error, Exception) and self._failures[number] <= self.max_retries
+                if first is not None:
+                    continue
+                if again:
+                    self._waiting.append(number)
+                elif self.skips and isinstance(error, Exception):
+                    results[number] = _with_note(error, shard, self.items[number])
+                else:
+                    first = _with_note(error, shard, self.items[number])
+                    self._waiting.clear()
+            self._start_next(shard.device)
+        if first is not None:
+            raise first
+        return results
+
+    def _start_next(self, device: str) -> None:
+        """Send the next item, if there is one, to an idle device."""
+        if self._waiting:
+            number = self._waiting.popleft()
+            shard = Shard(device, number, number + 1)
+            if self._failures[number]:
+                self.observe(ChunkRetried(self._now(), shard, self._failures[number] + 1))
+            self.observe(ChunkStarted(self._now(), shard, 0.0))
+            self._running += 1
+            self._queues[device].put(shard)
+
+    def _next(self) -> _Ended:
+        while True:
+            with suppress(Empty):
+                return self._ended.get(timeout=_SIGNAL_SECONDS)
+
+    def _now(self) -> float:
+        """Return the seconds since the call began."""
+        return time.perf_counter() - self._began
+
+
+def _takes_device(fn: Callable[..., Any]) -> bool:
+    """Return whether a function has a parameter `device` besides the first one."""
+    try:
+        return "device" in [*inspect.signature(fn).parameters][1:]
+    except (TypeError, ValueError):  # a function whose signature Python does not know
+        return False
+
+
+def _with_note(error: Any, shard: Shard, item: Any) -> BaseException:
+    note = f"item {shard.start} on {short_name(shard.device)}: {reprlib.repr(item)}"
+    if hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(note)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", []), note]
+    return error

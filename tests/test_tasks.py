@@ -1,0 +1,214 @@
+"""Independent jobs, one per device at a time."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import devicemap
+from devicemap.errors import DataError, DeviceError, DeviceMapError, OptionError
+from devicemap.types import CallFinished, CallStarted, ChunkFailed, ChunkFinished, ChunkRetried, ChunkStarted
+
+X = np.random.default_rng(0).normal(size=(96, 4)).astype(np.float32)
+Y = X.sum(1, keepdims=True)
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_are_left() -> Iterator[None]:
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "devicemap task"]
+
+
+def _device_of(item: Any) -> str:
+    return str(tf.constant(item).device)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 12])
+def test_results_are_in_the_order_of_items(devices: list[str], count: int) -> None:
+    results = devicemap.parallel_tasks(lambda n: {"n": n, "object": object}, range(count), devices=devices)
+    assert results == [{"n": n, "object": object} for n in range(count)]
+
+
+def test_all_devices_work_at_once_and_each_on_one_task(devices: list[str]) -> None:
+    """A barrier lets no task pass before there is one on each device."""
+    barrier = threading.Barrier(len(devices), timeout=60)
+    lock, running, most = threading.Lock(), Counter[str](), Counter[str]()
+
+    def task(item: int, device: str) -> str:
+        with lock:
+            running[device] += 1
+            most[device] = max(most[device], running[device])
+        barrier.wait()
+        with lock:
+            running[device] -= 1
+        assert _device_of(item) == device
+        return device
+
+    used = devicemap.parallel_tasks(task, range(3 * len(devices)), devices=devices)
+    assert set(most.values()) == {1}
+    assert len(most) == len(devices)
+    assert set(used) == set(most)
+
+
+def test_maps_and_models_inside_a_task_use_its_device(devices: list[str]) -> None:
+    def task(item: int, device: str) -> None:
+        plan = devicemap.DeviceMap(lambda n: n + item).explain(tf.range(8))
+        assert [part.device for part in plan.devices] == [device]
+        np.testing.assert_array_equal(devicemap.parallel_map(tf.negative, [item]), [-item])
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        devicemap.parallelize(model).fit(X, Y, verbose=0)
+        assert [share.device for share in model.report().devices] == [device]
+
+    devicemap.parallel_tasks(task, range(2 * len(devices)), devices=devices)
+    assert len(devicemap.DeviceMap(tf.negative, devices=devices).explain(tf.range(8)).devices) == len(devices)
+
+
+def test_data_is_shared() -> None:
+    items = [X, [1, 2], object()]
+    assert all(got is item for got, item in zip(devicemap.parallel_tasks(lambda item: item, iter(items)), items))
+
+
+@pytest.mark.parametrize("error", [KeyError("missing"), tf.errors.InternalError(None, None, "bad"), SystemExit(3)])
+def test_the_first_error_is_raised_and_running_tasks_finish(error: BaseException) -> None:
+    failed, finished = threading.Event(), []
+
+    def task(item: int) -> None:
+        if item == 1:
+            raise error
+        failed.wait(60)
+        finished.append(item)
+
+    def observe(event: Any) -> None:
+        if isinstance(event, ChunkFailed):
+            failed.set()
+
+    with pytest.raises(type(error)) as caught:
+        devicemap.parallel_tasks(task, range(50), devices=["CPU:0", "CPU:1", "CPU:2"], progress=observe)
+    assert caught.value is error
+    assert caught.value.__notes__[-1] == "item 1 on CPU:1: 1"
+    assert {*finished} == {0, 2}
+
+
+def test_skipped_errors_take_the_place_of_results(devices: list[str]) -> None:
+    results = devicemap.parallel_tasks(lambda n: 6 // n, [3, 0, 2], devices=devices, on_error="skip")
+    assert results[::2] == [2, 3]
+    assert isinstance(results[1], ZeroDivisionError)
+
+
+def test_retries_and_events() -> None:
+    calls, events = Counter[int](), []
+
+    def task(item: int) -> int:
+        calls[item] += 1
+        if item == 1 and calls[item] < 3:
+            raise OSError("busy")
+        return item
+
+    assert devicemap.parallel_tasks(task, range(3), devices="CPU:0", max_retries=2, progress=events.append) == [0, 1, 2]
+    assert calls == {0: 1, 1: 3, 2: 1}
+    kinds = Counter(map(type, events))
+    assert kinds == {
+        CallStarted: 1,
+        ChunkStarted: 5,
+        ChunkFailed: 2,
+        ChunkRetried: 2,
+        ChunkFinished: 3,
+        CallFinished: 1,
+    }
+    assert (events[0].rows, events[-1].error) == (3, None)
+    assert [event.attempt for event in events if isinstance(event, ChunkRetried)] == [2, 3]
+    with pytest.raises(OSError, match="busy"):
+        devicemap.parallel_tasks(lambda n: task(-n) if n else _raise(OSError("busy")), [0], max_retries=1)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((None, [1]), {}, OptionError, "fn is of type NoneType, not callable"),
+        ((len, 3), {}, DataError, "items is 3; expected a list"),
+        ((len, "abc"), {}, DataError, "items is 'abc'; expected a list"),
+        ((len, [1]), {"on_error": "ignore"}, OptionError, "on_error='ignore'; expected 'raise' or 'skip'"),
+        ((len, [1]), {"max_retries": -1}, OptionError, "max_retries=-1; expected an int of at least 0"),
+        ((len, [1]), {"progress": 3}, OptionError, "progress=3; expected True"),
+        ((len, [1]), {"devices": "CPU:99"}, DeviceError, "CPU:99"),
+    ],
+)
+def test_invalid_arguments(arguments: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        devicemap.parallel_tasks(*arguments, **options)
+
+
+def test_inside_a_function_it_is_refused() -> None:
+    with pytest.raises(DeviceMapError, match=r"parallel_tasks was called inside a tf\.function"):
+        tf.function(lambda: devicemap.parallel_tasks(len, [[1]]))()
+
+
+def test_an_interrupt_returns_at_once() -> None:
+    """Also while tasks are running that never end by themselves."""
+    release, main = threading.Event(), threading.main_thread()
+    started = threading.Barrier(3)
+
+    def interrupt() -> None:
+        started.wait(60)
+        signal.pthread_kill(main.ident or 0, signal.SIGINT)
+
+    def task(item: int) -> None:
+        started.wait(60)
+        release.wait(60)
+
+    other = threading.Thread(target=interrupt)
+    other.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            devicemap.parallel_tasks(task, range(9), devices=["CPU:0", "CPU:1"])
+        assert not release.is_set()
+    finally:
+        release.set()
+        other.join()
+    for thread in threading.enumerate():  # the two tasks that were running end, and no other starts
+        if thread.name == "devicemap task":
+            thread.join(60)
+
+
+def _train(seed: int) -> list[np.ndarray]:
+    """Train a model whose random numbers all have seeds of their own."""
+    model = keras.Sequential(
+        [
+            keras.Input([4]),
+            keras.layers.Dense(8, "relu", kernel_initializer=keras.initializers.GlorotUniform(seed)),
+            keras.layers.Dropout(0.3, seed=seed),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(seed + 1)),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    model.fit(X, Y, batch_size=32, epochs=2, shuffle=False, verbose=0)
+    weights: list[np.ndarray] = model.get_weights()
+    return weights
+
+
+def test_models_equal_those_that_are_trained_alone(devices: list[str]) -> None:
+    seeds = range(2 * len(devices))
+    together = devicemap.parallel_tasks(_train, seeds, devices=devices)
+    for seed, weights in zip(seeds, together):
+        for got, wanted in zip(weights, _train(seed), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_order_of_starts_follows_the_items() -> None:
+    started: list[int] = []
+    devicemap.parallel_tasks(started.append, range(6), devices="CPU:3")
+    assert started == [*range(6)]
