@@ -25,9 +25,8 @@ from devicemap.data.streams import as_dataset
 from devicemap.data.structure import as_nodes, as_objects, nodes_of, tuples_for_lists
 from devicemap.errors import DataError
 from devicemap.events import Event, short_name
-from devicemap.inspect.data_spec import data_spec
 from devicemap.inspect.plan import Plan
-from devicemap.inspect.planner import explain_call
+from devicemap.inspect.planner import data_spec, explain_call
 from devicemap.inspect.recorder import Observers
 from devicemap.inspect.report import Report
 from devicemap.inspect.verify import Verification, verify

@@ -11,7 +11,7 @@ from typing import Any
 from tensorflow.python.eager import context  # no public way to see the partitioned graphs of an eager call
 
 from devicemap.compile.trace import Traced
-from devicemap.inspect.data_spec import data_spec
+from devicemap.inspect.planner import data_spec
 
 
 def traced(mapper: Any, data_or_spec: Any) -> Traced:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
-from devicemap.inspect.plan_advice import advise
+from devicemap.inspect.advice import advise_before
 from devicemap.inspect.plan_text import plan_text
-from devicemap.inspect.render import Result, counted
+from devicemap.inspect.render import Result
 
 
 class Handling(Enum):
@@ -134,13 +134,7 @@ class Plan(Result):
     @property
     def advice(self) -> tuple[str, ...]:
         """What prevents parallelism, and what to do."""
-        return advise(self)
-
-    @property
-    def summary(self) -> str:
-        """The plan in one line."""
-        rows = "an unknown number of rows" if self.rows is None else counted(self.rows, "row")
-        return f"{self.name}: {rows} on {counted(len(self.devices), 'device')}, in {self.engine}"
+        return advise_before(self)
 
     def __rich__(self) -> Any:
         return plan_text(self)

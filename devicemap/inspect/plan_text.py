@@ -10,8 +10,8 @@ from rich.console import Group
 from rich.text import Text
 
 from devicemap.events import short_name
-from devicemap.inspect.plan_advice import quoted
-from devicemap.inspect.render import listed, page, size_text, table
+from devicemap.inspect.advice import quoted
+from devicemap.inspect.render import counted, listed, page, size_text, table
 
 if TYPE_CHECKING:
     from devicemap.inspect.plan import Plan
@@ -22,8 +22,10 @@ _SHOWN = 3
 
 def plan_text(plan: Plan) -> Any:
     """Return a `rich` renderable: a summary, a table of devices, facts and advice."""
+    rows = "an unknown number of rows" if plan.rows is None else counted(plan.rows, "row")
+    title = f"{plan.name}: {rows} on {counted(len(plan.devices), 'device')}, in {plan.engine}"
     facts = Group(*map(Text, _facts(plan)))
-    return page(plan.summary, table([*_devices(plan)]), facts, notes=[f"* {line}" for line in plan.advice])
+    return page(title, table([*_devices(plan)]), facts, notes=[f"* {line}" for line in plan.advice])
 
 
 def _devices(plan: Plan) -> Iterator[dict[str, str]]:

@@ -1,8 +1,9 @@
-"""Collect the facts of a `Plan`, from the traced function, the graph of the call and the number of rows."""
+"""Collect the facts of a `Plan`, from data or specs, the traced function, the graph of the call and the number of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -10,15 +11,66 @@ import tensorflow as tf
 from devicemap.compile.call_spec import CallSpec
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.graph_walker import GraphWalker, size_of, waits_between_devices
+from devicemap.data.rows import any_rows, as_rows
+from devicemap.data.sources import from_dataset
+from devicemap.data.structure import freeze, map_nest
 from devicemap.devices import gpu_indices
+from devicemap.errors import DataError
 from devicemap.events import Shard
 from devicemap.inspect.captures import captured_by
-from devicemap.inspect.data_spec import DataSpec
 from devicemap.inspect.plan import DevicePlan, Plan
 from devicemap.options import Options
 from devicemap.run.mapper import in_flight
 
 _PYTHON_OPS = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())
+_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """Specs of data."""
+
+    specs: Any
+    """Nest of `tf.TypeSpec`s of shapes `[None, ...]`."""
+
+    key: Any
+    """As `Rows.key`: one trace serves one key."""
+
+    rows: int | None
+    """Number of rows, `None` if unknown."""
+
+    chunks: bool
+    """Whether a call uses chunks."""
+
+
+def data_spec(data_or_spec: Any, options: Options) -> DataSpec:
+    """Return the specs of data, or of a nest of specs. Nothing is read from a dataset.
+
+    Raises:
+        DataError: for other data and specs, and inside a `tf.function`.
+    """
+    if not tf.executing_eagerly():
+        raise DataError(
+            "a plan cannot be made inside a tf.function; call explain outside of it, with data or with specs"
+        )
+    if isinstance(data_or_spec, tf.data.Dataset):
+        source = from_dataset(data_or_spec, options)
+        source.close()
+        return DataSpec(source.specs, source.key, source.rows, chunks=True)
+    if _is_shape(data_or_spec):
+        raise DataError(
+            f"data_or_spec is {data_or_spec}, a shape; expected data, or a spec, such as "
+            f"tf.TensorSpec({data_or_spec}, tf.float32)"
+        )
+    chunks = options.batch_size is not None
+    leaves: list[tuple[str, Any]] = []
+    map_nest(lambda leaf, path: leaves.append((path, leaf)), data_or_spec, "data_or_spec")
+    if not any(isinstance(leaf, tf.TypeSpec) for _, leaf in leaves):
+        rows = as_rows(data_or_spec)
+        return DataSpec(rows.specs, rows.key, rows.count, chunks)
+    count = _row_count(leaves)
+    specs = map_nest(lambda leaf, _: any_rows(leaf), data_or_spec)
+    return DataSpec(specs, freeze(specs), count, chunks)
 
 
 def explain_call(
@@ -67,3 +119,29 @@ def _bytes_per_row(specs: Iterable[Any]) -> int | None:
     """Return the bytes of one row of all leaves; `None` if their shapes do not determine them."""
     sizes = [size_of(spec.shape, spec.dtype) if isinstance(spec, tf.TensorSpec) else None for spec in specs]
     return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def _is_shape(given: Any) -> bool:
+    """Return whether this is a shape. A list of numbers may be rows, a tuple of numbers cannot."""
+    if not isinstance(given, list | tuple) or not given:
+        return isinstance(given, tf.TensorShape)
+    return all(n is None or isinstance(n, int) for n in given) and (isinstance(given, tuple) or None in given)
+
+
+def _row_count(leaves: Sequence[tuple[str, Any]]) -> int | None:
+    """Check specs, and return their number of rows; `None` if no spec contains it."""
+    for path, leaf in leaves:
+        if not isinstance(leaf, _SPECS):
+            raise DataError(
+                f"{path} is a {type(leaf).__name__}; expected tf.TensorSpec, tf.RaggedTensorSpec or tf.SparseTensorSpec in "
+                "every leaf, or data in every leaf, or a tf.data.Dataset"
+            )
+        if not leaf.shape.rank:
+            raise DataError(
+                f"{path} is {leaf}; every leaf needs rows as its first axis, of shape [rows, ...] or [None, ...]"
+            )
+    counts = {path: leaf.shape[0] for path, leaf in leaves if leaf.shape[0] is not None}
+    if len(set(counts.values())) > 1:
+        lengths = ", ".join(f"{path} has {count}" for path, count in counts.items())
+        raise DataError(f"the leaves have different numbers of rows: {lengths}. They must share their first axis")
+    return next(iter(counts.values()), None)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -23,8 +23,8 @@ from devicemap.events import (
     Event,
     Shard,
 )
+from devicemap.inspect.advice import reason_for_loop
 from devicemap.inspect.gpu_usage import GpuUsage
-from devicemap.inspect.plan_advice import reason_for_loop
 from devicemap.inspect.progress import ProgressBar
 from devicemap.inspect.report import DeviceReport, Report
 from devicemap.inspect.timeline import Span
@@ -36,21 +36,6 @@ _Observer = Callable[[Event], object]
 
 _KEPT_SPANS = 10_000
 """Bounds the memory of the report of an endless stream."""
-
-
-@dataclass
-class _DeviceCounters:
-    """What a device did so far."""
-
-    rows: int = 0
-    calls: int = 0
-    retries: int = 0
-    back_offs: int = 0
-    lost: bool = False
-    running: int = 0
-    busy_since: float = 0.0
-    busy_seconds: float = 0.0
-    waiting_seconds: float = 0.0
 
 
 class Recorder:
@@ -70,81 +55,71 @@ class Recorder:
         self._rows: int | None = None
         self._seconds = 0.0
         self._error: str | None = None
-        self._counters: dict[str, _DeviceCounters] = defaultdict(_DeviceCounters)
+        self._devices: dict[str, DeviceReport] = {}
         self._running: dict[Shard, float] = {}
+        self._busy_since: dict[str, float] = {}
         self._spans: deque[Span] = deque(maxlen=_KEPT_SPANS)
 
     def __call__(self, event: Event) -> None:
         self._seconds = event.seconds
         if isinstance(event, ChunkStarted):
-            self._start(event)
+            self._device(event.shard.device).waiting_seconds += event.waited_seconds
+            self._running[event.shard] = event.seconds
+            self._busy_since.setdefault(event.shard.device, event.seconds)
         elif isinstance(event, ChunkFinished | ChunkFailed):
-            self._end(event)
+            self._end(event.shard, "failed" if isinstance(event, ChunkFailed) else "finished")
+            self._usage.sample(event.seconds)
         elif isinstance(event, ChunkRetried):
-            counters = self._counters[event.shard.device]
-            counters.retries += 1
-            counters.back_offs += event.attempt == 1
+            self._device(event.shard.device).retries += 1
+            self._device(event.shard.device).back_offs += event.attempt == 1
         elif isinstance(event, DeviceLost):
-            self._counters[event.device].lost = True
+            self._device(event.device).lost = True
         elif isinstance(event, CallStarted):
             self._rows = event.rows
-            for device in event.devices:
-                self._counters[device] = _DeviceCounters()
+            self._devices = {device: DeviceReport(device) for device in event.devices}
         elif isinstance(event, CallFinished):
             self._usage.close()
             self._error = None if event.error is None else f"{type(event.error).__name__}: {brief(event.error)}"
 
-    def _start(self, event: ChunkStarted) -> None:
-        counters = self._counters[event.shard.device]
-        if not counters.running:
-            counters.busy_since = event.seconds
-        counters.running += 1
-        counters.waiting_seconds += event.waited_seconds
-        self._running[event.shard] = event.seconds
+    def _device(self, name: str) -> DeviceReport:
+        return self._devices.setdefault(name, DeviceReport(name))
 
-    def _end(self, event: ChunkFinished | ChunkFailed) -> None:
-        counters, shard = self._counters[event.shard.device], event.shard
-        counters.running -= 1
-        if not counters.running:
-            counters.busy_seconds += event.seconds - counters.busy_since
-        counters.calls += 1
-        outcome: Literal["finished", "failed"] = "failed" if isinstance(event, ChunkFailed) else "finished"
-        counters.rows += len(shard) if outcome == "finished" else 0
-        self._spans.append(Span(shard, self._running.pop(shard), event.seconds, outcome))
-        self._usage.sample(event.seconds)
+    def _end(self, shard: Shard, outcome: Literal["finished", "failed"]) -> None:
+        device = self._device(shard.device)
+        device.calls += 1
+        device.rows += len(shard) if outcome == "finished" else 0
+        self._spans.append(Span(shard, self._running.pop(shard), self._seconds, outcome))
+        if not any(other.device == shard.device for other in self._running):
+            device.busy_seconds += self._seconds - self._busy_since.pop(shard.device)
 
     def report(self) -> Report:
         """Return the report of the events so far."""
-        rows = sum(counters.rows for counters in self._counters.values())
         unfinished = [Span(shard, start, self._seconds, "unfinished") for shard, start in self._running.items()]
         return Report(
             engine=self._engine,
-            rows=rows,
+            rows=sum(device.rows for device in self._devices.values()),
             expected_rows=self._rows,
             wall_seconds=self._seconds,
             traces=self._traces,
             error=self._error,
-            devices=tuple(self._device_report(device, counters, rows) for device, counters in self._counters.items()),
+            devices=tuple(map(self._finished, self._devices.values())),
             spans=(*self._spans, *unfinished),
             row_by_row=self._row_by_row,
-            in_turn=self._in_turn and len(self._counters) > 1,
+            in_turn=self._in_turn and len(self._devices) > 1,
         )
 
-    def _device_report(self, device: str, counters: _DeviceCounters, rows: int) -> DeviceReport:
-        running = self._seconds - counters.busy_since if counters.running else 0.0
-        busy = min(self._seconds, counters.busy_seconds + running)
-        return DeviceReport(
-            device=device,
-            rows=counters.rows,
-            share=counters.rows / rows if rows else 0.0,
-            calls=counters.calls,
+    def _finished(self, device: DeviceReport) -> DeviceReport:
+        """Return a copy with the numbers that depend on the whole call."""
+        rows = sum(each.rows for each in self._devices.values())
+        running = self._seconds - self._busy_since.get(device.device, self._seconds)
+        busy = min(self._seconds, device.busy_seconds + running)
+        return replace(
+            device,
+            share=device.rows / rows if rows else 0.0,
             busy_seconds=busy,
             idle_seconds=self._seconds - busy,
-            waiting_seconds=min(self._seconds - busy, counters.waiting_seconds),
-            retries=counters.retries,
-            back_offs=counters.back_offs,
-            lost=counters.lost,
-            utilisation_percent=self._usage.percent(device),
+            waiting_seconds=min(self._seconds - busy, device.waiting_seconds),
+            utilisation_percent=self._usage.percent(device.device),
         )
 
 
@@ -155,11 +130,8 @@ class GraphCall:
     rows: int
     devices: Sequence[str]
 
-    runs: list[GraphRun] = field(default_factory=list)
-    """The graphs that ran; the graph engine adds them."""
-
-    began: float = field(default_factory=time.time)
-    """In seconds since the epoch."""
+    run: GraphRun | None = None
+    """The graph that ran; the graph engine sets it."""
 
     seconds: float = 0.0
     """Duration."""
@@ -170,16 +142,7 @@ class GraphCall:
 
     def events(self, error: BaseException | None = None) -> list[Event]:
         """Return the other events."""
-        events: list[Event] = []
-        for run in self.runs:
-            for shard, *times in run.spans():
-                # The system clock may be set during the call.
-                started, finished = (min(max(at - self.began, 0.0), self.seconds) for at in times)
-                events += [ChunkStarted(started, shard, 0.0), ChunkFinished(finished, shard, started)]
-        events.sort(
-            key=lambda event: event.seconds
-        )  # stable: the start of a span without duration stays before its end
-        return [*events, CallFinished(self.seconds, error)]
+        return [*(self.run.events() if self.run else []), CallFinished(self.seconds, error)]
 
 
 class Observers:

@@ -7,54 +7,49 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from devicemap.events import short_name
+from devicemap.inspect.advice import advise_after
 from devicemap.inspect.render import Result, counted, page, seconds_text, table
-from devicemap.inspect.report_advice import advise
 from devicemap.inspect.timeline import Span, save_plot, save_trace
 
 
-@dataclass(frozen=True)
+@dataclass
 class DeviceReport:
     """What one device did in one call."""
 
     device: str
     """Full name."""
 
-    rows: int
+    rows: int = 0
     """Rows that it computed."""
 
-    share: float
+    share: float = 0.0
     """These rows, divided by the rows of all devices."""
 
-    calls: int
+    calls: int = 0
     """Chunks, or shards of one graph, that finished or failed."""
 
-    busy_seconds: float
+    busy_seconds: float = 0.0
     """Time with at least one chunk in flight. In one graph after `tf.config.experimental.enable_op_determinism()`, which
     allows no clocks in graphs: the duration of the call."""
 
-    idle_seconds: float
+    idle_seconds: float = 0.0
     """The rest of the duration of the call."""
 
-    waiting_seconds: float
+    waiting_seconds: float = 0.0
     """The part of the idle time in which rows were being read."""
 
-    retries: int
+    retries: int = 0
     """Chunks that it started after they had failed, here or on another device."""
 
-    back_offs: int
+    back_offs: int = 0
     """The retries with fewer rows, after it ran out of memory."""
 
-    lost: bool
+    lost: bool = False
     """Whether it failed repeatedly and got no more chunks."""
 
-    utilisation_percent: float | None
+    utilisation_percent: float | None = None
     """Mean share of time in which the GPU ran a kernel of any program, 0 to 100. `None` without `nvidia-ml-py`, in one graph,
     on other devices, and for calls of less than 0.5 s."""
-
-    @property
-    def rows_per_busy_second(self) -> float:
-        """Speed while it worked; 0 if it did not."""
-        return self.rows / self.busy_seconds if self.busy_seconds else 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,7 +121,7 @@ class Report(Result):
     @property
     def advice(self) -> tuple[str, ...]:
         """What slowed the call down, and what to do."""
-        return advise(self)
+        return advise_after(self)
 
     @property
     def summary(self) -> str:

@@ -22,8 +22,8 @@ from devicemap.data.structure import as_objects, freeze
 from devicemap.devices import choose_output_device
 from devicemap.errors import DataError, OptionError, brief, function_error, warn_user
 from devicemap.hosts import settle
-from devicemap.inspect.data_spec import data_spec
 from devicemap.inspect.pipeline_plan import PipelinePlan, StagePlan
+from devicemap.inspect.planner import data_spec
 from devicemap.options import Options, check_count
 from devicemap.pipelines.calls import Calls
 from devicemap.pipelines.schedule import schedule_of

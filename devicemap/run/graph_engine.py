@@ -23,7 +23,7 @@ from devicemap.data.join import check_inner_shapes
 from devicemap.data.rows import HOST, Rows, take_rows
 from devicemap.devices import is_out_of_memory
 from devicemap.errors import DataError, FunctionError
-from devicemap.events import Shard
+from devicemap.events import ChunkFinished, ChunkStarted, Event, Shard
 
 _AGAIN_SECONDS = 1.0
 """A call that failed later is not repeated to find the rows. The repetition takes no longer, either."""
@@ -48,24 +48,26 @@ class GraphRun:
     """Float64 `[shards]`, or longer: when the results of each arrived, in seconds since the epoch. `None`: unknown, for one
     shard or without clocks."""
 
-    def spans(self) -> list[tuple[Shard, float, float]]:
-        """Return each shard, when it began and when it was done."""
-        ended = self.began + self.seconds
-        if self.arrivals is None:
-            return [(shard, self.began, ended) for shard in self.shards]
-        # The system clock may be set during the call.
-        done = np.clip(np.asarray(self.arrivals)[: len(self.shards)], self.began, ended)
-        if not self.in_turn:
-            return [(shard, self.began, float(at)) for shard, at in zip(self.shards, done)]
-        done = np.maximum.accumulate(done)
-        return list(zip(self.shards, [self.began, *done[:-1].tolist()], done.tolist()))
+    def events(self) -> list[Event]:
+        """Return the start and the end of each shard, sorted by time."""
+        ended = [self.seconds] * len(self.shards)
+        if self.arrivals is not None:  # the system clock may be set during the call
+            ended = np.clip(np.asarray(self.arrivals)[: len(self.shards)] - self.began, 0.0, self.seconds).tolist()
+        started = [0.0] * len(self.shards)
+        if self.in_turn and self.arrivals is not None:
+            ended = np.maximum.accumulate(ended).tolist()
+            started = [0.0, *ended[:-1]]
+        events: list[Event] = []
+        for shard, start, end in zip(self.shards, started, ended):
+            events += [ChunkStarted(start, shard, 0.0), ChunkFinished(end, shard, start)]
+        return sorted(events, key=lambda event: event.seconds)  # stable: a start stays before its end
 
 
 class GraphCallLog(Protocol):
     """The log of a call in one graph."""
 
-    runs: list[GraphRun]
-    """The graphs that ran; the graph engine adds them."""
+    run: GraphRun | None
+    """The graph that ran; the graph engine sets it."""
 
 
 class GraphObservers(Protocol):
@@ -129,7 +131,7 @@ class GraphEngine:
                 raise located from cause
             if count and log is not None:
                 ends, seconds = arrivals[0] if arrivals else None, time.perf_counter() - began
-                log.runs.append(GraphRun(shards, began_at, seconds, compiled.traced.audit.ordered, ends))
+                log.run = GraphRun(shards, began_at, seconds, compiled.traced.audit.ordered, ends)
             if count and self.program.counts_rows:
                 check_row_counts(results, returned, shards)
         return compiled.pack(results)

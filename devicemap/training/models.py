@@ -21,9 +21,8 @@ from devicemap._tensorflow.keras import batch_norms_of, forget_functions, layers
 from devicemap.api import DeviceMap
 from devicemap.data.shards import shard_sizes
 from devicemap.errors import OptionError
-from devicemap.inspect.data_spec import data_spec
 from devicemap.inspect.plan import Plan
-from devicemap.inspect.planner import explain_call
+from devicemap.inspect.planner import data_spec, explain_call
 from devicemap.inspect.training_report import DeviceShare, TrainingReport
 from devicemap.inspect.verify import Verification
 from devicemap.options import check_count

@@ -234,7 +234,6 @@ def test_whatever_can_be_mapped_can_be_explained(case: Case) -> None:
     mapper = devicemap.DeviceMap(case.fn, devices=WORKERS, batched=case.batched, **case.options)
     plan = mapper.explain(case.data)
     assert plan.control_edges == plan.ordered == ()
-    assert plan.summary in str(plan)
     json.dumps(plan.to_dict())
 
 

@@ -25,8 +25,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {},
         ["before the end: put the rows that take longest first"],
     ),
-    "few chunks": (history([(10, 1.0)] * 2, devices=4), {}, ["GPU:2 and GPU:3 got no rows: use a smaller batch_size"]),
-    "few rows": (history([(1, 1.0)] * 2, devices=3), {}, ["GPU:2 got no rows: there were no more rows"]),
+    "few chunks": (history([(10, 1.1)] * 2, devices=4), {}, ["GPU:2 and GPU:3 got no rows: use a smaller batch_size"]),
+    "few rows": (history([(1, 1.1)] * 2, devices=3), {}, ["GPU:2 got no rows: there were no more rows"]),
     "slow device": (
         history([(10, 1.0)] * 9, devices=3, slowness=[1, 1, 4]),
         {},

@@ -1,9 +1,13 @@
-"""Advice before a call: what prevents parallelism, and what to do. Pure functions of a plan."""
+"""Advice before a call, from a plan, and after it, from a report: what prevents parallelism, and what to do. Pure functions.
+
+The thresholds are judgements; no benchmark chose them.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import TYPE_CHECKING
 
 from devicemap.compile.vectorize import may_be_forced
@@ -12,12 +16,22 @@ from devicemap.inspect.render import counted, listed, size_text
 
 if TYPE_CHECKING:
     from devicemap.inspect.plan import Plan
+    from devicemap.inspect.report import Report
 
 _LARGE_BYTES = 2**20
 """Copies of fewer bytes take less time than a call."""
 
+_SLOW = 0.5
+"""A device is slow if it computes fewer rows per busy second than this share of the median of the others."""
 
-def advise(plan: Plan) -> tuple[str, ...]:
+_LONG_SECONDS = 1.0
+"""Shorter calls get advice about faults only."""
+
+_LOST_SHARE = 0.1
+"""The least share of the time of the call for advice about lost time."""
+
+
+def advise_before(plan: Plan) -> tuple[str, ...]:
     """Return one sentence for each finding, the most expensive first."""
     findings = _about_order(plan), _about_devices(plan), _about_rows(plan), _about_captured(plan)
     return tuple(sentence for finding in findings for sentence in finding)
@@ -97,3 +111,47 @@ def _about_captured(plan: Plan) -> Iterator[str]:
             f"each call copies {size_text(copied)} of variables to each other device, more than the {size_text(rows)} of its "
             "rows and results: pass more rows per call"
         )
+
+
+def advise_after(report: Report) -> tuple[str, ...]:
+    """Return one sentence for each finding, the most expensive first."""
+    if report.in_turn:
+        return ("the devices worked one after another, because fn depends on the order of rows: see explain",)
+    return *(_about_time(report) if report.wall_seconds > _LONG_SECONDS else ()), *_about_faults(report)
+
+
+def _about_time(report: Report) -> Iterator[str]:
+    seconds, devices = report.wall_seconds, report.devices
+    if report.row_by_row is not None:
+        yield remedies_for_loop(report.row_by_row)
+    waiting = sum(device.waiting_seconds for device in devices) / (len(devices) * seconds)
+    if waiting > _LOST_SHARE:
+        yield f"the devices waited {waiting:.0%} of the time for input: use prefetch, cache or more parallel calls of tf.data"
+    unused = [short_name(device.device) for device in devices if not device.calls and not device.lost]
+    smaller = any(len(span.shard) > 1 for span in report.spans)
+    if 0 < len(unused) < len(devices):
+        yield f"{listed(unused)} got no rows: {'use a smaller batch_size' if smaller else 'there were no more rows'}"
+    ends = {span.shard.device: span.finished_seconds for span in report.spans}
+    last = [ends[device.device] for device in devices if device.device in ends and not device.lost]
+    if last and (tail := max(last) - min(last)) > _LOST_SHARE * seconds:
+        remedy = "use a smaller batch_size" if smaller else "put the rows that take longest first"
+        if smaller and report.engine == "one graph":
+            remedy = "pass batch_size, so that idle devices get chunks"
+        yield f"the first device ran out of work {tail:.2g} s before the end: {remedy}"
+    speeds = {
+        device.device: device.rows / device.busy_seconds for device in devices if device.rows and device.busy_seconds
+    }
+    for name, speed in speeds.items():
+        others = median([each for other, each in speeds.items() if other != name] or [speed])
+        if speed < _SLOW * others:
+            yield (
+                f"{short_name(name)} computed {speed:.3g} rows per busy second, the others {others:.3g}: it is slower, other "
+                "programs use it, or its rows took longer"
+            )
+
+
+def _about_faults(report: Report) -> Iterator[str]:
+    if report.lost_devices:
+        yield f"{listed([*map(short_name, report.lost_devices)])} failed repeatedly and got no more chunks: see the errors"
+    if names := [short_name(device.device) for device in report.devices if device.back_offs]:
+        yield f"{listed(names)} ran out of memory and continued with fewer rows at a time: use a smaller batch_size"
