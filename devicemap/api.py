@@ -256,7 +256,7 @@ class DeviceMap:
 
     @property
     def report(self) -> Report | None:
-        """The report of the last call that finished: rows, times, devices, retries. `None` before the first.
+        """The report of the last call that finished: rows, times and retries of each device. `None` before the first.
 
         Calls inside a user's `tf.function` are not reported.
 
@@ -313,26 +313,26 @@ class DeviceMap:
     ) -> Verification:
         """Run `fn` on some rows in three modes, and compare the results with those of one device.
 
-        The modes are: "again" (one device, all rows at once), "one by one" (one row per call) and "over devices". `fn` runs
-        several times on each row, and so do its side effects.
+        The modes are "again" (one device, all rows at once), "one by one" (one row per call) and "over devices". `fn` runs
+        several times for each row, and so do its side effects.
 
         Args:
-            data: as for `parallel_map`; the first rows are taken.
-            rows: how many; `None` for two per device, and at least 16.
+            data: as for `parallel_map`; the first rows are used.
+            rows: number of rows; `None` for two per device, and at least 16.
             tolerance: the allowed difference of floating-point numbers, relative to the largest number of their output. `None`:
                 half of the digits of their dtype have to agree. Everything else has to be equal.
-            seconds: the time limit, without the trace; `None` for none. A slow `fn` is verified on fewer rows, at least 2. Runs
-                on one device stop at the limit, and the map over the devices starts only if it is likely to finish.
+            seconds: the approximate time limit, without tracing and compiling; `None` for none. If `fn` is slow, fewer rows are
+                compared, but at least 2.
 
         Returns:
-            A `Verification` with `ok` and the findings; print it. `ok` is false if a mode did not finish in time.
+            A `Verification` with `ok` and the findings; print it.
 
         Raises:
             OptionError, DataError: before anything runs.
-            FunctionError: `fn` fails on all rows at once, or over the devices. A failure in another mode is a finding.
+            FunctionError: `fn` fails on all rows at once, or over the devices. A failure on a single row is a finding.
 
         Warns:
-            RuntimeWarning: the time limit left out rows or modes.
+            RuntimeWarning: the time limit left out rows.
 
         Examples:
             >>> mapper = DeviceMap(lambda batch: batch - tf.reduce_mean(batch), batched=True)
