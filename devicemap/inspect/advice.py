@@ -1,4 +1,4 @@
-"""Advice before a call, from a plan, and after it, from a report: what prevents parallelism, and what to do. Pure functions.
+"""Advice before a call, from a plan, and after it, from a report: what costs time, and what to do. Pure functions.
 
 The thresholds are judgements; no benchmark chose them.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from statistics import median
 from typing import TYPE_CHECKING
 
 from devicemap.compile.vectorize import may_be_forced
@@ -21,20 +20,16 @@ if TYPE_CHECKING:
 _LARGE_BYTES = 2**20
 """Copies of fewer bytes take less time than a call."""
 
-_SLOW = 0.5
-"""A device is slow if it computes fewer rows per busy second than this share of the median of the others."""
-
 _LONG_SECONDS = 1.0
-"""Shorter calls get advice about faults only."""
+"""Shorter calls get no advice about time."""
 
 _LOST_SHARE = 0.1
 """The least share of the time of the call for advice about lost time."""
 
 
 def advise_before(plan: Plan) -> tuple[str, ...]:
-    """Return one sentence for each finding, the most expensive first."""
-    findings = _about_order(plan), _about_devices(plan), _about_rows(plan), _about_captured(plan)
-    return tuple(sentence for finding in findings for sentence in finding)
+    """Return one sentence for each finding of a plan, the most expensive first."""
+    return *_about_order(plan), *_about_devices(plan), *_about_rows(plan)
 
 
 def reason_for_loop(batched: bool, vectorized: bool, ordered: bool, reason: str) -> str | None:
@@ -51,7 +46,7 @@ def remedies_for_loop(reason: str) -> str:
 
 
 def quoted(names: Sequence[str]) -> str:
-    """Return the first two of some names."""
+    """Return the first two of some names, and the number of the others."""
     others = [f"{len(names) - 2} more"] if len(names) > 2 else []
     return listed([*(f"`{name}`" for name in names[:2]), *others])
 
@@ -69,18 +64,16 @@ def _about_order(plan: Plan) -> Iterator[str]:
             "the option seed= with tf.random.stateless_* ops"
         )
     if plan.python_ops:
-        yield f"{listed(plan.python_ops)} calls Python, one call at a time for all devices: use TensorFlow ops instead"
+        # Each running call of Python holds one of TensorFlow's threads, so that there may be fewer slots than devices.
+        used = sum(device.rows != 0 for device in plan.devices)
+        few = used < min(len(plan.devices), plan.rows or 0)
+        threads = f" ({used} devices: see tf.config.threading.set_inter_op_parallelism_threads)" if few else ""
+        yield f"{listed(plan.python_ops)} calls Python, one call at a time for all devices{threads}: use TensorFlow ops instead"
 
 
 def _about_devices(plan: Plan) -> Iterator[str]:
     count, rows = len(plan.devices), plan.rows
-    idle = sum(device.rows == 0 for device in plan.devices)
-    if plan.engine == "one graph" and idle and rows is not None:
-        why = ""
-        if plan.python_ops and rows > count - idle:
-            why = ": each call of Python holds a thread, see tf.config.threading.set_inter_op_parallelism_threads"
-        yield f"{counted(idle, 'device')} of {count} get no rows, of {rows}{why}"
-    elif isinstance(plan.batch_size, int) and rows and not plan.ordered and rows <= plan.batch_size * (count - 1):
+    if isinstance(plan.batch_size, int) and rows and not plan.ordered and rows <= plan.batch_size * (count - 1):
         chunks = -(-rows // plan.batch_size)
         yield f"{counted(rows, 'row')} make {counted(chunks, 'chunk')} for {count} devices: use a smaller batch_size"
     parts = defaultdict(list)
@@ -95,29 +88,23 @@ def _about_rows(plan: Plan) -> Iterator[str]:
     reason = reason_for_loop(plan.batched, plan.vectorized, bool(plan.ordered), plan.reason)
     if reason is not None:
         yield remedies_for_loop(reason)
-
-
-def _about_captured(plan: Plan) -> Iterator[str]:
-    copied = 0
-    for each in plan.captured:
-        if each.handling.name == "COPIED":
-            copied += each.size_bytes or 0
-        elif each.handling.name in ("ATOMIC", "LOOKED_UP") and {each.device} != {d.device for d in plan.devices}:
-            often = "batch" if plan.batched else "row"
-            yield f"all devices use `{each.name}` on {short_name(each.device)} for each {often}: fn should be expensive"
-    rows = (plan.rows or 0) * ((plan.bytes_per_row or 0) + (plan.result_bytes_per_row or 0))
-    if plan.engine == "one graph" and plan.rows and copied > max(_LARGE_BYTES, rows):
+    copied = sum(each.size_bytes or 0 for each in plan.captured if each.handling.name == "COPIED")
+    sizes = (plan.rows or 0) * ((plan.bytes_per_row or 0) + (plan.result_bytes_per_row or 0))
+    if plan.engine == "one graph" and plan.rows and copied > max(_LARGE_BYTES, sizes):
         yield (
-            f"each call copies {size_text(copied)} of variables to each other device, more than the {size_text(rows)} of its "
+            f"each call copies {size_text(copied)} of variables to each other device, more than the {size_text(sizes)} of its "
             "rows and results: pass more rows per call"
         )
 
 
 def advise_after(report: Report) -> tuple[str, ...]:
-    """Return one sentence for each finding, the most expensive first."""
+    """Return one sentence for each finding of a report, the most expensive first."""
     if report.in_turn:
         return ("the devices worked one after another, because fn depends on the order of rows: see explain",)
-    return *(_about_time(report) if report.wall_seconds > _LONG_SECONDS else ()), *_about_faults(report)
+    lost_time = _about_time(report) if report.wall_seconds > _LONG_SECONDS else ()
+    full = [short_name(device.device) for device in report.devices if device.back_offs]
+    memory = f"{listed(full)} ran out of memory and continued with fewer rows at a time: use a smaller batch_size"
+    return *lost_time, *([memory] if full else [])
 
 
 def _about_time(report: Report) -> Iterator[str]:
@@ -127,31 +114,13 @@ def _about_time(report: Report) -> Iterator[str]:
     waiting = sum(device.waiting_seconds for device in devices) / (len(devices) * seconds)
     if waiting > _LOST_SHARE:
         yield f"the devices waited {waiting:.0%} of the time for input: use prefetch, cache or more parallel calls of tf.data"
-    unused = [short_name(device.device) for device in devices if not device.calls and not device.lost]
-    smaller = any(len(span.shard) > 1 for span in report.spans)
-    if 0 < len(unused) < len(devices):
-        yield f"{listed(unused)} got no rows: {'use a smaller batch_size' if smaller else 'there were no more rows'}"
-    ends = {span.shard.device: span.finished_seconds for span in report.spans}
-    last = [ends[device.device] for device in devices if device.device in ends and not device.lost]
-    if last and (tail := max(last) - min(last)) > _LOST_SHARE * seconds:
-        remedy = "use a smaller batch_size" if smaller else "put the rows that take longest first"
-        if smaller and report.engine == "one graph":
+    ends = {device.device: 0.0 for device in devices if not device.lost}
+    ends |= {span.shard.device: span.finished_seconds for span in report.spans if span.shard.device in ends}
+    tail = max(ends.values(), default=0.0) - min(ends.values(), default=0.0)
+    if tail > _LOST_SHARE * seconds:
+        remedy = "use a smaller batch_size"
+        if report.engine == "one graph":
             remedy = "pass batch_size, so that idle devices get chunks"
+        if all(len(span.shard) == 1 for span in report.spans):
+            remedy = "put the rows that take longest first"
         yield f"the first device ran out of work {tail:.2g} s before the end: {remedy}"
-    speeds = {
-        device.device: device.rows / device.busy_seconds for device in devices if device.rows and device.busy_seconds
-    }
-    for name, speed in speeds.items():
-        others = median([each for other, each in speeds.items() if other != name] or [speed])
-        if speed < _SLOW * others:
-            yield (
-                f"{short_name(name)} computed {speed:.3g} rows per busy second, the others {others:.3g}: it is slower, other "
-                "programs use it, or its rows took longer"
-            )
-
-
-def _about_faults(report: Report) -> Iterator[str]:
-    if report.lost_devices:
-        yield f"{listed([*map(short_name, report.lost_devices)])} failed repeatedly and got no more chunks: see the errors"
-    if names := [short_name(device.device) for device in report.devices if device.back_offs]:
-        yield f"{listed(names)} ran out of memory and continued with fewer rows at a time: use a smaller batch_size"

@@ -105,7 +105,7 @@ def short_names(devices: Iterable[str]) -> dict[str, str]:
 
 def listed(words: Sequence[str]) -> str:
     """Return `a`, `a and b`, or `a, b and c`."""
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+    return ", ".join([*words[:-2], " and ".join(words[-2:])])
 
 
 def counted(number: int, noun: str) -> str:

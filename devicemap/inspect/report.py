@@ -66,7 +66,7 @@ class Report(Result):
         ('chunks', 10, 2, 0)
     """
 
-    _derived = "rows_per_second", "retries", "back_offs", "lost_devices", "advice"
+    _derived = "rows_per_second", "retries", "advice"
 
     engine: Literal["one graph", "chunks"]
     """`"one graph"`: all devices in one graph. `"chunks"`: chunks to idle devices."""
@@ -107,16 +107,6 @@ class Report(Result):
     def retries(self) -> int:
         """Number of chunks that were started after they had failed."""
         return sum(device.retries for device in self.devices)
-
-    @property
-    def back_offs(self) -> int:
-        """Number of retries with fewer rows, after a device ran out of memory."""
-        return sum(device.back_offs for device in self.devices)
-
-    @property
-    def lost_devices(self) -> tuple[str, ...]:
-        """Full names of the devices that failed repeatedly and got no more chunks."""
-        return tuple(device.device for device in self.devices if device.lost)
 
     @property
     def advice(self) -> tuple[str, ...]:

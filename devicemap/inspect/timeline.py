@@ -81,16 +81,17 @@ def save_plot(spans: Sequence[Span], devices: Sequence[str], title: str, path: s
     tops = dict(zip(devices, itertools.accumulate(depths, initial=0)))
     figure = figure_class()(figsize=(9.0, 1.2 + _INCHES_PER_LANE * max(sum(depths), 3)), layout="constrained")
     axes = figure.add_subplot()
-    for outcome, colour in _COLOURS.items():
-        bars = [(span, tops[span.shard.device] + lane) for span, lane in zip(spans, lanes) if span.outcome == outcome]
-        if bars:
-            positions, lengths, starts = zip(*((row + 0.5, s.seconds, s.started_seconds) for s, row in bars))
-            axes.barh(positions, lengths, 0.8, starts, color=colour, edgecolor="white", linewidth=0.2, label=outcome)
+    axes.barh(
+        [tops[span.shard.device] + lane + 0.5 for span, lane in zip(spans, lanes)],
+        [span.seconds for span in spans],
+        left=[span.started_seconds for span in spans],
+        color=[_COLOURS[span.outcome] for span in spans],
+        edgecolor="white",
+        linewidth=0.2,
+    )
     axes.hlines([*tops.values()], 0, 1, transform=axes.get_yaxis_transform(), color="lightgrey", linewidth=0.5)
     axes.set_yticks([tops[d] + depth / 2 for d, depth in zip(devices, depths)], [*map(short_name, devices)])
-    axes.set(ylim=(max(sum(depths), 1), 0), xlabel="seconds since the call began")
+    axes.set(ylim=(max(sum(depths), 1), 0), xlabel="seconds since the call began (red: failed, grey: unfinished)")
     axes.set_xlim(left=0.0)
     axes.set_title(title, fontsize="medium")
-    if any(span.outcome != "finished" for span in spans):
-        figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path)

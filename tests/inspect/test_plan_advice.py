@@ -25,9 +25,6 @@ PLAN = Plan(
 )  # fmt: skip
 
 
-ON_CPU = (replace(PLAN.devices[0], device="/device:CPU:0"),)
-
-
 def _captured(name: str, handling: Handling, size: int = 4) -> dict[str, Any]:
     return {"captured": (Captured(name, size, "/device:CPU:0", handling),)}
 
@@ -45,12 +42,14 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "Python": ({"python_ops": ("PyFunc",)}, ["PyFunc calls Python"]),
     "seeds": ({"fixed_seeds": ("RandomUniform",)}, ["one device computes all rows, because the seeds of RandomUniform"]),
-    "few rows": ({"rows": 3, "devices": _devices(1, 1, 1, 0, 0, 0, 0, 0)}, ["5 devices of 8 get no rows, of 3"]),
+    "Python, with few threads": (
+        {"python_ops": ("PyFunc",), "devices": _devices(4, 4, 0)},
+        ["for all devices (2 devices: see tf.config.threading.set_inter_op_parallelism_threads)"],
+    ),
+    "few rows": ({"rows": 3, "devices": _devices(1, 1, 1, 0, 0, 0, 0, 0)}, []),
     "few chunks": ({"engine": "chunks", "batch_size": 8}, ["8 rows make 1 chunk for 2 devices: use a smaller batch_size"]),
     "enough chunks": ({"engine": "chunks", "batch_size": 7}, []),
     "parts of a GPU": ({"devices": _devices(2, 2, 2, 2, gpus=[0, 1, 1, 2])}, ["GPU:1 and GPU:2 are parts of one GPU"]),
-    "updates": (_captured("n", Handling.ATOMIC), ["all devices use `n` on CPU:0 for each row"]),
-    "updates on one device": ({**_captured("n", Handling.ATOMIC), "devices": ON_CPU}, []),
     "large copies": (_captured("w", Handling.COPIED, 2**22), ["each call copies 4.0 MiB of variables to each other device"]),
     "small copies": (_captured("w", Handling.COPIED, 2**19), []),
 }  # fmt: skip
