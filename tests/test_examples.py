@@ -46,12 +46,14 @@ ON_TWO_DEVICES = {
     "large --epochs 1 --simulate 2": (
         "one device: 11", "CPU:0: 5", "CPU:1: 5", "MiB of variables", "in the last, on 2 devices",
     ),
+    "grid --epochs 1 --simulate 2": ("rate 0.1", "12 models on 2 devices", "is as good when it is trained alone"),
     "training --epochs 1 --simulate 2": ("On one device: loss ", "On all devices: loss ", "after each of 1 epochs agree"),
 }  # fmt: skip
 ON_RAY = {"images --images 12": ("12 images, each once", "of the same photograph")}
 REFUSED = {
     "digits --images 0 --simulate 2": "SystemExit: --images is 0; expected 1 to 1297",
     "training --epochs 0": "SystemExit: --epochs is 0; expected at least 1",
+    "grid --epochs 0": "SystemExit: --epochs is 0; expected at least 1",
     "large --epochs 0": "SystemExit: --epochs is 0; expected at least 1",
     "inference --pages 0": "SystemExit: --pages 0 --epochs 8; expected at least 1 of each",
 }
