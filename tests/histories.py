@@ -105,9 +105,9 @@ def one_graph(rows: Sequence[int], seconds: float) -> list[Event]:
     ]
 
 
-def report_of(events: Iterable[Event], engine: Any = "chunks", **facts: Any) -> Report:
+def report_of(events: Iterable[Event], engine: str = "chunks", gpus: Any = (), **facts: Any) -> Report:
     """The report of a call with these events; `facts` are those of a `Recorder`."""
-    recorder = Recorder(engine, **facts)
+    recorder = Recorder(dict(gpus), engine=engine, **{"traces": None, **facts})
     for event in events:
         recorder(event)
     return recorder.report()

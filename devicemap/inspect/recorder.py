@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from devicemap.compile.compiled import CompiledMap
 from devicemap.errors import brief
@@ -31,7 +31,6 @@ from devicemap.inspect.timeline import Span
 from devicemap.options import Options
 from devicemap.run.graph_engine import GraphRun
 
-_Engine = Literal["one graph", "chunks"]
 _Observer = Callable[[Event], object]
 
 _KEPT_SPANS = 10_000
@@ -41,17 +40,10 @@ _KEPT_SPANS = 10_000
 class Recorder:
     """Update counters and spans by the events of one call. It keeps no event, and so no error and no tensors."""
 
-    def __init__(
-        self,
-        engine: _Engine,
-        traces: int | None = None,
-        row_by_row: str | None = None,
-        in_turn: bool = False,
-        gpus: Mapping[str, int] | None = None,
-    ):
-        """See the fields of `Report`; `gpus` is that of `GpuUsage`."""
-        self._engine, self._traces, self._row_by_row, self._in_turn = engine, traces, row_by_row, in_turn
-        self._usage = GpuUsage(gpus or {})
+    def __init__(self, gpus: Mapping[str, int], **facts: Any):
+        """`gpus` is that of `GpuUsage`; `facts` are fields of `Report` that are known before the call."""
+        self._facts = facts
+        self._usage = GpuUsage(gpus)
         self._rows: int | None = None
         self._seconds = 0.0
         self._error: str | None = None
@@ -96,16 +88,13 @@ class Recorder:
         """Return the report of the events so far."""
         unfinished = [Span(shard, start, self._seconds, "unfinished") for shard, start in self._running.items()]
         return Report(
-            engine=self._engine,
             rows=sum(device.rows for device in self._devices.values()),
             expected_rows=self._rows,
             wall_seconds=self._seconds,
-            traces=self._traces,
             error=self._error,
             devices=tuple(map(self._finished, self._devices.values())),
             spans=(*self._spans, *unfinished),
-            row_by_row=self._row_by_row,
-            in_turn=self._in_turn and len(self._devices) > 1,
+            **self._facts,
         )
 
     def _finished(self, device: DeviceReport) -> DeviceReport:
@@ -160,7 +149,8 @@ class Observers:
     @contextmanager
     def of_graph(self, rows: int, devices: Sequence[str], compiled: CompiledMap) -> Iterator[GraphCall]:
         """Time a call in one graph; yield its log."""
-        new_recorder, observers = self._recorders("one graph", compiled), self._observers()
+        facts, observers = self._facts("one graph", compiled), self._observers()
+        facts["in_turn"] = compiled.traced.audit.ordered and len(devices) > 1
         call, error = GraphCall(rows, devices), None
         began = time.perf_counter()
         try:
@@ -171,9 +161,9 @@ class Observers:
             raise
         finally:
             call.seconds = time.perf_counter() - began
-            self._last = partial(_replay, new_recorder, call)
+            self._last = partial(_report_of_graph, facts, call)
             if error is not None:  # the report must not keep the error alive
-                report = _replay(new_recorder, call, error)
+                report = _report_of_graph(facts, call, error)
                 self._last = lambda: report
             if observers:
                 _notify(observers, *call.events(error))
@@ -182,19 +172,18 @@ class Observers:
     @contextmanager
     def of_chunks(self, compiled: CompiledMap) -> Iterator[_Observer]:
         """Yield a callable that takes the events of a call in chunks."""
-        recorder = self._recorders("chunks", compiled)(gpus=self._gpus)
+        recorder = Recorder(self._gpus, **self._facts("chunks", compiled))
         observers: tuple[_Observer, ...] = recorder, *self._observers()
         try:
             yield partial(_notify, observers)
         finally:
             self._last = recorder.report
 
-    def _recorders(self, engine: _Engine, compiled: CompiledMap) -> Callable[..., Recorder]:
-        """Return a factory for recorders of one call."""
+    def _facts(self, engine: str, compiled: CompiledMap) -> dict[str, Any]:
+        """Return the fields of a report that are known before the call."""
         traced = compiled.traced
-        ordered = traced.audit.ordered
-        reason = reason_for_loop(self._options.batched, traced.vectorized, ordered, traced.reason)
-        return partial(Recorder, engine, compiled.take_traces(), reason, ordered)
+        reason = reason_for_loop(self._options.batched, traced.vectorized, traced.audit.ordered, traced.reason)
+        return {"engine": engine, "traces": compiled.take_traces(), "row_by_row": reason}
 
     def _observers(self) -> tuple[_Observer, ...]:
         """Return the observers besides the recorder."""
@@ -202,9 +191,8 @@ class Observers:
         return (ProgressBar(self._name),) if progress is True else (progress,) if progress else ()
 
 
-def _replay(new_recorder: Callable[[], Recorder], call: GraphCall, error: BaseException | None = None) -> Report:
-    """Return the report of a call in one graph."""
-    recorder = new_recorder()
+def _report_of_graph(facts: dict[str, Any], call: GraphCall, error: BaseException | None = None) -> Report:
+    recorder = Recorder({}, **facts)
     _notify([recorder], call.started(), *call.events(error))
     return recorder.report()
 

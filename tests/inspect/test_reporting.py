@@ -273,6 +273,17 @@ def test_one_graph_reports_how_long_each_device_was_busy() -> None:
     assert report_of(events, "one graph", traces=report.traces) == report
 
 
+@pytest.mark.parametrize("rows", [1, 6])
+def test_devices_that_work_in_turn(rows: int) -> None:
+    level = tf.Variable(0.0)
+    mapper = devicemap.DeviceMap(lambda n: level.assign(0.5 * level + n), devices=["CPU:1", "CPU:2"])
+    mapper(tf.range(float(rows)))
+    report = mapper.report
+    assert report.in_turn == (rows > 1)
+    assert sum(each.busy_seconds for each in report.devices) <= report.wall_seconds
+    assert any("one after another" in sentence for sentence in report.advice) == (rows > 1)
+
+
 def test_a_graph_has_a_clock_for_each_device() -> None:
     x = tf.range(7.0)
 
