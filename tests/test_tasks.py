@@ -64,7 +64,7 @@ def test_maps_and_models_inside_a_task_use_its_device(devices: list[str]) -> Non
         assert [part.device for part in plan.devices] == [device]
         np.testing.assert_array_equal(devicemap.parallel_map(tf.negative, [item]), [-item])
         model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+        model.compile("sgd", "mse", jit_compile=False)
         devicemap.parallelize(model).fit(X, Y, verbose=0)
         assert [share.device for share in model.report().devices] == [device]
 
@@ -194,7 +194,7 @@ def _train(seed: int) -> list[np.ndarray]:
             keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(seed + 1)),
         ]
     )
-    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], jit_compile=False)
     model.fit(X, Y, batch_size=32, epochs=2, shuffle=False, verbose=0)
     weights: list[np.ndarray] = model.get_weights()
     return weights
