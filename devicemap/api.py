@@ -23,7 +23,7 @@ from devicemap.compile.reduction import Reduction
 from devicemap.data.rows import as_rows
 from devicemap.data.streams import as_dataset
 from devicemap.data.structure import as_nodes, as_objects, nodes_of, tuples_for_lists
-from devicemap.errors import DataError
+from devicemap.errors import DataError, OptionError
 from devicemap.events import Event, short_name
 from devicemap.inspect.plan import Plan
 from devicemap.inspect.planner import data_spec, explain_call
@@ -58,6 +58,7 @@ def parallel_map(
     deterministic: bool = True,
     prefetch: int | None = None,
     max_retries: int = 2,
+    on_error: str = "raise",
     progress: bool | Callable[[Event], Any] = False,
     name: str | None = None,
     **unknown: Any,
@@ -100,6 +101,10 @@ def parallel_map(
             chunks if it runs out of memory. 0: the first error is raised, also if a device runs out of memory, which
             otherwise gets smaller chunks. A device that fails three times in a row gets no more chunks in the call, with a
             `RuntimeWarning`.
+        on_error: "raise": the first error ends the call. "skip": a row that still fails after its retries is left out, and all
+            others are computed. A failing chunk is computed in halves on its device until its failing rows are known. Results are
+            those of the other rows, in order. `report.failed_rows` has the failed ones; a call without a `DeviceMap` warns of
+            them. Not under a tape, inside a `tf.function`, with ordered writes of variables, or with a directory.
         progress: `True` for a progress bar, or a callable that gets each `devicemap.types.Event`, one at a time.
         name: a name for the ops and errors of this map.
 
@@ -111,6 +116,9 @@ def parallel_map(
         OptionError, DataError: before anything runs, for invalid options or data.
         FunctionError: `fn` failed. It names the device and rows, and is also an instance of the original error's class.
 
+    Warns:
+        RuntimeWarning: rows failed and are left out, or a device kept failing and got no more chunks.
+
     Examples:
         >>> parallel_map(lambda row: tf.reduce_sum(row), tf.reshape(tf.range(6), [3, 2])).numpy()
         array([1, 5, 9], dtype=int32)
@@ -118,8 +126,8 @@ def parallel_map(
     options = dict(
         devices=devices, batched=batched, vectorize=vectorize, batch_size=batch_size, seed=seed,
         fn_output_signature=fn_output_signature, jit_compile=jit_compile, in_place=in_place, output_device=output_device,
-        deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, progress=progress, name=name,
-        **unknown,
+        deterministic=deterministic, prefetch=prefetch, max_retries=max_retries, on_error=on_error,
+        progress=progress, name=name, **unknown,
     )  # fmt: skip
     return _map_of_last_calls(fn, options)(data, *others)
 
@@ -204,6 +212,7 @@ class DeviceMap:
         """
         mapper = Mapper(self._program.reducing(Reduction(reducer)), self._observers)
         if directory is not None:
+            self._refuse_to_skip()
             return reduce(mapper, data, directory)
         return mapper.run(data) if tf.executing_eagerly() else _inside_function(mapper, data)
 
@@ -305,8 +314,13 @@ class DeviceMap:
             >>> results.load()
             array([ 0,  1,  4,  9, 16], dtype=int32)
         """
+        self._refuse_to_skip()
         write(self._mapper, data, directory, trust_function)
         return open_results(directory)
+
+    def _refuse_to_skip(self) -> None:
+        if self._program.options.on_error == "skip":
+            raise OptionError("on_error='skip' with a directory, which has a result for each row; leave on_error out")
 
     def verify(
         self, data: Any, rows: int | None = None, *, tolerance: float | None = None, seconds: float | None = 30.0
@@ -382,4 +396,5 @@ def _map_of_last_calls(fn: Callable[..., Any], options: dict[str, Any]) -> Devic
     """Return a `DeviceMap` for one call, which shares its program with earlier calls of the same `fn` and options."""
     mapper = object.__new__(DeviceMap)
     mapper._take(_remembered.program_of(fn, options))
+    mapper._mapper.warns_of_failures = True
     return mapper

@@ -106,6 +106,17 @@ class ChunkRetried(Event):
 
 
 @dataclass(frozen=True)
+class RowFailed(Event):
+    """A row failed by itself and is left out, because of `on_error="skip"`."""
+
+    shard: Shard
+    """The row and the device."""
+
+    error: BaseException
+    """The error of the function or the device."""
+
+
+@dataclass(frozen=True)
 class DeviceLost(Event):
     """A device failed repeatedly, or its host is unavailable. It gets no more chunks in this call."""
 

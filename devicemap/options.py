@@ -40,6 +40,7 @@ class Options:
     deterministic: bool = True
     prefetch: int | None = None
     max_retries: int = 2
+    on_error: str = "raise"
     progress: Any = False
     name: str | None = None
 
@@ -83,6 +84,7 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
     expect(
         "max_retries", _is_int(checked.max_retries, 0), "an int of at least 0: how often a failed chunk is tried again"
     )
+    expect("on_error", checked.on_error in ("raise", "skip"), "'raise' or 'skip'")
     expect("seed", seed is None or (_is_int(seed, 0) and seed < 2**32), "None or an int from 0 to 2**32 - 1")
     expect("name", label is None or (isinstance(label, str) and label != ""), "None or a non-empty string")
     if checked.batched and isinstance(checked.vectorize, bool):

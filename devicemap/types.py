@@ -11,6 +11,7 @@ from devicemap.events import (
     ChunkStarted,
     DeviceLost,
     Event,
+    RowFailed,
     Shard,
 )
 from devicemap.inspect.pipeline_plan import PipelinePlan
@@ -35,6 +36,7 @@ __all__ = [
     "Plan",
     "Report",
     "Results",
+    "RowFailed",
     "Shard",
     "TrainingReport",
     "Verification",

@@ -91,7 +91,7 @@ def test_a_tape_with_chunks(data: Any) -> None:
     mapper = devicemap.DeviceMap(fn, **SEVERAL, batch_size=2)
     with (
         tf.GradientTape() as tape,
-        pytest.raises(OptionError, match=r"GradientTape is recording, and .* batch_size, or "),
+        pytest.raises(OptionError, match=r"GradientTape is recording, and .* batch_size and on_error, or "),
     ):
         mapper(data)
     assert fn.count == 0

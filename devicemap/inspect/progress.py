@@ -11,7 +11,7 @@ from rich import get_console
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from devicemap.events import CallFinished, CallStarted, ChunkFinished, Event
+from devicemap.events import CallFinished, CallStarted, ChunkFinished, Event, RowFailed
 
 _NAME_CHARACTERS, _BAR_CHARACTERS = 20, 12
 """With these, rows up to a billion fit into 80 columns."""
@@ -42,6 +42,7 @@ class ProgressBar:
             disable=not (console.is_jupyter or console.is_interactive),
         )
         short = name if len(name) <= _NAME_CHARACTERS else f"{name[: _NAME_CHARACTERS - 3]}..."
+        self._failed = 0
         self._task = self._progress.add_task(short, start=False, total=None, state="rows")
 
     def __call__(self, event: Event) -> None:
@@ -52,9 +53,13 @@ class ProgressBar:
                 self._progress.start_task(self._task)
         elif isinstance(event, ChunkFinished):
             self._progress.update(self._task, advance=len(event.shard))
+        elif isinstance(event, RowFailed):
+            self._failed += 1
+            self._progress.update(self._task, advance=1, state=f"rows, {self._failed} failed")
         elif isinstance(event, CallFinished):
             (task,) = self._progress.tasks
             total = task.completed if task.total is None else task.total
-            self._progress.update(self._task, total=total, state="rows" if event.error is None else "stopped")
+            state = task.fields["state"] if event.error is None else "stopped"
+            self._progress.update(self._task, total=total, state=state)
             with suppress(*_DRAWING_ERRORS):
                 self._progress.stop()

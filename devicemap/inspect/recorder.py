@@ -21,12 +21,13 @@ from devicemap.events import (
     ChunkStarted,
     DeviceLost,
     Event,
+    RowFailed,
     Shard,
 )
 from devicemap.inspect.advice import reason_for_loop
 from devicemap.inspect.gpu_usage import GpuUsage
 from devicemap.inspect.progress import ProgressBar
-from devicemap.inspect.report import DeviceReport, Report
+from devicemap.inspect.report import DeviceReport, FailedRow, Report
 from devicemap.inspect.timeline import Span
 from devicemap.options import Options
 from devicemap.run.graph_engine import GraphRun
@@ -50,6 +51,7 @@ class Recorder:
         self._devices: dict[str, DeviceReport] = {}
         self._running: dict[Shard, float] = {}
         self._busy_since: dict[str, float] = {}
+        self._failed_rows: list[FailedRow] = []
         self._spans: deque[Span] = deque(maxlen=_KEPT_SPANS)
 
     def __call__(self, event: Event) -> None:
@@ -64,6 +66,9 @@ class Recorder:
         elif isinstance(event, ChunkRetried):
             self._device(event.shard.device).retries += 1
             self._device(event.shard.device).back_offs += event.attempt == 1
+        elif isinstance(event, RowFailed):
+            error = f"{type(event.error).__name__}: {brief(event.error)}"
+            self._failed_rows.append(FailedRow(event.shard.start, event.shard.device, error))
         elif isinstance(event, DeviceLost):
             self._device(event.device).lost = True
         elif isinstance(event, CallStarted):
@@ -92,6 +97,7 @@ class Recorder:
             expected_rows=self._rows,
             wall_seconds=self._seconds,
             error=self._error,
+            failed_rows=tuple(sorted(self._failed_rows, key=lambda failed: failed.row)),
             devices=tuple(map(self._finished, self._devices.values())),
             spans=(*self._spans, *unfinished),
             **self._facts,

@@ -52,6 +52,20 @@ class DeviceReport:
     on other devices, and for calls of less than 0.5 s."""
 
 
+@dataclass(frozen=True)
+class FailedRow:
+    """A row that failed by itself and was left out."""
+
+    row: int
+    """Its index in the data."""
+
+    device: str
+    """Full name of the device that tried it last."""
+
+    error: str
+    """The class and the message of its error."""
+
+
 @dataclass(frozen=True, repr=False)
 class Report(Result):
     """What happened in one call. `print(report)` shows a table.
@@ -91,6 +105,9 @@ class Report(Result):
 
     spans: tuple[Span, ...]
     """The last 10,000 attempts to compute a chunk, in the order in which they ended."""
+
+    failed_rows: tuple[FailedRow, ...] = ()
+    """The rows that were left out because of `on_error="skip"`, in their order."""
 
     row_by_row: str | None = None
     """Why `fn` ran row by row; `None` if it did not, or with `vectorize=False`."""
@@ -144,7 +161,12 @@ class Report(Result):
         save_trace(self.spans, [device.device for device in self.devices], path)
 
     def __rich__(self) -> Any:
-        notes = [*([f"stopped by {self.error}"] if self.error else []), *(f"* {line}" for line in self.advice)]
+        notes = [f"stopped by {self.error}"] if self.error else []
+        if self.failed_rows:
+            first = self.failed_rows[0]
+            failed = f"{counted(len(self.failed_rows), 'row')} failed and left out"
+            notes.append(f"{failed}; the first: row {first.row} on {short_name(first.device)}: {first.error}")
+        notes += [f"* {line}" for line in self.advice]
         return page(self.summary, table([*map(_cells_of, self.devices)], nothing="-"), notes=notes)
 
 

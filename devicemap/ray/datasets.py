@@ -151,6 +151,10 @@ def _by_actors(
             f"concurrency={concurrency!r}; expected a number of actors, or the fewest and the most of them"
         )
     checked = check_options(fn, options)
+    if checked.on_error == "skip":
+        raise OptionError(
+            "on_error='skip' on Ray, where no report has the rows that failed; let fn mark such rows itself"
+        )
     rows = None
     if num_gpus:
         if not isinstance(checked.batch_size, int):

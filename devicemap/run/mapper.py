@@ -30,7 +30,7 @@ from devicemap.data.rows import Rows, as_rows
 from devicemap.data.sources import Chunk, MemorySource, Source, from_dataset
 from devicemap.devices import is_out_of_memory, kind_of
 from devicemap.errors import DataError, OptionError, brief, warn_user
-from devicemap.events import DeviceLost, Event, short_name
+from devicemap.events import DeviceLost, Event, RowFailed, short_name
 from devicemap.run.chunk_engine import run_chunks
 from devicemap.run.chunk_sizes import Throughput, chunks_in_flight, rows_are_free
 from devicemap.run.engine import ROWS_PER_SLOT, choose_engine
@@ -100,13 +100,21 @@ class Mapper:
         self._observers = observers
         self._options = program.options
         self._graph_engine = GraphEngine(program, observers)
+        self.warns_of_failures = False
+        """Whether calls warn of rows that failed, because there is no report to ask."""
 
     def run(self, data: Any) -> Any:
         """Map over all of the data in eager code."""
         if isinstance(data, tf.data.Dataset):
             return self.in_chunks(data)
         rows = as_rows(data)
-        return self._in_memory(rows) if self._options.batch_size is None else self.in_chunks(rows)
+        in_memory = self._options.batch_size is None and not self._skips
+        return self._in_memory(rows) if in_memory else self.in_chunks(rows)
+
+    @property
+    def _skips(self) -> bool:
+        """Whether rows that fail are left out."""
+        return self._options.on_error == "skip"
 
     def _in_memory(self, rows: Rows) -> Any:
         """Map rows in memory with the engine that suits them; a graph that runs out of memory continues in chunks."""
@@ -139,6 +147,11 @@ class Mapper:
 
     def inside_function(self, rows: Rows) -> Any:
         """Map over data in memory, inside the user's own `tf.function`."""
+        if self._skips:
+            raise OptionError(
+                "on_error='skip' inside a tf.function, where a failing row ends the call: map outside of the tf.function, or "
+                "leave on_error out"
+            )
         if self._options.batch_size is not None:
             raise OptionError(
                 f"batch_size={self._options.batch_size} inside a tf.function: chunks are handed out in eager code. Map "
@@ -167,6 +180,8 @@ class Mapper:
 
         def chunks() -> Iterator[Any]:
             for result in self.chunks(source, compiled, options):
+                if not result.parts:  # all of its rows failed
+                    continue
                 chunk = self._join(compiled, result.parts)
                 yield chunk if in_order else (result.start, chunk)
 
@@ -181,7 +196,7 @@ class Mapper:
         source = self.source(data, "streamed", endless=True)
         spec = self.program.compiled_for(source).traced.nest_of_specs
         count = None
-        if source.rows is not None and source.chunk_rows is not None:
+        if source.rows is not None and source.chunk_rows is not None and not self._skips:
             count = -(-source.rows // source.chunk_rows)
         return spec if self._options.deterministic else (tf.TensorSpec([], tf.int64), spec), count
 
@@ -194,7 +209,7 @@ class Mapper:
         if tape_is_recording():
             raise OptionError(
                 "a GradientTape is recording, and gradients do not go through chunks: pass in-memory data without "
-                "batch_size, or put the call into `with tape.stop_recording():` if you need none of it"
+                "batch_size and on_error, or put the call into `with tape.stop_recording():` if you need none of it"
             )
         if not isinstance(data, tf.data.Dataset):
             size = self._options.batch_size
@@ -220,6 +235,11 @@ class Mapper:
         keep: Callable[[Chunk, list[Any]], None] | None = None,
     ) -> Iterator[Result]:
         """Yield the results of all chunks. With `keep`, each worker passes its results to it instead."""
+        if self._skips and compiled.traced.audit.ordered:
+            raise OptionError(
+                "on_error='skip' and a fn that writes variables in row order: a row that fails may have written already; use "
+                "assign_add, or return the new value"
+            )
         cancellation = Cancellation()
         functions = compiled.chunk_functions(cancellation)
         runners = [
@@ -227,17 +247,21 @@ class Mapper:
             for device, most in in_flight(compiled, self._options.prefetch).items()
         ]
         lost: list[DeviceLost] = []
+        failed: list[str] = []
         try:
             with self._observers.of_chunks(compiled) as observe:
 
                 def on_event(event: Event) -> None:
                     if isinstance(event, DeviceLost):
                         lost.append(event)
+                    elif isinstance(event, RowFailed):
+                        failed.append(f"{event.shard}: {type(event.error).__name__}: {brief(event.error)}")
                     observe(event)
 
                 options = replace(
                     options,
                     max_retries=self._options.max_retries,
+                    skips=self._skips,
                     powers_of_two=compiled.traced.with_xla is not None,
                     observe=on_event,
                     describe=self.program.failed,
@@ -249,6 +273,9 @@ class Mapper:
             # A warning in the scheduler's thread would name no line of the user's program.
             for message in dict.fromkeys(map(_loss_message, lost)):
                 warn_user(f"{self.program.name}: {message}", RuntimeWarning)
+            if failed and self.warns_of_failures:
+                rows = "1 row failed and is" if len(failed) == 1 else f"{len(failed)} rows failed and are"
+                warn_user(f"{self.program.name}: {rows} left out; the first: {failed[0]}", RuntimeWarning)
 
     def _runner(
         self,

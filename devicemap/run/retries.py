@@ -48,6 +48,15 @@ def retry_action(error: BaseException, rows: int, attempts: int, max_retries: in
     return RetryAction.RETRY if transient and attempts <= max_retries else RetryAction.RAISE
 
 
+def is_of_the_row(error: BaseException) -> bool:
+    """Return whether a row that raised this error may be left out: not if its device is unavailable, or for signals.
+
+    >>> is_of_the_row(tf.errors.InvalidArgumentError(None, None, "")), is_of_the_row(tf.errors.UnavailableError(None, None, ""))
+    (True, False)
+    """
+    return isinstance(error, Exception) and not isinstance(error, tf.errors.UnavailableError)
+
+
 def is_python_bug(error: BaseException) -> bool:
     """Return whether an error is a built-in exception that Python code in `fn` raised, other than an `OSError`.
 

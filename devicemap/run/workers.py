@@ -10,8 +10,17 @@ from queue import SimpleQueue
 from typing import Any
 
 from devicemap.data.sources import Chunk
-from devicemap.events import CallFinished, ChunkFailed, ChunkFinished, ChunkRetried, ChunkStarted, Event, Shard
-from devicemap.run.retries import RetryAction, retry_action
+from devicemap.events import (
+    CallFinished,
+    ChunkFailed,
+    ChunkFinished,
+    ChunkRetried,
+    ChunkStarted,
+    Event,
+    RowFailed,
+    Shard,
+)
+from devicemap.run.retries import RetryAction, is_of_the_row, retry_action
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,9 @@ class ChunkOptions:
 
     max_retries: int = 0
     """How often a chunk that failed is tried again."""
+
+    skips: bool = False
+    """Whether rows that fail by themselves are left out."""
 
     powers_of_two: bool = False
     """Whether chunks without a fixed size have 1, 2, 4, 8, ... rows, so that XLA compiles for few shapes."""
@@ -158,12 +170,14 @@ def work(call: Call, runner: Runner, tasks: SimpleQueue[Task | None]) -> None:
 
 
 def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -> None:
-    """Compute a chunk, in pieces if it has more rows than fit into the memory of the device."""
+    """Compute a chunk, in pieces if it has more rows than fit into the memory of the device, or if rows of it fail."""
     chunk, limit, began, parts = task.chunk, task.limit, call.now(), [*task.parts]
     again, attempt, waited = bool(task.tried) or task.out_of_memory, len(task.tried) + 1, task.waited_seconds
-    position, stop = chunk.start, chunk.start + chunk.count
-    while position < stop:
-        piece = chunk.cut(position, min(stop, position + (limit or chunk.count)))
+    position, end = chunk.start, chunk.start + chunk.count
+    failing: list[int] = []  # where pieces end that failed and are computed in halves, the innermost last
+    while position < end:
+        stop = min(failing[-1] if failing else end, position + (limit or chunk.count))
+        piece = chunk.cut(position, stop)
         shard, started = piece.on(device), call.now()
         if again:
             call.notify(ChunkRetried, shard=shard, attempt=attempt)
@@ -173,16 +187,26 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
         except BaseException as error:
             call.notify(ChunkFailed, shard=shard, started_seconds=started, error=error)
             action = retry_action(error, piece.count, attempt, call.options.max_retries, task.out_of_memory)
-            if action is RetryAction.RAISE:
+            again = True
+            if action is RetryAction.RAISE and call.options.skips and is_of_the_row(error):
+                if piece.count > 1:
+                    failing.append(position + piece.count // 2)
+                    continue
+                call.notify(RowFailed, shard=shard, error=error)
+            elif action is RetryAction.RAISE:
                 call.to_consumer.put(Failure(call.options.describe(error, (*task.tried, shard))))
                 return
-            if action is RetryAction.RETRY or not task.out_of_memory:
-                left = replace(task, chunk=chunk.cut(position, stop), parts=tuple(parts))
+            elif action is RetryAction.RETRY or not task.out_of_memory:
+                left = replace(task, chunk=chunk.cut(position, end), parts=tuple(parts))
                 call.to_scheduler.put(Failed(task, left, shard, error, action))
                 return
-            limit, again = piece.count // 2, True
+            else:
+                limit = piece.count // 2
+                continue
         else:
             call.notify(ChunkFinished, shard=shard, started_seconds=started)
-            position, waited = piece.start + piece.count, 0.0
+        position, waited = stop, 0.0
+        while failing and failing[-1] <= position:
+            failing.pop()
     call.to_consumer.put(Result(task.number, task.start, parts))
     call.to_scheduler.put(Finished(task, device, began, call.now(), limit))

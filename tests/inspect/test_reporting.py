@@ -146,7 +146,7 @@ def test_to_dict_has_units_in_its_names() -> None:
     found = report_of(MANY).to_dict()
     assert set(found) == {
         "engine", "rows", "expected_rows", "wall_seconds", "rows_per_second", "traces", "retries", "row_by_row", "in_turn",
-        "error", "advice", "devices",
+        "error", "advice", "devices", "failed_rows",
     }  # fmt: skip
     assert set(found["devices"][0]) == {
         "device", "rows", "share", "calls", "busy_seconds", "idle_seconds", "waiting_seconds",

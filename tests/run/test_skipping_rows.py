@@ -1,0 +1,166 @@
+"""`on_error="skip"`: failing rows are left out and reported, and all other rows are computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import devicemap
+from devicemap.errors import OptionError
+from devicemap.types import ChunkFailed, Event, RowFailed
+
+ROWS = 40
+X = tf.reshape(tf.range(2.0 * ROWS), [ROWS, 2])
+BAD = {
+    "none": [],
+    "one": [7],
+    "neighbours": [3, 4, 5],
+    "first and last": [0, ROWS - 1],
+    "every other": [*range(0, ROWS, 2)],
+    "all but one": [*range(1, ROWS)],
+    "all": [*range(ROWS)],
+}
+
+
+def _checked(bad: list[int]) -> Callable[[Any], Any]:
+    """Return a function of a row or a batch that fails on these rows."""
+    numbers = tf.constant([2.0 * row for row in bad] or [-1.0])
+
+    def fn(rows: Any) -> Any:
+        first = tf.reshape(rows, [-1, 2])[:, :1]
+        with tf.control_dependencies([tf.debugging.assert_none_equal(first, numbers, message="odd row")]):
+            return {"sum": tf.reduce_sum(rows, -1), "rows": tf.identity(rows)}
+
+    return fn
+
+
+def _good(bad: list[int]) -> np.ndarray:
+    return np.delete(X.numpy(), bad, 0)
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("batch_size", [None, 1, 7, "auto"])
+def test_all_other_rows_are_computed(devices: list[str], bad: list[int], batched: bool, batch_size: Any) -> None:
+    mapper = devicemap.DeviceMap(
+        _checked(bad), devices=devices, batched=batched, batch_size=batch_size, on_error="skip"
+    )
+    results, wanted = mapper(X), _good(bad)
+    np.testing.assert_array_equal(results["rows"], wanted)
+    np.testing.assert_array_equal(results["sum"], wanted.sum(1))
+    report = mapper.report
+    assert [failed.row for failed in report.failed_rows] == bad
+    assert report.rows == ROWS - len(bad)
+    assert report.error is None
+    assert ("failed and left out; the first: row " in str(report)) == bool(bad)
+    for failed in report.failed_rows:
+        assert failed.error.startswith("InvalidArgumentError: ")
+        assert "odd row" in failed.error
+        assert failed.device.endswith(tuple(devices))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_streams_and_datasets(devices: list[str], deterministic: bool) -> None:
+    bad = [*range(8, 16), 21]
+    options: dict[str, Any] = {"devices": devices, "batch_size": 4, "on_error": "skip"}
+    mapper = devicemap.DeviceMap(_checked(bad), deterministic=deterministic, **options)
+    data = tf.data.Dataset.from_tensor_slices(X)
+    chunks = [*mapper.stream(data)]
+    if not deterministic:
+        chunks = [chunk for _, chunk in sorted(chunks, key=lambda pair: int(pair[0]))]
+    assert len(chunks) == 8  # of ten, two had no good row
+    np.testing.assert_array_equal(tf.concat([chunk["rows"] for chunk in chunks], 0), _good(bad))
+    rows = [row["rows"] for row in devicemap.DeviceMap(_checked(bad), **options).as_dataset(X).unbatch()]
+    np.testing.assert_array_equal(rows, _good(bad))
+
+
+@pytest.mark.parametrize("reducer", ["sum", "mean", "max"])
+def test_reductions_leave_them_out(devices: list[str], reducer: str) -> None:
+    bad = [0, 11, 12, 39]
+    mapper = devicemap.DeviceMap(_checked(bad), devices=devices, on_error="skip")
+    wanted = getattr(np, reducer)(_good(bad), 0)
+    np.testing.assert_allclose(mapper.reduce(X, reducer)["rows"], wanted, rtol=1e-5)
+    assert len(mapper.report.failed_rows) == 4
+
+
+def test_a_chunk_is_halved_only_around_failing_rows() -> None:
+    calls: list[int] = []
+
+    def python(rows: np.ndarray) -> np.ndarray:
+        calls.append(len(rows))
+        if 10.0 in rows:
+            raise ValueError("odd row")
+        return rows
+
+    def fn(rows: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(python, [rows], tf.float32), [None, 2])
+
+    mapper = devicemap.DeviceMap(fn, devices="CPU:0", batched=True, batch_size=16, on_error="skip")
+    assert len(mapper(X[:32])) == 31
+    assert calls == [16, 8, 4, 4, 2, 1, 1, 2, 8, 16]  # row 5 fails; each part without it runs once
+
+
+def test_rows_that_fail_for_a_while_are_computed() -> None:
+    """Retries come first: a row is left out only if its error is still there."""
+    failures: Counter[float] = Counter()
+
+    def python(row: np.ndarray) -> np.ndarray:
+        failures[float(row[0])] += 1
+        if row[0] in (6.0, 20.0) and failures[float(row[0])] <= 2:
+            raise TimeoutError("busy")
+        if row[0] == 30.0:
+            raise TimeoutError("always busy")
+        return row
+
+    def fn(row: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(python, [row], tf.float32), [2])
+
+    devices = [f"CPU:{i}" for i in range(4)]
+    mapper = devicemap.DeviceMap(fn, devices=devices, batch_size=1, on_error="skip", max_retries=2)
+    np.testing.assert_array_equal(mapper(X), _good([15]))
+    assert [(failed.row, failed.error) for failed in mapper.report.failed_rows] == [
+        (15, "UnknownError: TimeoutError: always busy")
+    ]
+
+
+def test_events_and_a_warning() -> None:
+    events: list[Event] = []
+    with pytest.warns(
+        RuntimeWarning, match=r"^mine: 2 rows failed and are left out; the first: row [34] on CPU:.: Invalid"
+    ):
+        devicemap.parallel_map(_checked([3, 4]), X, on_error="skip", name="mine", progress=events.append)
+    assert sorted(event.shard.start for event in events if isinstance(event, RowFailed)) == [3, 4]
+    assert all(len(event.shard) == 1 for event in events if isinstance(event, RowFailed))
+    assert any(isinstance(event, ChunkFailed) for event in events)
+
+
+def test_where_rows_cannot_be_left_out(tmp_path: Any) -> None:
+    mapper = devicemap.DeviceMap(_checked([3]), on_error="skip")
+    with pytest.raises(OptionError, match=r"on_error='skip' inside a tf\.function"):
+        tf.function(lambda x: mapper(x))(X)
+    with pytest.raises(OptionError, match=r"a GradientTape is recording, .* on_error"), tf.GradientTape():
+        mapper(X)
+    total = tf.Variable([0.0, 0.0])
+    with pytest.raises(OptionError, match="on_error='skip' and a fn that writes variables in row order"):
+        devicemap.DeviceMap(lambda row: total.assign(total * 2.0 + row), on_error="skip")(X)
+    for call in (mapper.write, lambda data, where: mapper.reduce(data, "sum", where)):
+        with pytest.raises(OptionError, match="on_error='skip' with a directory"):
+            call(X, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(OptionError, match="on_error='ignore'; expected 'raise' or 'skip'"):
+        devicemap.parallel_map(_checked([]), X, on_error="ignore")
+
+
+def test_an_error_of_the_data_ends_the_call() -> None:
+    def rows() -> Any:
+        yield from X[:5].numpy()
+        raise OSError("no more")
+
+    data = tf.data.Dataset.from_generator(rows, output_signature=tf.TensorSpec([2]))
+    with pytest.raises(tf.errors.OpError, match="no more"):
+        devicemap.DeviceMap(_checked([2]), on_error="skip")(data)
