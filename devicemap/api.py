@@ -102,9 +102,9 @@ def parallel_map(
             otherwise gets smaller chunks. A device that fails three times in a row gets no more chunks in the call, with a
             `RuntimeWarning`.
         on_error: "raise": the first error ends the call. "skip": a row that still fails after its retries is left out, and all
-            others are computed. A failing chunk is computed in halves on its device until its failing rows are known. Results are
-            those of the other rows, in order. `report.failed_rows` has the failed ones; a call without a `DeviceMap` warns of
-            them. Not under a tape, inside a `tf.function`, with ordered writes of variables, or with a directory.
+            others are computed. A failing chunk is computed in halves on its device until the failing rows are known. Results
+            are those of the other rows, in order. `report.failed_rows` has the failed ones; a call without a `DeviceMap` warns
+            of them. Not under a tape, inside a `tf.function`, with ordered writes of variables, or with a directory.
         progress: `True` for a progress bar, or a callable that gets each `devicemap.types.Event`, one at a time.
         name: a name for the ops and errors of this map.
 
