@@ -148,7 +148,7 @@ def parallel_reduce(
         fn: as for `parallel_map`; its results are dense.
         data: as for `parallel_map`; a dataset may be of any length.
         reducer: "sum", "mean", "min" or "max", for all results of `fn` or in a nest like its result; or a `devicemap.Reducer`.
-        directory: keep the partial result of each chunk there. The same call again computes only what is missing, as
+        directory: store the partial result of each chunk there. The same call again computes only what is missing, as
             `DeviceMap.write` does. A `Reducer` may then have another `finish`.
         **options: those of `parallel_map`. Results are merged in the order of rows whatever `deterministic` is.
 
@@ -286,11 +286,13 @@ class DeviceMap:
     ) -> Results:
         """Map over `data`, and keep each finished chunk on disk. The same call again computes only what is missing.
 
-        A run that is killed, or finds the disk full, loses at most the chunks in flight. Damaged chunks are computed again. The
-        directory is read without trust in its author.
+        A run that is killed, or finds the disk full, loses only chunks that were not committed. Damaged chunks are computed
+        again: each run first reads all stored chunks once. The directory is read without trust in its author. It holds a SQLite
+        database, and must be on a file system with locks.
 
         Args:
-            data: as for `parallel_map`. A later run compares it with the data of the finished chunks.
+            data: as for `parallel_map`. A later run compares it with the data of the stored chunks. If it has additional rows
+                at the end, only these are computed.
             directory: a new or empty directory, or that of an earlier run of the same call.
             trust_function: continue even if `fn` has changed, because the change does not affect the results. Variables that
                 `fn` captures must be the same, in the same order.
@@ -300,8 +302,8 @@ class DeviceMap:
 
         Raises:
             JournalError: the directory holds results of other data, of another call or of another function, compared by their
-                graphs and the values of the variables that they read; or another process writes to it; or the disk failed.
-                Unless the disk failed, nothing in it has been changed.
+                graphs and the values that these capture; or another run writes to it; or the disk failed. Unless the disk
+                failed, nothing in it has been changed.
 
         Warns:
             RuntimeWarning: the directory holds results, and `fn` calls Python code (`tf.py_function`) or uses tables, datasets

@@ -1,14 +1,14 @@
 """The fingerprint of a function: a digest of its traced graph and of the values that it captures.
 
-The graph is walked from its outputs and effects, and nodes are numbered in that order. So the fingerprint is the same in each
-process and on each machine. Names, devices and counters are left out, as in `pyfunc_12` and `__inference_fn_34`. Python code
-that the graph calls is not part of it.
+Names in the graph hold counters (`__inference_fn_34`), so nodes are numbered and functions replaced by their digests. The
+fingerprint is therefore the same in each process and on each machine.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,168 +18,112 @@ from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.trace import Traced
 from devicemap.store.encoding import encode_array
-from devicemap.store.storage import checksum
 
-_NO_MATTER = frozenset("config config_proto executor_type shared_name container token metadata".split())
-"""Attributes that say where and how an op runs, or what it is called in this process; with those that begin with `_`."""
+_IGNORED = frozenset("config config_proto executor_type shared_name container token metadata".split())
+"""Attributes about where and how an op runs, or with names of this process; as those that begin with `_`."""
 
 _COMPILED = "_XlaMustCompile"
 
-_LONGEST_WORD = 80
-_MOST_PARTS = 2000
-"""What is kept of a function in words is some 100 kB at most."""
-
 
 def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
-    """Return the fingerprint of a function and of its reduction, and what it does not cover, in words.
+    """Return the fingerprint of a function and of its reduction as JSON, and what it does not cover, in words.
 
-    Variables that the function writes count by shape and dtype only: their values change in each run.
+    Variables that the function writes count by shape and dtype only, because their values change in each run.
     """
     functions = [traced.function]
     if isinstance(traced.reduction, BoundReduction):
         functions += traced.reduction.functions()
-    read = None, Treatment.READ, Treatment.STAYS
+    read_only = None, Treatment.READ, Treatment.STAYS
     treatments = zip(traced.concrete.captured_inputs, traced.audit.treatments)
-    written = {id(handle) for handle, treatment in treatments if treatment not in read}
+    written = {id(handle) for handle, treatment in treatments if treatment not in read_only}
     graphs: list[str] = []
-    parts: list[str] = []
-    variables: list[str] = []
-    uncovered: list[str] = []
+    ops: Counter[str] = Counter()
+    captured: dict[str, list[str]] = {"variables": [], "tensors": []}
+    uncovered = set()
     for function in functions:
         walk = _Walk(function.graph.as_graph_def())
         arguments = [tensor.op.name for tensor in function.inputs]
-        graph = walk.digest_graph(arguments, [tensor.name for tensor in function.outputs])
-        captured = []
-        for i, tensor in enumerate(function.captured_inputs):
+        graphs.append(walk.digest(walk.nodes, arguments, [tensor.name for tensor in function.outputs]))
+        ops += walk.ops
+        for tensor in function.captured_inputs:
             variable = variable_of(function, tensor)
             if variable is not None:
-                values = "" if id(tensor) in written else f" {_digest(variable.numpy())}"
-                variables.append(f"variable {variable.dtype.name}{variable.shape}{values}")
-                captured.append(f"captured {i}: {variables[-1]}")
+                value = "written by fn" if id(tensor) in written else _digest_of_array(variable.numpy())
+                captured["variables"].append(f"{variable.dtype.name}{variable.shape} {value}")
             elif tensor.dtype in (tf.resource, tf.variant):
-                captured.append(f"captured {i}: {tensor.dtype.name}")
-                uncovered.append("lookup tables, datasets or iterators")
+                uncovered.add("lookup tables, datasets or iterators")
             else:
-                captured.append(f"captured {i}: tensor {_constant(tensor.numpy())}")
-        graphs += [graph, *captured]
-        parts += [*captured, *(f"{count} x {op}" for op, count in sorted(walk.ops.items()))]
-        uncovered += ["Python code"] * walk.calls_python
+                captured["tensors"].append(f"{tensor.dtype.name}{tensor.shape} {_digest_of_array(tensor.numpy())}")
+        if walk.calls_python:
+            uncovered.add("Python code")
     found = {
-        "graph": checksum("\n".join(graphs).encode()),
-        "variables": checksum("\n".join(variables).encode()),
-        "parts": parts[:_MOST_PARTS],
+        "graph": graphs,
+        "ops": dict(sorted(ops.items())),
+        **captured,
         "jit_compile": traced.with_xla is not None,
         "vectorized": traced.vectorized if traced.audit.random_ops else None,
         "tensorflow": tf.__version__,
     }
-    return found, sorted({*uncovered})
+    return found, sorted(uncovered)
 
 
 class _Walk:
-    """Walks graphs, and the functions that they call."""
+    """Walks a graph and the functions that it calls."""
 
     def __init__(self, graph_def: Any):
+        self.nodes = graph_def.node
         self.ops: Counter[str] = Counter()
-        """How many there are of each op with the same attributes, in words."""
         self.calls_python = False
-        """Whether an op calls a Python function."""
-        self._nodes = [node for node in graph_def.node if node.op != "Placeholder"]
         self._library = {function.signature.name: function for function in graph_def.library.function}
         self._digests: dict[str, str] = {}
 
-    def digest_graph(self, arguments: Sequence[str], outputs: Sequence[str]) -> str:
-        """The digest of the graph itself: of what its outputs need, and of all that it does besides."""
-        return self._digest(self._nodes, arguments, [*outputs, *(node.name for node in self._nodes)])
+    def digest(self, nodes: Sequence[Any], arguments: Sequence[str], results: Iterable[str]) -> str:
+        """Return the digest of a graph with these nodes, with arguments and results by name."""
+        numbers = {node.name: str(i) for i, node in enumerate(nodes)}
+        numbers |= {name: f"argument {i}" for i, name in enumerate(arguments)}
+        lines = []
+        for node in nodes:
+            if not numbers[node.name].startswith("argument"):
+                op = "call" if node.op in self._library else node.op
+                inputs = [_numbered(name, numbers) for name in node.input]
+                inputs.sort(key=lambda name: name if name.startswith("^") else "")  # TensorFlow keeps controls in sets
+                lines.append(f"{op} {inputs} {self._attributes(node)}")
+                self.ops[op] += 1
+                self.calls_python |= "token" in node.attr
+        lines += [_numbered(name, numbers) for name in results]
+        return _digest("\n".join(lines).encode())
 
-    def _digest(self, nodes: Sequence[Any], arguments: Sequence[str], roots: Sequence[str]) -> str:
-        """The digest of a graph: of `nodes` that the `roots` need, with `arguments` from outside."""
-        numbers = {name: f"argument {i}" for i, name in enumerate(arguments)}
-        lines: list[str] = []
-        for node in _in_order(nodes, roots):
-            words, called = self._words(node)
-            self.ops[words] += 1
-            inputs = [numbers.get(_node(name), "?") + name.partition(":")[2] for name in node.input if name[0] != "^"]
-            controls = sorted(numbers.get(_node(name), "?") for name in node.input if name[0] == "^")
-            numbers[node.name] = f"{len(lines)}:"
-            lines.append(f"{words} {called} {inputs} {controls}")
-        ends = [numbers.get(_node(root), "?") + root.partition(":")[2] for root in roots]
-        return checksum("\n".join([*lines, *ends]).encode())
-
-    def _words(self, node: Any) -> tuple[str, list[str]]:
-        """An op and its attributes in words, and the digests of the functions that it calls."""
-        words, called = [node.op], []
-        if node.op in self._library:  # TensorFlow 1 calls a function by the type of an op
-            words, called = ["call"], [self._function(node.op)]
+    def _attributes(self, node: Any) -> list[Any]:
+        called: list[Any] = [self._function(node.op)] if node.op in self._library else []  # by TensorFlow 1
         for name, value in sorted(node.attr.items()):
-            kind = value.WhichOneof("value")
-            functions = [value.func] if kind == "func" else value.list.func
-            called += [self._function(function.name) for function in functions]
-            if not (functions or name in _NO_MATTER or (name.startswith("_") and name != _COMPILED)):
-                words.append(f"{name}={_word(kind, value)}")
-        self.calls_python |= "token" in node.attr
-        return " ".join(words), called
+            if functions := [value.func] if value.HasField("func") else value.list.func:
+                called += [self._function(function.name) for function in functions]
+            elif name not in _IGNORED and (name == _COMPILED or not name.startswith("_")):
+                called.append((name, _digest(value.SerializeToString(deterministic=True))))
+        return called
 
     def _function(self, name: str) -> str:
-        if name not in self._library:  # a gradient's, perhaps: it is nowhere to be seen
+        if name not in self._library:  # of a gradient
             return "?"
         if name not in self._digests:
             function = self._library[name]
-            places = {node.name: i for i, node in enumerate(function.node_def)}
-            effects = sorted(function.control_ret.values(), key=lambda node: places.get(node, -1))
             results = [function.ret[result.name] for result in function.signature.output_arg]
             arguments = [argument.name for argument in function.signature.input_arg]
+            effects = sorted(function.control_ret.values(), key=[node.name for node in function.node_def].index)
             compiled = function.attr[_COMPILED].b if _COMPILED in function.attr else False
-            self._digests[name] = f"{compiled} {self._digest(function.node_def, arguments, [*results, *effects])}"
+            self._digests[name] = f"{compiled} {self.digest(function.node_def, arguments, [*results, *effects])}"
         return self._digests[name]
 
 
-def _word(kind: str | None, value: Any) -> str:
-    if kind == "type":
-        return str(tf.as_dtype(value.type).name)
-    if kind == "tensor":
-        return _constant(tf.make_ndarray(value.tensor))
-    plain = repr(getattr(value, kind)) if kind in ("s", "i", "f", "b") else " ".join(str(value).split())
-    return _short(plain)
+def _numbered(name: str, numbers: dict[str, str]) -> str:
+    node, *output = name.removeprefix("^").split(":")
+    return ":".join(["^" * name.startswith("^") + numbers.get(node, "?"), *output])
 
 
-def _in_order(nodes: Sequence[Any], roots: Iterable[str]) -> Iterator[Any]:
-    """The nodes that the roots need, each behind its inputs; names and the order of the nodes make no difference."""
-    by_name = {node.name: node for node in nodes}
-    places = {node.name: i for i, node in enumerate(nodes)}
-    begun: set[str] = set()
-    done: set[str] = set()
-    for root in roots:
-        stack = [_node(root)]
-        while stack:
-            name = stack[-1]
-            if name in done or name not in by_name:
-                stack.pop()
-            elif name in begun:
-                stack.pop()
-                done.add(name)
-                yield by_name[name]
-            else:
-                begun.add(name)
-                inputs = by_name[name].input
-                controls = sorted((_node(i) for i in inputs if i[0] == "^"), key=lambda i: places.get(i, -1))
-                needed = [*(_node(i) for i in inputs if i[0] != "^"), *controls]
-                stack += [name for name in reversed(needed) if name not in begun]  # loops of TensorFlow 1 are circles
-
-
-def _node(name: str) -> str:
-    return name.removeprefix("^").partition(":")[0]
-
-
-def _constant(array: Any) -> str:
-    array = np.asarray(array)
-    values = _short(str(array.tolist())) if array.size <= 8 else _digest(array)
-    return f"{array.dtype.name}{[*array.shape]} {values}"
-
-
-def _digest(array: Any) -> str:
+def _digest_of_array(array: Any) -> str:
     parts = encode_array(np.asarray(array))
-    return checksum(b"".join(f"{part.dtype} {part.shape}\n".encode() + part.tobytes() for part in parts.values()))
+    return _digest(b"".join(f"{part.dtype} {part.shape}\n".encode() + part.tobytes() for part in parts.values()))
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST_WORD else f"{text[: _LONGEST_WORD // 2]}... {checksum(text.encode())}"
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

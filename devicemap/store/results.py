@@ -1,4 +1,4 @@
-"""Results on disk, the reading side: rows by chunk, in part, or all of them, checked as they are read."""
+"""Read results on disk: by chunk, by slice, or all rows. Everything is checked when it is read."""
 
 from __future__ import annotations
 
@@ -14,78 +14,77 @@ import tensorflow as tf
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, empty_rows, take_rows
 from devicemap.errors import FunctionError, JournalError, MissingRowsError, brief
-from devicemap.store.chunks import Array, Layout
-from devicemap.store.encoding import decode_leaves, describe_nest, structure_of
-from devicemap.store.entries import Entry, missing_rows, overlapping
-from devicemap.store.records import Contents, read_journal
-from devicemap.store.segments import SegmentReader, untold
+from devicemap.store.database import FORMER, Database, Header, StoredChunk, database_errors, missing_rows, overlapping
+from devicemap.store.encoding import START_AGAIN, Array, structure_of
 
 
 def open_results(directory: str | os.PathLike[str]) -> Results:
-    """Open what `DeviceMap.write` wrote to `directory`, whether or not it got to the end.
+    """Open the results that `DeviceMap.write` has written to `directory`, also if that run is not finished.
 
-    Reads the journal alone; files of chunks are read, and their checksums compared, when their rows are asked for. What
-    is written later is not seen.
+    Only the list of chunks is read. Chunks are read, and their checksums compared, when their rows are requested. Chunks that
+    are written later are not seen.
 
     Raises:
-        JournalError: there is no journal of devicemap in it, or a damaged one, or one that does not tell of all that is there.
+        JournalError: the directory holds no results of devicemap, or they are damaged.
+
+    Examples:
+        >>> import tempfile
+        >>> from devicemap import DeviceMap
+        >>> directory = tempfile.mkdtemp()
+        >>> _ = DeviceMap(lambda n: n * n, batch_size=2).write(tf.range(5), directory)
+        >>> open_results(directory)[1:4]
+        array([1, 4, 9], dtype=int32)
     """
     path = Path(directory)
-    contents = read_journal(path)
-    if contents.header is None:
-        raise JournalError(
-            f"{path} holds no results yet: the run that made it ended before its first chunk was finished"
-        )
-    if contents.header.reducer is not None:
-        raise JournalError(f"{path} holds a reduction's partial results, no rows: DeviceMap.reduce goes on with them")
-    results = Results(path, contents)
-    if results.complete and (more := untold(path, contents.entries)):
-        raise JournalError(
-            f"{path} holds more than the {len(results)} rows that its journal tells of, in {min(more).name}: they are being "
-            "written, or the journal is a false one"
-        )
-    return results
+    if (path / FORMER).exists():
+        raise JournalError(f"{path} was written by an earlier version of devicemap. {START_AGAIN}")
+    advice = "Is this a directory that devicemap has written to?"
+    with database_errors(f"reading results in {path}", advice), Database(path) as database:
+        header, chunks = database.contents()
+    if header is None:
+        raise JournalError(f"{path} holds no results yet: no chunk has been committed")
+    if header.call.get("reducer") is not None:
+        raise JournalError(f"{path} holds partial results of a reduction, not rows; continue it with DeviceMap.reduce")
+    return Results(path, header, chunks)
 
 
 class Results:
-    """Results on disk, in the order of the rows. Made by `open_results`; thread-safe.
+    """Results on disk, in the order of rows, as returned by `open_results`; thread-safe.
 
-    Wherever rows come from it, they come as nests of the structure that the mapped function returns: of NumPy arrays for
-    dense results (strings are `bytes`, of dtype object), of `tf.RaggedTensor` and `tf.SparseTensor` for the others. Objects
-    of other classes come as named tuples of their fields, without those that are no tensors.
+    Rows come as nests of the structure that the mapped function returns: NumPy arrays for dense results (strings are `bytes`,
+    of dtype object), `tf.RaggedTensor` and `tf.SparseTensor` for others. Objects of other classes come as named tuples of
+    their fields, without those that are not tensors.
 
         len(results)                     the number of rows
-        results[100:200]                 some of them; reads only the chunks that they are in
-        for chunk in results: ...        chunk by chunk, as they were written, one file at a time
-        results.load()                   all of them
+        results[100:200]                 some rows; reads only the chunks that hold them
+        for chunk in results: ...        chunk by chunk, as they were written
+        results.load()                   all rows
         results.as_dataset()             a tf.data.Dataset of the chunks, as tensors
 
-    Rows that are not there, or damaged, are an error that names them where they are asked for, a `MissingRowsError`.
+    A request of missing or damaged rows raises a `MissingRowsError` that names them.
     """
 
-    def __init__(self, directory: Path, contents: Contents):
-        assert contents.header is not None
+    def __init__(self, directory: Path, header: Header, chunks: Sequence[StoredChunk]):
         self.directory = directory
-        """Where they are."""
+        """The directory that holds the results."""
 
-        self.structure = structure_of(contents.header.results, directory)
+        self.structure = structure_of(header.call.get("results"), directory)
         """Nest of `tf.TypeSpec`s, of shapes `[None, ...]`."""
 
         self._specs = tf.nest.flatten(self.structure)
-        self._layout = Layout(describe_nest(self.structure))
-        self._entries = contents.entries
-        self._rows = contents.rows
+        self._chunks = chunks
+        self._rows = header.rows
 
     @property
     def missing(self) -> list[tuple[int, int | None]]:
-        """The `(start, stop)` of the rows that no run has computed; `stop` is `None` where nobody knows it.
+        """The `(start, stop)` of rows that no run has computed; `stop` is `None` if the number of rows is unknown.
 
-        Damaged chunks are not among them: they are found when they are read.
+        Damaged chunks are not included; they are found when they are read.
         """
+        known = self._chunks[-1].stop if self._chunks else 0
         if self._rows is not None:
-            return [*missing_rows(self._entries, 0, self._rows)]
-        known = self._entries[-1].stop if self._entries else 0
-        return [*missing_rows(self._entries, 0, known), (known, None)]
+            return [*missing_rows(self._chunks, 0, self._rows)]
+        return [*missing_rows(self._chunks, 0, known), (known, None)]
 
     @property
     def complete(self) -> bool:
@@ -93,29 +92,28 @@ class Results:
         return not self.missing
 
     def __len__(self) -> int:
-        """The number of rows, missing ones included.
+        """Return the number of rows, missing ones included.
 
         Raises:
-            MissingRowsError: nobody knows: the data was a dataset, and no run got to its end.
+            MissingRowsError: it is unknown, because the data is a dataset that no run has read to its end.
         """
         if self._rows is None:
             raise self._missing_error(self.missing)
         return self._rows
 
     def __iter__(self) -> Iterator[Any]:
-        """The chunks, in order, one file at a time. The end of those before a gap is an error."""
+        """Yield the chunks in order. Missing rows are an error after the chunks before them."""
         row = 0
-        with self._reader() as segments:
-            for entry in self._entries:
-                if entry.start > row:
-                    raise self._missing_error([(row, entry.start)])
-                yield self._pack(self._leaves(segments, entry))
-                row = entry.stop
+        for chunk, leaves in self._read_chunks(self._chunks):
+            if chunk.start > row:
+                raise self._missing_error([(row, chunk.start)])
+            yield self._pack(leaves)
+            row = chunk.stop
         if row != self._rows:
             raise self._missing_error([(row, self._rows)])
 
     def __getitem__(self, rows: slice) -> Any:
-        """Rows, by a slice without a step."""
+        """Return rows, by a slice without a step."""
         if not isinstance(rows, slice) or rows.step not in (None, 1):
             raise TypeError(
                 f"results[{rows!r}]; expected a slice without a step, as in results[i:j] or results[i:i + 1]"
@@ -126,68 +124,71 @@ class Results:
         return self._read(start, max(start, stop))
 
     def load(self) -> Any:
-        """All rows. Takes the memory of the results and of one chunk; twice that of ragged and sparse results."""
+        """Return all rows. Takes the memory of the results and of one chunk; twice that for ragged and sparse results."""
         return self._read(0, len(self))
 
     def as_dataset(self) -> Any:
-        """A `tf.data.Dataset` of the chunks in order, as nests of tensors of `structure`; unbatch it to get rows.
+        """Return a `tf.data.Dataset` of the chunks in order, as nests of tensors of `structure`; unbatch it to get rows.
 
-        All chunks are read and checked once before it is returned, because a dataset can raise errors of TensorFlow alone:
-        one that holds the message, where a chunk is damaged later. An iteration reads one file at a time.
+        All chunks are read and checked once before it is returned, because a dataset can only raise errors of TensorFlow:
+        if a chunk is damaged later, such an error holds the message.
 
         Raises:
-            MissingRowsError: rows are missing, or damaged.
+            MissingRowsError: rows are missing or damaged.
         """
         if not self.complete:
             raise self._missing_error(self.missing)
-        with self._reader() as segments:
-            for entry in self._entries:
-                segments.read(entry)
+        for _ in self._read_chunks(self._chunks):
+            pass
 
         def chunks() -> Iterator[Any]:
-            with self._reader() as segments:
-                for entry in self._entries:
-                    with tf.device(HOST):  # not around the yield: whichever thread comes next goes on from there
-                        leaves = map(_as_tensor, self._leaves(segments, entry), self._specs)
-                        chunk = self._pack(list(leaves))
-                    yield chunk
+            for _, leaves in self._read_chunks(self._chunks):
+                with tf.device(HOST):  # not around the yield, because another thread may continue after it
+                    tensors = [
+                        tf.convert_to_tensor(leaf, spec.dtype) if isinstance(leaf, np.ndarray) else leaf
+                        for leaf, spec in zip(leaves, self._specs)
+                    ]
+                yield self._pack(tensors)
 
         dataset = tf.data.Dataset.from_generator(chunks, output_signature=self.structure)
-        return dataset.apply(tf.data.experimental.assert_cardinality(len(self._entries)))
+        return dataset.apply(tf.data.experimental.assert_cardinality(len(self._chunks)))
 
     def __repr__(self) -> str:
         rows = "?" if self._rows is None else self._rows
-        return f"Results({str(self.directory)!r}, rows={rows}, chunks={len(self._entries)}, complete={self.complete})"
+        return f"Results({str(self.directory)!r}, rows={rows}, chunks={len(self._chunks)}, complete={self.complete})"
 
     def _read(self, start: int, stop: int) -> Any:
-        missing = missing_rows(self._entries, start, stop)
-        if missing:
+        if missing := missing_rows(self._chunks, start, stop):
             raise self._missing_error(missing)
         if start == stop:
-            return self._pack([_no_rows(spec) for spec in self._specs])
+            with tf.device(HOST):
+                empty = [empty_rows(spec) for spec in self._specs]
+            return self._pack([leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf for leaf in empty])
         arrays: dict[int, Array] = {}
         parts: dict[int, list[Any]] = {}
-        with self._reader() as segments:
-            for entry in overlapping(self._entries, start, stop):
-                first, last = max(start, entry.start), min(stop, entry.stop)
-                for i, leaf in enumerate(self._leaves(segments, entry)):
-                    with tf.device(HOST):
-                        piece = take_rows(leaf, first - entry.start, last - entry.start)
-                    if isinstance(piece, np.ndarray):
-                        if i not in arrays:
-                            arrays[i] = self._empty((stop - start, *piece.shape[1:]), piece.dtype)
-                        self._check_inner_shape(arrays[i], piece, entry)
-                        arrays[i][first - start : last - start] = piece
-                    else:
-                        parts.setdefault(i, []).append(piece)
+        for chunk, leaves in self._read_chunks(overlapping(self._chunks, start, stop)):
+            first, last = max(start, chunk.start), min(stop, chunk.stop)
+            for i, leaf in enumerate(leaves):
+                with tf.device(HOST):
+                    rows = take_rows(leaf, first - chunk.start, last - chunk.start)
+                if isinstance(rows, np.ndarray):
+                    whole = arrays[i] = arrays[i] if i in arrays else self._empty(stop - start, rows)
+                    if whole.shape[1:] != rows.shape[1:]:
+                        raise JournalError(
+                            f"rows {chunk.start} to {chunk.stop - 1} in {self.directory} are of shape "
+                            f"{list(rows.shape[1:])} each, and rows before them of {list(whole.shape[1:])}; one array cannot "
+                            "hold both. Iterate over the results to get them by chunk"
+                        )
+                    whole[first - start : last - start] = rows
+                else:
+                    parts.setdefault(i, []).append(rows)
         with tf.device(HOST):
             return self._pack([arrays[i] if i in arrays else self._join(parts[i]) for i in range(len(self._specs))])
 
-    def _reader(self) -> SegmentReader:
-        return SegmentReader(self.directory, self._layout)
-
-    def _leaves(self, segments: SegmentReader, entry: Entry) -> list[Any]:
-        return decode_leaves(segments.read(entry), self._specs)
+    def _read_chunks(self, chunks: Sequence[StoredChunk]) -> Iterator[tuple[StoredChunk, list[Any]]]:
+        with database_errors(f"reading {self.directory}", START_AGAIN), Database(self.directory) as database:
+            for chunk in chunks:
+                yield chunk, database.leaves(chunk, self._specs)
 
     def _pack(self, leaves: list[Any]) -> Any:
         return tf.nest.pack_sequence_as(self.structure, leaves)
@@ -200,34 +201,16 @@ class Results:
                 f"chunks in {self.directory} do not fit together: {brief(error)}. Iterate over the results to get them by chunk"
             ) from error
 
-    def _empty(self, shape: Sequence[int], dtype: Any) -> Array:
+    def _empty(self, count: int, rows: Array) -> Array:
         try:
-            return np.empty(shape, dtype)
-        except (MemoryError, ValueError) as error:  # of so many rows, a folder may say so
+            return np.empty((count, *rows.shape[1:]), rows.dtype)
+        except (MemoryError, ValueError) as error:
             raise JournalError(f"rows in {self.directory}: {error}. Take fewer, by slices or chunk by chunk") from error
 
-    def _check_inner_shape(self, whole: Array, piece: Array, entry: Entry) -> None:
-        if whole.shape[1:] != piece.shape[1:]:
-            raise JournalError(
-                f"rows {entry.start} to {entry.stop - 1} in {self.directory} are of shape {list(piece.shape[1:])} each, "
-                f"and rows before them of {list(whole.shape[1:])}; one array cannot hold both. Iterate over the results "
-                "to get them by chunk"
-            )
-
-    def _missing_error(self, missing: list[Any]) -> MissingRowsError:
+    def _missing_error(self, missing: Sequence[Any]) -> MissingRowsError:
         ranges = [f"{start} to {stop - 1}" if stop is not None else f"from {start} on" for start, stop in missing]
         more = f" and {len(ranges) - 5} more ranges" if len(ranges) > 5 else ""
         return MissingRowsError(
-            f"rows {', '.join(ranges[:5])}{more} are missing in {self.directory}: no run has got to the end. Run write "
-            "again with the same function and data: it computes what is missing"
+            f"rows {', '.join(ranges[:5])}{more} are missing in {self.directory}: no run has finished. Run write again with "
+            "the same function and data: it computes what is missing"
         )
-
-
-def _no_rows(spec: Any) -> Any:
-    with tf.device(HOST):
-        empty = empty_rows(spec)
-    return empty.numpy() if isinstance(spec, tf.TensorSpec) else empty
-
-
-def _as_tensor(leaf: Any, spec: Any) -> Any:
-    return tf.convert_to_tensor(leaf, spec.dtype) if isinstance(leaf, np.ndarray) else leaf

@@ -1,105 +1,101 @@
-"""Reading data again for a run that was interrupted: which rows are still to be computed, and is it the same data?"""
+"""Read data again after an interrupted run: the rows that are still to be computed, and a comparison with the earlier data."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from devicemap.data.rows import HOST, Rows, take_rows
+from devicemap.data.join import join
+from devicemap.data.rows import HOST
 from devicemap.data.sources import Chunk, Source
-from devicemap.errors import JournalError
-from devicemap.store.digests import RowDigest, digest_ranges
-from devicemap.store.entries import Entry
-from devicemap.store.journal import Journal
-from devicemap.store.records import START_ANEW
+from devicemap.errors import FunctionError, JournalError
+from devicemap.store.database import StoredChunk, missing_rows
+from devicemap.store.encoding import START_AGAIN, encode_leaves
 
 _ROWS_PER_SKIP = 256
-"""Finished rows are read in pieces of this size, however few rows a device asks for. A dataset holds a piece in memory."""
-
-_ROWS_AT_ONCE = 2**14
-"""Cutting and encoding rows costs as much for one chunk as for many, and twice the memory of the rows."""
+"""Finished rows of a dataset are read in pieces of this size, however few rows a device requests."""
 
 
-def check_rows(rows: Rows, journal: Journal) -> None:
-    """Compare in-memory data with what every finished chunk was computed from, before anything runs.
-
-    Raises:
-        JournalError: the folder holds results of other rows.
-    """
-    for _, near in groupby(journal.entries, lambda entry: entry.start // _ROWS_AT_ONCE):
-        entries = [*near]
-        first = entries[0].start
-        with tf.device(HOST):
-            leaves = [take_rows(leaf, first, entries[-1].stop) for leaf in rows.leaves]
-        digests = digest_ranges(leaves, ((entry.start - first, entry.stop - first) for entry in entries))
-        for entry, digest in zip(entries, digests):
-            if digest != entry.inputs:
-                raise _other_data(journal, entry)
+def digest_rows(leaves: Sequence[Any]) -> str:
+    """Return a digest of the shapes and values of input rows; their dtypes are in the header."""
+    digest = hashlib.blake2b(digest_size=16)
+    for (leaf, name), array in encode_leaves(leaves).items():
+        digest.update(f"{leaf} {name} {array.shape} ".encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
-def checked(chunks: Iterable[Chunk], journal: Journal) -> Iterator[Chunk]:
-    """The same chunks, compared in passing with what the finished ones were computed from.
+def compared(
+    chunks: Iterable[Chunk], stored: Sequence[StoredChunk], total: int | None, directory: Path
+) -> Iterator[Chunk]:
+    """Yield chunks, and compare their rows with the inputs of stored chunks, which may be cut differently.
 
-    For data that cannot be read ahead of the run. It yields nothing before the first finished chunk has been compared,
-    and holds what it reads until then: seldom more than was in flight when the earlier run died. So other data is
-    refused before anything is written, unless it begins with the same rows.
+    Chunks are held until the first stored chunk has been compared. Other data is therefore refused before anything is
+    computed, unless it begins with the same rows.
 
     Args:
-        chunks: in order, from row 0 on; where they are cut may differ from the earlier run.
+        chunks: in order, from row 0 on.
+        stored: in order.
+        total: the number of rows of the earlier run, `None` if unknown.
 
     Raises:
-        JournalError: the folder holds results of other rows, or of another number of them.
+        JournalError: the rows differ, or are fewer than in the earlier run.
     """
-    finished = deque(journal.entries)
+    left = deque(stored)
     held: list[Chunk] = []
-    compared = not finished
-    digest, rows = RowDigest(), 0
+    pieces: list[tuple[Any, ...]] = []
+    rows = 0
     for chunk in chunks:
         rows = chunk.start + chunk.count
-        if journal.rows is not None and rows > journal.rows:
-            raise _other_number(journal, f"{journal.rows} rows", f"at least {rows}")
-        while finished and finished[0].start < rows:
-            entry = finished[0]
-            digest.update(chunk.cut(max(entry.start, chunk.start), min(entry.stop, rows)).leaves)
-            if entry.stop > rows:  # it goes on in the next chunk
+        while left and left[0].start < rows:
+            start, stop, inputs = left[0][:3]
+            pieces.append(chunk.cut(max(start, chunk.start), min(stop, rows)).leaves)
+            if stop > rows:
                 break
-            if digest.hexdigest() != entry.inputs:
-                raise _other_data(journal, entry)
-            digest, compared = RowDigest(), True
-            finished.popleft()
+            if _digest_pieces(pieces) != inputs:
+                raise other_data(directory, f"rows {start} to {stop - 1} were not the same")
+            left.popleft()
+            pieces = []
         held.append(chunk)
-        if compared:
+        if not stored or len(left) < len(stored):
             yield from held
             held.clear()
-    if finished or journal.rows not in (None, rows):
-        expected = f"{journal.rows}" if journal.rows is not None else f"at least {finished[-1].stop}"
-        raise _other_number(journal, f"{expected} rows", str(rows))
+    check_total(left[-1].stop if left else 0, rows, directory)
+    check_total(total, rows, directory)
 
 
-def unfinished(chunks: Iterable[Chunk], journal: Journal) -> Iterator[Chunk]:
-    """The chunks, or the parts of them, whose results are missing."""
-    for chunk in chunks:
-        for start, stop in journal.missing(chunk.start, chunk.start + chunk.count):
-            yield chunk.cut(start, stop)
+def check_total(total: int | None, rows: int | None, directory: Path) -> None:
+    """Raise `JournalError` if there are fewer than `total` rows; `None` is an unknown number."""
+    if total is not None and rows is not None and rows < total:
+        raise other_data(directory, f"of {total} rows or more, and the data has {rows} now")
+
+
+def other_data(directory: Path, difference: str) -> JournalError:
+    """Return the error for data that differs from that of an earlier run."""
+    return JournalError(f"{directory} holds results of other data: {difference}. {START_AGAIN}")
 
 
 class Unfinished:
-    """What is missing of a source, as a source."""
+    """A source of the rows of another source that no stored chunk holds."""
 
-    def __init__(self, source: Source, journal: Journal, compared: bool):
-        """`compared` says that the data has been compared with what the journal holds; otherwise it is in passing."""
-        self.specs, self.key = source.specs, source.key
-        self._finished_left = sum(entry.stop - entry.start for entry in journal.entries)
-        self.rows = None if source.rows is None else source.rows - self._finished_left
-        self.reads = source.reads
+    def __init__(
+        self, source: Source, stored: Sequence[StoredChunk], total: int | None, directory: Path, compare: bool
+    ):
+        """With `compare`, rows are compared while they are read: see `compared`."""
+        self.specs, self.key, self.reads = source.specs, source.key, source.reads
         self.rows_read = 0
-        self._source, self._journal = source, journal
+        self._source, self._stored = source, stored
+        self._finished_left = sum(chunk.stop - chunk.start for chunk in stored)
+        self.rows = None if source.rows is None else source.rows - self._finished_left
         self._rows_wanted = 1
-        chunks = self._read()
-        self._missing = unfinished(chunks if compared else checked(chunks, journal), journal)
+        chunks = compared(self._read(), stored, total, directory) if compare else self._read()
+        self._missing = (chunk.cut(*gap) for chunk in chunks for gap in self._gaps(chunk.start, chunk.count))
 
     @property
     def chunk_rows(self) -> int | None:
@@ -118,25 +114,22 @@ class Unfinished:
 
     def _read(self) -> Iterator[Chunk]:
         while True:
-            missing = self._journal.missing(self.rows_read, self.rows_read + _ROWS_PER_SKIP)
-            finished = missing[0][0] - self.rows_read if missing else _ROWS_PER_SKIP
+            gaps = self._gaps(self.rows_read, _ROWS_PER_SKIP)
+            finished = gaps[0][0] - self.rows_read if gaps else _ROWS_PER_SKIP
             chunk = self._source.take(finished or self._rows_wanted)
             if chunk is None:
                 return
             self.rows_read = chunk.start + chunk.count
-            missing = self._journal.missing(chunk.start, self.rows_read)
-            self._finished_left -= chunk.count - sum(stop - start for start, stop in missing)
+            self._finished_left -= chunk.count - sum(b - a for a, b in self._gaps(chunk.start, chunk.count))
             yield chunk
 
-
-def _other_number(journal: Journal, expected: str, rows: str) -> JournalError:
-    return JournalError(
-        f"{journal.directory} holds results of other data: of {expected}, and the data has {rows} now. {START_ANEW}"
-    )
+    def _gaps(self, start: int, count: int) -> list[tuple[int, int]]:
+        return missing_rows(self._stored, start, start + count)
 
 
-def _other_data(journal: Journal, entry: Entry) -> JournalError:
-    return JournalError(
-        f"{journal.directory} holds results of other data: rows {entry.start} to {entry.stop - 1} were not the same when "
-        f"they were computed. {START_ANEW}"
-    )
+def _digest_pieces(pieces: Sequence[tuple[Any, ...]]) -> str:
+    try:
+        with tf.device(HOST):
+            return digest_rows([join(parts) for parts in zip(*pieces)])
+    except FunctionError:  # the pieces have different shapes, and those of one stored chunk have not
+        return ""

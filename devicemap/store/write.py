@@ -1,10 +1,13 @@
-"""A call whose results go to a directory, chunk by chunk."""
+"""Calls whose results go to a directory, chunk by chunk."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -12,68 +15,138 @@ import tensorflow as tf
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.reduction import BoundReduction
 from devicemap.data.rows import as_rows
-from devicemap.data.sources import Chunk, DatasetSource
-from devicemap.errors import warn_user
+from devicemap.data.sources import Chunk, DatasetSource, Source
+from devicemap.errors import JournalError, MissingRowsError, warn_user
 from devicemap.run.mapper import Mapper
 from devicemap.run.workers import ChunkOptions
-from devicemap.store.digests import digest_rows
-from devicemap.store.encoding import decode_leaves, describe_call, encode_leaves
+from devicemap.store.database import Database, Header, StoredChunk, database_errors
+from devicemap.store.encoding import START_AGAIN, describe_nest, encode_leaves, specs_of
 from devicemap.store.fingerprint import fingerprint
-from devicemap.store.journal import Journal, open_journal
-from devicemap.store.resume import Unfinished, check_rows
+from devicemap.store.resume import Unfinished, check_total, compared, digest_rows
+from devicemap.store.writer import Writer
 
 
 def write(mapper: Mapper, data: Any, directory: str | os.PathLike[str], trust_function: bool) -> None:
-    """Keep the results of all chunks that a directory does not hold yet; the arguments are those of `DeviceMap.write`."""
-    with _written(mapper, data, directory, trust_function):
-        pass
+    """Compute and store the chunks that a directory does not hold; the arguments are those of `DeviceMap.write`."""
+    _write_missing(mapper, data, Path(directory), trust_function)
 
 
 def reduce(mapper: Mapper, data: Any, directory: str | os.PathLike[str]) -> Any:
-    """Keep the states of all chunks that a directory does not hold yet: the result of those that are there then."""
-    with _written(mapper, data, directory) as (compiled, journal):
-        return compiled.pack_states(decode_leaves(arrays, compiled.traced.specs) for arrays in journal.read())
+    """Compute and store the states of the chunks that a directory does not hold, and return the result of all states."""
+    path = Path(directory)
+    compiled = _write_missing(mapper, data, path, False)
+    with database_errors(f"reading {path}", START_AGAIN), Database(path) as database:
+        _, stored = database.contents()
+        return compiled.pack_states(database.leaves(chunk, compiled.traced.specs, 1) for chunk in stored)
 
 
-@contextmanager
-def _written(
-    mapper: Mapper, data: Any, directory: str | os.PathLike[str], trust_function: bool = False
-) -> Iterator[tuple[CompiledMap, Journal]]:
-    """The journal with all chunks in it, and what they were computed with."""
+def _write_missing(mapper: Mapper, data: Any, directory: Path, trust_function: bool) -> CompiledMap:
     in_memory = not isinstance(data, tf.data.Dataset)
     rows = as_rows(data) if in_memory else data
     source = mapper.source(rows, "written")
-    program = mapper.program
-    compiled = program.compiled_for(source)
-    chunk_rows = source.rows_of_first_batch() if isinstance(source, DatasetSource) else None
-    reduction = compiled.traced.reduction
-    function, uncovered = fingerprint(compiled.traced)
-    header = describe_call(
-        compiled.traced.nest_of_specs,
-        source.specs,
-        program.options,
-        source.rows,
-        chunk_rows,
-        function,
-        program.name,
-        [*reduction.names] if isinstance(reduction, BoundReduction) else None,
-    )
-    with open_journal(directory, header, trust_function) as journal:
-        if uncovered and journal.entries:
-            warn_user(
-                f"{program.name} uses {' and '.join(uncovered)}: if these changed, the results in {directory} are old, which "
-                "devicemap does not detect",
-                RuntimeWarning,
-            )
-        if in_memory:
-            check_rows(rows, journal)
-        missing = Unfinished(source, journal, compared=in_memory)
+    compiled = mapper.program.compiled_for(source)
+    call, uncovered = _describe_call(mapper, source, compiled)
+    with Writer(directory) as writer:
+        total, stored = None, writer.stored
+        if writer.header is not None and stored:
+            call, total = _same_call(directory, writer.header.call, call, trust_function), writer.header.rows
+            if uncovered:
+                warn_user(
+                    f"{mapper.program.name} uses {' and '.join(uncovered)}: if these changed, the results in {directory} are "
+                    "old, which devicemap does not detect",
+                    RuntimeWarning,
+                )
+        check_total(total, source.rows, directory)
+        if in_memory:  # in one piece, as arrays, which are cut faster than tensors
+            leaves = tuple(leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf for leaf in rows.leaves)
+            deque(compared([Chunk(0, source.rows or 0, leaves)], stored, total, directory), 0)
+        stored = _undamaged(directory, stored, compiled)
+        missing = Unfinished(source, stored, total, directory, compare=not in_memory)
+        writer.begin(Header(call, source.rows), stored)
 
         def keep(chunk: Chunk, results: list[Any]) -> None:
-            stop = chunk.start + chunk.count
-            journal.append(chunk.start, stop, encode_leaves(results), digest_rows(chunk.leaves))
+            writer.append(chunk.start, chunk.start + chunk.count, digest_rows(chunk.leaves), encode_leaves(results))
 
         for _ in mapper.chunks(missing, compiled, ChunkOptions(), keep):
             pass
-        journal.finish(missing.rows_read)
-        yield compiled, journal
+        writer.finish(missing.rows_read)
+    return compiled
+
+
+def _describe_call(mapper: Mapper, source: Source, compiled: CompiledMap) -> tuple[dict[str, Any], list[str]]:
+    """Return what the results of a call depend on, as JSON, and what that does not cover."""
+    options, reduction = mapper.program.options, compiled.traced.reduction
+    results = describe_nest(compiled.traced.nest_of_specs)
+    try:
+        specs_of(results)
+    except ValueError as error:
+        raise JournalError(f"the results of fn cannot be written to disk: {error}") from error
+    function, uncovered = fingerprint(compiled.traced)
+    call = {
+        "results": results,
+        "inputs": describe_nest(source.specs),
+        "batched": options.batched,
+        "batch_size": options.batch_size,
+        "chunk_rows": source.rows_of_first_batch() if isinstance(source, DatasetSource) else None,
+        "seed": None if options.seed is None else int(options.seed),
+        "reducer": [*reduction.names] if isinstance(reduction, BoundReduction) else None,
+        "function": function,
+        "name": mapper.program.name,
+    }
+    return json.loads(json.dumps(call)), uncovered
+
+
+def _same_call(directory: Path, there: dict[str, Any], here: dict[str, Any], trust_function: bool) -> dict[str, Any]:
+    """Return the stored description of a call.
+
+    Raises:
+        JournalError: it is another call. The version of TensorFlow and the name make no difference.
+    """
+    what, advice = "another call", START_AGAIN
+    apart = {"function", "name"}
+    found = differences({**there, **{key: here[key] for key in apart}}, here)
+    if not found:
+        old, new = there.get("function"), here["function"]
+        same_variables = isinstance(old, dict) and old.get("variables") == new["variables"]
+        if not (trust_function and same_variables):
+            what = "another function" if same_variables else "another function or other variables"
+            found = differences(old, new)
+            if not [difference for difference in found if not difference.startswith("tensorflow")]:
+                return there
+            if same_variables and here["reducer"] is None:
+                advice += "; if the change does not affect results, set trust_function=True (--trust-function)"
+    if not found:
+        return there
+    more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+    raise JournalError(
+        f"{directory} holds results of {what}, of {there.get('name')!r:.100}: {'; '.join(found[:5])}{more}. {advice}"
+    )
+
+
+def differences(there: Any, here: Any, path: str = "") -> list[str]:
+    """Return in words where two JSON values differ.
+
+    >>> differences({"a": [1, 2]}, {"a": [1, 3]})
+    ['a.1 was 2 there, and is 3 now']
+    """
+    if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        there, here = ({str(i): value for i, value in enumerate(values)} for values in (there, here))
+    if isinstance(there, dict) and isinstance(here, dict):
+        keys = [*here, *(key for key in there if key not in here)]
+        return [
+            line for key in keys for line in differences(there.get(key), here.get(key), f"{path}.{key}".lstrip("."))
+        ]
+    return [] if there == here else [f"{path} was {there!r:.200} there, and is {here!r:.200} now"]
+
+
+def _undamaged(directory: Path, stored: Sequence[StoredChunk], compiled: CompiledMap) -> list[StoredChunk]:
+    """Return the stored chunks that can be read. All are read once, at the speed of the disk."""
+    whole = []
+    rows = None if compiled.traced.reduction is None else 1
+    if stored:
+        with database_errors(f"reading {directory}", START_AGAIN), Database(directory) as database:
+            for chunk in stored:
+                with suppress(MissingRowsError):
+                    database.leaves(chunk, compiled.traced.specs, rows)
+                    whole.append(chunk)
+    return whole

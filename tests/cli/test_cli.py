@@ -184,7 +184,7 @@ def test_run_says_what_it_did_and_goes_on(capsys: pytest.CaptureFixture[str]) ->
         (["functions:double", "x.npy", "--devices", "GPU:99"], 2, "'GPU:99', which is not a device here"),
         (["functions:double", "x.npy", "--seed", "-1"], 2, "seed=-1; expected None or an int"),
         (["functions:broken", "x.npy"], 1, "fn could not be traced"),
-        (["functions:double", "x.npy", "--out", "full"], 1, "no journal of devicemap"),
+        (["functions:double", "x.npy", "--out", "full"], 1, "no results of devicemap"),
         (["functions:double", "y.npz", "--out", "other"], 1, "holds results of another call"),
         (["functions:stop", "x.npy"], 130, "interrupted. What was finished is kept: run the same command again"),
     ],

@@ -12,39 +12,17 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from journals import flip
+from stored import damage, query, write_chunks, write_nest
 
 from devicemap.data.rows import count_rows, spec_of, take_rows
 from devicemap.errors import JournalError, MissingRowsError
-from devicemap.options import Options
-from devicemap.store.encoding import describe_call, describe_nest, encode_leaves, specs_of
-from devicemap.store.header import Header
-from devicemap.store.journal import Journal, open_journal
-from devicemap.store.records import JOURNAL
+from devicemap.store.database import DATABASE
+from devicemap.store.encoding import describe_nest, specs_of
 from devicemap.store.results import Results, open_results
 
 NUMBERS = ["float16", "float32", "float64", "bfloat16", "int8", "int32", "int64", "uint8", "uint64", "bool"]
 NUMBERS += ["complex64", "complex128"]
 Point = namedtuple("Point", "x y")
-
-
-def _header(specs: Any, rows: int | None) -> Header:
-    return describe_call(specs, tf.TensorSpec([None], tf.int64), Options(), rows, None, {"graph": ""}, "f")
-
-
-def _write(directory: Path, nest: Any, sizes: Sequence[int]) -> None:
-    """Write a nest in chunks of `sizes` rows, the last one first."""
-    leaves = tf.nest.flatten(nest)
-    with open_journal(directory, _header(tf.nest.map_structure(spec_of, nest), None)) as journal:
-        stops = np.cumsum(sizes).tolist()
-        for start, stop in reversed(list(zip([0, *stops], stops))):
-            _append(journal, leaves, start, stop)
-        journal.finish(sum(sizes))
-
-
-def _append(journal: Journal, leaves: list[Any], start: int, stop: int) -> None:
-    arrays = encode_leaves([take_rows(leaf, start, stop) for leaf in leaves])
-    journal.append(start, stop, arrays, "")
 
 
 def _check_same(actual: Any, expected: Any) -> None:
@@ -124,7 +102,7 @@ def test_any_part_of_any_chunks(tmp_path_factory: pytest.TempPathFactory, leaf: 
     cuts = sorted(data.draw(st.sets(st.integers(1, rows - 1)))) if rows > 1 else []
     sizes = np.diff([0, *cuts, rows]).tolist() if rows else []
     directory = tmp_path_factory.mktemp("results")
-    _write(directory, {"it": leaf}, sizes)
+    write_nest(directory, {"it": leaf}, sizes)
     results = open_results(directory)
     assert len(results) == rows
     if not rows:  # only the spec is known
@@ -159,7 +137,7 @@ SIZES = [2, 4, 1]
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    _write(tmp_path, _nest(), SIZES)
+    write_nest(tmp_path, _nest(), SIZES)
     return tmp_path
 
 
@@ -206,22 +184,20 @@ def test_slices(written: Path) -> None:
 
 def test_a_part_reads_only_its_chunks(written: Path) -> None:
     results = open_results(written)
-    flip(written, 1)
+    damage(written, 2)
     assert results[0:2]["point"].x.tolist() == [0, 1]
     assert results[6:]["point"].x.tolist() == [6]
     chunks = iter(results)
     assert next(chunks)["point"].x.tolist() == [0, 1]
     for read in (lambda: results[1:3], lambda: next(chunks), results.as_dataset):
-        with pytest.raises(MissingRowsError, match=r"rows 2 to 5 are damaged: .*Run again"):
+        with pytest.raises(MissingRowsError, match=r"rows 2 to 5 in .* are damaged: .*Run write again"):
             read()
 
 
 def _write_some(directory: Path, rows: int | None, starts: Sequence[int] = (0, 4)) -> Results:
     """Write two rows from each of `starts` on."""
-    numbers = tf.range(24)
-    with open_journal(directory, _header(spec_of(numbers), rows)) as journal:
-        for start in starts:
-            _append(journal, [numbers], start, start + 2)
+    chunks = [(start, start + 2, [tf.range(start, start + 2)]) for start in starts]
+    write_chunks(directory, tf.TensorSpec([None], tf.int32), chunks, rows)
     return open_results(directory)
 
 
@@ -273,7 +249,7 @@ def test_many_gaps_are_counted(tmp_path: Path) -> None:
 
 def test_no_rows(tmp_path: Path) -> None:
     nest = tf.nest.map_structure(lambda leaf: take_rows(leaf, 0, 0), _nest(), expand_composites=False)
-    _write(tmp_path, nest, [])
+    write_nest(tmp_path, nest, [])
     results = open_results(tmp_path)
     assert (len(results), list(results), results.complete) == (0, [], True)
     loaded = results.load()
@@ -286,11 +262,8 @@ def test_no_rows(tmp_path: Path) -> None:
 
 
 def test_uneven_inner_shapes_can_be_read_by_chunk(tmp_path: Path) -> None:
-    spec = tf.TensorSpec([None, None], tf.float32)
-    with open_journal(tmp_path, _header(spec, 4)) as journal:
-        journal.append(0, 2, encode_leaves([tf.zeros([2, 3])]), "")
-        journal.append(2, 4, encode_leaves([tf.zeros([2, 5])]), "")
-        journal.finish(4)
+    chunks = [(0, 2, [tf.zeros([2, 3])]), (2, 4, [tf.zeros([2, 5])])]
+    write_chunks(tmp_path, tf.TensorSpec([None, None], tf.float32), chunks, 4)
     results = open_results(tmp_path)
     assert [chunk.shape for chunk in results] == [(2, 3), (2, 5)]
     assert [chunk.shape for chunk in results.as_dataset()] == [(2, 3), (2, 5)]
@@ -300,10 +273,20 @@ def test_uneven_inner_shapes_can_be_read_by_chunk(tmp_path: Path) -> None:
 
 def test_sparse_chunks_of_several_widths_are_joined(tmp_path: Path) -> None:
     parts = [tf.sparse.from_dense([[1, 2]]), tf.sparse.from_dense([[0, 0, 3]])]
-    with open_journal(tmp_path, _header(tf.SparseTensorSpec([None, None], tf.int32), 2)) as journal:
-        for i, part in enumerate(parts):
-            journal.append(i, i + 1, encode_leaves([part]), "")
+    chunks = [(i, i + 1, [part]) for i, part in enumerate(parts)]
+    write_chunks(tmp_path, tf.SparseTensorSpec([None, None], tf.int32), chunks, 2)
     assert tf.sparse.to_dense(open_results(tmp_path).load()).numpy().tolist() == [[1, 2, 0], [0, 0, 3]]
+
+
+def test_large_arrays_are_split(tmp_path: Path) -> None:
+    """Into blobs of 1 MiB, the last of which is shorter, or as long."""
+    values = tf.random.stateless_uniform([3, 2**18 + 1], [0, 0])
+    write_nest(tmp_path, {"odd": values, "even": values[:, 1:]}, [1, 2])
+    sizes = query(tmp_path, "SELECT leaf, count(*), max(length(data)) FROM arrays GROUP BY leaf ORDER BY leaf")
+    assert sizes == [(0, 3, 2**20), (1, 5, 2**20)]
+    loaded = open_results(tmp_path).load()
+    _check_same(loaded["odd"], values)
+    _check_same(loaded["even"], values[:, 1:])
 
 
 def test_results_that_cannot_be_written() -> None:
@@ -316,8 +299,8 @@ def test_results_that_cannot_be_written() -> None:
     for _ in range(60):
         deep = (deep,)
     for specs in (deep, tf.TensorSpec([None, 2**21, 2**21], tf.int8), tf.TensorSpec([None] + [1] * 40, tf.int8)):
-        with pytest.raises(JournalError, match="cannot be written to disk"):
-            _header(specs, 1)
+        with pytest.raises(ValueError, match=r"a nest of|a shape of|rows of a shape"):
+            specs_of(describe_nest(specs))
 
 
 def test_specs_through_json() -> None:
@@ -332,21 +315,25 @@ def test_specs_through_json() -> None:
     assert describe_nest({"a": nest["a"], "b": nest["b"]}) == describe_nest({"b": nest["b"], "a": nest["a"]})
 
 
-def test_a_folder_without_results(tmp_path: Path) -> None:
-    with pytest.raises(JournalError, match="Is this a directory that devicemap has written to"):
+def test_a_directory_without_results(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match=r"unable to open.* Is this a directory that devicemap has written to"):
         open_results(tmp_path)
-    with open_journal(tmp_path, _header(spec_of(tf.range(1)), 1)), pytest.raises(JournalError, match="no results yet"):
+    with pytest.raises(JournalError, match=r"unable to open.* Is this a directory that devicemap has written to"):
+        open_results(tmp_path / "none")
+    write_chunks(tmp_path, tf.TensorSpec([None], tf.int32), [], 1)
+    with pytest.raises(JournalError, match="holds no results yet"):
         open_results(tmp_path)
-    (tmp_path / JOURNAL).write_text("something else\n")
-    with pytest.raises(JournalError, match="is not a journal of devicemap"):
+    (tmp_path / DATABASE).write_text("something else\n")
+    with pytest.raises(JournalError, match="file is not a database"):
+        open_results(tmp_path)
+    (tmp_path / "journal.jsonl").touch()
+    with pytest.raises(JournalError, match="was written by an earlier version of devicemap"):
         open_results(tmp_path)
 
 
 def test_results_can_be_read_while_more_are_written(tmp_path: Path) -> None:
-    numbers = tf.range(4)
-    with open_journal(tmp_path, _header(spec_of(numbers), 4)) as journal:
-        _append(journal, [numbers], 0, 2)
-        early = open_results(tmp_path)
-        _append(journal, [numbers], 2, 4)
-        assert early.missing == [(2, 4)]
-        assert open_results(str(tmp_path)).load().tolist() == [0, 1, 2, 3]
+    early = _write_some(tmp_path, 4, [0])
+    _write_some(tmp_path, 4, [2])
+    assert early.missing == [(2, 4)]
+    assert early[:2].tolist() == [0, 1]
+    assert open_results(str(tmp_path)).load().tolist() == [0, 1, 2, 3]

@@ -1,14 +1,17 @@
-"""`DeviceMap.write` after kills, full disks, damage, interruptions and faults: a later run computes only what is missing.
-
-The journal alone, at each of its bytes and steps, is tested in test_journal and its neighbours.
-"""
+"""`DeviceMap.write` after kills, full disks, damage, interruptions and faults: a later run computes only what is missing."""
 
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import sqlite3
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,60 +19,55 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from journals import files_of, flip, full_disk, place_of, untouched
 from processes import run
+from stored import DATA, Counted, damage, full_disk, query, ranges, rows_of, untouched, write_chunks
 
 import devicemap
 from devicemap.compile.compiled import CompiledMap
-from devicemap.errors import JournalError
+from devicemap.errors import JournalError, MissingRowsError
 from devicemap.events import ChunkFinished, Event, short_name
-from devicemap.store.records import read_journal
+from devicemap.store.database import DATABASE, LOCK, Header
+from devicemap.store.encoding import describe_nest, encode_leaves
+from devicemap.store.writer import Writer
 
 DEVICES = ["CPU:1", "CPU:2"]
-DATA = np.arange(64)
 
 
-class Counted:
+class Triple(Counted):
     """A mapper of `3 * row + 1` that records which rows it computes."""
 
     def __init__(self, data: Any = DATA, **options: Any):
-        self.computed: list[int] = []
-        self._data = data
-        self._mapper = devicemap.DeviceMap(_triple, devices=DEVICES, progress=self._observe, **options)
+        super().__init__(_triple, data, **options)
 
     def write(self, directory: Path, **options: Any) -> list[int]:
-        """Write, check what is there, and return the rows that were computed for it."""
+        """Write, check the results, and return the rows that were computed for it."""
         self.computed.clear()
-        results = self._mapper.write(self._data, directory, **options)
-        np.testing.assert_array_equal(results.load(), 3 * DATA + 1)
-        assert sorted(os.listdir(directory)) == files_of(directory)
+        results = self.mapper.write(self.data, directory, **options)
+        np.testing.assert_array_equal(results.load(), 3 * DATA[: len(results)] + 1)
+        assert sorted(os.listdir(directory)) == [LOCK, DATABASE, f"{DATABASE}-journal"]
         return sorted(self.computed)
-
-    def _observe(self, event: Event) -> None:
-        if isinstance(event, ChunkFinished):
-            self.computed += range(event.shard.start, event.shard.stop)
 
 
 def _triple(row: Any) -> Any:
     return 3 * row + 1
 
 
-SOURCES: dict[str, Callable[[], Counted]] = {
-    "in memory": lambda: Counted(batch_size=4),
-    "samples": lambda: Counted(tf.data.Dataset.from_tensor_slices(DATA), batch_size=4),
-    "batches": lambda: Counted(tf.data.Dataset.from_tensor_slices(DATA).batch(4), batched=True),
+SOURCES: dict[str, Callable[[Any], tuple[Any, dict[str, Any]]]] = {
+    "in memory": lambda rows: (rows, {}),
+    "samples": lambda rows: (tf.data.Dataset.from_tensor_slices(rows), {}),
+    "batches": lambda rows: (tf.data.Dataset.from_tensor_slices(rows).batch(4), {"batched": True, "batch_size": None}),
 }
 
 
+def _triples(source: str, rows: Any = DATA) -> Triple:
+    data, options = SOURCES[source](rows)
+    return Triple(data, **options)
+
+
 @pytest.fixture(params=list(SOURCES))
-def counted(request: pytest.FixtureRequest) -> Counted:
-    """The same rows in chunks of 4, from in-memory data and from datasets."""
-    return SOURCES[request.param]()
-
-
-def _stored(directory: Path) -> set[int]:
-    """The rows that the journal lists."""
-    return {row for entry in read_journal(directory).entries for row in range(entry.start, entry.stop)}
+def source(request: pytest.FixtureRequest) -> str:
+    """The same rows in chunks of 4, from data in memory and from datasets."""
+    return str(request.param)
 
 
 def _others(done: set[int]) -> list[int]:
@@ -77,98 +75,292 @@ def _others(done: set[int]) -> list[int]:
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, sqlite3, sys
 import tensorflow as tf
 import devicemap
 from devicemap.types import ChunkFinished
 
-def run(moment):
+def run(directory, method, moment, statement):
     devicemap.simulate_devices(2)
-    finished = []
+    computed, statements = [], []
     def observe(event):
         if isinstance(event, ChunkFinished):
-            finished.append(len(event.shard))
-            if len(finished) == moment:
-                print(sum(finished), flush=True)
+            computed.append(len(event.shard))
+            if len(computed) == moment:
                 os.kill(os.getpid(), signal.SIGKILL)
+    def connect(*args, **options):
+        def trace(text):
+            statements.append(text)
+            if len(statements) == statement:
+                os.kill(os.getpid(), signal.SIGKILL)
+        connection = whole_connect(*args, **options)
+        connection.set_trace_callback(trace)
+        return connection
+    whole_connect, sqlite3.connect = sqlite3.connect, connect
     mapper = devicemap.DeviceMap(lambda n: n, batch_size=4, progress=observe)
-    if sys.argv[2] == "write":
-        result = tf.reduce_sum(mapper.write(tf.data.Dataset.range(101), sys.argv[1]).load())
+    if method == "write":
+        result = tf.reduce_sum(mapper.write(tf.data.Dataset.range(101), directory).load())
     else:
-        result = mapper.reduce(tf.data.Dataset.range(101), "sum", sys.argv[1])
-    print(sum(finished), flush=True)
-    print(int(result))
+        result = mapper.reduce(tf.data.Dataset.range(101), "sum", directory)
+    return sum(computed), int(result)
 
-for moment in (1, 7):
+def stored(directory):
+    if not os.path.exists(f"{directory}/results.sqlite"):
+        return 0
+    connection = sqlite3.connect(f"{directory}/results.sqlite")
+    tables = connection.execute("SELECT * FROM sqlite_master").fetchall()
+    return connection.execute("SELECT total(stop - start) FROM chunks").fetchone()[0] if tables else 0
+
+directory, method = sys.argv[1:]
+for moment, statement in [(1, None), (7, None), *((None, n) for n in range(2, 70, 5))]:
     child = os.fork()  # TensorFlow has not started
     if not child:
-        run(moment)
-    os.waitpid(child, 0)
-run(None)
+        run(directory, method, moment, statement)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    print(int(stored(directory)))
+print(*run(directory, method, None, None))
 """
 
 
 @pytest.mark.parametrize("method", ["write", "reduce"])
 def test_killed(method: str, tmp_path: Path) -> None:
-    """Chunks that were reported as finished are kept."""
-    first, second, last, total = map(int, run(KILLED, str(tmp_path / "out"), method))
-    assert min(first, second) > 0
-    assert last <= 101 - first - second
-    assert total == sum(range(101))
+    """At many statements of SQL and chunks: what is stored remains, and the last run computes exactly the rest."""
+    *counts, last = run(KILLED, str(tmp_path / "out"), method)
+    stored = [int(count) for count in counts]
+    assert stored == sorted(stored)
+    assert [*map(int, last.split())] == [101 - stored[-1], sum(range(101))]
 
 
-@pytest.mark.parametrize("chunks", [0, 1, 15])
-def test_a_full_disk(counted: Counted, tmp_path: Path, chunks: int) -> None:
-    folder = tmp_path / "out"
-    with full_disk(chunks), pytest.raises(JournalError, match=r"No space left on device.*run again") as caught:
-        counted.write(folder)
+HALF_COMMITTED = """
+import os, signal, sqlite3, sys
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("PRAGMA cache_size=4")
+connection.execute("BEGIN")
+connection.execute("UPDATE chunks SET stop = stop + 1")
+connection.executemany("INSERT INTO arrays (data) VALUES (zeroblob(?))", [(100_000,)] * 20)  # writes to the file
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("reader_first", [False, True])
+def test_killed_in_the_middle_of_a_commit(reader_first: bool, tmp_path: Path) -> None:
+    """Whoever opens the directory next rolls it back."""
+    Triple().write(tmp_path)
+    before = ranges(tmp_path)
+    subprocess.run([sys.executable, "-c", HALF_COMMITTED, str(tmp_path / DATABASE)], check=False)
+    assert (tmp_path / f"{DATABASE}-journal").stat().st_size > 0
+    if reader_first:
+        np.testing.assert_array_equal(devicemap.open_results(tmp_path).load(), 3 * DATA + 1)
+    else:
+        assert Triple().mapper.write(DATA, tmp_path).complete
+    assert ranges(tmp_path) == before
+
+
+def _wide(rows: Any) -> Any:
+    """Results of 40 kB per row."""
+    return tf.repeat(tf.cast(rows, tf.float64)[..., None], 5000, axis=-1)
+
+
+@pytest.mark.parametrize("pages", [3, 4, 20, 40])
+def test_a_full_disk(source: str, pages: int, tmp_path: Path) -> None:
+    data, options = SOURCES[source](DATA)
+    wide = Counted(_wide, data, **options)
+    with (
+        full_disk(pages),
+        pytest.raises(JournalError, match=r"disk is full.*run again to compute the missing") as caught,
+    ):
+        wide.mapper.write(data, tmp_path)
     assert caught.value.errno == errno.ENOSPC
-    done = _stored(folder)
-    assert counted.write(folder) == _others(done)
+    _check_no_threads()
+    done = rows_of(tmp_path) if query(tmp_path, "SELECT * FROM sqlite_master") else set()
+    assert len(done) < 64
+    wide.computed.clear()
+    np.testing.assert_array_equal(wide.mapper.write(data, tmp_path).load()[:, 0], DATA)
+    assert sorted(wide.computed) == _others(done)
+    assert {stop - start for start, stop in ranges(tmp_path)} == {4}
 
 
-def test_damaged_chunks_are_computed_again(counted: Counted, tmp_path: Path) -> None:
+def _check_no_threads() -> None:
+    assert not [thread for thread in threading.enumerate() if thread.name == "devicemap writer"]
+
+
+def test_damaged_chunks_are_computed_again(source: str, tmp_path: Path) -> None:
+    counted = _triples(source)
     counted.write(tmp_path)
+    with untouched(tmp_path):
+        assert counted.write(tmp_path) == []
+    _check_no_threads()
+    results = devicemap.open_results(tmp_path)
+    rows = damage(tmp_path, 8) + damage(tmp_path, 40)
+    assert counted.write(tmp_path) == rows == [8, 9, 10, 11, 40, 41, 42, 43]
     assert counted.write(tmp_path) == []
-    assert _stored(tmp_path) == {*range(64)}
-    entry = read_journal(tmp_path).entries[2]
-    flip(tmp_path, 2)
-    assert counted.write(tmp_path) == list(range(entry.start, entry.stop))
-    path, _ = place_of(tmp_path, 0)
-    lost = {row for e in read_journal(tmp_path).entries if e.file == 0 for row in range(e.start, e.stop)}
-    path.unlink()
-    assert counted.write(tmp_path) == sorted(lost)
+    with pytest.raises(MissingRowsError, match="rows 8 to 11"):  # the list of chunks was read before
+        results.load()
+
+
+def test_rows_that_were_added_are_computed(source: str, tmp_path: Path) -> None:
+    assert _triples(source, DATA[:40]).write(tmp_path) == list(range(40))
+    assert _triples(source).write(tmp_path) == list(range(40, 64))
+    with untouched(tmp_path):
+        for rows in (DATA[:60], DATA[:0]):
+            with pytest.raises(
+                JournalError,
+                match=rf"other data: of .* rows or more, and the data has {len(rows)} now|chunk_rows was 4",
+            ):
+                _triples(source, rows).write(tmp_path)
+        with pytest.raises(JournalError, match="other data: rows 0 to 3 were not the same"):
+            _triples(source, DATA + 1).write(tmp_path)
+        assert _triples(source).write(tmp_path) == []
+
+
+def test_no_rows(source: str, tmp_path: Path) -> None:
+    assert _triples(source, DATA[:0]).write(tmp_path) == []
+    with untouched(tmp_path):
+        assert _triples(source, DATA[:0]).write(tmp_path) == []
+    assert _triples(source).write(tmp_path) == list(range(64))
+
+
+def test_small_chunks_are_committed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a reader delays a commit, chunks wait in the queue. There is one more commit for them, and one for the end."""
+    specs, chunks = tf.TensorSpec([None], tf.int32), [(i, i + 1, [tf.constant([i])]) for i in range(12)]
+    write_chunks(tmp_path, specs, chunks[:1], 12)
+    commits = _commits(tmp_path)
+    with closing(sqlite3.connect(tmp_path / DATABASE, isolation_level=None)) as reader, Writer(tmp_path) as writer:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM chunks").fetchall()
+        writer.begin(writer.header, writer.stored)
+        for start, stop, leaves in chunks[1:]:
+            writer.append(start, stop, "", encode_leaves(leaves))
+        reader.execute("COMMIT")
+        writer.finish(12)
+    assert devicemap.open_results(tmp_path).load().tolist() == list(range(12))
+    assert _commits(tmp_path) - commits <= 3
+
+
+def _commits(directory: Path) -> int:
+    return int.from_bytes((directory / DATABASE).read_bytes()[24:28], "big")
+
+
+def test_workers_wait_for_a_full_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("devicemap.store.writer._QUEUE_BYTES", 1)
+    assert Triple().write(tmp_path) == list(range(64))
+
+
+# Other writers
+
+
+SECOND_WRITER = """
+import sys
+import devicemap
+try:
+    devicemap.DeviceMap(lambda n: 3 * n + 1, batch_size=4).write(range(64), sys.argv[1])
+except devicemap.errors.JournalError as error:
+    print(error)
+"""
+
+
+def test_a_second_writer_is_refused_and_readers_are_not(tmp_path: Path) -> None:
+    Triple(DATA[:40]).write(tmp_path)
+    seen: list[Any] = []
+
+    def observe(event: Event) -> None:
+        if isinstance(event, ChunkFinished) and not seen:
+            seen.append(devicemap.open_results(tmp_path)[:40])
+            with pytest.raises(JournalError) as caught:
+                Triple().write(tmp_path)
+            seen.extend([str(caught.value), *run(SECOND_WRITER, str(tmp_path))])
+
+    mapper = devicemap.DeviceMap(_triple, devices=DEVICES, batch_size=4, progress=observe)
+    np.testing.assert_array_equal(mapper.write(DATA, tmp_path).load(), 3 * DATA + 1)
+    results, *messages = seen
+    np.testing.assert_array_equal(results, 3 * DATA[:40] + 1)
+    assert len(messages) == 2
+    assert all(f"{tmp_path} is being written to, by another call or another process" in text for text in messages)
+    assert Triple().write(tmp_path) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_child_does_not_disturb_its_parent(tmp_path: Path) -> None:
+    specs, chunks = (
+        tf.TensorSpec([None], tf.int32),
+        [(i, i + 1, {(0, "values"): np.array([i], "<i4")}) for i in range(9)],
+    )
+    write_chunks(tmp_path, specs, [], 9)
+    call = {"results": describe_nest(specs), "reducer": None}
+    with Writer(tmp_path) as writer:
+        writer.begin(Header(call, 9), [])
+        for start, stop, arrays in chunks:
+            writer.append(start, stop, "", arrays)
+            child = os.fork()
+            if not child:
+                writer.close()
+                del writer
+                gc.collect()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            with pytest.raises(JournalError, match="is being written to"):
+                Writer(tmp_path)
+        writer.finish(9)
+    with pytest.raises(JournalError, match="was closed"):
+        writer.append(9, 10, "", chunks[0][2])
+    assert devicemap.open_results(tmp_path).load().tolist() == list(range(9))
+
+
+# Refusals and faults
 
 
 def test_another_call_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
-    Counted(batch_size=4).write(tmp_path)
+    Triple().write(tmp_path)
     other_data = DATA.copy()
     other_data[40] = 7
     pairs = devicemap.DeviceMap(lambda row: (row, row), devices=DEVICES, batch_size=4)
     seeded = devicemap.DeviceMap(lambda row, seed: row, devices=DEVICES, batch_size=4, seed=1)
     others: list[tuple[str, Callable[[Path], Any]]] = [
-        ("other data: row.*40", Counted(other_data, batch_size=4).write),
-        ("another call, of '_triple': rows was 64 there, and is 60 now", Counted(DATA[:60], batch_size=4).write),
-        ("another call.*results was", Counted(DATA.astype(np.float32), batch_size=4).write),
-        ("another call.*inputs was", Counted((DATA,), batch_size=4).write),
-        ("another call.*batch_size was 4", Counted(batch_size=8).write),
-        ("another call.*batched was False", Counted(batch_size=4, batched=True).write),
-        ("another call.*results was", lambda folder: pairs.write(DATA, folder, trust_function=True)),
+        ("other data: rows 40 to 43 were not the same", Triple(other_data).write),
+        ("another call, of '_triple': results.dense was 'int64' there", Triple(DATA.astype(np.float32)).write),
+        ("another call.*inputs.tuple was None there", Triple((DATA,)).write),
+        ("another call.*batch_size was 4 there, and is 8 now", Triple(batch_size=8).write),
+        ("another call.*batched was False there", Triple(batched=True).write),
+        ("another call.*results.tuple was", lambda folder: pairs.write(DATA, folder, trust_function=True)),
         ("another call.*seed was", lambda folder: seeded.write(DATA, folder, trust_function=True)),
     ]
     for message, write in others:
-        with untouched(tmp_path), pytest.raises(JournalError, match=message + ".*delete this one to start anew"):
+        with untouched(tmp_path), pytest.raises(JournalError, match=message + ".*delete this one to start again"):
             write(tmp_path)
-    assert Counted(batch_size=4).write(tmp_path) == []
+    assert Triple().write(tmp_path) == []
+
+
+def test_a_directory_without_chunks_takes_any_call(tmp_path: Path) -> None:
+    """A call that fails on its first chunk does not block a later call."""
+    write_chunks(tmp_path, tf.TensorSpec([None], tf.string), [], 1)
+    assert Triple().write(tmp_path) == list(range(64))
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
+    for name in "abcd":
+        (tmp_path / name).write_text("mine")
+    message = "holds a, b, c and 1 more, and no results of devicemap. Write to a new or an empty directory"
+    for directory, expected in [
+        (tmp_path, message),
+        (tmp_path / "a", "FileExistsError.*must be a directory"),
+        (tmp_path / "a" / "b", "NotADirectoryError"),
+    ]:
+        with untouched(tmp_path), pytest.raises(JournalError, match=expected):
+            Triple().write(directory)
+    (tmp_path / "journal.jsonl").touch()
+    with untouched(tmp_path), pytest.raises(JournalError, match="was written by an earlier version of devicemap"):
+        Triple().write(tmp_path)
+    _check_no_threads()
 
 
 def test_batches_of_another_size_are_refused(tmp_path: Path) -> None:
     """The results of `fn` may depend on the size of its batches."""
     dataset = tf.data.Dataset.from_tensor_slices(DATA)
-    Counted(dataset.batch(4), batched=True).write(tmp_path)
-    message = r"chunk_rows was 4 there, and is 8 now.*to start anew"
+    Triple(dataset.batch(4), batched=True, batch_size=None).write(tmp_path)
+    message = r"chunk_rows was 4 there, and is 8 now.*to start again"
     with untouched(tmp_path), pytest.raises(JournalError, match=message):
-        Counted(dataset.batch(8), batched=True).write(tmp_path)
+        Triple(dataset.batch(8), batched=True, batch_size=None).write(tmp_path)
 
 
 def test_an_interruption_keeps_what_was_finished(tmp_path: Path) -> None:
@@ -183,10 +375,10 @@ def test_an_interruption_keeps_what_was_finished(tmp_path: Path) -> None:
     mapper = devicemap.DeviceMap(_triple, devices=["CPU:1"], batch_size=4, prefetch=1, progress=observe)
     with pytest.raises(ZeroDivisionError):
         mapper.write(DATA, tmp_path)
-    done = _stored(tmp_path)
+    done = rows_of(tmp_path)
     assert {*finished} <= done
     assert len(done) < 64
-    assert Counted(batch_size=4).write(tmp_path) == _others(done)
+    assert Triple().write(tmp_path) == _others(done)
 
 
 def test_devices_that_fail_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,9 +404,9 @@ def test_devices_that_fail_while_writing(tmp_path: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(CompiledMap, "chunk_functions", scripted)
         with pytest.warns(RuntimeWarning, match="CPU:2 kept failing"):
-            assert Counted(batch_size=4).write(tmp_path) == list(range(64))
-    assert {entry.stop - entry.start for entry in read_journal(tmp_path).entries} == {1}
-    assert Counted(batch_size=4).write(tmp_path) == []
+            assert Triple().write(tmp_path) == list(range(64))
+    assert {stop - start for start, stop in ranges(tmp_path)} == {1}
+    assert Triple().write(tmp_path) == []
 
 
 def test_a_dataset_that_ends_with_an_error_goes_on_later(tmp_path: Path) -> None:
@@ -227,10 +419,10 @@ def test_a_dataset_that_ends_with_an_error_goes_on_later(tmp_path: Path) -> None
         yield from DATA[40:].tolist()
 
     dataset = tf.data.Dataset.from_generator(rows, output_signature=tf.TensorSpec([], tf.int64))
-    counted = Counted(dataset, batch_size=4)
+    counted = Triple(dataset)
     with pytest.raises(tf.errors.UnknownError, match="the network share"):
         counted.write(tmp_path)
-    done = _stored(tmp_path)
+    done = rows_of(tmp_path)
     assert done == set(counted.computed)
     fails[0] = False
     assert counted.write(tmp_path) == _others(done)

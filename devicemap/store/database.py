@@ -1,0 +1,327 @@
+"""The SQLite database of a directory of results: its files, its tables, and checks of all that is read.
+
+    results.sqlite            header: one row, what the results are results of
+                              chunks: one row per finished chunk, with a checksum
+                              arrays: the arrays of the chunks; large ones are split
+    results.sqlite-journal    empty, except during a commit and after a kill
+    lock.sqlite               empty; a writer holds its exclusive lock, and does not block readers
+
+SQLite rolls back a commit that was interrupted, but does not detect changed bytes: chunks and the header have checksums. The
+author of a directory is not trusted. Rows of `arrays` are never deleted, because SQLite would reuse their pages, and lists of
+pages in a damaged file are not trusted either.
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import json
+import math
+import os
+import sqlite3
+import stat
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from devicemap.errors import JournalError, MissingRowsError
+from devicemap.store.encoding import START_AGAIN, Array, Arrays, decode_leaves, parts_of
+
+DATABASE, LOCK, FORMER = "results.sqlite", "lock.sqlite", "journal.jsonl"
+"""The names of the two files, and that of a file in the format of earlier versions."""
+
+SCHEMA = (
+    "CREATE TABLE header (format INTEGER, call TEXT, rows INTEGER, checksum INTEGER)",
+    "CREATE TABLE chunks (start INTEGER PRIMARY KEY, stop INTEGER, inputs TEXT, checksum INTEGER, first_array INTEGER, "
+    "last_array INTEGER)",
+    "CREATE TABLE arrays (id INTEGER PRIMARY KEY, leaf INTEGER, name TEXT, shape TEXT, data BLOB)",
+)
+_FORMAT = 3
+_PART_BYTES = 2**20
+"""Larger arrays are split: larger buffers do not stay in the caches of CPUs, and take twice as long (1 of 4 MB/ms)."""
+_MOST_ROWS = 2**48
+_BUSY_SECONDS = 300.0
+_LOCKED = "database is locked"
+
+_SAFE = "trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0"
+_READER = ("query_only=ON",)
+_WRITER = "page_size=65536", "journal_mode=TRUNCATE", "synchronous=FULL", "cache_spill=OFF"
+_SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
+"""The end of a journal that names a second journal, which SQLite would delete. Only transactions on several files have one."""
+
+_READ_ARRAYS = f"""SELECT leaf, name, shape, data FROM arrays
+WHERE id BETWEEN ? AND ? AND typeof(data) = 'blob' AND length(data) <= {_PART_BYTES} ORDER BY id"""
+
+
+class Header(NamedTuple):
+    """What the results in a directory are results of."""
+
+    call: dict[str, Any]
+    """JSON: specs of results and inputs, options, and the fingerprint of the function."""
+
+    rows: int | None
+    """Number of rows of the data, `None` if it is unknown so far."""
+
+
+class StoredChunk(NamedTuple):
+    """A row of the table of chunks."""
+
+    start: int
+    stop: int
+    inputs: str
+    """The digest of the rows that it was computed from."""
+
+    checksum: int
+    """CRC-32 of the columns before, and of the shapes and bytes of its arrays. BLAKE2b takes 2.5 times as long."""
+
+    first_array: int = 0
+    last_array: int = 0
+
+
+@contextmanager
+def database_errors(doing: str, advice: str) -> Iterator[None]:
+    """Turn errors of SQLite and the operating system into a `JournalError`, with an `errno` if one is known."""
+    try:
+        yield
+    except JournalError:
+        raise
+    except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
+        explained = JournalError(f"{doing} failed: {type(error).__name__}: {error}. {advice}")
+        of_sqlite = {"database or disk is full": errno.ENOSPC, "disk I/O error": errno.EIO}
+        explained.errno = getattr(error, "errno", of_sqlite.get(str(error)))
+        raise explained from error
+
+
+@contextmanager
+def write_lock(directory: Path) -> Iterator[None]:
+    """Hold the lock of a writer. Raise `JournalError` if another one holds it, in this process or in another one."""
+    _check_files(directory)
+    with closing(_connect(directory / LOCK, "rwc", 0)) as connection:
+        try:
+            connection.execute("PRAGMA journal_mode=MEMORY")  # no second file
+            connection.execute("BEGIN EXCLUSIVE")
+        except sqlite3.OperationalError as error:
+            if str(error) != _LOCKED:
+                raise
+            raise JournalError(
+                f"{directory} is being written to, by another call or another process. Wait until it finishes, or write to "
+                "another directory"
+            ) from error
+        yield
+
+
+class Database:
+    """A connection to a database; a context manager. Readers hold no lock between calls. Not for use by two threads at once."""
+
+    def __init__(self, directory: Path, writable: bool = False):
+        """Connect. Raise `JournalError` for files or tables that devicemap does not write, `sqlite3.Error` for others."""
+        self._directory = directory
+        _check_files(directory)
+        mode = "rwc" if writable else "rw"  # a reader rolls back a commit that was interrupted
+        self._connection = _connect(directory / DATABASE, mode, _BUSY_SECONDS)
+        try:
+            self._set(_SAFE)
+            self._has_tables()
+            self._set(_WRITER if writable else _READER)
+            self._size_bytes = (directory / DATABASE).lstat().st_size
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._connection.close()
+
+    @contextmanager
+    def transaction(self, kind: str = "DEFERRED") -> Iterator[None]:
+        """A transaction, which an error rolls back."""
+        self._connection.execute(f"BEGIN {kind}")
+        try:
+            yield
+            self._connection.execute("COMMIT")
+        finally:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+
+    def contents(self) -> tuple[Header | None, list[StoredChunk]]:
+        """Return the header, `None` before the first commit, and all chunks in the order of rows.
+
+        Raises:
+            JournalError: they are damaged.
+        """
+        with self.transaction():
+            if not self._has_tables():
+                return None, []
+            headers: list[Any] = self._connection.execute("SELECT * FROM header LIMIT 2").fetchall()
+            chunks = list(map(StoredChunk._make, self._connection.execute("SELECT * FROM chunks ORDER BY start")))
+        version, call, rows, check = headers[0] if len(headers) == 1 else (None, "", None, None)
+        if type(version) is int and version != _FORMAT:
+            raise JournalError(f"{self._directory} was written by another version of devicemap. {START_AGAIN}")
+        try:
+            described = json.loads(call) if check == checksum([version, call, rows]) else None
+        except (RecursionError, TypeError, ValueError):
+            described = None
+        if not isinstance(described, dict):
+            raise JournalError(f"the header in {self._directory / DATABASE} is damaged. {START_AGAIN}")
+        stop = 0
+        for chunk in chunks:
+            if not (
+                type(chunk.stop) is int and stop <= chunk.start < chunk.stop <= (_MOST_ROWS if rows is None else rows)
+            ):
+                raise JournalError(f"the table of chunks in {self._directory / DATABASE} is damaged. {START_AGAIN}")
+            stop = chunk.stop
+        return Header(described, rows), chunks
+
+    def leaves(self, chunk: StoredChunk, specs: Sequence[Any], rows: int | None = None) -> list[Any]:
+        """Return the result leaves of a chunk: dense ones as arrays, others as tensors.
+
+        Args:
+            rows: rows of the leaves if they differ from those of the chunk, as for states of reductions.
+
+        Raises:
+            MissingRowsError: the chunk is damaged.
+            sqlite3.OperationalError: a writer has blocked the database for minutes.
+        """
+        try:
+            arrays, check = {}, 0
+            with closing(self._connection.execute(_READ_ARRAYS, chunk[4:])) as found:
+                for key, dtype in parts_of(specs).items():
+                    arrays[key], check = self._next(found, key, dtype, check)
+            if checksum(_values_of(*chunk[:3], arrays), check) != chunk.checksum:
+                raise ValueError("their bytes are not those that were written")
+            return decode_leaves(arrays, specs, chunk.stop - chunk.start if rows is None else rows)
+        except (ArithmeticError, MemoryError, RecursionError, TypeError, ValueError, sqlite3.Error) as error:
+            if str(error) == _LOCKED:
+                raise
+            raise MissingRowsError(
+                f"rows {chunk.start} to {chunk.stop - 1} in {self._directory} are damaged: {error!s:.200}. Run write again "
+                "with the same function and data: it computes them, and only them, again"
+            ) from error
+
+    def _next(self, rows: sqlite3.Cursor, key: tuple[int, str], dtype: Any, check: int) -> tuple[Array, int]:
+        """Return the array in the next rows of a query, after checks of its shape and size, and its checksum."""
+        row = rows.fetchone()
+        sizes = json.loads(row[2]) if row else [0]
+        whole = math.prod(sizes) * dtype.itemsize
+        if not (row and row[:2] == key and 0 <= whole <= self._size_bytes):
+            raise ValueError(f"array {key} was expected, and {row and row[:3]!s:.80} found")
+        data, filled = np.empty(whole, np.uint8), 0
+        while True:
+            part = np.frombuffer(row[3], np.uint8)
+            data[filled : filled + len(part)] = part
+            filled += len(part)
+            check = zlib.crc32(row[3], check)  # while it is in the caches
+            if filled >= whole:
+                return data.view(dtype).reshape(sizes), check
+            row = rows.fetchone() or (None, None, None, b"")
+            if row[:2] != key or not row[3]:
+                raise ValueError(f"{filled} bytes of array {key} were found, but its shape is {sizes}")
+
+    def replace_header(self, header: Header, dropped: Iterable[StoredChunk] = ()) -> None:
+        """Write a header, and create the tables if necessary; drop damaged chunks, but not their arrays."""
+        if not self._has_tables():
+            for statement in SCHEMA:
+                self._connection.execute(statement)
+        row = [_FORMAT, json.dumps(header.call), header.rows]
+        self._connection.execute("DELETE FROM header")
+        self._connection.execute("INSERT INTO header VALUES (?, ?, ?, ?)", (*row, checksum(row)))
+        self._connection.executemany("DELETE FROM chunks WHERE start = ?", [chunk[:1] for chunk in dropped])
+
+    def insert(self, chunk: StoredChunk, arrays: Arrays) -> None:
+        """Add a chunk, with new identifiers for its arrays."""
+        ((last,),) = self._connection.execute("SELECT ifnull(max(id), 0) FROM arrays")
+        first = last + 1
+        for (leaf, name), array in arrays.items():
+            shape, data = json.dumps(array.shape), _bytes(array)
+            for offset in range(0, len(data) or 1, _PART_BYTES):
+                part = data[offset : offset + _PART_BYTES] or b""  # SQLite would store NULL for an empty array
+                last += 1
+                self._connection.execute("INSERT INTO arrays VALUES (?, ?, ?, ?, ?)", (last, leaf, name, shape, part))
+        self._connection.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?)", (*chunk[:4], first, last))
+
+    def _set(self, pragmas: Iterable[str]) -> None:
+        for pragma in pragmas:
+            self._connection.execute(f"PRAGMA {pragma}")
+
+    def _has_tables(self) -> bool:
+        found = self._connection.execute("SELECT sql FROM sqlite_master ORDER BY rowid").fetchall()
+        (mode,) = self._connection.execute("PRAGMA journal_mode").fetchone()
+        if (found and found != [(statement,) for statement in SCHEMA]) or mode == "wal":
+            raise JournalError(
+                f"{self._directory / DATABASE} is not a database that this version of devicemap writes. {START_AGAIN}"
+            )
+        return bool(found)
+
+
+def chunk_of(start: int, stop: int, inputs: str, arrays: Arrays) -> StoredChunk:
+    """Return a chunk with its checksum."""
+    check = 0
+    for array in arrays.values():
+        check = zlib.crc32(_bytes(array), check)
+    return StoredChunk(start, stop, inputs, checksum(_values_of(start, stop, inputs, arrays), check))
+
+
+def checksum(values: Any, check: int = 0) -> int:
+    """Return the CRC-32 of JSON values, behind bytes with the given checksum."""
+    return zlib.crc32(json.dumps(values).encode(), check)
+
+
+def _values_of(start: int, stop: int, inputs: str, arrays: Arrays) -> list[Any]:
+    return [start, stop, inputs, [[*key, array.shape] for key, array in arrays.items()]]
+
+
+def missing_rows(chunks: Sequence[StoredChunk], start: int, stop: int) -> list[tuple[int, int]]:
+    """Return the `(start, stop)` of those of rows `start` to `stop - 1` that are in none of these sorted chunks.
+
+    >>> missing_rows([StoredChunk(2, 4, "", 0), StoredChunk(4, 6, "", 0)], 0, 8)
+    [(0, 2), (6, 8)]
+    """
+    edges = [start, *(edge for chunk in overlapping(chunks, start, stop) for edge in chunk[:2]), stop]
+    return [(low, high) for low, high in zip(edges[::2], edges[1::2]) if low < high]
+
+
+def overlapping(chunks: Sequence[StoredChunk], start: int, stop: int) -> Sequence[StoredChunk]:
+    """Return those of the sorted chunks that have some of rows `start` to `stop - 1`."""
+    first = bisect.bisect_right(chunks, start, key=attrgetter("stop"))
+    return chunks[first : bisect.bisect_left(chunks, stop, key=attrgetter("start"))]
+
+
+def _check_files(directory: Path) -> None:
+    """Raise `JournalError` unless SQLite can open the files of a directory without touching a file outside.
+
+    The databases are not opened: closing one would drop all locks that SQLite holds of it in this process (POSIX).
+    """
+    for name in (f"{name}{suffix}" for name in (DATABASE, LOCK) for suffix in ("", "-journal", "-wal", "-shm")):
+        path = directory / name
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            continue
+        journal = name == f"{DATABASE}-journal"
+        ours = name == DATABASE or journal or (name == LOCK and status.st_size == 0)
+        if not (ours and stat.S_ISREG(status.st_mode) and status.st_nlink == 1):
+            raise JournalError(
+                f"{path} is a link, not a regular file, or not from devicemap, so do not trust this directory. {START_AGAIN}"
+            )
+        if journal and status.st_size >= len(_SUPER_JOURNAL):
+            with open(path, "rb") as file:
+                file.seek(-len(_SUPER_JOURNAL), os.SEEK_END)
+                if file.read() == _SUPER_JOURNAL:
+                    raise JournalError(f"{path} names another file to delete, so do not trust this directory")
+
+
+def _connect(path: Path, mode: str, busy_seconds: float) -> sqlite3.Connection:
+    uri = f"{path.absolute().as_uri()}?mode={mode}"
+    return sqlite3.connect(uri, busy_seconds, isolation_level=None, check_same_thread=False, uri=True)
+
+
+def _bytes(array: Array) -> memoryview:
+    """Return the little-endian bytes of an array."""
+    return np.asarray(array, array.dtype.newbyteorder("<"), order="C").reshape(-1).view(np.uint8).data

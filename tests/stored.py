@@ -1,0 +1,106 @@
+"""Directories of results for tests: write, inspect, damage and compare them."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from devicemap import DeviceMap
+from devicemap.data.rows import spec_of, take_rows
+from devicemap.events import ChunkFinished, Event
+from devicemap.store import database
+from devicemap.store.database import DATABASE, Header
+from devicemap.store.encoding import describe_nest, encode_leaves
+from devicemap.store.writer import Writer
+
+DATA = np.arange(64)
+
+
+class Counted:
+    """A mapper that records which rows it computes."""
+
+    def __init__(self, fn: Callable[..., Any], data: Any = DATA, **options: Any):
+        self.computed: list[int] = []
+        self.data = data
+        self.mapper = DeviceMap(fn, devices=["CPU:1", "CPU:2"], progress=self._observe, **{"batch_size": 4, **options})
+
+    def _observe(self, event: Event) -> None:
+        if isinstance(event, ChunkFinished):
+            self.computed += range(event.shard.start, event.shard.stop)
+
+
+def query(directory: Path, statement: str, *values: Any) -> list[Any]:
+    """Run SQL on a database; return its rows."""
+    with closing(sqlite3.connect(directory / DATABASE)) as connection, connection:
+        connection.execute("PRAGMA synchronous=OFF")
+        return connection.execute(statement, values).fetchall()
+
+
+def ranges(directory: Path) -> list[tuple[int, int]]:
+    """The `(start, stop)` of the chunks that are stored."""
+    return query(directory, "SELECT start, stop FROM chunks ORDER BY start")
+
+
+def rows_of(directory: Path) -> set[int]:
+    """The rows that are stored."""
+    return {row for start, stop in ranges(directory) for row in range(start, stop)}
+
+
+def damage(directory: Path, start: int) -> list[int]:
+    """Flip a bit of the chunk that starts with a row; return the rows of the chunk."""
+    ((stop, array),) = query(directory, "SELECT stop, last_array FROM chunks WHERE start = ?", start)
+    ((data,),) = query(directory, "SELECT data FROM arrays WHERE id = ?", array)
+    query(directory, "UPDATE arrays SET data = ? WHERE id = ?", bytes([data[0] ^ 1]) + data[1:], array)
+    return list(range(start, stop))
+
+
+@contextmanager
+def full_disk(pages: int) -> Iterator[None]:
+    """The disk has room for so many pages of 64 KiB. The tables need four, and one small commit no further one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(database, "_WRITER", (*database._WRITER, f"max_page_count={pages}"))
+        yield
+
+
+@contextmanager
+def untouched(directory: Path) -> Iterator[None]:
+    """Nothing in the directory changes inside of this context."""
+    before = _snapshot(directory)
+    try:
+        yield
+    finally:
+        assert _snapshot(directory) == before
+
+
+def _snapshot(directory: Path) -> Any:
+    paths = list(directory.rglob("*"))
+    contents = {path: path.read_bytes() for path in paths if path.is_file() and not path.is_symlink()}
+    return {path: (path.lstat().st_mtime_ns, contents.get(path)) for path in paths}
+
+
+def write_chunks(directory: Path, specs: Any, chunks: Sequence[tuple[int, int, Any]], rows: int | None) -> None:
+    """Store `(start, stop, leaves)`, in this order, with a number of rows in the header, as a run that did not finish."""
+    with Writer(directory) as writer:
+        writer.begin(Header({"results": describe_nest(specs), "reducer": None}, rows), writer.stored)
+        for start, stop, leaves in chunks:
+            writer.append(start, stop, "", encode_leaves(leaves))
+
+
+def write_nest(directory: Path, nest: Any, sizes: Sequence[int]) -> None:
+    """Store a nest of tensors in chunks of `sizes` rows, the last one first."""
+    leaves, stops = tf.nest.flatten(nest), np.cumsum(sizes).tolist()
+    chunks = [(a, b, [take_rows(leaf, a, b) for leaf in leaves]) for a, b in zip([0, *stops], stops)]
+    write_chunks(directory, tf.nest.map_structure(spec_of, nest), chunks[::-1], sum(sizes))
+    if not chunks:
+        with Writer(directory) as writer:
+            writer.begin(
+                Header({"results": describe_nest(tf.nest.map_structure(spec_of, nest)), "reducer": None}, 0), []
+            )
+            writer.finish(0)
