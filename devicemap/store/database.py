@@ -319,7 +319,7 @@ def _check_files(directory: Path) -> None:
 
 def _connect(path: Path, mode: str, busy_seconds: float) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?mode={mode}"
-    return sqlite3.connect(uri, busy_seconds, isolation_level=None, check_same_thread=False, uri=True)
+    return sqlite3.connect(uri, timeout=busy_seconds, isolation_level=None, check_same_thread=False, uri=True)
 
 
 def _bytes(array: Array) -> memoryview:

@@ -38,7 +38,8 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
     written = {id(handle) for handle, treatment in treatments if treatment not in read_only}
     graphs: list[str] = []
     ops: Counter[str] = Counter()
-    captured: dict[str, list[str]] = {"variables": [], "tensors": []}
+    variables: list[str] = []
+    tensors: list[str] = []
     uncovered = set()
     for function in functions:
         walk = _Walk(function.graph.as_graph_def())
@@ -48,23 +49,17 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
         for tensor in function.captured_inputs:
             variable = variable_of(function, tensor)
             if variable is not None:
-                value = "written by fn" if id(tensor) in written else _digest_of_array(variable.numpy())
-                captured["variables"].append(f"{variable.dtype.name}{variable.shape} {value}")
+                value = "written by fn" if id(tensor) in written else _digest_array(variable.numpy())
+                variables.append(f"{variable.dtype.name}{variable.shape} {value}")
             elif tensor.dtype in (tf.resource, tf.variant):
                 uncovered.add("lookup tables, datasets or iterators")
             else:
-                captured["tensors"].append(f"{tensor.dtype.name}{tensor.shape} {_digest_of_array(tensor.numpy())}")
+                tensors.append(f"{tensor.dtype.name}{tensor.shape} {_digest_array(tensor.numpy())}")
         if walk.calls_python:
             uncovered.add("Python code")
-    found = {
-        "graph": graphs,
-        "ops": dict(sorted(ops.items())),
-        **captured,
-        "jit_compile": traced.with_xla is not None,
-        "vectorized": traced.vectorized if traced.audit.random_ops else None,
-        "tensorflow": tf.__version__,
-    }
-    return found, sorted(uncovered)
+    vectorized = traced.vectorized if traced.audit.random_ops else None
+    code = {"graph": graphs, "ops": ops, "tensors": tensors, "jit_compile": traced.with_xla is not None}
+    return {"code": {**code, "vectorized": vectorized}, "variables": variables}, sorted(uncovered)
 
 
 class _Walk:
@@ -120,7 +115,7 @@ def _numbered(name: str, numbers: dict[str, str]) -> str:
     return ":".join(["^" * name.startswith("^") + numbers.get(node, "?"), *output])
 
 
-def _digest_of_array(array: Any) -> str:
+def _digest_array(array: Any) -> str:
     parts = encode_array(np.asarray(array))
     return _digest(b"".join(f"{part.dtype} {part.shape}\n".encode() + part.tobytes() for part in parts.values()))
 

@@ -49,7 +49,8 @@ def _write_missing(mapper: Mapper, data: Any, directory: Path, trust_function: b
     with Writer(directory) as writer:
         total, stored = None, writer.stored
         if writer.header is not None and stored:
-            call, total = _same_call(directory, writer.header.call, call, trust_function), writer.header.rows
+            _check_same_call(directory, writer.header.call, call, trust_function)
+            call, total = writer.header
             if uncovered:
                 warn_user(
                     f"{mapper.program.name} uses {' and '.join(uncovered)}: if these changed, the results in {directory} are "
@@ -90,36 +91,28 @@ def _describe_call(mapper: Mapper, source: Source, compiled: CompiledMap) -> tup
         "chunk_rows": source.rows_of_first_batch() if isinstance(source, DatasetSource) else None,
         "seed": None if options.seed is None else int(options.seed),
         "reducer": [*reduction.names] if isinstance(reduction, BoundReduction) else None,
-        "function": function,
+        **function,
+        "tensorflow": tf.__version__,
         "name": mapper.program.name,
     }
     return json.loads(json.dumps(call)), uncovered
 
 
-def _same_call(directory: Path, there: dict[str, Any], here: dict[str, Any], trust_function: bool) -> dict[str, Any]:
-    """Return the stored description of a call.
-
-    Raises:
-        JournalError: it is another call. The version of TensorFlow and the name make no difference.
-    """
-    what, advice = "another call", START_AGAIN
-    apart = {"function", "name"}
-    found = differences({**there, **{key: here[key] for key in apart}}, here)
-    if not found:
-        old, new = there.get("function"), here["function"]
-        same_variables = isinstance(old, dict) and old.get("variables") == new["variables"]
-        if not (trust_function and same_variables):
-            what = "another function" if same_variables else "another function or other variables"
-            found = differences(old, new)
-            if not [difference for difference in found if not difference.startswith("tensorflow")]:
-                return there
-            if same_variables and here["reducer"] is None:
-                advice += "; if the change does not affect results, set trust_function=True (--trust-function)"
-    if not found:
-        return there
+def _check_same_call(directory: Path, there: dict[str, Any], here: dict[str, Any], trust_function: bool) -> None:
+    """Raise `JournalError` for another call. Its name and the version of TensorFlow alone make no difference."""
+    found = differences(there, here)
+    ignored = "name ", "tensorflow ", *(["code."] if trust_function else [])
+    relevant = [line for line in found if not line.startswith(ignored)]
+    if not relevant:
+        return
+    what, advice = "call", START_AGAIN
+    if all(line.startswith(("code.", "variables")) for line in relevant):
+        what = "function or other variables" if relevant[-1].startswith("variables") else "function"
+        if what == "function" and here["reducer"] is None:
+            advice += "; if the change does not affect results, set trust_function=True (--trust-function)"
     more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
     raise JournalError(
-        f"{directory} holds results of {what}, of {there.get('name')!r:.100}: {'; '.join(found[:5])}{more}. {advice}"
+        f"{directory} holds results of another {what}, of {there.get('name')!r:.100}: {'; '.join(found[:5])}{more}. {advice}"
     )
 
 
