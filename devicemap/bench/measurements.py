@@ -5,119 +5,188 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from devicemap.devices import Device
+from devicemap.errors import OptionError
 from devicemap.events import short_name
 from devicemap.inspect.render import Result, figure_class, page, seconds_text, size_text, table
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The times of one mode, batch size and set of devices."""
+    """Time and memory of a call in one mode."""
 
-    _derived = ("call_seconds", "rows_per_second")
+    _derived = ("rows_per_second",)
 
     mode: str
-    """`"eager"`: `fn` in eager code. `"graph"`: a `DeviceMap`."""
-
-    devices: tuple[str, ...]
-    """Full names of the devices."""
-
-    batch_size: int | str | None
-    """Rows per device call; `None` for one shard per device."""
+    """`"eager"`: `fn` in eager code on the first device. `"one device"`, `"all devices"`: a `DeviceMap` on all rows. `"batch"`:
+    one graph, in which each device gets an equal part of the rows."""
 
     rows: int
-    """Rows that a call maps. Eager code maps one batch, or a few single rows."""
+    """Rows of the call: in mode `"batch"` the batch size."""
 
     first_call_seconds: float = math.nan
     """Seconds of the first call, which traces and compiles."""
 
-    round_seconds: tuple[float, ...] = ()
-    """Seconds of a later call, one number per round. Empty if there is an `error`."""
+    seconds: float = math.nan
+    """Median seconds of later calls."""
 
-    speedup: float | None = None
-    """Rows per second, relative to the fastest measurement on one device: the median of the ratios of each round."""
-
-    peak_memory_bytes: dict[str, int] | None = None
-    """Peak memory per device during a call. `None` on devices without a counter, such as CPUs."""
+    peak_memory_bytes: tuple[int, ...] | None = None
+    """Peak memory of each device of the benchmark, in mode `"batch"`. `None` if a device does not report it."""
 
     error: str | None = None
     """Why there are no times."""
 
     @property
-    def call_seconds(self) -> float:
-        """The median of `round_seconds`."""
-        return median(self.round_seconds or [math.nan])
-
-    @property
     def rows_per_second(self) -> float:
-        """`rows` divided by `call_seconds`."""
-        return self.rows / self.call_seconds
+        """`rows` divided by `seconds`."""
+        return self.rows / self.seconds
 
 
 @dataclass(frozen=True, repr=False)
 class BenchmarkResult(Result):
     """What `devicemap.benchmark` measured. `print(result)` shows all of it."""
 
-    _least_width = 120
+    _derived = ("lines",)
+    _least_width = 100
 
     name: str
     """Name of the function."""
 
-    rows: int
-    """Number of rows."""
-
     devices: tuple[Device, ...]
-    """All devices, in the order given. Measurements on one device use the first."""
+    """The devices."""
 
-    measurements: tuple[Measurement, ...]
-    """One per mode, batch size and set of devices."""
+    measurements: tuple[Measurement, ...] = ()
+    """In the order in which they were made."""
+
+    no_memory: str | None = None
+    """Why there are no figures of memory; `None` if there are."""
+
+    def largest_batch(self, memory_bytes: int | None = None, margin: float = 0.1) -> int | None:
+        """Return the rows of the largest batch that fits into the memory of the devices.
+
+        That is `1 - margin` times the rows `b` with `num_gpus * memory - model - b * pass - overhead = 0`. `model` are the
+        variables that `fn` reads, on each device. `overhead` is everything else that does not depend on the rows, including
+        what this process keeps on the devices besides. `pass` is the peak of a call per row: inputs, intermediate values,
+        gradients and results. `lines` has the figures; the device with the least room decides.
+
+        With a `DeviceMap`, the batch is a call with `batch_size=rows // len(devices)` and `prefetch=1`. For a model, it is
+        the global batch of a training step.
+
+        Args:
+            memory_bytes: memory of each device; `None` for that of the devices that were measured.
+            margin: the share of the rows to leave out, because allocators fragment memory.
+
+        Returns:
+            A multiple of the number of devices; 0 if nothing fits. `None` for devices that do not report their memory,
+            such as CPUs: `no_memory` is the reason.
+
+        Raises:
+            OptionError: an argument is out of range, or the memory of a device is unknown.
+        """
+        if not 0 <= margin < 1:
+            raise OptionError(f"margin={margin!r}; expected a share of the rows, at least 0 and below 1")
+        if memory_bytes is not None and not memory_bytes > 0:
+            raise OptionError(f"memory_bytes={memory_bytes!r}; expected the memory of each device in bytes")
+        if self.no_memory:
+            return None
+        largest, failed = self._bounds()
+        rows = (1 - margin) * self._room(memory_bytes)
+        if rows == math.inf or (failed and memory_bytes is None):
+            rows = min(rows, largest)
+        return max(0, int(rows // len(self.devices) * len(self.devices)))
+
+    def next_batch(self, planned: list[int], search: bool, most: int) -> int | None:
+        """Return the rows of the next batch to measure, and remove them from `planned`; `None` at the end.
+
+        After the planned sizes, the search doubles or quadruples the batch, goes to just below the expected limit, and then
+        narrows the limit down to a tenth, with at most `most` rows.
+        """
+        largest, failed = self._bounds()
+        if planned and failed is None:
+            return planned.pop(0)
+        step = len(self.devices)
+        if not search or not largest or (failed and failed - largest <= max(step, 0.1 * largest)):
+            return None
+        rows = math.sqrt(largest * failed) if failed else min(4 * largest, max(0.93 * self._room(), 1.1 * largest))
+        return None if rows > most else math.ceil(rows / step) * step
+
+    @property
+    def lines(self) -> tuple[tuple[float, float], ...]:
+        """Peak memory of each device: fixed bytes, and bytes per row of the batch.
+
+        A line through two batches: the smallest, and the largest or the smallest that ran out of memory, which counts as
+        the whole memory. Empty without figures of memory.
+        """
+        batches = sorted((m.rows, m.peak_memory_bytes) for m in self.measurements if m.peak_memory_bytes)
+        failed = self._bounds()[1]
+        lines = []
+        for i, device in enumerate(self.devices if batches else ()):
+            (x, low), (y, high) = ((rows, peaks[i]) for rows, peaks in (batches[0], batches[-1]))
+            if failed and device.memory:
+                y, high = failed, device.memory
+            per_row = (high - low) / max(1, y - x)
+            lines.append((low - x * per_row, per_row))
+        return tuple(lines)
+
+    def _bounds(self) -> tuple[int, int | None]:
+        """Return the rows of the largest batch that ran, 0 without one, and of the smallest that ran out of memory."""
+        batches = [m for m in self.measurements if m.mode == "batch"]
+        ran = max((m.rows for m in batches if not m.error), default=0)
+        return ran, min((m.rows for m in batches if m.error), default=None)
+
+    def _room(self, memory_bytes: int | None = None) -> float:
+        """Return the rows that fit by `lines`, without a margin; infinity if these are flat."""
+        rows = [math.inf]
+        for device, (fixed, per_row) in zip(self.devices, self.lines):
+            memory = memory_bytes or device.memory
+            if memory is None:
+                raise OptionError(f"the memory of {short_name(device.name)} is unknown; give memory_bytes")
+            rows += [(memory - fixed) / per_row] if per_row > 0 else []
+        return min(rows)
 
     def __rich__(self) -> Any:
-        measured = [m for m in self.measurements if m.error is None]
-        failed = [f"{_label(m)}, batch_size={m.batch_size}: {m.error}" for m in self.measurements if m.error]
-        title = f"{self.name}: {self.rows} row(s) on up to {len(self.devices)} device(s)"
-        return page(title, table([*map(_cells_of, measured)]), notes=failed)
+        alone = next((m.rows_per_second for m in self.measurements if m.mode == "one device" and not m.error), math.nan)
+        rows = [_cells_of(m, alone) for m in self.measurements if not m.error]
+        notes = [f"{m.mode}, {m.rows} rows: {m.error}" for m in self.measurements if m.error]
+        for device, (fixed, per_row) in zip(self.devices, self.lines):
+            notes.append(f"{short_name(device.name)}: {size_text(int(fixed))} and {size_text(int(per_row))} per row")
+        if self.no_memory or all(device.memory for device in self.devices):
+            notes.append(self.no_memory or f"largest batch: {self.largest_batch()} rows, with a margin of 10 %")
+        return page(f"{self.name} on {len(self.devices)} device(s)", table(rows), notes=notes)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the time per row against `batch_size`. The suffix of `path` selects the file format.
+        """Draw time per row and peak memory against the batch size. The suffix of `path` selects the file format.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
         figure = figure_class()(layout="constrained")
         axes = figure.subplots()
-        measured = sorted((m for m in self.measurements if m.error is None), key=_position)
-        sizes = [*dict.fromkeys(m.batch_size for m in measured)]
-        for label in dict.fromkeys(map(_label, measured)):
-            line = [m for m in measured if _label(m) == label]
-            places = [sizes.index(m.batch_size) for m in line]
-            axes.plot(places, [1e3 / m.rows_per_second for m in line], marker="o", label=label)
-        axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-        axes.set(title=self.name, xlabel="batch_size", ylabel="milliseconds per row", yscale="log")
-        axes.legend()
+        batches = sorted((m for m in self.measurements if m.mode == "batch" and not m.error), key=lambda m: m.rows)
+        sizes = [m.rows for m in batches]
+        axes.plot(sizes, [1e3 / m.rows_per_second for m in batches], "o-", label="time per row")
+        axes.set(title=self.name, xlabel="batch size", ylabel="milliseconds per row", xscale="log", yscale="log")
+        peaks = [max(m.peak_memory_bytes) / 2**20 for m in batches if m.peak_memory_bytes]
+        if peaks:
+            right = axes.twinx()
+            right.plot(sizes, peaks, "s--", color="C1", label="peak memory")
+            for memory in {device.memory for device in self.devices if device.memory}:
+                right.axhline(memory / 2**20, color="C3", linestyle=":", label="memory of a device")
+            right.set(ylabel="MiB on the fullest device", ylim=(0, None))
+            right.legend(loc="upper right")
+        axes.legend(loc="upper left")
         figure.savefig(path, dpi=150)
 
 
-def _label(m: Measurement) -> str:
-    return f"{m.mode}, {short_name(m.devices[0]) if len(m.devices) == 1 else f'{len(m.devices)} devices'}"
-
-
-def _position(m: Measurement) -> float:
-    """Sort `"auto"` before all numbers and `None`, the largest batches, after them."""
-    return m.batch_size if isinstance(m.batch_size, int) else -math.inf if m.batch_size == "auto" else math.inf
-
-
-def _cells_of(m: Measurement) -> dict[str, str]:
+def _cells_of(m: Measurement, alone: float) -> dict[str, str]:
     return {
-        "mode": _label(m),
-        "batch_size": str(m.batch_size),
+        "mode": m.mode,
         "rows": str(m.rows),
         "rows/s": f"{m.rows_per_second:.4g}",
-        "call": seconds_text(m.call_seconds),
+        "call": seconds_text(m.seconds),
         "first call": seconds_text(m.first_call_seconds),
-        "speed-up": "" if m.speedup is None else f"{m.speedup:.3g}",
-        "peak memory": "" if m.peak_memory_bytes is None else size_text(max(m.peak_memory_bytes.values())),
+        "speed-up": "" if math.isnan(alone) else f"{m.rows_per_second / alone:.3g}",
+        "peak memory": size_text(max(m.peak_memory_bytes)) if m.peak_memory_bytes else "",
     }

@@ -1,59 +1,74 @@
-"""`devicemap.benchmark`: what a map gains over eager code, and over one device."""
+"""`devicemap.benchmark`: eager code, one device and all devices; time and memory against batch size."""
 
 from __future__ import annotations
 
+import gc
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import partial
-from numbers import Real
 from timeit import timeit
 from typing import Any
 
 import tensorflow as tf
 
-from devicemap.api import DeviceMap
 from devicemap.bench.measurements import BenchmarkResult, Measurement
-from devicemap.bench.timing import median_ratio, time_rounds
+from devicemap.bench.timing import median_seconds
+from devicemap.compile.program import Program
 from devicemap.compile.random import row_seeds
-from devicemap.data.rows import Rows
+from devicemap.data.join import join
+from devicemap.data.rows import HOST, Rows, as_rows, take_rows
 from devicemap.data.sample import first_rows, rows_in_memory
 from devicemap.data.structure import as_objects
-from devicemap.devices import choose_devices, choose_output_device, is_out_of_memory, kind_of, list_devices
-from devicemap.errors import DeviceMapError, OptionError, brief, failure
-from devicemap.options import Options, check_count, check_options
+from devicemap.devices import choose_devices, is_out_of_memory, kind_of, list_devices
+from devicemap.errors import DeviceMapError, OptionError, brief
+from devicemap.events import short_name
+from devicemap.options import check_count
+from devicemap.run.mapper import Mapper, NullObserver
 
 _ROWS_OF_A_DATASET = 1024
 
 _ROWS_IN_EAGER_CODE = 16
 """Eager code can be a thousand times slower than a graph, so it maps few single rows."""
 
+_MOST_DATA_BYTES = 2**32
+"""The search for the largest batch repeats the rows up to this size in the memory of the host."""
+
+Call = Callable[[Rows], Any]
+
 
 def benchmark(
-    fn: Callable[..., Any],
+    fn: Any,
     data: Any,
     *,
     devices: Any = None,
-    batch_sizes: Iterable[int | str | None] | None = None,
-    rounds: int = 5,
+    batch_sizes: Iterable[int] | None = None,
+    rounds: int = 10,
     seconds: float = 30.0,
     max_rows: int | None = None,
     **options: Any,
 ) -> BenchmarkResult:
-    """Measure `fn` in eager code, as a `DeviceMap` on one device, and on all devices, over batch sizes.
+    """Measure `fn` in eager code, on one device and on all devices, and time and peak memory against batch size.
 
-    Each measurement starts with two calls, which trace, compile and warm up. Then all calls take turns in rounds. A call
-    ends when its results are on the host. `fn` runs many times, and so do its side effects. Results are not compared; use
-    `DeviceMap.verify` for that.
+    A batch is a call in which each device gets an equal part of the rows at once. All calls are traced and warmed up, and
+    then take turns in rounds. A call ends when its results are on the host. `fn` runs many times, and so do its side
+    effects. Results are not compared; use `DeviceMap.verify` for that.
+
+    Where devices report their memory, larger and larger batches of repeated rows run until one runs out of memory. TensorFlow
+    then waits 10 seconds, and logs the state of its allocator. Its counters of peak memory are reset.
 
     Args:
-        fn: as in `DeviceMap`. Eager code runs it on the first device, on one batch, or row by row on 16 rows.
-        data: as in `DeviceMap`. The first rows of a dataset are read into memory.
-        devices: as in `DeviceMap`. Measurements on one device use the first.
-        batch_sizes: values of `batch_size`. By default `None` and a few powers of two.
+        fn: as in `DeviceMap`; eager code runs it on the first device, on all rows if `batched`, and otherwise on 16 rows. Or
+            a compiled, parallelized Keras model: its training steps are measured; then its weights, seeds, metrics and the
+            state of its optimizer are restored.
+        data: as in `DeviceMap`; for a model `(x, y)` or `(x, y, sample_weight)`. The first rows of a dataset are read.
+        devices: as in `DeviceMap`; a model has its own. "one device" is the first.
+        batch_sizes: rows of the batches, over all devices. By default some up to the number of rows, and then the search.
         rounds: the largest number of rounds.
-        seconds: a time budget. If it is used up, there are fewer rounds, and the last batch sizes are left out. The first
-            batch size is always measured.
+        seconds: a time budget for the batches, and again for the rounds. The first batch and one round always run.
         max_rows: the number of rows to use. By default all rows in memory, and 1024 of a dataset.
         **options: further options of `DeviceMap`, such as `batched`.
 
@@ -62,145 +77,181 @@ def benchmark(
 
     Raises:
         OptionError, DataError: invalid options or data, or data without rows. They are raised before anything runs.
-        FunctionError: `fn` failed in a graph, for another reason than memory.
+        FunctionError: `fn` failed on the devices, for another reason than memory.
 
     Examples:
-        >>> result = benchmark(lambda row: tf.reduce_sum(row), tf.ones([8, 2]), batch_sizes=[None], rounds=1)
-        >>> {m.mode for m in result.measurements} == {"eager", "graph"}
-        True
+        >>> result = benchmark(lambda row: tf.reduce_sum(row), tf.ones([8, 2]), devices="CPU:0", rounds=1)
+        >>> [(m.mode, m.rows) for m in result.measurements]
+        [('batch', 1), ('batch', 2), ('batch', 8), ('eager', 8), ('one device', 8), ('all devices', 8)]
+        >>> result.no_memory
+        'TensorFlow does not count the memory of CPU:0'
     """
     check_count("rounds", rounds)
     check_count("max_rows", 1 if max_rows is None else max_rows)
-    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not float(seconds) > 0:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise OptionError(f"seconds={seconds!r}; expected a time budget above 0, in seconds")
     if "batch_size" in options:
-        size = options["batch_size"]
-        raise OptionError(f"batch_size={size!r}: a benchmark varies it; give batch_sizes=[{size!r}]")
-    checked = check_options(fn, {**options, "devices": devices})
-    choose_output_device(checked.output_device)
-    sizes = None if batch_sizes is None else _check_batch_sizes(fn, batch_sizes)
-    names = choose_devices(devices)
+        raise OptionError(f"batch_size={options['batch_size']!r}: a benchmark varies it; use batch_sizes=")
+    if batch_sizes is not None:
+        batch_sizes = list(batch_sizes) if isinstance(batch_sizes, Iterable) else [batch_sizes]
+        for size in batch_sizes:
+            check_count("batch_sizes", size)
+    model = hasattr(fn, "train_step") and "detach" in vars(fn)
+    if model and (options or devices is not None or not fn.compiled):
+        raise OptionError("fn is a parallelized model; expected a compiled one, and neither devices= nor other options")
     if not tf.executing_eagerly():
         raise DeviceMapError("benchmark was called inside a tf.function, which cannot be timed; call it outside")
-    rows = rows_in_memory(data, checked, max_rows, _ROWS_OF_A_DATASET)
-    planned, calls = [], []
-    for size in sizes or _default_batch_sizes(rows.count or 0, len(names)):
-        for used in dict.fromkeys([names[:1], names]):
-            planned.append(Measurement("graph", used, size, rows.count or 0))
-            mapper = DeviceMap(fn, **{**options, "devices": list(used), "batch_size": size})
-            calls.append(partial(_run_and_wait, mapper, rows.structure))
-        if checked.batched or size == planned[0].batch_size:  # single rows do not depend on the batch size
-            most = _ROWS_IN_EAGER_CODE if not checked.batched else size if isinstance(size, int) else rows.count
-            some = first_rows(rows, most or 0)
-            planned.append(Measurement("eager", names[:1], size, some.count or 0))
-            calls.append(partial(_run_and_wait, partial(_run_eagerly, fn, names[0], checked), some))
+    names = tuple(share.device for share in fn.report().devices) if model else choose_devices(devices)
+    program = Program(fn, {"batched": True} if model else {**options, "devices": names})
+    rows = rows_in_memory(data, program.options, max_rows, _ROWS_OF_A_DATASET)
     described = {device.name: device for device in list_devices()}
-    return BenchmarkResult(
-        name=checked.name or str(getattr(fn, "__name__", type(fn).__name__)),
-        rows=rows.count or 0,
-        devices=tuple(described[name] for name in names),
-        measurements=_measure(planned, calls, rounds, float(seconds)),
-    )
+    uncounted = [short_name(name) for name in names if _peak_memory([name]) is None]
+    reason = f"TensorFlow does not count the memory of {', '.join(uncounted)}" if uncounted else None
+    result = BenchmarkResult(getattr(fn, "name", program.name), tuple(described[n] for n in names), no_memory=reason)
+    calls = _calls_of_model(fn, names[0]) if model else _calls_of_function(program)
+    timed: dict[int, Callable[[], None]] = {}
+
+    def measure(mode: str, some: Rows) -> BenchmarkResult:
+        call = partial(_run_and_wait, calls[mode](some.count or 0), some)
+        m = _measure(Measurement(mode, some.count or 0), call, names if mode == "batch" and not reason else ())
+        if not m.error and m.rows <= (rows.count or 0):  # larger batches are not timed again
+            timed[len(result.measurements)] = call
+        return replace(result, measurements=(*result.measurements, m))
+
+    with _restored(fn) if model else nullcontext():
+        deadline = time.perf_counter() + seconds
+        planned = sorted(batch_sizes or []) or _default_batch_sizes(rows.count or 0, len(names))
+        search = batch_sizes is None and not reason and all(device.memory for device in result.devices)
+        while rows_of_batch := result.next_batch(planned, search, _MOST_DATA_BYTES // _bytes_of_row(rows)):
+            result = measure("batch", _repeated(rows, rows_of_batch))
+            if time.perf_counter() > deadline:
+                break
+        result = measure("eager", rows if program.options.batched else first_rows(rows, _ROWS_IN_EAGER_CODE))
+        result = measure("one device", rows)
+        result = measure("all devices", rows)
+        medians = median_seconds([*timed.values()], rounds, time.perf_counter() + seconds)
+    measurements = [*result.measurements]
+    for i, median in zip(timed, medians):
+        measurements[i] = replace(measurements[i], seconds=median)
+    return replace(result, measurements=tuple(measurements))
 
 
-def _measure(
-    planned: list[Measurement], calls: list[Callable[[], Any]], rounds: int, seconds: float
-) -> tuple[Measurement, ...]:
-    start = time.perf_counter()
-    results = [*planned]
-    call_seconds = {}
-    for i, (m, call) in enumerate(zip(planned, calls)):
-        if m.batch_size != planned[0].batch_size and time.perf_counter() - start > seconds / 2:
-            results[i] = replace(m, error=f"seconds={seconds:g} were used up; give more")
-            continue
-        try:
-            first_call_seconds = timeit(call, number=1)
-            _reset_peak_memory(m.devices)
-            call_seconds[i] = timeit(call, number=1)
-        except Exception as error:
-            if m.mode == "graph" and not is_out_of_memory(error):
-                raise
-            results[i] = replace(m, error=f"{type(error).__name__}: {brief(error)}")
-        else:
-            results[i] = replace(m, first_call_seconds=first_call_seconds, peak_memory_bytes=_peak_memory(m.devices))
-    if not call_seconds:
-        raise failure("; ".join(f"batch_size={m.batch_size}: {m.error}" for m in results))
-    readings = time_rounds([calls[i] for i in call_seconds], [*call_seconds.values()], rounds, start + seconds)
-    for i, found in zip(call_seconds, readings):
-        results[i] = replace(results[i], round_seconds=found)
-    alone = [m for m in results if len(m.devices) == 1 and m.error is None]
-    if alone:
-        best = max(alone, key=lambda m: m.rows_per_second)
-        for i in call_seconds:
-            ratio = median_ratio(best.round_seconds, results[i].round_seconds)
-            results[i] = replace(results[i], speedup=ratio * results[i].rows / best.rows)
-    return tuple(results)
+def _measure(m: Measurement, call: Callable[[], None], counted: Iterable[str]) -> Measurement:
+    """Measure the first three calls, and the peak memory of devices."""
+    gc.collect()  # discarded maps keep memory of devices until then
+    for name in counted:
+        tf.config.experimental.reset_memory_stats(name)
+    try:
+        first, seconds = timeit(call, number=1), timeit(call, number=2) / 2
+    except Exception as error:
+        if m.mode in ("all devices", "batch") and not is_out_of_memory(error):
+            raise
+        return replace(m, error=f"{type(error).__name__}: {brief(error)}")
+    peaks = _peak_memory(counted) or None
+    return replace(m, first_call_seconds=first, seconds=seconds, peak_memory_bytes=peaks)
 
 
-def _run_and_wait(call: Callable[[Any], Any], rows: Any) -> None:
+def _calls_of_function(program: Program) -> dict[str, Callable[[int], Call]]:
+    """Return for each mode a factory of calls on a number of rows."""
+
+    def mapped(program: Program, **changed: Any) -> Call:
+        program = copy(program)  # all share their traces, and the copies of variables on the devices
+        program.options = replace(program.options, **changed)
+        mapper = Mapper(program, NullObserver())
+        return lambda rows: mapper.run(rows.structure)
+
+    def batch(count: int) -> Call:
+        return mapped(program, batch_size=math.ceil(count / len(program.devices)), prefetch=1, max_retries=0)
+
+    alone = Program(program.fn, {**vars(program.options), "devices": program.devices[:1]})
+    eager = partial(_run_eagerly, program)
+    return {
+        "eager": lambda _: eager,
+        "one device": lambda _: mapped(alone),
+        "all devices": lambda _: mapped(program),
+        "batch": batch,
+    }
+
+
+def _calls_of_model(model: Any, device: str) -> dict[str, Callable[[int], Call]]:
+    """Return for each mode a factory of training steps."""
+    step = partial(type(model).train_step, model)  # Keras's own step, on one device
+
+    def eager(rows: Rows) -> Any:
+        with tf.device(device):
+            return step(rows.structure)
+
+    def graph(step: Callable[[Any], Any], jit_compile: bool = False) -> Call:
+        function = tf.function(step, autograph=False, jit_compile=jit_compile)
+        return lambda rows: function(rows.structure)
+
+    modes = dict.fromkeys(("all devices", "batch"), lambda _: graph(model.train_step))
+    return {"eager": lambda _: eager, "one device": lambda _: graph(step, bool(model.jit_compile)), **modes}
+
+
+@contextmanager
+def _restored(model: Any) -> Iterator[None]:
+    """Restore the variables of a model after the context."""
+    model.optimizer.build(model.trainable_variables)
+    variables = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
+    values = [variable.numpy() for variable in variables]
+    try:
+        yield
+    finally:
+        model.reset_metrics()  # the first step may have created some
+        for variable, value in zip(variables, values):
+            variable.assign(value)
+
+
+def _run_and_wait(call: Call, rows: Rows) -> None:
     for tensor in tf.nest.flatten(call(rows), expand_composites=True):
         if isinstance(tensor, tf.Tensor):
             tensor.numpy()
 
 
-def _run_eagerly(fn: Callable[..., Any], device: str, options: Options, rows: Rows) -> Any:
-    """Run `fn` on a device in eager code: once if it takes a batch, else on each row."""
+def _run_eagerly(program: Program, rows: Rows) -> Any:
+    """Run the function on the first device in eager code: once if it takes a batch, else on each row."""
 
-    def run(data: Any, *seeds: Any) -> Any:
-        data = as_objects(data)
-        keywords = {"seed": seeds[0]} if seeds else {}
-        return fn(*data, **keywords) if type(data) is tuple else fn(data, **keywords)
-
-    arguments = [rows.structure]
-    if options.seed is not None:
-        arguments.append(row_seeds(options.seed, 0, rows.count))
-    results: list[Any] = []
-
-    @tf.autograph.experimental.do_not_convert  # autograph would convert fn in eager code too, which is slower
-    def run_row(row: Any) -> int:
-        results.append(run(*row))
+    @tf.autograph.experimental.do_not_convert  # map_fn would convert it in eager code too, which is slower
+    def run(arguments: tuple[Any, ...]) -> int:
+        data, keywords = as_objects(arguments[0]), dict(zip(["seed"], arguments[1:]))
+        results.append(program.fn(*data, **keywords) if type(data) is tuple else program.fn(data, **keywords))
         return 0
 
-    with tf.device(device):
-        if options.batched:
-            return run(*arguments)
-        tf.map_fn(run_row, tuple(arguments), fn_output_signature=tf.int32)
+    results: list[Any] = []
+    seed = program.options.seed
+    arguments = (rows.structure,) if seed is None else (rows.structure, row_seeds(seed, 0, rows.count))
+    with tf.device(program.devices[0]):
+        run(arguments) if program.options.batched else tf.map_fn(run, arguments, fn_output_signature=tf.int32)
     return results
 
 
-def _reset_peak_memory(devices: Iterable[str]) -> None:
-    for name in _peak_memory(devices) or ():
-        tf.config.experimental.reset_memory_stats(name)
+def _repeated(rows: Rows, count: int) -> Rows:
+    """Return the first `count` rows, repeated if there are fewer."""
+    times = math.ceil(count / (rows.count or 1))
+    with tf.device(HOST):
+        return as_rows(tf.nest.map_structure(lambda leaf: take_rows(join([leaf] * times), 0, count), rows.structure))
 
 
-def _peak_memory(devices: Iterable[str]) -> dict[str, int] | None:
-    """Return the peak bytes of each device that counts them, since the last reset. CPUs report 0 for everything."""
-    peaks = {}
-    for name in devices:
-        if kind_of(name) != "CPU":
-            try:
-                peaks[name] = int(tf.config.experimental.get_memory_info(name)["peak"])
-            except (ValueError, tf.errors.OpError):  # ValueError is the documented error of allocators without counters
-                continue
-    return peaks or None
+def _bytes_of_row(rows: Rows) -> int:
+    leaves = tf.nest.flatten(first_rows(rows, 1).structure, expand_composites=True)
+    return sum(leaf.numpy().nbytes if leaf.dtype != tf.string else int(tf.size(leaf)) for leaf in leaves) or 1
 
 
-def _default_batch_sizes(rows: int, devices: int) -> tuple[int | None, ...]:
-    """One shard per device, then powers of two from one chunk per device downwards.
+def _peak_memory(devices: Iterable[str]) -> tuple[int, ...] | None:
+    """Return the peak bytes of each device since the last reset; `None` if one does not count them."""
+    try:
+        if all(kind_of(name) != "CPU" for name in devices):  # CPUs report 0
+            return tuple(int(tf.config.experimental.get_memory_info(name)["peak"]) for name in devices)
+    except (ValueError, tf.errors.OpError):  # ValueError is the documented error of allocators without counters
+        pass
+    return None
 
-    >>> _default_batch_sizes(1000, 4)
-    (None, 128, 32, 8, 2)
-    >>> _default_batch_sizes(3, 8)
-    (None, 1)
+
+def _default_batch_sizes(rows: int, devices: int) -> list[int]:
+    """Return one row per device, and fractions of all rows, as multiples of the number of devices.
+
+    >>> _default_batch_sizes(1000, 4), _default_batch_sizes(3, 8)
+    ([4, 60, 248, 1000], [8])
     """
-    largest = 2 ** (max(1, rows // devices).bit_length() - 1)
-    return (None, *(largest // 4**i for i in range(4) if largest // 4**i))
-
-
-def _check_batch_sizes(fn: Callable[..., Any], batch_sizes: Iterable[int | str | None]) -> tuple[int | str | None, ...]:
-    sizes = [] if isinstance(batch_sizes, str) or not isinstance(batch_sizes, Iterable) else list(batch_sizes)
-    if not sizes:
-        raise OptionError(
-            f"batch_sizes={batch_sizes!r}; expected a list of None, 'auto' and ints, or None for a few that fit the rows"
-        )
-    return tuple(dict.fromkeys(check_options(fn, {"batch_size": size}).batch_size for size in sizes))
+    return sorted({devices, *(rows // part // devices * devices for part in (16, 4, 1))} - {0})

@@ -1,156 +1,187 @@
-"""The commands of the command line: each takes the parsed options, and prints what a user wants to know."""
+"""The commands of the command line. Each takes the parsed arguments."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import contextlib
+import importlib.util
 import json
 import os
 import shutil
 import socket
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import rich
+import tensorflow as tf
 
 from devicemap.api import DeviceMap
 from devicemap.bench.measurements import BenchmarkResult
 from devicemap.bench.runner import benchmark
-from devicemap.cli import UsageError
-from devicemap.cli.input import read_input
+from devicemap.cli.input import Input, load_object, read_input
 from devicemap.cluster import serve
-from devicemap.devices import list_devices, why_no_gpu
-from devicemap.errors import DeviceMapError, failure
+from devicemap.devices import is_out_of_memory, list_devices, simulate_devices, why_no_gpu
+from devicemap.errors import DataError, FunctionError, OptionError, brief, function_error
+from devicemap.events import short_name
 from devicemap.inspect.plan import Plan
-from devicemap.inspect.render import short_names, size_text, table, text_of
+from devicemap.inspect.render import check_drawable, size_text
+from devicemap.ray.columns import RESULT, as_arrow
 
-_WIDE = 1000
-"""Characters, for output that goes to a file or another program: no line is broken there."""
+_FORMATS: dict[str, Any] = {
+    ".npy": ("numpy.load({!r})", "biufc", tf.TensorSpec),
+    ".npz": ("numpy.load({!r})", "biufc", tf.TensorSpec),
+    ".parquet": ("pyarrow.parquet.read_table({!r})", "biufO", (tf.TensorSpec, tf.RaggedTensorSpec)),
+}
+"""The files that `run` writes, by suffix: how to load them, and the kinds of NumPy dtypes and of tensors that they hold."""
 
 
-def devices_command(options: argparse.Namespace) -> None:
-    """`devicemap devices`: a table of them, and why there is no GPU."""
+def execute(options: argparse.Namespace) -> None:
+    """Execute the command that `options.command` names."""
+    if options.simulate:
+        simulate_devices(options.simulate)
+    {"devices": _devices, "explain": _explain, "bench": _bench, "run": _run, "serve": _serve}[options.command](options)
+
+
+def _devices(options: argparse.Namespace) -> None:
     devices = list_devices()
-    names = short_names(device.name for device in devices)
-    listed = [
-        {
-            "name": names[device.name],
-            "kind": device.kind,
-            "memory": "-" if device.memory is None else size_text(device.memory),
-            "description": device.description,
-        }
-        for device in devices
-    ]
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
-    print(text_of(table(listed, {"kind", "description"}), width))
+    for device in devices:
+        memory = "" if device.memory is None else size_text(device.memory)
+        print(f"{short_name(device.name):8} {device.kind:4} {memory:>10}  {device.description}")
     if options.json:
         options.json.write_text(json.dumps([asdict(device) for device in devices], indent=1) + "\n", encoding="utf-8")
     if not any(device.kind == "GPU" for device in devices):
         print(f"\nNo GPU: {why_no_gpu()}")
 
 
-def serve_command(options: argparse.Namespace) -> None:
-    """`devicemap serve`: a server that runs until it is interrupted."""
+def _serve(options: argparse.Namespace) -> None:
     server = serve(options.port, options.simulate or 1)
     port = server.target.rpartition(":")[2]
     print(f"{socket.gethostname()}:{port} is open to all networks, without a password", flush=True)
     while True:
-        time.sleep(0.1)  # a wait without an end can miss a signal that another thread gets
+        time.sleep(0.1)  # an endless wait can miss a signal that another thread receives
 
 
-def explain_command(options: argparse.Namespace) -> None:
-    """`devicemap explain`: the plan of a map."""
-    _tell(_mapper(options).explain(_data(options)), options)
+def _explain(options: argparse.Namespace) -> None:
+    _show(_mapper(options).explain(_read(options).data), options)
 
 
-def bench_command(options: argparse.Namespace) -> None:
-    """`devicemap bench`: what `devicemap.benchmark` finds out."""
-    if options.batch_size == "auto":
-        raise UsageError("--batch-size auto: bench varies batch sizes by itself; give a number, or leave it out")
-    fn, data = _function(options.function), _data(options)
-    result = benchmark(
-        fn,
-        data,
-        devices=options.devices,
-        batched=options.batched,
-        seed=options.seed,
-        batch_sizes=None if options.batch_size is None else [options.batch_size],
-        max_rows=options.rows,
-        seconds=options.seconds,
-    )
-    _tell(result, options)
-
-
-def run_command(options: argparse.Namespace) -> None:
-    """`devicemap run`: results in a folder."""
-    if not options.quiet:
-        rich.reconfigure(stderr=True)  # the bar is no output
-    mapper = _mapper(options, progress=not options.quiet)
-    results = mapper.write(_data(options), options.out, trust_function=options.trust_function)
-    if (report := mapper.report) is not None:
-        print(report.summary if report.rows or not len(results) else "no row was missing")
-    print(f"{len(results)} rows in {options.out}; devicemap.open_results({options.out!r}) reads them")
-
-
-def _tell(result: Plan | BenchmarkResult, options: argparse.Namespace) -> None:
-    print(result)
-    if options.json:
-        result.save(options.json)
-    if isinstance(result, BenchmarkResult) and options.plot:
+def _bench(options: argparse.Namespace) -> None:
+    if options.plot:
+        check_drawable(options.plot)
+    sizes = [options.batch_size] if options.batch_size else None
+    mapped = {"devices": options.devices, "batched": options.batched, "seed": options.seed}
+    limits = {"max_rows": options.rows, "seconds": options.seconds}
+    result = benchmark(load_object(options.function), _read(options).data, batch_sizes=sizes, **limits, **mapped)
+    _show(result, options)
+    if options.plot:
         result.plot(options.plot)
 
 
-def _mapper(options: argparse.Namespace, **more: Any) -> DeviceMap:
-    # A batch that was read need not be what suits a device, unless the user says so.
-    size = options.batch_size or ("auto" if options.batched else None)
-    return DeviceMap(
-        _function(options.function),
-        devices=options.devices,
-        batched=options.batched,
-        batch_size=size,
-        seed=options.seed,
-        **more,
-    )
+def _show(result: Plan | BenchmarkResult, options: argparse.Namespace) -> None:
+    print(result)
+    if options.json:
+        result.save(options.json)
 
 
-def _data(options: argparse.Namespace) -> Any:
-    size = options.batch_size if isinstance(options.batch_size, int) else None
-    return read_input(options.input, options.batched, size)
+def _read(options: argparse.Namespace) -> Input:
+    return read_input(options.input, options.batched, options.batch_size)
 
 
-def _function(where: str) -> Callable[..., Any]:
-    """What `MODULE:FUNCTION` names; modules of the current directory are found first, as by `python -m`."""
-    module_name, _, path = where.partition(":")
-    if not module_name or not path:
-        raise UsageError(f"{where!r} is no function; expected MODULE:FUNCTION, as in features:extract")
-    if module_name.endswith(".py") or os.sep in module_name:
-        name = module_name.removesuffix(".py").strip(f".{os.sep}").replace(os.sep, ".")
-        raise UsageError(f"{module_name!r} is a file; expected a module, as in {name}:{path}, run where it is found")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    found = _import(module_name)
-    for name in path.split("."):
-        if not hasattr(found, name):
-            there = [n for n, value in vars(found).items() if callable(value) and not n.startswith("_")]
-            raise UsageError(f"{where!r}: there is no {name!r} in it; there is {', '.join(sorted(there)) or 'nothing'}")
-        found = getattr(found, name)
-    if not callable(found):
-        raise UsageError(f"{where!r} is of type {type(found).__name__}, which cannot be called")
-    function: Callable[..., Any] = found
-    return function
-
-
-def _import(module: str) -> Any:
+def _run(options: argparse.Namespace) -> None:
+    if not options.quiet:
+        rich.reconfigure(stderr=True)  # so that the progress bar is not part of the output
+    mapper = _mapper(options, progress=not options.quiet)
+    source = _read(options)
+    out, suffix = Path(options.out), Path(options.out).suffix
+    directory = Path(f"{out}.partial") if suffix in _FORMATS else out
+    if suffix in _FORMATS:
+        if out.exists() and not directory.exists():
+            raise FileExistsError(f"{out} already exists; remove it to compute it again")
+        _check_file(suffix, mapper.as_dataset(source.data).element_spec)
     try:
-        return importlib.import_module(module)
-    except DeviceMapError:
-        raise
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            raise UsageError(f"there is no module {module!r} in {Path.cwd()}, nor among those installed") from error
-        raise failure(f"importing {module} failed: {type(error).__name__}: {error}") from error
+        results = mapper.write(source.data, directory, trust_function=options.trust_function)
+    except FunctionError as error:
+        if not error.shards:
+            raise
+        raise function_error(f"{_failing_rows(options, source, error)}: {error}", error, error.shards) from error
+    except tf.errors.OpError as error:
+        raise DataError(f"{_unreadable_row(source)} cannot be read: {brief(error)}") from error
+    if mapper.report is not None:
+        print(mapper.report.summary if mapper.report.rows or not len(results) else "no row was missing")
+    if suffix in _FORMATS:
+        _save(suffix, results.load(), out)
+        shutil.rmtree(directory)
+    loading = _FORMATS[suffix][0] if suffix in _FORMATS else "devicemap.open_results({!r}).load()"
+    print(f"{len(results)} rows in {out}; load them by {loading.format(str(out))}")
+
+
+def _mapper(options: argparse.Namespace, **changed: Any) -> DeviceMap:
+    given = {name: getattr(options, name) for name in ("devices", "batched", "seed")}
+    # Batches of the input have any size, unless the user chose it.
+    given["batch_size"] = options.batch_size or ("auto" if options.batched else None)
+    return DeviceMap(load_object(options.function), **{**given, **changed})
+
+
+def _failing_rows(options: argparse.Namespace, source: Input, error: FunctionError) -> str:
+    """Locate the row that failed, by mapping the rows of the failed chunk one by one; or its first and last row."""
+    shard = error.shards[0]
+    start, stop = shard.start, shard.stop
+    if len(shard) > 1 and not is_out_of_memory(error):
+        rows = source.take(start, stop)
+        rows = rows.batch(1) if options.batched and isinstance(rows, tf.data.Dataset) else rows
+        try:
+            for _ in _mapper(options, devices=shard.device, batch_size=1).stream(rows):
+                pass
+        except FunctionError as found:
+            if found.shards:
+                start += found.shards[0].start
+                stop = start + 1
+    rows_text = [source.locate(start), source.locate(stop - 1)]
+    return " to ".join(dict.fromkeys(rows_text))
+
+
+def _unreadable_row(source: Input) -> str:
+    row = 0
+    with contextlib.suppress(tf.errors.OpError):
+        for _ in source.rows:
+            row += 1
+    return source.locate(row)
+
+
+def _check_file(suffix: str, spec: Any) -> None:
+    """Raise an error for results that a file of this format cannot hold, and for a missing package."""
+    if suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise ImportError("--out FILE.parquet needs pyarrow, which is not installed: pip install 'devicemap[parquet]'")
+    columns = spec if isinstance(spec, dict) and suffix != ".npy" else {RESULT: spec}
+    kinds, classes = _FORMATS[suffix][1:]
+    for name, column in columns.items():
+        known = isinstance(column, classes) and np.dtype(column.dtype.as_numpy_dtype).kind in kinds
+        if not known or not isinstance(name, str) or (suffix == ".npz" and name == "file"):
+            raise OptionError(
+                f"FUNCTION returns {name!r}: {column}, which a {suffix} file cannot hold. Use another format (.npy: one "
+                "numeric array; .npz: a dict of them; .parquet: also text and ragged rows), or let --out be a directory"
+            )
+
+
+def _save(suffix: str, results: Any, path: Path) -> None:
+    """Write results to a temporary file, and rename it to `path`."""
+    temporary = f"{path}.tmp"
+    columns = results if isinstance(results, dict) else {RESULT: results}
+    with open(temporary, "wb") as file:
+        if suffix == ".npy":
+            np.save(file, results)
+        elif suffix == ".npz":
+            np.savez(file, **columns)
+        else:
+            import pyarrow
+            from pyarrow import parquet
+
+            tensors = tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf), columns)
+            arrays = {name: as_arrow(pyarrow, column) for name, column in tensors.items()}
+            parquet.write_table(pyarrow.table(arrays), file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,175 +1,175 @@
-"""A path on the command line -> data to map over: files that are larger than memory are read while they are mapped.
-
-| path | rows |
-| --- | --- |
-| `.npy` | the first axis of the array, read slice by slice through a memory map |
-| `.npz` | the first axis of its arrays, as a dict by name; read into memory, since a member of a zip cannot be mapped |
-| `.tfrecord`, also `.tfrecord.gz` and `.tfrecord-00000-of-00010` | records, as bytes |
-| a folder saved by `tf.data.Dataset.save` | its elements |
-| any other file | the whole file, as bytes |
-
-A folder stands for the files in it, without those in folders further down and hidden ones; a pattern such as
-`photos/**/*.jpg` for the files that it matches. Several files are in the order of their names, and of one kind.
-"""
+"""Convert the INPUT of a command to data. Files that are larger than memory are read while they are mapped."""
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import gzip
 import os
+import pkgutil
 import re
+import sys
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from devicemap.errors import DataError, warn_user
+from devicemap.errors import DataError, DeviceMapError, OptionError, warn_user
 
 _SLICE_BYTES = 2**22
-"""About how much of a memory-mapped array is read at once."""
+"""About how many bytes of a `.npy` file are read at once."""
 
 _ROWS_PER_BATCH = 64
-"""Files and records that one batch holds, where the user does not say."""
+"""Files and records per batch if the user gives no batch size."""
 
 _RECORDS = re.compile(r".*\.tfrecords?(-\d+-of-\d+)?(\.gz)?", re.IGNORECASE)
-_MARKS_OF_SAVED_DATASET = ("dataset_spec.pb", "snapshot.metadata")
 
 
-def read_input(path: str, batched: bool, batch_size: int | None) -> Any:
-    """The data at a path, as `DeviceMap` takes it: a dataset of samples, or of batches with `batched`, or a dict of arrays.
+@dataclass(frozen=True)
+class Input:
+    """Data for a map, and the files that its rows come from."""
 
-    A saved dataset is handed on as it was saved. `batch_size=None` stands for some rows per batch.
+    data: Any
+    """A dataset of rows, or of batches with `batched`; or a nest of arrays."""
+
+    rows: Any
+    """A dataset of single rows, or a nest of arrays."""
+
+    files: tuple[tuple[str, int], ...] = ()
+    """Names of the files and their numbers of rows, in order; empty if unknown."""
+
+    def locate(self, row: int) -> str:
+        """Return the name of the file with a row, and the index of the row in it."""
+        for name, count in self.files:
+            if row < count:
+                return name if count == 1 else f"{name}, row {row}"
+            row -= count
+        return f"row {row}"
+
+    def take(self, start: int, stop: int) -> Any:
+        """Return the rows from `start` to `stop - 1`."""
+        if isinstance(self.rows, tf.data.Dataset):
+            return self.rows.skip(start).take(stop - start)
+        return tf.nest.map_structure(lambda leaf: leaf[start:stop], self.rows)
+
+
+def load_object(name: str) -> Any:
+    """Return the object `MODULE:NAME`. Modules in the current directory are found first, as by `python -m`."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return pkgutil.resolve_name(name)
+    except DeviceMapError:
+        raise
+    except Exception as error:
+        raise OptionError(f"{name}: {type(error).__name__}: {error}") from error
+
+
+def read_input(path: str, batched: bool, batch_size: int | None) -> Input:
+    """Read an INPUT; the help of the command line describes its kinds. Batches have `batch_size` rows, or some.
 
     Raises:
-        DataError: nothing is there, or it cannot be read as rows.
+        DataError: there is nothing, or it cannot be read as rows.
 
     Warns:
-        RuntimeWarning: a TFRecord file was cut inside the header of a record, and lacks that one.
+        RuntimeWarning: a TFRecord file is truncated within the header of a record, which TensorFlow does not detect.
     """
-    folder = Path(path)
-    if folder.is_dir() and any((folder / mark).exists() for mark in _MARKS_OF_SAVED_DATASET):
-        return tf.data.Dataset.load(path)
-    files = _files_at(path)
-    kind = _kind_of(files, path)
-    if kind == "npz":
-        return _read_npz(files, path)
-    if kind == "npy":
-        return _read_npy(files, batched, batch_size)
-    if kind == "records":
-        packed = {name.endswith(".gz") for name in files}
-        if len(packed) > 1:
-            raise DataError(f"{path} holds TFRecord files of which some are compressed; give those apart")
-        for name in files:
-            _warn_of_cut(name)
-        dataset = tf.data.TFRecordDataset(files, compression_type="GZIP" if packed.pop() else "")
-    else:
-        dataset = tf.data.Dataset.from_tensor_slices(files).map(tf.io.read_file, num_parallel_calls=tf.data.AUTOTUNE)
-    return dataset.batch(batch_size or _ROWS_PER_BATCH) if batched else dataset
-
-
-def _files_at(path: str) -> list[str]:
-    place = Path(path)
-    if place.is_file():
-        return [path]
-    if place.is_dir():
-        files = sorted(str(file) for file in place.iterdir() if file.is_file() and not file.name.startswith("."))
-        if not files:
-            raise DataError(
-                f"{path} is a folder without files in it; expected files, or what tf.data.Dataset.save saved. A pattern such "
-                f"as '{path.rstrip('/')}/**/*.jpg' finds files in folders further down"
-            )
-        return files
-    files = sorted(name for name in glob.glob(path, recursive=True) if Path(name).is_file())
-    if not files:
-        what = "no file matches this pattern" if glob.has_magic(path) else "there is no such file or folder"
-        raise DataError(f"{path}: {what}")
-    return files
-
-
-def _kind_of(files: Sequence[str], path: str) -> str:
-    kinds = {_kind_of_file(name): name for name in files}
+    if re.fullmatch(r"[\w.]+:[\w.]+", path) and not os.path.exists(path):
+        data = load_object(path)
+        data = data() if callable(data) else data
+        return Input(data, data.unbatch() if batched and isinstance(data, tf.data.Dataset) else data)
+    if any(os.path.exists(os.path.join(path, mark)) for mark in ("dataset_spec.pb", "snapshot.metadata")):
+        data = tf.data.Dataset.load(path)
+        return Input(data, data.unbatch() if batched else data)
+    pattern = os.path.join(path, "*") if os.path.isdir(path) else path
+    names = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+    if not names:
+        raise DataError(f"{path}: no such file or folder with files; '{path}/**/*.jpg' finds files in subfolders")
+    kinds = {_kind(name): name for name in names}
     if len(kinds) > 1:
         raise DataError(
-            f"{path} holds files of several kinds, {' and '.join(sorted(kinds.values()))}; give a pattern that matches one "
-            "kind, for instance '*.npy'"
+            f"{path} has files of several kinds: {', '.join(kinds.values())}; use a pattern such as '*.npy'"
         )
-    return next(iter(kinds))
+    kind = _kind(names[0])
+    if kind == ".npz":
+        return _read_npz(names)
+    if kind == ".npy":
+        return _read_npy(names, batched, batch_size)
+    if kind == "bytes":
+        files: list[tuple[str, int]] = [(name, 1) for name in names]
+        rows = tf.data.Dataset.from_tensor_slices(names).map(tf.io.read_file, num_parallel_calls=tf.data.AUTOTUNE)
+    else:
+        files = [(name, _count_records(name)) for name in names]
+        rows = tf.data.TFRecordDataset(names, kind.partition(" ")[2])
+        rows = rows.apply(tf.data.experimental.assert_cardinality(sum(count for _, count in files)))
+    return Input(rows.batch(batch_size or _ROWS_PER_BATCH) if batched else rows, rows, tuple(files))
 
 
-def _kind_of_file(name: str) -> str:
+def _kind(name: str) -> str:
+    if _RECORDS.fullmatch(name):
+        return "records GZIP" if name.lower().endswith(".gz") else "records"
     suffix = Path(name).suffix.lower()
-    if suffix in (".npy", ".npz"):
-        return suffix[1:]
-    return "records" if _RECORDS.fullmatch(name) else "bytes"
+    return suffix if suffix in (".npy", ".npz") else "bytes"
 
 
-def _read_npz(files: Sequence[str], path: str) -> dict[str, Any]:
-    if len(files) > 1:
-        raise DataError(
-            f"{path} holds {len(files)} .npz files; expected one. Large data is better kept as .npy or TFRecord"
-        )
+def _read_npz(names: list[str]) -> Input:
+    if len(names) > 1:
+        raise DataError(f"{names[0]} and {names[1]}: expected one .npz file; only other files can be several")
     try:
-        with np.load(files[0]) as archive:
-            arrays = {name: archive[name] for name in archive.files}
+        with np.load(names[0]) as archive:
+            arrays = dict(archive)
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{files[0]} is not a .npz file of plain arrays: {error}") from error
-    if not arrays:
-        raise DataError(f"{files[0]} holds no arrays")
-    return arrays
+        raise DataError(f"{names[0]} is not a .npz file of plain arrays: {error}") from error
+    return Input(arrays, arrays, ((names[0], sys.maxsize),))
 
 
-def _warn_of_cut(name: str) -> None:
-    """Warn of a file that ends inside the header of a record: TensorFlow takes that for its end, and fails at other cuts."""
-    opened: Any = gzip.open if name.endswith(".gz") else open
-    with contextlib.suppress(OSError, EOFError, OverflowError, zlib.error), opened(name, "rb") as file:
-        while header := file.read(12):
-            if len(header) < 12:
-                warn_user(f"{name} was cut inside the header of its last record, which is lost", RuntimeWarning)
-            file.seek(int.from_bytes(header[:8], "little") + 4, os.SEEK_CUR)
-
-
-def _read_npy(files: Sequence[str], batched: bool, batch_size: int | None) -> Any:
-    arrays = [_open_npy(name) for name in files]
-    first = arrays[0]
-    for name, array in zip(files, arrays):
-        if (array.dtype, array.shape[1:]) != (first.dtype, first.shape[1:]):
+def _read_npy(names: list[str], batched: bool, batch_size: int | None) -> Input:
+    arrays = [_open_npy(name) for name in names]
+    shape, dtype = arrays[0].shape[1:], arrays[0].dtype
+    for name, array in zip(names, arrays):
+        if (array.shape[1:], array.dtype) != (shape, dtype):
             raise DataError(
-                f"{files[0]} has rows of {first.dtype} {list(first.shape[1:])}, and {name} of {array.dtype} "
-                f"{list(array.shape[1:])}; files that are mapped together need rows of one dtype and shape"
+                f"{names[0]} has rows of {dtype} {list(shape)}, and {name} of {array.dtype} {list(array.shape[1:])}; "
+                "files of one input need rows of one dtype and shape"
             )
-    try:
-        dtype = tf.as_dtype(first.dtype)
-    except TypeError as error:
-        raise DataError(f"{files[0]} holds {first.dtype}, which TensorFlow has no dtype for") from error
-    row_bytes = max(1, first.itemsize * int(np.prod(first.shape[1:])))
-    step = batch_size if batched and batch_size else max(1, _SLICE_BYTES // row_bytes)
-    rows = sum(len(array) for array in arrays)
+    step = batch_size if batched and batch_size else max(1, _SLICE_BYTES // max(1, arrays[0][:1].nbytes))
 
     def slices() -> Iterator[Any]:
         for array in arrays:
-            for start in range(0, len(array), step):
-                part = array[start : start + step]
-                # a copy: of its own memory, in the byte order of this machine
-                yield np.array(part, None if dtype == tf.string else dtype.as_numpy_dtype, order="C")
+            yield from (np.array(array[start : start + step]) for start in range(0, len(array), step))
 
-    dataset = tf.data.Dataset.from_generator(slices, output_signature=tf.TensorSpec([None, *first.shape[1:]], dtype))
-    if batched:
-        return dataset.apply(tf.data.experimental.assert_cardinality(sum(-(-len(array) // step) for array in arrays)))
-    return dataset.unbatch().apply(tf.data.experimental.assert_cardinality(rows))
+    data = tf.data.Dataset.from_generator(slices, output_signature=tf.TensorSpec([None, *shape], tf.as_dtype(dtype)))
+    counts = [len(array) for array in arrays]
+    rows = data.unbatch().apply(tf.data.experimental.assert_cardinality(sum(counts)))
+    return Input(data if batched else rows, rows, tuple(zip(names, counts)))
 
 
 def _open_npy(name: str) -> Any:
     try:
         array = np.load(name, mmap_mode="r")
-    except (ValueError, EOFError) as error:
-        raise DataError(f"{name} is not a .npy file of a plain array: {error}") from error
-    if array.ndim == 0:
-        raise DataError(f"{name} holds a single number; expected an array with rows as its first axis")
-    if len(array) and not array.size:
-        raise DataError(f"{name} holds {len(array)} rows of shape {[*array.shape[1:]]}, with nothing in them")
+        tf.as_dtype(array.dtype)
+    except (ValueError, EOFError, TypeError) as error:
+        raise DataError(f"{name} is not a .npy file of an array with a dtype of TensorFlow: {error}") from error
+    if not array.ndim or (len(array) and not array.size):
+        raise DataError(f"{name} has an array of shape {list(array.shape)}; expected rows along its first axis")
     return array
+
+
+def _count_records(name: str) -> int:
+    """Return the number of records in a TFRecord file, from their headers."""
+    count = 0
+    try:
+        with gzip.open(name) if name.lower().endswith(".gz") else open(name, "rb") as file:
+            while header := file.read(12):
+                if len(header) < 12:
+                    warn_user(f"{name} is truncated within the header of a record, which is lost", RuntimeWarning)
+                    break
+                file.seek(int.from_bytes(header[:8], "little") + 4, os.SEEK_CUR)
+                count += 1
+    except (EOFError, OverflowError, OSError, zlib.error) as error:
+        raise DataError(f"{name}, row {count}: {error}") from error
+    return count

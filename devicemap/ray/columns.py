@@ -87,17 +87,18 @@ def _column_of(name: str, column: Any) -> Any:
         if array.dtype.kind in "biuf":
             return array  # Ray makes tensors of those with inner axes
     try:
-        return _as_arrow(pa, column)
+        return as_arrow(pa, column)
     except pa.ArrowException as error:
         raise failure(
             f"fn returns {name!r} of {column.dtype.name}, which Arrow cannot hold ({error}); cast it, or take it apart"
         ) from error
 
 
-def _as_arrow(pa: Any, column: Any) -> Any:
+def as_arrow(pa: Any, column: Any) -> Any:
+    """Return a dense or ragged tensor of shape `[rows, ...]` as an Arrow array; `pa` is the module `pyarrow`."""
     if isinstance(column, tf.RaggedTensor):
-        return pa.ListArray.from_arrays(pa.array(column.row_splits, pa.int32()), _as_arrow(pa, column.values))
+        return pa.ListArray.from_arrays(pa.array(column.row_splits, pa.int32()), as_arrow(pa, column.values))
     if column.shape.rank > 1:
         values = tf.reshape(column, [-1, *column.shape[2:]])
-        return pa.FixedSizeListArray.from_arrays(_as_arrow(pa, values), column.shape[1])
+        return pa.FixedSizeListArray.from_arrays(as_arrow(pa, values), column.shape[1])
     return pa.array(np.asarray(column))
