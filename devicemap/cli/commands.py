@@ -179,8 +179,10 @@ def _save(suffix: str, results: Any, path: Path) -> None:
             import pyarrow
             from pyarrow import parquet
 
-            tensors = tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf), columns)
-            arrays = {name: as_arrow(pyarrow, column) for name, column in tensors.items()}
+            arrays = {
+                name: as_arrow(pyarrow, tf.constant(column) if isinstance(column, np.ndarray) else column)
+                for name, column in columns.items()
+            }
             parquet.write_table(pyarrow.table(arrays), file)
         file.flush()
         os.fsync(file.fileno())

@@ -150,7 +150,12 @@ def test_datasets_are_read_into_memory_and_bounded() -> None:
 
 def test_training_steps_leave_a_model_as_it_was() -> None:
     keras.utils.set_random_seed(1)
-    layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+    layers = [
+        keras.layers.Dense(4),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.5),
+        keras.layers.Dense(1),
+    ]
     model = keras.Sequential([keras.Input([3]), *layers])
     model.compile("adam", "mse", metrics=["mae"], jit_compile=False)
     devicemap.parallelize(model, THREE)
@@ -163,9 +168,7 @@ def test_training_steps_leave_a_model_as_it_was() -> None:
     for _ in range(2):  # before its first step, and after
         before, steps = state(), model.report().steps
         result = benchmark(model, data, rounds=1, batch_sizes=[12])
-        assert [(m.mode, m.rows, m.error) for m in result.measurements] == [
-            *zip(MODES, (12, 23, 23, 23), [None] * 4)
-        ]
+        assert [(m.mode, m.rows, m.error) for m in result.measurements] == [*zip(MODES, (12, 23, 23, 23), [None] * 4)]
         assert result.name == model.name
         assert model.report().steps == steps
         after = state()
