@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
@@ -108,7 +107,7 @@ def _run(options: argparse.Namespace) -> None:
             raise
         raise function_error(f"{_failing_rows(options, source, error)}: {error}", error, error.shards) from error
     except tf.errors.OpError as error:
-        raise DataError(f"{_unreadable_row(source)} cannot be read: {brief(error)}") from error
+        raise _reading_error(source, error) from error
     if mapper.report is not None:
         print(mapper.report.summary if mapper.report.rows or not len(results) else "no row was missing")
     if suffix in _FORMATS:
@@ -143,12 +142,15 @@ def _failing_rows(options: argparse.Namespace, source: Input, error: FunctionErr
     return " to ".join(dict.fromkeys(rows_text))
 
 
-def _unreadable_row(source: Input) -> str:
+def _reading_error(source: Input, error: Exception) -> Exception:
+    """Return an error that names the first row that cannot be read, by reading all; or `error` if they can."""
     row = 0
-    with contextlib.suppress(tf.errors.OpError):
+    try:
         for _ in source.rows:
             row += 1
-    return source.locate(row)
+    except tf.errors.OpError as found:
+        return DataError(f"{source.locate(row)} cannot be read: {brief(found)}")
+    return error
 
 
 def _check_file(suffix: str, spec: Any) -> None:
@@ -179,10 +181,9 @@ def _save(suffix: str, results: Any, path: Path) -> None:
             import pyarrow
             from pyarrow import parquet
 
-            arrays = {
-                name: as_arrow(pyarrow, tf.constant(column) if isinstance(column, np.ndarray) else column)
-                for name, column in columns.items()
-            }
+            with tf.device("/CPU:0"):
+                tensors = {n: tf.constant(c) if isinstance(c, np.ndarray) else c for n, c in columns.items()}
+                arrays = {name: as_arrow(pyarrow, column) for name, column in tensors.items()}
             parquet.write_table(pyarrow.table(arrays), file)
         file.flush()
         os.fsync(file.fileno())

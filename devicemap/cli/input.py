@@ -85,7 +85,7 @@ def read_input(path: str, batched: bool, batch_size: int | None) -> Input:
     if any(os.path.exists(os.path.join(path, mark)) for mark in ("dataset_spec.pb", "snapshot.metadata")):
         data = tf.data.Dataset.load(path)
         return Input(data, data.unbatch() if batched else data)
-    pattern = os.path.join(path, "*") if os.path.isdir(path) else path
+    pattern = os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path
     names = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
     if not names:
         raise DataError(f"{path}: no such file or folder with files; '{path}/**/*.jpg' finds files in subfolders")

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 from typing import Any
