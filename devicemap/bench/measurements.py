@@ -97,21 +97,6 @@ class BenchmarkResult(Result):
             rows = min(rows, largest)
         return max(0, int(rows // len(self.devices) * len(self.devices)))
 
-    def next_batch(self, planned: list[int], search: bool, most: int) -> int | None:
-        """Return the rows of the next batch to measure, and remove them from `planned`; `None` at the end.
-
-        After the planned sizes, the search doubles or quadruples the batch, goes to just below the expected limit, and then
-        narrows the limit down to a tenth, with at most `most` rows.
-        """
-        largest, failed = self._bounds()
-        if planned and failed is None:
-            return planned.pop(0)
-        step = len(self.devices)
-        if not search or not largest or (failed and failed - largest <= max(step, 0.1 * largest)):
-            return None
-        rows = math.sqrt(largest * failed) if failed else min(4 * largest, max(0.93 * self._room(), 1.1 * largest))
-        return None if rows > most else math.ceil(rows / step) * step
-
     @property
     def lines(self) -> tuple[tuple[float, float], ...]:
         """Peak memory of each device: fixed bytes, and bytes per row of the batch.
@@ -190,3 +175,19 @@ def _cells_of(m: Measurement, alone: float) -> dict[str, str]:
         "speed-up": "" if math.isnan(alone) else f"{m.rows_per_second / alone:.3g}",
         "peak memory": size_text(max(m.peak_memory_bytes)) if m.peak_memory_bytes else "",
     }
+
+
+def next_batch(result: BenchmarkResult, planned: list[int], search: bool, most: int) -> int | None:
+    """Return the rows of the next batch to measure, which is removed from `planned`; `None` at the end.
+
+    After the planned sizes, the search grows the batch up to four times, goes to just below the expected limit, and then
+    narrows the limit down to a tenth. It ends above `most` rows.
+    """
+    largest, failed = result._bounds()
+    if planned and failed is None:
+        return planned.pop(0)
+    step = len(result.devices)
+    if not search or not largest or (failed and failed - largest <= max(step, 0.1 * largest)):
+        return None
+    rows = math.sqrt(largest * failed) if failed else min(4 * largest, max(0.93 * result._room(), 1.1 * largest))
+    return None if rows > most else math.ceil(rows / step) * step

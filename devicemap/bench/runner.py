@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.bench.measurements import BenchmarkResult, Measurement
+from devicemap.bench.measurements import BenchmarkResult, Measurement, next_batch
 from devicemap.bench.timing import median_seconds
 from devicemap.compile.program import Program
 from devicemap.compile.random import row_seeds
@@ -28,6 +28,7 @@ from devicemap.errors import DeviceMapError, OptionError, brief
 from devicemap.events import short_name
 from devicemap.options import check_count
 from devicemap.run.mapper import Mapper, NullObserver
+from devicemap.training.variables import beside_variables
 
 _ROWS_OF_A_DATASET = 1024
 
@@ -107,7 +108,7 @@ def benchmark(
     described = {device.name: device for device in list_devices()}
     uncounted = [short_name(name) for name in names if _peak_memory([name]) is None]
     reason = f"TensorFlow does not count the memory of {', '.join(uncounted)}" if uncounted else None
-    result = BenchmarkResult(getattr(fn, "name", program.name), tuple(described[n] for n in names), no_memory=reason)
+    result = BenchmarkResult(fn.name if model else program.name, tuple(described[n] for n in names), no_memory=reason)
     calls = _calls_of_model(fn, names[0]) if model else _calls_of_function(program)
     timed: dict[int, Callable[[], None]] = {}
 
@@ -122,7 +123,7 @@ def benchmark(
         deadline = time.perf_counter() + seconds
         planned = sorted(batch_sizes or []) or _default_batch_sizes(rows.count or 0, len(names))
         search = batch_sizes is None and not reason and all(device.memory for device in result.devices)
-        while rows_of_batch := result.next_batch(planned, search, _MOST_DATA_BYTES // _bytes_of_row(rows)):
+        while rows_of_batch := next_batch(result, planned, search, _MOST_DATA_BYTES // _bytes_of_row(rows)):
             result = measure("batch", _repeated(rows, rows_of_batch))
             if time.perf_counter() > deadline:
                 break
@@ -192,7 +193,8 @@ def _calls_of_model(model: Any, device: str) -> dict[str, Callable[[int], Call]]
 @contextmanager
 def _restored(model: Any) -> Iterator[None]:
     """Restore the variables of a model after the context."""
-    model.optimizer.build(model.trainable_variables)
+    with beside_variables(model):
+        model.optimizer.build(model.trainable_variables)
     variables = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
     values = [variable.numpy() for variable in variables]
     try:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from devicemap.bench.measurements import BenchmarkResult, Measurement
+from devicemap.bench.measurements import BenchmarkResult, Measurement, next_batch
 from devicemap.bench.timing import median_seconds
 from devicemap.errors import OptionError
 from devicemap.types import Device
@@ -58,7 +58,7 @@ def _batch(rows: int, *peaks: int) -> Measurement:
 def _search(memory: int, needed: Callable[[int], int]) -> BenchmarkResult:
     """Search on a device that needs so many bytes for so many rows."""
     result, planned = _result(memory, devices=1), [1, 16]
-    while rows := result.next_batch(planned, True, 10**9):
+    while rows := next_batch(result, planned, True, 10**9):
         fits = needed(rows) <= memory
         m = _batch(rows, needed(rows)) if fits else Measurement("batch", rows, error="out of memory")
         result = _result(memory, *result.measurements, m, devices=1)
