@@ -86,16 +86,20 @@ def _names_around(fn: Any) -> dict[int, str]:
 
 
 def _closure_of(fn: Any) -> Mapping[str, Any]:
-    """Return the globals and closure variables that a Python function uses."""
-    with suppress(TypeError, ValueError):  # not a function, not Python code, or a cell that is still empty
-        seen = inspect.getclosurevars(inspect.unwrap(getattr(fn, "python_function", fn)))
-        return {**seen.globals, **seen.nonlocals}
+    """Return the globals and closure variables that a Python function uses, except modules; nothing for other values."""
+    fn = getattr(fn, "python_function", fn)
+    if not inspect.isroutine(fn):
+        return {}
+    with suppress(TypeError, ValueError):  # not Python code, or a cell that is still empty
+        seen = inspect.getclosurevars(inspect.unwrap(fn))
+        return {
+            name: value for name, value in {**seen.globals, **seen.nonlocals}.items() if not inspect.ismodule(value)
+        }
     return {}
 
 
 def _attributes(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    entries = value if isinstance(value, Mapping) else {} if inspect.ismodule(value) else getattr(value, "__dict__", {})
-    for name, entry in entries.items():
+    for name, entry in (value if isinstance(value, Mapping) else getattr(value, "__dict__", {})).items():
         yield f"{prefix}{str(name).lstrip('_')}", entry
 
 

@@ -35,7 +35,7 @@ def _devices(plan: Plan) -> Iterator[dict[str, str]]:
         rows, shards, chunks = ("" if number is None else str(number) for number in part)
         each = " each" if len(plan.devices) > 1 else ""
         yield {
-            "devices": names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}",
+            "devices": ", ".join(names if len(names) < 4 else [*names[:2], "...", names[-1]]),
             f"rows{each}": rows,
             f"shards{each}": shards,
             f"chunks in flight{each}": chunks,

@@ -251,7 +251,7 @@ def test_it_prints_facts_with_the_lines_of_the_code() -> None:
     text = " ".join(str(mapper_of("ordered", WORKERS)[0].explain(X)).split())
     for part in (
         "ordered: 7 rows on 3 devices, in one graph",
-        "CPU:1 3 1 CPU:2 to CPU:3 2 1",
+        "CPU:1 3 1 CPU:2, CPU:3 2 1",
         "rows: one by one, because fn writes a variable",
         "order: kept, because fn writes `total` in row order, as in `self.total.assign(self.total * 0.5 + row[0])`, line ",
         "sizes: 12 B per row, 12 B per row of results",
@@ -262,7 +262,7 @@ def test_it_prints_facts_with_the_lines_of_the_code() -> None:
         assert part in text
     text = " ".join(str(mapper_of("python", WORKERS, batch_size=2)[0].explain(X)).split())
     assert "because EagerPyFunc acts once per row (`return tf.ensure_shape(tf.py_function(count" in text
-    assert "CPU:1 to CPU:3 1 rows:" in text
+    assert "CPU:1, CPU:2, CPU:3 1 rows:" in text
 
 
 @pytest.mark.parametrize("training", [False, True])
