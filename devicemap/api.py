@@ -361,7 +361,7 @@ class DeviceMap:
     def explain(self, data_or_spec: Any, reducer: Any = None) -> Plan:
         """Return the plan of a call, and what prevents parallelism, without running `fn`.
 
-        `fn` is traced and graphs are built as in a call, which then does neither again.
+        `fn` is traced as in a call, which then does not trace it again.
 
         Args:
             data_or_spec: data as for `parallel_map`, or a nest of `tf.TypeSpec`s, in which `None` rows are unknown.

@@ -111,24 +111,6 @@ class GraphWalker:
                     yield from self.uses(function.arguments[place], live, function)
 
 
-def waits_between_devices(concrete: Any) -> list[tuple[str, str]]:
-    """Return pairs of devices, `(sender, receiver)`, that control edges of a call's graph connect.
-
-    Control edges that repeat a data dependency are left out.
-    """
-    graph = GraphWalker(concrete)
-    nodes = graph.root.nodes
-    homes = {name: _home(node, graph) for name, node in nodes.items()}
-    pairs: dict[tuple[str, str], None] = {}
-    for name, node in nodes.items():
-        receiver = homes[name]
-        controls = [_node_name(source) for source in node.input if source.startswith("^")]
-        senders = [source for source in controls if receiver and homes[source] not in (None, receiver)]
-        sources = _sources(node, nodes) if senders else set()
-        pairs |= {(homes[source] or "", receiver or ""): None for source in senders if source not in sources}
-    return list(pairs)
-
-
 def size_of(shape: Any, dtype: Any) -> int | None:
     """Return the bytes of a tensor, or of one row if the first dimension is unknown; `None` if the size is unknown.
 
@@ -140,25 +122,6 @@ def size_of(shape: Any, dtype: Any) -> int | None:
     inner = shape[1:] if shape.rank and shape[0] is None else shape
     elements = inner.num_elements()
     return None if elements is None else int(elements) * int(dtype.size)
-
-
-def _sources(node: Any, nodes: Mapping[str, Any]) -> set[str]:
-    """Return the names of the nodes that a node depends on through tensors."""
-    found: set[str] = set()
-    pending = [node]
-    while pending:
-        names = {_node_name(name) for name in pending.pop().input if not name.startswith("^")} - found
-        found |= names
-        pending += [nodes[name] for name in names]
-    return found
-
-
-def _home(node: Any, graph: GraphWalker) -> str | None:
-    """Return the device that a node is placed on; for a `tf.cond` around a shard, that of the nodes in its branches."""
-    inside = [each for body in graph.called_by(node) for each in body.nodes.values()]
-    specs = [tf.DeviceSpec.from_string(each.device) for each in (node, *inside)]
-    here = tf.DeviceSpec(job="localhost", replica=0, task=0, device_type="CPU", device_index=0)
-    return next((here.make_merged_spec(spec).to_string() for spec in specs if spec.device_type), None)
 
 
 def _node_name(name: str) -> str:

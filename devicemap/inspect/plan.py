@@ -105,9 +105,6 @@ class Plan(Result):
     traces: int
     """Number of times that `fn` was traced for data of this structure so far."""
 
-    control_edges: tuple[tuple[str, str], ...]
-    """Full names of two devices, of which the second waits for the first, read from the graph of the call."""
-
     captured: tuple[Captured, ...]
     """What `fn` uses besides its arguments."""
 

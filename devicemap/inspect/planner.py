@@ -1,4 +1,4 @@
-"""Collect the facts of a `Plan`, from data or specs, the traced function, the graph of the call and the number of rows."""
+"""Collect the facts of a `Plan`, from data or specs and the traced function."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.compile.call_spec import CallSpec
 from devicemap.compile.compiled import CompiledMap
-from devicemap.compile.graph_walker import GraphWalker, size_of, waits_between_devices
+from devicemap.compile.graph_walker import GraphWalker, size_of
 from devicemap.data.rows import any_rows, as_rows
 from devicemap.data.sources import from_dataset
 from devicemap.data.structure import freeze, map_nest
@@ -79,7 +78,6 @@ def explain_call(
     """Return the plan of a call of `compiled`, the compiled form of `fn`, on data of these specs."""
     traced = compiled.traced
     shards = () if data.chunks else _shards(data.rows, compiled)
-    graph = compiled.graph(CallSpec.of_shards(len(shards))) if shards else None
     used = compiled.devices if data.chunks else tuple(dict.fromkeys(shard.device for shard in shards))
     flights, gpus = in_flight(compiled, options.prefetch), gpu_indices(devices)
 
@@ -99,7 +97,6 @@ def explain_call(
         vectorized=traced.vectorized,
         reason=traced.reason,
         traces=compiled.traces,
-        control_edges=tuple(waits_between_devices(graph)) if graph is not None else (),
         captured=captured_by(traced, fn, used),
         python_ops=tuple(sorted(GraphWalker(traced.concrete).op_types(live=True) & _PYTHON_OPS)),
         fixed_seeds=traced.audit.random_ops if compiled.keeps_seeds else (),

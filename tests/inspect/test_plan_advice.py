@@ -20,7 +20,7 @@ def _devices(*rows: int, gpus: list[int] | None = None) -> tuple[DevicePlan, ...
 
 PLAN = Plan(
     name="fn", engine="one graph", rows=8, batch_size=None, devices=_devices(4, 4), batched=False, vectorized=True,
-    reason="it can", traces=1, control_edges=(), captured=(), python_ops=(), fixed_seeds=(), bytes_per_row=12,
+    reason="it can", traces=1, captured=(), python_ops=(), fixed_seeds=(), bytes_per_row=12,
     result_bytes_per_row=4,
 )  # fmt: skip
 

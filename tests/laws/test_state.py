@@ -41,7 +41,7 @@ def test_a_captured_variable_travels_once_per_device_and_call() -> None:
         return row
 
     mapper = devicemap.DeviceMap(often, devices=WORKERS)
-    mapper.explain(X)  # makes the copies, which have no value yet
+    mapper(X)  # makes the replicas
     towards = Counter(edge.receiver for edge in edges(partitions(mapper, X)))
     assert towards == {"CPU:0": 3, "CPU:1": 2, "CPU:2": 2, "CPU:3": 2}  # shard and variable in, result out
 
