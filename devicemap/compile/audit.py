@@ -10,9 +10,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import functions_within
 from devicemap.compile.graph_walker import FunctionBody, GraphWalker
+from devicemap.compile.source_lines import source_line
 
-READS = frozenset(
+_READS = frozenset(
     "ReadVariableOp ResourceGather ResourceGatherNd VariableShape VarIsInitializedOp "
     "LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2".split()
 )
@@ -52,6 +54,10 @@ class Treatment(Enum):
     ATOMIC = "updated atomically, in any order"
     SEED = "a seed that each call advances: every device gets its own"
     ORDERED = "written in a way that depends on order: devices run one after another"
+
+
+WRITES = frozenset((Treatment.ATOMIC, Treatment.SEED, Treatment.ORDERED))
+"""Treatments of resources that the function changes."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ class Audit:
     @property
     def writes(self) -> bool:
         """Whether a second run on the same rows would change the user's variables or other resources."""
-        return any(t not in (None, Treatment.READ, Treatment.STAYS) for t in self.treatments)
+        return not WRITES.isdisjoint(self.treatments)
 
 
 def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
@@ -158,8 +164,16 @@ def variable_of(concrete: Any, handle: Any) -> Any:
     return next((v for v in concrete.graph.variables if v.handle is handle), None)
 
 
+def writing_line(graph: Any, handle: Any) -> str | None:
+    """Return the line of the user's code that writes a captured resource, in a graph or the functions that it calls."""
+    graphs = graph, *(inner for inner, _ in functions_within(graph).values())
+    inside = (tensor for each in graphs for outside, tensor in each.captures if outside is handle)
+    writes = (op for tensor in inside for op in tensor.consumers() if op.type not in _READS)
+    return next(filter(None, map(source_line, writes)), None)
+
+
 def _treatment(concrete: Any, handle: Any, ops: set[str], staying: set[int]) -> Treatment:
-    if ops <= READS:
+    if ops <= _READS:
         return Treatment.STAYS if id(handle) in staying else Treatment.READ
     if ops <= _ATOMIC:
         return Treatment.ATOMIC

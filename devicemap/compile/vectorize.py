@@ -27,7 +27,7 @@ from devicemap._tensorflow.pfor import (
     with_own_inputs,
     wrap_stacked,
 )
-from devicemap.compile.audit import Audit, audit, op_types
+from devicemap.compile.audit import WRITES, Audit, audit, op_types, writing_line
 from devicemap.compile.row_loop import map_rows, row_by_row, signature_of
 from devicemap.compile.source_lines import source_line
 from devicemap.compile.vectorizable_ops import OPS, is_control_flow, runs_row_by_row, why_not_vectorizable
@@ -228,7 +228,9 @@ def _check_function(row_fn: Any, found: Audit, specs: list[Any], options: Option
         lines = (_quoted(op) for graph in graphs for op in graph.get_operations() if op.type == found.effects[0])
         reason = f"{found.effects[0]} acts once per row{next(lines, '')}"
     elif found.writes:
-        reason = "fn writes a variable or another resource, once per row"
+        written = (each for each, treatment in zip(row_fn.captured_inputs, found.treatments) if treatment in WRITES)
+        line = next(filter(None, (writing_line(row_fn.graph, each) for each in written)), None)
+        reason = f"fn writes a variable or another resource, once per row{f' ({line})' * bool(line)}"
     if reason is not None:
         raise _NotVectorizedError(reason)
 

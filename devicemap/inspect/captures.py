@@ -9,10 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import functions_within
-from devicemap.compile.audit import READS, Treatment, variable_of
+from devicemap.compile.audit import Treatment, variable_of, writing_line
 from devicemap.compile.graph_walker import size_of
-from devicemap.compile.source_lines import source_line
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import home_of
 from devicemap.inspect.plan import Captured, Handling
@@ -51,18 +49,10 @@ def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) 
             handling = Handling.LOOKED_UP
         if {*devices} <= {home} and handling in (Handling.COPIED, Handling.KEPT, Handling.LOOKED_UP):
             handling = Handling.IN_PLACE
-        line = _writing_line(traced.function.graph, handle) if handling is Handling.ORDERED else None
+        line = writing_line(traced.function.graph, handle) if handling is Handling.ORDERED else None
         size = size_of(thing.shape, thing.dtype) if thing.dtype != tf.resource else None
         found.append(Captured(name or f"capture {len(found) + 1}", size, home, handling, line))
     return tuple(found)
-
-
-def _writing_line(graph: Any, handle: Any) -> str | None:
-    """Return the line of the user's code that writes a captured resource, in a graph or the functions that it calls."""
-    graphs = graph, *(inner for inner, _ in functions_within(graph).values())
-    inside = (tensor for each in graphs for outside, tensor in each.captures if outside is handle)
-    writes = (op for tensor in inside for op in tensor.consumers() if op.type not in READS)
-    return next(filter(None, map(source_line, writes)), None)
 
 
 def _names_around(fn: Any) -> dict[int, str]:

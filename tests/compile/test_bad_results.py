@@ -110,7 +110,7 @@ def test_vectorizing_a_write() -> None:
         counter.assign_add(1.0)
         return row
 
-    message = r"^vectorize=True: fn writes a variable or another resource, once per row\."
+    message = r"^vectorize=True: fn writes a variable or another resource, once per row \(`.*`, line \d+ of .*\)\."
     with pytest.raises(FunctionError, match=message):
         devicemap.DeviceMap(count, **SEVERAL, vectorize=True)(X)
     assert counter.numpy() == 0

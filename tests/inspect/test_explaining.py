@@ -248,7 +248,7 @@ def test_it_prints_facts_with_the_lines_of_the_code() -> None:
     for part in (
         "ordered: 7 rows on 3 devices, in one graph",
         "CPU:1 3 1 CPU:2, CPU:3 2 1",
-        "rows: one by one, because fn writes a variable",
+        "rows: one by one, because fn writes a variable or another resource, once per row (`self.total.assign(self.",
         "order: kept, because fn writes `total` in row order, as in `self.total.assign(self.total * 0.5 + row[0])`, line ",
         "sizes: 12 B per row, 12 B per row of results",
         "captured: `total`, 4 B: written in row order",
