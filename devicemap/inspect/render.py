@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 from devicemap.errors import OptionError
-from devicemap.events import short_name
 
 
 class Result:
@@ -96,11 +95,6 @@ def page(title: str, *parts: Any, notes: Sequence[str] = ()) -> Group:
     """Put a title, parts and notes below each other, separated by empty lines."""
     spaced = [Padding(part, (1, 0, 0, 0)) for part in parts]
     return Group(Text(title, style="bold"), *spaced, *([Text(""), *map(Text, notes)] if notes else []))
-
-
-def short_names(devices: Iterable[str]) -> dict[str, str]:
-    """Return the short name of each device by its full name."""
-    return {device: short_name(device) for device in devices}
 
 
 def listed(words: Sequence[str]) -> str:
