@@ -67,8 +67,7 @@ class Recorder:
             self._device(event.shard.device).retries += 1
             self._device(event.shard.device).back_offs += event.attempt == 1
         elif isinstance(event, RowFailed):
-            error = f"{type(event.error).__name__}: {brief(event.error)}"
-            self._failed_rows.append(FailedRow(event.shard.start, event.shard.device, error))
+            self._failed_rows.append(FailedRow(event.shard.start, event.shard.device, _text_of(event.error)))
         elif isinstance(event, DeviceLost):
             self._device(event.device).lost = True
         elif isinstance(event, CallStarted):
@@ -76,7 +75,7 @@ class Recorder:
             self._devices = {device: DeviceReport(device) for device in event.devices}
         elif isinstance(event, CallFinished):
             self._usage.close()
-            self._error = None if event.error is None else f"{type(event.error).__name__}: {brief(event.error)}"
+            self._error = None if event.error is None else _text_of(event.error)
 
     def _device(self, name: str) -> DeviceReport:
         return self._devices.setdefault(name, DeviceReport(name))
@@ -135,7 +134,7 @@ class GraphCall:
         """Return the first event."""
         return CallStarted(0.0, self.rows, tuple(self.devices))
 
-    def events(self, error: BaseException | None = None) -> list[Event]:
+    def events(self, error: BaseException | None) -> list[Event]:
         """Return the other events."""
         return [*(self.run.events() if self.run else []), CallFinished(self.seconds, error)]
 
@@ -167,10 +166,8 @@ class Observers:
             raise
         finally:
             call.seconds = time.perf_counter() - began
-            self._last = partial(_report_of_graph, facts, call)
-            if error is not None:  # the report must not keep the error alive
-                report = _report_of_graph(facts, call, error)
-                self._last = lambda: report
+            # The report must not keep the error alive, whose traceback refers to tensors.
+            self._last = partial(_report_of_graph, facts, call, None if error is None else _text_of(error))
             if observers:
                 _notify(observers, *call.events(error))
             error = None
@@ -197,10 +194,14 @@ class Observers:
         return (ProgressBar(self._name),) if progress is True else (progress,) if progress else ()
 
 
-def _report_of_graph(facts: dict[str, Any], call: GraphCall, error: BaseException | None = None) -> Report:
+def _report_of_graph(facts: dict[str, Any], call: GraphCall, error: str | None) -> Report:
     recorder = Recorder({}, **facts)
-    _notify([recorder], call.started(), *call.events(error))
-    return recorder.report()
+    _notify([recorder], call.started(), *call.events(None))
+    return replace(recorder.report(), error=error)
+
+
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {brief(error)}"
 
 
 def _notify(observers: Iterable[_Observer], *events: Event) -> None:
