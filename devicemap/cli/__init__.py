@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     mapping.add_argument("input", metavar="INPUT", help=_INPUT)
     mapping.add_argument("--devices", type=_devices, metavar="NAMES", help="a kind (GPU) or names (GPU:0,GPU:2)")
     mapping.add_argument("--batched", action="store_true", help="FUNCTION takes a batch of rows")
-    mapping.add_argument("--batch-size", type=_count, metavar="N", help="rows per device call (default: measured)")
+    mapping.add_argument("--batch-size", type=_count, metavar="N", help="rows per device call; bench: of all devices")
     mapping.add_argument("--seed", type=int, metavar="N", help="FUNCTION also takes seed=, for tf.random.stateless_*")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

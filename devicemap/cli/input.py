@@ -97,7 +97,7 @@ def read_input(path: str, batched: bool, batch_size: int | None) -> Input:
         )
     kind = _kind(names[0])
     if kind == ".npz":
-        arrays = _load(path)
+        arrays = _load(names[0])
         return Input(arrays, arrays, names, lambda name: sys.maxsize)
     if kind == ".npy":
         return _read_npy(names, batched, batch_size)

@@ -24,10 +24,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 FUNCTIONS = """
 import tensorflow as tf
 
-calls = 0
-
 def double(row):
     return row * 2
+
+def keep(row):
+    return row
 
 def named(rows):
     return {"sum": rows["a"] + rows["b"]}
@@ -53,9 +54,6 @@ def short(content):
     with tf.control_dependencies([tf.debugging.assert_less(length, 30)]):
         return tf.identity(length)
 
-def echo(content):
-    return content
-
 def text(content):
     return {"length": tf.strings.length(content), "chars": tf.strings.bytes_split(content)}
 
@@ -69,7 +67,6 @@ class Model:
         return row + 1
 
 model = Model()
-number = 3
 """
 
 
@@ -211,15 +208,15 @@ def test_parquet_files() -> None:
 def test_a_file_is_continued_after_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     np.save("x.npy", X)
     assert write("y.npy", "not_30", "x.npy", "--batch-size", "5") == 1
-    rows = devicemap.open_results("y.npy.partial").missing
-    assert rows
+    missing = sum((stop or 20) - start for start, stop in devicemap.open_results("y.npy.partial").missing)
+    assert missing >= 5
     assert not pathlib.Path("y.npy").exists()
     arguments = ["--trust-function", "--batch-size", "5"]
     capsys.readouterr()
     pathlib.Path("functions.py").write_text(FUNCTIONS.replace("row, 30.0", "row, 99.0"))
     del sys.modules["functions"]
     assert write("y.npy", "not_30", "x.npy", *arguments) == 0
-    assert f"{20 - rows[0][0]} rows in " in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith(f"{missing} rows in ")
     np.testing.assert_array_equal(np.load("y.npy"), X)
 
 
@@ -228,7 +225,7 @@ def test_a_file_is_continued_after_an_error(capsys: pytest.CaptureFixture[str]) 
     [
         ("y.npy", "named", "returns 'result': {'sum': TensorSpec"),
         ("y.npz", "text", "returns 'chars': RaggedTensorSpec"),
-        ("y.npy", "echo", "TensorSpec(shape=(None,), dtype=tf.string, name=None), which a .npy file cannot hold"),
+        ("y.npy", "keep", "TensorSpec(shape=(None,), dtype=tf.string, name=None), which a .npy file cannot hold"),
     ],
 )
 def test_results_that_a_file_cannot_hold(
