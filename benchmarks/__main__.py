@@ -29,6 +29,7 @@ COUNTS = {
     "streaming": (8,),
     "memory": (8,),
     "reduce": (8,),
+    "store": (2,),
     "call_cost": (1, 2, 8, 16),
     "gathering": (8,),
     "captured": (8,),

@@ -66,6 +66,7 @@ TOPICS = {
     "chunk_cost": ("Cost of small chunks", TIME_TEXT),
     "memory": ("Memory of a stream", TIME_TEXT),
     "reduce": ("Reductions", TIME_TEXT),
+    "store": ("Results on disk", TIME_TEXT),
     "call_cost": ("Cost of a call on a few rows", TIME_TEXT),
     "first_result": (
         "Time to the first result",

@@ -179,11 +179,14 @@ class Database:
             stop = chunk.stop
         return Header(described, rows), chunks
 
-    def leaves(self, chunk: StoredChunk, specs: Sequence[Any], rows: int | None = None) -> list[Any]:
+    def leaves(
+        self, chunk: StoredChunk, specs: Sequence[Any], rows: int | None = None, into: Arrays | None = None
+    ) -> list[Any]:
         """Return the result leaves of a chunk: dense ones as arrays, others as tensors.
 
         Args:
             rows: rows of the leaves if they differ from those of the chunk, as for states of reductions.
+            into: contiguous arrays to fill, for some of the arrays.
 
         Raises:
             MissingRowsError: the chunk is damaged.
@@ -193,7 +196,7 @@ class Database:
             arrays, check = {}, 0
             with closing(self._connection.execute(_READ_ARRAYS, chunk[4:])) as found:
                 for key, dtype in parts_of(specs).items():
-                    arrays[key], check = self._next(found, key, dtype, check)
+                    arrays[key], check = self._next(found, key, dtype, check, (into or {}).get(key))
             if checksum(_values_of(*chunk[:3], arrays), check) != chunk.checksum:
                 raise ValueError("their bytes are not those that were written")
             return decode_leaves(arrays, specs, chunk.stop - chunk.start if rows is None else rows)
@@ -205,14 +208,17 @@ class Database:
                 "with the same function and data: it computes them, and only them, again"
             ) from error
 
-    def _next(self, rows: sqlite3.Cursor, key: tuple[int, str], dtype: Any, check: int) -> tuple[Array, int]:
+    def _next(
+        self, rows: sqlite3.Cursor, key: tuple[int, str], dtype: Any, check: int, into: Array | None
+    ) -> tuple[Array, int]:
         """Return the array in the next rows of a query, after checks of its shape and size, and its checksum."""
         row = rows.fetchone()
         sizes = json.loads(row[2]) if row else [0]
         whole = math.prod(sizes) * dtype.itemsize
-        if not (row and row[:2] == key and 0 <= whole <= self._size_bytes):
+        if not (row and row[:2] == key and 0 <= whole <= self._size_bytes and (into is None or whole == into.nbytes)):
             raise ValueError(f"array {key} was expected, and {row and row[:3]!s:.80} found")
-        data, filled = np.empty(whole, np.uint8), 0
+        data = np.empty(whole, np.uint8) if into is None else into.reshape(-1).view(np.uint8)
+        filled = 0
         while True:
             part = np.frombuffer(row[3], np.uint8)
             data[filled : filled + len(part)] = part

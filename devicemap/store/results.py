@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ class Results:
     def __iter__(self) -> Iterator[Any]:
         """Yield the chunks in order. Missing rows are an error after the chunks before them."""
         row = 0
-        for chunk, leaves in self._read_chunks(self._chunks):
+        for chunk, leaves in self._read_chunks():
             if chunk.start > row:
                 raise self._missing_error([(row, chunk.start)])
             yield self._pack(leaves)
@@ -138,11 +139,11 @@ class Results:
         """
         if not self.complete:
             raise self._missing_error(self.missing)
-        for _ in self._read_chunks(self._chunks):
+        for _ in self._read_chunks():
             pass
 
         def chunks() -> Iterator[Any]:
-            for _, leaves in self._read_chunks(self._chunks):
+            for _, leaves in self._read_chunks():
                 with tf.device(HOST):  # not around the yield, because another thread may continue after it
                     tensors = [
                         tf.convert_to_tensor(leaf, spec.dtype) if isinstance(leaf, np.ndarray) else leaf
@@ -166,29 +167,44 @@ class Results:
             return self._pack([leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf for leaf in empty])
         arrays: dict[int, Array] = {}
         parts: dict[int, list[Any]] = {}
-        for chunk, leaves in self._read_chunks(overlapping(self._chunks, start, stop)):
-            first, last = max(start, chunk.start), min(stop, chunk.stop)
-            for i, leaf in enumerate(leaves):
-                with tf.device(HOST):
-                    rows = take_rows(leaf, first - chunk.start, last - chunk.start)
-                if isinstance(rows, np.ndarray):
-                    whole = arrays[i] = arrays[i] if i in arrays else self._empty(stop - start, rows)
-                    if whole.shape[1:] != rows.shape[1:]:
+        for i, spec in enumerate(self._specs):
+            if isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string and spec.shape[1:].is_fully_defined():
+                arrays[i] = self._empty(stop - start, spec.shape[1:].as_list(), spec.dtype.as_numpy_dtype)
+        known = [*arrays]
+        with self._connected() as database:
+            for chunk in overlapping(self._chunks, start, stop):
+                first, last = max(start, chunk.start), min(stop, chunk.stop)
+                into = {}
+                if (first, last) == chunk[:2]:  # read without a further copy
+                    into = {(i, "values"): arrays[i][first - start : last - start] for i in known}
+                for i, leaf in enumerate(database.leaves(chunk, self._specs, into=into)):
+                    with tf.device(HOST):
+                        rows = take_rows(leaf, first - chunk.start, last - chunk.start)
+                    if not isinstance(rows, np.ndarray):
+                        parts.setdefault(i, []).append(rows)
+                        continue
+                    if i not in arrays:
+                        arrays[i] = self._empty(stop - start, rows.shape[1:], rows.dtype)
+                    if arrays[i].shape[1:] != rows.shape[1:]:
                         raise JournalError(
                             f"rows {chunk.start} to {chunk.stop - 1} in {self.directory} are of shape "
-                            f"{list(rows.shape[1:])} each, and rows before them of {list(whole.shape[1:])}; one array cannot "
-                            "hold both. Iterate over the results to get them by chunk"
+                            f"{list(rows.shape[1:])} each, and rows before them of {list(arrays[i].shape[1:])}; one array "
+                            "cannot hold both. Iterate over the results to get them by chunk"
                         )
-                    whole[first - start : last - start] = rows
-                else:
-                    parts.setdefault(i, []).append(rows)
+                    if not np.may_share_memory(rows, arrays[i]):
+                        arrays[i][first - start : last - start] = rows
         with tf.device(HOST):
             return self._pack([arrays[i] if i in arrays else self._join(parts[i]) for i in range(len(self._specs))])
 
-    def _read_chunks(self, chunks: Sequence[StoredChunk]) -> Iterator[tuple[StoredChunk, list[Any]]]:
-        with database_errors(f"reading {self.directory}", START_AGAIN), Database(self.directory) as database:
-            for chunk in chunks:
+    def _read_chunks(self) -> Iterator[tuple[StoredChunk, list[Any]]]:
+        with self._connected() as database:
+            for chunk in self._chunks:
                 yield chunk, database.leaves(chunk, self._specs)
+
+    @contextmanager
+    def _connected(self) -> Iterator[Database]:
+        with database_errors(f"reading {self.directory}", START_AGAIN), Database(self.directory) as database:
+            yield database
 
     def _pack(self, leaves: list[Any]) -> Any:
         return tf.nest.pack_sequence_as(self.structure, leaves)
@@ -201,9 +217,9 @@ class Results:
                 f"chunks in {self.directory} do not fit together: {brief(error)}. Iterate over the results to get them by chunk"
             ) from error
 
-    def _empty(self, count: int, rows: Array) -> Array:
+    def _empty(self, rows: int, shape: Sequence[int], dtype: Any) -> Array:
         try:
-            return np.empty((count, *rows.shape[1:]), rows.dtype)
+            return np.empty((rows, *shape), dtype)
         except (MemoryError, ValueError) as error:
             raise JournalError(f"rows in {self.directory}: {error}. Take fewer, by slices or chunk by chunk") from error
 
