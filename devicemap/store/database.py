@@ -21,7 +21,7 @@ import os
 import sqlite3
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -48,9 +48,8 @@ _MOST_ROWS = 2**48
 _BUSY_SECONDS = 300.0
 _LOCKED = "database is locked"
 
-_SAFE = "trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0"
-_READER = ("query_only=ON",)
-_WRITER = "page_size=65536", "journal_mode=TRUNCATE", "synchronous=FULL", "cache_spill=OFF"
+_READER = "trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0", "query_only=ON"
+_WRITER = (*_READER[:3], "page_size=65536", "journal_mode=TRUNCATE", "synchronous=FULL", "cache_spill=OFF")
 _SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
 """The end of a journal that names a second journal, which SQLite would delete. Only transactions on several files have one."""
 
@@ -101,54 +100,39 @@ def database_errors(doing: str, advice: str) -> Iterator[None]:
 def write_lock(directory: Path) -> Iterator[None]:
     """Hold the lock of a writer. Raise `JournalError` if another one holds it, in this process or in another one."""
     _check_files(directory)
-    with closing(_connect(directory / LOCK, "rwc", 0)) as connection:
-        try:
-            connection.execute("PRAGMA journal_mode=MEMORY")  # no second file
-            connection.execute("BEGIN EXCLUSIVE")
-        except sqlite3.OperationalError as error:
-            if str(error) != _LOCKED:
-                raise
-            raise JournalError(
-                f"{directory} is being written to, by another call or another process. Wait until it finishes, or write to "
-                "another directory"
-            ) from error
+    try:
+        connection = _connect(directory / LOCK, "rwc", 0, ["journal_mode=MEMORY"])  # no second file
+        connection.execute("BEGIN EXCLUSIVE")
+    except sqlite3.OperationalError as error:
+        if str(error) != _LOCKED:
+            raise
+        raise JournalError(
+            f"{directory} is being written to, by another call or another process. Wait until it finishes, or write to "
+            "another directory"
+        ) from error
+    with closing(connection):
         yield
 
 
+@contextmanager
+def open_database(directory: Path, writable: bool = False) -> Iterator[Database]:
+    """Connect to the database of a directory, after checks of its files and tables.
+
+    A reader holds no lock between calls. It rolls back a commit that was interrupted.
+    """
+    _check_files(directory)
+    mode, pragmas = ("rwc", _WRITER) if writable else ("rw", _READER)
+    with closing(_connect(directory / DATABASE, mode, _BUSY_SECONDS, pragmas)) as connection:
+        yield Database(directory, connection)
+
+
 class Database:
-    """A connection to a database; a context manager. Readers hold no lock between calls. Not for use by two threads at once."""
+    """The tables of a directory. Not for use by two threads at once."""
 
-    def __init__(self, directory: Path, writable: bool = False):
-        """Connect. Raise `JournalError` for files or tables that devicemap does not write, `sqlite3.Error` for others."""
-        self._directory = directory
-        _check_files(directory)
-        mode = "rwc" if writable else "rw"  # a reader rolls back a commit that was interrupted
-        self._connection = _connect(directory / DATABASE, mode, _BUSY_SECONDS)
-        try:
-            self._set(_SAFE)
-            self._has_tables()
-            self._set(_WRITER if writable else _READER)
-            self._size_bytes = (directory / DATABASE).lstat().st_size
-        except BaseException:
-            self._connection.close()
-            raise
-
-    def __enter__(self) -> Database:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._connection.close()
-
-    @contextmanager
-    def transaction(self, kind: str = "DEFERRED") -> Iterator[None]:
-        """A transaction, which an error rolls back."""
-        self._connection.execute(f"BEGIN {kind}")
-        try:
-            yield
-            self._connection.execute("COMMIT")
-        finally:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
+    def __init__(self, directory: Path, connection: sqlite3.Connection):
+        self._directory, self._connection = directory, connection
+        self._has_tables()
+        self._size_bytes = (directory / DATABASE).lstat().st_size
 
     def contents(self) -> tuple[Header | None, list[StoredChunk]]:
         """Return the header, `None` before the first commit, and all chunks in the order of rows.
@@ -156,28 +140,27 @@ class Database:
         Raises:
             JournalError: they are damaged.
         """
-        with self.transaction():
+        with self._connection:
+            self._connection.execute("BEGIN")
             if not self._has_tables():
                 return None, []
-            headers: list[Any] = self._connection.execute("SELECT * FROM header LIMIT 2").fetchall()
+            headers = self._connection.execute("SELECT * FROM header LIMIT 2").fetchall()
             chunks = list(map(StoredChunk._make, self._connection.execute("SELECT * FROM chunks ORDER BY start")))
-        version, call, rows, check = headers[0] if len(headers) == 1 else (None, "", None, None)
-        if type(version) is int and version != _FORMAT:
-            raise JournalError(f"{self._directory} was written by another version of devicemap. {START_AGAIN}")
         try:
-            described = json.loads(call) if check == checksum([version, call, rows]) else None
-        except (RecursionError, TypeError, ValueError):
-            described = None
-        if not isinstance(described, dict):
-            raise JournalError(f"the header in {self._directory / DATABASE} is damaged. {START_AGAIN}")
-        stop = 0
+            ((version, call, rows, check),) = headers
+            if check != checksum(version, call, rows):
+                raise ValueError
+            header = Header(dict(json.loads(call)), rows)
+        except (RecursionError, TypeError, ValueError) as error:
+            raise JournalError(f"the header in {self._directory / DATABASE} is damaged. {START_AGAIN}") from error
+        if version != _FORMAT:
+            raise JournalError(f"{self._directory} was written by another version of devicemap. {START_AGAIN}")
+        row, last = 0, _MOST_ROWS if rows is None else rows
         for chunk in chunks:
-            if not (
-                type(chunk.stop) is int and stop <= chunk.start < chunk.stop <= (_MOST_ROWS if rows is None else rows)
-            ):
+            if type(chunk.stop) is not int or not row <= chunk.start < chunk.stop <= last:
                 raise JournalError(f"the table of chunks in {self._directory / DATABASE} is damaged. {START_AGAIN}")
-            stop = chunk.stop
-        return Header(described, rows), chunks
+            row = chunk.stop
+        return header, chunks
 
     def leaves(
         self, chunk: StoredChunk, specs: Sequence[Any], rows: int | None = None, into: Arrays | None = None
@@ -197,7 +180,7 @@ class Database:
             with closing(self._connection.execute(_READ_ARRAYS, chunk[4:])) as found:
                 for key, dtype in parts_of(specs).items():
                     arrays[key], check = self._next(found, key, dtype, check, (into or {}).get(key))
-            if checksum(_values_of(*chunk[:3], arrays), check) != chunk.checksum:
+            if _checksum_of_chunk(*chunk[:3], arrays, check) != chunk.checksum:
                 raise ValueError("their bytes are not those that were written")
             return decode_leaves(arrays, specs, chunk.stop - chunk.start if rows is None else rows)
         except (ArithmeticError, MemoryError, RecursionError, TypeError, ValueError, sqlite3.Error) as error:
@@ -211,33 +194,38 @@ class Database:
     def _next(
         self, rows: sqlite3.Cursor, key: tuple[int, str], dtype: Any, check: int, into: Array | None
     ) -> tuple[Array, int]:
-        """Return the array in the next rows of a query, after checks of its shape and size, and its checksum."""
-        row = rows.fetchone()
-        sizes = json.loads(row[2]) if row else [0]
-        whole = math.prod(sizes) * dtype.itemsize
-        if not (row and row[:2] == key and 0 <= whole <= self._size_bytes and (into is None or whole == into.nbytes)):
-            raise ValueError(f"array {key} was expected, and {row and row[:3]!s:.80} found")
-        data = np.empty(whole, np.uint8) if into is None else into.reshape(-1).view(np.uint8)
-        filled = 0
-        while True:
-            part = np.frombuffer(row[3], np.uint8)
-            data[filled : filled + len(part)] = part
-            filled += len(part)
+        """Return the array in the next rows of a query, and the checksum of the bytes so far."""
+        data, filled, sizes = None, 0, []
+        while data is None or filled < len(data):
+            row = rows.fetchone()
+            if row is None or row[:2] != key:
+                raise ValueError(f"array {key} is missing or too short")
+            if data is None:
+                sizes = json.loads(row[2])
+                size_bytes = math.prod(sizes) * dtype.itemsize
+                if not 0 <= size_bytes <= self._size_bytes:
+                    raise ValueError(f"array {key} has the shape {sizes!s:.80}, larger than the file")
+                data = np.empty(size_bytes, np.uint8) if into is None else into.reshape(-1).view(np.uint8)
+            data[filled : filled + len(row[3])] = np.frombuffer(row[3], np.uint8)
+            filled += len(row[3])
             check = zlib.crc32(row[3], check)  # while it is in the caches
-            if filled >= whole:
-                return data.view(dtype).reshape(sizes), check
-            row = rows.fetchone() or (None, None, None, b"")
-            if row[:2] != key or not row[3]:
-                raise ValueError(f"{filled} bytes of array {key} were found, but its shape is {sizes}")
+        return data.view(dtype).reshape(sizes), check
+
+    def commit(self, writes: Iterable[Callable[[Database], None]]) -> None:
+        """Call functions that write, in one transaction."""
+        with self._connection:
+            self._connection.execute("BEGIN IMMEDIATE")
+            for write in writes:
+                write(self)
 
     def replace_header(self, header: Header, dropped: Iterable[StoredChunk] = ()) -> None:
         """Write a header, and create the tables if necessary; drop damaged chunks, but not their arrays."""
         if not self._has_tables():
             for statement in SCHEMA:
                 self._connection.execute(statement)
-        row = [_FORMAT, json.dumps(header.call), header.rows]
+        row = _FORMAT, json.dumps(header.call), header.rows
         self._connection.execute("DELETE FROM header")
-        self._connection.execute("INSERT INTO header VALUES (?, ?, ?, ?)", (*row, checksum(row)))
+        self._connection.execute("INSERT INTO header VALUES (?, ?, ?, ?)", (*row, checksum(*row)))
         self._connection.executemany("DELETE FROM chunks WHERE start = ?", [chunk[:1] for chunk in dropped])
 
     def insert(self, chunk: StoredChunk, arrays: Arrays) -> None:
@@ -252,14 +240,9 @@ class Database:
                 self._connection.execute("INSERT INTO arrays VALUES (?, ?, ?, ?, ?)", (last, leaf, name, shape, part))
         self._connection.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?)", (*chunk[:4], first, last))
 
-    def _set(self, pragmas: Iterable[str]) -> None:
-        for pragma in pragmas:
-            self._connection.execute(f"PRAGMA {pragma}")
-
     def _has_tables(self) -> bool:
         found = self._connection.execute("SELECT sql FROM sqlite_master ORDER BY rowid").fetchall()
-        (mode,) = self._connection.execute("PRAGMA journal_mode").fetchone()
-        if (found and found != [(statement,) for statement in SCHEMA]) or mode == "wal":
+        if found and found != [(statement,) for statement in SCHEMA]:
             raise JournalError(
                 f"{self._directory / DATABASE} is not a database that this version of devicemap writes. {START_AGAIN}"
             )
@@ -271,16 +254,16 @@ def chunk_of(start: int, stop: int, inputs: str, arrays: Arrays) -> StoredChunk:
     check = 0
     for array in arrays.values():
         check = zlib.crc32(_bytes(array), check)
-    return StoredChunk(start, stop, inputs, checksum(_values_of(start, stop, inputs, arrays), check))
+    return StoredChunk(start, stop, inputs, _checksum_of_chunk(start, stop, inputs, arrays, check))
 
 
-def checksum(values: Any, check: int = 0) -> int:
-    """Return the CRC-32 of JSON values, behind bytes with the given checksum."""
-    return zlib.crc32(json.dumps(values).encode(), check)
+def _checksum_of_chunk(start: int, stop: int, inputs: str, arrays: Arrays, check: int) -> int:
+    return checksum(start, stop, inputs, [[*key, array.shape] for key, array in arrays.items()], check)
 
 
-def _values_of(start: int, stop: int, inputs: str, arrays: Arrays) -> list[Any]:
-    return [start, stop, inputs, [[*key, array.shape] for key, array in arrays.items()]]
+def checksum(*values: Any) -> int:
+    """Return the CRC-32 of JSON values."""
+    return zlib.crc32(json.dumps(values).encode())
 
 
 def missing_rows(chunks: Sequence[StoredChunk], start: int, stop: int) -> list[tuple[int, int]]:
@@ -323,9 +306,12 @@ def _check_files(directory: Path) -> None:
                     raise JournalError(f"{path} names another file to delete, so do not trust this directory")
 
 
-def _connect(path: Path, mode: str, busy_seconds: float) -> sqlite3.Connection:
+def _connect(path: Path, mode: str, busy_seconds: float, pragmas: Iterable[str]) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?mode={mode}"
-    return sqlite3.connect(uri, timeout=busy_seconds, isolation_level=None, check_same_thread=False, uri=True)
+    connection = sqlite3.connect(uri, timeout=busy_seconds, isolation_level=None, check_same_thread=False, uri=True)
+    for pragma in pragmas:
+        connection.execute(f"PRAGMA {pragma}")
+    return connection
 
 
 def _bytes(array: Array) -> memoryview:

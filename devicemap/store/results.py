@@ -15,7 +15,16 @@ import tensorflow as tf
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, empty_rows, take_rows
 from devicemap.errors import FunctionError, JournalError, MissingRowsError, brief
-from devicemap.store.database import FORMER, Database, Header, StoredChunk, database_errors, missing_rows, overlapping
+from devicemap.store.database import (
+    FORMER,
+    Database,
+    Header,
+    StoredChunk,
+    database_errors,
+    missing_rows,
+    open_database,
+    overlapping,
+)
 from devicemap.store.encoding import START_AGAIN, Array, structure_of
 
 
@@ -40,7 +49,7 @@ def open_results(directory: str | os.PathLike[str]) -> Results:
     if (path / FORMER).exists():
         raise JournalError(f"{path} was written by an earlier version of devicemap. {START_AGAIN}")
     advice = "Is this a directory that devicemap has written to?"
-    with database_errors(f"reading results in {path}", advice), Database(path) as database:
+    with database_errors(f"reading results in {path}", advice), open_database(path) as database:
         header, chunks = database.contents()
     if header is None:
         raise JournalError(f"{path} holds no results yet: no chunk has been committed")
@@ -203,7 +212,7 @@ class Results:
 
     @contextmanager
     def _connected(self) -> Iterator[Database]:
-        with database_errors(f"reading {self.directory}", START_AGAIN), Database(self.directory) as database:
+        with database_errors(f"reading {self.directory}", START_AGAIN), open_database(self.directory) as database:
             yield database
 
     def _pack(self, leaves: list[Any]) -> Any:

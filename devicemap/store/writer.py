@@ -24,6 +24,7 @@ from devicemap.store.database import (
     StoredChunk,
     chunk_of,
     database_errors,
+    open_database,
     write_lock,
 )
 from devicemap.store.encoding import START_AGAIN, Arrays
@@ -135,7 +136,7 @@ class Writer:
             advice = "It must be a directory that can be written to and locked"
             with database_errors(f"opening {self._directory} to write results", advice):
                 _make_directory(self._directory)
-                with write_lock(self._directory), Database(self._directory, writable=True) as database:
+                with write_lock(self._directory), open_database(self._directory, writable=True) as database:
                     opened.set_result(database.contents())
                     with database_errors(f"writing to {self._directory}", _ADVICE):
                         self._commit_batches(database)
@@ -153,9 +154,7 @@ class Writer:
                 batch, self._queue = self._queue, []
             if not batch:
                 return
-            with database.transaction("IMMEDIATE"):
-                for write, _ in batch:
-                    write(database)
+            database.commit(write for write, _ in batch)
             with self._changed:
                 self._bytes -= sum(size for _, size in batch)
                 self._waiting = bool(self._queue)
