@@ -134,7 +134,7 @@ class Results:
         return self._read(start, max(start, stop))
 
     def load(self) -> Any:
-        """Return all rows. Takes the memory of the results and of one chunk; twice that for ragged and sparse results."""
+        """Return all rows. Takes the memory of the results; twice that for strings, ragged, sparse and unknown shapes."""
         return self._read(0, len(self))
 
     def as_dataset(self) -> Any:
@@ -170,40 +170,34 @@ class Results:
     def _read(self, start: int, stop: int) -> Any:
         if missing := missing_rows(self._chunks, start, stop):
             raise self._missing_error(missing)
-        if start == stop:
+        try:
             with tf.device(HOST):
-                empty = [empty_rows(spec) for spec in self._specs]
-            return self._pack([leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf for leaf in empty])
+                return self._pack(self._joined(start, stop))
+        except (FunctionError, MemoryError, ValueError, tf.errors.OpError) as error:
+            raise JournalError(
+                f"rows {start} to {stop - 1} in {self.directory} cannot be returned at once: {brief(error)}. Iterate over the "
+                "results to get them by chunk"
+            ) from error
+
+    def _joined(self, start: int, stop: int) -> list[Any]:
+        """Return leaves of rows. Arrays of known shapes are allocated first, and filled without a further copy."""
         arrays: dict[int, Array] = {}
-        parts: dict[int, list[Any]] = {}
+        parts: list[list[Any]] = [[] for _ in self._specs]
         for i, spec in enumerate(self._specs):
             if isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string and spec.shape[1:].is_fully_defined():
-                arrays[i] = self._empty(stop - start, spec.shape[1:].as_list(), spec.dtype.as_numpy_dtype)
-        known = [*arrays]
+                arrays[i] = np.empty((stop - start, *spec.shape[1:]), spec.dtype.as_numpy_dtype)
         with self._connected() as database:
             for chunk in overlapping(self._chunks, start, stop):
                 first, last = max(start, chunk.start), min(stop, chunk.stop)
-                into = {}
-                if (first, last) == chunk[:2]:  # read without a further copy
-                    into = {(i, "values"): arrays[i][first - start : last - start] for i in known}
+                slices = {i: array[first - start : last - start] for i, array in arrays.items()}
+                into = {(i, "values"): part for i, part in slices.items() if (first, last) == chunk[:2]}
                 for i, leaf in enumerate(database.leaves(chunk, self._specs, into=into)):
-                    with tf.device(HOST):
-                        rows = take_rows(leaf, first - chunk.start, last - chunk.start)
-                    if not isinstance(rows, np.ndarray):
-                        parts.setdefault(i, []).append(rows)
-                        continue
+                    rows = take_rows(leaf, first - chunk.start, last - chunk.start)
                     if i not in arrays:
-                        arrays[i] = self._empty(stop - start, rows.shape[1:], rows.dtype)
-                    if arrays[i].shape[1:] != rows.shape[1:]:
-                        raise JournalError(
-                            f"rows {chunk.start} to {chunk.stop - 1} in {self.directory} are of shape "
-                            f"{list(rows.shape[1:])} each, and rows before them of {list(arrays[i].shape[1:])}; one array "
-                            "cannot hold both. Iterate over the results to get them by chunk"
-                        )
-                    if not np.may_share_memory(rows, arrays[i]):
-                        arrays[i][first - start : last - start] = rows
-        with tf.device(HOST):
-            return self._pack([arrays[i] if i in arrays else self._join(parts[i]) for i in range(len(self._specs))])
+                        parts[i].append(rows)
+                    elif not np.may_share_memory(rows, slices[i]):
+                        slices[i][...] = rows
+        return [arrays[i] if i in arrays else _join(parts[i], spec) for i, spec in enumerate(self._specs)]
 
     def _read_chunks(self) -> Iterator[tuple[StoredChunk, list[Any]]]:
         with self._connected() as database:
@@ -218,20 +212,6 @@ class Results:
     def _pack(self, leaves: list[Any]) -> Any:
         return tf.nest.pack_sequence_as(self.structure, leaves)
 
-    def _join(self, parts: list[Any]) -> Any:
-        try:
-            return join(parts)
-        except (FunctionError, ValueError, tf.errors.OpError) as error:
-            raise JournalError(
-                f"chunks in {self.directory} do not fit together: {brief(error)}. Iterate over the results to get them by chunk"
-            ) from error
-
-    def _empty(self, rows: int, shape: Sequence[int], dtype: Any) -> Array:
-        try:
-            return np.empty((rows, *shape), dtype)
-        except (MemoryError, ValueError) as error:
-            raise JournalError(f"rows in {self.directory}: {error}. Take fewer, by slices or chunk by chunk") from error
-
     def _missing_error(self, missing: Sequence[Any]) -> MissingRowsError:
         ranges = [f"{start} to {stop - 1}" if stop is not None else f"from {start} on" for start, stop in missing]
         more = f" and {len(ranges) - 5} more ranges" if len(ranges) > 5 else ""
@@ -239,3 +219,10 @@ class Results:
             f"rows {', '.join(ranges[:5])}{more} are missing in {self.directory}: no run has finished. Run write again with "
             "the same function and data: it computes what is missing"
         )
+
+
+def _join(parts: Sequence[Any], spec: Any) -> Any:
+    if not parts:
+        empty = empty_rows(spec)
+        return empty.numpy() if isinstance(empty, tf.Tensor) else empty
+    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else join(parts)
