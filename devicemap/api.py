@@ -306,8 +306,8 @@ class DeviceMap:
                 failed, nothing in it has been changed.
 
         Warns:
-            RuntimeWarning: the directory holds results, and `fn` calls Python code (`tf.py_function`) or uses tables, datasets
-                or iterators, whose changes are not detected.
+            RuntimeWarning: the directory holds results, and `fn` calls Python code (`tf.py_function`), of which only the name
+                and the code itself are compared, or uses tables, datasets or iterators, which are not compared.
 
         Examples:
             >>> import tempfile

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import uuid
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ _atomic = Private(
     "tensorflow.python.eager.polymorphic_function.atomic_function",
     *("AtomicFunction.graph", "AtomicFunction.cached_definition"),
 )
+_script_ops = Private("tensorflow.python.ops.script_ops", "_py_funcs.get")
 
 NO_AUTO_CONTROL_DEPS = {"_disable_acd": True}
 """`tf.function(experimental_attributes=...)`: no automatic control dependencies between the ops of the function.
@@ -163,6 +165,16 @@ def _tracing_again() -> Callable[[], Any]:
             return True
 
     return TracingAgain
+
+
+@with_fallback(nothing, _script_ops)
+def python_function(token: str) -> Any:
+    """Return the Python function that an op of `tf.py_function` or `tf.numpy_function` calls, by its attribute `token`.
+
+    The fallback is `None`: devicemap then does not notice that a function has changed (test_python_functions).
+    """
+    function = _script_ops._py_funcs.get(token)
+    return inspect.unwrap(getattr(function, "_func", function))
 
 
 _contexts: dict[Hashable, Any] = {}

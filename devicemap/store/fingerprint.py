@@ -1,7 +1,8 @@
 """The fingerprint of a function: a digest of its traced graph and of the values that it captures.
 
 Names in the graph hold counters (`__inference_fn_34`), so nodes are numbered and functions replaced by their digests. The
-fingerprint is therefore the same in each process and on each machine.
+fingerprint is therefore the same in each process and on each machine. Python functions that the graph calls count by name
+and code.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from types import CodeType
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import python_function
 from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.trace import Traced
@@ -84,7 +87,9 @@ class _Walk:
                 inputs.sort(key=lambda name: name if name.startswith("^") else "")  # TensorFlow keeps controls in sets
                 lines.append(f"{op} {inputs} {self._attributes(node)}")
                 self.ops[op] += 1
-                self.calls_python |= "token" in node.attr
+                if "token" in node.attr:
+                    self.calls_python = True
+                    lines.append(_describe_python(python_function(node.attr["token"].s.decode())))
         lines += [_numbered(name, numbers) for name in results]
         return _digest("\n".join(lines).encode())
 
@@ -108,6 +113,17 @@ class _Walk:
             compiled = function.attr[_COMPILED].b if _COMPILED in function.attr else False
             self._digests[name] = f"{compiled} {self.digest(function.node_def, arguments, [*results, *effects])}"
         return self._digests[name]
+
+
+def _describe_python(function: Any) -> str:
+    """Return the name and the code of a Python function, without what it refers to."""
+    return f"{getattr(function, '__name__', '')} {_describe_code(getattr(function, '__code__', None))}"
+
+
+def _describe_code(code: Any) -> str:
+    if isinstance(code, CodeType):
+        return f"{code.co_code!r} {code.co_names} {[_describe_code(constant) for constant in code.co_consts]}"
+    return str(sorted(map(repr, code))) if isinstance(code, frozenset) else repr(code)
 
 
 def _numbered(name: str, numbers: dict[str, str]) -> str:

@@ -17,6 +17,7 @@ from devicemap._tensorflow.functions import (
     compiled_as_a_part,
     functions_within,
     last_set_seed,
+    python_function,
     with_captures,
 )
 from devicemap._tensorflow.gradients import (
@@ -65,6 +66,17 @@ def test_ops_that_must_run() -> None:
 
     caller(tf.constant(1))
     assert int(count) == 1
+
+
+def test_python_functions() -> None:
+    def double(x: Any) -> Any:
+        return 2 * x
+
+    for call in (tf.py_function, tf.numpy_function):
+        function = tf.function(lambda x: call(double, [x], tf.float32))
+        graph = function.get_concrete_function(tf.TensorSpec([])).graph
+        (token,) = (op.get_attr("token") for op in graph.get_operations() if "PyFunc" in op.type)
+        assert python_function(token.decode()) is double
 
 
 @pytest.mark.parametrize("free", [False, True])

@@ -44,6 +44,14 @@ def _printing(text: str) -> Callable[..., Any]:
     return fn
 
 
+def _python(function: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda row: tf.ensure_shape(tf.py_function(function, [row], tf.float32), [])
+
+
+def _abs(x: Any) -> Any:
+    return abs(x)
+
+
 _LARGE = [np.arange(500, dtype=np.float32) + i for i in range(2)]
 
 OTHERS: dict[str, Any] = {
@@ -67,6 +75,8 @@ OTHERS: dict[str, Any] = {
     "bodies of loops": (_loop(3, 2.0), _loop(3, 1.0)),
     "effects": (_printing("one"), _printing("two")),
     "partials": tuple(functools.partial(lambda k, r: r + k, k) for k in (1, 2)),
+    "code of Python functions": tuple(_python(function) for function in (lambda x: x * 2, lambda x: x * 3)),
+    "names of Python functions": tuple(_python(function) for function in (abs, _abs)),
     "what XLA compiles": (tf.function(lambda r: r * 2), tf.function(lambda r: r * 2, jit_compile=True)),
     "models of one name": (_model(3), _model(4)),
 }
@@ -80,7 +90,7 @@ def test_results_of_another_function_are_refused(name: str, tmp_path: Path) -> N
     one, other = OTHERS[name]
     _write(one, tmp_path)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("default" if "Python" in name else "error")
         _write(one, tmp_path)
     message = r"another function.* was .* there, and is .* now"
     with untouched(tmp_path):
@@ -189,6 +199,20 @@ def test_a_warning_says_what_is_not_compared(fn: Callable[..., Any], uncovered: 
     with untouched(tmp_path), pytest.warns(RuntimeWarning, match=f"fn uses {uncovered}: .*not detect") as caught:
         np.testing.assert_array_equal(_write(fn, tmp_path).load(), results.load())
     assert caught[0].filename == __file__
+
+
+def test_what_a_python_function_refers_to_is_no_difference(tmp_path: Path) -> None:
+    """A long job may write to a log file, which is then open at another place."""
+    log: list[float] = []
+
+    def logged(x: Any) -> Any:
+        log.append(float(x))
+        return x
+
+    results = _write(_python(logged), tmp_path).load()
+    log.append(0.0)
+    with untouched(tmp_path), pytest.warns(RuntimeWarning, match="fn uses Python code"):
+        np.testing.assert_array_equal(_write(_python(logged), tmp_path).load(), results)
 
 
 ELSEWHERE = """
