@@ -32,8 +32,8 @@ import numpy as np
 from devicemap.errors import JournalError, MissingRowsError
 from devicemap.store.encoding import START_AGAIN, Array, Arrays, decode_leaves, parts_of
 
-DATABASE, LOCK, FORMER = "results.sqlite", "lock.sqlite", "journal.jsonl"
-"""The names of the two files, and that of a file in the format of earlier versions."""
+DATABASE, LOCK = "results.sqlite", "lock.sqlite"
+"""The names of the files."""
 
 SCHEMA = (
     "CREATE TABLE header (format INTEGER, call TEXT, rows INTEGER, checksum INTEGER)",
@@ -97,9 +97,31 @@ def database_errors(doing: str, advice: str) -> Iterator[None]:
 
 
 @contextmanager
-def write_lock(directory: Path) -> Iterator[None]:
-    """Hold the lock of a writer. Raise `JournalError` if another one holds it, in this process or in another one."""
+def open_database(directory: Path, advice: str = START_AGAIN) -> Iterator[Database]:
+    """Connect to the database of a directory for reading, after checks of its files and tables; errors have the `advice`.
+
+    A reader holds no lock between calls. It rolls back a commit that was interrupted.
+    """
+    with database_errors(f"reading results in {directory}", advice):
+        _check_files(directory)
+        with closing(_connect(directory / DATABASE, "rw", _BUSY_SECONDS, _READER)) as connection:
+            yield Database(directory, connection)
+
+
+@contextmanager
+def open_for_writing(directory: Path) -> Iterator[Database]:
+    """Create a directory, and connect to its database with the lock of a writer.
+
+    Raises `JournalError` for a directory of something else, and if another writer has the lock, in whatever process.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
     _check_files(directory)
+    names = sorted({path.name for path in directory.iterdir()} - {LOCK})
+    if names and DATABASE not in names:
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise JournalError(
+            f"{directory} holds {listed}, and no results of devicemap. Write to a new or empty directory"
+        )
     try:
         connection = _connect(directory / LOCK, "rwc", 0, ["journal_mode=MEMORY"])  # no second file
         connection.execute("BEGIN EXCLUSIVE")
@@ -110,20 +132,8 @@ def write_lock(directory: Path) -> Iterator[None]:
             f"{directory} is being written to, by another call or another process. Wait until it finishes, or write to "
             "another directory"
         ) from error
-    with closing(connection):
-        yield
-
-
-@contextmanager
-def open_database(directory: Path, writable: bool = False) -> Iterator[Database]:
-    """Connect to the database of a directory, after checks of its files and tables.
-
-    A reader holds no lock between calls. It rolls back a commit that was interrupted.
-    """
-    _check_files(directory)
-    mode, pragmas = ("rwc", _WRITER) if writable else ("rw", _READER)
-    with closing(_connect(directory / DATABASE, mode, _BUSY_SECONDS, pragmas)) as connection:
-        yield Database(directory, connection)
+    with closing(connection), closing(_connect(directory / DATABASE, "rwc", _BUSY_SECONDS, _WRITER)) as database:
+        yield Database(directory, database)
 
 
 class Database:
@@ -135,11 +145,7 @@ class Database:
         self._size_bytes = (directory / DATABASE).lstat().st_size
 
     def contents(self) -> tuple[Header | None, list[StoredChunk]]:
-        """Return the header, `None` before the first commit, and all chunks in the order of rows.
-
-        Raises:
-            JournalError: they are damaged.
-        """
+        """Return the header, `None` before the first commit, and all chunks in the order of rows."""
         with self._connection:
             self._connection.execute("BEGIN")
             if not self._has_tables():
@@ -167,13 +173,8 @@ class Database:
     ) -> list[Any]:
         """Return the result leaves of a chunk: dense ones as arrays, others as tensors.
 
-        Args:
-            rows: rows of the leaves if they differ from those of the chunk, as for states of reductions.
-            into: contiguous arrays to fill, for some of the arrays.
-
-        Raises:
-            MissingRowsError: the chunk is damaged.
-            sqlite3.OperationalError: a writer has blocked the database for minutes.
+        Their number of rows may be given, as for states of reductions, and contiguous arrays to fill. A damaged chunk is a
+        `MissingRowsError`.
         """
         try:
             arrays, check = {}, 0
@@ -287,6 +288,8 @@ def _check_files(directory: Path) -> None:
 
     The databases are not opened: closing one would drop all locks that SQLite holds of it in this process (POSIX).
     """
+    if (directory / "journal.jsonl").exists():
+        raise JournalError(f"{directory} was written by an earlier version of devicemap. {START_AGAIN}")
     for name in (f"{name}{suffix}" for name in (DATABASE, LOCK) for suffix in ("", "-journal", "-wal", "-shm")):
         path = directory / name
         try:

@@ -29,8 +29,6 @@ START_AGAIN = "Write to another directory, or delete this one to start again"
 """Advice for a directory that is refused."""
 
 Array = np.ndarray[Any, Any]
-
-
 Arrays = Mapping[tuple[int, str], Array]
 """The arrays of result leaves, by the index of the leaf and the name in the table above."""
 
@@ -83,11 +81,7 @@ def describe_nest(specs: Any) -> Any:
 
 
 def structure_of(described: Any, directory: Path) -> Any:
-    """Return the nest of specs that a header describes. Named tuples and objects become named tuples of the same fields.
-
-    Raises:
-        JournalError: `describe_nest` does not return such a description.
-    """
+    """Return the nest of specs that a header describes, with named tuples for objects; `JournalError` if it describes none."""
     try:
         structure = specs_of(described)
         describe_nest(structure)  # checks dtypes and keys
@@ -173,10 +167,9 @@ def parts_of(specs: Sequence[Any]) -> dict[tuple[int, str], Any]:
 
 
 def decode_leaves(arrays: Arrays, specs: Sequence[Any], rows: int) -> list[Any]:
-    """Return the leaves of a chunk: dense ones as arrays (strings as bytes, of dtype object), others as tensors.
+    """Return the leaves of a chunk, or raise `ValueError` if the arrays do not fit these specs and so many rows.
 
-    Raises:
-        ValueError: the arrays are not those of leaves of these specs with so many rows.
+    Dense leaves are arrays (strings are bytes, of dtype object), others tensors.
     """
     with tf.device(HOST):
         return [_decode_leaf(arrays, i, spec, rows) for i, spec in enumerate(specs)]

@@ -43,7 +43,7 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
     ops: Counter[str] = Counter()
     variables: list[str] = []
     tensors: list[str] = []
-    uncovered = set()
+    uncovered = {"Python code"} if traced.audit.python else set()
     for function in functions:
         walk = _Walk(function.graph.as_graph_def())
         arguments = [tensor.op.name for tensor in function.inputs]
@@ -58,8 +58,6 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
                 uncovered.add("lookup tables, datasets or iterators")
             else:
                 tensors.append(f"{tensor.dtype.name}{tensor.shape} {_digest_array(tensor.numpy())}")
-        if walk.calls_python:
-            uncovered.add("Python code")
     vectorized = traced.vectorized if traced.audit.random_ops else None
     code = {"graph": graphs, "ops": ops, "tensors": tensors, "jit_compile": traced.with_xla is not None}
     return {"code": {**code, "vectorized": vectorized}, "variables": variables}, sorted(uncovered)
@@ -71,7 +69,6 @@ class _Walk:
     def __init__(self, graph_def: Any):
         self.nodes = graph_def.node
         self.ops: Counter[str] = Counter()
-        self.calls_python = False
         self._library = {function.signature.name: function for function in graph_def.library.function}
         self._digests: dict[str, str] = {}
 
@@ -88,7 +85,6 @@ class _Walk:
                 lines.append(f"{op} {inputs} {self._attributes(node)}")
                 self.ops[op] += 1
                 if "token" in node.attr:
-                    self.calls_python = True
                     lines.append(_describe_python(python_function(node.attr["token"].s.decode())))
         lines += [_numbered(name, numbers) for name in results]
         return _digest("\n".join(lines).encode())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,8 @@ import tensorflow as tf
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, empty_rows, take_rows
 from devicemap.errors import FunctionError, JournalError, MissingRowsError, brief
-from devicemap.store.database import (
-    FORMER,
-    Database,
-    Header,
-    StoredChunk,
-    database_errors,
-    missing_rows,
-    open_database,
-    overlapping,
-)
-from devicemap.store.encoding import START_AGAIN, Array, structure_of
+from devicemap.store.database import Header, StoredChunk, missing_rows, open_database, overlapping
+from devicemap.store.encoding import Array, structure_of
 
 
 def open_results(directory: str | os.PathLike[str]) -> Results:
@@ -46,10 +36,7 @@ def open_results(directory: str | os.PathLike[str]) -> Results:
         array([1, 4, 9], dtype=int32)
     """
     path = Path(directory)
-    if (path / FORMER).exists():
-        raise JournalError(f"{path} was written by an earlier version of devicemap. {START_AGAIN}")
-    advice = "Is this a directory that devicemap has written to?"
-    with database_errors(f"reading results in {path}", advice), open_database(path) as database:
+    with open_database(path, "Is this a directory that devicemap has written to?") as database:
         header, chunks = database.contents()
     if header is None:
         raise JournalError(f"{path} holds no results yet: no chunk has been committed")
@@ -186,7 +173,7 @@ class Results:
         for i, spec in enumerate(self._specs):
             if isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string and spec.shape[1:].is_fully_defined():
                 arrays[i] = np.empty((stop - start, *spec.shape[1:]), spec.dtype.as_numpy_dtype)
-        with self._connected() as database:
+        with open_database(self.directory) as database:
             for chunk in overlapping(self._chunks, start, stop):
                 first, last = max(start, chunk.start), min(stop, chunk.stop)
                 slices = {i: array[first - start : last - start] for i, array in arrays.items()}
@@ -200,14 +187,9 @@ class Results:
         return [arrays[i] if i in arrays else _join(parts[i], spec) for i, spec in enumerate(self._specs)]
 
     def _read_chunks(self) -> Iterator[tuple[StoredChunk, list[Any]]]:
-        with self._connected() as database:
+        with open_database(self.directory) as database:
             for chunk in self._chunks:
                 yield chunk, database.leaves(chunk, self._specs)
-
-    @contextmanager
-    def _connected(self) -> Iterator[Database]:
-        with database_errors(f"reading {self.directory}", START_AGAIN), open_database(self.directory) as database:
-            yield database
 
     def _pack(self, leaves: list[Any]) -> Any:
         return tf.nest.pack_sequence_as(self.structure, leaves)

@@ -19,7 +19,7 @@ from devicemap.data.sources import Chunk, DatasetSource, Source
 from devicemap.errors import JournalError, MissingRowsError, warn_user
 from devicemap.run.mapper import Mapper
 from devicemap.run.workers import ChunkOptions
-from devicemap.store.database import Header, StoredChunk, database_errors, open_database
+from devicemap.store.database import Header, StoredChunk, open_database
 from devicemap.store.encoding import START_AGAIN, describe_nest, encode_leaves, specs_of
 from devicemap.store.fingerprint import fingerprint
 from devicemap.store.resume import Unfinished, check_total, compared, digest_rows
@@ -35,7 +35,7 @@ def reduce(mapper: Mapper, data: Any, directory: str | os.PathLike[str]) -> Any:
     """Compute and store the states of the chunks that a directory does not hold, and return the result of all states."""
     path = Path(directory)
     compiled = _write_missing(mapper, data, path, False)
-    with database_errors(f"reading {path}", START_AGAIN), open_database(path) as database:
+    with open_database(path) as database:
         _, stored = database.contents()
         return compiled.pack_states(database.leaves(chunk, compiled.traced.specs, 1) for chunk in stored)
 
@@ -137,7 +137,7 @@ def _undamaged(directory: Path, stored: Sequence[StoredChunk], compiled: Compile
     whole = []
     rows = None if compiled.traced.reduction is None else 1
     if stored:
-        with database_errors(f"reading {directory}", START_AGAIN), open_database(directory) as database:
+        with open_database(directory) as database:
             for chunk in stored:
                 with suppress(MissingRowsError):
                     database.leaves(chunk, compiled.traced.specs, rows)

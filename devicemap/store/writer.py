@@ -15,19 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from devicemap.errors import JournalError
-from devicemap.store.database import (
-    DATABASE,
-    FORMER,
-    LOCK,
-    Database,
-    Header,
-    StoredChunk,
-    chunk_of,
-    database_errors,
-    open_database,
-    write_lock,
-)
-from devicemap.store.encoding import START_AGAIN, Arrays
+from devicemap.store.database import Database, Header, StoredChunk, chunk_of, database_errors, open_for_writing
+from devicemap.store.encoding import Arrays
 
 _QUEUE_BYTES = 2**28
 """Callers of `append` wait while more bytes than this are not committed."""
@@ -44,11 +33,7 @@ class Writer:
     """
 
     def __init__(self, directory: Path):
-        """Open the directory.
-
-        Raises:
-            JournalError: another writer has opened it, it holds something else or is damaged, or the disk failed.
-        """
+        """Open the directory. Another writer, other contents and damage are a `JournalError`."""
         self._directory = directory
         self._process = os.getpid()
         self._changed = threading.Condition()
@@ -73,23 +58,15 @@ class Writer:
         self._next_header, self.stored = header, [*kept]
 
     def append(self, start: int, stop: int, inputs: str, arrays: Arrays) -> None:
-        """Queue the results of rows `start` to `stop - 1`, and wait while the queue is full.
+        """Queue the results of rows `start` to `stop - 1`, and the digest of their inputs; wait while the queue is full.
 
-        Args:
-            inputs: the digest of the rows that they were computed from.
-
-        Raises:
-            JournalError: the disk failed (its `errno` says how), or the writer is closed.
+        Raises `JournalError` if the disk has failed before, or the writer is closed.
         """
         size_bytes = sum(array.nbytes for array in arrays.values())
         self._put(partial(Database.insert, chunk=chunk_of(start, stop, inputs, arrays), arrays=arrays), size_bytes)
 
     def finish(self, rows: int) -> None:
-        """Record the number of rows, and wait until everything is committed.
-
-        Raises:
-            JournalError: the disk failed, or the writer is closed.
-        """
+        """Record the number of rows, and wait until everything is committed. Raises as `append`."""
         header = self._next_header._replace(rows=rows)
         if header != self.header:
             self._put(partial(Database.replace_header, header=header), 0)
@@ -134,12 +111,11 @@ class Writer:
         """Open the directory, and commit batches until `close`: the target of the thread."""
         try:
             advice = "It must be a directory that can be written to and locked"
-            with database_errors(f"opening {self._directory} to write results", advice):
-                _make_directory(self._directory)
-                with write_lock(self._directory), open_database(self._directory, writable=True) as database:
-                    opened.set_result(database.contents())
-                    with database_errors(f"writing to {self._directory}", _ADVICE):
-                        self._commit_batches(database)
+            opening = database_errors(f"opening {self._directory} to write results", advice)
+            with opening, open_for_writing(self._directory) as database:
+                opened.set_result(database.contents())
+                with database_errors(f"writing to {self._directory}", _ADVICE):
+                    self._commit_batches(database)
         except BaseException as error:
             if not opened.done():
                 opened.set_exception(error)
@@ -159,16 +135,3 @@ class Writer:
                 self._bytes -= sum(size for _, size in batch)
                 self._waiting = bool(self._queue)
                 self._changed.notify_all()
-
-
-def _make_directory(directory: Path) -> None:
-    """Create the directory. Raise `JournalError` for one that holds anything but results."""
-    directory.mkdir(parents=True, exist_ok=True)
-    names = sorted(path.name for path in directory.iterdir())
-    if FORMER in names:
-        raise JournalError(f"{directory} was written by an earlier version of devicemap. {START_AGAIN}")
-    if {*names} - {LOCK} and DATABASE not in names:
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        raise JournalError(
-            f"{directory} holds {listed}, and no results of devicemap. Write to a new or an empty directory"
-        )

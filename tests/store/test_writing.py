@@ -340,7 +340,7 @@ def test_a_directory_without_chunks_takes_any_call(tmp_path: Path) -> None:
 def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
     for name in "abcd":
         (tmp_path / name).write_text("mine")
-    message = "holds a, b, c and 1 more, and no results of devicemap. Write to a new or an empty directory"
+    message = "holds a, b, c and 1 more, and no results of devicemap. Write to a new or empty directory"
     for directory, expected in [
         (tmp_path, message),
         (tmp_path / "a", "FileExistsError.*must be a directory"),
