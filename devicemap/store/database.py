@@ -154,18 +154,16 @@ class Database:
             chunks = list(map(StoredChunk._make, self._connection.execute("SELECT * FROM chunks ORDER BY start")))
         try:
             ((version, call, rows, check),) = headers
-            if check != checksum(version, call, rows):
-                raise ValueError
-            header = Header(dict(json.loads(call)), rows)
+            if version != _FORMAT or check != checksum(version, call, rows):
+                raise ValueError("header")
+            header, row, last = Header(dict(json.loads(call)), rows), 0, _MOST_ROWS if rows is None else rows
+            for chunk in chunks:
+                if type(chunk.stop) is not int or not row <= chunk.start < chunk.stop <= last:
+                    raise ValueError("chunks")
+                row = chunk.stop
         except (RecursionError, TypeError, ValueError) as error:
-            raise JournalError(f"the header in {self._directory / DATABASE} is damaged. {START_AGAIN}") from error
-        if version != _FORMAT:
-            raise JournalError(f"{self._directory} was written by another version of devicemap. {START_AGAIN}")
-        row, last = 0, _MOST_ROWS if rows is None else rows
-        for chunk in chunks:
-            if type(chunk.stop) is not int or not row <= chunk.start < chunk.stop <= last:
-                raise JournalError(f"the table of chunks in {self._directory / DATABASE} is damaged. {START_AGAIN}")
-            row = chunk.stop
+            path = self._directory / DATABASE
+            raise JournalError(f"{path} is damaged, or from another version ({error!s:.200}). {START_AGAIN}") from error
         return header, chunks
 
     def leaves(
@@ -181,7 +179,7 @@ class Database:
             with closing(self._connection.execute(_READ_ARRAYS, chunk[4:])) as found:
                 for key, dtype in parts_of(specs).items():
                     arrays[key], check = self._next(found, key, dtype, check, (into or {}).get(key))
-            if _checksum_of_chunk(*chunk[:3], arrays, check) != chunk.checksum:
+            if chunk_of(*chunk[:3], arrays, check).checksum != chunk.checksum:
                 raise ValueError("their bytes are not those that were written")
             return decode_leaves(arrays, specs, chunk.stop - chunk.start if rows is None else rows)
         except (ArithmeticError, MemoryError, RecursionError, TypeError, ValueError, sqlite3.Error) as error:
@@ -250,16 +248,14 @@ class Database:
         return bool(found)
 
 
-def chunk_of(start: int, stop: int, inputs: str, arrays: Arrays) -> StoredChunk:
-    """Return a chunk with its checksum."""
-    check = 0
-    for array in arrays.values():
-        check = zlib.crc32(_bytes(array), check)
-    return StoredChunk(start, stop, inputs, _checksum_of_chunk(start, stop, inputs, arrays, check))
-
-
-def _checksum_of_chunk(start: int, stop: int, inputs: str, arrays: Arrays, check: int) -> int:
-    return checksum(start, stop, inputs, [[*key, array.shape] for key, array in arrays.items()], check)
+def chunk_of(start: int, stop: int, inputs: str, arrays: Arrays, check: int | None = None) -> StoredChunk:
+    """Return a chunk with its checksum, by the checksum of all bytes if it is known."""
+    if check is None:
+        check = 0
+        for array in arrays.values():
+            check = zlib.crc32(_bytes(array), check)
+    shapes = [[*key, array.shape] for key, array in arrays.items()]
+    return StoredChunk(start, stop, inputs, checksum(start, stop, inputs, shapes, check))
 
 
 def checksum(*values: Any) -> int:

@@ -34,18 +34,10 @@ def digest_rows(leaves: Sequence[Any]) -> str:
 def compared(
     chunks: Iterable[Chunk], stored: Sequence[StoredChunk], total: int | None, directory: Path
 ) -> Iterator[Chunk]:
-    """Yield chunks, and compare their rows with the inputs of stored chunks, which may be cut differently.
+    """Yield chunks in order, and compare their rows with the inputs of stored chunks, which may be cut differently.
 
-    Chunks are held until the first stored chunk has been compared. Other data is therefore refused before anything is
-    computed, unless it begins with the same rows.
-
-    Args:
-        chunks: in order, from row 0 on.
-        stored: in order.
-        total: the number of rows of the earlier run, `None` if unknown.
-
-    Raises:
-        JournalError: the rows differ, or are fewer than in the earlier run.
+    Rows that differ, or are fewer than the `total` of the earlier run, are a `JournalError`. Chunks are held until the first
+    stored chunk has been compared, so other data is refused before anything is computed, unless it begins with the same rows.
     """
     left = deque(stored)
     held: list[Chunk] = []
@@ -59,25 +51,23 @@ def compared(
             if stop > rows:
                 break
             if _digest_pieces(pieces) != inputs:
-                raise other_data(directory, f"rows {start} to {stop - 1} were not the same")
+                raise _other_data(directory, f"rows {start} to {stop - 1} were not the same")
             left.popleft()
             pieces = []
         held.append(chunk)
         if not stored or len(left) < len(stored):
             yield from held
             held.clear()
-    check_total(left[-1].stop if left else 0, rows, directory)
-    check_total(total, rows, directory)
+    check_total(max(total or 0, left[-1].stop if left else 0), rows, directory)
 
 
 def check_total(total: int | None, rows: int | None, directory: Path) -> None:
     """Raise `JournalError` if there are fewer than `total` rows; `None` is an unknown number."""
     if total is not None and rows is not None and rows < total:
-        raise other_data(directory, f"of {total} rows or more, and the data has {rows} now")
+        raise _other_data(directory, f"of {total} rows or more, and the data has {rows} now")
 
 
-def other_data(directory: Path, difference: str) -> JournalError:
-    """Return the error for data that differs from that of an earlier run."""
+def _other_data(directory: Path, difference: str) -> JournalError:
     return JournalError(f"{directory} holds results of other data: {difference}. {START_AGAIN}")
 
 
