@@ -109,7 +109,7 @@ def benchmark(
     uncounted = [short_name(name) for name in names if _peak_memory([name]) is None]
     reason = f"TensorFlow does not count the memory of {', '.join(uncounted)}" if uncounted else None
     result = BenchmarkResult(fn.name if model else program.name, tuple(described[n] for n in names), no_memory=reason)
-    calls = _calls_of_model(fn, names[0]) if model else _calls_of_function(program)
+    calls = _calls_of_model(fn, names[0], rows.specs) if model else _calls_of_function(program)
     timed: dict[int, Callable[[], None]] = {}
 
     def measure(mode: str, some: Rows) -> BenchmarkResult:
@@ -174,8 +174,8 @@ def _calls_of_function(program: Program) -> dict[str, Callable[[int], Call]]:
     }
 
 
-def _calls_of_model(model: Any, device: str) -> dict[str, Callable[[int], Call]]:
-    """Return for each mode a factory of training steps."""
+def _calls_of_model(model: Any, device: str, specs: Any) -> dict[str, Callable[[int], Call]]:
+    """Return for each mode a factory of training steps, for batches of any size as in `fit`."""
     step = partial(type(model).train_step, model)  # Keras's own step, on one device
 
     def eager(rows: Rows) -> Any:
@@ -183,11 +183,12 @@ def _calls_of_model(model: Any, device: str) -> dict[str, Callable[[int], Call]]
             return step(rows.structure)
 
     def graph(step: Callable[[Any], Any], jit_compile: bool = False) -> Call:
-        function = tf.function(step, autograph=False, jit_compile=jit_compile)
+        function = tf.function(step, [specs], autograph=False, jit_compile=jit_compile)
         return lambda rows: function(rows.structure)
 
-    modes = dict.fromkeys(("all devices", "batch"), lambda _: graph(model.train_step))
-    return {"eager": lambda _: eager, "one device": lambda _: graph(step, bool(model.jit_compile)), **modes}
+    alone, over_all = graph(step, bool(model.jit_compile)), graph(model.train_step)
+    modes = dict.fromkeys(("all devices", "batch"), lambda _: over_all)
+    return {"eager": lambda _: eager, "one device": lambda _: alone, **modes}
 
 
 @contextmanager

@@ -30,9 +30,14 @@ def cnn() -> keras.Model:
     return keras.Sequential([keras.Input([32, 32, 3]), *convolutions, *pooled])
 
 
-def lstm() -> keras.Model:
-    """With more features than units: TensorFlow computes the gates of later steps ahead if there is memory."""
-    return keras.Sequential([keras.Input([20, 512]), keras.layers.LSTM(16, use_cudnn=False), keras.layers.Dense(4)])
+def lstm(features: int = 32, units: int = 64) -> keras.Model:
+    layer = keras.layers.LSTM(units, use_cudnn=False)
+    return keras.Sequential([keras.Input([20, features]), layer, keras.layers.Dense(4)])
+
+
+def wide_lstm() -> keras.Model:
+    """An LSTM with more features than units: TensorFlow computes gates of later steps ahead if there is memory."""
+    return lstm(512, 16)
 
 
 def outer(row: Any) -> Any:
@@ -49,7 +54,7 @@ def looped(row: Any) -> Any:
 CASES: dict[str, tuple[Callable[[], Any], list[int], dict[str, Any]]] = {
     "dense": (dense, [256], {"batched": True}),
     "cnn": (cnn, [32, 32, 3], {"batched": True}),
-    "lstm": (lstm, [20, 512], {"batched": True}),
+    "lstm": (wide_lstm, [20, 512], {"batched": True}),
     "vectorised": (lambda: outer, [128], {"vectorize": True}),
     "row by row": (lambda: looped, [512], {"vectorize": False}),
 }
