@@ -281,11 +281,11 @@ def test_sparse_chunks_of_several_widths_are_joined(tmp_path: Path) -> None:
 
 
 def test_large_arrays_are_split(tmp_path: Path) -> None:
-    """Into blobs of 1 MiB, the last of which is shorter, or as long."""
+    """Into blobs of 256 KiB, the last of which is shorter, or as long."""
     values = tf.random.stateless_uniform([3, 2**18 + 1], [0, 0])
     write_nest(tmp_path, {"odd": values, "even": values[:, 1:]}, [1, 2])
     sizes = query(tmp_path, "SELECT leaf, count(*), max(length(data)) FROM arrays GROUP BY leaf ORDER BY leaf")
-    assert sizes == [(0, 3, 2**20), (1, 5, 2**20)]
+    assert sizes == [(0, 12, 2**18), (1, 14, 2**18)]
     loaded = open_results(tmp_path).load()
     _check_same(loaded["odd"], values)
     _check_same(loaded["even"], values[:, 1:])
