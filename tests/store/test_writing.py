@@ -145,7 +145,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize("reader_first", [False, True])
 def test_killed_in_the_middle_of_a_commit(reader_first: bool, tmp_path: Path) -> None:
-    """Whoever opens the directory next rolls it back."""
+    """The next run or reader rolls it back."""
     Triple().write(tmp_path)
     before = ranges(tmp_path)
     subprocess.run([sys.executable, "-c", HALF_COMMITTED, str(tmp_path / DATABASE)], check=False)
