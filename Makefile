@@ -112,7 +112,7 @@ $(TENSORFLOW_SOURCES):
 $(VENV)/installed.done: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TENSORFLOW)>=2.16" numpy
+	$(BIN)/python -m pip install --quiet "$(TENSORFLOW)>=2.16" numpy rich
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
