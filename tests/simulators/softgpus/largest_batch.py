@@ -52,17 +52,24 @@ def looped(row: Any) -> Any:
 
 
 CASES: dict[str, tuple[Callable[[], Any], list[int], dict[str, Any]]] = {
+    "vectorised": (lambda: outer, [128], {"vectorize": True}),
+    "row by row": (lambda: looped, [512], {"vectorize": False}),
     "dense": (dense, [256], {"batched": True}),
     "cnn": (cnn, [32, 32, 3], {"batched": True}),
     "lstm": (wide_lstm, [20, 512], {"batched": True}),
-    "vectorised": (lambda: outer, [128], {"vectorize": True}),
-    "row by row": (lambda: looped, [512], {"vectorize": False}),
 }
+"""Functions without variables first: they need most of a GPU in one piece, and models of other tests stay there a while."""
 
 
 def random_rows(*shape: int) -> Any:
     with tf.device("CPU:0"):
         return tf.random.stateless_uniform(shape, [0, 0])
+
+
+@pytest.fixture(autouse=True)
+def _without_models_of_other_tests() -> None:
+    keras.backend.clear_session()
+    gc.collect()
 
 
 def fits(call: Callable[..., Any], *data: Any) -> bool:
