@@ -7,7 +7,7 @@ if typing.TYPE_CHECKING:
     from devicemap.api import DeviceMap, parallel_map, parallel_reduce
     from devicemap.bench.runner import benchmark
     from devicemap.cluster import connect
-    from devicemap.compile.reduction import Reducer
+    from devicemap.compile.aggregates import Reducer
     from devicemap.devices import list_devices, simulate_devices
     from devicemap.pipelines.pipeline import Pipeline
     from devicemap.pipelines.split import split
@@ -37,7 +37,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "DeviceMap": "devicemap.api",
     "Pipeline": "devicemap.pipelines.pipeline",
-    "Reducer": "devicemap.compile.reduction",
+    "Reducer": "devicemap.compile.aggregates",
     "benchmark": "devicemap.bench.runner",
     "connect": "devicemap.cluster",
     "list_devices": "devicemap.devices",

@@ -1,13 +1,16 @@
-"""Sum, mean, minimum and maximum of one leaf: rows -> state, states -> state, state -> result."""
+"""Reducers: sum, mean, minimum and maximum of one leaf, and those of users: rows -> state, states -> state, state -> result."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from devicemap.data.rows import count_rows
+from devicemap.data.structure import freeze, map_nest
 from devicemap.errors import failure
 
 _GROUP = 128
@@ -18,6 +21,39 @@ _WIDE = {
     tf.complex64: tf.complex128,
 }
 """Dtypes in which states are merged; others are merged as they are."""
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """A reduction of your own: `finish(merge(step(step(initial, row), row), ...))`, in the order of rows.
+
+    Args:
+        initial: the state of no rows: a nest of numbers, arrays or tensors of the dtypes of states (0.0 for floats).
+            Each device starts with it, so merging it with another state must return that other state.
+        step: `(state, result of a row) -> state`, of the same structure, shapes and dtypes. It runs on the device that
+            computed the row.
+        merge: `(state, state of later rows) -> state`; associative, but not necessarily commutative.
+        finish: `state -> result`.
+
+    Examples:
+        >>> from devicemap import parallel_reduce
+        >>> larger = lambda a, b: tf.cond(b[0] > a[0], lambda: b, lambda: a)
+        >>> largest = Reducer(initial=(-1.0, -1), step=larger, merge=larger, finish=lambda best: best[1])
+        >>> int(parallel_reduce(lambda x, i: (tf.sin(x), i), (tf.range(8.0), tf.range(8)), largest))
+        2
+    """
+
+    initial: Any
+    step: Callable[[Any, Any], Any]
+    merge: Callable[[Any, Any], Any]
+    finish: Callable[[Any], Any] = lambda state: state
+
+
+def key_of(reducer: Reducer) -> Any:
+    """Return a hashable value that is equal for equal reducers."""
+    initial = map_nest(lambda leaf, _: np.asarray(leaf), reducer.initial)
+    key = freeze(initial, lambda array: (array.dtype.str, array.shape, array.tobytes()))
+    return key, reducer.step, reducer.merge, reducer.finish
 
 
 class Sum:

@@ -234,8 +234,7 @@ class CompiledMap:
             with tf.device(device), alone, captures_fit(self.traced, self._name, device):
                 replicas.assign(self.slots.index(device), values)
         settle(self._remote_devices)
-        callable_of = cancellation.cancellable if cancellation else unrecorded
-        of_call = partial(callable_of, attributes=attributes_of_calls())
+        of_call = partial(cancellation.cancellable if cancellation else unrecorded, attributes=attributes_of_calls())
         return {device: partial(self._function_on, device, spec, of_call) for device, spec in specs.items()}
 
     def _function_on(self, device: str, spec: CallSpec, callable_of: Callable[[Any], Any]) -> Callable[..., list[Any]]:
@@ -316,6 +315,6 @@ def _all_of(locks: Iterable[threading.Lock]) -> Iterator[None]:
         yield
 
 
-def _holding(lock: threading.Lock, function: Callable[..., Any], *tensors: Any) -> Any:
+def _holding(lock: threading.Lock, call: Callable[..., Any], *tensors: Any) -> Any:
     with lock:
-        return function(*tensors)
+        return call(*tensors)

@@ -9,15 +9,13 @@ So states of shards and of chunks are gathered like rows, and only this module k
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from devicemap.compile.aggregates import AGGREGATES
+from devicemap.compile.aggregates import AGGREGATES, Reducer, key_of
 from devicemap.data.join import join
 from devicemap.data.rows import count_rows, empty_rows, take_rows
 from devicemap.data.structure import as_nodes, as_objects, check_same_structure, freeze, map_nest
@@ -30,32 +28,6 @@ _ROW_BYTES = 2**12
 
 _MAX_STATES = 64
 """The most states that eager code merges in one step."""
-
-
-@dataclass(frozen=True)
-class Reducer:
-    """A reduction of your own: `finish(merge(step(step(initial, row), row), ...))`, in the order of rows.
-
-    Args:
-        initial: the state of no rows: a nest of numbers, arrays or tensors of the dtypes of states (0.0 for floats).
-            Each device starts with it, so merging it with another state must return that other state.
-        step: `(state, result of a row) -> state`, of the same structure, shapes and dtypes. It runs on the device that
-            computed the row.
-        merge: `(state, state of later rows) -> state`; associative, but not necessarily commutative.
-        finish: `state -> result`.
-
-    Examples:
-        >>> from devicemap import parallel_reduce
-        >>> larger = lambda a, b: tf.cond(b[0] > a[0], lambda: b, lambda: a)
-        >>> largest = Reducer(initial=(-1.0, -1), step=larger, merge=larger, finish=lambda best: best[1])
-        >>> int(parallel_reduce(lambda x, i: (tf.sin(x), i), (tf.range(8.0), tf.range(8)), largest))
-        2
-    """
-
-    initial: Any
-    step: Callable[[Any, Any], Any]
-    merge: Callable[[Any, Any], Any]
-    finish: Callable[[Any], Any] = lambda state: state
 
 
 class Reduction:
@@ -82,7 +54,7 @@ class Reduction:
                 f"reducer={reducer!r}; expected {', '.join(map(repr, AGGREGATES))}, a nest of these as fn returns one, "
                 "or a devicemap.Reducer"
             )
-        self.key = freeze(self._reducer) if not isinstance(reducer, Reducer) else _key_of(reducer)
+        self.key = key_of(reducer) if isinstance(reducer, Reducer) else freeze(self._reducer)
         """Hashable; equal for equal reducers."""
 
     def of(self, structure: Any, specs: Sequence[Any]) -> BoundReduction:
@@ -320,9 +292,3 @@ def as_states(state: Sequence[Any], rows: Any) -> list[Any]:
     """Return a state of some rows with the axis of states, of unknown length: without rows there is no state."""
     states = tf.minimum(count_rows(rows, tf.int32), 1)
     return [leaf[None][:states] for leaf in state]
-
-
-def _key_of(reducer: Reducer) -> Any:
-    initial = map_nest(lambda leaf, _: np.asarray(leaf), reducer.initial)
-    key = freeze(initial, lambda array: (array.dtype.str, array.shape, array.tobytes()))
-    return key, reducer.step, reducer.merge, reducer.finish

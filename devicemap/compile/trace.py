@@ -19,14 +19,12 @@ from devicemap.compile.audit import Audit, audit, is_steady
 from devicemap.compile.hints import tracing_error
 from devicemap.compile.random import Stream, drawing_from, random_states
 from devicemap.compile.reduction import BoundReduction, JoinedShards, Reduction
+from devicemap.compile.returned import as_result, check_validity
 from devicemap.compile.vectorize import RowLoop, loops_over_rows
 from devicemap.data.rows import empty_rows, row_spec, spec_of
-from devicemap.data.structure import as_objects, map_nest, nodes_of, paths_of_lists, refused_by
+from devicemap.data.structure import as_objects, map_nest, paths_of_lists
 from devicemap.errors import FunctionError, OptionError, failure, function_error, warn_user
 from devicemap.options import Options
-
-_FLOAT8 = (tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2)
-"""Dtypes without kernels for TensorLists."""
 
 in_fn: ContextVar[bool] = ContextVar("in_fn", default=False)
 """Whether the `fn` of a map is being traced."""
@@ -189,7 +187,7 @@ def _traced(
     differentiate_freely(concrete.graph)
     outputs = [spec_of(leaf) for leaf in concrete.structured_outputs]
     if reduction is None:
-        _check_validity(structure, outputs)
+        check_validity(structure, outputs)
     found = audit(concrete, in_place)
     if found.colocated:
         concrete = _kept_whole(concrete, specs)
@@ -237,7 +235,7 @@ def _flatten(
             finally:
                 in_fn.reset(around)
         results = map_nest(
-            lambda value, path: _result(value, path, rowwise), results, "the result", lists=lists.__contains__
+            lambda value, path: as_result(value, path, rowwise), results, "the result", lists=lists.__contains__
         )
         structures.append(tf.nest.map_structure(lambda _: None, results))
         flat = tf.nest.flatten(results)
@@ -251,61 +249,6 @@ def _flatten(
 def _takes_others(fn: Callable[..., Any], count: int) -> bool:
     """Return whether the signature of the function that `fn` wraps does not fit `count` arguments."""
     return hasattr(fn, "__wrapped__") and len(inspect.signature(fn).parameters) != count
-
-
-def _result(value: Any, path: str, batched: bool) -> Any:
-    """Return one leaf of what `fn` returned as a tensor; lists are stacked, as in tf.data."""
-    if value is None:
-        raise failure(
-            f"{path} of fn is None; expected a tensor for each row. If fn is there for what it does, let it return "
-            "something of the row, for instance the row itself"
-        )
-    if isinstance(value, tf.Tensor) and value.dtype == tf.variant:
-        raise failure(
-            f"{path} of fn is a TensorArray or another object, not a tensor; return its .stack() or .concat()"
-        )
-    if not isinstance(value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor):
-        several = isinstance(value, list) and any(tf.is_tensor(entry) for entry in value)
-        hint = "; a list is one tensor, as in tf.data: return a tuple for several results" if several else ""
-        if several and batched:
-            raise failure(f"{path} of fn is a list of {len(value)}{hint}")
-        if isinstance(value, tf.IndexedSlices):
-            value = tf.convert_to_tensor(value)
-        try:
-            value = tf.convert_to_tensor(value)
-        except (TypeError, ValueError) as error:
-            raise failure(f"{path} of fn is a {type(value).__name__}, not a tensor: {error}{hint}") from error
-    if value.dtype in _FLOAT8:
-        raise failure(f"{path} of fn is of {value.dtype.name}, which TensorFlow cannot gather; cast it to tf.float16")
-    if batched and value.shape.rank == 0:
-        raise failure(
-            f"{path} of fn is a scalar; with batched=True fn must return as many rows as it is given, of shape "
-            "[rows, ...]. Set batched=False for a fn of one row"
-        )
-    if batched and value.shape.rank and value.shape[0] is not None:
-        raise failure(
-            f"{path} of fn has {value.shape[0]} row(s), shape {value.shape}, whatever number it is given; with batched=True fn "
-            "must return one row per input row, in order. Set batched=False for a fn of one row"
-        )
-    return value
-
-
-def _check_validity(structure: Any, specs: list[Any]) -> None:
-    """Raise if an extension type refuses to hold rows, before they are computed."""
-    refused: list[Any] = []
-    if any(node.kind is not None for node in nodes_of(structure)):
-
-        @tf.function(autograph=False)
-        def validated(*leaves: Any) -> None:
-            refused.append(refused_by(tf.nest.pack_sequence_as(structure, leaves)))
-
-        validated.get_concrete_function(*specs)
-    for node, error in filter(None, refused):
-        shapes = ", ".join(f"{name}: {part.shape}" for name, part in zip(node.names, node.parts) if tf.is_tensor(part))
-        raise failure(
-            f"fn returns a {node.kind.__name__}, which cannot hold a result for each row: its __validate__ raises "
-            f"{type(error).__name__}: {error} (with shapes {shapes}). Return its tensors in a tuple or a dict"
-        ) from error
 
 
 def _compile_with_xla(loop: RowLoop, specs: list[Any]) -> RowLoop:

@@ -1,8 +1,12 @@
-"""The choice between the two engines: a pure function."""
+"""The choice between the two engines: a pure function of measurements."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Literal
+
+from devicemap.run.chunk_sizes import Throughput
 
 ROWS_PER_SLOT = 16
 """Calls on fewer rows always use the graph engine."""
@@ -12,6 +16,10 @@ _LONG_SECONDS_PER_CALL = 0.1
 
 _TRIED_SECONDS = 0.3
 """A call that takes no longer in chunks is tried in one graph."""
+
+
+_UNMEASURED_CALLS = {"chunks": 2, "one graph": 1}
+"""The first call with an engine compiles, and the second in chunks is the first that knows the speeds of the devices."""
 
 
 def choose_engine(
@@ -45,3 +53,26 @@ def choose_engine(
         return "one graph" if free or rows * seconds_per_row < _TRIED_SECONDS else "chunks"
     in_graph, in_chunks = rows * graph_seconds_per_row, rows * seconds_per_row
     return "chunks" if in_graph > max(_LONG_SECONDS_PER_CALL, in_chunks) else "one graph"
+
+
+@dataclass
+class CallStats:
+    """Measurements of a compiled map, kept between calls."""
+
+    throughput: dict[str, Throughput] = field(default_factory=dict)
+    """Of its devices in the chunk engine."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    """Number of calls with each engine."""
+
+    seconds_per_row: dict[str, float] = field(default_factory=dict)
+    """Wall time per row of the last measured call with each engine."""
+
+    most_rows: int | None = None
+    """The most rows that go into one graph, after more ran out of memory."""
+
+    def add(self, engine: str, seconds_per_row: float) -> None:
+        """Record a call."""
+        self.calls[engine] += 1
+        if self.calls[engine] > _UNMEASURED_CALLS[engine]:
+            self.seconds_per_row[engine] = seconds_per_row

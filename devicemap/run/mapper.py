@@ -11,10 +11,9 @@ in memory that take long (`choose_engine`). Both engines share the traced functi
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -32,40 +31,14 @@ from devicemap.devices import is_out_of_memory, kind_of
 from devicemap.errors import DataError, OptionError, brief, warn_user
 from devicemap.events import DeviceLost, Event, RowFailed, short_name
 from devicemap.run.chunk_engine import run_chunks
-from devicemap.run.chunk_sizes import Throughput, chunks_in_flight, rows_are_free
-from devicemap.run.engine import ROWS_PER_SLOT, choose_engine
+from devicemap.run.chunk_sizes import chunks_in_flight, rows_are_free
+from devicemap.run.engine import ROWS_PER_SLOT, CallStats, choose_engine
 from devicemap.run.graph_engine import GraphCallLog, GraphEngine, GraphObservers
 from devicemap.run.in_function import call_inside
 from devicemap.run.workers import ChunkOptions, Result, Runner
 
-_UNMEASURED_CALLS = {"chunks": 2, "one graph": 1}
-"""The first call with an engine compiles, and the second in chunks is the first that knows the speeds of the devices."""
-
 _WINDOW = 4
 """Streams read at most this many times the chunks in flight before delivery, so that a slow chunk does not stop the others."""
-
-
-@dataclass
-class CallStats:
-    """Measurements of a compiled map, kept between calls."""
-
-    throughput: dict[str, Throughput] = field(default_factory=dict)
-    """Of its devices in the chunk engine."""
-
-    calls: Counter[str] = field(default_factory=Counter)
-    """Number of calls with each engine."""
-
-    seconds_per_row: dict[str, float] = field(default_factory=dict)
-    """Wall time per row of the last measured call with each engine."""
-
-    most_rows: int | None = None
-    """The most rows that go into one graph, after more ran out of memory."""
-
-    def add(self, engine: str, seconds_per_row: float) -> None:
-        """Record a call."""
-        self.calls[engine] += 1
-        if self.calls[engine] > _UNMEASURED_CALLS[engine]:
-            self.seconds_per_row[engine] = seconds_per_row
 
 
 _stats: WeakKeyDictionary[CompiledMap, CallStats] = WeakKeyDictionary()
