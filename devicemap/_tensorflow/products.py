@@ -1,0 +1,84 @@
+"""The converter of matrix products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap._tensorflow.pfor import NotVectorizableError, pfor, wrap_stacked
+
+
+def convert_product(given: Any) -> Any:
+    """Multiply matrices. A matrix that all rows share is multiplied with the matrices of all rows as with one."""
+    (left, left_stacked, _), (right, right_stacked, _) = given.input(0), given.input(1)
+    batched = given.op_type != "MatMul"
+    left_adjoint, right_adjoint = (given.get_attr(name) for name in _FLAGS[batched])
+    left_rank, right_rank = (each.shape.rank for each in given.op.inputs)
+    if left_rank is None or right_rank is None:
+        raise NotVectorizableError("has inputs of unknown rank")
+    if not batched and left.dtype.is_complex:  # the transpose is not the adjoint
+        left = tf.linalg.matrix_transpose(left) if left_adjoint else left
+        right = tf.linalg.matrix_transpose(right) if right_adjoint else right
+        left_adjoint = right_adjoint = False
+    if left_stacked and not right_stacked and right_rank == 2:
+        return wrap_stacked([_times_shared(_adjoint(left) if left_adjoint else left, right, right_adjoint)])
+    if right_stacked and not left_stacked and left_rank == 2:  # A B = (B* A*)*
+        return wrap_stacked(
+            [_adjoint(_times_shared(right if right_adjoint else _adjoint(right), left, not left_adjoint))]
+        )
+    rows = given.pfor.loop_len_vector
+    left = left if left_stacked else pfor._stack(left, rows).t
+    right = right if right_stacked else pfor._stack(right, rows).t
+    left, right = _with_same_batch(left, right)
+    product = tf.matmul(_of_rank_3(left), _of_rank_3(right), adjoint_a=left_adjoint, adjoint_b=right_adjoint)
+    return wrap_stacked([tf.reshape(product, tf.concat([tf.shape(left)[:-2], tf.shape(product)[1:]], 0))])
+
+
+_FLAGS = {False: ("transpose_a", "transpose_b"), True: ("adj_x", "adj_y")}
+
+
+def _adjoint(matrices: Any) -> Any:
+    """Return the adjoint of `[..., n, m]`; a reshape suffices if n or m is 1."""
+    shape = matrices.shape
+    if 1 not in shape[-2:]:
+        return tf.linalg.adjoint(matrices)
+    lengths = tf.shape(matrices)
+    turned = tf.reshape(matrices, tf.concat([lengths[:-2], lengths[-1:], lengths[-2:-1]], 0))
+    turned.set_shape([*shape[:-2], shape[-1], shape[-2]])
+    return tf.math.conj(turned)
+
+
+def _times_shared(rows: Any, matrix: Any, adjoint: bool) -> Any:
+    """Multiply `[..., n, k]` by one matrix `[k, m]`, or by the adjoint of one `[m, k]`."""
+    shape = tf.shape(rows)
+    product = tf.matmul(tf.reshape(rows, [tf.reduce_prod(shape[:-1]), shape[-1]]), matrix, adjoint_b=adjoint)
+    result = tf.reshape(product, tf.concat([shape[:-1], tf.shape(product)[1:]], 0))
+    result.set_shape([*rows.shape[:-1], product.shape[-1]])
+    return result
+
+
+def _with_same_batch(left: Any, right: Any) -> tuple[Any, Any]:
+    """Broadcast the batch axes of `[rows, ..., n, k]` and `[rows, ..., k, m]`.
+
+    TensorFlow's converter leaves that to BatchMatMulV2, which oneDNN computes incorrectly for more than four axes:
+    https://github.com/tensorflow/tensorflow/issues/117700
+    """
+    ranks = left.shape.rank, right.shape.rank
+    for _ in range(max(ranks) - ranks[0]):
+        left = tf.expand_dims(left, 1)
+    for _ in range(max(ranks) - ranks[1]):
+        right = tf.expand_dims(right, 1)
+    batches = left.shape[1:-2], right.shape[1:-2]
+    if batches[0].is_fully_defined() and batches[0] == batches[1]:
+        return left, right
+    lengths = tf.broadcast_dynamic_shape(tf.shape(left)[:-2], tf.shape(right)[:-2])
+    return tuple(tf.broadcast_to(each, tf.concat([lengths, tf.shape(each)[-2:]], 0)) for each in (left, right))
+
+
+def _of_rank_3(matrices: Any) -> Any:
+    """Merge the batch axes: `[..., n, m]` -> `[batch, n, m]`."""
+    if matrices.shape.rank == 3:
+        return matrices
+    shape = tf.shape(matrices)
+    return tf.reshape(matrices, tf.concat([[tf.reduce_prod(shape[:-2])], shape[-2:]], 0))
