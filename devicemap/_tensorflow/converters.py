@@ -8,7 +8,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.control_flow import CONTROL_FLOW, LISTS, convert_list, swapped
+from devicemap._tensorflow.control_flow import CONTROL_FLOW, LISTS, convert_list
+from devicemap._tensorflow.indexing import (
+    convert_gather_nd,
+    convert_lookup,
+    convert_segments,
+    convert_shared_segments,
+    convert_slice,
+    convert_strided_slice,
+)
 from devicemap._tensorflow.pfor import (
     Converter,
     NotVectorizableError,
@@ -180,80 +188,6 @@ def convert_bias_gradient(given: Any) -> Any:
         raise NotVectorizableError("has an input of unknown rank")
     channels = 2 if given.get_attr("data_format") == b"NCHW" else rank
     return wrap_stacked([tf.reduce_sum(rows, [axis for axis in range(1, rank + 1) if axis != channels])])
-
-
-def convert_lookup(given: Any) -> Any:
-    """Look up the indices or keys of all rows at once, in a variable or table that all rows share."""
-    wanted, *others = given.inputs[1:]
-    defaults = [given.unstacked_input(place) for place in range(2, 2 + len(others))]
-    (found,) = run_again(given.op, [given.unstacked_input(0), wanted.t, *defaults])
-    return [pfor.wrap(found, wanted.is_stacked)]
-
-
-def convert_gather_nd(given: Any) -> Any:
-    """Gather, also from a tensor that all rows share, for which TensorFlow has no converter."""
-    params, indices = given.input(0), for_all_rows(given, 1)
-    return wrap_stacked([tf.gather_nd(params.t, indices, batch_dims=int(params.is_stacked))])
-
-
-def convert_segments(given: Any) -> Any:
-    """Number the segments of all rows consecutively.
-
-    TensorFlow's converter turns an id that is too large into a segment of the next row. Such an id is an error on CPUs, and
-    is dropped on GPUs, so it stays too large here.
-    """
-    data, ids = for_all_rows(given, 0), tf.cast(for_all_rows(given, 1), tf.int64)
-    segments = tf.cast(given.unstacked_input(2), tf.int64)
-    rows = tf.cast(given.pfor.loop_len_vector, tf.int64)
-    shape = tf.concat([rows, tf.ones_like(tf.shape(ids, tf.int64)[1:])], 0)
-    offset = segments * tf.reshape(tf.range(rows[0]), shape)
-    total = segments * rows[0]
-    of_all = tf.where(ids < 0, ids, tf.where(ids < segments, ids + offset, ids + total))
-    result = getattr(tf.raw_ops, given.op_type)(data=data, segment_ids=of_all, num_segments=total)
-    shape = tf.shape(result, tf.int64)
-    return wrap_stacked([tf.reshape(result, tf.concat([rows, [segments], shape[1:]], 0))])
-
-
-def convert_shared_segments(given: Any) -> Any:
-    """Reduce segments that all rows share: the rows become the second axis."""
-    results = run_again(given.op, [swapped(given.stacked_input(0)), given.unstacked_input(1)])
-    return wrap_stacked(map(swapped, results))
-
-
-def convert_slice(given: Any) -> Any:
-    """Slice. TensorFlow's converter gathers slices that begin at a different index in each row.
-
-    A gather on a GPU returns zeros for an index out of bounds, which is an error for a slice.
-    """
-    given.stack_inputs([0])
-    begin, begin_stacked, _ = given.input(1)
-    if begin_stacked:
-        lengths, size = tf.shape(given.stacked_input(0), begin.dtype)[1:], given.unstacked_input(2)
-        given.inputs[1] = pfor.wrap(_checked(begin, (begin >= 0) & (begin + size <= lengths)), True)
-    return convert_as_tensorflow(given)
-
-
-def convert_strided_slice(given: Any) -> Any:
-    """Slice, or gather the element at an index that differs between rows, as in `x[i]`."""
-    begin, begin_stacked, _ = given.input(1)
-    if not begin_stacked:
-        return convert_as_tensorflow(given)
-    depth = given.op.inputs[1].shape[0]
-    others = [given.get_attr(name) for name in ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask")]
-    if depth is None or given.get_attr("shrink_axis_mask") != 2**depth - 1 or any(others):
-        raise NotVectorizableError("takes another range of each row")
-    params = given.input(0)
-    lengths = tf.shape(params.t, begin.dtype)[int(params.is_stacked) :][:depth]
-    indices = tf.where(begin < 0, begin + lengths, begin)
-    indices = _checked(indices, (indices >= 0) & (indices < lengths))
-    return wrap_stacked([tf.gather_nd(params.t, indices, batch_dims=int(params.is_stacked))])
-
-
-def _checked(indices: Any, valid: Any) -> Any:
-    """Return the indices, or raise `InvalidArgumentError` when one of them is not valid."""
-    message = "slice index out of bounds"
-    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(valid), [message, indices])]):
-        return tf.identity(indices)
 
 
 def convert_batch_normalization(given: Any) -> Any:
