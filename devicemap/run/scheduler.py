@@ -222,7 +222,9 @@ class Scheduler:
             ended - started,
             peak_share(message.device),
         )
-        if message.limit is not None:
+        if message.exhausted_by_row:
+            state.throughput = replace(state.throughput, limit=message.limit)
+        elif message.limit is not None:
             state.throughput = state.throughput.limited(message.limit)
         state.last_finish = state.busy_since = ended
         state.running -= 1
@@ -235,11 +237,12 @@ class Scheduler:
         state.alone = False
         state.throughput = state.throughput.giving_up(message.task.chunk.count)
         if message.action is RetryAction.HALVE:
+            task = replace(task, out_of_memory=True, limit_before=state.throughput.limit)
             state.throughput = state.throughput.limited(max(1, len(message.shard) // 2))
             if name in self._alive:
-                state.too_large.append(replace(task, out_of_memory=True))
+                state.too_large.append(task)
             else:  # the device was set aside while the chunk ran
-                self._retries.append(task)
+                self._retries.append(replace(task, out_of_memory=False))
             return
         task = replace(task, tried=(*task.tried, message.shard), out_of_memory=False)
         self._retries.append(task)

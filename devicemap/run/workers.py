@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from devicemap.data.sources import Chunk
+from devicemap.devices import is_out_of_memory
 from devicemap.events import (
     CallFinished,
     ChunkFailed,
@@ -91,6 +92,9 @@ class Task:
     limit: int | None = None
     """The most rows that the device computes at once."""
 
+    limit_before: int | None = None
+    """The same before the device ran out of memory with this chunk."""
+
     waited_seconds: float = 0.0
     """How long the device was idle because the chunk was being read."""
 
@@ -104,6 +108,9 @@ class Finished:
     started: float
     ended: float
     limit: int | None
+
+    exhausted_by_row: bool = False
+    """Whether the memory was too small for a single row only, which says nothing about other rows."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +181,7 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
     chunk, limit, began, parts = task.chunk, task.limit, call.now(), [*task.parts]
     again, attempt, waited = bool(task.tried) or task.out_of_memory, len(task.tried) + 1, task.waited_seconds
     position, end = chunk.start, chunk.start + chunk.count
+    growing = False  # whether a row that needs too much memory was left out, and pieces grow again
     failing: list[int] = []  # where pieces end that failed and are computed in halves, the innermost last
     while position < end:
         stop = min(failing[-1] if failing else end, position + (limit or chunk.count))
@@ -193,6 +201,7 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
                     failing.append(position + piece.count // 2)
                     continue
                 call.notify(RowFailed, shard=shard, error=error)
+                growing = growing or (task.out_of_memory and is_out_of_memory(error))
             elif action is RetryAction.RAISE:
                 call.to_consumer.put(Failure(call.options.describe(error, (*task.tried, shard))))
                 return
@@ -201,12 +210,14 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
                 call.to_scheduler.put(Failed(task, left, shard, error, action))
                 return
             else:
-                limit = piece.count // 2
+                limit, growing = piece.count // 2, False
                 continue
         else:
             call.notify(ChunkFinished, shard=shard, started_seconds=started)
+            limit = 2 * limit if growing and limit else limit
         position, waited = stop, 0.0
         while failing and failing[-1] <= position:
             failing.pop()
     call.to_consumer.put(Result(task.number, task.start, parts))
-    call.to_scheduler.put(Finished(task, device, began, call.now(), limit))
+    limit = task.limit_before if growing else limit
+    call.to_scheduler.put(Finished(task, device, began, call.now(), limit, growing))

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import devicemap
 from devicemap.errors import OptionError
-from devicemap.types import ChunkFailed, Event, RowFailed
+from devicemap.types import ChunkFailed, ChunkStarted, Event, RowFailed
 
 ROWS = 40
 X = tf.reshape(tf.range(2.0 * ROWS), [ROWS, 2])
@@ -165,3 +165,27 @@ def test_an_error_of_the_data_ends_the_call() -> None:
     data = tf.data.Dataset.from_generator(rows, output_signature=tf.TensorSpec([2]))
     with pytest.raises(tf.errors.OpError, match="no more"):
         devicemap.DeviceMap(_checked([2]), on_error="skip")(data)
+
+
+@pytest.mark.parametrize("bad", [[0], [17], [17, 18, 19, 40], [*range(0, 640, 64)]])
+def test_a_row_without_memory_does_not_make_later_chunks_small(bad: list[int]) -> None:
+    """A row that needs more memory than there is says nothing about the rows after it."""
+
+    def python(rows: Any) -> Any:
+        if np.isin(rows, bad).any():
+            raise MemoryError("too much")  # arrives as a ResourceExhaustedError
+        return rows
+
+    def fn(rows: Any) -> Any:
+        return tf.ensure_shape(tf.py_function(python, [rows], rows.dtype), rows.shape)
+
+    events: list[Event] = []
+    mapper = devicemap.DeviceMap(
+        fn, batched=True, batch_size=64, devices="CPU:0", on_error="skip", progress=events.append
+    )
+    assert mapper(tf.range(640)).numpy().tolist() == np.delete(np.arange(640), bad).tolist()
+    assert [failed.row for failed in mapper.report.failed_rows] == bad
+    assert sum(isinstance(event, ChunkStarted) for event in events) < 10 + 20 * len(bad)
+    events.clear()
+    mapper(tf.range(1000, 1640))
+    assert sum(isinstance(event, ChunkStarted) for event in events) == 10
