@@ -28,7 +28,7 @@ from devicemap.events import DeviceLost
 from devicemap.hosts import host_of, is_remote
 from devicemap.run.chunk_sizes import Throughput, next_chunk_size
 from devicemap.run.device_memory import peak_share
-from devicemap.run.retries import FAILURES_IN_A_ROW, RetryAction
+from devicemap.run.retries import FAILURES_IN_A_ROW, RetryAction, is_of_the_row
 from devicemap.run.workers import Call, Failed, Failure, Finished, Runner, Task, work
 
 DELIVERED, STOP = "delivered", "stop"
@@ -65,7 +65,10 @@ class DeviceState:
     """Whether one of these is running."""
 
     failures: int = 0
-    """Failures since the last success."""
+    """Failures since the last success. If failing rows are left out, only those of chunks that succeeded on another device."""
+
+    last_error: BaseException | None = None
+    """The error of the last failure."""
 
     last_finish: float = 0.0
     """When it last finished a chunk, in seconds since the call began."""
@@ -229,6 +232,9 @@ class Scheduler:
         state.last_finish = state.busy_since = ended
         state.running -= 1
         state.alone, state.failures = False, 0
+        if self._call.options.skips and not message.rows_failed:
+            for name in {shard.device for shard in message.task.tried} - {message.device}:
+                self._blame(name, message.task)
 
     def _retry(self, message: Failed) -> None:
         name, task, error = message.shard.device, message.left, message.error
@@ -246,13 +252,26 @@ class Scheduler:
             return
         task = replace(task, tried=(*task.tried, message.shard), out_of_memory=False)
         self._retries.append(task)
-        state.failures += 1
-        lost = [name] if state.failures >= FAILURES_IN_A_ROW else []
+        state.last_error = error
+        if not (
+            self._call.options.skips and is_of_the_row(error)
+        ):  # or it is known later whether the rows fail elsewhere
+            self._blame(name, task)
         if isinstance(error, tf.errors.UnavailableError) and is_remote(name):
-            lost = [other for other in self._alive if host_of(other) == host_of(name)]
+            self._set_aside([other for other in self._alive if host_of(other) == host_of(name)], error, task)
+
+    def _blame(self, name: str, task: Task) -> None:
+        """Count a failure of a device with this chunk, and set the device aside after several in a row."""
+        state = self._devices[name]
+        state.failures += 1
+        if state.failures >= FAILURES_IN_A_ROW and state.last_error is not None:
+            self._set_aside([name], state.last_error, task)
+
+    def _set_aside(self, lost: Sequence[str], error: BaseException, task: Task) -> None:
+        """Send no more chunks to these devices, because of this error with this chunk."""
         for each in [each for each in lost if each in self._alive]:
             self._alive.remove(each)
-            self._retries.extend(replace(task, out_of_memory=False) for task in self._devices[each].too_large)
+            self._retries.extend(replace(other, out_of_memory=False) for other in self._devices[each].too_large)
             self._devices[each].too_large.clear()
             self._call.notify(DeviceLost, device=each, error=error)
         if not self._alive:

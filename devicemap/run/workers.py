@@ -112,6 +112,9 @@ class Finished:
     exhausted_by_row: bool = False
     """Whether the memory was too small for a single row only, which says nothing about other rows."""
 
+    rows_failed: bool = False
+    """Whether rows of it were left out."""
+
 
 @dataclass(frozen=True)
 class Failed:
@@ -181,7 +184,7 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
     chunk, limit, began, parts = task.chunk, task.limit, call.now(), [*task.parts]
     again, attempt, waited = bool(task.tried) or task.out_of_memory, len(task.tried) + 1, task.waited_seconds
     position, end = chunk.start, chunk.start + chunk.count
-    growing = False  # whether a row that needs too much memory was left out, and pieces grow again
+    rows_failed, growing = False, False  # growing: a row that needs too much memory was left out, pieces grow again
     failing: list[int] = []  # where pieces end that failed and are computed in halves, the innermost last
     while position < end:
         stop = min(failing[-1] if failing else end, position + (limit or chunk.count))
@@ -201,6 +204,7 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
                     failing.append(position + piece.count // 2)
                     continue
                 call.notify(RowFailed, shard=shard, error=error)
+                rows_failed = True
                 growing = growing or (task.out_of_memory and is_out_of_memory(error))
             elif action is RetryAction.RAISE:
                 call.to_consumer.put(Failure(call.options.describe(error, (*task.tried, shard))))
@@ -220,4 +224,4 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
             failing.pop()
     call.to_consumer.put(Result(task.number, task.start, parts))
     limit = task.limit_before if growing else limit
-    call.to_scheduler.put(Finished(task, device, began, call.now(), limit, growing))
+    call.to_scheduler.put(Finished(task, device, began, call.now(), limit, growing, rows_failed))

@@ -275,6 +275,18 @@ def test_a_warning_reaches_the_thread_that_consumes(faults: Faults) -> None:
     np.testing.assert_array_equal(tf.concat(chunks, 0), 3 * np.arange(4000) + 1)
 
 
+@pytest.mark.parametrize("error", [tf.errors.InternalError, tf.errors.UnavailableError])
+def test_a_device_that_breaks_costs_no_rows_that_may_be_left_out(
+    faults: Faults, error: type[tf.errors.OpError]
+) -> None:
+    faults.script = lambda device, rows, call: error(None, None, "bad") if device == "CPU:2" else None
+    mapper = devicemap.DeviceMap(_triple, devices=["CPU:1", "CPU:2", "CPU:3"], batch_size=2, on_error="skip")
+    with pytest.warns(RuntimeWarning, match="CPU:2 kept failing"):
+        np.testing.assert_array_equal(mapper(tf.range(4000)), 3 * np.arange(4000) + 1)
+    assert not mapper.report.failed_rows
+    assert _lost(mapper) == ["CPU:2"]
+
+
 # Rows that fail
 
 

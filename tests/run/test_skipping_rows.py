@@ -189,3 +189,24 @@ def test_a_row_without_memory_does_not_make_later_chunks_small(bad: list[int]) -
     events.clear()
     mapper(tf.range(1000, 1640))
     assert sum(isinstance(event, ChunkStarted) for event in events) == 10
+
+
+class _LibraryError(Exception):
+    """Arrives as an `UnknownError`, which is tried again on other devices."""
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 5])
+def test_rows_that_fail_on_all_devices_cost_no_device(devices: list[str], batch_size: int | None) -> None:
+    def python(rows: Any) -> Any:
+        if (rows < 100).numpy().any():
+            raise _LibraryError("unreadable")
+        return rows
+
+    def fn(rows: Any) -> Any:
+        return tf.ensure_shape(tf.py_function(python, [rows], rows.dtype), rows.shape)
+
+    mapper = devicemap.DeviceMap(fn, batched=True, batch_size=batch_size, devices=devices, on_error="skip")
+    assert mapper(tf.range(130)).numpy().tolist() == [*range(100, 130)]
+    report = mapper.report
+    assert [failed.row for failed in report.failed_rows] == [*range(100)]
+    assert not any(device.lost for device in report.devices)
