@@ -61,7 +61,7 @@ def data_spec(data_or_spec: Any, options: Options) -> DataSpec:
             f"data_or_spec is {data_or_spec}, a shape; expected data, or a spec, such as "
             f"tf.TensorSpec({data_or_spec}, tf.float32)"
         )
-    chunks = options.batch_size is not None
+    chunks = options.batch_size is not None or options.on_error == "skip"
     leaves: list[tuple[str, Any]] = []
     map_nest(lambda leaf, path: leaves.append((path, leaf)), data_or_spec, "data_or_spec")
     if not any(isinstance(leaf, tf.TypeSpec) for _, leaf in leaves):

@@ -8,7 +8,7 @@ from enum import Enum
 import tensorflow as tf
 
 from devicemap.devices import is_out_of_memory
-from devicemap.errors import brief
+from devicemap.errors import DeviceMapError, brief
 
 _TRANSIENT = (
     tf.errors.UnavailableError,
@@ -49,12 +49,14 @@ def retry_action(error: BaseException, rows: int, attempts: int, max_retries: in
 
 
 def is_of_the_row(error: BaseException) -> bool:
-    """Return whether a row that raised this error may be left out: not if its device is unavailable, or for signals.
+    """Return whether a row that raised this error may be left out.
+
+    Not if its device is unavailable, for signals, and if the results of a batch are not one per row.
 
     >>> is_of_the_row(tf.errors.InvalidArgumentError(None, None, "")), is_of_the_row(tf.errors.UnavailableError(None, None, ""))
     (True, False)
     """
-    return isinstance(error, Exception) and not isinstance(error, tf.errors.UnavailableError)
+    return isinstance(error, Exception) and not isinstance(error, tf.errors.UnavailableError | DeviceMapError)
 
 
 def is_python_bug(error: BaseException) -> bool:

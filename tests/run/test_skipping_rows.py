@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import devicemap
-from devicemap.errors import OptionError
+from devicemap.errors import FunctionError, OptionError
 from devicemap.types import ChunkFailed, ChunkStarted, Event, RowFailed
 
 ROWS = 40
@@ -155,6 +155,18 @@ def test_where_rows_cannot_be_left_out(tmp_path: Any) -> None:
     assert not (tmp_path / "out").exists()
     with pytest.raises(OptionError, match="on_error='ignore'; expected 'raise' or 'skip'"):
         devicemap.parallel_map(_checked([]), X, on_error="ignore")
+
+
+def test_a_fn_with_results_for_fewer_rows_is_an_error() -> None:
+    """Row by row it would have as many results as rows, and compute others."""
+    with pytest.raises(FunctionError, match=r"fn returned 1 row\(s\) for the \d+ row\(s\)"):
+        devicemap.parallel_map(lambda rows: rows[:1], X, batched=True, batch_size=8, on_error="skip")
+
+
+def test_a_plan_says_that_rows_go_in_chunks() -> None:
+    mapper = devicemap.DeviceMap(_checked([3]), on_error="skip")
+    mapper(X)
+    assert mapper.explain(X).engine == mapper.report.engine == "chunks"
 
 
 def test_an_error_of_the_data_ends_the_call() -> None:
