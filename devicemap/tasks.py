@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import reprlib
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Literal
@@ -25,11 +27,14 @@ from devicemap.events import (
     ChunkRetried,
     ChunkStarted,
     Event,
+    RowFailed,
     Shard,
     short_name,
 )
 from devicemap.inspect.progress import ProgressBar
 from devicemap.options import check_options
+
+_BY_KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 _SIGNAL_SECONDS = 0.1
 """The longest wait of the calling thread: Python handles Ctrl-C between waits if another thread receives the signal."""
@@ -52,7 +57,8 @@ def parallel_tasks(
     `parallelize` means the device of the task.
 
     Args:
-        fn: an ordinary Python function. It gets the full name of its device as well if it has a parameter `device`.
+        fn: an ordinary Python function. It gets the full name of its device as well if it has a parameter `device` that a
+            `functools.partial` has not set.
         items: any objects; they are read before the first task starts.
         devices: as for `parallel_map`.
         max_retries: how often a task that raised an exception is tried again.
@@ -116,6 +122,8 @@ class _Call:
 
     def __post_init__(self) -> None:
         self._began = time.perf_counter()
+        self._set_up_keras = _keras_settings()
+        self._passes_device = _takes_device(self.fn)
         self._waiting = deque(range(len(self.items)))
         self._queues: dict[str, SimpleQueue[Shard | None]] = {}
         self._ended: SimpleQueue[_Ended] = SimpleQueue()
@@ -146,7 +154,8 @@ class _Call:
     def _work(self, device: str) -> None:
         """Run the tasks in the queue of a device until `None` comes: the target of a worker's thread."""
         task_device.set(device)
-        keywords = {"device": device} if _takes_device(self.fn) else {}
+        self._set_up_keras()
+        keywords = {"device": device} if self._passes_device else {}
         while (shard := self._queues[device].get()) is not None:
             started, result, error = self._now(), None, None
             try:
@@ -166,19 +175,21 @@ class _Call:
         while self._running:
             ended = self._next()
             self._running -= 1
-            shard, number, error = ended.shard, ended.shard.start, ended.error
+            shard, number, started, error = ended.shard, ended.shard.start, ended.started_seconds, ended.error
             if error is None:
                 results[number] = ended.result
-                self.observe(ChunkFinished(self._now(), shard, ended.started_seconds))
+                self.observe(ChunkFinished(self._now(), shard, started))
             else:
-                self.observe(ChunkFailed(self._now(), shard, ended.started_seconds, error))
+                self.observe(ChunkFailed(self._now(), shard, started, error))
                 self._failures[number] += 1
                 again = isinstance(error, Exception) and self._failures[number] <= self.max_retries
                 if first is not None:
                     continue
                 if again:
                     self._waiting.append(number)
+                    del ended, error  # whose traceback refers to what the task had in memory
                 elif self.skips and isinstance(error, Exception):
+                    self.observe(RowFailed(self._now(), shard, error))
                     results[number] = _with_note(error, shard, self.items[number])
                 else:
                     first = _with_note(error, shard, self.items[number])
@@ -209,18 +220,41 @@ class _Call:
         return time.perf_counter() - self._began
 
 
+def _keras_settings() -> Callable[[], None]:
+    """Return a function that gives another thread this thread's dtype policy of Keras, and whether it prints.
+
+    Keras keeps them for each thread. In a new one, models would silently be of the default dtype.
+    """
+    config = getattr(sys.modules.get("keras"), "config", None)  # if nothing has imported Keras, nothing was set
+    if config is None:
+        return lambda: None
+    policy, prints = config.dtype_policy(), config.is_interactive_logging_enabled()
+
+    def set_up() -> None:
+        config.set_dtype_policy(policy)
+        (config.enable_interactive_logging if prints else config.disable_interactive_logging)()
+
+    return set_up
+
+
 def _takes_device(fn: Callable[..., Any]) -> bool:
     """Return whether a function has a parameter `device` besides the first one."""
     try:
-        return "device" in [*inspect.signature(fn).parameters][1:]
-    except (TypeError, ValueError):  # a function whose signature Python does not know
+        others = [*inspect.signature(fn).parameters.values()][1:]
+    except Exception:  # a function whose signature Python does not know, or an object that computes it and fails
         return False
+    if isinstance(fn, partial) and "device" in fn.keywords:  # which the user chose
+        return False
+    return any(other.name == "device" and other.kind in _BY_KEYWORD for other in others)
 
 
 def _with_note(error: Any, shard: Shard, item: Any) -> BaseException:
-    note = f"item {shard.start} on {short_name(shard.device)}: {reprlib.repr(item)}"
-    if hasattr(error, "add_note"):  # from Python 3.11 on
-        error.add_note(note)
-    else:
-        error.__notes__ = [*getattr(error, "__notes__", []), note]
+    note = f"item {shard.start} on {short_name(shard.device)}"
+    with suppress(Exception):  # reprlib takes a class for a built-in one of the same name
+        note += f": {reprlib.repr(item)}"
+    with suppress(Exception):  # an error that refuses notes is still the one to raise
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(note)
+        else:
+            error.__notes__ = [*getattr(error, "__notes__", []), note]
     return error

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import keras
@@ -15,7 +17,7 @@ import tensorflow as tf
 
 import devicemap
 from devicemap.errors import DataError, DeviceError, DeviceMapError, OptionError
-from devicemap.types import CallFinished, CallStarted, ChunkFailed, ChunkFinished, ChunkRetried, ChunkStarted
+from devicemap.types import CallFinished, CallStarted, ChunkFailed, ChunkFinished, ChunkRetried, ChunkStarted, RowFailed
 
 X = np.random.default_rng(0).normal(size=(96, 4)).astype(np.float32)
 Y = X.sum(1, keepdims=True)
@@ -212,3 +214,84 @@ def test_the_order_of_starts_follows_the_items() -> None:
     started: list[int] = []
     devicemap.parallel_tasks(started.append, range(6), devices="CPU:3")
     assert started == [*range(6)]
+
+
+def test_settings_of_keras_hold_in_tasks() -> None:
+    """Keras keeps them for each thread."""
+    before, printed = keras.config.dtype_policy(), keras.config.is_interactive_logging_enabled()
+    try:
+        keras.config.set_dtype_policy("mixed_float16")
+        keras.config.disable_interactive_logging()
+        policies = devicemap.parallel_tasks(
+            lambda n: (keras.layers.Dense(n).dtype_policy.name, keras.config.is_interactive_logging_enabled()), [1, 2]
+        )
+    finally:
+        keras.config.set_dtype_policy(before)
+        if printed:
+            keras.config.enable_interactive_logging()
+    assert policies == [("mixed_float16", False)] * 2
+
+
+class _Memory:
+    pass
+
+
+def test_a_retry_finds_the_memory_of_the_failed_attempt_free() -> None:
+    attempts: list[weakref.ref[_Memory]] = []
+
+    def task(item: int) -> list[bool]:
+        memory = _Memory()
+        free = [attempt() is None for attempt in attempts]
+        attempts.append(weakref.ref(memory))
+        if len(attempts) < 3:
+            raise MemoryError
+        return free
+
+    assert devicemap.parallel_tasks(task, [0], max_retries=2) == [[True, True]]
+
+
+class _WithoutSignature:
+    @property
+    def __signature__(self) -> Any:
+        raise RuntimeError("no signature")
+
+    def __call__(self, item: int) -> int:
+        return -item
+
+
+def _with_positional(item: int, device: str = "default", /) -> str:
+    return device
+
+
+@pytest.mark.parametrize(
+    ("fn", "result"),
+    [
+        (_WithoutSignature(), -1),
+        (partial(lambda item, device: device, device="chosen"), "chosen"),
+        (_with_positional, "default"),
+        (lambda item, *device: device, ()),
+    ],
+)
+def test_functions_that_get_no_device(fn: Any, result: Any) -> None:
+    assert devicemap.parallel_tasks(fn, [1]) == [result]
+
+
+class array:
+    pass
+
+
+class _NoNotes(Exception):
+    def add_note(self, note: str) -> None:
+        raise RuntimeError(note)
+
+
+@pytest.mark.parametrize(("item", "error"), [(array(), KeyError("bad")), (1, _NoNotes("bad"))])
+def test_the_error_is_raised_even_if_the_note_fails(item: Any, error: Exception) -> None:
+    with pytest.raises(type(error), match="bad"):
+        devicemap.parallel_tasks(lambda item: _raise(error), [item])
+
+
+def test_skipped_tasks_have_an_event() -> None:
+    events: list[Any] = []
+    devicemap.parallel_tasks(lambda n: 6 // n, [3, 0, 2], on_error="skip", progress=events.append)
+    assert [event.shard.start for event in events if isinstance(event, RowFailed)] == [1]
