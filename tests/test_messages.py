@@ -19,6 +19,7 @@ from processes import run
 from ways import ONE, Options
 
 import devicemap
+from devicemap.compile.random import random_states
 from devicemap.errors import DeviceMapError
 
 GOLDEN = Path(__file__).parent / "messages.txt"
@@ -136,6 +137,32 @@ def test_a_generator_that_is_left_alone_gives_no_warning() -> None:
     result = devicemap.parallel_map(lambda n: n + (0 if noise and secure else 1), NUMBERS, **ONE)
     np.testing.assert_array_equal(result, NUMBERS)
     assert GENERATOR.bit_generator.state["state"] == state
+
+
+class _Proxy:
+    """Fails outside of some context, as proxies of web frameworks do."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("outside of the context")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("outside of the context")
+
+
+def test_objects_that_fail_are_no_generators() -> None:
+    proxy = _Proxy()
+    result = devicemap.parallel_map(lambda n: -n if proxy is None else n, [1, 2], **ONE)
+    np.testing.assert_array_equal(result, [1, 2])
+
+
+def test_random_numbers_of_other_threads_give_no_warning() -> None:
+    """A function that only computes with NumPy's constants draws nothing."""
+
+    states = random_states(lambda n: n * np.float32(2)), random_states(lambda n: n * np.random.rand())
+    before = [state() for state in states]
+    np.random.rand()
+    assert [state() == old for state, old in zip(states, before)] == [True, False]
 
 
 @pytest.mark.skipif("sys.platform != 'linux'")

@@ -15,6 +15,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -76,17 +77,8 @@ def random_states(fn: Callable[..., Any]) -> Callable[[], bytes]:
     """
     getters: list[Callable[[], Any]] = []
     for value in _values_in(fn):
-        source = getattr(value, "__self__", value)  # of a method, its object
-        if source is random:
-            getters.append(random.getstate)
-        elif source is np or source is np.random:
-            getters.append(np.random.get_state)
-        elif isinstance(source, random.Random) and not isinstance(source, random.SystemRandom):
-            getters.append(source.getstate)
-        elif isinstance(source, np.random.RandomState):
-            getters.append(source.get_state)
-        elif isinstance(source, np.random.Generator):
-            getters.append(partial(getattr, source.bit_generator, "state"))
+        with contextlib.suppress(Exception):  # proxies run code of the user for any attribute
+            getters.extend(_getters_of(value))
 
     def states() -> bytes:
         return pickle.dumps([getter() for getter in getters])
@@ -94,20 +86,36 @@ def random_states(fn: Callable[..., Any]) -> Callable[[], bytes]:
     return states
 
 
+def _getters_of(value: Any) -> Iterator[Callable[[], Any]]:
+    """Yield what returns the state of a generator, or of that of a module or a method."""
+    source = getattr(value, "__self__", value)  # of a method, its object
+    if source is random:
+        yield random.getstate
+    elif source is np.random:
+        yield np.random.get_state
+    elif isinstance(source, random.Random) and not isinstance(source, random.SystemRandom):
+        yield source.getstate
+    elif isinstance(source, np.random.RandomState):
+        yield source.get_state
+    elif isinstance(source, np.random.Generator):
+        yield partial(getattr, source.bit_generator, "state")
+
+
 def _values_in(fn: Any, depth: int = 3) -> Iterator[Any]:
     """Yield the objects that a Python function refers to by global names and its closure, also in functions that it calls."""
-    fn = inspect.unwrap(fn) if callable(fn) else fn
+    with contextlib.suppress(Exception):  # of an object with any attribute
+        fn = inspect.unwrap(fn) if callable(fn) else fn
     code = getattr(fn, "__code__", None)
-    if code is None or not depth:
+    if not inspect.iscode(code) or not depth:
         return
     names = {*_names_in(code)}
-    values = [value for name, value in fn.__globals__.items() if name in names]
+    values = [fn.__globals__[name] for name in names if name in fn.__globals__]
     for cell in fn.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty cell
             values.append(cell.cell_contents)
     for value in values:
-        yield value
-        if inspect.isfunction(value):
+        yield np.random if value is np and "random" in names else value
+        if type(value) is FunctionType:  # isinstance asks a proxy for its class
             yield from _values_in(value, depth - 1)
 
 
