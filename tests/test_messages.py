@@ -60,6 +60,7 @@ MESSAGES: dict[str, tuple[Callable[..., Any], Any, Options]] = {
     "float64 and float32": (lambda row: tf.linalg.matvec(WEIGHTS, row, transpose_a=True), np.ones([4, 5]), {}),
     "float64 in a model": (lambda rows: tf.matmul(rows, WEIGHTS), np.ones([4, 5]), {"batched": True}),
     "int64 and float32": (lambda n: n * tf.constant(2.0), NUMBERS, {}),
+    "int64 and int32": (lambda n: n * tf.constant(2), np.arange(4), {}),
     "the root of an integer": (lambda n: tf.sqrt(n), NUMBERS, {}),
     "opening a file": (_opening, WORDS, {}),
     "a method of str": (lambda word: word.upper(), WORDS, {}),
@@ -137,6 +138,32 @@ def test_a_generator_that_is_left_alone_gives_no_warning() -> None:
     result = devicemap.parallel_map(lambda n: n + (0 if noise and secure else 1), NUMBERS, **ONE)
     np.testing.assert_array_equal(result, NUMBERS)
     assert GENERATOR.bit_generator.state["state"] == state
+
+
+class _Own:
+    """An object of the user with none of the methods that are called."""
+
+    def predict(self, row: Any) -> Any:
+        raise RuntimeError("not fitted")
+
+
+OWN, ITEMS = _Own(), [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("fn", "data"),
+    [
+        (lambda n: OWN.predict(n), NUMBERS),
+        (lambda n: n * ITEMS["a"], NUMBERS),  # type: ignore[call-overload]
+        (lambda n: n + OWN.item, NUMBERS),  # type: ignore[attr-defined]
+        (lambda n: OWN.read(n), NUMBERS),  # type: ignore[attr-defined]
+        (lambda word: OWN.upper(word), WORDS),  # type: ignore[attr-defined]
+        (lambda n: {"a": 1} + OWN, NUMBERS),
+    ],
+)
+def test_no_advice_about_tensors_for_errors_of_other_objects(fn: Callable[..., Any], data: Any) -> None:
+    with pytest.raises(devicemap.errors.FunctionError, match=r"name=None\): (RuntimeError|TypeError|AttributeError): "):
+        devicemap.parallel_map(fn, data, **ONE)
 
 
 class _Proxy:

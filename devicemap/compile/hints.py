@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -27,25 +28,30 @@ _TAKES_BATCHES = re.compile(r"[Ss]hape must be (?:at least )?rank (?P<wanted>\d+
 _OTHER_DTYPE = re.compile(r"(?:type|dtype|DataType|input to be a|is a) '?(?P<dtype>double|float64|int64)(?: tensor)?\b")
 """NumPy's default dtypes in errors about dtypes."""
 
+_TWO_DTYPES = re.compile(r"has type ((?:u?int|b?float)\d+) that does not match type ((?:u?int|b?float)\d+)")
+"""The dtypes of two arguments that have to agree."""
+
+_OF_TENSOR = r"'\w*Tensor' object"
+"""The beginning of Python's messages about attributes that tensors lack."""
+
 _PYTHON = "or tf.py_function, which runs Python code"
 
 _ADVICE = {
-    r"symbolic tf\.Tensor.* to a numpy array|has no attribute '(numpy|tolist|item|astype)'": "fn is traced as by "
+    rf"symbolic tf\.Tensor.* to a numpy array|{_OF_TENSOR} has no attribute '(numpy|tolist|item|astype)'": "fn is traced as by "
     "tf.function, and its tensors have no numbers then: use TensorFlow's functions (tf.sin for np.sin, tf.gather for "
     "array[i]), or tf.numpy_function for functions that only NumPy has",
     r"are valid indices, got '": "A tensor has no names: pass a dict of columns as data, such as dict(frame)",
-    r"(list|tuple) indices must be integers": f"A tensor is no index of a list: use tf.gather(values, i), {_PYTHON}",
+    r"(list|tuple) indices must be integers or slices, not \w*Tensor": "A tensor is no index of a list: use "
+    f"tf.gather(values, i), {_PYTHON}",
     r"Tensor is unhashable": "A tensor is no key of a dict: use tf.gather for the keys 0, 1, 2, ..., a "
     f"tf.lookup.StaticHashTable for others, {_PYTHON}",
-    r"has no attribute 'read'|PathLike object, not": "A path in the data is a tensor: use tf.io.read_file and "
-    f"tf.io.decode_image, {_PYTHON}",
+    rf"{_OF_TENSOR} has no attribute 'read'|PathLike object, not \w*Tensor": "A path in the data is a tensor: use "
+    f"tf.io.read_file and tf.io.decode_image, {_PYTHON}",
     r"return value of type Operation": "fn returns an op without a value, such as tf.print(x): call it on a line of its "
     "own, and return a tensor",
     r"singleton tf\.Variables": "fn creates a tf.Variable in each call: create variables, layers and optimizers outside",
     r"as a Python `bool` is not|Iterating over a symbolic": "Python's in, any, all, sum and range need numbers: use "
     f"tf.reduce_any(x == values), tf.range and the like, {_PYTHON}",
-    r"unsupported operand type\(s\) for .*'dict'": "A row of this data is a dict: fn gets it as one argument, with the "
-    "tensors under its keys",
 }
 """Advice for errors with these messages."""
 
@@ -85,7 +91,7 @@ def _hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, 
     """
     method = (fn.__name__,) if hasattr(getattr(fn, "__self__", None), "built") else ()
     for name in (*method, *getattr(getattr(fn, "__code__", None), "co_names", ())):
-        if name in _FOR_EAGER_CODE:
+        if name in _FOR_EAGER_CODE and _is_in_keras(error):
             yield f"Keras's {name} is for eager code: {_FOR_EAGER_CODE[name]}"
             return
     is_layer, from_keras = hasattr(fn, "built"), bool(_FROM_KERAS.search(str(error)))
@@ -99,6 +105,8 @@ def _hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, 
     if is_layer and type(specs) is tuple:
         yield "A tuple is passed as several arguments: drop labels with dataset.map(lambda x, y: x)"
     yield from (advice for pattern, advice in _ADVICE.items() if re.search(pattern, str(error)))
+    if isinstance(specs, Mapping) and re.search(r"unsupported operand type\(s\) for .*'dict'", str(error)):
+        yield "A row of this data is a dict: fn gets it as one argument, with the tensors under its keys"
     yield from _hints_for_text(specs, error)
     yield from _hints_for_dtypes(specs, error)
     given, seed = specs if type(specs) is tuple else (specs,), {"seed": None} if seeded else {}
@@ -114,19 +122,31 @@ def _hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, 
 
 def _hints_for_text(specs: Any, error: Exception) -> Iterator[str]:
     """Yield advice for methods of `str` that `fn` calls on a tensor."""
-    method = re.search(r"has no attribute '(\w+)'", str(error))
+    method = re.search(rf"{_OF_TENSOR} has no attribute '(\w+)'", str(error))
     if method and hasattr(str, method[1]) and tf.string in _dtypes(specs):
         yield f"Text is a tensor of dtype string, which has no {method[1]}(): use tf.strings, {_PYTHON}"
 
 
 def _hints_for_dtypes(specs: Any, error: Exception) -> Iterator[str]:
-    """Yield advice for data of NumPy's default dtypes that meets float32 in `fn`."""
+    """Yield advice for data of NumPy's default dtypes that meets another dtype in `fn`."""
     mentioned = {"float64" if name == "double" else name for name in _OTHER_DTYPE.findall(str(error))}
-    for dtype in sorted(mentioned & {dtype.name for dtype in _dtypes(specs)}):
+    given = {dtype.name for dtype in _dtypes(specs)}
+    pair = _TWO_DTYPES.search(str(error))
+    wanted = next((dtype for dtype in pair.groups() if dtype not in given), "float32") if pair else "float32"
+    for dtype in sorted(mentioned & given):
         yield (
-            f"The data is {dtype}, NumPy's default: cast it before the call, as in data.astype('float32'), or in fn, as in "
-            "tf.cast(x, tf.float32)"
+            f"The data is {dtype}, NumPy's default: cast it before the call, as in data.astype('{wanted}'), or in fn, as in "
+            f"tf.cast(x, tf.{wanted})"
         )
+
+
+def _is_in_keras(error: BaseException) -> bool:
+    """Return whether Keras raised an error, or code that it called. Autograph keeps the traceback in the message only."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(_KERAS_FILE.search(frame.filename) for frame in frames) or bool(_KERAS_FILE.search(str(error)))
+
+
+_KERAS_FILE = re.compile(r"[/\\](tf_)?keras[/\\]src[/\\]")
 
 
 def _dtypes(specs: Any) -> set[tf.DType]:
