@@ -174,18 +174,27 @@ def _convert(value: Any, path: str) -> Any:
         )
     if isinstance(value, tf.data.Dataset):
         raise DataError(f"{path} is a Dataset inside a nest; zip datasets with tf.data.Dataset.zip and pass the result")
-    if hasattr(value, "__getitem__") and not (isinstance(value, Sequence) or hasattr(value, "__array__")):
+    if hasattr(value, "toarray") and not hasattr(value, "__array__"):
+        raise DataError(
+            f"{path} is a {type(value).__name__}, a sparse matrix; pass its .toarray(), or a tf.SparseTensor"
+        )
+    if hasattr(value, "__getitem__") and not isinstance(value, Sequence) and not _is_array(value):
         raise DataError(
             f"{path} is a {type(value).__name__}, whose items may be rows or batches; pass tf.data.Dataset.from_generator("
             "lambda: (data[i] for i in range(len(data))), output_signature=...), with batched=True if they are batches"
         )
     try:
         return tf.convert_to_tensor(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
         shape = f" of shape {np.shape(value)}" if isinstance(value, np.ndarray) else ""
         raise DataError(
             f"{path} is a {type(value).__name__}{shape} that does not convert to a tensor ({error}){_hint(value)}"
         ) from error
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether an object has a protocol by which TensorFlow reads it as a whole."""
+    return any(hasattr(value, name) for name in ("__array__", "__array_interface__", "__tf_tensor__"))
 
 
 def _hint(value: Any) -> str:
@@ -193,23 +202,42 @@ def _hint(value: Any) -> str:
     if hasattr(value, "columns"):
         return "; columns of different dtypes are a dict: dict(frame)"
     kind = getattr(getattr(value, "dtype", None), "kind", None)
-    entries = list(value) if isinstance(value, list) or kind == "O" else []
-    if kind in ("m", "M") or (entries and isinstance(entries[0], date | timedelta)):
+    if kind == "V":
+        return "; the fields of a structured array are a dict: {name: array[name] for name in array.dtype.names}"
+    entries = list(value) if isinstance(value, list) or (kind == "O" and np.ndim(value)) else []
+    if kind == "m" or (entries and isinstance(entries[0], timedelta)):
+        return "; TensorFlow has no dtype for times: pass np.asarray(times, 'timedelta64[ns]').astype('int64')"
+    if kind == "M" or (entries and isinstance(entries[0], date)):
         return "; TensorFlow has no dtype for times: pass np.asarray(times, 'datetime64[ns]').astype('int64')"
     if entries and isinstance(entries[0], Mapping):
         return "; a dict of columns has rows: {key: [row[key] for row in rows] for key in rows[0]}"
-    if entries and all(hasattr(entry, "__array_interface__") or tf.is_tensor(entry) for entry in entries):
-        shapes = sorted({np.shape(entry) for entry in entries})
-        if len(shapes) == 1:
-            return "; make one array of its entries: np.stack([np.asarray(entry) for entry in entries])"
-        return (
-            f"; its entries have {len(shapes)} shapes, such as {[*shapes[0]]} and {[*shapes[-1]]}: resize them to one shape, "
-            "or pass a dataset, tf.data.Dataset.from_generator(lambda: iter(entries), output_signature=tf.TensorSpec("
-            "[None, None, 3], tf.uint8))"
-        )
-    if kind == "O":
-        return "; give it a dtype with .astype"
-    return "; tf.ragged.constant makes rows of different lengths" if isinstance(value, list) else ""
+    if any(isinstance(entry, tf.RaggedTensor) for entry in entries):
+        return "; tf.ragged.stack makes one ragged tensor of several"
+    if entries and all(isinstance(entry, tf.Tensor) or _is_array(entry) for entry in entries):
+        return _hint_for_arrays(entries)
+    if any(isinstance(entry, list | tuple) for entry in entries):
+        return "; tf.ragged.constant makes rows of different lengths"
+    return "; give it a dtype with .astype" if kind == "O" else ""
+
+
+def _hint_for_arrays(entries: Sequence[Any]) -> str:
+    """Return advice for a list of arrays that does not convert to a tensor."""
+    shapes = sorted({tuple(np.shape(entry)) for entry in entries}, key=repr)
+    if len(shapes) == 1:
+        return "; make one array of its entries: np.stack([np.asarray(entry) for entry in entries])"
+    listed = f"; its entries have {len(shapes)} shapes, such as {[*shapes[0]]} and {[*shapes[-1]]}"
+    ranks = {len(shape) for shape in shapes}
+    if ranks == {1}:
+        return f"{listed}: tf.ragged.stack makes rows of different lengths"
+    if len(ranks) > 1:
+        return f"{listed}: give them one shape"
+    common = [sizes[0] if len({*sizes}) == 1 else None for sizes in zip(*shapes)]
+    given = getattr(entries[0], "dtype", None) or np.asarray(entries[0]).dtype
+    dtype = getattr(given, "name", str(given))
+    return (
+        f"{listed}: resize them to one shape, or pass a dataset, tf.data.Dataset.from_generator(lambda: iter(entries), "
+        f"output_signature=tf.TensorSpec({common}, tf.{dtype}))"
+    )
 
 
 def _count(leaf: Any, path: str) -> int | None:

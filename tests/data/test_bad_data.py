@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import datetime
 import re
 from collections import namedtuple
 from typing import Any
@@ -163,3 +164,59 @@ def test_an_error_of_the_input() -> None:
     dataset = tf.data.Dataset.from_generator(rows, output_signature=tf.TensorSpec([], tf.float32))
     with pytest.raises(tf.errors.UnknownError, match=re.escape("KeyError: 'broken input'")):
         devicemap.parallel_map(lambda row: row, dataset, **SEVERAL, batch_size=1)
+
+
+class _Readable:
+    """An object with items that NumPy or TensorFlow read as a whole."""
+
+    def __getitem__(self, i: int) -> float:
+        return [1.0, 2.0][i]
+
+    def __len__(self) -> int:
+        return 2
+
+
+class _WithInterface(_Readable):
+    def __init__(self) -> None:
+        self._array = np.array([1.0, 2.0])
+        self.__array_interface__ = self._array.__array_interface__
+
+
+class _WithTensor(_Readable):
+    def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> Any:
+        return tf.constant([1.0, 2.0], dtype)
+
+
+@pytest.mark.parametrize("data", [_WithInterface(), _WithTensor()])
+def test_objects_with_items_that_are_arrays(data: Any) -> None:
+    assert devicemap.parallel_map(lambda x: x, data, devices="CPU:0").numpy().tolist() == [1, 2]
+
+
+class _Sparse(_Readable):
+    def toarray(self) -> Any:
+        return np.eye(2)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (_Sparse(), r"data is a _Sparse, a sparse matrix; pass its \.toarray\(\)"),
+        ([datetime.timedelta(1)], r"np.asarray\(times, 'timedelta64\[ns\]'\)"),
+        (np.array([1], "timedelta64[s]"), r"np.asarray\(times, 'timedelta64\[ns\]'\)"),
+        ([datetime.date(2024, 1, 1)], r"np.asarray\(times, 'datetime64\[ns\]'\)"),
+        (np.array(None, object), r"give it a dtype"),
+        (np.array([[1], [2, 3]], object), r"tf.ragged.constant makes rows of different lengths"),
+        (np.array([(1, 2.0)], [("a", int), ("b", float)]), r"{name: array\[name\] for name in array.dtype.names}"),
+        ([np.zeros(3), np.zeros(5)], r"2 shapes, such as \[3\] and \[5\]: tf.ragged.stack makes rows"),
+        ([tf.zeros(3), tf.zeros(5)], r"2 shapes, such as \[3\] and \[5\]: tf.ragged.stack makes rows"),
+        ([tf.zeros([3, 2]), np.zeros([4, 2])], r"output_signature=tf.TensorSpec\(\[None, 2\], tf.float32\)"),
+        ([np.zeros([3, 2]), np.zeros([4])], r"such as \[3, 2\] and \[4\]: give them one shape"),
+        ([tf.sparse.eye(2), tf.sparse.eye(3)], r"data is a list that does not convert"),
+        ([tf.ragged.constant([[1], [2, 3]])] * 2, r"tf.ragged.stack makes one"),
+        ([datetime.time(1)], r"to a Tensor\.\)$"),
+        ([None], r"to a Tensor\.\)$"),
+    ],
+)
+def test_advice_for_data_that_does_not_convert(data: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        devicemap.parallel_map(lambda x: x, data, devices="CPU:0")
