@@ -185,6 +185,7 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
     again, attempt, waited = bool(task.tried) or task.out_of_memory, len(task.tried) + 1, task.waited_seconds
     position, end = chunk.start, chunk.start + chunk.count
     rows_failed, growing = False, False  # growing: a row that needs too much memory was left out, pieces grow again
+    tries = 0  # of a row by itself, after it failed among others
     failing: list[int] = []  # where pieces end that failed and are computed in halves, the innermost last
     while position < end:
         stop = min(failing[-1] if failing else end, position + (limit or chunk.count))
@@ -203,6 +204,12 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
                 if piece.count > 1:
                     failing.append(position + piece.count // 2)
                     continue
+                tries += 1
+                if (
+                    chunk.count > 1
+                    and retry_action(error, 1, tries, call.options.max_retries, True) is RetryAction.RETRY
+                ):
+                    continue
                 call.notify(RowFailed, shard=shard, error=error)
                 rows_failed = True
                 growing = growing or (task.out_of_memory and is_out_of_memory(error))
@@ -219,7 +226,7 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
         else:
             call.notify(ChunkFinished, shard=shard, started_seconds=started)
             limit = 2 * limit if growing and limit else limit
-        position, waited = stop, 0.0
+        position, waited, tries = stop, 0.0, 0
         while failing and failing[-1] <= position:
             failing.pop()
     call.to_consumer.put(Result(task.number, task.start, parts))

@@ -222,3 +222,22 @@ def test_rows_that_fail_on_all_devices_cost_no_device(devices: list[str], batch_
     report = mapper.report
     assert [failed.row for failed in report.failed_rows] == [*range(100)]
     assert not any(device.lost for device in report.devices)
+
+
+def test_a_row_that_fails_by_itself_for_a_while_is_computed() -> None:
+    """Its chunk has used up its retries for another row."""
+    alone = Counter[int]()
+
+    def python(rows: Any) -> Any:
+        numbers = rows.numpy().tolist()
+        alone[numbers[0]] += len(numbers) == 1
+        if 3 in numbers or (numbers in ([2], [4]) and alone[numbers[0]] < 3):
+            raise _LibraryError("busy")
+        return rows
+
+    def fn(rows: Any) -> Any:
+        return tf.ensure_shape(tf.py_function(python, [rows], rows.dtype), rows.shape)
+
+    mapper = devicemap.DeviceMap(fn, batched=True, batch_size=8, devices=["CPU:0", "CPU:1"], on_error="skip")
+    assert mapper(tf.range(8)).numpy().tolist() == [0, 1, 2, 4, 5, 6, 7]
+    assert [failed.row for failed in mapper.report.failed_rows] == [3]
