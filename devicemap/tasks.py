@@ -149,7 +149,10 @@ class _Call:
             if not self._running:  # otherwise, after Ctrl-C or an error of the observer, running tasks end later
                 for worker in workers:
                     worker.join()
-            self.observe(CallFinished(self._now(), error))
+            try:
+                self.observe(CallFinished(self._now(), error))
+            finally:
+                error = None  # its traceback refers to this frame, and a cycle would keep the results of other tasks
 
     def _work(self, device: str) -> None:
         """Run the tasks in the queue of a device until `None` comes: the target of a worker's thread."""
@@ -165,6 +168,7 @@ class _Call:
                 error = raised
             self._ended.put(_Ended(shard, started, result, error))
             del result, error
+        del self  # the tracebacks of skipped errors refer to this frame, and would keep all items alive
 
     def _collect(self) -> list[Any]:
         """Return the results when all tasks have ended, or raise the first error that is not retried or skipped."""
@@ -184,20 +188,23 @@ class _Call:
                 self._failures[number] += 1
                 again = isinstance(error, Exception) and self._failures[number] <= self.max_retries
                 if first is not None:
-                    continue
-                if again:
+                    pass
+                elif again:
                     self._waiting.append(number)
-                    del ended, error  # whose traceback refers to what the task had in memory
                 elif self.skips and isinstance(error, Exception):
                     self.observe(RowFailed(self._now(), shard, error))
                     results[number] = _with_note(error, shard, self.items[number])
                 else:
                     first = _with_note(error, shard, self.items[number])
                     self._waiting.clear()
+            del ended, error  # whose traceback refers to what the task had in memory
             self._start_next(shard.device)
-        if first is not None:
-            raise first
-        return results
+        try:
+            if first is not None:
+                raise first
+            return results
+        finally:
+            del first
 
     def _start_next(self, device: str) -> None:
         """Send the next item, if there is one, to an idle device."""

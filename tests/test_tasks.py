@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -295,3 +298,26 @@ def test_skipped_tasks_have_an_event() -> None:
     events: list[Any] = []
     devicemap.parallel_tasks(lambda n: 6 // n, [3, 0, 2], on_error="skip", progress=events.append)
     assert [event.shard.start for event in events if isinstance(event, RowFailed)] == [1]
+
+
+def test_errors_keep_nothing_alive() -> None:
+    """No cycle keeps an error that is raised, and what is skipped keeps no other items."""
+
+    def fail(item: _Memory) -> None:
+        raise KeyError("bad")  # here, because an argument that is raised would be in a cycle
+
+    items = [_Memory() for _ in range(3)]
+    alive = [weakref.ref(item) for item in items]
+    one = devicemap.parallel_tasks(fail, items, on_error="skip")[0]
+    gc.collect()
+    gc.disable()
+    try:
+        del items[1:]
+        assert [item() is None for item in alive] == [False, True, True]
+        assert traceback.extract_tb(one.__traceback__)[-1].name == "fail"
+        with suppress(KeyError):  # pytest.raises would keep the error
+            devicemap.parallel_tasks(fail, items)
+        del items, one
+        assert alive[0]() is None
+    finally:
+        gc.enable()
