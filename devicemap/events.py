@@ -107,7 +107,7 @@ class ChunkRetried(Event):
 
 @dataclass(frozen=True)
 class RowFailed(Event):
-    """A row failed by itself and is left out, because of `on_error="skip"`."""
+    """A row failed by itself and is left out, or a task failed, because of `on_error="skip"`."""
 
     shard: Shard
     """The row and the device."""
