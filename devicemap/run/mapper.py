@@ -29,7 +29,7 @@ from devicemap.data.rows import Rows, as_rows
 from devicemap.data.sources import Chunk, MemorySource, Source, from_dataset
 from devicemap.devices import is_out_of_memory, kind_of
 from devicemap.errors import DataError, OptionError, brief, warn_user
-from devicemap.events import DeviceLost, Event, RowFailed, short_name
+from devicemap.events import ChunkFinished, DeviceLost, Event, RowFailed, short_name
 from devicemap.run.chunk_engine import run_chunks
 from devicemap.run.chunk_sizes import chunks_in_flight, rows_are_free
 from devicemap.run.engine import ROWS_PER_SLOT, CallStats, choose_engine
@@ -221,12 +221,16 @@ class Mapper:
         ]
         lost: list[DeviceLost] = []
         failed: list[str] = []
+        succeeded = False
         try:
             with self._observers.of_chunks(compiled) as observe:
 
                 def on_event(event: Event) -> None:
+                    nonlocal succeeded
                     if isinstance(event, DeviceLost):
                         lost.append(event)
+                    elif isinstance(event, ChunkFinished):
+                        succeeded = True
                     elif isinstance(event, RowFailed):
                         failed.append(f"{event.shard}: {type(event.error).__name__}: {brief(event.error)}")
                     observe(event)
@@ -246,8 +250,9 @@ class Mapper:
             # A warning in the scheduler's thread would name no line of the user's program.
             for message in dict.fromkeys(map(_loss_message, lost)):
                 warn_user(f"{self.program.name}: {message}", RuntimeWarning)
-            if failed and self.warns_of_failures:
-                rows = "1 row failed and is" if len(failed) == 1 else f"{len(failed)} rows failed and are"
+            if failed and (self.warns_of_failures or not succeeded):
+                count = str(len(failed)) if succeeded else f"all {len(failed)}"
+                rows = "1 row failed and is" if count == "1" else f"{count} rows failed and are"
                 warn_user(f"{self.program.name}: {rows} left out; the first: {failed[0]}", RuntimeWarning)
 
     def _runner(

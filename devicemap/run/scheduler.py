@@ -253,9 +253,8 @@ class Scheduler:
         task = replace(task, tried=(*task.tried, message.shard), out_of_memory=False)
         self._retries.append(task)
         state.last_error = error
-        if not (
-            self._call.options.skips and is_of_the_row(error)
-        ):  # or it is known later whether the rows fail elsewhere
+        # If failing rows are left out, it is known later whether these rows fail elsewhere, too.
+        if not self._call.options.skips or not is_of_the_row(error):
             self._blame(name, task)
         if isinstance(error, tf.errors.UnavailableError) and is_remote(name):
             self._set_aside([other for other in self._alive if host_of(other) == host_of(name)], error, task)

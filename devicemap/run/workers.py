@@ -205,10 +205,8 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
                     failing.append(position + piece.count // 2)
                     continue
                 tries += 1
-                if (
-                    chunk.count > 1
-                    and retry_action(error, 1, tries, call.options.max_retries, True) is RetryAction.RETRY
-                ):
+                own_action = retry_action(error, 1, tries, call.options.max_retries, True)
+                if chunk.count > 1 and own_action is RetryAction.RETRY:
                     continue
                 call.notify(RowFailed, shard=shard, error=error)
                 rows_failed = True

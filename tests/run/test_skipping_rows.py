@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +51,13 @@ def test_all_other_rows_are_computed(devices: list[str], bad: list[int], batched
     mapper = devicemap.DeviceMap(
         _checked(bad), devices=devices, batched=batched, batch_size=batch_size, on_error="skip"
     )
-    results, wanted = mapper(X), _good(bad)
+    some = (
+        contextlib.nullcontext()
+        if len(bad) < ROWS
+        else pytest.warns(RuntimeWarning, match="all 40 rows failed and are")
+    )
+    with some:
+        results, wanted = mapper(X), _good(bad)
     np.testing.assert_array_equal(results["rows"], wanted)
     np.testing.assert_array_equal(results["sum"], wanted.sum(1))
     report = mapper.report
