@@ -50,8 +50,8 @@ RAISED: list[tuple[str, Callable[..., Any], type[Exception], str]] = [
     ("a custom error", _raising(CustomError(7, detail="hot")), tf.errors.UnknownError, "CustomError: code 7: hot"),
 ]
 LAST_SHARD = {
-    "one device": "rows 0 to 5 on CPU:1",
-    "several devices": "rows 4 to 5 on CPU:5",
+    "one device": "(rows 0 to|row) 5 on CPU:1",
+    "several devices": "(rows 4 to|row) 5 on CPU:5",
     "one device, chunks": "rows? .*5 on CPU:1(, then CPU:1)*",
     "several devices, chunks": "rows? .*5 on CPU:[205](, then CPU:[205])*",
 }
@@ -74,6 +74,17 @@ def test_an_error_inside_fn(
     assert message in str(caught.value.__cause__)
     for shard in caught.value.shards:  # more than one where it was tried again
         assert re.fullmatch(where, str(shard))
+
+
+@pytest.mark.parametrize("way", [WAYS[name] for name in LAST_SHARD], ids=LAST_SHARD)
+@pytest.mark.parametrize("vectorize", ["auto", False])
+def test_an_error_of_a_fn_without_side_effects_names_the_row(way: Options, vectorize: Any) -> None:
+    mapper = devicemap.DeviceMap(_asserting, **way, vectorize=vectorize, max_retries=0)
+    with pytest.raises(
+        FunctionError, match=r"^_asserting failed on row 5 on CPU:\d: InvalidArgumentError: .*too large"
+    ) as caught:
+        mapper(X)
+    assert [(shard.start, shard.stop) for shard in caught.value.shards] == [(5, 6)]
 
 
 @pytest.mark.parametrize("main_thread", [True, False])
@@ -207,7 +218,7 @@ def test_locating_an_error_takes_at_most_a_second() -> None:
 
 
 def test_an_error_of_a_long_call_is_not_located(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("devicemap.run.graph_engine._AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("devicemap.run.graph_engine.AGAIN_SECONDS", 0.0)
     calls: list[float] = []
 
     def python(batch: Any) -> Any:
@@ -242,7 +253,7 @@ def test_an_error_inside_fn_under_a_tape() -> None:
     mapper = devicemap.DeviceMap(_asserting, **SEVERAL)
     with (
         tf.GradientTape(),
-        pytest.raises(FunctionError, match=r"rows 4 to 5 on CPU:5: InvalidArgumentError: .*too large"),
+        pytest.raises(FunctionError, match=r" row 5 on CPU:5: InvalidArgumentError: .*too large"),
     ):
         mapper(X)
 

@@ -95,6 +95,11 @@ class Program:
         """Whether `fn` must return as many rows as it gets."""
         return self.options.batched and (self.reduction is None or self.reduction.counts_rows)
 
+    def may_repeat(self, compiled: CompiledMap) -> bool:
+        """Whether any row may run again, by itself, without side effects: for a `fn` of one row."""
+        audit = compiled.traced.audit
+        return not (self.options.batched or audit.effects or audit.writes)
+
     def reducing(self, reduction: Reduction | JoinedShards) -> Program:
         """Return the program with its results reduced."""
         program = copy.copy(self)

@@ -24,9 +24,7 @@ from devicemap.data.rows import HOST, Rows, take_rows
 from devicemap.devices import is_out_of_memory
 from devicemap.errors import DataError, FunctionError
 from devicemap.events import ChunkFinished, ChunkStarted, Event, Shard
-
-_AGAIN_SECONDS = 1.0
-"""A call that failed later is not repeated to find the rows. The repetition takes no longer, either."""
+from devicemap.run.retries import AGAIN_SECONDS, failing_row, is_of_the_row
 
 
 @dataclass(frozen=True)
@@ -142,22 +140,39 @@ class GraphEngine:
         """Return the error to raise for a graph that failed after `seconds`, and its cause.
 
         TensorFlow does not report the device. So each shard runs again by itself until one fails, unless that would write a
-        variable again or take long.
+        variable again or take long. If `fn` takes rows and has no side effects, halves of the shard run again to find the row.
         """
-        if len(shards) < 2 or compiled.traced.audit.writes or seconds > _AGAIN_SECONDS:
+        repeats_rows = self.program.may_repeat(compiled)
+        known = len(shards) < 2 and not repeats_rows
+        if known or compiled.traced.audit.writes or seconds > AGAIN_SECONDS:
             return self.program.failed(error, shards), error
         cancellation = Cancellation()
         functions = compiled.chunk_functions(cancellation)
+        found: dict[Shard, tuple[BaseException, Shard]] = {}
 
         def run_on(shard: Shard) -> Any:
-            with tf.device(HOST):  # a slice without a device would copy all rows to the first GPU
-                rows = [take_rows(leaf, shard.start, shard.stop) for leaf in leaves]
-            return functions[shard.device]()(*compiled.flat(rows))
+            function = functions[shard.device]()
 
-        outcomes = attempt([partial(run_on, shard) for shard in shards], cancellation, _AGAIN_SECONDS)
-        for shard, outcome in zip(shards, outcomes):
-            if outcome is not None and outcome[1] is not None:
-                return self.program.failed(outcome[1], [shard]), outcome[1]
+            def run(start: int, stop: int) -> Any:
+                with tf.device(HOST):  # a slice without a device would copy all rows to the first GPU
+                    rows = [take_rows(leaf, start, stop) for leaf in leaves]
+                return function(*compiled.flat(rows))
+
+            try:
+                return run(shard.start, shard.stop)
+            except tf.errors.CancelledError:  # another shard failed, or time is up
+                raise
+            except Exception as failure:
+                found[shard] = failure, shard
+                if repeats_rows and is_of_the_row(failure) and not is_out_of_memory(failure):
+                    found[shard] = failure, failing_row(run, shard, failure)
+                raise
+
+        outcomes = attempt([partial(run_on, shard) for shard in shards], cancellation, AGAIN_SECONDS)
+        for shard in shards:
+            if shard in found:
+                failure, where = found[shard]
+                return self.program.failed(failure, [where]), failure
         try:
             for parts in zip(*(outcome[0] for outcome in outcomes if outcome is not None)):
                 check_inner_shapes(parts)

@@ -239,6 +239,7 @@ class Mapper:
                     options,
                     max_retries=self._options.max_retries,
                     skips=self._skips,
+                    locates=self.program.may_repeat(compiled),
                     powers_of_two=compiled.traced.with_xla is not None,
                     observe=on_event,
                     describe=self.program.failed,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import builtins
+from collections.abc import Callable
 from enum import Enum
 
 import tensorflow as tf
 
 from devicemap.devices import is_out_of_memory
 from devicemap.errors import DeviceMapError, brief
+from devicemap.events import Shard
 
 _TRANSIENT = (
     tf.errors.UnavailableError,
@@ -18,6 +20,9 @@ _TRANSIENT = (
     tf.errors.UnknownError,
 )
 """Errors of devices and networks that may not occur again, or not on another device. All others fail the same everywhere."""
+
+AGAIN_SECONDS = 1.0
+"""What failed later is not repeated to find the row."""
 
 FAILURES_IN_A_ROW = 3
 """A device that fails so often without a success in between gets no more chunks."""
@@ -57,6 +62,31 @@ def is_of_the_row(error: BaseException) -> bool:
     (True, False)
     """
     return isinstance(error, Exception) and not isinstance(error, tf.errors.UnavailableError | DeviceMapError)
+
+
+def failing_row(run: Callable[[int, int], object], shard: Shard, error: BaseException) -> Shard:
+    """Return the row that makes `run(start, stop)` fail as these rows did, by running halves; the rows if it is not found.
+
+    >>> rows = Shard("CPU:0", 0, 100)
+    >>> failing_row(lambda start, stop: [1 / (6 - row) for row in range(start, stop)], rows, ZeroDivisionError())
+    Shard(device='CPU:0', start=6, stop=7)
+    """
+
+    def fails(start: int, stop: int) -> bool:
+        try:
+            run(start, stop)
+        except type(error):
+            return True
+        return False
+
+    start, stop = shard.start, shard.stop
+    try:
+        while stop - start > 1:
+            middle = (start + stop) // 2
+            start, stop = (start, middle) if fails(start, middle) else (middle, stop)
+        return Shard(shard.device, start, stop) if len(shard) == 1 or fails(start, stop) else shard
+    except Exception:  # another one, as of a call that was cancelled
+        return shard
 
 
 def is_python_bug(error: BaseException) -> bool:

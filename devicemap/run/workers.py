@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,7 +22,7 @@ from devicemap.events import (
     RowFailed,
     Shard,
 )
-from devicemap.run.retries import RetryAction, is_of_the_row, retry_action
+from devicemap.run.retries import AGAIN_SECONDS, RetryAction, failing_row, is_of_the_row, retry_action
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class ChunkOptions:
 
     skips: bool = False
     """Whether rows that fail by themselves are left out."""
+
+    locates: bool = False
+    """Whether a chunk that failed may run again in parts, to find the row that failed."""
 
     powers_of_two: bool = False
     """Whether chunks without a fixed size have 1, 2, 4, 8, ... rows, so that XLA compiles for few shapes."""
@@ -179,6 +183,10 @@ def work(call: Call, runner: Runner, tasks: SimpleQueue[Task | None]) -> None:
         call.to_consumer.put(Failure(error))
 
 
+def _run_part(run: Callable[[Chunk], Any], chunk: Chunk, start: int, stop: int) -> Any:
+    return run(chunk.cut(start, stop))
+
+
 def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -> None:
     """Compute a chunk, in pieces if it has more rows than fit into the memory of the device, or if rows of it fail."""
     chunk, limit, began, parts = task.chunk, task.limit, call.now(), [*task.parts]
@@ -212,6 +220,8 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
                 rows_failed = True
                 growing = growing or (task.out_of_memory and is_out_of_memory(error))
             elif action is RetryAction.RAISE:
+                if call.options.locates and is_of_the_row(error) and call.now() - started < AGAIN_SECONDS:
+                    shard = failing_row(partial(_run_part, run, piece), shard, error)
                 call.to_consumer.put(Failure(call.options.describe(error, (*task.tried, shard))))
                 return
             elif action is RetryAction.RETRY or not task.out_of_memory:
