@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 from devicemap._tensorflow import Private, with_fallback
@@ -19,6 +20,8 @@ def lost_threads() -> bool:
     if getattr(_context.context_safe(), "_context_handle", None) is None or not _THREADS.is_dir():
         return False
     try:
-        return not any((thread / "comm").read_text().startswith("tf_") for thread in _THREADS.iterdir())
+        names = [(thread / "comm").read_text() for thread in _THREADS.iterdir()]
     except OSError:  # a thread ended while it was read, so there are some
         return False
+    # Both, as other versions of TensorFlow may name their threads differently, but have some that are not Python's.
+    return len(names) <= threading.active_count() and not any(name.startswith("tf_") for name in names)

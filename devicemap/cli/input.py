@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import gzip
 import os
 import pkgutil
 import re
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +20,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap.errors import DataError, DeviceMapError, OptionError
+from devicemap.errors import DataError, DeviceMapError, OptionError, warn_user
 
 _SLICE_BYTES = 2**22
 """About how many bytes of a `.npy` file are read at once."""
@@ -104,6 +107,8 @@ def read_input(path: str, batched: bool, batch_size: int | None) -> Input:
     if kind == "bytes":
         rows = tf.data.Dataset.from_tensor_slices(names).map(tf.io.read_file, num_parallel_calls=tf.data.AUTOTUNE)
     else:
+        for name in names:
+            _warn_of_cut(name)
         rows = tf.data.TFRecordDataset(names, kind)
     count = None if kind == "bytes" else partial(_count_records, kind)
     return Input(rows.batch(batch_size or _ROWS_PER_BATCH) if batched else rows, rows, names, count)
@@ -115,6 +120,16 @@ def _kind(name: str) -> str:
     if _RECORDS.fullmatch(name):
         return "GZIP" if suffix == ".gz" else ""
     return suffix if suffix in (".npy", ".npz") else "bytes"
+
+
+def _warn_of_cut(name: str) -> None:
+    """Warn of a file that was cut inside the header of a record. TensorFlow takes that for the end, and fails at other cuts."""
+    opened: Any = gzip.open if name.lower().endswith(".gz") else open
+    with contextlib.suppress(OSError, EOFError, OverflowError, ValueError, zlib.error), opened(name, "rb") as file:
+        while header := file.read(12):
+            if len(header) < 12:
+                warn_user(f"{name} was cut inside the header of its last record, which is lost", RuntimeWarning)
+            file.seek(int.from_bytes(header[:8], "little") + 4, os.SEEK_CUR)
 
 
 def _count_records(compression: str, name: str) -> int:

@@ -25,7 +25,7 @@ from devicemap.hosts import settle
 from devicemap.inspect.pipeline_plan import PipelinePlan, StagePlan
 from devicemap.inspect.planner import data_spec
 from devicemap.options import Options, check_count
-from devicemap.pipelines.calls import Calls
+from devicemap.pipelines.microbatches import Calls
 from devicemap.pipelines.schedule import schedule_of
 from devicemap.pipelines.stages import Stage, devices_of_stages, run_in_turn
 
@@ -161,7 +161,7 @@ class Pipeline:
     def _composed(self, nest: Any, rows: int | None, microbatches: int | None = None) -> Any:
         """The stages on a nest of so many rows, in the graph that is being built.
 
-        `microbatches`: how many, where nobody knows the number of rows but that there are as many; else some may be empty.
+        `microbatches`: their number, if the number of rows is unknown and at least as large; otherwise some may be empty.
         """
         leaves = tf.nest.flatten(nest)
         filled = rows is not None or microbatches is not None

@@ -17,7 +17,7 @@ from devicemap.options import check_count
 from devicemap.pipelines.stages import devices_of_stages
 
 _ROWS, _TIMES = 32, 5
-"""Of the batch that layers are timed on, and how often; a dimension that nobody knows is taken for the same."""
+"""Rows of the batch that layers are timed on, which also replace unknown dimensions, and the number of timings."""
 
 
 def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: Any = None) -> list[Any]:

@@ -220,7 +220,8 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
                 rows_failed = True
                 growing = growing or (task.out_of_memory and is_out_of_memory(error))
             elif action is RetryAction.RAISE:
-                if call.options.locates and is_of_the_row(error) and call.now() - started < AGAIN_SECONDS:
+                soon = call.now() - started < AGAIN_SECONDS
+                if call.options.locates and soon and is_of_the_row(error) and not is_out_of_memory(error):
                     shard = failing_row(partial(_run_part, run, piece), shard, error)
                 call.to_consumer.put(Failure(call.options.describe(error, (*task.tried, shard))))
                 return

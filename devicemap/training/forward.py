@@ -24,9 +24,9 @@ from devicemap.errors import failure
 from devicemap.run.graph_engine import GraphEngine
 from devicemap.run.in_function import call_inside
 from devicemap.run.mapper import NullObserver
-from devicemap.training.calls import Given, Passed, collecting, depends_on, meeting, pure, recomputing
 from devicemap.training.lockstep import Lockstep
 from devicemap.training.recomputation import recomputed
+from devicemap.training.stateless import Given, Passed, collecting, depends_on, meeting, pure, recomputing
 
 _ADDS = frozenset(["AssignAddVariableOp", "AssignSubVariableOp"])
 """Ops that change a variable in any order, but once for each device."""

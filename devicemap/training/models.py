@@ -26,8 +26,8 @@ from devicemap.inspect.planner import data_spec, explain_call
 from devicemap.inspect.training_report import DeviceShare, TrainingReport
 from devicemap.inspect.verify import Verification
 from devicemap.options import check_count
-from devicemap.training.calls import ROWS, Given, without_state
 from devicemap.training.forward import ForwardPass
+from devicemap.training.stateless import ROWS, Given, without_state
 from devicemap.training.steps import Steps
 from devicemap.training.variables import beside_variables
 

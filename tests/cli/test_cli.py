@@ -133,6 +133,20 @@ def test_tfrecord(suffix: str, options: list[str]) -> None:
     assert run("length", f"x.tfrecord*{suffix}", *options).tolist() == list(range(10))
 
 
+@pytest.mark.parametrize("kept", [1, 11])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_tfrecord_that_was_cut_inside_a_header(suffix: str, kept: int) -> None:
+    """TensorFlow finds other cuts itself, and takes this one for the end."""
+    with tf.io.TFRecordWriter("whole") as writer:
+        for n in range(3):
+            writer.write(b"x" * n)
+    whole = pathlib.Path("whole").read_bytes()
+    whole = whole[: len(whole) - (8 + 4 + 2 + 4) + kept]
+    pathlib.Path(f"cut.tfrecord{suffix}").write_bytes(gzip.compress(whole) if suffix else whole)
+    with pytest.warns(RuntimeWarning, match=f"cut.tfrecord{suffix} was cut .*lost"):
+        assert run("length", f"cut.tfrecord{suffix}").tolist() == [0, 1]
+
+
 @pytest.mark.parametrize("options", [[], ["--batched"]])
 def test_a_folder_or_pattern_of_files(options: list[str]) -> None:
     folder = pathlib.Path("files")
