@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import json
 import os
 import shutil
@@ -155,8 +155,13 @@ def _reading_error(source: Input, error: Exception) -> Exception:
 
 def _check_file(suffix: str, spec: Any) -> None:
     """Raise an error for results that a file of this format cannot hold, and for a missing package."""
-    if suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise ImportError("--out FILE.parquet needs pyarrow, which is not installed: pip install 'devicemap[parquet]'")
+    if suffix == ".parquet":
+        try:
+            importlib.import_module("pyarrow.parquet")
+        except ImportError as error:
+            raise ImportError(
+                f"--out FILE.parquet needs pyarrow ({error}): pip install 'devicemap[parquet]'"
+            ) from error
     columns = spec if isinstance(spec, dict) and suffix != ".npy" else {RESULT: spec}
     kinds, classes = _FORMATS[suffix][1:]
     for name, column in columns.items():

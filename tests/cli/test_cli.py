@@ -207,7 +207,7 @@ def test_npy_and_npz_files(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_parquet_files() -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet = pytest.importorskip("pyarrow.parquet", exc_type=ImportError)  # it may need a newer NumPy
     np.save("x.npy", np.array(["one", "", "four"]))
     assert write("y.parquet", "text", "x.npy", "--batched") == 0
     assert parquet.read_table("y.parquet").to_pydict() == {
@@ -254,9 +254,9 @@ def test_results_that_a_file_cannot_hold(
 
 def test_parquet_needs_pyarrow(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     np.save("x.npy", X)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     assert write("y.parquet") == 1
-    assert "pyarrow, which is not installed: pip install 'devicemap[parquet]'" in capsys.readouterr().err
+    assert "needs pyarrow (" in capsys.readouterr().err
     assert not pathlib.Path("y.parquet.partial").exists()
 
 
