@@ -23,7 +23,7 @@ from devicemap.compile.reduction import Reduction
 from devicemap.data.rows import as_rows
 from devicemap.data.streams import as_dataset
 from devicemap.data.structure import as_nodes, as_objects, nodes_of, tuples_for_lists
-from devicemap.errors import DataError, OptionError
+from devicemap.errors import DataError
 from devicemap.events import Event, short_name
 from devicemap.inspect.plan import Plan
 from devicemap.inspect.planner import data_spec, explain_call
@@ -104,7 +104,8 @@ def parallel_map(
         on_error: "raise": the first error ends the call. "skip": a row that still fails after its retries is left out, and all
             others are computed. A failing chunk is computed in halves on its device until the failing rows are known. Results
             are those of the other rows, in order. `report.failed_rows` has the failed ones; a call without a `DeviceMap` warns
-            of them. Not under a tape, inside a `tf.function`, with ordered writes of variables, or with a directory.
+            of them, and `DeviceMap.write` stores them. Not under a tape, inside a `tf.function`, or with ordered writes of
+            variables.
         progress: `True` for a progress bar, or a callable that gets each `devicemap.types.Event`, one at a time.
         name: a name for the ops and errors of this map.
 
@@ -212,7 +213,6 @@ class DeviceMap:
         """
         mapper = Mapper(self._program.reducing(Reduction(reducer)), self._observers)
         if directory is not None:
-            self._refuse_to_skip()
             return reduce(mapper, data, directory)
         return mapper.run(data) if tf.executing_eagerly() else _inside_function(mapper, data)
 
@@ -283,6 +283,7 @@ class DeviceMap:
         directory: str | os.PathLike[str],
         *,
         trust_function: bool = False,
+        retry_failed: bool = False,
     ) -> Results:
         """Map over `data`, and keep each finished chunk on disk. The same call again computes only what is missing.
 
@@ -296,6 +297,8 @@ class DeviceMap:
             directory: a new or empty directory, or that of an earlier run of the same call.
             trust_function: continue even if `fn` has changed, because the change does not affect the results. Variables that
                 `fn` captures must be the same, in the same order.
+            retry_failed: compute rows that failed in earlier runs again. Without it, `on_error="skip"` leaves them out, and
+                `on_error="raise"` computes them again.
 
         Returns:
             The results in the directory, as `devicemap.open_results(directory)` returns them.
@@ -316,13 +319,8 @@ class DeviceMap:
             >>> results.load()
             array([ 0,  1,  4,  9, 16], dtype=int32)
         """
-        self._refuse_to_skip()
-        write(self._mapper, data, directory, trust_function)
+        write(self._mapper, data, directory, trust_function, retry_failed)
         return open_results(directory)
-
-    def _refuse_to_skip(self) -> None:
-        if self._program.options.on_error == "skip":
-            raise OptionError("on_error='skip' with a directory, which has a result for each row; leave on_error out")
 
     def verify(
         self, data: Any, rows: int | None = None, *, tolerance: float | None = None, seconds: float | None = 30.0

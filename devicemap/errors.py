@@ -108,6 +108,11 @@ def brief(error: BaseException) -> str:
     return str(error).strip() or type(error).__name__
 
 
+def error_text(error: BaseException) -> str:
+    """Return the class of an error and what happened, in one line."""
+    return f"{type(error).__name__}: {brief(error)}"
+
+
 _TRACE = re.compile(r"Graph execution error|Detected at node|Traceback|<stack traces|\d+ root error|\s(?! \(0\) )")
 _CODE = re.compile(r"(\(0\) )?([A-Z_]+: +)?")
 

@@ -133,3 +133,17 @@ class CallFinished(Event):
 
     error: BaseException | None
     """The error that ended it, `None` if all rows were mapped."""
+
+
+@dataclass(frozen=True)
+class FailedRow:
+    """A row that failed by itself and was left out."""
+
+    row: int
+    """Its index in the data."""
+
+    device: str
+    """Full name of the device that tried it last."""
+
+    error: str
+    """The class and the message of its error."""

@@ -11,6 +11,7 @@ from devicemap.events import (
     ChunkStarted,
     DeviceLost,
     Event,
+    FailedRow,
     RowFailed,
     Shard,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "Device",
     "DeviceLost",
     "Event",
+    "FailedRow",
     "PipelinePlan",
     "Plan",
     "Report",

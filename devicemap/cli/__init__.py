@@ -1,7 +1,7 @@
 """The command line: its arguments and exit codes. The commands are in `commands`.
 
-Exit codes: 0; 1 for an error; 2 for invalid arguments; 130 for Ctrl-C. TensorFlow is imported when a command runs, so
-`devicemap --help` is instant.
+Exit codes: 0; 1 for an error; 2 for invalid arguments; 3 if rows were left out; 130 for Ctrl-C. TensorFlow is imported when a
+command runs, so `devicemap --help` is instant.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from devicemap.cli import commands
 
-        commands.execute(options)
+        code = commands.execute(options)
         sys.stdout.flush()
-        return 0
+        return code
     except KeyboardInterrupt:
         kept = " Finished chunks are kept: repeat the command to continue." if options.command == "run" else ""
         return _fail(options, f"interrupted.{kept}", 130)
@@ -81,7 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--rows", type=_count, metavar="N", help="use the first N rows (default: 1024 of a dataset)")
     bench.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time budget (default: %(default)s)")
     run = add("run", "Map over all rows and write the results. Repeat the command to continue a run.", mapping)
-    run.add_argument("--out", required=True, metavar="PATH", help="a .npy, .npz or .parquet file, or else a directory")
+    run.add_argument(
+        "--out", required=True, metavar="PATH", help="a .npy, .npz, .parquet or .tfrecord file, or a directory"
+    )
+    run.add_argument("--skip-errors", action="store_true", help="leave out rows that fail, and exit with code 3")
     run.add_argument("--trust-function", action="store_true", help="continue results of a changed FUNCTION")
     run.add_argument("--quiet", action="store_true", help="no progress bar")
     serve = add("serve", "Serve the devices of this machine to devicemap.connect, until Ctrl-C.")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import os
 import shutil
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,25 +22,34 @@ from devicemap.bench.runner import benchmark
 from devicemap.cli.input import Input, load_object, read_input
 from devicemap.cluster import serve
 from devicemap.devices import is_out_of_memory, list_devices, simulate_devices, why_no_gpu
-from devicemap.errors import DataError, FunctionError, OptionError, brief, function_error
+from devicemap.errors import DataError, FunctionError, brief, function_error
 from devicemap.events import short_name
 from devicemap.inspect.plan import Plan
 from devicemap.inspect.render import check_drawable, size_text
-from devicemap.ray.columns import RESULT, as_arrow
+from devicemap.store.export import RESULT, check_format, replacing
+from devicemap.store.results import Results
 
-_FORMATS: dict[str, Any] = {
-    ".npy": ("numpy.load({!r})", "biufc", tf.TensorSpec),
-    ".npz": ("numpy.load({!r})", "biufc", tf.TensorSpec),
-    ".parquet": ("pyarrow.parquet.read_table({!r})", "biufO", (tf.TensorSpec, tf.RaggedTensorSpec)),
+_LOADING = {
+    ".npy": "numpy.load({!r})",
+    ".npz": "numpy.load({!r})",
+    ".parquet": "pyarrow.parquet.read_table({!r})",
+    ".tfrecord": "tf.data.TFRecordDataset({!r})",
 }
-"""The files that `run` writes, by suffix: how to load them, and the kinds of NumPy dtypes and of tensors that they hold."""
+"""The files that `run` writes, by suffix, and how to load them. Other names are directories."""
 
 
-def execute(options: argparse.Namespace) -> None:
-    """Execute the command that `options.command` names."""
+ROWS_FAILED = 3
+"""The exit code of `run --skip-errors` if rows failed."""
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Execute the command that `options.command` names, and return its exit code."""
     if options.simulate:
         simulate_devices(options.simulate)
-    {"devices": _devices, "explain": _explain, "bench": _bench, "run": _run, "serve": _serve}[options.command](options)
+    commands: dict[str, Callable[[argparse.Namespace], int | None]] = {
+        "devices": _devices, "explain": _explain, "bench": _bench, "run": _run, "serve": _serve,
+    }  # fmt: skip
+    return commands[options.command](options) or 0
 
 
 def _devices(options: argparse.Namespace) -> None:
@@ -89,17 +97,18 @@ def _read(options: argparse.Namespace) -> Input:
     return read_input(options.input, options.batched, options.batch_size)
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> int:
     if not options.quiet:
         rich.reconfigure(stderr=True)  # so that the progress bar is not part of the output
-    mapper = _mapper(options, progress=not options.quiet)
+    on_error = "skip" if options.skip_errors else "raise"
+    mapper = _mapper(options, progress=not options.quiet, on_error=on_error)
     source = _read(options)
     out, suffix = Path(options.out), Path(options.out).suffix
-    directory = Path(f"{out}.partial") if suffix in _FORMATS else out
-    if suffix in _FORMATS:
+    directory = Path(f"{out}.partial") if suffix in _LOADING else out
+    if suffix in _LOADING:
         if out.exists() and not directory.exists():
             raise FileExistsError(f"{out} already exists; remove it to compute it again")
-        _check_file(suffix, mapper.as_dataset(source.data).element_spec)
+        check_format(suffix, mapper.as_dataset(source.data).element_spec)
     try:
         results = mapper.write(source.data, directory, trust_function=options.trust_function)
     except FunctionError as error:
@@ -110,11 +119,15 @@ def _run(options: argparse.Namespace) -> None:
         raise _reading_error(source, error) from error
     if mapper.report is not None:
         print(mapper.report.summary if mapper.report.rows or not len(results) else "no row was missing")
-    if suffix in _FORMATS:
-        _save(suffix, results.load(), out)
+    for failed in results.failed_rows:
+        print(f"{source.locate(failed.row)} failed on {short_name(failed.device)}: {failed.error}")
+    if suffix in _LOADING:
+        _save(suffix, results, out)
         shutil.rmtree(directory)
-    loading = _FORMATS[suffix][0] if suffix in _FORMATS else "devicemap.open_results({!r}).load()"
-    print(f"{len(results)} rows in {out}; load them by {loading.format(str(out))}")
+    loading = _LOADING.get(suffix, "devicemap.open_results({!r}).load()")
+    left_out = f", without {len(results.failed_rows)} that failed" if results.failed_rows else ""
+    print(f"{len(results)} rows in {out}{left_out}; load them by {loading.format(str(out))}")
+    return ROWS_FAILED if results.failed_rows else 0
 
 
 def _mapper(options: argparse.Namespace, **changed: Any) -> DeviceMap:
@@ -153,43 +166,14 @@ def _reading_error(source: Input, error: Exception) -> Exception:
     return error
 
 
-def _check_file(suffix: str, spec: Any) -> None:
-    """Raise an error for results that a file of this format cannot hold, and for a missing package."""
-    if suffix == ".parquet":
-        try:
-            importlib.import_module("pyarrow.parquet")
-        except ImportError as error:
-            raise ImportError(
-                f"--out FILE.parquet needs pyarrow ({error}): pip install 'devicemap[parquet]'"
-            ) from error
-    columns = spec if isinstance(spec, dict) and suffix != ".npy" else {RESULT: spec}
-    kinds, classes = _FORMATS[suffix][1:]
-    for name, column in columns.items():
-        known = isinstance(column, classes) and np.dtype(column.dtype.as_numpy_dtype).kind in kinds
-        if not known or not isinstance(name, str) or (suffix == ".npz" and name == "file"):
-            raise OptionError(
-                f"FUNCTION returns {name!r}: {column}, which a {suffix} file cannot hold. Use another format (.npy: one "
-                "numeric array; .npz: a dict of them; .parquet: also text and ragged rows), or let --out be a directory"
-            )
-
-
-def _save(suffix: str, results: Any, path: Path) -> None:
-    """Write results to a temporary file, and rename it to `path`."""
-    temporary = f"{path}.tmp"
-    columns = results if isinstance(results, dict) else {RESULT: results}
-    with open(temporary, "wb") as file:
-        if suffix == ".npy":
-            np.save(file, results)
-        elif suffix == ".npz":
-            np.savez(file, **columns)
-        else:
-            import pyarrow
-            from pyarrow import parquet
-
-            with tf.device("/CPU:0"):
-                tensors = {n: tf.constant(c) if isinstance(c, np.ndarray) else c for n, c in columns.items()}
-                arrays = {name: as_arrow(pyarrow, column) for name, column in tensors.items()}
-            parquet.write_table(pyarrow.table(arrays), file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+def _save(suffix: str, results: Results, path: Path) -> None:
+    if suffix == ".npy":
+        results.to_npy(path)
+    elif suffix == ".parquet":
+        results.to_parquet(path)
+    elif suffix == ".tfrecord":
+        results.to_tfrecords(path)
+    else:
+        loaded = results.load()
+        with replacing(path) as temporary, open(temporary, "wb") as file:
+            np.savez(file, **(loaded if isinstance(loaded, dict) else {RESULT: loaded}))

@@ -13,7 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def read_input(path: str, batched: bool, batch_size: int | None) -> Input:
         for name in names:
             _warn_of_cut(name)
         rows = tf.data.TFRecordDataset(names, kind)
-    count = None if kind == "bytes" else partial(_count_records, kind)
+    count = None if kind == "bytes" else cache(partial(_count_records, kind))
     return Input(rows.batch(batch_size or _ROWS_PER_BATCH) if batched else rows, rows, names, count)
 
 

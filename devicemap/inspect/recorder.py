@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 from devicemap.compile.compiled import CompiledMap
-from devicemap.errors import brief
+from devicemap.errors import error_text
 from devicemap.events import (
     CallFinished,
     CallStarted,
@@ -21,13 +21,14 @@ from devicemap.events import (
     ChunkStarted,
     DeviceLost,
     Event,
+    FailedRow,
     RowFailed,
     Shard,
 )
 from devicemap.inspect.advice import reason_for_loop
 from devicemap.inspect.gpu_usage import GpuUsage
 from devicemap.inspect.progress import ProgressBar
-from devicemap.inspect.report import DeviceReport, FailedRow, Report
+from devicemap.inspect.report import DeviceReport, Report
 from devicemap.inspect.timeline import Span
 from devicemap.options import Options
 from devicemap.run.graph_engine import GraphRun
@@ -67,7 +68,7 @@ class Recorder:
             self._device(event.shard.device).retries += 1
             self._device(event.shard.device).back_offs += event.attempt == 1
         elif isinstance(event, RowFailed):
-            self._failed_rows.append(FailedRow(event.shard.start, event.shard.device, _text_of(event.error)))
+            self._failed_rows.append(FailedRow(event.shard.start, event.shard.device, error_text(event.error)))
         elif isinstance(event, DeviceLost):
             self._device(event.device).lost = True
         elif isinstance(event, CallStarted):
@@ -75,7 +76,7 @@ class Recorder:
             self._devices = {device: DeviceReport(device) for device in event.devices}
         elif isinstance(event, CallFinished):
             self._usage.close()
-            self._error = None if event.error is None else _text_of(event.error)
+            self._error = None if event.error is None else error_text(event.error)
 
     def _device(self, name: str) -> DeviceReport:
         return self._devices.setdefault(name, DeviceReport(name))
@@ -167,7 +168,7 @@ class Observers:
         finally:
             call.seconds = time.perf_counter() - began
             # The report must not keep the error alive, whose traceback refers to tensors.
-            self._last = partial(_report_of_graph, facts, call, None if error is None else _text_of(error))
+            self._last = partial(_report_of_graph, facts, call, None if error is None else error_text(error))
             if observers:
                 _notify(observers, *call.events(error))
             error = None
@@ -198,10 +199,6 @@ def _report_of_graph(facts: dict[str, Any], call: GraphCall, error: str | None) 
     recorder = Recorder({}, **facts)
     _notify([recorder], call.started(), *call.events(None))
     return replace(recorder.report(), error=error)
-
-
-def _text_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {brief(error)}"
 
 
 def _notify(observers: Iterable[_Observer], *events: Event) -> None:

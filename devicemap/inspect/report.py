@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from devicemap.events import short_name
+from devicemap.events import FailedRow, short_name
 from devicemap.inspect.advice import advise_after
 from devicemap.inspect.render import Result, counted, page, seconds_text, table
 from devicemap.inspect.timeline import Span, save_plot, save_trace
@@ -50,20 +50,6 @@ class DeviceReport:
     utilisation_percent: float | None = None
     """Mean share of time in which the GPU ran a kernel of any program, 0 to 100. `None` without `nvidia-ml-py`, in one graph,
     on other devices, and for calls of less than 0.5 s."""
-
-
-@dataclass(frozen=True)
-class FailedRow:
-    """A row that failed by itself and was left out."""
-
-    row: int
-    """Its index in the data."""
-
-    device: str
-    """Full name of the device that tried it last."""
-
-    error: str
-    """The class and the message of its error."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,9 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap.errors import DataError, failure
-
-RESULT = "result"
-"""The column of results that are no dicts."""
+from devicemap.store.export import RESULT, as_arrow
 
 
 def rows_of(table: Any) -> dict[str, Any]:
@@ -92,13 +90,3 @@ def _column_of(name: str, column: Any) -> Any:
         raise failure(
             f"fn returns {name!r} of {column.dtype.name}, which Arrow cannot hold ({error}); cast it, or take it apart"
         ) from error
-
-
-def as_arrow(pa: Any, column: Any) -> Any:
-    """Return a dense or ragged tensor of shape `[rows, ...]` as an Arrow array; `pa` is the module `pyarrow`."""
-    if isinstance(column, tf.RaggedTensor):
-        return pa.ListArray.from_arrays(pa.array(column.row_splits, pa.int32()), as_arrow(pa, column.values))
-    if column.shape.rank > 1:
-        values = tf.reshape(column, [-1, *column.shape[2:]])
-        return pa.FixedSizeListArray.from_arrays(as_arrow(pa, values), column.shape[1])
-    return pa.array(np.asarray(column))

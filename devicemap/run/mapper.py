@@ -28,7 +28,7 @@ from devicemap.data.join import join
 from devicemap.data.rows import Rows, as_rows
 from devicemap.data.sources import Chunk, MemorySource, Source, from_dataset
 from devicemap.devices import is_out_of_memory, kind_of
-from devicemap.errors import DataError, OptionError, brief, warn_user
+from devicemap.errors import DataError, OptionError, error_text, warn_user
 from devicemap.events import ChunkFinished, DeviceLost, Event, RowFailed, short_name
 from devicemap.run.chunk_engine import run_chunks
 from devicemap.run.chunk_sizes import chunks_in_flight, rows_are_free
@@ -232,7 +232,7 @@ class Mapper:
                     elif isinstance(event, ChunkFinished):
                         succeeded = True
                     elif isinstance(event, RowFailed):
-                        failed.append(f"{event.shard}: {type(event.error).__name__}: {brief(event.error)}")
+                        failed.append(f"{event.shard}: {error_text(event.error)}")
                     observe(event)
 
                 options = replace(
@@ -297,5 +297,5 @@ def in_flight(compiled: CompiledMap, prefetch: int | None) -> dict[str, int]:
 def _loss_message(event: DeviceLost) -> str:
     return (
         f"{short_name(event.device)} kept failing, and got no more chunks in this call. Its last error was "
-        f"{type(event.error).__name__}: {brief(event.error)}"
+        f"{error_text(event.error)}"
     )

@@ -55,6 +55,9 @@ class ChunkOptions:
     skips: bool = False
     """Whether rows that fail by themselves are left out."""
 
+    leave_out: Callable[[Chunk, Shard, BaseException], object] = lambda row, shard, error: None
+    """Gets each row that is left out, as a chunk, with its device and its error; called by the worker."""
+
     locates: bool = False
     """Whether a chunk that failed may run again in parts, to find the row that failed."""
 
@@ -216,6 +219,7 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
                 own_action = retry_action(error, 1, tries, call.options.max_retries, True)
                 if chunk.count > 1 and own_action is RetryAction.RETRY:
                     continue
+                call.options.leave_out(piece, shard, error)
                 call.notify(RowFailed, shard=shard, error=error)
                 rows_failed = True
                 growing = growing or (task.out_of_memory and is_out_of_memory(error))

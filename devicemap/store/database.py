@@ -13,7 +13,6 @@ pages in a damaged file are not trusted either.
 
 from __future__ import annotations
 
-import bisect
 import errno
 import json
 import math
@@ -23,13 +22,13 @@ import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from devicemap.errors import JournalError, MissingRowsError
+from devicemap.store.chunks import StoredChunk, bytes_of, checksum, chunk_of
 from devicemap.store.encoding import START_AGAIN, Array, Arrays, decode_leaves, parts_of
 
 DATABASE, LOCK = "results.sqlite", "lock.sqlite"
@@ -38,7 +37,7 @@ DATABASE, LOCK = "results.sqlite", "lock.sqlite"
 SCHEMA = (
     "CREATE TABLE header (format INTEGER, call TEXT, rows INTEGER, checksum INTEGER)",
     "CREATE TABLE chunks (start INTEGER PRIMARY KEY, stop INTEGER, inputs TEXT, checksum INTEGER, first_array INTEGER, "
-    "last_array INTEGER)",
+    "last_array INTEGER, device TEXT, error TEXT)",
     "CREATE TABLE arrays (id INTEGER PRIMARY KEY, leaf INTEGER, name TEXT, shape TEXT, data BLOB)",
 )
 _FORMAT = 3
@@ -66,21 +65,6 @@ class Header(NamedTuple):
 
     rows: int | None
     """Number of rows of the data, `None` if it is unknown so far."""
-
-
-class StoredChunk(NamedTuple):
-    """A row of the table of chunks."""
-
-    start: int
-    stop: int
-    inputs: str
-    """The digest of the rows that it was computed from."""
-
-    checksum: int
-    """CRC-32 of the columns before, and of the shapes and bytes of its arrays. BLAKE2b takes 2.5 times as long."""
-
-    first_array: int = 0
-    last_array: int = 0
 
 
 @contextmanager
@@ -161,6 +145,8 @@ class Database:
             for chunk in chunks:
                 if type(chunk.stop) is not int or not row <= chunk.start < chunk.stop <= last:
                     raise ValueError("chunks")
+                if chunk.error is not None and chunk.checksum != checksum(*chunk[:3], *chunk[6:]):
+                    raise ValueError("failed rows")
                 row = chunk.stop
         except (RecursionError, TypeError, ValueError) as error:
             path = self._directory / DATABASE
@@ -177,7 +163,7 @@ class Database:
         """
         try:
             arrays, check = {}, 0
-            with closing(self._connection.execute(_READ_ARRAYS, chunk[4:])) as found:
+            with closing(self._connection.execute(_READ_ARRAYS, chunk[4:6])) as found:
                 for key, dtype in parts_of(specs).items():
                     arrays[key], check = self._next(found, key, dtype, check, (into or {}).get(key))
             if chunk_of(*chunk[:3], arrays, check).checksum != chunk.checksum:
@@ -233,12 +219,14 @@ class Database:
         ((last,),) = self._connection.execute("SELECT ifnull(max(id), 0) FROM arrays")
         first = last + 1
         for (leaf, name), array in arrays.items():
-            shape, data = json.dumps(array.shape), _bytes(array)
+            shape, data = json.dumps(array.shape), bytes_of(array)
             for offset in range(0, len(data) or 1, _PART_BYTES):
                 part = data[offset : offset + _PART_BYTES] or b""  # SQLite would store NULL for an empty array
                 last += 1
                 self._connection.execute("INSERT INTO arrays VALUES (?, ?, ?, ?, ?)", (last, leaf, name, shape, part))
-        self._connection.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?)", (*chunk[:4], first, last))
+        self._connection.execute(
+            "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*chunk[:4], first, last, *chunk[6:])
+        )
 
     def _has_tables(self) -> bool:
         found = self._connection.execute("SELECT sql FROM sqlite_master ORDER BY rowid").fetchall()
@@ -247,37 +235,6 @@ class Database:
                 f"{self._directory / DATABASE} is not a database that this version of devicemap writes. {START_AGAIN}"
             )
         return bool(found)
-
-
-def chunk_of(start: int, stop: int, inputs: str, arrays: Arrays, check: int | None = None) -> StoredChunk:
-    """Return a chunk with its checksum, by the checksum of all bytes if it is known."""
-    if check is None:
-        check = 0
-        for array in arrays.values():
-            check = zlib.crc32(_bytes(array), check)
-    shapes = [[*key, array.shape] for key, array in arrays.items()]
-    return StoredChunk(start, stop, inputs, checksum(start, stop, inputs, shapes, check))
-
-
-def checksum(*values: Any) -> int:
-    """Return the CRC-32 of JSON values."""
-    return zlib.crc32(json.dumps(values).encode())
-
-
-def missing_rows(chunks: Sequence[StoredChunk], start: int, stop: int) -> list[tuple[int, int]]:
-    """Return the `(start, stop)` of those of rows `start` to `stop - 1` that are in none of these sorted chunks.
-
-    >>> missing_rows([StoredChunk(2, 4, "", 0), StoredChunk(4, 6, "", 0)], 0, 8)
-    [(0, 2), (6, 8)]
-    """
-    edges = [start, *(edge for chunk in overlapping(chunks, start, stop) for edge in chunk[:2]), stop]
-    return [(low, high) for low, high in zip(edges[::2], edges[1::2]) if low < high]
-
-
-def overlapping(chunks: Sequence[StoredChunk], start: int, stop: int) -> Sequence[StoredChunk]:
-    """Return those of the sorted chunks that have some of rows `start` to `stop - 1`."""
-    first = bisect.bisect_right(chunks, start, key=attrgetter("stop"))
-    return chunks[first : bisect.bisect_left(chunks, stop, key=attrgetter("start"))]
 
 
 def _check_files(directory: Path) -> None:
@@ -312,8 +269,3 @@ def _connect(path: Path, mode: str, busy_seconds: float, pragmas: Iterable[str])
     for pragma in pragmas:
         connection.execute(f"PRAGMA {pragma}")
     return connection
-
-
-def _bytes(array: Array) -> memoryview:
-    """Return the little-endian bytes of an array."""
-    return np.asarray(array, array.dtype.newbyteorder("<"), order="C").reshape(-1).view(np.uint8).data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ import tensorflow as tf
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, empty_rows, take_rows
 from devicemap.errors import FunctionError, JournalError, MissingRowsError, brief
-from devicemap.store.database import Header, StoredChunk, missing_rows, open_database, overlapping
+from devicemap.events import FailedRow
+from devicemap.store.chunks import StoredChunk, missing_rows, overlapping
+from devicemap.store.database import Header, open_database
 from devicemap.store.encoding import Array, structure_of
+from devicemap.store.export import check_format, write_npy, write_parquet, write_tfrecords
 
 
 def open_results(directory: str | os.PathLike[str]) -> Results:
@@ -57,6 +61,8 @@ class Results:
         for chunk in results: ...        chunk by chunk, as they were written
         results.load()                   all rows
         results.as_dataset()             a tf.data.Dataset of the chunks, as tensors
+        results.to_parquet("x.parquet")  a file for other programs; also to_npy and to_tfrecords
+        results.failed_rows              rows of the data without results; results.row_numbers() has the others
 
     A request of missing or damaged rows raises a `MissingRowsError` that names them.
     """
@@ -71,10 +77,34 @@ class Results:
         self._specs = tf.nest.flatten(self.structure)
         self._chunks = chunks
         self._rows = header.rows
+        self._failed = [chunk for chunk in chunks if chunk.error is not None]
+
+    @property
+    def failed_rows(self) -> tuple[FailedRow, ...]:
+        """The rows of the data that failed and were left out (`on_error="skip"`), in order. They have no results."""
+        return tuple(FailedRow(chunk.start, str(chunk.device), str(chunk.error)) for chunk in self._failed)
+
+    def row_numbers(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the row of the data that each result belongs to: int64 of shape `[len(results)]`.
+
+        Raises:
+            MissingRowsError: the number of rows is unknown.
+
+        Examples:
+            >>> import tempfile
+            >>> from devicemap import DeviceMap
+            >>> def positive(x):
+            ...     return tf.debugging.check_numerics(tf.math.log(x), "not positive")
+            >>> results = DeviceMap(positive, on_error="skip").write(tf.constant([1.0, 0.0, 1.0]), tempfile.mkdtemp())
+            >>> results.load(), results.row_numbers(), results.failed_rows[0].row
+            (array([0., 0.], dtype=float32), array([0, 2]), 1)
+        """
+        rows = np.arange(len(self) + len(self._failed), dtype=np.int64)
+        return np.delete(rows, [chunk.start for chunk in self._failed])
 
     @property
     def missing(self) -> list[tuple[int, int | None]]:
-        """The `(start, stop)` of rows that no run has computed; `stop` is `None` if the number of rows is unknown.
+        """The `(start, stop)` of rows of the data that no run has tried; `stop` is `None` if the number of rows is unknown.
 
         Damaged chunks are not included; they are found when they are read.
         """
@@ -89,25 +119,24 @@ class Results:
         return not self.missing
 
     def __len__(self) -> int:
-        """Return the number of rows, missing ones included.
+        """Return the number of rows, missing ones included, and failed ones not.
 
         Raises:
             MissingRowsError: it is unknown, because the data is a dataset that no run has read to its end.
         """
         if self._rows is None:
             raise self._missing_error(self.missing)
-        return self._rows
+        return self._rows - len(self._failed)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the chunks in order. Missing rows are an error after the chunks before them."""
-        row = 0
+        missing = self.missing
         for chunk, leaves in self._read_chunks():
-            if chunk.start > row:
-                raise self._missing_error([(row, chunk.start)])
+            if missing and chunk.start > missing[0][0]:
+                break
             yield self._pack(leaves)
-            row = chunk.stop
-        if row != self._rows:
-            raise self._missing_error([(row, self._rows)])
+        if missing:
+            raise self._missing_error(missing[:1])
 
     def __getitem__(self, rows: slice) -> Any:
         """Return rows, by a slice without a step."""
@@ -148,35 +177,96 @@ class Results:
                 yield self._pack(tensors)
 
         dataset = tf.data.Dataset.from_generator(chunks, output_signature=self.structure)
-        return dataset.apply(tf.data.experimental.assert_cardinality(len(self._chunks)))
+        return dataset.apply(tf.data.experimental.assert_cardinality(len(self._chunks) - len(self._failed)))
+
+    def to_npy(self, path: str | os.PathLike[str]) -> None:
+        """Write all rows to a `.npy` file, for `numpy.load`: one dense array of numbers of shape `[len(results), ...]`.
+
+        Chunks are read one by one. The file appears, or is replaced, when it is complete.
+
+        Raises:
+            OptionError: the results are not one such array.
+            MissingRowsError: rows are missing or damaged.
+        """
+        self._check_export(".npy")
+        write_npy(Path(path), self.structure, len(self), self)
+
+    def to_parquet(self, path: str | os.PathLike[str]) -> None:
+        """Write all rows to a Parquet file, with a column for each key of a dict, or else the column `result`.
+
+        Columns are of numbers of at most 64 bits or of binary strings, and of lists of these for rows with axes. Row groups
+        have about 64 MB, which is also the memory that it takes.
+
+        Raises:
+            OptionError: the results are not one dense or ragged tensor, or a dict of these.
+            MissingRowsError: rows are missing or damaged.
+            ImportError: pyarrow is not installed.
+        """
+        self._check_export(".parquet")
+        write_parquet(Path(path), self.structure, self)
+
+    def to_tfrecords(self, path: str | os.PathLike[str]) -> None:
+        """Write all rows to a TFRecord file, each as a `tf.train.Example` with a feature for each key, or else `result`.
+
+        Features are lists of int64 (integers of at most 63 bits, bool), float32 (floating-point numbers of at most 32 bits) or
+        bytes, which `tf.io.parse_example` reads. The axes of a row are flattened.
+
+        Raises:
+            OptionError: a result has another dtype, or rows with more than one axis of unknown length.
+            MissingRowsError: rows are missing or damaged.
+        """
+        self._check_export(".tfrecord")
+        write_tfrecords(Path(path), self)
+
+    def _check_export(self, suffix: str) -> None:
+        check_format(suffix, self.structure)
+        if not self.complete:
+            raise self._missing_error(self.missing)
 
     def __repr__(self) -> str:
-        rows = "?" if self._rows is None else self._rows
-        return f"Results({str(self.directory)!r}, rows={rows}, chunks={len(self._chunks)}, complete={self.complete})"
+        rows = "?" if self._rows is None else len(self)
+        failed = f", failed={len(self._failed)}" if self._failed else ""
+        chunks = len(self._chunks) - len(self._failed)
+        return f"Results({str(self.directory)!r}, rows={rows}{failed}, chunks={chunks}, complete={self.complete})"
 
-    def _read(self, start: int, stop: int) -> Any:
+    def _read(self, first: int, last: int) -> Any:
+        """Return results `first` to `last - 1`."""
+        start = self._row_of(first)
+        stop = self._row_of(last - 1) + 1 if last > first else start
         if missing := missing_rows(self._chunks, start, stop):
             raise self._missing_error(missing)
         try:
             with tf.device(HOST):
-                return self._pack(self._joined(start, stop))
+                return self._pack(self._joined(start, stop, last - first))
         except (FunctionError, MemoryError, ValueError, tf.errors.OpError) as error:
             raise JournalError(
                 f"rows {start} to {stop - 1} in {self.directory} cannot be returned at once: {brief(error)}. Iterate over the "
                 "results to get them by chunk"
             ) from error
 
-    def _joined(self, start: int, stop: int) -> list[Any]:
-        """Return leaves of rows. Arrays of known shapes are allocated first, and filled without a further copy."""
+    def _row_of(self, result: int) -> int:
+        """Return the row of the data that a result belongs to."""
+        results_before = [chunk.start - failed for failed, chunk in enumerate(self._failed)]
+        return result + bisect_right(results_before, result)
+
+    def _joined(self, start: int, stop: int, count: int) -> list[Any]:
+        """Return the leaves of rows of the data, which have `count` results.
+
+        Arrays of known shapes are allocated first, and filled without a further copy.
+        """
         arrays: dict[int, Array] = {}
         parts: list[list[Any]] = [[] for _ in self._specs]
         for i, spec in enumerate(self._specs):
             if isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string and spec.shape[1:].is_fully_defined():
-                arrays[i] = np.empty((stop - start, *spec.shape[1:]), spec.dtype.as_numpy_dtype)
+                arrays[i] = np.empty((count, *spec.shape[1:]), spec.dtype.as_numpy_dtype)
+        filled = 0
         with open_database(self.directory) as database:
             for chunk in overlapping(self._chunks, start, stop):
+                if chunk.error is not None:
+                    continue
                 first, last = max(start, chunk.start), min(stop, chunk.stop)
-                slices = {i: array[first - start : last - start] for i, array in arrays.items()}
+                slices = {i: array[filled : filled + last - first] for i, array in arrays.items()}
+                filled += last - first
                 into = {(i, "values"): part for i, part in slices.items() if (first, last) == chunk[:2]}
                 for i, leaf in enumerate(database.leaves(chunk, self._specs, into=into)):
                     rows = take_rows(leaf, first - chunk.start, last - chunk.start)
@@ -188,7 +278,7 @@ class Results:
 
     def _read_chunks(self) -> Iterator[tuple[StoredChunk, list[Any]]]:
         with open_database(self.directory) as database:
-            for chunk in self._chunks:
+            for chunk in (chunk for chunk in self._chunks if chunk.error is None):
                 yield chunk, database.leaves(chunk, self._specs)
 
     def _pack(self, leaves: list[Any]) -> Any:

@@ -15,7 +15,7 @@ from devicemap.data.join import join
 from devicemap.data.rows import HOST
 from devicemap.data.sources import Chunk, Source
 from devicemap.errors import FunctionError, JournalError
-from devicemap.store.database import StoredChunk, missing_rows
+from devicemap.store.chunks import StoredChunk, missing_rows
 from devicemap.store.encoding import START_AGAIN, encode_leaves
 
 _ROWS_PER_SKIP = 256
@@ -51,7 +51,8 @@ def compared(
             if stop > rows:
                 break
             if _digest_pieces(pieces) != inputs:
-                raise _other_data(directory, f"rows {start} to {stop - 1} were not the same")
+                failed = "" if left[0].error is None else " when it failed; retry_failed=True computes it"
+                raise _other_data(directory, f"rows {start} to {stop - 1} were not the same{failed}")
             left.popleft()
             pieces = []
         held.append(chunk)

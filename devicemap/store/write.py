@@ -16,31 +16,45 @@ from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.reduction import BoundReduction
 from devicemap.data.rows import as_rows
 from devicemap.data.sources import Chunk, DatasetSource, Source
-from devicemap.errors import JournalError, MissingRowsError, warn_user
+from devicemap.errors import JournalError, MissingRowsError, error_text, warn_user
+from devicemap.events import Shard
 from devicemap.run.mapper import Mapper
 from devicemap.run.workers import ChunkOptions
-from devicemap.store.database import Header, StoredChunk, open_database
+from devicemap.store.chunks import StoredChunk
+from devicemap.store.database import Header, open_database
 from devicemap.store.encoding import START_AGAIN, describe_nest, encode_leaves, specs_of
 from devicemap.store.fingerprint import fingerprint
 from devicemap.store.resume import Unfinished, check_total, compared, digest_rows
 from devicemap.store.writer import Writer
 
 
-def write(mapper: Mapper, data: Any, directory: str | os.PathLike[str], trust_function: bool) -> None:
+def write(
+    mapper: Mapper, data: Any, directory: str | os.PathLike[str], trust_function: bool, retry_failed: bool
+) -> None:
     """Compute and store the chunks that a directory does not hold; the arguments are those of `DeviceMap.write`."""
-    _write_missing(mapper, data, Path(directory), trust_function)
+    _write_missing(mapper, data, Path(directory), trust_function, retry_failed)
 
 
 def reduce(mapper: Mapper, data: Any, directory: str | os.PathLike[str]) -> Any:
     """Compute and store the states of the chunks that a directory does not hold, and return the result of all states."""
     path = Path(directory)
-    compiled = _write_missing(mapper, data, path, False)
+    compiled, left_out = _write_missing(mapper, data, path)
+    if left_out:
+        warn_user(
+            f"{mapper.program.name}: {len(left_out)} row(s) failed in earlier runs and are left out; the first: row "
+            f"{left_out[0].start}: {left_out[0].error}. Without on_error='skip' they are computed again",
+            RuntimeWarning,
+        )
     with open_database(path) as database:
         _, stored = database.contents()
-        return compiled.pack_states(database.leaves(chunk, compiled.traced.specs, 1) for chunk in stored)
+        finished = (chunk for chunk in stored if chunk.error is None)
+        return compiled.pack_states(database.leaves(chunk, compiled.traced.specs, 1) for chunk in finished)
 
 
-def _write_missing(mapper: Mapper, data: Any, directory: Path, trust_function: bool) -> CompiledMap:
+def _write_missing(
+    mapper: Mapper, data: Any, directory: Path, trust_function: bool = False, retry_failed: bool = False
+) -> tuple[CompiledMap, list[StoredChunk]]:
+    """Return the compiled map, and the rows that failed before and are not tried again."""
     in_memory = not isinstance(data, tf.data.Dataset)
     rows = as_rows(data) if in_memory else data
     source = mapper.source(rows, "written")
@@ -57,6 +71,8 @@ def _write_missing(mapper: Mapper, data: Any, directory: Path, trust_function: b
                     "old, which devicemap does not detect",
                     RuntimeWarning,
                 )
+        if retry_failed or mapper.program.options.on_error == "raise":
+            stored = [chunk for chunk in stored if chunk.error is None]
         check_total(total, source.rows, directory)
         if in_memory:  # in one piece, as arrays, which are cut faster than tensors
             leaves = tuple(leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf for leaf in rows.leaves)
@@ -68,10 +84,13 @@ def _write_missing(mapper: Mapper, data: Any, directory: Path, trust_function: b
         def keep(chunk: Chunk, results: list[Any]) -> None:
             writer.append(chunk.start, chunk.start + chunk.count, digest_rows(chunk.leaves), encode_leaves(results))
 
-        for _ in mapper.chunks(missing, compiled, ChunkOptions(), keep):
+        def leave_out(row: Chunk, shard: Shard, error: BaseException) -> None:
+            writer.append_failed(row.start, digest_rows(row.leaves), shard.device, error_text(error))
+
+        for _ in mapper.chunks(missing, compiled, ChunkOptions(leave_out=leave_out), keep):
             pass
         writer.finish(missing.rows_read)
-    return compiled
+    return compiled, [chunk for chunk in stored if chunk.error is not None]
 
 
 def _describe_call(mapper: Mapper, source: Source, compiled: CompiledMap) -> tuple[dict[str, Any], list[str]]:
@@ -140,6 +159,7 @@ def _undamaged(directory: Path, stored: Sequence[StoredChunk], compiled: Compile
         with open_database(directory) as database:
             for chunk in stored:
                 with suppress(MissingRowsError):
-                    database.leaves(chunk, compiled.traced.specs, rows)
+                    if chunk.error is None:
+                        database.leaves(chunk, compiled.traced.specs, rows)
                     whole.append(chunk)
     return whole

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from devicemap.errors import JournalError
-from devicemap.store.database import Database, Header, StoredChunk, chunk_of, database_errors, open_for_writing
+from devicemap.store.chunks import StoredChunk, chunk_of, failed_row
+from devicemap.store.database import Database, Header, database_errors, open_for_writing
 from devicemap.store.encoding import Arrays
 
 _QUEUE_BYTES = 2**28
@@ -64,6 +65,10 @@ class Writer:
         """
         size_bytes = sum(array.nbytes for array in arrays.values())
         self._put(partial(Database.insert, chunk=chunk_of(start, stop, inputs, arrays), arrays=arrays), size_bytes)
+
+    def append_failed(self, row: int, inputs: str, device: str, error: str) -> None:
+        """Queue a row without results, the digest of its inputs, and where and why it failed. Raises as `append`."""
+        self._put(partial(Database.insert, chunk=failed_row(row, inputs, device, error), arrays={}), 0)
 
     def finish(self, rows: int) -> None:
         """Record the number of rows, and wait until everything is committed. Raises as `append`."""

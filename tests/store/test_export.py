@@ -1,0 +1,145 @@
+"""Results as `.npy`, Parquet and TFRecord files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from stored import damage
+
+from devicemap import DeviceMap
+from devicemap.errors import MissingRowsError, OptionError
+from devicemap.types import Results
+
+N = np.arange(10)
+
+
+def _pair(n: Any) -> dict[str, Any]:
+    return {"x": tf.cast(n, tf.float32) / 3, "n": n, "text": tf.strings.as_string(n), "matrix": tf.fill([2, 3], n)}
+
+
+def _written(fn: Any, directory: Path, data: Any = N, **options: Any) -> Results:
+    return DeviceMap(fn, **{"batch_size": 3, **options}).write(data, directory / "out")
+
+
+def _ragged(rows: Any) -> Any:
+    return tf.RaggedTensor.from_row_lengths(tf.range(tf.reduce_sum(rows)), rows)
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int8, np.uint64, np.float16, np.float64, np.complex64])
+@pytest.mark.parametrize("rows", [0, 1, 10])
+@pytest.mark.parametrize("shape", [(), (2, 3), (0,)])
+def test_npy(tmp_path: Path, dtype: Any, rows: int, shape: tuple[int, ...]) -> None:
+    values = np.arange(rows * int(np.prod(shape))).reshape(rows, *shape).astype(dtype)
+    results = _written(tf.identity, tmp_path, values)
+    results.to_npy(tmp_path / "x.npy")
+    loaded = np.load(tmp_path / "x.npy")
+    assert loaded.dtype == dtype
+    np.testing.assert_array_equal(loaded, values, strict=True)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "out"] == ["x.npy"]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    results = _written(_pair, tmp_path)
+    results.to_parquet(tmp_path / "x.parquet")
+    columns = parquet.read_table(tmp_path / "x.parquet").to_pydict()
+    loaded: Any = results.load()
+    assert sorted(columns) == ["matrix", "n", "text", "x"]
+    for name, column in columns.items():
+        assert column == loaded[name].tolist()
+    assert parquet.ParquetFile(tmp_path / "x.parquet").num_row_groups == 1  # of four chunks
+
+
+@pytest.mark.parametrize("rows", [0, 7])
+def test_parquet_of_ragged_rows(tmp_path: Path, rows: int) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    results = _written(_ragged, tmp_path, N[:rows].astype(np.int32), batched=True)
+    results.to_parquet(tmp_path / "x.parquet")
+    table = parquet.read_table(tmp_path / "x.parquet")
+    assert str(table.schema.field("result").type).startswith("list<")
+    assert table.column("result").to_pylist() == (results.load().to_list() if rows else [])
+
+
+def test_parquet_of_rows_whose_shape_differs_between_chunks(tmp_path: Path) -> None:
+    """One chunk has rows of length 2, another of length 4: the column has one type."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    data = tf.data.Dataset.from_generator(
+        lambda: (np.ones([2, n], np.int32) for n in (2, 4)), output_signature=tf.TensorSpec([None, None], tf.int32)
+    )
+    results = DeviceMap(lambda rows: rows + 1, batched=True).write(data, tmp_path / "out")
+    results.to_parquet(tmp_path / "x.parquet")
+    assert parquet.read_table(tmp_path / "x.parquet").column("result").to_pylist() == [[2, 2]] * 2 + [[2] * 4] * 2
+    with pytest.raises(OptionError, match=r"rows of the shapes \[2\] and \[4\]"):
+        results.to_npy(tmp_path / "x.npy")
+    assert not (tmp_path / "x.npy").exists()
+
+
+def test_tfrecords(tmp_path: Path) -> None:
+    results = _written(_pair, tmp_path)
+    results.to_tfrecords(tmp_path / "x.tfrecord")
+    features = {
+        "x": tf.io.FixedLenFeature([], tf.float32),
+        "n": tf.io.FixedLenFeature([], tf.int64),
+        "text": tf.io.FixedLenFeature([], tf.string),
+        "matrix": tf.io.FixedLenFeature([2, 3], tf.int64),
+    }
+    records = tf.data.TFRecordDataset(str(tmp_path / "x.tfrecord")).batch(100).get_single_element()
+    loaded: Any = results.load()
+    for name, tensor in tf.io.parse_example(records, features).items():
+        np.testing.assert_array_equal(tensor, loaded[name])
+
+
+def test_tfrecords_of_ragged_rows(tmp_path: Path) -> None:
+    results = _written(_ragged, tmp_path, N[:7].astype(np.int32), batched=True)
+    results.to_tfrecords(tmp_path / "x.tfrecord")
+    records = tf.data.TFRecordDataset(str(tmp_path / "x.tfrecord")).batch(100).get_single_element()
+    feature = tf.io.RaggedFeature(tf.int64)
+    assert tf.io.parse_example(records, {"result": feature})["result"].to_list() == results.load().to_list()
+
+
+REFUSED = {
+    "npy of a dict": ("to_npy", _pair, r"returns 'result': \{.*a \.npy file cannot hold; it holds one dense"),
+    "npy of text": ("to_npy", tf.strings.as_string, r"'result': TensorSpec.*string.*\.npy file"),
+    "npy of bfloat16": ("to_npy", lambda n: tf.cast(n, tf.bfloat16), r"bfloat16.*\.npy file"),
+    "parquet of complex numbers": ("to_parquet", lambda n: tf.cast(n, tf.complex64), r"complex64.*\.parquet file"),
+    "parquet of a tuple": ("to_parquet", lambda n: (n, n), r"'result': \(.*\.parquet file"),
+    "records of float64": ("to_tfrecords", lambda n: tf.cast(n, tf.float64), r"float64.*\.tfrecord file"),
+    "records of uint64": ("to_tfrecords", lambda n: tf.cast(n, tf.uint64), r"uint64.*\.tfrecord file"),
+}
+
+
+@pytest.mark.parametrize(("method", "fn", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_a_file_cannot_hold(tmp_path: Path, method: str, fn: Any, message: str) -> None:
+    results = _written(fn, tmp_path)
+    with pytest.raises(OptionError, match=message):
+        getattr(results, method)(tmp_path / "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("method", ["to_npy", "to_parquet", "to_tfrecords"])
+def test_damaged_rows_and_a_missing_folder(tmp_path: Path, method: str) -> None:
+    pytest.importorskip("pyarrow")
+    results = _written(tf.identity, tmp_path)
+    path = tmp_path / "x"
+    getattr(results, method)(path)
+    complete = path.read_bytes()
+    damage(tmp_path / "out", 6)
+    with pytest.raises(MissingRowsError, match="rows 6 to 8"):
+        getattr(results, method)(path)
+    assert path.read_bytes() == complete
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["out", "x"]
+    with pytest.raises(FileNotFoundError):
+        getattr(results, method)(tmp_path / "nowhere" / "x")
+
+
+def test_rows_that_failed_are_not_in_the_file(tmp_path: Path) -> None:
+    def fn(n: Any) -> Any:
+        with tf.control_dependencies([tf.debugging.assert_none_equal(n, tf.constant(4, n.dtype))]):
+            return n * n
+
+    _written(fn, tmp_path, on_error="skip", vectorize=False).to_npy(tmp_path / "x.npy")
+    assert np.load(tmp_path / "x.npy").tolist() == [n * n for n in N if n != 4]

@@ -1,0 +1,182 @@
+"""`write` and reductions with a directory and `on_error="skip"`: what is stored of failing rows, and when they run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from devicemap import DeviceMap, open_results
+from devicemap.errors import FunctionError, JournalError
+from devicemap.types import ChunkFinished
+
+ROWS = 40
+X = np.arange(ROWS, dtype=np.int32)
+BAD = {
+    "none": [],
+    "one": [7],
+    "first and last": [0, ROWS - 1],
+    "neighbours over chunks": [3, 4, 5, 6],
+    "every other": [*range(0, ROWS, 2)],
+    "all": [*range(ROWS)],
+}
+
+
+class Job:
+    """A function that fails on some rows, which may change, and the rows that it computes."""
+
+    def __init__(self, bad: list[int], on_error: str = "skip", **options: Any):
+        self.bad, self.computed = bad, list[int]()
+        call = tf.autograph.experimental.do_not_convert(self._call)
+        self.mapper = DeviceMap(call, on_error=on_error, progress=self._observe, **{"batch_size": 4, **options})
+
+    def _call(self, rows: Any) -> Any:
+        def python(rows: np.ndarray) -> np.ndarray:
+            if np.isin(rows, self.bad).any():
+                raise ValueError(f"odd row in {rows}")
+            return rows * 2
+
+        doubled = tf.ensure_shape(tf.numpy_function(python, [rows], tf.int32), rows.shape)
+        return {"twice": doubled, "text": tf.strings.as_string(doubled)}
+
+    def _observe(self, event: Any) -> None:
+        if isinstance(event, ChunkFinished):
+            self.computed += range(event.shard.start, event.shard.stop)
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("dataset", [False, True])
+@pytest.mark.filterwarnings("ignore:.*all 40 rows failed:RuntimeWarning")
+def test_failing_rows_are_stored(
+    tmp_path: Path, devices: list[str], bad: list[int], batched: bool, dataset: bool
+) -> None:
+    data = tf.data.Dataset.from_tensor_slices(X) if dataset else X
+    data = data.batch(6) if dataset and batched else data
+    results = Job(bad, batched=batched, devices=devices).mapper.write(data, tmp_path / "out")
+    good = np.delete(X, bad)
+    assert len(results) == len(good)
+    assert results.complete
+    assert [failed.row for failed in results.failed_rows] == bad
+    assert all(
+        "odd row in" in failed.error and failed.device.endswith(tuple(devices)) for failed in results.failed_rows
+    )
+    np.testing.assert_array_equal(results.row_numbers(), good)
+    assert results.row_numbers().dtype == np.int64
+    np.testing.assert_array_equal(results.load()["twice"], good * 2)
+    for start, stop in [(0, 5), (3, 4), (5, 17), (17, 17), (-3, None)]:
+        part = results[start:stop]
+        np.testing.assert_array_equal(part["twice"], (good * 2)[start:stop])
+        assert part["text"].tolist() == [str(n).encode() for n in (good * 2)[start:stop]]
+    assert [n for chunk in results for n in chunk["twice"]] == [*good * 2]
+    assert [int(row["twice"]) for row in results.as_dataset().unbatch()] == [*good * 2]
+    assert len(results.as_dataset()) == len([*results])
+
+
+@pytest.mark.parametrize("how", ["raise", "retry_failed"])
+def test_failed_rows_run_again_only_if_asked(tmp_path: Path, how: str) -> None:
+    first = Job([5, 21])
+    first.mapper.write(X, tmp_path)
+    again = Job([21])
+    with pytest.warns(RuntimeWarning, match="old, which devicemap does not detect"):
+        results = again.mapper.write(X, tmp_path)
+    assert again.computed == []
+    assert [failed.row for failed in results.failed_rows] == [5, 21]
+    if how == "raise":
+        with pytest.warns(RuntimeWarning), pytest.raises(FunctionError, match="row 21"):
+            Job([21], "raise").mapper.write(X, tmp_path)
+        assert [failed.row for failed in open_results(tmp_path).failed_rows] in ([], [5, 21])  # row 5 may be committed
+        fixed = Job([], "raise")
+        with pytest.warns(RuntimeWarning):
+            results = fixed.mapper.write(X, tmp_path)
+        assert {21} <= {*fixed.computed} <= {5, 21}
+    else:
+        fixed = Job([21])
+        with pytest.warns(RuntimeWarning):
+            results = fixed.mapper.write(X, tmp_path, retry_failed=True)
+        assert fixed.computed == [5]
+        assert [failed.row for failed in results.failed_rows] == [21]
+        with pytest.warns(RuntimeWarning):
+            results = Job([]).mapper.write(X, tmp_path, retry_failed=True)
+    assert results.failed_rows == ()
+    np.testing.assert_array_equal(results.load()["twice"], X * 2)
+
+
+def test_failed_rows_of_other_data(tmp_path: Path) -> None:
+    """A row that failed and was repaired in the data is tried again, if asked; otherwise the data is refused."""
+    Job([5]).mapper.write(X, tmp_path)
+    repaired = np.where(X == 5, 100, X).astype(np.int32)
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(JournalError, match=r"rows 5 to 5 .* retry_failed=True computes it"),
+    ):
+        Job([5]).mapper.write(repaired, tmp_path)
+    with pytest.warns(RuntimeWarning):
+        results = Job([5]).mapper.write(repaired, tmp_path, retry_failed=True)
+    np.testing.assert_array_equal(results.load()["twice"], repaired * 2)
+
+
+def test_more_rows_after_failed_ones(tmp_path: Path) -> None:
+    Job([39]).mapper.write(X, tmp_path)
+    job = Job([39, 41])
+    with pytest.warns(RuntimeWarning):
+        results = job.mapper.write(np.arange(50, dtype=np.int32), tmp_path)
+    assert sorted(job.computed) == [40, *range(42, 50)]
+    assert [failed.row for failed in results.failed_rows] == [39, 41]
+    assert len(results) == 48
+
+
+@pytest.mark.parametrize("reducer", ["sum", "mean", "max"])
+def test_reductions_with_a_directory(tmp_path: Path, devices: list[str], reducer: str) -> None:
+    def reduced(bad: list[int], on_error: str = "skip") -> Any:
+        mapper = DeviceMap(_root_of(bad), devices=devices, batch_size=4, on_error=on_error)
+        return mapper.reduce(tf.cast(X, tf.float32), reducer, tmp_path)
+
+    good = np.delete(X, [4, 5, 22]).astype(np.float32)
+    wanted = getattr(np, reducer)(good)
+    np.testing.assert_allclose(reduced([4, 5, 22]), wanted)
+    with pytest.warns(
+        RuntimeWarning, match=r"3 row\(s\) failed in earlier runs and are left out; the first: row 4: Inv"
+    ):
+        np.testing.assert_allclose(reduced([4, 5, 22]), wanted)
+    with pytest.raises(FunctionError, match=r"row 4|row 5|row 22"):
+        reduced([4, 5, 22], "raise")
+
+
+def _root_of(bad: list[int]) -> Callable[[Any], Any]:
+    numbers = tf.constant(bad, tf.float32)
+
+    def fn(x: Any) -> Any:
+        with tf.control_dependencies([tf.debugging.assert_none_equal(x, numbers)]):
+            return tf.identity(x)
+
+    return fn
+
+
+def test_a_run_that_stops_keeps_failed_rows(tmp_path: Path) -> None:
+    """The data ends with an error after the first chunks; the next run computes the rest alone."""
+
+    def rows(stops: bool) -> Any:
+        for row in X:
+            if stops and row == 20:
+                raise OSError("no more")
+            yield row
+
+    def data(stops: bool) -> Any:
+        return tf.data.Dataset.from_generator(lambda: rows(stops), output_signature=tf.TensorSpec([], tf.int32))
+
+    with pytest.raises(tf.errors.OpError, match="no more"):
+        Job([2]).mapper.write(data(True), tmp_path)
+    stored = open_results(tmp_path)
+    assert [failed.row for failed in stored.failed_rows] == [2]
+    assert not stored.complete
+    job = Job([2, 30])
+    with pytest.warns(RuntimeWarning):
+        results = job.mapper.write(data(False), tmp_path)
+    assert min(job.computed) >= 16
+    assert [failed.row for failed in results.failed_rows] == [2, 30]
+    np.testing.assert_array_equal(results.row_numbers(), np.delete(X, [2, 30]))
