@@ -27,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the name of the program; `None` for those of this process.
     """
     options = _parser().parse_args(arguments)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
+    os.environ.setdefault(
+        "TF_CPP_MIN_LOG_LEVEL", "3" if options.command == "check" else "2"
+    )  # before importing TensorFlow
     try:
         from devicemap.cli import commands
 
@@ -87,6 +89,13 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--skip-errors", action="store_true", help="leave out rows that fail, and exit with code 3")
     run.add_argument("--trust-function", action="store_true", help="continue results of a changed FUNCTION")
     run.add_argument("--quiet", action="store_true", help="no progress bar")
+    check = add(
+        "check", "Test each guarantee on the devices of this machine, and measure speed-ups: two minutes.", saving
+    )
+    check.add_argument("--devices", type=_devices, metavar="NAMES", help="a kind (GPU) or names (GPU:0,GPU:2)")
+    measured = "how long one device computes for each measurement (default: %(default)s)"
+    check.add_argument("--seconds", type=float, default=1.0, metavar="S", help=measured)
+    add("env", "Print versions and devices, for a report of an error.", saving)
     serve = add("serve", "Serve the devices of this machine to devicemap.connect, until Ctrl-C.")
     serve.add_argument("--port", type=int, required=True, metavar="N", help="0 for any free port")
     confirmed = "confirm that the port is open on all network interfaces without a password: clients can run any code"

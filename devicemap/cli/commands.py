@@ -19,13 +19,14 @@ import tensorflow as tf
 from devicemap.api import DeviceMap
 from devicemap.bench.measurements import BenchmarkResult
 from devicemap.bench.runner import benchmark
+from devicemap.cli.check import check, print_devices, print_environment
 from devicemap.cli.input import Input, load_object, read_input
 from devicemap.cluster import serve
-from devicemap.devices import is_out_of_memory, list_devices, simulate_devices, why_no_gpu
+from devicemap.devices import is_out_of_memory, list_devices, simulate_devices
 from devicemap.errors import DataError, FunctionError, brief, function_error
 from devicemap.events import short_name
 from devicemap.inspect.plan import Plan
-from devicemap.inspect.render import check_drawable, size_text
+from devicemap.inspect.render import check_drawable
 from devicemap.store.export import RESULT, check_format, replacing
 from devicemap.store.results import Results
 
@@ -48,19 +49,24 @@ def execute(options: argparse.Namespace) -> int:
         simulate_devices(options.simulate)
     commands: dict[str, Callable[[argparse.Namespace], int | None]] = {
         "devices": _devices, "explain": _explain, "bench": _bench, "run": _run, "serve": _serve,
+        "check": _check, "env": _env,
     }  # fmt: skip
     return commands[options.command](options) or 0
 
 
 def _devices(options: argparse.Namespace) -> None:
     devices = list_devices()
-    for device in devices:
-        memory = "" if device.memory is None else size_text(device.memory)
-        print(f"{short_name(device.name):8} {device.kind:4} {memory:>10}  {device.description}")
+    print_devices(devices)
     if options.json:
         options.json.write_text(json.dumps([asdict(device) for device in devices], indent=1) + "\n", encoding="utf-8")
-    if not any(device.kind == "GPU" for device in devices):
-        print(f"\nNo GPU: {why_no_gpu()}")
+
+
+def _check(options: argparse.Namespace) -> int:
+    return 0 if check(options.devices, options.seconds, options.json) else 1
+
+
+def _env(options: argparse.Namespace) -> None:
+    print_environment(options.json)
 
 
 def _serve(options: argparse.Namespace) -> None:
