@@ -145,7 +145,8 @@ class Database:
             for chunk in chunks:
                 if type(chunk.stop) is not int or not row <= chunk.start < chunk.stop <= last:
                     raise ValueError("chunks")
-                if chunk.error is not None and chunk.checksum != checksum(*chunk[:3], *chunk[6:]):
+                failed_row_check = chunk.start + 1, checksum(*chunk[:3], *chunk[6:])
+                if chunk.error is not None and (chunk.stop, chunk.checksum) != failed_row_check:
                     raise ValueError("failed rows")
                 row = chunk.stop
         except (RecursionError, TypeError, ValueError) as error:

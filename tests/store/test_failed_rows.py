@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from stored import query
 
 from devicemap import DeviceMap, open_results
 from devicemap.errors import FunctionError, JournalError
+from devicemap.store.chunks import checksum
 from devicemap.types import ChunkFinished
 
 ROWS = 40
@@ -118,6 +120,26 @@ def test_failed_rows_of_other_data(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning):
         results = Job([5]).mapper.write(repaired, tmp_path, retry_failed=True)
     np.testing.assert_array_equal(results.load()["twice"], repaired * 2)
+
+
+@pytest.mark.parametrize(
+    "change", ["error = 'another'", "device = 1", "stop = 7", "error = NULL", "inputs = 'x'"], ids=lambda text: text
+)
+def test_a_damaged_failed_row(tmp_path: Path, change: str) -> None:
+    Job([5, 6]).mapper.write(X, tmp_path)
+    query(tmp_path, "DELETE FROM chunks WHERE start = 6")
+    query(tmp_path, f"UPDATE chunks SET {change} WHERE start = 5")
+    with pytest.raises(JournalError):
+        open_results(tmp_path)[:10]
+
+
+def test_a_failed_row_with_a_right_checksum_covers_no_other_row(tmp_path: Path) -> None:
+    Job([5, 6]).mapper.write(X, tmp_path)
+    query(tmp_path, "DELETE FROM chunks WHERE start = 6")
+    ((inputs, device, error),) = query(tmp_path, "SELECT inputs, device, error FROM chunks WHERE start = 5")
+    query(tmp_path, "UPDATE chunks SET stop = 7, checksum = ? WHERE start = 5", checksum(5, 7, inputs, device, error))
+    with pytest.raises(JournalError, match="damaged"):
+        open_results(tmp_path)
 
 
 def test_more_rows_after_failed_ones(tmp_path: Path) -> None:
