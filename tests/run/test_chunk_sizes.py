@@ -67,36 +67,28 @@ def simulate(
 
 COSTS = [0.004] * 2048
 HOT = [0.004] * 1920 + [0.004 * 17] * 128
-JOBS = {
-    "even": (COSTS, [1.0] * 8),
-    "hot block first": (HOT[::-1], [1.0] * 8),
-    "hot block last": (HOT, [1.0] * 8),
-    "ramp": ([0.008 * i / 2048 for i in range(2048)], [1.0] * 8),
-    "half four times slower": (COSTS, [1.0, 0.25] * 4),
-    "one ten times slower": (COSTS, [0.1] + [1.0] * 7),
-}
-SHARES = {
-    "even": 0.97,
-    "hot block first": 0.96,
-    "hot block last": 0.92,
-    "ramp": 0.95,
-    "half four times slower": 0.95,
-    "one ten times slower": 0.93,
+JOBS = {  # seconds of rows, speeds of devices, share of the ideal time
+    "even": (COSTS, [1.0] * 8, 0.97),
+    "hot block first": (HOT[::-1], [1.0] * 8, 0.96),
+    "hot block last": (HOT, [1.0] * 8, 0.92),
+    "ramp": ([0.008 * i / 2048 for i in range(2048)], [1.0] * 8, 0.95),
+    "half four times slower": (COSTS, [1.0, 0.25] * 4, 0.95),
+    "one ten times slower": (COSTS, [0.1] + [1.0] * 7, 0.93),
 }
 
 
 @pytest.mark.parametrize("job", JOBS)
 def test_share_of_the_ideal_time(job: str) -> None:
-    costs, devices = JOBS[job]
+    costs, devices, share = JOBS[job]
     seconds, sizes, _ = simulate(costs, devices)
     assert sum(sizes) == len(costs)
-    assert sum(costs) / sum(devices) / seconds >= SHARES[job]
+    assert sum(costs) / sum(devices) / seconds >= share
 
 
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("chunk_rows", [8, 32])
 def test_chunks_of_a_fixed_size_lose_at_most_one_chunk(job: str, chunk_rows: int) -> None:
-    costs, devices = JOBS[job]
+    costs, devices, _ = JOBS[job]
     seconds, sizes, _ = simulate(costs, devices, chunk_rows)
     assert sizes == [chunk_rows] * (len(costs) // chunk_rows)
     dearest = max(sum(costs[i : i + chunk_rows]) for i in range(0, len(costs), chunk_rows))
@@ -113,7 +105,7 @@ def test_chunks_that_take_as_long_for_fewer_rows_are_not_cut_for_balance() -> No
 @pytest.mark.parametrize(
     ("costs", "devices", "per_call", "free"),
     [
-        *((*job, 0.0, False) for name, job in JOBS.items() if name != "ramp"),  # whose first rows are free
+        *((*job[:2], 0.0, False) for name, job in JOBS.items() if name != "ramp"),  # whose first rows are free
         ([1e-9] * 1600, [1.0] * 8, 0.02, True),
         ([1e-9] * 1000, [1.0] * 2, 0.2, True),
         ([1e-4] * 1000, [1.0] * 4, 0.02, True),
@@ -136,7 +128,6 @@ def test_whether_rows_are_free(costs: list[float], devices: list[float], per_cal
 def test_every_row_is_taken_once(costs: list[float], devices: list[float], chunk_rows: int | None) -> None:
     _, sizes, _ = simulate(costs, devices, chunk_rows)
     assert sum(sizes) == len(costs)
-    assert all(sizes)
     if chunk_rows:
         assert all(size == chunk_rows for size in sizes[:-1])
 

@@ -44,26 +44,24 @@ def _good(bad: list[int]) -> np.ndarray:
     return np.delete(X.numpy(), bad, 0)
 
 
+def _failed(mapper: devicemap.DeviceMap) -> list[int]:
+    return [failed.row for failed in mapper.report.failed_rows]
+
+
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("batch_size", [None, 1, 7, "auto"])
 def test_all_other_rows_are_computed(devices: list[str], bad: list[int], batched: bool, batch_size: Any) -> None:
-    mapper = devicemap.DeviceMap(
-        _checked(bad), devices=devices, batched=batched, batch_size=batch_size, on_error="skip"
-    )
-    some = (
-        contextlib.nullcontext()
-        if len(bad) < ROWS
-        else pytest.warns(RuntimeWarning, match="all 40 rows failed and are")
-    )
-    with some:
+    options = {"devices": devices, "batched": batched, "batch_size": batch_size}
+    mapper = devicemap.DeviceMap(_checked(bad), **options, on_error="skip")
+    all_failed = pytest.warns(RuntimeWarning, match="all 40 rows failed and are")
+    with all_failed if len(bad) == ROWS else contextlib.nullcontext():
         results, wanted = mapper(X), _good(bad)
     np.testing.assert_array_equal(results["rows"], wanted)
     np.testing.assert_array_equal(results["sum"], wanted.sum(1))
     report = mapper.report
-    assert [failed.row for failed in report.failed_rows] == bad
-    assert report.rows == ROWS - len(bad)
-    assert report.error is None
+    assert (_failed(mapper), report.rows, report.error) == (bad, ROWS - len(bad), None)
+    assert mapper.explain(X).engine == report.engine == "chunks"
     assert ("failed and left out; the first: row " in str(report)) == bool(bad)
     for failed in report.failed_rows:
         assert failed.error.startswith("InvalidArgumentError: ")
@@ -76,8 +74,7 @@ def test_streams_and_datasets(devices: list[str], deterministic: bool) -> None:
     bad = [*range(8, 16), 21]
     options: dict[str, Any] = {"devices": devices, "batch_size": 4, "on_error": "skip"}
     mapper = devicemap.DeviceMap(_checked(bad), deterministic=deterministic, **options)
-    data = tf.data.Dataset.from_tensor_slices(X)
-    chunks = [*mapper.stream(data)]
+    chunks = [*mapper.stream(tf.data.Dataset.from_tensor_slices(X))]
     if not deterministic:
         chunks = [chunk for _, chunk in sorted(chunks, key=lambda pair: int(pair[0]))]
     assert len(chunks) == 8  # of ten, two had no good row
@@ -92,58 +89,16 @@ def test_reductions_leave_them_out(devices: list[str], reducer: str) -> None:
     mapper = devicemap.DeviceMap(_checked(bad), devices=devices, on_error="skip")
     wanted = getattr(np, reducer)(_good(bad), 0)
     np.testing.assert_allclose(mapper.reduce(X, reducer)["rows"], wanted, rtol=1e-5)
-    assert len(mapper.report.failed_rows) == 4
-
-
-def test_a_chunk_is_halved_only_around_failing_rows() -> None:
-    calls: list[int] = []
-
-    def python(rows: np.ndarray) -> np.ndarray:
-        calls.append(len(rows))
-        if 10.0 in rows:
-            raise ValueError("odd row")
-        return rows
-
-    def fn(rows: Any) -> Any:
-        return tf.ensure_shape(tf.numpy_function(python, [rows], tf.float32), [None, 2])
-
-    mapper = devicemap.DeviceMap(fn, devices="CPU:0", batched=True, batch_size=16, on_error="skip")
-    assert len(mapper(X[:32])) == 31
-    assert calls == [16, 8, 4, 4, 2, 1, 1, 2, 8, 16]  # row 5 fails; each part without it runs once
-
-
-@pytest.mark.filterwarnings("ignore:.*kept failing:RuntimeWarning")  # a device that meets three failures in a row
-def test_rows_that_fail_for_a_while_are_computed() -> None:
-    """Retries come first: a row is left out only if its error is still there."""
-    failures: Counter[float] = Counter()
-
-    def python(row: np.ndarray) -> np.ndarray:
-        failures[float(row[0])] += 1
-        if row[0] in (6.0, 20.0) and failures[float(row[0])] <= 2:
-            raise TimeoutError("busy")
-        if row[0] == 30.0:
-            raise TimeoutError("always busy")
-        return row
-
-    def fn(row: Any) -> Any:
-        return tf.ensure_shape(tf.numpy_function(python, [row], tf.float32), [2])
-
-    devices = [f"CPU:{i}" for i in range(4)]
-    mapper = devicemap.DeviceMap(fn, devices=devices, batch_size=1, on_error="skip", max_retries=2)
-    np.testing.assert_array_equal(mapper(X), _good([15]))
-    assert [(failed.row, failed.error) for failed in mapper.report.failed_rows] == [
-        (15, "UnknownError: TimeoutError: always busy")
-    ]
+    assert _failed(mapper) == bad
 
 
 def test_events_and_a_warning() -> None:
     events: list[Event] = []
-    with pytest.warns(
-        RuntimeWarning, match=r"^mine: 2 rows failed and are left out; the first: row [34] on CPU:.: Invalid"
-    ):
+    message = r"^mine: 2 rows failed and are left out; the first: row [34] on CPU:.: Invalid"
+    with pytest.warns(RuntimeWarning, match=message):
         devicemap.parallel_map(_checked([3, 4]), X, on_error="skip", name="mine", progress=events.append)
-    assert sorted(event.shard.start for event in events if isinstance(event, RowFailed)) == [3, 4]
-    assert all(len(event.shard) == 1 for event in events if isinstance(event, RowFailed))
+    failed = [event.shard for event in events if isinstance(event, RowFailed)]
+    assert sorted((shard.start, shard.stop) for shard in failed) == [(3, 4), (4, 5)]
     assert any(isinstance(event, ChunkFailed) for event in events)
 
 
@@ -158,18 +113,8 @@ def test_where_rows_cannot_be_left_out() -> None:
         devicemap.DeviceMap(lambda row: total.assign(total * 2.0 + row), on_error="skip")(X)
     with pytest.raises(OptionError, match="on_error='ignore'; expected 'raise' or 'skip'"):
         devicemap.parallel_map(_checked([]), X, on_error="ignore")
-
-
-def test_a_fn_with_results_for_fewer_rows_is_an_error() -> None:
-    """Row by row it would have as many results as rows, and compute others."""
     with pytest.raises(FunctionError, match=r"fn returned 1 row\(s\) for the \d+ row\(s\)"):
         devicemap.parallel_map(lambda rows: rows[:1], X, batched=True, batch_size=8, on_error="skip")
-
-
-def test_a_plan_says_that_rows_go_in_chunks() -> None:
-    mapper = devicemap.DeviceMap(_checked([3]), on_error="skip")
-    mapper(X)
-    assert mapper.explain(X).engine == mapper.report.engine == "chunks"
 
 
 def test_an_error_of_the_data_ends_the_call() -> None:
@@ -182,65 +127,83 @@ def test_an_error_of_the_data_ends_the_call() -> None:
         devicemap.DeviceMap(_checked([2]), on_error="skip")(data)
 
 
-@pytest.mark.parametrize("bad", [[0], [17], [17, 18, 19, 40], [*range(0, 640, 64)]])
-def test_a_row_without_memory_does_not_make_later_chunks_small(bad: list[int]) -> None:
-    """A row that needs more memory than there is says nothing about the rows after it."""
-
-    def python(rows: Any) -> Any:
-        if np.isin(rows, bad).any():
-            raise MemoryError("too much")  # arrives as a ResourceExhaustedError
-        return rows
-
-    def fn(rows: Any) -> Any:
-        return tf.ensure_shape(tf.py_function(python, [rows], rows.dtype), rows.shape)
-
-    events: list[Event] = []
-    mapper = devicemap.DeviceMap(
-        fn, batched=True, batch_size=64, devices="CPU:0", on_error="skip", progress=events.append
-    )
-    assert mapper(tf.range(640)).numpy().tolist() == np.delete(np.arange(640), bad).tolist()
-    assert [failed.row for failed in mapper.report.failed_rows] == bad
-    assert sum(isinstance(event, ChunkStarted) for event in events) < 10 + 20 * len(bad)
-    events.clear()
-    mapper(tf.range(1000, 1640))
-    assert sum(isinstance(event, ChunkStarted) for event in events) == 10
+# Python code with faults by a script: which rows it fails with, and how often
 
 
 class _LibraryError(Exception):
     """Arrives as an `UnknownError`, which is tried again on other devices."""
 
 
-@pytest.mark.parametrize("batch_size", [None, 1, 5])
-def test_rows_that_fail_on_all_devices_cost_no_device(devices: list[str], batch_size: int | None) -> None:
+def _scripted(check: Callable[[list[int]], None]) -> Callable[[Any], Any]:
+    """Return a function of numbered rows that calls `check` with the numbers in a batch."""
+
     def python(rows: Any) -> Any:
-        if (rows < 100).numpy().any():
-            raise _LibraryError("unreadable")
+        check(rows.numpy().tolist())
         return rows
 
-    def fn(rows: Any) -> Any:
-        return tf.ensure_shape(tf.py_function(python, [rows], rows.dtype), rows.shape)
-
-    mapper = devicemap.DeviceMap(fn, batched=True, batch_size=batch_size, devices=devices, on_error="skip")
-    assert mapper(tf.range(130)).numpy().tolist() == [*range(100, 130)]
-    report = mapper.report
-    assert [failed.row for failed in report.failed_rows] == [*range(100)]
-    assert not any(device.lost for device in report.devices)
+    return lambda rows: tf.ensure_shape(tf.py_function(python, [rows], rows.dtype), rows.shape)
 
 
-def test_a_row_that_fails_by_itself_for_a_while_is_computed() -> None:
-    """Its chunk has used up its retries for another row."""
+def _map(check: Callable[[list[int]], None], rows: int, **options: Any) -> tuple[list[int], devicemap.DeviceMap]:
+    """Return the rows of the results, and the mapper."""
+    mapper = devicemap.DeviceMap(_scripted(check), batched=True, on_error="skip", **options)
+    return mapper(tf.range(rows)).numpy().tolist(), mapper
+
+
+def test_a_chunk_is_halved_only_around_failing_rows() -> None:
+    calls: list[int] = []
+
+    def check(rows: list[int]) -> None:
+        calls.append(len(rows))
+        if 5 in rows:
+            raise ValueError("odd row")
+
+    results, _ = _map(check, 32, devices="CPU:0", batch_size=16)
+    assert len(results) == 31
+    assert calls == [16, 8, 4, 4, 2, 1, 1, 2, 8, 16]  # each part without row 5 runs once
+
+
+@pytest.mark.filterwarnings("ignore:.*kept failing:RuntimeWarning")  # a device that meets three failures in a row
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_rows_that_fail_for_a_while_are_computed(batch_size: int) -> None:
+    """Retries come first: a row is left out only if its error is still there."""
     alone = Counter[int]()
 
-    def python(rows: Any) -> Any:
-        numbers = rows.numpy().tolist()
-        alone[numbers[0]] += len(numbers) == 1
-        if 3 in numbers or (numbers in ([2], [4]) and alone[numbers[0]] < 3):
+    def check(rows: list[int]) -> None:
+        alone[rows[0]] += len(rows) == 1
+        if 3 in rows or (rows in ([2], [4]) and alone[rows[0]] < 3):
             raise _LibraryError("busy")
-        return rows
 
-    def fn(rows: Any) -> Any:
-        return tf.ensure_shape(tf.py_function(python, [rows], rows.dtype), rows.shape)
+    results, mapper = _map(check, 8, devices=["CPU:0", "CPU:1", "CPU:2"], batch_size=batch_size, max_retries=2)
+    assert results == [0, 1, 2, 4, 5, 6, 7]
+    assert _failed(mapper) == [3]
 
-    mapper = devicemap.DeviceMap(fn, batched=True, batch_size=8, devices=["CPU:0", "CPU:1"], on_error="skip")
-    assert mapper(tf.range(8)).numpy().tolist() == [0, 1, 2, 4, 5, 6, 7]
-    assert [failed.row for failed in mapper.report.failed_rows] == [3]
+
+@pytest.mark.parametrize("batch_size", [None, 1, 5])
+def test_rows_that_fail_on_all_devices_cost_no_device(devices: list[str], batch_size: int | None) -> None:
+    def check(rows: list[int]) -> None:
+        if min(rows) < 100:
+            raise _LibraryError("unreadable")
+
+    results, mapper = _map(check, 130, devices=devices, batch_size=batch_size)
+    assert results == [*range(100, 130)]
+    assert _failed(mapper) == [*range(100)]
+    assert not any(device.lost for device in mapper.report.devices)
+
+
+@pytest.mark.parametrize("bad", [[0], [17], [17, 18, 19, 40], [*range(0, 640, 64)]])
+def test_a_row_without_memory_does_not_make_later_chunks_small(bad: list[int]) -> None:
+    """A row that needs more memory than there is says nothing about the rows after it."""
+
+    def check(rows: list[int]) -> None:
+        if {*rows} & {*bad}:
+            raise MemoryError("too much")  # arrives as a ResourceExhaustedError
+
+    events: list[Event] = []
+    results, mapper = _map(check, 640, batch_size=64, devices="CPU:0", progress=events.append)
+    assert results == np.delete(np.arange(640), bad).tolist()
+    assert _failed(mapper) == bad
+    assert sum(isinstance(event, ChunkStarted) for event in events) < 10 + 20 * len(bad)
+    events.clear()
+    mapper(tf.range(1000, 1640))
+    assert sum(isinstance(event, ChunkStarted) for event in events) == 10
