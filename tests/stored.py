@@ -15,7 +15,6 @@ import tensorflow as tf
 from devicemap import DeviceMap
 from devicemap.data.rows import spec_of, take_rows
 from devicemap.events import ChunkFinished, Event
-from devicemap.store import database
 from devicemap.store.database import DATABASE, Header
 from devicemap.store.encoding import describe_nest, encode_leaves
 from devicemap.store.writer import Writer
@@ -24,12 +23,19 @@ DATA = np.arange(64)
 
 
 class Counted:
-    """A mapper that records which rows it computes."""
+    """A mapper that records which rows it computes, and has chunks of 4 rows."""
 
     def __init__(self, fn: Callable[..., Any], data: Any = DATA, **options: Any):
         self.computed: list[int] = []
         self.data = data
         self.mapper = DeviceMap(fn, devices=["CPU:1", "CPU:2"], progress=self._observe, **{"batch_size": 4, **options})
+
+    def write(self, directory: Path, **options: Any) -> list[int]:
+        """Write, check that the results are `3 * row + 1`, and return the rows that were computed for it."""
+        self.computed.clear()
+        results = self.mapper.write(self.data, directory, **options).load()
+        np.testing.assert_array_equal(results, 3 * DATA[: len(results)] + 1)
+        return sorted(self.computed)
 
     def _observe(self, event: Event) -> None:
         if isinstance(event, ChunkFinished):
@@ -64,25 +70,30 @@ def damage(directory: Path, start: int) -> list[int]:
 @contextmanager
 def full_disk(pages: int) -> Iterator[None]:
     """The disk has room for so many pages of 64 KiB. The tables need four, and one small commit no further one."""
+    connect = sqlite3.connect
+
+    def limited(*args: Any, **options: Any) -> sqlite3.Connection:
+        connection = connect(*args, **options)
+        connection.execute(f"PRAGMA max_page_count={pages}")
+        return connection
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(database, "_WRITER", (*database._WRITER, f"max_page_count={pages}"))
+        patch.setattr(sqlite3, "connect", limited)
         yield
 
 
 @contextmanager
 def untouched(directory: Path) -> Iterator[None]:
     """Nothing in the directory changes inside of this context."""
-    before = _snapshot(directory)
-    try:
-        yield
-    finally:
-        assert _snapshot(directory) == before
 
+    def snapshot() -> Any:
+        paths = list(directory.rglob("*"))
+        contents = {path: path.read_bytes() for path in paths if path.is_file() and not path.is_symlink()}
+        return {path: (path.lstat().st_mtime_ns, contents.get(path)) for path in paths}
 
-def _snapshot(directory: Path) -> Any:
-    paths = list(directory.rglob("*"))
-    contents = {path: path.read_bytes() for path in paths if path.is_file() and not path.is_symlink()}
-    return {path: (path.lstat().st_mtime_ns, contents.get(path)) for path in paths}
+    before = snapshot()
+    yield
+    assert snapshot() == before
 
 
 def write_chunks(directory: Path, specs: Any, chunks: Sequence[tuple[int, int, Any]], rows: int | None) -> None:
@@ -97,10 +108,9 @@ def write_nest(directory: Path, nest: Any, sizes: Sequence[int]) -> None:
     """Store a nest of tensors in chunks of `sizes` rows, the last one first."""
     leaves, stops = tf.nest.flatten(nest), np.cumsum(sizes).tolist()
     chunks = [(a, b, [take_rows(leaf, a, b) for leaf in leaves]) for a, b in zip([0, *stops], stops)]
-    write_chunks(directory, tf.nest.map_structure(spec_of, nest), chunks[::-1], sum(sizes))
+    specs = tf.nest.map_structure(spec_of, nest)
+    write_chunks(directory, specs, chunks[::-1], sum(sizes))
     if not chunks:
         with Writer(directory) as writer:
-            writer.begin(
-                Header({"results": describe_nest(tf.nest.map_structure(spec_of, nest)), "reducer": None}, 0), []
-            )
+            writer.begin(Header({"results": describe_nest(specs), "reducer": None}, 0), [])
             writer.finish(0)

@@ -72,82 +72,54 @@ def _check_rows(actual: Any, start: int, stop: int) -> None:
         assert (one.dtype, one.shape, one.tolist()) == (other.dtype, other.shape, other.tolist())
 
 
-# Links, pipes and directories in place of files
+# Links, pipes, other files and other tables
 
 
-def _link(path: Path, outside: Path) -> None:
-    shutil.move(path, outside)
-    path.symlink_to(outside)
+def _check_refused(message: str, written: Path) -> None:
+    """Reading and writing are refused; no link is followed, no pipe blocks, and nothing is created or written."""
+    for use in (devicemap.open_results, lambda path: MAPPER.write(tf.range(ROWS), path)):
+        with untouched(written.parent), pytest.raises(JournalError, match=message):
+            use(written)
 
 
-def _dangling_link(path: Path, outside: Path) -> None:
-    path.unlink()
-    path.symlink_to(outside)
+REPLACEMENTS: dict[str, Callable[[Path, Path], object]] = {
+    "link": lambda path, outside: (shutil.move(path, outside), path.symlink_to(outside)),
+    "dangling link": lambda path, outside: (path.unlink(), path.symlink_to(outside)),
+    "hard link": lambda path, outside: os.link(path, outside),
+    "pipe": lambda path, outside: (path.unlink(), os.mkfifo(path)),
+    "directory": lambda path, outside: (path.unlink(), path.mkdir()),
+    "device": lambda path, outside: (path.unlink(), path.symlink_to("/dev/zero")),
+}
 
 
-def _hard_link(path: Path, outside: Path) -> None:
-    os.link(path, outside)
-
-
-def _pipe(path: Path, outside: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def _directory(path: Path, outside: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def _device(path: Path, outside: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-@pytest.mark.parametrize("replace", [_link, _dangling_link, _hard_link, _pipe, _directory, _device])
+@pytest.mark.parametrize("replacement", REPLACEMENTS)
 @pytest.mark.parametrize("name", [DATABASE, f"{DATABASE}-journal", LOCK])
-def test_what_is_not_a_regular_file(
-    name: str, replace: Callable[[Path, Path], None], written: Path, tmp_path: Path
-) -> None:
-    """No link is followed, no pipe blocks, and nothing is created or written."""
-    replace(written / name, tmp_path / "outside")
-    with untouched(tmp_path):
-        for use in (devicemap.open_results, lambda path: MAPPER.write(tf.range(ROWS), path)):
-            with pytest.raises(JournalError, match=f"{name} is a link, not a regular file, or not from devicemap"):
-                use(written)
-
-
-@pytest.mark.parametrize("name", [f"{DATABASE}-wal", f"{DATABASE}-shm", f"{LOCK}-journal", f"{LOCK}-wal"])
-def test_files_that_sqlite_would_use(name: str, written: Path) -> None:
-    (written / name).touch()
-    with untouched(written), pytest.raises(JournalError, match=f"{name} is .*not from devicemap"):
-        devicemap.open_results(written)
-
-
-def test_a_lock_with_contents(written: Path) -> None:
-    (written / LOCK).write_bytes((written / DATABASE).read_bytes())
-    with untouched(written), pytest.raises(JournalError, match=f"{LOCK} is .*not from devicemap"):
-        MAPPER.write(tf.range(ROWS), written)
-
-
-def test_a_journal_that_names_a_file_to_delete(written: Path, tmp_path: Path) -> None:
-    """SQLite deletes a second journal if no other journal names it."""
-    victim = str(tmp_path / "victim").encode()
-    Path(victim.decode()).touch()
-    record = (0x40000000 // 65536 + 1).to_bytes(4, "big") + victim
-    record += b"".join(n.to_bytes(4, "big") for n in (len(victim), sum(victim))) + bytes.fromhex("d9d505f920a163d7")
-    header = bytes.fromhex("d9d505f920a163d7") + b"".join(n.to_bytes(4, "big") for n in (0, 0, 4, 512, 65536))
-    (written / f"{DATABASE}-journal").write_bytes(header.ljust(512, b"\0") + record)
-    with untouched(tmp_path):
-        for use in (devicemap.open_results, lambda path: MAPPER.write(tf.range(ROWS), path)):
-            with pytest.raises(JournalError, match="names another file to delete"):
-                use(written)
+def test_what_is_not_a_regular_file(name: str, replacement: str, written: Path, tmp_path: Path) -> None:
+    REPLACEMENTS[replacement](written / name, tmp_path / "outside")
+    _check_refused(f"{name} is a link, not a regular file, or not from devicemap", written)
 
 
 def test_the_directory_may_be_a_link(written: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(written)
     with untouched(written):
         _check_rows(MAPPER.write(tf.range(ROWS), tmp_path / "link").load(), 0, ROWS)
+
+
+@pytest.mark.parametrize("name", [f"{DATABASE}-wal", f"{DATABASE}-shm", f"{LOCK}-journal", f"{LOCK}-wal", LOCK])
+def test_files_that_sqlite_would_use(name: str, written: Path) -> None:
+    (written / name).write_bytes((written / DATABASE).read_bytes())
+    _check_refused(f"{name} is .*not from devicemap", written)
+
+
+def test_a_journal_that_names_a_file_to_delete(written: Path, tmp_path: Path) -> None:
+    """SQLite deletes a second journal if no other journal names it."""
+    (tmp_path / "victim").touch()
+    victim, magic = str(tmp_path / "victim").encode(), bytes.fromhex("d9d505f920a163d7")
+    numbers = [0, 0, 4, 512, 65536, 0x40000000 // 65536 + 1, len(victim), sum(victim)]
+    *header, first, size, check = (number.to_bytes(4, "big") for number in numbers)
+    record = first + victim + size + check + magic
+    (written / f"{DATABASE}-journal").write_bytes((magic + b"".join(header)).ljust(512, b"\0") + record)
+    _check_refused("names another file to delete", written)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +134,7 @@ def test_the_directory_may_be_a_link(written: Path, tmp_path: Path) -> None:
 )
 def test_other_tables(statement: str, written: Path) -> None:
     query(written, statement)
-    for use in (devicemap.open_results, lambda path: MAPPER.write(tf.range(ROWS), path)):
-        with pytest.raises(JournalError, match="not a database that this version of devicemap writes"):
-            use(written)
+    _check_refused("not a database that this version of devicemap writes", written)
 
 
 def test_another_journal_mode_is_harmless(written: Path) -> None:
@@ -199,28 +169,8 @@ def _duplicate(data: bytearray, draw: random.Random) -> None:
     data[one : one + size] = data[other : other + size]
 
 
-NASTY: list[Any] = [
-    None,
-    -1,
-    0,
-    1,
-    3,
-    4,
-    5,
-    8,
-    12,
-    2**31,
-    2**48,
-    2**63 - 1,
-    1e308,
-    "",
-    "x",
-    "[4]",
-    "[2, 4]",
-    "[[4]]",
-    b"",
-    b"x",
-]
+NASTY: list[Any] = [None, "", "x", "[4]", "[2, 4]", "[[4]]", b"", b"x", 1e308]
+NASTY += [-1, 0, 1, 3, 4, 5, 8, 12, 2**31, 2**48, 2**63 - 1]
 COLUMNS = [("chunks", name) for name in ("start", "stop", "inputs", "checksum", "first_array", "last_array")]
 COLUMNS += [("arrays", name) for name in ("id", "leaf", "name", "shape", "data")]
 COLUMNS += [("header", name) for name in ("format", "call", "rows", "checksum")]
@@ -273,25 +223,8 @@ def test_damage_never_gives_a_wrong_row(original: Path, tmp_path: Path) -> None:
 
 # Forged directories, with valid checksums
 
-FORGED: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    1,
-    3,
-    2**31,
-    2**48,
-    2**63,
-    1e308,
-    float("nan"),
-    "",
-    "x",
-    "resource",
-    "string",
-    "int4",
-]
-FORGED += [[], [None], [[]], [None, -1], [0, 2**62], {}, {"dense": "int64"}, {"value": 1}, {"tuple": []}]
+FORGED: list[Any] = [None, True, "", "x", "resource", "string", "int4", -1, 0, 1, 3, 2**31, 2**48, 2**63, 1e308]
+FORGED += [float("nan"), [], [None], [[]], [None, -1], [0, 2**62], {}, {"dense": "int64"}, {"value": 1}, {"tuple": []}]
 FORGED += [{"namedtuple": "a b", "fields": []}]
 
 
@@ -314,14 +247,12 @@ def _forge_header(directory: Path, draw: random.Random) -> None:
 def _forge_chunk(directory: Path, draw: random.Random) -> None:
     """Change the arrays of the last chunk, and its number of rows."""
     specs = tf.nest.flatten(devicemap.open_results(directory).structure)
-    ((start, stop, inputs, first),) = query(
-        directory, "SELECT start, stop, inputs, first_array FROM chunks WHERE start = 8"
-    )
+    columns = "start, stop, inputs, first_array"
+    ((start, stop, inputs, first),) = query(directory, f"SELECT {columns} FROM chunks WHERE start = 8")
     stored = query(directory, "SELECT shape, data FROM arrays WHERE id >= ? ORDER BY id", first)
-    dtypes = parts_of(specs)
     arrays = {
         key: np.frombuffer(data, dtype).reshape(json.loads(shape))
-        for (key, dtype), (shape, data) in zip(dtypes.items(), stored, strict=True)
+        for (key, dtype), (shape, data) in zip(parts_of(specs).items(), stored, strict=True)
     }
     key = draw.choice([*arrays])
     array = arrays[key].copy()
@@ -333,14 +264,8 @@ def _forge_chunk(directory: Path, draw: random.Random) -> None:
         array = np.resize(array, draw.choice([[size], [size, 2], [], [0, 2**40], [size, 1, 1]]))
     arrays[key] = array
     stop = draw.choice([stop, stop, 9, 11])
-    number = first + [*arrays].index(key)
-    query(
-        directory,
-        "UPDATE arrays SET shape = ?, data = ? WHERE id = ?",
-        json.dumps(array.shape),
-        array.tobytes(),
-        number,
-    )
+    values = json.dumps(array.shape), array.tobytes(), first + [*arrays].index(key)
+    query(directory, "UPDATE arrays SET shape = ?, data = ? WHERE id = ?", *values)
     check = chunk_of(start, stop, inputs, arrays).checksum
     query(directory, "UPDATE chunks SET stop = ?, checksum = ? WHERE start = ?", stop, check, start)
 

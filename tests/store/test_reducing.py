@@ -33,8 +33,6 @@ REDUCERS = {
 
 
 class Reduced(Counted):
-    """A mapper that records which rows it computes for a reduction."""
-
     def __init__(self, fn: Callable[..., Any] = _fn, data: Any = DATA, **options: Any):
         super().__init__(fn, data, **options)
 
@@ -70,57 +68,40 @@ def test_each_row_is_counted_once(source: str, reducer: str, tmp_path: Path) -> 
 
 
 def test_no_rows(tmp_path: Path) -> None:
-    counted = Reduced(data=DATA[:0])
     for _ in range(2):
-        result = counted.reduce({"row": "sum", "root": "mean"}, tmp_path)
-        assert int(result["row"]) == 0
-        assert np.isnan(result["root"])
+        result = Reduced(data=DATA[:0]).reduce({"row": "sum", "root": "mean"}, tmp_path)
+        assert (int(result["row"]), np.isnan(result["root"])) == (0, True)
 
 
 def _later(a: Any, b: Any) -> Any:
     return tf.nest.map_structure(lambda x, y: x + 2 * y, a, b)
 
 
-OTHERS: dict[str, tuple[Callable[[], Reduced], Any, str]] = {
-    "data": (lambda: Reduced(data=DATA + 1), REDUCERS["a Reducer"], "other data"),
-    "function": (lambda: Reduced(lambda row: _fn(row + 0)), REDUCERS["a Reducer"], "function"),
-    "reducer": (Reduced, "sum", "reducer"),
-    "step": (Reduced, Reducer(ZEROS, _later, _add), "function"),
-    "merge": (Reduced, Reducer(ZEROS, _add, _later), "function"),
-    "initial": (Reduced, Reducer({**ZEROS, "root": np.float32(1)}, _add, _add), "function"),
-    "batch_size": (lambda: Reduced(batch_size=8), REDUCERS["a Reducer"], "batch_size"),
-}
+A_REDUCER = REDUCERS["a Reducer"]
+OTHERS: list[tuple[Callable[[], Reduced], Any, str]] = [
+    (lambda: Reduced(data=DATA + 1), A_REDUCER, "other data"),
+    (lambda: Reduced(lambda row: _fn(row + 0)), A_REDUCER, "function"),
+    (Reduced, "sum", "reducer"),
+    (Reduced, Reducer(ZEROS, _later, _add), "function"),
+    (Reduced, Reducer(ZEROS, _add, _later), "function"),
+    (Reduced, Reducer({**ZEROS, "root": np.float32(1)}, _add, _add), "function"),
+    (lambda: Reduced(batch_size=8), A_REDUCER, "batch_size"),
+]
 
 
-@pytest.fixture(scope="module")
-def reduced(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of states of a `Reducer`."""
-    folder = tmp_path_factory.mktemp("states")
-    Reduced().reduce(REDUCERS["a Reducer"], folder)
-    return folder
-
-
-@pytest.mark.in_ci(3)
-@pytest.mark.parametrize("other", OTHERS)
-def test_states_of_another_reduction_are_refused(other: str, reduced: Path) -> None:
-    make, reducer, word = OTHERS[other]
-    counted = make()
-    with untouched(reduced), pytest.raises(JournalError, match=word):
-        counted.reduce(reducer, reduced)
-    assert counted.computed == []
-
-
-def test_states_can_be_finished_in_another_way(reduced: Path) -> None:
-    counted = Reduced()
-    assert int(counted.reduce(Reducer(ZEROS, _add, _add, lambda sums: -sums["row"]), reduced)) == -sum(range(64))
-    assert counted.computed == []
-
-
-def test_states_are_not_rows(reduced: Path, tmp_path: Path) -> None:
-    with pytest.raises(JournalError, match="partial"):
-        open_results(reduced)
-    with untouched(reduced), pytest.raises(JournalError, match="reducer"):
-        Reduced().mapper.write(DATA, reduced)
-    Reduced().mapper.write(DATA, tmp_path)
-    with untouched(tmp_path), pytest.raises(JournalError, match="reducer"):
-        Reduced().reduce("sum", tmp_path)
+def test_only_states_of_the_same_reduction_are_continued(tmp_path: Path) -> None:
+    Reduced().reduce(A_REDUCER, tmp_path / "states")
+    Reduced().mapper.write(DATA, tmp_path / "rows")
+    with untouched(tmp_path):
+        for make, reducer, word in OTHERS:
+            with pytest.raises(JournalError, match=word):
+                make().reduce(reducer, tmp_path / "states")
+        with pytest.raises(JournalError, match="reducer"):
+            Reduced().mapper.write(DATA, tmp_path / "states")
+        with pytest.raises(JournalError, match="reducer"):
+            Reduced().reduce("sum", tmp_path / "rows")
+        with pytest.raises(JournalError, match="partial"):
+            open_results(tmp_path / "states")
+        counted = Reduced()
+        finished = counted.reduce(Reducer(ZEROS, _add, _add, lambda sums: -sums["row"]), tmp_path / "states")
+        assert (int(finished), counted.computed) == (-sum(range(64)), [])

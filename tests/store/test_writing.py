@@ -9,10 +9,8 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,51 +21,42 @@ from processes import run
 from stored import DATA, Counted, damage, full_disk, query, ranges, rows_of, untouched, write_chunks
 
 import devicemap
-from devicemap.compile.compiled import CompiledMap
+from benchmarks.simulator import Simulator
 from devicemap.errors import JournalError, MissingRowsError
-from devicemap.events import ChunkFinished, Event, short_name
+from devicemap.events import ChunkFinished, Event
 from devicemap.store.database import DATABASE, LOCK, Header
 from devicemap.store.encoding import describe_nest, encode_leaves
 from devicemap.store.writer import Writer
 
-DEVICES = ["CPU:1", "CPU:2"]
 
-
-class Triple(Counted):
-    """A mapper of `3 * row + 1` that records which rows it computes."""
-
-    def __init__(self, data: Any = DATA, **options: Any):
-        super().__init__(_triple, data, **options)
-
-    def write(self, directory: Path, **options: Any) -> list[int]:
-        """Write, check the results, and return the rows that were computed for it."""
-        self.computed.clear()
-        results = self.mapper.write(self.data, directory, **options)
-        np.testing.assert_array_equal(results.load(), 3 * DATA[: len(results)] + 1)
-        assert sorted(os.listdir(directory)) == [LOCK, DATABASE, f"{DATABASE}-journal"]
-        return sorted(self.computed)
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "devicemap writer"]
 
 
 def _triple(row: Any) -> Any:
     return 3 * row + 1
 
 
-SOURCES: dict[str, Callable[[Any], tuple[Any, dict[str, Any]]]] = {
-    "in memory": lambda rows: (rows, {}),
-    "samples": lambda rows: (tf.data.Dataset.from_tensor_slices(rows), {}),
-    "batches": lambda rows: (tf.data.Dataset.from_tensor_slices(rows).batch(4), {"batched": True, "batch_size": None}),
-}
+def _wide(rows: Any) -> Any:
+    """Results of 40 kB per row."""
+    return tf.repeat(tf.cast(rows, tf.float64)[..., None], 5000, axis=-1)
 
 
-def _triples(source: str, rows: Any = DATA) -> Triple:
-    data, options = SOURCES[source](rows)
-    return Triple(data, **options)
+@pytest.fixture(params=["in memory", "samples", "batches"])
+def counted(request: pytest.FixtureRequest) -> Callable[..., Counted]:
+    """A factory of mappers of the same rows in chunks of 4, from data in memory and from datasets."""
 
+    def make(rows: Any = DATA, fn: Any = _triple) -> Counted:
+        if request.param == "in memory":
+            return Counted(fn, rows)
+        dataset = tf.data.Dataset.from_tensor_slices(rows)
+        if request.param == "samples":
+            return Counted(fn, dataset)
+        return Counted(fn, dataset.batch(4), batched=True, batch_size=None)
 
-@pytest.fixture(params=list(SOURCES))
-def source(request: pytest.FixtureRequest) -> str:
-    """The same rows in chunks of 4, from data in memory and from datasets."""
-    return str(request.param)
+    return make
 
 
 def _others(done: set[int]) -> list[int]:
@@ -146,86 +135,64 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize("reader_first", [False, True])
 def test_killed_in_the_middle_of_a_commit(reader_first: bool, tmp_path: Path) -> None:
     """The next run or reader rolls it back."""
-    Triple().write(tmp_path)
+    Counted(_triple).write(tmp_path)
     before = ranges(tmp_path)
     subprocess.run([sys.executable, "-c", HALF_COMMITTED, str(tmp_path / DATABASE)], check=False)
     assert (tmp_path / f"{DATABASE}-journal").stat().st_size > 0
     if reader_first:
         np.testing.assert_array_equal(devicemap.open_results(tmp_path).load(), 3 * DATA + 1)
     else:
-        assert Triple().mapper.write(DATA, tmp_path).complete
+        assert Counted(_triple).mapper.write(DATA, tmp_path).complete
     assert ranges(tmp_path) == before
 
 
-def _wide(rows: Any) -> Any:
-    """Results of 40 kB per row."""
-    return tf.repeat(tf.cast(rows, tf.float64)[..., None], 5000, axis=-1)
-
-
 @pytest.mark.parametrize("pages", [3, 4, 20, 40])
-def test_a_full_disk(source: str, pages: int, tmp_path: Path) -> None:
-    data, options = SOURCES[source](DATA)
-    wide = Counted(_wide, data, **options)
-    with (
-        full_disk(pages),
-        pytest.raises(JournalError, match=r"disk is full.*run again to compute the missing") as caught,
-    ):
-        wide.mapper.write(data, tmp_path)
+def test_a_full_disk(counted: Callable[..., Counted], pages: int, tmp_path: Path) -> None:
+    wide = counted(fn=_wide)
+    error = pytest.raises(JournalError, match=r"disk is full.*run again to compute the missing")
+    with full_disk(pages), error as caught:
+        wide.mapper.write(wide.data, tmp_path)
     assert caught.value.errno == errno.ENOSPC
-    _check_no_threads()
     done = rows_of(tmp_path) if query(tmp_path, "SELECT * FROM sqlite_master") else set()
     assert len(done) < 64
     wide.computed.clear()
-    np.testing.assert_array_equal(wide.mapper.write(data, tmp_path).load()[:, 0], DATA)
+    np.testing.assert_array_equal(wide.mapper.write(wide.data, tmp_path).load()[:, 0], DATA)
     assert sorted(wide.computed) == _others(done)
     assert {stop - start for start, stop in ranges(tmp_path)} == {4}
 
 
-def _check_no_threads() -> None:
-    assert not [thread for thread in threading.enumerate() if thread.name == "devicemap writer"]
-
-
-def test_damaged_chunks_are_computed_again(source: str, tmp_path: Path) -> None:
-    counted = _triples(source)
-    counted.write(tmp_path)
+def test_a_later_run_computes_added_and_damaged_rows_only(counted: Callable[..., Counted], tmp_path: Path) -> None:
+    done = 0
+    for rows in (0, 40, 64):
+        assert counted(DATA[:rows]).write(tmp_path) == list(range(done, rows))
+        done = rows
+        with untouched(tmp_path):
+            assert counted(DATA[:rows]).write(tmp_path) == []
     with untouched(tmp_path):
-        assert counted.write(tmp_path) == []
-    _check_no_threads()
+        for rows in (60, 0):
+            fewer = rf"other data: of .* rows or more, and the data has {rows} now|chunk_rows was 4"
+            with pytest.raises(JournalError, match=fewer):
+                counted(DATA[:rows]).write(tmp_path)
+        with pytest.raises(JournalError, match="other data: rows 0 to 3 were not the same"):
+            counted(DATA + 1).write(tmp_path)
     results = devicemap.open_results(tmp_path)
     rows = damage(tmp_path, 8) + damage(tmp_path, 40)
-    assert counted.write(tmp_path) == rows == [8, 9, 10, 11, 40, 41, 42, 43]
-    assert counted.write(tmp_path) == []
+    assert counted().write(tmp_path) == rows == [8, 9, 10, 11, 40, 41, 42, 43]
+    assert counted().write(tmp_path) == []
     with pytest.raises(MissingRowsError, match="rows 8 to 11"):  # the list of chunks was read before
         results.load()
+    assert sorted(os.listdir(tmp_path)) == [LOCK, DATABASE, f"{DATABASE}-journal"]
 
 
-def test_rows_that_were_added_are_computed(source: str, tmp_path: Path) -> None:
-    assert _triples(source, DATA[:40]).write(tmp_path) == list(range(40))
-    assert _triples(source).write(tmp_path) == list(range(40, 64))
-    with untouched(tmp_path):
-        for rows in (DATA[:60], DATA[:0]):
-            with pytest.raises(
-                JournalError,
-                match=rf"other data: of .* rows or more, and the data has {len(rows)} now|chunk_rows was 4",
-            ):
-                _triples(source, rows).write(tmp_path)
-        with pytest.raises(JournalError, match="other data: rows 0 to 3 were not the same"):
-            _triples(source, DATA + 1).write(tmp_path)
-        assert _triples(source).write(tmp_path) == []
-
-
-def test_no_rows(source: str, tmp_path: Path) -> None:
-    assert _triples(source, DATA[:0]).write(tmp_path) == []
-    with untouched(tmp_path):
-        assert _triples(source, DATA[:0]).write(tmp_path) == []
-    assert _triples(source).write(tmp_path) == list(range(64))
-
-
-def test_small_chunks_are_committed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_chunks_are_committed_together(tmp_path: Path) -> None:
     """While a reader delays a commit, chunks wait in the queue. There is one more commit for them, and one for the end."""
+
+    def commits() -> int:
+        return int.from_bytes((tmp_path / DATABASE).read_bytes()[24:28], "big")
+
     specs, chunks = tf.TensorSpec([None], tf.int32), [(i, i + 1, [tf.constant([i])]) for i in range(12)]
     write_chunks(tmp_path, specs, chunks[:1], 12)
-    commits = _commits(tmp_path)
+    before = commits()
     with closing(sqlite3.connect(tmp_path / DATABASE, isolation_level=None)) as reader, Writer(tmp_path) as writer:
         reader.execute("BEGIN")
         reader.execute("SELECT * FROM chunks").fetchall()
@@ -235,16 +202,12 @@ def test_small_chunks_are_committed_together(tmp_path: Path, monkeypatch: pytest
         reader.execute("COMMIT")
         writer.finish(12)
     assert devicemap.open_results(tmp_path).load().tolist() == list(range(12))
-    assert _commits(tmp_path) - commits <= 3
-
-
-def _commits(directory: Path) -> int:
-    return int.from_bytes((directory / DATABASE).read_bytes()[24:28], "big")
+    assert commits() - before <= 3
 
 
 def test_workers_wait_for_a_full_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("devicemap.store.writer._QUEUE_BYTES", 1)
-    assert Triple().write(tmp_path) == list(range(64))
+    assert Counted(_triple).write(tmp_path) == list(range(64))
 
 
 # Other writers
@@ -261,37 +224,33 @@ except devicemap.errors.JournalError as error:
 
 
 def test_a_second_writer_is_refused_and_readers_are_not(tmp_path: Path) -> None:
-    Triple(DATA[:40]).write(tmp_path)
+    Counted(_triple, DATA[:40]).write(tmp_path)
     seen: list[Any] = []
 
     def observe(event: Event) -> None:
         if isinstance(event, ChunkFinished) and not seen:
             seen.append(devicemap.open_results(tmp_path)[:40])
             with pytest.raises(JournalError) as caught:
-                Triple().write(tmp_path)
+                Counted(_triple).write(tmp_path)
             seen.extend([str(caught.value), *run(SECOND_WRITER, str(tmp_path))])
 
-    mapper = devicemap.DeviceMap(_triple, devices=DEVICES, batch_size=4, progress=observe)
+    mapper = devicemap.DeviceMap(_triple, devices=["CPU:1", "CPU:2"], batch_size=4, progress=observe)
     np.testing.assert_array_equal(mapper.write(DATA, tmp_path).load(), 3 * DATA + 1)
     results, *messages = seen
     np.testing.assert_array_equal(results, 3 * DATA[:40] + 1)
     assert len(messages) == 2
     assert all(f"{tmp_path} is being written to, by another call or another process" in text for text in messages)
-    assert Triple().write(tmp_path) == []
+    assert Counted(_triple).write(tmp_path) == []
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_forked_child_does_not_disturb_its_parent(tmp_path: Path) -> None:
-    specs, chunks = (
-        tf.TensorSpec([None], tf.int32),
-        [(i, i + 1, {(0, "values"): np.array([i], "<i4")}) for i in range(9)],
-    )
+    specs = tf.TensorSpec([None], tf.int32)
     write_chunks(tmp_path, specs, [], 9)
-    call = {"results": describe_nest(specs), "reducer": None}
     with Writer(tmp_path) as writer:
-        writer.begin(Header(call, 9), [])
-        for start, stop, arrays in chunks:
-            writer.append(start, stop, "", arrays)
+        writer.begin(Header({"results": describe_nest(specs), "reducer": None}, 9), [])
+        for start in range(9):
+            writer.append(start, start + 1, "", {(0, "values"): np.array([start], "<i4")})
             child = os.fork()
             if not child:
                 writer.close()
@@ -303,7 +262,7 @@ def test_a_forked_child_does_not_disturb_its_parent(tmp_path: Path) -> None:
                 Writer(tmp_path)
         writer.finish(9)
     with pytest.raises(JournalError, match="was closed"):
-        writer.append(9, 10, "", chunks[0][2])
+        writer.append(9, 10, "", {(0, "values"): np.array([9], "<i4")})
     assert devicemap.open_results(tmp_path).load().tolist() == list(range(9))
 
 
@@ -311,30 +270,34 @@ def test_a_forked_child_does_not_disturb_its_parent(tmp_path: Path) -> None:
 
 
 def test_another_call_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
-    Triple().write(tmp_path)
+    Counted(_triple).write(tmp_path)
     other_data = DATA.copy()
     other_data[40] = 7
-    pairs = devicemap.DeviceMap(lambda row: (row, row), devices=DEVICES, batch_size=4)
-    seeded = devicemap.DeviceMap(lambda row, seed: row, devices=DEVICES, batch_size=4, seed=1)
-    others: list[tuple[str, Callable[[Path], Any]]] = [
-        ("other data: rows 40 to 43 were not the same", Triple(other_data).write),
-        ("another call, of '_triple': results.dense was 'int64' there", Triple(DATA.astype(np.float32)).write),
-        ("another call.*inputs.tuple was None there", Triple((DATA,)).write),
-        ("another call.*batch_size was 4 there, and is 8 now", Triple(batch_size=8).write),
-        ("another call.*batched was False there", Triple(batched=True).write),
-        ("another call.*results.tuple was", lambda folder: pairs.write(DATA, folder, trust_function=True)),
-        ("another call.*seed was", lambda folder: seeded.write(DATA, folder, trust_function=True)),
+    trusted: dict[str, Any] = {"trust_function": True}
+    others: list[tuple[str, Counted, dict[str, Any]]] = [
+        ("other data: rows 40 to 43 were not the same", Counted(_triple, other_data), {}),
+        ("call, of '_triple': results.dense was 'int64' there", Counted(_triple, DATA.astype(np.float32)), {}),
+        ("another call.*inputs.tuple was None there", Counted(_triple, (DATA,)), {}),
+        ("another call.*batch_size was 4 there, and is 8 now", Counted(_triple, batch_size=8), {}),
+        ("another call.*batched was False there", Counted(_triple, batched=True), {}),
+        ("another call.*results.tuple was", Counted(lambda row: (row, row)), trusted),
+        ("another call.*seed was", Counted(lambda row, seed: row, seed=1), trusted),
     ]
-    for message, write in others:
+    for message, counted, options in others:
         with untouched(tmp_path), pytest.raises(JournalError, match=message + ".*delete this one to start again"):
-            write(tmp_path)
-    assert Triple().write(tmp_path) == []
+            counted.write(tmp_path, **options)
+    assert Counted(_triple).write(tmp_path) == []
+    dataset = tf.data.Dataset.from_tensor_slices(DATA)  # the results of `fn` may depend on the size of its batches
+    small, large = (Counted(_triple, dataset.batch(n), batched=True, batch_size=None) for n in (4, 8))
+    small.write(tmp_path / "batches")
+    with untouched(tmp_path), pytest.raises(JournalError, match=r"chunk_rows was 4 there, and is 8 now.*start again"):
+        large.write(tmp_path / "batches")
 
 
 def test_a_directory_without_chunks_takes_any_call(tmp_path: Path) -> None:
     """A call that fails on its first chunk does not block a later call."""
     write_chunks(tmp_path, tf.TensorSpec([None], tf.string), [], 1)
-    assert Triple().write(tmp_path) == list(range(64))
+    assert Counted(_triple).write(tmp_path) == list(range(64))
 
 
 def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -347,20 +310,10 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
         (tmp_path / "a" / "b", "NotADirectoryError"),
     ]:
         with untouched(tmp_path), pytest.raises(JournalError, match=expected):
-            Triple().write(directory)
+            Counted(_triple).write(directory)
     (tmp_path / "journal.jsonl").touch()
     with untouched(tmp_path), pytest.raises(JournalError, match="was written by an earlier version of devicemap"):
-        Triple().write(tmp_path)
-    _check_no_threads()
-
-
-def test_batches_of_another_size_are_refused(tmp_path: Path) -> None:
-    """The results of `fn` may depend on the size of its batches."""
-    dataset = tf.data.Dataset.from_tensor_slices(DATA)
-    Triple(dataset.batch(4), batched=True, batch_size=None).write(tmp_path)
-    message = r"chunk_rows was 4 there, and is 8 now.*to start again"
-    with untouched(tmp_path), pytest.raises(JournalError, match=message):
-        Triple(dataset.batch(8), batched=True, batch_size=None).write(tmp_path)
+        Counted(_triple).write(tmp_path)
 
 
 def test_an_interruption_keeps_what_was_finished(tmp_path: Path) -> None:
@@ -378,51 +331,34 @@ def test_an_interruption_keeps_what_was_finished(tmp_path: Path) -> None:
     done = rows_of(tmp_path)
     assert {*finished} <= done
     assert len(done) < 64
-    assert Triple().write(tmp_path) == _others(done)
-
-
-def test_devices_that_fail_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One device runs out of memory, and one breaks: each row is still written once."""
-    functions = CompiledMap.chunk_functions
-
-    def scripted(self: CompiledMap, *args: Any) -> Any:
-        def around(device: str, begin: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-            function = begin()
-
-            def call(rows: Any) -> Any:
-                if device.endswith("1") and len(rows) > 1:
-                    raise tf.errors.ResourceExhaustedError(None, None, "")
-                if device.endswith("2"):
-                    raise tf.errors.InternalError(None, None, "broken")
-                time.sleep(0.005)
-                return function(rows)
-
-            return call
-
-        return {device: partial(around, short_name(device), begin) for device, begin in functions(self, *args).items()}
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CompiledMap, "chunk_functions", scripted)
-        with pytest.warns(RuntimeWarning, match="CPU:2 kept failing"):
-            assert Triple().write(tmp_path) == list(range(64))
-    assert {stop - start for start, stop in ranges(tmp_path)} == {1}
-    assert Triple().write(tmp_path) == []
+    assert Counted(_triple).write(tmp_path) == _others(done)
 
 
 def test_a_dataset_that_ends_with_an_error_goes_on_later(tmp_path: Path) -> None:
-    fails = [True]
+    fails = True
 
     def rows() -> Iterator[int]:
         yield from DATA[:40].tolist()
-        if fails[0]:
+        if fails:
             raise OSError("the network share")
         yield from DATA[40:].tolist()
 
-    dataset = tf.data.Dataset.from_generator(rows, output_signature=tf.TensorSpec([], tf.int64))
-    counted = Triple(dataset)
+    counted = Counted(_triple, tf.data.Dataset.from_generator(rows, output_signature=tf.TensorSpec([], tf.int64)))
     with pytest.raises(tf.errors.UnknownError, match="the network share"):
         counted.write(tmp_path)
     done = rows_of(tmp_path)
     assert done == set(counted.computed)
-    fails[0] = False
+    fails = False
     assert counted.write(tmp_path) == _others(done)
+
+
+def test_devices_that_fail_while_writing(sim: Simulator, tmp_path: Path) -> None:
+    """One device runs out of memory, and one breaks: each row is still written once."""
+    sim.configure("CPU:1", memory_rows=1)
+    sim.configure("CPU:2", fails_from_call=0, error_code=tf.errors.INTERNAL)
+    data = DATA, tf.fill([64], 0.005)
+    counted = Counted(lambda rows, seconds: sim.work(rows, seconds) + rows, data, batched=True)
+    with pytest.warns(RuntimeWarning, match="CPU:2 kept failing"):
+        assert counted.write(tmp_path) == list(range(64))
+    assert {stop - start for start, stop in ranges(tmp_path)} == {1}
+    assert counted.write(tmp_path) == []
