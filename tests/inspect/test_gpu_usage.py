@@ -10,49 +10,35 @@ import pytest
 from histories import device, history, report_of
 
 HISTORY = history([(10, 0.3)] * 10, devices=1)  # 3 s: samples are due at 0.5, 1.0, ...
-
-
-class FakeNvml(types.ModuleType):
-    """As much of `pynvml` as is used; `busy` holds the utilisations that it reports one after another."""
-
-    def __init__(self, busy: list[int], models: str = "HHHH", broken: str = ""):
-        super().__init__("pynvml")
-        self.busy, self.models, self.broken = iter(busy), models, broken
-        self.opened = 0
-        self.asked: list[Any] = []
-
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith("nvml") and name == object.__getattribute__(self, "broken"):
-            raise RuntimeError(f"{name} is not supported")
-        return super().__getattribute__(name)
-
-    def nvmlInit(self) -> None:
-        self.opened += 1
-
-    def nvmlShutdown(self) -> None:
-        self.opened -= 1
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self.models)
-
-    def nvmlDeviceGetName(self, handle: Any) -> str:
-        return self.models[handle]
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
-        return index
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:
-        return uuid
-
-    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
-        self.asked.append(handle)
-        return types.SimpleNamespace(gpu=next(self.busy))
+CUDA = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 
 @pytest.fixture(autouse=True)
 def _no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    for name in CUDA:
+        monkeypatch.delenv(name, raising=False)
+
+
+class FakeNvml(types.SimpleNamespace):
+    """As much of `pynvml` as is used; `busy` holds the utilisations that it reports one after another."""
+
+    def __init__(self, busy: list[int], models: str = "HHHH", broken: str = ""):
+        utilisations = iter(busy)
+        self.opened, self.asked = 0, []
+        self.nvmlInit, self.nvmlShutdown = (lambda by=by: self._count(by) for by in (1, -1))
+        self.nvmlDeviceGetCount = lambda: len(models)
+        self.nvmlDeviceGetName = lambda handle: models[handle]
+        self.nvmlDeviceGetHandleByIndex = self.nvmlDeviceGetHandleByUUID = lambda handle: handle
+        self.nvmlDeviceGetUtilizationRates = lambda handle: self._ask(handle, utilisations)
+        if broken:
+            setattr(self, broken, lambda *arguments: 1 / 0)
+
+    def _count(self, by: int) -> None:
+        self.opened += by
+
+    def _ask(self, handle: Any, utilisations: Any) -> Any:
+        self.asked.append(handle)
+        return types.SimpleNamespace(gpu=next(utilisations))
 
 
 def _percent(nvml: FakeNvml | None, patch: pytest.MonkeyPatch, index: int = 0, events: Any = HISTORY) -> float | None:
@@ -70,15 +56,12 @@ def test_mean_of_a_sample_each_half_second(monkeypatch: pytest.MonkeyPatch) -> N
     assert short.asked == []
 
 
-@pytest.mark.parametrize("broken", ["nvmlInit", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUtilizationRates"])
-def test_errors_of_nvml_do_not_reach_the_call(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml([50] * 9, broken=broken)
-    assert _percent(nvml, monkeypatch) is None
-    assert nvml.opened == 0
-
-
-def test_without_nvidia_ml_py(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _percent(None, monkeypatch) is None
+def test_errors_of_nvml_do_not_reach_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _percent(None, monkeypatch) is None  # without nvidia-ml-py
+    for broken in ("nvmlInit", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUtilizationRates"):
+        nvml = FakeNvml([50] * 9, broken=broken)
+        assert _percent(nvml, monkeypatch) is None
+        assert nvml.opened == 0
 
 
 @pytest.mark.parametrize(
@@ -96,10 +79,9 @@ def test_without_nvidia_ml_py(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_asks_for_the_gpu_that_cuda_means(
     visible: str | None, order: str | None, models: str, asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    if order is not None:
-        monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
+    for name, value in zip(CUDA, (visible, order)):
+        if value is not None:
+            monkeypatch.setenv(name, value)
     nvml = FakeNvml([50] * 9, models)
     assert _percent(nvml, monkeypatch, index=1) == (50.0 if asked else None)
     assert nvml.asked[:1] == asked

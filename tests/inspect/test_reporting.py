@@ -62,13 +62,7 @@ def test_times_and_rows_add_up(events: list[Event]) -> None:
 
 def test_a_report_counts_what_happened() -> None:
     report = report_of(MANY, traces=1)
-    assert (report.engine, report.rows, report.expected_rows, report.traces, report.error) == (
-        "chunks",
-        120,
-        120,
-        1,
-        None,
-    )
+    assert (report.engine, report.rows, report.expected_rows, report.traces, report.error) == ("chunks", 120, 120, 1, None)
     assert report.retries == 3  # one whole chunk, two halves of one
     assert sum(each.back_offs for each in report.devices) == 2
     assert sum(each.calls for each in report.devices) == len(report.spans) == 12 + 3
@@ -77,6 +71,9 @@ def test_a_report_counts_what_happened() -> None:
     assert sum(each.share for each in report.devices) == pytest.approx(1.0)
     assert report.wall_seconds == MANY[-1].seconds
     assert report.rows_per_second == pytest.approx(120 / report.wall_seconds)
+    empty = report_of(history([]))
+    assert (empty.rows, empty.rows_per_second, empty.wall_seconds, empty.advice) == (0, 0.0, 0.0, ())
+    assert "0 rows in 0 s" in str(empty)
 
 
 def test_the_number_of_spans_is_bounded() -> None:
@@ -121,24 +118,6 @@ def test_chunks_in_flight_at_the_end_are_unfinished() -> None:
     assert [each.busy_seconds + each.idle_seconds for each in report.devices] == [2.0] * 3
     assert (report.rows, report.error) == (0, "KeyboardInterrupt: KeyboardInterrupt")
     assert report_of(events).rows == 0  # without an end: after a second Ctrl-C
-
-
-def test_a_call_without_rows() -> None:
-    report = report_of(history([]))
-    assert (report.rows, report.rows_per_second, report.wall_seconds, report.advice) == (0, 0.0, 0.0, ())
-    assert "0 rows in 0 s" in str(report)
-
-
-def test_to_dict_has_units_in_its_names() -> None:
-    found = report_of(MANY).to_dict()
-    assert set(found) == {
-        "engine", "rows", "expected_rows", "wall_seconds", "rows_per_second", "traces", "retries", "row_by_row", "in_turn",
-        "error", "advice", "devices", "failed_rows",
-    }  # fmt: skip
-    assert set(found["devices"][0]) == {
-        "device", "rows", "share", "calls", "busy_seconds", "idle_seconds", "waiting_seconds",
-        "retries", "back_offs", "lost", "utilisation_percent",
-    }  # fmt: skip
 
 
 def test_it_prints_as_a_plain_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,11 +75,9 @@ def test_digests_differ() -> None:
         tf.sparse.to_dense(LEAVES["sparse"]),
         tf.zeros([8, 0, 1]),
     ]
-    digests = [digest_rows([leaf]) for leaf in [*LEAVES.values(), *others]]
-    digests += [
-        digest_rows([LEAVES[name] for name in names]) for names in (["numbers", "strings"], ["strings", "numbers"])
-    ]
-    assert len({*digests}) == len(digests) == len(LEAVES) + len(others) + 2
+    numbers, strings = LEAVES["numbers"], LEAVES["strings"]
+    nests = [*([leaf] for leaf in [*LEAVES.values(), *others]), [numbers, strings], [strings, numbers]]
+    assert len({digest_rows(leaves) for leaves in nests}) == len(nests)
 
 
 @settings(max_examples=60, deadline=None)
@@ -105,40 +103,38 @@ def test_what_is_left_is_what_is_missing(data: Any) -> None:
         assert int(count_rows(chunk.leaves[0])) == chunk.count
 
 
-def test_other_rows_are_refused_before_anything_runs() -> None:
-    message = r"out holds results of other data: rows 5 to 9 were not the same.*delete this one to start again"
-    stored = _stored([DATA], [(5, 10), (15, 20)])
-    other = tf.tensor_scatter_nd_update(DATA, [[7]], [0])
-    for size in [1, 5, 8, 20]:
-        read: list[int] = []
-        with pytest.raises(JournalError, match=message):
-            next(compared(_chunks([other], _pairs(size), read), stored, None, FOLDER))
-        assert max(read) < 10  # no further than the difference
-    later = tf.tensor_scatter_nd_update(DATA, [[17]], [0])
-    chunks = compared(_chunks([later], _pairs(5)), stored, None, FOLDER)
-    assert [next(chunks).start for _ in range(3)] == [0, 5, 10]
-    with pytest.raises(JournalError, match="rows 15 to 19 were not the same"):
-        next(chunks)
-    unfinished = tf.tensor_scatter_nd_update(DATA, [[2], [12]], [0, 0])
-    assert len(list(compared(_chunks([unfinished], _pairs(5)), stored, None, FOLDER))) == 4
-    wider = [*_chunks([tf.zeros([7, 2])], [(0, 7)]), *_chunks([tf.zeros([20, 3])], [(7, 20)])]
-    with pytest.raises(JournalError, match=message):
-        list(compared(wider, stored, None, FOLDER))
+MIDDLE = "rows 5 to 9 were not the same.*delete this one to start again"
+CHANGES: dict[str, tuple[Any, str | None]] = {  # other rows, and what the error says
+    "in a stored chunk": (tf.tensor_scatter_nd_update(DATA, [[7]], [0]), MIDDLE),
+    "in a later stored chunk": (tf.tensor_scatter_nd_update(DATA, [[17]], [0]), "rows 15 to 19 were not the same"),
+    "of other shapes": (tf.reshape(tf.range(40), [20, 2]), MIDDLE),
+    "too few": (DATA[:9], "of 20 rows or more, and the data has 9 now"),
+    "too few by one": (DATA[:19], "of 20 rows or more, and the data has 19 now"),
+    "in rows that are missing": (tf.tensor_scatter_nd_update(DATA, [[2], [12]], [0, 0]), None),
+}
 
 
-@pytest.mark.parametrize(("rows", "total"), [(0, 20), (9, 20), (9, None), (19, 20)])
-def test_fewer_rows_are_refused(rows: int, total: int | None) -> None:
-    stored = _stored([DATA], [(5, 10)])
-    with pytest.raises(JournalError, match=rf"of (10|20) rows or more, and the data has {rows} now"):
-        list(compared(_chunks([DATA], _pairs(1, rows)), stored, total, FOLDER))
-
-
-def test_a_new_directory_delays_no_chunk() -> None:
+@pytest.mark.parametrize("size", [1, 5, 8, 20])
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_rows_are_refused_before_anything_runs(name: str, size: int) -> None:
+    rows, message = CHANGES[name]
     read: list[int] = []
-    chunks = compared(_chunks([DATA], _pairs(5), read), [], None, FOLDER)
-    assert next(chunks).start == 0
-    assert read == [0]
-    assert [chunk.start for chunk in chunks] == [5, 10, 15]
+    stored = _stored([DATA], [(5, 10), (15, 20)])
+    chunks = compared(_chunks([rows], _pairs(size, len(rows)), read), stored, None, FOLDER)
+    if message is None:
+        assert [chunk.start for chunk in chunks] == read
+        return
+    with pytest.raises(JournalError, match=f"out holds results of other data: ({message})"):
+        next(chunks) if message == MIDDLE else list(chunks)
+    assert message != MIDDLE or max(read) < 10  # no further than the difference
+
+
+def test_no_rows_and_a_new_directory() -> None:
+    with pytest.raises(JournalError, match="of 20 rows or more, and the data has 0 now"):
+        list(compared([], [], 20, FOLDER))
+    read: list[int] = []
+    assert next(compared(_chunks([DATA], _pairs(5), read), [], None, FOLDER)).start == 0
+    assert read == [0]  # no chunk is delayed
 
 
 def test_finished_rows_are_skipped_in_large_pieces() -> None:
