@@ -65,52 +65,45 @@ def test_it_counts_each_row_once(chunks: list[Any], devices: int, faulty: set[in
     assert f"{rows}/{rows} rows" in drawn.splitlines()[-1]
 
 
+def _shows_cursor(console: Console) -> bool:
+    return console.file.getvalue().endswith("\x1b[?25h")  # type: ignore[attr-defined]
+
+
 def test_what_it_shows() -> None:
     running = _drawn(EVENTS[:-4], "simulate [x]").splitlines()[-1]
     assert re.search(r"simulate \[x\] [━╸╺ ]+ 80/100 rows +0:00:00 +\S+$", running)
     ended = _terminal()
     assert "100/100 rows" in _drawn(EVENTS, console=ended).splitlines()[-1]
-    assert ended.file.getvalue().endswith("\x1b[?25h")  # type: ignore[attr-defined]  # the cursor is back
+    assert _shows_cursor(ended)
+    unknown = history([(10, 0.05)] * 3, devices=1, known=False)
+    assert "20/? rows" in _drawn(unknown[:-2])
+    assert "30/30 rows" in _drawn(unknown)
 
 
 @pytest.mark.parametrize("error", [ValueError("odd"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
 def test_it_leaves_the_terminal_when_a_call_fails(error: BaseException) -> None:
     console = _terminal()
     assert "/100 stopped" in _drawn([*EVENTS[:6], CallFinished(3.0, error)], console=console)
-    assert console.file.getvalue().endswith("\x1b[?25h")  # type: ignore[attr-defined]
+    assert _shows_cursor(console)
 
 
 @pytest.mark.parametrize("error", [None, ValueError("odd")])
 def test_it_fits_80_columns(error: Any) -> None:
     events = history([(100_000_000, 1.0)] * 10)
-    assert "features.extract_... " in _drawn(events, "features.extract_all_of_them")
     for end in range(2, len(events) + 1):
         drawn = _drawn([*events[:end], CallFinished(1.0, error)], "features.extract_all_of_them", _terminal(width=80))
-        lines = drawn.split("\r")
+        *_, last = lines = drawn.split("\r")
         assert all(len(line.rstrip("\n")) <= 80 for line in lines)
-        assert re.search(r"extract_\.\.\. [━╸╺ ]{12} +\d+/1000000000 (rows|stopped) +[\d:]+ [\d:-]+", lines[-1]), lines[
-            -1
-        ]
+        assert re.search(r"extract_\.\.\. [━╸╺ ]{12} +\d+/1000000000 (rows|stopped) +[\d:]+ [\d:-]+", last)
 
 
-def test_an_unknown_number_of_rows() -> None:
-    events = history([(10, 0.05)] * 3, devices=1, known=False)
-    assert "20/? rows" in _drawn(events[:-2])
-    assert "30/30 rows" in _drawn(events)
-
-
-@pytest.mark.parametrize(
-    "console",
-    [_terminal(force_terminal=False), _terminal(_environ={"TERM": "dumb"})],
-    ids=["a file", "a terminal that cannot go back"],
-)
-def test_it_is_quiet_without_a_terminal(console: Console) -> None:
-    before = threading.active_count()
+@pytest.mark.parametrize("options", [{"force_terminal": False}, {"_environ": {"TERM": "dumb"}}], ids=["file", "dumb"])
+def test_it_is_quiet_without_a_terminal(options: dict[str, Any]) -> None:
+    console, before = _terminal(**options), threading.active_count()
     bar = ProgressBar(console=console)
-    bar(EVENTS[0])
-    assert threading.active_count() == before
-    for event in EVENTS[1:]:
+    for event in EVENTS:
         bar(event)
+        assert threading.active_count() == before
     assert console.file.getvalue() == ""  # type: ignore[attr-defined]
 
 

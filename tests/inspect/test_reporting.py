@@ -48,9 +48,8 @@ def test_times_and_rows_add_up(events: list[Event]) -> None:
     report = report_of(events)
     assert report.rows == report.expected_rows == sum(each.rows for each in report.devices)
     for each in report.devices:
-        own = [
-            (span.started_seconds, span.finished_seconds) for span in report.spans if span.shard.device == each.device
-        ]
+        spans = [span for span in report.spans if span.shard.device == each.device]
+        own = [(span.started_seconds, span.finished_seconds) for span in spans]
         points = sorted({*itertools.chain(*own)})
         covered = sum(b - a for a, b in itertools.pairwise(points) if any(s <= a and b <= e for s, e in own))
         assert each.busy_seconds == pytest.approx(covered)
@@ -62,7 +61,13 @@ def test_times_and_rows_add_up(events: list[Event]) -> None:
 
 def test_a_report_counts_what_happened() -> None:
     report = report_of(MANY, traces=1)
-    assert (report.engine, report.rows, report.expected_rows, report.traces, report.error) == ("chunks", 120, 120, 1, None)
+    assert (report.engine, report.rows, report.expected_rows, report.traces, report.error) == (
+        "chunks",
+        120,
+        120,
+        1,
+        None,
+    )
     assert report.retries == 3  # one whole chunk, two halves of one
     assert sum(each.back_offs for each in report.devices) == 2
     assert sum(each.calls for each in report.devices) == len(report.spans) == 12 + 3
@@ -83,15 +88,14 @@ def test_the_number_of_spans_is_bounded() -> None:
     assert report.spans[-1].finished_seconds == report.wall_seconds
 
 
-@pytest.mark.parametrize("event", [ChunkFailed, DeviceLost, CallFinished])
-def test_a_call_that_failed_says_why_and_keeps_no_error(event: Any) -> None:
-    error = tf.errors.UnavailableError(None, None, "gone")
+@pytest.mark.parametrize("kind", [ChunkFailed, DeviceLost, CallFinished])
+def test_a_call_that_failed_says_why_and_keeps_no_error(kind: Any) -> None:
+    error, shard = tf.errors.UnavailableError(None, None, "gone"), Shard("CPU:0", 0, 1)
     kept = weakref.ref(error)
-    shard = Shard("CPU:0", 0, 1)
-    given = {ChunkFailed: (shard, 0.0, error), DeviceLost: ("CPU:0", error), CallFinished: (error,)}[event]
-    report = report_of([CallStarted(0.0, 1, ("CPU:0",)), ChunkStarted(0.0, shard, 0.0), event(1.0, *given)])
-    assert report.error == ("UnavailableError: gone" if event is CallFinished else None)
-    assert ("stopped by UnavailableError: gone" in str(report)) == (event is CallFinished)
+    given = {ChunkFailed: (shard, 0.0, error), DeviceLost: ("CPU:0", error), CallFinished: (error,)}[kind]
+    report = report_of([CallStarted(0.0, 1, ("CPU:0",)), ChunkStarted(0.0, shard, 0.0), kind(1.0, *given)])
+    assert report.error == ("UnavailableError: gone" if kind is CallFinished else None)
+    assert ("stopped by UnavailableError: gone" in str(report)) == (kind is CallFinished)
     del error, given
     gc.collect()
     assert kept() is None
@@ -135,13 +139,10 @@ def test_it_prints_as_a_plain_table(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("width", [20, 40, 80, 200])
-def test_it_keeps_to_the_width_of_the_terminal(width: int) -> None:
-    assert max(map(len, text_of(report_of(MANY, traces=1), width).splitlines())) <= width
-
-
-def test_rich_prints_it_in_colour_and_notebooks_and_the_repl_show_it() -> None:
-    report = report_of(MANY)
+def test_terminals_notebooks_and_the_repl_show_it() -> None:
+    report = report_of(MANY, traces=1)
+    for width in (20, 40, 80, 200):
+        assert max(map(len, text_of(report, width).splitlines())) <= width
     console = rich.console.Console(force_terminal=True, width=100, _environ={"TERM": "xterm"})
     with console.capture() as capture:
         console.print(report)
@@ -150,20 +151,16 @@ def test_rich_prints_it_in_colour_and_notebooks_and_the_repl_show_it() -> None:
     assert repr(report) == str(report)
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
 @pytest.mark.parametrize("events", [MANY, history([]), one_graph([5, 5], 1.0)], ids=["many", "none", "one graph"])
-def test_it_plots_a_timeline(events: list[Event], suffix: str, tmp_path: pathlib.Path) -> None:
+def test_it_plots_a_timeline(events: list[Event], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     had_pyplot = "matplotlib.pyplot" in sys.modules
-    path = tmp_path / f"timeline.{suffix}"
-    report_of(events).plot(path)
-    assert path.read_bytes()[:4] == (b"\x89PNG" if suffix == "png" else b"<?xm")
+    for name, start in (("timeline.png", b"\x89PNG"), ("timeline.svg", b"<?xm")):
+        report_of(events).plot(tmp_path / name)
+        assert (tmp_path / name).read_bytes()[:4] == start
     assert ("matplotlib.pyplot" in sys.modules) == had_pyplot
-
-
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="a plot needs matplotlib, which is not installed: pip install matplotlib"):
-        report_of(MANY).plot(tmp_path / "timeline.png")
+        report_of(events).plot(tmp_path / "none.png")
 
 
 @settings(deadline=None)
@@ -171,8 +168,7 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 def test_spans_of_one_track_of_a_trace_never_overlap(
     tmp_path_factory: pytest.TempPathFactory, events: list[Event]
 ) -> None:
-    path = tmp_path_factory.mktemp("trace") / "trace.json"
-    report = report_of(events)
+    path, report = tmp_path_factory.mktemp("trace") / "trace.json", report_of(events)
     report.save_trace(path)
     found = json.loads(path.read_text())["traceEvents"]
     names = {each["pid"]: each["args"]["name"] for each in found if each["ph"] == "M"}
@@ -182,10 +178,8 @@ def test_spans_of_one_track_of_a_trace_never_overlap(
     chunks.sort(key=lambda each: (each["pid"], each["tid"], each["ts"], each["dur"]))
     for a, b in itertools.pairwise(chunks):
         assert (a["pid"], a["tid"]) != (b["pid"], b["tid"]) or a["ts"] + a["dur"] <= b["ts"] + 1e-3  # microseconds
-    for each in chunks:
-        assert each["tid"] < sum(
-            o["pid"] == each["pid"] and o["ts"] <= each["ts"] for o in chunks
-        )  # no track is wasted
+    for each in chunks:  # no track is wasted
+        assert each["tid"] < sum(o["pid"] == each["pid"] and o["ts"] <= each["ts"] for o in chunks)
 
 
 ARRIVALS = [
@@ -230,21 +224,17 @@ def test_devices_that_work_in_turn(rows: int) -> None:
     mapper = devicemap.DeviceMap(lambda n: level.assign(0.5 * level + n), devices=["CPU:1", "CPU:2"])
     mapper(tf.range(float(rows)))
     report = mapper.report
-    assert report.in_turn == (rows > 1)
+    assert report.in_turn == any("one after another" in sentence for sentence in report.advice) == (rows > 1)
     assert sum(each.busy_seconds for each in report.devices) <= report.wall_seconds
-    assert any("one after another" in sentence for sentence in report.advice) == (rows > 1)
 
 
 def test_a_graph_has_a_clock_for_each_device() -> None:
-    x = tf.range(7.0)
-
-    def mapper(*devices: str) -> devicemap.DeviceMap:
-        return devicemap.DeviceMap(lambda n: n * n, devices=devices)
-
     def timestamps(function: Callable[..., Any]) -> int:
-        return sum(placements(partitions(function, x), "Timestamp").values())
+        return sum(placements(partitions(function, tf.range(7.0)), "Timestamp").values())
 
-    workers = "CPU:1", "CPU:2", "CPU:3"  # in eager code, one more checks that graphs may read the clock
-    assert timestamps(mapper(*workers)) in (3, 4)
-    assert timestamps(tf.function(mapper(*workers))) in (0, 1)  # a stateful op would wait for those of the caller
-    assert timestamps(mapper("CPU:1")) in (0, 1)
+    three, one = (
+        devicemap.DeviceMap(lambda n: n * n, devices=names) for names in (["CPU:1", "CPU:2", "CPU:3"], "CPU:1")
+    )
+    assert timestamps(three) in (3, 4)  # in eager code, one more checks that graphs may read the clock
+    assert timestamps(tf.function(three)) in (0, 1)  # a stateful op would wait for those of the caller
+    assert timestamps(one) in (0, 1)
