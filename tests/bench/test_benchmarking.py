@@ -17,58 +17,45 @@ from cases import IN_CI, Case
 import devicemap
 from devicemap import benchmark
 from devicemap.errors import DataError, DeviceError, FunctionError, OptionError, UnknownOptionError
-from devicemap.types import BenchmarkResult
 
 ROWS = tf.constant(np.random.default_rng(0).normal(size=[23, 3]), tf.float32)
 THREE = ["CPU:3", "CPU:0", "CPU:5"]
-SHORT = {"rounds": 2, "devices": THREE}
+SHORT: dict[str, Any] = {"rounds": 1, "devices": THREE, "batch_sizes": [6]}
 MODES = ("batch", "eager", "one device", "all devices")
+
+
+def _measured(result: Any) -> list[tuple[str, int]]:
+    return [(m.mode, m.rows) for m in result.measurements]
+
+
+def _errors(result: Any) -> dict[str, str | None]:
+    return {m.mode: m.error for m in result.measurements}
 
 
 def _row(row: Any) -> Any:
     return {"sum": tf.reduce_sum(row), "sines": tf.sin(row)}
 
 
-@pytest.fixture(scope="module")
-def swept() -> BenchmarkResult:
-    return benchmark(_row, ROWS, batch_sizes=[24, 6], **SHORT)
-
-
-def test_each_mode_and_batch_size_is_measured(swept: BenchmarkResult) -> None:
-    assert [(m.mode, m.rows) for m in swept.measurements] == [
-        ("batch", 6),
-        ("batch", 24),
-        ("eager", 16),
-        ("one device", 23),
-        ("all devices", 23),
-    ]
-    assert [device.name.rpartition("device:")[2] for device in swept.devices] == THREE
-    for m in swept.measurements:
-        assert m.error is None
-        assert m.seconds > 0
-        assert m.rows_per_second == m.rows / m.seconds
-        assert m.peak_memory_bytes is None
-    assert swept.measurements[0].first_call_seconds > swept.measurements[0].seconds  # it traced
-
-
-def test_cpus_do_not_report_their_memory(swept: BenchmarkResult) -> None:
-    assert swept.largest_batch() is None
-    assert swept.lines == ()
-    assert swept.no_memory == "TensorFlow does not count the memory of CPU:3, CPU:0, CPU:5"
-    assert swept.no_memory in str(swept)
-
-
-def test_the_result_is_printed_saved_and_plotted(swept: BenchmarkResult, tmp_path: Path) -> None:
-    text = str(swept)
+def test_each_mode_and_batch_size_is_measured_printed_saved_and_plotted(tmp_path: Path) -> None:
+    result = benchmark(_row, ROWS, batch_sizes=[24, 6], rounds=2, devices=THREE)
+    assert _measured(result) == [("batch", 6), ("batch", 24), ("eager", 16), ("one device", 23), ("all devices", 23)]
+    assert [device.name.rpartition("device:")[2] for device in result.devices] == THREE
+    for m in result.measurements:
+        assert (m.error, m.peak_memory_bytes, m.rows_per_second) == (None, None, m.rows / m.seconds)
+    assert result.measurements[0].first_call_seconds > result.measurements[0].seconds > 0  # it traced
+    assert (result.largest_batch(), result.lines) == (None, ())
+    assert result.no_memory == "TensorFlow does not count the memory of CPU:3, CPU:0, CPU:5"
+    text = str(result)
     assert text.startswith("_row on 3 device(s)\n\nmode ")
     assert re.search(r"\nall devices +23 ", text)
+    assert result.no_memory in text
     assert "peak memory" not in text  # empty columns are left out
-    swept.save(tmp_path / "result.json")
-    assert json.loads((tmp_path / "result.json").read_text()) == swept.to_dict()
-    counted = [replace(m, peak_memory_bytes=(2**20,)) if m.mode == "batch" else m for m in swept.measurements]
-    gpu = replace(swept.devices[0], memory=2**30)
-    for result in (swept, replace(swept, no_memory=None, devices=(gpu,), measurements=tuple(counted))):
-        result.plot(tmp_path / "result.svg")
+    result.save(tmp_path / "result.json")
+    assert json.loads((tmp_path / "result.json").read_text()) == result.to_dict()
+    counted = [replace(m, peak_memory_bytes=(2**20,)) if m.mode == "batch" else m for m in result.measurements]
+    gpu = replace(result.devices[0], memory=2**30)
+    for each in (result, replace(result, no_memory=None, devices=(gpu,), measurements=tuple(counted))):
+        each.plot(tmp_path / "result.svg")
         assert (tmp_path / "result.svg").read_bytes().startswith(b"<?xml")
 
 
@@ -76,7 +63,7 @@ def test_the_result_is_printed_saved_and_plotted(swept: BenchmarkResult, tmp_pat
 @pytest.mark.parametrize("case", IN_CI, ids=str)
 def test_eager_code_takes_what_the_graph_takes(case: Case) -> None:
     options = {"devices": THREE[:2], "batch_sizes": [2], "rounds": 1, "batched": case.batched, **case.options}
-    assert {m.mode: m.error for m in benchmark(case.fn, case.data, **options).measurements} == dict.fromkeys(MODES)
+    assert _errors(benchmark(case.fn, case.data, **options)) == dict.fromkeys(MODES)
 
 
 def test_eager_code_takes_a_batch() -> None:
@@ -88,74 +75,60 @@ def test_eager_code_takes_a_batch() -> None:
         return batch * 2
 
     result = benchmark(fn, ROWS, batched=True, rounds=1, devices=THREE)
-    assert [m.rows for m in result.measurements if m.mode == "batch"] == [3, 21]
+    assert [rows for mode, rows in _measured(result) if mode == "batch"] == [3, 21]
     assert {*called} == {23}
 
 
-def test_seeds_are_passed_on() -> None:
-    def fn(row: Any, seed: Any) -> Any:
-        return row + tf.random.stateless_normal([3], seed)
-
-    options = {"seed": 3, "batch_sizes": [6], **SHORT}
-    assert all(m.error is None for m in benchmark(fn, ROWS, **options).measurements)
-    result = benchmark(lambda batch, seed: batch, ROWS, batched=True, name="mine", **options)
-    assert all(m.error is None for m in result.measurements)
-    assert result.name == "mine"
+@pytest.mark.parametrize("batched", [False, True])
+def test_seeds_and_names_are_passed_on(batched: bool) -> None:
+    result = benchmark(lambda rows, seed: rows * 2, ROWS, seed=3, batched=batched, name="mine", **SHORT)
+    assert (_errors(result), result.name) == (dict.fromkeys(MODES), "mine")
 
 
-def test_an_error_in_eager_code_is_reported() -> None:
+def test_an_error_in_eager_code_is_reported_and_one_in_a_graph_is_raised() -> None:
     def fn(row: Any) -> Any:
         if tf.executing_eagerly():
             raise ZeroDivisionError("only here")
         return row
 
-    result = benchmark(fn, ROWS, batch_sizes=[3], **SHORT)
-    assert {m.mode: m.error for m in result.measurements} == {
-        **dict.fromkeys(MODES),
-        "eager": "ZeroDivisionError: only here",
-    }
+    result = benchmark(fn, ROWS, **SHORT)
+    assert _errors(result) == {**dict.fromkeys(MODES), "eager": "ZeroDivisionError: only here"}
     assert "\neager, 16 rows: ZeroDivisionError: only here" in str(result)
-
-
-def test_an_error_in_a_graph_is_raised() -> None:
     with pytest.raises(FunctionError, match="broken"):
         benchmark(lambda row: tf.debugging.check_numerics(row / 0.0, "broken"), ROWS, **SHORT)
 
 
 def test_no_larger_batch_follows_one_that_runs_out_of_memory() -> None:
     def fn(batch: Any) -> Any:
-        columns = tf.where(tf.shape(batch, tf.int64)[0] > 10, 2**50, 1)
-        return tf.reduce_sum(batch) + tf.reduce_sum(tf.fill([tf.shape(batch, tf.int64)[0], columns], 1.0), 1)
+        rows = tf.shape(batch, tf.int64)[0]
+        columns = tf.where(rows > 10, 2**50, 1)
+        return tf.reduce_sum(batch) + tf.reduce_sum(tf.fill([rows, columns], 1.0), 1)
 
     result = benchmark(fn, ROWS, batch_sizes=[90, 60, 30], batched=True, devices=THREE, rounds=1, max_rows=9)
-    failed = [(m.mode, m.rows, bool(m.error)) for m in result.measurements]
-    assert failed[:2] == [("batch", 30, False), ("batch", 60, True)]
-    assert [mode for mode, _, _ in failed[2:]] == ["eager", "one device", "all devices"]
+    assert _measured(result) == [("batch", 30), ("batch", 60), ("eager", 9), ("one device", 9), ("all devices", 9)]
+    assert [m.error is None for m in result.measurements[:2]] == [True, False]
 
 
 def test_the_first_batch_and_one_round_run_whatever_the_budget() -> None:
-    result = benchmark(_row, ROWS, seconds=1e-6, devices=THREE)
-    assert [(m.mode, m.rows) for m in result.measurements] == list(zip(MODES, (3, 16, 23, 23)))
+    assert _measured(benchmark(_row, ROWS, seconds=1e-6, devices=THREE)) == list(zip(MODES, (3, 16, 23, 23)))
 
 
 def test_datasets_are_read_into_memory_and_bounded() -> None:
     samples = tf.data.Dataset.range(3000).map(lambda n: {"n": n})
-    options = {"batch_sizes": [6], "rounds": 1, "devices": THREE}
-    assert benchmark(lambda row: row["n"] * 2, samples, **options).measurements[-1].rows == 1024
+    assert benchmark(lambda row: row["n"] * 2, samples, **SHORT).measurements[-1].rows == 1024
     batches = tf.data.Dataset.from_tensor_slices(ROWS).batch(5)
     for data, max_rows, rows in ((batches, None, 23), (batches, 7, 7), (ROWS, 7, 7)):
-        result = benchmark(lambda b: b, data, batched=True, max_rows=max_rows, **options)
+        result = benchmark(lambda b: b, data, batched=True, max_rows=max_rows, **SHORT)
         assert result.measurements[-1].rows == rows
+    with pytest.raises(DataError, match="data has no rows; expected at least one"):
+        benchmark(_row, ROWS[:0])
+    with pytest.raises(DataError, match="the dataset is empty"):
+        benchmark(_row, batches.take(0).unbatch())
 
 
 def test_training_steps_leave_a_model_as_it_was() -> None:
     keras.utils.set_random_seed(1)
-    layers = [
-        keras.layers.Dense(4),
-        keras.layers.BatchNormalization(),
-        keras.layers.Dropout(0.5),
-        keras.layers.Dense(1),
-    ]
+    layers = keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(1)
     model = keras.Sequential([keras.Input([3]), *layers])
     model.compile("adam", "mse", metrics=["mae"], jit_compile=False)
     devicemap.parallelize(model, THREE)
@@ -168,22 +141,13 @@ def test_training_steps_leave_a_model_as_it_was() -> None:
     for _ in range(2):  # before its first step, and after
         before, steps = state(), model.report().steps
         result = benchmark(model, data, rounds=1, batch_sizes=[12])
-        assert [(m.mode, m.rows, m.error) for m in result.measurements] == [*zip(MODES, (12, 23, 23, 23), [None] * 4)]
-        assert result.name == model.name
-        assert model.report().steps == steps
+        assert (_measured(result), _errors(result)) == ([*zip(MODES, (12, 23, 23, 23))], dict.fromkeys(MODES))
+        assert (result.name, model.report().steps) == (model.name, steps)
         after = state()
         assert all(np.array_equal(value, after[key]) for key, value in before.items())
-        history = model.fit(*data, verbose=0, batch_size=23).history
-        assert set(history) == {"loss", "mae"}
+        assert set(model.fit(*data, verbose=0, batch_size=23).history) == {"loss", "mae"}
     with pytest.raises(OptionError, match="expected a compiled one, and neither devices="):
         benchmark(model, data, batched=True)
-
-
-def test_data_without_rows_is_an_error() -> None:
-    with pytest.raises(DataError, match="data has no rows; expected at least one"):
-        benchmark(_row, tf.zeros([0, 3]))
-    with pytest.raises(DataError, match="the dataset is empty"):
-        benchmark(_row, tf.data.Dataset.from_tensor_slices(tf.zeros([0, 3])))
 
 
 @pytest.mark.parametrize(
@@ -200,8 +164,5 @@ def test_data_without_rows_is_an_error() -> None:
     ],
 )
 def test_bad_options_fail_before_anything_runs(options: dict[str, Any], error: Any, message: str) -> None:
-    def fn(row: Any) -> Any:
-        raise AssertionError("ran")
-
     with pytest.raises(error, match=message):
-        benchmark(fn, ROWS, **options)
+        benchmark(lambda row: 1 / 0, ROWS, **options)

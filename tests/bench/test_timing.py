@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -12,38 +13,30 @@ from devicemap.errors import OptionError
 from devicemap.types import Device
 
 
-class _World:
-    """A clock that only calls advance, and a record of the calls."""
+def _rounds(rounds: int, deadline: float, **seconds: list[float]) -> tuple[list[float], str]:
+    """Return the medians of calls that take these seconds, in turn, and the names of the calls in order."""
+    now, called = 0.0, ""
 
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.called: list[str] = []
+    def call(name: str) -> None:
+        nonlocal now, called
+        now += seconds[name][called.count(name) % len(seconds[name])]
+        called += name
 
-    def clock(self) -> float:
-        return self.now
-
-    def call(self, name: str, *seconds: float) -> Callable[[], None]:
-        def run() -> None:
-            self.now += seconds[self.called.count(name) % len(seconds)]
-            self.called.append(name)
-
-        return run
+    medians = median_seconds([partial(call, name) for name in seconds], rounds, deadline, lambda: now)
+    return medians, called
 
 
 def test_every_round_times_every_call_in_changing_order() -> None:
-    world = _World()
-    calls = [world.call("a", 1.0), world.call("b", 2.0, 9.0, 3.0), world.call("c", 4.0)]
-    assert median_seconds(calls, 30, 1000, world.clock) == [1.0, 3.0, 4.0]
-    rounds = ["".join(world.called[i : i + 3]) for i in range(0, 90, 3)]
+    medians, called = _rounds(30, 1000, a=[1.0], b=[2.0, 9.0, 3.0], c=[4.0])
+    assert medians == [1.0, 3.0, 4.0]
+    rounds = [called[i : i + 3] for i in range(0, 90, 3)]
     assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
-    assert len(set(rounds)) > 3
+    assert len({*rounds}) > 3
 
 
 @pytest.mark.parametrize(("deadline", "rounds"), [(3.5, 3), (0.0, 1)])
 def test_no_round_starts_that_would_exceed_the_deadline(deadline: float, rounds: int) -> None:
-    world = _World()
-    assert median_seconds([world.call("a", 1.0)], 10, deadline, world.clock) == [1.0]
-    assert len(world.called) == rounds
+    assert _rounds(10, deadline, a=[1.0]) == ([1.0], "a" * rounds)
 
 
 def _result(memory: int | None, *batches: Measurement, devices: int = 2) -> BenchmarkResult:
@@ -95,20 +88,25 @@ def test_the_device_with_the_least_room_decides() -> None:
     assert result.largest_batch(10) == 0
 
 
+FULL = Measurement("batch", 22, error="out of memory")
+
+
 def test_the_limit_is_a_point_of_the_line() -> None:
-    full = Measurement("batch", 22, error="out of memory")
-    result = _result(1000, _batch(2, 100, 20), _batch(20, 200, 220), full)
+    result = _result(1000, _batch(2, 100, 20), _batch(20, 200, 220), FULL)
     assert result.lines == ((10.0, 45.0), (-78.0, 49.0))
     assert result.largest_batch(margin=0) == 20  # no more than what ran
     assert result.largest_batch(4 * 1000, 0) == 82
-    assert _result(1000, Measurement("batch", 2, error="out of memory")).largest_batch() == 0
+    assert _result(1000, FULL).largest_batch() == 0
 
 
-def test_bad_arguments_of_largest_batch() -> None:
-    result = _result(None, _batch(2, 100, 20), _batch(12, 200, 220))
-    with pytest.raises(OptionError, match="the memory of GPU:0 is unknown; give memory_bytes"):
-        result.largest_batch()
-    with pytest.raises(OptionError, match="margin=1; expected a share"):
-        result.largest_batch(1000, 1)
-    with pytest.raises(OptionError, match="memory_bytes=0; expected the memory"):
-        result.largest_batch(0)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the memory of GPU:0 is unknown; give memory_bytes"),
+        ([1000, 1], "margin=1; expected a share"),
+        ([0], "memory_bytes=0; expected the memory"),
+    ],
+)
+def test_bad_arguments_of_largest_batch(arguments: list[int], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        _result(None, _batch(2, 100, 20), _batch(12, 200, 220)).largest_batch(*arguments)
