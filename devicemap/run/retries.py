@@ -93,7 +93,7 @@ def is_python_bug(error: BaseException) -> bool:
     """Return whether an error is a built-in exception that Python code in `fn` raised, other than an `OSError`.
 
     `tf.py_function` turns most exceptions into an `UnknownError` whose message has the name of the class and the traceback
-    (test_a_bug_in_python_code_is_raised_at_once). `OSError` has the subclasses of networks, which may be transient, as may be
+    (test_a_row_that_fails_everywhere). `OSError` has the subclasses of networks, which may be transient, as may be
     exceptions of other libraries.
 
     >>> is_python_bug(tf.errors.UnknownError(None, None, "KeyError: 'a'\\nTraceback (most recent call last): ..."))

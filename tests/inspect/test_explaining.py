@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tensorflow as tf
 from cases import IN_CI, Case
@@ -23,74 +23,70 @@ SPEC = tf.TensorSpec(X.shape, X.dtype, name="x")
 WORKERS = ["CPU:1", "CPU:2", "CPU:3"]
 
 
-class Functions:
-    """Functions to explain, with the state that they capture."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.total = tf.Variable(0.0)
-        self.weights = tf.Variable(tf.ones([3, 4]))
-        self.embedding = tf.Variable(tf.random.normal([50, 6]))
-        self.large = tf.ones([300])
-        self.dropout = tf.keras.layers.Dropout(0.5)
-
-    def elementwise(self, row: Any) -> Any:
-        return tf.sin(row) * 2
-
-    def loop(self, row: Any) -> Any:
-        for _ in tf.range(4):
-            row = row + tf.linalg.matvec(self.weights, tf.linalg.matvec(self.weights, row, transpose_a=True))
-        return row
-
-    def gather(self, row: Any) -> Any:
-        return tf.gather(self.embedding, tf.cast(row[0], tf.int32) % 50)
-
-    def tensor(self, row: Any) -> Any:
-        return row * tf.reduce_sum(self.large)
-
-    def ordered(self, row: Any) -> Any:
-        self.total.assign(self.total * 0.5 + row[0])
-        return row
-
-    def atomic(self, row: Any) -> Any:
-        self.total.assign_add(row[0])
-        return row
-
-    def python(self, row: Any) -> Any:
-        def count(row: Any) -> Any:
-            self.calls += 1
-            return row
-
-        return tf.ensure_shape(tf.py_function(count, [row], tf.float32), [3])
-
-    def seeded(self, row: Any) -> Any:
-        return row + tf.random.normal([3], seed=7)
-
-    def dropped(self, batch: Any) -> Any:
-        return self.dropout(batch, training=True)
+TOTAL, WEIGHTS = tf.Variable(0.0, name="total"), tf.Variable(tf.ones([3, 4]), name="weights")
+EMBEDDING, LARGE = tf.Variable(tf.random.normal([50, 6]), name="embedding"), tf.ones([300])
+DROPOUT = tf.keras.layers.Dropout(0.5)
+CALLS: list[None] = []
 
 
-NAMES = ["elementwise", "loop", "gather", "tensor", "seeded", "dropped", "ordered", "atomic", "python"]
+def loop(row: Any) -> Any:
+    for _ in tf.range(4):
+        row = row + tf.linalg.matvec(WEIGHTS, tf.linalg.matvec(WEIGHTS, row, transpose_a=True))
+    return row
 
 
-def _mapper(name: str, devices: list[str] = WORKERS, **options: Any) -> tuple[Any, Functions]:
-    functions = Functions()
-    batched = name == "dropped"
-    return devicemap.DeviceMap(getattr(functions, name), devices=devices, batched=batched, **options), functions
+def ordered(row: Any) -> Any:
+    TOTAL.assign(TOTAL * 0.5 + row[0])
+    return row
+
+
+def atomic(row: Any) -> Any:
+    TOTAL.assign_add(row[0])
+    return row
+
+
+def python(row: Any) -> Any:
+    return tf.ensure_shape(tf.py_function(lambda row: CALLS.append(None) or row, [row], tf.float32), [3])
+
+
+COPIED = Handling.COPIED
+FUNCTIONS: dict[str, tuple[Callable[[Any], Any], list[int], list[tuple[str, Handling, int]]]] = {
+    # function, chunks in flight on three devices, what is captured
+    "elementwise": (lambda row: tf.sin(row) * 2, [2, 2, 2], []),
+    "loop": (loop, [2, 2, 2], [("weights", COPIED, 48)]),
+    "gather": (lambda row: tf.gather(EMBEDDING, tf.cast(row[0], tf.int32)), [2, 2, 2], [("embedding", COPIED, 1200)]),
+    "tensor": (lambda row: row * tf.reduce_sum(LARGE), [2, 2, 2], [("LARGE", Handling.KEPT, 1200)]),
+    "seeded": (lambda row: row + tf.random.normal([3], seed=7), [2, 2, 2], []),
+    "dropped": (lambda batch: DROPOUT(batch, training=True), [1, 1, 1], [("seed_generator_state", Handling.SEED, 16)]),
+    "ordered": (ordered, [1, 0, 0], [("total", Handling.ORDERED, 4)]),
+    "atomic": (atomic, [2, 2, 2], [("total", Handling.ATOMIC, 4)]),
+    "python": (python, [1, 1, 1], []),
+}
+
+
+def _mapper(name: str, devices: list[str] = WORKERS, **options: Any) -> devicemap.DeviceMap:
+    return devicemap.DeviceMap(FUNCTIONS[name][0], devices=devices, batched=name == "dropped", name=name, **options)
+
+
+@contextmanager
+def _nothing_runs() -> Iterator[None]:
+    variables = [TOTAL, *DROPOUT.variables]
+    before = len(CALLS), [variable.numpy().tolist() for variable in variables]
+    yield
+    assert (len(CALLS), [variable.numpy().tolist() for variable in variables]) == before
 
 
 @pytest.mark.in_ci(2)
 @pytest.mark.parametrize(("given", "instead"), [(X, SPEC), (SPEC, X)], ids=["data", "spec"])
 @pytest.mark.parametrize("workers", [WORKERS, ["CPU:3", "CPU:0", "CPU:5"]], ids=["workers", "with the host"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_nothing_runs_and_order_is_that_of_the_graph(name: str, workers: list[str], given: Any, instead: Any) -> None:
-    mapper, functions = _mapper(name, workers)
-    states = [variable.numpy() for variable in functions.dropout.variables]
-    plan = mapper.explain(given)
-    assert (functions.calls, float(functions.total)) == (0, 0.0)
-    np.testing.assert_equal([variable.numpy() for variable in functions.dropout.variables], states)
+    mapper = _mapper(name, workers)
+    with _nothing_runs():
+        plan = mapper.explain(given)
+        assert mapper.explain(instead) == plan  # with the same number of traces
     waits = between_devices(partitions(mapper, X))
-    assert mapper.explain(instead) == plan  # with the same number of traces
+    assert [(c.name.rpartition("/")[2], c.handling, c.size_bytes) for c in plan.captured] == FUNCTIONS[name][2]
     if workers == WORKERS:
         pairs = {*itertools.pairwise(WORKERS)} if plan.ordered else set()
         assert {(edge.sender, edge.receiver) for edge in waits} == pairs
@@ -98,19 +94,22 @@ def test_nothing_runs_and_order_is_that_of_the_graph(name: str, workers: list[st
 
 
 @pytest.mark.in_ci(2)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_chunks_of_data_and_of_a_dataset(name: str) -> None:
-    mapper, functions = _mapper(name, batch_size=2)
-    dataset = tf.data.Dataset.from_tensor_slices(X)
-    plan = mapper.explain(dataset.batch(4) if name == "dropped" else dataset)
-    assert plan.engine == mapper.explain(X).engine == "chunks"
-    assert plan.rows == (None if name == "dropped" else 7)
-    in_flight = [device.chunks_in_flight for device in plan.devices]
-    assert in_flight == {"ordered": [1, 0, 0], "dropped": [1, 1, 1], "python": [1, 1, 1]}.get(name, [2, 2, 2])
-    assert functions.calls == 0
+    mapper, dataset = _mapper(name, batch_size=2), tf.data.Dataset.from_tensor_slices(X)
+    with _nothing_runs():
+        plan = mapper.explain(dataset.batch(4) if name == "dropped" else dataset)
+        assert plan.engine == mapper.explain(X).engine == "chunks"
     assert between_devices(partitions(mapper, X)) == []
-    (one,) = _mapper("loop", ["CPU:1"], batch_size=2, prefetch=1)[0].explain(X).devices
-    assert one.chunks_in_flight == 1  # as `prefetch`, even where each core of a CPU could take a chunk
+    assert plan.rows == (None if name == "dropped" else 7)
+    assert [device.chunks_in_flight for device in plan.devices] == FUNCTIONS[name][1]
+
+
+def test_one_device_keeps_variables_in_place_and_as_many_chunks_as_prefetch_says() -> None:
+    """Even where each core of a CPU could take a chunk."""
+    plan = _mapper("loop", ["CPU:1"], batch_size=2, prefetch=1).explain(X)
+    assert [device.chunks_in_flight for device in plan.devices] == [1]
+    assert [captured.handling for captured in _mapper("loop", ["CPU:0"]).explain(X).captured] == [Handling.IN_PLACE]
 
 
 def test_a_nest_of_ragged_sparse_and_dense_specs() -> None:
@@ -126,7 +125,7 @@ def test_a_nest_of_ragged_sparse_and_dense_specs() -> None:
 
 @pytest.mark.parametrize(("rows", "by_device"), [(0, [0, 0, 0]), (7, [3, 2, 2]), (None, [None] * 3)])
 def test_rows_of_devices(rows: int | None, by_device: list[int | None]) -> None:
-    plan = _mapper("loop")[0].explain(tf.TensorSpec([rows, 3]))
+    plan = _mapper("loop").explain(tf.TensorSpec([rows, 3]))
     assert (plan.rows, [device.rows for device in plan.devices]) == (rows, by_device)
     assert [device.device[-5:] for device in plan.devices] == WORKERS
     assert (plan.bytes_per_row, plan.result_bytes_per_row) == (12, 12)
@@ -161,27 +160,6 @@ def test_whatever_can_be_mapped_can_be_explained(case: Case) -> None:
 
 
 # What fn captures
-
-
-CAPTURED: list[tuple[str, list[str], dict[str, Any], tuple[str, Handling, int]]] = [
-    ("loop", WORKERS, {}, ("weights", Handling.COPIED, 48)),
-    ("loop", WORKERS, {"batch_size": 2}, ("weights", Handling.COPIED, 48)),
-    ("loop", ["CPU:0"], {}, ("weights", Handling.IN_PLACE, 48)),
-    ("gather", WORKERS, {}, ("embedding", Handling.COPIED, 1200)),
-    ("tensor", WORKERS, {}, ("large", Handling.KEPT, 1200)),
-    ("ordered", WORKERS, {}, ("total", Handling.ORDERED, 4)),
-    ("atomic", WORKERS, {}, ("total", Handling.ATOMIC, 4)),
-]
-
-
-@pytest.mark.nightly
-def test_how_what_is_captured_is_shared() -> None:
-    for name, devices, options, expected in CAPTURED:
-        (found,) = _mapper(name, devices, **options)[0].explain(X).captured
-        assert (found.name, found.handling, found.size_bytes) == expected
-    (found,) = _mapper("dropped")[0].explain(X).captured
-    assert found.handling is Handling.SEED
-    assert "seed_generator_state" in found.name
 
 
 def test_names_come_from_the_code_where_variables_have_none() -> None:
@@ -223,20 +201,20 @@ PRINTED: dict[str, list[str]] = {
     "ordered": [
         "ordered: 7 rows on 3 devices, in one graph",
         "CPU:1 3 1 CPU:2, CPU:3 2 1",
-        "rows: one by one, because fn writes a variable or another resource, once per row (`self.total.assign(self.",
-        "order: kept, because fn writes `total` in row order, as in `self.total.assign(self.total * 0.5 + row[0])`, line ",
+        "rows: one by one, because fn writes a variable or another resource, once per row (`TOTAL.assign(TOTAL",
+        "order: kept, because fn writes `total` in row order, as in `TOTAL.assign(TOTAL * 0.5 + row[0])`, line ",
         "sizes: 12 B per row, 12 B per row of results",
         "captured: `total`, 4 B: written in row order",
         "traces of fn: 1",
         "* the devices work one after another",
     ],
-    "python": ["because EagerPyFunc acts once per row (`return tf.ensure_shape(tf.py_function(count"],
+    "python": ["because EagerPyFunc acts once per row (`return tf.ensure_shape(tf.py_function(lambda row"],
 }
 
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_it_prints_facts_with_the_lines_of_the_code(name: str) -> None:
-    text = " ".join(str(_mapper(name)[0].explain(X)).split())
+    text = " ".join(str(_mapper(name).explain(X)).split())
     assert [part for part in PRINTED[name] if part not in text] == []
 
 
@@ -264,21 +242,13 @@ def test_it_fits_on_one_screen(training: bool) -> None:
         assert max(map(len, lines)) <= 100
 
 
-COUNT = tf.Variable(0.0)
-
-
-def _counted(row: Any) -> Any:
-    COUNT.assign_add(row[0])
-    return row
-
-
 LOOPS: list[tuple[Callable[..., Any], Any, dict[str, Any]]] = [
     (lambda row: tf.reduce_sum(tf.sparse.segment_sum(row, [0, 1, 2], [0, 1, 1])), X, {}),
     (tf.function(lambda row: row * 2).get_concrete_function(tf.TensorSpec([3])), X, {}),
     (lambda row: tf.sparse.to_dense(tf.sparse.from_dense(row)), X, {}),
     (lambda row: row * 2, tf.ragged.constant([[1.0], [2.0, 3.0]]), {}),
     (lambda row: row * 2, X, {"fn_output_signature": tf.RaggedTensorSpec([None], tf.float32, 0)}),
-    (_counted, X, {}),
+    (atomic, X, {}),
     (lambda row: tf.py_function(lambda x: x, [row], tf.float32), X, {}),
     (lambda row: tf.cond(row[0] > 1, lambda: row, lambda: -row), X, {"jit_compile": True}),
 ]

@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from devicemap.errors import FunctionError
 from devicemap.events import CallFinished, ChunkFailed, ChunkRetried, DeviceLost, Event, short_name
 
 THREE = ["CPU:1", "CPU:2", "CPU:3"]
-ALWAYS: dict[str, Any] = {"fails_from_call": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -48,19 +48,15 @@ def _work(sim: Simulator, rows: int, **options: Any) -> tuple[devicemap.DeviceMa
     return devicemap.DeviceMap(sim.work, batched=True, **options), data, 2 * np.arange(rows) + 1
 
 
-def _refused(sim: Simulator, devices: list[str] = THREE) -> list[int]:
-    return [sim.usage(device).refused for device in devices]
-
-
-def _lost(mapper: devicemap.DeviceMap) -> list[str]:
-    return [short_name(device.device) for device in mapper.report.devices if device.lost]
+def _refused(sim: Simulator) -> list[int]:
+    return [sim.usage(device).refused for device in THREE]
 
 
 def _python(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda rows: tf.ensure_shape(tf.py_function(function, [rows], rows.dtype), rows.shape)
 
 
-# Out of memory
+# Devices
 
 
 @pytest.mark.parametrize(
@@ -77,33 +73,68 @@ def test_out_of_memory_is_known_by_its_class(error: BaseException, expected: boo
     assert is_out_of_memory(error) == expected
 
 
-def test_each_limit_is_found_once(sim: Simulator) -> None:
-    """One device, one chunk at a time: 64, 32 and 16 rows are refused, 8 fit, and no other chunk is refused ever again."""
-    mapper, data, expected = _work(sim, 2048, devices=["CPU:1"], batch_size=64, prefetch=1)
-    sim.configure("CPU:1", memory_rows=10)
-    for retried in (True, False):
+INTERNAL = tf.errors.INTERNAL
+FAULTS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any], list[int], list[str]]] = {
+    # faulty devices, options, how many calls CPU:1 to CPU:3 refuse if that is certain, which devices are lost
+    "memory": ({"CPU:1": {"memory_rows": 10}}, {"devices": "CPU:1", "batch_size": 64}, [3, 0, 0], []),
+    "memory of one": ({"CPU:2": {"memory_rows": 10}}, {"batch_size": 64}, [0, 3, 0], []),
+    "at once": ({"CPU:2": {"fails_from_call": 0, "error_code": INTERNAL}}, {}, [0, 3, 0], ["CPU:2"]),
+    "after five calls": ({"CPU:2": {"fails_from_call": 5, "error_code": INTERNAL}}, {}, [0, 3, 0], ["CPU:2"]),
+    "for two calls": ({"CPU:2": {"fails_from_call": 4, "fails_for_calls": 2}}, {}, [0, 2, 0], []),
+    "a chunk is cut for the device that takes it": (
+        {"CPU:1": {"fails_from_call": 9}, "CPU:2": {"memory_rows": 2}},
+        {"devices": ["CPU:1", "CPU:2"], "batch_size": 8},
+        [3, 2, 0],
+        ["CPU:1"],
+    ),
+    "unavailable, with on_error": ({"CPU:2": {"fails_from_call": 0}}, {"on_error": "skip"}, [], ["CPU:2"]),
+    "broken, with on_error": (
+        {"CPU:2": {"fails_from_call": 0, "error_code": INTERNAL}},
+        {"on_error": "skip"},
+        [],
+        ["CPU:2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faulty_devices(sim: Simulator, name: str) -> None:
+    """All rows are computed once, and the limits of memory are found once."""
+    faults, options, refused, lost = FAULTS[name]
+    events: list[Event] = []
+    options = {"devices": THREE, "batch_size": 16, "prefetch": 1, "progress": events.append, **options}
+    mapper, data, expected = _work(sim, 6000, **options)
+    for device, settings in faults.items():
+        sim.configure(device, **settings)
+    message = (
+        "work: CPU:. kept failing, and got no more chunks in this call. Its last error was (Internal|Unavailable)Error"
+    )
+    with pytest.warns(RuntimeWarning, match=message) if lost else nullcontext([]) as warned:
         np.testing.assert_array_equal(mapper(data), expected)
-        assert _refused(sim) == [3, 0, 0]
+    assert [warning.filename for warning in warned] == [__file__] * len(lost)  # the line that called the library
+    assert [short_name(event.device) for event in _of(events, DeviceLost)] == lost
+    assert [short_name(device.device) for device in mapper.report.devices if device.lost] == lost
+    assert sum(sim.usage(device).rows for device in THREE) == 6000
+    assert not mapper.report.failed_rows
+    if refused:
+        assert _refused(sim) == refused
+        assert len(_of(events, ChunkFailed)) == sum(refused)
+        assert len(_of(events, ChunkRetried)) == mapper.report.retries
+    if "memory" in name:
         assert sum(device.back_offs for device in mapper.report.devices) == mapper.report.retries
-        assert (mapper.report.retries > 0) == retried
-    assert sim.usage("CPU:1").rows == 2 * 2048  # no row was computed twice
+        np.testing.assert_array_equal(mapper(data), expected)
+        assert (mapper.report.retries, _refused(sim)) == (0, refused)
+        largest = {
+            call.device: call.rows for call in sorted(sim.calls(), key=lambda c: c.rows) if call.outcome == "finished"
+        }
+        assert largest == {device: 8 if device in faults else 64 for device in largest}
 
 
-def test_only_the_device_without_room_gets_smaller_chunks(sim: Simulator) -> None:
-    mapper, data, expected = _work(sim, 12_000, devices=THREE, batch_size=64)
-    sim.configure("CPU:2", memory_rows=10)
-    np.testing.assert_array_equal(mapper(data), expected)
-    first = _refused(sim)
-    assert first[0] == first[2] == 0
-    assert 1 <= first[1] <= 2 * 3  # two chunks in flight, of which each may find the limit
-    np.testing.assert_array_equal(mapper(data), expected)
-    assert _refused(sim) == first
-    largest = {call.device: 0 for call in sim.calls()}
-    for call in sim.calls():
-        largest[call.device] = max(largest[call.device], call.rows if call.outcome == "finished" else 0)
-    assert largest == {"CPU:1": 64, "CPU:2": 8, "CPU:3": 64}
-    chunks = list(mapper.stream(tf.data.Dataset.from_tensor_slices(data).batch(48)))
-    assert [len(chunk) for chunk in chunks] == [48] * 250  # their size for the user
+def test_batches_of_a_dataset_keep_their_size_for_the_user(sim: Simulator) -> None:
+    sim.configure("CPU:1", memory_rows=10)
+    mapper, data, expected = _work(sim, 640, devices=["CPU:1", "CPU:2"])
+    chunks = list(mapper.stream(tf.data.Dataset.from_tensor_slices(data).batch(32)))
+    assert [len(chunk) for chunk in chunks] == [32] * 20
     np.testing.assert_array_equal(tf.concat(chunks, 0), expected)
 
 
@@ -118,53 +149,10 @@ def test_a_row_that_does_not_fit_is_named(sim: Simulator, batch_size: int | str)
     assert _refused(sim) == [0, 0, 4]  # 8, 4, 2 and 1
 
 
-def test_a_chunk_from_a_broken_device_is_cut_for_the_one_that_takes_it(sim: Simulator) -> None:
-    """CPU:2 has learned that it takes two rows; CPU:1 breaks with eight."""
-    mapper, data, expected = _work(sim, 4096, devices=["CPU:1", "CPU:2"], batch_size=8, prefetch=1)
-    sim.configure("CPU:2", memory_rows=2)
-    np.testing.assert_array_equal(mapper(data), expected)
-    refused = _refused(sim)
-    assert refused == [0, 2, 0]
-    sim.configure("CPU:1", **ALWAYS)
-    with pytest.warns(RuntimeWarning, match="CPU:1 kept failing"):
-        np.testing.assert_array_equal(mapper(data), expected)
-    assert _refused(sim) == [3, 2, 0]
-
-
-# Devices that break
-
-
-@pytest.mark.parametrize("n", [0, 1, 5])
-def test_a_device_that_breaks_for_good(sim: Simulator, n: int) -> None:
-    events: list[Event] = []
-    sim.configure("CPU:2", fails_from_call=n, error_code=tf.errors.INTERNAL)
-    mapper, data, expected = _work(sim, 6000, devices=THREE, batch_size=16, prefetch=1, progress=events.append)
-    message = r"work: CPU:2 kept failing, and got no more chunks in this call. Its last error was InternalError: "
-    with pytest.warns(RuntimeWarning, match=message) as warned:
-        np.testing.assert_array_equal(mapper(data), expected)
-    assert [warning.filename for warning in warned] == [__file__]  # the line that called, not one of the library's
-    assert sim.usage("CPU:2").refused == len(_of(events, ChunkFailed)) == 3
-    assert sim.usage("CPU:2").calls == n
-    assert [short_name(event.device) for event in _of(events, DeviceLost)] == ["CPU:2"]
-    retries = _of(events, ChunkRetried)
-    assert len(retries) == mapper.report.retries == 3
-    assert all(short_name(event.shard.device) != "CPU:2" for event in retries)
-    assert _lost(mapper) == ["CPU:2"]
-    assert sum(sim.usage(device).rows for device in THREE) == 6000
-
-
-def test_a_device_that_breaks_for_a_while_stays(sim: Simulator) -> None:
-    sim.configure("CPU:2", fails_from_call=4, fails_for_calls=2, error_code=tf.errors.INTERNAL)
-    mapper, data, expected = _work(sim, 6000, devices=["CPU:1", "CPU:2"], batch_size=16, prefetch=1)
-    np.testing.assert_array_equal(mapper(data), expected)
-    assert (sim.usage("CPU:2").refused, mapper.report.retries, _lost(mapper)) == (2, 2, [])
-    assert sim.usage("CPU:2").calls > 4
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_when_no_device_is_left_the_original_error_comes_at_once(sim: Simulator, count: int) -> None:
     for device in THREE[:count]:
-        sim.configure(device, **ALWAYS, error_code=tf.errors.INTERNAL)
+        sim.configure(device, fails_from_call=0, error_code=INTERNAL)
     mapper, data, _ = _work(sim, 100_000, devices=THREE[:count], batch_size=16, max_retries=1000)
     error = pytest.raises(tf.errors.InternalError, match=r"work failed on rows \d+ to \d+ on CPU:")
     with pytest.warns(RuntimeWarning, match="kept failing") as warned, error:
@@ -174,7 +162,7 @@ def test_when_no_device_is_left_the_original_error_comes_at_once(sim: Simulator,
 
 
 def test_a_warning_reaches_the_thread_that_consumes(sim: Simulator) -> None:
-    sim.configure("CPU:2", **ALWAYS)
+    sim.configure("CPU:2", fails_from_call=0)
     mapper, data, expected = _work(sim, 4000, devices=["CPU:1", "CPU:2"], batch_size=2, prefetch=1)
     stream = mapper.stream(data)
     with warnings.catch_warnings():
@@ -183,16 +171,6 @@ def test_a_warning_reaches_the_thread_that_consumes(sim: Simulator) -> None:
         with pytest.raises(RuntimeWarning, match="CPU:2 kept failing"):
             chunks.extend(stream)
     np.testing.assert_array_equal(tf.concat(chunks, 0), expected)
-
-
-@pytest.mark.parametrize("code", [tf.errors.INTERNAL, tf.errors.UNAVAILABLE])
-def test_a_device_that_breaks_costs_no_rows_that_may_be_left_out(sim: Simulator, code: int) -> None:
-    sim.configure("CPU:2", **ALWAYS, error_code=code)
-    mapper, data, expected = _work(sim, 4000, devices=THREE, batch_size=2, on_error="skip")
-    with pytest.warns(RuntimeWarning, match="CPU:2 kept failing"):
-        np.testing.assert_array_equal(mapper(data), expected)
-    assert not mapper.report.failed_rows
-    assert _lost(mapper) == ["CPU:2"]
 
 
 # Rows that fail

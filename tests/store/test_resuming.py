@@ -129,7 +129,10 @@ def test_other_rows_are_refused_before_anything_runs(name: str, size: int) -> No
     assert message != MIDDLE or max(read) < 10  # no further than the difference
 
 
-def test_no_rows_and_a_new_directory() -> None:
+def test_shapes_that_change_no_rows_and_a_new_directory() -> None:
+    wider = [*_chunks([tf.zeros([7, 2])], [(0, 7)]), *_chunks([tf.zeros([20, 3])], [(7, 20)])]
+    with pytest.raises(JournalError, match=MIDDLE):
+        list(compared(wider, _stored([DATA], [(5, 10)]), None, FOLDER))
     with pytest.raises(JournalError, match="of 20 rows or more, and the data has 0 now"):
         list(compared([], [], 20, FOLDER))
     read: list[int] = []
