@@ -47,7 +47,7 @@ def _drawn(events: list[Event], name: str = "", console: Console | None = None) 
         bar(event)
     if not isinstance(events[-1], CallFinished):
         bar._progress.refresh()
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    text: str = console.file.getvalue()
     bar._progress.stop()
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
@@ -65,26 +65,26 @@ def test_it_counts_each_row_once(chunks: list[Any], devices: int, faulty: set[in
     assert f"{rows}/{rows} rows" in drawn.splitlines()[-1]
 
 
-def _shows_cursor(console: Console) -> bool:
-    return console.file.getvalue().endswith("\x1b[?25h")  # type: ignore[attr-defined]
-
-
 def test_what_it_shows() -> None:
     running = _drawn(EVENTS[:-4], "simulate [x]").splitlines()[-1]
     assert re.search(r"simulate \[x\] [━╸╺ ]+ 80/100 rows +0:00:00 +\S+$", running)
-    ended = _terminal()
-    assert "100/100 rows" in _drawn(EVENTS, console=ended).splitlines()[-1]
-    assert _shows_cursor(ended)
     unknown = history([(10, 0.05)] * 3, devices=1, known=False)
     assert "20/? rows" in _drawn(unknown[:-2])
     assert "30/30 rows" in _drawn(unknown)
 
 
-@pytest.mark.parametrize("error", [ValueError("odd"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
-def test_it_leaves_the_terminal_when_a_call_fails(error: BaseException) -> None:
+@pytest.mark.parametrize(
+    ("events", "last"),
+    [
+        (EVENTS, "100/100 rows"),
+        ([*EVENTS[:6], CallFinished(3.0, ValueError("odd"))], "/100 stopped"),
+        ([*EVENTS[:6], CallFinished(3.0, KeyboardInterrupt())], "/100 stopped"),
+    ],
+)
+def test_it_leaves_the_terminal(events: list[Event], last: str) -> None:
     console = _terminal()
-    assert "/100 stopped" in _drawn([*EVENTS[:6], CallFinished(3.0, error)], console=console)
-    assert _shows_cursor(console)
+    assert last in _drawn(events, console=console).splitlines()[-1]
+    assert console.file.getvalue().endswith("\x1b[?25h")  # the cursor is back
 
 
 @pytest.mark.parametrize("error", [None, ValueError("odd")])
@@ -104,7 +104,7 @@ def test_it_is_quiet_without_a_terminal(options: dict[str, Any]) -> None:
     for event in EVENTS:
         bar(event)
         assert threading.active_count() == before
-    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+    assert console.file.getvalue() == ""
 
 
 class _Gone(io.StringIO):

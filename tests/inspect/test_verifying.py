@@ -109,7 +109,7 @@ def test_the_tolerance_is_relative_to_the_largest_number() -> None:
     assert mapper.verify(X, tolerance=0.1).ok
 
 
-def test_fails_on_a_single_row() -> None:
+def test_fn_that_fails() -> None:
     def pairs(batch: Any) -> Any:
         tf.debugging.assert_greater(tf.shape(batch)[0], 1, message="at least two rows")
         return batch * 2
@@ -118,9 +118,6 @@ def test_fails_on_a_single_row() -> None:
     assert (finding.mode, finding.output) == ("one by one", None)
     assert finding.difference.startswith("fn failed with InvalidArgumentError: ")
     assert "at least two rows" in finding.difference
-
-
-def test_fails_everywhere() -> None:
     with pytest.raises(FunctionError, match="broken"):
         DeviceMap(lambda row: tf.debugging.check_numerics(row / 0.0, "broken"), devices=THREE).verify(X)
 
@@ -145,20 +142,21 @@ def test_prints_and_saves() -> None:
         bool(verification)
 
 
-def test_bad_arguments_fail_before_anything_runs() -> None:
-    ran = []
-    mapper = DeviceMap(lambda row: ran.append(None) or row)
-    for rows in (0, -1, 1.5, True, "all"):
-        with pytest.raises(OptionError, match=r"rows=.*an int of at least 1"):
-            mapper.verify(X, rows)
-    for tolerance in (-1, float("inf"), "x"):
-        with pytest.raises(OptionError, match="tolerance="):
-            mapper.verify(X, tolerance=tolerance)
-        with pytest.raises(OptionError, match=r"seconds=.*expected None or a number of at least 0"):
-            mapper.verify(X, seconds=tolerance)
-    with pytest.raises(DataError, match="no rows"):
-        mapper.verify(X[:0])
-    assert not ran
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"rows": rows}, r"rows=.*an int of at least 1") for rows in (0, -1, 1.5, True, "all")),
+        *(({"tolerance": value}, "tolerance=") for value in (-1, float("inf"), "x")),
+        *(
+            ({"seconds": value}, r"seconds=.*expected None or a number of at least 0")
+            for value in (-1, float("inf"), "x")
+        ),
+        ({"data": X[:0]}, "no rows"),
+    ],
+)
+def test_bad_arguments_fail_before_anything_runs(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((OptionError, DataError), match=message):
+        DeviceMap(lambda row: 1 / 0).verify(**{"data": X, **options})
 
 
 @pytest.mark.parametrize("call", ["verify", "explain", "benchmark"])

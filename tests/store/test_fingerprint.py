@@ -33,6 +33,10 @@ def _model(units: int) -> Callable[..., Any]:
     return lambda row: model(tf.reshape(row, [1, 1]))[0, 0]
 
 
+def _of_two(a: Any, b: Any) -> Callable[..., Any]:
+    return lambda row: row * a + b
+
+
 def _loop(times: int, by: float) -> Callable[..., Any]:
     return lambda row: tf.while_loop(lambda i, r: i < times, lambda i, r: (i + 1, r * by), (0, row))[1]
 
@@ -63,9 +67,7 @@ OTHERS: dict[str, Any] = {
     "captured tensors": tuple((lambda c: lambda r: r * c[7])(tf.constant(c)) for c in _LARGE),
     "large constants": tuple((lambda c: lambda r: r * tf.constant(c)[7])(c) for c in _LARGE),
     "values of variables": tuple((lambda v: lambda r: r * v[0])(tf.Variable([n])) for n in (1.0, 2.0)),
-    "exchanged variables": tuple(
-        (lambda a, b: lambda r: r * a + b)(tf.Variable(n), tf.Variable(3.0 - n)) for n in (1.0, 2.0)
-    ),
+    "exchanged variables": tuple(_of_two(tf.Variable(n), tf.Variable(3.0 - n)) for n in (1.0, 2.0)),
     "shapes of variables": tuple((lambda v: lambda r: r * v[0])(tf.Variable(tf.ones([n]))) for n in (1, 2)),
     "seeds": tuple((lambda s: lambda r: r + tf.random.uniform([], seed=s))(s) for s in (1, 2)),
     "how often it draws": (
@@ -111,11 +113,6 @@ def test_results_of_another_function_are_kept_if_it_is_trusted(tmp_path: Path) -
     np.testing.assert_array_equal(kept.load(), 2 * DATA + 1)
 
 
-def _written(x: Any, log: list[float]) -> Any:
-    log.append(float(x))
-    return x
-
-
 def _table() -> Callable[..., Any]:
     table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([3, 1, 2], [0, 0, 5]), -1)
     return lambda row: row + tf.cast(table.lookup(tf.cast(row, tf.int32)), tf.float32)
@@ -143,14 +140,9 @@ def _writing() -> Callable[..., Any]:
     return fn
 
 
-def _scaled(row: Any) -> Any:
-    return tf.multiply(row, 2.0, name="scaled")
-
-
-def _other_name(some: Any) -> Any:
-    return some * 2.0
-
-
+_numpy = lambda row: tf.ensure_shape(tf.numpy_function(lambda x: x, [row], tf.float32), [])
+_scaled = lambda row: tf.multiply(row, 2.0, name="scaled")
+_other_name = lambda some: some * 2.0
 TABLES = "lookup tables, datasets or iterators"
 SAME: dict[str, tuple[Any, Any, str | None]] = {
     "names": (_scaled, _other_name, None),
@@ -158,11 +150,8 @@ SAME: dict[str, tuple[Any, Any, str | None]] = {
     "partial": (_scaled, functools.partial(_other_name), None),
     "variables that fn writes": (*[_writing()] * 2, None),
     "py_function": (*[_python(lambda x: x)] * 2, "Python code"),
-    "numpy_function": (
-        *[lambda row: tf.ensure_shape(tf.numpy_function(lambda x: x, [row], tf.float32), [])] * 2,
-        "Python code",
-    ),
-    "what Python code refers to": (*[_python(functools.partial(_written, log=[]))] * 2, "Python code"),
+    "numpy_function": (*[_numpy] * 2, "Python code"),
+    "what Python code refers to": (*[_python(lambda x, log=[]: log.append(float(x)) or x)] * 2, "Python code"),
     "table": (*[_table()] * 2, TABLES),
     "dataset": (*[_dataset()] * 2, TABLES),
     "iterator": (*[_iterator()] * 2, TABLES),
