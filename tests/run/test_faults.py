@@ -176,16 +176,6 @@ def test_a_warning_reaches_the_thread_that_consumes(sim: Simulator) -> None:
 # Rows that fail
 
 
-def test_bad_input_is_not_tried_again(sim: Simulator) -> None:
-    mapper, (rows, seconds), _ = _work(sim, 400, devices=THREE, batch_size=4, max_retries=5)
-    seconds = tf.tensor_scatter_nd_update(seconds, [[37]], [-1.0])
-    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
-        mapper((rows, seconds))
-    (shard,) = caught.value.shards
-    assert shard.start <= 37 < shard.stop
-    assert sum(_refused(sim)) == 1
-
-
 def test_an_assertion_is_raised_while_another_row_runs() -> None:
     """Row 1 would run for a minute. It is cancelled, and its thread ends with it."""
     release = threading.Event()
@@ -241,21 +231,6 @@ def test_a_row_that_fails_everywhere(kind: type[Exception], again: bool, max_ret
     assert str(caught.value).startswith(f"mine failed on rows 36 to 39 on {', then '.join(tried)}: UnknownError: ")
     assert delivered == list(range(len(delivered)))
     assert len(delivered) <= 36  # what was finished before the error
-
-
-def test_side_effects_of_a_retried_chunk_happen_again(sim: Simulator) -> None:
-    """As the documentation says: what failed may have happened in part before."""
-    counter = tf.Variable(0, dtype=tf.int64)
-    sim.configure("CPU:1", fails_from_call=0, fails_for_calls=2)
-
-    def counting(rows: Any, seconds: Any) -> Any:
-        with tf.control_dependencies([counter.assign_add(1)]):
-            return sim.work(rows, seconds)
-
-    rows = tf.range(40), tf.zeros([40])
-    results = devicemap.DeviceMap(counting, batched=True, devices=["CPU:1"], batch_size=8, prefetch=1)(rows)
-    np.testing.assert_array_equal(results, 2 * np.arange(40) + 1)
-    assert int(counter) == sim.usage("CPU:1").calls + 2
 
 
 def test_a_second_ctrl_c_does_not_lose_the_end_of_the_call() -> None:
