@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import re
 import sys
@@ -65,26 +64,24 @@ def test_it_counts_each_row_once(chunks: list[Any], devices: int, faulty: set[in
     assert f"{rows}/{rows} rows" in drawn.splitlines()[-1]
 
 
-def test_what_it_shows() -> None:
-    running = _drawn(EVENTS[:-4], "simulate [x]").splitlines()[-1]
-    assert re.search(r"simulate \[x\] [━╸╺ ]+ 80/100 rows +0:00:00 +\S+$", running)
-    unknown = history([(10, 0.05)] * 3, devices=1, known=False)
-    assert "20/? rows" in _drawn(unknown[:-2])
-    assert "30/30 rows" in _drawn(unknown)
+UNKNOWN = history([(10, 0.05)] * 3, devices=1, known=False)
+SHOWN = {  # events, and the last line
+    "running": (EVENTS[:-4], r"simulate \[x\] [━╸╺ ]+ 80/100 rows +0:00:00 +\S+$"),
+    "finished": (EVENTS, "100/100 rows"),
+    "failed": ([*EVENTS[:6], CallFinished(3.0, ValueError("odd"))], "/100 stopped"),
+    "interrupted": ([*EVENTS[:6], CallFinished(3.0, KeyboardInterrupt())], "/100 stopped"),
+    "unknown number": (UNKNOWN[:-2], r"20/\? rows"),
+    "unknown number, finished": (UNKNOWN, "30/30 rows"),
+}
 
 
-@pytest.mark.parametrize(
-    ("events", "last"),
-    [
-        (EVENTS, "100/100 rows"),
-        ([*EVENTS[:6], CallFinished(3.0, ValueError("odd"))], "/100 stopped"),
-        ([*EVENTS[:6], CallFinished(3.0, KeyboardInterrupt())], "/100 stopped"),
-    ],
-)
-def test_it_leaves_the_terminal(events: list[Event], last: str) -> None:
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_it_shows(name: str) -> None:
+    events, last = SHOWN[name]
     console = _terminal()
-    assert last in _drawn(events, console=console).splitlines()[-1]
-    assert console.file.getvalue().endswith("\x1b[?25h")  # the cursor is back
+    assert re.search(last, _drawn(events, "simulate [x]", console).splitlines()[-1])
+    if isinstance(events[-1], CallFinished):
+        assert console.file.getvalue().endswith("\x1b[?25h")  # the cursor is back
 
 
 @pytest.mark.parametrize("error", [None, ValueError("odd")])
@@ -107,15 +104,10 @@ def test_it_is_quiet_without_a_terminal(options: dict[str, Any]) -> None:
     assert console.file.getvalue() == ""
 
 
-class _Gone(io.StringIO):
-    """A terminal that was closed."""
-
-    def write(self, text: str) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-
 def test_a_terminal_that_has_gone_does_not_stop_the_call() -> None:
-    bar = ProgressBar(console=_terminal(_Gone()))
+    console = _terminal()
+    console.file.close()
+    bar = ProgressBar(console=console)
     for event in EVENTS:
         bar(event)
     assert "100/100 rows" in _drawn(EVENTS)  # the next bar works

@@ -84,8 +84,7 @@ def test_a_report_counts_what_happened() -> None:
 def test_the_number_of_spans_is_bounded() -> None:
     report = report_of(history([(1, 0.5)] * 10_050, devices=1))
     assert (report.rows, report.devices[0].calls, len(report.spans)) == (10_050, 10_050, 10_000)
-    assert report.devices[0].busy_seconds == report.wall_seconds == 5025.0
-    assert report.spans[-1].finished_seconds == report.wall_seconds
+    assert report.devices[0].busy_seconds == report.spans[-1].finished_seconds == report.wall_seconds == 5025.0
 
 
 @pytest.mark.parametrize("kind", [ChunkFailed, DeviceLost, CallFinished])
@@ -101,20 +100,7 @@ def test_a_call_that_failed_says_why_and_keeps_no_error(kind: Any) -> None:
     assert kept() is None
 
 
-@pytest.mark.parametrize("batch_size", [None, 2])
-def test_a_call_that_was_interrupted_at_its_very_end_has_a_report(batch_size: int | None) -> None:
-    def interrupt(event: Event) -> None:
-        if isinstance(event, CallFinished):
-            raise KeyboardInterrupt
-
-    mapper = devicemap.DeviceMap(lambda n: n, devices=["CPU:0"], batch_size=batch_size, progress=interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        mapper(tf.range(4))
-    assert mapper.report is not None
-    assert mapper.report.rows == 4
-
-
-def test_chunks_in_flight_at_the_end_are_unfinished() -> None:
+def test_calls_that_are_interrupted() -> None:
     events = [event for event in MANY if event.seconds < 1.0]
     report = report_of([*events, CallFinished(2.0, KeyboardInterrupt())])
     assert {span.outcome for span in report.spans} == {"unfinished"}
@@ -122,6 +108,16 @@ def test_chunks_in_flight_at_the_end_are_unfinished() -> None:
     assert [each.busy_seconds + each.idle_seconds for each in report.devices] == [2.0] * 3
     assert (report.rows, report.error) == (0, "KeyboardInterrupt: KeyboardInterrupt")
     assert report_of(events).rows == 0  # without an end: after a second Ctrl-C
+
+    def interrupt(event: Event) -> None:
+        if isinstance(event, CallFinished):
+            raise KeyboardInterrupt
+
+    for batch_size in (None, 2):  # at the very end
+        mapper = devicemap.DeviceMap(lambda n: n, devices=["CPU:0"], batch_size=batch_size, progress=interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            mapper(tf.range(4))
+        assert mapper.report.rows == 4
 
 
 def test_it_prints_as_a_plain_table(monkeypatch: pytest.MonkeyPatch) -> None:
