@@ -45,14 +45,11 @@ def history(
 
     Args:
         chunks: rows and seconds of each.
-        devices: how many.
-        in_flight: how many chunks may be under way on one device.
-        input_seconds: how long reading one chunk takes.
+        in_flight: how many chunks may run on one device.
         failing: chunks, by index, that fail once and run again.
         too_large: chunks that run out of memory once, and run again in two parts if they have two rows.
         lost: a device that gets no chunk, and is lost at once.
         slowness: factors on the time that chunks take, by device.
-        known: whether the number of rows is known from the start.
         after_seconds: how long the call goes on after the last chunk.
     """
     names = [device(index) for index in range(devices)]
