@@ -105,13 +105,6 @@ def test_chunks_of_data_and_of_a_dataset(name: str) -> None:
     assert [device.chunks_in_flight for device in plan.devices] == FUNCTIONS[name][1]
 
 
-def test_one_device_keeps_variables_in_place_and_as_many_chunks_as_prefetch_says() -> None:
-    """Even where each core of a CPU could take a chunk."""
-    plan = _mapper("loop", ["CPU:1"], batch_size=2, prefetch=1).explain(X)
-    assert [device.chunks_in_flight for device in plan.devices] == [1]
-    assert [captured.handling for captured in _mapper("loop", ["CPU:0"]).explain(X).captured] == [Handling.IN_PLACE]
-
-
 def test_a_nest_of_ragged_sparse_and_dense_specs() -> None:
     ragged = tf.ragged.constant([[1.0], [2.0, 3.0]])
     data = ragged, tf.sparse.from_dense([[1.0, 0.0], [0.0, 2.0]]), {"n": tf.constant([1.0, 2.0])}
@@ -130,6 +123,10 @@ def test_rows_of_devices(rows: int | None, by_device: list[int | None]) -> None:
     assert [device.device[-5:] for device in plan.devices] == WORKERS
     assert (plan.bytes_per_row, plan.result_bytes_per_row) == (12, 12)
     assert f"{'an unknown number of' if rows is None else rows} rows on 3 devices" in str(plan)
+    (device,) = _mapper("loop", ["CPU:1"], batch_size=2, prefetch=1).explain(X).devices
+    assert device.chunks_in_flight == 1  # although each core of a CPU could take a chunk
+    (captured,) = _mapper("loop", ["CPU:0"]).explain(X).captured
+    assert captured.handling is Handling.IN_PLACE
 
 
 @pytest.mark.parametrize(
@@ -266,10 +263,7 @@ def test_a_loop_is_advised_to_vectorize_if_that_is_possible(fn: Any, data: Any, 
         assert ": pass vectorize=True, and compare the results with DeviceMap.verify; or else use" in advice
     mapper(data)
     assert mapper.report.row_by_row in advice
-
-
-def test_a_call_that_was_asked_for_as_it_runs_has_no_loop_to_report() -> None:
     for options in ({}, {"vectorize": False}, {"batched": True}, {"batch_size": 2, "vectorize": False}):
         mapper = devicemap.DeviceMap(lambda row: row * 2, devices=["CPU:0"], **options)
         mapper(X)
-        assert mapper.report.row_by_row is None
+        assert mapper.report.row_by_row is None  # no loop, or one that was asked for

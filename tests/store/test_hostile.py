@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sqlite3
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -99,10 +100,14 @@ def test_what_is_not_a_regular_file(name: str, replacement: str, written: Path, 
     _check_refused(f"{name} is a link, not a regular file, or not from devicemap", written)
 
 
-def test_the_directory_may_be_a_link(written: Path, tmp_path: Path) -> None:
+def test_a_link_to_the_directory_and_another_journal_mode_are_harmless(written: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(written)
     with untouched(written):
         _check_rows(MAPPER.write(tf.range(ROWS), tmp_path / "link").load(), 0, ROWS)
+    query(written, "PRAGMA journal_mode=WAL")
+    _check_rows(devicemap.open_results(written).load(), 0, ROWS)
+    _check_rows(MAPPER.write(tf.range(ROWS), written).load(), 0, ROWS)
+    assert sorted(os.listdir(written)) == [LOCK, DATABASE, f"{DATABASE}-journal"]
 
 
 def test_other_files_and_tables(original: Path, tmp_path: Path) -> None:
@@ -131,13 +136,6 @@ def test_a_journal_that_names_a_file_to_delete(written: Path, tmp_path: Path) ->
     record = first + victim + size + check + magic
     (written / f"{DATABASE}-journal").write_bytes((magic + b"".join(header)).ljust(512, b"\0") + record)
     _check_refused("names another file to delete", written)
-
-
-def test_another_journal_mode_is_harmless(written: Path) -> None:
-    query(written, "PRAGMA journal_mode=WAL")
-    _check_rows(devicemap.open_results(written).load(), 0, ROWS)
-    _check_rows(MAPPER.write(tf.range(ROWS), written).load(), 0, ROWS)
-    assert sorted(os.listdir(written)) == [LOCK, DATABASE, f"{DATABASE}-journal"]
 
 
 # Random damage: flipped bytes, and edits of rows without their checksums
@@ -184,17 +182,16 @@ def _edit(directory: Path, draw: random.Random) -> None:
 
 def test_damage_never_gives_a_wrong_row(original: Path, tmp_path: Path) -> None:
     """1000 mutations: what can be read is right, and so is what a later run completes."""
-    draw, counts = random.Random(18), {"read": 0, "refused": 0, "continued": 0}
+    draw, counts = random.Random(18), Counter[str]()
     good = (original / DATABASE).read_bytes()
     directory = Path(shutil.copytree(original, tmp_path / "out"))
     for number in range(1000):
-        (directory / f"{DATABASE}-journal").write_bytes(b"")
+        data = bytearray(good)
         if number % 2:
-            data = bytearray(good)
             _damage(data, draw)
-            (directory / DATABASE).write_bytes(data)
-        else:
-            (directory / DATABASE).write_bytes(good)
+        (directory / DATABASE).write_bytes(data)
+        (directory / f"{DATABASE}-journal").write_bytes(b"")
+        if number % 2 == 0:
             _edit(directory, draw)
         try:
             results = devicemap.open_results(directory)
@@ -208,6 +205,7 @@ def test_damage_never_gives_a_wrong_row(original: Path, tmp_path: Path) -> None:
             with suppress(JournalError):
                 _check_rows(MAPPER.write(tf.range(ROWS), directory).load(), 0, ROWS)
                 counts["continued"] += 1
+    assert len(counts) == 3
     assert min(counts.values()) > 30, counts
 
 
@@ -262,21 +260,18 @@ def _forge_chunk(directory: Path, draw: random.Random) -> None:
 
 def test_forged_directories_fit_their_description(original: Path, tmp_path: Path) -> None:
     """Each is refused, or its leaves have the structure, dtypes, shapes and rows that it declares."""
-    draw, counts = random.Random(5), {"read": 0, "refused": 0}
+    draw, read = random.Random(5), 0
     for number in range(200):
         directory = Path(shutil.copytree(original, tmp_path / str(number)))
         draw.choice([_forge_header, _forge_chunk])(directory, draw)
-        try:
+        with suppress(JournalError):
             results = devicemap.open_results(directory)
             for chunk in (*results, results[0:3], results.load(), *results.as_dataset()):
                 _check_fits(chunk, results.structure)
-            counts["read"] += 1
-        except JournalError:
-            counts["refused"] += 1
+            read += 1
         with suppress(JournalError):
             MAPPER.write(tf.range(ROWS), directory)
-        shutil.rmtree(directory)
-    assert min(counts.values()) > 5, counts
+    assert 5 < read < 195
 
 
 def _check_fits(chunk: Any, structure: Any) -> None:
