@@ -30,10 +30,21 @@ def modes(fn: Any, data: Any = X, **options: Any) -> dict[str | None, str]:
     return {finding.output: finding.mode for finding in verification.findings}
 
 
-@pytest.mark.in_ci(2)
+def _noise(row: Any, seed: Any) -> Any:
+    return row + tf.random.stateless_normal([4], seed)
+
+
+def _noise_of_batch(batch: Any, seed: Any) -> Any:
+    return tf.map_fn(lambda pair: _noise(*pair), (batch, seed), fn_output_signature=tf.float32)
+
+
+@pytest.mark.in_ci(4)
 @pytest.mark.parametrize(
     ("fn", "data", "options"),
     [
+        (_noise, X, {"seed": 7}),
+        (_noise_of_batch, X, {"seed": 7, "batched": True}),
+        (lambda a, b, seed: _noise(a, seed) + b, (X, X), {"seed": 7}),
         (lambda row: {"a": row * 2, "b": (row[0], row > 0)}, X, {}),
         (lambda row: row * 2, X, {"vectorize": False}),
         (lambda row: row * 2, X, {"batch_size": 3}),
@@ -54,19 +65,6 @@ def modes(fn: Any, data: Any = X, **options: Any) -> dict[str | None, str]:
 )
 def test_nothing_is_found_where_nothing_is_wrong(fn: Any, data: Any, options: dict[str, Any]) -> None:
     assert modes(fn, data, **options) == {}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("batched", [False, True])
-def test_a_seed_is_the_same_in_all_modes(batched: bool) -> None:
-    def row(x: Any, seed: Any) -> Any:
-        return x + tf.random.stateless_normal([4], seed)
-
-    def batch(x: Any, seed: Any) -> Any:
-        return tf.map_fn(lambda pair: row(*pair), (x, seed), fn_output_signature=tf.float32)
-
-    assert modes(batch if batched else row, batched=batched, seed=7) == {}
-    assert modes(lambda a, b, seed: row(a, seed) + b, (X, X), seed=7) == {}
 
 
 GENERATOR, DROPOUT = tf.random.Generator.from_seed(1), tf.keras.layers.Dropout(0.5)
@@ -103,10 +101,14 @@ def test_state_that_fn_writes() -> None:
     assert total.numpy() == 4 * 5  # on one device, again, one by one, over devices
 
 
-def test_the_tolerance_is_relative_to_the_largest_number() -> None:
+def test_tolerance_rows_and_devices() -> None:
     mapper = DeviceMap(lambda batch: batch + 1e-3 * tf.reduce_mean(batch), batched=True, devices=THREE)
     assert not mapper.verify(X, tolerance=0).ok
-    assert mapper.verify(X, tolerance=0.1).ok
+    assert mapper.verify(X, tolerance=0.1).ok  # relative to the largest number
+    assert (mapper.verify(X).rows, mapper.verify(X, rows=3).rows) == (16, 3)
+    one = mapper.verify(X[:1])
+    assert "One row does not show" in str(one)
+    assert [name[-5:] for name in one.devices] == THREE
 
 
 def test_fn_that_fails() -> None:
@@ -120,14 +122,6 @@ def test_fn_that_fails() -> None:
     assert "at least two rows" in finding.difference
     with pytest.raises(FunctionError, match="broken"):
         DeviceMap(lambda row: tf.debugging.check_numerics(row / 0.0, "broken"), devices=THREE).verify(X)
-
-
-def test_rows_and_devices() -> None:
-    mapper = DeviceMap(lambda row: row, devices=THREE)
-    assert (mapper.verify(X).rows, mapper.verify(X, rows=3).rows) == (16, 3)
-    one = mapper.verify(X[:1])
-    assert "One row does not show" in str(one)
-    assert [name[-5:] for name in one.devices] == THREE
 
 
 def test_prints_and_saves() -> None:
