@@ -162,12 +162,20 @@ def test_what_was_left_to_a_fast_device_goes_to_others_when_that_is_overdue() ->
     assert _flat(run_chunks(Rows(6), _runners(before, in_flight=1), ChunkOptions(), throughput)) == _doubles(6)
 
 
-def test_results_do_not_wait_for_rows_that_are_still_to_come() -> None:
+@pytest.mark.parametrize("failing", [None, 2])
+def test_neither_results_nor_errors_wait_for_rows_that_are_still_to_come(failing: int | None) -> None:
     read_on = threading.Event()
-    stream = run_chunks(Rows(5, before={3: lambda: _wait(read_on)}), _plain(), ChunkOptions(window=8))
-    assert [next(stream).start for _ in range(3)] == [0, 1, 2]
-    read_on.set()
-    assert [result.start for result in stream] == [3, 4]
+    source = Rows(5, before={3: lambda: _wait(read_on)})
+    runners = _runners(lambda device, chunk: chunk.start == failing and _fail(ValueError("bad row")))
+    stream = run_chunks(source, runners, ChunkOptions(window=8, max_retries=5, cancel=read_on.set))
+    assert [next(stream).start for _ in range(2)] == [0, 1]
+    if failing:
+        with pytest.raises(ValueError, match="bad row"):
+            next(stream)
+    else:
+        assert next(stream).start == 2
+        read_on.set()
+        assert [result.start for result in stream] == [3, 4]
 
 
 # Leaving early

@@ -116,6 +116,7 @@ def test_faulty_devices(sim: Simulator, name: str) -> None:
     assert [short_name(device.device) for device in mapper.report.devices if device.lost] == lost
     assert sum(sim.usage(device).rows for device in THREE) == 6000
     assert not mapper.report.failed_rows
+    assert [event.seconds for event in events] == sorted(event.seconds for event in events)
     if refused:
         assert _refused(sim) == refused
         assert len(_of(events, ChunkFailed)) == sum(refused)
