@@ -33,9 +33,9 @@ def _nothing_is_left() -> Iterator[None]:
     assert (sys.stdout, sys.stderr) == streams
 
 
-def _terminal(file: Any = None, **options: Any) -> Console:
-    options = {"force_terminal": True, "force_jupyter": False, "_environ": {"TERM": "xterm"}, **options}
-    return Console(file=file or io.StringIO(), **{"width": 140, **options})
+def _terminal(**options: Any) -> Console:
+    default = {"force_terminal": True, "force_jupyter": False, "_environ": {"TERM": "xterm"}, "width": 140}
+    return Console(file=io.StringIO(), **{**default, **options})
 
 
 def _drawn(events: list[Event], name: str = "", console: Console | None = None) -> str:

@@ -23,7 +23,7 @@ import devicemap
 from devicemap.inspect.recorder import GraphCall
 from devicemap.inspect.render import text_of
 from devicemap.run.graph_engine import GraphRun
-from devicemap.types import CallFinished, CallStarted, ChunkFailed, ChunkStarted, DeviceLost, Event, Shard
+from devicemap.types import CallFinished, CallStarted, ChunkFailed, ChunkStarted, DeviceLost, Event, Report, Shard
 
 MANY = history(
     [(10, 1.0)] * 12, devices=3, in_flight=2, input_seconds=0.1, failing={3}, too_large={5}, after_seconds=0.5
@@ -44,7 +44,7 @@ CALLS = st.builds(
 
 @settings(deadline=None)
 @given(CALLS)
-def test_times_and_rows_add_up(events: list[Event]) -> None:
+def test_times_and_rows_add_up(tmp_path_factory: pytest.TempPathFactory, events: list[Event]) -> None:
     report = report_of(events)
     assert report.rows == report.expected_rows == sum(each.rows for each in report.devices)
     for each in report.devices:
@@ -57,6 +57,22 @@ def test_times_and_rows_add_up(events: list[Event]) -> None:
         assert 0.0 <= each.waiting_seconds <= each.idle_seconds
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
     assert str(report)
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    report.save_trace(path)
+    _check_trace(json.loads(path.read_text())["traceEvents"], report)
+
+
+def _check_trace(found: list[dict[str, Any]], report: Report) -> None:
+    """Spans of one track never overlap, and no track is wasted."""
+    names = [each["args"]["name"] for each in found if each["ph"] == "M"]
+    assert names == [f"GPU:{i}" for i in range(len(report.devices))]
+    chunks = [each for each in found if each["ph"] == "X"]
+    assert len(chunks) == len(report.spans)
+    chunks.sort(key=lambda each: (each["pid"], each["tid"], each["ts"], each["dur"]))
+    for a, b in itertools.pairwise(chunks):
+        assert (a["pid"], a["tid"]) != (b["pid"], b["tid"]) or a["ts"] + a["dur"] <= b["ts"] + 1e-3  # microseconds
+    for each in chunks:
+        assert each["tid"] < sum(o["pid"] == each["pid"] and o["ts"] <= each["ts"] for o in chunks)
 
 
 def test_a_report_counts_what_happened() -> None:
@@ -154,25 +170,6 @@ def test_it_plots_a_timeline(events: list[Event], tmp_path: pathlib.Path, monkey
         report_of(events).plot(tmp_path / "none.png")
 
 
-@settings(deadline=None)
-@given(CALLS)
-def test_spans_of_one_track_of_a_trace_never_overlap(
-    tmp_path_factory: pytest.TempPathFactory, events: list[Event]
-) -> None:
-    path, report = tmp_path_factory.mktemp("trace") / "trace.json", report_of(events)
-    report.save_trace(path)
-    found = json.loads(path.read_text())["traceEvents"]
-    names = {each["pid"]: each["args"]["name"] for each in found if each["ph"] == "M"}
-    assert [*names.values()] == [f"GPU:{i}" for i in range(len(report.devices))]
-    chunks = [each for each in found if each["ph"] == "X"]
-    assert len(chunks) == len(report.spans)
-    chunks.sort(key=lambda each: (each["pid"], each["tid"], each["ts"], each["dur"]))
-    for a, b in itertools.pairwise(chunks):
-        assert (a["pid"], a["tid"]) != (b["pid"], b["tid"]) or a["ts"] + a["dur"] <= b["ts"] + 1e-3  # microseconds
-    for each in chunks:  # no track is wasted
-        assert each["tid"] < sum(o["pid"] == each["pid"] and o["ts"] <= each["ts"] for o in chunks)
-
-
 ARRIVALS = [
     # in turn, when the results of each shard arrived, when each began and was done
     (False, [1.0, 3.0, 2.0], [(0.0, 1.0), (0.0, 3.0), (0.0, 2.0)]),
@@ -200,23 +197,23 @@ def test_clocks_in_one_graph(in_turn: bool, at: list[float], spans: list[tuple[f
 
 def test_one_graph_reports_how_long_each_device_was_busy() -> None:
     events: list[Event] = []
-    mapper = devicemap.DeviceMap(tf.sin, devices=["CPU:1", "CPU:2"], progress=events.append)
-    mapper(tf.range(4.0))
-    report = mapper.report
-    assert (report.engine, report.in_turn) == ("one graph", False)
-    assert all(0.0 < each.busy_seconds <= report.wall_seconds for each in report.devices)
-    assert [each.busy_seconds + each.idle_seconds for each in report.devices] == [report.wall_seconds] * 2
-    assert report_of(events, "one graph", traces=report.traces) == report
-
-
-@pytest.mark.parametrize("rows", [1, 6])
-def test_devices_that_work_in_turn(rows: int) -> None:
     level = tf.Variable(0.0)
-    mapper = devicemap.DeviceMap(lambda n: level.assign(0.5 * level + n), devices=["CPU:1", "CPU:2"])
-    mapper(tf.range(float(rows)))
-    report = mapper.report
-    assert report.in_turn == any("one after another" in sentence for sentence in report.advice) == (rows > 1)
-    assert sum(each.busy_seconds for each in report.devices) <= report.wall_seconds
+    for fn, rows, in_turn in (
+        (tf.sin, 4, False),
+        (lambda n: level.assign(0.5 * level + n), 6, True),
+        (level.assign, 1, False),
+    ):
+        events.clear()
+        mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"], progress=events.append)
+        mapper(tf.range(float(rows)))
+        report = mapper.report
+        assert (report.engine, report.in_turn) == ("one graph", in_turn)
+        assert any("one after another" in sentence for sentence in report.advice) == in_turn
+        busy = [each.busy_seconds for each in report.devices]
+        assert 0.0 < (sum(busy) if in_turn else max(busy)) <= report.wall_seconds
+        assert [each.busy_seconds + each.idle_seconds for each in report.devices] == [report.wall_seconds] * len(busy)
+        facts = {"traces": report.traces, "in_turn": in_turn, "row_by_row": report.row_by_row}
+        assert report_of(events, "one graph", **facts) == report
 
 
 def test_a_graph_has_a_clock_for_each_device() -> None:
