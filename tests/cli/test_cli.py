@@ -244,24 +244,6 @@ def test_a_file_is_continued_after_an_error(capsys: pytest.CaptureFixture[str]) 
 # Errors
 
 
-UNWRITABLE = [
-    ("y.npy", "named", "x.npz", 2, "returns 'result': {'sum': TensorSpec"),
-    ("y.npz", "text", "text.npy", 2, "returns 'chars': RaggedTensorSpec"),
-    ("y.npy", "keep", "text.npy", 2, "shape=(None,), dtype=tf.string, name=None), which a .npy file cannot hold"),
-    ("y.parquet", "double", "x.npy", 1, "needs pyarrow ("),
-]
-
-
-@pytest.mark.parametrize(("out", "function", "path", "code", "words"), UNWRITABLE)
-def test_results_that_a_file_cannot_hold(
-    out: str, function: str, path: str, code: int, words: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    assert write(function, path, "--batched", out=out) == code
-    assert words in capsys.readouterr().err
-    assert not pathlib.Path(f"{out}.partial").exists()
-
-
 @pytest.mark.parametrize("options", [[], ["--batched"]])
 def test_errors_name_the_file_and_its_row(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for i, part in enumerate(np.split(X, 2)):
@@ -280,22 +262,27 @@ def test_errors_name_the_file_and_its_row(options: list[str], capsys: pytest.Cap
         assert f"error: {words}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["functions:double", "nowhere.npy"], 1, "nowhere.npy: no such file or folder with files"),
-        (["functions", "x.npy"], 2, "fn is of type module, not callable"),
-        (["functions.py:double", "x.npy"], 2, "No module named 'functions.py'"),
-        (["functions:treble", "x.npy"], 2, "has no attribute 'treble'"),
-        (["raises:fn", "x.npy"], 2, "raises:fn: ZeroDivisionError"),
-        (["functions:double", "x.npy", "--devices", "GPU:99"], 2, "'GPU:99', which is not a device here"),
-        (["functions:double", "x.npy", "--seed", "-1"], 2, "seed=-1; expected None or an int"),
-        (["functions:broken", "x.npy"], 1, "fn could not be traced"),
-        (["functions:double", "x.npy", "--out", "full"], 1, "no results of devicemap"),
-        (["functions:stop", "x.npy"], 130, "interrupted. Finished chunks are kept: repeat the command"),
-    ],
-)
-def test_mistakes(arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+MISTAKES = [
+    (["functions:double", "nowhere.npy"], 1, "nowhere.npy: no such file or folder with files"),
+    (["functions", "x.npy"], 2, "fn is of type module, not callable"),
+    (["functions.py:double", "x.npy"], 2, "No module named 'functions.py'"),
+    (["functions:treble", "x.npy"], 2, "has no attribute 'treble'"),
+    (["raises:fn", "x.npy"], 2, "raises:fn: ZeroDivisionError"),
+    (["functions:double", "x.npy", "--devices", "GPU:99"], 2, "'GPU:99', which is not a device here"),
+    (["functions:double", "x.npy", "--seed", "-1"], 2, "seed=-1; expected None or an int"),
+    (["functions:broken", "x.npy"], 1, "fn could not be traced"),
+    (["functions:double", "x.npy", "--out", "full"], 1, "no results of devicemap"),
+    (["functions:named", "x.npz", "--batched", "--out", "y.npy"], 2, "returns 'result': {'sum': TensorSpec"),
+    (["functions:text", "text.npy", "--batched", "--out", "y.npz"], 2, "returns 'chars': RaggedTensorSpec"),
+    (["functions:keep", "text.npy", "--out", "y.npy"], 2, "dtype=tf.string, name=None), which a .npy file cannot hold"),
+    (["functions:double", "x.npy", "--out", "y.parquet"], 1, "needs pyarrow ("),
+    (["functions:stop", "x.npy"], 130, "interrupted. Finished chunks are kept: repeat the command"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "words"), MISTAKES)
+def test_mistakes(arguments: list[str], code: int, words: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     pathlib.Path("raises.py").write_text("1 / 0")
     pathlib.Path("full").mkdir()
     pathlib.Path("full/thesis.tex").touch()
@@ -306,6 +293,7 @@ def test_mistakes(arguments: list[str], code: int, words: str, capsys: pytest.Ca
     assert said.startswith("devicemap run: ")
     assert ("error: " in said) == (code != 130)
     assert "Traceback" not in said
+    assert not [*pathlib.Path().glob("*.partial")]
     assert main([*command, "--traceback"]) == code
     assert "Traceback" in capsys.readouterr().err
 

@@ -91,7 +91,6 @@ CHANGES: dict[str, tuple[Any, str | None]] = {  # other rows, and what the error
     "in a stored chunk": (tf.tensor_scatter_nd_update(DATA, [[7]], [0]), MIDDLE),
     "in a later stored chunk": (tf.tensor_scatter_nd_update(DATA, [[17]], [0]), "rows 15 to 19 were not the same"),
     "of other shapes": (tf.reshape(tf.range(40), [20, 2]), MIDDLE),
-    "too few": (DATA[:9], "of 20 rows or more, and the data has 9 now"),
     "too few by one": (DATA[:19], "of 20 rows or more, and the data has 19 now"),
     "in rows that are missing": (tf.tensor_scatter_nd_update(DATA, [[2], [12]], [0, 0]), None),
 }
