@@ -21,7 +21,8 @@ from stored import query, ranges, untouched
 import devicemap
 from devicemap.data.rows import take_rows
 from devicemap.errors import JournalError
-from devicemap.store.database import DATABASE, LOCK, checksum, chunk_of
+from devicemap.store.chunks import checksum, chunk_of
+from devicemap.store.database import DATABASE, LOCK
 from devicemap.store.encoding import parts_of
 
 ROWS = 12

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from devicemap.data.rows import as_rows, take_rows
 from devicemap.data.sources import Chunk, MemorySource
 from devicemap.errors import JournalError
-from devicemap.store.database import StoredChunk
+from devicemap.store.chunks import StoredChunk
 from devicemap.store.resume import Unfinished, compared, digest_rows
 
 FOLDER = Path("out")
