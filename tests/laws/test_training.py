@@ -38,29 +38,37 @@ IN_CI = (
     "subclassed, validation, several steps per execution",
     "batch normalization",
 )
-"""The other cases run with `make test-nightly`."""
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.nightly) for name in CASES]
+FRUGAL = [{"accumulate": 3}, {"recompute": True}, {"accumulate": 2, "recompute": True}]
+FRUGALLY_TRAINED = (
+    "momentum, clipnorm",
+    "added means",
+    "added sums",
+    "outputs in a dict",
+    "weights changed in a step that uses them",
+    "masks, gradients of slices",
+    "scaled",
 )
-def test_trained_as_by_one_device(name: str, devices: list[str]) -> None:
+RUN_AGAIN = "batch normalization, nested, adding losses", "batch normalization, masked"
+NIGHTLY = [
+    *((name, {}) for name in CASES if name not in IN_CI),
+    *itertools.product(FRUGALLY_TRAINED, FRUGAL),
+    *itertools.product(RUN_AGAIN, [{"recompute": True}]),
+]
+TRAININGS = [
+    *((name, {}) for name in IN_CI),
+    *(pytest.param(*training, marks=pytest.mark.nightly) for training in NIGHTLY),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), TRAININGS, ids=str)
+def test_trained_as_by_one_device(name: str, options: dict[str, Any], devices: list[str]) -> None:
     case = CASES[name]
     if name == "compiled by XLA" and devices[0].startswith("GPU"):
         pytest.skip("not applicable: XLA does not compile for emulated GPUs")
-    wanted = case.wanted
-    assert len(wanted["history"]["loss"]) == 3
     model = case.made()
     before = model.get_weights()
-    got = case.trained(devicemap.parallelize(model, devices, **case.options))
-    assert_close(got, wanted, case.rtol)
-    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(before, wanted["weights"]))
-
-
-@pytest.mark.nightly
-def test_explains_models_that_are_not_told_of_training(devices: list[str]) -> None:
-    plan = devicemap.parallelize(CASES["a loss that changes what it uses"].made(), devices).explain(X)
-    assert plan.bytes_per_row
+    assert_close(case.trained(devicemap.parallelize(model, devices, **options | case.options)), case.wanted, case.rtol)
+    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(before, case.wanted["weights"]))
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(8, marks=pytest.mark.nightly)])
@@ -98,38 +106,8 @@ def test_local_batch_normalization_takes_a_devices_rows(devices: list[str]) -> N
     np.testing.assert_allclose(one.layers[0].moving_mean, 0.2 * X[: 4 * len(devices)].mean(0), rtol=1e-4, atol=1e-6)
 
 
-FRUGAL = [{"accumulate": 3}, {"recompute": True}, {"accumulate": 2, "recompute": True}]
-FRUGALLY_TRAINED = [
-    *(
-        "momentum, clipnorm",
-        "added means",
-        "added sums",
-        "outputs in a dict",
-        "weights changed in a step that uses them",
-    ),
-    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("masks, gradients of slices", "scaled")),
-]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("options", FRUGAL, ids=str)
-@pytest.mark.parametrize("name", FRUGALLY_TRAINED)
-def test_trained_in_less_memory(name: str, options: dict[str, Any], devices: list[str]) -> None:
-    case = CASES[name]
-    model = devicemap.parallelize(case.made(), devices, **options | case.options)
-    assert_close(case.fitted(model), case.wanted, case.rtol)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["batch normalization, nested, adding losses", "batch normalization, masked"])
-def test_layers_run_again_beside_batch_normalization(name: str, devices: list[str]) -> None:
-    case = CASES[name]
-    model = devicemap.parallelize(case.made(), devices, recompute=True, **case.options)
-    assert_close(case.fitted(model), case.wanted, case.rtol)
-
-
 class Scale(layers.Layer):
-    """Times a number, some of it dropped."""
+    """Multiplies by a number, and drops a half."""
 
     def build(self, _: Any) -> None:
         self.scale = self.add_weight(name="scale", initializer="ones")
@@ -151,33 +129,30 @@ def test_gradients_see_the_random_numbers_of_the_forward_pass(options: dict[str,
         np.testing.assert_allclose(model.get_weights()[0], scale, rtol=1e-5)
 
 
-class Greedy(layers.Layer):
-    """It has memory for so many rows: in its gradient, or in inference."""
+def _out_of_memory(given: Any) -> Any:
+    def fail(_: Any) -> Any:
+        raise MemoryError
 
-    def __init__(self, rows: int, in_training: bool) -> None:
+    return tf.ensure_shape(tf.py_function(fail, [given], given.dtype), given.shape)
+
+
+class Greedy(layers.Layer):
+    """Runs out of memory in its gradient, or in inference."""
+
+    def __init__(self, in_training: bool) -> None:
         super().__init__()
-        self.rows, self.in_training = rows, in_training
+        self.in_training = in_training
 
     def call(self, x: Any, training: bool = False) -> Any:
-        def passed(given: Any) -> Any:
-            if len(given) > self.rows:
-                raise MemoryError
-            return given
-
-        def greedily(given: Any) -> Any:
-            return tf.ensure_shape(tf.py_function(passed, [given], given.dtype), given.shape)
-
-        @tf.custom_gradient
-        def greedy(x: Any) -> Any:
-            return tf.identity(x), greedily
-
-        return x if training is not self.in_training else greedy(x) if training else greedily(x)
+        if training is not self.in_training:
+            return x
+        return tf.custom_gradient(lambda x: (tf.identity(x), _out_of_memory))(x) if training else _out_of_memory(x)
 
 
 @pytest.mark.parametrize("in_training", [True, False])
 def test_steps_without_memory_say_what_to_do(in_training: bool, devices: list[str]) -> None:
-    case = Case(lambda: sequential(layers.Dense(8), Greedy(0, in_training), layers.Dense(4)))
-    model = devicemap.parallelize(case.made(), devices)
+    model = Case(lambda: sequential(layers.Dense(8), Greedy(in_training), layers.Dense(4))).made()
+    devicemap.parallelize(model, devices)
     before = model.get_weights()
     with pytest.raises(tf.errors.ResourceExhaustedError, match=r"batch_size.*accumulate=.*recompute=") as raised:
         (model.fit if in_training else model.evaluate)(X, Y, batch_size=11, verbose=0)
@@ -294,6 +269,16 @@ def test_saved_for_programs_without_devicemap(tmp_path: Path, devices: list[str]
 
 
 @pytest.mark.nightly
+def test_compiled_again(devices: list[str]) -> None:
+    case = CASES["momentum, clipnorm"]
+    model = case.made()
+    model.compile("adam", "mae")
+    devicemap.parallelize(model, devices).fit(X, Y, verbose=0, epochs=0)
+    model.compile(**case.compile(), loss="mse")
+    assert_close(case.trained(model), case.wanted)
+
+
+@pytest.mark.nightly
 def test_copies_are_of_one_device(devices: list[str]) -> None:
     model = devicemap.parallelize(CASES["batch normalization"].made(), devices)
     model.fit(X, Y, verbose=0)
@@ -305,16 +290,6 @@ def test_copies_are_of_one_device(devices: list[str]) -> None:
     cloned.set_weights(model.get_weights())
     np.testing.assert_allclose(devicemap.parallelize(cloned, devices).predict(X, verbose=0), wanted, rtol=1e-5)
     assert hasattr(model, "detach")
-
-
-@pytest.mark.nightly
-def test_compiled_again(devices: list[str]) -> None:
-    case = CASES["momentum, clipnorm"]
-    model = case.made()
-    model.compile("adam", "mae")
-    devicemap.parallelize(model, devices).fit(X, Y, verbose=0, epochs=0)
-    model.compile(keras.optimizers.SGD(0.5, momentum=0.9, clipnorm=0.1), "mse")
-    assert_close(case.trained(model), case.wanted)
 
 
 @pytest.mark.nightly
@@ -377,12 +352,9 @@ def test_really_parallel(model: Any, products: int) -> None:
     assert "detach" not in vars(made)
 
 
-def untrainable() -> keras.Model:
-    class Steps(keras.Sequential):
-        def train_step(self, data: Any) -> Any:
-            return {}
-
-    return Steps([keras.Input([6]), layers.Dense(2)])
+class Untrainable(keras.Sequential):
+    def train_step(self, data: Any) -> Any:
+        return {}
 
 
 def instructed() -> keras.Model:
@@ -407,7 +379,7 @@ def test_a_model_without_an_optimizer_predicts(devices: list[str]) -> None:
     [
         (lambda: keras.Sequential([layers.Dense(2)]), {}, "built"),
         (lambda: layers.Dense(2), {}, "Dense"),
-        (untrainable, {}, "train_step"),
+        (lambda: Untrainable([keras.Input([6]), layers.Dense(2)]), {}, "train_step"),
         (instructed, {}, "make_test_function"),
         (mirrored, {}, "scope of a tf.distribute strategy"),
         (mlp, {"devices": ["CPU:0", "GPU:17"]}, "GPU:17"),
@@ -429,49 +401,27 @@ def test_bad_input_changes_nothing(model: Any, options: dict[str, Any], word: st
     assert vars(made) == before
 
 
-@keras.saving.register_keras_serializable()
-class Counts(layers.Layer):
-    """Counts calls, or adds up rows."""
+class Effect(layers.Layer):
+    """Returns its input, and does something to a state in training."""
 
-    def __init__(self, rows: bool, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.rows = rows
-        self.count = self.add_weight(name="count", initializer="zeros", trainable=False)
+    def __init__(self, effect: Callable[[Any, Any], Any], state: Any) -> None:
+        super().__init__()
+        self.effect, self.state = effect, state
 
     def call(self, x: Any, training: bool = False) -> Any:
         if training:
-            self.count.assign(self.count + (keras.ops.sum(x) if self.rows else 1.0))
+            self.effect(self.state, x)
         return x
 
 
-class Watches(layers.Layer):
-    """Has a metric."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = keras.metrics.Mean()
-
-    def call(self, x: Any) -> Any:
-        self.mean.update_state(x)
-        return x
-
-
-class Remembers(layers.Layer):
-    """In a variable that is not Keras's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = tf.Variable(0.0)
-
-    def call(self, x: Any) -> Any:
-        self.last.assign(0.9 * self.last + 0.1 * tf.reduce_mean(x))
-        return x
+def weight() -> keras.Variable:
+    return keras.Variable(0.0, trainable=False, name="count")
 
 
 def test_a_layer_that_counts_calls(devices: list[str]) -> None:
-    model = devicemap.parallelize(Case(lambda: sequential(Counts(rows=False))).made(), devices)
-    model.fit(X, Y, batch_size=11, verbose=0)
-    assert float(model.layers[0].count) == 4
+    model = Case(lambda: sequential(Effect(lambda count, _: count.assign_add(1.0), weight()))).made()
+    devicemap.parallelize(model, devices).fit(X, Y, batch_size=11, verbose=0)
+    assert float(model.layers[0].state) == 4
 
 
 class Stored(layers.Layer):
@@ -479,18 +429,14 @@ class Stored(layers.Layer):
 
     def __init__(self, rows: int, selected: bool = False) -> None:
         super().__init__()
-        self.rows, self.selected = rows, selected
-
-    def build(self, _: Any) -> None:
-        self.table = self.add_weight(shape=[self.rows, 6])
+        self.selected = selected
+        self.table = self.add_weight(shape=[rows, 6])
 
     def call(self, x: Any) -> Any:
         return tf.boolean_mask(self.table, self.table[:, 0] < 1e9) if self.selected else tf.identity(self.table)
 
 
 class Pairs(keras.Model):
-    """A subclassed model that returns products of all pairs."""
-
     def call(self, x: Any) -> Any:
         return {"x": x, "pairs": x @ tf.transpose(x)}
 
@@ -500,30 +446,29 @@ def functional(output: Callable[[Any], Any]) -> keras.Model:
     return keras.Model(given, [layers.BatchNormalization()(given), output(given)])
 
 
+NO_ROWS = {
+    "a table": lambda: functional(Stored(5)),
+    "a table of unknown size": lambda: functional(Stored(4, selected=True)),
+    "some rows": lambda: functional(layers.Lambda(lambda x: tf.boolean_mask(x, x[:, 0] > 0))),
+    "products": lambda: functional(lambda x: keras.ops.matmul(x, keras.ops.transpose(x))),
+    "twice": lambda: functional(lambda x: keras.ops.concatenate([x, x], 0)),
+    "a scalar": lambda: functional(keras.ops.mean),
+    "subclassed": Pairs,
+}
+
+
 @pytest.mark.parametrize("batch_norm", ["synchronized", "local"])
-@pytest.mark.parametrize(
-    "model",
-    [
-        lambda: functional(Stored(5)),
-        lambda: functional(Stored(4, selected=True)),
-        lambda: functional(layers.Lambda(lambda x: tf.boolean_mask(x, x[:, 0] > 0))),
-        lambda: functional(lambda x: keras.ops.matmul(x, keras.ops.transpose(x))),
-        lambda: functional(lambda x: keras.ops.concatenate([x, x], 0)),
-        lambda: functional(lambda x: keras.ops.mean(x)),
-        Pairs,
-    ],
-    ids=["a table", "a table of unknown size", "some rows", "products", "twice", "a scalar", "subclassed"],
-)
-def test_outputs_that_are_no_rows_are_refused(model: Any, batch_norm: Any, devices: list[str]) -> None:
-    made = model()
-    made(X)
-    made.compile("sgd", loss=None if isinstance(made, Pairs) else ["mse", "mse"], jit_compile=False)
-    devicemap.parallelize(made, devices, batch_norm=batch_norm)
-    before = made.get_weights()
-    for call in (made.predict, lambda rows, verbose: made.fit(rows, [rows, rows], verbose=verbose)):
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_outputs_that_are_no_rows_are_refused(name: str, batch_norm: Any, devices: list[str]) -> None:
+    model = NO_ROWS[name]()
+    model(X)
+    model.compile("sgd", loss=None if isinstance(model, Pairs) else ["mse", "mse"], jit_compile=False)
+    devicemap.parallelize(model, devices, batch_norm=batch_norm)
+    before, rows = model.get_weights(), X[: 5 * len(devices)]
+    for call in (model.predict, lambda rows, verbose: model.fit(rows, [rows, rows], verbose=verbose)):
         with pytest.raises((FunctionError, tf.errors.InvalidArgumentError), match="one row for each row"):
-            call(X[: 5 * len(devices)], verbose=0)
-    np.testing.assert_equal(made.get_weights(), before)
+            call(rows, verbose=0)
+    np.testing.assert_equal(model.get_weights(), before)
 
 
 def test_rows_of_any_length_are_no_rows_of_others(devices: list[str]) -> None:
@@ -536,21 +481,11 @@ def test_rows_of_any_length_are_no_rows_of_others(devices: list[str]) -> None:
         np.testing.assert_allclose(got, one, rtol=1e-5, atol=1e-6)
 
 
-class Within(layers.Layer):
-    """Normalizes in a function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = layers.BatchNormalization()
-
-    def build(self, shape: Any) -> None:
-        self.norm.build(shape)
-
-    def call(self, x: Any) -> Any:
-        return tf.function(self.norm)(x, training=True)
-
-
 def test_normalization_in_an_inner_graph_is_refused(devices: list[str]) -> None:
+    class Within(layers.BatchNormalization):
+        def call(self, x: Any) -> Any:
+            return tf.function(super().call)(x, training=True)
+
     model = devicemap.parallelize(Case(lambda: sequential(Within())).made(), devices)
     with pytest.raises(FunctionError, match="batch_norm='local'"):
         model.fit(X, Y, verbose=0)
@@ -569,28 +504,16 @@ def test_added_losses_are_not_needed_to_predict(options: dict[str, Any], layer: 
                 call(X, Y, verbose=0)
 
 
-class Tallies(layers.Layer):
-    """Counts calls in a variable that is not Keras's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = tf.Variable(0.0)
-
-    def call(self, x: Any) -> Any:
-        self.count.assign_add(1.0)
-        return x
-
-
 @pytest.mark.parametrize("norm", [[], [layers.BatchNormalization]], ids=["", "batch normalization"])
 @pytest.mark.parametrize(
     ("layer", "word"),
     [
-        (lambda: Counts(rows=True), "count"),
+        (lambda: Effect(lambda count, x: count.assign_add(tf.reduce_sum(x)), weight()), "count"),
         (AddsLosses, "added_losses="),
         (lambda: layers.ReLU(activity_regularizer="l2"), "added_losses="),
-        (Watches, "none of the model's variables"),
-        (Remembers, "add_weight"),
-        (Tallies, "add_weight"),
+        (lambda: Effect(lambda mean, x: mean.update_state(x), keras.metrics.Mean()), "none of the model's variables"),
+        (lambda: Effect(lambda mean, x: mean.assign(mean + tf.reduce_mean(x)), tf.Variable(0.0)), "add_weight"),
+        (lambda: Effect(lambda count, _: count.assign_add(1.0), tf.Variable(0.0)), "add_weight"),
     ],
     ids=["a value of rows", "a loss", "a regularizer of outputs", "a metric", "a variable", "a tally"],
 )
