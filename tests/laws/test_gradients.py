@@ -14,7 +14,7 @@ from graphs import between_devices, edges, ops_on, partitions, placements
 from oracle import gradients_of, one_by_one
 
 import devicemap
-from devicemap._tensorflow.functions import with_captures
+from devicemap.compile import graph_builder
 
 X = tf.reshape(tf.range(21, dtype=tf.float32), [7, 3]) / 10
 WEIGHTS = tf.Variable(tf.reshape(tf.range(9, dtype=tf.float32), [3, 3]) / 9)
@@ -28,87 +28,31 @@ def _first_and_second(mapped: Any, *sources: Any) -> list[Any]:
     return [*first, *map(tf.convert_to_tensor, tape.gradient(total, sources))]
 
 
+def _jacobian(mapped: Any, x: Any, *_: Any) -> Any:
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        results = mapped(x)
+    return tape.batch_jacobian(results, x)
+
+
 def _assert_close(got: Any, wanted: Any, rtol: float = 1e-4, atol: float = 1e-5) -> None:
     for one, other in zip(tf.nest.flatten(got), tf.nest.flatten(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
+
+
+def _where_the_number_of_rows_is_unknown(take: Any, mapped: Any, rows: Any, *variables: Any) -> Any:
+    """As in the `train_step` of a Keras model."""
+    signature = [tf.TensorSpec([None, *rows.shape[1:]], rows.dtype)]
+    return tf.function(lambda rows: take(mapped, rows, *variables), input_signature=signature)(rows)
 
 
 PLACES = {
     "eager": lambda take, mapped, *sources: take(mapped, *sources),
     "tape inside tf.function": lambda take, mapped, *sources: tf.function(lambda *s: take(mapped, *s))(*sources),
     "tape outside tf.function": lambda take, mapped, *sources: take(tf.function(lambda x: mapped(x)), *sources),
+    "unknown rows": _where_the_number_of_rows_is_unknown,
 }
 places = pytest.mark.parametrize("place", PLACES.values(), ids=list(PLACES))
-
-
-@pytest.mark.parametrize("batched", [False, True])
-@places
-def test_gradients_are_those_of_the_serial_map(devices: list[str], batched: bool, place: Any) -> None:
-    def fn(x: Any) -> Any:
-        return tf.tanh(x @ WEIGHTS if batched else tf.linalg.matvec(WEIGHTS, x)) * x
-
-    mapper = devicemap.DeviceMap(fn, devices=devices, batched=batched)
-    serial = fn if batched else lambda x: tf.map_fn(fn, x)
-    _assert_close(place(gradients_of, mapper, X, WEIGHTS), gradients_of(serial, X, WEIGHTS))
-
-
-@pytest.mark.nightly
-@pytest.mark.private("gradients of what several maps share are built one after another")
-def test_maps_in_threads_may_share_a_function() -> None:
-    data = tf.eye(3, batch_shape=[4]) * tf.range(1.0, 4.0)
-
-    def gradient(shared: Any) -> Any:
-        return gradients_of(
-            devicemap.DeviceMap(lambda row: shared(row), devices=["CPU:1", "CPU:2"], vectorize=False), data
-        )
-
-    for _ in range(2):
-        with ThreadPoolExecutor(4) as pool:
-            for got in pool.map(gradient, [tf.function(tf.linalg.eigvalsh)] * 4):
-                _assert_close(got, [2 * data])
-
-
-@pytest.mark.nightly
-@pytest.mark.private("gradients of what several functions share are built one after another")
-def test_functions_in_threads_may_share_a_map() -> None:
-    scale = tf.Variable(tf.ones([8]))
-    rows = tf.random.stateless_normal([64, 8], [0, 1])
-
-    def gradients(mapper: Any) -> Any:
-        return gradients_of(tf.function(lambda x: mapper(x)), rows, scale)
-
-    wanted = gradients_of(lambda x: tf.sin(x) * scale, rows, scale)
-    for _ in range(4):
-        mapper = devicemap.DeviceMap(lambda row: tf.sin(row) * scale, devices=["CPU:1", "CPU:2"])
-        with ThreadPoolExecutor(4) as pool:
-            for got in pool.map(gradients, [mapper] * 4):
-                _assert_close(got, wanted)
-
-
-def _with_a_function_within() -> Any:
-    norm = tf.function(lambda row: tf.reduce_sum(tf.linalg.svd(row, compute_uv=False)))
-    return lambda row: norm(row) ** 2
-
-
-@pytest.mark.in_ci(1)
-@pytest.mark.private("another gradient for an op, where TensorFlow's own fails in a loop")
-@pytest.mark.parametrize("place", [*PLACES.values()][:2], ids=[*PLACES][:2])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: lambda row: tf.linalg.svd(row, compute_uv=False),
-        _with_a_function_within,
-        lambda: lambda row: tf.linalg.eigvalsh(row + tf.transpose(row)),
-        lambda: lambda row: tf.abs(tf.linalg.eigvals(row)),
-    ],
-)
-def test_gradients_of_values_without_their_vectors(devices: list[str], make: Any, place: Any) -> None:
-    fn = make()
-    matrices = tf.constant(np.random.default_rng(0).normal(size=[4, 3, 3]))
-    mapper = devicemap.DeviceMap(fn, devices=devices, vectorize=False)
-    got = place(_first_and_second, mapper, matrices)  # first: TensorFlow keeps the gradients of a tf.function within fn
-    wanted = _first_and_second(lambda rows: tf.stack([fn(row) for row in rows]), matrices)
-    _assert_close(got, wanted, rtol=1e-7, atol=1e-8)
 
 
 def _looping(weights: Any, x: Any) -> Any:
@@ -118,30 +62,107 @@ def _looping(weights: Any, x: Any) -> Any:
     return x
 
 
-_in_a_loop = partial(_looping, WEIGHTS)
+def _embedded(weights: Any, row: Any) -> Any:
+    one, other = (tf.gather(weights, tf.cast(row[i], tf.int32)) for i in range(2))
+    return one * other * row
+
+
+def _looked_up(weights: Any, rows: Any) -> Any:
+    """`embedding_lookup` asks for the device of a variable by the name of its handle: one for the copies on all devices."""
+    return tf.nn.embedding_lookup(weights, tf.cast(rows, tf.int32)) ** 2
+
+
+def _looked_up_as_it_is(weights: Any, rows: Any) -> Any:
+    tf.print(
+        "", output_stream="file:///dev/null"
+    )  # functions with effects are not optimised, and so inlined as they are
+    return _looked_up(weights, rows)
+
+
+def _python(weights: Any, batch: Any) -> Any:
+    return tf.ensure_shape(tf.py_function(lambda b: b**3, [batch], tf.float32), [None, 3])
+
+
+FUNCTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "batch": (lambda weights, b: tf.tanh(b @ weights) @ weights, {"batched": True}),
+    "gather from a batch": (lambda weights, b: tf.gather(b @ weights, [2, 0, 0], axis=1), {"batched": True}),
+    "loop over a batch": (_looping, {"batched": True}),
+    "loop": (_looping, {}),
+    "loop, mapped": (_looping, {"vectorize": False}),
+}
+OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "row": (lambda weights, row: tf.tanh(tf.linalg.matvec(weights, row)) * row, {}),
+    "row, mapped": (lambda weights, row: tf.linalg.matvec(weights, tf.sin(row)), {"vectorize": False}),
+    "embedding": (_embedded, {}),
+    "lookup": (_looked_up, {}),
+    "lookup by a batch, with effects": (_looked_up_as_it_is, {"batched": True}),
+    "Python": (_python, {"batched": True}),
+}
+SECOND_ORDER = "batch", "embedding"
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *OTHERS])
+@places
+def test_gradients_are_those_of_the_serial_map(devices: list[str], name: str, place: Any) -> None:
+    fn, options = (FUNCTIONS | OTHERS)[name]
+    fn = partial(fn, WEIGHTS)
+    mapper, serial = devicemap.DeviceMap(fn, devices=devices, **options), partial(one_by_one, fn)
+    if "batched" in options:
+        serial = (lambda x: x**3) if name == "Python" else fn
+    for _ in range(2):
+        _assert_close(place(gradients_of, mapper, X, WEIGHTS), gradients_of(serial, X, WEIGHTS))
+    if name in SECOND_ORDER and place is PLACES["eager"]:
+        for take in (_first_and_second, _jacobian):
+            got, wanted = (take(mapped, X, WEIGHTS) for mapped in (mapper, serial))
+            _assert_close(got, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.private("gradients of what several maps share are built one after another")
+def test_maps_in_threads_may_share_a_function_and_functions_a_map() -> None:
+    scale = tf.Variable(tf.ones([8]))
+    rows = tf.random.stateless_normal([64, 8], [0, 1])
+    matrices = tf.eye(3, batch_shape=[4]) * tf.range(1.0, 4.0)
+
+    def of_a_map(shared: Any) -> Any:
+        mapper = devicemap.DeviceMap(lambda row: shared(row), devices=["CPU:1", "CPU:2"], vectorize=False)
+        return gradients_of(mapper, matrices)
+
+    def of_a_function(mapper: Any) -> Any:
+        return gradients_of(tf.function(lambda x: mapper(x)), rows, scale)
+
+    wanted = gradients_of(lambda x: tf.sin(x) * scale, rows, scale)
+    for _ in range(4):
+        function = tf.function(tf.linalg.eigvalsh)
+        mapper = devicemap.DeviceMap(lambda row: tf.sin(row) * scale, devices=["CPU:1", "CPU:2"])
+        with ThreadPoolExecutor(4) as pool:
+            for got in pool.map(of_a_map, [function] * 4):
+                _assert_close(got, [2 * matrices])
+            for got in pool.map(of_a_function, [mapper] * 4):
+                _assert_close(got, wanted)
+
+
+_norm = tf.function(lambda row: tf.reduce_sum(tf.linalg.svd(row, compute_uv=False)))
 
 
 @pytest.mark.in_ci(1)
-@pytest.mark.parametrize("vectorize", ["auto", False])
-@pytest.mark.parametrize("fn", [_in_a_loop, lambda row: tf.linalg.matvec(WEIGHTS, tf.sin(row))])
-def test_gradients_where_the_graph_does_not_know_how_many_rows_there_are(
-    devices: list[str], fn: Any, vectorize: Any
-) -> None:
-    """As in the `train_step` of a Keras model."""
-    mapper = devicemap.DeviceMap(fn, devices=devices, vectorize=vectorize)
-    step = tf.function(lambda x: gradients_of(mapper, x, WEIGHTS), input_signature=[tf.TensorSpec([None, 3])])
-    for rows in (1, 2, 7):
-        _assert_close(step(X[:rows]), gradients_of(lambda x: tf.map_fn(fn, x), X[:rows], WEIGHTS))
-
-
-def test_gradients_through_python_functions(devices: list[str]) -> None:
-    mapper = devicemap.DeviceMap(
-        lambda batch: tf.ensure_shape(tf.py_function(lambda b: b**3, [batch], tf.float32), [None, 3]),
-        devices=devices,
-        batched=True,
-    )
-    for _ in range(2):
-        _assert_close(gradients_of(mapper, X), gradients_of(lambda batch: batch**3, X))
+@pytest.mark.private("another gradient for an op, where TensorFlow's own fails in a loop")
+@pytest.mark.parametrize("place", [*PLACES.values()][:2], ids=[*PLACES][:2])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda row: tf.linalg.svd(row, compute_uv=False),
+        lambda row: _norm(row) ** 2,
+        lambda row: tf.linalg.eigvalsh(row + tf.transpose(row)),
+        lambda row: tf.abs(tf.linalg.eigvals(row)),
+    ],
+)
+def test_gradients_of_values_without_their_vectors(devices: list[str], fn: Any, place: Any) -> None:
+    matrices = tf.constant(np.random.default_rng(0).normal(size=[4, 3, 3]))
+    mapper = devicemap.DeviceMap(fn, devices=devices, vectorize=False)
+    got = place(_first_and_second, mapper, matrices)  # first: TensorFlow keeps the gradients of a tf.function within fn
+    wanted = _first_and_second(partial(one_by_one, fn), matrices)
+    _assert_close(got, wanted, rtol=1e-7, atol=1e-8)
 
 
 def _sum_of_squares(result: Any) -> Any:
@@ -189,32 +210,6 @@ def test_gradients_of_sparse_rows_in_any_order(devices: list[str]) -> None:
         loss = tf.reduce_sum(result)
     assert result.numpy().tolist() == [36.0, 0.0, 1.0, 0.0, 0.0, 0.0, 9.0]
     assert tape.gradient(loss, values).numpy().tolist() == [2.0, 12.0, 6.0, 12.0]
-
-
-def _embedded(row: Any) -> Any:
-    one, other = (tf.gather(WEIGHTS, tf.cast(row[i], tf.int32)) for i in range(2))
-    return one * other * row
-
-
-@pytest.mark.in_ci(1)
-@pytest.mark.parametrize(
-    ("fn", "options"),
-    [(lambda b: tf.tanh(b @ WEIGHTS) @ WEIGHTS, {"batched": True}), (_embedded, {})],
-    ids=["batch", "embedding"],
-)
-def test_second_order_reaches_inputs_and_variables(fn: Any, options: dict[str, Any]) -> None:
-    mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"], **options)
-    wanted = _first_and_second(fn if "batched" in options else partial(one_by_one, fn), X, WEIGHTS)
-    _assert_close(_first_and_second(mapper, X, WEIGHTS), wanted, rtol=1e-3, atol=1e-4)
-
-
-FUNCTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "batch": (lambda weights, b: tf.tanh(b @ weights) @ weights, {"batched": True}),
-    "gather from a batch": (lambda weights, b: tf.gather(b @ weights, [2, 0, 0], axis=1), {"batched": True}),
-    "loop over a batch": (_looping, {"batched": True}),
-    "loop": (_looping, {}),
-    "loop, mapped": (_looping, {"vectorize": False}),
-}
 
 
 @pytest.mark.in_ci(3)
@@ -317,22 +312,6 @@ def test_loops_that_read_variables_beside_what_stays_where_it_is(beside: str, pl
     _assert_close(got, gradients_of(partial(one_by_one, fn), X, weights))
 
 
-@pytest.mark.parametrize("acts", [False, True])
-@pytest.mark.parametrize("batched", [False, True])
-def test_ops_that_ask_for_the_device_of_a_variable(batched: bool, acts: bool) -> None:
-    """`tf.nn.embedding_lookup` does, by the name of its handle: one name for the copies on all devices."""
-    table = tf.Variable(tf.reshape(tf.range(24.0), [8, 3]))
-
-    def fn(rows: Any) -> Any:
-        if acts:  # not optimised then, and so inlined as it is
-            tf.print("", output_stream="file:///dev/null")
-        return tf.nn.embedding_lookup(table, tf.cast(rows, tf.int32)) ** 2
-
-    mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2", "CPU:3"], batched=batched)
-    _assert_close(gradients_of(mapper, X, table), gradients_of(fn, X, table))
-    np.testing.assert_allclose(mapper(X), fn(X), rtol=1e-5)
-
-
 @pytest.mark.in_ci(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_calls_with_and_without_a_tape_take_turns(name: str, devices: list[str]) -> None:
@@ -353,13 +332,12 @@ def test_calls_with_and_without_a_tape_take_turns(name: str, devices: list[str])
     assert plans[0] == plans[1]
 
 
+_in_a_loop = partial(_looping, WEIGHTS)
+
+
 @tf.custom_gradient
 def _seven_fold(x: Any) -> Any:
     return tf.sin(x), lambda upstream: 7.0 * upstream
-
-
-def _with_custom_gradient(row: Any) -> Any:
-    return _seven_fold(tf.linalg.matvec(WEIGHTS, row))
 
 
 @pytest.mark.in_ci(2)
@@ -370,7 +348,7 @@ def _with_custom_gradient(row: Any) -> Any:
         ("loop", _in_a_loop, {}),
         ("updating loop", _in_a_loop, {"vectorize": False}),
         ("function in a loop", _in_a_loop, {}),
-        ("function in a loop", _with_custom_gradient, {"vectorize": False}),
+        ("function in a loop", lambda row: _seven_fold(tf.linalg.matvec(WEIGHTS, row)), {"vectorize": False}),
         ("branch", _in_a_loop, {"jit_compile": True}),
         ("branch", lambda row: tf.tanh(tf.linalg.matvec(WEIGHTS, row)), {}),
     ],
@@ -407,12 +385,8 @@ def _until_it_is_large(row: Any) -> Any:
     return row
 
 
-def _and_twice_itself(row: Any) -> Any:
-    return _until_it_is_large(row) + 2 * row
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("fn", [_until_it_is_large, _and_twice_itself])
+@pytest.mark.parametrize("fn", [_until_it_is_large, lambda row: _until_it_is_large(row) + 2 * row])
 def test_one_known_row_for_a_device_and_a_loop_that_rows_leave_at_different_times(devices: list[str], fn: Any) -> None:
     mapper = devicemap.DeviceMap(fn, devices=devices)
     for rows in (len(devices), 2 * len(devices) - 1):
@@ -420,31 +394,14 @@ def test_one_known_row_for_a_device_and_a_loop_that_rows_leave_at_different_time
         _assert_close(tf.function(lambda x: gradients_of(mapper, x))(x), gradients_of(partial(one_by_one, fn), x))
 
 
-@pytest.mark.in_ci(1)
-@pytest.mark.parametrize("batched", [False, True])
-def test_jacobians(batched: bool) -> None:
-    weights = tf.Variable(tf.eye(3) * 2)
-    fn = (lambda b: tf.tanh(b @ weights)) if batched else (lambda x: tf.tanh(tf.linalg.matvec(weights, x)))
-    mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"], batched=batched)
-    with tf.GradientTape() as tape:
-        tape.watch(X)
-        y = mapper(X)
-    wanted = tf.linalg.diag((1 - tf.tanh(2 * X) ** 2) * 2)
-    np.testing.assert_allclose(tape.batch_jacobian(y, X), wanted, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.private("what a ForwardAccumulator follows")
-def test_forward_mode_is_refused() -> None:
+@pytest.mark.private("what a ForwardAccumulator follows, and whether a tape is recording")
+def test_gradients_that_do_not_go_through_are_refused() -> None:
     mapper = devicemap.DeviceMap(tf.sin, devices=["CPU:1", "CPU:2"])
     with (
         tf.autodiff.ForwardAccumulator(X, tf.ones_like(X)),
         pytest.raises(devicemap.errors.DataError, match=r"use a tf\.GradientTape"),
     ):
         mapper(X)
-
-
-@pytest.mark.private("whether a tape is recording")
-def test_gradients_through_chunks_are_refused_not_lost() -> None:
     with tf.GradientTape() as tape:
         with pytest.raises(devicemap.errors.OptionError, match="gradients do not go through chunks"):
             devicemap.parallel_map(tf.sin, X, batch_size=2)
@@ -489,6 +446,7 @@ def test_a_taped_call_while_another_thread_builds_a_graph(monkeypatch: pytest.Mo
         return tape.gradient(y, variable)
 
     assert float(gradient()) == 4.0
+    with_captures = graph_builder.with_captures
     building, go_on = threading.Event(), threading.Event()
 
     def slow(*args: Any) -> Any:
@@ -496,7 +454,7 @@ def test_a_taped_call_while_another_thread_builds_a_graph(monkeypatch: pytest.Mo
         go_on.wait(20)
         return with_captures(*args)
 
-    monkeypatch.setattr("devicemap.compile.graph_builder.with_captures", slow)
+    monkeypatch.setattr(graph_builder, "with_captures", slow)
     builder = threading.Thread(target=mapper, args=(tf.ones([1]),))  # of one shard, which has no graph yet
     builder.start()
     assert building.wait(20)
