@@ -66,11 +66,9 @@ texts = shapes.flatmap(
 
 
 def _ragged(rows: list[list[int]], dtype: str, inner: list[int], splits: str, deeper: bool) -> Any:
-    lengths = tf.constant([len(row) for row in rows], splits)
-    values = _dense([sum(map(len, rows)), *inner], dtype, 0) if dtype != "string" else None
-    if values is None:
-        values = tf.fill([sum(map(len, rows)), *inner], b"a\0")
-    ragged = tf.RaggedTensor.from_row_lengths(values, lengths)
+    shape = [sum(map(len, rows)), *inner]
+    values = tf.fill(shape, b"a\0") if dtype == "string" else _dense(shape, dtype, 0)
+    ragged = tf.RaggedTensor.from_row_lengths(values, tf.constant([len(row) for row in rows], splits))
     if deeper:  # each row is one row of rows
         ragged = tf.RaggedTensor.from_row_splits(ragged, tf.range(len(rows) + 1, dtype=splits))
     return ragged
@@ -141,36 +139,28 @@ def written(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_structure(written: Path) -> None:
+def test_structure_and_dataset(written: Path) -> None:
     results = open_results(written)
     loaded = results.load()
     assert list(loaded) == ["more", "point", "ragged", "sparse"]
     assert type(loaded["point"]).__name__ == "Point"
     assert loaded["point"]._fields == ("x", "y")
-    assert loaded["point"].x.tolist() == list(range(7))
     assert loaded["more"][0].tolist() == [b"%d" % i for i in range(7)]
-    expected = tf.nest.map_structure(spec_of, _nest())
-    assert tf.nest.flatten(results.structure) == tf.nest.flatten(expected)
+    assert tf.nest.flatten(results.structure) == tf.nest.flatten(tf.nest.map_structure(spec_of, _nest()))
     assert type(next(iter(results))["point"]) is type(loaded["point"])
     assert repr(results) == f"Results({str(written)!r}, rows=7, chunks=3, complete=True)"
-
-
-def test_as_dataset(written: Path) -> None:
-    results = open_results(written)
     dataset = results.as_dataset()
     assert dataset.element_spec == results.structure
     assert int(dataset.cardinality()) == 3
     for _ in range(2):  # it can be read again
-        elements = list(dataset)
-        assert [int(element["point"].x.shape[0]) for element in elements] == SIZES
-        for element, chunk in zip(elements, results):
+        assert [int(element["point"].x.shape[0]) for element in dataset] == SIZES
+        for element, chunk in zip(dataset, results):
             for actual, expected in zip(tf.nest.flatten(element), tf.nest.flatten(chunk)):
                 if isinstance(expected, np.ndarray):
                     _check_same_array(actual.numpy(), expected)
                 else:
                     _check_same(actual, expected)
-    rows = [row["point"].x.numpy() for row in dataset.unbatch()]
-    assert rows == list(range(7))
+    assert [row["point"].x.numpy() for row in dataset.unbatch()] == list(range(7))
 
 
 def test_slices(written: Path) -> None:
@@ -201,50 +191,39 @@ def _write_some(directory: Path, rows: int | None, starts: Sequence[int] = (0, 4
     return open_results(directory)
 
 
-def test_missing_rows_of_a_known_number(tmp_path: Path) -> None:
-    results = _write_some(tmp_path, rows=9)
-    assert len(results) == 9
-    assert not results.complete
-    assert results.missing == [(2, 4), (6, 9)]
-    assert results[4:6].tolist() == [4, 5]
-    message = r"rows 2 to 3, 6 to 8 are missing in .*Run write again with the same function and data"
-    for read in [results.load, results.as_dataset]:
+@pytest.mark.parametrize(
+    ("rows", "starts", "missing", "message"),
+    [
+        (9, (0, 4), [(2, 4), (6, 9)], "rows 2 to 3, 6 to 8"),
+        (None, (0, 4), [(2, 4), (6, None)], "rows 2 to 3, from 6 on"),
+        (None, (0, 2), [(4, None)], "rows from 4 on"),
+        (
+            *(22, range(0, 20, 3), [(2, 3), (5, 6), (8, 9), (11, 12), (14, 15), (17, 18), (20, 22)]),
+            "rows 2 to 2, 5 to 5, 8 to 8, 11 to 11, 14 to 14 and 2 more ranges",
+        ),
+    ],
+)
+def test_missing_rows(tmp_path: Path, rows: Any, starts: Sequence[int], missing: Any, message: str) -> None:
+    results = _write_some(tmp_path, rows, starts)
+    assert (results.missing, results.complete) == (missing, False)
+    assert f"rows={rows or '?'}, chunks={len(starts)}, complete=False" in repr(results)
+    first, second = starts[:2]
+    assert results[second : second + 2].tolist() == [second, second + 1]
+    message += " are missing in .*Run write again with the same function and data"
+    readers = [results.load, results.as_dataset]
+    readers += [] if rows else [lambda: len(results), lambda: results[second:], lambda: results[-1:]]
+    for read in readers:
         with pytest.raises(MissingRowsError, match=message):
             read()
-    with pytest.raises(MissingRowsError, match="rows 2 to 3 are missing"):
-        results[1:5]
+    if rows:
+        assert len(results) == rows
+    with pytest.raises(MissingRowsError, match=r"rows .* are missing"):
+        results[first + 1 : second + 4]
     chunks = iter(results)
-    assert next(chunks).tolist() == [0, 1]
-    with pytest.raises(MissingRowsError, match="rows 2 to 3 are missing"):
+    found = [row for _ in range(missing[0][0] // 2) for row in next(chunks).tolist()]
+    assert found == list(range(missing[0][0]))
+    with pytest.raises(MissingRowsError, match=r"rows .* are missing"):  # also at the end, if that is unknown
         next(chunks)
-    assert "rows=9, chunks=2, complete=False" in repr(results)
-
-
-def test_missing_rows_of_an_unknown_number(tmp_path: Path) -> None:
-    results = _write_some(tmp_path, rows=None)
-    assert results.missing == [(2, 4), (6, None)]
-    assert not results.complete
-    assert results[4:6].tolist() == [4, 5]
-    for ask in [lambda: len(results), results.load, results.as_dataset, lambda: results[4:], lambda: results[-1:]]:
-        with pytest.raises(MissingRowsError, match="rows 2 to 3, from 6 on are missing"):
-            ask()
-    with pytest.raises(MissingRowsError, match="rows 6 to 7 are missing"):
-        results[4:8]
-    assert "rows=?, chunks=2, complete=False" in repr(results)
-
-
-def test_the_end_may_be_missing(tmp_path: Path) -> None:
-    """An iteration over all stored rows ends with an error."""
-    chunks = iter(_write_some(tmp_path, rows=None, starts=(0, 2)))
-    assert [next(chunks).tolist(), next(chunks).tolist()] == [[0, 1], [2, 3]]
-    with pytest.raises(MissingRowsError, match="rows from 4 on are missing"):
-        next(chunks)
-
-
-def test_many_gaps_are_counted(tmp_path: Path) -> None:
-    results = _write_some(tmp_path, rows=22, starts=range(0, 20, 3))
-    with pytest.raises(MissingRowsError, match=r"rows 2 to 2, 5 to 5, 8 to 8, 11 to 11, 14 to 14 and 2 more ranges"):
-        results.load()
 
 
 def test_no_rows(tmp_path: Path) -> None:
@@ -261,23 +240,18 @@ def test_no_rows(tmp_path: Path) -> None:
     assert list(results.as_dataset()) == []
 
 
-def test_uneven_inner_shapes_can_be_read_by_chunk(tmp_path: Path) -> None:
+def test_uneven_inner_shapes(tmp_path: Path) -> None:
     chunks = [(0, 2, [tf.zeros([2, 3])]), (2, 4, [tf.zeros([2, 5])])]
-    write_chunks(tmp_path, tf.TensorSpec([None, None], tf.float32), chunks, 4)
-    results = open_results(tmp_path)
-    assert [chunk.shape for chunk in results] == [(2, 3), (2, 5)]
-    assert [chunk.shape for chunk in results.as_dataset()] == [(2, 3), (2, 5)]
-    with pytest.raises(
-        JournalError, match=r"rows 0 to 3 in .* cannot be returned at once: .*size 3 .*size 5\. Iterate"
-    ):
+    write_chunks(tmp_path / "dense", tf.TensorSpec([None, None], tf.float32), chunks, 4)
+    results = open_results(tmp_path / "dense")
+    for read in (results, results.as_dataset()):
+        assert [chunk.shape for chunk in read] == [(2, 3), (2, 5)]
+    with pytest.raises(JournalError, match=r"rows 0 to 3 in .* cannot be returned at once: .*size 3 .*size 5\. Iter"):
         results.load()
-
-
-def test_sparse_chunks_of_several_widths_are_joined(tmp_path: Path) -> None:
     parts = [tf.sparse.from_dense([[1, 2]]), tf.sparse.from_dense([[0, 0, 3]])]
     chunks = [(i, i + 1, [part]) for i, part in enumerate(parts)]
-    write_chunks(tmp_path, tf.SparseTensorSpec([None, None], tf.int32), chunks, 2)
-    assert tf.sparse.to_dense(open_results(tmp_path).load()).numpy().tolist() == [[1, 2, 0], [0, 0, 3]]
+    write_chunks(tmp_path / "sparse", tf.SparseTensorSpec([None, None], tf.int32), chunks, 2)
+    assert tf.sparse.to_dense(open_results(tmp_path / "sparse").load()).numpy().tolist() == [[1, 2, 0], [0, 0, 3]]
 
 
 def test_large_arrays_are_split(tmp_path: Path) -> None:
@@ -318,19 +292,18 @@ def test_specs_through_json() -> None:
 
 
 def test_a_directory_without_results(tmp_path: Path) -> None:
-    with pytest.raises(JournalError, match=r"unable to open.* Is this a directory that devicemap has written to"):
-        open_results(tmp_path)
-    with pytest.raises(JournalError, match=r"unable to open.* Is this a directory that devicemap has written to"):
-        open_results(tmp_path / "none")
+    def fails(directory: Path, message: str) -> None:
+        with pytest.raises(JournalError, match=message):
+            open_results(directory)
+
+    for directory in (tmp_path, tmp_path / "none"):
+        fails(directory, r"unable to open.* Is this a directory that devicemap has written to")
     write_chunks(tmp_path, tf.TensorSpec([None], tf.int32), [], 1)
-    with pytest.raises(JournalError, match="holds no results yet"):
-        open_results(tmp_path)
+    fails(tmp_path, "holds no results yet")
     (tmp_path / DATABASE).write_text("something else\n")
-    with pytest.raises(JournalError, match="file is not a database"):
-        open_results(tmp_path)
+    fails(tmp_path, "file is not a database")
     (tmp_path / "journal.jsonl").touch()
-    with pytest.raises(JournalError, match="was written by an earlier version of devicemap"):
-        open_results(tmp_path)
+    fails(tmp_path, "was written by an earlier version of devicemap")
 
 
 def test_results_can_be_read_while_more_are_written(tmp_path: Path) -> None:
