@@ -28,8 +28,12 @@ def _normal(*shape: int) -> tf.Tensor:
     return tf.constant(_random.normal(size=shape), tf.float32)
 
 
-def _scan(row: Any) -> Any:
-    return tf.scan(lambda state, each: tf.sin(state) * V[0] + each, row)
+def _loop(body: Any, row: Any) -> Any:
+    return tf.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, body(x)), (0, row))[1]
+
+
+_sines = partial(_loop, lambda x: tf.sin(x) * x)
+_in_a_loop = partial(_loop, lambda x: tf.tanh(tf.linalg.matvec(WEIGHTS, x)))
 
 
 def _repeated_variables(row: Any) -> Any:
@@ -39,74 +43,43 @@ def _repeated_variables(row: Any) -> Any:
     return tf.while_loop(lambda a, b, c, y: b < 3, body, (0, 0, 0, row))[3]
 
 
-def _in_a_loop(row: Any) -> Any:
-    return tf.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, tf.tanh(tf.linalg.matvec(WEIGHTS, x))), (0, row))[1]
-
-
-def _second_gradient(row: Any) -> Any:
-    with tf.GradientTape() as outer:
-        outer.watch(row)
-        with tf.GradientTape() as inner:
-            inner.watch(row)
-            result = tf.reduce_sum(tf.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, tf.sin(x) * x), (0, row))[1])
-        first = inner.gradient(result, row)
-    return outer.gradient(first, row)
-
-
-def _gradient_of_lstm(row: Any) -> Any:
+def _gradient(fn: Any, row: Any) -> Any:
     with tf.GradientTape() as tape:
         tape.watch(row)
-        result = LSTM(row[None])
+        result = fn(row)
     return tape.gradient(result, row)
-
-
-def _dropped(row: Any) -> Any:
-    return tf.math.unsorted_segment_sum(row, tf.constant([0, -1, 1]), 3)
-
-
-def _never_written(row: Any) -> Any:
-    return tf.TensorArray(tf.float32, 3, element_shape=[2]).stack() + row[:2]
 
 
 MATRICES = _normal(5, 3, 3)
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Any]] = {
-    "scan with a variable": (_scan, _normal(5, 3)),
+    "scan with a variable": (lambda r: tf.scan(lambda state, each: tf.sin(state) * V[0] + each, r), _normal(5, 3)),
     "expm": (tf.linalg.expm, MATRICES),
     "repeated loop variables": (_repeated_variables, _normal(5, 3)),
-    "second gradient of a loop": (_second_gradient, _normal(5, 3) * 0.3),
-    "gradient of an LSTM": (_gradient_of_lstm, _normal(5, 3, 2)),
+    "second gradient of a loop": (partial(_gradient, partial(_gradient, _sines)), _normal(5, 3) * 0.3),
+    "gradient of an LSTM": (partial(_gradient, lambda r: LSTM(r[None])), _normal(5, 3, 2)),
     "gathered list": (lambda r: tf.TensorArray(tf.float32, 4, element_shape=[]).unstack(r).gather([3, 0]), _normal(5, 4)),
-    "list that is never written": (_never_written, _normal(5, 3)),
+    "list that is never written": (lambda r: tf.TensorArray(tf.float32, 3, element_shape=[2]).stack() + r[:2], _normal(5, 3)),
     "bias of channels first": (lambda r: tf.nn.bias_add(r, BIAS, data_format="NCHW"), _normal(5, 3, 2, 4, 4)),
-    "segments that are dropped": (_dropped, _normal(5, 3)),
+    "segments that are dropped": (lambda r: tf.math.unsorted_segment_sum(r, tf.constant([0, -1, 1]), 3), _normal(5, 3)),
     "conjugate, axes from the end": (
         lambda r: tf.transpose(tf.complex(r, 2 * r), [-1, -2], conjugate=True), _normal(5, 2, 3)),
     "cross entropy that broadcasts": (
         lambda r: tf.nn.softmax_cross_entropy_with_logits(tf.constant([[0.5, 0.5]]), r), _normal(5, 3, 2)),
-    "uint16": (lambda r: tf.maximum(r, tf.constant(3, tf.uint16)) + r, tf.range(10) % 7),
+    "uint16": (lambda r: tf.maximum(r, tf.constant(3, tf.uint16)) + r, tf.cast(tf.range(10) % 7, tf.uint16)),
     "rounded": (tf.round, _normal(5, 3)),
     "floor and slope": (lambda r: tf.floor(r) * r, _normal(5, 3)),
     "stopped": (lambda r: tf.stop_gradient(r) * 2, _normal(5, 3)),
     "step": (lambda r: tf.cast(r > 0, tf.float32), _normal(5, 3)),
     "serialised": (tf.io.serialize_tensor, _normal(5, 3)),
-    "set": (lambda r: tf.sets.size(tf.sets.intersection(r[None], r[None, ::2])), tf.range(12) % 5),
+    "set": (lambda r: tf.sets.size(tf.sets.intersection(r[None], r[None, ::2])), tf.reshape(tf.range(12) % 5, [3, 4])),
     "norm": (lambda r: r / tf.norm(r), _normal(5, 3)),
     "roll": (lambda r: tf.roll(r, 1, -1), _normal(5, 3)),
     "padded with threes": (lambda r: tf.pad(r, [[1, 1]], constant_values=3.0), _normal(5, 3)),
     "one matrix times a shared one": (lambda r: tf.matmul(r[None, None], tf.eye(3)[None])[0, 0], _normal(5, 3)),
 }  # fmt: skip
-FUNCTIONS["uint16"] = (FUNCTIONS["uint16"][0], tf.cast(FUNCTIONS["uint16"][1], tf.uint16))
-FUNCTIONS["set"] = (FUNCTIONS["set"][0], tf.reshape(FUNCTIONS["set"][1], [3, 4]))
-
-
 ENDS_THE_PROCESS = tf.__version__.startswith("2.16.")  # at a transposition by axes from the end
-
-DEVICE_COUNTS = (1, 3)
-"""Fewer sets than the laws have: each function takes long to trace."""
-
-
-LONG = ("expm", "second gradient of a loop", "gradient of an LSTM")
-"""Functions that take seconds to trace."""
+DEVICE_COUNTS = (1, 3)  # fewer sets than the laws have: each function takes long to trace
+LONG = "expm", "second gradient of a loop", "gradient of an LSTM"  # take seconds to trace
 
 
 @pytest.mark.in_ci(10)
@@ -155,66 +128,42 @@ def _compare(got: Any, wanted: Any) -> None:
 @pytest.mark.in_ci(1)
 @pytest.mark.parametrize("vectorize", ["auto", False])
 def test_a_map_inside_of_a_map(devices: list[str], vectorize: Any) -> None:
-    inner = devicemap.DeviceMap(_in_a_loop, devices=devices)
+    inner = devicemap.DeviceMap(_in_a_loop, devices=devices, vectorize=vectorize)
     mapper = devicemap.DeviceMap(lambda r: inner(tf.stack([r, r * 2])), devices=devices, vectorize=vectorize)
     x = _normal(7, 3)
-
-    def taken(mapped: Any) -> list[Any]:
-        return [mapped(x), *gradients_of(mapped, x, WEIGHTS)]
-
-    wanted = taken(lambda x: tf.map_fn(lambda r: tf.map_fn(_in_a_loop, tf.stack([r, r * 2])), x))
-    for got, each in zip(taken(mapper), wanted):
-        np.testing.assert_allclose(got, each, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("vectorize", ["auto", False])
-def test_a_vectorised_map_around_a_map(devices: list[str], vectorize: Any) -> None:
-    mapper = devicemap.DeviceMap(_in_a_loop, devices=devices, vectorize=vectorize)
-    x = _normal(2, 7, 3)
-    wanted = tf.map_fn(lambda rows: tf.map_fn(_in_a_loop, rows), x)
+    serial = lambda x: one_by_one(lambda r: one_by_one(_in_a_loop, tf.stack([r, r * 2])), x)
+    _compare(mapper(x), serial(x))
+    for got, wanted in zip(gradients_of(mapper, x, WEIGHTS), gradients_of(serial, x, WEIGHTS)):
+        _compare(got, wanted)
     for run in (tf.vectorized_map, tf.function(lambda fn, x: tf.vectorized_map(fn, x))):
-        np.testing.assert_allclose(run(lambda rows: mapper(rows), x), wanted, rtol=1e-3, atol=1e-4)
+        _compare(run(lambda rows: inner(rows), x[None]), one_by_one(_in_a_loop, x)[None])
 
 
-@pytest.mark.in_ci(1)
-@pytest.mark.parametrize("options", [{}, {"vectorize": False}])
+def _writing(count: Any, generator: Any, row: Any) -> Any:
+    count.assign_add(1.0)
+    return row * 2.0, generator.normal([3])
+
+
+@pytest.mark.in_ci(3)
+@pytest.mark.parametrize("options", [{}, {"vectorize": False}], ids=str)
 @pytest.mark.parametrize(
     "fn", [lambda r: tf.tanh(tf.linalg.matvec(WEIGHTS, r)) * r, _in_a_loop], ids=["straight", "loop"]
 )
-def test_gradients_of_compiled_functions(devices: list[str], fn: Any, options: dict[str, Any]) -> None:
-    """XLA hands no list that a loop keeps to its gradient."""
+def test_compiled_functions(devices: list[str], fn: Any, options: dict[str, Any]) -> None:
+    """XLA takes variables of its own device alone, and hands no list that a loop keeps to its gradient."""
     if devices[0].startswith("GPU"):
         pytest.skip("not applicable: XLA does not compile for emulated GPUs")
+    x, serial = _normal(7, 3), partial(one_by_one, fn)
     mapper = devicemap.DeviceMap(fn, devices=devices, jit_compile=True, **options)
-    x = _normal(7, 3)
-    serial = gradients_of(lambda x: tf.map_fn(fn, x), x, WEIGHTS)
-    for got, wanted in zip(gradients_of(mapper, x, WEIGHTS), serial):
-        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.in_ci(1)
-@pytest.mark.parametrize("fn", [lambda r: r * WEIGHTS[0] + WEIGHTS[1], _in_a_loop], ids=["straight", "loop"])
-def test_compiled_with_all_around(devices: list[str], fn: Any) -> None:
-    """XLA takes variables of the one device that it compiles for, whose copies on others it cannot use."""
-    if devices[0].startswith("GPU"):
-        pytest.skip("not applicable: XLA does not compile for emulated GPUs")
-    mapper = devicemap.DeviceMap(fn, devices=devices)
-    inner = tf.function(lambda x: mapper(x) + 1.0, jit_compile=True)
-    x = _normal(7, 3)
-    for function in (inner, tf.function(lambda x: inner(x))):
-        np.testing.assert_allclose(function(x), tf.map_fn(fn, x) + 1.0, rtol=1e-4, atol=1e-5)
-
-
-def test_compiled_functions_that_write(devices: list[str]) -> None:
-    """XLA takes variables of its own device alone."""
+    for got, wanted in zip(gradients_of(mapper, x, WEIGHTS), gradients_of(serial, x, WEIGHTS)):
+        _compare(got, wanted)
+    mapper = devicemap.DeviceMap(fn, devices=devices, **options)
+    around = tf.function(lambda x: mapper(x) + 1.0, jit_compile=True)
+    for function in (around, tf.function(lambda x: around(x))) if options == {} else ():
+        _compare(function(x), serial(x) + 1.0)
     count, generator = tf.Variable(0.0), tf.random.Generator.from_seed(1)
-
-    def fn(row: Any) -> Any:
-        count.assign_add(1.0)
-        return row * 2.0, generator.normal([3])
-
-    doubled, drawn = devicemap.parallel_map(fn, tf.ones([9, 3]), devices=devices, jit_compile=True)
+    writing = devicemap.DeviceMap(partial(_writing, count, generator), devices=devices, jit_compile=True, **options)
+    doubled, drawn = writing(tf.ones([9, 3]))
     np.testing.assert_array_equal(doubled, 2 * np.ones([9, 3]))
     assert count.numpy() == 9
     assert len(np.unique(drawn)) == 27
