@@ -98,6 +98,28 @@ class _Odd:
         return row + 3
 
 
+def of_signatures(numbers: Any) -> list[Case]:
+    """Functions whose results need a `fn_output_signature`, and return what `tf.map_fn` returns for it."""
+    of_row = tf.RaggedTensorSpec([None], tf.int32)
+    deeper = tf.RaggedTensorSpec(dtype=tf.int32, ragged_rank=1)
+    signatures: dict[str, tuple[Any, Any]] = {
+        "ragged out": (tf.range, of_row),
+        "ragged out, unknown shape": (lambda n: tf.range(n), tf.RaggedTensorSpec(dtype=tf.int32, ragged_rank=0)),
+        "two ragged axes, unknown shape": (lambda n: tf.RaggedTensor.from_row_lengths(tf.range(n), [n]), deeper),
+        "list": (lambda n: [n, 2 * n], [tf.int32, tf.int32]),
+        "list of one": (lambda n: [n], [tf.int32]),
+        "list of unlike results": (lambda n: [n, tf.range(n)], [tf.int32, of_row]),
+        "lists in a nest": (
+            lambda n: {"a": [n, (2 * n, [3 * n])], "b": n},
+            {"a": [tf.int32, (tf.int32, [tf.int32])], "b": tf.int32},
+        ),
+    }
+    return [
+        Case(name, fn, numbers, options={"fn_output_signature": signature}, signature=signature)
+        for name, (fn, signature) in signatures.items()
+    ]
+
+
 def cases() -> list[Case]:
     random = np.random.default_rng(0)
     x = tf.constant(random.normal(size=[ROWS, 3]), tf.float32)
@@ -117,7 +139,6 @@ def cases() -> list[Case]:
     dense.build([None, 3])
     model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(5, "relu"), tf.keras.layers.Dense(2)])
     no_vectorizing = {"vectorize": False}
-    a_ragged = tf.RaggedTensorSpec([None], tf.int32)
     return [
         Case("vectorised", lambda row: tf.sin(row) * 2, x),
         Case("mapped", lambda row: tf.cos(row) * 2, x, options=no_vectorizing),
@@ -144,13 +165,7 @@ def cases() -> list[Case]:
         Case("ragged rows in", lambda row: tf.reduce_sum(row), deeper, signature=tf.int32),
         Case("ragged batch", lambda b: b * 2, ragged, batched=True),
         Case("deeper ragged batch", lambda b: b + 1, deeper, batched=True),
-        Case(
-            "ragged out",
-            lambda n: tf.range(tf.cast(n % 5, tf.int32)),
-            numbers,
-            options={"fn_output_signature": a_ragged},
-            signature=a_ragged,
-        ),
+        *of_signatures(tf.range(1, ROWS + 1)),
         Case("sparse in", lambda row: tf.sparse.reduce_sum(row), sparse, signature=tf.int32),
         Case(
             "sparse in and out",
@@ -196,6 +211,7 @@ ALL = cases()
 _IN_CI = (
     "mapped", "structure out", "tuple and dict in", "named tuple in", "strings", "complex and bool", "captured variable",
     "Keras model", "batch of several", "ragged in and out, of int32 splits", "deeper ragged batch", "ragged out",
+    "list of unlike results",
     "sparse in and out", "sparse batch", "of unknown rank", "sets", "compiled",
 )  # fmt: skip
 IN_CI = [case for case in ALL if case.name in _IN_CI]

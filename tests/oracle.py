@@ -10,13 +10,13 @@ import tensorflow as tf
 
 def serial(fn: Any, data: Any, batched: bool, signature: Any = None) -> Any:
     """`fn` over `data` on one device, as the hand would write it."""
-    unpack = type(data) is tuple
+    unpack, of_tensors = type(data) is tuple, signature is None
     if batched:
         return fn(*data) if unpack else fn(data)
 
     @tf.function
     def row(*elements: Any) -> Any:
-        return tensors(fn(*elements))
+        return tensors(fn(*elements)) if of_tensors else fn(*elements)
 
     if signature is None and not any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(data)):
         specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape[1:], leaf.dtype), data)

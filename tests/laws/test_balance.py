@@ -17,44 +17,26 @@ DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 
 
 @pytest.mark.parametrize(
-    ("rows", "slots", "differentiable", "chunk_seconds", "graph_seconds", "engine"),
+    ("rows", "slots", "differentiable", "chunk_seconds", "graph_seconds", "free", "engine"),
     [
-        (1000, 8, True, 10.0, 20.0, "one graph"),  # gradients do not go through chunks
-        (1000, 1, False, 10.0, 20.0, "one graph"),
-        (127, 8, False, 10.0, 20.0, "one graph"),
-        (1000, 8, False, None, None, "chunks"),  # how long it takes is unknown
-        (1000, 8, False, 2.0, None, "chunks"),
-        (1000, 8, False, 0.2, None, "one graph"),  # tried
-        (1000, 8, False, 0.5, 0.4, "one graph"),
-        (1000, 8, False, 0.5, 0.6, "chunks"),
-        (1000, 8, False, 0.05, 0.09, "one graph"),  # short
+        (1000, 8, True, 10.0, 20.0, False, "one graph"),  # gradients do not go through chunks
+        (1000, 1, False, 10.0, 20.0, False, "one graph"),
+        (127, 8, False, 10.0, 20.0, False, "one graph"),
+        (1000, 8, False, None, None, False, "chunks"),  # how long it takes is unknown
+        (1000, 8, False, 2.0, None, False, "chunks"),
+        (1000, 8, False, 0.2, None, False, "one graph"),  # tried
+        (1000, 8, False, 0.5, 0.4, False, "one graph"),
+        (1000, 8, False, 0.5, 0.6, False, "chunks"),
+        (1000, 8, False, 0.05, 0.09, False, "one graph"),  # short
+        (1000, 8, False, 1000.0, None, True, "one graph"),  # rows cost nothing: tried
+        (1000, 8, False, 1000.0, 2000.0, True, "chunks"),
     ],
 )
 def test_choose_engine(
-    rows: int, slots: int, differentiable: bool, chunk_seconds: float, graph_seconds: float, engine: str
+    rows: int, slots: int, differentiable: bool, chunk_seconds: Any, graph_seconds: Any, free: bool, engine: str
 ) -> None:
     chunks, graph = (None if seconds is None else seconds / rows for seconds in (chunk_seconds, graph_seconds))
-    assert choose_engine(rows, slots, differentiable, chunks, graph_seconds_per_row=graph) == engine
-
-
-def test_a_slow_device_gets_fewer_rows(sim: simulator.Simulator) -> None:
-    sim.configure(1, speed=0.1)
-
-    def fn(rows: Any) -> Any:
-        return sim.work(rows, 0.008 * tf.cast(tf.shape(rows)[0], tf.float32))
-
-    mapper = devicemap.DeviceMap(fn, devices=DEVICES, batched=True)
-    x = tf.random.uniform([256, 4])
-    for _ in range(3):
-        np.testing.assert_allclose(mapper(x), 2 * x + 1)
-        assert mapper.report.engine == "chunks"
-        slow = next(device for device in mapper.report.devices if device.device.endswith("CPU:1"))
-        assert 0 < slow.rows < 256 * 0.1 / 2.1 * 2
-
-
-def test_a_function_whose_rows_cost_nothing_tries_one_graph() -> None:
-    assert choose_engine(1000, 8, False, 1.0, free=True) == "one graph"
-    assert choose_engine(1000, 8, False, 1.0, graph_seconds_per_row=2.0, free=True) == "chunks"
+    assert choose_engine(rows, slots, differentiable, chunks, graph_seconds_per_row=graph, free=free) == engine
 
 
 def engines_of(mapper: devicemap.DeviceMap, x: tf.Tensor, calls: int) -> list[str]:
@@ -78,14 +60,19 @@ def test_calls_that_take_as_long_for_few_rows_use_one_graph(sim: simulator.Simul
     assert engines_of(mapper, tf.random.uniform([300, 4]), 6) == ["chunks"] * 3 + ["one graph"] * 3
 
 
-def test_long_calls_stay_in_chunks(sim: simulator.Simulator) -> None:
+def test_long_calls_stay_in_chunks_and_a_slow_device_gets_fewer_rows(sim: simulator.Simulator) -> None:
     sim.configure(1, speed=0.1)
 
     def fn(rows: Any) -> Any:
         return sim.work(rows, 0.008 * tf.cast(tf.shape(rows)[0], tf.float32))
 
     mapper = devicemap.DeviceMap(fn, devices=DEVICES, batched=True)
-    assert engines_of(mapper, tf.random.uniform([128, 4]), 6) == ["chunks"] * 6
+    x = tf.random.uniform([192, 4])
+    for _ in range(5):
+        np.testing.assert_allclose(mapper(x), 2 * x + 1)
+        assert mapper.report.engine == "chunks"
+        slow = next(device for device in mapper.report.devices if device.device.endswith("CPU:1"))
+        assert 0 < slow.rows < 192 * 0.1 / 2.1 * 2
 
 
 @pytest.mark.parametrize("devices", [["CPU:0", "CPU:1"], ["CPU:0"]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,3 +117,34 @@ def test_shapes_of_ragged_and_sparse_results_are_those_of_the_serial_map(devices
 
 def _serial_of(fn: Any, signature: Any) -> Any:
     return tf.function(lambda x: tf.map_fn(fn, x, fn_output_signature=signature))
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("dtype", [tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2], ids=str)
+def test_results_of_8_bit_floats_are_refused(dtype: Any, batched: bool) -> None:
+    with pytest.raises(
+        devicemap.errors.FunctionError, match=f"{dtype.name}, which TensorFlow cannot gather; cast it to"
+    ):
+        devicemap.parallel_map(lambda row: tf.cast(row, dtype), tf.ones([4, 2]), batched=batched)
+
+
+def test_lists_that_the_signature_does_not_have_become_tensors(devices: list[str]) -> None:
+    rows = tf.range(1, 6)
+    signature = {"results": [tf.int32, tf.int32], "pair": tf.int32}
+    got = devicemap.parallel_map(
+        lambda n: {"results": [n, n], "pair": [n, n]}, rows, devices=devices, fn_output_signature=signature
+    )
+    assert_same(got, {"results": [rows, rows], "pair": tf.stack([rows, rows], 1)})
+
+
+def test_lists_are_tuples_in_datasets_and_files(devices: list[str], tmp_path: Path) -> None:
+    rows = tf.range(1, 6)
+    mapper = devicemap.DeviceMap(
+        lambda n: [n, 2 * n], devices=devices, batch_size=2, fn_output_signature=[tf.int32, tf.int32]
+    )
+    chunks = list(mapper.stream(rows))
+    assert [type(chunk) for chunk in chunks] == [list] * 3
+    for chunk, element in zip(chunks, mapper.as_dataset(rows), strict=True):
+        assert_same(tuple(chunk), element)
+    mapper.write(rows, tmp_path)
+    assert_same(tuple(map(tf.constant, devicemap.open_results(tmp_path).load())), (rows, 2 * rows))

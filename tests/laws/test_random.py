@@ -11,6 +11,7 @@ import tensorflow as tf
 from graphs import between_devices, partitions
 
 import devicemap
+from devicemap.compile.random import row_seeds
 
 WORKERS = ["CPU:1", "CPU:2", "CPU:3"]
 X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3]) + 1.0
@@ -306,3 +307,9 @@ def test_seeded_results_do_not_depend_on_devices_or_chunks(devices: list[str]) -
     np.testing.assert_array_equal(mapper(tf.data.Dataset.from_tensor_slices(X)), wanted)
     np.testing.assert_array_equal(tf.function(lambda: mapper(X))(), wanted)
     assert not np.allclose(devicemap.parallel_map(draw, X, devices=devices, seed=12), wanted)
+
+
+def test_seeds_of_many_rows() -> None:
+    """Words of 32 bits: the seed, and the lower one of the row's index."""
+    seeds = row_seeds(2**32 - 1, 2**40 + 2**32 - 2, 3).numpy().view(np.uint32)
+    assert seeds.tolist() == [[2**32 - 1, 2**32 - 2], [2**32 - 1, 2**32 - 1], [2**32 - 1, 0]]

@@ -39,29 +39,18 @@ def test_all_functions_receive_all_values() -> None:
     assert [int(result) for result in results] == [9, 10, 11]
 
 
-@pytest.mark.parametrize("meetings", [(1, 0, 1), (2, 1, 1), (1, 1, 2)])
-def test_different_numbers_of_meetings_are_refused(meetings: tuple[int, ...]) -> None:
-    def one(lockstep: Lockstep, count: int) -> Any:
+def test_different_numbers_of_meetings_and_errors_end_all_functions() -> None:
+    def one(lockstep: Lockstep, count: int, fails: bool = False) -> Any:
         for _ in range(count):
             lockstep.meet(tf.constant(0), total)
+        if fails:
+            raise ZeroDivisionError("of mine")
         return tf.constant(0)
 
     before = threading.active_count()
-    with pytest.raises(FunctionError, match="meets"):
-        traced(lambda lockstep: [lambda count=count: one(lockstep, count) for count in meetings])
-    assert threading.active_count() == before
-
-
-def test_an_error_ends_all_functions() -> None:
-    def fails(lockstep: Lockstep) -> Any:
-        lockstep.meet(tf.constant(0), total)
-        raise ZeroDivisionError("of mine")
-
-    def waits(lockstep: Lockstep) -> Any:
-        lockstep.meet(tf.constant(0), total)
-        return lockstep.meet(tf.constant(0), total)
-
-    before = threading.active_count()
+    for meetings in ((1, 0, 1), (2, 1, 1), (1, 1, 2)):
+        with pytest.raises(FunctionError, match="meets"):
+            traced(lambda lockstep, meetings=meetings: [lambda n=n: one(lockstep, n) for n in meetings])
     with pytest.raises(ZeroDivisionError, match="of mine"):
-        traced(lambda lockstep: [lambda: waits(lockstep), lambda: fails(lockstep), lambda: waits(lockstep)])
+        traced(lambda lockstep: [lambda i=i: one(lockstep, 1 + (i != 1), fails=i == 1) for i in range(3)])
     assert threading.active_count() == before
