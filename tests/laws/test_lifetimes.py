@@ -194,7 +194,12 @@ def _fitted(dataset: Any) -> Any:
     model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     pairs = dataset.map(lambda chunk: (chunk[:, None], chunk[:, None]))
-    return lambda: [model.fit(pairs, epochs=2, verbose=0, shuffle=False), model.predict(pairs, verbose=0)][1]
+
+    def fit_and_predict() -> Any:
+        model.fit(pairs, epochs=2, verbose=0, shuffle=False)
+        return model.predict(pairs, verbose=0)
+
+    return fit_and_predict
 
 
 USES: dict[str, tuple[Callable[[Any], Any], int]] = {

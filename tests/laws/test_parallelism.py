@@ -64,67 +64,48 @@ def test_no_edge_joins_two_devices(fn: Any, batched: bool, caller: str) -> None:
     assert not [edge for edge in edges(graphs) if edge.control and edge.receiver == "CPU:0"]
 
 
-def test_two_maps_in_one_function_stay_apart() -> None:
-    mapper = devicemap.DeviceMap(_everything, devices=WORKERS)
-    graphs = partitions(tf.function(lambda x: mapper(mapper(x) * 0)), X)
-    assert between_devices(graphs) == []
-
-
 def test_work_is_where_it_belongs() -> None:
-    mapper = devicemap.DeviceMap(
-        lambda b: tf.linalg.matmul(b, b, transpose_b=True)[:, :1], devices=WORKERS, batched=True
-    )
-    graphs = partitions(mapper, X)
+    batches = devicemap.DeviceMap(lambda b: tf.matmul(b, b, transpose_b=True)[:, :1], devices=WORKERS, batched=True)
+    graphs = partitions(batches, X)
     assert placements(graphs, "MatMul") == {"CPU:1": 1, "CPU:2": 1, "CPU:3": 1}
     # a shard in and a result out for each device, nothing else
     assert sorted((e.sender, e.receiver) for e in edges(graphs)) == sorted(
         pair for worker in WORKERS for pair in (("CPU:0", worker), (worker, "CPU:0"))
     )
-
-
-def test_ops_colocated_with_their_input_stay_on_the_device() -> None:
+    mapper = devicemap.DeviceMap(_everything, devices=WORKERS)
+    graphs = partitions(tf.function(lambda x: mapper(mapper(x) * 0)), X)
+    assert between_devices(graphs) == []
     graphs = partitions(devicemap.DeviceMap(_asserting, devices=WORKERS), X)
-    assert set(placements(graphs, "CheckNumerics")) == set(WORKERS)
+    assert set(placements(graphs, "CheckNumerics")) == set(WORKERS)  # which is colocated with its input
 
 
-def test_effects_happen_once_per_row() -> None:
+def test_effects_happen_once_per_row_used_or_not(tmp_path: Path) -> None:
     seen: list[float] = []
     count = tf.Variable(0)
 
     def note(row: Any) -> Any:
         tf.py_function(lambda r: seen.append(float(r[0])), [row], [])
+        tf.io.write_file(tf.strings.join([str(tmp_path), "/", tf.strings.as_string(row[0])]), "saved")
         count.assign_add(1)
         return row
 
     mapper = devicemap.DeviceMap(note, devices=WORKERS)
-    np.testing.assert_array_equal(mapper(X), X)
-    assert sorted(seen) == X[:, 0].numpy().tolist()
-    tf.function(lambda x: mapper(x))(X[:2])
-    mapper(tf.data.Dataset.from_tensor_slices(X))
-    assert len(seen) == int(count) == 7 + 2 + 7
-
-
-def test_effects_happen_when_the_result_is_not_used(tmp_path: Path) -> None:
-    count = tf.Variable(0)
-
-    def note(row: Any) -> Any:
-        count.assign_add(1)
-        return row
-
-    def save(row: Any) -> Any:
-        tf.io.write_file(tf.strings.join([str(tmp_path), "/", tf.strings.as_string(row[0])]), "saved")
-        return row
-
-    mappers = [devicemap.DeviceMap(fn, devices=WORKERS) for fn in (note, save)]
 
     @tf.function
     def ignore(x: Any) -> Any:
-        for mapper in mappers:
-            mapper(x)
+        mapper(x)
         return x
 
-    ignore(X)
-    assert int(count) == len(list(tmp_path.iterdir())) == 7
+    for call in (ignore, mapper, tf.function(lambda x: mapper(x))):
+        np.testing.assert_array_equal(call(X), X)
+        assert sorted(seen) == X[:, 0].numpy().tolist()
+        assert int(count) == len(list(tmp_path.iterdir())) == 7
+        count.assign(0)
+        seen.clear()
+        for path in tmp_path.iterdir():
+            path.unlink()
+    mapper(tf.data.Dataset.from_tensor_slices(X))
+    assert len(seen) == int(count) == 7
 
 
 def test_prints_come_out(capfd: pytest.CaptureFixture[str]) -> None:
