@@ -190,13 +190,12 @@ class Case:
         return self.trained(self.made())
 
     def trained(self, model: keras.Model) -> Any:
-        if not self.forward:
-            return self.fitted(model)
-        data = {name: self.data[name] for name in ("x", "y", "sample_weight") if name in self.data}
-        return self.fitted(model) | {
-            "evaluated": model.evaluate(**data, batch_size=8, verbose=0, return_dict=True),
-            "predicted": model.predict(self.data["x"], batch_size=10, verbose=0),
-        }
+        results = self.fitted(model)
+        if self.forward:
+            data = {name: self.data[name] for name in ("x", "y", "sample_weight") if name in self.data}
+            results["evaluated"] = model.evaluate(**data, batch_size=8, verbose=0, return_dict=True)
+            results["predicted"] = model.predict(self.data["x"], batch_size=10, verbose=0)
+        return results
 
     def fitted(self, model: keras.Model) -> Any:
         return {

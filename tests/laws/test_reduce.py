@@ -73,6 +73,8 @@ def test_numbers_of_every_dtype(op: str, name: str, devices: list[str]) -> None:
     data = NUMBERS[name]
     if data.dtype.is_complex and op in ("min", "max"):
         pytest.skip("not applicable: complex numbers have no order")
+    if "limits" in name:
+        devices = TWO  # min and max of what is no number depend on the kernel
     wanted = OPS[op](data, 0)
     for options in ({}, {"batch_size": 3}):
         got = parallel_reduce(lambda row: row + tf.zeros_like(row), data, op, devices=devices, **options)
