@@ -366,8 +366,12 @@ def _until_it_is_large(row: Any) -> Any:
     return row
 
 
+def _and_twice_itself(row: Any) -> Any:
+    return _until_it_is_large(row) + 2 * row
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("fn", [_until_it_is_large, lambda row: _until_it_is_large(row) + 2 * row])
+@pytest.mark.parametrize("fn", [_until_it_is_large, _and_twice_itself])
 def test_one_known_row_for_a_device_and_a_loop_that_rows_leave_at_different_times(devices: list[str], fn: Any) -> None:
     mapper = devicemap.DeviceMap(fn, devices=devices)
     for rows in (len(devices), 2 * len(devices) - 1):
