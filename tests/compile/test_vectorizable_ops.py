@@ -199,7 +199,7 @@ def _vectorised(calls: Sequence[Call]) -> Function:
     function = Function(calls)
     try:
         plan = _plan(function)
-    except devicemap.FunctionError:
+    except devicemap.errors.FunctionError:
         return _vectorised([call for call in calls if _can_be_traced(call)])
     if plan.vectorized:
         return function
