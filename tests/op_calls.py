@@ -499,10 +499,11 @@ ops(
 )
 ops("Complex", "~s", Tout=_complex_type)
 ops("Polygamma", "~s", makes={"a": _whole})
+ops("Betainc", ("*s *s *s", ". . *s", "*s *s ."), T=FLOATS)
 ops("Equal NotEqual", "~s", incompatible_shape_error=EITHER)
+ops("Equal NotEqual", ("2,3 3,2", "K,2 N,3"), incompatible_shape_error=False)
 ops(
-    "EluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad SqrtGrad TanhGrad "
-    "Betainc",
+    "EluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad SqrtGrad TanhGrad",
     "*s",
     T=FLOATS,
 )
