@@ -32,6 +32,7 @@ WEIGHTS = tf.ones([5, 2])
 NUMBERS, WORDS = np.arange(4), tf.constant(["a", "b"])
 SQUARES, NAMES = [0, 1, 4, 9], {0: 1.0, 1: 2.0}
 GENERATOR = np.random.default_rng(0)
+PHYSICAL = tf.config.list_physical_devices("CPU")
 COUNTER = tf.Variable(0.0)
 NOT_CALLED = Counter()
 """The function of calls that fail before it is traced."""
@@ -195,8 +196,21 @@ BAD_OPTIONS: dict[str, Options] = {
     "name": {"name": 3},
     "devices": {"devices": "CPU:9"},
     "names of devices in one text": {"devices": "CPU:0,CPU:1"},
+    "a device of another task": {"devices": "/job:localhost/replica:0/task:1/device:CPU:0"},
+    "an empty name of a device": {"devices": ""},
+    "a physical device that there is not": {"devices": tf.config.PhysicalDevice("/physical_device:CPU:7", "CPU")[:1]},
+    "a kind of which there is no device": {"devices": "NPU"},
+    "no devices": {"devices": []},
+    "an iterator of no devices": {"devices": iter(())},
+    "a number of devices": {"devices": 0},
+    "a list of lists of devices": {"devices": [["CPU:0"]]},
+    "a device twice": {"devices": ["CPU:2", "CPU:0", "/CPU:2"]},
+    "a physical device and its part": {"devices": [*PHYSICAL, "CPU:2"]},
+    "a kind among names": {"devices": ["CPU:1", "gpu"]},
     "output_device": {"output_device": "CPU:9"},
     "output_device, a number": {"output_device": 7},
+    "output_device, None": {"output_device": None},
+    "output_device, of several parts": {"output_device": PHYSICAL[0]},
 }
 
 CALLS: dict[str, tuple[Any, Any, Options]] = {
@@ -278,6 +292,15 @@ def _ways(fn: Any, data: Any, options: Options) -> Iterator[Callable[[], Any]]:
     yield lambda: devicemap.DeviceMap(fn, **{**SEVERAL, "batch_size": 4, **options})(data)
 
 
+CHANGING = {
+    r"on CPU:\d": "on CPU:N",
+    r"line \d+": "line N",
+    "0x[0-9a-f]+": "0x...",
+    "there is CPU:0, .*": "there is CPU:0, ...",
+}
+"""What differs between machines and calls."""
+
+
 def _message(call: Callable[[], Any]) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -299,7 +322,8 @@ def _without_foreign_words(error: DeviceMapError) -> str:
         said = said.replace(str(cause), "...")
     assert isinstance(error, FunctionError | ValueError)
     assert "failed on" in said or getattr(error, "shards", ()) == ()
-    said = re.sub(r"on CPU:\d", "on CPU:N", re.sub(r"line \d+", "line N", re.sub("0x[0-9a-f]+", "0x...", said)))
+    for pattern, text in CHANGING.items():
+        said = re.sub(pattern, text, said)
     return f"{kind}: {said}"
 
 
