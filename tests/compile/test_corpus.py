@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from compile.corpus import CASES, FIELDS, NOT_VECTORIZED_BY_TENSORFLOW, WITHOUT_GRADIENT
+from compile.corpus import CASES, FIELDS, NOT_VECTORIZED_BY_TENSORFLOW, VARIABLES, WITHOUT_GRADIENT
 from graphs import traced
 from oracle import assert_same, first_rows, tensors
 
@@ -17,7 +17,13 @@ DEVICES = ["CPU:1", "CPU:2"]
 FEW_ROWS = 3
 """One device has a shard of two rows, the other a shard of one row."""
 
-PARTS = [(field, vectorized) for vectorized in (True, False) for field in FIELDS]
+PARTS = [
+    (field, vectorized) for vectorized in (True, False) for field in FIELDS if vectorized or field != "control_flow"
+]
+GRADIENTS = [
+    part if part[0] == "control_flow" else pytest.param(*part, marks=pytest.mark.nightly)
+    for part in PARTS
+]  # fmt: skip
 
 
 def _call(fn: Callable[..., Any], row: Any) -> Any:
@@ -74,15 +80,14 @@ def test_results_are_those_of_single_rows(field: str, vectorized: bool) -> None:
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("field", "vectorized"), PARTS)
+@pytest.mark.parametrize(("field", "vectorized"), GRADIENTS)
 def test_gradients_are_those_of_single_rows(devices: list[str], field: str, vectorized: bool) -> None:
     """Each argument of each function has its own gradient. Gradients that are not finite for the row are not compared."""
     names = [name for name in _of_field(field, vectorized) if name not in WITHOUT_GRADIENT]
     fn, data = _all_of(names)
     mapper = devicemap.DeviceMap(fn, devices=devices)
     (got, got_gradients), (wanted, gradients) = _gradients(mapper, data), _gradients(lambda x: _row_by_row(fn, x), data)
-    for name in names:
+    for name in gradients:
         for i, leaf in enumerate(gradients[name]):
             finite = bool(tf.reduce_all(tf.math.is_finite(leaf)))
             scale = max(1.0, float(tf.reduce_max(tf.abs(leaf)))) if finite else 0.0
@@ -93,7 +98,7 @@ def test_gradients_are_those_of_single_rows(devices: list[str], field: str, vect
 
 
 def _gradients(mapped: Callable[[Any], Any], data: Any) -> tuple[Any, Any]:
-    """Results, and the gradients of the sum of their squares by all real arguments of each function."""
+    """Results, and the gradients of the sum of their squares by variables and by all real arguments of each function."""
     sources = {
         name: [leaf for leaf in tf.nest.flatten(value) if leaf.dtype in (tf.float32, tf.float64)]
         for name, value in data.items()
@@ -103,4 +108,5 @@ def _gradients(mapped: Callable[[Any], Any], data: Any) -> tuple[Any, Any]:
         results = mapped(data)
         real = [tf.abs(leaf) for leaf in tf.nest.flatten(results) if leaf.dtype.is_floating or leaf.dtype.is_complex]
         total = tf.add_n([tf.cast(tf.reduce_sum(leaf**2), tf.float64) for leaf in real])
-    return results, tape.gradient(total, sources, unconnected_gradients="zero")
+    gradients = tape.gradient(total, {**sources, "variables": VARIABLES}, unconnected_gradients="zero")
+    return results, tf.nest.map_structure(tf.convert_to_tensor, gradients)

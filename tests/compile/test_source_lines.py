@@ -15,18 +15,14 @@ from devicemap.compile.trace import trace
 from devicemap.options import Options
 
 X = tf.TensorSpec([4])
-HERE = "of test_source_lines.py"
+LAYER = tf.keras.layers.Dense(2)
+LAYER.build([None, 4])
 
 
-def line_of(fn: Callable[..., Any], op_type: str) -> str | None:
-    """The line of the first op of a type in a function or in the functions that it calls."""
-    graph = tf.function(fn).get_concrete_function(X).graph
-    ops = [op for each in (graph, *own_functions(graph)[0]) for op in each.get_operations()]
-    return source_line(next(op for op in ops if op.type == op_type))
-
-
-def number_of(fn: Callable[..., Any], offset: int) -> int:
-    return fn.__code__.co_firstlineno + offset
+def lines_of(concrete: Any, op_type: str) -> list[str | None]:
+    """The lines of all ops of a type in a function and in the functions that it calls."""
+    ops = [op for each in (concrete.graph, *own_functions(concrete.graph)[0]) for op in each.get_operations()]
+    return [source_line(op) for op in ops if op.type == op_type]
 
 
 def loops(row: Any) -> Any:
@@ -39,51 +35,44 @@ def loops(row: Any) -> Any:
     return total
 
 
+def nested(row: Any) -> Any:
+    def inner(x: Any) -> Any:
+        return tf.math.top_k(x, 2).values
+
+    return inner(row)
+
+
+def library(row: Any) -> Any:
+    mean = tf.nn.moments(row, 0)[0]
+    return mean, LAYER(row[None])
+
+
+short = lambda row: tf.nn.l2_loss(row)
+long = lambda row: tf.math.bessel_i0e(tf.math.bessel_i1e(tf.math.bessel_i0e(tf.math.bessel_i1e(row + 1.0))))
+
+
 @pytest.mark.parametrize(
-    ("op_type", "text", "offset"),
+    ("fn", "op_type", "text", "offset"),
     [
-        ("Less", "while tf.reduce_sum(total) < 10.0:", 2),
-        ("Cumsum", "total = tf.math.cumsum(total)", 3),
-        ("Roll", "total = tf.roll(total, 1, 0)", 6),
-        ("StatelessIf", "if total[0] > 0:", 5),
+        (loops, "Less", "while tf.reduce_sum(total) < 10.0:", 2),
+        (loops, "Cumsum", "total = tf.math.cumsum(total)", 3),
+        (loops, "Roll", "total = tf.roll(total, 1, 0)", 6),
+        (loops, "StatelessIf", "if total[0] > 0:", 5),
+        (nested, "TopKV2", "return tf.math.top_k(x, 2).values", 2),
+        (library, "Mean", "mean = tf.nn.moments(row, 0)[0]", 1),
+        (library, "MatMul", "return mean, LAYER(row[None])", 2),
+        (short, "L2Loss", "short = lambda row: tf.nn.l2_loss(row)", 0),
+        (long, "BesselI0e", "long = lambda row: tf.math.bessel_i0e(tf.math.bessel_i1e(...", 0),
     ],
 )
-def test_autograph(op_type: str, text: str, offset: int) -> None:
-    assert line_of(loops, op_type) == f"`{text}`, line {number_of(loops, offset)} {HERE}"
-
-
-def test_lambdas_and_nested_functions() -> None:
-    def outer(row: Any) -> Any:
-        def inner(x: Any) -> Any:
-            return tf.math.top_k(x, 2).values
-
-        return inner(row)
-
-    double = lambda row: tf.nn.l2_loss(row)
-    assert line_of(outer, "TopKV2") == f"`return tf.math.top_k(x, 2).values`, line {number_of(outer, 2)} {HERE}"
-    assert line_of(double, "L2Loss") == (
-        f"`double = lambda row: tf.nn.l2_loss(row)`, line {number_of(double, 0)} {HERE}"
-    )
-
-
-def test_library_functions_and_keras_layers() -> None:
-    layer = tf.keras.layers.Dense(2)
-    layer.build([None, 4])
-
-    def fn(row: Any) -> Any:
-        mean = tf.nn.moments(row, 0)[0]
-        return mean, layer(row[None])
-
-    assert line_of(fn, "Mean") == f"`mean = tf.nn.moments(row, 0)[0]`, line {number_of(fn, 1)} {HERE}"
-    assert line_of(fn, "MatMul") == f"`return mean, layer(row[None])`, line {number_of(fn, 2)} {HERE}"
+def test_lines(fn: Callable[..., Any], op_type: str, text: str, offset: int) -> None:
+    line = lines_of(tf.function(fn).get_concrete_function(X), op_type)[0]
+    assert line == f"`{text}`, line {fn.__code__.co_firstlineno + offset} of test_source_lines.py"
 
 
 def test_a_function_of_keras_alone_has_no_line_of_the_caller() -> None:
-    layer = tf.keras.layers.Dense(2)
-    traced = trace(layer, tf.TensorSpec([None, 4]), Options(batched=True))
-    graph = traced.concrete.graph
-    ops = [op for each in (graph, *own_functions(graph)[0]) for op in each.get_operations()]
-    assert [source_line(op) for op in ops if op.type == "MatMul"] == [None]
+    traced = trace(tf.keras.layers.Dense(2), tf.TensorSpec([None, 4]), Options(batched=True))
+    assert lines_of(traced.concrete, "MatMul") == [None]
 
 
 @pytest.mark.parametrize(
@@ -100,12 +89,4 @@ def test_code_without_a_file(name: str, stored: bool, expected: str) -> None:
     fn: Any = scope["fn"]
     if stored:
         linecache.cache[name] = len(code), None, [code], name
-    assert line_of(fn, "Sin") == expected
-
-
-def test_long_lines_are_shortened() -> None:
-    line = line_of(
-        lambda row: tf.math.bessel_i0e(tf.math.bessel_i1e(tf.math.bessel_i0e(tf.math.bessel_i1e(row)))), "BesselI0e"
-    )
-    assert line is not None
-    assert line.startswith("`lambda row: tf.math.bessel_i0e(tf.math.bessel_i1e(tf.math...`, line ")
+    assert lines_of(tf.function(fn).get_concrete_function(X), "Sin")[0] == expected

@@ -200,7 +200,10 @@ def _vectorised(calls: Sequence[Call]) -> Function:
     try:
         plan = _plan(function)
     except devicemap.errors.FunctionError:
-        return _vectorised([call for call in calls if _can_be_traced(call)])
+        others = [call for call in calls if _can_be_traced(call)]
+        if len(others) == len(calls):
+            raise
+        return _vectorised(others)
     if plan.vectorized:
         return function
     others = [call for call in calls if not re.search(rf"\b{call.op}\b", plan.reason)]

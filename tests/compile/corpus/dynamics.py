@@ -110,14 +110,6 @@ def bisection(a: Any) -> Any:
     return tf.while_loop(lambda low, high: high - low > 1e-4 * (1.0 + a), step, (tf.zeros([]), a + 1.0))
 
 
-def collatz(n: Any) -> Any:
-    steps = tf.constant(0)
-    while n > 1:
-        n = tf.where(n % 2 == 0, n // 2, 3 * n + 1)
-        steps += 1
-    return steps
-
-
 def game_of_life(cells: Any) -> Any:
     shifts = [(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1) if (i, j) != (0, 0)]
     around = tf.add_n([tf.roll(cells, shift, axis=[0, 1]) for shift in shifts])
@@ -136,6 +128,5 @@ FUNCTIONS = {
     "forward algorithm": (forward_algorithm, normal(10, 4)),
     "Newton's method": (cube_root, uniform(low=0.5, high=90.0)),
     "bisection": (bisection, uniform(low=0.5, high=9.0)),
-    "Collatz": (collatz, integers(high=30) + 1),
     "game of life": (game_of_life, integers(6, 6, high=2)),
 }

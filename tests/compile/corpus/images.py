@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from compile.corpus.samples import integers, normal, shared, uniform
+from compile.corpus.samples import integers, shared, uniform
 
 KERNEL = shared(3, 3, 3, 4)
 BLUR = tf.fill([3, 3, 3, 1], 1.0 / 9.0)
@@ -61,13 +61,10 @@ FUNCTIONS = {
     "gradient magnitude": (lambda i: tf.norm(tf.image.sobel_edges(i[None])[0], axis=-1), IMAGES),
     "convolution, bias, ReLU, pooling": (convolved, IMAGES),
     "unsharp mask": (unsharp, IMAGES),
-    "crop at a corner": (lambda i, at: tf.slice(i, [at[0], at[1], 0], [5, 5, 3]), (IMAGES, integers(2, high=7))),
     "augmentation of a seed": (augmented, (IMAGES, SEEDS)),
     "random crop of a seed": (lambda i, seed: tf.image.stateless_random_crop(i, [6, 6, 3], seed), (IMAGES, SEEDS)),
     "resized and scaled": (lambda i: tf.image.resize(i, [5, 7]) / tf.constant([0.2, 0.3, 0.4]), IMAGES),
-    "resized bicubic with antialiasing": (lambda i: tf.image.resize(i, [5, 5], "bicubic", antialias=True), IMAGES),
     "colour jitter": (lambda i: tf.image.adjust_hue(tf.image.adjust_saturation(i, 0.7), 0.1), IMAGES),
-    "luma": (tf.image.rgb_to_grayscale, IMAGES),
     "HSV and back": (lambda i: tf.image.hsv_to_rgb(tf.image.rgb_to_hsv(i) * [1.0, 0.5, 1.0]), IMAGES),
     "histogram": (lambda i: tf.math.bincount(tf.cast(i, tf.int32), minlength=256, maxlength=256), BYTES),
     "palette": (lambda i: tf.argmin(tf.reduce_sum((i[:, :, None] - PALETTE) ** 2, axis=-1), axis=-1), IMAGES),
@@ -77,8 +74,6 @@ FUNCTIONS = {
     "patch embedding": (patch_embedding, IMAGES),
     "kept boxes": (boxes_kept, (BOXES, uniform(6))),
     "intersection over union": (intersection_over_union, BOXES),
-    "flips and turns": (lambda i: tf.image.rot90(tf.image.flip_up_down(i)) + tf.transpose(i, [1, 0, 2]), IMAGES),
     "crop and padding": (lambda i: tf.image.resize_with_crop_or_pad(tf.image.central_crop(i, 0.5), 8, 8), IMAGES),
     "structural similarity": (lambda a, b: tf.image.ssim(a, b, 1.0, filter_size=5), (IMAGES, OTHERS)),
-    "total variation": (tf.image.total_variation, normal(6, 6, 1)),
 }

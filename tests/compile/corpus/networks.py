@@ -33,11 +33,6 @@ ATTENTION = K.MultiHeadAttention(2, 4)
 ATTENTION.build([None, 5, 6], [None, 5, 6])
 
 
-def perceptron(x: Any) -> Any:
-    hidden = tf.nn.leaky_relu(tf.tensordot(x, W1, 1) + 0.1)
-    return tf.nn.softmax(tf.squeeze(hidden[None] @ W2, 0))
-
-
 def causal_attention(tokens: Any) -> Any:
     q, k, v = tf.unstack(tf.reshape(tokens @ QKV, [5, 3, 6]), axis=1)
     scores = tf.matmul(q, k, transpose_b=True) / tf.sqrt(6.0)
@@ -96,7 +91,6 @@ def gradient_of_weights(x: Any, target: Any) -> Any:
 
 VECTORS, SEQUENCES, IMAGES = normal(6), normal(5, 6), uniform(8, 8, 3)
 FUNCTIONS = {
-    "perceptron": (lambda x: tf.nn.softmax(tf.squeeze(tf.nn.leaky_relu(x[None] @ W1) @ W2, 0)), VECTORS),
     "causal attention": (causal_attention, SEQUENCES),
     "multi-head attention with padding": (padded_attention, (SEQUENCES, integers(high=5) + 1)),
     "rotary embedding": (rotary, SEQUENCES),
@@ -108,7 +102,6 @@ FUNCTIONS = {
     "Dense on a sequence": (layer(K.Dense(3, activation="silu"), 5, 6), SEQUENCES),
     "Conv1D": (layer(K.Conv1D(4, 3, padding="causal"), 5, 6), SEQUENCES),
     "Conv2D": (layer(K.Conv2D(4, 3, strides=2, activation="gelu"), 8, 8, 3), IMAGES),
-    "Conv2D dilated": (layer(K.Conv2D(2, 3, dilation_rate=2), 8, 8, 3), IMAGES),
     "Conv2DTranspose": (layer(K.Conv2DTranspose(2, 3, strides=2, activation="elu"), 8, 8, 3), IMAGES),
     "Conv3D": (layer(K.Conv3D(2, 2), 4, 4, 4, 2), normal(4, 4, 4, 2)),
     "SeparableConv1D": (layer(K.SeparableConv1D(4, 3), 5, 6), SEQUENCES),

@@ -22,11 +22,6 @@ def stft_and_back(signal: Any) -> Any:
     return tf.signal.inverse_stft(spectrum * 0.5, 16, 8, window_fn=tf.signal.inverse_stft_window_fn(8))
 
 
-def hilbert_envelope(signal: Any) -> Any:
-    gain = tf.constant([1.0] + 31 * [2.0] + [1.0] + 31 * [0.0])
-    return tf.abs(tf.signal.ifft(tf.signal.fft(tf.cast(signal, tf.complex64)) * tf.cast(gain, tf.complex64)))
-
-
 def autocorrelation(signal: Any) -> Any:
     spectrum = tf.signal.rfft(signal - tf.reduce_mean(signal), fft_length=[128])
     lags = tf.signal.irfft(spectrum * tf.math.conj(spectrum), fft_length=[128])[:64]
@@ -69,13 +64,6 @@ def mixed_down(signal: Any, frequency: Any) -> Any:
     return tf.reduce_mean(tf.reshape(baseband, [16, 4]), axis=1)
 
 
-def resampled(signal: Any) -> Any:
-    places = tf.linspace(0.0, 62.9, 40)
-    left = tf.cast(tf.floor(places), tf.int32)
-    part = places - tf.cast(left, tf.float32)
-    return (1.0 - part) * tf.gather(signal, left) + part * tf.gather(signal, left + 1)
-
-
 def unwrapped_phase(spectrum: Any) -> Any:
     phase = tf.math.angle(spectrum)
     wrapped = tf.math.floormod(phase[1:] - phase[:-1] + np.pi, 2.0 * np.pi) - np.pi
@@ -87,19 +75,14 @@ FUNCTIONS = {
     "MFCC": (mfcc, normal(256)),
     "STFT and back": (stft_and_back, SIGNALS),
     "FIR filter": (lambda s: tf.nn.conv1d(s[None, :, None], TAPS[:, None, None], 1, "SAME")[0, :, 0], SIGNALS),
-    "FIR filter by frames": (lambda s: tf.linalg.matvec(tf.signal.frame(tf.pad(s, [[6, 0]]), 7, 1), TAPS), SIGNALS),
-    "Hilbert envelope": (hilbert_envelope, SIGNALS),
     "autocorrelation": (autocorrelation, SIGNALS),
     "spectral denoising": (denoised, SIGNALS),
     "Welch spectrum": (welch, SIGNALS),
-    "zero crossings": (lambda s: tf.reduce_sum(tf.cast(tf.sign(s[1:]) != tf.sign(s[:-1]), tf.int32)), SIGNALS),
     "peak frequency": (peak_frequency, SIGNALS),
     "biquad filter": (biquad, SIGNALS),
     "mixed down": (mixed_down, (SIGNALS, uniform(high=0.2))),
-    "linear resampling": (resampled, SIGNALS),
     "median filter": (lambda s: tf.sort(tf.signal.frame(tf.pad(s, [[2, 2]], "REFLECT"), 5, 1))[:, 2], SIGNALS),
     "unwrapped phase": (unwrapped_phase, complexes(32)),
-    "cosine transform": (lambda s: tf.signal.idct(tf.signal.dct(s, norm="ortho")[:16], norm="ortho"), SIGNALS),
     "2-D spectrum": (lambda image: tf.abs(tf.signal.fftshift(tf.signal.fft2d(image))), complexes(8, 8)),
     "energy above threshold": (lambda s: tf.reduce_sum(tf.boolean_mask(s, s > 0.5) ** 2), SIGNALS),
 }

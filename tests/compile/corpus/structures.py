@@ -56,16 +56,6 @@ def slices(x: Any) -> Any:
     return x[:, 1], x[..., None, 2:0:-1], x[-1], tf.strided_slice(x, [0, 1], [4, 4], [2, 1]), x[1:][:2]
 
 
-def branch(x: Any) -> Any:
-    if tf.reduce_sum(x) > 0.0:
-        x = tf.sqrt(tf.abs(x))
-    elif x[0] > 0.0:
-        x = -x
-    else:
-        x = x * 2.0
-    return x
-
-
 def chosen_activation(x: Any, i: Any) -> Any:
     return tf.switch_case(i, [lambda: tf.nn.relu(x), lambda: tf.sin(x), lambda: tf.nn.softmax(x)], default=lambda: x)
 
@@ -106,11 +96,6 @@ def flags(a: Any, b: Any) -> Any:
     return tf.reduce_all(both | b), tf.math.count_nonzero(both, dtype=tf.int32), parity
 
 
-def half_precision(x: Any) -> Any:
-    small = tf.cast(x, tf.bfloat16)
-    return tf.cast(tf.reduce_max(small * 2 - 1), tf.float32), tf.cast(x, tf.float16) + 1
-
-
 def grids(x: Any, y: Any) -> Any:
     a, b = tf.meshgrid(x, y, indexing="ij")
     return tf.stack([a, b], axis=-1), tf.reshape(tf.repeat(x, 2), [4, 2]) + tf.tile(y[None, :2], [4, 1])
@@ -134,32 +119,22 @@ FUNCTIONS = {
     "chosen from columns": (lambda x, i: tf.gather(x, i, axis=1, batch_dims=1), (MATRICES, integers(4, 2, high=3))),
     "permuted": (permuted, (MATRICES, tf.argsort(normal(4, seed=1)))),
     "slices": (slices, MATRICES),
-    "row at an index": (lambda x, i: x[i] * 2.0, (MATRICES, integers(high=4))),
     "slice from an index": (lambda x, i: tf.reduce_sum(x[i : i + 3]), (normal(8), integers(high=5))),
-    "branch": (branch, VECTORS),
-    "tf.cond": (lambda x: tf.cond(x[0] > 0.0, lambda: TABLE[0] * x[0], lambda: tf.reverse(x, [0])), VECTORS),
     "tf.switch_case": (chosen_activation, (VECTORS, integers(high=4))),
     "edit distance": (edit_distance, (integers(5, high=3), integers(5, high=3, seed=1))),
     "dynamic time warping": (time_warping, normal(2, 3)),
     "particles in a dict": (particles, {"x": VECTORS, "v": normal(3, seed=1)}),
-    "tuple of arguments": (lambda a, b: (a @ b, {"sum": a + tf.transpose(b)}), (normal(2, 3), normal(3, 2))),
     "bits": (bits, integers(high=200)),
     "bits of a float": (lambda x: tf.bitcast(x, tf.int32), VECTORS),
-    "weekend": (lambda day: {"week": day // 7, "weekend": (day % 7 == 5) | (day % 7 == 6)}, integers(high=99)),
     "flags": (flags, (normal(6) > 0.0, normal(6, seed=1) > 0.0)),
-    "half precision": (half_precision, normal(4)),
     "grids": (grids, (normal(4), VECTORS)),
-    "tf.map_fn inside": (lambda points: tf.map_fn(lambda p: tf.norm(p) * p + TABLE[0], points), normal(4, 3)),
     "tf.vectorized_map inside": (lambda x: tf.vectorized_map(lambda p: tf.tensordot(p, p, 0), x), normal(4, 3)),
     "running sums and products": (lambda x: tf.cumsum(x, exclusive=True) + tf.math.cumprod(x, reverse=True), VECTORS),
     "running logsumexp": (tf.math.cumulative_logsumexp, VECTORS),
-    "split and concatenated": (lambda x: tf.concat(tf.split(x, [1, 3, 2])[::-1], 0), normal(6)),
     "unique values": (lambda x: tf.size(tf.unique(x)[0]), integers(6, high=4)),
     "tokens": (tokens, WORDS),
-    "text": (lambda t: tf.strings.join([tf.strings.substr(t, 0, 3), tf.strings.upper(t)], "-"), WORDS),
     "numbers in text": (lambda x: tf.strings.to_number(tf.strings.as_string(x)) + 1.0, integers(high=99)),
     "hash of text": (lambda t: tf.strings.to_hash_bucket_fast(t, 16), WORDS),
     "lookup of integers": (lambda x: CODES.lookup(x), integers(3, high=5)),
     "checked": (lambda x: tf.debugging.check_numerics(x, "not finite") * 2.0, VECTORS),
-    "stopped gradient": (lambda x: tf.stop_gradient(tf.round(x)) + x - tf.stop_gradient(x), VECTORS),
 }
