@@ -371,108 +371,76 @@ ANY, POSITIVE, UNIT, ABOVE_ONE, PROBABILITY, INDEX = (
 )
 
 
-def _whole(random: Any, shape: Sequence[int], dtype: str) -> Any:
-    return random.integers(1, 4, shape).astype(dtype)
+whole = lambda random, shape, dtype: random.integers(1, 4, shape).astype(dtype)
+numerals = lambda random, shape, dtype: random.integers(1000, 9999, shape).astype(str).astype(object)
+ordered = lambda random, shape, dtype: np.sort(ANY(random, shape, dtype), -1)
 
 
-def _ordered(random: Any, shape: Sequence[int], dtype: str) -> Any:
-    return np.sort(ANY(random, shape, dtype), -1)
-
-
-def _different(random: Any, shape: Sequence[int], dtype: str) -> Any:
+def different(random: Any, shape: Sequence[int], dtype: str) -> Any:
     """Different indices below 4."""
     return np.argsort(random.random((*shape[:-2], 4)))[..., : shape[-2], None].astype(dtype)
 
 
-def _well_conditioned(random: Any, shape: Sequence[int], dtype: str) -> Any:
+def well_conditioned(random: Any, shape: Sequence[int], dtype: str) -> Any:
     return ANY(random, shape, dtype) * 0.1 + np.diag(np.arange(2, shape[-1] + 2)).astype(dtype)
 
 
-def _positive_definite(random: Any, shape: Sequence[int], dtype: str) -> Any:
-    matrix = _well_conditioned(random, shape, dtype)
+def positive_definite(random: Any, shape: Sequence[int], dtype: str) -> Any:
+    matrix = well_conditioned(random, shape, dtype)
     return matrix @ np.conj(np.swapaxes(matrix, -1, -2))
 
 
-def _factor(random: Any, shape: Sequence[int], dtype: str) -> Any:
-    return np.linalg.cholesky(_positive_definite(random, shape, dtype))
+factor = lambda random, shape, dtype: np.linalg.cholesky(positive_definite(random, shape, dtype))
 
 
-def _diagonals(random: Any, shape: Sequence[int], dtype: str) -> Any:
+def diagonals(random: Any, shape: Sequence[int], dtype: str) -> Any:
     return ANY(random, shape, dtype) * 0.1 + np.asarray([[0.0], [3.0], [0.0]], dtype)
 
 
-def _numerals(random: Any, shape: Sequence[int], dtype: str) -> Any:
-    return random.integers(1000, 9999, shape).astype(str).astype(object)
-
-
-RANGES: dict[str, Make] = {
-    **dict.fromkeys("Acos Asin Atanh Erfinv".split(), UNIT),
-    **dict.fromkeys("Log Log1p Sqrt Rsqrt Lgamma Digamma Inv Reciprocal Spence Expint".split(), POSITIVE),
-    **dict.fromkeys("BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 BesselJ0 BesselJ1".split(), POSITIVE),
-    **dict.fromkeys("Div RealDiv FloorDiv FloorMod Mod TruncateDiv TruncateMod Xdivy Xlogy".split(), POSITIVE),
-    **dict.fromkeys("Igamma Igammac IgammaGradA Pow LeftShift RightShift Xlog1py LRN LRNGrad".split(), POSITIVE),
-    **dict.fromkeys("ReciprocalGrad RsqrtGrad SqrtGrad SigmoidGrad TanhGrad Polygamma".split(), POSITIVE),
-    **dict.fromkeys("variance reserve_space_2 alpha rate".split(), POSITIVE),
-    **dict.fromkeys("Acosh Zeta".split(), ABOVE_ONE),
-    **dict.fromkeys("Ndtri Betainc AdjustContrastv2 AdjustHue AdjustSaturation HSVToRGB RGBToHSV".split(), PROBABILITY),
-    **dict.fromkeys("SoftmaxCrossEntropyWithLogits".split(), PROBABILITY),
-    **dict.fromkeys("indices labels targets".split(), INDEX),
-    **dict.fromkeys("Cholesky SelfAdjointEigV2".split(), _positive_definite),
-    **dict.fromkeys(
-        "Eig LogMatrixDeterminant Lu MatrixDeterminant MatrixInverse MatrixLogarithm".split(), _well_conditioned
-    ),
-    **dict.fromkeys("MatrixSquareRoot Qr Svd matrix".split(), _well_conditioned),
-    **dict.fromkeys("StringToNumber DecodeBase64".split(), _numerals),
-    "Cast": between(0.0, 3.0),
-    "clip_value_min": between(-3, -1),
-    "clip_value_max": between(1, 3),
-    "segment_ids": between(-1, 2),
-    "shift": between(-3, 3),
-    "sorted_inputs": _ordered,
-    "diagonals": _diagonals,
+VALUES: dict[Make, str] = {
+    UNIT: "Acos Asin Atanh Erfinv",
+    POSITIVE: "BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Digamma Div Expint FloorDiv FloorMod "
+    "Igamma Igammac IgammaGradA Inv LeftShift Lgamma Log Log1p LRN LRNGrad Mod Polygamma Pow RealDiv Reciprocal ReciprocalGrad "
+    "RightShift Rsqrt RsqrtGrad SigmoidGrad Spence Sqrt SqrtGrad TanhGrad TruncateDiv TruncateMod Xdivy Xlog1py Xlogy "
+    "alpha rate reserve_space_2 variance",
+    ABOVE_ONE: "Acosh Zeta",
+    PROBABILITY: "AdjustContrastv2 AdjustHue AdjustSaturation Betainc HSVToRGB Ndtri RGBToHSV SoftmaxCrossEntropyWithLogits",
+    INDEX: "indices labels targets",
+    positive_definite: "Cholesky SelfAdjointEigV2",
+    well_conditioned: "Eig LogMatrixDeterminant Lu MatrixDeterminant MatrixInverse MatrixLogarithm MatrixSquareRoot Qr Svd "
+    "matrix",
+    numerals: "StringToNumber DecodeBase64",
+    between(0.0, 3.0): "Cast",
+    between(-3, -1): "clip_value_min",
+    between(1, 3): "clip_value_max",
+    between(-1, 2): "segment_ids",
+    between(-3, 3): "shift",
+    ordered: "sorted_inputs",
+    diagonals: "diagonals",
 }
+RANGES = {name: make for make, names in VALUES.items() for name in names.split()}
 """Values of the operands of an op, or of an input of any op."""
-
 
 # Attributes
 
 
-def _axis(drawing: Drawing) -> int:
-    return drawing.axis(drawing.rank)
+axis = lambda drawing: drawing.axis(drawing.rank)
+new_axis = lambda drawing: drawing.axis(drawing.rank + 1)
+first_axis = lambda drawing: drawing.choose(0, -drawing.rank)
+last_axis = lambda drawing: drawing.choose(-1, drawing.rank - 1)
+axes = lambda drawing: drawing.axes_of(drawing.rank, drawing.choose(*range(min(1, drawing.rank), drawing.rank + 1)))
+complex_type = lambda drawing: tf.complex128 if drawing.dtypes["T"] == "float64" else tf.complex64
+fft_lengths = lambda count, drawing: [drawing.choose(2, 3, length) for length in drawing.first[-count:]]
 
 
-def _new_axis(drawing: Drawing) -> int:
-    return drawing.axis(drawing.rank + 1)
-
-
-def _axes(drawing: Drawing) -> list[int]:
-    return drawing.axes_of(drawing.rank, drawing.choose(*range(min(1, drawing.rank), drawing.rank + 1)))
-
-
-def _axes_of_length_one(drawing: Drawing) -> list[int]:
+def axes_of_length_one(drawing: Drawing) -> list[int]:
     ones = [axis for axis, length in enumerate(drawing.first) if length == 1]
     return [axis - drawing.choose(0, drawing.rank) for axis in ones[: drawing.choose(1, 0, 2)]]
 
 
-def _target_shape(drawing: Drawing) -> list[int]:
+def target_shape(drawing: Drawing) -> list[int]:
     x, size = [*drawing.first], int(np.prod(drawing.first))
     return [*drawing.choose([size], x[::-1], [1, *x], [*x, 1], *[[-1], [1, -1]] * (size > 0))]
-
-
-def _first_axis(drawing: Drawing) -> int:
-    return int(drawing.choose(0, -drawing.rank))
-
-
-def _last_axis(drawing: Drawing) -> int:
-    return int(drawing.choose(-1, drawing.rank - 1))
-
-
-def _fft_lengths(count: int, drawing: Drawing) -> list[int]:
-    return [drawing.choose(2, 3, length) for length in drawing.first[-count:]]
-
-
-def _complex_type(drawing: Drawing) -> tf.DType:
-    return tf.complex128 if drawing.dtypes["T"] == "float64" else tf.complex64
 
 
 BOTH, EITHER = (False, True), (True, False)
@@ -497,8 +465,8 @@ ops(
     "SquaredDifference Sub TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta SelectV2",
     "~s",
 )
-ops("Complex", "~s", Tout=_complex_type)
-ops("Polygamma", "~s", makes={"a": _whole})
+ops("Complex", "~s", Tout=complex_type)
+ops("Polygamma", "~s", makes={"a": whole})
 ops("Betainc", ("*s *s *s", ". . *s", "*s *s ."), T=FLOATS)
 ops("Equal NotEqual", "~s", incompatible_shape_error=EITHER)
 ops("Equal NotEqual", ("2,3 3,2", "K,2 N,3"), incompatible_shape_error=False)
@@ -528,12 +496,12 @@ ops("Bucketize", "*s", boundaries=([-1.0, 0.0, 2.0], [], [0.5]))
 
 # Reductions, and along an axis
 
-ops("All Any EuclideanNorm Max Mean Min Prod Sum", "*s", axis=_axes, keep_dims=BOTH, T=NUMBERS)
-ops("All Any Max Sum", "+s,n", axis=_axis, keep_dims=BOTH)
-ops("ArgMax ArgMin", "+s,N", dimension=_axis, output_type=PAIRS[::-1], T=NUMBERS)
-ops("CumulativeLogsumexp Cumprod Cumsum", "+s,n", axis=_axis, exclusive=BOTH, reverse=BOTH, T=NUMBERS)
-ops("ReverseV2", "*s", axis=_axes)
-ops("Roll", "input:+s,3 shift:.", axis=_axis, T=FLOATS)
+ops("All Any EuclideanNorm Max Mean Min Prod Sum", "*s", axis=axes, keep_dims=BOTH, T=NUMBERS)
+ops("All Any Max Sum", "+s,n", axis=axis, keep_dims=BOTH)
+ops("ArgMax ArgMin", "+s,N", dimension=axis, output_type=PAIRS[::-1], T=NUMBERS)
+ops("CumulativeLogsumexp Cumprod Cumsum", "+s,n", axis=axis, exclusive=BOTH, reverse=BOTH, T=NUMBERS)
+ops("ReverseV2", "*s", axis=axes)
+ops("Roll", "input:+s,3 shift:.", axis=axis, T=FLOATS)
 ops("Roll", "input:2,3,+s shift:=2", axis=lambda drawing: drawing.axes_of(drawing.rank, 2), T=FLOATS)
 ops("LogSoftmax Softmax", "+s,n")
 ops("TopKV2", "+s,3", k=(2, 1, 0), sorted=True)
@@ -542,19 +510,19 @@ ops("LowerBound UpperBound", "R,N R,c", out_type=PAIRS, T=NUMBERS)
 
 # Shaping
 
-ops("Reshape", "*s", shape=_target_shape)
-ops("ExpandDims", "*s", axis=_new_axis)
-ops("Squeeze", ("1,n", "n,1,+s,1", "*s"), axis=_axes_of_length_one)
-ops("Pack", "@+s", axis=_new_axis)
-ops("Unpack", "+s,N", axis=_axis, num=lambda drawing: drawing.first[drawing.values["axis"]])
-ops("ConcatV2", ("values:?,+s values:?,+s", "values:?,+s values:?,+s values:?,+s"), axis=_first_axis)
-ops("ConcatV2", ("values:+s,? values:+s,?"), axis=_last_axis)
+ops("Reshape", "*s", shape=target_shape)
+ops("ExpandDims", "*s", axis=new_axis)
+ops("Squeeze", ("1,n", "n,1,+s,1", "*s"), axis=axes_of_length_one)
+ops("Pack", "@+s", axis=new_axis)
+ops("Unpack", "+s,N", axis=axis, num=lambda drawing: drawing.first[drawing.values["axis"]])
+ops("ConcatV2", ("values:?,+s values:?,+s", "values:?,+s values:?,+s values:?,+s"), axis=first_axis)
+ops("ConcatV2", ("values:+s,? values:+s,?"), axis=last_axis)
 ops("ConcatV2", ("values:2,?,n values:2,?,n"), axis=(1, -2))
-ops("Split", "value:+s,4", axis=_last_axis, num_split=(2, 1, 4))
-ops("Split", "value:4,+s", axis=_first_axis, num_split=(2, 1, 4))
+ops("Split", "value:+s,4", axis=last_axis, num_split=(2, 1, 4))
+ops("Split", "value:4,+s", axis=first_axis, num_split=(2, 1, 4))
 for sizes in ([1, 3], [4], [2, 0, 2], [1, -1]):
-    ops("SplitV", "value:+s,4", size_splits=sizes, axis=_last_axis, num_split=len(sizes))
-    ops("SplitV", "value:4,+s", size_splits=sizes, axis=_first_axis, num_split=len(sizes))
+    ops("SplitV", "value:+s,4", size_splits=sizes, axis=last_axis, num_split=len(sizes))
+    ops("SplitV", "value:4,+s", size_splits=sizes, axis=first_axis, num_split=len(sizes))
 ops("Tile", "*s", multiples=lambda drawing: [drawing.choose(2, 1, 0) for _ in drawing.first])
 for pads in ([[1, 1]], [[0, 2]]):
     ops("Pad", "n", paddings=pads)
@@ -623,18 +591,16 @@ def _sizes_from_there(drawing: Drawing) -> list[int]:
 ops("StridedSlice StridedSliceGrad", _strided_slice, T=NUMBERS)
 ops("StridedSlice", _strided_slice)
 ops("Slice", "*s", begin=_first_places, size=_sizes_from_there)
-ops("GatherV2", "params:3,+s indices:+i", axis=_first_axis, batch_dims=0)
-ops("GatherV2", "params:+s,3 indices:+i", axis=_last_axis, batch_dims=0)
+ops("GatherV2", "params:3,+s indices:+i", axis=first_axis, batch_dims=0)
+ops("GatherV2", "params:+s,3 indices:+i", axis=last_axis, batch_dims=0)
 ops("GatherV2", "params:N,3,+s indices:N,i", axis=lambda d: d.choose(1, 1 - d.rank), batch_dims=(1, -1))
 ops("GatherV2", "params:N,M,3 indices:N,M", axis=(2, -1), batch_dims=(1, -1))
 ops("GatherNd", ("3,3 +i,2", "3,3,n +i,1", "3 n,1", "3,3 +i,0"))
-ops(
-    "ScatterNd", "indices:K,1 updates:K,+s", makes={"indices": _different}, shape=lambda d: [4, *d.axes["s"]], T=NUMBERS
-)
+ops("ScatterNd", "indices:K,1 updates:K,+s", makes={"indices": different}, shape=lambda d: [4, *d.axes["s"]], T=NUMBERS)
 ops(
     "TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate",
     ("4,+s 2,1 2,+s", "4,+s n,1 n,+s"),
-    makes={"indices": _different},
+    makes={"indices": different},
     T=NUMBERS,
 )
 ops("OneHot", "indices:+i on_value:!. off_value:!.", depth=(3, 1, 0), axis=lambda d: d.choose(-1, *range(d.rank + 1)))
@@ -669,16 +635,16 @@ ops("MatrixLogarithm", "+b,N,N", T=("complex64",))
 ops("MatrixInverse", "+b,N,N", adjoint=BOTH, T=FLOATS)
 ops("Qr", "+b,N,N", full_matrices=BOTH, T=FLOATS)
 ops("Lu", "+b,N,N", output_idx_type=PAIRS, T=FLOATS)
-ops("Eig", "+b,N,N", compute_v=True, Tout=_complex_type, T=FLOATS)
+ops("Eig", "+b,N,N", compute_v=True, Tout=complex_type, T=FLOATS)
 ops("SelfAdjointEigV2", "+b,N,N", compute_v=True, T=FLOATS)
 ops("Svd", "+b,N,N", compute_uv=True, full_matrices=BOTH, T=FLOATS)
 # Kernels leave the vectors uninitialised if they are not computed.
-ops("Eig", "+b,N,N", lambda **given: tf.raw_ops.Eig(**given)[0], compute_v=False, Tout=_complex_type, T=FLOATS)
+ops("Eig", "+b,N,N", lambda **given: tf.raw_ops.Eig(**given)[0], compute_v=False, Tout=complex_type, T=FLOATS)
 ops("SelfAdjointEigV2", "+b,N,N", lambda **given: tf.raw_ops.SelfAdjointEigV2(**given)[0], compute_v=False, T=FLOATS)
 ops("Svd", "+b,N,N", lambda **given: tf.raw_ops.Svd(**given)[0], compute_uv=False, T=FLOATS)
 ops("MatrixSolve", "matrix:+b,N,N rhs:+b,N,k", adjoint=BOTH, T=MATRIX_TYPES)
 ops("MatrixTriangularSolve", "matrix:+b,N,N rhs:^b,N,k", adjoint=BOTH, lower=EITHER, T=MATRIX_TYPES)
-ops("CholeskyGrad", "+B,N,N", makes={"l": _factor}, T=FLOATS)
+ops("CholeskyGrad", "+B,N,N", makes={"l": factor}, T=FLOATS)
 ops("TridiagonalMatMul", "superdiag:+b,1,3 maindiag:+b,1,3 subdiag:+b,1,3 rhs:+b,3,2", T=FLOATS)
 ops("TridiagonalSolve", "diagonals:+b,3,3 rhs:+b,3,2", partial_pivoting=EITHER, T=FLOATS)
 ops("Diag", ("n", "n,m"), T=DIAGONAL_TYPES)
@@ -697,75 +663,44 @@ ops("FFT IFFT", "+s,N", Tcomplex=("complex64",))
 ops("FFT2D IFFT2D", ("N,M", "K,N,M"), Tcomplex=("complex64",))
 ops("FFT3D IFFT3D", ("K,N,M", "L,K,N,M"), Tcomplex=("complex64",))
 for dimensions, shapes in (("", ("4", "N,3")), ("2D", ("4,3", "N,3,4")), ("3D", ("3,4,3", "N,4,3,3"))):
-    lengths = partial(_fft_lengths, int(dimensions[:1] or 1))
+    lengths = partial(fft_lengths, int(dimensions[:1] or 1))
     ops(f"RFFT{dimensions}", shapes, fft_length=lengths, Treal=("float32",))
     ops(f"IRFFT{dimensions}", shapes, fft_length=lengths, Tcomplex=("complex64",))
 
 # Convolutions, pools and images
 
 
-def _image(drawing: Drawing) -> list[int]:
-    return [drawing.choose(2, 1), *[drawing.choose(5, 4)] * (3 if "3D" in drawing.op else 2), 2]
+def _max_pool_grad(op: str, orig_input: Any, grad: Any, **windows: Any) -> Any:
+    given = {"orig_input": orig_input, "grad": grad, **windows}
+    pool = getattr(tf.raw_ops, op.replace("Grad", ""))
+    return getattr(tf.raw_ops, op)(orig_output=pool(input=orig_input, **windows), **given)
 
 
-def _windows(drawing: Drawing, image: Sequence[int]) -> dict[str, Any]:
-    """Strides and padding of a window over the axes between batch and channels."""
-    return {"strides": [1, *[drawing.choose(1, 2)] * (len(image) - 2), 1], "padding": drawing.choose("SAME", "VALID")}
-
-
-def _convolution(drawing: Drawing) -> None:
-    op, image = drawing.op, _image(drawing)
-    forward, windows = op.partition("Backprop")[0], _windows(drawing, image)
-    if op == "Conv2D":
-        windows["dilations"] = drawing.choose([1, 1, 1, 1], [1, 2, 2, 1])
-    shapes = {"input": image, "filter": [2] * (len(image) - 2) + [2, drawing.choose(3, 1)]}
-    if op != forward:
-        given = {name: tf.zeros(shape) for name, shape in shapes.items()}
-        shapes["out_backprop"] = [*getattr(tf.raw_ops, forward)(**given, **windows).shape]
-        computed = "filter" if "Filter" in op else "input"
-        windows[f"{computed}_sizes"] = shapes.pop(computed)
-    for name, shape in shapes.items():
-        drawing.add_operand(name, shape, "!" if name == "filter" else "")
-    for name, value in windows.items():
-        drawing.add_attribute(name, value)
-
-
-def _pool(drawing: Drawing) -> None:
-    op, image = drawing.op, _image(drawing)
-    forward = op.partition("Grad")[0].removesuffix("V2")
-    run, (name, *_) = getattr(tf.raw_ops, forward), arguments_of(forward)
-    windows = _windows(drawing, image) | {"ksize": [1, *[2] * (len(image) - 2), 1]}
-    pooled = [*run(**{name: tf.zeros(image)}, **windows).shape]
-    if "Grad" not in op:
-        drawing.add_operand(name, image)
-    elif op.startswith("Avg"):
-        drawing.add_operand("grad", pooled)
-        drawing.add_attribute("orig_input_shape", image)
-    else:
-        rows = ANY(np.random.default_rng(drawing.draw(st.integers(0, 999))), (ROWS, *image), "float32")
-        pools = np.stack([run(**{name: row}, **windows) for row in rows])
-        source = drawing.choose("stacked", "captured")
-        for name, values in (("orig_input", rows), ("orig_output", pools)):
-            drawing.arguments[name] = Operand(
-                values if source == "stacked" else values[0], source, (False,) * len(image)
-            )
-        drawing.add_operand("grad", pooled)
-    for name, value in windows.items():
-        drawing.add_attribute(name, value)
-
-
-ops(
-    "Conv2D Conv2DBackpropFilter Conv2DBackpropInput DepthwiseConv2dNative DepthwiseConv2dNativeBackpropFilter "
-    "DepthwiseConv2dNativeBackpropInput Conv3D Conv3DBackpropInputV2",
-    _convolution,
-    T=FLOATS,
-)
-ops(
-    "AvgPool AvgPool3D AvgPool3DGrad AvgPoolGrad MaxPool MaxPool3D MaxPoolGrad MaxPoolGradV2 MaxPoolV2",
-    _pool,
-    T=("float32",),
-)
-ops("MaxPool3DGrad", _pool, T=("float32",), TInput=("float32",))
+for stride, padding, length in ((1, "SAME", 5), (2, "SAME", 3), (1, "VALID", 4), (2, "VALID", 2)):
+    image, pooled = "2,5,5,2", f"2,{length},{length}"
+    size, windows = [2, 5, 5, 2], {"strides": [1, stride, stride, 1], "padding": padding, "T": FLOATS}
+    ops("Conv2D", f"{image} !2,2,2,3", **windows, dilations=[1, 1, 1, 1])
+    ops("Conv2DBackpropInput", f"filter:!2,2,2,3 out_backprop:{pooled},3", input_sizes=size, **windows)
+    ops("Conv2DBackpropFilter", f"input:{image} out_backprop:{pooled},3", filter_sizes=[2, 2, 2, 3], **windows)
+    depthwise = "DepthwiseConv2dNative"
+    ops(depthwise, f"{image} !2,2,2,2", **windows)
+    ops(f"{depthwise}BackpropInput", f"filter:!2,2,2,2 out_backprop:{pooled},4", input_sizes=size, **windows)
+    ops(f"{depthwise}BackpropFilter", f"input:{image} out_backprop:{pooled},4", filter_sizes=[2, 2, 2, 2], **windows)
+    windows |= {"T": ("float32",), "ksize": [1, 2, 2, 1]}
+    ops("AvgPool MaxPool MaxPoolV2", image, **windows)
+    ops("AvgPoolGrad", f"grad:{pooled},2", orig_input_shape=size, **windows)
+    for op in ("MaxPoolGrad", "MaxPoolGradV2"):
+        ops(op, f"orig_input:{image} grad:{pooled},2", partial(_max_pool_grad, op), **windows)
+    image, pooled = "1,5,5,5,2", f"1,{length},{length},{length}"
+    size, windows = [1, 5, 5, 5, 2], {"strides": [1, stride, stride, stride, 1], "padding": padding, "T": FLOATS}
+    ops("Conv3D", f"{image} !2,2,2,2,3", **windows)
+    ops("Conv3DBackpropInputV2", f"filter:!2,2,2,2,3 out_backprop:{pooled},3", input_sizes=size, **windows)
+    windows |= {"T": ("float32",), "ksize": [1, 2, 2, 2, 1]}
+    ops("AvgPool3D MaxPool3D", image, **windows)
+    ops("AvgPool3DGrad", f"grad:{pooled},2", orig_input_shape=size, **windows)
+    gradient = partial(_max_pool_grad, "MaxPool3DGrad")
+    ops("MaxPool3DGrad", f"orig_input:{image} grad:{pooled},2", gradient, TInput=("float32",), **windows)
+ops("Conv2D", "2,5,5,2 !2,2,2,3", strides=[1, 1, 1, 1], padding=("SAME", "VALID"), dilations=[1, 2, 2, 1], T=FLOATS)
 
 
 def _normalized(**given: Any) -> Any:
