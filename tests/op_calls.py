@@ -623,8 +623,8 @@ for flip, other in itertools.product(BOTH, BOTH):
 for (
     equation
 ) in "ij,jk->ik i,j->ij i,i-> ij->ji ii->i ij-> ij,ij->i abc,cd->abd *ij,jk->*ik i*,i->* ,i->i a,b->ba".split():
-    axes = [",".join(each.upper()) or "." for each in equation.partition("->")[0].split(",")]
-    operands = " ".join(f"inputs:{each.replace('*', '+z')}" for each in axes)
+    terms = [",".join(each.upper()) or "." for each in equation.partition("->")[0].split(",")]
+    operands = " ".join(f"inputs:{each.replace('*', '+z')}" for each in terms)
     ops("Einsum", operands, equation=equation.replace("*", "..."), T=MATRIX_TYPES)
 ops("BiasAdd", "+s,n,C C", data_format="NHWC", T=FLOATS)
 ops("BiasAdd", ("N,C,M,K C", "N,C,M C"), data_format="NCHW", T=FLOATS)

@@ -62,13 +62,6 @@ def jacobian(x: Any) -> Any:
     return tape.jacobian(y, x)
 
 
-def batch_jacobian(points: Any) -> Any:
-    with tf.GradientTape() as tape:
-        tape.watch(points)
-        y = tf.tanh(points @ MATRIX)
-    return tape.batch_jacobian(y, points)
-
-
 def hessian(x: Any) -> Any:
     with tf.GradientTape() as outer:
         outer.watch(x)

@@ -101,15 +101,6 @@ def cube_root(a: Any) -> Any:
     return x
 
 
-def bisection(a: Any) -> Any:
-    def step(low: Any, high: Any) -> Any:
-        middle = (low + high) / 2.0
-        below = middle * tf.exp(middle) < a
-        return tf.where(below, middle, low), tf.where(below, high, middle)
-
-    return tf.while_loop(lambda low, high: high - low > 1e-4 * (1.0 + a), step, (tf.zeros([]), a + 1.0))
-
-
 def game_of_life(cells: Any) -> Any:
     shifts = [(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1) if (i, j) != (0, 0)]
     around = tf.add_n([tf.roll(cells, shift, axis=[0, 1]) for shift in shifts])
@@ -127,6 +118,5 @@ FUNCTIONS = {
     "Kalman filter": (kalman, normal(10)),
     "forward algorithm": (forward_algorithm, normal(10, 4)),
     "Newton's method": (cube_root, uniform(low=0.5, high=90.0)),
-    "bisection": (bisection, uniform(low=0.5, high=9.0)),
     "game of life": (game_of_life, integers(6, 6, high=2)),
 }

@@ -58,13 +58,6 @@ def bag_of_words(words: Any) -> Any:
     return tf.math.divide_no_nan(tf.reduce_sum(vectors * real, axis=0), tf.reduce_sum(real))
 
 
-def recurrence(sequence: Any, length: Any) -> Any:
-    state = tf.zeros([6])
-    for t in tf.range(length):
-        state = tf.sigmoid(sequence[t]) * state + sequence[t]
-    return state
-
-
 def greedy_decoding(token: Any) -> Any:
     tokens = []
     for _ in range(4):
@@ -91,11 +84,11 @@ def gradient_of_weights(x: Any, target: Any) -> Any:
 
 VECTORS, SEQUENCES, IMAGES = normal(6), normal(5, 6), uniform(8, 8, 3)
 FUNCTIONS = {
+    "perceptron": (lambda x: tf.nn.softmax(tf.squeeze(tf.nn.leaky_relu(x[None] @ W1) @ W2, 0)), VECTORS),
     "causal attention": (causal_attention, SEQUENCES),
     "multi-head attention with padding": (padded_attention, (SEQUENCES, integers(high=5) + 1)),
     "rotary embedding": (rotary, SEQUENCES),
     "bag of words": (bag_of_words, integers(7, high=10)),
-    "recurrence of a length": (recurrence, (SEQUENCES, integers(high=6))),
     "greedy decoding": (greedy_decoding, integers(high=10)),
     "saliency": (saliency, IMAGES),
     "gradient of weights": (gradient_of_weights, (VECTORS, normal(2))),

@@ -22,12 +22,6 @@ def stft_and_back(signal: Any) -> Any:
     return tf.signal.inverse_stft(spectrum * 0.5, 16, 8, window_fn=tf.signal.inverse_stft_window_fn(8))
 
 
-def autocorrelation(signal: Any) -> Any:
-    spectrum = tf.signal.rfft(signal - tf.reduce_mean(signal), fft_length=[128])
-    lags = tf.signal.irfft(spectrum * tf.math.conj(spectrum), fft_length=[128])[:64]
-    return lags / lags[0]
-
-
 def denoised(signal: Any) -> Any:
     """Remove the frequencies that are weaker than half of the strongest."""
     spectrum = tf.signal.rfft(signal)
@@ -75,7 +69,6 @@ FUNCTIONS = {
     "MFCC": (mfcc, normal(256)),
     "STFT and back": (stft_and_back, SIGNALS),
     "FIR filter": (lambda s: tf.nn.conv1d(s[None, :, None], TAPS[:, None, None], 1, "SAME")[0, :, 0], SIGNALS),
-    "autocorrelation": (autocorrelation, SIGNALS),
     "spectral denoising": (denoised, SIGNALS),
     "Welch spectrum": (welch, SIGNALS),
     "peak frequency": (peak_frequency, SIGNALS),

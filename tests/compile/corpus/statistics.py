@@ -74,12 +74,6 @@ def leapfrog(x: Any) -> Any:
     return x, density
 
 
-def contrastive(embedded: Any) -> Any:
-    unit = tf.math.l2_normalize(embedded, axis=-1)
-    similar = tf.matmul(unit, CENTRES, transpose_b=True) / 0.5
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=tf.range(4), logits=similar)
-
-
 def discounted_gain(scores: Any, relevance: Any) -> Any:
     order = tf.argsort(scores, direction="DESCENDING", stable=True)
     discount = 1.0 / tf.math.log(tf.range(8.0) + 2.0)
@@ -108,7 +102,6 @@ FUNCTIONS = {
     "Huber loss": (lambda p, t: tf.keras.losses.huber(t, p), (LOGITS, LOGITS * 0.2)),
     "categorical cross-entropy": (tf.nn.softmax_cross_entropy_with_logits, (tf.nn.softmax(LOGITS), LOGITS * 2.0)),
     "sparse cross-entropy": (tf.nn.sparse_softmax_cross_entropy_with_logits, (integers(high=6), LOGITS)),
-    "contrastive loss": (contrastive, normal(4, 3)),
     "among the best": (lambda s: tf.math.in_top_k([2], s[None], 3)[0], normal(8)),
     "inverse permutation": (lambda s: tf.math.invert_permutation(tf.argsort(s)), SAMPLES),
     "discounted gain": (discounted_gain, (normal(8), uniform(8, high=3.0, seed=1))),

@@ -42,12 +42,6 @@ def message_passing(nodes: Any) -> Any:
     return nodes + tf.math.unsorted_segment_sum(messages, target, num_segments=5)
 
 
-def scattered(columns: Any, values: Any) -> Any:
-    places = tf.stack([columns, tf.range(3)], axis=-1)
-    grid = tf.tensor_scatter_nd_update(tf.zeros([4, 4]), places, values)
-    return grid @ grid
-
-
 def permuted(x: Any, order: Any) -> Any:
     return tf.gather(x, order), tf.gather(x, order[::-1], axis=-1), tf.gather_nd(x, order[:2][None])
 
@@ -67,15 +61,6 @@ def edit_distance(a: Any, b: Any) -> Any:
         for j in tf.range(1, 6):
             best = tf.tensor_scatter_nd_min(best, [[j]], [best[j - 1] + 1])
         row = best
-    return row[-1]
-
-
-def time_warping(pair: Any) -> Any:
-    costs = tf.abs(pair[0][:, None] - pair[1][None])
-    row = tf.cumsum(costs[0])
-    for i in range(1, 3):
-        along = tf.minimum(row, tf.concat([[1e9], row[:-1]], 0))
-        row = tf.scan(lambda left, e: tf.minimum(left, e[0]) + e[1], (along, costs[i]), tf.constant(1e9))
     return row[-1]
 
 
@@ -113,7 +98,6 @@ FUNCTIONS = {
     "nearest neighbours": (nearest_neighbours, VECTORS),
     "message passing": (message_passing, normal(5, 2)),
     "segments": (lambda x: (tf.math.segment_sum(x, SEGMENTS), tf.math.segment_max(x, SEGMENTS)), normal(5)),
-    "scattered values": (scattered, (integers(3, high=4), VECTORS)),
     "scattered from zeros": (lambda i, x: tf.scatter_nd(i[:, None], x, [8]), (tf.argsort(normal(6)), normal(6))),
     "counts": (lambda i: tf.tensor_scatter_nd_add(tf.zeros([4]), i[:, None], tf.ones([6])), integers(6, high=4)),
     "chosen from columns": (lambda x, i: tf.gather(x, i, axis=1, batch_dims=1), (MATRICES, integers(4, 2, high=3))),
@@ -122,7 +106,6 @@ FUNCTIONS = {
     "slice from an index": (lambda x, i: tf.reduce_sum(x[i : i + 3]), (normal(8), integers(high=5))),
     "tf.switch_case": (chosen_activation, (VECTORS, integers(high=4))),
     "edit distance": (edit_distance, (integers(5, high=3), integers(5, high=3, seed=1))),
-    "dynamic time warping": (time_warping, normal(2, 3)),
     "particles in a dict": (particles, {"x": VECTORS, "v": normal(3, seed=1)}),
     "bits": (bits, integers(high=200)),
     "bits of a float": (lambda x: tf.bitcast(x, tf.int32), VECTORS),
