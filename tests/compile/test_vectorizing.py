@@ -131,13 +131,6 @@ def test_functions_of_the_benchmark_are_vectorised(name: str) -> None:
     assert (plan.vectorized, plan.reason) == (True, ALL_OPS)
 
 
-@pytest.mark.skipif(tf.__version__.startswith("2.16."), reason="not applicable: this TensorFlow ends the process")
-def test_axes_of_a_transposition_that_are_counted_from_the_end() -> None:
-    """Not beside `tf.map_fn`: with it, some versions of TensorFlow end the process."""
-    mapper = devicemap.DeviceMap(lambda r: tf.transpose(r[None], [-1, 0, -2]), devices=TWO)
-    np.testing.assert_array_equal(mapper(IMAGES[..., 0]), np.transpose(IMAGES[..., 0], [0, 2, 1])[:, :, None])
-
-
 def test_axes_that_only_the_running_graph_knows() -> None:
     spec = tf.TensorSpec([None, None], tf.float32)
     mapper = devicemap.DeviceMap(lambda row: tf.reduce_sum(tf.squeeze(row) * 2.0), devices=["CPU:1"])
@@ -201,21 +194,6 @@ def test_random_numbers_differ_between_rows() -> None:
     drawn = mapper(tf.zeros([7, 3])).numpy()
     assert len({*drawn[:, 0]}) == 7
     assert (drawn == drawn[:, :1]).all()
-
-
-@pytest.mark.nightly
-def test_numbers_of_a_seed_per_row_are_those_of_the_row_alone(devices: list[str]) -> None:
-    def fn(row: Any, seed: Any) -> Any:
-        noise = tf.random.stateless_normal([3], seed) + tf.random.stateless_truncated_normal([3], seed)
-        numbers = tf.random.stateless_uniform([2, 2], seed, 0, 99, tf.int32)
-        return row + noise, numbers, tf.random.stateless_uniform([], seed)
-
-    mapper = devicemap.DeviceMap(fn, devices=devices, seed=7)
-    assert traced(mapper, VECTORS).vectorized, traced(mapper, VECTORS).reason
-    wanted = devicemap.DeviceMap(fn, devices=["CPU:1"], seed=7, vectorize=False)(VECTORS)
-    for rows in (1, 2, 3):
-        for got, want in zip(mapper(VECTORS[:rows]), wanted):
-            np.testing.assert_array_equal(got, want[:rows])
 
 
 def test_what_the_vectorised_graph_does_not_hold() -> None:
