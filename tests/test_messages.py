@@ -1,7 +1,7 @@
 """The messages of all bad calls, in full: `messages.txt`, which `pytest --update-messages` writes.
 
-Each call fails in the same words on one device, on several devices and in chunks. Words of TensorFlow and NumPy differ between
-versions and are left out.
+Each call fails in the same words on one device, on several devices, in chunks and inside a `tf.function`. Words of TensorFlow
+and NumPy differ between versions and are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ways import ONE, SEVERAL, Counter, Options, X
 
 import devicemap
 from devicemap.compile.random import random_states
-from devicemap.errors import DataError, DeviceError, DeviceMapError, FunctionError, OptionError, UnknownOptionError
+from devicemap.errors import DataError, DeviceMapError, FunctionError, OptionError, UnknownOptionError
 
 GOLDEN = Path(__file__).parent / "messages.txt"
 IMAGES = np.zeros([2, 8, 8, 3], np.float32)
@@ -78,6 +78,28 @@ class Items:
 class SparseMatrix(Items):
     def toarray(self) -> Any:
         return np.eye(2)
+
+
+class Own:
+    """An object of the user with none of the methods that are called."""
+
+    def predict(self, row: Any) -> Any:
+        raise RuntimeError("not fitted")
+
+
+class Proxy:
+    """Fails outside of some context, as proxies of web frameworks do."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("outside of the context")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("outside of the context")
+
+
+OWN: Any = Own()
+LEFT_ALONE = Proxy(), GENERATOR, random.SystemRandom()
 
 
 async def _waiting(row: Any) -> Any:
@@ -157,7 +179,6 @@ BAD_DATA: dict[str, Any] = {
     "a sparse matrix": SparseMatrix(),
     "a structured array": np.array([(1, 2.0)], [("a", int), ("b", float)]),
     "vectors of different sizes": [np.zeros(3), np.zeros(5)],
-    "tensors of different sizes": [tf.zeros(3), tf.zeros(5)],
     "matrices of different sizes": [tf.zeros([3, 2]), np.zeros([4, 2])],
     "a matrix and a vector": [np.zeros([3, 2]), np.zeros([4])],
     "images of different sizes": SIZES,
@@ -166,7 +187,6 @@ BAD_DATA: dict[str, Any] = {
     "a list of ragged tensors": [tf.ragged.constant([[1], [2, 3]])] * 2,
     "dates": [datetime.date(2024, 1, 1)],
     "an array of dates": np.array(["2024-01-01"], "datetime64[D]"),
-    "durations": [datetime.timedelta(1)],
     "an array of durations": np.array([1], "timedelta64[s]"),
     "a time": [datetime.time(1)],
 }
@@ -176,14 +196,12 @@ BAD_OPTIONS: dict[str, Options] = {
     "an option of another library": {"verbose": 1},
     "an unknown option": {"q": 1},
     "batched": {"batched": 1},
-    "jit_compile": {"jit_compile": "yes"},
     "vectorize, text": {"vectorize": "no"},
     "vectorize, a number": {"vectorize": 1},
     "vectorize, batched": {"batched": True, "vectorize": True},
     "not vectorize, batched": {"batched": True, "vectorize": False},
     "a signature, batched": {"batched": True, "fn_output_signature": tf.int32},
     "batch_size 0": {"batch_size": 0},
-    "batch_size 2.5": {"batch_size": 2.5},
     "batch_size True": {"batch_size": True},
     "batch_size, text": {"batch_size": "4"},
     "a signature of text": {"fn_output_signature": "x"},
@@ -253,6 +271,11 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "tracing: looking into a list": (lambda n: n if n in SQUARES else -n, NUMBERS, {}),
     "tracing: printing": (lambda n: tf.print(n), NUMBERS, {}),
     "tracing: a dict as a row": (lambda row: row * 2, _dataset({"a": [1, 2]}), {}),
+    "tracing: predict of another object": (lambda n: OWN.predict(n), NUMBERS, {}),
+    "tracing: an attribute of another object": (lambda n: n + OWN.item, NUMBERS, {}),
+    "tracing: a method that another object lacks": (lambda n: OWN.upper(n), NUMBERS, {}),
+    "tracing: a key of a list": (lambda n: n * SQUARES["a"], NUMBERS, {}),  # type: ignore[call-overload]
+    "tracing: adding other objects": (lambda n: {"a": 1} + OWN, NUMBERS, {}),
     "tracing: creating a variable": (lambda n: tf.Variable(1.0) * tf.cast(n, tf.float32), NUMBERS, {}),
     "result: None": (lambda row: None, X, {}),
     "result: a leaf that is None": (lambda row: (row, None), X, {}),
@@ -282,6 +305,7 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "warning: random numbers of NumPy": (lambda n: n + np.random.randint(10), NUMBERS, {}),
     "warning: random numbers of Python": (lambda n: n + random.randrange(10), NUMBERS, {}),
     "warning: a random generator": (lambda n: n + GENERATOR.integers(10), NUMBERS, {}),
+    "nothing: objects that are left alone": (lambda n: n + (0 if LEFT_ALONE else 1), NUMBERS, {}),
     "a row without memory": (lambda n: tf.py_function(_exhausted, [n], tf.int64), NUMBERS[:1], {"batch_size": 2}),
 }
 
@@ -290,6 +314,23 @@ def _ways(fn: Any, data: Any, options: Options) -> Iterator[Callable[[], Any]]:
     yield lambda: devicemap.parallel_map(fn, data, **{**ONE, **options})
     yield lambda: devicemap.DeviceMap(fn, **{**SEVERAL, **options})(data)
     yield lambda: devicemap.DeviceMap(fn, **{**SEVERAL, "batch_size": 4, **options})(data)
+    if "batch_size" not in options and not isinstance(data, tf.data.Dataset):
+        yield lambda: _inside(lambda: devicemap.parallel_map(fn, data, **{**SEVERAL, **options}))
+
+
+def _inside(call: Callable[[], Any]) -> None:
+    """Make a call inside of a `tf.function`, and raise its error as it was there, with its cause."""
+    errors = []
+
+    def function() -> None:
+        try:
+            call()
+        except DeviceMapError as error:
+            errors.append(error)
+
+    tf.function(function, autograph=False)()
+    for error in errors:
+        raise error
 
 
 CHANGING = {
@@ -343,49 +384,47 @@ def test_messages(request: pytest.FixtureRequest) -> None:
     assert issubclass(UnknownOptionError, TypeError)  # as Python raises for an unknown keyword argument
 
 
-def _raising(row: Any) -> Any:
-    raise ValueError("odd value")
+def test_errors_keep_their_class_inside_a_function_of_autograph() -> None:
+    for name in (
+        "data: unequal leaves",
+        "option: batched",
+        "option: a misspelt option",
+        "option: devices",
+        "result: None",
+    ):
+        fn, data, options = CALLS[name]
+        with pytest.raises(DeviceMapError) as outside:
+            devicemap.parallel_map(fn, data, **options)
+        with pytest.raises(type(outside.value), match=re.escape(str(outside.value))) as inside:
+            tf.function(lambda: devicemap.parallel_map(fn, data, **options))()
+        assert type(inside.value) is type(outside.value)
 
 
-INSIDE: dict[str, tuple[Any, Any, Options, type[Exception], str]] = {
-    "data": (tf.identity, (X, X[:2]), {}, DataError, "the leaves of data have different numbers of rows: "),
-    "a dataset": (
-        NOT_CALLED,
-        tf.data.Dataset.range(4),
-        {},
-        DataError,
-        "cannot be mapped chunk by chunk inside a tf.fun",
-    ),
-    "a result": (lambda row: None, X, {}, FunctionError, "the result of fn is None; "),
-    "tracing": (_raising, X, {}, FunctionError, "ValueError: odd value"),
-    "an option": (NOT_CALLED, X, {"batched": 3}, OptionError, "batched=3; expected True or False"),
-    "chunks": (
-        NOT_CALLED,
-        X,
-        {"batch_size": 3},
-        OptionError,
-        "Map outside of the tf.function, or leave batch_size out",
-    ),
-    "no option": (NOT_CALLED, X, {"batch_sise": 3}, UnknownOptionError, "'batch_sise' is not an option; did you "),
-    "devices": (NOT_CALLED, X, {"devices": "CPU:9"}, DeviceError, "devices has 'CPU:9', which is not "),
-}
-
-
-@pytest.mark.parametrize("autograph", [True, False])
-@pytest.mark.parametrize("name", INSIDE)
-def test_errors_keep_their_class_inside_a_function(name: str, autograph: bool) -> None:
-    fn, data, options, error, message = INSIDE[name]
-    function = tf.function(lambda: devicemap.parallel_map(fn, data, **{**SEVERAL, **options}), autograph=autograph)
-    with pytest.raises(error, match=re.escape(message)) as caught:
-        function()
-    assert type(caught.value) is error or (name == "tracing" and isinstance(caught.value, ValueError))
+def test_what_cannot_be_mapped_inside_a_function() -> None:
+    anything = tf.TensorSpec(None, tf.int32)
+    for options, data, spec, error, message in (
+        (
+            {},
+            tf.data.Dataset.range(4),
+            None,
+            DataError,
+            "data cannot be mapped chunk by chunk inside a tf.function; do ",
+        ),
+        ({"batch_size": 3}, X, None, OptionError, "Map outside of the tf.function, or leave batch_size out"),
+        (
+            {},
+            tf.range(3),
+            anything,
+            DataError,
+            "data is of unknown rank (int32); every leaf needs rows as its first axis",
+        ),
+    ):
+        mapper = devicemap.DeviceMap(NOT_CALLED, **SEVERAL, **options)
+        for autograph in (True, False):
+            function = tf.function(lambda x: mapper(x), input_signature=spec and [spec], autograph=autograph)
+            with pytest.raises(error, match=re.escape(message)):
+                function(data)
     assert NOT_CALLED.count == 0
-
-
-def test_unknown_rank_inside_a_function() -> None:
-    function = tf.function(devicemap.DeviceMap(NOT_CALLED, **SEVERAL), input_signature=[tf.TensorSpec(None, tf.int32)])
-    with pytest.raises(DataError, match=r"data is of unknown rank \(int32\); every leaf needs rows as its first axis"):
-        function(tf.range(3))
 
 
 def test_data_in_several_arguments() -> None:
@@ -404,49 +443,6 @@ def test_a_tape_with_chunks() -> None:
             mapper(data)
         with tf.GradientTape() as tape, tape.stop_recording():  # as the message says
             np.testing.assert_array_equal(mapper(data), X)
-
-
-class _Own:
-    """An object of the user with none of the methods that are called."""
-
-    def predict(self, row: Any) -> Any:
-        raise RuntimeError("not fitted")
-
-
-class _Proxy:
-    """Fails outside of some context, as proxies of web frameworks do."""
-
-    @property
-    def __class__(self) -> Any:
-        raise RuntimeError("outside of the context")
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError("outside of the context")
-
-
-def test_no_advice_about_tensors_for_errors_of_other_objects() -> None:
-    own: Any = _Own()
-    items: Any = [1, 2]
-    functions = [
-        lambda n: own.predict(n),
-        lambda n: n * items["a"],
-        lambda n: n + own.item,
-        lambda n: own.read(n),
-        lambda n: own.upper(n),
-        lambda n: {"a": 1} + own,
-    ]
-    for fn in functions:
-        with pytest.raises(FunctionError, match=r"name=None\): (RuntimeError|TypeError|AttributeError): "):
-            devicemap.parallel_map(fn, NUMBERS, **ONE)
-
-
-def test_what_gives_no_error_and_no_warning() -> None:
-    """Objects that fail when they are inspected, and generators that are left alone."""
-    state = GENERATOR.bit_generator.state["state"]
-    captured = _Proxy(), GENERATOR, random.SystemRandom()
-    result = devicemap.parallel_map(lambda n: n + (0 if captured else 1), NUMBERS, **ONE)
-    np.testing.assert_array_equal(result, NUMBERS)
-    assert GENERATOR.bit_generator.state["state"] == state
 
 
 def test_random_numbers_of_other_threads_give_no_warning() -> None:
