@@ -430,6 +430,8 @@ first_axis = lambda drawing: drawing.choose(0, -drawing.rank)
 last_axis = lambda drawing: drawing.choose(-1, drawing.rank - 1)
 axes = lambda drawing: drawing.axes_of(drawing.rank, drawing.choose(*range(min(1, drawing.rank), drawing.rank + 1)))
 complex_type = lambda drawing: tf.complex128 if drawing.dtypes["T"] == "float64" else tf.complex64
+order = lambda drawing: [*drawing.draw(st.permutations(range(drawing.rank)))]
+pads = lambda drawing: [[drawing.choose(1, 0), drawing.choose(0, 1)] for _ in drawing.first]
 fft_lengths = lambda count, drawing: [drawing.choose(2, 3, length) for length in drawing.first[-count:]]
 
 
@@ -524,18 +526,11 @@ for sizes in ([1, 3], [4], [2, 0, 2], [1, -1]):
     ops("SplitV", "value:+s,4", size_splits=sizes, axis=last_axis, num_split=len(sizes))
     ops("SplitV", "value:4,+s", size_splits=sizes, axis=first_axis, num_split=len(sizes))
 ops("Tile", "*s", multiples=lambda drawing: [drawing.choose(2, 1, 0) for _ in drawing.first])
-for pads in ([[1, 1]], [[0, 2]]):
-    ops("Pad", "n", paddings=pads)
-    ops("MirrorPad", "3", paddings=pads, mode=("REFLECT", "SYMMETRIC"))
-    ops("PadV2", "input:n constant_values:!.", paddings=pads, T=("float32", "int32"))
-for pads in ([[1, 0], [0, 1]], [[0, 0], [1, 1]]):
-    ops("Pad", "n,m", paddings=pads, T=("float32", "int32", "float64", "complex64"))
-    ops("MirrorPad", "3,2", paddings=pads, mode=("REFLECT", "SYMMETRIC"), T=("float32", "int32"))
-    ops("PadV2", "input:n,m constant_values:!.", paddings=pads, T=("float32", "complex64"))
-ops("Transpose", "*s", perm=lambda d: [*d.draw(st.permutations(range(d.rank)))])
-ops(
-    "ConjugateTranspose", "+s,n", perm=lambda d: [*d.draw(st.permutations(range(d.rank)))]
-)  # of a scalar ends the process
+ops("Pad", "+s,n", paddings=pads, T=("float32", "int32", "float64", "complex64"))
+ops("PadV2", "input:+s,n constant_values:!.", paddings=pads, T=("float32", "int32", "complex64"))
+ops("MirrorPad", ("3,2", "2", "2,3,3"), paddings=pads, mode=("REFLECT", "SYMMETRIC"), T=("float32", "int32"))
+ops("Transpose", "*s", perm=order)
+ops("ConjugateTranspose", "+s,n", perm=order)  # of a scalar, it ends the process
 ops("BroadcastTo", "~s", shape=lambda drawing: drawing.axes["s"], T=("float32", "int32", "bool"))
 ops("Fill", "value:.", dims=lambda drawing: drawing.shape("*s"))
 ops("EnsureShape", "*s", shape=lambda drawing: [drawing.choose(length, None) for length in drawing.first])

@@ -33,13 +33,6 @@ def graph_laplacian(affinity: Any) -> Any:
     return tf.linalg.eigvalsh(tf.linalg.diag(tf.reduce_sum(weights, axis=1)) - weights)
 
 
-def rotation(angle: Any) -> Any:
-    c, s, zero, one = tf.cos(angle), tf.sin(angle), tf.zeros([]), tf.ones([])
-    about_z = tf.reshape(tf.stack([c, -s, zero, s, c, zero, zero, zero, one]), [3, 3])
-    about_x = tf.convert_to_tensor([[one, zero, zero], [zero, c, -s], [zero, s, c]])
-    return tf.linalg.trace(about_z @ about_x), about_z @ about_x
-
-
 def schroedinger_step(state: Any) -> Any:
     """Crank-Nicolson for a complex state `[4]`."""
     hamiltonian = tf.complex(MATRIX + tf.transpose(MATRIX), tf.zeros([4, 4]))
@@ -104,7 +97,6 @@ FUNCTIONS = {
     "pseudo-inverse": (lambda m: tf.linalg.pinv(m) @ m, DESIGN),
     "Procrustes": (procrustes, normal(6, 3)),
     "graph Laplacian": (graph_laplacian, MATRICES),
-    "rotation matrices": (rotation, normal()),
     "torque": (lambda arm, force: tf.reduce_sum(tf.linalg.cross(arm, force), axis=0), (normal(4, 3), normal(4, 3))),
     "square root of a matrix": (lambda m: tf.linalg.sqrtm(m), symmetric(3)),
     "determinant and inverse": (lambda m: tf.linalg.det(m) * tf.linalg.inv(m), symmetric(3)),

@@ -22,14 +22,6 @@ def kepler(state: Any) -> Any:
     return tf.concat([position, velocity], axis=0)
 
 
-def lorenz96(x: Any) -> Any:
-    slope = lambda x: (tf.roll(x, -1, 0) - tf.roll(x, 2, 0)) * tf.roll(x, 1, 0) - x + 8.0
-    k1 = slope(x)
-    k2 = slope(x + 0.025 * k1)
-    k3 = slope(x + 0.025 * k2)
-    return x + 0.05 / 6.0 * (k1 + 2.0 * k2 + 2.0 * k3 + slope(x + 0.05 * k3))
-
-
 def heat(u: Any, diffusivity: Any) -> Any:
     for _ in tf.range(8):
         inner = u[1:-1] + diffusivity * (u[2:] - 2 * u[1:-1] + u[:-2])
@@ -109,7 +101,6 @@ def game_of_life(cells: Any) -> Any:
 
 FUNCTIONS = {
     "Kepler orbit": (kepler, normal(4)),
-    "Lorenz 96": (lorenz96, normal(8)),
     "heat equation": (heat, (normal(12), uniform(high=0.4))),
     "wave equation": (wave_2d, normal(2, 6, 6)),
     "n bodies": (n_body, (normal(4, 3), uniform(4))),

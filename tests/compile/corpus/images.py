@@ -29,12 +29,6 @@ def augmented(image: Any, seed: Any) -> Any:
     return tf.image.stateless_random_contrast(image, 0.8, 1.2, seed)
 
 
-def local_contrast(image: Any) -> Any:
-    mean = tf.nn.avg_pool2d(image[None], 3, 1, "SAME")
-    square = tf.nn.avg_pool2d(image[None] ** 2, 3, 1, "SAME")
-    return ((image - mean) * tf.math.rsqrt(tf.maximum(square - mean**2, 0.0) + 0.01))[0]
-
-
 def patch_embedding(image: Any) -> Any:
     patches = tf.image.extract_patches(image[None], [1, 4, 4, 1], [1, 4, 4, 1], [1, 1, 1, 1], "VALID")
     return tf.reshape(patches, [9, 48]) @ shared(48, 4)
@@ -43,14 +37,6 @@ def patch_embedding(image: Any) -> Any:
 def boxes_kept(boxes: Any, scores: Any) -> Any:
     kept = tf.image.non_max_suppression(boxes, scores, 4, 0.3)
     return tf.pad(kept, [[0, 4 - tf.size(kept)]], constant_values=-1)
-
-
-def intersection_over_union(boxes: Any) -> Any:
-    low = tf.maximum(boxes[:, None, :2], boxes[None, :, :2])
-    high = tf.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
-    overlap = tf.reduce_prod(tf.nn.relu(high - low), axis=-1)
-    area = tf.reduce_prod(boxes[:, 2:] - boxes[:, :2], axis=-1)
-    return overlap / (area[:, None] + area[None] - overlap)
 
 
 IMAGES, OTHERS = uniform(12, 12, 3), uniform(12, 12, 3, seed=1)
@@ -68,12 +54,10 @@ FUNCTIONS = {
     "HSV and back": (lambda i: tf.image.hsv_to_rgb(tf.image.rgb_to_hsv(i) * [1.0, 0.5, 1.0]), IMAGES),
     "histogram": (lambda i: tf.math.bincount(tf.cast(i, tf.int32), minlength=256, maxlength=256), BYTES),
     "palette": (lambda i: tf.argmin(tf.reduce_sum((i[:, :, None] - PALETTE) ** 2, axis=-1), axis=-1), IMAGES),
-    "local contrast": (local_contrast, IMAGES),
     "standardised image": (tf.image.per_image_standardization, IMAGES),
     "gamma of bytes": (lambda i: tf.image.convert_image_dtype(i, tf.float32) ** 2.2, BYTES),
     "patch embedding": (patch_embedding, IMAGES),
     "kept boxes": (boxes_kept, (BOXES, uniform(6))),
-    "intersection over union": (intersection_over_union, BOXES),
     "crop and padding": (lambda i: tf.image.resize_with_crop_or_pad(tf.image.central_crop(i, 0.5), 8, 8), IMAGES),
     "structural similarity": (lambda a, b: tf.image.ssim(a, b, 1.0, filter_size=5), (IMAGES, OTHERS)),
 }

@@ -29,12 +29,6 @@ def means_of_bins(sample: Any) -> Any:
     return bins, tf.math.unsorted_segment_mean(sample, bins, 4)
 
 
-def option_price(spot: Any, volatility: Any) -> Any:
-    """Monte Carlo with random numbers that all rows share."""
-    payoff = tf.nn.relu(spot * tf.exp(-0.5 * volatility**2 + volatility * DRAWS) - 1.0)
-    return tf.reduce_mean(payoff), tf.math.reduce_std(payoff) / np.sqrt(200.0)
-
-
 def black_scholes_delta(spot: Any, volatility: Any) -> Any:
     cdf = lambda x: 0.5 * (1.0 + tf.math.erf(x / np.float32(np.sqrt(2.0))))
     with tf.GradientTape() as tape:
@@ -53,13 +47,6 @@ def mixture(x: Any) -> Any:
 def beta(x: Any) -> Any:
     a, b = 1.0 + 2.0 * x[0], 2.0 + x[1]
     return tf.math.xlogy(a - 1.0, x[2]) + tf.math.xlog1py(b - 1.0, -x[2]) - tf.math.lbeta(tf.stack([a, b]))
-
-
-def variational_bound(code: Any) -> Any:
-    mean, log_variance = tf.split(code, 2)
-    z = mean + tf.exp(0.5 * log_variance) * DRAWS[:3]
-    divergence = -0.5 * tf.reduce_sum(1.0 + log_variance - mean**2 - tf.exp(log_variance))
-    return tf.reduce_sum(tf.nn.sigmoid_cross_entropy_with_logits(labels=tf.ones([3]), logits=z)) + divergence
 
 
 def leapfrog(x: Any) -> Any:
@@ -89,13 +76,11 @@ FUNCTIONS = {
     "histogram and entropy": (histogram_entropy, SAMPLES),
     "empirical distribution": (lambda s: tf.searchsorted(tf.sort(s), tf.linspace(-2.0, 2.0, 9), "right") / 20, SAMPLES),
     "means of bins": (means_of_bins, SAMPLES),
-    "option price": (option_price, OPTIONS),
     "Black-Scholes with delta": (black_scholes_delta, OPTIONS),
     "Gaussian mixture": (mixture, POINT),
     "beta density in float64": (beta, uniform(3, low=0.1, high=0.9, dtype=tf.float64)),
     "incomplete beta": (lambda x: tf.math.betainc(1.0 + x[0], 2.0 + x[1], x[2]), uniform(3, low=0.1, high=0.9)),
     "von Mises": (lambda x: x * tf.cos(0.5) - tf.math.log(tf.math.bessel_i0e(x)) - x, uniform(low=0.5, high=5.0)),
-    "variational bound": (variational_bound, normal(6)),
     "Hamiltonian Monte Carlo": (leapfrog, POINT),
     "clipped by norm": (lambda x: tf.clip_by_norm(x, 1.0), POINT),
     "clipped by global norm": (lambda x: tf.clip_by_global_norm([x, x * 2.0], 0.5)[0][1], POINT),

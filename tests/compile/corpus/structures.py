@@ -81,11 +81,6 @@ def flags(a: Any, b: Any) -> Any:
     return tf.reduce_all(both | b), tf.math.count_nonzero(both, dtype=tf.int32), parity
 
 
-def grids(x: Any, y: Any) -> Any:
-    a, b = tf.meshgrid(x, y, indexing="ij")
-    return tf.stack([a, b], axis=-1), tf.reshape(tf.repeat(x, 2), [4, 2]) + tf.tile(y[None, :2], [4, 1])
-
-
 def tokens(text: Any) -> Any:
     words = tf.strings.split(tf.strings.lower(text[None]), " ").to_tensor("", shape=[1, 3])[0]
     return VOCABULARY.lookup(words), tf.strings.length(text)
@@ -110,7 +105,6 @@ FUNCTIONS = {
     "bits": (bits, integers(high=200)),
     "bits of a float": (lambda x: tf.bitcast(x, tf.int32), VECTORS),
     "flags": (flags, (normal(6) > 0.0, normal(6, seed=1) > 0.0)),
-    "grids": (grids, (normal(4), VECTORS)),
     "tf.vectorized_map inside": (lambda x: tf.vectorized_map(lambda p: tf.tensordot(p, p, 0), x), normal(4, 3)),
     "running sums and products": (lambda x: tf.cumsum(x, exclusive=True) + tf.math.cumprod(x, reverse=True), VECTORS),
     "running logsumexp": (tf.math.cumulative_logsumexp, VECTORS),
