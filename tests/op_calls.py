@@ -633,8 +633,10 @@ ops("Lu", "+b,N,N", output_idx_type=PAIRS, T=FLOATS)
 ops("Eig", "+b,N,N", compute_v=True, Tout=complex_type, T=FLOATS)
 ops("SelfAdjointEigV2", "+b,N,N", compute_v=True, T=FLOATS)
 ops("Svd", "+b,N,N", compute_uv=True, full_matrices=BOTH, T=FLOATS)
-# Kernels leave the vectors uninitialised if they are not computed.
-ops("Eig", "+b,N,N", lambda **given: tf.raw_ops.Eig(**given)[0], compute_v=False, Tout=complex_type, T=FLOATS)
+# Kernels leave the vectors uninitialised if they are not computed, and Eig gives them another shape than TensorFlow declares:
+# gradients of it in a loop of the row fail.
+eigenvalues = lambda **given: tf.stop_gradient(tf.raw_ops.Eig(**given)[0])
+ops("Eig", "+b,N,N", eigenvalues, compute_v=False, Tout=complex_type, T=FLOATS)
 ops("SelfAdjointEigV2", "+b,N,N", lambda **given: tf.raw_ops.SelfAdjointEigV2(**given)[0], compute_v=False, T=FLOATS)
 ops("Svd", "+b,N,N", lambda **given: tf.raw_ops.Svd(**given)[0], compute_uv=False, T=FLOATS)
 ops("MatrixSolve", "matrix:+b,N,N rhs:+b,N,k", adjoint=BOTH, T=MATRIX_TYPES)
