@@ -59,7 +59,7 @@ test-oldest:
 	.venv-oldest/bin/python -m pip install --quiet "$(TENSORFLOW)==$(OLDEST_TENSORFLOW)" "numpy<2" --group test
 	.venv-oldest/bin/python -m pip install --quiet --no-deps --editable .
 	.venv-oldest/bin/python $(PYTEST) --junitxml=build/test-oldest.xml --ignore tests/test_ray.py
-	.venv-oldest/bin/python $(PYTEST) -m nightly tests/compile/test_vectorizable_ops.py
+	.venv-oldest/bin/python $(PYTEST) --all -m nightly tests/compile/test_vectorizable_ops.py
 
 # TensorFlow's nightly build: which non-public names are gone, and whether the guarantees hold.
 test-tf-nightly:
