@@ -41,14 +41,10 @@ COUNTS = {
     "hosts": (4,),
     "ray": (1,),
     "balance_gpus": (8,),
-    "gpus": (1, 2, 4),
 }
 """On how many devices each topic runs, in this order: what the targets ask for."""
 
-ON_GPUS = ("call_cost", "gathering", "captured", "real_functions")
-"""The files of the topic `gpus`."""
-
-_APART = ("hosts", "balance_gpus", "gpus")
+_APART = ("hosts", "balance_gpus")
 """Topics that have to be connected to other devices, or to make them, before there is anything else in their process."""
 
 QUICK_DEVICES = 4
@@ -113,13 +109,12 @@ def run(topics: Sequence[str], counts: Sequence[int] | None, folder: Path, extra
 
 def measure(topics: Sequence[str], devices: int, path: Path, extra: Sequence[str]) -> int:
     """Run pytest in a process; the results are at `path` if, and only if, all cases passed."""
-    names = [name for topic in topics for name in (ON_GPUS if topic == "gpus" else (topic,))]
-    files = [str(HERE / f"test_{name}.py") for name in names]
+    files = [str(HERE / f"test_{topic}.py") for topic in topics]
     part = path.with_suffix(".part")
     command = [
         sys.executable, "-m", "pytest", *files, f"--devices={devices}", f"--benchmark-json={part}", "-q", "-p", "no:warnings",
         "-p", "no:cacheprovider", "--benchmark-columns=median,iqr,rounds", "--benchmark-sort=name", *extra,
-        *(["--softgpus"] if {"gpus", "balance_gpus"} & {*topics} else []),
+        *(["--softgpus"] if "balance_gpus" in topics else []),
     ]  # fmt: skip
     print(f"{', '.join(topics)} on {devices} devices", flush=True)
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "PYTHONPATH": str(HERE.parent)}  # for processes of peers

@@ -35,9 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("devices")
     group.addoption("--devices", type=int, default=8, help="how many devices the benchmarks run on (8)")
     group.addoption("--gpu-memory", type=int, help="megabytes of each logical GPU that a GPU is cut into")
-    group.addoption(
-        "--softgpus", action="store_true", help="on GPUs in software: what they copy is recorded, and no seconds are"
-    )
+    group.addoption("--softgpus", action="store_true", help="on emulated GPUs")
     group.addoption(
         "--quick", action="store_true", help="small cases, once: that the suite works, not how fast things are"
     )
@@ -75,21 +73,19 @@ def scale(pytestconfig: pytest.Config) -> Scale:
 
 
 @pytest.fixture
-def copy_log(pytestconfig: pytest.Config) -> traffic.CopyLog | None:
-    """What reads the log of GPUs in software; `None` on other devices."""
+def emulated_gpus(pytestconfig: pytest.Config) -> softgpu.SoftGPUs:
+    """The emulated GPUs of `--softgpus`."""
     if not pytestconfig.getoption("--softgpus"):
-        return None
+        pytest.skip("needs --softgpus")
     try:
-        return traffic.CopyLog(softgpu.start(pytestconfig.getoption("--devices")))
+        return softgpu.start(pytestconfig.getoption("--devices"))
     except Unavailable as reason:
         pytest.skip(str(reason))
 
 
 @pytest.fixture
-def meter(copy_log: traffic.CopyLog | None) -> traffic.Meter:
-    """What counts the bytes that are sent between devices; asked for before the graphs are made, which it has to see."""
-    if copy_log is not None:
-        return copy_log
+def meter() -> traffic.Meter:
+    """Counts the bytes that are sent between devices; requested before the graphs are made, which it has to see."""
     try:
         return traffic.load()
     except Unavailable as reason:

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.records import OURS
-from benchmarks.traffic import CopyLog, Meter
+from benchmarks.traffic import Meter
 
 Way = Callable[[], Any]
 
@@ -70,8 +70,7 @@ def compare(
         answer: what every way must give, to a relative `tolerance`; `None`: what the first way gives.
         patience_seconds: a way that took so long in all its turns takes no more; the subject always takes all.
         subject: the way that pytest-benchmark times; `None`: the first of ours.
-        meter: counts what the fourth call of each way sends between devices, for the report; `None`: nobody does. Of GPUs in
-            software this alone is recorded, under a topic of their own: their seconds mean nothing.
+        meter: counts what the fourth call of each way sends between devices, for the report; `None`: not counted.
         facts: what else the report should know, as `ideal_seconds`, or `targets`, by way.
 
     Raises:
@@ -92,11 +91,6 @@ def compare(
             way()
             way()
         facts["traffic"] = {name: asdict(meter.measure(way)) for name, way in ways.items()}
-    if isinstance(meter, CopyLog):
-        benchmark.pedantic(ways[subject])
-        benchmark.extra_info |= {"topic": "gpus", "case": f"{topic}: {case}", "devices": devices}
-        benchmark.extra_info |= {"seconds": {}, "first_seconds": {}, "traffic": facts["traffic"]}
-        return {}
     for name, way in ways.items():
         if not isinstance(way, Prepared) and (first_seconds[name] < _LONG_SECONDS or name == subject):
             _seconds_of(way, calls)

@@ -40,14 +40,6 @@ CAPTURED_TEXT = (
     "batches is of the whole job; chunks that happen to go to the first device do not travel."
 )
 
-GPUS_TEXT = (
-    "No figure is from hardware: these are [GPUs in software](../softgpu/README.md), which tell what is copied between the "
-    "memories of the host and the GPUs, and no seconds. In each cell: kB, and how many copies they are. The rows of data are "
-    "on the host, where the case does not say otherwise, variables on the first GPU; a call ends when its results are on the "
-    "host. It is not the first call: of rows that are sliced in eager code (scored in batches), TensorFlow keeps a copy on "
-    "the first GPU. XLA and cuDNN are not there, and no case asks for them."
-)
-
 HOSTS_TEXT = (
     "Simulated devices of another process on the same machine, over loopback: a network adds what it takes for the same "
     "bytes. A chunk takes as long on the devices of both processes; what is more is what TensorFlow's servers cost."
@@ -88,7 +80,6 @@ TOPICS = {
         SHARE_TEXT + " They are [GPUs in software](../softgpu/README.md), whose kernels take the time of their rows.",
     ),
     "gpu": ("GPUs", TIME_TEXT),
-    "gpus": ("What travels on GPUs", GPUS_TEXT),
 }
 """Title and text of each page, in the order of the index."""
 
@@ -120,8 +111,6 @@ def write(folder: Path) -> list[Verdict]:
 def write_page(topic: str, records: Sequence[Record], plots: Sequence[str]) -> str:
     """One topic: tables, what the first calls took, and plots."""
     title, text = TOPICS[topic]
-    if topic == "gpus":
-        return "\n\n".join([f"# {title}", f"{_machines(records)}. {_measured(records)} {text}", copied(records)]) + "\n"
     turns = max(len(seconds) for record in records for seconds in record.seconds.values())
     parts = [
         f"# {title}",
@@ -197,15 +186,6 @@ def sent(records: Sequence[Record]) -> str:
         for way, t in r.facts["traffic"].items()
     ]
     return _markdown(["case", "devices", "way", "kB per call", "tensors", "of them whole lists"], rows)
-
-
-def copied(records: Sequence[Record]) -> str:
-    rows = [
-        [r.case, r.devices, way, *(f"{sent / 1000:.1f} ({copies})" if copies else 0 for sent, copies in t.values())]
-        for r in records
-        for way, t in r.facts["traffic"].items()
-    ]
-    return _markdown(["case", "GPUs", "way", "to the GPUs", "to the host", "between GPUs"], rows)
 
 
 def rises(records: Sequence[Record]) -> str:

@@ -11,7 +11,6 @@ import devicemap
 from benchmarks import jobs, peers, simulator, softgpu
 from benchmarks.conftest import Scale
 from benchmarks.measuring import compare
-from benchmarks.traffic import CopyLog
 
 TARGETS = {
     "even": 0.95,
@@ -27,15 +26,13 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("name", list(jobs.JOBS))
-def test_balance_on_gpus(benchmark: Any, copy_log: CopyLog | None, scale: Scale, name: str) -> None:
-    if copy_log is None:
-        pytest.skip("needs --softgpus")
-    gpus, work = softgpu.start(scale.devices), simulator.load().work
+def test_balance_on_gpus(benchmark: Any, emulated_gpus: softgpu.SoftGPUs, scale: Scale, name: str) -> None:
+    work = simulator.load().work
     devices = [f"GPU:{i}" for i in range(scale.devices)]
     with tf.device("CPU:0"):
         job = jobs.make_job(scale.devices, scale.job_seconds, *jobs.JOBS[name])
     for device, speed in enumerate(job.speeds):
-        gpus.configure(device, speed=speed)
+        emulated_gpus.configure(device, speed=speed)
     data = job.rows, job.seconds
     mapper = devicemap.DeviceMap(work, devices=devices, batched=True)
     blocks = peers.graph_blocks(work, devices)

@@ -14,7 +14,6 @@ import devicemap
 from benchmarks import peers
 from benchmarks.conftest import Scale
 from benchmarks.measuring import compare
-from benchmarks.traffic import CopyLog
 
 ROWS = 16
 MOST = 1.0
@@ -24,7 +23,7 @@ def fn(batch: Any) -> Any:
     return tf.sin(batch) * 2.0
 
 
-def test_call_on_few_rows(benchmark: Any, copy_log: CopyLog | None, real_devices: list[str], scale: Scale) -> None:
+def test_call_on_few_rows(benchmark: Any, real_devices: list[str], scale: Scale) -> None:
     with tf.device("CPU:0"):
         x = tf.random.stateless_normal([ROWS, 3], [0, 0])
     concat, array = (peers.graph_blocks(fn, real_devices, gathering) for gathering in ("tf.concat", "TensorArray"))
@@ -36,5 +35,5 @@ def test_call_on_few_rows(benchmark: Any, copy_log: CopyLog | None, real_devices
     }
     compare(
         benchmark, ways, topic="call_cost", case=f"{ROWS} rows", rounds=5 if scale.quick else 40, calls=20,
-        devices=len(real_devices), targets={"most ratio": {"devicemap": MOST}}, meter=copy_log,
+        devices=len(real_devices), targets={"most ratio": {"devicemap": MOST}},
     )  # fmt: skip

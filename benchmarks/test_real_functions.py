@@ -17,7 +17,6 @@ from benchmarks import functions, peers
 from benchmarks.conftest import Scale
 from benchmarks.functions import Case, cases
 from benchmarks.measuring import Way, compare
-from benchmarks.traffic import CopyLog
 
 NAMES = (
     "ODE solver", "coupled oscillators", "stencil", "mel spectrogram", "Sinkhorn", "JPEG decoding", "small SVD", "serial scan",
@@ -28,20 +27,16 @@ QUICK, QUICK_ROWS = ("ODE solver", "Keras CNN"), 8
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_real_function(
-    benchmark: Any, copy_log: CopyLog | None, real_devices: list[str], scale: Scale, name: str
-) -> None:
+def test_real_function(benchmark: Any, real_devices: list[str], scale: Scale, name: str) -> None:
     if scale.quick and name not in QUICK:
         pytest.skip("a short run takes two of them")
     case = cases()[name]
     if scale.quick:
         case = replace(case, data=case.data[:QUICK_ROWS])
-    ways = ways_of(case, real_devices)
-    if copy_log is None:  # these do not compute on the devices
-        ways |= others_of(case)
+    ways = ways_of(case, real_devices) | others_of(case)
     compare(
         benchmark, ways, topic="real_functions", case=name, rounds=2 if scale.quick else 60, devices=len(real_devices),
-        tolerance=1e-2, rows=len(case.data), targets={"most ratio": {"devicemap": MOST}}, meter=copy_log,
+        tolerance=1e-2, rows=len(case.data), targets={"most ratio": {"devicemap": MOST}},
     )  # fmt: skip
 
 

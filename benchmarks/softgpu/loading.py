@@ -131,6 +131,7 @@ def compile_library() -> Path:
     return build(source=SOURCE, libraries=("libtensorflow_cc.so.2",))
 
 
+@functools.cache  # TensorFlow aborts if a plug-in is loaded twice
 def start(count: int = 2, memory_bytes: int = 512 << 20) -> SoftGPUs:
     """Make software GPUs of this process; what was not compiled yet is, which takes about half a minute.
 
