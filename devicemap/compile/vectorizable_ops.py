@@ -88,10 +88,11 @@ class Call:
         shapes = self.shape(x), self.shape(y)
         if 0 in (shapes[0].rank, shapes[1].rank):
             return True
-        try:
-            return bool(tf.broadcast_static_shape(*shapes).is_fully_defined())
+        try:  # an unknown length counts as matching there, so both shapes have to be known
+            tf.broadcast_static_shape(*shapes)
         except ValueError:
             return False
+        return all(shape.is_fully_defined() for shape in shapes)
 
     def uses(self, place: int) -> bool:
         """Whether a result is used."""

@@ -286,3 +286,18 @@ def test_a_shared_matrix_times_a_matrix_of_each_row(columns: int, transposed: di
     for count in (1, 7):
         for run in (mapper, unknown):
             np.testing.assert_allclose(run(rows[:count]), one_by_one(fn, rows[:count]), rtol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 2)])
+def test_equality_with_an_unknown_shape(shape: tuple[int, int]) -> None:
+    """`==` of shapes that do not match is one `False` per row; a known length and an unknown one may not match."""
+    known = tf.ones([2, 2])
+
+    def fn(row: Any) -> Any:
+        return row == known
+
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:1", "CPU:2"])
+    spec = tf.TensorSpec([None, None, None])
+    found = tf.function(mapper, input_signature=[spec])(tf.ones([3, *shape]))
+    assert found.numpy().tolist() == [np.array(fn(tf.ones(shape))).tolist()] * 3
+    assert not mapper.explain(spec).vectorized
