@@ -30,7 +30,7 @@ class ProgressBar:
         `rich.reconfigure(stderr=True)` was called.
         """
         console = console or get_console()
-        self._progress = Progress(
+        self.display = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(_BAR_CHARACTERS),
             MofNCompleteColumn(),
@@ -43,23 +43,23 @@ class ProgressBar:
         )
         short = name if len(name) <= _NAME_CHARACTERS else f"{name[: _NAME_CHARACTERS - 3]}..."
         self._failed = 0
-        self._task = self._progress.add_task(short, start=False, total=None, state="rows")
+        self._task = self.display.add_task(short, start=False, total=None, state="rows")
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, CallStarted):
-            self._progress.update(self._task, total=event.rows)
+            self.display.update(self._task, total=event.rows)
             with suppress(*_DRAWING_ERRORS):  # another bar is drawn there, or the terminal is closed
-                self._progress.start()
-                self._progress.start_task(self._task)
+                self.display.start()
+                self.display.start_task(self._task)
         elif isinstance(event, ChunkFinished):
-            self._progress.update(self._task, advance=len(event.shard))
+            self.display.update(self._task, advance=len(event.shard))
         elif isinstance(event, RowFailed):
             self._failed += 1
-            self._progress.update(self._task, advance=1, state=f"rows, {self._failed} failed")
+            self.display.update(self._task, advance=1, state=f"rows, {self._failed} failed")
         elif isinstance(event, CallFinished):
-            (task,) = self._progress.tasks
+            (task,) = self.display.tasks
             total = task.completed if task.total is None else task.total
             state = task.fields["state"] if event.error is None else "stopped"
-            self._progress.update(self._task, total=total, state=state)
+            self.display.update(self._task, total=total, state=state)
             with suppress(*_DRAWING_ERRORS):
-                self._progress.stop()
+                self.display.stop()

@@ -19,7 +19,7 @@ from devicemap.store.chunks import StoredChunk, chunk_of, failed_row
 from devicemap.store.database import Database, Header, database_errors, open_for_writing
 from devicemap.store.encoding import Arrays
 
-_QUEUE_BYTES = 2**28
+QUEUE_BYTES = 2**28
 """Callers of `append` wait while more bytes than this are not committed."""
 
 _ADVICE = "All committed chunks are kept: run again to compute the missing ones"
@@ -96,7 +96,7 @@ class Writer:
 
     def _put(self, write: _Write, size_bytes: int) -> None:
         with self._changed:
-            room = _QUEUE_BYTES - size_bytes
+            room = QUEUE_BYTES - size_bytes
             self._changed.wait_for(lambda: self._bytes <= max(room, 0) or self._error or self._closed)
             self._check()
             if self._first is not None:

@@ -45,9 +45,9 @@ def _drawn(events: list[Event], name: str = "", console: Console | None = None) 
     for event in events:
         bar(event)
     if not isinstance(events[-1], CallFinished):
-        bar._progress.refresh()
+        bar.display.refresh()
     text: str = console.file.getvalue()
-    bar._progress.stop()
+    bar.display.stop()
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
@@ -118,7 +118,7 @@ def test_ctrl_c_while_it_opens_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -
         raise KeyboardInterrupt
 
     bar = ProgressBar(console=_terminal())
-    monkeypatch.setattr(bar._progress.live, "refresh", interrupted)
+    monkeypatch.setattr(bar.display.live, "refresh", interrupted)
     with pytest.raises(KeyboardInterrupt):
         bar(EVENTS[0])
     monkeypatch.undo()

@@ -204,7 +204,7 @@ def test_small_chunks_are_committed_together(tmp_path: Path) -> None:
 
 
 def test_workers_wait_for_a_full_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("devicemap.store.writer._QUEUE_BYTES", 1)
+    monkeypatch.setattr("devicemap.store.writer.QUEUE_BYTES", 1)
     assert Counted(_triple).write(tmp_path) == list(range(64))
 
 
