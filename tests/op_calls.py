@@ -506,7 +506,7 @@ ops("ReverseV2", "*s", axis=axes)
 ops("Roll", "input:+s,3 shift:.", axis=axis, T=FLOATS)
 ops("Roll", "input:2,3,+s shift:=2", axis=lambda drawing: drawing.axes_of(drawing.rank, 2), T=FLOATS)
 ops("LogSoftmax Softmax", "+s,n")
-ops("TopKV2", "+s,3", k=(2, 1, 0), sorted=True)
+ops("TopKV2", "+s,3", k=(2, 1, 0), sorted=True, Tk=("int32",))  # TensorFlow gives k a gradient of int32
 ops("InTopKV2", "predictions:n,4 targets:n", k=(2, 1))
 ops("LowerBound UpperBound", "R,N R,c", out_type=PAIRS, T=NUMBERS)
 
