@@ -108,6 +108,15 @@ def brief(error: BaseException) -> str:
     return str(error).strip() or type(error).__name__
 
 
+def add_note(error: Any, note: str) -> None:
+    """Add a note to an error, which Python 3.11 and later print with it."""
+    with contextlib.suppress(Exception):  # an error that refuses notes is still the one to raise
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        else:
+            error.__notes__ = [*getattr(error, "__notes__", []), note]
+
+
 def error_text(error: BaseException) -> str:
     """Return the class of an error and what happened, in one line."""
     return f"{type(error).__name__}: {brief(error)}"

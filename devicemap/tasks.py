@@ -18,7 +18,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from devicemap.devices import choose_devices, task_device
-from devicemap.errors import DataError, DeviceMapError, OptionError
+from devicemap.errors import DataError, DeviceMapError, OptionError, add_note
 from devicemap.events import (
     CallFinished,
     CallStarted,
@@ -259,9 +259,5 @@ def _with_note(error: Any, shard: Shard, item: Any) -> BaseException:
     note = f"item {shard.start} on {short_name(shard.device)}"
     with suppress(Exception):  # reprlib takes a class for a built-in one of the same name
         note += f": {reprlib.repr(item)}"
-    with suppress(Exception):  # an error that refuses notes is still the one to raise
-        if hasattr(error, "add_note"):  # from Python 3.11 on
-            error.add_note(note)
-        else:
-            error.__notes__ = [*getattr(error, "__notes__", []), note]
+    add_note(error, note)
     return error

@@ -290,7 +290,8 @@ def _speeds(name: str, workload: tuple[Any, int, int], devices: Sequence[str], s
         scale = min(most, max(2 * scale, int(scale * min(50.0, seconds / max(measured, 1e-3)))))
         fn, data = make(scale)
     first = None
-    for count in sorted({2**k for k in range(len(devices).bit_length()) if 2**k <= len(devices)} | {len(devices)}):
+    powers = {2**k for k in range(len(devices).bit_length())} if len(devices) > 8 else {*range(1, len(devices))}
+    for count in sorted(powers | {len(devices)}):
         measured = _seconds(fn, data, devices[:count])
         first = first or measured
         speed = Speed(name, count, measured, first / measured)

@@ -24,6 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.data.sources import Source
+from devicemap.errors import add_note
 from devicemap.events import DeviceLost
 from devicemap.hosts import host_of, is_remote
 from devicemap.run.chunk_sizes import Throughput, next_chunk_size
@@ -177,6 +178,8 @@ class Scheduler:
             chunk, error = self._source.take(rows), None
         except BaseException as raised:  # of the user's data: raised after the rows before it
             chunk, error = None, raised
+            if self._call.options.skips:
+                add_note(error, "on_error='skip' leaves out rows of fn; dataset.ignore_errors() leaves out elements")
         if chunk is None:
             self._at_end = True
             self._call.to_consumer.put(End(self._read, error))

@@ -237,7 +237,9 @@ def test_traced_once_for_all_calls() -> None:
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("reducer", ["median", None, 3, {}, ("sum", "most"), Reducer(0, None, None)], ids=str)
+@pytest.mark.parametrize(
+    "reducer", ["median", None, 3, {}, ("sum", "most"), Reducer(0, None, None)], ids=lambda reducer: str(reducer)[:10]
+)
 def test_what_is_no_reducer_is_refused(reducer: Any) -> None:
     with pytest.raises(OptionError, match=r"sum|step"):
         parallel_reduce(lambda x: x, tf.range(3), reducer, devices=TWO)

@@ -109,8 +109,9 @@ def test_where_rows_cannot_be_left_out() -> None:
     with pytest.raises(OptionError, match="on_error='ignore'; expected 'raise' or 'skip'"):
         devicemap.parallel_map(_checked([]), X, on_error="ignore")
     broken = tf.data.Dataset.from_tensor_slices(tf.range(9)).map(lambda n: 1 // (n - 5))
-    with pytest.raises(tf.errors.OpError, match="division by zero"):
+    with pytest.raises(tf.errors.OpError, match="division by zero") as raised:
         devicemap.parallel_map(lambda n: n, broken, on_error="skip")
+    assert any("dataset.ignore_errors()" in note for note in raised.value.__notes__)
     with pytest.raises(FunctionError, match=r"fn returned 1 row\(s\) for the \d+ row\(s\)"):
         devicemap.parallel_map(lambda rows: rows[:1], X, batched=True, batch_size=8, on_error="skip")
 
