@@ -208,6 +208,8 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
         try:
             parts.append(run(piece))
         except BaseException as error:
+            if call.stopped:  # it was cancelled, which is no error of these rows
+                return
             call.notify(ChunkFailed, shard=shard, started_seconds=started, error=error)
             action = retry_action(error, piece.count, attempt, call.options.max_retries, task.out_of_memory)
             again = True

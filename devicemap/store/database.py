@@ -216,7 +216,9 @@ class Database:
         self._connection.executemany("DELETE FROM chunks WHERE start = ?", [chunk[:1] for chunk in dropped])
 
     def insert(self, chunk: StoredChunk, arrays: Arrays) -> None:
-        """Add a chunk, with new identifiers for its arrays."""
+        """Add a chunk, with new identifiers for its arrays, in place of rows in it that failed before."""
+        failed = "DELETE FROM chunks WHERE start BETWEEN ? AND ? AND error IS NOT NULL"
+        self._connection.execute(failed, (chunk.start, chunk.stop - 1))
         ((last,),) = self._connection.execute("SELECT ifnull(max(id), 0) FROM arrays")
         first = last + 1
         for (leaf, name), array in arrays.items():

@@ -165,10 +165,9 @@ def _as_column(leaf: Any, spec: Any) -> Any:
     """Return a tensor for `as_arrow`: dense rows of unknown shape as ragged ones, so that all chunks have one type."""
     if isinstance(leaf, tf.RaggedTensor):
         return leaf
-    known = spec.shape[1:].is_fully_defined()
-    return (
-        tf.constant(leaf, spec.dtype) if known else tf.RaggedTensor.from_tensor(leaf, ragged_rank=spec.shape.rank - 1)
-    )
+    if spec.shape[1:].is_fully_defined() and 0 not in spec.shape[1:]:  # Arrow has no lists of the fixed size 0
+        return tf.constant(leaf, spec.dtype)
+    return tf.RaggedTensor.from_tensor(leaf, ragged_rank=spec.shape.rank - 1)
 
 
 def _import_pyarrow() -> tuple[Any, Any]:

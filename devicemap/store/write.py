@@ -71,7 +71,9 @@ def _write_missing(
                     "old, which devicemap does not detect",
                     RuntimeWarning,
                 )
-        if retry_failed or mapper.program.options.on_error == "raise":
+        failed = [chunk for chunk in stored if chunk.error is not None]
+        retries = retry_failed or mapper.program.options.on_error == "raise"
+        if retries:
             stored = [chunk for chunk in stored if chunk.error is None]
         check_total(total, source.rows, directory)
         if in_memory:  # in one piece, as arrays, which are cut faster than tensors
@@ -79,7 +81,7 @@ def _write_missing(
             deque(compared([Chunk(0, source.rows or 0, leaves)], stored, total, directory), 0)
         stored = _undamaged(directory, stored, compiled)
         missing = Unfinished(source, stored, total, directory, compare=not in_memory)
-        writer.begin(Header(call, source.rows), stored)
+        writer.begin(Header(call, source.rows), [*stored, *failed] if retries else stored)
 
         def keep(chunk: Chunk, results: list[Any]) -> None:
             writer.append(chunk.start, chunk.start + chunk.count, digest_rows(chunk.leaves), encode_leaves(results))
@@ -90,7 +92,7 @@ def _write_missing(
         for _ in mapper.chunks(missing, compiled, ChunkOptions(leave_out=leave_out), keep):
             pass
         writer.finish(missing.rows_read)
-    return compiled, [chunk for chunk in stored if chunk.error is not None]
+    return compiled, [] if retries else failed
 
 
 def _describe_call(mapper: Mapper, source: Source, compiled: CompiledMap) -> tuple[dict[str, Any], list[str]]:

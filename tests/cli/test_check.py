@@ -40,6 +40,20 @@ def test_a_guarantee_that_does_not_hold(tmp_path: Path, monkeypatch: Any, capsys
     assert [case["name"] for case in failed] == ["chunks: streams and reductions"]
 
 
+def test_a_measurement_that_fails(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report is written all the same."""
+
+    def exhausted(*arguments: Any) -> float:
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM")
+
+    monkeypatch.setattr(module, "seconds_of", exhausted)
+    monkeypatch.setattr(module, "TESTS", {})
+    saved = tmp_path / "check.json"
+    assert main(["check", "--devices", "CPU:0", "--json", str(saved)]) == 1
+    assert "FAILED: speed, compute-bound, speed, transfer-bound" in capsys.readouterr().out
+    assert not json.loads(saved.read_text(encoding="utf-8"))["ok"]
+
+
 def test_unknown_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--devices", "GPU:7"]) in (1, 2)
     assert "GPU:7" in capsys.readouterr().err

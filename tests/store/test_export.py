@@ -64,6 +64,14 @@ def test_parquet_of_ragged_rows(tmp_path: Path, rows: int) -> None:
     assert table.column("result").to_pylist() == (results.load().to_list() if rows else [])
 
 
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3)])
+def test_parquet_of_empty_rows(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    _written(tf.identity, tmp_path, np.zeros([4, *shape])).to_parquet(tmp_path / "x.parquet")
+    rows = parquet.read_table(tmp_path / "x.parquet").column("result").to_pylist()
+    assert rows == np.zeros([4, *shape]).tolist()
+
+
 def test_parquet_of_rows_whose_shape_differs_between_chunks(tmp_path: Path) -> None:
     """One chunk has rows of length 2, another of length 4: the column has one type."""
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -91,7 +91,9 @@ def test_failed_rows_run_again_only_if_asked(tmp_path: Path, how: str) -> None:
     if how == "raise":
         with pytest.warns(RuntimeWarning), pytest.raises(FunctionError, match="row 21"):
             Job([21], "raise").mapper.write(X, tmp_path)
-        assert [failed.row for failed in open_results(tmp_path).failed_rows] in ([], [5, 21])  # row 5 may be committed
+        kept = open_results(tmp_path)
+        assert [failed.row for failed in kept.failed_rows] in ([21], [5, 21])  # row 5 may be committed
+        assert kept.complete
         fixed = Job([], "raise")
         with pytest.warns(RuntimeWarning):
             results = fixed.mapper.write(X, tmp_path)
@@ -170,13 +172,29 @@ def test_reductions_with_a_directory(tmp_path: Path, devices: list[str], reducer
 
 
 def _root_of(bad: list[int]) -> Callable[[Any], Any]:
-    numbers = tf.constant(bad, tf.float32)
-
     def fn(x: Any) -> Any:
-        with tf.control_dependencies([tf.debugging.assert_none_equal(x, numbers)]):
+        with tf.control_dependencies([tf.debugging.assert_none_equal(x, tf.constant(bad, x.dtype))]):
             return tf.identity(x)
 
     return fn
+
+
+@pytest.mark.parametrize("after", [1, 3, 5])
+def test_rows_that_were_cancelled_have_not_failed(tmp_path: Path, after: int) -> None:
+    finished = []
+
+    def observe(event: Any) -> None:
+        finished.extend([event] if isinstance(event, ChunkFinished) else [])
+        if len(finished) == after:
+            raise KeyboardInterrupt
+
+    options = {"devices": ["CPU:1", "CPU:2", "CPU:3"], "batch_size": 4, "on_error": "skip"}
+    data = tf.data.Dataset.from_tensor_slices(X)
+    with pytest.raises(KeyboardInterrupt):
+        DeviceMap(_root_of([0, 7]), progress=observe, **options).write(data, tmp_path)
+    results = DeviceMap(_root_of([0, 7]), **options).write(data, tmp_path)
+    assert [failed.row for failed in results.failed_rows] == [0, 7]
+    assert results.load().tolist() == np.delete(X, [0, 7]).tolist()
 
 
 def test_a_run_that_stops_keeps_failed_rows(tmp_path: Path) -> None:
