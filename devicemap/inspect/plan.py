@@ -123,6 +123,9 @@ class Plan(Result):
     microbatches: int = 1
     """In training: number of microbatches of each device, one after another."""
 
+    on_error: str = "raise"
+    """The option: `"skip"` leaves out failing rows."""
+
     @property
     def ordered(self) -> tuple[str, ...]:
         """Names of the captured variables that make the devices work one after another, in row order."""

@@ -57,6 +57,8 @@ def _facts(plan: Plan) -> Iterator[str]:
     yield from _captured(plan)
     if plan.python_ops:
         yield f"Python: called by {listed(plan.python_ops)}, one call at a time"
+    if plan.on_error == "skip":
+        yield "failing rows: left out, and listed in report.failed_rows"
     if plan.microbatches > 1:
         yield f"microbatches: {plan.microbatches} per device, one after another"
     yield f"traces of fn: {plan.traces}"

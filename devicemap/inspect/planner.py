@@ -100,6 +100,7 @@ def explain_call(
         captured=captured_by(traced, fn, used),
         python_ops=tuple(sorted(GraphWalker(traced.concrete).op_types(live=True) & _PYTHON_OPS)),
         fixed_seeds=traced.audit.random_ops if compiled.keeps_seeds else (),
+        on_error=options.on_error,
         bytes_per_row=_bytes_per_row(tf.nest.flatten(data.specs)),
         result_bytes_per_row=_bytes_per_row(traced.specs),
     )

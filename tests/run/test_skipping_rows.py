@@ -62,6 +62,7 @@ def test_all_other_rows_are_computed(devices: list[str], bad: list[int], batched
     report = mapper.report
     assert (_failed(mapper), report.rows, report.error) == (bad, ROWS - len(bad), None)
     assert mapper.explain(X).engine == report.engine == "chunks"
+    assert "\nfailing rows: left out, and listed in report.failed_rows\n" in str(mapper.explain(X))
     assert ("failed and left out; the first: row " in str(report)) == bool(bad)
     for failed in report.failed_rows:
         assert failed.error.startswith("InvalidArgumentError: ")
