@@ -232,7 +232,7 @@ def redirect_gradient(handle: Any, value: Any) -> Any:
 def tape_is_recording() -> bool:
     """Whether a `tf.GradientTape` or `tf.autodiff.ForwardAccumulator` of this thread may record the next op.
 
-    Without it, chunks under a tape return gradients of `None` (test_gradients_through_chunks_are_refused_not_lost). The
+    Without it, chunks under a tape return gradients of `None` (test_gradients_that_do_not_go_through_are_refused). The
     public API needs the tape itself.
     """
     return bool(_record.could_possibly_record())

@@ -22,7 +22,7 @@ def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any
     Args:
         parts: one leaf per shard, dense, ragged or sparse, each of shape `[rows of the shard, ...]`.
         differentiable: use `tf.concat` instead of a `TensorArray`, whose gradient `tf.GradientTape.jacobian` cannot
-            vectorize (test_jacobians).
+            vectorize (test_gradients_are_those_of_the_serial_map).
 
     Returns:
         The leaf of all rows, and the number of rows of each part: int64 `[shards]`.

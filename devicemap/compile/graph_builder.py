@@ -197,8 +197,7 @@ class CallGraphBuilder:
     ) -> list[Any]:
         """Call a trace on the current device with these captures, by `Tensor.ref()` of its own."""
         # Ops that are colocated with their input (those of tf.debugging) would follow the shard to the device that cut
-        # it, and constants that wait for it would do so across devices
-        # (test_ops_colocated_with_their_input_stay_on_the_device).
+        # it, and constants that wait for it would do so across devices (test_work_is_where_it_belongs).
         shard = copied(list(shard))
         function = with_captures(traced.concrete, captures)
         # Here, not around the whole: Grappler drops control edges that the inputs of the call already carry.
