@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -20,6 +20,7 @@ import tensorflow as tf
 from devicemap._tensorflow.keras import batch_norms_of, forget_functions, layers_of, sublayers_of
 from devicemap.api import DeviceMap
 from devicemap.data.shards import shard_sizes
+from devicemap.devices import choose_devices
 from devicemap.errors import OptionError
 from devicemap.inspect.plan import Plan
 from devicemap.inspect.planner import data_spec, explain_call
@@ -51,7 +52,8 @@ def parallelize(
     is cut into one shard of rows for each device. Loss, metrics and optimizer run once, on all rows, where the variables are.
 
     Args:
-        model: a Keras 3 model with the TensorFlow backend: Sequential, functional or subclassed, compiled or not, built.
+        model: a Keras 3 model with the TensorFlow backend: Sequential, functional or subclassed, compiled or not. One that is
+            not built is built by its first `fit`, `evaluate`, `predict` or `*_on_batch`, as Keras does.
         devices: as for `parallel_map`.
         batch_norm: "synchronized": batch normalization takes mean and variance of the whole batch. "local": of a device's rows,
             as separate processes would; the moving averages take the mean over the devices.
@@ -70,9 +72,9 @@ def parallelize(
         The model, which has a method `detach()` now that gives it back to one device.
 
     Raises:
-        OptionError: for anything else, for a model that was not built, has a `train_step` of its own, was made in the scope
-            of a strategy or is parallelized already, for devices or layers that do not exist, and for several microbatches
-            with batch normalization that is synchronized.
+        OptionError: for anything else, for a model that has a `train_step` of its own, was made in the scope of a strategy or
+            is parallelized already, for devices or layers that do not exist, and for several microbatches with batch
+            normalization that is synchronized. What depends on the layers of a model is checked when it is built.
 
     The first step raises a `FunctionError` while it is traced, before anything runs, if a layer does what devices cannot do
     apart: if it changes a `tf.Variable` that is not one of Keras's, gives a variable a value that depends on the rows, adds a
@@ -88,13 +90,21 @@ def parallelize(
     """
     _check(model, batch_norm, added_losses)
     check_count("accumulate", accumulate)
-    if accumulate > 1 and batch_norm == "synchronized" and batch_norms_of(model):
-        raise OptionError(
-            f"accumulate={accumulate} with {batch_norms_of(model)[0].name}, which takes mean and variance of a whole batch; "
-            "set batch_norm='local' for those of a device's microbatch, or recompute=True to save memory"
-        )
-    forward = ForwardPass(model, devices, batch_norm, added_losses, _recomputed(model, recompute))
-    _Parallel(model, devices, forward, accumulate).attach()
+    chosen = choose_devices(devices)
+
+    def forward() -> ForwardPass:
+        _check_variables(model)
+        if accumulate > 1 and batch_norm == "synchronized" and batch_norms_of(model):
+            raise OptionError(
+                f"accumulate={accumulate} with {batch_norms_of(model)[0].name}, which takes mean and variance of a whole "
+                "batch; set batch_norm='local' for those of a device's microbatch, or recompute=True to save memory"
+            )
+        return ForwardPass(model, list(chosen), batch_norm, added_losses, _recomputed(model, recompute))
+
+    parallel = _Parallel(model, list(chosen), forward, accumulate)
+    if model.built:
+        parallel.build()
+    parallel.attach()
     return model
 
 
@@ -113,22 +123,20 @@ def _check(model: Any, batch_norm: str, added_losses: str | None) -> None:
         raise OptionError(f"added_losses={added_losses!r}; expected 'sum', 'mean' or None")
     if "detach" in vars(model):
         raise OptionError(f"{model.name} is parallelized already; model.detach() gives it back to one device")
-    if not model.built:
-        raise OptionError(
-            f"{model.name} was not built: its variables do not exist yet. Call it on a batch, give it a keras.Input, or "
-            "use model.build(...)"
-        )
-    if any(isinstance(variable.value, tf.distribute.DistributedValues) for variable in model.variables):
-        raise OptionError(
-            f"{model.name} was made in the scope of a tf.distribute strategy, which spreads its variables itself; make it "
-            "outside of the scope"
-        )
     for step in (*_STEPS, *_MAKERS):
         if step in vars(model) or getattr(type(model), step) is not getattr(keras.Model, step):
             raise OptionError(
                 f"{model.name} has a {step} of its own. In it, map the forward pass with a devicemap.DeviceMap, or reduce "
                 "losses under a tape with DeviceMap.reduce, instead of parallelize"
             )
+
+
+def _check_variables(model: Any) -> None:
+    if any(isinstance(variable.value, tf.distribute.DistributedValues) for variable in model.variables):
+        raise OptionError(
+            f"{model.name} was made in the scope of a tf.distribute strategy, which spreads its variables itself; make it "
+            "outside of the scope"
+        )
 
 
 def _recomputed(model: Any, recompute: bool | Sequence[str]) -> list[Any]:
@@ -147,11 +155,35 @@ def _recomputed(model: Any, recompute: bool | Sequence[str]) -> list[Any]:
 class _Parallel:
     """A parallelized model: its steps, and the methods that are put on the model."""
 
-    def __init__(self, model: Any, devices: Any, forward: ForwardPass, accumulate: int):
+    def __init__(self, model: Any, devices: list[str], make_forward: Callable[[], ForwardPass], accumulate: int):
         self._model, self._devices = model, devices
-        self._forward, self._accumulate = forward, accumulate
+        self._make_forward, self._accumulate = make_forward, accumulate
+        self._built: ForwardPass | None = None
         self._sizes: Counter[int] = Counter()
         """How many training steps had how many rows, since `fit` was called last."""
+
+    def build(self, batch: Any = None) -> ForwardPass:
+        """Return the forward pass of the built model. One that is not built is called with a row of a batch first."""
+        if self._built is None:
+            if not self._model.built:
+                self._call_on_a_row(batch)
+            self._built = self._make_forward()
+        return self._built
+
+    def _call_on_a_row(self, batch: Any) -> None:
+        import keras
+
+        if batch is None:
+            raise OptionError(
+                f"{self._model.name} is not built yet: its variables do not exist. Fit it, call it on a batch, or use "
+                "model.build(...) first"
+            )
+        inputs = keras.utils.unpack_x_y_sample_weight(batch)[0]
+        self._model(tf.nest.map_structure(lambda leaf: leaf[:1], inputs), training=False)
+
+    @property
+    def _forward(self) -> ForwardPass:
+        return self.build()
 
     def attach(self) -> None:
         """Put the steps on the model."""
@@ -223,15 +255,16 @@ class _Parallel:
 
     def _make(self, name: str, force: bool = False) -> Any:
         """Make the function of a loop, instead of Keras, which would compile it by XLA for one device."""
-        if not any(getattr(self._model, each.removeprefix("make_")) for each in _MAKERS):  # as `compile` leaves it
-            self._forward.forget()
+        unused = not any(getattr(self._model, each.removeprefix("make_")) for each in _MAKERS)  # as `compile` leaves it
+        if unused and self._built is not None:
+            self._built.forget()
         if name == "make_train_function":
             self._sizes.clear()
         made = name.removeprefix("make_")
         if force or getattr(self._model, made) is None:
             step = made.replace("function", "step")
             sizes: Counter[int] = self._sizes if step == "train_step" else Counter()
-            steps = Steps(self._model, partial(self._step, step), sizes)
+            steps = Steps(self._model, self.build, partial(self._step, step), sizes)
             setattr(self._model, made, partial(_joined if step == "predict_step" else _last, steps))
         return getattr(self._model, made)
 

@@ -22,13 +22,15 @@ _ADVICE = (
 class Steps:
     """A train, test or predict function of a Keras model."""
 
-    def __init__(self, model: Any, step: Callable[[Any], Any], sizes: Counter[int]):
+    def __init__(self, model: Any, build: Callable[[Any], object], step: Callable[[Any], Any], sizes: Counter[int]):
         """
         Args:
+            model: the Keras model.
+            build: called with a batch before the first step; it builds a model that is not built.
             step: maps a batch to its results. It is traced unless the model runs eagerly.
             sizes: counts steps by their number of rows.
         """
-        self._model, self._step, self._sizes = model, step, sizes
+        self._model, self._build, self._step, self._sizes = model, build, step, sizes
         self._functions: dict[Any, Any] = {}
 
     def __call__(self, batches: Iterable[Any]) -> list[Any]:
@@ -48,6 +50,7 @@ class Steps:
 
     def _run(self, batch: Any, specs: Any) -> Any:
         batch = _without_optionals(batch)
+        self._build(batch)
         try:
             results = self._function(specs)(batch)
         except tf.errors.OpError as error:

@@ -373,7 +373,6 @@ def mirrored() -> keras.Model:
 @pytest.mark.parametrize(
     ("model", "options", "word"),
     [
-        (lambda: keras.Sequential([layers.Dense(2)]), {}, "built"),
         (lambda: layers.Dense(2), {}, "Dense"),
         (lambda: Untrainable([keras.Input([6]), layers.Dense(2)]), {}, "train_step"),
         (instructed, {}, "make_test_function"),
@@ -395,6 +394,55 @@ def test_bad_input_changes_nothing(model: Any, options: dict[str, Any], word: st
     with pytest.raises(OptionError, match=word):
         devicemap.parallelize(made, **options)
     assert vars(made) == before
+
+
+class Unbuilt(keras.Model):
+    """Makes a layer when it is built; the others get their variables in the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.last = layers.Dense(8, "tanh"), layers.Dense(1)
+
+    def build(self, shape: Any) -> None:
+        self.normalization = layers.BatchNormalization()
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.last(self.normalization(self.hidden(x), training=training))
+
+
+FIRST_CALLS = {
+    "fit": lambda model: model.fit(X, Y, batch_size=11, shuffle=False, verbose=0).history,
+    "evaluate": lambda model: model.evaluate(X, Y, batch_size=11, verbose=0),
+    "predict": lambda model: model.predict(X, batch_size=11, verbose=0),
+    "train_on_batch": lambda model: model.train_on_batch(X, Y),
+    "test_on_batch": lambda model: model.test_on_batch(X, Y),
+    "predict_on_batch": lambda model: model.predict_on_batch(X),
+}
+
+
+@pytest.mark.parametrize("call", FIRST_CALLS.values(), ids=FIRST_CALLS)
+@pytest.mark.parametrize("make", [lambda: keras.Sequential([layers.Dense(8, "tanh"), layers.Dense(1)]), Unbuilt])
+def test_the_first_call_builds_a_model(devices: list[str], make: Any, call: Any) -> None:
+    def called(parallel: bool) -> dict[str, Any]:
+        keras.utils.set_random_seed(7)
+        model = make()
+        model.compile("sgd", "mse")
+        if parallel:
+            devicemap.parallelize(model, devices)
+            with pytest.raises(OptionError, match="not built yet"):
+                model.explain(X)
+        first = call(model)
+        model.fit(X, Y, batch_size=11, shuffle=False, verbose=0)
+        return {"first": first, "weights": model.get_weights()}
+
+    assert_close(called(True), called(False))
+
+
+def test_what_layers_forbid_is_found_when_the_model_is_built() -> None:
+    model = devicemap.parallelize(Unbuilt(), ["CPU:1", "CPU:2"], accumulate=2)
+    model.compile("sgd", "mse")
+    with pytest.raises(OptionError, match="batch_norm='local'"):
+        model.fit(X, Y, verbose=0)
 
 
 class Effect(layers.Layer):
