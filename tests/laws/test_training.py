@@ -426,7 +426,7 @@ def test_the_first_call_builds_a_model(devices: list[str], make: Any, call: Any)
     def called(parallel: bool) -> dict[str, Any]:
         keras.utils.set_random_seed(7)
         model = make()
-        model.compile("sgd", "mse")
+        model.compile("sgd", "mse", jit_compile=False)
         if parallel:
             devicemap.parallelize(model, devices)
             with pytest.raises(OptionError, match="not built yet"):
