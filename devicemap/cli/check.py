@@ -84,7 +84,7 @@ def check(given: Any, seconds: float, json_path: Path | None = None) -> bool:
             speeds.extend(_speeds(name, workload, devices, seconds))
         except Exception as raised:  # for instance, too little memory
             print(f"  {name:16} FAILED: {error_text(raised)}")
-            outcomes.append(GuaranteeTest(f"speed, {name}", 0.0, error_text(raised)))
+            outcomes.append(GuaranteeTest(f"speed of a {name} function", 0.0, error_text(raised)))
     failed = [outcome.name for outcome in outcomes if outcome.error is not None]
     if failed:
         print(f"\nFAILED: {', '.join(failed)}. Please report it, with this output and, if possible, --json FILE.")
@@ -307,8 +307,9 @@ def _speeds(name: str, workload: tuple[Any, int, int], devices: Sequence[str], s
 
 
 def seconds_of(fn: Callable[[Any], Any], data: Any, devices: Sequence[str]) -> float:
+    """Return the duration of a call that maps a function of batches, the median of 3 after a first call."""
     mapper = DeviceMap(fn, batched=True, devices=list(devices))
-    mapper(data)  # traces
+    mapper(data)
 
     def timed() -> float:
         began = time.perf_counter()

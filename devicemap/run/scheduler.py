@@ -178,8 +178,8 @@ class Scheduler:
             chunk, error = self._source.take(rows), None
         except BaseException as raised:  # of the user's data: raised after the rows before it
             chunk, error = None, raised
-            if self._call.options.skips:
-                add_note(error, "on_error='skip' leaves out rows of fn; dataset.ignore_errors() leaves out elements")
+            if self._call.options.skips and isinstance(raised, tf.errors.OpError):
+                add_note(raised, "on_error='skip' leaves out rows of fn; dataset.ignore_errors() leaves out elements")
         if chunk is None:
             self._at_end = True
             self._call.to_consumer.put(End(self._read, error))

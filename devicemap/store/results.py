@@ -78,6 +78,8 @@ class Results:
         self._chunks = chunks
         self._rows = header.rows
         self._failed = [chunk for chunk in chunks if chunk.error is not None]
+        self._results_before = [chunk.start - i for i, chunk in enumerate(self._failed)]
+        """For each row that failed, the number of results before it."""
 
     @property
     def failed_rows(self) -> tuple[FailedRow, ...]:
@@ -246,8 +248,7 @@ class Results:
 
     def _row_of(self, result: int) -> int:
         """Return the row of the data that a result belongs to."""
-        results_before = [chunk.start - failed for failed, chunk in enumerate(self._failed)]
-        return result + bisect_right(results_before, result)
+        return result + bisect_right(self._results_before, result)
 
     def _joined(self, start: int, stop: int, count: int) -> list[Any]:
         """Return the leaves of rows of the data, which have `count` results.

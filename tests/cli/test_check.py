@@ -50,7 +50,7 @@ def test_a_measurement_that_fails(tmp_path: Path, monkeypatch: Any, capsys: pyte
     monkeypatch.setattr(module, "TESTS", {})
     saved = tmp_path / "check.json"
     assert main(["check", "--devices", "CPU:0", "--json", str(saved)]) == 1
-    assert "FAILED: speed, compute-bound, speed, transfer-bound" in capsys.readouterr().out
+    assert "FAILED: speed of a compute-bound function, speed of a transfer-bound function." in capsys.readouterr().out
     assert not json.loads(saved.read_text(encoding="utf-8"))["ok"]
 
 
