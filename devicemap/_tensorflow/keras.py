@@ -72,6 +72,16 @@ def set_mask(output: Any, mask: Any) -> None:
     output._keras_mask = mask
 
 
+def optimizers_of(model: Any) -> list[Any]:
+    """Return the optimizers of a model: that of `compile`, and its other attributes; those inside of wrappers."""
+    import keras
+
+    found = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
+    return [
+        getattr(optimizer, "inner_optimizer", optimizer) for optimizer in {id(each): each for each in found}.values()
+    ]
+
+
 def updates_alone(optimizer: Any, **methods: Any) -> contextlib.AbstractContextManager[None]:
     """Replace methods of an optimizer, and skip its sum of gradients over replicas.
 
@@ -87,8 +97,29 @@ def forget_functions(model: Any) -> None:
 
 def is_training() -> bool | None:
     """Whether the Keras layer that is being called is in training mode; `None` if unknown, or if Keras is not in use."""
+    return getattr(_global("current_call_ctx"), "training", None)
+
+
+def is_stateless() -> bool:
+    """Whether a `keras.StatelessScope` of this thread gives variables other values."""
+    return _global("stateless_scope") is not None
+
+
+def _global(name: str) -> Any:
     state = sys.modules.get("keras.src.backend.common.global_state")
-    return getattr(state.get_global_attribute("current_call_ctx"), "training", None) if state else None
+    return state.get_global_attribute(name) if state else None
+
+
+@contextlib.contextmanager
+def without_activity_regularizer(layer: Any) -> Iterator[None]:
+    """Let a layer not add the loss of its `activity_regularizer` in this context."""
+    own = vars(layer)
+    before = own["activity_regularizer"]
+    own["activity_regularizer"] = None
+    try:
+        yield
+    finally:
+        own["activity_regularizer"] = before
 
 
 def is_seed(variable: Any) -> bool:

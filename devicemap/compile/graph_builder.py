@@ -115,7 +115,7 @@ class CallGraphBuilder:
     def _run(self, traces: Sequence[Traced], sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """Run each shard on its slot, and gather the results."""
         shards = len(traces)
-        values = self.replicas.values()
+        values = self.replicas.values(self.spec.slots)
         with tf.device(HOST):
             cut = list(zip(*(cut_rows(leaf, sizes, shards) for leaf in leaves)))
             size_of = tf.unstack(sizes, shards)

@@ -111,9 +111,9 @@ class Replicas:
             # RngReadAndSkip, which this uses, is the one op that reads and advances a state in one step.
             self._draws = tf.random.Generator.from_seed(0)
 
-    def values(self, slots: Iterable[int] | None = None) -> dict[Any, Any]:
-        """Return a value for each of the slots, or for all, by key; each original is read once, where it is."""
-        wanted = range(len(self._slots)) if slots is None else [*slots]
+    def values(self, slots: Iterable[int]) -> dict[Any, Any]:
+        """Return a value for each of these slots, by key; each original is read once, where it is."""
+        wanted = [*slots]
         found: dict[Any, Any] = {}
         for key, variable in self._copied.items():
             with tf.device(variable.device):
@@ -121,7 +121,9 @@ class Replicas:
                 found[key] = self._for_slots(variable.read_value(), lacking, host_of(variable.device))
         for key, variable in self._fanned_out.items():
             with tf.device(variable.device):
-                found[key] = fanned_out(variable.handle, len(self._slots))
+                # A branch around a single user would have to pass the copy to its gradient, and cannot pass resources
+                # (test_a_tape_around_a_loop_or_branch_that_calls_a_map).
+                found[key] = fanned_out(variable.handle, len(wanted)) if len(wanted) > 1 else [variable.handle]
         for key, variable in self._seeds.items():
             with tf.device(variable.device):
                 found[key] = self._seeds_of_slots(variable)

@@ -1,6 +1,6 @@
-"""Keras models on several devices: Keras's own steps, with the forward pass mapped over the devices.
+"""Keras models on several devices: their own steps, with calls of the model and of its layers mapped over the devices.
 
-    a batch ── shards ──> the model, on each device ── outputs, gathered ──> loss, metrics, optimizer: Keras's, once
+    a batch ── shards ──> the model, on each device ── outputs, gathered ──> loss, metrics, optimizer: once
 
 Loss, metrics and optimizer see the whole batch, as on one device. So Keras itself computes reductions, weights, masks and
 clipping. Gradients are computed on the device of the forward pass.
@@ -8,7 +8,6 @@ clipping. Gradients are computed on the device of the forward pass.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,14 +20,13 @@ from devicemap._tensorflow.keras import batch_norms_of, forget_functions, layers
 from devicemap.api import DeviceMap
 from devicemap.data.shards import shard_sizes
 from devicemap.devices import choose_devices
-from devicemap.errors import OptionError
+from devicemap.errors import OptionError, warn_user
 from devicemap.inspect.plan import Plan
-from devicemap.inspect.planner import data_spec, explain_call
 from devicemap.inspect.training_report import DeviceShare, TrainingReport
 from devicemap.inspect.verify import Verification
 from devicemap.options import check_count
 from devicemap.training.forward import ForwardPass
-from devicemap.training.stateless import ROWS, Given, without_state
+from devicemap.training.stateless import without_state
 from devicemap.training.steps import Steps
 from devicemap.training.variables import beside_variables
 
@@ -50,6 +48,8 @@ def parallelize(
     The weights after each step, losses and metrics are those of one device with the same batches, up to rounding. The model
     stays the same object, with the same variables, files and callbacks. Direct calls and saved files do not change. Each batch
     is cut into one shard of rows for each device. Loss, metrics and optimizer run once, on all rows, where the variables are.
+    In a `train_step`, `test_step`, `predict_step` or `compute_loss` of the model's own, each outermost call of the model, or
+    of one of its layers or submodels, is cut in this way.
 
     Args:
         model: a Keras 3 model with the TensorFlow backend: Sequential, functional or subclassed, compiled or not. One that is
@@ -72,9 +72,11 @@ def parallelize(
         The model, which has a method `detach()` now that gives it back to one device.
 
     Raises:
-        OptionError: for anything else, for a model that has a `train_step` of its own, was made in the scope of a strategy or
-            is parallelized already, for devices or layers that do not exist, and for several microbatches with batch
-            normalization that is synchronized. What depends on the layers of a model is checked when it is built.
+        OptionError: for anything else, for a model that has a `make_train_function` of its own, was made in the scope of a
+            strategy or is parallelized already, for devices or layers that do not exist, and for several microbatches with a
+            `train_step` of the model's own or synchronized batch normalization. What depends on the layers of a model is
+            checked when it is built.
+        RuntimeWarning: a step calls neither the model nor one of its layers, so it runs on one device.
 
     The first step raises a `FunctionError` while it is traced, before anything runs, if a layer does what devices cannot do
     apart: if it changes a `tf.Variable` that is not one of Keras's, gives a variable a value that depends on the rows, adds a
@@ -88,8 +90,8 @@ def parallelize(
         >>> _ = parallelize(model).fit(tf.ones([8, 3]), tf.ones([8, 1]), verbose=0)
         >>> _ = model.detach()
     """
-    _check(model, batch_norm, added_losses)
     check_count("accumulate", accumulate)
+    _check(model, batch_norm, added_losses, accumulate)
     chosen = choose_devices(devices)
 
     def forward() -> ForwardPass:
@@ -108,7 +110,7 @@ def parallelize(
     return model
 
 
-def _check(model: Any, batch_norm: str, added_losses: str | None) -> None:
+def _check(model: Any, batch_norm: str, added_losses: str | None, accumulate: int) -> None:
     import keras
 
     if not isinstance(model, keras.Model):
@@ -123,12 +125,24 @@ def _check(model: Any, batch_norm: str, added_losses: str | None) -> None:
         raise OptionError(f"added_losses={added_losses!r}; expected 'sum', 'mean' or None")
     if "detach" in vars(model):
         raise OptionError(f"{model.name} is parallelized already; model.detach() gives it back to one device")
-    for step in (*_STEPS, *_MAKERS):
-        if step in vars(model) or getattr(type(model), step) is not getattr(keras.Model, step):
+    for maker in _MAKERS:
+        if maker in vars(model) or getattr(type(model), maker) is not getattr(keras.Model, maker):
             raise OptionError(
-                f"{model.name} has a {step} of its own. In it, map the forward pass with a devicemap.DeviceMap, or reduce "
-                "losses under a tape with DeviceMap.reduce, instead of parallelize"
+                f"{model.name} has a {maker} of its own, which parallelize would replace; override "
+                f"{maker.removeprefix('make_').replace('function', 'step')} instead"
             )
+    if accumulate > 1 and ("train_step" in vars(model) or _has_own(model, "train_step")):
+        raise OptionError(
+            f"accumulate={accumulate} with {model.name}, which has a train_step of its own; accumulate needs that of "
+            "keras.Model. recompute=True saves memory in any step"
+        )
+
+
+def _has_own(model: Any, name: str) -> bool:
+    """Whether a model overrides a method of `keras.Model`."""
+    import keras
+
+    return getattr(type(model), name) is not getattr(keras.Model, name)
 
 
 def _check_variables(model: Any) -> None:
@@ -158,17 +172,48 @@ class _Parallel:
     def __init__(self, model: Any, devices: list[str], make_forward: Callable[[], ForwardPass], accumulate: int):
         self._model, self._devices = model, devices
         self._make_forward, self._accumulate = make_forward, accumulate
+        self._own_steps = {name: vars(model)[name] for name in _STEPS if name in vars(model)}
+        self._mapped_steps: dict[str, Any] = {}
+        """The steps, which keep traces in which calls are mapped if they are `tf.function`s."""
+        self._traced: set[str] = set()
+        self._builds: set[str] = set()
+        """Steps whose next batch builds the model."""
         self._built: ForwardPass | None = None
         self._sizes: Counter[int] = Counter()
         """How many training steps had how many rows, since `fit` was called last."""
 
-    def build(self, batch: Any = None) -> ForwardPass:
-        """Return the forward pass of the built model. One that is not built is called with a row of a batch first."""
+    def build(self, batch: Any = None, step: str = "predict_step") -> ForwardPass:
+        """Return the forward passes of the built model.
+
+        A batch builds what is not built: a step of the model's own is traced with it, otherwise the model is called on a row.
+        """
+        if step in self._own_steps or _has_own(self._model, step):
+            if batch is not None and step not in self._traced:
+                self._traced.add(step)
+                self._trace(batch, step)
+        elif not self._model.built:
+            self._call_on_a_row(batch)
         if self._built is None:
-            if not self._model.built:
-                self._call_on_a_row(batch)
             self._built = self._make_forward()
         return self._built
+
+    def _trace(self, batch: Any, step: str) -> None:
+        """Let a step build the layers that it calls. Steps that run eagerly do so for their first batch, on one device."""
+        if all(layer.built for layer in layers_of(self._model)[1:]):
+            return
+        self._built = None
+        if self._model.run_eagerly:
+            self._builds.add(step)
+            return
+        with beside_variables(self._model):
+            tf.function(self._plain(step), autograph=False).get_concrete_function(batch)
+
+    def _plain(self, name: str) -> Callable[[Any], Any]:
+        """The model's own step."""
+        step = self._own_steps.get(name, getattr(type(self._model), name))
+        if hasattr(step, "python_function"):  # a tf.function, which keeps a trace in which nothing is mapped
+            step = tf.function(step.python_function)
+        return step if name in self._own_steps else partial(step, self._model)
 
     def _call_on_a_row(self, batch: Any) -> None:
         import keras
@@ -180,10 +225,6 @@ class _Parallel:
             )
         inputs = keras.utils.unpack_x_y_sample_weight(batch)[0]
         self._model(tf.nest.map_structure(lambda leaf: leaf[:1], inputs), training=False)
-
-    @property
-    def _forward(self) -> ForwardPass:
-        return self.build()
 
     def attach(self) -> None:
         """Put the steps on the model."""
@@ -197,6 +238,7 @@ class _Parallel:
         """Give the model back to one device and return it."""
         for name in (*_STEPS, *_MAKERS, *_METHODS):
             vars(self._model).pop(name, None)
+        vars(self._model).update(self._own_steps)
         forget_functions(self._model)
         return self._model
 
@@ -206,23 +248,27 @@ class _Parallel:
         Args:
             data_or_spec: inputs of the model, or a nest of `tf.TensorSpec`s in their place.
         """
-        structure = tf.nest.map_structure(lambda leaf: None, data_or_spec)
-        leaves = tuple(tf.nest.flatten(data_or_spec))
-        training = {"training": True} if "training" in inspect.signature(self._model.call).parameters else {}
-        given = Given(((structure,), training), (*(ROWS for _ in leaves), *training.values()), ())
-        program = self._forward.graph_of(given, self._accumulate).program
-        spec = data_spec(leaves, program.options)
-        compiled = program.compiled_for(spec)
-        plan = explain_call(spec, compiled, program.options, self._model.call, program.devices, program.name)
-        return replace(plan, microbatches=self._accumulate)
+        if not _has_own(self._model, "call"):
+            raise OptionError(
+                f"{self._model.name} has no call; explain a layer that its steps call, by devicemap.DeviceMap(layer, "
+                "batched=True)"
+            )
+        forward, structure = self.build(), tf.nest.map_structure(lambda leaf: None, data_or_spec)
+        mapper = DeviceMap(
+            lambda *leaves: forward.outputs_in_training(tf.nest.pack_sequence_as(structure, leaves)),
+            devices=forward.devices,
+            batched=True,
+            output_device=forward.home,
+            name=self._model.name,
+        )
+        return replace(mapper.explain(tuple(tf.nest.flatten(data_or_spec))), microbatches=self._accumulate)
 
     def report(self) -> TrainingReport:
         """Return how many rows each device computed in training steps since `fit` was called last."""
-        devices = self._forward.devices
+        devices = self._devices
         rows = Counter(dict.fromkeys(devices, 0))
         for size, steps in self._sizes.items():
-            shards = zip(devices, shard_sizes(size, len(devices)))
-            for device, shard in shards if size >= len(devices) else [(self._forward.home, size)]:
+            for device, shard in zip(devices, shard_sizes(size, len(devices))):
                 rows[device] += shard * steps
         shares = tuple(DeviceShare(*each) for each in rows.items())
         return TrainingReport(self._model.name, self._sizes.total(), shares, self._accumulate)
@@ -258,36 +304,36 @@ class _Parallel:
         unused = not any(getattr(self._model, each.removeprefix("make_")) for each in _MAKERS)  # as `compile` leaves it
         if unused and self._built is not None:
             self._built.forget()
+            self._mapped_steps.clear()
         if name == "make_train_function":
             self._sizes.clear()
         made = name.removeprefix("make_")
         if force or getattr(self._model, made) is None:
             step = made.replace("function", "step")
             sizes: Counter[int] = self._sizes if step == "train_step" else Counter()
-            steps = Steps(self._model, self.build, partial(self._step, step), sizes)
+            steps = Steps(self._model, partial(self.build, step=step), partial(self._step, step), sizes)
             setattr(self._model, made, partial(_joined if step == "predict_step" else _last, steps))
         return getattr(self._model, made)
 
     def _step(self, name: str, data: Any) -> Any:
-        """Run a step of Keras's on a batch: on all devices if there is a row for each, otherwise where the variables are."""
-        rows = next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
-        devices = len(self._forward.devices)
-        if name == "train_step" and self._forward.meeting:
-            call = self._forward.synchronized
-        else:
-            microbatches = self._accumulate if name == "train_step" else 1
-            call = partial(self._forward.mapped, microbatches, name != "predict_step")
-        over_all, alone = (partial(self._step_by, name, data, each) for each in (call, None))
-        if devices == 1:
-            return over_all()
-        if rows.shape[0] is not None:
-            return over_all() if rows.shape[0] >= devices else alone()
-        # Each branch holds the whole step: the values that a branch keeps for gradients would not stay on their device.
-        return tf.cond(tf.shape(rows)[0] >= devices, over_all, alone)
-
-    def _step_by(self, name: str, data: Any, call: Any) -> Any:
-        with self._forward.calling(call), beside_variables(self._model):
-            return getattr(type(self._model), name)(self._model, data)
+        """Run a step of the model on a batch, with calls of the model and its layers on all devices."""
+        forward = self.build(data, name)
+        if name in self._builds:
+            self._builds.remove(name)
+            self._built = None
+            return self._plain(name)(data)
+        known = name in self._mapped_steps
+        step, before = self._mapped_steps.setdefault(name, self._plain(name)), forward.calls
+        microbatches = self._accumulate if name == "train_step" else 1
+        with forward.mapping(microbatches, losses=name != "predict_step"), beside_variables(self._model):
+            results = step(data)
+        if forward.calls == before and not known and len(self._devices) > 1:
+            warn_user(
+                f"{name} of {self._model.name} calls neither the model nor one of its layers on rows, so it runs on one "
+                "device. Let the model have the layers that it calls as attributes",
+                RuntimeWarning,
+            )
+        return results
 
 
 def _last(steps: Steps, batches: Any) -> Any:

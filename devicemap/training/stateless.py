@@ -12,14 +12,14 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import is_seed, mask_of, moments_by, replacing, set_mask, sublayers_of
+from devicemap.data.rows import count_rows
 from devicemap.data.structure import freeze
 from devicemap.errors import failure
 from devicemap.training.lockstep import Lockstep
 from devicemap.training.recomputation import recomputed
 
-ROWS = object()
-"""Stands for a tensor of rows."""
-
+ROWS, SHARED = object(), object()
+"""Stand for a tensor of rows, and for a scalar, which is the same for all rows."""
 
 _scope: ContextVar[Any] = ContextVar("scope")
 """The innermost scope of `collecting` in this thread."""
@@ -27,37 +27,73 @@ _scope: ContextVar[Any] = ContextVar("scope")
 
 @dataclass(frozen=True)
 class Given:
-    """The arguments of a forward pass: tensors of rows, and what is the same for all rows."""
+    """The arguments of a forward pass: tensors of rows, with their masks, and what is the same for all rows."""
 
     structure: Any
     static: tuple[Any, ...]
+    """The leaves; `ROWS` and `SHARED` stand for tensors."""
+
+    masked: tuple[bool, ...]
+    """Which of the tensors have a Keras mask."""
+
     rows: tuple[Any, ...]
+    """The tensors `[rows, ...]`, and then their masks. A scalar is repeated for each row."""
+
     losses: bool = True
     """Whether losses that layers add are collected."""
 
+    phase: bool | None = None
+    """The phase `training` of layers in a layer that has no such argument."""
+
     @classmethod
-    def of(cls, args: Any, kwargs: Any, losses: bool = True) -> Given:
-        leaves = tf.nest.flatten((args, kwargs))
+    def of(cls, args: Any, kwargs: Any, losses: bool = True, phase: bool | None = None) -> Given:
+        leaves = [
+            tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable) else leaf
+            for leaf in tf.nest.flatten((args, kwargs))
+        ]
+        tensors = [leaf for leaf in leaves if tf.is_tensor(leaf)]
+        masks = [mask_of(leaf) for leaf in tensors]
+        many = next((leaf for leaf in tensors if leaf.shape.rank != 0), None)
+        rows = [
+            tf.repeat(leaf, count_rows(many)) if _is_shared(leaf) and many is not None else leaf for leaf in tensors
+        ]
         return cls(
             tf.nest.map_structure(lambda _: None, (args, kwargs)),
-            tuple(ROWS if tf.is_tensor(leaf) else leaf for leaf in leaves),
-            tuple(leaf for leaf in leaves if tf.is_tensor(leaf)),
+            tuple((SHARED if _is_shared(leaf) else ROWS) if tf.is_tensor(leaf) else leaf for leaf in leaves),
+            tuple(mask is not None for mask in masks),
+            (*rows, *(mask for mask in masks if mask is not None)),
             losses,
+            phase,
         )
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the tensors have a common axis of rows, as far as is known, and not none."""
+        if ROWS not in self.static:
+            return False
+        known = {leaf.shape[0] for leaf in self.rows} - {None}
+        return len(known) <= 1 and known != {0}
 
     @property
     def key(self) -> Any:
         """Hashable: the same for what is to be traced once."""
-        return freeze(self.structure), self.static, self.losses
+        return freeze(self.structure), self.static, self.masked, self.losses, self.phase
 
     def without_rows(self) -> Given:
         return replace(self, rows=())
 
     def with_rows(self, rows: Sequence[Any]) -> Any:
         """The arguments, with other rows."""
-        left = iter(rows)
-        leaves = [next(left) if leaf is ROWS else leaf for leaf in self.static]
+        count = len(self.masked)
+        for leaf, mask in zip((leaf for leaf, masked in zip(rows, self.masked) if masked), rows[count:]):
+            set_mask(leaf, mask)
+        left = iter(rows[:count])
+        leaves = [next(left) if leaf is ROWS else next(left)[0] if leaf is SHARED else leaf for leaf in self.static]
         return tf.nest.pack_sequence_as(self.structure, leaves)
+
+
+def _is_shared(tensor: Any) -> bool:
+    return bool(tensor.shape.rank == 0)
 
 
 @dataclass(frozen=True)
@@ -169,8 +205,11 @@ def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
     return False
 
 
-def meeting(layers: Sequence[Any], lockstep: Lockstep) -> AbstractContextManager[None]:
-    """Return a context in which layers of batch normalization take mean and variance of the rows of all devices."""
+def meeting(layers: Sequence[Any], lockstep: Lockstep, weights: Any) -> AbstractContextManager[None]:
+    """Return a context in which layers of batch normalization take mean and variance of the rows of all devices.
+
+    `weights`: 1, or 0 for a device whose rows are not to be counted: float32 `[devices]`.
+    """
     graph = tf.compat.v1.get_default_graph()
 
     def moments(*own: Any) -> Any:
@@ -179,14 +218,15 @@ def meeting(layers: Sequence[Any], lockstep: Lockstep) -> AbstractContextManager
                 "a batch normalization is called in a loop, a branch or a tf.function inside the model, where it cannot take "
                 "mean and variance of the rows of all devices; set batch_norm='local'"
             )
-        return lockstep.meet(own, lambda parts: [_merged(parts)] * len(parts))
+        return lockstep.meet(own, lambda parts: [_merged(parts, weights)] * len(parts))
 
     return moments_by(layers, moments)
 
 
-def _merged(own: Sequence[tuple[Any, Any, Any]]) -> tuple[Any, Any]:
+def _merged(own: Sequence[tuple[Any, Any, Any]], weights: Any) -> tuple[Any, Any]:
     """Mean and variance of all, of those of parts of so many values (Chan, Golub and LeVeque, 1983)."""
     means, variances, counts = (tf.stack(each) for each in zip(*own))
+    counts *= tf.cast(weights, counts.dtype)
     shares = counts / tf.reduce_sum(counts)
     if means.shape.rank > 1:
         shares = shares[:, None]
@@ -217,12 +257,9 @@ def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
     given, variables, scope, found = Given.of(args, kwargs), layer.variables, _scope.get(), []
     if not all(isinstance(leaf, tf.Tensor) for leaf in given.rows):
         return call(*args, **kwargs)
-    masks, count = [mask_of(leaf) for leaf in given.rows], len(given.rows)
+    count = len(given.rows)
 
     def run(number: Any, rows: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        for leaf, mask in zip(values, masks):
-            if mask is not None:
-                set_mask(leaf, mask)
         args, kwargs = given.with_rows(values[:count])
         own = collecting([*zip(variables, values[count:])], scope.collect_losses)
         tensors, others, what = pure(partial(call, *args, **kwargs), own, variables, values[:count])

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import updates_alone
+from devicemap._tensorflow.keras import optimizers_of, updates_alone
 from devicemap.devices import choose_devices
 
 
@@ -48,13 +48,15 @@ def spread_variables(devices: Any = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def beside_variables(model: Any) -> Iterator[None]:
-    """While it lasts, the optimizer keeps and updates its slots where the variables are that they are for, if these are on
-    several devices."""
-    optimizer = getattr(model, "optimizer", None)  # there is none before `compile`
-    if optimizer is None or len({variable.value.device for variable in model.trainable_variables}) < 2:
+    """Let optimizers keep and update their slots where the variables of the model are, if these are on several devices."""
+    with contextlib.ExitStack() as replaced:
+        if len({variable.value.device for variable in model.trainable_variables}) > 1:
+            for optimizer in optimizers_of(model):
+                replaced.enter_context(_beside_variables(optimizer, model))
         yield
-        return
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _beside_variables(optimizer: Any, model: Any) -> contextlib.AbstractContextManager[None]:
     apply, add = optimizer.apply, optimizer.add_variable_from_reference
 
     def apply_there(gradients: Any, variables: Any = None) -> Any:
@@ -70,8 +72,7 @@ def beside_variables(model: Any) -> Iterator[None]:
         with tf.device(home_of(reference_variable)):
             return add(reference_variable, *args, **kwargs)
 
-    with updates_alone(optimizer, apply=apply_there, add_variable_from_reference=add_there):
-        yield
+    return updates_alone(optimizer, apply=apply_there, add_variable_from_reference=add_there)
 
 
 def home_of(variable: Any) -> str:

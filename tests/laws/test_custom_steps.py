@@ -1,0 +1,116 @@
+"""Law 10, for models with steps of their own: calls of the model and its layers are mapped, with the results of one device."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from graphs import partitions, placements
+from steps import MODELS, Autoencoder, TwoPasses, descend
+from trainings import STEPS, X, Y
+
+import devicemap
+from devicemap.errors import OptionError
+
+DEVICE_COUNTS = 2, 3
+
+
+def made(name: str, **compiled: Any) -> tuple[keras.Model, dict[str, Any]]:
+    keras.utils.set_random_seed(1)
+    model, data = MODELS[name]
+    model = model()
+    model.compile(**{"optimizer": keras.optimizers.SGD(0.05), "loss": "mse", "jit_compile": False} | compiled)
+    return model, data
+
+
+def fitted(model: keras.Model, data: dict[str, Any]) -> dict[str, Any]:
+    history = model.fit(**STEPS | data).history
+    return {"history": history, "weights": [variable.numpy() for variable in model.variables]}
+
+
+def assert_equal(got: Any, wanted: Any) -> None:
+    tf.nest.assert_same_structure(got, wanted)
+    for one, other in zip(tf.nest.flatten(got), tf.nest.flatten(wanted)):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_trained_as_by_one_device(name: str, eager: bool, devices: list[str]) -> None:
+    model, data = made(name, run_eagerly=eager)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        added = "mean" if name == "decorated" else None
+        got = fitted(devicemap.parallelize(model, devices, added_losses=added), data)
+    assert_equal(got, fitted(*made(name, run_eagerly=eager)))
+    assert any(np.ptp(values) > 1e-3 for values in got["history"].values())
+
+
+def test_evaluated_and_predicted_as_by_one_device(devices: list[str]) -> None:
+    def results(parallel: bool) -> Any:
+        model, data = made("two forward passes")
+        if parallel:
+            devicemap.parallelize(model, devices)
+        return model.predict(data["x"], verbose=0), model.evaluate(**data, verbose=0, return_dict=True)
+
+    assert_equal(results(True), results(False))
+
+
+@pytest.mark.private("inlining the calls, whose ops are otherwise in no partitioned graph of the step")
+def test_each_outermost_call_runs_on_all_devices() -> None:
+    workers = ["CPU:1", "CPU:2", "CPU:3"]
+    model, data = made("variational autoencoder")
+    devicemap.parallelize(model, workers)
+    counted = placements(partitions(model.train_on_batch, data["x"][:11], data["y"][:11]), "MatMul")
+    assert [counted[worker] for worker in workers] == [11] * 3  # of 4 layers; the first has no gradient to its input
+    assert counted["CPU:0"] == 0
+    assert_equal(model.report().devices[0].rows, 4)
+
+
+class Outside(keras.Model):
+    """Calls layers that it does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.add_weight(shape=[6, 2])
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((data[0] @ self.weight - data[1]) ** 2)
+        descend(self, tape, loss)
+        return {"cost": loss}
+
+
+def test_a_step_that_maps_nothing_warns(devices: list[str]) -> None:
+    model = Outside()
+    model.compile("sgd", jit_compile=False)
+    with pytest.warns(RuntimeWarning, match="train_step of outside.* calls neither the model nor one of its layers"):
+        devicemap.parallelize(model, devices).fit(X, Y, verbose=0)
+
+
+def test_a_step_that_is_set_on_the_model(devices: list[str]) -> None:
+    model, data = made("distillation")
+    model.train_step = lambda batch: {"loss": tf.reduce_mean((model(batch[0]) - batch[1]) ** 2)}
+    own = model.train_step
+    wanted = model.fit(**STEPS | data).history
+    assert_equal(devicemap.parallelize(model, devices).fit(**STEPS | data).history, wanted)
+    assert model.detach().train_step is own
+
+
+def test_microbatches_need_the_step_of_keras(devices: list[str]) -> None:
+    with pytest.raises(OptionError, match=r"accumulate=2 .* train_step of its own.*recompute"):
+        devicemap.parallelize(TwoPasses(), devices, accumulate=2)
+    model, data = made("two forward passes")
+    got = fitted(devicemap.parallelize(model, devices, recompute=True), data)
+    assert_equal(got, fitted(*made("two forward passes")))
+
+
+def test_models_without_call_name_what_to_explain(devices: list[str]) -> None:
+    model, data = made("adversarial")
+    with pytest.raises(OptionError, match="has no call"):
+        devicemap.parallelize(model, devices).explain(data["x"])
+    assert Autoencoder.call is not keras.Model.call

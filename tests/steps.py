@@ -1,0 +1,228 @@
+"""Keras models with steps of their own, as programs for research have them, without random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+from trainings import WORDS, X, Y
+
+
+def dense(*sizes: int, inputs: int = 6, norm: bool = False) -> keras.Model:
+    """A net with tanh between its layers."""
+    hidden: list[Any] = []
+    for size in sizes[:-1]:
+        hidden += [layers.Dense(size, "tanh"), *([layers.BatchNormalization(momentum=0.8)] if norm else [])]
+    return keras.Sequential([keras.Input([inputs]), *hidden, layers.Dense(sizes[-1])])
+
+
+def descend(model: Any, tape: Any, loss: Any, variables: Any = None, optimizer: Any = None) -> None:
+    """Apply the gradients of a loss."""
+    variables = model.trainable_variables if variables is None else variables
+    (optimizer or model.optimizer).apply_gradients(zip(tape.gradient(loss, variables), variables))
+
+
+class TwoPasses(keras.Model):
+    """Predicts the same for rows and for their neighbors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = dense(8, 8, 2, norm=True)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.net(x, training=training)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            first, second = self(x, training=True), self(x + 0.1 * tf.sin(9 * x), training=True)
+            loss = self.compute_loss(x, y, first) + tf.reduce_mean((first - second) ** 2)
+        descend(self, tape, loss)
+        return {"cost": loss, **self.compute_metrics(x, y, first)}
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        return {"difference": tf.reduce_mean(tf.abs(self(x, training=False) - y))}
+
+    def predict_step(self, data: Any) -> Any:
+        x = data[0] if isinstance(data, tuple) else data
+        return {"one": self(x), "other": self.net.layers[0](x)}
+
+
+class Adversarial(keras.Model):
+    """A Wasserstein GAN with gradient penalty, whose parts alone have a `call` (Gulrajani et al., 2017)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = dense(8, 6, inputs=2, norm=True), dense(8, 1)
+        self.critic_loss = keras.metrics.Mean(name="critic_loss")
+
+    def compile(self, **options: Any) -> None:
+        super().compile(**options)
+        self.critic_optimizer, self.generator_optimizer = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1)
+
+    def train_step(self, data: Any) -> Any:
+        real, noise = data
+        made = self.generator(noise, training=True)
+        with tf.GradientTape() as tape:
+            judged = self.critic(tf.concat([real, made], 0))
+            loss = tf.reduce_mean(judged[tf.shape(real)[0] :]) - tf.reduce_mean(judged[: tf.shape(real)[0]])
+            between = 0.3 * real + 0.7 * made
+            with tf.GradientTape() as inner:
+                inner.watch(between)
+                score = self.critic(between)
+            norms = tf.norm(inner.gradient(score, between), axis=1)
+            loss += 10.0 * tf.reduce_mean((norms - 1.0) ** 2)
+        descend(self, tape, loss, self.critic.trainable_variables, self.critic_optimizer)
+        with tf.GradientTape() as tape:
+            wanted = -tf.reduce_mean(self.critic(self.generator(noise, training=True)))
+        descend(self, tape, wanted, self.generator.trainable_variables, self.generator_optimizer)
+        self.critic_loss.update_state(loss)
+        return {"critic_loss": self.critic_loss.result(), "generator_loss": wanted}
+
+
+class Sampling(layers.Layer):
+    """Adds noise, which is made of the mean, and the loss of its distribution."""
+
+    def call(self, mean: Any, log_variance: Any) -> Any:
+        return mean + ops.exp(0.5 * log_variance) * ops.stop_gradient(ops.sin(17 * mean))
+
+
+class Autoencoder(keras.Model):
+    """A variational autoencoder, in layers that the step calls one by one (Kingma and Welling, 2013)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.sampling, self.decoder = dense(8, 4), Sampling(), dense(8, 6, inputs=2)
+        self.mean_loss = keras.metrics.Mean(name="loss")
+
+    def call(self, x: Any) -> Any:
+        mean, log_variance = ops.split(self.encoder(x), 2, 1)
+        return self.decoder(self.sampling(mean, log_variance)), mean, log_variance
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            mean, log_variance = tf.split(self.encoder(data[0]), 2, 1)
+            decoded = self.decoder(self.sampling(mean, log_variance))
+            divergence = -0.5 * tf.reduce_sum(1 + log_variance - mean**2 - tf.exp(log_variance), 1)
+            loss = tf.reduce_mean(tf.reduce_mean((decoded - data[0]) ** 2, 1) + 0.1 * divergence)
+        descend(self, tape, loss)
+        self.mean_loss.update_state(loss)
+        return {"loss": self.mean_loss.result()}
+
+
+class Distilled(keras.Model):
+    """A small net that learns from a frozen one, with normalization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.student = dense(9, 2, norm=True), dense(3, 2)
+        self.teacher.trainable = False
+
+    def call(self, x: Any) -> Any:
+        return self.student(x)
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        of_teacher = self.teacher(x, training=False)
+        return tf.reduce_mean((y_pred - y) ** 2) + 0.5 * tf.reduce_mean((y_pred - of_teacher) ** 2)
+
+
+class Contrastive(keras.Model):
+    """SimCLR: two views of each row in one batch of twice as many rows, and a loss of all pairs (Chen et al., 2020)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = dense(8, 5, norm=True), layers.Dense(4)
+        self.steps = tf.Variable(0.0, trainable=False)
+
+    def train_step(self, data: Any) -> Any:
+        x = data[0]
+        with tf.GradientTape() as tape:
+            views = tf.concat([x + 0.1 * tf.sin(9 * x), x * (1 + 0.1 * tf.cos(7 * x))], 0)
+            projected = tf.math.l2_normalize(self.head(self.encoder(views, training=True)), 1)
+            scores = tf.matmul(projected, projected, transpose_b=True) - 9.0 * tf.eye(tf.shape(projected)[0])
+            others = tf.roll(tf.range(tf.shape(projected)[0]), tf.shape(x)[0], 0)
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(others, 5.0 * scores))
+        descend(self, tape, loss)
+        self.steps.assign_add(1.0)
+        return {"cost": loss, "steps": tf.identity(self.steps)}
+
+
+class Decorated(keras.Model):
+    """Layers with fewer rows than the batch, and without rows; the step is a `tf.function`, and layers are not built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = layers.Dense(8, "tanh", activity_regularizer="l2")
+        self.norm, self.out, self.scale = layers.BatchNormalization(momentum=0.8), layers.Dense(2), Scaled()
+
+    @tf.function
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            known = x[: (tf.shape(x)[0] + 1) // 2]
+            hidden = self.norm(self.hidden(known), training=True)
+            loss = tf.reduce_mean((self.out(hidden) - y[: tf.shape(known)[0]]) ** 2) + tf.add_n(self.losses)
+            if tf.reduce_sum(x) > 0:  # by autograph
+                loss += self.scale(tf.reduce_mean(self.out(self.hidden(x[-1:]))))
+            loss = self.scale(x[:, 0], by=1 + loss)[0] * loss / x[0, 0]
+        descend(self, tape, loss)
+        return {"cost": loss}
+
+
+class Scaled(layers.Layer):
+    """Scales rows, or a scalar, by a scalar."""
+
+    def build(self, *_: Any) -> None:
+        self.weight = self.add_weight(name="weight", initializer="ones")
+
+    def call(self, x: Any, by: Any = None) -> Any:
+        return x * self.weight if by is None else x * self.weight / tf.stop_gradient(by)
+
+
+class Unmasked(layers.Layer):
+    """Takes the mask of its input from where Keras keeps it, and the phase from around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooling, self.norm = layers.GlobalAveragePooling1D(), layers.BatchNormalization(momentum=0.8)
+        self.built = self.supports_masking = True
+        self.norm.build([None, 4])
+
+    def call(self, x: Any) -> Any:
+        return self.norm(self.pooling(x))
+
+
+class Words(keras.Model):
+    """Layers that hand on masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.pool, self.out = layers.Embedding(9, 4, mask_zero=True), Unmasked(), layers.Dense(2)
+        self.embed.build()
+        self.out.build([None, 4])
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.out(self.pool(self.embed(x), training=True)) - y) ** 2)
+        descend(self, tape, loss)
+        return {"cost": loss}
+
+
+NOISE = np.cos(13 * Y)
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "two forward passes": (TwoPasses, {"x": X, "y": Y}),
+    "adversarial": (Adversarial, {"x": X, "y": NOISE}),
+    "variational autoencoder": (Autoencoder, {"x": X, "y": Y}),
+    "distillation": (Distilled, {"x": X, "y": Y}),
+    "contrastive": (Contrastive, {"x": X, "y": Y}),
+    "decorated": (Decorated, {"x": X, "y": Y}),
+    "masks": (Words, {"x": WORDS, "y": Y}),
+}
+"""By name: the class of a model, and what it is fitted to."""
