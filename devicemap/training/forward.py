@@ -35,7 +35,9 @@ from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, take_rows
 from devicemap.data.shards import shard_sizes
 from devicemap.devices import choose_devices
 from devicemap.errors import failure
+from devicemap.run.graph_engine import GraphEngine
 from devicemap.run.in_function import call_inside
+from devicemap.run.mapper import NullObserver
 from devicemap.training.lockstep import Lockstep
 from devicemap.training.recomputation import recomputed
 from devicemap.training.stateless import Given, Passed, collecting, depends_on, meeting, pure, recomputing
@@ -51,7 +53,7 @@ class _Survey:
     rows: int
     """How many it was for: more than a shard has."""
 
-    shapes: list[Any]
+    shapes: tuple[Any, ...]
     """The static shapes of outputs; none if those of rows are unknown."""
 
     meets: bool
@@ -89,7 +91,7 @@ class ForwardPass:
         self._variables = [(variable, variable.value) for variable in model.variables]
         """With their values now, as in a forward pass these may be cast."""
         self._functions: dict[Any, Any] = {}
-        self._programs: dict[Any, Program] = {}
+        self._engines: dict[Any, GraphEngine] = {}
         self._surveys: dict[Any, _Survey] = {}
         self._passes: dict[Any, Passed] = {}
         self._plain_calls: list[tuple[Any, Any]] = []
@@ -105,7 +107,7 @@ class ForwardPass:
 
     def forget(self) -> None:
         """Forget traces: the model was compiled again, and its layers may have changed since."""
-        for known in (self._functions, self._programs, self._surveys, self._passes):
+        for known in (self._functions, self._engines, self._surveys, self._passes):
             known.clear()
 
     @contextmanager
@@ -151,65 +153,53 @@ class ForwardPass:
             return call(*args, **kwargs)
         self.calls += 1
         key = id(layer), microbatches, self._trained, given.key
+        devices, known, count, rows = len(self.devices), given.count, count_rows(given.rows[0], tf.int32), given.rows
+        if known is None:
+            with tf.device(HOST):
+                few = count < devices
+                rows = tf.cond(
+                    few, lambda: [_with_copies(leaf, devices) for leaf in given.rows], lambda: list(given.rows)
+                )
         with self.plain():
-            if key not in self._functions:
-                over_devices = partial(self._over_devices, key, layer, given.without_rows(), microbatches)
-                self._functions[key] = tf.function(over_devices, autograph=False)
-            results = self._functions[key].get_concrete_function(*given.rows)(*given.rows)
-        return self._collected(layer, self._passes[key], results)
-
-    def _over_devices(self, key: Any, layer: Any, given: Given, microbatches: int, *rows: Any) -> list[Any]:
-        """Map a call in the graph that is being traced.
-
-        Returns:
-            Outputs and masks; losses, new values and numbers of rows of the devices, or of their microbatches.
-        """
-        leaves, known, devices = list(rows), _static_count(rows), len(self.devices)
-        with tf.device(HOST):
-            count = count_rows(leaves[0], tf.int32)
-            if known is None:
-                sizes, few = sizes_in_graph(count, devices), count < devices
-                leaves = tf.cond(few, lambda: [_with_copies(leaf, devices) for leaf in rows], lambda: list(rows))
+            survey = self._surveyed(key, layer, given)
+            if survey.meets:
+                results = self._together(key, layer, survey, given, count, rows)
             else:
-                sizes = tf.constant(shard_sizes(known, devices))
-        differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
-        self._surveys[key] = self._surveyed(layer, given, leaves, count=83 + (known or 0))  # which no shard has
-        results = (
-            self._in_lockstep(key, layer, given, sizes, leaves)
-            if self._surveys[key].meets
-            else self._apart(key, layer, given, microbatches, leaves)
-        )
-        if known is not None:
-            return results
-        before = tf.compat.v1.get_default_graph().get_operations()
-        with tf.device(self.home):
-            of_rows = len(self._passes[key].masked) + sum(self._passes[key].masked)
+                results = self._apart(key, layer, survey, given, microbatches, rows)
+        what = self._passes[key]
+        if known is None:
+            of_rows = len(what.masked) + sum(what.masked)
             outputs, states, counts = results[:of_rows], results[of_rows:-1], results[-1]
-            outputs, counts = tf.cond(
-                few,
-                lambda: ([take_rows(leaf, 0, count) for leaf in outputs], tf.cast(sizes, counts.dtype)),
-                lambda: (outputs, counts),
-            )
-        differentiate_in_place(tf.compat.v1.get_default_graph().get_operations()[len(before) :])
-        return [*outputs, *states, counts]
+            with tf.device(self.home):
+                real = tf.cast(tf.range(devices) < count, counts.dtype)
+                outputs, counts = tf.cond(
+                    few, lambda: ([take_rows(leaf, 0, count) for leaf in outputs], real), lambda: (outputs, counts)
+                )
+            results = [*outputs, *states, counts]
+        return self._collected(layer, what, results)
 
-    def _apart(self, key: Any, layer: Any, given: Given, microbatches: int, rows: Sequence[Any]) -> list[Any]:
+    def _apart(
+        self, key: Any, layer: Any, survey: _Survey, given: Given, microbatches: int, rows: Sequence[Any]
+    ) -> list[Any]:
         """Run a call in independent shards, each of them in so many microbatches."""
-        if key not in self._programs:
+        if key not in self._engines:
+            known = given.without_rows()
 
             @tf.autograph.experimental.do_not_convert
             def forward(*rows: Any) -> tuple[Any, ...]:
                 with self.plain(), recomputing(self._recomputed):
                     if microbatches > 1 or self._recomputed:
-                        results = self._in_microbatches(key, layer, given, microbatches, rows)
+                        results = self._in_microbatches(key, layer, known, microbatches, rows)
                     else:
-                        results = [*itertools.chain(*self._forward(key, layer, given, rows))]
-                return tuple(self._counted(key, layer, [[leaf] for leaf in results], [count_rows(rows[0])]))
+                        results = [*itertools.chain(*self._forward(key, layer, known, rows))]
+                return tuple(self._counted(key, layer, survey, [[leaf] for leaf in results], [count_rows(rows[0])]))
 
             options = {"devices": self.devices, "batched": True, "output_device": self.home, "name": layer.name}
-            self._programs[key] = Program(forward, options).reducing(JoinedShards())
-        program, converted = self._programs[key], as_rows(tuple(rows))
-        return list(call_inside(program, converted, filled=True))
+            self._engines[key] = GraphEngine(Program(forward, options).reducing(JoinedShards()), NullObserver())
+        engine, converted = self._engines[key], as_rows(tuple(rows))
+        return list(
+            engine.run(converted) if tf.executing_eagerly() else call_inside(engine.program, converted, filled=True)
+        )
 
     def _in_microbatches(self, key: Any, layer: Any, given: Given, microbatches: int, rows: Sequence[Any]) -> list[Any]:
         """The forward pass on a device, in the graph that is traced for all, with each variable read once."""
@@ -234,12 +224,23 @@ class ForwardPass:
         stored.assign(value + tf.constant([0, 1], value.dtype))
         return split_seeds(value, count) if count > 1 else value[None]
 
-    def _in_lockstep(self, key: Any, layer: Any, given: Given, sizes: Any, rows: Sequence[Any]) -> list[Any]:
+    def _together(
+        self, key: Any, layer: Any, survey: _Survey, given: Given, count: Any, rows: Sequence[Any]
+    ) -> list[Any]:
         """Run a call in one shard for each device, which meet where statistics of all rows are taken."""
-        count = sizes.shape[0]
+        if (key, survey) not in self._functions:
+            lockstep = partial(self._in_lockstep, key, layer, survey, given.without_rows())
+            self._functions[key, survey] = tf.function(lockstep, autograph=False)
+        concrete = self._functions[key, survey].get_concrete_function(count, *rows)
+        return list(concrete(count, *rows))
+
+    def _in_lockstep(self, key: Any, layer: Any, survey: _Survey, given: Given, rows: Any, *leaves: Any) -> list[Any]:
+        """Trace a call for as many `rows`; of all devices that get none, each has a copy of one instead."""
+        known, devices = _static_count(leaves), len(self.devices)
         with tf.device(HOST):
-            filled = tf.maximum(sizes, 1)
-            shards = list(zip(*(cut_rows(leaf, filled, count) for leaf in rows)))
+            sizes = sizes_in_graph(rows, devices) if known is None else tf.constant(shard_sizes(known, devices))
+            filled, count = tf.maximum(sizes, 1), sizes.shape[0]
+            shards = list(zip(*(cut_rows(leaf, filled, count) for leaf in leaves)))
         values: dict[int, list[Any]] = {}
         for variable, stored in self._variables:
             with tf.device(stored.device):
@@ -257,7 +258,7 @@ class ForwardPass:
             results = lockstep.run()
         with tf.device(self.home):
             parts = [[tf.identity(part) for part in parts] for parts in zip(*results)]
-            joined = self._counted(key, layer, parts, filled)
+            joined = self._counted(key, layer, survey, parts, filled)
         differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
         return joined
 
@@ -298,12 +299,18 @@ class ForwardPass:
             others[i] = tf.cast(tf.reduce_sum(others[i]), tf.float32)
         return tensors, as_states([*others, count_rows(rows[0])], rows[0])
 
-    def _surveyed(self, layer: Any, given: Given, rows: Sequence[Any], count: int) -> _Survey:
-        """Trace a call for so many rows, and refuse one that changes state which is not Keras's."""
+    def _surveyed(self, key: Any, layer: Any, given: Given) -> _Survey:
+        """Trace a call for more rows than a shard has, once for each shape. Refuse changes of other state than Keras's."""
+        shapes = tuple(str(leaf.shape) for leaf in given.rows)
+        if (key, shapes) not in self._surveys:
+            self._surveys[key, shapes] = self._survey(layer, given)
+        return self._surveys[key, shapes]
+
+    def _survey(self, layer: Any, given: Given) -> _Survey:
         import keras
 
         norms = batch_norms_of(layer) if self._batch_norm == "synchronized" and len(self.devices) > 1 else []
-        dense, met = all(isinstance(leaf, tf.Tensor) for leaf in rows), []
+        dense, met = all(isinstance(leaf, tf.Tensor) for leaf in given.rows), []
 
         def moments(mean: Any, variance: Any, _: Any) -> tuple[Any, Any]:
             met.append(True)
@@ -312,24 +319,29 @@ class ForwardPass:
         @tf.function(autograph=False)
         def outputs(*rows: Any) -> list[Any]:
             args, kwargs = given.with_rows(rows)
-            with self.plain(), keras.StatelessScope(), moments_by(norms, moments):
+            with keras.StatelessScope(), moments_by(norms, moments):
                 return list(tf.nest.flatten(layer.call(*args, **kwargs)))
 
-        specs = [
-            tf.TensorSpec([count, *leaf.shape[1:]], leaf.dtype) if dense else tf.type_spec_from_value(leaf)
-            for leaf in rows
-        ]
-        concrete = outputs.get_concrete_function(*specs)
+        count = 83 + (given.count or 0)
+        concrete = outputs.get_concrete_function(
+            *(
+                tf.TensorSpec([count, *leaf.shape[1:]], leaf.dtype) if dense else tf.type_spec_from_value(leaf)
+                for leaf in given.rows
+            )
+        )
         if audit(concrete).ordered or op_types(concrete) & _ADDS:  # each device would do it
             raise failure(
                 f"a layer of {layer.name} changes a tf.Variable or a table, which each device would do by its own rows; "
                 "let it be a variable of Keras's, made by add_weight, or change it in a train_step of the model"
             )
-        return _Survey(count, [spec.shape for spec in concrete.structured_outputs] if dense else [], bool(met))
+        shapes = tuple(spec.shape for spec in concrete.structured_outputs) if dense else ()
+        return _Survey(count, shapes, bool(met))
 
-    def _counted(self, key: Any, layer: Any, results: Sequence[Sequence[Any]], sizes: Any) -> list[Any]:
+    def _counted(
+        self, key: Any, layer: Any, survey: _Survey, results: Sequence[Sequence[Any]], sizes: Any
+    ) -> list[Any]:
         """Join shards of results, once an assertion has found a row in outputs for each row of a shard."""
-        self._surveys[key].check(layer, self._passes[key].shapes)
+        survey.check(layer, self._passes[key].shapes)
         outputs = results[: len(self._passes[key].masked)]
         counts = [tf.stack([count_rows(part) for part in parts]) for parts in outputs]
         joined = [parts[0] if len(parts) == 1 else tf.concat(parts, 0) for parts in results]

@@ -75,6 +75,11 @@ class Given:
         return len(known) <= 1 and known != {0}
 
     @property
+    def count(self) -> int | None:
+        """The number of rows, `None` if it is unknown."""
+        return next((leaf.shape[0] for leaf in self.rows if leaf.shape[0] is not None), None)
+
+    @property
     def key(self) -> Any:
         """Hashable: the same for what is to be traced once."""
         return freeze(self.structure), self.static, self.masked, self.losses, self.phase
