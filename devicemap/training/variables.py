@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import optimizers_of, updates_alone
+from devicemap._tensorflow.keras import optimizers_of, replacing, updating_alone
 from devicemap.devices import choose_devices
 
 
@@ -49,9 +49,11 @@ def spread_variables(devices: Any = None) -> Iterator[None]:
 @contextlib.contextmanager
 def beside_variables(model: Any) -> Iterator[None]:
     """Let optimizers keep and update their slots where the variables of the model are, if these are on several devices."""
+    spread = len({variable.value.device for variable in model.trainable_variables}) > 1
     with contextlib.ExitStack() as replaced:
-        if len({variable.value.device for variable in model.trainable_variables}) > 1:
-            for optimizer in optimizers_of(model):
+        for optimizer in optimizers_of(model):
+            replaced.enter_context(updating_alone(optimizer))
+            if spread:
                 replaced.enter_context(_beside_variables(optimizer, model))
         yield
 
@@ -72,7 +74,7 @@ def _beside_variables(optimizer: Any, model: Any) -> contextlib.AbstractContextM
         with tf.device(home_of(reference_variable)):
             return add(reference_variable, *args, **kwargs)
 
-    return updates_alone(optimizer, apply=apply_there, add_variable_from_reference=add_there)
+    return replacing(optimizer, apply=apply_there, add_variable_from_reference=add_there)
 
 
 def home_of(variable: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import pickle
 from collections.abc import Callable
@@ -336,6 +337,55 @@ def test_models_that_share_layers(devices: list[str]) -> None:
 
     got = losses(lambda model: devicemap.parallelize(model, devices))
     assert_close(got, losses(lambda model: model))
+
+
+def graphs() -> int:
+    gc.collect()
+    gc.collect()
+    return sum(type(each).__name__ == "FuncGraph" for each in gc.get_objects())
+
+
+@pytest.mark.in_ci(1)
+@pytest.mark.parametrize("name", ["momentum, clipnorm", "batch normalization"])
+def test_a_model_takes_its_graphs_with_it(name: str, devices: list[str]) -> None:
+    before = graphs()
+    devicemap.parallelize(CASES[name].made(), devices).fit(X, Y, verbose=0)
+    assert graphs() == before
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("norm", ["", "BatchNormalization"])
+def test_models_in_a_loop_retain_no_more_memory_than_without_devicemap(norm: str) -> None:
+    program = """
+        import gc
+        import sys
+        import keras
+        import numpy as np
+        import devicemap
+
+        devicemap.simulate_devices(4)
+        norms = [getattr(keras.layers, name) for name in sys.argv[2:] if name]
+
+        def retained():
+            model = keras.Sequential([keras.Input([32])])
+            for _ in range(4):
+                model.add(keras.layers.Dense(64, "relu"))
+                for norm in norms:
+                    model.add(norm())
+            model.compile("adam", "mse", jit_compile=False)
+            if sys.argv[1] == "parallel":
+                devicemap.parallelize(model)
+            model.fit(np.ones([64, 32]), np.ones([64, 64]), batch_size=30, verbose=0)
+            del model
+            gc.collect()
+            with open("/proc/self/statm") as statm:
+                return int(statm.read().split()[1]) * 4096
+
+        bytes = [retained() for _ in range(9)]
+        print((bytes[-1] - bytes[3]) // 5)
+        """
+    (parallel,), (plain,) = (processes.run(program, kind, norm) for kind in ("parallel", "plain"))
+    assert int(parallel) <= 1.3 * int(plain)
 
 
 @pytest.mark.private("inlining the calls, whose ops are otherwise in no partitioned graph of the step")
