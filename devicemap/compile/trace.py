@@ -190,7 +190,7 @@ def _traced(
         check_validity(structure, outputs)
     found = audit(concrete, in_place)
     if found.colocated:
-        concrete = _kept_whole(concrete, specs)
+        concrete = kept_whole(concrete, specs)
         found = audit(concrete, in_place)
     return Traced(
         concrete,
@@ -264,7 +264,7 @@ def _compile_with_xla(loop: RowLoop, specs: list[Any]) -> RowLoop:
     return replace(loop, concrete=compiled.get_concrete_function(*specs))
 
 
-def _kept_whole(over_rows: Any, specs: list[Any]) -> Any:
+def kept_whole(over_rows: Any, specs: list[Any]) -> Any:
     """Return the function as one that is never inlined, so that the names of its colocation groups stay unique."""
 
     @tf.function(autograph=False, experimental_attributes={"_noinline": True})

@@ -27,7 +27,7 @@ from devicemap.inspect.verify import Verification
 from devicemap.options import check_count
 from devicemap.training.forward import ForwardPass
 from devicemap.training.stateless import without_state
-from devicemap.training.steps import Steps
+from devicemap.training.steps import Steps, count_of
 from devicemap.training.variables import beside_variables
 
 _STEPS = "train_step", "test_step", "predict_step"
@@ -105,7 +105,7 @@ def parallelize(
 
     parallel = _Parallel(model, list(chosen), forward, accumulate)
     if model.built:
-        parallel.build()
+        forward()  # checks the model
     parallel.attach()
     return model
 
@@ -146,6 +146,12 @@ def _has_own(model: Any, name: str) -> bool:
 
 
 def _check_variables(model: Any) -> None:
+    for layer in layers_of(model):
+        if getattr(layer, "stateful", False):
+            raise OptionError(
+                f"{layer.name} is stateful: it keeps a state for each row of a batch, which other devices would not see; "
+                "give it the state as an input and an output"
+            )
     if any(isinstance(variable.value, tf.distribute.DistributedValues) for variable in model.variables):
         raise OptionError(
             f"{model.name} was made in the scope of a tf.distribute strategy, which spreads its variables itself; make it "
@@ -173,35 +179,27 @@ class _Parallel:
         self._model, self._devices = model, devices
         self._make_forward, self._accumulate = make_forward, accumulate
         self._own_steps = {name: vars(model)[name] for name in _STEPS if name in vars(model)}
-        self._mapped_steps: dict[str, Any] = {}
-        """The steps, which keep traces in which calls are mapped if they are `tf.function`s."""
+        self._eager_steps: dict[str, Any] = {}
+        """Steps that are `tf.function`s, which keep traces in which calls are mapped."""
         self._traced: set[str] = set()
         self._builds: set[str] = set()
         """Steps whose next batch builds the model."""
-        self._built: ForwardPass | None = None
         self._sizes: Counter[int] = Counter()
         """How many training steps had how many rows, since `fit` was called last."""
 
-    def build(self, batch: Any = None, step: str = "predict_step") -> ForwardPass:
-        """Return the forward passes of the built model.
-
-        A batch builds what is not built: a step of the model's own is traced with it, otherwise the model is called on a row.
-        """
+    def build(self, batch: Any = None, step: str = "predict_step") -> None:
+        """Build what is not built: a step of the model's own is traced with a batch, otherwise the model is called on a row."""
         if step in self._own_steps or _has_own(self._model, step):
             if batch is not None and step not in self._traced:
                 self._traced.add(step)
                 self._trace(batch, step)
         elif not self._model.built:
             self._call_on_a_row(batch)
-        if self._built is None:
-            self._built = self._make_forward()
-        return self._built
 
     def _trace(self, batch: Any, step: str) -> None:
         """Let a step build the layers that it calls. Steps that run eagerly do so for their first batch, on one device."""
         if all(layer.built for layer in layers_of(self._model)[1:]):
             return
-        self._built = None
         if self._model.run_eagerly:
             self._builds.add(step)
             return
@@ -253,7 +251,8 @@ class _Parallel:
                 f"{self._model.name} has no call; explain a layer that its steps call, by devicemap.DeviceMap(layer, "
                 "batched=True)"
             )
-        forward, structure = self.build(), tf.nest.map_structure(lambda leaf: None, data_or_spec)
+        self.build()
+        forward, structure = self._make_forward(), tf.nest.map_structure(lambda leaf: None, data_or_spec)
         mapper = DeviceMap(
             lambda *leaves: forward.outputs_in_training(tf.nest.pack_sequence_as(structure, leaves)),
             devices=forward.devices,
@@ -301,15 +300,12 @@ class _Parallel:
 
     def _make(self, name: str, force: bool = False) -> Any:
         """Make the function of a loop, instead of Keras, which would compile it by XLA for one device."""
-        unused = not any(getattr(self._model, each.removeprefix("make_")) for each in _MAKERS)  # as `compile` leaves it
-        if unused and self._built is not None:
-            self._built.forget()
-            self._mapped_steps.clear()
         if name == "make_train_function":
             self._sizes.clear()
         made = name.removeprefix("make_")
         if force or getattr(self._model, made) is None:
             step = made.replace("function", "step")
+            self._eager_steps.pop(step, None)
             sizes: Counter[int] = self._sizes if step == "train_step" else Counter()
             steps = Steps(self._model, partial(self.build, step=step), partial(self._step, step), sizes)
             setattr(self._model, made, partial(_joined if step == "predict_step" else _last, steps))
@@ -317,17 +313,19 @@ class _Parallel:
 
     def _step(self, name: str, data: Any) -> Any:
         """Run a step of the model on a batch, with calls of the model and its layers on all devices."""
-        forward = self.build(data, name)
+        self.build(data, name)
+        step = self._plain(name)
         if name in self._builds:
             self._builds.remove(name)
-            self._built = None
-            return self._plain(name)(data)
-        known = name in self._mapped_steps
-        step, before = self._mapped_steps.setdefault(name, self._plain(name)), forward.calls
+            return step(data)
+        known = name in self._eager_steps
+        if tf.executing_eagerly():
+            step = self._eager_steps.setdefault(name, step)
+        forward = self._make_forward()
         microbatches = self._accumulate if name == "train_step" else 1
-        with forward.mapping(microbatches, losses=name != "predict_step"), beside_variables(self._model):
+        with forward.mapping(count_of(data), microbatches, name != "predict_step"), beside_variables(self._model):
             results = step(data)
-        if forward.calls == before and not known and len(self._devices) > 1:
+        if not forward.calls and not known and len(self._devices) > 1:
             warn_user(
                 f"{name} of {self._model.name} calls neither the model nor one of its layers on rows, so it runs on one "
                 "device. Let the model have the layers that it calls as attributes",

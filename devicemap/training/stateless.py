@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,6 @@ import tensorflow as tf
 
 from devicemap._tensorflow.keras import is_seed, mask_of, moments_by, replacing, set_mask, sublayers_of
 from devicemap.data.rows import count_rows
-from devicemap.data.structure import freeze
 from devicemap.errors import failure
 from devicemap.training.lockstep import Lockstep
 from devicemap.training.recomputation import recomputed
@@ -47,45 +47,41 @@ class Given:
 
     @classmethod
     def of(cls, args: Any, kwargs: Any, losses: bool = True, phase: bool | None = None) -> Given:
+        import keras
+
         leaves = [
-            tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable) else leaf
+            tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable | keras.Variable) else leaf
             for leaf in tf.nest.flatten((args, kwargs))
         ]
         tensors = [leaf for leaf in leaves if tf.is_tensor(leaf)]
         masks = [mask_of(leaf) for leaf in tensors]
         many = next((leaf for leaf in tensors if leaf.shape.rank != 0), None)
-        rows = [
-            tf.repeat(leaf, count_rows(many)) if _is_shared(leaf) and many is not None else leaf for leaf in tensors
-        ]
+        if many is not None:
+            count = many.shape[0] or count_rows(many)
+            tensors = [tf.repeat(leaf, count) if leaf.shape.rank == 0 else leaf for leaf in tensors]
         return cls(
             tf.nest.map_structure(lambda _: None, (args, kwargs)),
-            tuple((SHARED if _is_shared(leaf) else ROWS) if tf.is_tensor(leaf) else leaf for leaf in leaves),
+            tuple((SHARED if leaf.shape.rank == 0 else ROWS) if tf.is_tensor(leaf) else leaf for leaf in leaves),
             tuple(mask is not None for mask in masks),
-            (*rows, *(mask for mask in masks if mask is not None)),
+            (*tensors, *(mask for mask in masks if mask is not None)),
             losses,
             phase,
         )
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether the tensors have a common axis of rows, as far as is known, and not none."""
+    def has_rows(self, batch: int | None) -> bool:
+        """Whether the tensors have a common axis of rows, as far as is known.
+
+        Tensors of a known and of an unknown length do only if the known one is that of the batch.
+        """
         if ROWS not in self.static:
             return False
-        known = {leaf.shape[0] for leaf in self.rows} - {None}
-        return len(known) <= 1 and known != {0}
+        lengths = {leaf.shape[0] for leaf in self.rows[: len(self.masked)]}
+        return lengths != {0} and (len(lengths) == 1 or (batch is not None and lengths == {None, batch}))
 
     @property
     def count(self) -> int | None:
         """The number of rows, `None` if it is unknown."""
         return next((leaf.shape[0] for leaf in self.rows if leaf.shape[0] is not None), None)
-
-    @property
-    def key(self) -> Any:
-        """Hashable: the same for what is to be traced once."""
-        return freeze(self.structure), self.static, self.masked, self.losses, self.phase
-
-    def without_rows(self) -> Given:
-        return replace(self, rows=())
 
     def with_rows(self, rows: Sequence[Any]) -> Any:
         """The arguments, with other rows."""
@@ -97,25 +93,24 @@ class Given:
         return tf.nest.pack_sequence_as(self.structure, leaves)
 
 
-def _is_shared(tensor: Any) -> bool:
-    return bool(tensor.shape.rank == 0)
-
-
 @dataclass(frozen=True)
 class Passed:
     """What one forward pass gives besides rows, and how that of devices becomes one."""
 
     outputs: Any
-    """The structure of the model's outputs; leaves are their numbers."""
+    """The structure of the outputs."""
+
+    static: tuple[Any, ...]
+    """The leaves of the outputs; `ROWS` stands for a tensor."""
 
     shapes: tuple[Any, ...]
-    """Static shapes of the outputs."""
+    """Static shapes of the tensors."""
 
     masked: tuple[bool, ...]
-    """Which outputs have a Keras mask."""
+    """Which of the tensors have a Keras mask."""
 
-    losses: tuple[bool, ...]
-    """For each loss that layers add, whether it depends on the rows."""
+    losses: tuple[tuple[Any, bool], ...]
+    """For each loss, the layer that adds it, and whether it depends on the rows."""
 
     updated: tuple[int, ...]
     """Which variables got new values."""
@@ -125,41 +120,79 @@ class Passed:
         outputs, left = list(results[: len(self.masked)]), list(results[len(self.masked) :])
         for output in [output for output, masked in zip(outputs, self.masked) if masked]:
             set_mask(output, left.pop(0))
+        tensors = iter(outputs)
+        outputs = [next(tensors) if leaf is ROWS else leaf for leaf in self.static]
         return tf.nest.pack_sequence_as(self.outputs, outputs), left[: len(self.losses)], left[len(self.losses) :]
 
 
 def collecting(held: Sequence[tuple[Any, Any]] = (), losses: bool = True) -> Any:
     """A scope in which variables have these values, or are read as they are, and losses and new values are collected.
 
-    Seeds of random numbers that are read do advance, as each device has to draw others. `losses=False` drops losses.
+    `losses=False` drops losses.
     """
     import keras
 
     class Scope(keras.StatelessScope):
-        def __enter__(self) -> Any:
-            self.token = _scope.set(self)
+        def __init__(self) -> None:
             self.held = {id(variable) for variable, _ in held}
             self.changed = list[Any]()
+            self.draws = Counter[int]()
+            """How often numbers were drawn from each seed, by identity."""
+            self.added = list[tuple[Any, Any]]()
+            """Losses, each with the layer that adds it."""
             self.constant_losses = set[int]()
             """By identity: losses that do not depend on the rows, although they come from a function of them."""
+            super().__init__(held, collect_losses=losses)
+
+        def __enter__(self) -> Any:
+            self.token = _scope.set(self)
+            self.graph = tf.compat.v1.get_default_graph()
             return super().__enter__()
 
         def __exit__(self, *error: Any) -> None:
             _scope.reset(self.token)
             super().__exit__(*error)
 
+        def get_current_value(self, variable: Any) -> Any:
+            value, draws = super().get_current_value(variable), self.draws[id(variable)]
+            return value if value is None or not draws else value + tf.constant([0, draws], value.dtype)
+
         def add_update(self, update: Any) -> None:
             variable, value = update
-            if is_seed(variable) and not held:
-                variable.value.assign(tf.cast(value, variable.value.dtype))
-            else:
-                self.changed.append(variable)
-                if variable.trainable:  # gradients of what reads it are those of the variable, whatever it was assigned
-                    now = tf.cast(variable.value, value.dtype)
-                    value = tf.stop_gradient(value) + (now - tf.stop_gradient(now))
-                super().add_update((variable, value))
+            self.changed.append(variable)
+            if is_seed(variable):  # a function or a branch inside the graph could not give its value to what follows
+                _check_no_loop(variable, self.graph)
+                self.draws[id(variable)] += 1
+                return
+            if tf.compat.v1.get_default_graph() is not self.graph:
+                raise failure(
+                    f"{variable.path} gets a new value in a loop, a branch or a tf.function inside a layer, which cannot pass "
+                    "it on to the variable; let the layer change it outside of them"
+                )
+            if variable.trainable:  # gradients of what reads it are those of the variable, whatever it was assigned
+                now = tf.cast(variable.value, value.dtype)
+                value = tf.stop_gradient(value) + (now - tf.stop_gradient(now))
+            super().add_update((variable, value))
 
-    return Scope(held, collect_losses=losses)
+    return Scope()
+
+
+def _check_no_loop(seed: Any, outermost: Any) -> None:
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not outermost:
+        if type(graph).__name__ == "WhileBodyFuncGraph":
+            raise failure(
+                f"{seed.path} is drawn from in a loop inside a layer, which would draw the same numbers each time; draw them "
+                "before the loop"
+            )
+        graph = graph.outer_graph
+
+
+def add_loss(layer: Any, loss: Any) -> None:
+    """Add losses of a layer to the innermost scope of `collecting`, instead of to the layer."""
+    scope = _scope.get()
+    if scope.collect_losses:
+        scope.added += [(layer, each) for each in tf.nest.flatten(loss)]
 
 
 def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any], Passed]:
@@ -179,7 +212,8 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
                 "keras.random without a seed are not; give random numbers a keras.random.SeedGenerator of the layer, and add "
                 "metrics in compile"
             )
-    flat = tf.nest.flatten(outputs)
+    leaves = tf.nest.flatten(outputs)
+    flat = [leaf for leaf in leaves if tf.is_tensor(leaf)]
     masks = [mask_of(leaf) for leaf in flat]
     updates = {
         i: scope.get_current_value(variable)
@@ -188,12 +222,14 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
     }
     what = Passed(
         tf.nest.map_structure(lambda _: None, outputs),
+        tuple(ROWS if tf.is_tensor(leaf) else leaf for leaf in leaves),
         tuple(leaf.shape for leaf in flat),
         tuple(mask is not None for mask in masks),
-        tuple(id(loss) not in scope.constant_losses and depends_on(loss, rows) for loss in scope.losses),
+        tuple((layer, id(loss) not in scope.constant_losses and depends_on(loss, rows)) for layer, loss in scope.added),
         tuple(updates),
     )
-    return [*flat, *(mask for mask in masks if mask is not None)], [*scope.losses, *updates.values()], what
+    losses = [loss for _, loss in scope.added]
+    return [*flat, *(mask for mask in masks if mask is not None)], [*losses, *updates.values()], what
 
 
 def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
@@ -259,22 +295,25 @@ def recomputing(layers: Sequence[Any]) -> Iterator[None]:
 
 
 def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
-    given, variables, scope, found = Given.of(args, kwargs), layer.variables, _scope.get(), []
+    given, scope, found = Given.of(args, kwargs), _scope.get(), []
     if not all(isinstance(leaf, tf.Tensor) for leaf in given.rows):
         return call(*args, **kwargs)
-    count = len(given.rows)
+    variables = [variable for variable in layer.variables if scope.get_current_value(variable) is not None]
+    count, states = len(given.rows), [variable for variable in variables if not is_seed(variable)]
 
     def run(number: Any, rows: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         args, kwargs = given.with_rows(values[:count])
         own = collecting([*zip(variables, values[count:])], scope.collect_losses)
-        tensors, others, what = pure(partial(call, *args, **kwargs), own, variables, values[:count])
-        found.append(what)
+        tensors, others, what = pure(partial(call, *args, **kwargs), own, states, values[:count])
+        found.append((what, own.draws))
         return tensors, others
 
     results = recomputed(run, [], [*given.rows, *map(scope.get_current_value, variables)])
-    outputs, losses, updates = found[-1].unpacked(results)
-    scope.losses += losses
-    scope.constant_losses |= {id(loss) for loss, of_rows in zip(losses, found[-1].losses) if not of_rows}
-    for i, value in zip(found[-1].updated, updates):
-        scope.add_update((variables[i], value))
+    what, draws = found[-1]
+    outputs, losses, updates = what.unpacked(results)
+    scope.added += [(owner, loss) for (owner, _), loss in zip(what.losses, losses)]
+    scope.constant_losses |= {id(loss) for loss, (_, of_rows) in zip(losses, what.losses) if not of_rows}
+    scope.draws += draws
+    for i, value in zip(what.updated, updates):
+        scope.add_update((states[i], value))
     return outputs

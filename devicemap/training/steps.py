@@ -58,7 +58,7 @@ class Steps:
                 raise
             message = f"{self._model.name} ran out of memory: {brief(error)}. {_ADVICE}"
             raise function_error(message, error) from error
-        self._sizes[next(leaf.shape[0] for leaf in tf.nest.flatten(batch) if leaf is not None)] += 1
+        self._sizes[count_of(batch) or 0] += 1
         return results
 
     def _function(self, specs: Any) -> Any:
@@ -69,6 +69,12 @@ class Steps:
             signature = None if specs is None else [specs]
             self._functions[key] = tf.function(self._step, signature, autograph=False, reduce_retracing=True)
         return self._functions[key]
+
+
+def count_of(batch: Any) -> int | None:
+    """Return the number of rows of a batch, `None` if it is unknown."""
+    shapes = [tf.TensorShape(leaf.shape) for leaf in tf.nest.flatten(batch) if leaf is not None]
+    return next((shape[0] for shape in shapes if shape.rank), None)
 
 
 def _without_optionals(batch: Any) -> Any:

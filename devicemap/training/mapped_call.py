@@ -1,0 +1,294 @@
+"""One call of a Keras layer over devices: its rows cut into shards, its outputs gathered.
+
+    rows ── shards ──> the layer, on each device <── values of its variables, along a tree
+                       │
+                       └── outputs, joined; losses and new values, reduced
+
+Each call is traced anew, as Keras does for one device, because what a layer does may depend on its Python attributes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from devicemap._tensorflow.functions import unchained
+from devicemap._tensorflow.gradients import differentiate_freely, differentiate_in_place, linked
+from devicemap._tensorflow.keras import batch_norms_of, is_seed, moments_by, without_activity_regularizer
+from devicemap.compile.audit import audit, op_types
+from devicemap.compile.gather import with_row_counts_checked
+from devicemap.compile.graph_builder import ops_of, sizes_in_graph
+from devicemap.compile.reduction import as_states
+from devicemap.compile.replicas import split_seeds
+from devicemap.compile.trace import kept_whole
+from devicemap.data.rows import HOST, count_rows, cut_rows, spec_of, take_rows
+from devicemap.data.shards import shard_sizes
+from devicemap.errors import failure
+from devicemap.training.lockstep import Lockstep
+from devicemap.training.recomputation import recomputed
+from devicemap.training.stateless import Given, Passed, collecting, depends_on, meeting, pure, recomputing
+from devicemap.training.transfers import sent
+
+if TYPE_CHECKING:
+    from devicemap.training.forward import ForwardPass
+
+_ADDS = frozenset(["AssignAddVariableOp", "AssignSubVariableOp"])
+"""Ops that change a variable in any order, but once for each device."""
+
+_MORE_ROWS = 83
+"""More rows than a batch has, for a trace that shows how outputs depend on the number of rows."""
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """The rows of each device. A device that would have none has a copy of the first row, which counts nothing."""
+
+    sizes: Any
+    """How many rows count: int32 `[shards]`."""
+
+    filled: Any
+    """How many rows there are."""
+
+    parts: list[list[Any]]
+    """The leaves of each shard."""
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], rows: int | None, devices: int) -> _Shards:
+        """Cut leaves with so many rows, `None` if it is unknown, on the host."""
+        with tf.device(HOST):
+            if rows is not None:
+                sizes = tf.constant(shard_sizes(rows, devices))
+                count = sizes.shape[0]
+                return cls(sizes, sizes, [*map(list, zip(*(cut_rows(leaf, sizes, count) for leaf in leaves)))])
+            count = count_rows(leaves[0], tf.int32)
+            sizes = sizes_in_graph(count, devices)
+            filled = tf.maximum(sizes, tf.minimum(count, 1))
+            starts = tf.unstack(tf.where(sizes > 0, tf.cumsum(sizes, exclusive=True), 0), devices)
+            stops = tf.unstack(tf.stack(starts) + filled, devices)
+            cut = [_slices(leaf, starts, stops, tf.unstack(sizes, devices)) for leaf in leaves]
+            return cls(sizes, filled, [*map(list, zip(*cut))])
+
+    @property
+    def count(self) -> int:
+        return int(self.sizes.shape[0])
+
+
+def _slices(leaf: Any, starts: Sequence[Any], stops: Sequence[Any], sizes: Sequence[Any]) -> list[Any]:
+    """Cut a leaf. Its gradient joins those of the rows that count, as `tf.split` does, instead of adding padded ones."""
+    parts = [take_rows(leaf, start, stop) for start, stop in zip(starts, stops)]
+    if not isinstance(leaf, tf.Tensor) or not leaf.dtype.is_floating:
+        return parts
+    return linked(parts, [leaf], lambda *upstream: [tf.concat([u[:size] for u, size in zip(upstream, sizes)], 0)])
+
+
+class MappedCall:
+    """A call of a layer that is mapped."""
+
+    def __init__(self, forward: ForwardPass, layer: Any, given: Given, microbatches: int):
+        self._forward, self._layer, self._given, self._microbatches = forward, layer, given, microbatches
+        self._states = [variable for variable, _ in forward.variables if not is_seed(variable)]
+        """The variables that may get new values, besides seeds."""
+        self._passed: Passed
+
+    def run(self) -> list[Any]:
+        """Run the call, as part of the function that is being traced or in eager code.
+
+        Returns:
+            Outputs and masks; losses, new values and numbers of rows of the devices, or of their microbatches.
+
+        Raises:
+            FunctionError: the layer does what devices cannot do apart.
+        """
+        self._survey()
+        function = tf.function(self._over_devices, autograph=False)
+        return list(function.get_concrete_function(*self._given.rows)(*self._given.rows))
+
+    def _survey(self) -> None:
+        """Trace the call for more rows than there are: what are its outputs, and which variables does it change?"""
+        forward, given, layer = self._forward, self._given, self._layer
+        norms = batch_norms_of(layer) if forward.batch_norm == "synchronized" and len(forward.devices) > 1 else []
+        self._meets, scope = False, collecting()
+
+        def moments(mean: Any, variance: Any, _: Any) -> tuple[Any, Any]:
+            self._meets = True
+            return mean, variance
+
+        @tf.function(autograph=False)
+        def outputs(*rows: Any) -> list[Any]:
+            args, kwargs = given.with_rows(rows)
+            with scope, moments_by(norms, moments):
+                return [leaf for leaf in tf.nest.flatten(layer.call(*args, **kwargs)) if tf.is_tensor(leaf)]
+
+        dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
+        self._more = _MORE_ROWS + (given.count or 0)
+        concrete = outputs.get_concrete_function(
+            *(
+                tf.TensorSpec([self._more, *leaf.shape[1:]], leaf.dtype) if dense else tf.type_spec_from_value(leaf)
+                for leaf in given.rows
+            )
+        )
+        if audit(concrete).ordered or op_types(concrete) & _ADDS:  # each device would do it
+            raise failure(
+                f"a layer of {layer.name} changes a tf.Variable or a table, which each device would do by its own rows; "
+                "let it be a variable of Keras's, made by add_weight, or change it in a train_step of the model"
+            )
+        self._shapes = [spec.shape for spec in concrete.structured_outputs] if dense else []
+        drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
+        own = {id(variable) for variable in layer.variables}
+        known = [(v, stored) for v, stored in forward.variables if (id(v) in drawn if is_seed(v) else id(v) in own)]
+        others = drawn.keys() - {id(variable) for variable, _ in known}
+        self._variables = [*known, *((drawn[seed], drawn[seed].value) for seed in others)]
+        """What the layer has, and the seeds that it draws from, such as Keras's global one."""
+
+    def _over_devices(self, *leaves: Any) -> list[Any]:
+        """Run the call in the graph that is being traced."""
+        devices = self._forward.devices
+        shards = _Shards.of(leaves, self._given.count, len(devices))
+        values = [self._sent(*variable, shards.count) for variable in self._variables]
+
+        def on_device(run: Any, place: int) -> list[Any]:
+            with tf.device(devices[place]):
+                shard = [tf.identity(leaf) for leaf in shards.parts[place]]
+                results = run(shard, [tf.identity(value[place]) for value in values])
+                return [tf.identity(leaf) for leaf in results]
+
+        with recomputing(self._forward.recomputed):
+            if self._meets:
+                lockstep = Lockstep([partial(on_device, self._on_rows, place) for place in range(shards.count)])
+                with meeting(batch_norms_of(self._layer), lockstep, tf.minimum(shards.sizes, 1)):
+                    results = lockstep.run()
+            else:
+                run = _traced_once(self._on_rows, shards.parts[0], [value[0] for value in values])
+                results = [on_device(run, place) for place in range(shards.count)]
+        joined = self._joined(shards, results)
+        differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
+        return joined
+
+    def _sent(self, variable: Any, stored: Any, count: int) -> list[Any]:
+        """The value of a variable on each of the first devices; a seed, which advances, has a value of its own on each."""
+        with tf.device(stored.device):
+            value = stored.read_value()
+            if not is_seed(variable):
+                return sent(value, stored.device, self._forward.devices[:count])
+            stored.assign(value + tf.constant([0, 1], value.dtype))
+            return list(tf.unstack(split_seeds(value, count))) if count > 1 else [value]
+
+    def _on_rows(self, rows: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """Run the call on some rows, with these values of the variables.
+
+        Returns:
+            Outputs and masks; losses, new values of variables and the number of rows, as states.
+        """
+        held = [(variable, value) for (variable, _), value in zip(self._variables, values)]
+        if self._microbatches == 1:
+            return [*itertools.chain(*self._called(rows, held))]
+        seeds = {id(variable): split_seeds(value, self._microbatches) for variable, value in held if is_seed(variable)}
+        trained = [(variable, value) for variable, value in held if variable.trainable]
+
+        def part(number: Any, rows: Sequence[Any], weights: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            now = {id(variable): value for variable, value in held}
+            now |= {seed: drawn[number] for seed, drawn in seeds.items()}
+            now |= {id(variable): weight for (variable, _), weight in zip(trained, weights)}
+            return self._called(rows, [(variable, now[id(variable)]) for variable, _ in held])
+
+        return recomputed(part, rows, [value for _, value in trained], self._microbatches)
+
+    def _called(self, rows: Sequence[Any], held: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
+        layer, given = self._layer, self._given
+        args, kwargs = given.with_rows(rows)
+        if given.phase is not None:
+            kwargs = kwargs | {"training": given.phase}
+        with without_activity_regularizer(layer):  # it is added outside
+            call = partial(layer, *args, **kwargs)
+            tensors, others, what = pure(call, collecting(held, given.losses), self._states, rows)
+        losses = len(what.losses)
+        if any(of_rows for _, of_rows in what.losses) and self._forward.added_losses is None:
+            raise failure(
+                f"{layer.name} adds a loss that depends on the rows, by add_loss or an activity_regularizer, and each "
+                "device sees some of the rows; give parallelize added_losses='sum' if such losses are sums over rows, or "
+                "added_losses='mean' if they are means"
+            )
+        for i, value in zip(what.updated, others[losses:]):
+            if id(self._states[i]) not in self._forward.averaged and depends_on(value, rows):
+                raise failure(
+                    f"{self._states[i].path} gets a new value that depends on the rows, which only batch normalization may; "
+                    "change it in a train_step of the model"
+                )
+        self._passed = what
+        for i in range(losses):
+            others[i] = tf.cast(tf.reduce_sum(others[i]), tf.float32)
+        return tensors, as_states([*others, count_rows(rows[0])], rows[0])
+
+    def _joined(self, shards: _Shards, results: Sequence[Sequence[Any]]) -> list[Any]:
+        """Join the results of shards at home, after an assertion that outputs have a row for each row of a shard."""
+        forward, what = self._forward, self._passed
+        self._check_outputs(what.shapes)
+        of_rows, counts, kept = len(what.masked) + sum(what.masked), [], []
+        for place, (device, part) in enumerate(zip(forward.devices, results)):
+            with tf.device(device):
+                counts.append([count_rows(leaf) for leaf in part[: len(what.masked)]])
+                if self._given.count is None:
+                    size = shards.sizes[place]
+                    counted = part[-1] * tf.cast(tf.minimum(size, 1), part[-1].dtype)
+                    part = [*(take_rows(leaf, 0, size) for leaf in part[:of_rows]), *part[of_rows:-1], counted]
+                kept.append(part)
+        with tf.device(forward.home):
+            leaves = [[tf.identity(leaf) for leaf in parts] for parts in zip(*kept)]
+            joined = [parts[0] if len(parts) == 1 else tf.concat(parts, 0) for parts in leaves]
+            returned = [tf.stack(each) for each in zip(*counts)]
+            return with_row_counts_checked(joined, returned, shards.filled, self._layer.name)
+
+    def _check_outputs(self, shapes: Sequence[Any]) -> None:
+        """Refuse outputs that are not one row for each row, by their static shapes for shards and for more rows."""
+        for known, shape in zip(shapes, self._shapes):
+            if None in (known.rank, shape.rank):
+                continue
+            varying = [size for size, now in zip(shape[1:], known[1:]) if size != now]
+            if not shape.rank or shape[0] not in (None, self._more) or self._more in varying:
+                raise failure(
+                    f"{self._layer.name} returns an output of shape {shape} for {self._more} rows, and the outputs of devices "
+                    "are joined as rows: expected one row for each row, whose shape does not depend on the other rows. Compute "
+                    "what depends on several rows in compute_loss, or in a train_step of the model"
+                )
+
+    def collected(self, results: Sequence[Any]) -> Any:
+        """Return the outputs on all rows, add losses to the layers that add them, and assign new values to variables.
+
+        Losses are added as a layer does: `add_loss` of a functional model is not implemented.
+        """
+        import keras
+
+        outputs, losses, updates = self._passed.unpacked(results[:-1])
+        counts = tf.cast(results[-1], tf.float64)
+        shares = counts / tf.reduce_sum(counts)
+        weights = tf.cast(tf.minimum(counts, 1.0) if self._forward.added_losses == "sum" else shares, tf.float32)
+        for loss, (layer, of_rows) in zip(losses, self._passed.losses):
+            keras.layers.Layer.add_loss(layer, tf.reduce_sum(loss * weights) if of_rows else loss[0])
+        for i, states in zip(self._passed.updated, updates):
+            variable = self._states[i]
+            averaged = id(variable) in self._forward.averaged
+            variable.assign(tf.tensordot(tf.cast(shares, states.dtype), states, 1) if averaged else states[0])
+        return outputs
+
+
+def _traced_once(run: Callable[..., list[Any]], shard: Sequence[Any], values: Sequence[Any]) -> Any:
+    """Return a function of any number of rows, and of values of variables, that is traced once for all devices."""
+    count, specs = len(shard), [*map(spec_of, shard), *map(tf.type_spec_from_value, values)]
+    traced = tf.function(lambda *given: run(given[:count], given[count:]), autograph=False)
+    concrete = traced.get_concrete_function(*specs)
+    differentiate_freely(concrete.graph)
+    if audit(concrete).colocated:
+        concrete = kept_whole(concrete, specs)
+
+    def call(shard: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        function, given = unchained(concrete, [*shard, *values])
+        first = ops_of(shard)[0]
+        with first.graph.colocate_with(first):  # else a loop keeps what its gradient needs on the first device
+            return list(function(*given))
+
+    return call

@@ -1,0 +1,37 @@
+"""Send the value of a variable to devices along a tree, and the gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap._tensorflow.gradients import fanned_out
+
+_CHILDREN = 2
+"""A device sends a value to so many others at most, and receives as many gradients."""
+
+
+def sent(value: Any, home: str, devices: Sequence[str]) -> list[Any]:
+    """Return a value on each of the devices, in the graph that is being traced.
+
+    Each device that has received it sends it to two others, so no device sends or receives more than twice its bytes, and the
+    last one has it after `log2(len(devices))` copies. Gradients are added on the way back.
+
+    Args:
+        value: a dense tensor on `home`.
+        home: the name of the device of the variable.
+    """
+    places = sorted(range(len(devices)), key=lambda place: devices[place] != home)
+    nodes: list[int | None] = [*places] if home in devices else [None, *places]
+    found, arriving = [value] * len(devices), [value] * len(nodes)
+    for node, place in enumerate(nodes):
+        children = range(_CHILDREN * node + 1, min(_CHILDREN * node + _CHILDREN + 1, len(nodes)))
+        with tf.device(home if place is None else devices[place]):
+            copies = iter(fanned_out(tf.identity(arriving[node]), len(children) + (place is not None)))
+            if place is not None:
+                found[place] = next(copies)
+        for child in children:
+            arriving[child] = next(copies)
+    return found
