@@ -215,6 +215,57 @@ class Words(keras.Model):
         return {"cost": loss}
 
 
+class Varied(layers.Layer):
+    """Does something else by rank and by an attribute, and returns more than tensors. It adds a loss for rank 2 only."""
+
+    factor = 1.0
+
+    def build(self, *_: Any) -> None:
+        self.weight = self.add_weight(name="weight", initializer="ones")
+
+    def call(self, x: Any, memory: Any = None) -> Any:
+        if x.shape.rank == 2:
+            self.add_loss(0.1 * ops.mean(ops.square(self.weight * x)))
+        scores = 0.0 if memory is None else ops.mean(ops.matmul(x, ops.transpose(memory)), 1, keepdims=True)
+        return {"x": self.factor * self.weight * x + scores, "memory": None, "factor": self.factor}
+
+
+class Inconstant(keras.Model):
+    """A step that changes a layer, gives it a weight, draws numbers, and reads the losses of a layer inside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.varied, self.seeds = Varied(), keras.random.SeedGenerator(3)
+        self.norm, self.out = layers.BatchNormalization(momentum=0.8), layers.Dense(2)
+        self.queue = self.add_weight(shape=[5, 6], name="queue", trainable=False, initializer="ones")
+        self.around = keras.Sequential([keras.Input([6]), layers.Dense(6, activity_regularizer="l2")])
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            noise = 0.1 * keras.random.normal(tf.shape(x), seed=self.seeds)
+            self.varied.factor = 0.5
+            first = self.varied(x + noise)["x"]
+            loss = tf.add_n(self.varied.losses)
+            self.varied.factor = 0.2
+            second = self.varied(self.around(x)[:, None])["x"][:, 0] + self.varied(x, self.queue)["x"]
+            loss += tf.add_n(self.around.layers[-1].losses)
+            loss += tf.reduce_mean((self.out(self.norm(first, training=True) + second) - y) ** 2)
+            slopes = tf.reduce_mean(inner_slopes(self.out, first) ** 2)
+            loss = 0.1 * (loss + slopes)
+        descend(self, tape, loss)
+        self.queue.assign(0.9 * self.queue + 0.1 * tf.reduce_mean(first))
+        return {"cost": loss, "slopes": slopes}
+
+
+def inner_slopes(layer: Any, x: Any) -> Any:
+    """The derivatives of outputs by inputs of each row."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        outputs = tf.tanh(layer(x))
+    return tape.batch_jacobian(outputs, x)
+
+
 NOISE = np.cos(13 * Y)
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "two forward passes": (TwoPasses, {"x": X, "y": Y}),
@@ -224,5 +275,6 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "contrastive": (Contrastive, {"x": X, "y": Y}),
     "decorated": (Decorated, {"x": X, "y": Y}),
     "masks": (Words, {"x": WORDS, "y": Y}),
+    "inconstant": (Inconstant, {"x": X, "y": Y}),
 }
 """By name: the class of a model, and what it is fitted to."""

@@ -23,7 +23,8 @@ def sent(value: Any, home: str, devices: Sequence[str]) -> list[Any]:
         value: a dense tensor on `home`.
         home: the name of the device of the variable.
     """
-    places = sorted(range(len(devices)), key=lambda place: devices[place] != home)
+    first = devices.index(home) if home in devices else 0
+    places = [*range(first, len(devices)), *range(first)]  # variables of other homes have other devices in the middle
     nodes: list[int | None] = [*places] if home in devices else [None, *places]
     found, arriving = [value] * len(devices), [value] * len(nodes)
     for node, place in enumerate(nodes):

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from graphs import partitions, placements
+from keras import layers
 from steps import MODELS, Autoencoder, TwoPasses, descend
 from trainings import STEPS, X, Y
 
 import devicemap
-from devicemap.errors import OptionError
+from devicemap.errors import DataError, FunctionError, OptionError
 
 DEVICE_COUNTS = 2, 3
 
@@ -44,7 +45,7 @@ def test_trained_as_by_one_device(name: str, eager: bool, devices: list[str]) ->
     model, data = made(name, run_eagerly=eager)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        added = "mean" if name == "decorated" else None
+        added = "mean" if name in ("decorated", "inconstant") else None
         got = fitted(devicemap.parallelize(model, devices, added_losses=added), data)
     assert_equal(got, fitted(*made(name, run_eagerly=eager)))
     assert any(np.ptp(values) > 1e-3 for values in got["history"].values())
@@ -107,6 +108,61 @@ def test_microbatches_need_the_step_of_keras(devices: list[str]) -> None:
     model, data = made("two forward passes")
     got = fitted(devicemap.parallelize(model, devices, recompute=True), data)
     assert_equal(got, fitted(*made("two forward passes")))
+
+
+class Applies(layers.Layer):
+    """Applies a function of itself and its input."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function, self.norm = function, layers.BatchNormalization()
+        self.dropout = layers.Dropout(0.5)
+        self.norm.build([None, 6])
+
+    def call(self, x: Any) -> Any:
+        return self.function(self, x)
+
+
+def forward_mode(layer: Any, x: Any) -> Any:
+    with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
+        y = layer(x)
+    return accumulator.jvp(y)
+
+
+@pytest.mark.parametrize(
+    ("function", "word"),
+    [
+        (
+            lambda layer, x: tf.cond(x[0, 0] > 9, lambda: layer.norm(x, training=True), lambda: x),
+            "moving_mean .* branch",
+        ),
+        (
+            lambda layer, x: tf.while_loop(
+                lambda i, _: i < 2, lambda i, x: (i + 1, layer.dropout(x, training=True)), [0, x]
+            )[1],
+            "same numbers each time",
+        ),
+    ],
+    ids=["a value in a branch", "numbers in a loop"],
+)
+@pytest.mark.parametrize("batch_norm", ["synchronized", "local"])
+def test_what_cannot_leave_an_inner_graph_is_refused(
+    function: Any, word: str, batch_norm: Any, devices: list[str]
+) -> None:
+    model = keras.Sequential([keras.Input([6]), Applies(function), layers.Dense(2)])
+    model.compile("sgd", "mse", jit_compile=False)
+    with pytest.raises(FunctionError, match=word):
+        devicemap.parallelize(model, devices, batch_norm=batch_norm).fit(X, Y, verbose=0)
+
+
+def test_forward_mode_and_states_of_rows_are_refused(devices: list[str]) -> None:
+    model, data = made("distillation")
+    model.train_step = lambda batch: {"cost": tf.reduce_mean(forward_mode(model, batch[0]))}
+    with pytest.raises(DataError, match="ForwardAccumulator"):
+        devicemap.parallelize(model, devices).fit(**data, verbose=0)
+    stateful = keras.Sequential([keras.Input(batch_shape=[2, 3, 1]), layers.LSTM(2, stateful=True)])
+    with pytest.raises(OptionError, match="stateful"):
+        devicemap.parallelize(stateful, devices)
 
 
 def test_models_without_call_name_what_to_explain(devices: list[str]) -> None:
