@@ -21,7 +21,7 @@ import pytest
 with contextlib.redirect_stdout(sys.stderr):
     sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "", *sys.argv[1:]]))
 """
-NIGHTLY = ("devices chunks", "traffic", "cut", "training", "pipelines", "largest_batch", "check")
+NIGHTLY = ("devices chunks", "traffic", "cut", "training", "pipelines", "largest_batch")
 """Files that share a process need GPUs of the same number and size."""
 
 

@@ -1,14 +1,20 @@
-"""Parts of a GPU have memory of their own, and take turns."""
+"""Parts of a GPU have memory of their own: of three GPUs one is hidden, and one is cut into two logical ones."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from simulators.softgpus.parts import cut, gpus
 
 import devicemap
+from benchmarks import softgpu
 from devicemap.devices import choose_devices, gpu_indices
+
+gpus = softgpu.start(3, 2 << 30)
+_, whole, cut = tf.config.list_physical_devices("GPU")
+tf.config.set_visible_devices([whole, cut], "GPU")
+sizes = [tf.config.LogicalDeviceConfiguration(memory_limit=mebibytes) for mebibytes in (16, 32)]
+tf.config.set_logical_device_configuration(cut, sizes)
 
 with tf.device("CPU:0"):
     x = tf.random.stateless_normal([64, 64], [0, 0])

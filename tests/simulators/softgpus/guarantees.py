@@ -6,24 +6,16 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from graphs import between_devices, partitions
-from simulators.softgpus.pair import GPUS, copies_of, gpus, on_gpus, rows, shard, weight, weights
+from oracle import gradients_of
+from simulators.softgpus.pair import GPUS, copies_of, gpus, on_gpus, rows, scanning, sent, shard, wave, weight, weights
+from trainings import CASES
 
 import devicemap
-from benchmarks.softgpu import total_bytes
 from devicemap.types import ChunkFinished, Event
-
-
-def wave(row: Any) -> Any:
-    return tf.sin(row) * weights
-
-
-def scanning(row: Any) -> Any:
-    return tf.scan(lambda state, element: tf.sin(state) * weights + element, row)
 
 
 def on_host(fn: Callable[[Any], Any], *args: Any) -> Any:
@@ -53,12 +45,7 @@ def test_no_edge_joins_two_devices() -> None:
 
 
 def test_each_row_result_and_variable_is_copied_once() -> None:
-    mapper = on_gpus(wave)
-    for _ in range(2):
-        copies = copies_of(lambda: mapper(rows))
-    for gpu in GPUS:
-        assert total_bytes(copy for copy in copies if copy.receiver == gpu) == shard + weight
-        assert total_bytes(copy for copy in copies if copy.sender == gpu) == shard
+    assert sent(on_gpus(wave)) == ([shard + weight] * 2, [shard] * 2)
 
 
 def test_random_streams_do_not_repeat_and_seeds_do_not_depend_on_devices() -> None:
@@ -74,19 +61,13 @@ def test_random_streams_do_not_repeat_and_seeds_do_not_depend_on_devices() -> No
 
 @pytest.mark.parametrize("fn", [wave, scanning])
 def test_gradients_equal_those_of_map_fn_and_are_computed_where_the_forward_pass_was(fn: Any) -> None:
-    def gradients(mapped: Callable[[Any], Any]) -> list[Any]:
-        with tf.GradientTape() as tape:
-            tape.watch(rows)
-            loss = tf.reduce_sum(mapped(rows) ** 2)
-        return tape.gradient(loss, [rows, weights])
-
     mapper = on_gpus(fn)
-    gradients(mapper)
+    gradients_of(mapper, rows, weights)
     gpus.clear()
-    found = gradients(mapper)
+    found = gradients_of(mapper, rows, weights)
     ran = {run.device: run.count for run in gpus.runs() if run.op == "Cos"}
     assert set(ran) == {*GPUS}
-    for got, expected in zip(found, on_host(gradients, lambda x: tf.map_fn(fn, x))):
+    for got, expected in zip(found, on_host(gradients_of, lambda x: tf.map_fn(fn, x), rows, weights)):
         np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -114,17 +95,7 @@ def test_a_slow_device_gets_fewer_chunks() -> None:
 
 
 def test_training_equals_one_device() -> None:
-    x = np.random.default_rng(0).normal(size=[22, 6]).astype("float32")
-
-    def trained(devices: list[str]) -> list[Any]:
-        keras.utils.set_random_seed(1)
-        hidden = [keras.layers.Dense(8, "tanh"), keras.layers.BatchNormalization()]
-        model = keras.Sequential([keras.Input([6]), *hidden, keras.layers.Dense(2)])
-        model.compile("adam", "mse", jit_compile=False)
-        if devices:
-            devicemap.parallelize(model, devices)
-        history = model.fit(x, x[:, :2], batch_size=11, epochs=2, shuffle=False, verbose=0)
-        return [*history.history["loss"], *model.get_weights()]
-
-    for got, expected in zip(trained([*GPUS]), trained([])):
+    case = CASES["batch normalization"]
+    found = case.fitted(devicemap.parallelize(case.made(), GPUS))
+    for got, expected in zip(tf.nest.flatten(found), tf.nest.flatten(case.fitted(case.made())), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-5)

@@ -20,6 +20,15 @@ with tf.device("CPU:0"):
     weights = tf.Variable(tf.ones([16]))
 shard, weight = rows.numpy().nbytes // 2, 16 * 4
 
+
+def wave(row: Any) -> Any:
+    return tf.sin(row) * weights
+
+
+def scanning(row: Any) -> Any:
+    return tf.scan(lambda state, element: tf.sin(state) * weights + element, row)
+
+
 on_gpus = functools.partial(devicemap.DeviceMap, devices="GPU", output_device="CPU:0")
 
 
@@ -40,7 +49,3 @@ def sent(call: Callable[[Any], Any]) -> tuple[list[int], list[int]]:
     assert not [copy for copy in copies if copy.kind == "between"], copies
     to = [softgpu.total_bytes(copy for copy in copies if copy.receiver == gpu) for gpu in GPUS]
     return to, [softgpu.total_bytes(copy for copy in copies if copy.sender == gpu) for gpu in GPUS]
-
-
-def bytes_on(gpu: str) -> int:
-    return tf.config.experimental.get_memory_info(gpu)["current"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from simulators.softgpus.pair import GPUS, bytes_on, copies_of, gpus, on_gpus, rows, sent, shard, weight, weights
+from simulators.softgpus.pair import GPUS, copies_of, gpus, on_gpus, rows, scanning, sent, shard, wave, weight, weights
 
 from benchmarks.softgpu import total_bytes
 
@@ -27,6 +27,10 @@ def table() -> tf.Variable:
 TABLE_BYTES = 4096 * 64 * 4
 
 
+def bytes_on(gpu: str) -> int:
+    return tf.config.experimental.get_memory_info(gpu)["current"]
+
+
 def of_any_length(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return tf.function(lambda r: call(r), input_signature=[tf.TensorSpec([None, 20, 16])])
 
@@ -38,14 +42,9 @@ def gradients(rows: Any, call: Callable[[Any], Any]) -> Any:
     return tape.gradient(results, [rows, weights], upstream)
 
 
-def scanning(row: Any) -> Any:
-    return tf.scan(lambda state, element: tf.sin(state) * weights + element, row)
-
-
-def test_each_gets_its_shard_and_what_is_captured_and_sends_its_results() -> None:
-    mapper = on_gpus(lambda row: tf.sin(row) * weights)
-    for call in (mapper, tf.function(lambda r: mapper(r))):
-        assert sent(call) == ([shard + weight] * 2, [shard] * 2)
+def test_inside_a_function_each_gets_its_shard_and_what_is_captured_and_sends_its_results() -> None:
+    mapper = on_gpus(wave)
+    assert sent(tf.function(lambda r: mapper(r))) == ([shard + weight] * 2, [shard] * 2)
     assert sent(of_any_length(mapper)) == ([shard + weight + 1] * 2, [shard] * 2)  # and whether there are rows
 
 
@@ -59,9 +58,7 @@ def telling(rows: Any) -> Any:
     return tf.sin(rows) + weights
 
 
-@pytest.mark.parametrize(
-    "fn", [lambda rows: tf.sin(rows) * weights, careful, telling], ids=["reads", "asserts", "prints"]
-)
+@pytest.mark.parametrize("fn", [wave, careful, telling], ids=["reads", "asserts", "prints"])
 @pytest.mark.parametrize("options", [{"batched": True}, {}, {"vectorize": False}], ids=str)
 def test_inside_a_function_results_that_wait_for_something_go_to_the_host_at_once(fn: Any, options: Any) -> None:
     """For what reads, acts and checks, and for the number of rows that came back."""
@@ -74,7 +71,7 @@ def test_inside_a_function_results_that_wait_for_something_go_to_the_host_at_onc
 def test_a_stream_sends_rows_results_and_what_is_captured_once(batched: bool, deterministic: bool) -> None:
     data = tf.data.Dataset.from_tensor_slices(rows).batch(2)
     data, options = (data, {"batched": True}) if batched else (data.unbatch(), {"batch_size": 2})
-    mapper = on_gpus(lambda batch: tf.sin(batch) * weights, deterministic=deterministic, **options)
+    mapper = on_gpus(wave, deterministic=deterministic, **options)
 
     def chunks() -> list[Any]:
         return [item if deterministic else item[1] for item in mapper.stream(data)]
@@ -89,7 +86,7 @@ def test_a_stream_sends_rows_results_and_what_is_captured_once(batched: bool, de
 
 
 def test_of_gradients_only_those_of_rows_and_variables_travel() -> None:
-    mapper = on_gpus(lambda row: tf.sin(row) * weights)
+    mapper = on_gpus(wave)
     each = 2 * shard + weight
     to, back = sent(lambda r: gradients(r, mapper))
     assert to in ([each] * 2, [each + shard] * 2)  # TensorFlow 2.16 sends the rows once more
