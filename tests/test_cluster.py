@@ -9,11 +9,14 @@ import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import processes
 import pytest
 
+from devicemap import connect
 from devicemap.cli import main
+from devicemap.errors import OptionError
 
 FILES = Path(__file__).with_name("clusters")
 
@@ -26,6 +29,14 @@ def test_on_hosts() -> None:
         [*command, str(FILES / "hosts.py")], capture_output=True, text=True, check=False, timeout=processes.SECONDS
     )
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    "cluster", [{"worker": "a:1"}, {"worker": ["a"]}, {"localhost": ["a:1"]}, {"worker": []}, ["a:1"]]
+)
+def test_invalid_clusters(cluster: Any) -> None:
+    with pytest.raises(OptionError, match=re.escape(f"cluster is {cluster!r}; expected addresses by job, as ")):
+        connect(cluster)
 
 
 def test_serve() -> None:
