@@ -45,7 +45,7 @@ def not_30(row):
         return tf.identity(row)
 
 def short(content):
-    with tf.control_dependencies([tf.debugging.assert_less(length(content), 30)]):
+    with tf.control_dependencies([tf.debugging.assert_less(length(content), 30, "too long")]):
         return length(content)
 
 class Model:
@@ -239,6 +239,58 @@ def test_a_file_is_continued_after_an_error(capsys: pytest.CaptureFixture[str]) 
     assert write("not_30", "x.npy", "--trust-function", "--batch-size", "5", out="y.npy") == 0
     assert capsys.readouterr().out.startswith(f"{missing} rows in ")
     np.testing.assert_array_equal(np.load("y.npy"), X)
+
+
+# Failing rows
+
+
+def _write_texts() -> None:
+    """Files, and records in one file, of which the second and the fourth are too long for `short`."""
+    texts = [b"a", b"x" * 30, b"ccc", b"x" * 40, b"e"]
+    pathlib.Path("in").mkdir()
+    for i, text in enumerate(texts):
+        pathlib.Path(f"in/{i}.txt").write_bytes(text)
+    _records("in.tfrecord", *texts)
+
+
+@pytest.mark.parametrize(
+    ("path", "rows"), [("in", ["in/1.txt", "in/3.txt"]), ("in.tfrecord", ["in.tfrecord, row 1", "in.tfrecord, row 3"])]
+)
+def test_failed_rows_are_printed_and_kept(path: str, rows: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    _write_texts()
+    for _ in range(2):  # the second time, nothing is computed, and the failed rows are printed again
+        assert write("short", path, "--skip-errors") == 3
+        said = capsys.readouterr().out
+        failures = [line for line in said.splitlines() if " failed on CPU:" in line]
+        assert [line.partition(" failed on CPU:")[0] for line in failures] == rows
+        assert all("InvalidArgumentError: " in line and "too long" in line for line in failures)
+        assert "3 rows in out, without 2 that failed; load them by" in said
+    assert devicemap.open_results("out").load().tolist() == [1, 3, 1]
+    assert write("short", path) == 1  # without the option, they are tried again
+    if path == "in":
+        pathlib.Path("in/1.txt").write_bytes(b"bb")
+        pathlib.Path("in/3.txt").write_bytes(b"dddd")
+        assert run("short", path).tolist() == [1, 2, 3, 4, 1]
+        capsys.readouterr()
+        assert write("short", path, "--skip-errors", out="again") == 0
+        assert "failed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", ["npy", "parquet", "tfrecord"])
+def test_files_without_the_failed_rows(suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _write_texts()
+    assert write("short", "in", "--skip-errors", out=f"out.{suffix}") == 3
+    assert "in/3.txt failed on CPU:" in capsys.readouterr().out
+    assert not pathlib.Path(f"out.{suffix}.partial").exists()
+    if suffix == "npy":
+        found = np.load("out.npy")
+    elif suffix == "parquet":
+        found = pytest.importorskip("pyarrow.parquet").read_table("out.parquet")["result"].to_numpy()
+    else:
+        example = {"result": tf.io.FixedLenFeature([], tf.int64)}
+        records = tf.data.TFRecordDataset("out.tfrecord").batch(9).get_single_element()
+        found = tf.io.parse_example(records, example)["result"].numpy()
+    assert found.tolist() == [1, 3, 1]
 
 
 # Errors
