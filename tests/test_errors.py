@@ -129,16 +129,14 @@ def test_a_call_that_fails_leaves_another_alone(fails_in_main_thread: bool, way:
             mapper(-X - 1)
         failed.set()
 
+    def succeed() -> None:
+        np.testing.assert_array_equal(mapper(X + 1), X + 1)
+
+    here, there = (fail, succeed) if fails_in_main_thread else (succeed, fail)
     with ThreadPoolExecutor() as pool:
-        if fails_in_main_thread:
-            other = pool.submit(mapper, X + 1)
-            fail()
-            result = other.result()
-        else:
-            failing = pool.submit(fail)
-            result = mapper(X + 1)
-            failing.result()
-    np.testing.assert_array_equal(result, X + 1)
+        other = pool.submit(there)
+        here()
+        other.result()
 
 
 @pytest.mark.parametrize("why", ["it writes", "it took long"])

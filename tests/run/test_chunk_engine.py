@@ -10,6 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -32,39 +33,34 @@ def _no_thread_stays() -> Iterator[None]:
     assert _threads() == []
 
 
+@dataclass
 class Rows:
-    """Rows 0 to `count - 1`, whose one leaf is the row's index; `before` holds calls to make before a row is read."""
+    """Rows 0 to `rows - 1`, whose one leaf is the row's index."""
 
+    rows: int | None
+    chunk_rows: int = 1
+    known: bool = True
+    """If not, devices take as many chunks as may be in flight."""
+    before: Mapping[int, Callable[[], object]] = field(default_factory=dict)
+    """Calls to make before a row is read."""
+    next: int = 0
+    closed: bool = False
     specs = key = None
     reads = True
-
-    def __init__(
-        self, count: int | None, chunk_rows: int | None = 1, before: Mapping[int, Callable[[], object]] | None = None
-    ):
-        self.rows, self.chunk_rows, self.before = count, chunk_rows, before or {}
-        self.next = 0
-        self.closed = False
 
     def take(self, rows: int) -> Chunk | None:
         start = self.next
         self.before.get(start, lambda: None)()
         if start == self.rows:
             return None
-        self.next = min(start + (self.chunk_rows or rows), self.rows or 2**62)
+        self.next = min(start + self.chunk_rows, self.rows or 2**62)
         return IndexChunk(start, self.next - start, (list(range(start, self.next)),))
 
     def rows_left(self) -> int | None:
-        return None if self.rows is None else self.rows - self.next
+        return self.rows - self.next if self.rows and self.known else None
 
     def close(self) -> None:
         self.closed = True
-
-
-class Unknown(Rows):
-    """Rows of unknown number: devices take as many chunks as may be in flight."""
-
-    def rows_left(self) -> int | None:
-        return None
 
 
 class IndexChunk(Chunk):
@@ -87,10 +83,6 @@ def _runners(before: Callable[[str, Chunk], object], devices: int = 2, in_flight
         return lambda: run
 
     return [Runner(f"/device:CPU:{i}", on(str(i)), in_flight) for i in range(devices)]
-
-
-def _plain(devices: int = 2) -> list[Runner]:
-    return _runners(lambda device, chunk: None, devices)
 
 
 def _flat(results: Any) -> list[int]:
@@ -197,7 +189,7 @@ def test_leaving_early_stops_reading_and_cancels_what_runs() -> None:
     assert source.next <= 4 * (3 + 4)
     assert source.closed
     unread = Rows(10)
-    run_chunks(unread, _plain(), ChunkOptions()).close()
+    run_chunks(unread, _runners(lambda device, chunk: None), ChunkOptions()).close()
     assert unread.next == 0
 
 
@@ -223,7 +215,7 @@ def test_an_observer_may_close_the_stream() -> None:
             streams[0].close()
             closed.set()
 
-    streams.append(run_chunks(source, _plain(1), ChunkOptions(observe=close)))
+    streams.append(run_chunks(source, _runners(lambda device, chunk: None, 1), ChunkOptions(observe=close)))
     next(streams[0])
     began.set()
     _wait(closed)
@@ -273,7 +265,7 @@ def test_a_chunk_that_does_not_fit_beside_others_runs_again_alone(chunk_rows: in
                 running.remove(chunk.start)
 
     runner = Runner("/device:CPU:0", lambda: compute, 4)
-    results = run_chunks(Unknown(40, chunk_rows), [runner], ChunkOptions(max_retries=2))
+    results = run_chunks(Rows(40, chunk_rows, known=False), [runner], ChunkOptions(max_retries=2))
     assert _flat(results) == _doubles(40)
     for start in failing:
         assert all(beside[row][-1] == set() for row in range(start, start + chunk_rows) if row in beside)
@@ -298,4 +290,4 @@ def test_a_device_that_was_set_aside_leaves_a_chunk_that_does_not_fit_to_others(
 
     options = ChunkOptions(max_retries=9, observe=lambda event: isinstance(event, DeviceLost) and set_aside.set())
     runners = [_runners(before, 1, 4)[0], _runners(before, 2, 1)[1]]
-    assert _flat(run_chunks(Unknown(40, 4), runners, options)) == _doubles(40)
+    assert _flat(run_chunks(Rows(40, 4, known=False), runners, options)) == _doubles(40)

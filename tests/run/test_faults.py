@@ -73,13 +73,13 @@ def test_out_of_memory_is_known_by_its_class(error: BaseException, expected: boo
     assert is_out_of_memory(error) == expected
 
 
-INTERNAL = tf.errors.INTERNAL
+BROKEN: dict[str, Any] = {"fails_from_call": 0, "error_code": tf.errors.INTERNAL}
 FAULTS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any], list[int], list[str]]] = {
     # faulty devices, options, how many calls CPU:1 to CPU:3 refuse if that is certain, which devices are lost
     "memory": ({"CPU:1": {"memory_rows": 10}}, {"devices": "CPU:1", "batch_size": 64}, [3, 0, 0], []),
     "memory of one": ({"CPU:2": {"memory_rows": 10}}, {"batch_size": 64}, [0, 3, 0], []),
-    "at once": ({"CPU:2": {"fails_from_call": 0, "error_code": INTERNAL}}, {}, [0, 3, 0], ["CPU:2"]),
-    "after five calls": ({"CPU:2": {"fails_from_call": 5, "error_code": INTERNAL}}, {}, [0, 3, 0], ["CPU:2"]),
+    "at once": ({"CPU:2": BROKEN}, {}, [0, 3, 0], ["CPU:2"]),
+    "after five calls": ({"CPU:2": {**BROKEN, "fails_from_call": 5}}, {}, [0, 3, 0], ["CPU:2"]),
     "for two calls": ({"CPU:2": {"fails_from_call": 4, "fails_for_calls": 2}}, {}, [0, 2, 0], []),
     "a chunk is cut for the device that takes it": (
         {"CPU:1": {"fails_from_call": 9}, "CPU:2": {"memory_rows": 2}},
@@ -88,12 +88,7 @@ FAULTS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any], list[int], li
         ["CPU:1"],
     ),
     "unavailable, with on_error": ({"CPU:2": {"fails_from_call": 0}}, {"on_error": "skip"}, [], ["CPU:2"]),
-    "broken, with on_error": (
-        {"CPU:2": {"fails_from_call": 0, "error_code": INTERNAL}},
-        {"on_error": "skip"},
-        [],
-        ["CPU:2"],
-    ),
+    "broken, with on_error": ({"CPU:2": BROKEN}, {"on_error": "skip"}, [], ["CPU:2"]),
 }
 
 
@@ -153,7 +148,7 @@ def test_a_row_that_does_not_fit_is_named(sim: Simulator, batch_size: int | str)
 @pytest.mark.parametrize("count", [1, 3])
 def test_when_no_device_is_left_the_original_error_comes_at_once(sim: Simulator, count: int) -> None:
     for device in THREE[:count]:
-        sim.configure(device, fails_from_call=0, error_code=INTERNAL)
+        sim.configure(device, **BROKEN)
     mapper, data, _ = _work(sim, 100_000, devices=THREE[:count], batch_size=16, max_retries=1000)
     error = pytest.raises(tf.errors.InternalError, match=r"work failed on rows \d+ to \d+ on CPU:")
     with pytest.warns(RuntimeWarning, match="kept failing") as warned, error:

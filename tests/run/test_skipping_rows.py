@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -120,23 +121,15 @@ def test_where_rows_cannot_be_left_out() -> None:
 # Python code with faults by a script: which rows it fails with, and how often
 
 
-class _LibraryError(Exception):
-    """Arrives as an `UnknownError`, which is tried again on other devices."""
-
-
-def _scripted(check: Callable[[list[int]], None]) -> Callable[[Any], Any]:
-    """Return a function of numbered rows that calls `check` with the numbers in a batch."""
+def _map(check: Callable[[list[int]], None], rows: int, **options: Any) -> tuple[list[int], devicemap.DeviceMap]:
+    """Map a function that calls `check` with the numbers of rows in a batch. Return those of the results, and the mapper."""
 
     def python(rows: Any) -> Any:
         check(rows.numpy().tolist())
         return rows
 
-    return lambda rows: tf.ensure_shape(tf.py_function(python, [rows], rows.dtype), rows.shape)
-
-
-def _map(check: Callable[[list[int]], None], rows: int, **options: Any) -> tuple[list[int], devicemap.DeviceMap]:
-    """Return the rows of the results, and the mapper."""
-    mapper = devicemap.DeviceMap(_scripted(check), batched=True, on_error="skip", **options)
+    fn = lambda rows: tf.ensure_shape(tf.py_function(python, [rows], rows.dtype), rows.shape)
+    mapper = devicemap.DeviceMap(fn, batched=True, on_error="skip", **options)
     return mapper(tf.range(rows)).numpy().tolist(), mapper
 
 
@@ -162,7 +155,7 @@ def test_rows_that_fail_for_a_while_are_computed(batch_size: int) -> None:
     def check(rows: list[int]) -> None:
         alone[rows[0]] += len(rows) == 1
         if 3 in rows or (rows in ([2], [4]) and alone[rows[0]] < 3):
-            raise _LibraryError("busy")
+            raise sqlite3.OperationalError("busy")  # tried again on other devices, as all exceptions of libraries
 
     results, mapper = _map(check, 8, devices=["CPU:0", "CPU:1", "CPU:2"], batch_size=batch_size, max_retries=2)
     assert results == [0, 1, 2, 4, 5, 6, 7]
@@ -173,7 +166,7 @@ def test_rows_that_fail_for_a_while_are_computed(batch_size: int) -> None:
 def test_rows_that_fail_on_all_devices_cost_no_device(devices: list[str], batch_size: int | None) -> None:
     def check(rows: list[int]) -> None:
         if min(rows) < 100:
-            raise _LibraryError("unreadable")
+            raise sqlite3.OperationalError("unreadable")
 
     results, mapper = _map(check, 130, devices=devices, batch_size=batch_size)
     assert results == [*range(100, 130)]
