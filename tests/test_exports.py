@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-import types
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
-
-import pytest
 
 import devicemap
 
@@ -27,20 +24,12 @@ def test_exports_are_exactly_these() -> None:
     assert all(hasattr(devicemap, name) for name in dir(devicemap))
 
 
-@pytest.mark.parametrize("name", ["", *NAMES])
-def test_exports_are_documented(name: str) -> None:
-    thing = getattr(devicemap, name) if name else devicemap
-    assert inspect.getdoc(thing)
-
-
-def test_methods_are_documented() -> None:
-    methods = [
-        method
-        for name, method in vars(devicemap.DeviceMap).items()
-        if inspect.isfunction(method) and (not name.startswith("_") or name == "__call__")
-    ]
+def test_exports_and_methods_are_documented() -> None:
+    functions = inspect.getmembers(devicemap.DeviceMap, inspect.isfunction)
+    methods = [method for name, method in functions if name[0] != "_" or name == "__call__"]
     assert methods
-    assert all(inspect.getdoc(method) for method in methods)
+    exports = [getattr(devicemap, name) for name in NAMES]
+    assert [each for each in (devicemap, *exports, *methods) if not inspect.getdoc(each)] == []
 
 
 def _classes_in(hint: Any) -> set[type]:
@@ -61,21 +50,9 @@ def test_types_has_what_calls_take_and_return() -> None:
     methods = [getattr(member, "fget", member) for member in members]
     hints = [hint for call in (*public, *methods) for hint in get_type_hints(call).values()]
     found = {each for hint in hints for each in _classes_in(hint)} - {*classes}
-    assert {each.__name__ for each in found} >= {
-        "Plan",
-        "Report",
-        "Verification",
-        "BenchmarkResult",
-        "Results",
-        "Event",
-    }
+    names = {each.__name__ for each in found}
+    assert names >= {"Plan", "Report", "Verification", "BenchmarkResult", "Results", "Event"}
     assert all(vars(devicemap.types).get(each.__name__) is each for each in found)
-
-
-def _classes_of(module: types.ModuleType) -> set[str]:
-    return {
-        name for name, thing in vars(module).items() if inspect.isclass(thing) and thing.__module__ == module.__name__
-    }
 
 
 def test_the_reference_has_them_all() -> None:
@@ -83,4 +60,6 @@ def test_the_reference_has_them_all() -> None:
     text = REFERENCE.read_text(encoding="utf-8")
     shown = {*re.findall(r"^::: devicemap\.(.+)$", text, re.M)}
     assert {*NAMES, *(f"types.{name}" for name in devicemap.types.__all__)} <= shown
-    assert {*re.findall(r"\w+Error", text.partition("members:")[2])} == _classes_of(devicemap.errors)
+    classes = [each for _, each in inspect.getmembers(devicemap.errors, inspect.isclass)]
+    own = {each.__name__ for each in classes if each.__module__ == "devicemap.errors"}
+    assert {*re.findall(r"\w+Error", text.partition("members:")[2])} == own

@@ -29,27 +29,22 @@ def send(*_):
         os.kill(os.getpid(), number)
     return 0.0
 
-def endless(row):
+def endless(row, python=send):
     if row[0] == 0.0:
         return row
-    row += tf.py_function(send, [], tf.float32)  # before the loops take all threads
-    while tf.reduce_sum(row) >= 0.0:
-        row = row + 1e-9
-    return row
-
-def endless_again(row):
-    "Fails the first time, and never ends when that is to be located."
-    def python():
-        if not failed:
-            failed.append(True)
-            raise ValueError("odd value")
-        return send()
-    row += tf.py_function(python, [], tf.float32)
+    row += tf.py_function(python, [], tf.float32)  # before the loops take all threads
     while tf.reduce_sum(row) >= 0.0:
         row = row + 1e-9
     return row
 
 failed = []
+
+def fail_once():
+    "Fails the first time, and interrupts the call when that is to be located."
+    if not failed:
+        failed.append(True)
+        raise ValueError("odd value")
+    return send()
 
 DATA, QUICK = tf.ones([6, 2]), tf.zeros([6, 2])
 
@@ -76,7 +71,7 @@ WAYS = {
     "quick calls before": lambda: quick_before(mapper()),
     "quick calls on fewer rows before": lambda: quick_before(mapper(), tf.ones([100_000, 2])),
     "calls at once": lambda: at_once(mapper()),
-    "the second run of what failed": lambda: mapper(endless_again)(DATA),
+    "the second run of what failed": lambda: mapper(lambda row: endless(row, fail_once))(DATA),
     "chunks": lambda: mapper(batch_size=1)(DATA),
     "a dataset": lambda: mapper()(tf.data.Dataset.from_tensor_slices(DATA)),
     "a stream": lambda: list(mapper(batch_size=1).stream(DATA)),

@@ -52,24 +52,16 @@ def test_columns(cluster: Cluster) -> None:
         for n in range(6)
     ]
 
-    def describe(
-        row,
-    ):  # pickled without what annotations alone name, for lack of which autograph would leave it as it is
+    def describe(row):  # no annotations: without their names, autograph would not convert the unpickled function
         total = offset + tf.reduce_sum(row["square"])
         for each in row["list"]:  # a loop that is one in the graph
             total += each
-        return {
-            "text": row["text"] + "!",
-            "list": 2 * row["list"],
-            "total": total,
-            "words": row["words"],
-            "gpus": tf.constant(shown),
-        }
+        same = {"words": row["words"], "gpus": tf.constant(shown)}
+        return {"text": row["text"] + "!", "list": 2 * row["list"], "total": total, **same}
 
     dataset = ray.data.from_items(items, override_num_blocks=3).filter(expr=col("n") > 1)
-    signature = {"text": tf.string, "list": tf.RaggedTensorSpec([None], tf.int64), "total": tf.int64}
-    signature["gpus"] = tf.string
-    signature["words"] = tf.RaggedTensorSpec([None, None], tf.string)
+    lists, words = tf.RaggedTensorSpec([None], tf.int64), tf.RaggedTensorSpec([None, None], tf.string)
+    signature = {"text": tf.string, "list": lists, "total": tf.int64, "words": words, "gpus": tf.string}
     dataset.context.execution_options.preserve_order = True
     rows = devicemap.ray.map_batches(dataset, describe, concurrency=2, fn_output_signature=signature).take_all()
     assert [row["text"].decode() for row in rows] == ["ab" * n + "!" for n in range(2, 6)]
@@ -131,7 +123,7 @@ def careful(row: Any) -> Any:
 @pytest.mark.parametrize(
     ("fn", "options", "message"),
     [
-        (careful, {}, r"careful failed on rows[^$]*too large"),
+        (careful, {}, r"careful failed on row 1 on CPU:0: .*too large"),
         (lambda batch: batch["id"][:3], {"batched": True}, "one row per input row"),
     ],
     ids=["raises", "fewer rows"],
