@@ -66,12 +66,9 @@ def test_forms_of_devices() -> None:
 
 
 def test_devices_are_chosen_inside_a_function_and_another_scope_too() -> None:
-    @tf.function
-    def function(x: Any) -> Any:
-        return devicemap.parallel_map(lambda row: row + 1, x, devices=["CPU:1", "CPU:4"])
-
+    mapper = devicemap.DeviceMap(lambda row: row + 1, devices=["CPU:1", "CPU:4"])
     with tf.device("CPU:7"):
-        np.testing.assert_array_equal(function(X), X + 1)
+        np.testing.assert_array_equal(tf.function(lambda x: mapper(x))(X), X + 1)
 
 
 def test_results_are_gathered_on_the_output_device() -> None:

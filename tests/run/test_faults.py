@@ -8,7 +8,9 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -36,10 +38,6 @@ def _no_thread_stays() -> Iterator[None]:
 def _one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Further cores of a CPU take further chunks; here as many are in flight on a device as `prefetch` says."""
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-
-
-def _of(events: list[Event], kind: type[Event]) -> list[Any]:
-    return [event for event in events if isinstance(event, kind)]
 
 
 def _work(sim: Simulator, rows: int, **options: Any) -> tuple[devicemap.DeviceMap, Any, Any]:
@@ -107,15 +105,15 @@ def test_faulty_devices(sim: Simulator, name: str) -> None:
     with pytest.warns(RuntimeWarning, match=message) if lost else nullcontext([]) as warned:
         np.testing.assert_array_equal(mapper(data), expected)
     assert [warning.filename for warning in warned] == [__file__] * len(lost)  # the line that called the library
-    assert [short_name(event.device) for event in _of(events, DeviceLost)] == lost
+    assert [short_name(event.device) for event in events if isinstance(event, DeviceLost)] == lost
     assert [short_name(device.device) for device in mapper.report.devices if device.lost] == lost
     assert sum(sim.usage(device).rows for device in THREE) == 6000
     assert not mapper.report.failed_rows
     assert [event.seconds for event in events] == sorted(event.seconds for event in events)
     if refused:
         assert _refused(sim) == refused
-        assert len(_of(events, ChunkFailed)) == sum(refused)
-        assert len(_of(events, ChunkRetried)) == mapper.report.retries
+        counts = Counter(map(type, events))
+        assert (counts[ChunkFailed], counts[ChunkRetried]) == (sum(refused), mapper.report.retries)
     if "memory" in name:
         assert sum(device.back_offs for device in mapper.report.devices) == mapper.report.retries
         np.testing.assert_array_equal(mapper(data), expected)
@@ -235,11 +233,9 @@ def test_a_second_ctrl_c_does_not_lose_the_end_of_the_call() -> None:
 
     def interrupt_twice(row: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
-        frame = None
-        while frame is None or frame.f_code.co_name != "join":
-            frame = sys._current_frames()[threading.main_thread().ident or 0]
-            while frame is not None and frame.f_code.co_name != "join":
-                frame = frame.f_back
+        main = threading.main_thread().ident or 0
+        while "join" not in [frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[main])]:
+            pass
         os.kill(os.getpid(), signal.SIGINT)
         return row
 

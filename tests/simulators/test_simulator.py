@@ -41,11 +41,6 @@ def _busy(call: simulator.Call) -> float:
     return call.end_seconds - call.start_seconds
 
 
-def _one_after_another(calls: list[simulator.Call]) -> bool:
-    calls = sorted(calls, key=lambda call: call.start_seconds)
-    return all(before.end_seconds <= after.start_seconds for before, after in itertools.pairwise(calls))
-
-
 # What the ops return
 
 
@@ -84,8 +79,9 @@ def test_devices_run_at_the_same_time_and_take_no_cpu(sim: simulator.Simulator) 
 
 def test_devices_with_state_run_one_after_another(sim: simulator.Simulator) -> None:
     _on(DEVICES[:3], sim.stateful_work, seconds=0.05)
-    assert len(sim.calls()) == 3
-    assert _one_after_another(sim.calls())
+    calls = sorted(sim.calls(), key=lambda call: call.start_seconds)
+    assert len(calls) == 3
+    assert all(before.end_seconds <= after.start_seconds for before, after in itertools.pairwise(calls))
 
 
 def test_calls_hold_no_thread(sim: simulator.Simulator) -> None:

@@ -11,18 +11,7 @@ import pytest
 from benchmarks import __main__ as suite
 from benchmarks.records import Record, judge, read
 
-
-def record(**changes: Any) -> Record:
-    seconds = {"devicemap": [1.1, 1.0, 1.2], "slow peer": [4.0, 4.0], "joblib threads": [2.2, 2.0, 2.4]}
-    facts: dict[str, Any] = {
-        "topic": "balance",
-        "case": "even",
-        "devices": 8,
-        "seconds": seconds,
-        "first_seconds": {},
-        "ideal_seconds": 0.99,
-    }
-    return Record(**(facts | changes))
+SECONDS = {"devicemap": [1.1, 1.0, 1.2], "slow peer": [4.0, 4.0], "joblib threads": [2.2, 2.0, 2.4]}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +26,10 @@ def record(**changes: Any) -> Record:
 )
 def test_targets(demand: str, facts: dict[str, Any], reached: float, met: float, missed: float) -> None:
     for target, good in ((met, True), (missed, False)):
-        (verdict,) = judge([record(targets={demand: {"devicemap": target}}, facts=facts)])
+        targets = {demand: {"devicemap": target}}
+        (verdict,) = judge(
+            [Record("balance", "even", 8, SECONDS, {}, ideal_seconds=0.99, targets=targets, facts=facts)]
+        )
         assert (verdict.reached, verdict.met) == (pytest.approx(reached), good)
 
 
