@@ -16,15 +16,9 @@ FLOORS = (
 """From the top: each imports from its own floor and those below. `devicemap` itself names what is public, and stands apart."""
 
 
-def _modules() -> dict[str, Path]:
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return {name: path for name, path in found.items() if name not in ("", "__main__")}
-
-
-MODULES = _modules()
+FILES = sorted({*PACKAGE.rglob("*.py")} - {PACKAGE / "__init__.py", PACKAGE / "__main__.py"})
+NAMES = [".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__") for path in FILES]
+MODULES = dict(zip(NAMES, FILES))
 
 
 def _imported(name: str, at_import: bool) -> set[str]:

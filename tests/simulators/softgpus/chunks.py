@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,15 +16,6 @@ from devicemap.cli import main
 from devicemap.types import ChunkFailed, ChunkFinished, Event
 
 
-@pytest.fixture
-def events() -> list[Event]:
-    return []
-
-
-def in_chunks(fn: Callable[[Any], Any], events: list[Event], prefetch: int = 4, gpu: int = 0) -> devicemap.DeviceMap:
-    return devicemap.DeviceMap(fn, batched=True, devices=f"GPU:{gpu}", prefetch=prefetch, progress=events.append)
-
-
 def batches(rows: int, count: int) -> tf.data.Dataset:
     with tf.device("CPU:0"):
         return tf.data.Dataset.range(rows * count).map(lambda n: tf.cast(n, tf.float32)).batch(rows)
@@ -36,15 +26,15 @@ def lengths(kind: type, events: list[Event]) -> list[int]:
     return [len(event.shard) for event in events if isinstance(event, kind)]
 
 
-def test_auto_sizes_stay_in_memory(events: list[Event]) -> None:
+def test_auto_sizes_stay_in_memory() -> None:
     """A row takes about 1 MiB of 64 MiB, and larger chunks would pay. Twice: the second call begins with the size found."""
+    events: list[Event] = []
 
     def wide(rows: Any) -> Any:
         return tf.reduce_mean(tf.sin(tf.tile(rows[:, None], [1, 1 << 17])), 1)
 
-    mapper = devicemap.DeviceMap(
-        wide, batched=True, devices="GPU:1", prefetch=1, batch_size="auto", progress=events.append
-    )
+    options = {"devices": "GPU:1", "prefetch": 1, "batch_size": "auto", "progress": events.append}
+    mapper = devicemap.DeviceMap(wide, batched=True, **options)
     for _ in range(2):
         events.clear()
         assert len(mapper(batches(64, 8))) == 512
@@ -69,7 +59,8 @@ def _run_out_of_memory(gpu: int, rows: int, prefetch: int, parts: int) -> None:
         spread = tf.tile(rows[:, None], [1, tf.identity(width)])
         return tf.reduce_mean(tf.sin(spread) + tf.cos(spread), 1)
 
-    mapper = in_chunks(wide, events, prefetch, gpu)
+    options = {"devices": f"GPU:{gpu}", "prefetch": prefetch, "progress": events.append}
+    mapper = devicemap.DeviceMap(wide, batched=True, **options)
     results = list(mapper.stream(batches(rows, 3)))
     assert [len(chunk) for chunk in results] == [rows] * 3
     n = np.arange(3.0 * rows)
@@ -79,8 +70,9 @@ def _run_out_of_memory(gpu: int, rows: int, prefetch: int, parts: int) -> None:
     assert sum(device.back_offs for device in mapper.report.devices) >= parts - 1
 
 
-def test_times_are_those_of_the_devices_where_results_stay_on_one(events: list[Event]) -> None:
+def test_times_are_those_of_the_devices_where_results_stay_on_one() -> None:
     """A kernel takes 0.1 s on one device and 0.2 s on the other; results are gathered on the first."""
+    events: list[Event] = []
     with tf.device("CPU:0"):
         data = x[:8]
 

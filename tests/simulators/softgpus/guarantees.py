@@ -51,10 +51,7 @@ def test_each_row_result_and_variable_is_copied_once() -> None:
 def test_random_streams_do_not_repeat_and_seeds_do_not_depend_on_devices() -> None:
     drawn = [on_gpus(lambda row: tf.random.normal([4]))(rows).numpy() for _ in range(2)]
     assert len(np.unique(drawn)) == 2 * 8 * 4
-
-    def seeded_noise(row: Any, seed: Any) -> Any:
-        return tf.random.stateless_normal([4], seed)
-
+    seeded_noise = lambda row, seed: tf.random.stateless_normal([4], seed)
     seeded = [on_gpus(seeded_noise, seed=7, devices=devices)(rows) for devices in (GPUS, "GPU:1")]
     np.testing.assert_array_equal(*seeded)
 
@@ -85,9 +82,8 @@ def test_a_slow_device_gets_fewer_chunks() -> None:
     gpus.configure(1, kernel_seconds=0.1)
     events: list[Event] = []
     mapper = on_gpus(tf.sin, batched=True, progress=events.append)
-    results = np.concatenate(
-        [*mapper.stream(tf.data.Dataset.range(40).map(lambda n: tf.fill([2], tf.cast(n, tf.float32))))]
-    )
+    batches = tf.data.Dataset.range(40).map(lambda n: tf.fill([2], tf.cast(n, tf.float32)))
+    results = np.concatenate([*mapper.stream(batches)])
     np.testing.assert_allclose(results, np.sin(np.repeat(np.arange(40.0), 2)), rtol=1e-5)
     chunks = Counter(event.shard.device[-5:] for event in events if isinstance(event, ChunkFinished))
     assert chunks["GPU:0"] > 2 * chunks["GPU:1"]

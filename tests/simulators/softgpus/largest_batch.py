@@ -35,11 +35,6 @@ def lstm(features: int = 32, units: int = 64) -> keras.Model:
     return keras.Sequential([keras.Input([20, features]), layer, keras.layers.Dense(4)])
 
 
-def wide_lstm() -> keras.Model:
-    """An LSTM with more features than units: TensorFlow computes gates of later steps ahead if there is memory."""
-    return lstm(512, 16)
-
-
 def outer(row: Any) -> Any:
     return tf.reduce_sum(tf.sin(tf.tensordot(row, row, 0)))
 
@@ -56,7 +51,8 @@ CASES: dict[str, tuple[Callable[[], Any], list[int], dict[str, Any]]] = {
     "row by row": (lambda: looped, [512], {"vectorize": False}),
     "dense": (dense, [256], {"batched": True}),
     "cnn": (cnn, [32, 32, 3], {"batched": True}),
-    "lstm": (wide_lstm, [20, 512], {"batched": True}),
+    # more features than units: TensorFlow computes gates of later steps ahead if there is memory
+    "lstm": (lambda: lstm(512, 16), [20, 512], {"batched": True}),
 }
 """Functions without variables first: they need most of a GPU in one piece, and models of other tests stay there a while."""
 
