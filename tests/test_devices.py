@@ -36,33 +36,25 @@ def test_list_devices() -> None:
 
 LOGICAL = tf.config.list_logical_devices("CPU")
 LISTED = devicemap.list_devices("CPU")
-FORMS: list[tuple[Any, list[int]]] = [
-    ("CPU", [*range(8)]),
-    ("cpu", [*range(8)]),
-    ("CPU:3", [3]),
-    ("cpu:3", [3]),
-    ("/CPU:3", [3]),
-    ("/device:CPU:3", [3]),
-    (CPUS[3], [3]),
-    ("/job:localhost/device:CPU:3", [3]),
-    ("/job:localhost/task:0/cpu:3", [3]),
-    (["CPU:5", "/CPU:1", "/device:CPU:2"], [5, 1, 2]),
-    (("CPU:5", CPUS[1]), [5, 1]),
-    (np.array(["CPU:5", "CPU:1"]), [5, 1]),
-    ((f"CPU:{i}" for i in (4, 2)), [4, 2]),
-    ({"CPU:6"}, [6]),
-    ([LOGICAL[5], LOGICAL[0]], [5, 0]),
-    (tf.config.list_physical_devices("CPU"), [*range(8)]),
-    (LISTED[4], [4]),
-    (LISTED[6:4:-1], [6, 5]),
-    (LOGICAL[3], [3]),
-    ([LISTED[6], "CPU:0", LOGICAL[3]], [6, 0, 3]),
+OF_ONE = "CPU:3", "cpu:3", "/CPU:3", "/device:CPU:3", "/job:localhost/device:CPU:3", "/job:localhost/task:0/cpu:3"
+FORMS: list[tuple[list[int], list[Any]]] = [
+    ([*range(8)], ["CPU", "cpu", tf.config.list_physical_devices("CPU")]),
+    ([3], [*OF_ONE, CPUS[3], LISTED[3], LOGICAL[3]]),
+    ([5, 1, 2], [["CPU:5", "/CPU:1", "/device:CPU:2"]]),
+    (
+        [5, 1],
+        [("CPU:5", CPUS[1]), np.array(["CPU:5", "CPU:1"]), (f"CPU:{i}" for i in (5, 1)), [LOGICAL[5], LOGICAL[1]]],
+    ),
+    ([6, 5], [LISTED[6:4:-1]]),
+    ([6], [{"CPU:6"}]),
+    ([6, 0, 3], [[LISTED[6], "CPU:0", LOGICAL[3]]]),
 ]
 
 
 def test_forms_of_devices() -> None:
-    for devices, chosen in FORMS:
-        assert choose_devices(devices) == tuple(CPUS[i] for i in chosen)
+    for chosen, forms in FORMS:
+        for devices in forms:
+            assert choose_devices(devices) == tuple(CPUS[i] for i in chosen)
 
 
 def test_devices_are_chosen_inside_a_function_and_another_scope_too() -> None:
