@@ -174,7 +174,7 @@ class GraphEngine:
                 failure, where = found[shard]
                 return self.program.failed(failure, [where]), failure
         try:
-            for parts in zip(*(outcome[0] for outcome in outcomes if outcome is not None)):
+            for parts in zip(*(outcome[0] for outcome in outcomes if outcome is not None and outcome[1] is None)):
                 check_inner_shapes(parts)
         except FunctionError as uneven:
             return uneven, error
