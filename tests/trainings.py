@@ -65,6 +65,11 @@ def masked_normalization() -> keras.Model:
     return sequential(*hidden, layers.GlobalAveragePooling1D(), inputs=WORDS)
 
 
+def in_each_step() -> keras.Model:
+    inner = keras.Sequential([layers.BatchNormalization(momentum=0.8), layers.Dense(3, "tanh")])
+    return sequential(layers.Reshape([3, 2]), layers.TimeDistributed(inner), layers.Flatten())
+
+
 def several(of: type) -> keras.Model:
     a, b = keras.Input([6], name="a"), keras.Input([2], name="b")
     joined = layers.Dense(5, "tanh")(layers.concatenate([a, b]))
@@ -298,6 +303,8 @@ CASES = {
     "batch normalization, nested, adding losses": Case(nested, options={"added_losses": "mean"}),
     "batch normalization of images": Case(convolutional, data=IMAGES_DATA),
     "batch normalization, masked": Case(masked_normalization, data=WORDS_DATA),
+    "batch normalization in each step": Case(in_each_step),
+    "zero weights": Case(data={"x": X, "y": Y, "sample_weight": WEIGHTS * (np.arange(34) % 11 > 5)}),
     "batch normalization, frozen": Case(lambda: convolutional(trainable=False), data=IMAGES_DATA),
     "batch normalization, float16, several steps per execution": Case(
         normalized, lambda: {"steps_per_execution": 2}, policy="mixed_float16", rtol=2e-2

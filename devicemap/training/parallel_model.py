@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.keras import forget_functions, layers_of
 from devicemap.api import DeviceMap
+from devicemap.data.rows import take_rows
 from devicemap.data.shards import shard_sizes
 from devicemap.errors import OptionError, warn_user
 from devicemap.inspect.plan import Plan
@@ -76,7 +77,7 @@ class ParallelModel:
                 "model.build(...) first"
             )
         inputs = keras.utils.unpack_x_y_sample_weight(batch)[0]
-        self._model(tf.nest.map_structure(lambda leaf: leaf[:1], inputs), training=False)
+        self._model(tf.nest.map_structure(lambda leaf: take_rows(leaf, 0, 1), inputs), training=False)
 
     def attach(self) -> None:
         """Put the steps on the model."""

@@ -625,3 +625,37 @@ def test_what_devices_cannot_do_apart_is_refused(layer: Any, word: str, norm: An
         model.fit(X, Y, verbose=0)
     np.testing.assert_equal(model.get_weights(), before)
     assert np.all(np.isfinite(model.detach().evaluate(X, Y, verbose=0)))
+
+
+class Bags(keras.Model):
+    """Takes bags of words, ragged or sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = layers.Dense(2)
+        self.out.build([None, 9])
+
+    def call(self, words: Any) -> Any:
+        if isinstance(words, tf.SparseTensor):
+            return self.out(tf.sparse.to_dense(words))
+        return self.out(tf.reduce_sum(tf.one_hot(words, 9), 1))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("norm", ["synchronized", "local"])
+@pytest.mark.parametrize("kind", ["ragged", "sparse", "generator"])
+def test_data_that_is_no_array(kind: str, norm: Any, devices: list[str]) -> None:
+    bags = tf.RaggedTensor.from_row_lengths(tf.range(34 * 2) % 9, [1, 3] * 17)
+    sparse = tf.sparse.from_dense(tf.one_hot(tf.range(34) % 9, 9))
+    rows = {"ragged": bags, "sparse": sparse, "generator": X}[kind]
+
+    def trained(parallel: bool) -> dict[str, Any]:
+        model = CASES["momentum, clipnorm"].made() if kind == "generator" else Case(Bags).made()
+        if parallel:
+            devicemap.parallelize(model, devices, batch_norm=norm)
+        batches = tf.data.Dataset.from_tensor_slices((rows, Y)).batch(11)
+        data = (batch for _ in range(3) for batch in batches) if kind == "generator" else batches
+        history = model.fit(data, epochs=3, steps_per_epoch=4, verbose=0, shuffle=False).history
+        return {"history": history, "weights": model.get_weights()}
+
+    assert_close(trained(True), trained(False))
