@@ -115,12 +115,12 @@ class Autoencoder(keras.Model):
 
 
 class Distilled(keras.Model):
-    """A small net that learns from a frozen one, with normalization."""
+    """A small net that learns from a frozen one, with normalization, and from one that judges what it returns."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.teacher, self.student = dense(9, 2, norm=True), dense(3, 2)
-        self.teacher.trainable = False
+        self.teacher, self.student, self.judge = dense(9, 2, norm=True), dense(3, 2), dense(4, 1, inputs=2)
+        self.teacher.trainable = self.judge.trainable = False
 
     def call(self, x: Any) -> Any:
         return self.student(x)
@@ -129,7 +129,8 @@ class Distilled(keras.Model):
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
     ) -> Any:
         of_teacher = self.teacher(x, training=False)
-        return tf.reduce_mean((y_pred - y) ** 2) + 0.5 * tf.reduce_mean((y_pred - of_teacher) ** 2)
+        of_both = tf.reduce_mean((y_pred - y) ** 2) + 0.5 * tf.reduce_mean((y_pred - of_teacher) ** 2)
+        return of_both + tf.reduce_mean(self.judge(y_pred))
 
 
 class Contrastive(keras.Model):

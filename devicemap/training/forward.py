@@ -53,7 +53,7 @@ class ForwardPass:
 
         Args:
             rows: the number of rows of the batch, `None` if it is unknown.
-            microbatches: each device runs its rows in so many parts.
+            microbatches: in the first call of the model, each device runs its rows in so many parts.
             losses: whether losses that layers add are collected.
         """
         with ExitStack() as replaced:
@@ -91,6 +91,8 @@ class ForwardPass:
                 f"a tf.autodiff.ForwardAccumulator follows what {layer.name} takes, and gathering rows has no forward mode; "
                 "use a tf.GradientTape"
             )
+        if layer is not self.model or self.calls:  # microbatches have no gradients to what they take
+            microbatches = 1
         self.calls += 1
         with self.plain():
             mapped = MappedCall(self, layer, given, microbatches)

@@ -28,6 +28,7 @@ from devicemap.compile.replicas import split_seeds
 from devicemap.compile.trace import kept_whole
 from devicemap.data.rows import HOST, count_rows, cut_rows, spec_of, take_rows
 from devicemap.data.shards import shard_sizes
+from devicemap.devices import kind_of
 from devicemap.errors import failure
 from devicemap.training.lockstep import Lockstep
 from devicemap.training.recomputation import recomputed
@@ -58,9 +59,9 @@ class _Shards:
     """The leaves of each shard."""
 
     @classmethod
-    def of(cls, leaves: Sequence[Any], rows: int | None, devices: int) -> _Shards:
-        """Cut leaves with so many rows, `None` if it is unknown, on the host."""
-        with tf.device(HOST):
+    def of(cls, leaves: Sequence[Any], rows: int | None, devices: int, place: str) -> _Shards:
+        """Cut leaves with so many rows, `None` if it is unknown, on the device `place`."""
+        with tf.device(place):
             if rows is not None:
                 sizes = tf.constant(shard_sizes(rows, devices))
                 count = sizes.shape[0]
@@ -105,6 +106,7 @@ class MappedCall:
             FunctionError: the layer does what devices cannot do apart.
         """
         self._survey()
+        self._place = self._forward.home if _are_computed(self._given.rows) else HOST
         function = tf.function(self._over_devices, autograph=False)
         return list(function.get_concrete_function(*self._given.rows)(*self._given.rows))
 
@@ -148,7 +150,7 @@ class MappedCall:
     def _over_devices(self, *leaves: Any) -> list[Any]:
         """Run the call in the graph that is being traced."""
         devices = self._forward.devices
-        shards = _Shards.of(leaves, self._given.count, len(devices))
+        shards = _Shards.of(leaves, self._given.count, len(devices), self._place)
         values = [self._sent(*variable, shards.count) for variable in self._variables]
 
         def on_device(run: Any, place: int) -> list[Any]:
@@ -274,6 +276,14 @@ class MappedCall:
             averaged = id(variable) in self._forward.averaged
             variable.assign(tf.tensordot(tf.cast(shares, states.dtype), states, 1) if averaged else states[0])
         return outputs
+
+
+def _are_computed(rows: Sequence[Any]) -> bool:
+    """Whether rows come from ops of a step, which TensorFlow places on GPUs, and not from the batch, which is on the host."""
+    tensors = tf.nest.flatten(list(rows), expand_composites=True)
+    if tf.executing_eagerly():
+        return any(kind_of(tensor.device) != "CPU" for tensor in tensors)
+    return any(tensor.op.type != "Placeholder" for tensor in tensors)
 
 
 def _traced_once(run: Callable[..., list[Any]], shard: Sequence[Any], values: Sequence[Any]) -> Any:

@@ -105,9 +105,12 @@ def test_a_step_that_is_set_on_the_model(devices: list[str]) -> None:
 def test_microbatches_need_the_step_of_keras(devices: list[str]) -> None:
     with pytest.raises(OptionError, match=r"accumulate=2 .* train_step of its own.*recompute"):
         devicemap.parallelize(TwoPasses(), devices, accumulate=2)
-    model, data = made("two forward passes")
-    got = fitted(devicemap.parallelize(model, devices, recompute=True), data)
-    assert_equal(got, fitted(*made("two forward passes")))
+    for name, options in (
+        ("two forward passes", {"recompute": True}),
+        ("distillation", {"accumulate": 2, "batch_norm": "local"}),
+    ):
+        model, data = made(name)
+        assert_equal(fitted(devicemap.parallelize(model, devices, **options), data), fitted(*made(name)))
 
 
 class Applies(layers.Layer):

@@ -119,6 +119,35 @@ def test_spread_variables_are_summed_and_updated_where_they_are(optimizer: str, 
     assert Counter(slots) == {home: count * len(slots) // LAYERS for home, count in Counter(homes.values()).items()}
 
 
+class Chained(keras.Model):
+    """A step in which a layer takes what another one returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = keras.layers.Dense(WIDTH), keras.layers.Dense(1)
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.last(tf.tanh(self.first(data[0]))) - data[1]) ** 2)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+        return {"cost": loss}
+
+
+@pytest.mark.parametrize("drop_remainder", [True, False])
+def test_what_layers_return_does_not_go_by_the_host(drop_remainder: bool) -> None:
+    rows = 512
+    model = Chained()
+    model.compile("sgd", jit_compile=False)
+    devicemap.parallelize(model)
+    data = tf.data.Dataset.from_tensors((np.ones([WIDTH], "f"), np.ones([1], "f"))).repeat()
+    batches = data.batch(rows, drop_remainder=drop_remainder)
+    model.fit(batches, steps_per_epoch=2, shuffle=False, verbose=0)
+    iterator = iter(batches)
+    came, _ = transferred(lambda: (model.train_function(iterator), time.sleep(0.2)))
+    assert came["host"] < rows * WIDTH * 4 / COUNT
+
+
 def blocks(narrow: int, wide: int, count: int) -> keras.Model:
     """Layers that make `count` tensors as wide, each of which its gradient needs."""
     keras.utils.set_random_seed(0)
