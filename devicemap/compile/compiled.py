@@ -19,6 +19,7 @@ from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.graph_builder import CallGraphBuilder
 from devicemap.compile.invoke import Invoker
 from devicemap.compile.random import Stream, Streams, drawn_alike
+from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.replicas import Replicas, captures_fit
 from devicemap.compile.trace import Traced, in_fn
 from devicemap.data.rows import HOST, home_of
@@ -133,7 +134,7 @@ class CompiledMap:
     @property
     def belongs_to_a_graph(self) -> bool:
         """Whether the function closes over tensors of a graph that is being built, and can run only there."""
-        captured = [*self.traced.captures, *(self.traced.reduction.captured if self.traced.reduction else ())]
+        captured = [*self.traced.captures, *(self._reduction.captured if self._reduction else ())]
         return not all(hasattr(tensor, "numpy") for tensor in captured)
 
     def shards(self, rows: int) -> tuple[tuple[Shard, ...], Any]:
@@ -187,14 +188,19 @@ class CompiledMap:
 
     def pack_no_rows(self) -> Any:
         """Return the nest for no rows."""
-        return self.pack(self.traced.no_rows()) if self.traced.reduction is None else self.pack_states(())
+        return self.pack(self.traced.no_rows()) if self._reduction is None else self.pack_states(())
 
     def pack_states(self, states: Iterable[list[Any]]) -> Any:
         """Merge the states of neighbouring chunks, in order, in eager code, and return the result of the reduction."""
-        assert self.traced.reduction is not None
-        merged = self.traced.reduction.merged_as_they_come(states, self._output_device)
+        assert self._reduction is not None
+        merged = self._reduction.merged_as_they_come(states, self._output_device)
         with tf.device(self._output_device):
-            return self.pack(self.traced.reduction.finished(merged or self.traced.no_rows()))
+            return self.pack(self._reduction.finished(merged or self.traced.no_rows()))
+
+    @property
+    def _reduction(self) -> BoundReduction | None:
+        reduction = self.traced.reduction
+        return reduction if isinstance(reduction, BoundReduction) else None
 
     @property
     def devices(self) -> tuple[str, ...]:

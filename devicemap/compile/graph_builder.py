@@ -21,6 +21,7 @@ from devicemap._tensorflow.functions import (
 from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.gather import gather, with_row_counts_checked
+from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.replicas import Replicas
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, cut_rows
@@ -163,7 +164,7 @@ class CallGraphBuilder:
         joined = [rows for rows, _ in gathered]
         lengths = [lengths for _, lengths in gathered if lengths is not None]
         reduction = self.traced.reduction
-        if reduction is not None:
+        if isinstance(reduction, BoundReduction):
             joined, lengths = reduction.finished(joined), joined[-1:]
         if self.checks_rows:  # of a shard without rows there is no state
             given = sizes if reduction is None else tf.boolean_mask(sizes, sizes > 0)

@@ -18,7 +18,7 @@ import tensorflow as tf
 from devicemap._tensorflow.forks import lost_threads
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.random import Stream, row_seeds
-from devicemap.compile.reduction import Reduction
+from devicemap.compile.reduction import JoinedShards, Reduction
 from devicemap.compile.trace import Traced, trace
 from devicemap.data.join import UNEVEN_ROWS
 from devicemap.data.rows import HOST
@@ -77,7 +77,7 @@ class Program:
         self.gpus = gpu_indices(self.devices)
         self.name = self.options.name or str(getattr(fn, "__name__", type(fn).__name__))
         self._lock = threading.RLock()
-        self.reduction: Reduction | None = None
+        self.reduction: Reduction | JoinedShards | None = None
         self._compiled: dict[Any, CompiledMap] = {}
         self._identity = _Identity()
         self._reducing: OrderedDict[Any, tuple[Any, dict[Any, CompiledMap], _Identity]] = OrderedDict()
@@ -90,12 +90,17 @@ class Program:
             program.options = replace(self.options, progress=check_progress(progress))
         return program
 
+    @property
+    def counts_rows(self) -> bool:
+        """Whether `fn` must return as many rows as it gets."""
+        return self.options.batched and (self.reduction is None or self.reduction.counts_rows)
+
     def may_repeat(self, compiled: CompiledMap) -> bool:
         """Whether any row may run again, by itself, without side effects: for a `fn` of one row."""
         audit = compiled.traced.audit
         return not (self.options.batched or audit.effects or audit.writes)
 
-    def reducing(self, reduction: Reduction) -> Program:
+    def reducing(self, reduction: Reduction | JoinedShards) -> Program:
         """Return the program with its results reduced."""
         program = copy.copy(self)
         with self._lock:
@@ -122,12 +127,13 @@ class Program:
             compiled = self._compiled.get(key)
             if compiled is None:
                 options = replace(self.options, devices=self.devices, progress=False)
+                by_rows = self.counts_rows or not self.options.batched
                 compiled = CompiledMap(
-                    slots_on(self.devices),
+                    slots_on(self.devices) if by_rows else self.devices,
                     self.output_device,
                     partial(_trace_again, _weakly(self.fn), specs, options, self.reduction),
                     self.name,
-                    self.options.batched,
+                    self.counts_rows,
                 )
             known = self._compiled
             if compiled.belongs_to_a_graph:  # fn closes over tensors of the user's tf.function
@@ -192,7 +198,7 @@ def _trace_again(
     fn: Callable[[], Any],
     specs: Any,
     options: Options,
-    reduction: Reduction | None,
+    reduction: Reduction | JoinedShards | None,
     stream: Stream | None,
 ) -> Traced:
     return trace(fn(), specs, options, stream, reduction)

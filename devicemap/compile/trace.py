@@ -18,7 +18,7 @@ from devicemap._tensorflow.gradients import differentiate_freely
 from devicemap.compile.audit import Audit, audit, is_steady
 from devicemap.compile.hints import tracing_error
 from devicemap.compile.random import Stream, drawing_from, random_states
-from devicemap.compile.reduction import BoundReduction, Reduction
+from devicemap.compile.reduction import BoundReduction, JoinedShards, Reduction
 from devicemap.compile.returned import as_result, check_validity
 from devicemap.compile.vectorize import RowLoop, loops_over_rows
 from devicemap.data.rows import empty_rows, row_spec, spec_of
@@ -67,7 +67,7 @@ class Traced:
     with_xla: Traced | None = None
     """The same function compiled by XLA, if `jit_compile` asks for it."""
 
-    reduction: BoundReduction | None = None
+    reduction: BoundReduction | JoinedShards | None = None
     """The reduction whose states it returns; `None`: it returns rows."""
 
     @property
@@ -96,7 +96,7 @@ def trace(
     specs: Any,
     options: Options,
     stream: Stream | None = None,
-    reduction: Reduction | None = None,
+    reduction: Reduction | JoinedShards | None = None,
 ) -> Traced:
     """Trace `fn` for data of these specs.
 
@@ -116,7 +116,7 @@ def trace(
     if options.seed is not None:
         leaf_specs.append(tf.TensorSpec([None, 2], tf.int32))
     shape_of_results: list[Any] = []
-    rowwise = options.batched
+    rowwise = options.batched and (reduction is None or reduction.counts_rows)
     flat_fn = _flatten(fn, specs, options, rowwise, shape_of_results, stream)
     drawn_from = random_states(fn)
     drawn = drawn_from()
@@ -162,7 +162,7 @@ def trace(
     return replace(first, with_gradients=others[0]) if others else first
 
 
-def _reduced(reduction: BoundReduction, loops: list[RowLoop], specs: list[Any]) -> list[RowLoop]:
+def _reduced(reduction: BoundReduction | JoinedShards, loops: list[RowLoop], specs: list[Any]) -> list[RowLoop]:
     """Return the loops with their results reduced: the fast one few rows at a time, if rows are large."""
     if not loops:
         return []
@@ -180,7 +180,7 @@ def _traced(
     structure: Any,
     steady: bool,
     in_place: Sequence[Any],
-    reduction: BoundReduction | None,
+    reduction: BoundReduction | JoinedShards | None,
 ) -> Traced:
     """Return the loop, prepared for calls on many devices, and facts about it."""
     concrete = loop.concrete
@@ -190,7 +190,7 @@ def _traced(
         check_validity(structure, outputs)
     found = audit(concrete, in_place)
     if found.colocated:
-        concrete = kept_whole(concrete, specs)
+        concrete = _kept_whole(concrete, specs)
         found = audit(concrete, in_place)
     return Traced(
         concrete,
@@ -264,7 +264,7 @@ def _compile_with_xla(loop: RowLoop, specs: list[Any]) -> RowLoop:
     return replace(loop, concrete=compiled.get_concrete_function(*specs))
 
 
-def kept_whole(over_rows: Any, specs: list[Any]) -> Any:
+def _kept_whole(over_rows: Any, specs: list[Any]) -> Any:
     """Return the function as one that is never inlined, so that the names of its colocation groups stay unique."""
 
     @tf.function(autograph=False, experimental_attributes={"_noinline": True})

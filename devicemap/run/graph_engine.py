@@ -130,7 +130,7 @@ class GraphEngine:
             if count and log is not None:
                 ends, seconds = arrivals[0] if arrivals else None, time.perf_counter() - began
                 log.run = GraphRun(shards, began_at, seconds, compiled.traced.audit.ordered, ends)
-            if count and self.program.options.batched:
+            if count and self.program.counts_rows:
                 check_row_counts(results, returned, shards)
         return compiled.pack(results)
 

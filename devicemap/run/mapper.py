@@ -270,7 +270,7 @@ class Mapper:
             def run(chunk: Chunk) -> Any:
                 leaves = self.program.seeded(chunk.leaves, chunk.start, chunk.count)
                 results = function(*compiled.flat(leaves))
-                if self.program.options.batched:
+                if self.program.counts_rows:
                     returned = results[-1:] if compiled.traced.reduction else []  # states count their rows
                     check_row_counts(results, returned, [chunk.on(device)])
                 return results if keep is None else keep(chunk, results)

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import python_function
 from devicemap.compile.audit import Treatment, variable_of
+from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.trace import Traced
 from devicemap.store.encoding import encode_array
 
@@ -33,7 +34,7 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
     Variables that the function writes count by shape and dtype only, because their values change in each run.
     """
     functions = [traced.function]
-    if traced.reduction is not None:
+    if isinstance(traced.reduction, BoundReduction):
         functions += traced.reduction.functions()
     read_only = None, Treatment.READ, Treatment.STAYS
     treatments = zip(traced.concrete.captured_inputs, traced.audit.treatments)

@@ -18,6 +18,9 @@ from devicemap.errors import DataError
 from devicemap.training.mapped_call import MappedCall
 from devicemap.training.stateless import Given, add_loss, collecting
 
+_FUNCTIONS = "_devicemap_functions"
+"""Attribute of a graph: the functions that it keeps."""
+
 
 class ForwardPass:
     """The calls of a model and its layers, in one step."""
@@ -46,6 +49,11 @@ class ForwardPass:
         """Where most bytes of the variables are: outputs go there."""
         self._layers = [(layer, vars(layer).get("call")) for layer in layers_of(model)]
         """Each layer, and its own attribute `call` if it has one."""
+
+    def keep(self, function: Any) -> None:
+        """Keep a function as long as the graph that calls it, as Python functions in it live as long as it does."""
+        graph = self if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        setattr(graph, _FUNCTIONS, [*getattr(graph, _FUNCTIONS, []), function])
 
     @contextmanager
     def mapping(self, rows: int | None, microbatches: int, losses: bool) -> Iterator[None]:

@@ -10,26 +10,30 @@ Each call is traced anew, as Keras does for one device, because what a layer doe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import unchained
-from devicemap._tensorflow.gradients import differentiate_freely, differentiate_in_place, linked
+from devicemap._tensorflow.functions import functions_within
+from devicemap._tensorflow.gradients import differentiate_in_place, linked
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, moments_by, without_activity_regularizer
 from devicemap.compile.audit import audit, op_types
 from devicemap.compile.gather import with_row_counts_checked
-from devicemap.compile.graph_builder import ops_of, sizes_in_graph
-from devicemap.compile.reduction import as_states
+from devicemap.compile.graph_builder import sizes_in_graph
+from devicemap.compile.program import Program
+from devicemap.compile.reduction import JoinedShards, as_states
 from devicemap.compile.replicas import split_seeds
-from devicemap.compile.trace import kept_whole
-from devicemap.data.rows import HOST, count_rows, cut_rows, spec_of, take_rows
+from devicemap.data.join import join
+from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, take_rows
 from devicemap.data.shards import shard_sizes
 from devicemap.devices import kind_of
 from devicemap.errors import failure
+from devicemap.run.graph_engine import GraphEngine
+from devicemap.run.in_function import call_inside
+from devicemap.run.mapper import NullObserver
 from devicemap.training.lockstep import Lockstep
 from devicemap.training.recomputation import recomputed
 from devicemap.training.stateless import Given, Passed, collecting, depends_on, meeting, pure, recomputing
@@ -106,14 +110,58 @@ class MappedCall:
             FunctionError: the layer does what devices cannot do apart.
         """
         self._survey()
+        if not self._meets:
+            return self._apart()
         self._place = self._forward.home if _are_computed(self._given.rows) else HOST
-        function = tf.function(self._over_devices, autograph=False)
-        return list(function.get_concrete_function(*self._given.rows)(*self._given.rows))
+        function = tf.function(self._in_lockstep, autograph=False).get_concrete_function(*self._given.rows)
+        self._forward.keep(function)
+        return list(function(*self._given.rows))
+
+    def _apart(self) -> list[Any]:
+        """Run the call in independent shards."""
+        forward, rows, known = self._forward, self._given.rows, self._given.count
+
+        @tf.autograph.experimental.do_not_convert
+        def of_rows(*rows: Any) -> tuple[Any, ...]:
+            with forward.plain(), recomputing(forward.recomputed):
+                if self._microbatches > 1 or forward.recomputed:
+                    results = self._on_rows(rows, [self._read(*variable) for variable in self._variables])
+                else:
+                    results = [*itertools.chain(*self._called(rows, None))]
+            self._check_outputs(self._passed.shapes)
+            returned = [tf.stack([count_rows(leaf)]) for leaf in results[: len(self._passed.masked)]]
+            return tuple(with_row_counts_checked(results, returned, [count_rows(rows[0])], self._layer.name))
+
+        options = {"devices": forward.devices, "batched": True, "output_device": forward.home, "name": self._layer.name}
+        program = Program(of_rows, options).reducing(JoinedShards())
+        forward.keep(program)
+        if tf.executing_eagerly():
+            return list(GraphEngine(program, NullObserver()).run(as_rows(tuple(rows))))
+        if known is not None:
+            return list(call_inside(program, as_rows(tuple(rows)), filled=True))
+        devices = len(forward.devices)
+        filled = tf.function(partial(_filled, devices), autograph=False).get_concrete_function(*rows)
+        results = list(call_inside(program, as_rows(tuple(filled(*rows))), filled=True))
+        with tf.device(forward.home):
+            count, given = count_rows(rows[0]), len(self._passed.masked) + sum(self._passed.masked)
+            states = tf.size(results[-1], tf.int64)
+            real = tf.range(states) < tf.where(count < devices, count, states)
+            outputs = [take_rows(leaf, 0, count) for leaf in results[:given]]
+            return [*outputs, *results[given:-1], results[-1] * tf.cast(real, results[-1].dtype)]
+
+    def _read(self, variable: Any, stored: Any) -> Any:
+        """The value of a variable on the current device; a seed advances."""
+        value = stored.read_value()
+        if is_seed(variable):
+            stored.assign(value + tf.constant([0, 1], value.dtype))
+        return value
 
     def _survey(self) -> None:
         """Trace the call for more rows than there are: what are its outputs, and which variables does it change?"""
         forward, given, layer = self._forward, self._given, self._layer
-        norms = batch_norms_of(layer) if forward.batch_norm == "synchronized" and len(forward.devices) > 1 else []
+        norms = (
+            batch_norms_of(forward.model) if forward.batch_norm == "synchronized" and len(forward.devices) > 1 else []
+        )
         self._meets, scope = False, collecting()
 
         def moments(mean: Any, variance: Any, _: Any) -> tuple[Any, Any]:
@@ -139,6 +187,12 @@ class MappedCall:
                 f"a layer of {layer.name} changes a tf.Variable or a table, which each device would do by its own rows; "
                 "let it be a variable of Keras's, made by add_weight, or change it in a train_step of the model"
             )
+        if (self._meets or self._microbatches > 1 or forward.recomputed) and _hides_variables(concrete.graph):
+            raise failure(
+                f"a layer of {layer.name} reads a variable in a tf.custom_gradient, tf.recompute_grad or keras.remat, which "
+                "would lose its gradient with synchronized batch normalization, accumulate or recompute; use recompute= "
+                "instead, and batch_norm='local'"
+            )
         self._shapes = [spec.shape for spec in concrete.structured_outputs] if dense else []
         drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
         own = {id(variable) for variable in layer.variables}
@@ -147,26 +201,24 @@ class MappedCall:
         self._variables = [*known, *((drawn[seed], drawn[seed].value) for seed in others)]
         """What the layer has, and the seeds that it draws from, such as Keras's global one."""
 
-    def _over_devices(self, *leaves: Any) -> list[Any]:
-        """Run the call in the graph that is being traced."""
+    def _in_lockstep(self, *leaves: Any) -> list[Any]:
+        """Run the call in shards that meet where statistics of all rows are taken, in the graph that is being traced."""
         devices = self._forward.devices
         shards = _Shards.of(leaves, self._given.count, len(devices), self._place)
         values = [self._sent(*variable, shards.count) for variable in self._variables]
 
-        def on_device(run: Any, place: int) -> list[Any]:
+        def on_device(place: int) -> list[Any]:
             with tf.device(devices[place]):
                 shard = [tf.identity(leaf) for leaf in shards.parts[place]]
-                results = run(shard, [tf.identity(value[place]) for value in values])
+                results = self._on_rows(shard, [tf.identity(value[place]) for value in values])
                 return [tf.identity(leaf) for leaf in results]
 
-        with recomputing(self._forward.recomputed):
-            if self._meets:
-                lockstep = Lockstep([partial(on_device, self._on_rows, place) for place in range(shards.count)])
-                with meeting(batch_norms_of(self._layer), lockstep, tf.minimum(shards.sizes, 1)):
-                    results = lockstep.run()
-            else:
-                run = _traced_once(self._on_rows, shards.parts[0], [value[0] for value in values])
-                results = [on_device(run, place) for place in range(shards.count)]
+        lockstep, norms = (
+            Lockstep([partial(on_device, n) for n in range(shards.count)]),
+            batch_norms_of(self._forward.model),
+        )
+        with recomputing(self._forward.recomputed), meeting(norms, lockstep, tf.minimum(shards.sizes, 1)):
+            results = lockstep.run()
         joined = self._joined(shards, results)
         differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
         return joined
@@ -200,16 +252,21 @@ class MappedCall:
 
         return recomputed(part, rows, [value for _, value in trained], self._microbatches)
 
-    def _called(self, rows: Sequence[Any], held: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
+    def _called(self, rows: Sequence[Any], held: Sequence[tuple[Any, Any]] | None) -> tuple[list[Any], list[Any]]:
+        """Call the layer on rows, with these values of variables, or with `None` as they are."""
         layer, given = self._layer, self._given
         args, kwargs = given.with_rows(rows)
-        if given.phase is not None:
-            kwargs = kwargs | {"training": given.phase}
-        with without_activity_regularizer(layer):  # it is added outside
-            call = partial(layer, *args, **kwargs)
-            tensors, others, what = pure(call, collecting(held, given.losses), self._states, rows)
+        if held is None:
+            scope = collecting((), given.losses, advance=True)
+            tensors, others, what = pure(partial(layer.call, *args, **kwargs), scope, self._states, rows)
+        else:  # perhaps in a thread of its own, in which Keras knows nothing of the call that it is a part of
+            if given.phase is not None:
+                kwargs = kwargs | {"training": given.phase}
+            with without_activity_regularizer(layer):  # it is added outside
+                call = partial(layer, *args, **kwargs)
+                tensors, others, what = pure(call, collecting(held, given.losses), self._states, rows)
         losses = len(what.losses)
-        if any(of_rows for _, of_rows in what.losses) and self._forward.added_losses is None:
+        if any(of_rows for _, of_rows, _ in what.losses) and self._forward.added_losses is None:
             raise failure(
                 f"{layer.name} adds a loss that depends on the rows, by add_loss or an activity_regularizer, and each "
                 "device sees some of the rows; give parallelize added_losses='sum' if such losses are sums over rows, or "
@@ -222,6 +279,8 @@ class MappedCall:
                     "change it in a train_step of the model"
                 )
         self._passed = what
+        if any(of_rows and loss.shape.rank != 0 for loss, (_, of_rows, _) in zip(others, what.losses)):
+            raise failure(f"{layer.name} adds a loss for each row; let it add their sum or mean")
         for i in range(losses):
             others[i] = tf.cast(tf.reduce_sum(others[i]), tf.float32)
         return tensors, as_states([*others, count_rows(rows[0])], rows[0])
@@ -269,8 +328,9 @@ class MappedCall:
         counts = tf.cast(results[-1], tf.float64)
         shares = counts / tf.reduce_sum(counts)
         weights = tf.cast(tf.minimum(counts, 1.0) if self._forward.added_losses == "sum" else shares, tf.float32)
-        for loss, (layer, of_rows) in zip(losses, self._passed.losses):
-            keras.layers.Layer.add_loss(layer, tf.reduce_sum(loss * weights) if of_rows else loss[0])
+        for loss, (layer, of_rows, dtype) in zip(losses, self._passed.losses):
+            total = tf.reduce_sum(loss * weights) if of_rows else loss[0]
+            keras.layers.Layer.add_loss(layer, tf.cast(total, dtype))
         for i, states in zip(self._passed.updated, updates):
             variable = self._states[i]
             averaged = id(variable) in self._forward.averaged
@@ -286,19 +346,30 @@ def _are_computed(rows: Sequence[Any]) -> bool:
     return any(tensor.op.type != "Placeholder" for tensor in tensors)
 
 
-def _traced_once(run: Callable[..., list[Any]], shard: Sequence[Any], values: Sequence[Any]) -> Any:
-    """Return a function of any number of rows, and of values of variables, that is traced once for all devices."""
-    count, specs = len(shard), [*map(spec_of, shard), *map(tf.type_spec_from_value, values)]
-    traced = tf.function(lambda *given: run(given[:count], given[count:]), autograph=False)
-    concrete = traced.get_concrete_function(*specs)
-    differentiate_freely(concrete.graph)
-    if audit(concrete).colocated:
-        concrete = kept_whole(concrete, specs)
+def _hides_variables(graph: Any) -> bool:
+    """Whether a custom gradient in a graph, or in functions that it calls, takes variables."""
+    graphs = [graph, *(inner for inner, _ in functions_within(graph).values())]
+    return any(
+        tensor.dtype == tf.resource or tensor.op.type == "ReadVariableOp"
+        for each in graphs
+        for op in each.get_operations()
+        if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr
+        for tensor in op.inputs
+    )
 
-    def call(shard: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        function, given = unchained(concrete, [*shard, *values])
-        first = ops_of(shard)[0]
-        with first.graph.colocate_with(first):  # else a loop keeps what its gradient needs on the first device
-            return list(function(*given))
 
-    return call
+def _filled(devices: int, *rows: Any) -> list[Any]:
+    """Return the rows of a batch, with copies of the first one if there are fewer than devices."""
+    with tf.device(HOST):
+        count = count_rows(rows[0], tf.int32)
+
+        def copied() -> list[Any]:
+            return [take_rows(join([leaf, *[take_rows(leaf, 0, 1)] * (devices - 1)]), 0, devices) for leaf in rows]
+
+        filled = tf.cond(count < devices, copied, lambda: list(rows))
+        return [
+            linked([leaf], [given], lambda upstream: [upstream[:count]])[0]
+            if isinstance(given, tf.Tensor) and given.dtype.is_floating
+            else leaf
+            for leaf, given in zip(filled, rows)
+        ]

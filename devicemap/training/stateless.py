@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap._tensorflow.keras import is_seed, mask_of, moments_by, replacing, set_mask, sublayers_of
 from devicemap.data.rows import count_rows
 from devicemap.errors import failure
@@ -73,7 +74,7 @@ class Given:
 
         Tensors of a known and of an unknown length do only if the known one is that of the batch.
         """
-        if ROWS not in self.static:
+        if ROWS not in self.static or any(leaf.shape.rank is None for leaf in self.rows):
             return False
         lengths = {leaf.shape[0] for leaf in self.rows[: len(self.masked)]}
         return lengths != {0} and (len(lengths) == 1 or (batch is not None and lengths == {None, batch}))
@@ -109,8 +110,8 @@ class Passed:
     masked: tuple[bool, ...]
     """Which of the tensors have a Keras mask."""
 
-    losses: tuple[tuple[Any, bool], ...]
-    """For each loss, the layer that adds it, and whether it depends on the rows."""
+    losses: tuple[tuple[Any, bool, Any], ...]
+    """For each loss, the layer that adds it, whether it depends on the rows, and its dtype."""
 
     updated: tuple[int, ...]
     """Which variables got new values."""
@@ -125,10 +126,10 @@ class Passed:
         return tf.nest.pack_sequence_as(self.outputs, outputs), left[: len(self.losses)], left[len(self.losses) :]
 
 
-def collecting(held: Sequence[tuple[Any, Any]] = (), losses: bool = True) -> Any:
+def collecting(held: Sequence[tuple[Any, Any]] = (), losses: bool = True, advance: bool = False) -> Any:
     """A scope in which variables have these values, or are read as they are, and losses and new values are collected.
 
-    `losses=False` drops losses.
+    `losses=False` drops losses. `advance=True`: seeds that are drawn from do advance, as each device has to draw others.
     """
     import keras
 
@@ -159,6 +160,9 @@ def collecting(held: Sequence[tuple[Any, Any]] = (), losses: bool = True) -> Any
 
         def add_update(self, update: Any) -> None:
             variable, value = update
+            if advance and is_seed(variable):
+                variable.value.assign(tf.cast(value, variable.value.dtype))
+                return
             self.changed.append(variable)
             if is_seed(variable):  # a function or a branch inside the graph could not give its value to what follows
                 _check_no_loop(variable, self.graph)
@@ -190,8 +194,12 @@ def _check_no_loop(seed: Any, outermost: Any) -> None:
 
 def add_loss(layer: Any, loss: Any) -> None:
     """Add losses of a layer to the innermost scope of `collecting`, instead of to the layer."""
-    scope = _scope.get()
-    if scope.collect_losses:
+    import keras
+
+    scope = _scope.get(None)
+    if scope is None:  # a direct call in another thread
+        keras.layers.Layer.add_loss(layer, loss)
+    elif scope.collect_losses:
         scope.added += [(layer, each) for each in tf.nest.flatten(loss)]
 
 
@@ -225,7 +233,10 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
         tuple(ROWS if tf.is_tensor(leaf) else leaf for leaf in leaves),
         tuple(leaf.shape for leaf in flat),
         tuple(mask is not None for mask in masks),
-        tuple((layer, id(loss) not in scope.constant_losses and depends_on(loss, rows)) for layer, loss in scope.added),
+        tuple(
+            (layer, id(loss) not in scope.constant_losses and depends_on(loss, rows), loss.dtype)
+            for layer, loss in scope.added
+        ),
         tuple(updates),
     )
     losses = [loss for _, loss in scope.added]
@@ -258,6 +269,11 @@ def meeting(layers: Sequence[Any], lockstep: Lockstep, weights: Any) -> Abstract
             raise failure(
                 "a batch normalization is called in a loop, a branch or a tf.function inside the model, where it cannot take "
                 "mean and variance of the rows of all devices; set batch_norm='local'"
+            )
+        if tape_is_recording():
+            raise failure(
+                "a layer takes gradients through a batch normalization by a tape of its own, which does not see the rows of "
+                "other devices; set batch_norm='local', or take them in a train_step of the model"
             )
         return lockstep.meet(own, lambda parts: [_merged(parts, weights)] * len(parts))
 
@@ -311,8 +327,8 @@ def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
     results = recomputed(run, [], [*given.rows, *map(scope.get_current_value, variables)])
     what, draws = found[-1]
     outputs, losses, updates = what.unpacked(results)
-    scope.added += [(owner, loss) for (owner, _), loss in zip(what.losses, losses)]
-    scope.constant_losses |= {id(loss) for loss, (_, of_rows) in zip(losses, what.losses) if not of_rows}
+    scope.added += [(owner, loss) for (owner, *_), loss in zip(what.losses, losses)]
+    scope.constant_losses |= {id(loss) for loss, (_, of_rows, _) in zip(losses, what.losses) if not of_rows}
     scope.draws += draws
     for i, value in zip(what.updated, updates):
         scope.add_update((states[i], value))

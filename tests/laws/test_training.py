@@ -397,11 +397,9 @@ def test_really_parallel(model: Any, products: int) -> None:
     graphs = partitions(made.train_on_batch, X[:11], Y[:11])
     assert [placements(graphs, "MatMul")[worker] for worker in workers] == [products] * 3
     assert placements(graphs, "BiasAddGrad") == dict.fromkeys(workers, 2)
-    tree = {(edge.sender, edge.receiver) for edge in between_devices(graphs)}
-    assert tree == {
-        ("CPU:1", "CPU:3"),
-        ("CPU:3", "CPU:1"),
-    }  # values of variables go on to the third, and its gradients back
+    # along the tree that brings values of variables to devices that meet, and their gradients back
+    tree = {("CPU:1", "CPU:3"), ("CPU:3", "CPU:1")} if model is normalized else set()
+    assert {(edge.sender, edge.receiver) for edge in between_devices(graphs)} == tree
     # and as ever, where nobody asked for more
     for plain in (tf.function(made), made.detach().predict_on_batch):
         assert {*placements(partitions(plain, X[:11]), "MatMul")} == {"CPU:0"}
@@ -659,3 +657,51 @@ def test_data_that_is_no_array(kind: str, norm: Any, devices: list[str]) -> None
         return {"history": history, "weights": model.get_weights()}
 
     assert_close(trained(True), trained(False))
+
+
+class Weighted(layers.Layer):
+    """Uses a weight in a function of TensorFlow's, or calls Python."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=[shape[-1], shape[-1]])
+
+    @tf.function
+    def product(self, x: Any) -> Any:
+        return tf.tanh(x @ self.kernel)
+
+    def call(self, x: Any) -> Any:
+        if self.way == "tf.function":
+            return self.product(x)
+        if self.way == "recompute_grad":
+            return tf.recompute_grad(lambda x: tf.tanh(x @ self.kernel))(x)
+        return tf.ensure_shape(tf.py_function(lambda x: x * x, [x @ self.kernel], tf.float32), [None, 6])
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return shape
+
+
+@pytest.mark.parametrize("way", ["tf.function", "recompute_grad", "py_function"])
+def test_weights_in_functions_of_layers_have_gradients(way: str, devices: list[str]) -> None:
+    case = Case(lambda: sequential(Weighted(way)))
+    model = devicemap.parallelize(case.made(), devices)
+    assert_close(case.trained(model), case.wanted)
+    np.testing.assert_allclose(model.detach()(X), case.wanted["predicted"], rtol=1e-5, atol=1e-5)
+
+
+def test_weights_whose_gradient_would_be_lost_are_refused(devices: list[str]) -> None:
+    model = Case(lambda: sequential(Weighted("recompute_grad"), layers.BatchNormalization())).made()
+    with pytest.raises(FunctionError, match=r"tf\.recompute_grad .* lose its gradient"):
+        devicemap.parallelize(model, devices).fit(X, Y, verbose=0)
+
+
+def test_seeded_random_layers_draw_other_numbers_on_each_device(devices: list[str]) -> None:
+    tf.random.set_seed(3)
+    model = Case(
+        lambda: keras.Sequential([keras.Input([6]), layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x)))])
+    ).made()
+    drawn = devicemap.parallelize(model, devices).predict(np.zeros([12, 6], "f"), verbose=0)
+    assert len(np.unique(drawn)) == drawn.size
