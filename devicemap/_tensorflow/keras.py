@@ -82,13 +82,13 @@ def optimizers_of(model: Any) -> list[Any]:
     ]
 
 
-def updating_alone(optimizer: Any) -> contextlib.AbstractContextManager[None]:
-    """Skip an optimizer's sum of gradients over the replicas of a strategy in this context.
+def updating_alone(optimizer: Any, collected: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
+    """Let `collected` replace an optimizer's sum of gradients over the replicas of a strategy in this context.
 
     The op for that sum takes the gradients of all variables on one device, and TensorFlow's registry of custom gradients keeps
     its graph forever (test_models_in_a_loop_retain_no_more_memory_than_without_devicemap).
     """
-    return replacing(optimizer, _all_reduce_sum_gradients=list)
+    return replacing(optimizer, _all_reduce_sum_gradients=collected)
 
 
 def forget_functions(model: Any) -> None:

@@ -146,7 +146,10 @@ class MappedCall:
             count, given = count_rows(rows[0]), len(self._passed.masked) + sum(self._passed.masked)
             states = tf.size(results[-1], tf.int64)
             real = tf.range(states) < tf.where(count < devices, count, states)
-            outputs = [take_rows(leaf, 0, count) for leaf in results[:given]]
+            counted = tf.function(partial(_counted, devices), autograph=False).get_concrete_function(
+                count, *results[:given]
+            )
+            outputs = list(counted(count, *results[:given]))
             return [*outputs, *results[given:-1], results[-1] * tf.cast(real, results[-1].dtype)]
 
     def _read(self, variable: Any, stored: Any) -> Any:
@@ -356,6 +359,21 @@ def _hides_variables(graph: Any) -> bool:
         if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr
         for tensor in op.inputs
     )
+
+
+def _counted(devices: int, count: Any, *leaves: Any) -> list[Any]:
+    """Return the rows that count of what was computed for the rows of `_filled`."""
+
+    def of_all(upstream: Any) -> list[Any]:
+        none = tf.concat([[devices - tf.cast(count, tf.int32)], tf.shape(upstream)[1:]], 0)
+        return [tf.cond(few, lambda: tf.concat([upstream, tf.zeros(none, upstream.dtype)], 0), lambda: upstream)]
+
+    few = count < devices
+    counted = tf.cond(few, lambda: [take_rows(leaf, 0, count) for leaf in leaves], lambda: list(leaves))
+    return [
+        linked([leaf], [given], of_all)[0] if isinstance(given, tf.Tensor) and given.dtype.is_floating else leaf
+        for leaf, given in zip(counted, leaves)
+    ]
 
 
 def _filled(devices: int, *rows: Any) -> list[Any]:

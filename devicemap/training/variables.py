@@ -52,10 +52,26 @@ def beside_variables(model: Any) -> Iterator[None]:
     spread = len({variable.value.device for variable in model.trainable_variables}) > 1
     with contextlib.ExitStack() as replaced:
         for optimizer in optimizers_of(model):
-            replaced.enter_context(updating_alone(optimizer))
+            replaced.enter_context(updating_alone(optimizer, _at_home))
             if spread:
                 replaced.enter_context(_beside_variables(optimizer, model))
         yield
+
+
+def _at_home(gradients_and_variables: Any) -> list[tuple[Any, Any]]:
+    """Bring gradients to the devices of their variables, at once; ops without a device would take them by the host."""
+    pairs = list(gradients_and_variables)
+    brought: dict[int, Any] = {}
+    for home in dict.fromkeys(home_of(variable) for _, variable in pairs):
+        there = {
+            id(variable): gradient for gradient, variable in pairs if home_of(variable) == home and gradient is not None
+        }
+        if there:
+            with tf.device(home):
+                tensors = tf.identity_n(tf.nest.flatten([*there.values()], expand_composites=True))
+            moved = tf.nest.pack_sequence_as([*there.values()], tensors, expand_composites=True)
+            brought |= dict(zip(there, moved))
+    return [(brought.get(id(variable)), variable) for _, variable in pairs]
 
 
 def _beside_variables(optimizer: Any, model: Any) -> contextlib.AbstractContextManager[None]:
