@@ -1,39 +1,36 @@
 """One call of a Keras layer over devices: its rows cut into shards, its outputs gathered.
 
-    rows ── shards ──> the layer, on each device <── values of its variables, along a tree
+    rows ── shards ──> the layer, on each device <── its variables: in place, or as values sent along a tree
                        │
                        └── outputs, joined; losses and new values, reduced
 
-Each call is traced anew, as Keras does for one device, because what a layer does may depend on its Python attributes.
+Each call is retraced, as Keras does for one device, because a layer may depend on its Python attributes.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import functions_within
-from devicemap._tensorflow.gradients import differentiate_in_place, linked
+from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, moments_by, without_activity_regularizer
 from devicemap.compile.audit import audit, op_types
 from devicemap.compile.gather import with_row_counts_checked
-from devicemap.compile.graph_builder import sizes_in_graph
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import JoinedShards, as_states
 from devicemap.compile.replicas import split_seeds
-from devicemap.data.join import join
-from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, take_rows
-from devicemap.data.shards import shard_sizes
+from devicemap.data.rows import HOST, as_rows, count_rows, take_rows
 from devicemap.devices import kind_of
 from devicemap.errors import failure
 from devicemap.run.graph_engine import GraphEngine
 from devicemap.run.in_function import call_inside
 from devicemap.run.mapper import NullObserver
+from devicemap.training.filled_rows import FilledShards, counted, filled
 from devicemap.training.lockstep import Lockstep
 from devicemap.training.recomputation import recomputed
 from devicemap.training.stateless import Given, Passed, collecting, depends_on, meeting, pure, recomputing
@@ -47,48 +44,6 @@ _ADDS = frozenset(["AssignAddVariableOp", "AssignSubVariableOp"])
 
 _MORE_ROWS = 83
 """More rows than a batch has, for a trace that shows how outputs depend on the number of rows."""
-
-
-@dataclass(frozen=True)
-class _Shards:
-    """The rows of each device. A device that would have none has a copy of the first row, which counts nothing."""
-
-    sizes: Any
-    """How many rows count: int32 `[shards]`."""
-
-    filled: Any
-    """How many rows there are."""
-
-    parts: list[list[Any]]
-    """The leaves of each shard."""
-
-    @classmethod
-    def of(cls, leaves: Sequence[Any], rows: int | None, devices: int, place: str) -> _Shards:
-        """Cut leaves with so many rows, `None` if it is unknown, on the device `place`."""
-        with tf.device(place):
-            if rows is not None:
-                sizes = tf.constant(shard_sizes(rows, devices))
-                count = sizes.shape[0]
-                return cls(sizes, sizes, [*map(list, zip(*(cut_rows(leaf, sizes, count) for leaf in leaves)))])
-            count = count_rows(leaves[0], tf.int32)
-            sizes = sizes_in_graph(count, devices)
-            filled = tf.maximum(sizes, tf.minimum(count, 1))
-            starts = tf.unstack(tf.where(sizes > 0, tf.cumsum(sizes, exclusive=True), 0), devices)
-            stops = tf.unstack(tf.stack(starts) + filled, devices)
-            cut = [_slices(leaf, starts, stops, tf.unstack(sizes, devices)) for leaf in leaves]
-            return cls(sizes, filled, [*map(list, zip(*cut))])
-
-    @property
-    def count(self) -> int:
-        return int(self.sizes.shape[0])
-
-
-def _slices(leaf: Any, starts: Sequence[Any], stops: Sequence[Any], sizes: Sequence[Any]) -> list[Any]:
-    """Cut a leaf. Its gradient joins those of the rows that count, as `tf.split` does, instead of adding padded ones."""
-    parts = [take_rows(leaf, start, stop) for start, stop in zip(starts, stops)]
-    if not isinstance(leaf, tf.Tensor) or not leaf.dtype.is_floating:
-        return parts
-    return linked(parts, [leaf], lambda *upstream: [tf.concat([u[:size] for u, size in zip(upstream, sizes)], 0)])
 
 
 class MappedCall:
@@ -112,7 +67,6 @@ class MappedCall:
         self._survey()
         if not self._meets:
             return self._apart()
-        self._place = self._forward.home if _are_computed(self._given.rows) else HOST
         function = tf.function(self._in_lockstep, autograph=False).get_concrete_function(*self._given.rows)
         self._forward.keep(function)
         return list(function(*self._given.rows))
@@ -140,16 +94,14 @@ class MappedCall:
         if known is not None:
             return list(call_inside(program, as_rows(tuple(rows)), filled=True))
         devices = len(forward.devices)
-        filled = tf.function(partial(_filled, devices), autograph=False).get_concrete_function(*rows)
-        results = list(call_inside(program, as_rows(tuple(filled(*rows))), filled=True))
+        fill = tf.function(partial(filled, devices), autograph=False).get_concrete_function(*rows)
+        results = list(call_inside(program, as_rows(tuple(fill(*rows))), filled=True))
         with tf.device(forward.home):
             count, given = count_rows(rows[0]), len(self._passed.masked) + sum(self._passed.masked)
             states = tf.size(results[-1], tf.int64)
             real = tf.range(states) < tf.where(count < devices, count, states)
-            counted = tf.function(partial(_counted, devices), autograph=False).get_concrete_function(
-                count, *results[:given]
-            )
-            outputs = list(counted(count, *results[:given]))
+            count_only = tf.function(partial(counted, devices), autograph=False)
+            outputs = list(count_only.get_concrete_function(count, *results[:given])(count, *results[:given]))
             return [*outputs, *results[given:-1], results[-1] * tf.cast(real, results[-1].dtype)]
 
     def _read(self, variable: Any, stored: Any) -> Any:
@@ -207,7 +159,8 @@ class MappedCall:
     def _in_lockstep(self, *leaves: Any) -> list[Any]:
         """Run the call in shards that meet where statistics of all rows are taken, in the graph that is being traced."""
         devices = self._forward.devices
-        shards = _Shards.of(leaves, self._given.count, len(devices), self._place)
+        place = self._forward.home if _are_computed(self._given.rows) else HOST
+        shards = FilledShards.of(leaves, self._given.count, len(devices), place)
         values = [self._sent(*variable, shards.count) for variable in self._variables]
 
         def on_device(place: int) -> list[Any]:
@@ -288,7 +241,7 @@ class MappedCall:
             others[i] = tf.cast(tf.reduce_sum(others[i]), tf.float32)
         return tensors, as_states([*others, count_rows(rows[0])], rows[0])
 
-    def _joined(self, shards: _Shards, results: Sequence[Sequence[Any]]) -> list[Any]:
+    def _joined(self, shards: FilledShards, results: Sequence[Sequence[Any]]) -> list[Any]:
         """Join the results of shards at home, after an assertion that outputs have a row for each row of a shard."""
         forward, what = self._forward, self._passed
         self._check_outputs(what.shapes)
@@ -359,35 +312,3 @@ def _hides_variables(graph: Any) -> bool:
         if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr
         for tensor in op.inputs
     )
-
-
-def _counted(devices: int, count: Any, *leaves: Any) -> list[Any]:
-    """Return the rows that count of what was computed for the rows of `_filled`."""
-
-    def of_all(upstream: Any) -> list[Any]:
-        none = tf.concat([[devices - tf.cast(count, tf.int32)], tf.shape(upstream)[1:]], 0)
-        return [tf.cond(few, lambda: tf.concat([upstream, tf.zeros(none, upstream.dtype)], 0), lambda: upstream)]
-
-    few = count < devices
-    counted = tf.cond(few, lambda: [take_rows(leaf, 0, count) for leaf in leaves], lambda: list(leaves))
-    return [
-        linked([leaf], [given], of_all)[0] if isinstance(given, tf.Tensor) and given.dtype.is_floating else leaf
-        for leaf, given in zip(counted, leaves)
-    ]
-
-
-def _filled(devices: int, *rows: Any) -> list[Any]:
-    """Return the rows of a batch, with copies of the first one if there are fewer than devices."""
-    with tf.device(HOST):
-        count = count_rows(rows[0], tf.int32)
-
-        def copied() -> list[Any]:
-            return [take_rows(join([leaf, *[take_rows(leaf, 0, 1)] * (devices - 1)]), 0, devices) for leaf in rows]
-
-        filled = tf.cond(count < devices, copied, lambda: list(rows))
-        return [
-            linked([leaf], [given], lambda upstream: [upstream[:count]])[0]
-            if isinstance(given, tf.Tensor) and given.dtype.is_floating
-            else leaf
-            for leaf, given in zip(filled, rows)
-        ]
