@@ -67,9 +67,19 @@ def mask_of(output: Any) -> Any | None:
     return getattr(output, "_keras_mask", None)
 
 
-def set_mask(output: Any, mask: Any) -> None:
-    """Set the mask of an output of a graph."""
-    output._keras_mask = mask
+MASK, LOGITS = "_keras_mask", "_keras_logits"
+"""Attributes of a tensor that losses read: its mask; what its softmax or sigmoid took, which losses take instead."""
+
+
+def notes_of(output: Any) -> dict[str, Any]:
+    """Return the tensors that Keras has attached to an output, by attribute."""
+    found = {name: getattr(output, name, None) for name in (MASK, LOGITS)}
+    return {name: note for name, note in found.items() if note is not None}
+
+
+def set_note(output: Any, name: str, note: Any) -> None:
+    """Attach a tensor to an output, as Keras does."""
+    setattr(output, name, note)
 
 
 def optimizers_of(model: Any) -> list[Any]:

@@ -53,13 +53,15 @@ class MappedCall:
         self._forward, self._layer, self._given, self._microbatches = forward, layer, given, microbatches
         self._states = [variable for variable, _ in forward.variables if not is_seed(variable)]
         """The variables that may get new values, besides seeds."""
+        self._place = forward.home if _are_computed(given.rows) else HOST
+        """Where the rows are cut."""
         self._passed: Passed
 
     def run(self) -> list[Any]:
         """Run the call, as part of the function that is being traced or in eager code.
 
         Returns:
-            Outputs and masks; losses, new values and numbers of rows of the devices, or of their microbatches.
+            Outputs and what is attached to them; losses, new values and numbers of rows of devices, or of their microbatches.
 
         Raises:
             FunctionError: the layer does what devices cannot do apart.
@@ -83,7 +85,7 @@ class MappedCall:
                 else:
                     results = [*itertools.chain(*self._called(rows, None))]
             self._check_outputs(self._passed.shapes)
-            returned = [tf.stack([count_rows(leaf)]) for leaf in results[: len(self._passed.masked)]]
+            returned = [tf.stack([count_rows(leaf)]) for leaf in results[: len(self._passed.notes)]]
             return tuple(with_row_counts_checked(results, returned, [count_rows(rows[0])], self._layer.name))
 
         options = {"devices": forward.devices, "batched": True, "output_device": forward.home, "name": self._layer.name}
@@ -97,7 +99,7 @@ class MappedCall:
         fill = tf.function(partial(filled, devices), autograph=False).get_concrete_function(*rows)
         results = list(call_inside(program, as_rows(tuple(fill(*rows))), filled=True))
         with tf.device(forward.home):
-            count, given = count_rows(rows[0]), len(self._passed.masked) + sum(self._passed.masked)
+            count, given = count_rows(rows[0]), self._passed.of_rows
             states = tf.size(results[-1], tf.int64)
             real = tf.range(states) < tf.where(count < devices, count, states)
             count_only = tf.function(partial(counted, devices), autograph=False)
@@ -159,7 +161,7 @@ class MappedCall:
     def _in_lockstep(self, *leaves: Any) -> list[Any]:
         """Run the call in shards that meet where statistics of all rows are taken, in the graph that is being traced."""
         devices = self._forward.devices
-        place = self._forward.home if _are_computed(self._given.rows) else HOST
+        place = self._place
         shards = FilledShards.of(leaves, self._given.count, len(devices), place)
         values = [self._sent(*variable, shards.count) for variable in self._variables]
 
@@ -192,7 +194,7 @@ class MappedCall:
         """Run the call on some rows, with these values of the variables.
 
         Returns:
-            Outputs and masks; losses, new values of variables and the number of rows, as states.
+            Outputs and what is attached to them; losses, new values of variables and the number of rows, as states.
         """
         held = [(variable, value) for (variable, _), value in zip(self._variables, values)]
         if self._microbatches == 1:
@@ -245,10 +247,10 @@ class MappedCall:
         """Join the results of shards at home, after an assertion that outputs have a row for each row of a shard."""
         forward, what = self._forward, self._passed
         self._check_outputs(what.shapes)
-        of_rows, counts, kept = len(what.masked) + sum(what.masked), [], []
+        of_rows, counts, kept = what.of_rows, [], []
         for place, (device, part) in enumerate(zip(forward.devices, results)):
             with tf.device(device):
-                counts.append([count_rows(leaf) for leaf in part[: len(what.masked)]])
+                counts.append([count_rows(leaf) for leaf in part[: len(what.notes)]])
                 if self._given.count is None:
                     size = shards.sizes[place]
                     counted = part[-1] * tf.cast(tf.minimum(size, 1), part[-1].dtype)
@@ -280,7 +282,8 @@ class MappedCall:
         """
         import keras
 
-        outputs, losses, updates = self._passed.unpacked(results[:-1])
+        with tf.device(self._forward.home):
+            outputs, losses, updates = self._passed.unpacked(results[:-1])
         counts = tf.cast(results[-1], tf.float64)
         shares = counts / tf.reduce_sum(counts)
         weights = tf.cast(tf.minimum(counts, 1.0) if self._forward.added_losses == "sum" else shares, tf.float32)

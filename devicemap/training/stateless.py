@@ -13,7 +13,17 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import tape_is_recording
-from devicemap._tensorflow.keras import is_seed, mask_of, moments_by, replacing, set_mask, sublayers_of
+from devicemap._tensorflow.keras import (
+    LOGITS,
+    MASK,
+    is_seed,
+    mask_of,
+    moments_by,
+    notes_of,
+    replacing,
+    set_note,
+    sublayers_of,
+)
 from devicemap.data.rows import count_rows
 from devicemap.errors import failure
 from devicemap.training.lockstep import Lockstep
@@ -88,10 +98,39 @@ class Given:
         """The arguments, with other rows."""
         count = len(self.masked)
         for leaf, mask in zip((leaf for leaf, masked in zip(rows, self.masked) if masked), rows[count:]):
-            set_mask(leaf, mask)
+            set_note(leaf, MASK, mask)
         left = iter(rows[:count])
         leaves = [next(left) if leaf is ROWS else next(left)[0] if leaf is SHARED else leaf for leaf in self.static]
         return tf.nest.pack_sequence_as(self.structure, leaves)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A softmax or sigmoid at the end of a model, of which losses take the input (`keras.src.backend.nn._get_logits`)."""
+
+    name: str
+    """The type of its op."""
+
+    has_logits: bool
+    """Whether Keras has attached the input to the output, which eager code needs."""
+
+    def __call__(self, logits: Any) -> Any:
+        output = tf.nn.softmax(logits) if self.name == "Softmax" else tf.sigmoid(logits)
+        if self.has_logits:
+            set_note(output, LOGITS, logits)
+        return output
+
+    @classmethod
+    def of(cls, output: Any) -> Activation | None:
+        """That of an output of a graph, if it is one."""
+        if not isinstance(output, tf.Tensor) or output.op.type not in ("Softmax", "Sigmoid"):
+            return None
+        logits = notes_of(output).get(LOGITS)
+        return (
+            None
+            if logits is not None and logits is not output.op.inputs[0]
+            else cls(output.op.type, logits is not None)
+        )
 
 
 @dataclass(frozen=True)
@@ -107,8 +146,11 @@ class Passed:
     shapes: tuple[Any, ...]
     """Static shapes of the tensors."""
 
-    masked: tuple[bool, ...]
-    """Which of the tensors have a Keras mask."""
+    notes: tuple[tuple[str, ...], ...]
+    """For each of the tensors, the attributes of `notes_of`."""
+
+    activations: tuple[Activation | None, ...]
+    """For each of the tensors, the op that makes it of the tensor that is passed in its place."""
 
     losses: tuple[tuple[Any, bool, Any], ...]
     """For each loss, the layer that adds it, whether it depends on the rows, and its dtype."""
@@ -116,11 +158,18 @@ class Passed:
     updated: tuple[int, ...]
     """Which variables got new values."""
 
+    @property
+    def of_rows(self) -> int:
+        """The number of outputs and of what is attached to them."""
+        return len(self.notes) + sum(map(len, self.notes))
+
     def unpacked(self, results: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """Outputs, with their masks, losses and new values, of tensors in that order."""
-        outputs, left = list(results[: len(self.masked)]), list(results[len(self.masked) :])
-        for output in [output for output, masked in zip(outputs, self.masked) if masked]:
-            set_mask(output, left.pop(0))
+        """Outputs, with what is attached to them, losses and new values, of tensors in that order."""
+        outputs, left = list(results[: len(self.notes)]), list(results[len(self.notes) :])
+        outputs = [leaf if op is None else op(leaf) for op, leaf in zip(self.activations, outputs)]
+        for output, names in zip(outputs, self.notes):
+            for name in names:
+                set_note(output, name, left.pop(0))
         tensors = iter(outputs)
         outputs = [next(tensors) if leaf is ROWS else leaf for leaf in self.static]
         return tf.nest.pack_sequence_as(self.outputs, outputs), left[: len(self.losses)], left[len(self.losses) :]
@@ -207,7 +256,7 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
     """Call a model or layer on some rows, in a scope of `collecting`.
 
     Returns:
-        Its outputs and their masks; the losses that it adds and new values of `variables`; what these are.
+        Its outputs and what is attached to them; the losses that it adds and new values of `variables`; what these are.
     """
     before = {id(variable): scope.get_current_value(variable) for variable in variables}
     with scope:
@@ -222,7 +271,11 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
             )
     leaves = tf.nest.flatten(outputs)
     flat = [leaf for leaf in leaves if tf.is_tensor(leaf)]
-    masks = [mask_of(leaf) for leaf in flat]
+    notes, activations = [notes_of(leaf) for leaf in flat], [*map(Activation.of, flat)]
+    for i, activation in enumerate(activations):
+        if activation is not None:
+            notes[i].pop(LOGITS, None)
+            flat[i] = flat[i].op.inputs[0]
     updates = {
         i: scope.get_current_value(variable)
         for i, variable in enumerate(variables)
@@ -232,7 +285,8 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
         tf.nest.map_structure(lambda _: None, outputs),
         tuple(ROWS if tf.is_tensor(leaf) else leaf for leaf in leaves),
         tuple(leaf.shape for leaf in flat),
-        tuple(mask is not None for mask in masks),
+        tuple(map(tuple, notes)),
+        tuple(activations),
         tuple(
             (layer, id(loss) not in scope.constant_losses and depends_on(loss, rows), loss.dtype)
             for layer, loss in scope.added
@@ -240,7 +294,7 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
         tuple(updates),
     )
     losses = [loss for _, loss in scope.added]
-    return [*flat, *(mask for mask in masks if mask is not None)], [*losses, *updates.values()], what
+    return [*flat, *(note for each in notes for note in each.values())], [*losses, *updates.values()], what
 
 
 def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:

@@ -1,0 +1,151 @@
+"""Law 10 for losses and metrics, which read more of outputs than their values: masks, and the logits of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, losses, metrics
+
+import devicemap
+
+DEVICE_COUNTS = 2, 3
+
+ROWS = 23
+_random = np.random.default_rng(0)
+X = 20 * _random.normal(size=[ROWS, 4]).astype("f")
+WORDS = _random.integers(0, 4, size=[ROWS, 5])
+WEIGHTS = _random.uniform(0, 2, size=ROWS).astype("f")
+TARGETS = {
+    "values": _random.normal(size=[ROWS, 3]).astype("f"),
+    "value": _random.normal(size=[ROWS]).astype("f"),
+    "column": _random.normal(size=[ROWS, 1]).astype("f"),
+    "classes": _random.integers(0, 3, size=ROWS),
+    "class column": _random.integers(0, 3, size=[ROWS, 1]),
+    "one-hot": np.eye(3, dtype="f")[_random.integers(0, 3, size=ROWS)],
+    "bits": _random.integers(0, 2, size=[ROWS, 3]),
+    "tags": _random.integers(-1, 3, size=[ROWS, 5]),
+}
+
+SATURATED = layers.Activation("softmax"), layers.Softmax(), tf.nn.softmax, keras.activations.softmax
+
+
+def correlated(y_true: Any, y_pred: Any) -> Any:
+    """Depends on all rows."""
+    return losses.mean_squared_error(y_true - tf.reduce_mean(y_true, 0), y_pred - tf.reduce_mean(y_pred, 0))
+
+
+def doubled(y_true: Any, y_pred: Any) -> Any:
+    """Keras takes the logits of `y_pred`, also here."""
+    return 2 * losses.categorical_crossentropy(y_true, y_pred)
+
+
+LOSSES: list[tuple[str, Any, Any]] = [
+    *(
+        ("values", loss, None)
+        for loss in ("mse", "mae", "mape", "msle", "huber", "log_cosh", "cosine_similarity", "poisson")
+    ),
+    *(
+        ("bits", loss, "sigmoid")
+        for loss in ("binary_crossentropy", "binary_focal_crossentropy", "hinge", "squared_hinge")
+    ),
+    *(("one-hot", loss, "softmax") for loss in ("categorical_crossentropy", "categorical_focal_crossentropy")),
+    *(("one-hot", loss, "softmax") for loss in ("kl_divergence", "categorical_hinge", losses.Dice(), doubled)),
+    *(("classes", "sparse_categorical_crossentropy", activation) for activation in SATURATED),
+    ("bits", "binary_crossentropy", tf.sigmoid),
+    ("bits", "binary_crossentropy", "softmax"),
+    ("class column", losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1), None),
+    ("one-hot", losses.CategoricalCrossentropy(label_smoothing=0.1, axis=-1), lambda x: layers.Softmax(axis=1)(x)),
+    ("one-hot", losses.CategoricalCrossentropy(reduction="sum"), "softmax"),
+    ("values", losses.MeanSquaredError(reduction="mean_with_sample_weight"), None),
+    ("column", "mse", None),
+    ("values", correlated, None),
+    ("values", losses.CosineSimilarity(axis=1), None),
+]
+"""Targets, loss, and last activation. Activations are saturated: without the logits, gradients would vanish."""
+
+METRICS: dict[str, list[Any]] = {
+    "values": ["mae", "mse", "cosine_similarity", metrics.RootMeanSquaredError(), metrics.R2Score()],
+    "bits": ["accuracy", "auc", metrics.BinaryAccuracy(threshold=0.3), metrics.BinaryCrossentropy()],
+    "one-hot": ["accuracy", metrics.TopKCategoricalAccuracy(2), metrics.F1Score(), metrics.CategoricalCrossentropy()],
+    "classes": ["accuracy", metrics.SparseTopKCategoricalAccuracy(2), "sparse_categorical_crossentropy"],
+    "class column": ["accuracy", metrics.SparseCategoricalCrossentropy(from_logits=True)],
+    "column": ["mae"],
+}
+
+
+def every_loss() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
+    """One output for each loss."""
+    inputs, seen = keras.Input([4]), set[str]()
+    outputs, targets, compiled, measured = {}, {}, {}, {}
+    for i, (target, loss, activation) in enumerate(LOSSES):
+        name = f"{i}_{target}".replace(" ", "_")
+        outputs[name] = layers.Dense(3, activation)(inputs)
+        targets[name], compiled[name] = TARGETS[target], loss
+        if target not in seen:
+            measured[name] = [
+                each if isinstance(each, str) else type(each).from_config(each.get_config())
+                for each in METRICS.get(target, [])
+            ]
+        seen.add(target)
+    return keras.Model(inputs, outputs), X, targets, {"loss": compiled, "metrics": measured}
+
+
+def tags() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
+    loss = losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+    model = keras.Sequential(
+        [layers.Embedding(4, 3, mask_zero=True), layers.LSTM(3, return_sequences=True), layers.Dense(3)]
+    )
+    return model, WORDS, TARGETS["tags"], {"loss": loss, "metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
+
+
+def pixels() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
+    model = keras.Sequential(
+        [keras.Input([5]), layers.Embedding(4, 4), layers.Conv1D(3, 2, padding="same", activation="softmax")]
+    )
+    return model, WORDS, np.abs(TARGETS["tags"]), {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
+
+
+def scalars() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
+    """The loss of one number for each row is a mean over rows."""
+    inputs = keras.Input([4])
+    return keras.Model(inputs, layers.Dense(1)(inputs)[:, 0]), X, TARGETS["value"], {"loss": "mse", "metrics": ["mae"]}
+
+
+def half() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
+    """Outputs are cast for the loss, which loses their logits."""
+    model = keras.Sequential([keras.Input([4]), layers.Dense(3, "softmax", dtype="mixed_bfloat16")])
+    return model, X, TARGETS["classes"], {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
+
+
+def normalized() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
+    model = keras.Sequential([keras.Input([4]), layers.BatchNormalization(), layers.Dense(3, "softmax")])
+    return model, X, TARGETS["classes"], {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
+
+
+CASES = {make.__name__: make for make in (every_loss, tags, pixels, scalars, half, normalized)}
+
+
+def trained(make: Callable[[], Any], weights: Any, batched: bool, parallelize: Callable[[Any], Any]) -> dict[str, Any]:
+    keras.utils.set_random_seed(0)
+    model, x, y, compiled = make()
+    model.compile(keras.optimizers.SGD(0.01), **compiled, jit_compile=False)
+    parallelize(model)
+    data = (x, y) if weights is None else (x, y, weights)
+    batches = tf.data.Dataset.from_tensor_slices(data).batch(11, drop_remainder=batched)
+    history = model.fit(batches, epochs=2, shuffle=False, verbose=0).history
+    return {**history, **model.evaluate(batches, return_dict=True, verbose=0), "weights": model.get_weights()}
+
+
+@pytest.mark.parametrize("batched", [True, False], ids=["known rows", "unknown rows"])
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["", "weighted"])
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_metrics_are_those_of_one_device(name: str, weights: Any, batched: bool, devices: list[str]) -> None:
+    wanted = trained(CASES[name], weights, batched, lambda model: model)
+    got = trained(CASES[name], weights, batched, lambda model: devicemap.parallelize(model, devices))
+    tolerance = 1e-2 if name == "half" else 2e-4
+    tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, tolerance, tolerance), got, wanted)
