@@ -1,0 +1,46 @@
+"""Law 10 for programs that fail or compute something else under `tf.distribute.MirroredStrategy` (docs/mirrored.md)."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from mirrored import FIXED, PROGRAMS, REFUSED
+
+import devicemap
+from devicemap.errors import OptionError
+
+DEVICES = ["CPU:1", "CPU:0"]
+PAGE = Path(__file__).parents[2] / "docs" / "mirrored.md"
+LIKE_OTHERS = {
+    "jit_compile",
+    "ema_overwrite",
+    "sparse",
+    "clipnorm",
+    "batch_norm",
+    "synchronized_batch_norm",
+    "masks",
+    *FIXED,
+}
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in sorted(LIKE_OTHERS)]
+
+
+@pytest.mark.parametrize("name", [*sorted({*PROGRAMS} - LIKE_OTHERS), *NIGHTLY])
+def test_computes_what_one_device_does(name: str) -> None:
+    case = (PROGRAMS | FIXED)[name]
+    got = case.trained(devicemap.parallelize(case.made(), DEVICES))
+    tf.nest.map_structure(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, case.wanted)
+
+
+def test_refuses_what_keeps_a_state_for_each_row() -> None:
+    with pytest.raises(OptionError, match="is stateful"):
+        devicemap.parallelize(REFUSED["stateful_rnn"].made(), DEVICES)
+
+
+def test_the_page_lists_every_program() -> None:
+    named = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(encoding="utf-8"), re.M)
+    assert sorted(named) == sorted(PROGRAMS | REFUSED)
