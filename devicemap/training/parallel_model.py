@@ -43,13 +43,13 @@ class ParallelModel:
         """How many training steps had how many rows, since `fit` was called last."""
 
     def build(self, batch: Any = None, step: str = "predict_step") -> None:
-        """Build what is not built: a step of the model's own is traced with a batch, otherwise the model is called on a row."""
+        """Build what is not built, by a trace: of a step of the model's own with a batch, otherwise of the model with a row."""
         if step in self._own_steps or has_own(self._model, step):
             if batch is not None and step not in self._traced:
                 self._traced.add(step)
                 self._trace(batch, step)
         elif not self._model.built:
-            self._call_on_a_row(batch)
+            self._trace_a_row(batch)
 
     def _trace(self, batch: Any, step: str) -> None:
         """Let a step build the layers that it calls. Steps that run eagerly do so for their first batch, on one device."""
@@ -68,7 +68,7 @@ class ParallelModel:
             step = tf.function(step.python_function)
         return step if name in self._own_steps else partial(step, self._model)
 
-    def _call_on_a_row(self, batch: Any) -> None:
+    def _trace_a_row(self, batch: Any) -> None:
         import keras
 
         if batch is None:
@@ -77,7 +77,9 @@ class ParallelModel:
                 "model.build(...) first"
             )
         inputs = keras.utils.unpack_x_y_sample_weight(batch)[0]
-        self._model(tf.nest.map_structure(lambda leaf: take_rows(leaf, 0, 1), inputs), training=False)
+        row = tf.nest.map_structure(lambda leaf: take_rows(leaf, 0, 1), inputs)
+        # It is traced, as a call would change what layers count.
+        tf.function(lambda: self._model(row, training=False), autograph=False).get_concrete_function()
 
     def attach(self) -> None:
         """Put the steps on the model."""

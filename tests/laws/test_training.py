@@ -443,16 +443,18 @@ def test_bad_input_changes_nothing(model: Any, options: dict[str, Any], word: st
 
 
 class Unbuilt(keras.Model):
-    """Makes a layer when it is built; the others get their variables in the first call."""
+    """Makes a layer when it is built; the others get their variables in the first call. It counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hidden, self.last = layers.Dense(8, "tanh"), layers.Dense(1)
+        self.calls = self.add_weight(initializer="zeros", trainable=False)
 
     def build(self, shape: Any) -> None:
         self.normalization = layers.BatchNormalization()
 
     def call(self, x: Any, training: bool = False) -> Any:
+        self.calls.assign_add(1.0)
         return self.last(self.normalization(self.hidden(x), training=training))
 
 

@@ -23,11 +23,8 @@ FILES = [
 """Keras's wheel has these files."""
 
 OUTCOMES = Path("build/keras-tests")
-_EAGER = "fault: synchronized batch normalization fails with run_eagerly=True"
 APART = {
     "SwapEMAWeightsTest::test_swap_ema_weights_with_tf_distribute": "refused: made in the scope of a strategy",
-    "CallbackTest::test_model_state_is_current_on_epoch_end": "fault: building a model runs it, which changes its state",
-    **{f"BatchNormalizationTest::test_bachnorm_ignore_masked_values{i}": _EAGER for i in range(3)},
 }
 """Tests that fail for a parallelized model only, and the reason."""
 
