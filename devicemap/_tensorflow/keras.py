@@ -82,6 +82,46 @@ def set_note(output: Any, name: str, note: Any) -> None:
     setattr(output, name, note)
 
 
+def losses_of(model: Any) -> list[Any]:
+    """Return the `keras.losses.Loss` objects of a model's `compile`, once it has seen a batch."""
+    return [each.loss for each in getattr(_compiled(model, "loss"), "_flat_losses", None) or ()]
+
+
+def metrics_of(model: Any) -> list[Any]:
+    """Return the metrics of a model's `compile`, once it has seen a batch."""
+    return getattr(_compiled(model, "metrics"), "metrics", [])
+
+
+def measure(model: Any, y: Any, y_pred: Any) -> None:
+    """Call the losses and metrics of a model's `compile`, as its steps do, without weights of samples."""
+    loss, metrics = _compiled(model, "loss"), _compiled(model, "metrics")
+    with contextlib.ExitStack() as replaced:
+        for mean in getattr(loss, "metrics", []):  # of several losses
+            replaced.enter_context(replacing(mean, update_state=lambda *_, **__: None))
+        if loss is not None:
+            loss(y, y_pred)
+        if metrics is not None:
+            metrics.update_state(y, y_pred)
+
+
+def _compiled(model: Any, kind: str) -> Any:
+    found = getattr(model, f"_compile_{kind}", None)
+    return found if getattr(found, "built", False) else None
+
+
+def function_of_rows(loss_or_metric: Any) -> tuple[Any, dict[str, Any]] | None:
+    """Return the function that a loss or mean metric of Keras reduces, and its options; `None` for any other."""
+    import keras
+
+    wrapper, mean = keras.losses.MeanSquaredError.__base__, keras.metrics.MeanMetricWrapper
+    of = type(loss_or_metric)
+    if isinstance(loss_or_metric, wrapper) and of.call is wrapper.call and of.__call__ is wrapper.__call__:
+        return loss_or_metric.fn, loss_or_metric._fn_kwargs
+    if isinstance(loss_or_metric, mean) and of.update_state is mean.update_state:
+        return loss_or_metric._fn, loss_or_metric._fn_kwargs
+    return None
+
+
 def optimizers_of(model: Any) -> list[Any]:
     """Return the optimizers of a model: that of `compile`, and its other attributes; those inside of wrappers."""
     import keras

@@ -21,7 +21,7 @@ from devicemap._tensorflow.functions import (
 from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.gather import gather, with_row_counts_checked
-from devicemap.compile.reduction import BoundReduction
+from devicemap.compile.reduction import BoundReduction, JoinedShards
 from devicemap.compile.replicas import Replicas
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, cut_rows
@@ -64,11 +64,14 @@ class CallGraphBuilder:
     def stays_whole(self) -> bool:
         """Whether the graph must not be inlined into the user's function.
 
-        Inlined side effects would join all devices by control edges. Grappler folds constants of one row into wrong
-        gradients of vectorised loops (test_one_known_row_for_a_device_and_a_loop_that_rows_leave_at_different_times).
+        Inlined side effects would join all devices by control edges. In training, where layers advance seeds and write nothing
+        else, that costs less than results that nothing takes (test_outputs_stay_where_their_losses_are). Grappler folds
+        constants of one row into wrong gradients of vectorised loops
+        (test_one_known_row_for_a_device_and_a_loop_that_rows_leave_at_different_times).
         """
         folded = self.spec.single_rows and self.traced.vectorized and self.traced.audit.loops
-        return folded or self.acts or (self.reads and not tells_callers())
+        trains = isinstance(self.traced.reduction, JoinedShards) and not self.traced.audit.effects
+        return folded or (self.acts and not trains) or (self.reads and not tells_callers())
 
     @property
     def hides_ends(self) -> bool:

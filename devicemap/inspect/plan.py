@@ -123,6 +123,10 @@ class Plan(Result):
     microbatches: int = 1
     """In training: number of microbatches of each device, one after another."""
 
+    gathered_for: tuple[str, ...] = ()
+    """In training: what needs the outputs of all rows on one device: losses and metrics, or methods of the model. Metrics are
+    known after the first step."""
+
     on_error: str = "raise"
     """The option: `"skip"` leaves out failing rows."""
 

@@ -61,6 +61,8 @@ def _facts(plan: Plan) -> Iterator[str]:
         yield "failing rows: left out, and listed in report.failed_rows"
     if plan.microbatches > 1:
         yield f"microbatches: {plan.microbatches} per device, one after another"
+    if plan.gathered_for:
+        yield f"outputs: gathered for {listed(plan.gathered_for)}"
     yield f"traces of fn: {plan.traces}"
 
 

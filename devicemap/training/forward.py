@@ -16,6 +16,7 @@ from devicemap._tensorflow.keras import batch_norms_of, is_stateless, is_trainin
 from devicemap.devices import choose_devices
 from devicemap.errors import DataError
 from devicemap.training.mapped_call import MappedCall
+from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import Given, add_loss, collecting
 
 _FUNCTIONS = "_devicemap_functions"
@@ -56,18 +57,24 @@ class ForwardPass:
         setattr(graph, _FUNCTIONS, [*getattr(graph, _FUNCTIONS, []), function])
 
     @contextmanager
-    def mapping(self, rows: int | None, microbatches: int, losses: bool) -> Iterator[None]:
+    def mapping(
+        self, rows: int | None, microbatches: int, losses: bool, row_losses: RowLosses | None = None
+    ) -> Iterator[None]:
         """Map the outermost calls of the model and of its layers in this context.
 
         Args:
             rows: the number of rows of the batch, `None` if it is unknown.
             microbatches: in the first call of the model, each device runs its rows in so many parts.
             losses: whether losses that layers add are collected.
+            row_losses: losses of the first call of the model, which is followed by no other.
         """
         with ExitStack() as replaced:
             for layer, _ in self._layers:
-                call = partial(self._mapped, rows, microbatches, losses, layer, layer.call)
+                of_layer = row_losses if layer is self.model else None
+                call = partial(self._mapped, rows, microbatches, losses, of_layer, layer, layer.call)
                 replaced.enter_context(replacing(layer, call=call))
+            if row_losses is not None:
+                replaced.enter_context(row_losses.used())
             yield
 
     @contextmanager
@@ -86,7 +93,15 @@ class ForwardPass:
             return tuple(tf.nest.flatten(self.model(inputs, **phase)))
 
     def _mapped(
-        self, batch: int | None, microbatches: int, losses: bool, layer: Any, call: Any, *args: Any, **kwargs: Any
+        self,
+        batch: int | None,
+        microbatches: int,
+        losses: bool,
+        row_losses: RowLosses | None,
+        layer: Any,
+        call: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Run a call of a layer with a shard of rows on each device; one that takes no rows, as it is."""
         # The phase that layers in a layer take from around it, if its `call` has no argument for it.
@@ -103,6 +118,6 @@ class ForwardPass:
             microbatches = 1
         self.calls += 1
         with self.plain():
-            mapped = MappedCall(self, layer, given, microbatches)
+            mapped = MappedCall(self, layer, given, microbatches, row_losses)
             results = mapped.run()
         return mapped.collected(results)

@@ -33,6 +33,7 @@ from devicemap.run.mapper import NullObserver
 from devicemap.training.filled_rows import FilledShards, counted, filled
 from devicemap.training.lockstep import Lockstep
 from devicemap.training.recomputation import recomputed
+from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import Given, Passed, collecting, depends_on, meeting, pure, recomputing
 from devicemap.training.transfers import sent
 
@@ -49,8 +50,12 @@ _MORE_ROWS = 83
 class MappedCall:
     """A call of a layer that is mapped."""
 
-    def __init__(self, forward: ForwardPass, layer: Any, given: Given, microbatches: int):
+    def __init__(self, forward: ForwardPass, layer: Any, given: Given, microbatches: int, row_losses: RowLosses | None):
         self._forward, self._layer, self._given, self._microbatches = forward, layer, given, microbatches
+        dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
+        self._row_losses = row_losses if row_losses is not None and dense and row_losses.fit(given.count) else None
+        self._rows = (*given.rows, *(() if self._row_losses is None else self._row_losses.rows))
+        """What is cut: the arguments of the layer, and targets."""
         self._states = [variable for variable, _ in forward.variables if not is_seed(variable)]
         """The variables that may get new values, besides seeds."""
         self._place = forward.home if _are_computed(given.rows) else HOST
@@ -69,13 +74,13 @@ class MappedCall:
         self._survey()
         if not self._meets:
             return self._apart()
-        function = tf.function(self._in_lockstep, autograph=False).get_concrete_function(*self._given.rows)
+        function = tf.function(self._in_lockstep, autograph=False).get_concrete_function(*self._rows)
         self._forward.keep(function)
-        return list(function(*self._given.rows))
+        return list(function(*self._rows))
 
     def _apart(self) -> list[Any]:
         """Run the call in independent shards."""
-        forward, rows, known = self._forward, self._given.rows, self._given.count
+        forward, rows, known = self._forward, self._rows, self._given.count
 
         @tf.autograph.experimental.do_not_convert
         def of_rows(*rows: Any) -> tuple[Any, ...]:
@@ -129,14 +134,17 @@ class MappedCall:
         def outputs(*rows: Any) -> list[Any]:
             args, kwargs = given.with_rows(rows)
             with scope, moments_by(norms, moments):
-                return [leaf for leaf in tf.nest.flatten(layer.call(*args, **kwargs)) if tf.is_tensor(leaf)]
+                results = layer.call(*args, **kwargs)
+            if self._row_losses is not None:
+                self._row_losses.find(results, rows[len(given.rows) :], self._more)
+            return [leaf for leaf in tf.nest.flatten(results) if tf.is_tensor(leaf)]
 
         dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
         self._more = _MORE_ROWS + (given.count or 0)
         concrete = outputs.get_concrete_function(
             *(
                 tf.TensorSpec([self._more, *leaf.shape[1:]], leaf.dtype) if dense else tf.type_spec_from_value(leaf)
-                for leaf in given.rows
+                for leaf in self._rows
             )
         )
         if audit(concrete).ordered or op_types(concrete) & _ADDS:  # each device would do it
@@ -216,12 +224,13 @@ class MappedCall:
         args, kwargs = given.with_rows(rows)
         if held is None:
             scope = collecting((), given.losses, advance=True)
-            tensors, others, what = pure(partial(layer.call, *args, **kwargs), scope, self._states, rows)
+            call = self._with_losses(partial(layer.call, *args, **kwargs), rows)
+            tensors, others, what = pure(call, scope, self._states, rows)
         else:  # perhaps in a thread of its own, in which Keras knows nothing of the call that it is a part of
             if given.phase is not None:
                 kwargs = kwargs | {"training": given.phase}
             with without_activity_regularizer(layer):  # it is added outside
-                call = partial(layer, *args, **kwargs)
+                call = self._with_losses(partial(layer, *args, **kwargs), rows)
                 tensors, others, what = pure(call, collecting(held, given.losses), self._states, rows)
         losses = len(what.losses)
         if any(of_rows for _, of_rows, _ in what.losses) and self._forward.added_losses is None:
@@ -237,11 +246,27 @@ class MappedCall:
                     "change it in a train_step of the model"
                 )
         self._passed = what
+        if self._row_losses is not None and self._row_losses.complete:
+            values = len(what.notes) - len(self._row_losses.keys), len(what.notes)
+            for i in (i for i in range(len(tensors)) if i not in range(*values)):
+                tensors[i] = tf.nest.map_structure(tf.stop_gradient, tensors[i], expand_composites=True)
         if any(of_rows and loss.shape.rank != 0 for loss, (_, of_rows, _) in zip(others, what.losses)):
             raise failure(f"{layer.name} adds a loss for each row; let it add their sum or mean")
         for i in range(losses):
             others[i] = tf.cast(tf.reduce_sum(others[i]), tf.float32)
         return tensors, as_states([*others, count_rows(rows[0])], rows[0])
+
+    def _with_losses(self, call: Any, rows: Sequence[Any]) -> Any:
+        """A call that also returns the values of losses of its rows."""
+        if self._row_losses is None:
+            return call
+        losses, targets = self._row_losses, rows[len(self._given.rows) :]
+
+        def with_losses() -> Any:
+            outputs = call()
+            return outputs, losses.of_rows(outputs, targets)
+
+        return with_losses
 
     def _joined(self, shards: FilledShards, results: Sequence[Sequence[Any]]) -> list[Any]:
         """Join the results of shards at home, after an assertion that outputs have a row for each row of a shard."""
@@ -284,6 +309,9 @@ class MappedCall:
 
         with tf.device(self._forward.home):
             outputs, losses, updates = self._passed.unpacked(results[:-1])
+        if self._row_losses is not None:
+            outputs, values = outputs
+            self._row_losses.keep(outputs, values)
         counts = tf.cast(results[-1], tf.float64)
         shares = counts / tf.reduce_sum(counts)
         weights = tf.cast(tf.minimum(counts, 1.0) if self._forward.added_losses == "sum" else shares, tf.float32)

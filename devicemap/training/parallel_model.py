@@ -19,11 +19,13 @@ from devicemap.inspect.plan import Plan
 from devicemap.inspect.training_report import DeviceShare, TrainingReport
 from devicemap.inspect.verify import Verification
 from devicemap.training.forward import ForwardPass
+from devicemap.training.row_losses import RowLosses, of_all_rows
 from devicemap.training.steps import Steps, count_of
 from devicemap.training.variables import beside_variables
 
 STEPS = "train_step", "test_step", "predict_step"
 MAKERS = "make_train_function", "make_test_function", "make_predict_function"
+_MEASURES = "compute_loss", "compute_metrics"
 _METHODS = "detach", "explain", "report", "verify"
 
 
@@ -117,7 +119,9 @@ class ParallelModel:
             output_device=forward.home,
             name=self._model.name,
         )
-        return replace(mapper.explain(tuple(tf.nest.flatten(data_or_spec))), microbatches=self._accumulate)
+        plan = mapper.explain(tuple(tf.nest.flatten(data_or_spec)))
+        gathered_for = self._own_methods("train_step") or tuple(each.name for each in of_all_rows(self._model))
+        return replace(plan, microbatches=self._accumulate, gathered_for=gathered_for)
 
     def report(self) -> TrainingReport:
         """Return how many rows each device computed in training steps since `fit` was called last."""
@@ -168,6 +172,17 @@ class ParallelModel:
             setattr(self._model, made, partial(_joined if step == "predict_step" else _last, steps))
         return getattr(self._model, made)
 
+    def _own_methods(self, step: str) -> tuple[str, ...]:
+        """What a model overrides of a step, which may do anything with outputs."""
+        own = {*self._own_steps, *(vars(self._model).keys() - STEPS)}
+        return tuple(name for name in (step, *_MEASURES) if name in own or has_own(self._model, name))
+
+    def _row_losses(self, step: str, data: Any) -> RowLosses | None:
+        import keras
+
+        _, targets, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return None if targets is None or self._own_methods(step) else RowLosses(self._model, targets)
+
     def _step(self, name: str, data: Any) -> Any:
         """Run a step of the model on a batch, with calls of the model and its layers on all devices."""
         self.build(data, name)
@@ -180,7 +195,9 @@ class ParallelModel:
             step = self._eager_steps.setdefault(name, step)
         forward = self._make_forward()
         microbatches = self._accumulate if name == "train_step" else 1
-        with forward.mapping(count_of(data), microbatches, name != "predict_step"), beside_variables(self._model):
+        row_losses = None if name == "predict_step" else self._row_losses(name, data)
+        mapping = forward.mapping(count_of(data), microbatches, name != "predict_step", row_losses)
+        with mapping, beside_variables(self._model):
             results = step(data)
         if not forward.calls and not known and len(self._devices) > 1:
             warn_user(

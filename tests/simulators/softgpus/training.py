@@ -122,6 +122,30 @@ def test_spread_variables_are_summed_and_updated_where_they_are(optimizer: str, 
     assert Counter(slots) == {home: count * len(slots) // LAYERS for home, count in Counter(homes.values()).items()}
 
 
+@pytest.mark.parametrize("drop_remainder", [True, False])
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_outputs_stay_where_their_losses_are(batch_norm: bool, drop_remainder: bool) -> None:
+    """Neither outputs nor their gradients leave a GPU if all losses and metrics have a value for each row."""
+    rows, classes = 64, 4096
+    norm = [keras.layers.BatchNormalization()] if batch_norm else []
+    hidden = keras.layers.Dense(8), *norm, keras.layers.Dropout(0.1)
+    model = keras.Sequential([keras.Input([8]), *hidden, keras.layers.Dense(classes, "softmax")])
+    loss = "sparse_categorical_crossentropy"
+    model.compile("sgd", loss, metrics=[loss], jit_compile=False)
+    devicemap.parallelize(model)
+    data = tf.data.Dataset.from_tensors((np.ones([8], "f"), np.int32(1))).repeat()
+    batches = data.batch(rows, drop_remainder=drop_remainder)
+    model.fit(batches, steps_per_epoch=2, shuffle=False, verbose=0)
+    assert model.explain(np.ones([rows, 8], "f")).gathered_for == ()
+    iterator = iter(batches)
+    came, went = transferred(lambda: (model.train_function(iterator), time.sleep(0.2)))
+    size = sum(variable.value.shape.num_elements() * 4 for variable in model.variables)
+    for gpu in range(COUNT):
+        times = 2 if batch_norm else 1 if gpu else COUNT - 1
+        assert max(came[f"GPU:{gpu}"], went[f"GPU:{gpu}"]) <= times * size + rows * classes
+    assert came["host"] < rows * classes
+
+
 class Chained(keras.Model):
     """A step in which a layer takes what another one returns."""
 

@@ -1,0 +1,172 @@
+"""Losses and mean metrics of Keras that have a value for each row: computed on the devices, beside the outputs.
+
+    outputs on a device ── function of Keras <── rows of the targets
+                           │
+                           └── a value for each row, joined at home: weights, masks and reductions are Keras's
+
+What nothing else takes of the outputs does not leave the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap._tensorflow.keras import function_of_rows, losses_of, measure, metrics_of, replacing
+
+_LOSSES = (
+    "binary_crossentropy",
+    "binary_focal_crossentropy",
+    "categorical_crossentropy",
+    "categorical_focal_crossentropy",
+    "categorical_hinge",
+    "cosine_similarity",
+    "huber",
+    "kl_divergence",
+    "log_cosh",
+    "mean_absolute_error",
+    "mean_absolute_percentage_error",
+    "mean_squared_error",
+    "mean_squared_logarithmic_error",
+    "poisson",
+    "sparse_categorical_crossentropy",
+)
+"""Functions whose value for a row depends on that row alone. `hinge` looks at all labels, `dice` and `circle` at all rows."""
+
+_METRICS = (
+    "binary_accuracy",
+    "categorical_accuracy",
+    "sparse_categorical_accuracy",
+    "top_k_categorical_accuracy",
+    "sparse_top_k_categorical_accuracy",
+)
+
+Key = tuple[int, int, int]
+"""A loss or metric, a target and an output: its identity, and their places."""
+
+
+class RowLosses:
+    """The values that losses and metrics of a compiled model have for each row of a batch."""
+
+    def __init__(self, model: Any, targets: Any):
+        """
+        Args:
+            model: a compiled Keras model.
+            targets: `y` of a batch, a nest.
+        """
+        self._model, self._targets = model, targets
+        self.rows = tuple(tf.nest.flatten(targets))
+        """The targets."""
+        self._functions = {
+            id(each): function
+            for each in (*losses_of(model), *metrics_of(model))
+            if (function := function_of_rows(each)) is not None and _is_known(*function)
+        }
+        """By identity of their owners, before `used` replaces them."""
+        self.keys: tuple[Key, ...] = ()
+        """What has a value for each row."""
+        self.complete = False
+        """Whether that is every loss, so that outputs need no gradient."""
+        self._outputs: list[Any] = []
+        self._values: dict[Key, Any] = {}
+
+    def fit(self, count: int | None) -> bool:
+        """Whether there are losses, and the targets are dense tensors with so many rows."""
+        return bool(losses_of(self._model) and self.rows) and all(
+            isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] == count for leaf in self.rows
+        )
+
+    def find(self, outputs: Any, rows: Sequence[Any], count: int) -> None:
+        """Find what has a value for each row, for outputs and targets of so many rows, which no other axis has."""
+        self.keys, self.complete = (), False
+        try:
+            found, missed = self._measured(outputs, rows)
+        except (TypeError, ValueError, tf.errors.InvalidArgumentError):  # the call for all rows says what is wrong
+            return
+        self.keys = tuple(key for key, value in found.items() if _is_one_per_row(value.shape, count))
+        losses = {*map(id, losses_of(self._model))}
+        self.complete = not missed and all(key in self.keys for key in found if key[0] in losses)
+
+    def of_rows(self, outputs: Any, rows: Sequence[Any]) -> list[Any]:
+        """The values `[rows, ...]` of all `keys`, with their masks, in the graph that is being traced."""
+        found, _ = self._measured(outputs, rows)
+        return [found[key] for key in self.keys]
+
+    def keep(self, outputs: Any, values: Sequence[Any]) -> None:
+        """Let Keras use these values of all rows, for these outputs."""
+        self._outputs, self._values = tf.nest.flatten(outputs), dict(zip(self.keys, values))
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Let losses and metrics use the values of `keep` for their rows in this context."""
+        with ExitStack() as replaced:
+            for each in (*losses_of(self._model), *metrics_of(self._model)):
+                if id(each) in self._functions:
+                    name = "call" if hasattr(each, "call") else "_fn"
+                    call = partial(self._used, id(each), getattr(each, name))
+                    replaced.enter_context(replacing(each, **{name: call}))
+            yield
+
+    def _used(self, owner: int, call: Any, y_true: Any, y_pred: Any, **options: Any) -> Any:
+        key = self._key(owner, y_true, y_pred, self.rows, self._outputs)
+        return self._values[key] if key in self._values else call(y_true, y_pred, **options)
+
+    def _measured(self, outputs: Any, rows: Sequence[Any]) -> tuple[dict[Key, Any], bool]:
+        """The values for some rows, and whether a loss has none."""
+        found, missed, leaves = dict[Key, Any](), list[Any](), tf.nest.flatten(outputs)
+
+        def loss(each: Any, call: Any, y_true: Any, y_pred: Any) -> Any:
+            key = self._key(id(each), y_true, y_pred, rows, leaves)
+            if key is None or id(each) not in self._functions:
+                missed.append(each)
+                return tf.zeros([1])
+            found[key] = call(y_true, y_pred)
+            return found[key]
+
+        def metric(each: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            key = self._key(id(each), y_true, y_pred, rows, leaves)
+            if key is not None and id(each) in self._functions:
+                function, options = self._functions[id(each)]
+                found[key] = function(y_true, y_pred, **options)
+
+        with ExitStack() as replaced:
+            for each in losses_of(self._model):
+                replaced.enter_context(replacing(each, call=partial(loss, each, each.call)))
+            for each in metrics_of(self._model):
+                replaced.enter_context(replacing(each, update_state=partial(metric, each)))
+            measure(self._model, tf.nest.pack_sequence_as(self._targets, list(rows)), outputs)
+        return found, bool(missed)
+
+    @staticmethod
+    def _key(owner: int, y_true: Any, y_pred: Any, targets: Sequence[Any], outputs: Sequence[Any]) -> Key | None:
+        true, pred = _place(y_true, targets), _place(y_pred, outputs)
+        return None if true is None or pred is None else (owner, true, pred)
+
+
+def of_all_rows(model: Any) -> list[Any]:
+    """Return the losses and metrics of a compiled model that need outputs of all rows."""
+    each_function = [(each, function_of_rows(each)) for each in (*losses_of(model), *metrics_of(model))]
+    return [each for each, function in each_function if function is None or not _is_known(*function)]
+
+
+def _is_known(function: Any, options: dict[str, Any]) -> bool:
+    """Whether the value of a function for a row depends on that row alone."""
+    import keras
+
+    known = [getattr(keras.losses, name) for name in _LOSSES] + [getattr(keras.metrics, name) for name in _METRICS]
+    return any(function is each for each in known) and options.get("axis", -1) == -1
+
+
+def _place(tensor: Any, tensors: Sequence[Any]) -> int | None:
+    """The place of a tensor among others, or of what it was cast from: losses cast targets and outputs."""
+    cast = isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy") and tensor.op.type == "Cast"
+    sources = [tensor, tensor.op.inputs[0]] if cast else [tensor]
+    return next((i for i, each in enumerate(tensors) if any(each is source for source in sources)), None)
+
+
+def _is_one_per_row(shape: Any, count: int) -> bool:
+    return bool(shape.rank) and [*shape].count(count) == 1 and shape[0] == count
