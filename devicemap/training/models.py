@@ -1,9 +1,9 @@
 """Keras models on several devices: their own steps, with calls of the model and of its layers mapped over the devices.
 
-    a batch ── shards ──> the model, on each device ── outputs, gathered ──> loss, metrics, optimizer: once
+    a batch ── shards ──> the model, on each device ── losses of rows, and outputs ──> loss, metrics, optimizer: once
 
 Loss, metrics and optimizer see the whole batch, as on one device. So Keras itself computes reductions, weights, masks and
-clipping. Gradients are computed on the device of the forward pass.
+clipping. Outputs are gathered where something needs all of them. Gradients are computed on the device of the forward pass.
 """
 
 from __future__ import annotations

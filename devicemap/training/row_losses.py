@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import function_of_rows, losses_of, measure, metrics_of, replacing
+from devicemap.errors import failure
 
 _LOSSES = (
     "binary_crossentropy",
@@ -67,6 +68,8 @@ class RowLosses:
             if (function := function_of_rows(each)) is not None and _is_known(*function)
         }
         """By identity of their owners, before `used` replaces them."""
+        self._calls = {id(each): each.call for each in losses_of(model)}
+        """The same of losses."""
         self.keys: tuple[Key, ...] = ()
         """What has a value for each row."""
         self.complete = False
@@ -75,21 +78,25 @@ class RowLosses:
         self._values: dict[Key, Any] = {}
 
     def fit(self, count: int | None) -> bool:
-        """Whether there are losses, and the targets are dense tensors with so many rows."""
-        return bool(losses_of(self._model) and self.rows) and all(
+        """Whether there are losses, and the targets are dense tensors of a graph with so many rows.
+
+        Eager code does not show what a tensor was cast from.
+        """
+        return bool(self._calls and self.rows and not tf.executing_eagerly()) and all(
             isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] == count for leaf in self.rows
         )
 
     def find(self, outputs: Any, rows: Sequence[Any], count: int) -> None:
         """Find what has a value for each row, for outputs and targets of so many rows, which no other axis has."""
         self.keys, self.complete = (), False
+        if len({*map(id, tf.nest.flatten(outputs))}) < len(tf.nest.flatten(outputs)):  # joined, they are not the same
+            return
         try:
             found, missed = self._measured(outputs, rows)
         except (TypeError, ValueError, tf.errors.InvalidArgumentError):  # the call for all rows says what is wrong
             return
         self.keys = tuple(key for key, value in found.items() if _is_one_per_row(value.shape, count))
-        losses = {*map(id, losses_of(self._model))}
-        self.complete = not missed and all(key in self.keys for key in found if key[0] in losses)
+        self.complete = not missed and all(key in self.keys for key in found if key[0] in self._calls)
 
     def of_rows(self, outputs: Any, rows: Sequence[Any]) -> list[Any]:
         """The values `[rows, ...]` of all `keys`, with their masks, in the graph that is being traced."""
@@ -113,18 +120,24 @@ class RowLosses:
 
     def _used(self, owner: int, call: Any, y_true: Any, y_pred: Any, **options: Any) -> Any:
         key = self._key(owner, y_true, y_pred, self.rows, self._outputs)
-        return self._values[key] if key in self._values else call(y_true, y_pred, **options)
+        if key in self._values:
+            return self._values[key]
+        if self.complete and owner in self._calls:  # then outputs have no gradient
+            raise failure(
+                f"a loss takes other targets or outputs of {self._model.name} than {self.keys}, which devices computed"
+            )
+        return call(y_true, y_pred, **options)
 
     def _measured(self, outputs: Any, rows: Sequence[Any]) -> tuple[dict[Key, Any], bool]:
         """The values for some rows, and whether a loss has none."""
         found, missed, leaves = dict[Key, Any](), list[Any](), tf.nest.flatten(outputs)
 
-        def loss(each: Any, call: Any, y_true: Any, y_pred: Any) -> Any:
+        def loss(each: Any, y_true: Any, y_pred: Any) -> Any:
             key = self._key(id(each), y_true, y_pred, rows, leaves)
             if key is None or id(each) not in self._functions:
                 missed.append(each)
                 return tf.zeros([1])
-            found[key] = call(y_true, y_pred)
+            found[key] = self._calls[id(each)](y_true, y_pred)
             return found[key]
 
         def metric(each: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
@@ -135,7 +148,7 @@ class RowLosses:
 
         with ExitStack() as replaced:
             for each in losses_of(self._model):
-                replaced.enter_context(replacing(each, call=partial(loss, each, each.call)))
+                replaced.enter_context(replacing(each, call=partial(loss, each)))
             for each in metrics_of(self._model):
                 replaced.enter_context(replacing(each, update_state=partial(metric, each)))
             measure(self._model, tf.nest.pack_sequence_as(self._targets, list(rows)), outputs)

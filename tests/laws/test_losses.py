@@ -127,7 +127,20 @@ def normalized() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
     return model, X, TARGETS["classes"], {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
 
 
-CASES = {make.__name__: make for make in (every_loss, tags, pixels, scalars, half, normalized)}
+def eager() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
+    *parts, compiled = normalized()
+    return *parts, compiled | {"run_eagerly": True}
+
+
+def twice() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
+    """Two losses of the same output."""
+    inputs = keras.Input([4])
+    output = layers.Dense(3, name="output")(inputs)
+    targets = [TARGETS["values"], TARGETS["values"] ** 2]
+    return keras.Model(inputs, [output, output]), X, targets, {"loss": ["mae", "huber"], "metrics": [["mae"], ["mse"]]}
+
+
+CASES = {make.__name__: make for make in (every_loss, tags, pixels, scalars, half, normalized, eager, twice)}
 
 
 def trained(make: Callable[[], Any], weights: Any, batched: bool, parallelize: Callable[[Any], Any]) -> dict[str, Any]:
@@ -135,6 +148,7 @@ def trained(make: Callable[[], Any], weights: Any, batched: bool, parallelize: C
     model, x, y, compiled = make()
     model.compile(keras.optimizers.SGD(0.01), **compiled, jit_compile=False)
     parallelize(model)
+    y = tuple(y) if isinstance(y, list) else y
     data = (x, y) if weights is None else (x, y, weights)
     batches = tf.data.Dataset.from_tensor_slices(data).batch(11, drop_remainder=batched)
     history = model.fit(batches, epochs=2, shuffle=False, verbose=0).history
