@@ -89,7 +89,10 @@ class RowLosses:
     def find(self, outputs: Any, rows: Sequence[Any], count: int) -> None:
         """Find what has a value for each row, for outputs and targets of so many rows, which no other axis has."""
         self.keys, self.complete = (), False
-        if len({*map(id, tf.nest.flatten(outputs))}) < len(tf.nest.flatten(outputs)):  # joined, they are not the same
+        leaves = tf.nest.flatten(outputs)
+        if len({*map(id, leaves)}) < len(leaves):  # joined, they are not the same
+            return
+        if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] == count for leaf in leaves):
             return
         try:
             found, missed = self._measured(outputs, rows)
