@@ -25,7 +25,7 @@ from devicemap.training.variables import beside_variables
 
 STEPS = "train_step", "test_step", "predict_step"
 MAKERS = "make_train_function", "make_test_function", "make_predict_function"
-_MEASURES = "compute_loss", "compute_metrics"
+_MEASURES = "__call__", "compute_loss", "compute_metrics"
 _METHODS = "detach", "explain", "report", "verify"
 
 

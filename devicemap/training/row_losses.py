@@ -99,7 +99,9 @@ class RowLosses:
         except (TypeError, ValueError, tf.errors.InvalidArgumentError):  # the call for all rows says what is wrong
             return
         self.keys = tuple(key for key, value in found.items() if _is_one_per_row(value.shape, count))
-        self.complete = not missed and all(key in self.keys for key in found if key[0] in self._calls)
+        # A regularizer of the model itself takes its outputs, too.
+        needed = missed or self._model.activity_regularizer is not None
+        self.complete = not needed and all(key in self.keys for key in found if key[0] in self._calls)
 
     def of_rows(self, outputs: Any, rows: Sequence[Any]) -> list[Any]:
         """The values `[rows, ...]` of all `keys`, with their masks, in the graph that is being traced."""
@@ -127,7 +129,8 @@ class RowLosses:
             return self._values[key]
         if self.complete and owner in self._calls:  # then outputs have no gradient
             raise failure(
-                f"a loss takes other targets or outputs of {self._model.name} than {self.keys}, which devices computed"
+                f"a loss of {self._model.name} takes a target or an output that is not the one of its batch or call; let a "
+                "train_step of the model compute it"
             )
         return call(y_true, y_pred, **options)
 

@@ -106,7 +106,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Activation:
-    """A softmax or sigmoid at the end of a model, of which losses take the input (`keras.src.backend.nn._get_logits`)."""
+    """A softmax or sigmoid at the end of a model. Crossentropies of Keras take its input, which saturates nowhere."""
 
     name: str
     """The type of its op."""
@@ -126,11 +126,9 @@ class Activation:
         if not isinstance(output, tf.Tensor) or output.op.type not in ("Softmax", "Sigmoid"):
             return None
         logits = notes_of(output).get(LOGITS)
-        return (
-            None
-            if logits is not None and logits is not output.op.inputs[0]
-            else cls(output.op.type, logits is not None)
-        )
+        if logits is not None and logits is not output.op.inputs[0]:
+            return None
+        return cls(output.op.type, logits is not None)
 
 
 @dataclass(frozen=True)

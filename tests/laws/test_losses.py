@@ -98,7 +98,11 @@ def every_loss() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
 def tags() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
     loss = losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
     model = keras.Sequential(
-        [layers.Embedding(4, 3, mask_zero=True), layers.LSTM(3, return_sequences=True), layers.Dense(3)]
+        [
+            layers.Embedding(4, 3, mask_zero=True),
+            layers.LSTM(3, return_sequences=True, use_cudnn=False),
+            layers.Dense(3),
+        ]
     )
     return model, WORDS, TARGETS["tags"], {"loss": loss, "metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
 
@@ -127,6 +131,32 @@ def normalized() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
     return model, X, TARGETS["classes"], {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
 
 
+class Regularized(keras.Model):
+    """Its regularizer takes its outputs, besides the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(activity_regularizer="l2")
+        self.out = layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.out(x)
+
+
+class Doubled(Regularized):
+    """Its caller gets something else than `call` returns."""
+
+    def __call__(self, x: Any, **options: Any) -> Any:
+        return 2 * super().__call__(x, **options)
+
+
+def regularized() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
+    return Regularized(), X, TARGETS["values"], {"loss": "mae", "metrics": ["mse"]}
+
+
+def doubled_outside() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
+    return Doubled(), X, TARGETS["values"], {"loss": "mae", "metrics": ["mse"]}
+
+
 def eager() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
     *parts, compiled = normalized()
     return *parts, compiled | {"run_eagerly": True}
@@ -140,7 +170,10 @@ def twice() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
     return keras.Model(inputs, [output, output]), X, targets, {"loss": ["mae", "huber"], "metrics": [["mae"], ["mse"]]}
 
 
-CASES = {make.__name__: make for make in (every_loss, tags, pixels, scalars, half, normalized, eager, twice)}
+CASES = {
+    make.__name__: make
+    for make in (every_loss, tags, pixels, scalars, half, normalized, eager, twice, regularized, doubled_outside)
+}
 
 
 def trained(make: Callable[[], Any], weights: Any, batched: bool, parallelize: Callable[[Any], Any]) -> dict[str, Any]:
@@ -149,6 +182,8 @@ def trained(make: Callable[[], Any], weights: Any, batched: bool, parallelize: C
     model.compile(keras.optimizers.SGD(0.01), **compiled, jit_compile=False)
     parallelize(model)
     y = tuple(y) if isinstance(y, list) else y
+    if weights is not None and x is WORDS:  # a weight for each step
+        weights = np.linspace(0.5, 1.5, 5, dtype="f") * weights[:, None]
     data = (x, y) if weights is None else (x, y, weights)
     batches = tf.data.Dataset.from_tensor_slices(data).batch(11, drop_remainder=batched)
     history = model.fit(batches, epochs=2, shuffle=False, verbose=0).history
