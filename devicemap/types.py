@@ -20,6 +20,7 @@ from devicemap.inspect.plan import Plan
 from devicemap.inspect.report import Report
 from devicemap.inspect.training_report import TrainingReport
 from devicemap.inspect.verify import Verification
+from devicemap.pipelines.split import Stages
 from devicemap.store.results import Results
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "Results",
     "RowFailed",
     "Shard",
+    "Stages",
     "TrainingReport",
     "Verification",
 ]

@@ -176,23 +176,3 @@ def without_activity_regularizer(layer: Any) -> Iterator[None]:
 def is_seed(variable: Any) -> bool:
     """Whether a variable is the state of a `keras.random.SeedGenerator`."""
     return variable.path.rpartition("/")[2] == "seed_generator_state"
-
-
-def is_used_once(layer: Any) -> bool:
-    """Whether a layer was called on symbolic inputs exactly once."""
-    return len(layer._inbound_nodes) == 1
-
-
-def inputs_of(layer: Any) -> list[Any]:
-    """Return the inputs of a layer's only symbolic call; `layer.input` of a model is that of the model itself."""
-    return layer._inbound_nodes[0].input_tensors
-
-
-def outputs_of(layer: Any) -> list[Any]:
-    """Return the outputs of a layer's only symbolic call."""
-    return layer._inbound_nodes[0].outputs
-
-
-def arguments_of(layer: Any, tensors: dict[int, Any]) -> Any:
-    """Return the arguments of a layer's only symbolic call; `tensors` replaces its inputs, by `id`."""
-    return layer._inbound_nodes[0].arguments.fill_in(tensors)

@@ -32,10 +32,13 @@ class Calls:
         self._microbatches = microbatches
         self._gradients: list[dict[int, list[Any]]] = [{} for _ in range(stages)]
 
-    def call(self, stage: int, microbatch: int, traced: Traced, value: Any, some: Any) -> Any:
-        """A stage on a microbatch, on the device of the moment; `some`: whether there are rows in it."""
+    def call(self, stage: int, microbatch: int, traced: Traced, rows: Sequence[Any], some: Any) -> list[Any]:
+        """The leaves that a stage makes of those of a microbatch, on the device of the moment.
+
+        `some`: whether there are rows in it.
+        """
         key = stage, Step(microbatch, False)
-        leaves = self._gated(key, tf.nest.flatten(value))
+        leaves = self._gated(key, rows)
         call = traced.concrete if some is True else _on_some(traced)
         call, taken = unchained(call, leaves if some is True else [some, *leaves])
         begin_backward_on(tf.nest.flatten(leaves, expand_composites=True)[0].device, call)
@@ -45,7 +48,7 @@ class Calls:
         results = self._ended(key, results)
         if microbatch:
             wait_for(self._gates[key], self._behind[stage, Step(microbatch - 1, False)])
-        return tf.nest.pack_sequence_as(traced.structure, results)
+        return results
 
     def _gated(self, key: tuple[int, Step], given: Sequence[Any]) -> list[Any]:
         self._gates[key] = tf.no_op()

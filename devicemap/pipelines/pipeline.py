@@ -10,15 +10,17 @@ edges within the device hold; no device waits for another one but for its inputs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import batch_norms_of, is_training, layers_of
+from devicemap._tensorflow.keras_graphs import begin_call
+from devicemap._tensorflow.placement import run_beside_inputs
 from devicemap.compile.gather import gather, with_row_counts_checked, with_static_rows
 from devicemap.compile.graph_builder import copied, sizes_in_graph
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
-from devicemap.data.structure import as_objects, freeze
 from devicemap.devices import choose_output_device
 from devicemap.errors import DataError, OptionError, brief, function_error, warn_user
 from devicemap.hosts import settle
@@ -27,7 +29,7 @@ from devicemap.inspect.planner import data_spec
 from devicemap.options import Options, check_count
 from devicemap.pipelines.microbatches import Calls
 from devicemap.pipelines.schedule import schedule_of
-from devicemap.pipelines.stages import Stage, devices_of_stages, run_in_turn
+from devicemap.pipelines.stages import Passed, Stage, devices_of_stages, notes_by_leaf, run_in_turn
 
 
 class Pipeline:
@@ -45,6 +47,10 @@ class Pipeline:
         microbatches: into how many parts the rows of a batch are cut; fewer if there are fewer rows.
         schedule: "1f1b" or "gpipe".
         output_device: where results are gathered.
+        batch_norm: "synchronized": if layers write variables in a call, as batch normalization does in training, the batch is
+            one microbatch, and the stages work one after another. "local": such layers see one microbatch at a time.
+        added_losses: required if layers add losses that depend on the rows, by `add_loss` or an `activity_regularizer` (Keras's
+            are means): whether they are the "sum" or the "mean" over the rows.
 
     Raises:
         OptionError: for arguments that are not valid, for instance fewer devices than stages.
@@ -62,23 +68,32 @@ class Pipeline:
         microbatches: int = 8,
         schedule: Literal["1f1b", "gpipe"] = "1f1b",
         output_device: Any = "/CPU:0",
+        batch_norm: Literal["synchronized", "local"] = "synchronized",
+        added_losses: Literal["sum", "mean"] | None = None,
     ):
         if not isinstance(stages, Sequence) or not stages or not all(callable(stage) for stage in stages):
             hint = "; devicemap.split(model, n) makes one of a Keras model" if layers_of(stages) else ""
             raise OptionError(f"stages={stages!r}; expected a list of functions of a batch, one at least{hint}")
-        self._stages = [Stage(stage, f"stage {k} of {len(stages)}") for k, stage in enumerate(stages)]
+        if batch_norm not in ("synchronized", "local"):
+            raise OptionError(f"batch_norm={batch_norm!r}; expected 'synchronized' or 'local'")
+        if added_losses not in (None, "sum", "mean"):
+            raise OptionError(f"added_losses={added_losses!r}; expected 'sum', 'mean' or None")
+        self._stages = [Stage(stage, f"stage {k} of {len(stages)}", added_losses) for k, stage in enumerate(stages)]
         check_count("microbatches", microbatches)
         if schedule not in ("1f1b", "gpipe"):
             raise OptionError(f"schedule={schedule!r}; expected '1f1b' or 'gpipe'")
         self._output_device = choose_output_device(output_device)
         self.devices = tuple(devices_of_stages(len(self._stages), devices))
         self._microbatches, self._schedule = int(microbatches), schedule
+        self._local = batch_norm == "local"
         self._graphs: dict[Any, Any] = {}
-        for stage in stages:
-            if names := ", ".join(layer.name for layer in batch_norms_of(stage)):
-                warn_user(
-                    f"{names} in a stage: batch normalization sees a microbatch at a time in training", RuntimeWarning
-                )
+        norms = [layer.name for stage in stages for layer in batch_norms_of(stage) if layer.trainable]
+        if norms and microbatches > 1 and not self._local:
+            warn_user(
+                f"{', '.join(norms)}: batch normalization in training needs the whole batch, so that the stages work one after "
+                "another; batch_norm='local' lets it see one microbatch at a time",
+                RuntimeWarning,
+            )
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, data: Any) -> Any:
@@ -94,25 +109,38 @@ class Pipeline:
         if isinstance(data, tf.data.Dataset):
             raise DataError("data is a tf.data.Dataset, and a call takes one batch; use stream(dataset)")
         rows = as_rows(data)
+        notes = notes_by_leaf(rows.leaves)
+        given, tensors = (
+            Passed(rows.specs, {key: spec_of(note) for key, note in notes.items()}),
+            [*rows.leaves, *notes.values()],
+        )
+        begin_call([layer for stage in self._stages for layer in stage.layers[:1]])
         if not tf.executing_eagerly():
-            return self._composed(rows.structure, rows.count)
-        count = rows.count or 0
+            returned, tensors = self._composed(given, tensors, rows.count)
+            run_beside_inputs(self.devices)
+            return returned.unpacked(tensors)
+        count = min(rows.count or 0, self._microbatches)
         try:
             settle(self.devices)
-            return self._graph_of(rows.key, rows.specs, min(count, self._microbatches))(*rows.leaves)
+            function, found = self._graph_of(given, (rows.key, tuple(notes)), count)
+            tensors = function(*tensors)
         except tf.errors.OpError as error:
             raise function_error(f"a stage failed: {type(error).__name__}: {brief(error)}", error) from error
+        return found[-1].unpacked(tensors)
 
-    def _graph_of(self, key: Any, specs: Any, microbatches: int) -> Any:
-        """The stages as a function of leaves of these specs, with rows that are enough for so many microbatches."""
-        shape = tf.nest.map_structure(lambda _: None, specs)
-        key = key, freeze(shape), microbatches, is_training()
+    def _graph_of(self, given: Passed, key: Any, microbatches: int) -> tuple[Any, list[Returned]]:
+        """The stages as a function of tensors, with rows that are enough for so many microbatches, and what it returns."""
+        key = key, microbatches, is_training(), *(layer.trainable for stage in self._stages for layer in stage.layers)
         if key not in self._graphs:
+            found: list[Returned] = []
 
-            def composed(*leaves: Any) -> Any:
-                return self._composed(tf.nest.pack_sequence_as(shape, leaves), None, microbatches)
+            def composed(*tensors: Any) -> Any:
+                returned, results = self._composed(given, tensors, None, microbatches)
+                found.append(returned)
+                return results
 
-            self._graphs[key] = tf.function(composed, autograph=False, input_signature=tf.nest.flatten(specs))
+            signature = tf.nest.flatten((given.nest, [*given.notes.values()]))
+            self._graphs[key] = tf.function(composed, autograph=False, input_signature=signature), found
         return self._graphs[key]
 
     def stream(self, dataset: tf.data.Dataset) -> Iterator[Any]:
@@ -130,7 +158,8 @@ class Pipeline:
     @tf.autograph.experimental.do_not_convert
     def _in_dataset(self, *elements: Any) -> Any:
         rows = as_rows(elements[0] if len(elements) == 1 else elements)
-        return self._composed(rows.structure, rows.count)
+        returned, tensors = self._composed(Passed(rows.specs, {}), rows.leaves, rows.count)
+        return returned.passed.unpacked(tensors)
 
     def explain(self, data_or_spec: Any) -> PipelinePlan:
         """Return the plan of a call without running it: the schedule, its bubble, and the bytes sent from stage to stage.
@@ -145,42 +174,76 @@ class Pipeline:
             ([('F0', 'F1', 'B0', 'F2'), ('F0', 'B0', 'F1', 'B1')], 0.2)
         """
         spec = data_spec(data_or_spec, Options())
-        given, rows = spec.specs, spec.rows
+        given, rows = Passed(spec.specs, {}), spec.rows
         microbatches = self._microbatches if rows is None else min(self._microbatches, rows)
         plans = []
         for stage, device in enumerate(self.devices):
-            traced = self._stages[stage].traced(given)
+            traced_stage = self._stages[stage].traced(given)
+            traced, given = traced_stage.traced, traced_stage.passed
             held = sum(v.shape.num_elements() * v.dtype.size for v in traced.concrete.graph.variables)
-            given = traced.nest_of_specs
             sizes = [(spec.shape[1:].num_elements() or 0) * spec.dtype.size for spec in traced.specs]
             steps = schedule_of(self._schedule, len(self.devices), microbatches, stage)
             order = tuple("FB"[step.backward] + str(step.microbatch) for step in steps)
             plans.append(StagePlan(device, held, sum(sizes), order))
         return PipelinePlan(rows, microbatches, self._schedule, tuple(plans))
 
-    def _composed(self, nest: Any, rows: int | None, microbatches: int | None = None) -> Any:
-        """The stages on a nest of so many rows, in the graph that is being built.
+    def _composed(
+        self, given: Passed, tensors: Sequence[Any], rows: int | None, microbatches: int | None = None
+    ) -> tuple[Returned, list[Any]]:
+        """The stages on leaves of so many rows and what is attached to them, in the graph that is being built.
 
         `microbatches`: their number, if the number of rows is unknown and at least as large; otherwise some may be empty.
         """
-        leaves = tf.nest.flatten(nest)
         filled = rows is not None or microbatches is not None
         parts = max(1, self._microbatches if not filled else microbatches or min(rows or 0, self._microbatches))
-        specs, traces = tf.nest.map_structure(spec_of, nest), []
+        passed = [given]
         for stage in self._stages:
-            traces.append(stage.of_microbatches(specs, parts))
-            specs = traces[-1][0].nest_of_specs
+            first = stage.traced(passed[-1])
+            passed.append(first.passed)
+            if first.mixes_rows and not self._local:
+                parts = 1
+        traces = [stage.of_microbatches(taken, parts) for stage, taken in zip(self._stages, passed)]
         with tf.device(HOST):
-            sizes = sizes_in_graph(count_rows(leaves[0]), parts)
-            cut = zip(*(cut_rows(leaf, sizes, parts) for leaf in leaves))
-            values = [tf.nest.pack_sequence_as(nest, part) for part in cut]
-        calls = Calls("gpipe" if run_in_turn([first for first, *_ in traces]) else self._schedule, len(traces), parts)
+            sizes = sizes_in_graph(count_rows(tensors[0]), parts)
+            values = [list(part) for part in zip(*(cut_rows(tensor, sizes, parts) for tensor in tensors))]
+        losses: list[list[Any]] = [[] for _ in range(parts)]
+        in_turn = run_in_turn([first.traced for first, *_ in traces])
+        calls = Calls("gpipe" if in_turn else self._schedule, len(traces), parts)
         for k, (of_stage, device) in enumerate(zip(traces, self.devices)):
             for m, (traced, value) in enumerate(zip(of_stage, values)):
                 with tf.device(device), tf.name_scope(f"stage_{k}_microbatch_{m}"):
-                    values[m] = calls.call(k, m, traced, value, filled or sizes[m] > 0)
+                    results = calls.call(k, m, traced.traced, value, filled or sizes[m] > 0)
+                count = len(results) - len(traced.losses)
+                values[m] = results[:count]
+                losses[m] += results[count:]
+        returned = Returned(passed[-1], [loss for first, *_ in traces for loss in first.losses])
         with tf.device(self._output_device):
-            results = [copied(tf.nest.flatten(value)) for value in values]
-            joined, returned = zip(*(gather(part, differentiable=True) for part in zip(*results)))
-            leaves = [with_static_rows(leaf, rows) for leaf in with_row_counts_checked(joined, returned, sizes)]
-        return as_objects(tf.nest.pack_sequence_as(traces[-1][0].structure, leaves))
+            every = [copied([*value, *own]) for value, own in zip(values, losses)]
+            joined, counts = zip(*(gather(part, differentiable=True) for part in zip(*every)))
+            leaves = [with_static_rows(leaf, rows) for leaf in with_row_counts_checked(joined, counts, sizes)]
+            count = len(values[0])
+            return returned, leaves[:count] + returned.reduced(leaves[count:])
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a call of all stages returns: the tensors of `passed`, and then a scalar for each loss."""
+
+    passed: Passed
+    losses: Sequence[tuple[Any, bool]]
+    """As in `TracedStage`."""
+
+    def reduced(self, vectors: Sequence[Any]) -> list[Any]:
+        """Return the losses of the batch, of their vectors `[rows]`."""
+        sums = map(tf.reduce_sum, vectors)
+        return [
+            loss if is_sum else tf.math.divide_no_nan(loss, tf.cast(count_rows(vector), loss.dtype))
+            for (_, is_sum), loss, vector in zip(self.losses, sums, vectors)
+        ]
+
+    def unpacked(self, tensors: Sequence[Any]) -> Any:
+        """Return the nest of results, and add losses to their layers."""
+        count = len(tensors) - len(self.losses)
+        for (layer, _), loss in zip(self.losses, tensors[count:]):
+            layer.add_loss(loss)
+        return self.passed.unpacked(tensors[:count])

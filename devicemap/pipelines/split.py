@@ -4,42 +4,69 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any, Literal
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import arguments_of, inputs_of, is_used_once, layers_of, mask_of, outputs_of
+from devicemap._tensorflow.keras import mask_of
+from devicemap._tensorflow.keras_graphs import graph_of, structures_of
 from devicemap.errors import OptionError
-from devicemap.inspect.differences import find_difference
 from devicemap.options import check_count
+from devicemap.pipelines.layers import LayerCall, copied, copy_values, layer_calls, random_tensors
 from devicemap.pipelines.stages import devices_of_stages
 
-_ROWS, _TIMES = 32, 5
-"""Rows of the batch that layers are timed on, which also replace unknown dimensions, and the number of timings."""
+_TIMES = 5
+"""Number of timings of a layer."""
 
 
-def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: Any = None) -> list[Any]:
+class Stages(list[Any]):
+    """Keras models for the stages of a `Pipeline`, whose layers are copies of those of another model."""
+
+    def __init__(self, models: Sequence[Any], copies: Sequence[Any]):
+        """`copies`: of the layers of the model, in the order in which they are called first."""
+        super().__init__(models)
+        self._copies = list(copies)
+
+    def copy_weights_to(self, model: Any) -> None:
+        """Assign the variables of the stages to those of a model of the same layers, such as the one that was split.
+
+        Raises:
+            OptionError: the model has other layers.
+        """
+        layers = _layers_in(layer_calls(model)[0])
+        if [type(layer) for layer in layers] != [type(copy) for copy in self._copies]:
+            raise OptionError(f"{model.name} has other layers than the model that was split")
+        try:
+            for layer, copy in zip(layers, self._copies):
+                if hasattr(layer, "variables"):
+                    copy_values(copy, layer)
+        except ValueError as error:
+            raise OptionError(f"{model.name} has other layers than the model that was split: {error}") from error
+
+
+def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: Any = None) -> Stages:
     """Copy a Keras model into `n` stages for a `Pipeline`.
 
-    The stages are models of copies of the layers, with the weights of the model: their composition computes the same. The model
-    itself does not change. Of all ways to cut its layers, in their order, the one whose largest stage is smallest is taken.
-    Layers are copied by their `get_config` and `get_weights`, as by `keras.models.clone_model`.
+    The stages are models of copies of the layers, with the values of the model's variables: their composition computes the
+    same. The model itself does not change. Of all ways to cut its layers, in their order, the one whose largest stage is
+    smallest is taken. Layers of nested models are cut as those of the model itself. A layer is copied by its `get_config`,
+    `build` and variables, so a custom layer must return all its arguments in `get_config`; `split` compares results.
 
     Args:
         model: a Sequential or functional Keras model, built.
-        n: how many stages; at most one for each layer.
+        n: how many stages; at most one for each call of a layer.
         by: "time": what a layer takes, measured on random rows in a forward pass; "bytes": its variables.
         devices: as for `Pipeline`: the variables of each stage are created on its device.
 
     Returns:
-        A list of `keras.Model`s. If several tensors cross a cut, as with a residual connection, the stage before it returns a
-        tuple and the next one takes several arguments.
+        A list of `keras.Model`s with the method `copy_weights_to(model)`. If several tensors cross a cut, as with a residual
+        connection, the stage before it returns a tuple and the next one takes several arguments. A layer that is called in
+        several stages has its variables in the first of them, and the others read them there.
 
     Raises:
-        OptionError: for a subclassed model, a parallelized one, and one with a layer that is used more than once, adds a loss
-            or cannot be copied, or with a Keras mask where it would be cut.
+        OptionError: for a subclassed model, a parallelized one, and one with a layer that cannot be copied.
 
     Examples:
         >>> import keras
@@ -50,45 +77,38 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
 
         After training the stages, write their weights back:
 
-        >>> model.set_weights([weight for stage in stages for weight in stage.get_weights()])
+        >>> stages.copy_weights_to(model)
     """
-    import keras
-
     check_count("n", n)
     if by not in ("time", "bytes"):
         raise OptionError(f"by={by!r}; expected 'time' or 'bytes'")
-    if not isinstance(model, keras.Model) or not getattr(model, "inputs", None):
-        raise OptionError(
-            f"model is a {type(model).__name__} whose layers are not known as a graph; expected a built Sequential or "
-            "functional Keras model. Give a Pipeline functions of your own as stages"
-        )
+    calls, inputs, outputs = layer_calls(model)
     if "detach" in vars(model):
         raise OptionError(f"{model.name} is parallelized; model.detach() gives it back to one device first")
-    every = keras.Function(model.inputs, model.outputs).operations
-    layers = [layer for layer in every if not isinstance(layer, keras.layers.InputLayer)]
-    if n > len(layers):
-        raise OptionError(f"n={n} stages of a model of {len(layers)} layers; at most one for each")
-    for layer in layers:
-        if not is_used_once(layer):
-            raise OptionError(f"{layer.name} is used more than once, and a stage cannot share a layer with another one")
+    if n > len(calls):
+        raise OptionError(f"n={n} stages of a model of {len(calls)} layers; at most one for each")
+    layers = _layers_in(calls)
+    _check_no_shared_variables(layers)
     places = devices_of_stages(n, devices)
-    bounds = cuts([_bytes_of(layer) if by == "bytes" else _seconds_of(layer) for layer in layers], n)
-    edges = [
-        list(model.inputs),
-        *(_crossing(layers, stop, model.outputs) for stop in bounds[1:-1]),
-        list(model.outputs),
+    first_calls = {id(call.layer): call for call in reversed(calls)}
+    sizes = [
+        _seconds_of(call) if by == "time" else _bytes_of(call.layer) * (first_calls[id(call.layer)] is call)
+        for call in calls
     ]
-    for tensor in (tensor for edge in edges[1:-1] for tensor in edge):
-        if mask_of(tensor) is not None:
-            raise OptionError(
-                f"{tensor.name} has a Keras mask, which does not go from stage to stage; use a smaller n, or give a Pipeline "
-                "functions of your own as stages, which take the mask as a tensor"
-            )
-    parts = (layers[start:stop] for start, stop in pairwise(bounds))
-    return [
-        _stage(part, given, made, f"{model.name}_{i}", device)
-        for i, (part, (given, made), device) in enumerate(zip(parts, pairwise(edges), places))
-    ]
+    bounds = cuts(sizes, n)
+    made = tf.nest.flatten(outputs)
+    edges = [inputs, *(_crossing(calls, stop, made) for stop in bounds[1:-1]), outputs]
+    copies: dict[int, Any] = {}
+    stages = []
+    for i, ((start, stop), (given, taken), device) in enumerate(zip(pairwise(bounds), pairwise(edges), places)):
+        own = [call for call in calls[start:stop] if first_calls[id(call.layer)] is call]
+        copies |= {id(call.layer): copied(call, device) for call in own}
+        owned = [copies[id(call.layer)] for call in own]
+        entry = None if i else _entry_of(model)
+        result = taken if i == n - 1 else taken[0] if len(taken) == 1 else tuple(taken)
+        pairs = [(call, copies[id(call.layer)]) for call in calls[start:stop]]
+        stages.append(_stage(f"{model.name}_{i}", pairs, owned, given, result, entry))
+    return Stages(stages, [copies[id(layer)] for layer in layers])
 
 
 def cuts(weights: Sequence[float], n: int) -> list[int]:
@@ -110,103 +130,76 @@ def cuts(weights: Sequence[float], n: int) -> list[int]:
     return best[len(weights), n][1]
 
 
-def _copied(layer: Any, device: str) -> Any:
-    """Return a copy of a layer, or of another op, with its variables on a device."""
+def _layers_in(calls: Sequence[LayerCall]) -> list[Any]:
+    """Return the layers and other ops of calls, each once."""
+    return list({id(call.layer): call.layer for call in calls}.values())
+
+
+def _check_no_shared_variables(layers: Sequence[Any]) -> None:
+    owners: dict[int, Any] = {}
+    for layer in layers:
+        for variable in getattr(layer, "variables", ()):
+            owner = owners.setdefault(id(variable), layer)
+            if owner is not layer:
+                raise OptionError(
+                    f"{owner.name} and {layer.name} share {variable.path}, and their copies would not; call one layer twice"
+                )
+
+
+def _entry_of(model: Any) -> Any:
+    """Return a model that only converts inputs as `model` does: by name, dtype and rank."""
     import keras
 
-    if any(hasattr(each, "save_assets") for each in layers_of(layer)):
-        raise OptionError(f"{layer.name} holds a vocabulary, which is not copied; apply it before the pipeline")
-    try:
-        with tf.device(device):
-            copy = type(layer).from_config(layer.get_config())
-            if isinstance(layer, keras.Layer):
-                copy.build_from_config(layer.get_build_config())
-                copy.set_weights(layer.get_weights())
-            for each in layers_of(copy):
-                if hasattr(each, "finalize_state"):  # computes what is used from the weights, as in Normalization
-                    each.finalize_state()
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise OptionError(
-            f"{layer.name} cannot be copied to its stage by get_config and get_weights of {type(layer).__name__}: {error}"
-        ) from error
-    _check_copy(layer, copy)
-    return copy
+    structure, _ = structures_of(graph_of(model))
+    inputs = keras.tree.map_structure(
+        lambda tensor: keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype, name=tensor.name), structure
+    )
+    return keras.Model(inputs, inputs)
 
 
-def _check_copy(layer: Any, copy: Any) -> None:
-    """Compare what a layer and its copy compute, unless it draws random numbers; refuse losses of their rows."""
+def _stage(
+    name: str,
+    calls: Sequence[tuple[LayerCall, Any]],
+    owned: Sequence[Any],
+    given: Sequence[Any],
+    result: Any,
+    entry: Any,
+) -> Any:
+    """Return a model of calls of copies of layers.
+
+    `owned`: the copies whose variables are those of the model. `given` and `result`: symbolic inputs and outputs.
+    """
     import keras
-
-    modes = [{"training": False}, {"training": True}] if isinstance(layer, keras.Layer) else [{}]
-    for largest, mode in product([1.0, 100.0], modes):
-        args, kwargs = arguments_of(layer, _random_inputs(layer, largest))
-        try:
-            with keras.StatelessScope(collect_losses=True) as scope:
-                first, again, copied = (tf.nest.flatten(each(*args, **kwargs | mode)) for each in (layer, layer, copy))
-        except tf.errors.InvalidArgumentError:
-            if largest > 1:
-                continue  # indices out of range
-            raise
-        if scope.losses:
-            raise OptionError(f"{layer.name} adds a loss, which a stage does not return; compute it in the last stage")
-        difference = _difference(copied, first)
-        if difference and not _difference(again, first):
-            raise OptionError(
-                f"a copy of {layer.name} by get_config and get_weights of {type(layer).__name__} computes something else: "
-                f"{difference}. Let them return all variables and attributes that call() uses"
-            )
-
-
-def _difference(outputs: Sequence[Any], wanted: Sequence[Any]) -> str | None:
-    found = (find_difference("an output", *pair, tolerance=1e-3) for pair in zip(outputs, wanted))
-    return next(filter(None, found), None)
-
-
-def _random_inputs(layer: Any, largest: float = 1.0) -> dict[int, Any]:
-    """Return random rows for the symbolic inputs of a layer, by identity. Below 1, they are index 0 to layers that take one."""
-
-    def random(tensor: Any) -> Any:
-        dtype = tf.as_dtype(tensor.dtype)
-        shape = [size or _ROWS for size in tensor.shape]
-        if dtype == tf.string:
-            return tf.zeros(shape, dtype)
-        low, high, drawn = (-largest, largest, tf.float32) if dtype.is_floating else (0, 2, tf.int32)
-        return tf.cast(tf.random.stateless_uniform(shape, [0, 0], low, high, drawn), dtype)
-
-    return {id(tensor): random(tensor) for tensor in inputs_of(layer)}
-
-
-def _stage(layers: Sequence[Any], given: Sequence[Any], made: Sequence[Any], name: str, device: str) -> Any:
-    """Return copies of the layers between tensors of a model as a model of their own."""
-    import keras
-
-    inputs = [keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype) for tensor in given]
-    tensors = {id(tensor): copy for tensor, copy in zip(given, inputs)}
-    copies = [_copied(layer, device) for layer in layers]
-    for layer, copy in zip(layers, copies):
-        args, kwargs = arguments_of(layer, tensors)
-        outputs = copy(*args, **kwargs)
-        tensors.update(zip(map(id, outputs_of(layer)), tf.nest.flatten(outputs)))
 
     class Stage(keras.Model):
         def __init__(self) -> None:
-            super().__init__(name=name)
-            self.copies = copies  # first, so that weights have the order of the layers
-            self.body = keras.Model(inputs, [tensors[id(tensor)] for tensor in made])
-            self.built = True
+            super().__init__(name=name, autocast=False)  # each layer converts its inputs itself
+            self.copies = [copy for copy in owned if isinstance(copy, keras.Layer)]
+            self.supports_masking = self.built = True
+
+        def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
+            """Leave masks to the layers."""
 
         def call(self, *inputs: Any, training: bool | None = None) -> Any:
-            outputs = self.body(tf.nest.flatten(inputs), training=training)
-            return tuple(outputs) if len(made) > 1 else outputs
+            if entry is not None:
+                arguments = inputs[0] if len(inputs) == 1 else list(inputs)
+                inputs = entry.call(arguments, mask=keras.tree.map_structure(mask_of, arguments))
+            tensors = dict(zip(map(id, given), keras.tree.flatten(inputs)))
+            options = {} if training is None else {"training": training}
+            for call, copy in calls:
+                outputs = call.run(copy, tensors, **options)
+                tensors.update(zip(map(id, call.outputs), keras.tree.flatten(outputs)))
+            results = keras.tree.map_structure(lambda tensor: tensors[id(tensor)], result)
+            return results[0] if isinstance(results, list | tuple) and len(results) == 1 else results
 
     return Stage()
 
 
-def _crossing(layers: Sequence[Any], stop: int, outputs: Sequence[Any]) -> list[Any]:
-    """What is made before layer `stop` and taken by it or later ones, or given by the model."""
-    after = layers[stop:]
-    made_after = {id(tensor) for layer in after for tensor in outputs_of(layer)}
-    taken = [tensor for layer in after for tensor in inputs_of(layer)] + list(outputs)
+def _crossing(calls: Sequence[LayerCall], stop: int, outputs: Sequence[Any]) -> list[Any]:
+    """What is made before call `stop` and taken by it or later ones, or given by the model."""
+    after = calls[stop:]
+    made_after = {id(tensor) for call in after for tensor in call.outputs}
+    taken = [tensor for call in after for tensor in call.inputs] + list(outputs)
     crossing = {id(tensor): tensor for tensor in taken if id(tensor) not in made_after}
     return list(crossing.values())
 
@@ -215,20 +208,20 @@ def _bytes_of(layer: Any) -> int:
     return sum(v.value.shape.num_elements() * v.value.dtype.size for v in getattr(layer, "variables", ()))
 
 
-def _seconds_of(layer: Any) -> float:
+def _seconds_of(call: LayerCall) -> float:
     """What a call takes, in a graph, on random rows."""
     import keras
 
-    args, kwargs = arguments_of(layer, _random_inputs(layer))
+    tensors = random_tensors(call.inputs)
 
     @tf.function(autograph=False)
-    def call() -> Any:
+    def run() -> Any:
         with keras.StatelessScope():  # the model does not change
-            return layer(*args, **kwargs)
+            return call.run(call.layer, tensors)
 
     times = []
     for _ in range(1 + _TIMES):
         began = time.perf_counter()
-        tf.nest.map_structure(lambda leaf: leaf.numpy(), call())  # on an accelerator, a call ends before its work
+        tf.nest.map_structure(lambda leaf: leaf.numpy(), run())  # on an accelerator, a call ends before its work
         times.append(time.perf_counter() - began)
     return median(times[1:])

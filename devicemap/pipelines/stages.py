@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from devicemap._tensorflow.keras import is_training
-from devicemap.compile.audit import Treatment
+import tensorflow as tf
+
+from devicemap._tensorflow.keras import is_seed, is_training, layers_of, notes_of, replacing, set_note
+from devicemap.compile.audit import WRITES
+from devicemap.compile.graph_builder import depends_on
 from devicemap.compile.random import Stream, Streams
 from devicemap.compile.trace import Traced, trace
-from devicemap.data.structure import freeze
+from devicemap.data.rows import count_rows
+from devicemap.data.structure import as_nodes, as_objects, freeze
 from devicemap.devices import choose_devices
 from devicemap.errors import FunctionError, OptionError, function_error
 from devicemap.events import short_name
@@ -30,51 +38,148 @@ def devices_of_stages(stages: int, devices: Any) -> list[str]:
     return list(known[:stages])
 
 
+@dataclass(frozen=True)
+class Passed:
+    """What goes from stage to stage: the leaves of a nest, and then tensors that Keras attached to them, such as masks."""
+
+    nest: Any
+    """A nest of `tf.TypeSpec`s `[None, ...]`."""
+
+    notes: dict[tuple[int, str], Any]
+    """The `tf.TypeSpec` of each attached tensor, by the index of its leaf and the name of the attribute."""
+
+    def unpacked(self, tensors: Sequence[Any]) -> Any:
+        """Return the nest of tensors, with what is attached to them."""
+        count = len(tf.nest.flatten(self.nest))
+        for (i, name), note in zip(self.notes, tensors[count:]):
+            set_note(tensors[i], name, note)
+        return as_objects(tf.nest.pack_sequence_as(self.nest, list(tensors[:count])))
+
+
+def notes_by_leaf(leaves: Sequence[Any]) -> dict[tuple[int, str], Any]:
+    """Return the tensors that Keras attached to leaves, by the index of the leaf and the name of the attribute."""
+    return {(i, name): note for i, leaf in enumerate(leaves) for name, note in notes_of(leaf).items()}
+
+
+@dataclass(frozen=True)
+class TracedStage:
+    """A stage, traced for what it takes. It returns the leaves of `passed`, and then a vector `[rows]` for each loss."""
+
+    traced: Traced
+    passed: Passed
+    losses: tuple[tuple[Any, bool], ...]
+    """For each loss, the layer that adds it, and whether it is a sum over rows: the sum of its vector, else the mean."""
+
+    mixes_rows: bool
+    """Whether layers write variables other than seeds, as batch normalization does in training."""
+
+
 class Stage:
     """A function of batches, traced for what it takes."""
 
-    def __init__(self, function: Callable[..., Any], name: str):
+    def __init__(self, function: Callable[..., Any], name: str, added_losses: str | None = None):
         """`name` is for errors: "stage 0 of 2"."""
-        self._function, self._name = function, name
-        self._known: dict[Any, Traced] = {}
+        self._function, self._name, self._added_losses = function, name, added_losses
+        self.layers = layers_of(function)
+        self._known: dict[Any, TracedStage] = {}
         self._streams = Streams()
 
-    def traced(self, specs: Any) -> Traced:
-        """What it is for a nest of these specs, `[None, ...]`.
+    def traced(self, given: Passed) -> TracedStage:
+        """What it is for these rows.
 
         Raises:
             FunctionError: it cannot be traced, or does not return rows.
         """
-        key = freeze(specs), is_training()
-        traced = self._known.get(key) or self._trace(specs)
-        if all(hasattr(tensor, "numpy") for tensor in traced.captures):  # else of the graph being built
-            self._known[key] = traced
-        return traced
+        key = freeze((given.nest, given.notes)), is_training(), *(layer.trainable for layer in self.layers)
+        stage = self._known.get(key) or self._trace(given)
+        if all(hasattr(tensor, "numpy") for tensor in stage.traced.captures):  # else of the graph being built
+            self._known[key] = stage
+        return stage
 
-    def of_microbatches(self, specs: Any, count: int) -> list[Traced]:
+    def of_microbatches(self, given: Passed, count: int) -> list[TracedStage]:
         """What each microbatch of a graph calls: traces of their own where ops keep something for each, as for devices of a
         map: random ops with seeds, Python functions that a tape follows."""
-        traced = self.traced(specs)
-        if not traced.audit.seeded and not traced.audit.python:
-            return [traced] * count
-        return [self._trace(specs, self._streams.next()) for _ in range(count)]
+        stage = self.traced(given)
+        if not stage.traced.audit.seeded and not stage.traced.audit.python:
+            return [stage] * count
+        return [self._trace(given, self._streams.next()) for _ in range(count)]
 
-    def _trace(self, specs: Any, stream: Stream | None = None) -> Traced:
-        try:
-            return trace(self._function, specs, Options(batched=True), stream)
-        except FunctionError as error:
-            original = error.__cause__ or error
-            raise function_error(f"{self._name}: {error}", original) from original
+    def _trace(self, given: Passed, stream: Stream | None = None) -> TracedStage:
+        found: dict[str, Any] = {}
+
+        def run(*arguments: Any) -> Any:
+            if given.notes:
+                nest = given.unpacked([*tf.nest.flatten(arguments[0]), *arguments[1]])
+                arguments = nest if type(nest) is tuple else (nest,)
+            return self._with_extras(arguments, self._function(*arguments), added, found)
+
+        function: Any = partial(run)
+        with suppress(TypeError, ValueError):
+            function.__signature__ = inspect.signature(self._function)  # errors describe it
+        specs = (given.nest, tuple(given.notes.values())) if given.notes else given.nest
+        added: list[Any] = []
+        with ExitStack() as replaced:
+            for layer in self.layers:
+                replaced.enter_context(_recording_losses(layer, added))
+            try:
+                traced = trace(function, specs, Options(batched=True), stream)
+            except FunctionError as error:
+                original = error.__cause__ or error
+                raise function_error(f"{self._name}: {error}", original) from original
+        if "undeclared" in found:
+            raise FunctionError(
+                f"{self._name}: {found['undeclared']} adds a loss that depends on the rows, by add_loss or an "
+                "activity_regularizer, and a stage sees one microbatch; give the Pipeline added_losses='sum' if such losses "
+                "are sums over rows, or added_losses='mean' if they are means"
+            )
+        nest, notes = traced.nest_of_specs, dict[tuple[int, str], Any]()
+        if found["extras"]:
+            nest, of_notes, _ = nest
+            notes = dict(zip(found["noted"], of_notes))
+        handles = {id(v.value.handle) for layer in self.layers for v in layer.variables if not is_seed(v)}
+        written = _written(traced)
+        return TracedStage(traced, Passed(nest, notes), tuple(found["losses"]), bool(handles & {*map(id, written)}))
+
+    @tf.autograph.experimental.do_not_convert
+    def _with_extras(self, arguments: Any, results: Any, added: list[Any], found: dict[str, Any]) -> Any:
+        """Return the results of a call with what is attached to them and a vector for each loss, if there are any."""
+        leaves, rows = tf.nest.flatten(results), tf.nest.flatten(arguments)
+        if self.layers:
+            results = as_nodes(results, lists=lambda _: True)
+        notes = notes_by_leaf(leaves)
+        losses, vectors = [], []
+        for layer, loss in added:
+            of_rows, count = depends_on(loss, rows), count_rows(rows[0])
+            if of_rows and self._added_losses is None:
+                found["undeclared"] = layer.name
+            is_sum = of_rows and self._added_losses == "sum"
+            share = tf.math.divide_no_nan(loss, tf.cast(count, loss.dtype)) if is_sum else loss
+            losses.append((layer, is_sum))
+            vectors.append(tf.fill([count], share))
+        found |= {"noted": [*notes], "losses": losses}
+        found["extras"] = bool(notes or added)
+        added.clear()
+        return (results, tuple(notes.values()), tuple(vectors)) if found["extras"] else results
+
+
+def _recording_losses(layer: Any, added: list[Any]) -> Any:
+    """Let a layer append its losses, each as (layer, loss), to a list in this context."""
+
+    def add_loss(loss: Any) -> None:
+        added.extend((layer, each) for each in tf.nest.flatten(loss))
+
+    return replacing(layer, add_loss=add_loss)
+
+
+def _written(traced: Traced) -> list[Any]:
+    """Return the captured handles that a function writes."""
+    pairs = zip(traced.captures, traced.audit.treatments)
+    return [handle for handle, treatment in pairs if treatment in WRITES]
 
 
 def run_in_turn(stages: Sequence[Traced]) -> bool:
     """Whether TensorFlow runs all microbatches of a stage before those of another one, whatever the schedule: gradients of
     Python functions do, and stages of which one writes a variable of another one's."""
-    users = Counter(id(handle) for stage in stages for handle in stage.concrete.captured_inputs)
-    written = {
-        id(handle)
-        for stage in stages
-        for handle, treatment in zip(stage.concrete.captured_inputs, stage.audit.treatments)
-        if treatment not in (None, Treatment.READ)
-    }
-    return any(stage.audit.python for stage in stages) or any(users[handle] > 1 for handle in written)
+    users = Counter(id(handle) for stage in stages for handle in stage.captures)
+    written = (handle for stage in stages for handle in _written(stage))
+    return any(stage.audit.python for stage in stages) or any(users[id(handle)] > 1 for handle in written)

@@ -21,6 +21,7 @@ from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, moments_by, without_activity_regularizer
 from devicemap.compile.audit import audit, op_types
 from devicemap.compile.gather import with_row_counts_checked
+from devicemap.compile.graph_builder import depends_on
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import JoinedShards, as_states
 from devicemap.compile.replicas import split_seeds
@@ -34,7 +35,7 @@ from devicemap.training.filled_rows import FilledShards, counted, filled
 from devicemap.training.lockstep import Lockstep
 from devicemap.training.recomputation import recomputed
 from devicemap.training.row_losses import RowLosses
-from devicemap.training.stateless import Given, Passed, collecting, depends_on, meeting, pure, recomputing
+from devicemap.training.stateless import Given, Passed, collecting, meeting, pure, recomputing
 from devicemap.training.transfers import sent
 
 if TYPE_CHECKING:

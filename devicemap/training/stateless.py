@@ -24,6 +24,7 @@ from devicemap._tensorflow.keras import (
     set_note,
     sublayers_of,
 )
+from devicemap.compile.graph_builder import depends_on
 from devicemap.data.rows import count_rows
 from devicemap.errors import failure
 from devicemap.training.lockstep import Lockstep
@@ -293,20 +294,6 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
     )
     losses = [loss for _, loss in scope.added]
     return [*flat, *(note for each in notes for note in each.values())], [*losses, *updates.values()], what
-
-
-def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
-    """Return whether a tensor of a graph is computed from one of these: dense, ragged or sparse tensors."""
-    sources = tf.nest.flatten(list(sources), expand_composites=True)
-    looked_at, left = set(), [tensor]
-    while left:
-        each = left.pop()
-        if any(each is source for source in sources):
-            return True
-        if id(each.op) not in looked_at:
-            looked_at.add(id(each.op))
-            left += each.op.inputs
-    return False
 
 
 def meeting(layers: Sequence[Any], lockstep: Lockstep, weights: Any) -> AbstractContextManager[None]:

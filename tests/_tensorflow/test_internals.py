@@ -30,6 +30,7 @@ from devicemap._tensorflow.gradients import (
 )
 from devicemap._tensorflow.memory import allocator_bytes
 from devicemap._tensorflow.pfor import take_all_rows
+from devicemap._tensorflow.placement import run_beside_inputs
 
 pytestmark = pytest.mark.private("what is tested here")
 
@@ -287,3 +288,28 @@ def test_gradients_of_a_replica_go_to_its_value(loop: bool) -> None:
     assert rows.numpy().tolist() == [6.0, 8.0]
     assert tf.convert_to_tensor(tape.gradient(rows, original)).numpy().tolist() == [0.0, 7.0]
     assert gradient(tf.constant([3.0, 4.0])).numpy().tolist() == [0.0, 28.0 if loop else 7.0]
+
+
+def test_ops_beside_their_inputs() -> None:
+    devices = [f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in (1, 2)]
+
+    @tf.function
+    def call(x: tf.Tensor) -> tf.Tensor:
+        with tf.device(devices[0]):
+            one = x + 1.0
+        with tf.device(devices[1]):
+            run_beside_inputs(devices)
+            other = x + 2.0
+        passed = tf.identity_n([one, other])
+        found.append([(x * 1.0).device, (other * 1.0).device, (passed[1] * passed[0]).device])
+        with tf.device(devices[0]):
+            found.append([(other * 1.0).device])
+        return tf.gradients(sevenfold(one, other)[1] * 1.0, [other])[0]
+
+    @tf.custom_gradient
+    def sevenfold(*values: tf.Tensor) -> Any:
+        return tuple(map(tf.identity, values)), lambda *upstream: [7.0 * each for each in upstream]
+
+    found: list[list[str]] = []
+    np.testing.assert_equal(call(X).numpy(), np.full_like(X, 7.0))
+    assert found == [["", devices[1], devices[1]], [devices[0]]]

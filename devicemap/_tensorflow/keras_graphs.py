@@ -1,0 +1,49 @@
+"""The undocumented names of Keras that describe the calls in a functional model. `split` uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap._tensorflow.keras import _global, is_stateless, is_training, layers_of
+
+
+def graph_of(model: Any) -> Any | None:
+    """Return the functional model in a built Sequential, or a functional model itself; `None` if `call` does something else."""
+    graph = getattr(model, "_functional", model)
+    known = hasattr(graph, "_nodes_by_depth") and type(model).call.__module__.startswith("keras.src.models.")
+    return graph if known else None
+
+
+def nodes_of(graph: Any) -> list[Any]:
+    """Return the nodes of a functional model, which are calls of layers and other ops, in the order in which Keras runs them.
+
+    A node has `operation`, `arguments` with the method `fill_in(tensors by id)`, and the list `outputs`.
+    """
+    by_depth = graph._nodes_by_depth
+    return [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth] if not node.is_input]
+
+
+def structures_of(graph: Any) -> tuple[Any, Any]:
+    """Return the nests of a functional model's symbolic inputs and outputs."""
+    return graph._inputs_struct, graph._outputs_struct
+
+
+def begin_call(layers: Sequence[Any]) -> None:
+    """Prepare a call of layers as Keras does.
+
+    Outside of a call of another layer, it removes losses of the previous call. Within a training step in a graph, it builds the
+    model's optimizer outside of the graph, where Keras creates slots on the devices of their variables.
+    """
+    call = _global("current_call_ctx")
+    if call is None:
+        for layer in layers:
+            layer._clear_losses()
+    elif is_training() and not is_stateless() and not tf.executing_eagerly():
+        model = call.entry_layer
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None and not optimizer.built and all(layer.built for layer in layers_of(model)):
+            with tf.init_scope():
+                optimizer.build(model.trainable_variables)

@@ -1,0 +1,64 @@
+"""Ops without a device, in graphs that are being built, beside what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import tensorflow as tf
+
+from devicemap._tensorflow import Private, nothing, with_fallback
+
+_graphs = Private("tensorflow.python.framework.ops", "Graph._device_function_stack", "Operation._update_input")
+_stacks = Private("tensorflow.python.framework.traceable_stack", "TraceableStack")
+
+_devices: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""The devices of each graph that `run_beside_inputs` has changed."""
+
+
+@with_fallback(nothing, _graphs, _stacks)
+def run_beside_inputs(devices: Iterable[str]) -> None:
+    """Place later ops of the graph being built on the device of their first input that is on one of `devices`.
+
+    This includes the graphs around it. Scalars do not count. An optimizer then updates variables and slots where they are,
+    instead of on the first GPU. A `tf.device` scope takes precedence, because the device function is the outermost one of its
+    graph. A scope cannot do this: the user's code calls the optimizer after the pipeline has returned.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "building_function", False):
+        if graph not in _devices:
+            _devices[graph] = set()
+            stack = graph._device_function_stack._stack
+            with graph.device(partial(_beside_inputs, _devices[graph])):
+                scope = stack[-1]
+            stack.insert(0, scope)
+        _devices[graph].update(devices)
+        graph = graph.outer_graph
+
+
+def _beside_inputs(devices: set[str], op: Any) -> str:
+    for i, tensor in enumerate(op.inputs):
+        if _is_group(tensor.op) and len({_home_of(each) for each in tensor.op.inputs} & devices) > 1:
+            # Keras's optimizers pass all gradients through one op, which would bring them to one device.
+            op._update_input(i, tensor.op.inputs[tensor.value_index])
+    if op.device:
+        return str(op.device)
+    homes = (_home_of(tensor) for tensor in op.inputs if tensor.shape.rank != 0)
+    return next((home for home in homes if home in devices), "")
+
+
+def _is_group(op: Any) -> bool:
+    """Whether an op is a `tf.group` or `tf.tuple` of tensors, and not the results of a `tf.custom_gradient`."""
+    return op.type == "IdentityN" and "_gradient_op_type" not in op.node_def.attr
+
+
+def _home_of(tensor: Any) -> str:
+    if tensor.device or tensor.op.type != "ReadVariableOp":
+        return str(tensor.device)
+    handle, graph = tensor.op.inputs[0], tensor.graph
+    while handle is not None and not hasattr(handle, "numpy"):  # captured, perhaps by a function around this one
+        handle = next((outside for outside, inside in graph.captures if inside is handle), None)
+        graph = graph.outer_graph
+    return "" if handle is None else str(handle.device)

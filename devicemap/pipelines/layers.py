@@ -1,0 +1,217 @@
+"""The calls of layers in a Keras model, and copies of layers on other devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product, zip_longest
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap._tensorflow.keras import layers_of
+from devicemap._tensorflow.keras_graphs import graph_of, nodes_of, structures_of
+from devicemap.errors import OptionError
+from devicemap.inspect.differences import find_difference
+
+ROWS = 32
+"""Rows of the batch that layers are compared and timed on. It also replaces unknown dimensions."""
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A call of a layer, or of another op, in a model. A `keras.KerasTensor` stands for each tensor."""
+
+    layer: Any
+    args: Any
+    kwargs: Any
+    outputs: list[Any]
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The symbolic tensors among its arguments."""
+        import keras
+
+        return [leaf for leaf in keras.tree.flatten((self.args, self.kwargs)) if isinstance(leaf, keras.KerasTensor)]
+
+    def run(self, layer: Any, tensors: dict[int, Any], **options: Any) -> Any:
+        """Call the layer, or its copy, with these tensors by the `id` of the symbolic ones."""
+        import keras
+
+        args, kwargs = keras.tree.map_structure(lambda leaf: tensors.get(id(leaf), leaf), (self.args, self.kwargs))
+        return layer(*args, **(kwargs | options if isinstance(layer, keras.Layer) else kwargs))
+
+
+def layer_calls(model: Any) -> tuple[list[LayerCall], list[Any], Any]:
+    """Return the calls of layers in a Sequential or functional model, its inputs, and the nest of its outputs.
+
+    Calls of nested models are replaced by those of their layers, if they get tensors of their dtype and rank, and nothing else.
+
+    Raises:
+        OptionError: for another model, and one whose layers are trainable while the model is not.
+    """
+    import keras
+
+    graph = graph_of(model)
+    if graph is None:
+        raise OptionError(
+            f"model is a {type(model).__name__} whose layers are not known as a graph; expected a built Sequential or "
+            "functional Keras model. Give a Pipeline functions of your own as stages"
+        )
+    inputs = [keras.KerasTensor(tensor.shape, tensor.dtype) for tensor in graph.inputs]
+    calls, outputs = _calls_in(model, inputs, None)
+    return calls, inputs, outputs
+
+
+def _calls_in(model: Any, inputs: Sequence[Any], training: Any) -> tuple[list[LayerCall], Any]:
+    import keras
+
+    if not model.trainable and any(layer.trainable_weights for layer in layers_of(model)):
+        raise OptionError(f"{model.name} is not trainable and has layers that are; set their `trainable` to False")
+    graph: Any = graph_of(model)
+    tensors, calls = dict(zip(map(id, graph.inputs), inputs)), []
+    for node in nodes_of(graph):
+        args, kwargs = node.arguments.fill_in(tensors)
+        if training is not None and isinstance(node.operation, keras.Layer):
+            kwargs = {**kwargs, "training": training}
+        given = list(args[0]) if len(args) == 1 and isinstance(args[0], list | tuple) else list(args)
+        if _is_transparent(node.operation, given, kwargs):
+            inner, results = _calls_in(node.operation, given, kwargs.get("training"))
+            calls += inner
+            outputs = keras.tree.flatten(results)
+        else:
+            outputs = [keras.KerasTensor(tensor.shape, tensor.dtype) for tensor in node.outputs]
+            calls.append(LayerCall(node.operation, args, kwargs, outputs))
+        tensors.update(zip(map(id, node.outputs), outputs))
+    return calls, keras.tree.map_structure(lambda tensor: tensors[id(tensor)], structures_of(graph)[1])
+
+
+def _is_transparent(layer: Any, given: Sequence[Any], kwargs: Any) -> bool:
+    """Whether a call of a nested model is that of its layers: Keras converts tensors of other dtypes and ranks."""
+    import keras
+
+    graph = graph_of(layer)
+    others = {name for name, value in kwargs.items() if value is not None} - {"training"}
+    if graph is None or others or isinstance(structures_of(graph)[0], dict):
+        return False
+    return len(given) == len(graph.inputs) and all(
+        isinstance(tensor, keras.KerasTensor)
+        and (tensor.dtype, len(tensor.shape)) == (expected.dtype, len(expected.shape))
+        for tensor, expected in zip(given, graph.inputs)
+    )
+
+
+def copied(call: LayerCall, device: str) -> Any:
+    """Return a copy of the layer of a call, with its variables on a device and with the values of the layer.
+
+    Raises:
+        OptionError: the layer has no copy, or that computes something else.
+    """
+    import keras
+
+    layer = call.layer
+    try:
+        with tf.device(device):
+            copy = _from_config(layer)
+            if isinstance(layer, keras.Layer):
+                if layer.built:
+                    copy.build_from_config(layer.get_build_config())
+                for own, other in zip(layers_of(layer), layers_of(copy)):
+                    if hasattr(own, "save_assets"):  # a vocabulary
+                        with TemporaryDirectory() as folder:
+                            own.save_assets(folder)
+                            other.load_assets(folder)
+                copy_values(layer, copy)
+                _copy_settings(layer, copy)
+    except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
+        raise OptionError(
+            f"{layer.name} cannot be copied to its stage by get_config and build of {type(layer).__name__}: {error}"
+        ) from error
+    _check_copy(call, copy)
+    return copy
+
+
+def _from_config(layer: Any) -> Any:
+    import keras
+
+    config = layer.get_config()
+    if type(layer) is keras.layers.Lambda:  # Keras refuses to load the code of its function
+        config |= {"function": layer.function, "mask": layer.mask, "output_shape": layer._output_shape}
+        return keras.layers.Lambda(**config | {"dtype": layer.dtype_policy})
+    return type(layer).from_config(config)
+
+
+def copy_values(source: Any, target: Any) -> None:
+    """Assign the values of a layer's variables to those of another one.
+
+    Raises:
+        ValueError: the variables of the two differ in number, shape or dtype.
+    """
+    for own, other in zip_longest(source.variables, target.variables):
+        found, expected = (None if v is None else (tuple(v.shape), v.dtype) for v in (other, own))
+        if found != expected:
+            raise ValueError(f"{source.name} has a variable {expected} where {target.name} has {found}")
+        other.assign(own)
+    for each in layers_of(target):
+        if hasattr(each, "finalize_state"):  # computes what is used from the weights, as in Normalization
+            each.finalize_state()
+
+
+def _copy_settings(source: Any, target: Any) -> None:
+    """Give a copy what users change after a layer is made."""
+    for own, other in zip(layers_of(source), layers_of(target), strict=True):
+        other.trainable = own.trainable
+        other.activity_regularizer = own.activity_regularizer
+    for own, other in zip(source.variables, target.variables):
+        other.trainable, other.regularizer, other.constraint = own.trainable, own.regularizer, own.constraint
+
+
+def _check_copy(call: LayerCall, copy: Any) -> None:
+    """Compare outputs and losses of a layer and its copy, unless they change from call to call."""
+    import keras
+
+    modes = [{"training": False}, {"training": True}] if isinstance(call.layer, keras.Layer) else [{}]
+    for largest, mode in product([1.0, 100.0], modes):
+        tensors = random_tensors(call.inputs, largest)
+        try:
+            first, again, other = (list(_results(call, each, tensors, mode)) for each in (call.layer, call.layer, copy))
+        except tf.errors.InvalidArgumentError:
+            if largest > 1:
+                continue  # indices out of range
+            raise
+        difference = _difference(other, first)
+        if difference and not _difference(again, first):
+            raise OptionError(
+                f"a copy of {call.layer.name} by get_config and variables of {type(call.layer).__name__} computes something "
+                f"else: {difference}. Let them return all variables and attributes that call() uses"
+            )
+
+
+def _results(call: LayerCall, layer: Any, tensors: dict[int, Any], mode: Any) -> Iterator[Any]:
+    import keras
+
+    with keras.StatelessScope(collect_losses=True) as scope:  # the model does not change
+        yield from tf.nest.flatten(call.run(layer, tensors, **mode))
+        yield from scope.losses
+
+
+def _difference(outputs: Sequence[Any], wanted: Sequence[Any]) -> str | None:
+    if len(outputs) != len(wanted):
+        return f"{len(outputs)} outputs and losses, not {len(wanted)}"
+    found = (find_difference("an output", *pair, tolerance=1e-3) for pair in zip(outputs, wanted))
+    return next(filter(None, found), None)
+
+
+def random_tensors(symbolic: Sequence[Any], largest: float = 1.0) -> dict[int, Any]:
+    """Return random rows for symbolic tensors, by `id`. Integers are 0 or 1: an index to layers that take one."""
+
+    def random(tensor: Any) -> Any:
+        dtype = tf.as_dtype(tensor.dtype)
+        shape = [size or ROWS for size in tensor.shape]
+        if dtype == tf.string:
+            return tf.zeros(shape, dtype)
+        low, high, drawn = (-largest, largest, tf.float32) if dtype.is_floating else (0, 2, tf.int32)
+        return tf.cast(tf.random.stateless_uniform(shape, [0, 0], low, high, drawn), dtype)
+
+    return {id(tensor): random(tensor) for tensor in symbolic}

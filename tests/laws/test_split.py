@@ -1,0 +1,283 @@
+"""The stages of a split Keras model compute, train and are saved as the model, which does not change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from devicemap import Pipeline, split
+from devicemap.errors import FunctionError
+
+DEVICE_COUNTS = (3, 4)
+
+layers = keras.layers
+ids = np.array([[1, 2, 0, 0], [3, 0, 0, 0], [4, 4, 4, 4], [1, 1, 5, 0], [2, 3, 4, 0], [7, 0, 0, 0], [8, 8, 0, 0]])
+x = np.random.default_rng(0).normal(size=[7, 4]).astype("float32")
+images = np.random.default_rng(1).uniform(size=[7, 6, 6, 3]).astype("float32")
+
+
+class Piped(keras.Model):
+    """A model that is a pipeline of stages."""
+
+    def __init__(self, stages: Any, devices: Any, **options: Any) -> None:
+        super().__init__()
+        self.stages, self.pipe = stages, Pipeline(stages, devices, **options)
+        self.built = True
+
+    def call(self, rows: Any, training: bool | None = None) -> Any:
+        return self.pipe(rows)
+
+
+class Scaled(layers.Layer):
+    """A custom layer with an argument, state that depends on rows, a draw, or a loss."""
+
+    def __init__(
+        self, scale: float = 1.0, counts: bool = False, seed: int | None = None, loss: Any = None, **options: Any
+    ):
+        super().__init__(**options)
+        self.scale, self.counts, self.seed, self.loss = scale, counts, seed, loss
+        self.generator = None if seed is None else keras.random.SeedGenerator(seed)
+
+    def build(self, shape: Any) -> None:
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, rows: Any) -> Any:
+        if self.counts:
+            self.count.assign_add(1.0)
+        if self.loss:
+            reduce = tf.reduce_sum if self.loss == "sum" else tf.reduce_mean
+            self.add_loss(0.1 * reduce(tf.reduce_sum(rows**2, 1)))
+            self.add_loss(self.count + 3.0)
+        drawn = 0.0 if self.generator is None else keras.random.normal(tf.shape(rows), seed=self.generator)
+        return self.scale * (rows + self.count) + drawn
+
+    def get_config(self) -> dict[str, Any]:
+        own = {"scale": self.scale, "counts": self.counts, "seed": self.seed, "loss": self.loss}
+        return super().get_config() | own
+
+
+def chain(*inner: Any, shape: Any = (4,), **options: Any) -> Any:
+    return keras.Sequential([keras.Input(shape, **options), *inner])
+
+
+def dense(units: int = 4, **options: Any) -> Any:
+    return layers.Dense(units, **{"activation": "tanh"} | options)
+
+
+def residual() -> Any:
+    given = keras.Input([4])
+    h = dense(8)(given)
+    h = layers.Add()([h, dense(8)(h)])
+    return keras.Model(given, layers.Concatenate()([dense()(h), given]))
+
+
+def branched() -> Any:
+    given = keras.Input([4])
+    short, long, longer = (dense()(given) for _ in range(3))
+    for _ in range(2):
+        long, longer = dense()(long), dense()(longer)
+    joined = keras.layers.Concatenate()([short, long, longer])
+    return keras.Model(given, [dense()(joined), short])
+
+
+def added() -> Any:
+    model = keras.Sequential()
+    for each in (keras.Input([4]), dense(), dense(), dense()):
+        model.add(each)
+    return model
+
+
+def loaded(tmp_path: Path) -> Any:
+    added().save(tmp_path / "model.keras")
+    return keras.models.load_model(tmp_path / "model.keras")
+
+
+def nested() -> Any:
+    given = keras.Input([4])
+    inner = keras.Model(given, layers.Add()([given, dense()(given)]))
+    deep = chain(dense(), inner, chain(dense(), layers.Dropout(0.0)))
+    hidden = deep(keras.ops.tanh(deep(given)), training=False)
+    return keras.Model(given, {"first": keras.ops.multiply(hidden, 2), "second": dense(2)(inner(hidden))})
+
+
+def tied() -> Any:
+    given, layer = keras.Input([4]), dense()
+    return keras.Model(given, dense()(layer(dense()(layer(given)))))
+
+
+def dicts() -> Any:
+    given = {"a": keras.Input([4], name="a"), "b": keras.Input([4], name="b")}
+    hidden = layers.Subtract()([dense()(given["b"]), dense()(given["a"])])
+    return keras.Model(given, {"one": dense()(hidden), "two": dense()(given["b"])})
+
+
+def attended() -> Any:
+    given = keras.Input([4], dtype="int32")
+    hidden = layers.Embedding(9, 4, mask_zero=True)(given)
+    hidden = layers.MultiHeadAttention(2, 3)(hidden, value=hidden)
+    return keras.Model(given, dense()(layers.GlobalAveragePooling1D()(hidden)))
+
+
+def adapted() -> Any:
+    normalization = layers.Normalization()
+    normalization.adapt(3 * x + 5)
+    return chain(normalization, dense(), dense(2))
+
+
+def looked_up() -> Any:
+    lookup = layers.IntegerLookup(output_mode="multi_hot")
+    lookup.adapt(ids)
+    return chain(lookup, dense(), dense(2), dtype="int32")
+
+
+def frozen() -> Any:
+    model = chain(dense(), layers.BatchNormalization(), dense())
+    model.layers[1].trainable = model.layers[2].trainable = False
+    return model
+
+
+def regularized() -> Any:
+    options = {"kernel_regularizer": "l2", "kernel_constraint": "max_norm", "activity_regularizer": "l2"}
+    return chain(dense(**options), layers.ActivityRegularization(l1=0.1), dense(**options))
+
+
+def ids_masked(*inner: Any) -> Any:
+    return chain(layers.Embedding(9, 4, mask_zero=True), *inner, dtype="int32")
+
+
+def mixed() -> Any:
+    return chain(
+        dense(dtype="mixed_float16"), dense(dtype="float32"), dense(dtype="mixed_float16"), dense(dtype="float32")
+    )
+
+
+MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "residual": (residual, x, {}),
+    "branched": (branched, x, {}),
+    "added": (added, x, {}),
+    "nested": (nested, x, {}),
+    "tied": (tied, x, {}),
+    "dicts": (dicts, {"a": x, "b": x[::-1]}, {}),
+    "mask": (lambda: ids_masked(layers.LSTM(4)), ids, {}),
+    "masked output": (lambda: ids_masked(layers.LSTM(4, return_sequences=True), dense()), ids, {}),
+    "two directions": (lambda: ids_masked(layers.Bidirectional(layers.GRU(3)), dense()), ids, {}),
+    "attended": (attended, ids, {}),
+    "adapted": (adapted, x, {}),
+    "vocabulary": (looked_up, ids, {}),
+    "frozen": (frozen, x, {}),
+    "regularized": (regularized, x, {"added_losses": "mean"}),
+    "mixed precision": (mixed, x, {}),
+    "lambda": (lambda: chain(dense(), layers.Lambda(lambda rows: rows * 2), dense()), x, {}),
+    "convolution": (lambda: chain(layers.Conv2D(2, 3), layers.Flatten(), dense(), shape=(6, 6, 3)), images, {}),
+    "over time": (lambda: chain(layers.TimeDistributed(dense()), layers.Flatten(), dense(), shape=(6, 18)),
+                  images.reshape([7, 6, 18]), {}),
+    "batch normalization": (lambda: chain(dense(), layers.BatchNormalization(), dense()), x, {}),
+    "group normalization": (lambda: chain(dense(), layers.GroupNormalization(2), dense()), x, {}),
+    "spectral normalization": (lambda: chain(dense(), layers.SpectralNormalization(dense()), dense()), x, {}),
+    "state": (lambda: chain(dense(), Scaled(0.5, counts=True), dense()), x, {}),
+    "loss, sum": (lambda: chain(dense(), Scaled(loss="sum"), dense()), x, {"added_losses": "sum"}),
+    "loss, mean": (lambda: chain(dense(), Scaled(loss="mean"), dense()), x, {"added_losses": "mean"}),
+    "seed": (lambda: chain(dense(), Scaled(seed=3), dense()), x, {"microbatches": 1}),
+    "dropout": (lambda: chain(dense(), layers.Dropout(0.5), dense()), x, {"microbatches": 1}),
+    "noise": (lambda: chain(dense(), layers.GaussianNoise(0.5), dense()), x, {"microbatches": 1}),
+    "augmentation": (lambda: chain(layers.RandomFlip(), layers.Flatten(), dense(), shape=(6, 6, 3)), images,
+                     {"microbatches": 1}),
+}  # fmt: skip
+"""Models, rows, and options of the pipeline. One microbatch draws the numbers of the whole batch."""
+
+
+def fitted(model: Any, rows: Any, optimizer: Any = "adam", epochs: int = 2) -> list[float]:
+    """The losses of steps of 4 and 3 rows; Keras's losses read the masks of outputs."""
+    outputs = model.predict(rows, verbose=0)
+    targets = tf.nest.map_structure(lambda each: np.full_like(each, 0.5, "float32"), outputs)
+    if not getattr(model, "compiled", False):
+        model.compile(optimizer, tf.nest.map_structure(lambda _: "mse", outputs), jit_compile=False)
+    return model.fit(rows, targets, batch_size=4, epochs=epochs, shuffle=False, verbose=0).history["loss"]
+
+
+def assert_close(got: Any, wanted: Any) -> None:
+    keras.tree.map_structure(lambda *pair: np.testing.assert_allclose(*pair, rtol=2e-3, atol=1e-4), got, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:.*batch normalization")
+@pytest.mark.parametrize("name", [*MODELS, "loaded"])
+def test_stages_train_as_the_model(name: str, devices: list[str], tmp_path: Path) -> None:
+    make, rows, options = MODELS.get(name, (lambda: loaded(tmp_path), x, {}))
+    keras.utils.set_random_seed(1)
+    model = make()
+    stages = split(model, 3 if len(model.layers) > 2 else 2, "bytes", devices)
+    before, state = model.predict(rows, verbose=0), [variable.numpy() for variable in model.variables]
+    piped = Piped(stages, devices, **{"microbatches": 3} | options)
+    assert_close(piped.predict(rows, verbose=0), before)
+    losses = fitted(piped, rows)
+    after = piped.predict(rows, verbose=0)
+    np.testing.assert_equal([variable.numpy() for variable in model.variables], state)
+    assert_close(losses, fitted(model, rows))
+    assert_close(after, model.predict(rows, verbose=0))
+    other = make()
+    stages.copy_weights_to(other)
+    assert_close([variable.numpy() for variable in other.variables], [variable.numpy() for variable in model.variables])
+
+
+def test_save_load_and_continue_with_two_pipelines(devices: list[str], tmp_path: Path) -> None:
+    """Pipelines over one model are independent; the model keeps its traces and its optimizer."""
+    model, whole = (chain(dense(), layers.Dropout(0.0), dense(8), dense()) for _ in range(2))
+    whole.set_weights(model.get_weights())
+    fitted(whole, x)
+    one, other = (Piped(split(model, 3, "bytes", devices), devices, microbatches=3) for _ in range(2))
+    fitted(one, x)
+    fitted(model, x)
+    one.save_weights(tmp_path / "one.weights.h5")
+    other.load_weights(tmp_path / "one.weights.h5")
+    for each in (one, other, model):
+        assert_close(each.predict(x, verbose=0), whole.predict(x, verbose=0))
+    wanted = fitted(whole, x)
+    assert_close(fitted(one, x), wanted)
+    assert_close(fitted(model, x), wanted)
+    assert_close(tf.function(one)(x, training=True), whole.predict(x, verbose=0))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop", "adamw"])
+def test_optimizers_of_a_loop(optimizer: str, devices: list[str]) -> None:
+    model = tied()
+    stages = split(model, 3, "bytes", devices)
+
+    def trained(call: Any, variables: Any) -> list[float]:
+        own = keras.optimizers.get(optimizer)
+
+        @tf.function
+        def step(rows: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(call(rows) ** 2)
+            own.apply(tape.gradient(loss, variables), variables)
+            return loss
+
+        own.build(variables)
+        return [float(step(x)) for _ in range(3)]
+
+    variables = [variable for stage in stages for variable in stage.trainable_variables]
+    assert len(variables) == len(model.trainable_variables)
+    learned = trained(Pipeline(stages, devices, microbatches=3), variables)
+    assert_close(learned, trained(model, model.trainable_variables))
+
+
+def test_losses_need_to_be_known_as_sums_or_means(devices: list[str]) -> None:
+    pipe = Pipeline(split(chain(dense(), Scaled(loss="sum")), 2, "bytes", devices), devices)
+    with pytest.raises(FunctionError, match="added_losses='sum' if such"):
+        pipe(x)
+
+
+def test_losses_get_the_logits_of_the_last_activation(devices: list[str]) -> None:
+    """A softmax that rounds to 0 has an infinite loss without them."""
+    model = chain(dense(), layers.Lambda(lambda rows: 300 * rows), dense(3, activation="softmax"))
+    piped, labels = Piped(split(model, 3, "bytes", devices), devices, microbatches=3), np.arange(7) % 3
+    losses = []
+    for each in (model, piped):
+        each.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
+        losses.append(each.evaluate(x, labels, batch_size=4, verbose=0))
+    assert_close(*losses)
