@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import functions_within
 from devicemap._tensorflow.gradients import differentiate_in_place
-from devicemap._tensorflow.keras import batch_norms_of, is_seed, moments_by, without_activity_regularizer
+from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, without_activity_regularizer
 from devicemap.compile.audit import audit, op_types
 from devicemap.compile.gather import with_row_counts_checked
 from devicemap.compile.graph_builder import depends_on
@@ -27,7 +27,7 @@ from devicemap.compile.reduction import JoinedShards, as_states
 from devicemap.compile.replicas import split_seeds
 from devicemap.data.rows import HOST, as_rows, count_rows, take_rows
 from devicemap.devices import kind_of
-from devicemap.errors import failure
+from devicemap.errors import failure, warn_user
 from devicemap.run.graph_engine import GraphEngine
 from devicemap.run.in_function import call_inside
 from devicemap.run.mapper import NullObserver
@@ -62,6 +62,8 @@ class MappedCall:
         self._place = forward.home if _are_computed(given.rows) else HOST
         """Where the rows are cut."""
         self._passed: Passed
+        self._not_for_xla: str | None = None
+        """Why XLA does not compile the call, if it does not."""
 
     def run(self) -> list[Any]:
         """Run the call, as part of the function that is being traced or in eager code.
@@ -73,6 +75,12 @@ class MappedCall:
             FunctionError: the layer does what devices cannot do apart.
         """
         self._survey()
+        if self._not_for_xla and self._forward.model.jit_compile and not tf.executing_eagerly():
+            warn_user(
+                f"jit_compile=True is ignored for {self._layer.name}: {self._not_for_xla}. Compile the model with "
+                "jit_compile=False",
+                RuntimeWarning,
+            )
         if not self._meets:
             return self._apart()
         function = tf.function(self._in_lockstep, autograph=False).get_concrete_function(*self._rows)
@@ -95,6 +103,7 @@ class MappedCall:
             return tuple(with_row_counts_checked(results, returned, [count_rows(rows[0])], self._layer.name))
 
         options = {"devices": forward.devices, "batched": True, "output_device": forward.home, "name": self._layer.name}
+        options["jit_compile"] = bool(forward.model.jit_compile) and self._not_for_xla is None
         program = Program(of_rows, options).reducing(JoinedShards())
         forward.keep(program)
         if tf.executing_eagerly():
@@ -148,6 +157,7 @@ class MappedCall:
                 for leaf in self._rows
             )
         )
+        self._not_for_xla = self._reason_against_xla(concrete, dense)
         if audit(concrete).ordered or op_types(concrete) & _ADDS:  # each device would do it
             raise failure(
                 f"a layer of {layer.name} changes a tf.Variable or a table, which each device would do by its own rows; "
@@ -166,6 +176,17 @@ class MappedCall:
         others = drawn.keys() - {id(variable) for variable, _ in known}
         self._variables = [*known, *((drawn[seed], drawn[seed].value) for seed in others)]
         """What the layer has, and the seeds that it draws from, such as Keras's global one."""
+
+    def _reason_against_xla(self, concrete: Any, dense: bool) -> str | None:
+        if self._meets:
+            return "synchronized batch normalization exchanges values between devices"
+        if self._microbatches > 1 or self._forward.recomputed:
+            return "accumulate and recompute call layers again for their gradients"
+        if is_training() and audit(concrete).loops:
+            return "XLA does not compile a loop apart from its gradient"
+        if not dense or not all(isinstance(spec, tf.Tensor | tf.TensorSpec) for spec in concrete.structured_outputs):
+            return "XLA has no ragged or sparse tensors"
+        return "it runs eagerly" if tf.executing_eagerly() else None
 
     def _in_lockstep(self, *leaves: Any) -> list[Any]:
         """Run the call in shards that meet where statistics of all rows are taken, in the graph that is being traced."""

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -404,6 +405,35 @@ def test_really_parallel(model: Any, products: int) -> None:
     for plain in (tf.function(made), made.detach().predict_on_batch):
         assert {*placements(partitions(plain, X[:11]), "MatMul")} == {"CPU:0"}
     assert "detach" not in vars(made)
+
+
+@pytest.mark.private("inlining the calls, whose ops are otherwise in no partitioned graph of the step")
+@pytest.mark.in_ci(2)
+def test_xla_compiles_what_each_device_runs() -> None:
+    made = devicemap.parallelize(CASES["compiled by XLA"].made(), ["CPU:1", "CPU:2"])
+    graphs = partitions(made.train_on_batch, X[:11], Y[:11])
+    compiled = Counter(node.device[-5:] for graph in graphs for node in graph.node if "_XlaMustCompile" in node.attr)
+    assert compiled == {"CPU:1": 2, "CPU:2": 2}, "forwards and backwards"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("batch normalization", {}, "synchronized batch normalization"),
+        ("masks, gradients of slices", {}, "a loop"),
+        ("moving average", {"accumulate": 2}, "accumulate"),
+        ("moving average", {"recompute": True}, "recompute"),
+    ],
+)
+def test_a_warning_says_where_xla_does_not_compile(
+    name: str, options: dict[str, Any], reason: str, devices: list[str]
+) -> None:
+    case = CASES[name]
+    model = case.made()
+    model.jit_compile = True
+    with pytest.warns(RuntimeWarning, match=f"jit_compile=True is ignored for .*{reason}"):
+        fitted = case.fitted(devicemap.parallelize(model, devices, **options))
+    assert_close(fitted, {key: case.wanted[key] for key in fitted}, case.rtol)
 
 
 def instructed() -> keras.Model:
