@@ -304,6 +304,7 @@ CASES = {
     "batch normalization of images": Case(convolutional, data=IMAGES_DATA),
     "batch normalization, masked": Case(masked_normalization, data=WORDS_DATA),
     "batch normalization in each step": Case(in_each_step),
+    "batch normalization, synchronized by Keras": Case(lambda: normalized(synchronized=True)),
     "zero weights": Case(data={"x": X, "y": Y, "sample_weight": WEIGHTS * (np.arange(34) % 11 > 5)}),
     "batch normalization, frozen": Case(lambda: convolutional(trainable=False), data=IMAGES_DATA),
     "batch normalization, float16, several steps per execution": Case(

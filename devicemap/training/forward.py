@@ -14,13 +14,17 @@ import tensorflow as tf
 from devicemap._tensorflow.gradients import have_tangents
 from devicemap._tensorflow.keras import batch_norms_of, is_stateless, is_training, layers_of, replacing
 from devicemap.devices import choose_devices
-from devicemap.errors import DataError
+from devicemap.errors import DataError, failure
 from devicemap.training.mapped_call import MappedCall
 from devicemap.training.row_losses import RowLosses
-from devicemap.training.stateless import Given, add_loss, collecting
+from devicemap.training.stateless import Given, add_loss, collecting, is_collecting
 
 _FUNCTIONS = "_devicemap_functions"
 """Attribute of a graph: the functions that it keeps."""
+
+
+_REPLICA_CALLS = "all_reduce", "all_gather", "merge_call"
+"""Methods of `tf.distribute.ReplicaContext` that see other devices. Without a strategy they return what they are given."""
 
 
 class ForwardPass:
@@ -83,6 +87,11 @@ class ForwardPass:
         with ExitStack() as replaced:
             for layer, call in self._layers:
                 replaced.enter_context(replacing(layer, call=call, add_loss=partial(add_loss, layer)))
+            for norm in batch_norms_of(self.model):  # `batch_norm` says how devices meet
+                replaced.enter_context(replacing(norm, synchronized=False))
+            replica = tf.distribute.get_replica_context()
+            own = {name: partial(_as_one_device, name, getattr(replica, name)) for name in _REPLICA_CALLS}
+            replaced.enter_context(replacing(replica, **own))
             yield
 
     @tf.autograph.experimental.do_not_convert
@@ -121,3 +130,13 @@ class ForwardPass:
             mapped = MappedCall(self, layer, given, microbatches, row_losses)
             results = mapped.run()
         return mapped.collected(results)
+
+
+def _as_one_device(name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a method of a `tf.distribute.ReplicaContext` in a layer, and run it as it is in other threads."""
+    if is_collecting():
+        raise failure(
+            f"a layer calls {name} of tf.distribute, which does not see the rows of other devices here; compute what depends "
+            "on several rows in compute_loss, or in a train_step of the model"
+        )
+    return method(*args, **kwargs)

@@ -199,7 +199,7 @@ class ParallelModel:
         mapping = forward.mapping(count_of(data), microbatches, name != "predict_step", row_losses)
         with mapping, beside_variables(self._model):
             results = step(data)
-        if not forward.calls and not known and len(self._devices) > 1:
+        if not forward.calls and not known and len(self._devices) > 1 and count_of(data) != 0:
             warn_user(
                 f"{name} of {self._model.name} calls neither the model nor one of its layers on rows, so it runs on one "
                 "device. Let the model have the layers that it calls as attributes",

@@ -240,6 +240,11 @@ def _check_no_loop(seed: Any, outermost: Any) -> None:
         graph = graph.outer_graph
 
 
+def is_collecting() -> bool:
+    """Whether this thread is in a scope of `collecting`."""
+    return _scope.get(None) is not None
+
+
 def add_loss(layer: Any, loss: Any) -> None:
     """Add losses of a layer to the innermost scope of `collecting`, instead of to the layer."""
     import keras

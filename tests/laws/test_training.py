@@ -593,6 +593,23 @@ def test_outputs_that_are_no_rows_are_refused(name: str, batch_norm: Any, device
     np.testing.assert_equal(model.get_weights(), before)
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("name", ["momentum, clipnorm", "batch normalization"])
+def test_no_rows(name: str, devices: list[str]) -> None:
+    def found(model: keras.Model) -> Any:
+        history = model.fit(**STEPS | {"x": X, "y": Y, "validation_data": (X[:0], Y[:0])}).history
+        batches = [model.train_on_batch(X[:0], Y[:0]), model.test_on_batch(X[:0], Y[:0])]
+        return {
+            "history": history,
+            "batches": batches,
+            "empty": model.predict_on_batch(X[:0]),
+            "weights": model.get_weights(),
+        }
+
+    made = CASES[name].made
+    assert_close(found(devicemap.parallelize(made(), devices)), found(made()))
+
+
 def varying() -> keras.Model:
     given = keras.Input([None, 6])
     return keras.Model(given, [layers.Dense(2)(given), layers.GlobalMaxPooling1D()(given)])
@@ -635,6 +652,10 @@ def test_added_losses_are_not_needed_to_predict(options: dict[str, Any], layer: 
                 call(X, Y, verbose=0)
 
 
+def reduced(value: Any) -> Any:
+    return tf.distribute.get_replica_context().all_reduce("SUM", value)
+
+
 @pytest.mark.parametrize("norm", [[], [layers.BatchNormalization]], ids=["", "batch normalization"])
 @pytest.mark.parametrize(
     ("layer", "word"),
@@ -645,8 +666,9 @@ def test_added_losses_are_not_needed_to_predict(options: dict[str, Any], layer: 
         (lambda: Effect(lambda mean, x: mean.update_state(x), keras.metrics.Mean()), "none of the model's variables"),
         (lambda: Effect(lambda mean, x: mean.assign(mean + tf.reduce_mean(x)), tf.Variable(0.0)), "add_weight"),
         (lambda: Effect(lambda count, _: count.assign_add(1.0), tf.Variable(0.0)), "add_weight"),
+        (lambda: layers.Lambda(lambda x: x - reduced(tf.reduce_sum(x, 0))), "all_reduce of tf.distribute"),
     ],
-    ids=["a value of rows", "a loss", "a regularizer of outputs", "a metric", "a variable", "a tally"],
+    ids=["a value of rows", "a loss", "a regularizer of outputs", "a metric", "a variable", "a tally", "a replica"],
 )
 def test_what_devices_cannot_do_apart_is_refused(layer: Any, word: str, norm: Any, devices: list[str]) -> None:
     model = devicemap.parallelize(Case(lambda: sequential(layer(), *(each() for each in norm))).made(), devices)
