@@ -3,8 +3,8 @@
 A function that reads a variable of another device fetches it at each read, in a loop in each step. A replica on the
 device of the slot is assigned once per call. One rule, `copies_variables`, says which graphs use replicas. Variables in
 `in_place` have none, nor has state that `fn` writes. Seeds that a call advances differ between slots. A captured tensor
-never changes: each device gets it once for all calls, or once per call if gradients go through it. Another host gets a
-value once.
+never changes: each device gets it once for all calls, or once per call if gradients go through it. Values are sent along
+trees, and another host gets a value once.
 
 All maps share the replicas on a device. A call in chunks has its own, because it sees one value until it ends. Two
 threads that call at once while a variable changes may see either value.
@@ -26,6 +26,7 @@ from devicemap._tensorflow.gradients import fanned_out, holds_gradients, redirec
 from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.trace import Traced
+from devicemap.compile.transfers import send_along_tree
 from devicemap.data.rows import home_of
 from devicemap.devices import is_out_of_memory
 from devicemap.errors import brief, function_error
@@ -36,17 +37,16 @@ from devicemap.hosts import host_of, is_remote
 def copies_variables(spec: CallSpec, traced: Traced, slots: Sequence[str]) -> bool:
     """Return whether slots read replicas of captured variables.
 
-    They do if a variable may be sent more than once per call otherwise: to chunks, loops, gathers and the backward pass
-    of an eager call; and to what XLA compiles, and other hosts. They cannot if XLA or the vectoriser rewrite the graph
-    with a function around it, because both lack assignments; or if an op of `fn` names a device of its own.
+    They do if a variable may be sent more than once per call otherwise: to chunks, loops, gathers and backward passes;
+    and to what XLA compiles, and other hosts. They cannot if XLA or the vectoriser rewrite the graph with a function
+    around it, because both lack assignments; or if an op of `fn` names a device of its own.
     """
     audit = traced.audit
     if spec.engine is Engine.REWRITTEN or audit.pinned or (spec.differentiable and not holds_gradients()):
         return False
     again = audit.loops or audit.reads_again or spec.engine is Engine.CHUNKS
-    backward = spec.differentiable and spec.engine is Engine.GRAPH
     far = any(map(is_remote, [*slots, *(capture.device for capture in traced.captures)]))
-    return again or backward or far or traced.with_xla is not None
+    return again or (spec.differentiable and len(slots) > 1) or far or traced.with_xla is not None
 
 
 class Replicas:
@@ -79,11 +79,9 @@ class Replicas:
         # The placer puts all resources of a loop on one device once the loop keeps intermediate results for its
         # gradient. Then no variable is copied, and the seeds of all slots are there, too
         # (test_dropout_beside_a_counter_in_a_loop).
-        self._loop_home = stay[0] if stay and spec.differentiable and traced.audit.loops else None
+        self._loops = traced.audit.loops
+        self._loop_home = stay[0] if stay and spec.differentiable and self._loops else None
         self._copied = read if copied and not self._loop_home else {}
-        self._fanned_out = {}
-        if spec.differentiable and not self._copied and not traced.audit.loops and len(slots) > 1:
-            self._fanned_out = {key: variable for key, variable in read.items() if variable.dtype.is_floating}
         self.are_local = not stay
         """Whether every resource that a slot uses is on its device."""
         self._replicas: list[dict[Any, Any]] = [{} for _ in slots]
@@ -104,9 +102,10 @@ class Replicas:
         if not self._differentiable:
             for key, tensor in self._tensors.items():
                 away = [number for number, slot in enumerate(self._slots) if home_of(tensor) != slot]
-                for number, near in self._for_slots(tensor, away, host_of(home_of(tensor))).items():
-                    with tf.device(self._slots[number]):
-                        self._kept[number][key] = _shared(tensor, self._slots[number], partial(tf.identity, near))
+                for near, _, numbers in self._on_hosts(tensor, home_of(tensor), away):
+                    for number in numbers:
+                        with tf.device(self._slots[number]):
+                            self._kept[number][key] = _shared(tensor, self._slots[number], partial(tf.identity, near))
         if self._seeds:
             # RngReadAndSkip, which this uses, is the one op that reads and advances a state in one step.
             self._draws = tf.random.Generator.from_seed(0)
@@ -116,14 +115,16 @@ class Replicas:
         wanted = [*slots]
         found: dict[Any, Any] = {}
         for key, variable in self._copied.items():
+            away = [number for number in wanted if key in self._replicas[number]]
+            near = [number for number in wanted if key not in self._replicas[number]]
+            # Gradients of the slots there and of the others are added there. A loop cannot pass such handles to its gradient.
+            apart = self._differentiable and not self._loops and away and near and variable.dtype.is_floating
             with tf.device(variable.device):
-                lacking = [number for number in wanted if key in self._replicas[number]]
-                found[key] = self._for_slots(variable.read_value(), lacking, host_of(variable.device))
-        for key, variable in self._fanned_out.items():
-            with tf.device(variable.device):
-                # A branch around a single user would have to pass the copy to its gradient, and cannot pass resources
-                # (test_a_tape_around_a_loop_or_branch_that_calls_a_map).
-                found[key] = fanned_out(variable.handle, len(wanted)) if len(wanted) > 1 else [variable.handle]
+                handles = fanned_out(variable.handle, 1 + len(near)) if apart else [variable.handle] * (1 + len(near))
+                value = tf.raw_ops.ReadVariableOp(resource=handles[0], dtype=variable.dtype)
+            found[key] = self._for_slots(value, variable.device, away) | dict(zip(near, handles[1:]))
+        if self._differentiable:
+            found |= {key: self._for_slots(tensor, home_of(tensor), wanted) for key, tensor in self._tensors.items()}
         for key, variable in self._seeds.items():
             with tf.device(variable.device):
                 found[key] = self._seeds_of_slots(variable)
@@ -137,37 +138,54 @@ class Replicas:
         """
         captures, assignments = self.captures(slot), []
         if self._differentiable:
-            captures |= {key: tf.identity(tensor) for key, tensor in self._tensors.items()}
-            captures |= {key: values[key][slot] for key in self._fanned_out}
+            captures |= {key: values[key][slot] for key in self._tensors}
+            captures |= {key: values[key][slot] for key in self._copied if key not in self._replicas[slot]}
         for key, replica in self._replicas[slot].items():
             value = values[key][slot]
             with tf.device(replica.device):
                 assigned = tf.raw_ops.AssignVariableOp(resource=replica.handle, value=value)
-            if assigned is not None:  # in a graph
-                assignments.append(assigned)
-                if self._differentiable and key in self._copied:
+            if assigned is None:  # in eager code
+                continue
+            if self._differentiable and key in self._copied:
+                with tf.control_dependencies([assigned]):
                     captures[key] = redirect_gradient(replica.handle, value)
+            else:
+                assignments.append(assigned)
         return captures, assignments
 
     def captures(self, slot: int) -> dict[Any, Any]:
         """Return what a slot captures, by key: handles, and tensors."""
         return self._kept[slot] | {key: replica.handle for key, replica in self._replicas[slot].items()}
 
-    def _for_slots(self, value: Any, numbers: Sequence[int], home: str) -> dict[int, Any]:
-        """Return a value, which is on the host `home`, for each of these slots; each other host gets it once."""
+    def _for_slots(self, value: Any, home: str, numbers: Sequence[int]) -> dict[int, Any]:
+        """Return a value of the device `home` on each of these slots.
+
+        The slots after that of `home` send it on, so variables of other homes have other slots in the middle of their trees.
+        """
+        first, count = self._slots.index(home) if home in self._slots else 0, len(self._slots)
+        numbers = sorted(numbers, key=lambda number: (number - first) % count)
+        return {
+            number: arrived
+            for near, device, there in self._on_hosts(value, home, numbers)
+            for number, arrived in zip(there, send_along_tree(near, device, [self._slots[n] for n in there]))
+        }
+
+    def _on_hosts(self, value: Any, home: str, numbers: Sequence[int]) -> list[tuple[Any, str, list[int]]]:
+        """Return a value of the device `home` on each host of these slots, with its device there and these slots."""
         hosts: dict[str, list[int]] = {}
         for number in numbers:
             hosts.setdefault(host_of(self._slots[number]), []).append(number)
-        near = hosts.pop(home, [])
-        values = self._for_each(value, len(near) + len(hosts))
-        found = dict(zip(near, values))
-        for (host, there), arriving in zip(hosts.items(), values[len(near) :]):
-            with tf.device(f"{host}/device:CPU:0"):
-                found.update(zip(there, self._for_each(tf.identity(arriving), len(there))))
+        with tf.device(home):
+            values = fanned_out(value, len(hosts)) if hosts else []
+        found = []
+        for (host, there), near in zip(hosts.items(), values):
+            device = home
+            if host != host_of(home):
+                device = f"{host}/device:CPU:0"
+                with tf.device(device):
+                    near = tf.identity(near)
+            found.append((near, device, there))
         return found
-
-    def _for_each(self, value: Any, count: int) -> list[Any]:
-        return fanned_out(value, count) if self._differentiable else [value] * count
 
     def _seeds_of_slots(self, variable: Any) -> Any:
         """Return seeds `[slots, 2]` that no other slot or call has, and advance the original by one step."""

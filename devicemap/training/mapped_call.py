@@ -1,6 +1,6 @@
 """One call of a Keras layer over devices: its rows cut into shards, its outputs gathered.
 
-    rows ── shards ──> the layer, on each device <── its variables: in place, or as values sent along a tree
+    rows ── shards ──> the layer, on each device <── its variables, sent along a tree
                        │
                        └── outputs, joined; losses and new values, reduced
 
@@ -25,6 +25,7 @@ from devicemap.compile.graph_builder import depends_on
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import JoinedShards, as_states
 from devicemap.compile.replicas import split_seeds
+from devicemap.compile.transfers import send_along_tree
 from devicemap.data.rows import HOST, as_rows, count_rows, take_rows
 from devicemap.devices import kind_of
 from devicemap.errors import failure, warn_user
@@ -36,7 +37,6 @@ from devicemap.training.lockstep import Lockstep
 from devicemap.training.recomputation import recomputed
 from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import Given, Passed, collecting, meeting, pure, recomputing
-from devicemap.training.transfers import sent
 
 if TYPE_CHECKING:
     from devicemap.training.forward import ForwardPass
@@ -216,7 +216,7 @@ class MappedCall:
         with tf.device(stored.device):
             value = stored.read_value()
             if not is_seed(variable):
-                return sent(value, stored.device, self._forward.devices[:count])
+                return send_along_tree(value, stored.device, self._forward.devices[:count])
             stored.assign(value + tf.constant([0, 1], value.dtype))
             return list(tf.unstack(split_seeds(value, count))) if count > 1 else [value]
 

@@ -213,7 +213,7 @@ def test_gradients_of_sparse_rows_in_any_order(devices: list[str]) -> None:
     assert tape.gradient(loss, values).numpy().tolist() == [2.0, 12.0, 6.0, 12.0]
 
 
-@pytest.mark.in_ci(3)
+@pytest.mark.in_ci(2)
 @pytest.mark.private("where gradients are computed")
 @pytest.mark.parametrize("place", ["eager", "tf.function"])
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -221,14 +221,14 @@ def test_backward_work_runs_where_the_forward_work_ran(name: str, place: str) ->
     # A call that assigns copies of variables stays a function of its own in the user's; there TensorFlow shows no parts of it.
     weights = tf.Variable(tf.eye(3)) if place == "eager" else tf.eye(3)
     fn, options = FUNCTIONS[name]
-    mapper = devicemap.DeviceMap(partial(fn, weights), devices=["CPU:1", "CPU:2", "CPU:3"], **options)
+    mapper = devicemap.DeviceMap(partial(fn, weights), devices=["CPU:1", "CPU:2"], **options)
     rows = X[:6]  # as many for each device, so that TensorFlow finds the same constants in each
     gradients = lambda: gradients_of(mapper, rows, weights)
     graphs = partitions(gradients if place == "eager" else tf.function(gradients))
     assert between_devices(graphs) == []
     assert not [edge for edge in edges(graphs) if edge.control]
     counts = {device: sum(ops.values()) for device, ops in ops_on(graphs).items()}
-    assert counts["CPU:1"] == counts["CPU:2"] == counts["CPU:3"]
+    assert counts["CPU:1"] == counts["CPU:2"]
     # where rows are cut and joined there is no part of a loop, and nothing that computes
     on_host = ops_on(graphs)["CPU:0"]
     assert not {"Enter", "NextIteration", "MatMul", "_FusedMatMul", "Tanh", "TanhGrad"} & set(on_host)

@@ -1,4 +1,4 @@
-"""Send the value of a variable to devices along a tree, and the gradients back."""
+"""Send a value to devices along a tree, and its gradients back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CHILDREN = 2
 """A device sends a value to so many others at most, and receives as many gradients."""
 
 
-def sent(value: Any, home: str, devices: Sequence[str]) -> list[Any]:
+def send_along_tree(value: Any, home: str, devices: Sequence[str]) -> list[Any]:
     """Return a value on each of the devices, in the graph that is being traced.
 
     Each device that has received it sends it to two others, so no device sends or receives more than twice its bytes, and the
