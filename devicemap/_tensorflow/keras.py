@@ -114,12 +114,20 @@ def function_of_rows(loss_or_metric: Any) -> tuple[Any, dict[str, Any]] | None:
     import keras
 
     wrapper, mean = keras.losses.MeanSquaredError.__base__, keras.metrics.MeanMetricWrapper
-    of = type(loss_or_metric)
-    if isinstance(loss_or_metric, wrapper) and of.call is wrapper.call and of.__call__ is wrapper.__call__:
-        return loss_or_metric.fn, loss_or_metric._fn_kwargs
-    if isinstance(loss_or_metric, mean) and of.update_state is mean.update_state:
+    of, own = type(loss_or_metric), vars(loss_or_metric)
+    if isinstance(loss_or_metric, wrapper) and not has_own_call(loss_or_metric):
+        known = of.call is wrapper.call and "call" not in own
+        return (loss_or_metric.fn, loss_or_metric._fn_kwargs) if known else None
+    if isinstance(loss_or_metric, mean) and of.update_state is mean.update_state and "update_state" not in own:
         return loss_or_metric._fn, loss_or_metric._fn_kwargs
     return None
+
+
+def has_own_call(loss: Any) -> bool:
+    """Whether a `keras.losses.Loss` overrides `__call__`, which weights and reduces what `call` returns."""
+    import keras
+
+    return type(loss).__call__ is not keras.losses.Loss.__call__
 
 
 def optimizers_of(model: Any) -> list[Any]:

@@ -16,7 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import function_of_rows, losses_of, measure, metrics_of, replacing
+from devicemap._tensorflow.gradients import tape_is_recording
+from devicemap._tensorflow.keras import function_of_rows, has_own_call, losses_of, measure, metrics_of, replacing
 from devicemap.errors import failure
 
 _LOSSES = (
@@ -80,11 +81,11 @@ class RowLosses:
     def fit(self, count: int | None) -> bool:
         """Whether there are losses, and the targets are dense tensors of a graph with so many rows.
 
-        Eager code does not show what a tensor was cast from.
+        Eager code does not show what a tensor was cast from. A loss with a `__call__` of its own may do anything.
         """
-        return bool(self._calls and self.rows and not tf.executing_eagerly()) and all(
-            isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] == count for leaf in self.rows
-        )
+        if tf.executing_eagerly() or not self._calls or not self.rows or any(map(has_own_call, losses_of(self._model))):
+            return False
+        return all(isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] == count for leaf in self.rows)
 
     def find(self, outputs: Any, rows: Sequence[Any], count: int) -> None:
         """Find what has a value for each row, for outputs and targets of so many rows, which no other axis has."""
@@ -127,7 +128,10 @@ class RowLosses:
         key = self._key(owner, y_true, y_pred, self.rows, self._outputs)
         if key in self._values:
             return self._values[key]
-        if self.complete and owner in self._calls:  # then outputs have no gradient
+        without_gradient = self.complete and owner in self._calls and self._values
+        if (
+            without_gradient and tape_is_recording()
+        ):  # layers call losses before `keep`, and metrics outside of the tape
             raise failure(
                 f"a loss of {self._model.name} takes a target or an output that is not the one of its batch or call; let a "
                 "train_step of the model compute it"
@@ -140,7 +144,8 @@ class RowLosses:
 
         def loss(each: Any, y_true: Any, y_pred: Any) -> Any:
             key = self._key(id(each), y_true, y_pred, rows, leaves)
-            if key is None or id(each) not in self._functions:
+            function, _ = self._functions.get(id(each), (None, {}))
+            if key is None or function is None or not _is_aligned(function, y_true.shape, y_pred.shape, squeezed=True):
                 missed.append(each)
                 return tf.zeros([1])
             found[key] = self._calls[id(each)](y_true, y_pred)
@@ -148,8 +153,8 @@ class RowLosses:
 
         def metric(each: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
             key = self._key(id(each), y_true, y_pred, rows, leaves)
-            if key is not None and id(each) in self._functions:
-                function, options = self._functions[id(each)]
+            function, options = self._functions.get(id(each), (None, {}))
+            if key is not None and function is not None and _is_aligned(function, y_true.shape, y_pred.shape):
                 found[key] = function(y_true, y_pred, **options)
 
         with ExitStack() as replaced:
@@ -180,11 +185,24 @@ def _is_known(function: Any, options: dict[str, Any]) -> bool:
     return any(function is each for each in known) and options.get("axis", -1) == -1
 
 
+def _is_aligned(function: Any, true: Any, pred: Any, squeezed: bool = False) -> bool:
+    """Whether targets and outputs of these shapes have their rows at the same axis: some functions broadcast any ranks.
+
+    `squeezed`: ranks that differ by a last axis of length 1 are made equal before, as losses of Keras do.
+    """
+    longer, shorter = sorted((true, pred), key=len, reverse=True)
+    if squeezed and len(longer) == len(shorter) + 1 and longer[-1] == 1:
+        return True
+    if function.__name__.startswith("sparse_"):
+        return len(pred) > 1 and len(true) in (len(pred) - 1, len(pred))
+    return len(true) == len(pred)
+
+
 def _place(tensor: Any, tensors: Sequence[Any]) -> int | None:
     """The place of a tensor among others, or of what it was cast from: losses cast targets and outputs."""
     cast = isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy") and tensor.op.type == "Cast"
     sources = [tensor, tensor.op.inputs[0]] if cast else [tensor]
-    return next((i for i, each in enumerate(tensors) if any(each is source for source in sources)), None)
+    return next((i for source in sources for i, each in enumerate(tensors) if each is source), None)
 
 
 def _is_one_per_row(shape: Any, count: int) -> bool:

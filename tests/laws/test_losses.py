@@ -44,6 +44,16 @@ def doubled(y_true: Any, y_pred: Any) -> Any:
     return 2 * losses.categorical_crossentropy(y_true, y_pred)
 
 
+class Unreduced(losses.Loss):
+    """Has no `call`."""
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return tf.reduce_mean(tf.square(y_true - y_pred)) / 99
+
+
+REPLACED = losses.MeanSquaredError()
+REPLACED.call = correlated
+
 LOSSES: list[tuple[str, Any, Any]] = [
     *(
         ("values", loss, None)
@@ -65,6 +75,8 @@ LOSSES: list[tuple[str, Any, Any]] = [
     ("column", "mse", None),
     ("values", correlated, None),
     ("values", losses.CosineSimilarity(axis=1), None),
+    ("value", "mse", lambda x: x[:, :1, None]),
+    ("values", REPLACED, None),
 ]
 """Targets, loss, and last activation. Activations are saturated: without the logits, gradients would vanish."""
 
@@ -72,9 +84,13 @@ METRICS: dict[str, list[Any]] = {
     "values": ["mae", "mse", "cosine_similarity", metrics.RootMeanSquaredError(), metrics.R2Score()],
     "bits": ["accuracy", "auc", metrics.BinaryAccuracy(threshold=0.3), metrics.BinaryCrossentropy()],
     "one-hot": ["accuracy", metrics.TopKCategoricalAccuracy(2), metrics.F1Score(), metrics.CategoricalCrossentropy()],
-    "classes": ["accuracy", metrics.SparseTopKCategoricalAccuracy(2), "sparse_categorical_crossentropy"],
+    "classes": [
+        *("accuracy", "categorical_accuracy", "sparse_categorical_crossentropy"),
+        metrics.SparseTopKCategoricalAccuracy(2),
+    ],
     "class column": ["accuracy", metrics.SparseCategoricalCrossentropy(from_logits=True)],
     "column": ["mae"],
+    "value": ["mae"],
 }
 
 
@@ -170,9 +186,58 @@ def twice() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
     return keras.Model(inputs, [output, output]), X, targets, {"loss": ["mae", "huber"], "metrics": [["mae"], ["mse"]]}
 
 
+def unreduced() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
+    inputs = keras.Input([4])
+    outputs = [layers.Dense(3, name="a")(inputs), layers.Dense(3, name="b")(inputs)]
+    return keras.Model(inputs, outputs), X, [TARGETS["values"]] * 2, {"loss": ["mae", Unreduced()]}
+
+
+class Cast(keras.Model):
+    """An output is what another one is cast from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        out = tf.cast(self.out(x), tf.float64)
+        return [out, tf.cast(out, tf.float32)]
+
+
+def cast() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
+    return Cast(), X, [TARGETS["values"]] * 2, {"loss": ["mae", "mse"], "metrics": [["mae"], ["mse"]]}
+
+
+class Reconstructed(Regularized):
+    """Adds the loss that it is compiled with, of other tensors."""
+
+    loss_of_rows = losses.MeanSquaredError()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activity_regularizer = None
+
+    def call(self, x: Any) -> Any:
+        out = self.out(x)
+        self.add_loss(self.loss_of_rows(x[:, :3], out))
+        return out
+
+
+def halved(y_true: Any, y_pred: Any) -> Any:
+    """Calls the loss, too."""
+    return Reconstructed.loss_of_rows(y_true, y_pred / 2)
+
+
+def reconstructed() -> tuple[keras.Model, Any, Any, dict[str, Any]]:
+    return Reconstructed(), X, TARGETS["values"], {"loss": Reconstructed.loss_of_rows, "metrics": [halved]}
+
+
 CASES = {
     make.__name__: make
-    for make in (every_loss, tags, pixels, scalars, half, normalized, eager, twice, regularized, doubled_outside)
+    for make in (
+        *(every_loss, tags, pixels, scalars, half, normalized, eager, twice, regularized, doubled_outside),
+        *(unreduced, cast, reconstructed),
+    )
 }
 
 
@@ -195,6 +260,8 @@ def trained(make: Callable[[], Any], weights: Any, batched: bool, parallelize: C
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_metrics_are_those_of_one_device(name: str, weights: Any, batched: bool, devices: list[str]) -> None:
     wanted = trained(CASES[name], weights, batched, lambda model: model)
-    got = trained(CASES[name], weights, batched, lambda model: devicemap.parallelize(model, devices))
+    got = trained(
+        CASES[name], weights, batched, lambda model: devicemap.parallelize(model, devices, added_losses="mean")
+    )
     tolerance = 1e-2 if name == "half" else 2e-4
     tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, tolerance, tolerance), got, wanted)
