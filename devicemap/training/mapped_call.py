@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import functions_within
+from devicemap._tensorflow.functions import functions_within, waiting_for
 from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, without_activity_regularizer
 from devicemap.compile.audit import audit, op_types
@@ -61,6 +61,9 @@ class MappedCall:
         """The variables that may get new values, besides seeds."""
         self._place = forward.home if _are_computed(given.rows) else HOST
         """Where the rows are cut."""
+        if given.count is None and len(self._rows) > 1 and not tf.executing_eagerly():
+            with tf.device(self._place):
+                self._rows = tuple(_with_equal_rows(self._rows, layer.name))
         self._passed: Passed
         self._not_for_xla: str | None = None
         """Why XLA does not compile the call, if it does not."""
@@ -345,6 +348,15 @@ class MappedCall:
             averaged = id(variable) in self._forward.averaged
             variable.assign(tf.tensordot(tf.cast(shares, states.dtype), states, 1) if averaged else states[0])
         return outputs
+
+
+def _with_equal_rows(rows: Sequence[Any], name: str) -> list[Any]:
+    """Check that leaves have the same number of rows, by an assertion that runs with the graph."""
+    counts = tf.stack([count_rows(leaf) for leaf in rows])
+    message = (
+        f"{name} was given inputs or targets with different numbers of rows, and devices take the same rows of each:"
+    )
+    return waiting_for([tf.raw_ops.Assert(condition=tf.reduce_all(counts == counts[0]), data=[message, counts])], rows)
 
 
 def _are_computed(rows: Sequence[Any]) -> bool:

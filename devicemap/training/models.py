@@ -68,7 +68,8 @@ def parallelize(
     The first step raises a `FunctionError` while it is traced, before anything runs, if a layer does what devices cannot do
     apart: if it changes a `tf.Variable` that is not one of Keras's, gives a variable a value that depends on the rows, adds a
     loss without `added_losses`, or if an output does not have one row for each row of the batch. If the number of an output's
-    rows is known only when it is computed, the step raises a `tf.errors.InvalidArgumentError`.
+    rows is known only when it is computed, or those of inputs and targets differ in a batch whose size is not known before, the
+    step raises a `tf.errors.InvalidArgumentError`.
 
     Examples:
         >>> import keras

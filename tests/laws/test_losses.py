@@ -265,3 +265,13 @@ def test_losses_and_metrics_are_those_of_one_device(name: str, weights: Any, bat
     )
     tolerance = 1e-2 if name == "half" else 2e-4
     tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, tolerance, tolerance), got, wanted)
+
+
+@pytest.mark.parametrize("make", [scalars, normalized])
+def test_other_numbers_of_targets_than_of_inputs_are_refused(make: Callable[[], Any], devices: list[str]) -> None:
+    model, x, y, compiled = make()
+    model.compile("sgd", **compiled, jit_compile=False)
+    specs = tf.TensorSpec([None, 4]), tf.TensorSpec([None], y.dtype)
+    batches = tf.data.Dataset.from_generator(lambda: [(x[:1], y[:2])], output_signature=specs)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="different numbers of rows"):
+        devicemap.parallelize(model, devices).fit(batches, shuffle=False, verbose=0)
