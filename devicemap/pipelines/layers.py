@@ -148,13 +148,15 @@ def copy_values(source: Any, target: Any) -> None:
     Raises:
         ValueError: the variables of the two differ in number, shape or dtype.
     """
+    import keras
+
     for own, other in zip_longest(source.variables, target.variables):
         found, expected = (None if v is None else (tuple(v.shape), v.dtype) for v in (other, own))
         if found != expected:
             raise ValueError(f"{source.name} has a variable {expected} where {target.name} has {found}")
         other.assign(own)
     for each in layers_of(target):
-        if hasattr(each, "finalize_state"):  # computes what is used from the weights, as in Normalization
+        if isinstance(each, keras.layers.Normalization):  # its mean and variance are constants made of its weights
             each.finalize_state()
 
 
@@ -186,6 +188,21 @@ def _check_copy(call: LayerCall, copy: Any) -> None:
                 f"a copy of {call.layer.name} by get_config and variables of {type(call.layer).__name__} computes something "
                 f"else: {difference}. Let them return all variables and attributes that call() uses"
             )
+
+
+def handles_used_by(call: LayerCall, layer: Any) -> set[int]:
+    """Return the `id` of the handle of each variable that a layer has, and that its call in training uses."""
+    import keras
+
+    tensors, is_layer = random_tensors(call.inputs), isinstance(layer, keras.Layer)
+
+    @tf.function(autograph=False)
+    def run() -> None:
+        with keras.StatelessScope():
+            call.run(layer, tensors, training=True)
+
+    captured = [handle for handle, _ in run.get_concrete_function().graph.captures]
+    return {*map(id, captured), *(id(v.value.handle) for v in (layer.variables if is_layer else ()))}
 
 
 def _results(call: LayerCall, layer: Any, tensors: dict[int, Any], mode: Any) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from devicemap._tensorflow.keras import mask_of
 from devicemap._tensorflow.keras_graphs import graph_of, structures_of
 from devicemap.errors import OptionError
 from devicemap.options import check_count
-from devicemap.pipelines.layers import LayerCall, copied, copy_values, layer_calls, random_tensors
+from devicemap.pipelines.layers import LayerCall, copied, copy_values, handles_used_by, layer_calls, random_tensors
 from devicemap.pipelines.stages import devices_of_stages
 
 _TIMES = 5
@@ -88,7 +88,7 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
     if n > len(calls):
         raise OptionError(f"n={n} stages of a model of {len(calls)} layers; at most one for each")
     layers = _layers_in(calls)
-    _check_no_shared_variables(layers)
+    owners = _owners_of_variables(layers)
     places = devices_of_stages(n, devices)
     first_calls = {id(call.layer): call for call in reversed(calls)}
     sizes = [
@@ -107,6 +107,8 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
         entry = None if i else _entry_of(model)
         result = taken if i == n - 1 else taken[0] if len(taken) == 1 else tuple(taken)
         pairs = [(call, copies[id(call.layer)]) for call in calls[start:stop]]
+        for call, copy in pairs:
+            _check_uses_none_of(owners, call, copy)
         stages.append(_stage(f"{model.name}_{i}", pairs, owned, given, result, entry))
     return Stages(stages, [copies[id(layer)] for layer in layers])
 
@@ -135,15 +137,32 @@ def _layers_in(calls: Sequence[LayerCall]) -> list[Any]:
     return list({id(call.layer): call.layer for call in calls}.values())
 
 
-def _check_no_shared_variables(layers: Sequence[Any]) -> None:
-    owners: dict[int, Any] = {}
+def _owners_of_variables(layers: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
+    """Return each variable and its layer, by the `id` of its handle.
+
+    Raises:
+        OptionError: two layers have it.
+    """
+    owners: dict[int, tuple[Any, Any]] = {}
     for layer in layers:
         for variable in getattr(layer, "variables", ()):
-            owner = owners.setdefault(id(variable), layer)
+            owner, _ = owners.setdefault(id(variable.value.handle), (layer, variable))
             if owner is not layer:
                 raise OptionError(
                     f"{owner.name} and {layer.name} share {variable.path}, and their copies would not; call one layer twice"
                 )
+    return owners
+
+
+def _check_uses_none_of(owners: dict[int, tuple[Any, Any]], call: LayerCall, copy: Any) -> None:
+    """Raise an error if a copy uses variables of the model, as a `Lambda` may do."""
+    for handle in handles_used_by(call, copy) & {*owners}:
+        owner, variable = owners[handle]
+        raise OptionError(
+            f"a copy of {call.layer.name} would use {variable.path} of {owner.name} in the model itself; variables must not "
+            "come from a function, an argument or a layer in get_config. Call one layer twice, or give a Pipeline functions of "
+            "your own as stages"
+        )
 
 
 def _entry_of(model: Any) -> Any:

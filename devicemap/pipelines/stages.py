@@ -83,6 +83,11 @@ class Stage:
         self.layers = layers_of(function)
         self._known: dict[Any, TracedStage] = {}
         self._streams = Streams()
+        for variable in (variable for layer in self.layers[:1] for variable in layer.variables):
+            if variable.overwrite_with_gradient:
+                raise OptionError(
+                    f"{name}: {variable.path} takes the value of its gradient, as in float8, and microbatches add theirs"
+                )
 
     def traced(self, given: Passed) -> TracedStage:
         """What it is for these rows.

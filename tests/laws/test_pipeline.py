@@ -424,6 +424,34 @@ def with_attribute(value: Any, in_training: bool | None = None) -> Any:
     return model
 
 
+class WithSublayer(keras.layers.Layer):
+    """A layer whose copy has the same sublayer."""
+
+    def __init__(self, inner: Any, **options: Any):
+        super().__init__(**options)
+        self.inner = inner
+
+    def call(self, rows: Any) -> Any:
+        return self.inner(rows)
+
+    def get_config(self) -> Any:
+        return super().get_config() | {"inner": self.inner}
+
+
+def using_a_kernel(by_lambda: bool) -> Any:
+    """A model in which an op uses the kernel of a layer."""
+    given, dense = keras.Input([4]), keras.layers.Dense(4)
+    hidden = dense(given)
+    times = lambda rows: keras.ops.matmul(rows, dense.kernel)
+    return keras.Model(given, keras.layers.Lambda(times)(hidden) if by_lambda else times(hidden))
+
+
+def in_float8() -> Any:
+    model = ending_with()
+    model.layers[0].quantize("float8")
+    return model
+
+
 class WithArgument(keras.layers.Layer):
     def __init__(self, scale: float):
         super().__init__()
@@ -455,6 +483,10 @@ class WithArgument(keras.layers.Layer):
         lambda: split(len, 2),
         lambda: split(residual(), 3, devices=["CPU:0", "CPU:1"]),
         lambda: split(ending_with(WithArgument(2.0)), 2, by="bytes"),
+        lambda: split(ending_with(WithSublayer(keras.layers.Dense(4))), 2, by="bytes"),
+        lambda: split(using_a_kernel(by_lambda=True), 2, by="bytes"),
+        lambda: split(using_a_kernel(by_lambda=False), 2, by="bytes"),
+        lambda: Pipeline([in_float8()]),
         lambda: split(with_attribute(2.0), 2, by="bytes"),
         lambda: split(with_attribute(tf.Variable(2.0)), 2, by="bytes"),
         lambda: split(with_attribute(2.0, in_training=True), 2, by="bytes"),

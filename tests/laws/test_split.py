@@ -135,6 +135,12 @@ def looked_up() -> Any:
     return chain(lookup, dense(), dense(2), dtype="int32")
 
 
+def in_bins() -> Any:
+    bins = layers.Discretization(num_bins=3, output_mode="multi_hot")
+    bins.adapt(x)
+    return chain(bins, dense(), dense(2))
+
+
 def frozen() -> Any:
     model = chain(dense(), layers.BatchNormalization(), dense())
     model.layers[1].trainable = model.layers[2].trainable = False
@@ -169,6 +175,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "attended": (attended, ids, {}),
     "adapted": (adapted, x, {}),
     "vocabulary": (looked_up, ids, {}),
+    "bins": (in_bins, x, {}),
     "frozen": (frozen, x, {}),
     "regularized": (regularized, x, {"added_losses": "mean"}),
     "mixed precision": (mixed, x, {}),
