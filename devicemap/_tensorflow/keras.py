@@ -181,6 +181,11 @@ def without_activity_regularizer(layer: Any) -> Iterator[None]:
         own["activity_regularizer"] = before
 
 
+def stored_in(variable: Any) -> Any:
+    """Return the `tf.Variable` of a variable; `value` is a tensor of another dtype in a layer with a mixed dtype policy."""
+    return variable._value
+
+
 def is_seed(variable: Any) -> bool:
     """Whether a variable is the state of a `keras.random.SeedGenerator`."""
     return variable.path.rpartition("/")[2] == "seed_generator_state"

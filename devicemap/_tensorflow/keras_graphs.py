@@ -7,7 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow import Private
 from devicemap._tensorflow.keras import _global, is_stateless, is_training, layers_of
+
+_variables = Private("keras.src.backend.common.variables", "AutocastScope")
 
 
 def graph_of(model: Any) -> Any | None:
@@ -45,5 +48,8 @@ def begin_call(layers: Sequence[Any]) -> None:
         model = call.entry_layer
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and not optimizer.built and all(layer.built for layer in layers_of(model)):
-            with tf.init_scope():
+            with (
+                tf.init_scope(),
+                _variables.AutocastScope(None),
+            ):  # else slots would have the dtype of the layer being called
                 optimizer.build(model.trainable_variables)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product, zip_longest
 from tempfile import TemporaryDirectory
@@ -10,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import layers_of
+from devicemap._tensorflow.keras import layers_of, replacing
 from devicemap._tensorflow.keras_graphs import graph_of, nodes_of, structures_of
 from devicemap.errors import OptionError
 from devicemap.inspect.differences import find_difference
@@ -198,17 +199,24 @@ def handles_used_by(call: LayerCall, layer: Any) -> set[int]:
 
     @tf.function(autograph=False)
     def run() -> None:
-        with keras.StatelessScope():
+        with unchanged(layer):
             call.run(layer, tensors, training=True)
 
     captured = [handle for handle, _ in run.get_concrete_function().graph.captures]
     return {*map(id, captured), *(id(v.value.handle) for v in (layer.variables if is_layer else ()))}
 
 
-def _results(call: LayerCall, layer: Any, tensors: dict[int, Any], mode: Any) -> Iterator[Any]:
+@contextmanager
+def unchanged(layer: Any) -> Iterator[Any]:
+    """Calls of a layer do not change it in this context, whose `losses` are those of the calls."""
     import keras
 
-    with keras.StatelessScope(collect_losses=True) as scope:  # the model does not change
+    with keras.StatelessScope(collect_losses=True) as scope, replacing(layer, _clear_losses=lambda: None):
+        yield scope
+
+
+def _results(call: LayerCall, layer: Any, tensors: dict[int, Any], mode: Any) -> Iterator[Any]:
+    with unchanged(layer) as scope:
         yield from tf.nest.flatten(call.run(layer, tensors, **mode))
         yield from scope.losses
 

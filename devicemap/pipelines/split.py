@@ -14,7 +14,15 @@ from devicemap._tensorflow.keras import mask_of
 from devicemap._tensorflow.keras_graphs import graph_of, structures_of
 from devicemap.errors import OptionError
 from devicemap.options import check_count
-from devicemap.pipelines.layers import LayerCall, copied, copy_values, handles_used_by, layer_calls, random_tensors
+from devicemap.pipelines.layers import (
+    LayerCall,
+    copied,
+    copy_values,
+    handles_used_by,
+    layer_calls,
+    random_tensors,
+    unchanged,
+)
 from devicemap.pipelines.stages import devices_of_stages
 
 _TIMES = 5
@@ -229,13 +237,11 @@ def _bytes_of(layer: Any) -> int:
 
 def _seconds_of(call: LayerCall) -> float:
     """What a call takes, in a graph, on random rows."""
-    import keras
-
     tensors = random_tensors(call.inputs)
 
     @tf.function(autograph=False)
     def run() -> Any:
-        with keras.StatelessScope():  # the model does not change
+        with unchanged(call.layer):
             return call.run(call.layer, tensors)
 
     times = []

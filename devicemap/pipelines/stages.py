@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import is_seed, is_training, layers_of, notes_of, replacing, set_note
+from devicemap._tensorflow.keras import is_seed, is_training, layers_of, notes_of, replacing, set_note, stored_in
 from devicemap.compile.audit import WRITES
 from devicemap.compile.graph_builder import depends_on
 from devicemap.compile.random import Stream, Streams
@@ -141,7 +141,7 @@ class Stage:
         if found["extras"]:
             nest, of_notes, _ = nest
             notes = dict(zip(found["noted"], of_notes))
-        handles = {id(v.value.handle) for layer in self.layers for v in layer.variables if not is_seed(v)}
+        handles = {id(stored_in(v).handle) for layer in self.layers for v in layer.variables if not is_seed(v)}
         written = _written(traced)
         return TracedStage(traced, Passed(nest, notes), tuple(found["losses"]), bool(handles & {*map(id, written)}))
 

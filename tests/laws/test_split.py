@@ -231,6 +231,24 @@ def test_stages_train_as_the_model(name: str, devices: list[str], tmp_path: Path
     assert_close([variable.numpy() for variable in other.variables], [variable.numpy() for variable in model.variables])
 
 
+def test_a_pipeline_in_a_layer_of_mixed_precision(devices: list[str]) -> None:
+    model = chain(dense(), dense(), dense(), dtype="float16")
+    piped = Piped(split(model, 3, "bytes", devices), devices, microbatches=3)
+    piped.dtype_policy = "mixed_float16"
+    losses = fitted(piped, x.astype("float16"))
+    assert_close(losses, fitted(model, x.astype("float16")))
+    assert {variable.dtype for variable in piped.optimizer.variables} == {"int64", "float32"}
+
+
+@pytest.mark.parametrize("by", ["time", "bytes"])
+def test_split_keeps_the_losses_of_a_call(by: Any, devices: list[str]) -> None:
+    model = regularized()
+    model(x)
+    before = [loss.numpy() for loss in model.losses]
+    split(model, 2, by, devices)
+    np.testing.assert_equal([loss.numpy() for loss in model.losses], before)
+
+
 def test_save_load_and_continue_with_two_pipelines(devices: list[str], tmp_path: Path) -> None:
     """Pipelines over one model are independent; the model keeps its traces and its optimizer."""
     model, whole = (chain(dense(), layers.Dropout(0.0), dense(8), dense()) for _ in range(2))
