@@ -48,8 +48,6 @@ def begin_call(layers: Sequence[Any]) -> None:
         model = call.entry_layer
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and not optimizer.built and all(layer.built for layer in layers_of(model)):
-            with (
-                tf.init_scope(),
-                _variables.AutocastScope(None),
-            ):  # else slots would have the dtype of the layer being called
+            # Else slots would have the dtype of the layer that is being called.
+            with tf.init_scope(), _variables.AutocastScope(None):
                 optimizer.build(model.trainable_variables)

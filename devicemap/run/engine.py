@@ -48,7 +48,8 @@ def choose_engine(
     if differentiable or slots < 2 or rows < ROWS_PER_SLOT * slots:
         return "one graph"
     if seconds_per_row is None:
-        return "chunks"
+        quick = graph_seconds_per_row is None or rows * graph_seconds_per_row <= _LONG_SECONDS_PER_CALL
+        return "one graph" if free and quick else "chunks"
     if graph_seconds_per_row is None:
         return "one graph" if free or rows * seconds_per_row < _TRIED_SECONDS else "chunks"
     in_graph, in_chunks = rows * graph_seconds_per_row, rows * seconds_per_row

@@ -128,10 +128,8 @@ class RowLosses:
         key = self._key(owner, y_true, y_pred, self.rows, self._outputs)
         if key in self._values:
             return self._values[key]
-        without_gradient = self.complete and owner in self._calls and self._values
-        if (
-            without_gradient and tape_is_recording()
-        ):  # layers call losses before `keep`, and metrics outside of the tape
+        # Outputs have no gradient then. Layers call losses before `keep`, and metrics do so outside of the tape.
+        if self.complete and owner in self._calls and self._values and tape_is_recording():
             raise failure(
                 f"a loss of {self._model.name} takes a target or an output that is not the one of its batch or call; let a "
                 "train_step of the model compute it"
