@@ -15,9 +15,8 @@ import tensorflow as tf
 import devicemap
 from benchmarks.conftest import Scale
 from benchmarks.measuring import compare
-from devicemap.store.database import Header
+from devicemap.store.database import Header, StoredChunk, open_for_writing
 from devicemap.store.encoding import describe_nest
-from devicemap.store.writer import Writer
 
 WIDTH, ROWS, QUICK_ROWS = 25_000, 4000, 64
 """Rows of 100 kB, 400 MB in all."""
@@ -95,11 +94,9 @@ def test_load(benchmark: Any, mapper: devicemap.DeviceMap, scale: Scale, tmp_pat
 def test_open(benchmark: Any, scale: Scale, tmp_path: Path) -> None:
     chunks = QUICK_CHUNKS if scale.quick else CHUNKS
     call = {"results": describe_nest(tf.TensorSpec([None], tf.float32)), "reducer": None}
-    with Writer(tmp_path) as writer:
-        writer.begin(Header(call, chunks), [])
-        for start in range(chunks):
-            writer.append(start, start + 1, "", {(0, "values"): np.array([start], np.float32)})
-        writer.finish(chunks)
+    stored = [(StoredChunk(row, row + 1, ""), [np.array([row], np.float32)]) for row in range(chunks)]
+    with open_for_writing(tmp_path) as writer:
+        writer.put(Header(call, chunks), *stored)
     ways = {"devicemap": lambda: devicemap.open_results(tmp_path)[-1:]}
     targets = {"most seconds": {"devicemap": MOST_SECONDS}}
     case = f"open {chunks} chunks"

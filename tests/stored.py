@@ -15,9 +15,8 @@ import tensorflow as tf
 from devicemap import DeviceMap
 from devicemap.data.rows import spec_of, take_rows
 from devicemap.events import ChunkFinished, Event
-from devicemap.store.database import DATABASE, Header
+from devicemap.store.database import DATABASE, Header, StoredChunk, open_for_writing
 from devicemap.store.encoding import describe_nest, encode_leaves
-from devicemap.store.writer import Writer
 
 DATA = np.arange(64)
 
@@ -61,9 +60,9 @@ def rows_of(directory: Path) -> set[int]:
 
 def damage(directory: Path, start: int) -> list[int]:
     """Flip a bit of the chunk that starts with a row; return the rows of the chunk."""
-    ((stop, array),) = query(directory, "SELECT stop, last_array FROM chunks WHERE start = ?", start)
-    ((data,),) = query(directory, "SELECT data FROM arrays WHERE id = ?", array)
-    query(directory, "UPDATE arrays SET data = ? WHERE id = ?", bytes([data[0] ^ 1]) + data[1:], array)
+    ((stop, part),) = query(directory, "SELECT stop, last_part FROM chunks WHERE start = ?", start)
+    ((data,),) = query(directory, "SELECT data FROM parts WHERE id = ?", part)
+    query(directory, "UPDATE parts SET data = ? WHERE id = ?", bytes([data[0] ^ 1]) + data[1:], part)
     return list(range(start, stop))
 
 
@@ -98,10 +97,10 @@ def untouched(directory: Path) -> Iterator[None]:
 
 def write_chunks(directory: Path, specs: Any, chunks: Sequence[tuple[int, int, Any]], rows: int | None) -> None:
     """Store `(start, stop, leaves)`, in this order, with a number of rows in the header, as a run that did not finish."""
-    with Writer(directory) as writer:
-        writer.begin(Header({"results": describe_nest(specs), "reducer": None}, rows), writer.stored)
+    with open_for_writing(directory) as writer:
+        header = Header({"results": describe_nest(specs), "reducer": None}, rows)
         for start, stop, leaves in chunks:
-            writer.append(start, stop, "", encode_leaves(leaves))
+            writer.put(header, (StoredChunk(start, stop, ""), encode_leaves(leaves)))
 
 
 def write_nest(directory: Path, nest: Any, sizes: Sequence[int]) -> None:
@@ -111,6 +110,5 @@ def write_nest(directory: Path, nest: Any, sizes: Sequence[int]) -> None:
     specs = tf.nest.map_structure(spec_of, nest)
     write_chunks(directory, specs, chunks[::-1], sum(sizes))
     if not chunks:
-        with Writer(directory) as writer:
-            writer.begin(Header({"results": describe_nest(specs), "reducer": None}, 0), [])
-            writer.finish(0)
+        with open_for_writing(directory) as writer:
+            writer.put(Header({"results": describe_nest(specs), "reducer": None}, 0))

@@ -1,1 +1,1 @@
-"""Results on disk: chunks with checksums, a journal of what is done, and reading both back."""
+"""Results on disk: a SQLite database of chunks with checksums, runs that continue, and exports."""

@@ -2,17 +2,18 @@
 
     results.sqlite            header: one row, what the results are results of
                               chunks: one row per finished chunk, with a checksum
-                              arrays: the arrays of the chunks; large ones are split
+                              parts: the bytes of the chunks
     results.sqlite-journal    empty, except during a commit and after a kill
     lock.sqlite               empty; a writer holds its exclusive lock, and does not block readers
 
 SQLite rolls back a commit that was interrupted, but does not detect changed bytes: chunks and the header have checksums. The
-author of a directory is not trusted. Rows of `arrays` are never deleted, because SQLite would reuse their pages, and lists of
+author of a directory is not trusted. Rows of `parts` are never deleted, because SQLite would reuse their pages, and lists of
 pages in a damaged file are not trusted either.
 """
 
 from __future__ import annotations
 
+import bisect
 import errno
 import json
 import math
@@ -20,41 +21,44 @@ import os
 import sqlite3
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+import tensorflow as tf
 
 from devicemap.errors import JournalError, MissingRowsError
-from devicemap.store.chunks import StoredChunk, bytes_of, checksum, chunk_of
-from devicemap.store.encoding import START_AGAIN, Array, Arrays, decode_leaves, parts_of
+from devicemap.store.encoding import START_AGAIN, WRONG_VALUES, Array, bytes_of, decode_leaves
 
 DATABASE, LOCK = "results.sqlite", "lock.sqlite"
 """The names of the files."""
 
-SCHEMA = (
+_FORMAT = 4
+_SCHEMA = (
     "CREATE TABLE header (format INTEGER, call TEXT, rows INTEGER, checksum INTEGER)",
-    "CREATE TABLE chunks (start INTEGER PRIMARY KEY, stop INTEGER, inputs TEXT, checksum INTEGER, first_array INTEGER, "
-    "last_array INTEGER, device TEXT, error TEXT)",
-    "CREATE TABLE arrays (id INTEGER PRIMARY KEY, leaf INTEGER, name TEXT, shape TEXT, data BLOB)",
+    "CREATE TABLE chunks (start INTEGER PRIMARY KEY, stop INTEGER, inputs TEXT, shapes TEXT, device TEXT, error TEXT, "
+    "first_part INTEGER, last_part INTEGER, checksum INTEGER)",
+    "CREATE TABLE parts (id INTEGER PRIMARY KEY, data BLOB)",
 )
-_FORMAT = 3
 _PART_BYTES = 2**18
-"""Larger arrays are split, so that parts stay in CPU caches: with 4 MiB, `benchmarks/test_store.py` loads half as fast."""
+"""Parts stay in CPU caches: with 4 MiB, `benchmarks/test_store.py` loads half as fast."""
 
-_MOST_ROWS = 2**48
-_BUSY_SECONDS = 300.0
-_LOCKED = "database is locked"
+_QUEUE_BYTES = 2**28
+"""Chunks of more bytes than this do not wait to be committed."""
+
+_DELETE_OVERLAPPING = """DELETE FROM chunks
+WHERE start >= ifnull((SELECT max(start) FROM chunks WHERE start <= :start), :start) AND start < :stop AND stop > :start"""
+_READ_PARTS = f"""SELECT data FROM parts
+WHERE id BETWEEN ? AND ? AND typeof(data) = 'blob' AND length(data) <= {_PART_BYTES} ORDER BY id"""
 
 _READER = "trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0", "query_only=ON"
 _WRITER = (*_READER[:3], "page_size=65536", "journal_mode=TRUNCATE", "synchronous=FULL", "cache_spill=OFF")
+_LOCKED = "database is locked"
 _SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
 """The end of a journal that names a second journal, which SQLite would delete. Only transactions on several files have one."""
-
-_READ_ARRAYS = f"""SELECT leaf, name, shape, data FROM arrays
-WHERE id BETWEEN ? AND ? AND typeof(data) = 'blob' AND length(data) <= {_PART_BYTES} ORDER BY id"""
 
 
 class Header(NamedTuple):
@@ -67,14 +71,56 @@ class Header(NamedTuple):
     """Number of rows of the data, `None` if it is unknown so far."""
 
 
+class StoredChunk(NamedTuple):
+    """A row of the table of chunks: rows of the data with results, or one row that failed."""
+
+    start: int
+    stop: int
+    inputs: str
+    """The digest of the rows that it was computed from."""
+
+    shapes: str = "[]"
+    """JSON: the shapes of its arrays."""
+
+    device: str | None = None
+    error: str | None = None
+    """Where and why it failed, for a row without results; otherwise `None`."""
+
+    first_part: int = 0
+    last_part: int = 0
+    checksum: int = 0
+    """CRC-32 of the columns before the parts, and of its bytes. BLAKE2b takes 2.5 times as long."""
+
+
+def checksum(*values: Any) -> int:
+    """Return the CRC-32 of JSON values."""
+    return zlib.crc32(json.dumps(values).encode())
+
+
+def missing_rows(chunks: Sequence[StoredChunk], start: int, stop: int) -> list[tuple[int, int]]:
+    """Return the `(start, stop)` of those of rows `start` to `stop - 1` that are in none of these sorted chunks.
+
+    >>> missing_rows([StoredChunk(2, 4, ""), StoredChunk(4, 6, "")], 0, 8)
+    [(0, 2), (6, 8)]
+    """
+    edges = [start, *(edge for chunk in overlapping(chunks, start, stop) for edge in chunk[:2]), stop]
+    return [(low, high) for low, high in zip(edges[::2], edges[1::2]) if low < high]
+
+
+def overlapping(chunks: Sequence[StoredChunk], start: int, stop: int) -> Sequence[StoredChunk]:
+    """Return those of the sorted chunks that have some of rows `start` to `stop - 1`."""
+    first = bisect.bisect_right(chunks, start, key=attrgetter("stop"))
+    return chunks[first : bisect.bisect_left(chunks, stop, key=attrgetter("start"))]
+
+
 @contextmanager
-def database_errors(doing: str, advice: str) -> Iterator[None]:
+def _database_errors(doing: str, advice: str) -> Iterator[None]:
     """Turn errors of SQLite and the operating system into a `JournalError`, with an `errno` if one is known."""
     try:
         yield
     except JournalError:
         raise
-    except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
+    except (*WRONG_VALUES, sqlite3.Error, OSError) as error:
         explained = JournalError(f"{doing} failed: {type(error).__name__}: {error}. {advice}")
         of_sqlite = {"database or disk is full": errno.ENOSPC, "disk I/O error": errno.EIO}
         explained.errno = getattr(error, "errno", of_sqlite.get(str(error)))
@@ -82,162 +128,183 @@ def database_errors(doing: str, advice: str) -> Iterator[None]:
 
 
 @contextmanager
-def open_database(directory: Path, advice: str = START_AGAIN) -> Iterator[Database]:
-    """Connect to the database of a directory for reading, after checks of its files and tables; errors have the `advice`.
+def open_database(directory: Path) -> Iterator[Database]:
+    """Connect to the database of a directory for reading, after checks of its files and tables.
 
     A reader holds no lock between calls. It rolls back a commit that was interrupted.
     """
-    with database_errors(f"reading results in {directory}", advice):
+    with _database_errors(f"reading results in {directory}", "Is this a directory that devicemap has written to?"):
         _check_files(directory)
-        with closing(_connect(directory / DATABASE, "rw", _BUSY_SECONDS, _READER)) as connection:
+        with closing(_connect(directory / DATABASE, "rw", _READER)) as connection:
             yield Database(directory, connection)
-
-
-@contextmanager
-def open_for_writing(directory: Path) -> Iterator[Database]:
-    """Create a directory, and connect to its database with the lock of a writer.
-
-    Raises `JournalError` for a directory of something else, and if another writer has the lock, in whatever process.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    _check_files(directory)
-    names = sorted({path.name for path in directory.iterdir()} - {LOCK})
-    if names and DATABASE not in names:
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        raise JournalError(
-            f"{directory} holds {listed}, and no results of devicemap. Write to a new or empty directory"
-        )
-    try:
-        connection = _connect(directory / LOCK, "rwc", 0, ["journal_mode=MEMORY"])  # no second file
-        connection.execute("BEGIN EXCLUSIVE")
-    except sqlite3.OperationalError as error:
-        if str(error) != _LOCKED:
-            raise
-        raise JournalError(
-            f"{directory} is being written to, by another call or another process. Wait until it finishes, or write to "
-            "another directory"
-        ) from error
-    with closing(connection), closing(_connect(directory / DATABASE, "rwc", _BUSY_SECONDS, _WRITER)) as database:
-        yield Database(directory, database)
 
 
 class Database:
     """The tables of a directory. Not for use by two threads at once."""
 
     def __init__(self, directory: Path, connection: sqlite3.Connection):
-        self._directory, self._connection = directory, connection
-        self._has_tables()
-        self._size_bytes = (directory / DATABASE).lstat().st_size
+        self._path, self._connection = directory / DATABASE, connection
+        tables = connection.execute("SELECT sql FROM sqlite_master ORDER BY rowid").fetchall()
+        if tables and tables != [(statement,) for statement in _SCHEMA]:
+            raise JournalError(f"{self._path} is not a database that this version of devicemap writes. {START_AGAIN}")
+        self._is_empty = not tables
 
     def contents(self) -> tuple[Header | None, list[StoredChunk]]:
         """Return the header, `None` before the first commit, and all chunks in the order of rows."""
+        if self._is_empty:
+            return None, []
         with self._connection:
             self._connection.execute("BEGIN")
-            if not self._has_tables():
-                return None, []
             headers = self._connection.execute("SELECT * FROM header LIMIT 2").fetchall()
             chunks = list(map(StoredChunk._make, self._connection.execute("SELECT * FROM chunks ORDER BY start")))
         try:
             ((version, call, rows, check),) = headers
-            if version != _FORMAT or check != checksum(version, call, rows):
-                raise ValueError("header")
-            header, row, last = Header(dict(json.loads(call)), rows), 0, _MOST_ROWS if rows is None else rows
+            header, row, last = Header(dict(json.loads(call)), rows), 0, math.inf if rows is None else rows
+            right = version == _FORMAT and check == checksum(version, call, rows)
             for chunk in chunks:
-                if type(chunk.stop) is not int or not row <= chunk.start < chunk.stop <= last:
-                    raise ValueError("chunks")
-                failed_row_check = chunk.start + 1, checksum(*chunk[:3], *chunk[6:])
-                if chunk.error is not None and (chunk.stop, chunk.checksum) != failed_row_check:
-                    raise ValueError("failed rows")
+                right &= type(chunk.stop) is int and row <= chunk.start < chunk.stop <= last
+                if chunk.error is not None:
+                    right &= (chunk.stop, chunk.checksum) == (chunk.start + 1, checksum(*chunk[:6], 0))
                 row = chunk.stop
-        except (RecursionError, TypeError, ValueError) as error:
-            path = self._directory / DATABASE
-            raise JournalError(f"{path} is damaged, or from another version ({error!s:.200}). {START_AGAIN}") from error
+        except WRONG_VALUES:
+            right = False
+        if not right:
+            raise JournalError(f"{self._path} is damaged, or from another version. {START_AGAIN}")
         return header, chunks
 
-    def leaves(
-        self, chunk: StoredChunk, specs: Sequence[Any], rows: int | None = None, into: Arrays | None = None
-    ) -> list[Any]:
+    def leaves(self, chunk: StoredChunk, specs: Sequence[Any], rows: int | None = None) -> list[Any]:
         """Return the result leaves of a chunk: dense ones as arrays, others as tensors.
 
-        Their number of rows may be given, as for states of reductions, and contiguous arrays to fill. A damaged chunk is a
-        `MissingRowsError`.
+        Their number of rows may be given, as for states of reductions. A damaged chunk is a `MissingRowsError`.
         """
+        rows = chunk.stop - chunk.start if rows is None else rows
         try:
-            arrays, check = {}, 0
-            with closing(self._connection.execute(_READ_ARRAYS, chunk[4:6])) as found:
-                for key, dtype in parts_of(specs).items():
-                    arrays[key], check = self._next(found, key, dtype, check, (into or {}).get(key))
-            if chunk_of(*chunk[:3], arrays, check).checksum != chunk.checksum:
-                raise ValueError("their bytes are not those that were written")
-            return decode_leaves(arrays, specs, chunk.stop - chunk.start if rows is None else rows)
-        except (ArithmeticError, MemoryError, RecursionError, TypeError, ValueError, sqlite3.Error) as error:
+            return decode_leaves(self._bytes(chunk), json.loads(chunk.shapes), specs, rows)
+        except (*WRONG_VALUES, sqlite3.Error, tf.errors.OpError) as error:
             if str(error) == _LOCKED:
                 raise
             raise MissingRowsError(
-                f"rows {chunk.start} to {chunk.stop - 1} in {self._directory} are damaged: {error!s:.200}. Run write again "
+                f"rows {chunk.start} to {chunk.stop - 1} in {self._path.parent} are damaged: {error!s:.200}. Run write again "
                 "with the same function and data: it computes them, and only them, again"
             ) from error
 
-    def _next(
-        self, rows: sqlite3.Cursor, key: tuple[int, str], dtype: Any, check: int, into: Array | None
-    ) -> tuple[Array, int]:
-        """Return the array in the next rows of a query, and the checksum of the bytes so far."""
-        data, filled, sizes = None, 0, []
-        while data is None or filled < len(data):
-            row = rows.fetchone()
-            if row is None or row[:2] != key:
-                raise ValueError(f"array {key} is missing or too short")
-            if data is None:
-                sizes = json.loads(row[2])
-                size_bytes = math.prod(sizes) * dtype.itemsize
-                if not 0 <= size_bytes <= self._size_bytes:
-                    raise ValueError(f"array {key} has the shape {sizes!s:.80}, larger than the file")
-                data = np.empty(size_bytes, np.uint8) if into is None else into.reshape(-1).view(np.uint8)
-            data[filled : filled + len(row[3])] = np.frombuffer(row[3], np.uint8)
-            filled += len(row[3])
-            check = zlib.crc32(row[3], check)  # while it is in the caches
-        return data.view(dtype).reshape(sizes), check
+    def _bytes(self, chunk: StoredChunk) -> bytearray:
+        data, check, most = bytearray(), 0, self._path.lstat().st_size
+        with closing(self._connection.execute(_READ_PARTS, (chunk.first_part, chunk.last_part))) as parts:
+            for (part,) in parts:
+                data += part
+                check = zlib.crc32(part, check)  # while it is in the caches
+                if len(data) > most:
+                    raise ValueError("they are larger than the file")
+        if checksum(*chunk[:6], check) != chunk.checksum:
+            raise ValueError("their bytes are not those that were written")
+        return data
 
-    def commit(self, writes: Iterable[Callable[[Database], None]]) -> None:
-        """Call functions that write, in one transaction."""
-        with self._connection:
-            self._connection.execute("BEGIN IMMEDIATE")
-            for write in writes:
-                write(self)
 
-    def replace_header(self, header: Header, dropped: Iterable[StoredChunk] = ()) -> None:
-        """Write a header, and create the tables if necessary; drop damaged chunks, but not their arrays."""
-        if not self._has_tables():
-            for statement in SCHEMA:
-                self._connection.execute(statement)
-        row = _FORMAT, json.dumps(header.call), header.rows
-        self._connection.execute("DELETE FROM header")
-        self._connection.execute("INSERT INTO header VALUES (?, ?, ?, ?)", (*row, checksum(*row)))
-        self._connection.executemany("DELETE FROM chunks WHERE start = ?", [chunk[:1] for chunk in dropped])
+class Writer(Database):
+    """The tables of a directory that is locked for writing. Thread-safe: one thread commits what the others put."""
 
-    def insert(self, chunk: StoredChunk, arrays: Arrays) -> None:
-        """Add a chunk, with new identifiers for its arrays, in place of rows in it that failed before."""
-        failed = "DELETE FROM chunks WHERE start BETWEEN ? AND ? AND error IS NOT NULL"
-        self._connection.execute(failed, (chunk.start, chunk.stop - 1))
-        ((last,),) = self._connection.execute("SELECT ifnull(max(id), 0) FROM arrays")
-        first = last + 1
-        for (leaf, name), array in arrays.items():
-            shape, data = json.dumps(array.shape), bytes_of(array)
-            for offset in range(0, len(data) or 1, _PART_BYTES):
-                part = data[offset : offset + _PART_BYTES] or b""  # SQLite would store NULL for an empty array
-                last += 1
-                self._connection.execute("INSERT INTO arrays VALUES (?, ?, ?, ?, ?)", (last, leaf, name, shape, part))
-        self._connection.execute(
-            "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*chunk[:4], first, last, *chunk[6:])
-        )
+    def __init__(self, directory: Path, connection: sqlite3.Connection):
+        super().__init__(directory, connection)
+        self.header, self.stored = self.contents()
+        self._waiting: list[tuple[StoredChunk, Sequence[Array]]] = []
+        self._process = os.getpid()
+        self._thread = ThreadPoolExecutor(1, "devicemap writer")
+        self._last: Future[None] = self._thread.submit(lambda: None)
 
-    def _has_tables(self) -> bool:
-        found = self._connection.execute("SELECT sql FROM sqlite_master ORDER BY rowid").fetchall()
-        if found and found != [(statement,) for statement in SCHEMA]:
-            raise JournalError(
-                f"{self._directory / DATABASE} is not a database that this version of devicemap writes. {START_AGAIN}"
-            )
-        return bool(found)
+    def put(self, header: Header, *chunks: tuple[StoredChunk, Sequence[Array]]) -> None:
+        """Let the thread store the header if it has changed, and chunks with their arrays, together with all that wait.
+
+        Chunks replace rows that failed before and damaged chunks. This waits while more than `_QUEUE_BYTES` are not committed.
+        Raises `JournalError` if the disk has failed, or the directory was closed.
+        """
+        before = self._last
+        self._waiting += chunks
+        try:
+            self._last = self._thread.submit(self._commit, header)
+        except RuntimeError as error:
+            raise JournalError(f"{self._path.parent} was closed, and takes no more results") from error
+        if before.done():
+            before.result()
+        if sum(array.nbytes for _, arrays in [*self._waiting] for array in arrays) > _QUEUE_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Wait until all that was put is committed. Raises `JournalError` if the disk has failed."""
+        self._last.result()
+
+    def stop(self) -> bool:
+        """End the thread, after it has tried to commit all. Returns false in a forked process, which has no such thread.
+
+        Such a process must not close the connection: SQLite would roll back the transaction of its parent.
+        """
+        if os.getpid() != self._process:
+            return False
+        self._thread.shutdown()
+        return True
+
+    def _commit(self, header: Header) -> None:
+        batch = self._waiting[:]
+        if not batch and header == self.header:
+            return
+        advice = "All committed chunks are kept: run again to compute the missing ones"
+        with _database_errors(f"writing to {self._path.parent}", advice), self._connection as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            if header != self.header:
+                for statement in _SCHEMA if self.header is None else ["DELETE FROM header"]:
+                    connection.execute(statement)
+                row = _FORMAT, json.dumps(header.call), header.rows
+                connection.execute("INSERT INTO header VALUES (?, ?, ?, ?)", (*row, checksum(*row)))
+            for chunk, arrays in batch:
+                self._insert(chunk, arrays)
+            connection.execute("COMMIT")
+        self.header = header
+        del self._waiting[: len(batch)]
+
+    def _insert(self, chunk: StoredChunk, arrays: Sequence[Array]) -> None:
+        self._connection.execute(_DELETE_OVERLAPPING, {"start": chunk.start, "stop": chunk.stop})
+        ((first,),) = self._connection.execute("SELECT ifnull(max(id), 0) + 1 FROM parts")
+        data = b"".join(map(bytes_of, arrays))
+        parts = [data[offset : offset + _PART_BYTES] for offset in range(0, len(data), _PART_BYTES)]
+        self._connection.executemany("INSERT INTO parts VALUES (?, ?)", enumerate(parts, first))
+        described = *chunk[:3], json.dumps([array.shape for array in arrays]), chunk.device, chunk.error
+        where, check = (first, first + len(parts) - 1), checksum(*described, zlib.crc32(data))
+        self._connection.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*described, *where, check))
+
+
+@contextmanager
+def open_for_writing(directory: Path) -> Iterator[Writer]:
+    """Create a directory, and lock its database for writing. This changes nothing in a directory with results.
+
+    Raises `JournalError` for a directory of something else or with damage, and if another writer has the lock, in whatever
+    process.
+    """
+    advice = "It must be a directory that can be written to and locked"
+    with ExitStack() as stack:
+        with _database_errors(f"opening {directory} to write results", advice):
+            directory.mkdir(parents=True, exist_ok=True)
+            _check_files(directory)
+            names = sorted({path.name for path in directory.iterdir()} - {LOCK})
+            if names and DATABASE not in names:
+                raise JournalError(
+                    f"{directory} holds {', '.join(names[:3])}, and no results of devicemap. Write to a new or empty directory"
+                )
+            try:
+                lock = _connect(directory / LOCK, "rwc", ["journal_mode=MEMORY"], busy_seconds=0)  # no second file
+                stack.enter_context(closing(lock)).execute("BEGIN EXCLUSIVE")
+            except sqlite3.OperationalError as error:
+                if str(error) != _LOCKED:
+                    raise
+                raise JournalError(
+                    f"{directory} is being written to, by another call or another process. Wait until it finishes, or write to "
+                    "another directory"
+                ) from error
+            writer = Writer(directory, stack.enter_context(closing(_connect(directory / DATABASE, "rwc", _WRITER))))
+        try:
+            yield writer
+        finally:
+            if not writer.stop():
+                stack.pop_all()
 
 
 def _check_files(directory: Path) -> None:
@@ -245,28 +312,20 @@ def _check_files(directory: Path) -> None:
 
     The databases are not opened: closing one would drop all locks that SQLite holds of it in this process (POSIX).
     """
-    if (directory / "journal.jsonl").exists():
-        raise JournalError(f"{directory} was written by an earlier version of devicemap. {START_AGAIN}")
-    for name in (f"{name}{suffix}" for name in (DATABASE, LOCK) for suffix in ("", "-journal", "-wal", "-shm")):
-        path = directory / name
-        try:
-            status = path.lstat()
-        except FileNotFoundError:
-            continue
-        journal = name == f"{DATABASE}-journal"
-        ours = name == DATABASE or journal or (name == LOCK and status.st_size == 0)
-        if not (ours and stat.S_ISREG(status.st_mode) and status.st_nlink == 1):
-            raise JournalError(
-                f"{path} is a link, not a regular file, or not from devicemap, so do not trust this directory. {START_AGAIN}"
-            )
-        if journal and status.st_size >= len(_SUPER_JOURNAL):
-            with open(path, "rb") as file:
-                file.seek(-len(_SUPER_JOURNAL), os.SEEK_END)
-                if file.read() == _SUPER_JOURNAL:
-                    raise JournalError(f"{path} names another file to delete, so do not trust this directory")
+    for path in directory.iterdir():
+        if path.name.startswith((DATABASE, LOCK)):
+            status, journal = path.lstat(), path.name == f"{DATABASE}-journal"
+            ours = path.name == DATABASE or journal or (path.name == LOCK and status.st_size == 0)
+            if not (ours and stat.S_ISREG(status.st_mode) and status.st_nlink == 1):
+                raise JournalError(
+                    f"{path} is a link, not a regular file, or not from devicemap, so do not trust this directory. "
+                    f"{START_AGAIN}"
+                )
+            if journal and path.read_bytes().endswith(_SUPER_JOURNAL):
+                raise JournalError(f"{path} names another file to delete, so do not trust this directory")
 
 
-def _connect(path: Path, mode: str, busy_seconds: float, pragmas: Iterable[str]) -> sqlite3.Connection:
+def _connect(path: Path, mode: str, pragmas: Sequence[str], busy_seconds: float = 300.0) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     connection = sqlite3.connect(uri, timeout=busy_seconds, isolation_level=None, check_same_thread=False, uri=True)
     for pragma in pragmas:

@@ -2,19 +2,21 @@
 
 | leaf | arrays |
 | --- | --- |
-| dense | `values` |
-| ragged | `values`, flat, and `splits0`, `splits1`, ... |
-| sparse | `values`, `indices` and `shape` |
-| any of strings | `bytes`, of all of them, and `lengths`, in place of `values` |
+| dense | the values |
+| ragged | the flat values, and the row splits from the outermost on |
+| sparse | the indices, the values and the shape |
+| any of strings | the lengths, and the bytes of all of them, in place of the values |
 
-Numbers of dtypes that NumPy does not have (bfloat16) are stored as unsigned integers of the same bits.
+The bytes of a chunk are those of all arrays of its leaves, one after another.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import namedtuple
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +30,12 @@ from devicemap.errors import JournalError
 START_AGAIN = "Write to another directory, or delete this one to start again"
 """Advice for a directory that is refused."""
 
+WRONG_VALUES = ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError
+"""Errors of Python, NumPy and TensorFlow for values that devicemap never writes."""
+
 Array = np.ndarray[Any, Any]
-Arrays = Mapping[tuple[int, str], Array]
-"""The arrays of result leaves, by the index of the leaf and the name in the table above."""
 
 _KINDS = {"dense": tf.TensorSpec, "ragged": tf.RaggedTensorSpec, "sparse": tf.SparseTensorSpec}
-
-_MOST_LEVELS = 50
-_MOST_DIMENSIONS = 32
-_MOST_ELEMENTS = 2**40
-"""Limits of a description: levels of a nest, dimensions, and elements of a row as far as its shape is known."""
 
 
 def describe_nest(specs: Any) -> Any:
@@ -83,10 +81,10 @@ def describe_nest(specs: Any) -> Any:
 def structure_of(described: Any, directory: Path) -> Any:
     """Return the nest of specs that a header describes, with named tuples for objects; `JournalError` if it describes none."""
     try:
-        structure = specs_of(described)
+        structure = _specs_of(described)
         describe_nest(structure)  # checks dtypes and keys
         tf.nest.flatten(structure)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, JournalError) as error:
+    except (*WRONG_VALUES, AttributeError, JournalError) as error:
         raise JournalError(
             f"{directory} describes its results as devicemap never does: {type(error).__name__}: {error!s:.200}. "
             f"{START_AGAIN}"
@@ -94,13 +92,9 @@ def structure_of(described: Any, directory: Path) -> Any:
     return structure
 
 
-def specs_of(described: Any, depth: int = 0) -> Any:
-    """Return the nest of specs that `describe_nest` described, or raise an error of Python if it is none."""
-    if depth > _MOST_LEVELS:
-        raise ValueError(f"a nest of more than {_MOST_LEVELS} levels")
-
+def _specs_of(described: Any) -> Any:
     def inner(entries: Any) -> dict[Any, Any]:
-        return {key: specs_of(value, depth + 1) for key, value in entries if "value" not in value}
+        return {key: _specs_of(value) for key, value in entries if "value" not in value}
 
     if "dict" in described:
         return inner(described["dict"])
@@ -111,98 +105,80 @@ def specs_of(described: Any, depth: int = 0) -> Any:
         kind: Any = namedtuple(described["namedtuple"], [*fields], rename=True)  # type: ignore[misc]
         return kind(*fields.values())
     shape = described["shape"]
-    if shape is not None:
-        known = [size for size in shape[1:] if size is not None]
-        if shape[0] is not None or len(shape) > _MOST_DIMENSIONS or any(type(n) is not int or n < 0 for n in known):
-            raise ValueError(f"a shape of {shape}")
-        if math.prod(max(size, 1) for size in known) > _MOST_ELEMENTS:
-            raise ValueError(f"rows of a shape of {shape[1:]}")
+    if shape is not None:  # NumPy refuses what is no shape, or too large
+        np.broadcast_to(0, [1 if size is None else size for size in shape[1:]])
     (name,) = {*_KINDS} & {*described}
     more = [described["ragged_rank"], tf.as_dtype(described["row_splits"])] if name == "ragged" else []
-    return _KINDS[name](shape, tf.as_dtype(described[name]), *more)
+    return _KINDS[name](shape and [None, *shape[1:]], tf.as_dtype(described[name]), *more)
 
 
-def encode_leaves(leaves: Sequence[Any]) -> Arrays:
-    """Return the arrays of eager leaves, in the order of `parts_of`."""
-    arrays: dict[tuple[int, str], Array] = {}
-    for i, leaf in enumerate(leaves):
-        more = {}
-        if isinstance(leaf, tf.RaggedTensor):
-            values = leaf.flat_values
-            more = {f"splits{depth}": splits for depth, splits in enumerate(leaf.nested_row_splits)}
-        elif isinstance(leaf, tf.SparseTensor):
-            values, more = leaf.values, {"indices": leaf.indices, "shape": leaf.dense_shape}
-        else:
-            values = leaf
-        named = encode_array(np.asarray(values)) | {name: np.asarray(array) for name, array in more.items()}
-        arrays |= {(i, name): array for name, array in named.items()}
+def encode_leaves(leaves: Sequence[Any]) -> list[Array]:
+    """Return the arrays of eager leaves."""
+    arrays: list[Array] = []
+    for tensor in tf.nest.flatten(list(leaves), expand_composites=True):
+        array = np.asarray(tensor, order="C")
+        if array.dtype.hasobject:
+            strings = array.ravel().tolist()
+            arrays.append(np.fromiter(map(len, strings), np.int64, len(strings)).reshape(array.shape))
+            array = np.frombuffer(b"".join(strings), np.uint8)
+        arrays.append(array)
     return arrays
 
 
-def encode_array(array: Array) -> dict[str, Array]:
-    """Return an array of numbers, or the bytes and lengths of strings."""
-    if array.dtype.hasobject:
-        strings = array.ravel().tolist()
-        lengths = np.fromiter(map(len, strings), np.int64, len(strings)).reshape(array.shape)
-        return {"bytes": np.frombuffer(b"".join(strings), np.uint8), "lengths": lengths}
-    array = np.asarray(array, order="C")
-    return {"values": array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")}
+def bytes_of(array: Array) -> memoryview:
+    """Return the bytes of a contiguous array."""
+    return array.reshape(-1).view(np.uint8).data
 
 
-def parts_of(specs: Sequence[Any]) -> dict[tuple[int, str], Any]:
-    """Return the stored dtype of each array of leaves of these specs."""
-    parts: dict[tuple[int, str], Any] = {}
-    for i, spec in enumerate(specs):
-        if spec.dtype == tf.string:
-            named: dict[str, Any] = {"bytes": "u1", "lengths": "i8"}
-        else:
-            plain = np.dtype(spec.dtype.as_numpy_dtype)
-            named = {"values": plain if plain.isbuiltin == 1 else f"u{plain.itemsize}"}
-        if isinstance(spec, tf.RaggedTensorSpec):
-            named |= {f"splits{depth}": spec.row_splits_dtype.as_numpy_dtype for depth in range(spec.ragged_rank)}
-        elif isinstance(spec, tf.SparseTensorSpec):
-            named |= {"indices": "i8", "shape": "i8"}
-        parts |= {(i, name): np.dtype(dtype).newbyteorder("<") for name, dtype in named.items()}
-    return parts
+def digest(leaves: Sequence[Any]) -> str:
+    """Return a digest of the shapes and values of leaves, without their dtypes."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for array in encode_leaves(leaves):
+        hashed.update(f"{array.shape} ".encode())
+        hashed.update(bytes_of(array))
+    return hashed.hexdigest()
 
 
-def decode_leaves(arrays: Arrays, specs: Sequence[Any], rows: int) -> list[Any]:
-    """Return the leaves of a chunk, or raise `ValueError` if the arrays do not fit these specs and so many rows.
+def decode_leaves(data: bytearray, shapes: Sequence[Any], specs: Sequence[Any], rows: int) -> list[Any]:
+    """Return leaves from the bytes and shapes of their arrays: dense ones as arrays, others as tensors.
 
-    Dense leaves are arrays (strings are bytes, of dtype object), others tensors.
+    Raises `ValueError`, or an error of TensorFlow, if they do not fit these specs and so many rows.
     """
+    dtypes: list[Any] = []
+    for part in tf.nest.flatten(list(specs), expand_composites=True):
+        dtypes += [np.int64, np.uint8] if part.dtype == tf.string else [part.dtype.as_numpy_dtype]
+    sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in zip(shapes, dtypes)]
+    _require(len(shapes) == len(dtypes) and sum(sizes) == len(data))
+    pieces = zip(sizes, accumulate(sizes), dtypes, shapes)
+    every = np.frombuffer(data, np.uint8)
+    arrays = (np.require(every[b - size : b].view(dtype).reshape(shape), None, "A") for size, b, dtype, shape in pieces)
     with tf.device(HOST):
-        return [_decode_leaf(arrays, i, spec, rows) for i, spec in enumerate(specs)]
+        return [_decode_leaf(arrays, spec, rows) for spec in specs]
 
 
-def _decode_leaf(arrays: Arrays, i: int, spec: Any, rows: int) -> Any:
-    values, shape = _decode_values(arrays, i, spec.dtype), spec.shape
-    if isinstance(spec, tf.RaggedTensorSpec):
-        splits = [arrays[i, f"splits{depth}"] for depth in range(spec.ragged_rank)]
-        for outer, stop in zip(splits, [*(len(inner) - 1 for inner in splits[1:]), len(values)]):
-            _require(outer.ndim == 1 and len(outer) and outer[0] == 0 and outer[-1] == stop)
-            _require(not np.any(outer[1:] < outer[:-1]))
-        _require(len(splits[0]) == rows + 1 and shape[spec.ragged_rank + 1 :].is_compatible_with(values.shape[1:]))
-        return tf.RaggedTensor.from_nested_row_splits(tf.convert_to_tensor(values, spec.dtype), splits, validate=False)
-    if isinstance(spec, tf.SparseTensorSpec):
-        indices, sizes = arrays[i, "indices"], arrays[i, "shape"]
-        _require(sizes.ndim == 1 and len(sizes) and sizes[0] == rows and not np.any(sizes < 0))
-        _require(shape.is_compatible_with(sizes.tolist()) and math.prod(max(n, 1) for n in sizes.tolist()) < 2**62)
-        _require(values.ndim == 1 and indices.shape == (len(values), len(sizes)))
-        _require(not np.any((indices < 0) | (indices >= sizes)))
-        return tf.SparseTensor(indices, tf.convert_to_tensor(values, spec.dtype), sizes)
-    _require(values.shape[:1] == (rows,) and shape.is_compatible_with(values.shape))
-    return values
+def _decode_leaf(arrays: Iterator[Array], spec: Any, rows: int) -> Any:
+    specs = tf.nest.flatten(spec, expand_composites=True)
+    parts = [_strings(next(arrays), next(arrays)) if part.dtype == tf.string else next(arrays) for part in specs]
+    if isinstance(spec, tf.TensorSpec):
+        leaf, count = parts[0], len(parts[0])
+    elif isinstance(spec, tf.RaggedTensorSpec):
+        values = tf.convert_to_tensor(parts[0], spec.dtype)
+        leaf = tf.RaggedTensor.from_nested_row_splits(values, parts[1:], validate=True)
+        count = int(leaf.nrows())
+    else:
+        indices, values, sizes = parts
+        leaf = tf.SparseTensor(indices, tf.convert_to_tensor(values, spec.dtype), sizes)
+        _require(np.all(sizes >= 0) and math.prod(max(n, 1) for n in sizes.tolist()) < 2**62)
+        _require(np.all((indices >= 0) & (indices < sizes)))
+        count = sizes[0]
+    _require(count == rows and spec.shape.is_compatible_with(leaf.shape))
+    return leaf
 
 
-def _decode_values(arrays: Arrays, i: int, dtype: Any) -> Array:
-    if dtype != tf.string:
-        values = arrays[i, "values"]
-        _require(dtype != tf.bool or not np.any(values.view(np.uint8) > 1))
-        return np.asarray(values, values.dtype.newbyteorder("=")).view(dtype.as_numpy_dtype)
-    data, lengths = arrays[i, "bytes"].tobytes(), arrays[i, "lengths"]
+def _strings(lengths: Array, every: Array) -> Array:
+    data = every.tobytes()
     _require(not np.any((lengths < 0) | (lengths > len(data))) and int(lengths.sum()) == len(data))
-    stops = np.cumsum(lengths, dtype=np.int64).tolist()
+    stops = np.cumsum(lengths).tolist()
     strings = np.empty(len(stops), object)
     strings[:] = [data[start:stop] for start, stop in zip([0, *stops], stops)]
     return strings.reshape(lengths.shape)

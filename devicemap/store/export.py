@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from devicemap.data.rows import HOST, empty_rows
+from devicemap.data.rows import HOST
 from devicemap.errors import OptionError
-from devicemap.store.encoding import Array
+from devicemap.store.encoding import Array, bytes_of
 
 RESULT = "result"
 """The name of results that are no dict."""
@@ -45,7 +45,7 @@ def check_format(suffix: str, structure: Any) -> None:
     """
     if suffix == ".parquet":
         _import_pyarrow()
-    columns = structure if isinstance(structure, Mapping) and suffix != ".npy" else {RESULT: structure}
+    columns = {RESULT: structure} if suffix == ".npy" else _columns(structure)
     for name, spec in columns.items():
         if not isinstance(name, str) or not _holds(suffix, spec) or (suffix == ".npz" and name == "file"):
             raise OptionError(
@@ -54,83 +54,64 @@ def check_format(suffix: str, structure: Any) -> None:
             )
 
 
+def _columns(nest: Any) -> Mapping[Any, Any]:
+    return nest if isinstance(nest, Mapping) else {RESULT: nest}
+
+
 def _holds(suffix: str, spec: Any) -> bool:
     if type(spec) not in (tf.TensorSpec, tf.RaggedTensorSpec):
         return False
     dtype, ragged = np.dtype(spec.dtype.as_numpy_dtype), isinstance(spec, tf.RaggedTensorSpec)
-    if suffix == ".tfrecord":
-        exact = spec.dtype in (tf.string, tf.bool, tf.bfloat16) or (
-            dtype.itemsize <= 4 if dtype.kind == "f" else np.can_cast(dtype, np.int64)
-        )
-        if not exact or spec.shape.rank is None:
-            return False
-        return spec.shape.rank == 2 if ragged else spec.shape[2:].is_fully_defined()
+    if suffix in (".npy", ".npz"):
+        return dtype.kind in "biufc" and not ragged
     if suffix == ".parquet":
         return dtype.kind in "biufO" and spec.shape.rank is not None
-    return dtype.kind in "biufc" and not ragged
+    exact = spec.dtype in (tf.string, tf.bfloat16, tf.float16, tf.float32) or np.can_cast(dtype, np.int64)
+    return exact and (spec.shape.rank == 2 if ragged else spec.shape[2:].is_fully_defined())
 
 
-def write_npy(path: Path, spec: Any, count: int, chunks: Iterable[Array]) -> None:
-    """Write `count` rows to a `.npy` file. Rows of different shapes are an `OptionError`."""
-    dtype, shape = np.dtype(spec.dtype.as_numpy_dtype), None
+def write_npy(path: Path, rows: int, chunks: Iterable[Array]) -> None:
+    """Write rows to a `.npy` file, from at least one chunk. Rows of different shapes are an `OptionError`."""
+    shape = None
     with replacing(path) as temporary, open(temporary, "wb") as file:
-
-        def begin(row_shape: tuple[int, ...]) -> tuple[int, ...]:
-            header = {"descr": dtype.str, "fortran_order": False, "shape": (count, *row_shape)}
-            np.lib.format.write_array_header_2_0(file, header)
-            return row_shape
-
         for chunk in chunks:
-            shape = begin(chunk.shape[1:]) if shape is None else shape
+            if shape is None:
+                shape = chunk.shape[1:]
+                header = {"descr": chunk.dtype.str, "fortran_order": False, "shape": (rows, *shape)}
+                np.lib.format.write_array_header_2_0(file, header)
             if chunk.shape[1:] != shape:
                 raise OptionError(
                     f"{path} cannot hold rows of the shapes {list(shape)} and {list(chunk.shape[1:])}; use to_parquet"
                 )
-            file.write(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8).data)
-        if shape is None:
-            begin(tuple(empty_rows(spec).shape[1:]))
+            file.write(bytes_of(chunk))
 
 
 def write_parquet(path: Path, structure: Any, chunks: Iterable[Any]) -> None:
-    """Write rows to a Parquet file, with a column for each key of a dict, in row groups of about 64 MB."""
+    """Write rows, from at least one chunk, to a Parquet file with a column for each key of a dict."""
     pyarrow, parquet = _import_pyarrow()
-
-    def table(chunk: Any) -> Any:
-        columns = chunk if isinstance(chunk, Mapping) else {RESULT: chunk}
-        specs = structure if isinstance(structure, Mapping) else {RESULT: structure}
-        with tf.device(HOST):
-            return pyarrow.table(
-                {name: as_arrow(pyarrow, _as_column(column, specs[name])) for name, column in columns.items()}
-            )
-
-    with replacing(path) as temporary:
+    specs = _columns(structure)
+    with replacing(path) as temporary, ExitStack() as stack:
         writer, group, size = None, [], 0
-        try:
-            for chunk in chunks:
-                group.append(table(chunk))
-                size += group[-1].nbytes
-                writer = writer or parquet.ParquetWriter(temporary, group[0].schema)
-                if size >= _GROUP_BYTES:
-                    writer.write_table(pyarrow.concat_tables(group))
-                    group, size = [], 0
-            if writer is None:
-                group = [table(tf.nest.map_structure(empty_rows, structure))]
-                writer = parquet.ParquetWriter(temporary, group[0].schema)
-            if group:
+        for chunk in chunks:
+            with tf.device(HOST):
+                columns = {name: _as_column(column, specs[name]) for name, column in _columns(chunk).items()}
+                group.append(pyarrow.table({name: as_arrow(pyarrow, column) for name, column in columns.items()}))
+            writer = writer or stack.enter_context(parquet.ParquetWriter(temporary, group[0].schema))
+            size += group[-1].nbytes
+            if size >= _GROUP_BYTES:
                 writer.write_table(pyarrow.concat_tables(group))
-        finally:
-            if writer is not None:
-                writer.close()
+                group, size = [], 0
+        if writer is not None and group:
+            writer.write_table(pyarrow.concat_tables(group))
 
 
 def write_tfrecords(path: Path, chunks: Iterable[Any]) -> None:
     """Write a `tf.train.Example` for each row, with a feature for each key of a dict."""
     with replacing(path) as temporary, tf.io.TFRecordWriter(str(temporary)) as writer:
         for chunk in chunks:
-            columns = chunk if isinstance(chunk, Mapping) else {RESULT: chunk}
-            names = sorted(columns)
-            for row in zip(*(_features_of(columns[name]) for name in names)):
-                features = tf.train.Features(feature=dict(zip(names, row)))
+            columns = _columns(chunk)
+            for row in zip(*map(_features_of, columns.values())):
+                features = tf.train.Features(feature=dict(zip(columns, row)))
                 writer.write(tf.train.Example(features=features).SerializeToString())
 
 
@@ -138,17 +119,14 @@ def _features_of(column: Any) -> Iterator[Any]:
     """Yield the feature of each row of an array or a ragged tensor."""
     ragged = isinstance(column, tf.RaggedTensor)
     values = np.asarray(column.values) if ragged else column
-    splits = column.row_splits.numpy() if ragged else np.arange(len(column) + 1)
-    for start, stop in pairwise(splits):
-        yield _feature(values[start:stop].reshape(-1))
-
-
-def _feature(values: Array) -> Any:
-    if values.dtype.kind == "O":
-        return tf.train.Feature(bytes_list=tf.train.BytesList(value=values))
-    if values.dtype.kind in "biu":
-        return tf.train.Feature(int64_list=tf.train.Int64List(value=values.astype(np.int64)))
-    return tf.train.Feature(float_list=tf.train.FloatList(value=values.astype(np.float32)))
+    for start, stop in pairwise(column.row_splits.numpy() if ragged else range(len(column) + 1)):
+        row = values[start:stop].reshape(-1)
+        if row.dtype.kind == "O":
+            yield tf.train.Feature(bytes_list=tf.train.BytesList(value=row))
+        elif row.dtype.kind in "biu":
+            yield tf.train.Feature(int64_list=tf.train.Int64List(value=row.astype(np.int64)))
+        else:
+            yield tf.train.Feature(float_list=tf.train.FloatList(value=row.astype(np.float32)))
 
 
 def as_arrow(pa: Any, column: Any) -> Any:
@@ -188,5 +166,4 @@ def replacing(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)

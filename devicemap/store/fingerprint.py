@@ -8,19 +8,16 @@ and code.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from types import CodeType
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import python_function
 from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.trace import Traced
-from devicemap.store.encoding import encode_array
+from devicemap.store.encoding import digest
 
 _IGNORED = frozenset("config config_proto executor_type shared_name container token metadata".split())
 """Attributes about where and how an op runs, or with names of this process; as those that begin with `_`."""
@@ -40,75 +37,63 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
     treatments = zip(traced.concrete.captured_inputs, traced.audit.treatments)
     written = {id(handle) for handle, treatment in treatments if treatment not in read_only}
     graphs: list[str] = []
-    ops: Counter[str] = Counter()
     variables: list[str] = []
     tensors: list[str] = []
     uncovered = {"Python code"} if traced.audit.python else set()
     for function in functions:
-        walk = _Walk(function.graph.as_graph_def())
-        arguments = [tensor.op.name for tensor in function.inputs]
-        graphs.append(walk.digest(walk.nodes, arguments, [tensor.name for tensor in function.outputs]))
-        ops += walk.ops
+        graphs.append(_Graphs(function.graph.as_graph_def().library).digest(function.function_def))
         for tensor in function.captured_inputs:
             variable = variable_of(function, tensor)
             if variable is not None:
-                value = "written by fn" if id(tensor) in written else _digest_array(variable.numpy())
+                value = "written by fn" if id(tensor) in written else digest([variable])
                 variables.append(f"{variable.dtype.name}{variable.shape} {value}")
             elif tensor.dtype in (tf.resource, tf.variant):
                 uncovered.add("lookup tables, datasets or iterators")
             else:
-                tensors.append(f"{tensor.dtype.name}{tensor.shape} {_digest_array(tensor.numpy())}")
-    vectorized = traced.vectorized if traced.audit.random_ops else None
-    code = {"graph": graphs, "ops": ops, "tensors": tensors, "jit_compile": traced.with_xla is not None}
-    return {"code": {**code, "vectorized": vectorized}, "variables": variables}, sorted(uncovered)
+                tensors.append(f"{tensor.dtype.name}{tensor.shape} {digest([tensor])}")
+    found: dict[str, Any] = {"code.jit_compile": traced.with_xla is not None}
+    found["code.vectorized"] = traced.vectorized if traced.audit.random_ops else None
+    for what, values in {"code.graph": graphs, "code.tensor": tensors, "variable": variables}.items():
+        found |= {f"{what}.{i}": value for i, value in enumerate(values)}
+    return found, sorted(uncovered)
 
 
-class _Walk:
-    """Walks a graph and the functions that it calls."""
+class _Graphs:
+    """Digests of functions and of those that they call."""
 
-    def __init__(self, graph_def: Any):
-        self.nodes = graph_def.node
-        self.ops: Counter[str] = Counter()
-        self._library = {function.signature.name: function for function in graph_def.library.function}
+    def __init__(self, library: Any):
+        self._functions = {function.signature.name: function for function in library.function}
         self._digests: dict[str, str] = {}
 
-    def digest(self, nodes: Sequence[Any], arguments: Sequence[str], results: Iterable[str]) -> str:
-        """Return the digest of a graph with these nodes, with arguments and results by name."""
-        numbers = {node.name: str(i) for i, node in enumerate(nodes)}
-        numbers |= {name: f"argument {i}" for i, name in enumerate(arguments)}
-        lines = []
+    def digest(self, function: Any) -> str:
+        """Return the digest of a `FunctionDef`."""
+        nodes, signature = function.node_def, function.signature
+        numbers = {named.name: str(i) for i, named in enumerate([*signature.input_arg, *nodes])}
+        lines = [str(_COMPILED in function.attr and function.attr[_COMPILED].b)]
         for node in nodes:
-            if not numbers[node.name].startswith("argument"):
-                op = "call" if node.op in self._library else node.op
-                inputs = [_numbered(name, numbers) for name in node.input]
-                inputs.sort(key=lambda name: name if name.startswith("^") else "")  # TensorFlow keeps controls in sets
-                lines.append(f"{op} {inputs} {self._attributes(node)}")
-                self.ops[op] += 1
-                if "token" in node.attr:
-                    lines.append(_describe_python(python_function(node.attr["token"].s.decode())))
-        lines += [_numbered(name, numbers) for name in results]
+            inputs = [_numbered(name, numbers) for name in node.input]
+            inputs.sort(key=lambda name: name if name.startswith("^") else "")  # TensorFlow keeps controls in sets
+            op = self._called(node.op) if node.op in self._functions else node.op  # by TensorFlow 1
+            lines.append(f"{op} {inputs} {self._attributes(node)}")
+            if "token" in node.attr:
+                lines.append(_describe_python(python_function(node.attr["token"].s.decode())))
+        lines += [_numbered(function.ret[result.name], numbers) for result in signature.output_arg]
+        lines += sorted(numbers[name] for name in function.control_ret.values())
         return _digest("\n".join(lines).encode())
 
     def _attributes(self, node: Any) -> list[Any]:
-        called: list[Any] = [self._function(node.op)] if node.op in self._library else []  # by TensorFlow 1
+        found: list[Any] = []
         for name, value in sorted(node.attr.items()):
             if functions := [value.func] if value.HasField("func") else value.list.func:
-                called += [self._function(function.name) for function in functions]
+                found += [self._called(function.name) for function in functions]
             elif name not in _IGNORED and (name == _COMPILED or not name.startswith("_")):
-                called.append((name, _digest(value.SerializeToString(deterministic=True))))
-        return called
+                found.append((name, _digest(value.SerializeToString(deterministic=True))))
+        return found
 
-    def _function(self, name: str) -> str:
-        if name not in self._library:  # of a gradient
-            return "?"
-        if name not in self._digests:
-            function = self._library[name]
-            results = [function.ret[result.name] for result in function.signature.output_arg]
-            arguments = [argument.name for argument in function.signature.input_arg]
-            effects = sorted(function.control_ret.values(), key=[node.name for node in function.node_def].index)
-            compiled = function.attr[_COMPILED].b if _COMPILED in function.attr else False
-            self._digests[name] = f"{compiled} {self.digest(function.node_def, arguments, [*results, *effects])}"
-        return self._digests[name]
+    def _called(self, name: str) -> str:
+        if name in self._functions and name not in self._digests:
+            self._digests[name] = self.digest(self._functions[name])
+        return self._digests.get(name, "?")  # of a gradient
 
 
 def _describe_python(function: Any) -> str:
@@ -125,11 +110,6 @@ def _describe_code(code: Any) -> str:
 def _numbered(name: str, numbers: dict[str, str]) -> str:
     node, *output = name.removeprefix("^").split(":")
     return ":".join(["^" * name.startswith("^") + numbers.get(node, "?"), *output])
-
-
-def _digest_array(array: Any) -> str:
-    parts = encode_array(np.asarray(array))
-    return _digest(b"".join(f"{part.dtype} {part.shape}\n".encode() + part.tobytes() for part in parts.values()))
 
 
 def _digest(data: bytes) -> str:

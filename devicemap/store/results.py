@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ from devicemap.data.join import join
 from devicemap.data.rows import HOST, empty_rows, take_rows
 from devicemap.errors import FunctionError, JournalError, MissingRowsError, brief
 from devicemap.events import FailedRow
-from devicemap.store.chunks import StoredChunk, missing_rows, overlapping
-from devicemap.store.database import Header, open_database
-from devicemap.store.encoding import Array, structure_of
+from devicemap.store.database import Header, StoredChunk, missing_rows, open_database, overlapping
+from devicemap.store.encoding import structure_of
 from devicemap.store.export import check_format, write_npy, write_parquet, write_tfrecords
 
 
@@ -40,7 +40,7 @@ def open_results(directory: str | os.PathLike[str]) -> Results:
         array([1, 4, 9], dtype=int32)
     """
     path = Path(directory)
-    with open_database(path, "Is this a directory that devicemap has written to?") as database:
+    with open_database(path) as database:
         header, chunks = database.contents()
     if header is None:
         raise JournalError(f"{path} holds no results yet: no chunk has been committed")
@@ -110,9 +110,9 @@ class Results:
 
         Damaged chunks are not included; they are found when they are read.
         """
-        known = self._chunks[-1].stop if self._chunks else 0
         if self._rows is not None:
             return [*missing_rows(self._chunks, 0, self._rows)]
+        known = self._chunks[-1].stop if self._chunks else 0
         return [*missing_rows(self._chunks, 0, known), (known, None)]
 
     @property
@@ -133,12 +133,10 @@ class Results:
     def __iter__(self) -> Iterator[Any]:
         """Yield the chunks in order. Missing rows are an error after the chunks before them."""
         missing = self.missing
-        for chunk, leaves in self._read_chunks():
-            if missing and chunk.start > missing[0][0]:
-                break
+        for _, leaves in self._read_chunks(0, missing[0][0] if missing else sys.maxsize):
             yield self._pack(leaves)
         if missing:
-            raise self._missing_error(missing[:1])
+            raise self._missing_error(missing)
 
     def __getitem__(self, rows: slice) -> Any:
         """Return rows, by a slice without a step."""
@@ -164,19 +162,16 @@ class Results:
         Raises:
             MissingRowsError: rows are missing or damaged.
         """
-        if not self.complete:
-            raise self._missing_error(self.missing)
-        for _ in self._read_chunks():
-            pass
+        deque(self, 0)
+
+        def tensor(leaf: Any, spec: Any) -> Any:
+            return tf.convert_to_tensor(leaf, spec.dtype) if isinstance(leaf, np.ndarray) else leaf
 
         def chunks() -> Iterator[Any]:
-            for _, leaves in self._read_chunks():
+            for chunk in self:
                 with tf.device(HOST):  # not around the yield, because another thread may continue after it
-                    tensors = [
-                        tf.convert_to_tensor(leaf, spec.dtype) if isinstance(leaf, np.ndarray) else leaf
-                        for leaf, spec in zip(leaves, self._specs)
-                    ]
-                yield self._pack(tensors)
+                    tensors = tf.nest.map_structure(tensor, chunk, self.structure)
+                yield tensors
 
         dataset = tf.data.Dataset.from_generator(chunks, output_signature=self.structure)
         return dataset.apply(tf.data.experimental.assert_cardinality(len(self._chunks) - len(self._failed)))
@@ -184,46 +179,32 @@ class Results:
     def to_npy(self, path: str | os.PathLike[str]) -> None:
         """Write all rows to a `.npy` file, for `numpy.load`: one dense array of numbers of shape `[len(results), ...]`.
 
-        Chunks are read one by one. The file appears, or is replaced, when it is complete.
-
-        Raises:
-            OptionError: the results are not one such array.
-            MissingRowsError: rows are missing or damaged.
+        Chunks are read one by one. The file appears, or is replaced, when it is complete. Results that are not one such array
+        are an `OptionError`; missing or damaged rows are a `MissingRowsError`.
         """
-        self._check_export(".npy")
-        write_npy(Path(path), self.structure, len(self), self)
+        write_npy(Path(path), len(self), self._chunks_for(".npy"))
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
         """Write all rows to a Parquet file, with a column for each key of a dict, or else the column `result`.
 
         Columns are of numbers of at most 64 bits or of binary strings, and of lists of these for rows with axes. Row groups
-        have about 64 MB, which is also the memory that it takes.
-
-        Raises:
-            OptionError: the results are not one dense or ragged tensor, or a dict of these.
-            MissingRowsError: rows are missing or damaged.
-            ImportError: pyarrow is not installed.
+        have about 64 MB, which is also the memory that it takes. It needs pyarrow. Errors are those of `to_npy`.
         """
-        self._check_export(".parquet")
-        write_parquet(Path(path), self.structure, self)
+        write_parquet(Path(path), self.structure, self._chunks_for(".parquet"))
 
     def to_tfrecords(self, path: str | os.PathLike[str]) -> None:
         """Write all rows to a TFRecord file, each as a `tf.train.Example` with a feature for each key, or else `result`.
 
         Features are lists of int64 (integers of at most 63 bits, bool), float32 (floating-point numbers of at most 32 bits) or
-        bytes, which `tf.io.parse_example` reads. The axes of a row are flattened.
-
-        Raises:
-            OptionError: a result has another dtype, or rows with more than one axis of unknown length.
-            MissingRowsError: rows are missing or damaged.
+        bytes, which `tf.io.parse_example` reads. The axes of a row are flattened; one of them may have an unknown length.
+        Errors are those of `to_npy`.
         """
-        self._check_export(".tfrecord")
-        write_tfrecords(Path(path), self)
+        write_tfrecords(Path(path), self._chunks_for(".tfrecord"))
 
-    def _check_export(self, suffix: str) -> None:
+    def _chunks_for(self, suffix: str) -> Iterable[Any]:
+        """Return all chunks, at least one, or raise an error if a file of this format cannot hold the results."""
         check_format(suffix, self.structure)
-        if not self.complete:
-            raise self._missing_error(self.missing)
+        return self if len(self) else [self.load()]
 
     def __repr__(self) -> str:
         rows = "?" if self._rows is None else len(self)
@@ -251,36 +232,28 @@ class Results:
         return result + bisect_right(self._results_before, result)
 
     def _joined(self, start: int, stop: int, count: int) -> list[Any]:
-        """Return the leaves of rows of the data, which have `count` results.
-
-        Arrays of known shapes are allocated first, and filled without a further copy.
-        """
-        arrays: dict[int, Array] = {}
-        parts: list[list[Any]] = [[] for _ in self._specs]
+        """Return the leaves of rows of the data, which have `count` results. Arrays of known shapes are copied once."""
+        arrays, parts = {}, [list[Any]() for _ in self._specs]
         for i, spec in enumerate(self._specs):
             if isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string and spec.shape[1:].is_fully_defined():
                 arrays[i] = np.empty((count, *spec.shape[1:]), spec.dtype.as_numpy_dtype)
         filled = 0
-        with open_database(self.directory) as database:
-            for chunk in overlapping(self._chunks, start, stop):
-                if chunk.error is not None:
-                    continue
-                first, last = max(start, chunk.start), min(stop, chunk.stop)
-                slices = {i: array[filled : filled + last - first] for i, array in arrays.items()}
-                filled += last - first
-                into = {(i, "values"): part for i, part in slices.items() if (first, last) == chunk[:2]}
-                for i, leaf in enumerate(database.leaves(chunk, self._specs, into=into)):
-                    rows = take_rows(leaf, first - chunk.start, last - chunk.start)
-                    if i not in arrays:
-                        parts[i].append(rows)
-                    elif not np.may_share_memory(rows, slices[i]):
-                        slices[i][...] = rows
+        for chunk, leaves in self._read_chunks(start, stop):
+            first, last = max(start, chunk.start), min(stop, chunk.stop)
+            for i, leaf in enumerate(leaves):
+                rows = take_rows(leaf, first - chunk.start, last - chunk.start)
+                if i in arrays:
+                    arrays[i][filled : filled + last - first] = rows
+                else:
+                    parts[i].append(rows)
+            filled += last - first
         return [arrays[i] if i in arrays else _join(parts[i], spec) for i, spec in enumerate(self._specs)]
 
-    def _read_chunks(self) -> Iterator[tuple[StoredChunk, list[Any]]]:
+    def _read_chunks(self, start: int, stop: int) -> Iterator[tuple[StoredChunk, list[Any]]]:
         with open_database(self.directory) as database:
-            for chunk in (chunk for chunk in self._chunks if chunk.error is None):
-                yield chunk, database.leaves(chunk, self._specs)
+            for chunk in overlapping(self._chunks, start, stop):
+                if chunk.error is None:
+                    yield chunk, database.leaves(chunk, self._specs)
 
     def _pack(self, leaves: list[Any]) -> Any:
         return tf.nest.pack_sequence_as(self.structure, leaves)

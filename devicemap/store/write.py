@@ -1,11 +1,11 @@
-"""Calls whose results go to a directory, chunk by chunk."""
+"""Calls whose results go to a directory, chunk by chunk: it compares rows of finished chunks, and computes the others."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections import deque
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,57 +14,39 @@ import tensorflow as tf
 
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.reduction import BoundReduction
-from devicemap.data.rows import as_rows
+from devicemap.data.join import join
+from devicemap.data.rows import HOST, Rows, as_rows
 from devicemap.data.sources import Chunk, DatasetSource, Source
-from devicemap.errors import JournalError, MissingRowsError, error_text, warn_user
+from devicemap.errors import FunctionError, JournalError, MissingRowsError, error_text, warn_user
 from devicemap.events import Shard
 from devicemap.run.mapper import Mapper
 from devicemap.run.workers import ChunkOptions
-from devicemap.store.chunks import StoredChunk
-from devicemap.store.database import Header, open_database
-from devicemap.store.encoding import START_AGAIN, describe_nest, encode_leaves, specs_of
+from devicemap.store.database import Header, StoredChunk, open_database, open_for_writing
+from devicemap.store.encoding import START_AGAIN, describe_nest, digest, encode_leaves
 from devicemap.store.fingerprint import fingerprint
-from devicemap.store.resume import Unfinished, check_total, compared, digest_rows
-from devicemap.store.writer import Writer
 
 
 def write(
-    mapper: Mapper, data: Any, directory: str | os.PathLike[str], trust_function: bool, retry_failed: bool
-) -> None:
-    """Compute and store the chunks that a directory does not hold; the arguments are those of `DeviceMap.write`."""
-    _write_missing(mapper, data, Path(directory), trust_function, retry_failed)
-
-
-def reduce(mapper: Mapper, data: Any, directory: str | os.PathLike[str]) -> Any:
-    """Compute and store the states of the chunks that a directory does not hold, and return the result of all states."""
-    path = Path(directory)
-    compiled, left_out = _write_missing(mapper, data, path)
-    if left_out:
-        warn_user(
-            f"{mapper.program.name}: {len(left_out)} row(s) failed in earlier runs and are left out; the first: row "
-            f"{left_out[0].start}: {left_out[0].error}. Without on_error='skip' they are computed again",
-            RuntimeWarning,
-        )
-    with open_database(path) as database:
-        _, stored = database.contents()
-        finished = (chunk for chunk in stored if chunk.error is None)
-        return compiled.pack_states(database.leaves(chunk, compiled.traced.specs, 1) for chunk in finished)
-
-
-def _write_missing(
-    mapper: Mapper, data: Any, directory: Path, trust_function: bool = False, retry_failed: bool = False
+    mapper: Mapper,
+    data: Any,
+    directory: str | os.PathLike[str],
+    trust_function: bool = False,
+    retry_failed: bool = False,
 ) -> tuple[CompiledMap, list[StoredChunk]]:
-    """Return the compiled map, and the rows that failed before and are not tried again."""
-    in_memory = not isinstance(data, tf.data.Dataset)
-    rows = as_rows(data) if in_memory else data
+    """Compute and store the chunks that a directory does not hold; the arguments are those of `DeviceMap.write`.
+
+    Returns the compiled map, and the rows that failed before and are not tried again.
+    """
+    directory = Path(directory)
+    rows = data if isinstance(data, tf.data.Dataset) else as_rows(data)
     source = mapper.source(rows, "written")
     compiled = mapper.program.compiled_for(source)
     call, uncovered = _describe_call(mapper, source, compiled)
-    with Writer(directory) as writer:
-        total, stored = None, writer.stored
+    with open_for_writing(directory) as writer:
+        total, stored = 0, writer.stored
         if writer.header is not None and stored:
             _check_same_call(directory, writer.header.call, call, trust_function)
-            call, total = writer.header
+            call, total = writer.header.call, max(writer.header.rows or 0, stored[-1].stop)
             if uncovered:
                 warn_user(
                     f"{mapper.program.name} uses {' and '.join(uncovered)}: if these changed, the results in {directory} are "
@@ -72,40 +54,57 @@ def _write_missing(
                     RuntimeWarning,
                 )
         failed = [chunk for chunk in stored if chunk.error is not None]
-        retries = retry_failed or mapper.program.options.on_error == "raise"
-        if retries:
-            stored = [chunk for chunk in stored if chunk.error is None]
-        check_total(total, source.rows, directory)
-        if in_memory:  # in one piece, as arrays, which are cut faster than tensors
-            leaves = tuple(leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf for leaf in rows.leaves)
-            deque(compared([Chunk(0, source.rows or 0, leaves)], stored, total, directory), 0)
-        stored = _undamaged(directory, stored, compiled)
-        missing = Unfinished(source, stored, total, directory, compare=not in_memory)
-        writer.begin(Header(call, source.rows), [*stored, *failed] if retries else stored)
+        if retry_failed or mapper.program.options.on_error == "raise":
+            stored, failed = [chunk for chunk in stored if chunk.error is None], []
+        _check_total(total, source.rows, directory)
+        if isinstance(rows, Rows):
+            every = Chunk(0, rows.count or 0, rows.leaves)
+            for chunk in stored:
+                _check_same_rows(chunk, [every.cut(chunk.start, chunk.stop)], directory)
+        whole = []
+        for chunk in stored:  # all are read once, at the speed of the disk
+            with suppress(MissingRowsError):
+                if chunk.error is None:
+                    writer.leaves(chunk, compiled.traced.specs, None if compiled.traced.reduction is None else 1)
+                whole.append(chunk)
+        missing, header = UnfinishedRows(source, whole, total, directory), Header(call, source.rows)
 
         def keep(chunk: Chunk, results: list[Any]) -> None:
-            writer.append(chunk.start, chunk.start + chunk.count, digest_rows(chunk.leaves), encode_leaves(results))
+            stored = StoredChunk(chunk.start, chunk.start + chunk.count, digest(chunk.leaves))
+            writer.put(header, (stored, encode_leaves(results)))
 
         def leave_out(row: Chunk, shard: Shard, error: BaseException) -> None:
-            writer.append_failed(row.start, digest_rows(row.leaves), shard.device, error_text(error))
+            inputs, text = digest(row.leaves), error_text(error)
+            writer.put(header, (StoredChunk(row.start, row.start + 1, inputs, device=shard.device, error=text), ()))
 
         for _ in mapper.chunks(missing, compiled, ChunkOptions(leave_out=leave_out), keep):
             pass
-        writer.finish(missing.rows_read)
-    return compiled, [] if retries else failed
+        writer.put(header._replace(rows=missing.rows_read))
+        writer.flush()
+    return compiled, failed
+
+
+def reduce(mapper: Mapper, data: Any, directory: str | os.PathLike[str]) -> Any:
+    """Compute and store the states of the chunks that a directory does not hold, and return the result of all states."""
+    compiled, left_out = write(mapper, data, directory)
+    if left_out:
+        warn_user(
+            f"{mapper.program.name}: {len(left_out)} row(s) failed in earlier runs and are left out; the first: row "
+            f"{left_out[0].start}: {left_out[0].error}. Without on_error='skip' they are computed again",
+            RuntimeWarning,
+        )
+    with open_database(Path(directory)) as database:
+        _, stored = database.contents()
+        finished = (chunk for chunk in stored if chunk.error is None)
+        return compiled.pack_states(database.leaves(chunk, compiled.traced.specs, 1) for chunk in finished)
 
 
 def _describe_call(mapper: Mapper, source: Source, compiled: CompiledMap) -> tuple[dict[str, Any], list[str]]:
     """Return what the results of a call depend on, as JSON, and what that does not cover."""
     options, reduction = mapper.program.options, compiled.traced.reduction
-    results = describe_nest(compiled.traced.nest_of_specs)
-    try:
-        specs_of(results)
-    except ValueError as error:
-        raise JournalError(f"the results of fn cannot be written to disk: {error}") from error
     function, uncovered = fingerprint(compiled.traced)
     call = {
-        "results": results,
+        "results": describe_nest(compiled.traced.nest_of_specs),
         "inputs": describe_nest(source.specs),
         "batched": options.batched,
         "batch_size": options.batch_size,
@@ -121,47 +120,97 @@ def _describe_call(mapper: Mapper, source: Source, compiled: CompiledMap) -> tup
 
 def _check_same_call(directory: Path, there: dict[str, Any], here: dict[str, Any], trust_function: bool) -> None:
     """Raise `JournalError` for another call. Its name and the version of TensorFlow alone make no difference."""
-    found = differences(there, here)
-    ignored = "name ", "tensorflow ", *(["code."] if trust_function else [])
-    relevant = [line for line in found if not line.startswith(ignored)]
+    found = [key for key in {**here, **there} if there.get(key) != here.get(key)]
+    relevant = {key.partition(".")[0] for key in found} - {"name", "tensorflow", "code" if trust_function else ""}
     if not relevant:
         return
     what, advice = "call", START_AGAIN
-    if all(line.startswith(("code.", "variables")) for line in relevant):
-        what = "function or other variables" if relevant[-1].startswith("variables") else "function"
+    if relevant <= {"code", "variable"}:
+        what = "function or other variables" if "variable" in relevant else "function"
         if what == "function" and here["reducer"] is None:
             advice += "; if the change does not affect results, set trust_function=True (--trust-function)"
+    changes = [f"{key} was {there.get(key)!r:.200} there, and is {here.get(key)!r:.200} now" for key in found]
     more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
     raise JournalError(
-        f"{directory} holds results of another {what}, of {there.get('name')!r:.100}: {'; '.join(found[:5])}{more}. {advice}"
+        f"{directory} holds results of another {what}, of {there.get('name')!r:.100}: {'; '.join(changes[:5])}{more}. {advice}"
     )
 
 
-def differences(there: Any, here: Any, path: str = "") -> list[str]:
-    """Return in words where two JSON values differ.
+def _check_same_rows(stored: StoredChunk, pieces: Sequence[Chunk], directory: Path) -> None:
+    """Raise `JournalError` unless the rows in these pieces, in order, are those that a stored chunk was computed from."""
+    try:
+        with tf.device(HOST):
+            same = digest([join(parts) for parts in zip(*(piece.leaves for piece in pieces))]) == stored.inputs
+    except FunctionError:  # the pieces have different shapes, and those of one stored chunk have not
+        same = False
+    if not same:
+        failed = "" if stored.error is None else " when it failed; retry_failed=True computes it"
+        raise _other_data(directory, f"rows {stored.start} to {stored.stop - 1} were not the same{failed}")
 
-    >>> differences({"a": [1, 2]}, {"a": [1, 3]})
-    ['a.1 was 2 there, and is 3 now']
+
+def _check_total(total: int, rows: int | None, directory: Path) -> None:
+    """Raise `JournalError` if there are fewer than `total` rows; `None` is an unknown number."""
+    if rows is not None and rows < total:
+        raise _other_data(directory, f"of {total} rows or more, and the data has {rows} now")
+
+
+def _other_data(directory: Path, difference: str) -> JournalError:
+    return JournalError(f"{directory} holds results of other data: {difference}. {START_AGAIN}")
+
+
+class UnfinishedRows:
+    """A source of the rows of another source that no stored chunk holds.
+
+    Rows that take time to read are compared with those of the earlier run. Rows before a stored chunk are held until it has
+    been compared, so other data is refused before anything is computed, unless it begins with the same rows. Other rows, and
+    fewer than the `total` of the earlier run, are a `JournalError`.
     """
-    if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
-        there, here = ({str(i): value for i, value in enumerate(values)} for values in (there, here))
-    if isinstance(there, dict) and isinstance(here, dict):
-        keys = [*here, *(key for key in there if key not in here)]
-        return [
-            line for key in keys for line in differences(there.get(key), here.get(key), f"{path}.{key}".lstrip("."))
-        ]
-    return [] if there == here else [f"{path} was {there!r:.200} there, and is {here!r:.200} now"]
 
+    def __init__(self, source: Source, stored: Sequence[StoredChunk], total: int, directory: Path):
+        self.specs, self.key, self.reads = source.specs, source.key, source.reads
+        self.rows_read = 0
+        self._source, self._stored, self._total, self._directory = source, stored, total, directory
+        self._finished_left = sum(chunk.stop - chunk.start for chunk in stored)
+        self.rows = None if source.rows is None else source.rows - self._finished_left
+        self._rows_wanted = 1
+        self._rest: Chunk | None = None
+        self._missing = self._read_missing()
 
-def _undamaged(directory: Path, stored: Sequence[StoredChunk], compiled: CompiledMap) -> list[StoredChunk]:
-    """Return the stored chunks that can be read. All are read once, at the speed of the disk."""
-    whole = []
-    rows = None if compiled.traced.reduction is None else 1
-    if stored:
-        with open_database(directory) as database:
-            for chunk in stored:
-                with suppress(MissingRowsError):
-                    if chunk.error is None:
-                        database.leaves(chunk, compiled.traced.specs, rows)
-                    whole.append(chunk)
-    return whole
+    @property
+    def chunk_rows(self) -> int | None:
+        return self._source.chunk_rows
+
+    def take(self, rows: int) -> Chunk | None:
+        self._rows_wanted = rows
+        return next(self._missing, None)
+
+    def rows_left(self) -> int | None:
+        left = self._source.rows_left()
+        return None if left is None else max(0, left - self._finished_left)
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _read_missing(self) -> Iterator[Chunk]:
+        for stored in self._stored:
+            held = [*self._read_to(stored.start)]
+            pieces = [*self._read_to(stored.stop, stored.stop - stored.start)]
+            if self.rows_read < stored.stop:
+                break
+            if self.reads:
+                _check_same_rows(stored, pieces, self._directory)
+            self._finished_left -= stored.stop - stored.start
+            yield from held
+        yield from self._read_to(sys.maxsize)
+        _check_total(self._total, self.rows_read, self._directory)
+
+    def _read_to(self, stop: int, rows: int | None = None) -> Iterator[Chunk]:
+        """Read to a row or to the end of the data, in chunks of `rows` rows if the source allows, or as many as are wanted."""
+        while self.rows_read < stop:
+            chunk = self._rest or self._source.take(min(rows or self._rows_wanted, stop - self.rows_read))
+            if chunk is None:
+                return
+            end = chunk.start + chunk.count
+            self.rows_read = min(end, stop)
+            self._rest = chunk.cut(self.rows_read, end) if self.rows_read < end else None
+            yield chunk.cut(chunk.start, self.rows_read)

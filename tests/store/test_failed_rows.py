@@ -13,7 +13,7 @@ from stored import query
 
 from devicemap import DeviceMap, open_results
 from devicemap.errors import FunctionError, JournalError
-from devicemap.store.chunks import checksum
+from devicemap.store.database import checksum
 from devicemap.types import ChunkFinished
 
 ROWS = 40
@@ -138,8 +138,8 @@ def test_a_damaged_failed_row(tmp_path: Path, change: str) -> None:
 def test_a_failed_row_with_a_right_checksum_covers_no_other_row(tmp_path: Path) -> None:
     Job([5, 6]).mapper.write(X, tmp_path)
     query(tmp_path, "DELETE FROM chunks WHERE start = 6")
-    ((inputs, device, error),) = query(tmp_path, "SELECT inputs, device, error FROM chunks WHERE start = 5")
-    query(tmp_path, "UPDATE chunks SET stop = 7, checksum = ? WHERE start = 5", checksum(5, 7, inputs, device, error))
+    (values,) = query(tmp_path, "SELECT inputs, shapes, device, error FROM chunks WHERE start = 5")
+    query(tmp_path, "UPDATE chunks SET stop = 7, checksum = ? WHERE start = 5", checksum(5, 7, *values, 0))
     with pytest.raises(JournalError, match="damaged"):
         open_results(tmp_path)
 

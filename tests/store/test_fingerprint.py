@@ -169,9 +169,9 @@ def test_results_of_other_weights_are_refused(in_place: bool, tmp_path: Path) ->
     partial = mapper.reduce(DATA, "sum", tmp_path / "sum")
     weights.assign([3.0, 2.0])
     with untouched(tmp_path):
-        with pytest.raises(JournalError, match=r"variables.0 was .float32\(2,\) "):
+        with pytest.raises(JournalError, match=r"variable.0 was .float32\(2,\) "):
             mapper.write(DATA, tmp_path, trust_function=True)
-        with pytest.raises(JournalError, match=r"variables.0 was .float32\(2,\) "):
+        with pytest.raises(JournalError, match=r"variable.0 was .float32\(2,\) "):
             mapper.reduce(DATA, "sum", tmp_path / "sum")
     weights.assign([1.0, 2.0])
     np.testing.assert_array_equal(mapper.write(DATA, tmp_path).load(), DATA)

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sqlite3
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,9 +22,7 @@ from stored import query, ranges, untouched
 import devicemap
 from devicemap.data.rows import take_rows
 from devicemap.errors import JournalError
-from devicemap.store.chunks import checksum, chunk_of
-from devicemap.store.database import DATABASE, LOCK
-from devicemap.store.encoding import parts_of
+from devicemap.store.database import DATABASE, LOCK, checksum
 
 ROWS = 12
 NEST = {
@@ -121,7 +120,7 @@ def test_other_files_and_tables(original: Path, tmp_path: Path) -> None:
         "CREATE TRIGGER other AFTER INSERT ON chunks BEGIN DELETE FROM header; END",
         "CREATE INDEX other ON chunks (stop)",
         "ALTER TABLE chunks ADD COLUMN other",
-        "DROP TABLE arrays",
+        "DROP TABLE parts",
     ):
         written = Path(shutil.copytree(original, tmp_path / statement / "out"))
         query(written, statement)
@@ -158,10 +157,10 @@ def _damage(data: bytearray, draw: random.Random) -> None:
             data[int(draw.choice(used)) + draw.choice([0, 0, 1])] = draw.choice([0, 1, 127, 255, draw.randrange(256)])
 
 
-NASTY: list[Any] = [None, "", "x", "[4]", "[2, 4]", "[[4]]", b"", b"x", 1e308]
+NASTY: list[Any] = [None, "", "x", "[4]", "[2, 4]", "[[4]]", "[[4, 2]]", b"", b"x", 1e308]
 NASTY += [-1, 0, 1, 3, 4, 5, 8, 12, 2**31, 2**48, 2**63 - 1]
-COLUMNS = [("chunks", name) for name in ("start", "stop", "inputs", "checksum", "first_array", "last_array")]
-COLUMNS += [("arrays", name) for name in ("id", "leaf", "name", "shape", "data")]
+COLUMNS = [("chunks", name) for name in ("start", "stop", "inputs", "shapes", "checksum", "first_part", "last_part")]
+COLUMNS += [("parts", name) for name in ("id", "data")]
 COLUMNS += [("header", name) for name in ("format", "call", "rows", "checksum")]
 
 
@@ -234,29 +233,23 @@ def _forge_header(directory: Path, draw: random.Random) -> None:
 
 
 def _forge_chunk(directory: Path, draw: random.Random) -> None:
-    """Change the arrays of the last chunk, and its number of rows."""
-    specs = tf.nest.flatten(devicemap.open_results(directory).structure)
-    columns = "start, stop, inputs, first_array"
-    ((start, stop, inputs, first),) = query(directory, f"SELECT {columns} FROM chunks WHERE start = 8")
-    stored = query(directory, "SELECT shape, data FROM arrays WHERE id >= ? ORDER BY id", first)
-    arrays = {
-        key: np.frombuffer(data, dtype).reshape(json.loads(shape))
-        for (key, dtype), (shape, data) in zip(parts_of(specs).items(), stored, strict=True)
-    }
-    key = draw.choice([*arrays])
-    array = arrays[key].copy()
-    if array.size and draw.random() < 0.5:
-        bits = array.reshape(-1).view(np.uint8)
-        bits[draw.randrange(len(bits))] = draw.choice([0, 1, 2, 127, 255])
+    """Change the bytes or shapes of the last chunk, and its number of rows."""
+    columns = "start, stop, inputs, shapes, last_part"
+    ((start, stop, inputs, text, part),) = query(directory, f"SELECT {columns} FROM chunks WHERE start = 8")
+    ((data,),) = query(directory, "SELECT data FROM parts WHERE id = ?", part)
+    changed, shapes = bytearray(data), json.loads(text)
+    if draw.random() < 0.5:
+        changed[draw.randrange(len(changed))] = draw.choice([0, 1, 2, 127, 255])
     else:
         size = draw.randrange(9)
-        array = np.resize(array, draw.choice([[size], [size, 2], [], [0, 2**40], [size, 1, 1]]))
-    arrays[key] = array
-    stop = draw.choice([stop, stop, 9, 11])
-    values = json.dumps(array.shape), array.tobytes(), first + [*arrays].index(key)
-    query(directory, "UPDATE arrays SET shape = ?, data = ? WHERE id = ?", *values)
-    check = chunk_of(start, stop, inputs, arrays).checksum
-    query(directory, "UPDATE chunks SET stop = ?, checksum = ? WHERE start = ?", stop, check, start)
+        forged = [[size], [size, 2], [], [0, 2**40], [size, 1, 1], [-1], [-2, -2], [2**62, 4], ["x"], None, 4, [2.0]]
+        container, key = draw.choice(_places(shapes))
+        container[key] = draw.choice([*forged, size, size, size, -1])
+        changed = draw.choice([changed, changed[: len(changed) // 2], changed + bytes(8 * size)])
+    stop, text = draw.choice([stop, stop, 9, 11]), json.dumps(shapes)
+    query(directory, "UPDATE parts SET data = ? WHERE id = ?", bytes(changed), part)
+    check = checksum(start, stop, inputs, text, None, None, zlib.crc32(changed))
+    query(directory, "UPDATE chunks SET stop = ?, shapes = ?, checksum = ? WHERE start = ?", stop, text, check, start)
 
 
 def test_forged_directories_fit_their_description(original: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from devicemap.data.rows import as_rows, take_rows
+from devicemap.data.rows import as_rows, count_rows, take_rows
 from devicemap.data.sources import Chunk, MemorySource
 from devicemap.errors import JournalError
-from devicemap.store.chunks import StoredChunk
-from devicemap.store.resume import Unfinished, compared, digest_rows
+from devicemap.store.database import StoredChunk
+from devicemap.store.encoding import digest
+from devicemap.store.write import UnfinishedRows
 
 FOLDER = Path("out")
 DATA = tf.range(20)
@@ -35,14 +36,41 @@ LEAVES = {
 
 def _stored(leaves: Sequence[Any], bounds: Sequence[tuple[int, int]]) -> list[StoredChunk]:
     """Chunks that were computed from some rows."""
-    return [StoredChunk(a, b, digest_rows([take_rows(leaf, a, b) for leaf in leaves]), 0) for a, b in bounds]
+    return [StoredChunk(a, b, digest([take_rows(leaf, a, b) for leaf in leaves])) for a, b in bounds]
 
 
-def _chunks(leaves: Sequence[Any], bounds: Sequence[tuple[int, int]], read: list[int] | None = None) -> Iterator[Chunk]:
-    for start, stop in bounds:
-        if read is not None:
-            read.append(start)
-        yield Chunk(start, stop - start, tuple(take_rows(leaf, start, stop) for leaf in leaves))
+class Reading:
+    """A source of chunks, which records the rows where those that were read start."""
+
+    specs, key, reads, chunk_rows = None, None, True, None
+
+    def __init__(self, chunks: Iterable[tuple[int, Sequence[Any]]]):
+        """From the first row of each chunk, and its leaves."""
+        self._chunks = [Chunk(start, int(count_rows(leaves[0])), tuple(leaves)) for start, leaves in chunks]
+        self.rows = sum(chunk.count for chunk in self._chunks)
+        self.read: list[int] = []
+
+    def take(self, rows: int) -> Chunk | None:
+        if not self._chunks:
+            return None
+        self.read.append(self._chunks[0].start)
+        return self._chunks.pop(0)
+
+    def rows_left(self) -> int:
+        return sum(chunk.count for chunk in self._chunks)
+
+    def close(self) -> None:
+        pass
+
+
+def _cut(leaves: Sequence[Any], bounds: Sequence[tuple[int, int]]) -> Reading:
+    return Reading((start, [take_rows(leaf, start, stop) for leaf in leaves]) for start, stop in bounds)
+
+
+def _left(source: Any, stored: Sequence[StoredChunk], total: int = 20) -> list[Chunk]:
+    """What is left of a source."""
+    unfinished = UnfinishedRows(source, stored, total, FOLDER)
+    return list(iter(lambda: unfinished.take(1), None))
 
 
 def _pairs(size: int, stop: int = 20) -> list[tuple[int, int]]:
@@ -65,25 +93,26 @@ def test_digests_differ() -> None:
     ]
     numbers, strings = LEAVES["numbers"], LEAVES["strings"]
     nests = [*([leaf] for leaf in [*LEAVES.values(), *others]), [numbers, strings], [strings, numbers]]
-    assert len({digest_rows(leaves) for leaves in nests}) == len(nests)
+    assert len({digest(leaves) for leaves in nests}) == len(nests)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.lists(st.sampled_from(sorted(LEAVES)), min_size=1, max_size=3), st.integers(1, 8), st.booleans())
-def test_what_is_left_is_what_is_missing(data: Any, names: list[str], size: int, compare: bool) -> None:
+def test_what_is_left_is_what_is_missing(data: Any, names: list[str], size: int, in_memory: bool) -> None:
     """Whatever was finished, and however the data is cut when it is read again."""
     leaves = tuple(LEAVES[name] for name in names)
     cuts = list(pairwise([0, *sorted(data.draw(st.sets(st.integers(1, 7)))), 8]))
     stored = _stored(leaves, sorted(data.draw(st.lists(st.sampled_from(cuts), unique=True))))
-    source = Unfinished(MemorySource(as_rows(leaves), size), stored, 8, FOLDER, compare)
-    left = list(iter(lambda: source.take(1), None))
+    whole: Any = MemorySource(as_rows(leaves), size) if in_memory else _cut(leaves, _pairs(size, 8))
+    source = UnfinishedRows(whole, stored, 8, FOLDER)
     done = {row for start, stop, *_ in stored for row in range(start, stop)}
-    rows = [row for chunk in left for row in range(chunk.start, chunk.start + chunk.count)]
+    rows = []
+    while (chunk := source.take(1)) is not None:
+        expected = [take_rows(leaf, chunk.start, chunk.start + chunk.count) for leaf in leaves]
+        assert digest(chunk.leaves) == digest(expected)
+        rows += range(chunk.start, chunk.start + chunk.count)
     assert rows == [row for row in range(8) if row not in done]
     assert (source.rows, source.rows_read) == (len(rows), 8)
-    for chunk in left:
-        expected = [take_rows(leaf, chunk.start, chunk.start + chunk.count) for leaf in leaves]
-        assert digest_rows(chunk.leaves) == digest_rows(expected)
 
 
 MIDDLE = "rows 5 to 9 were not the same.*delete this one to start again"
@@ -100,42 +129,23 @@ CHANGES: dict[str, tuple[Any, str | None]] = {  # other rows, and what the error
 @pytest.mark.parametrize("name", CHANGES)
 def test_other_rows_are_refused_before_anything_runs(name: str, size: int) -> None:
     rows, message = CHANGES[name]
-    read: list[int] = []
-    stored = _stored([DATA], [(5, 10), (15, 20)])
-    chunks = compared(_chunks([rows], _pairs(size, len(rows)), read), stored, None, FOLDER)
+    source = _cut([rows], _pairs(size, len(rows)))
+    unfinished = UnfinishedRows(source, _stored([DATA], [(5, 10), (15, 20)]), 20, FOLDER)
     if message is None:
-        assert [chunk.start for chunk in chunks] == read
+        assert len(list(iter(lambda: unfinished.take(1), None))) > 1
         return
     with pytest.raises(JournalError, match=f"out holds results of other data: ({message})"):
-        next(chunks) if message == MIDDLE else list(chunks)
-    assert message != MIDDLE or max(read) < 10  # no further than the difference
+        unfinished.take(1) if message == MIDDLE else list(iter(lambda: unfinished.take(1), None))
+    assert message != MIDDLE or max(source.read) < 10  # no further than the difference
 
 
 def test_shapes_that_change_no_rows_and_a_new_directory() -> None:
-    wider = [*_chunks([tf.zeros([7, 2])], [(0, 7)]), *_chunks([tf.zeros([20, 3])], [(7, 20)])]
+    wider = Reading([(0, [tf.zeros([7, 2])]), (7, [tf.zeros([20, 3])])])
     with pytest.raises(JournalError, match=MIDDLE):
-        list(compared(wider, _stored([DATA], [(5, 10)]), None, FOLDER))
+        _left(wider, _stored([DATA], [(5, 10)]))
     with pytest.raises(JournalError, match="of 20 rows or more, and the data has 0 now"):
-        list(compared([], [], 20, FOLDER))
-    read: list[int] = []
-    assert next(compared(_chunks([DATA], _pairs(5), read), [], None, FOLDER)).start == 0
-    assert read == [0]  # no chunk is delayed
-
-
-def test_finished_rows_are_skipped_in_large_pieces() -> None:
-    """A device that asks for few rows, as in a new call with batch_size="auto", does not read finished rows so slowly."""
-    taken: list[int] = []
-
-    class Counting(MemorySource):
-        def take(self, rows: int) -> Chunk | None:
-            taken.append(rows)
-            return super().take(rows)
-
-    stored = [StoredChunk(i, i + 1, "", 0) for i in range(2, 1000)]
-    left = Unfinished(Counting(as_rows(tf.zeros([1010])), None), stored, None, FOLDER, compare=False)
-    chunks, counts = [], []
-    while (counts.append(left.rows_left()), chunk := left.take(1))[1] is not None:
-        chunks.append((chunk.start, chunk.count))
-    assert chunks == [(0, 1), (1, 1), *((start, 1) for start in range(1000, 1010))]
-    assert counts == [*range(12, -1, -1)]
-    assert len(taken) < 20
+        _left(Reading([]), [])
+    source = _cut([DATA], _pairs(5))
+    first = UnfinishedRows(source, [], 0, FOLDER).take(5)
+    assert first is not None
+    assert source.read == [0]  # no chunk is delayed
