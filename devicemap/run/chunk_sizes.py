@@ -195,7 +195,8 @@ def rows_are_free(devices: Collection[Throughput]) -> bool:
     >>> rows_are_free([Throughput(largest=64, quick_rows=64)]), rows_are_free([Throughput(largest=64, quick_rows=8)])
     (True, False)
     """
-    return all(device.largest > 3 and device.quick_rows >= _QUICK_SHARE * device.largest for device in devices)
+    free = (device.largest > 3 and device.quick_rows >= _QUICK_SHARE * device.largest for device in devices)
+    return len(devices) > 0 and all(free)
 
 
 def chunks_in_flight(kind: str) -> int:

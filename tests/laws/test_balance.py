@@ -23,6 +23,9 @@ DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
         (1000, 1, False, 10.0, 20.0, False, "one graph"),
         (127, 8, False, 10.0, 20.0, False, "one graph"),
         (1000, 8, False, None, None, False, "chunks"),  # how long it takes is unknown
+        (1000, 8, False, None, None, True, "one graph"),  # rows cost nothing: tried
+        (1000, 8, False, None, 0.09, True, "one graph"),
+        (1000, 8, False, None, 0.11, True, "chunks"),  # now measured
         (1000, 8, False, 2.0, None, False, "chunks"),
         (1000, 8, False, 0.2, None, False, "one graph"),  # tried
         (1000, 8, False, 0.5, 0.4, False, "one graph"),
@@ -57,7 +60,7 @@ def test_short_calls_use_one_graph_once_they_are_known_to_be_short() -> None:
 def test_calls_that_take_as_long_for_few_rows_use_one_graph(sim: simulator.Simulator) -> None:
     mapper = devicemap.DeviceMap(lambda rows: sim.work(rows, 0.05), devices=DEVICES, batched=True)
     assert engines_of(mapper, tf.random.uniform([5, 4]), 3) == ["one graph"] * 3
-    assert engines_of(mapper, tf.random.uniform([300, 4]), 6) == ["chunks"] * 3 + ["one graph"] * 3
+    assert engines_of(mapper, tf.random.uniform([300, 4]), 4) == ["chunks"] + ["one graph"] * 3
 
 
 def test_long_calls_stay_in_chunks_and_a_slow_device_gets_fewer_rows(sim: simulator.Simulator) -> None:
