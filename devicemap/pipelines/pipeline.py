@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import compiled_as_a_part
 from devicemap._tensorflow.keras import batch_norms_of, is_training, layers_of
 from devicemap._tensorflow.keras_graphs import begin_call
 from devicemap._tensorflow.placement import run_beside_inputs
@@ -104,6 +105,7 @@ class Pipeline:
 
         Raises:
             DataError: for data that is not valid, such as a dataset, which is for `stream`.
+            OptionError: inside a function that XLA compiles.
             FunctionError: a stage failed, or gives another number of rows than it is given.
         """
         if isinstance(data, tf.data.Dataset):
@@ -116,6 +118,11 @@ class Pipeline:
         )
         begin_call([layer for stage in self._stages for layer in stage.layers[:1]])
         if not tf.executing_eagerly():
+            if compiled_as_a_part():
+                raise OptionError(
+                    "a Pipeline inside a function that XLA compiles, which is for one device; set jit_compile=False, also in "
+                    "compile() of a Keras model that calls it"
+                )
             returned, tensors = self._composed(given, tensors, rows.count)
             run_beside_inputs(self.devices)
             return returned.unpacked(tensors)

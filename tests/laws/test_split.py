@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from devicemap import Pipeline, split
-from devicemap.errors import FunctionError
+from devicemap.errors import FunctionError, OptionError
 
 DEVICE_COUNTS = (3, 4)
 
@@ -295,6 +295,13 @@ def test_losses_need_to_be_known_as_sums_or_means(devices: list[str]) -> None:
     pipe = Pipeline(split(chain(dense(), Scaled(loss="sum")), 2, "bytes", devices), devices)
     with pytest.raises(FunctionError, match="added_losses='sum' if such"):
         pipe(x)
+
+
+def test_xla_is_refused(devices: list[str]) -> None:
+    piped = Piped(split(chain(dense(), dense()), 2, "bytes", devices), devices)
+    piped.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(OptionError, match="jit_compile=False"):
+        piped.fit(x, x, verbose=0)
 
 
 def test_losses_get_the_logits_of_the_last_activation(devices: list[str]) -> None:
