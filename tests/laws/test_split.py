@@ -197,6 +197,11 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }  # fmt: skip
 """Models, rows, and options of the pipeline. One microbatch draws the numbers of the whole batch."""
 
+NIGHTLY = {
+    "residual", "added", "two directions", "masked output", "attended", "adapted", "group normalization", "noise",
+    "augmentation", "lambda", "convolution", "over time", "frozen",
+}  # fmt: skip
+
 
 def fitted(model: Any, rows: Any, optimizer: Any = "adam", epochs: int = 2) -> list[float]:
     """The losses of steps of 4 and 3 rows; Keras's losses read the masks of outputs."""
@@ -212,7 +217,9 @@ def assert_close(got: Any, wanted: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*batch normalization")
-@pytest.mark.parametrize("name", [*MODELS, "loaded"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in [*MODELS, "loaded"]]
+)
 def test_stages_train_as_the_model(name: str, devices: list[str], tmp_path: Path) -> None:
     make, rows, options = MODELS.get(name, (lambda: loaded(tmp_path), x, {}))
     keras.utils.set_random_seed(1)
