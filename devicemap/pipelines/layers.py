@@ -13,11 +13,14 @@ import tensorflow as tf
 
 from devicemap._tensorflow.keras import layers_of, replacing
 from devicemap._tensorflow.keras_graphs import graph_of, nodes_of, structures_of
-from devicemap.errors import OptionError
+from devicemap.errors import OptionError, brief
 from devicemap.inspect.differences import find_difference
 
 ROWS = 32
 """Rows of the batch that layers are compared and timed on. It also replaces unknown dimensions."""
+
+_TOLERANCE = 0.03
+"""Relative difference of results that depends on more than rounding, also of 16-bit floats."""
 
 
 @dataclass(frozen=True)
@@ -181,10 +184,12 @@ def _check_copy(call: LayerCall, copy: Any) -> None:
         tensors = random_tensors(call.inputs, largest)
         try:
             first, again, other = (list(_results(call, each, tensors, mode)) for each in (call.layer, call.layer, copy))
-        except tf.errors.InvalidArgumentError:
+        except tf.errors.InvalidArgumentError as error:
             if largest > 1:
                 continue  # indices out of range
-            raise
+            raise OptionError(
+                f"{call.layer.name} fails for random tensors of the shapes and dtypes that it takes: {brief(error)}"
+            ) from error
         difference = _difference(other, first)
         if difference and not _difference(again, first):
             raise OptionError(
@@ -206,6 +211,50 @@ def handles_used_by(call: LayerCall, layer: Any) -> set[int]:
 
     captured = [handle for handle, _ in run.get_concrete_function().graph.captures]
     return {*map(id, captured), *(id(v.value.handle) for v in (layer.variables if is_layer else ()))}
+
+
+def run_calls(pairs: Sequence[tuple[LayerCall, Any]], tensors: dict[int, Any], **options: Any) -> dict[int, Any]:
+    """Run calls, each with a copy of its layer, and return these tensors and the outputs, by the `id` of the symbolic ones."""
+    import keras
+
+    tensors = dict(tensors)
+    for call, copy in pairs:
+        outputs = call.run(copy, tensors, **options)
+        tensors.update(zip(map(id, call.outputs), keras.tree.flatten(outputs)))
+    return tensors
+
+
+def check_rows_are_independent(
+    name: str, pairs: Sequence[tuple[LayerCall, Any]], given: Sequence[Any], taken: Any
+) -> None:
+    """Compare what calls make of some rows with what they make of half of them, in inference.
+
+    Raises:
+        OptionError: a row of `taken` depends on other rows of `given`.
+    """
+    import keras
+
+    if any(tensor.shape[0] is not None for tensor in given):
+        return
+
+    def made(rows: int) -> list[Any]:
+        with keras.StatelessScope():
+            tensors = run_calls(pairs, {key: rows_of[:rows] for key, rows_of in whole.items()}, training=False)
+        return [tensors[id(tensor)] for tensor in tf.nest.flatten(taken)]
+
+    whole, half = random_tensors(given), ROWS // 2
+    try:
+        first, again, part = made(ROWS), made(ROWS), made(half)
+    except tf.errors.InvalidArgumentError:  # indices out of range, of an input that is made by the stage before
+        return
+    for one, other, of_half in zip(first, again, part):
+        same = find_difference("a result", other, one, _TOLERANCE) is None
+        difference = same and find_difference("a result", of_half[:half], one[:half], _TOLERANCE)
+        if difference:
+            raise OptionError(
+                f"{name}: {difference}, if half of the rows are left out. Microbatches see some of the rows, so each row of a "
+                "result must depend on one row; compute what depends on several rows outside of the pipeline"
+            )
 
 
 @contextmanager

@@ -16,11 +16,13 @@ from devicemap.errors import OptionError
 from devicemap.options import check_count
 from devicemap.pipelines.layers import (
     LayerCall,
+    check_rows_are_independent,
     copied,
     copy_values,
     handles_used_by,
     layer_calls,
     random_tensors,
+    run_calls,
     unchanged,
 )
 from devicemap.pipelines.stages import devices_of_stages
@@ -117,6 +119,7 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
         pairs = [(call, copies[id(call.layer)]) for call in calls[start:stop]]
         for call, copy in pairs:
             _check_uses_none_of(owners, call, copy)
+        check_rows_are_independent(f"stage {i} of {n}", pairs, given, result)
         stages.append(_stage(f"{model.name}_{i}", pairs, owned, given, result, entry))
     return Stages(stages, [copies[id(layer)] for layer in layers])
 
@@ -213,9 +216,7 @@ def _stage(
                 inputs = entry.call(arguments, mask=keras.tree.map_structure(mask_of, arguments))
             tensors = dict(zip(map(id, given), keras.tree.flatten(inputs)))
             options = {} if training is None else {"training": training}
-            for call, copy in calls:
-                outputs = call.run(copy, tensors, **options)
-                tensors.update(zip(map(id, call.outputs), keras.tree.flatten(outputs)))
+            tensors = run_calls(calls, tensors, **options)
             results = keras.tree.map_structure(lambda tensor: tensors[id(tensor)], result)
             return results[0] if isinstance(results, list | tuple) and len(results) == 1 else results
 

@@ -483,6 +483,10 @@ class WithArgument(keras.layers.Layer):
         lambda: split(len, 2),
         lambda: split(residual(), 3, devices=["CPU:0", "CPU:1"]),
         lambda: split(ending_with(WithArgument(2.0)), 2, by="bytes"),
+        lambda: split(ending_with(keras.layers.UnitNormalization(axis=0)), 2, by="bytes"),
+        lambda: split(
+            ending_with(keras.layers.Lambda(lambda h: tf.reshape(tf.reshape(h, [-1, 5]), [-1, 4]))), 2, by="bytes"
+        ),
         lambda: split(ending_with(WithSublayer(keras.layers.Dense(4))), 2, by="bytes"),
         lambda: split(using_a_kernel(by_lambda=True), 2, by="bytes"),
         lambda: split(using_a_kernel(by_lambda=False), 2, by="bytes"),
