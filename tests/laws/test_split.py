@@ -305,6 +305,7 @@ def test_losses_need_to_be_known_as_sums_or_means(devices: list[str]) -> None:
         pipe(x)
 
 
+@pytest.mark.private("knowing that XLA compiles")
 def test_xla_is_refused(devices: list[str]) -> None:
     piped = Piped(split(chain(dense(), dense()), 2, "bytes", devices), devices)
     piped.compile("sgd", "mse", jit_compile=True)
