@@ -66,10 +66,8 @@ class BenchmarkResult(Result):
     def largest_batch(self, memory_bytes: int | None = None, margin: float = 0.1) -> int | None:
         """Return the rows of the largest batch that fits into the memory of the devices.
 
-        That is `1 - margin` times the rows `b` with `num_gpus * memory - model - b * pass - overhead = 0`. `model` are the
-        variables that `fn` reads, on each device. `overhead` is everything else that does not depend on the rows, including
-        what this process keeps on the devices besides. `pass` is the peak of a call per row: inputs, intermediate values,
-        gradients and results. `lines` has the figures; the device with the least room decides.
+        That is `1 - margin` times the rows for which `lines` reach the memory of the device with the least room, and at most
+        the largest batch that ran if a larger one ran out of memory.
 
         With a `DeviceMap`, the batch is a call with `batch_size=rows // len(devices)` and `prefetch=1`. For a model, it is
         the global batch of a training step.
@@ -123,13 +121,13 @@ class BenchmarkResult(Result):
 
     def _room(self, memory_bytes: int | None = None) -> float:
         """Return the rows that fit by `lines`, without a margin; infinity if these are flat."""
-        rows = [math.inf]
+        room = math.inf
         for device, (fixed, per_row) in zip(self.devices, self.lines):
             memory = memory_bytes or device.memory
             if memory is None:
                 raise OptionError(f"the memory of {short_name(device.name)} is unknown; give memory_bytes")
-            rows += [(memory - fixed) / per_row] if per_row > 0 else []
-        return min(rows)
+            room = min(room, (memory - fixed) / per_row if per_row > 0 else math.inf)
+        return room
 
     def __rich__(self) -> Any:
         alone = next((m.rows_per_second for m in self.measurements if m.mode == "one device" and not m.error), math.nan)
@@ -177,17 +175,15 @@ def _cells_of(m: Measurement, alone: float) -> dict[str, str]:
     }
 
 
-def next_batch(result: BenchmarkResult, planned: list[int], search: bool, most: int) -> int | None:
-    """Return the rows of the next batch to measure, which is removed from `planned`; `None` at the end.
+def next_batch(result: BenchmarkResult) -> int | None:
+    """Return the rows of the next batch of the search for the largest one; `None` at the end.
 
-    After the planned sizes, the search grows the batch up to four times, goes to just below the expected limit, and then
-    narrows the limit down to a tenth. It ends above `most` rows.
+    The search grows the batch up to four times, goes to just below the expected limit, and then narrows the limit down to a
+    tenth.
     """
     largest, failed = result._bounds()
-    if planned and failed is None:
-        return planned.pop(0)
     step = len(result.devices)
-    if not search or not largest or (failed and failed - largest <= max(step, 0.1 * largest)):
+    if not largest or (failed and failed - largest <= max(step, 0.1 * largest)):
         return None
     rows = math.sqrt(largest * failed) if failed else min(4 * largest, max(0.93 * result._room(), 1.1 * largest))
-    return None if rows > most else math.ceil(rows / step) * step
+    return math.ceil(rows / step) * step

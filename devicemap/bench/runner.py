@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -24,7 +24,7 @@ from devicemap.data.rows import HOST, Rows, as_rows, take_rows
 from devicemap.data.sample import first_rows, rows_in_memory
 from devicemap.data.structure import as_objects
 from devicemap.devices import choose_devices, is_out_of_memory, kind_of, list_devices
-from devicemap.errors import DeviceMapError, OptionError, brief
+from devicemap.errors import DeviceMapError, OptionError, error_text
 from devicemap.events import short_name
 from devicemap.options import check_count
 from devicemap.run.mapper import Mapper, NullObserver
@@ -89,7 +89,7 @@ def benchmark(
     """
     check_count("rounds", rounds)
     check_count("max_rows", 1 if max_rows is None else max_rows)
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+    if not seconds > 0:
         raise OptionError(f"seconds={seconds!r}; expected a time budget above 0, in seconds")
     if "batch_size" in options:
         raise OptionError(f"batch_size={options['batch_size']!r}: a benchmark varies it; use batch_sizes=")
@@ -105,39 +105,44 @@ def benchmark(
     names = tuple(share.device for share in fn.report().devices) if model else choose_devices(devices)
     program = Program(fn, {"batched": True} if model else {**options, "devices": names})
     rows = rows_in_memory(data, program.options, max_rows, _ROWS_OF_A_DATASET)
+    count, step = rows.count or 0, len(names)
     described = {device.name: device for device in list_devices()}
-    uncounted = [short_name(name) for name in names if _peak_memory([name]) is None]
+    uncounted = [short_name(name) for name in names if _peak_bytes(name) is None]
     reason = f"TensorFlow does not count the memory of {', '.join(uncounted)}" if uncounted else None
     result = BenchmarkResult(fn.name if model else program.name, tuple(described[n] for n in names), no_memory=reason)
-    calls = _calls_of_model(fn, names[0], rows.specs) if model else _calls_of_function(program)
+    calls = _calls_of_model(fn, names[0], rows.specs) if model else {}
     timed: dict[int, Callable[[], None]] = {}
 
-    def measure(mode: str, some: Rows) -> BenchmarkResult:
-        call = partial(_run_and_wait, calls[mode](some.count or 0), some)
+    def measure(mode: str, some: Rows) -> None:
+        nonlocal result
+        call = partial(_run_and_wait, calls.get(mode) or _call_of_function(program, mode, some.count or 0), some)
         m = _measure(Measurement(mode, some.count or 0), call, names if mode == "batch" and not reason else ())
-        if not m.error and m.rows <= (rows.count or 0):  # larger batches are not timed again
+        if not m.error and m.rows <= count:  # larger batches are not timed again
             timed[len(result.measurements)] = call
-        return replace(result, measurements=(*result.measurements, m))
+        result = replace(result, measurements=(*result.measurements, m))
 
     with _restored(fn) if model else nullcontext():
         deadline = time.perf_counter() + seconds
-        planned = sorted(batch_sizes or []) or _default_batch_sizes(rows.count or 0, len(names))
-        search = batch_sizes is None and not reason and all(device.memory for device in result.devices)
-        while rows_of_batch := next_batch(result, planned, search, _MOST_DATA_BYTES // _bytes_of_row(rows)):
-            result = measure("batch", _repeated(rows, rows_of_batch))
-            if time.perf_counter() > deadline:
+        usual = {step, *(count // part // step * step for part in (16, 4, 1))} - {0}
+        for size in sorted(batch_sizes or usual):
+            measure("batch", _repeated(rows, size))
+            if result.measurements[-1].error or time.perf_counter() > deadline:
                 break
-        result = measure("eager", rows if program.options.batched else first_rows(rows, _ROWS_IN_EAGER_CODE))
-        result = measure("one device", rows)
-        result = measure("all devices", rows)
-        medians = median_seconds([*timed.values()], rounds, time.perf_counter() + seconds)
+        if batch_sizes is None and not reason and all(device.memory for device in result.devices):
+            most = _MOST_DATA_BYTES // _bytes_of_row(rows)
+            while time.perf_counter() < deadline and (larger := next_batch(result)) and larger <= most:
+                measure("batch", _repeated(rows, larger))
+        measure("eager", rows if program.options.batched else first_rows(rows, _ROWS_IN_EAGER_CODE))
+        measure("one device", rows)
+        measure("all devices", rows)
+        medians = median_seconds([*timed.values()], rounds, seconds)
     measurements = [*result.measurements]
     for i, median in zip(timed, medians):
         measurements[i] = replace(measurements[i], seconds=median)
     return replace(result, measurements=tuple(measurements))
 
 
-def _measure(m: Measurement, call: Callable[[], None], counted: Iterable[str]) -> Measurement:
+def _measure(m: Measurement, call: Callable[[], None], counted: Sequence[str]) -> Measurement:
     """Measure the first three calls, and the peak memory of devices."""
     gc.collect()  # discarded maps keep memory of devices until then
     for name in counted:
@@ -147,35 +152,27 @@ def _measure(m: Measurement, call: Callable[[], None], counted: Iterable[str]) -
     except Exception as error:
         if m.mode in ("all devices", "batch") and not is_out_of_memory(error):
             raise
-        return replace(m, error=f"{type(error).__name__}: {brief(error)}")
-    peaks = _peak_memory(counted) or None
+        return replace(m, error=error_text(error))
+    peaks = tuple(_peak_bytes(name) or 0 for name in counted) or None
     return replace(m, first_call_seconds=first, seconds=seconds, peak_memory_bytes=peaks)
 
 
-def _calls_of_function(program: Program) -> dict[str, Callable[[int], Call]]:
-    """Return for each mode a factory of calls on a number of rows."""
-
-    def mapped(program: Program, **changed: Any) -> Call:
-        program = copy(program)  # all share their traces, and the copies of variables on the devices
-        program.options = replace(program.options, **changed)
-        mapper = Mapper(program, NullObserver())
-        return lambda rows: mapper.run(rows.structure)
-
-    def batch(count: int) -> Call:
-        return mapped(program, batch_size=math.ceil(count / len(program.devices)), prefetch=1, max_retries=0)
-
-    alone = Program(program.fn, {**vars(program.options), "devices": program.devices[:1]})
-    eager = partial(_run_eagerly, program)
-    return {
-        "eager": lambda _: eager,
-        "one device": lambda _: mapped(alone),
-        "all devices": lambda _: mapped(program),
-        "batch": batch,
-    }
+def _call_of_function(program: Program, mode: str, count: int) -> Call:
+    """Return a function that maps `count` rows in a mode."""
+    if mode == "eager":
+        return partial(_run_eagerly, program)
+    if mode == "one device":
+        program = Program(program.fn, {**vars(program.options), "devices": program.devices[:1]})
+    elif mode == "batch":
+        program = copy(program)  # copies share their traces, and the copies of variables on the devices
+        size = math.ceil(count / len(program.devices))
+        program.options = replace(program.options, batch_size=size, prefetch=1, max_retries=0)
+    mapper = Mapper(program, NullObserver())
+    return lambda rows: mapper.run(rows.structure)
 
 
-def _calls_of_model(model: Any, device: str, specs: Any) -> dict[str, Callable[[int], Call]]:
-    """Return for each mode a factory of training steps, for batches of any size as in `fit`."""
+def _calls_of_model(model: Any, device: str, specs: Any) -> dict[str, Call]:
+    """Return a training step for each mode, for batches of any size as in `fit`."""
     step = partial(type(model).train_step, model)  # Keras's own step, on one device
 
     def eager(rows: Rows) -> Any:
@@ -186,9 +183,9 @@ def _calls_of_model(model: Any, device: str, specs: Any) -> dict[str, Callable[[
         function = tf.function(step, [specs], autograph=False, jit_compile=jit_compile)
         return lambda rows: function(rows.structure)
 
-    alone, over_all = graph(step, bool(model.jit_compile)), graph(model.train_step)
-    modes = dict.fromkeys(("all devices", "batch"), lambda _: over_all)
-    return {"eager": lambda _: eager, "one device": lambda _: alone, **modes}
+    over_all = graph(model.train_step)
+    alone = graph(step, bool(model.jit_compile))
+    return {"batch": over_all, "eager": eager, "one device": alone, "all devices": over_all}
 
 
 @contextmanager
@@ -238,23 +235,12 @@ def _repeated(rows: Rows, count: int) -> Rows:
 
 def _bytes_of_row(rows: Rows) -> int:
     leaves = tf.nest.flatten(first_rows(rows, 1).structure, expand_composites=True)
-    return sum(leaf.numpy().nbytes if leaf.dtype != tf.string else int(tf.size(leaf)) for leaf in leaves) or 1
+    return max(1, sum(leaf.numpy().nbytes for leaf in leaves))
 
 
-def _peak_memory(devices: Iterable[str]) -> tuple[int, ...] | None:
-    """Return the peak bytes of each device since the last reset; `None` if one does not count them."""
+def _peak_bytes(device: str) -> int | None:
+    """Return the peak memory of a device since the last reset; `None` if TensorFlow does not count it."""
     try:
-        if all(kind_of(name) != "CPU" for name in devices):  # CPUs report 0
-            return tuple(int(tf.config.experimental.get_memory_info(name)["peak"]) for name in devices)
+        return None if kind_of(device) == "CPU" else int(tf.config.experimental.get_memory_info(device)["peak"])
     except (ValueError, tf.errors.OpError):  # ValueError is the documented error of allocators without counters
-        pass
-    return None
-
-
-def _default_batch_sizes(rows: int, devices: int) -> list[int]:
-    """Return one row per device, and fractions of all rows, as multiples of the number of devices.
-
-    >>> _default_batch_sizes(1000, 4), _default_batch_sizes(3, 8)
-    ([4, 60, 248, 1000], [8])
-    """
-    return sorted({devices, *(rows // part // devices * devices for part in (16, 4, 1))} - {0})
+        return None

@@ -1,4 +1,4 @@
-"""Interleaved timing of several calls. Free of TensorFlow."""
+"""Interleaved timing of several calls."""
 
 from __future__ import annotations
 
@@ -6,25 +6,20 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
+from timeit import timeit
 
 
-def median_seconds(
-    calls: Sequence[Callable[[], Any]], rounds: int, deadline: float, clock: Callable[[], float] = time.perf_counter
-) -> list[float]:
+def median_seconds(calls: Sequence[Callable[[], object]], rounds: int, seconds: float = float("inf")) -> list[float]:
     """Return the median seconds of each of `calls`, which wait for their results.
 
-    Each round times every call, in random order, so that noise affects all calls alike. There is at least one round. No
-    other round starts that would probably end after `deadline`, a time of `clock`.
+    Each round times every call, in random order, so that noise affects all calls alike. No round but the first starts after
+    `seconds`.
     """
-    seconds: list[list[float]] = [[] for _ in calls]
-    order = random.Random(0)
+    times: list[list[float]] = [[] for _ in calls]
+    order, deadline = random.Random(0), time.perf_counter() + seconds
     for _ in range(rounds):
-        began = clock()
         for i in order.sample(range(len(calls)), len(calls)):
-            start = clock()
-            calls[i]()
-            seconds[i].append(clock() - start)
-        if 2 * clock() - began > deadline:
+            times[i].append(timeit(calls[i], number=1))
+        if time.perf_counter() > deadline:
             break
-    return [*map(median, seconds)]
+    return [*map(median, times)]

@@ -27,9 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the name of the program; `None` for those of this process.
     """
     options = _parser().parse_args(arguments)
-    os.environ.setdefault(
-        "TF_CPP_MIN_LOG_LEVEL", "3" if options.command == "check" else "2"
-    )  # before importing TensorFlow
+    logged = "3" if options.command == "check" else "2"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", logged)  # before importing TensorFlow
     try:
         from devicemap.cli import commands
 
@@ -39,9 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         kept = " Finished chunks are kept: repeat the command to continue." if options.command == "run" else ""
         return _fail(options, f"interrupted.{kept}", 130)
-    except BrokenPipeError:  # the reader of the output has ended, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     except (DeviceMapError, OSError, ImportError) as error:
         return _fail(options, f"error: {error}", 2 if isinstance(error, OptionError) else 1)
     except Exception as error:
@@ -60,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("devicemap", description="Map a TensorFlow function over data on all devices.")
     parser.add_argument("--version", action="version", version=f"devicemap {__version__}")
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--simulate", type=_count, metavar="N", help="split the CPU into N devices")
+    common.add_argument("--simulate", type=int, metavar="N", help="split the CPU into N devices")
     common.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     saving = argparse.ArgumentParser(add_help=False)
     saving.add_argument("--json", type=Path, metavar="FILE", help="save the result as JSON")
@@ -69,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     mapping.add_argument("input", metavar="INPUT", help=_INPUT)
     mapping.add_argument("--devices", type=_devices, metavar="NAMES", help="a kind (GPU) or names (GPU:0,GPU:2)")
     mapping.add_argument("--batched", action="store_true", help="FUNCTION takes a batch of rows")
-    mapping.add_argument("--batch-size", type=_count, metavar="N", help="rows per device call; bench: of all devices")
+    mapping.add_argument("--batch-size", type=int, metavar="N", help="rows per device call; bench: of all devices")
     mapping.add_argument("--seed", type=int, metavar="N", help="FUNCTION also takes seed=, for tf.random.stateless_*")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -80,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("explain", "Show what runs on which device, and what prevents parallelism.", mapping, saving)
     bench = add("bench", "Measure eager code, one device and all devices, and memory.", mapping, saving)
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw time and memory (.png, .svg, .pdf)")
-    bench.add_argument("--rows", type=_count, metavar="N", help="use the first N rows (default: 1024 of a dataset)")
+    bench.add_argument("--rows", type=int, metavar="N", help="use the first N rows (default: 1024 of a dataset)")
     bench.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time budget (default: %(default)s)")
     run = add("run", "Map over all rows and write the results. Repeat the command to continue a run.", mapping)
     run.add_argument(
@@ -103,12 +99,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 def _devices(text: str) -> str | list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    return names[0] if len(names) == 1 else names
+    names = text.replace(" ", "").split(",")
+    return names if len(names) > 1 else names[0]

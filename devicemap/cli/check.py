@@ -1,14 +1,14 @@
-"""The commands `check` and `env`: whether devicemap works on the devices of this machine, and how fast."""
+"""The commands `devices`, `env` and `check`: what is installed, whether devicemap works on these devices, and how fast."""
 
 from __future__ import annotations
 
 import json
 import platform
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap.api import DeviceMap, parallel_map, parallel_reduce
-from devicemap.devices import Device, choose_devices, list_devices, why_no_gpu
+from devicemap.bench.timing import median_seconds
+from devicemap.devices import choose_devices, list_devices, why_no_gpu
 from devicemap.errors import error_text
 from devicemap.events import short_name
 from devicemap.inspect.render import size_text
@@ -29,25 +30,32 @@ _PACKAGES = "devicemap", "tensorflow", "tensorflow-cpu", "keras", "numpy", "rich
 _ROWS = 37
 """Rows of the small cases: uneven on any number of devices but 1 and 37."""
 
-
-def print_environment(json_path: Path | None = None) -> dict[str, Any]:
-    """Print versions and devices, save them as JSON if there is a path, and return them."""
-    found = _environment()
-    print("\n".join(f"{name:18}{value}" for name, value in found["versions"].items()))
-    print()
-    print_devices(list_devices())
-    if json_path:
-        _save(found, json_path)
-    return found
+_TOLERANCE = 1e-3
+"""Relative and absolute: GPUs may multiply matrices in TF32."""
 
 
-def print_devices(devices: Sequence[Device]) -> None:
-    """Print devices with their memory, and why there is no GPU."""
+def _save(values: Any, path: Path | None) -> None:
+    if path:
+        path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def show_devices(json_path: Path | None = None) -> None:
+    """Print the devices with their memory, and why there is no GPU; save them as JSON if there is a path."""
+    devices = list_devices()
     for device in devices:
         memory = "" if device.memory is None else size_text(device.memory)
         print(f"{short_name(device.name):8} {device.kind:4} {memory:>10}  {device.description}")
     if not any(device.kind == "GPU" for device in devices):
         print(f"\nNo GPU: {why_no_gpu()}")
+    _save([asdict(device) for device in devices], json_path)
+
+
+def show_environment(json_path: Path | None = None) -> None:
+    """Print versions and devices; save them as JSON if there is a path."""
+    found = _environment()
+    print("\n".join(f"{name:18}{value}" for name, value in found["versions"].items()), end="\n\n")
+    show_devices()
+    _save(found, json_path)
 
 
 def _environment() -> dict[str, Any]:
@@ -74,86 +82,69 @@ def check(given: Any, seconds: float, json_path: Path | None = None) -> bool:
         Whether every test passed. Speed-ups do not matter.
     """
     devices = choose_devices(given)
-    environment = print_environment()
+    show_environment()
     print(f"\nGuarantees on {', '.join(map(short_name, devices))}:\n")
-    outcomes = [_try(name, test, devices) for name, test in TESTS.items()]
+    outcomes = [_try(name, case, devices) for name, case in CASES.items()]
     print("\nTime by number of devices (the median of 3 calls), and how many times as fast as one:\n")
-    speeds: list[Speed] = []
+    speeds: list[dict[str, Any]] = []
     for name, workload in _WORKLOADS.items():
         try:
-            speeds.extend(_speeds(name, workload, devices, seconds))
+            speeds += _speeds(name, *workload, devices, seconds)
         except Exception as raised:  # for instance, too little memory
             print(f"  {name:16} FAILED: {error_text(raised)}")
-            outcomes.append(GuaranteeTest(f"speed of a {name} function", 0.0, error_text(raised)))
-    failed = [outcome.name for outcome in outcomes if outcome.error is not None]
+            outcomes.append({"name": f"speed of a {name} function", "seconds": 0.0, "error": error_text(raised)})
+    failed = [outcome["name"] for outcome in outcomes if outcome["error"]]
     if failed:
         print(f"\nFAILED: {', '.join(failed)}. Please report it, with this output and, if possible, --json FILE.")
     else:
         print("\nAll guarantees hold on these devices.")
-    if json_path:
-        results = {"guarantees": [*map(asdict, outcomes)], "speed": [*map(asdict, speeds)], "ok": not failed}
-        _save({**environment, "checked_devices": devices, **results}, json_path)
+    found = {"checked_devices": devices, "guarantees": outcomes, "speed": speeds, "ok": not failed}
+    _save({**_environment(), **found}, json_path)
     return not failed
 
 
-def _save(values: dict[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class GuaranteeTest:
-    """The outcome of one small case."""
-
-    name: str
-    seconds: float
-    error: str | None
-
-
-@dataclass(frozen=True)
-class Speed:
-    """The time of one function on some devices."""
-
-    function: str
-    devices: int
-    seconds: float
-    speedup: float
-
-
-def _try(name: str, test: Callable[[Sequence[str]], None], devices: Sequence[str]) -> GuaranteeTest:
+def _try(name: str, case: Callable[[Sequence[str]], tuple[Any, Any]], devices: Sequence[str]) -> dict[str, Any]:
+    """Print and return the outcome of a case: whether its results are as expected."""
     print(f"  {name:58}", end="", flush=True)
     began, error = time.perf_counter(), None
     try:
-        test(devices)
+        tf.nest.map_structure(_assert_close, *case(devices))
     except Exception as raised:  # of whatever part of the installation is broken
         error = error_text(raised)
     seconds = time.perf_counter() - began
-    print(f"{'ok' if error is None else 'FAILED':6} {seconds:5.1f} s" + ("" if error is None else f"\n    {error}"))
-    return GuaranteeTest(name, seconds, error)
+    print(f"{'FAILED' if error else 'ok':6} {seconds:5.1f} s" + (f"\n    {error}" if error else ""))
+    return {"name": name, "seconds": seconds, "error": error}
+
+
+def _assert_close(found: Any, wanted: Any) -> None:
+    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), _TOLERANCE, _TOLERANCE)
 
 
 def _rows() -> Any:
     return tf.reshape(tf.range(3.0 * _ROWS), [_ROWS, 3]) / 100
 
 
-def _values(devices: Sequence[str]) -> None:
-    def fn(row: Any) -> Any:
-        return {"sum": tf.reduce_sum(tf.sin(row)), "parts": (row * 2, tf.cast(row[0] * 100, tf.int32))}
+def _fn(row: Any) -> Any:
+    return {"sum": tf.reduce_sum(tf.sin(row)), "parts": (row * 2, tf.cast(row[0] * 100, tf.int32))}
 
-    found = parallel_map(fn, _rows(), devices=devices)
+
+def _wanted() -> Any:
+    """Return the results of `_fn`, one row at a time on the host."""
     with tf.device("/CPU:0"):
-        wanted = [fn(row) for row in _rows()]
-    _assert_equal(len(found["sum"]), _ROWS)
-    for i, row in enumerate(wanted):
-        tf.nest.map_structure(lambda got, want, i=i: _assert_close(got[i], want), found, row)
+        return tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *map(_fn, _rows()))
 
 
-def _order(devices: Sequence[str]) -> None:
+def _values(devices: Sequence[str]) -> tuple[Any, Any]:
+    return parallel_map(_fn, _rows(), devices=devices), _wanted()
+
+
+def _order(devices: Sequence[str]) -> tuple[Any, Any]:
     numbers = tf.range(50 * len(devices))
-    for size in (1, 7, None):
-        _assert_equal(parallel_map(lambda n: n * n, numbers, devices=devices, batch_size=size), numbers**2)
+    found = [parallel_map(lambda n: n * n, numbers, devices=devices, batch_size=size) for size in (1, 7)]
+    return found, [numbers**2] * 2
 
 
-def _gradients(devices: Sequence[str]) -> None:
+def _gradients(devices: Sequence[str]) -> tuple[Any, Any]:
     weight = tf.Variable([1.0, 2.0, 3.0])
 
     def gradients(mapped: Callable[[Any], Any]) -> Any:
@@ -163,53 +154,49 @@ def _gradients(devices: Sequence[str]) -> None:
             loss = tf.reduce_sum(mapped(x))
         return tape.gradient(loss, [x, weight])
 
-    found = gradients(DeviceMap(lambda row: tf.sin(row * weight), devices=devices))
-    for got, want in zip(found, gradients(lambda x: tf.sin(x * weight))):
-        _assert_close(got, want)
+    mapper = DeviceMap(lambda row: tf.sin(row * weight), devices=devices)
+    return gradients(mapper), gradients(lambda x: tf.sin(x * weight))
 
 
-def _random_numbers(devices: Sequence[str]) -> None:
+def _random_numbers(devices: Sequence[str]) -> tuple[Any, Any]:
     def seeded(row: Any, seed: Any) -> Any:
         return row + tf.random.stateless_uniform([3], seed)
 
     one, several = (parallel_map(seeded, _rows(), seed=1, devices=used) for used in (devices[:1], devices))
-    _assert_close(several, one)
     drawn = parallel_map(lambda row: tf.random.uniform([], dtype=tf.float64), _rows(), devices=devices)
-    if len(np.unique(drawn)) != _ROWS:
-        raise AssertionError("two rows drew the same number")
+    return (several, len(np.unique(drawn))), (one, _ROWS)
 
 
-def _writes(devices: Sequence[str]) -> None:
+def _writes(devices: Sequence[str]) -> tuple[Any, Any]:
     with tf.device("/CPU:0"):
         count = tf.Variable(0.0)
     mapper = DeviceMap(lambda row: (count.assign_add(1.0), row)[1], devices=devices)
     for _ in range(3):
         mapper(_rows())
-    _assert_equal(count, 3.0 * _ROWS)
+    return count, 3 * _ROWS
 
 
-def _chunks(devices: Sequence[str]) -> None:
-    mapper = DeviceMap(lambda row: row * 2, devices=devices, batch_size=2)
-    chunks = [*mapper.stream(tf.data.Dataset.from_tensor_slices(_rows()))]
-    _assert_equal(tf.concat(chunks, 0), _rows() * 2)
-    _assert_close(parallel_reduce(lambda row: row, _rows(), "sum", devices=devices), tf.reduce_sum(_rows(), 0))
+def _chunks(devices: Sequence[str]) -> tuple[Any, Any]:
+    chunks = DeviceMap(_fn, devices=devices, batch_size=2).stream(tf.data.Dataset.from_tensor_slices(_rows()))
+    streamed = tf.nest.map_structure(lambda *leaves: tf.concat(leaves, 0), *chunks)
+    total = parallel_reduce(lambda row: row, _rows(), "sum", devices=devices)
+    return (streamed, total), (_wanted(), tf.reduce_sum(_rows(), 0))
 
 
-def _failing_rows(devices: Sequence[str]) -> None:
+def _failing_rows(devices: Sequence[str]) -> tuple[Any, Any]:
     def fn(row: Any) -> Any:
         return tf.debugging.check_numerics(tf.math.log(row[0]), "not positive")  # the first row is 0
 
     mapper = DeviceMap(fn, devices=devices, on_error="skip")
-    _assert_close(mapper(_rows()), tf.math.log(_rows()[1:, 0]))
-    report = mapper.report
-    if report is None or [failed.row for failed in report.failed_rows] != [0]:
-        raise AssertionError(f"row 0 fails, and the report has {report and report.failed_rows}")
+    found = mapper(_rows())
+    failed = [row.row for row in mapper.report.failed_rows] if mapper.report else []
+    return (found, failed), (tf.math.log(_rows()[1:, 0]), [0])
 
 
-def _disk(devices: Sequence[str]) -> None:
+def _disk(devices: Sequence[str]) -> tuple[Any, Any]:
     with tempfile.TemporaryDirectory() as directory:
         results = DeviceMap(lambda row: row * 2, devices=devices, batch_size=5).write(_rows(), directory)
-        _assert_equal(results.load(), _rows() * 2)
+        return results.load(), _rows() * 2
 
 
 def _model() -> Any:
@@ -221,7 +208,7 @@ def _model() -> Any:
     return model
 
 
-def _training(devices: Sequence[str]) -> None:
+def _training(devices: Sequence[str]) -> tuple[Any, Any]:
     import keras
 
     def trained(used: Sequence[str]) -> list[Any]:
@@ -231,19 +218,18 @@ def _training(devices: Sequence[str]) -> None:
             model.fit(_rows(), tf.reduce_sum(_rows(), 1), batch_size=13, epochs=2, shuffle=False, verbose=0)
             return list(model.get_weights())
 
-    for got, want in zip(trained(devices), trained(devices[:1])):
-        _assert_close(got, want, 1e-3)
+    return trained(devices), trained(devices[:1])
 
 
-def _pipeline(devices: Sequence[str]) -> None:
+def _pipeline(devices: Sequence[str]) -> tuple[Any, Any]:
     with tf.device(devices[0]):
         model = _model()
         wanted = model(_rows())
     stages = split(model, len(devices), devices=list(devices))
-    _assert_close(Pipeline(stages, devices=list(devices))(_rows()), wanted, 1e-3)
+    return Pipeline(stages, devices=list(devices))(_rows()), wanted
 
 
-TESTS: dict[str, Callable[[Sequence[str]], None]] = {
+CASES: dict[str, Callable[[Sequence[str]], tuple[Any, Any]]] = {
     "values: equal to one row at a time": _values,
     "order: each row once, in order": _order,
     "gradients: equal to those of one device": _gradients,
@@ -255,14 +241,6 @@ TESTS: dict[str, Callable[[Sequence[str]], None]] = {
     "training: weights equal to those of one device": _training,
     "pipeline: equal to the model": _pipeline,
 }
-
-
-def _assert_equal(found: Any, wanted: Any) -> None:
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
-
-
-def _assert_close(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
-    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), tolerance, tolerance)
 
 
 def _compute_bound(scale: int) -> tuple[Callable[[Any], Any], Any]:
@@ -286,38 +264,32 @@ def _transfer_bound(scale: int) -> tuple[Callable[[Any], Any], Any]:
 _TRIED_CALLS = 5
 """Three calls in chunks and two in one graph; later ones use the faster engine (`run/engine.py`)."""
 
-_WORKLOADS = {
-    "compute-bound": (_compute_bound, 4, 10**6),
-    "transfer-bound": (_transfer_bound, 16, 512),
-}
-"""How functions and data are made for a scale, and the smallest and the largest scale."""
+_WORKLOADS = {"compute-bound": (_compute_bound, 10**6), "transfer-bound": (_transfer_bound, 512)}
+"""How a function and its data are made for a scale, and the largest scale."""
 
 
-def _speeds(name: str, workload: tuple[Any, int, int], devices: Sequence[str], seconds: float) -> Iterator[Speed]:
-    make, scale, most = workload
-    fn, data = make(scale)
-    while scale < most and (measured := seconds_of(fn, data, devices[:1])) < seconds / 2:
-        scale = min(most, max(2 * scale, int(scale * min(50.0, seconds / max(measured, 1e-3)))))
-        fn, data = make(scale)
-    first = None
-    powers = {2**k for k in range(len(devices).bit_length())} if len(devices) > 8 else {*range(1, len(devices))}
-    for count in sorted(powers | {len(devices)}):
-        measured = seconds_of(fn, data, devices[:count])
-        first = first or measured
-        speed = Speed(name, count, measured, first / measured)
-        print(f"  {name:16} {count:3} device(s) {measured:8.3f} s  {speed.speedup:6.2f} x")
-        yield speed
+def _speeds(
+    name: str, make: Callable[[int], Any], most: int, devices: Sequence[str], seconds: float
+) -> list[dict[str, Any]]:
+    """Print and return the times on 1, 2, 4, ... and all devices, at a scale for which one device takes about `seconds`."""
+    scale = 16
+    while scale < most and _seconds_of(make(scale), [devices[:1]])[0] < seconds / 2:
+        scale = min(most, 4 * scale)
+    counts = sorted({2**k for k in range(len(devices).bit_length())} | {len(devices)})
+    times = _seconds_of(make(scale), [devices[:count] for count in counts])
+    found: list[dict[str, Any]] = [
+        {"function": name, "devices": count, "seconds": measured, "speedup": times[0] / measured}
+        for count, measured in zip(counts, times)
+    ]
+    for speed in found:
+        print("  {function:16} {devices:3} device(s) {seconds:8.3f} s  {speedup:6.2f} x".format(**speed))
+    return found
 
 
-def seconds_of(fn: Callable[[Any], Any], data: Any, devices: Sequence[str]) -> float:
-    """Return the duration of a call that maps a function of batches: the median of 3, after those that try both engines."""
-    mapper = DeviceMap(fn, batched=True, devices=list(devices))
-    for _ in range(_TRIED_CALLS):
-        mapper(data)
-
-    def timed() -> float:
-        began = time.perf_counter()
-        mapper(data)
-        return time.perf_counter() - began
-
-    return statistics.median(timed() for _ in range(3))
+def _seconds_of(workload: tuple[Any, Any], choices: Sequence[Sequence[str]]) -> list[float]:
+    """Return the median of 3 calls that map a function over batches of data on some devices, for each choice of devices."""
+    fn, data = workload
+    calls = [partial(DeviceMap(fn, batched=True, devices=list(devices)), data) for devices in choices]
+    for call in calls * _TRIED_CALLS:
+        call()
+    return median_seconds(calls, 3)
