@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from timeit import timeit
 from typing import Any
 
 import tensorflow as tf
 
 from devicemap.bench.measurements import BenchmarkResult, Measurement, next_batch
-from devicemap.bench.timing import median_seconds
 from devicemap.compile.program import Program
 from devicemap.compile.random import row_seeds
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, as_rows, take_rows
-from devicemap.data.sample import first_rows, rows_in_memory
+from devicemap.data.sample import rows_in_memory
 from devicemap.data.structure import as_objects
 from devicemap.devices import choose_devices, is_out_of_memory, kind_of, list_devices
-from devicemap.errors import DeviceMapError, OptionError, error_text
+from devicemap.errors import OptionError, error_text
 from devicemap.events import short_name
 from devicemap.options import check_count
 from devicemap.run.mapper import Mapper, NullObserver
@@ -100,8 +101,6 @@ def benchmark(
     model = hasattr(fn, "train_step") and "detach" in vars(fn)
     if model and (options or devices is not None or not fn.compiled):
         raise OptionError("fn is a parallelized model; expected a compiled one, and neither devices= nor other options")
-    if not tf.executing_eagerly():
-        raise DeviceMapError("benchmark was called inside a tf.function, which cannot be timed; call it outside")
     names = tuple(share.device for share in fn.report().devices) if model else choose_devices(devices)
     program = Program(fn, {"batched": True} if model else {**options, "devices": names})
     rows = rows_in_memory(data, program.options, max_rows, _ROWS_OF_A_DATASET)
@@ -129,17 +128,34 @@ def benchmark(
             if result.measurements[-1].error or time.perf_counter() > deadline:
                 break
         if batch_sizes is None and not reason and all(device.memory for device in result.devices):
-            most = _MOST_DATA_BYTES // _bytes_of_row(rows)
+            leaves = tf.nest.flatten(rows.structure, expand_composites=True)
+            most = _MOST_DATA_BYTES * count // max(1, sum(leaf.numpy().nbytes for leaf in leaves))
             while time.perf_counter() < deadline and (larger := next_batch(result)) and larger <= most:
                 measure("batch", _repeated(rows, larger))
-        measure("eager", rows if program.options.batched else first_rows(rows, _ROWS_IN_EAGER_CODE))
+        measure("eager", rows if program.options.batched else _repeated(rows, min(count, _ROWS_IN_EAGER_CODE)))
         measure("one device", rows)
         measure("all devices", rows)
         medians = median_seconds([*timed.values()], rounds, seconds)
     measurements = [*result.measurements]
-    for i, median in zip(timed, medians):
-        measurements[i] = replace(measurements[i], seconds=median)
+    for i, measured in zip(timed, medians):
+        measurements[i] = replace(measurements[i], seconds=measured)
     return replace(result, measurements=tuple(measurements))
+
+
+def median_seconds(calls: Sequence[Callable[[], object]], rounds: int, seconds: float = math.inf) -> list[float]:
+    """Return the median seconds of each of `calls`, which wait for their results.
+
+    Each round times every call, in random order, so that noise affects all calls alike. No round but the first starts after
+    `seconds`.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    order, deadline = random.Random(0), time.perf_counter() + seconds
+    for _ in range(rounds):
+        for i in order.sample(range(len(calls)), len(calls)):
+            times[i].append(timeit(calls[i], number=1))
+        if time.perf_counter() > deadline:
+            break
+    return [*map(median, times)]
 
 
 def _measure(m: Measurement, call: Callable[[], None], counted: Sequence[str]) -> Measurement:
@@ -231,11 +247,6 @@ def _repeated(rows: Rows, count: int) -> Rows:
     times = math.ceil(count / (rows.count or 1))
     with tf.device(HOST):
         return as_rows(tf.nest.map_structure(lambda leaf: take_rows(join([leaf] * times), 0, count), rows.structure))
-
-
-def _bytes_of_row(rows: Rows) -> int:
-    leaves = tf.nest.flatten(first_rows(rows, 1).structure, expand_composites=True)
-    return max(1, sum(leaf.numpy().nbytes for leaf in leaves))
 
 
 def _peak_bytes(device: str) -> int | None:

@@ -38,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         kept = " Finished chunks are kept: repeat the command to continue." if options.command == "run" else ""
         return _fail(options, f"interrupted.{kept}", 130)
+    except BrokenPipeError:  # the reader of the output has ended, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (DeviceMapError, OSError, ImportError) as error:
         return _fail(options, f"error: {error}", 2 if isinstance(error, OptionError) else 1)
     except Exception as error:

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap.api import DeviceMap, parallel_map, parallel_reduce
-from devicemap.bench.timing import median_seconds
+from devicemap.bench.runner import median_seconds
 from devicemap.devices import choose_devices, list_devices, why_no_gpu
 from devicemap.errors import error_text
 from devicemap.events import short_name
@@ -134,16 +134,6 @@ def _wanted() -> Any:
         return tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *map(_fn, _rows()))
 
 
-def _values(devices: Sequence[str]) -> tuple[Any, Any]:
-    return parallel_map(_fn, _rows(), devices=devices), _wanted()
-
-
-def _order(devices: Sequence[str]) -> tuple[Any, Any]:
-    numbers = tf.range(50 * len(devices))
-    found = [parallel_map(lambda n: n * n, numbers, devices=devices, batch_size=size) for size in (1, 7)]
-    return found, [numbers**2] * 2
-
-
 def _gradients(devices: Sequence[str]) -> tuple[Any, Any]:
     weight = tf.Variable([1.0, 2.0, 3.0])
 
@@ -195,8 +185,7 @@ def _failing_rows(devices: Sequence[str]) -> tuple[Any, Any]:
 
 def _disk(devices: Sequence[str]) -> tuple[Any, Any]:
     with tempfile.TemporaryDirectory() as directory:
-        results = DeviceMap(lambda row: row * 2, devices=devices, batch_size=5).write(_rows(), directory)
-        return results.load(), _rows() * 2
+        return DeviceMap(_fn, devices=devices, batch_size=5).write(_rows(), directory).load(), _wanted()
 
 
 def _model() -> Any:
@@ -230,8 +219,11 @@ def _pipeline(devices: Sequence[str]) -> tuple[Any, Any]:
 
 
 CASES: dict[str, Callable[[Sequence[str]], tuple[Any, Any]]] = {
-    "values: equal to one row at a time": _values,
-    "order: each row once, in order": _order,
+    "values: equal to one row at a time": lambda devices: (parallel_map(_fn, _rows(), devices=devices), _wanted()),
+    "order: each row once, in order": lambda devices: (
+        parallel_map(_fn, _rows(), devices=devices, batch_size=1),
+        _wanted(),
+    ),
     "gradients: equal to those of one device": _gradients,
     "random numbers: independent of devices, never repeated": _random_numbers,
     "writes of variables: none lost": _writes,

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from devicemap.bench.measurements import BenchmarkResult, Measurement, next_batch
-from devicemap.bench.timing import median_seconds
+from devicemap.bench.runner import median_seconds
 from devicemap.errors import OptionError
 from devicemap.types import Device
 
