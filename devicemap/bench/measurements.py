@@ -103,13 +103,13 @@ class BenchmarkResult(Result):
         the whole memory. Empty without figures of memory.
         """
         batches = sorted((m.rows, m.peak_memory_bytes) for m in self.measurements if m.peak_memory_bytes)
-        failed = self._bounds()[1]
-        lines = []
-        for i, device in enumerate(self.devices if batches else ()):
-            (x, low), (y, high) = ((rows, peaks[i]) for rows, peaks in (batches[0], batches[-1]))
-            if failed and device.memory:
-                y, high = failed, device.memory
-            per_row = (high - low) / max(1, y - x)
+        if not batches:
+            return ()
+        (x, lows), (y, highs) = batches[0], batches[-1]
+        failed, lines = self._bounds()[1], []
+        for device, low, high in zip(self.devices, lows, highs):
+            stop, top = (failed, device.memory) if failed and device.memory else (y, high)
+            per_row = (top - low) / max(1, stop - x)
             lines.append((low - x * per_row, per_row))
         return tuple(lines)
 
@@ -131,7 +131,19 @@ class BenchmarkResult(Result):
 
     def __rich__(self) -> Any:
         alone = next((m.rows_per_second for m in self.measurements if m.mode == "one device" and not m.error), math.nan)
-        rows = [_cells_of(m, alone) for m in self.measurements if not m.error]
+        rows = [
+            {
+                "mode": m.mode,
+                "rows": str(m.rows),
+                "rows/s": f"{m.rows_per_second:.4g}",
+                "call": seconds_text(m.seconds),
+                "first call": seconds_text(m.first_call_seconds),
+                "speed-up": "" if math.isnan(alone) else f"{m.rows_per_second / alone:.3g}",
+                "peak memory": size_text(max(m.peak_memory_bytes)) if m.peak_memory_bytes else "",
+            }
+            for m in self.measurements
+            if not m.error
+        ]
         notes = [f"{m.mode}, {m.rows} rows: {m.error}" for m in self.measurements if m.error]
         for device, (fixed, per_row) in zip(self.devices, self.lines):
             notes.append(f"{short_name(device.name)}: {size_text(int(fixed))} and {size_text(int(per_row))} per row")
@@ -161,18 +173,6 @@ class BenchmarkResult(Result):
             right.legend(loc="upper right")
         axes.legend(loc="upper left")
         figure.savefig(path, dpi=150)
-
-
-def _cells_of(m: Measurement, alone: float) -> dict[str, str]:
-    return {
-        "mode": m.mode,
-        "rows": str(m.rows),
-        "rows/s": f"{m.rows_per_second:.4g}",
-        "call": seconds_text(m.seconds),
-        "first call": seconds_text(m.first_call_seconds),
-        "speed-up": "" if math.isnan(alone) else f"{m.rows_per_second / alone:.3g}",
-        "peak memory": size_text(max(m.peak_memory_bytes)) if m.peak_memory_bytes else "",
-    }
 
 
 def next_batch(result: BenchmarkResult) -> int | None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,55 +33,41 @@ _TOLERANCE = 1e-3
 """Relative and absolute: GPUs may multiply matrices in TF32."""
 
 
-def _save(values: Any, path: Path | None) -> None:
-    if path:
-        path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-
-
-def show_devices(json_path: Path | None = None) -> None:
-    """Print the devices with their memory, and why there is no GPU; save them as JSON if there is a path."""
+def show_devices() -> list[dict[str, Any]]:
+    """Print the devices with their memory, and why there is no GPU; return them as JSON values."""
     devices = list_devices()
     for device in devices:
         memory = "" if device.memory is None else size_text(device.memory)
         print(f"{short_name(device.name):8} {device.kind:4} {memory:>10}  {device.description}")
     if not any(device.kind == "GPU" for device in devices):
         print(f"\nNo GPU: {why_no_gpu()}")
-    _save([asdict(device) for device in devices], json_path)
+    return [*map(asdict, devices)]
 
 
-def show_environment(json_path: Path | None = None) -> None:
-    """Print versions and devices; save them as JSON if there is a path."""
-    found = _environment()
-    print("\n".join(f"{name:18}{value}" for name, value in found["versions"].items()), end="\n\n")
-    show_devices()
-    _save(found, json_path)
-
-
-def _environment() -> dict[str, Any]:
+def show_environment() -> dict[str, Any]:
+    """Print versions and devices; return them as JSON values."""
     versions = {"Python": platform.python_version(), "system": platform.platform()}
     for package in _PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     build = tf.sysconfig.get_build_info()
     versions |= {key: str(build[f"{key}_version"]) for key in ("cuda", "cudnn") if f"{key}_version" in build}
-    return {"versions": versions, "devices": [asdict(device) for device in list_devices()]}
+    print("\n".join(f"{name:18}{value}" for name, value in versions.items()), end="\n\n")
+    return {"versions": versions, "devices": show_devices()}
 
 
-def check(given: Any, seconds: float, json_path: Path | None = None) -> bool:
+def check(given: Any, seconds: float) -> dict[str, Any]:
     """Test each guarantee on a small case, and measure speed-ups, on some devices; print all of it as it is found.
 
     Args:
         given: the devices, as in `parallel_map`.
         seconds: about how long one device takes for a call that is measured.
-        json_path: a file for all of it as JSON.
 
     Returns:
-        Whether every test passed. Speed-ups do not matter.
+        All of it as JSON values. `"ok"` is whether every test passed; speed-ups do not matter.
     """
     devices = choose_devices(given)
-    show_environment()
+    environment = show_environment()
     print(f"\nGuarantees on {', '.join(map(short_name, devices))}:\n")
     outcomes = [_try(name, case, devices) for name, case in CASES.items()]
     print("\nTime by number of devices (the median of 3 calls), and how many times as fast as one:\n")
@@ -98,9 +83,7 @@ def check(given: Any, seconds: float, json_path: Path | None = None) -> bool:
         print(f"\nFAILED: {', '.join(failed)}. Please report it, with this output and, if possible, --json FILE.")
     else:
         print("\nAll guarantees hold on these devices.")
-    found = {"checked_devices": devices, "guarantees": outcomes, "speed": speeds, "ok": not failed}
-    _save({**_environment(), **found}, json_path)
-    return not failed
+    return {**environment, "checked_devices": devices, "guarantees": outcomes, "speed": speeds, "ok": not failed}
 
 
 def _try(name: str, case: Callable[[Sequence[str]], tuple[Any, Any]], devices: Sequence[str]) -> dict[str, Any]:
@@ -132,6 +115,10 @@ def _wanted() -> Any:
     """Return the results of `_fn`, one row at a time on the host."""
     with tf.device("/CPU:0"):
         return tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *map(_fn, _rows()))
+
+
+def _order(devices: Sequence[str]) -> tuple[Any, Any]:
+    return parallel_map(_fn, _rows(), devices=devices, batch_size=1), _wanted()
 
 
 def _gradients(devices: Sequence[str]) -> tuple[Any, Any]:
@@ -220,10 +207,7 @@ def _pipeline(devices: Sequence[str]) -> tuple[Any, Any]:
 
 CASES: dict[str, Callable[[Sequence[str]], tuple[Any, Any]]] = {
     "values: equal to one row at a time": lambda devices: (parallel_map(_fn, _rows(), devices=devices), _wanted()),
-    "order: each row once, in order": lambda devices: (
-        parallel_map(_fn, _rows(), devices=devices, batch_size=1),
-        _wanted(),
-    ),
+    "order: each row once, in order": _order,
     "gradients: equal to those of one device": _gradients,
     "random numbers: independent of devices, never repeated": _random_numbers,
     "writes of variables: none lost": _writes,

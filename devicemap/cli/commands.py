@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import socket
 import time
@@ -35,16 +36,21 @@ def execute(options: argparse.Namespace) -> int:
     """Execute the command that `options.command` names, and return its exit code."""
     if options.simulate is not None:
         simulate_devices(options.simulate)
-    commands: dict[str, Callable[[argparse.Namespace], int | None]] = {
-        "devices": lambda options: show_devices(options.json),
-        "explain": lambda options: _show(_mapper(options).explain(_read(options).data), options),
+    commands: dict[str, Callable[[argparse.Namespace], Any]] = {
+        "devices": lambda options: show_devices(),
+        "explain": lambda options: _show(_mapper(options).explain(_read(options).data)),
         "bench": _bench,
         "run": _run,
         "serve": _serve,
-        "check": lambda options: 0 if check(options.devices, options.seconds, options.json) else 1,
-        "env": lambda options: show_environment(options.json),
+        "check": lambda options: check(options.devices, options.seconds),
+        "env": lambda options: show_environment(),
     }
-    return commands[options.command](options) or 0
+    found = commands[options.command](options)
+    if getattr(options, "json", None):
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if options.command == "check":
+        return 0 if found["ok"] else 1
+    return ROWS_FAILED if options.command == "run" and found else 0
 
 
 def _serve(options: argparse.Namespace) -> None:
@@ -55,22 +61,22 @@ def _serve(options: argparse.Namespace) -> None:
         time.sleep(0.1)  # an endless wait can miss a signal that another thread receives
 
 
-def _bench(options: argparse.Namespace) -> None:
+def _bench(options: argparse.Namespace) -> dict[str, Any]:
     if options.plot:
         check_drawable(options.plot)
     sizes = None if options.batch_size is None else [options.batch_size]
     mapped = {"devices": options.devices, "batched": options.batched, "seed": options.seed}
     limits = {"max_rows": options.rows, "seconds": options.seconds}
     result = benchmark(load_object(options.function), _read(options).data, batch_sizes=sizes, **limits, **mapped)
-    _show(result, options)
+    found = _show(result)
     if options.plot:
         result.plot(options.plot)
+    return found
 
 
-def _show(result: Result, options: argparse.Namespace) -> None:
+def _show(result: Result) -> dict[str, Any]:
     print(result)
-    if options.json:
-        result.save(options.json)
+    return result.to_dict()
 
 
 def _mapper(options: argparse.Namespace, **changed: Any) -> DeviceMap:
@@ -85,6 +91,7 @@ def _read(options: argparse.Namespace) -> Input:
 
 
 def _run(options: argparse.Namespace) -> int:
+    """Return the number of rows that failed and were left out."""
     if not options.quiet:
         rich.reconfigure(stderr=True)  # so that the progress bar is not part of the output
     mapper = _mapper(options, progress=not options.quiet, on_error="skip" if options.skip_errors else "raise")
@@ -112,7 +119,7 @@ def _run(options: argparse.Namespace) -> int:
         shutil.rmtree(directory)
     left_out = f", without {len(failed)} that failed" if failed else ""
     print(f"{len(results)} rows in {out}{left_out}; load them by {loading.format(str(out))}")
-    return ROWS_FAILED if failed else 0
+    return len(failed)
 
 
 def _failing_rows(options: argparse.Namespace, source: Input, error: FunctionError) -> str:
