@@ -63,10 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     saving = argparse.ArgumentParser(add_help=False)
     saving.add_argument("--json", type=Path, metavar="FILE", help="save the result as JSON")
-    mapping = argparse.ArgumentParser(add_help=False)
+    choosing = argparse.ArgumentParser(add_help=False)
+    choosing.add_argument("--devices", type=_devices, metavar="NAMES", help="a kind (GPU) or names (GPU:0,GPU:2)")
+    mapping = argparse.ArgumentParser(add_help=False, parents=[choosing])
     mapping.add_argument("function", metavar="MODULE:FUNCTION", help="found from the current directory")
     mapping.add_argument("input", metavar="INPUT", help=_INPUT)
-    mapping.add_argument("--devices", type=_devices, metavar="NAMES", help="a kind (GPU) or names (GPU:0,GPU:2)")
     mapping.add_argument("--batched", action="store_true", help="FUNCTION takes a batch of rows")
     mapping.add_argument("--batch-size", type=int, metavar="N", help="rows per device call; bench: of all devices")
     mapping.add_argument("--seed", type=int, metavar="N", help="FUNCTION also takes seed=, for tf.random.stateless_*")
@@ -82,16 +83,13 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--rows", type=int, metavar="N", help="use the first N rows (default: 1024 of a dataset)")
     bench.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time budget (default: %(default)s)")
     run = add("run", "Map over all rows and write the results. Repeat the command to continue a run.", mapping)
-    run.add_argument(
-        "--out", required=True, metavar="PATH", help="a .npy, .npz, .parquet or .tfrecord file, or a directory"
-    )
+    files = "a .npy, .npz, .parquet or .tfrecord file, or a directory"
+    run.add_argument("--out", required=True, metavar="PATH", help=files)
     run.add_argument("--skip-errors", action="store_true", help="leave out rows that fail, and exit with code 3")
     run.add_argument("--trust-function", action="store_true", help="continue results of a changed FUNCTION")
     run.add_argument("--quiet", action="store_true", help="no progress bar")
-    check = add(
-        "check", "Test each guarantee on the devices of this machine, and measure speed-ups: two minutes.", saving
-    )
-    check.add_argument("--devices", type=_devices, metavar="NAMES", help="a kind (GPU) or names (GPU:0,GPU:2)")
+    tested = "Test each guarantee on the devices of this machine, and measure speed-ups: two minutes."
+    check = add("check", tested, choosing, saving)
     measured = "how long one device computes for each measurement (default: %(default)s)"
     check.add_argument("--seconds", type=float, default=1.0, metavar="S", help=measured)
     add("env", "Print versions and devices, for a report of an error.", saving)
