@@ -190,7 +190,7 @@ def _training(devices: Sequence[str]) -> tuple[Any, Any]:
     def trained(used: Sequence[str]) -> list[Any]:
         with tf.device(devices[0]):
             model = parallelize(_model(), used)
-            model.compile(keras.optimizers.SGD(0.1), "mse")
+            model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
             model.fit(_rows(), tf.reduce_sum(_rows(), 1), batch_size=13, epochs=2, shuffle=False, verbose=0)
             return list(model.get_weights())
 
