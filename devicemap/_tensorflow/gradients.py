@@ -128,9 +128,15 @@ def _changing(gradient: Callable[..., Any], change: Callable[[Any], None]) -> Ca
 def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
     def placed(op: Any, *upstream: Any) -> Any:
         with tf.device(device):
-            return _changing(gradient, _bring_inputs)(op, *upstream)
+            gradients = _changing(gradient, _bring_inputs)(op, *upstream)
+        # Loops return zeros for variables of these dtypes, which TensorFlow cannot add for several devices.
+        return [None if getattr(each, "dtype", None) in (tf.bool, tf.string) else each for each in _as_list(gradients)]
 
     return placed
+
+
+def _as_list(gradients: Any) -> Sequence[Any]:
+    return gradients if isinstance(gradients, list | tuple) else [gradients]
 
 
 def _bring_inputs(op: Any) -> None:

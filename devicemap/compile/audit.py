@@ -33,7 +33,9 @@ _PYTHON = frozenset("PyFunc PyFuncStateless EagerPyFunc".split())
 
 _LOOPS = frozenset("While StatelessWhile".split())
 
-_VARYING = _LOOPS | _PYTHON | frozenset("If StatelessIf Case StatelessCase For Print PrintV2".split())
+_BRANCHES = frozenset("If StatelessIf Case StatelessCase".split())
+
+_VARYING = _LOOPS | _BRANCHES | _PYTHON | frozenset("For Print PrintV2".split())
 """Ops whose running time depends on values."""
 
 _NO_EFFECTS = frozenset(
@@ -82,6 +84,9 @@ class Audit:
     loops: bool = False
     """Whether it holds a loop."""
 
+    branches: bool = False
+    """Whether it holds a branch that depends on a tensor."""
+
     reads_again: bool = False
     """Whether it reads a variable more than once, or gathers from one."""
 
@@ -94,6 +99,11 @@ class Audit:
     colocated: bool = False
     """Whether an op is colocated with an argument of its function. Copies of the function would share the name of that
     argument."""
+
+    @property
+    def keeps_variants(self) -> bool:
+        """Whether it leaves TensorLists of loops or optionals of branches for its gradient, which XLA does not pass on."""
+        return self.loops or self.branches
 
     @property
     def seeded(self) -> bool:
@@ -138,6 +148,7 @@ def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
         effects=tuple(sorted(filter(_has_effects, types))),
         custom_gradients=any("_gradient_op_type" in node.attr for node in nodes),
         loops=bool(types & _LOOPS),
+        branches=bool(types & _BRANCHES),
         reads_again=any(_is_read_again([*graph.uses(argument, live=True)]) for argument in resources),
         python=bool(types & _PYTHON),
         pinned=any(map(_is_pinned, nodes)),

@@ -278,11 +278,11 @@ class CompiledMap:
     def _variant(self, traced: Traced, spec: CallSpec) -> Traced:
         """Return the variant with the right gradients, compiled if XLA can do so.
 
-        XLA supports neither variables of other devices nor TensorLists that a loop leaves for its gradient.
+        XLA supports neither variables of other devices nor what loops and branches leave for their gradients.
         """
         variant = traced.differentiable if spec.differentiable else traced
-        leaves_lists = spec.differentiable and variant.audit.loops
-        if variant.with_xla and not leaves_lists and self._replicas_for(spec).are_local:
+        keeps_variants = spec.differentiable and variant.audit.keeps_variants
+        if variant.with_xla and not keeps_variants and self._replicas_for(spec).are_local:
             return variant.with_xla
         return variant
 

@@ -139,6 +139,10 @@ def test_a_map_inside_of_a_map(devices: list[str], vectorize: Any) -> None:
         _compare(run(lambda rows: inner(rows), x[None]), one_by_one(_in_a_loop, x)[None])
 
 
+def _in_a_branch(row: Any) -> Any:
+    return tf.cond(WEIGHTS[0, 0] < 9.0, lambda: tf.linalg.matvec(WEIGHTS, row), lambda: row)
+
+
 def _writing(count: Any, generator: Any, row: Any) -> Any:
     count.assign_add(1.0)
     return row * 2.0, generator.normal([3])
@@ -147,10 +151,12 @@ def _writing(count: Any, generator: Any, row: Any) -> Any:
 @pytest.mark.in_ci(3)
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}], ids=str)
 @pytest.mark.parametrize(
-    "fn", [lambda r: tf.tanh(tf.linalg.matvec(WEIGHTS, r)) * r, _in_a_loop], ids=["straight", "loop"]
+    "fn",
+    [lambda r: tf.tanh(tf.linalg.matvec(WEIGHTS, r)) * r, _in_a_loop, _in_a_branch],
+    ids=["straight", "loop", "branch"],
 )
 def test_compiled_functions(devices: list[str], fn: Any, options: dict[str, Any]) -> None:
-    """XLA takes variables of its own device alone, and hands no list that a loop keeps to its gradient."""
+    """XLA takes variables of its own device alone, and hands nothing that a loop or branch keeps to its gradient."""
     if devices[0].startswith("GPU"):
         pytest.skip("not applicable: XLA does not compile for emulated GPUs")
     x, serial = _normal(7, 3), partial(one_by_one, fn)

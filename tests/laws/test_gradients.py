@@ -18,6 +18,8 @@ from devicemap.compile import graph_builder
 
 X = tf.reshape(tf.range(21, dtype=tf.float32), [7, 3]) / 10
 WEIGHTS = tf.Variable(tf.reshape(tf.range(9, dtype=tf.float32), [3, 3]) / 9)
+NAME = tf.Variable("ab")
+TABLE = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["ab"], [2.0]), 0.0)
 
 
 def _first_and_second(mapped: Any, *sources: Any) -> list[Any]:
@@ -83,6 +85,10 @@ def _python(weights: Any, batch: Any) -> Any:
     return tf.ensure_shape(tf.py_function(lambda b: b**3, [batch], tf.float32), [None, 3])
 
 
+def _named(weights: Any, row: Any) -> Any:
+    return tf.where(tf.strings.length(NAME) == 2, tf.linalg.matvec(weights, row), row) * TABLE.lookup(NAME)
+
+
 FUNCTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "batch": (lambda weights, b: tf.tanh(b @ weights) @ weights, {"batched": True}),
     "gather from a batch": (lambda weights, b: tf.gather(b @ weights, [2, 0, 0], axis=1), {"batched": True}),
@@ -97,6 +103,7 @@ OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lookup": (_looked_up, {}),
     "lookup by a batch, with effects": (_looked_up_as_it_is, {"batched": True}),
     "Python": (_python, {"batched": True}),
+    "rows, mapped, that read a name": (_named, {"vectorize": False}),
 }
 SECOND_ORDER = "batch", "embedding"
 
