@@ -90,8 +90,9 @@ class ForwardPass:
             for norm in batch_norms_of(self.model):  # `batch_norm` says how devices meet
                 replaced.enter_context(replacing(norm, synchronized=False))
             replica = tf.distribute.get_replica_context()
-            own = {name: partial(_as_one_device, name, getattr(replica, name)) for name in _REPLICA_CALLS}
-            replaced.enter_context(replacing(replica, **own))
+            if replica is not None:  # else in the scope of a strategy, where layers have no replica to ask
+                own = {name: partial(_as_one_device, name, getattr(replica, name)) for name in _REPLICA_CALLS}
+                replaced.enter_context(replacing(replica, **own))
             yield
 
     @tf.autograph.experimental.do_not_convert

@@ -80,8 +80,8 @@ class MappedCall:
         self._survey()
         if self._not_for_xla and self._forward.model.jit_compile and not tf.executing_eagerly():
             warn_user(
-                f"jit_compile=True is ignored for {self._layer.name}: {self._not_for_xla}. Compile the model with "
-                "jit_compile=False",
+                f"jit_compile=True, Keras's default with GPUs, is ignored for {self._layer.name}: {self._not_for_xla}. "
+                "Compile the model with jit_compile=False",
                 RuntimeWarning,
             )
         if not self._meets:
