@@ -239,6 +239,6 @@ def test_a_warning_names_the_line_that_called_devicemap() -> None:
     path = f"{Path(devicemap.__file__).parent}_user/program.py"
     stage = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.BatchNormalization()])
     call = compile('Pipeline([stage], ["CPU:0"])', path, "eval")
-    with pytest.warns(RuntimeWarning, match="batch normalization sees a microbatch at a time") as caught:
+    with pytest.warns(RuntimeWarning, match="batch normalization in training needs the whole batch") as caught:
         eval(call, {"Pipeline": devicemap.Pipeline, "stage": stage})
     assert caught[0].filename == path

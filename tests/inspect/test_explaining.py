@@ -89,8 +89,9 @@ def test_nothing_runs_and_order_is_that_of_the_graph(name: str, workers: list[st
     assert [(c.name.rpartition("/")[2], c.handling, c.size_bytes) for c in plan.captured] == FUNCTIONS[name][2]
     if workers == WORKERS:
         pairs = {*itertools.pairwise(WORKERS)} if plan.ordered else set()
-        assert {(edge.sender, edge.receiver) for edge in waits} == pairs
-        assert all(edge.control for edge in waits)
+        assert {(edge.sender, edge.receiver) for edge in waits if edge.control} == pairs
+        # along the tree that brings values of variables to devices
+        assert {(edge.sender, edge.receiver) for edge in waits if not edge.control} <= {(WORKERS[0], WORKERS[2])}
 
 
 @pytest.mark.in_ci(2)
