@@ -50,7 +50,7 @@ def _beside_inputs(devices: set[str], op: Any) -> str:
 
 
 def _is_group(op: Any) -> bool:
-    """Whether an op is a `tf.group` or `tf.tuple` of tensors, and not the results of a `tf.custom_gradient`."""
+    """Whether an op only passes several tensors on, and does not hold a `tf.custom_gradient`."""
     return op.type == "IdentityN" and "_gradient_op_type" not in op.node_def.attr
 
 

@@ -117,7 +117,8 @@ class Replicas:
         for key, variable in self._copied.items():
             away = [number for number in wanted if key in self._replicas[number]]
             near = [number for number in wanted if key not in self._replicas[number]]
-            # Gradients of the slots there and of the others are added there. A loop cannot pass such handles to its gradient.
+            # Gradients of slots on the variable's device and of the others are added on it. A loop cannot pass such handles to
+            # its gradient.
             apart = self._differentiable and not self._loops and away and near and variable.dtype.is_floating
             with tf.device(variable.device):
                 handles = fanned_out(variable.handle, 1 + len(near)) if apart else [variable.handle] * (1 + len(near))

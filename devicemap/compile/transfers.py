@@ -20,8 +20,8 @@ def send_along_tree(value: Any, home: str, devices: Sequence[str]) -> list[Any]:
     last one has it after `log2(len(devices))` copies. Gradients are added on the way back.
 
     Args:
-        value: a dense tensor on `home`.
-        home: the name of the device of the variable.
+        value: a dense tensor.
+        home: the device that it is on.
     """
     first = devices.index(home) if home in devices else 0
     places = [*range(first, len(devices)), *range(first)]  # variables of other homes have other devices in the middle

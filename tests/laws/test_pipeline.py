@@ -243,33 +243,6 @@ def residual() -> Any:
     return keras.Model(given, keras.layers.Concatenate()([keras.layers.Dense(4)(h), given]))
 
 
-@pytest.mark.parametrize("by", ["time", "bytes"])
-def test_split_models_are_trained_as_whole_ones(by: Any, devices: list[str]) -> None:
-    alone, cut = residual(), residual()
-    stages = split(cut, 3, by, devices)
-    homes = [device for stage in stages for device in {variable.value.device for variable in stage.variables}]
-    assert len(homes) == len({*homes}) > 1
-
-    def trained(variables: Any, call: Any) -> Any:
-        optimizer = keras.optimizers.SGD(0.1)
-
-        @tf.function
-        def step(rows: Any) -> Any:
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(call(rows) ** 2)
-            optimizer.apply(tape.gradient(loss, variables), variables)
-            return loss
-
-        return [float(step(x)) for _ in range(4)]
-
-    variables = [variable for stage in stages for variable in stage.trainable_variables]
-    learned = trained(variables, Pipeline(stages, devices, microbatches=3))
-    np.testing.assert_allclose(learned, trained(alone.trainable_variables, alone), rtol=1e-4)
-    stages.copy_weights_to(cut)
-    for one, other in zip(cut.get_weights(), alone.get_weights()):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
-
-
 class Sampling(keras.layers.Layer):
     """Draws in every call, with a seed of Keras's or of TensorFlow's."""
 
