@@ -23,47 +23,53 @@ BACKWARD = 2
 LEAST = 0.95
 
 
-@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "with gradients"])
+@pytest.mark.parametrize("work", ["forward", "with gradients", "with loss="])
 @pytest.mark.parametrize("microbatches", [8, 32])
 def test_pipeline(
-    benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale, microbatches: int, gradients: bool
+    benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale, microbatches: int, work: str
 ) -> None:
     sim.reset()
     steps = microbatches + STAGES - 1
-    of_a_call = scale.job_seconds / steps / (1 + BACKWARD * gradients)  # seconds of a stage on a microbatch, forward
+    backward = 0 if work == "forward" else BACKWARD
+    of_a_call = scale.job_seconds / steps / (1 + backward)  # seconds of a stage on a microbatch, forward
     stage = stage_of(sim, of_a_call * microbatches / ROWS)
+    scales = [tf.Variable(1.0) for _ in range(STAGES)]
     x = tf.random.normal([ROWS, 4])
 
-    def on(call: Callable[[Any], Any]) -> Way:
-        if not gradients:
+    def stages() -> list[Callable[[Any], Any]]:
+        return [lambda rows, scale=scale: tf.tanh(stage(rows * scale)) for scale in scales]
+
+    def with_tape(call: Callable[[Any], Any]) -> Way:
+        if work == "forward":
             return lambda: call(x)
 
         @tf.function
-        def loss_and_gradient() -> Any:
+        def loss_and_gradients() -> Any:
             with tf.GradientTape() as tape:
-                tape.watch(x)
-                loss = tf.reduce_mean(call(x))
-            return loss, tape.gradient(loss, x)
+                loss = tf.reduce_mean(call(x) ** 2)
+            return loss, tape.gradient(loss, scales)
 
-        return loss_and_gradient
+        return loss_and_gradients
 
-    def last(rows: Any) -> Any:
-        return tf.tanh(stage(rows))  # a loss for each row, whose gradient is known when it runs, not before
-
-    def pipe(schedule: Any) -> Pipeline:
-        return Pipeline([*[stage] * (STAGES - 1), last], accelerators[:STAGES], microbatches, schedule)
+    def pipe(schedule: Any) -> Way:
+        pipeline = Pipeline(stages(), accelerators[:STAGES], microbatches, schedule, loss="mse")
+        if work != "with loss=":
+            return with_tape(pipeline)
+        step = tf.function(lambda: pipeline.value_and_gradients(x, tf.zeros_like(x)))
+        return lambda: step()
 
     @tf.function
     def in_turn(rows: Any) -> Any:
-        for device in accelerators[:STAGES]:
+        for device, call in zip(accelerators, stages()):
             with tf.device(device):
-                rows = stage(rows) if device != accelerators[STAGES - 1] else last(rows)
+                rows = call(rows)
         return rows
 
-    ways = {f"devicemap, {schedule}": on(pipe(schedule)) for schedule in ("1f1b", "gpipe")}
+    schedules = ("gpipe",) if work == "with gradients" else ("1f1b", "gpipe")
+    ways = {f"devicemap, {schedule}": pipe(schedule) for schedule in schedules}
     compare(
-        benchmark, ways | {"a stage after the other": on(in_turn)}, topic="pipeline",
-        case=f"{microbatches} microbatches, {'with gradients' if gradients else 'forward'}", rounds=scale.rounds,
+        benchmark, ways | {"a stage after the other": with_tape(in_turn)}, topic="pipeline",
+        case=f"{microbatches} microbatches, {work}", rounds=scale.rounds,
         devices=STAGES, ideal_seconds=scale.job_seconds,
         targets={"least share": dict.fromkeys(ways, LEAST)},
     )  # fmt: skip

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import tensorflow as tf
@@ -12,7 +13,7 @@ import tensorflow as tf
 from devicemap._tensorflow import Private, nothing, usable, with_fallback
 from devicemap._tensorflow.functions import own_functions
 
-_record = Private("tensorflow.python.eager.record", "could_possibly_record")
+_record = Private("tensorflow.python.eager.record", "could_possibly_record", "record_operation", "stop_recording")
 _forwardprop = Private("tensorflow.python.eager.forwardprop_util", "pack_tangents")
 _operations = Private("tensorflow", "Operation._update_input", "Operation._clear_attr")
 _control = Private("tensorflow", "Operation._add_control_input")
@@ -50,7 +51,8 @@ def fanned_out(value: Any, count: int) -> list[Any]:
     """
     if tf.executing_eagerly():
         return [value] * count
-    copies = tf.raw_ops.IdentityN(input=[value] * count)
+    with _unrecorded():
+        copies = tf.raw_ops.IdentityN(input=[value] * count)
     op = copies[0].op
     if value.dtype == tf.resource:
         for copy in copies:
@@ -61,8 +63,20 @@ def fanned_out(value: Any, count: int) -> list[Any]:
         with tf.device(op.device):
             return [added(known) if known else None, *[None] * (count - 1)]
 
-    op._gradient_function = add
+    _set_gradient(op, [value] * count, add)
     return list(copies)
+
+
+def _set_gradient(op: Any, inputs: Sequence[Any], gradient: Callable[..., Any]) -> None:
+    """Let tapes outside the function being traced, and those inside, use a gradient function of an op of `_unrecorded`."""
+    op._gradient_function = gradient
+    if usable(_record):
+        _record.record_operation(op.type, list(op.outputs), list(inputs), partial(gradient, op))
+
+
+@with_fallback(contextlib.nullcontext, _record)
+def _unrecorded() -> Any:
+    return _record.stop_recording()
 
 
 def _linked_for_good(results: Sequence[Any], values: Sequence[Any], gradient: Callable[..., Any]) -> list[Any]:
@@ -95,20 +109,12 @@ def added(gradients: Sequence[Any]) -> Any:
 
 @with_fallback(nothing, _control)
 def wait_for(op: Any, before: Any) -> None:
-    """Add a control dependency of an op of the graph being traced on `before`, unless `before` depends on the op.
+    """Add a control dependency of an op of the graph being traced on `before`, which must not depend on the op.
 
     `tf.control_dependencies` orders new ops only, but the schedule 1F1B orders ops that are already in the graph
     (test_1f1b_begins_backward_before_all_is_forward).
     """
-    needed: set[Any] = set()
-    left = [before]
-    while left:
-        each = left.pop()
-        if each not in needed:
-            needed.add(each)
-            left += [*(tensor.op for tensor in each.inputs), *each.control_inputs]
-    if op not in needed:
-        op._add_control_input(before)
+    op._add_control_input(before)
 
 
 def _changing(gradient: Callable[..., Any], change: Callable[[Any], None]) -> Callable[..., Any]:
@@ -229,8 +235,9 @@ def redirect_gradient(handle: Any, value: Any) -> Any:
     resources through calls only (`resource_input_index`; test_a_tape_around_a_loop_or_branch_that_calls_a_map).
     """
     first = tf.function(lambda handle, value: handle, autograph=False)
-    redirected = first.get_concrete_function(handle, value)(handle, value)
-    redirected.op._gradient_function = lambda op, upstream: [None, upstream]
+    with _unrecorded():
+        redirected = first.get_concrete_function(handle, value)(handle, value)
+    _set_gradient(redirected.op, [handle, value], lambda op, upstream: [None, upstream])
     return redirected
 
 

@@ -149,6 +149,11 @@ def updating_alone(optimizer: Any, collected: Callable[[Any], Any]) -> contextli
     return replacing(optimizer, _all_reduce_sum_gradients=collected)
 
 
+def track_loss(model: Any, value: Any, rows: Any) -> None:
+    """Add the loss of a batch to the mean that a model's `fit` shows."""
+    model._loss_tracker.update_state(value, sample_weight=tf.shape(tf.nest.flatten(rows)[0])[0])
+
+
 def forget_functions(model: Any) -> None:
     """Let a model's `fit`, `evaluate` and `predict` retrace their steps."""
     model.train_function = model.test_function = model.predict_function = None
@@ -157,6 +162,17 @@ def forget_functions(model: Any) -> None:
 def is_training() -> bool | None:
     """Whether the Keras layer that is being called is in training mode; `None` if unknown, or if Keras is not in use."""
     return getattr(_global("current_call_ctx"), "training", None)
+
+
+def in_training(function: Callable[[], Any], rows: Any) -> Any:
+    """Return the result of a function in which layers are in training mode; `rows`: any tensor."""
+    import keras
+
+    class Step(keras.layers.Layer):
+        def call(self, rows: Any, training: Any = None) -> Any:
+            return function()
+
+    return Step(autocast=False)(rows, training=True)
 
 
 def is_stateless() -> bool:
@@ -183,7 +199,7 @@ def without_activity_regularizer(layer: Any) -> Iterator[None]:
 
 def stored_in(variable: Any) -> Any:
     """Return the `tf.Variable` of a variable; `value` is a tensor of another dtype in a layer with a mixed dtype policy."""
-    return variable._value
+    return variable if isinstance(variable, tf.Variable) else variable._value
 
 
 def is_seed(variable: Any) -> bool:

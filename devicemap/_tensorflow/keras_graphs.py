@@ -45,9 +45,13 @@ def begin_call(layers: Sequence[Any]) -> None:
         for layer in layers:
             layer._clear_losses()
     elif is_training() and not is_stateless() and not tf.executing_eagerly():
-        model = call.entry_layer
-        optimizer = getattr(model, "optimizer", None)
-        if optimizer is not None and not optimizer.built and all(layer.built for layer in layers_of(model)):
-            # Else slots would have the dtype of the layer that is being called.
-            with tf.init_scope(), _variables.AutocastScope(None):
-                optimizer.build(model.trainable_variables)
+        build_optimizer(call.entry_layer)
+
+
+def build_optimizer(model: Any) -> None:
+    """Build the optimizer of a model whose layers are built, outside of the graph that is being traced."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built and all(layer.built for layer in layers_of(model)):
+        # Else slots would have the dtype of the layer that is being called.
+        with tf.init_scope(), _variables.AutocastScope(None):
+            optimizer.build(model.trainable_variables)

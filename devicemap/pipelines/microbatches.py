@@ -1,7 +1,8 @@
-"""The calls of a pipeline's stages in one graph, and what holds their order."""
+"""The calls of a pipeline's stages in one graph, and the control dependencies that order them."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -10,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import begin_backward_on
-from devicemap._tensorflow.functions import unchained
+from devicemap._tensorflow.functions import unchained, with_captures
 from devicemap._tensorflow.gradients import added, wait_for
 from devicemap.compile.graph_builder import copied, ops_of
 from devicemap.compile.trace import Traced
@@ -18,87 +19,119 @@ from devicemap.pipelines.schedule import Step, schedule_of
 
 
 class Calls:
-    """The calls of all stages in one graph, and the edges between those of a device."""
+    """The calls of all stages on the microbatches of one replica, and the order of those of a device."""
 
-    def __init__(self, schedule: str, stages: int, microbatches: int):
-        self._edges: dict[int, list[tuple[Step, Step]]] = {}
-        for stage in range(stages):
-            steps = schedule_of(schedule, stages, microbatches, stage)
-            backward = [step for step in steps if step.backward]  # also where forward ones between them cannot wait
-            self._edges[stage] = [*pairwise(steps), *pairwise(backward)]
-        # Calls are inlined, and edges of their own are lost then: an op before what a call takes, and one behind what it gives.
-        self._gates: dict[tuple[int, Step], Any] = {}
-        self._behind: dict[tuple[int, Step], Any] = {}
+    def __init__(self, schedule: str, stages: int, devices: int, microbatches: int):
+        """The arguments of `schedule_of`."""
+        self._after: defaultdict[Step, list[Step]] = defaultdict(list)
+        self._before: defaultdict[Step, list[Step]] = defaultdict(list)
+        for device in range(devices):
+            steps = schedule_of(schedule, stages, devices, microbatches, device)
+            # Calls forward and backward also wait for those of their own kind, because the others may not exist.
+            kinds = [[step for step in steps if step.backward is backward] for backward in (False, True)]
+            for one, other in {pair for order in (steps, *kinds) for pair in pairwise(order)}:
+                self._after[one].append(other)
+                self._before[other].append(one)
+        # Calls are inlined, and edges of their own are lost then: an op before the inputs of a call, and one after its results.
+        self._gates: dict[Step, Any] = {}
+        self._ends: dict[Step, Any] = {}
         self._microbatches = microbatches
-        self._gradients: list[dict[int, list[Any]]] = [{} for _ in range(stages)]
+        self._gradients: defaultdict[int, dict[int, list[Any]]] = defaultdict(dict)
 
-    def call(self, stage: int, microbatch: int, traced: Traced, rows: Sequence[Any], some: Any) -> list[Any]:
-        """The leaves that a stage makes of those of a microbatch, on the device of the moment.
+    def call(
+        self, stage: int, microbatch: int, traced: Traced, captures: dict[Any, Any], rows: Sequence[Any], some: Any
+    ) -> list[Any]:
+        """Return the leaves that a stage makes of those of a microbatch, on the current device.
 
-        `some`: whether there are rows in it.
+        Args:
+            stage: index of the stage.
+            microbatch: index of the microbatch.
+            traced: the stage.
+            captures: what it captures in place of its own captures, by their `Tensor.ref()`.
+            rows: the leaves of the microbatch.
+            some: whether it has rows; a tensor if that is unknown.
         """
-        key = stage, Step(microbatch, False)
-        leaves = self._gated(key, rows)
-        call = traced.concrete if some is True else _on_some(traced)
-        call, taken = unchained(call, leaves if some is True else [some, *leaves])
-        begin_backward_on(tf.nest.flatten(leaves, expand_composites=True)[0].device, call)
-        results = list(call(*taken))
+        step = Step(stage, microbatch, False)
+        leaves = self._begin(step, rows)
+        call = with_captures(traced.concrete, captures) if captures else traced.concrete
+        call = call if some is True else _on_some(traced, call)
+        call, arguments = unchained(call, leaves if some is True else [some, *leaves])
+        device = tf.nest.flatten(leaves, expand_composites=True)[0].device
+        begin_backward_on(device, call)
+        results = list(call(*arguments))
         op = ops_of(results)[0]
-        op.on_gradient = partial(self._differentiated, stage, microbatch, op)
-        results = self._ended(key, results)
-        if microbatch:
-            wait_for(self._gates[key], self._behind[stage, Step(microbatch - 1, False)])
+        op.on_gradient = partial(self._differentiated, Step(stage, microbatch, True), op, device)
+        results = self._end(step, results)
+        self._order(step)
         return results
 
-    def _gated(self, key: tuple[int, Step], given: Sequence[Any]) -> list[Any]:
-        self._gates[key] = tf.no_op()
-        with tf.control_dependencies([self._gates[key]]):
-            return [None if leaf is None else copied([leaf])[0] for leaf in given]
+    def _begin(self, step: Step, inputs: Sequence[Any]) -> list[Any]:
+        self._gates[step] = tf.no_op()
+        with tf.control_dependencies([self._gates[step]]):
+            return [None if leaf is None else copied([leaf])[0] for leaf in inputs]
 
-    def _ended(self, key: tuple[int, Step], results: Sequence[Any]) -> list[Any]:
+    def _end(self, step: Step, results: Sequence[Any]) -> list[Any]:
         there = copied(list(results))
         with tf.control_dependencies(ops_of(there)):
-            self._behind[key] = tf.no_op()
+            self._ends[step] = tf.no_op()
         return there
 
-    def _differentiated(
-        self, stage: int, microbatch: int, op: Any, differentiate: Callable[..., Any], upstream: Sequence[Any]
-    ) -> list[Any]:
-        """The gradients of what a call takes, of those of its results, on the device of the moment.
+    def _order(self, step: Step) -> None:
+        """Let a call wait for the one before it on its device, and the one after it for this one, of those in the graph."""
+        for before in self._before[step]:
+            if before in self._ends:
+                wait_for(self._gates[step], self._ends[before])
+        for after in self._after[step]:
+            if after in self._gates:
+                wait_for(self._gates[after], self._ends[step])
 
-        Those of variables are summed over all microbatches, here, with the last of them.
+    def _differentiated(
+        self, step: Step, op: Any, device: str, differentiate: Callable[..., Any], upstream: Sequence[Any]
+    ) -> list[Any]:
+        """Return the gradients of the inputs of a call, given those of its results, on the device of the call.
+
+        Those of variables are summed over all microbatches, and returned with the last of them.
         """
-        own = Step(microbatch, True)
-        gradients = list(differentiate(*self._gated((stage, own), upstream)))
-        made = [gradient for gradient in gradients if gradient is not None]
-        self._ended((stage, own), made)
-        for before, later in self._edges[stage]:
-            if own in (later, before) and (stage, later) in self._gates and (stage, before) in self._behind:
-                wait_for(self._gates[stage, later], self._behind[stage, before])
-        of_call, handles = list(gradients), [i for i, taken in enumerate(op.inputs) if taken.dtype == tf.resource]
-        known = self._gradients[stage]
-        known[microbatch] = [of_call[i] for i in handles]
+        if step in self._gates:  # of a gradient of a gradient, whose calls may depend on later ones of this schedule
+            return list(differentiate(*upstream))
+        with tf.device(device):  # calls of several replicas share a function, which has one device
+            gradients = list(differentiate(*self._begin(step, upstream)))
+            self._end(step, [gradient for gradient in gradients if gradient is not None])
+            self._order(step)
+            self._sum_of_variables(step, op, gradients)
+        return gradients
+
+    def _sum_of_variables(self, step: Step, op: Any, gradients: list[Any]) -> None:
+        """Replace the gradients of variables by `None`, or by their sum over all microbatches with the last of them."""
+        handles = [i for i, taken in enumerate(op.inputs) if taken.dtype == tf.resource]
+        known = self._gradients[step.stage]
+        known[step.microbatch] = [gradients[i] for i in handles]
         last = len(known) == self._microbatches
         for number, i in enumerate(handles):
-            total = None
-            for m in sorted(known) if last else ():
-                terms = [each for each in (total, known[m][number]) if each is not None]
-                total = added(terms) if terms else None
-                # One sum at a time is held; TensorFlow would make one op of them all, with all gradients.
-                following = self._gates.get((stage, Step(m + 1, True)))
-                if following is not None and total is not None:
-                    wait_for(following, ops_of([total])[0])
-            of_call[i] = total
+            gradients[i] = self._sum(step.stage, [known[m][number] for m in sorted(known)]) if last else None
         if last:
             known.clear()
-        return of_call
+
+    def _sum(self, stage: int, of_microbatches: Sequence[Any]) -> Any | None:
+        """Return the sum of a variable's gradients.
+
+        Each backward call waits for the sum of those before it. TensorFlow would make one op of them all, and hold them all.
+        """
+        total = None
+        for m, gradient in enumerate(of_microbatches):
+            terms = [each for each in (total, gradient) if each is not None]
+            total = added(terms) if terms else None
+            following = self._gates.get(Step(stage, m + 1, True))
+            if following is not None and total is not None:
+                wait_for(following, ops_of([total])[0])
+        return total
 
 
-def _on_some(traced: Traced) -> Any:
-    """What is traced as a function of whether there are rows, and of these."""
+def _on_some(traced: Traced, call: Any) -> Any:
+    """Return a stage as a function of whether there are rows, and of these."""
 
     @tf.function(autograph=False)
     def on_some(some: Any, *leaves: Any) -> Any:
-        return tf.cond(some, lambda: traced.concrete(*leaves), traced.no_rows)
+        return tf.cond(some, lambda: call(*leaves), traced.no_rows)
 
     return on_some.get_concrete_function(tf.TensorSpec([], tf.bool), *traced.input_specs)

@@ -11,47 +11,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import compiled_as_a_part
-from devicemap._tensorflow.keras import batch_norms_of, is_training, layers_of
+from devicemap._tensorflow.gradients import tape_is_recording
+from devicemap._tensorflow.keras import batch_norms_of, in_training, is_training, layers_of, stored_in
 from devicemap._tensorflow.keras_graphs import begin_call
 from devicemap._tensorflow.placement import run_beside_inputs
-from devicemap.compile.gather import gather, with_row_counts_checked, with_static_rows
-from devicemap.compile.graph_builder import copied, sizes_in_graph
-from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
-from devicemap.devices import choose_output_device
+from devicemap.data.rows import as_rows, spec_of
+from devicemap.devices import choose_devices, choose_output_device
 from devicemap.errors import DataError, OptionError, brief, function_error, warn_user
+from devicemap.events import short_name
 from devicemap.hosts import settle
 from devicemap.inspect.pipeline_plan import PipelinePlan, StagePlan
 from devicemap.inspect.planner import data_spec
 from devicemap.options import Options, check_count
-from devicemap.pipelines.microbatches import Calls
-from devicemap.pipelines.schedule import schedule_of
-from devicemap.pipelines.stages import Passed, Stage, devices_of_stages, notes_by_leaf, run_in_turn
+from devicemap.pipelines.composition import Batch, Composition, Setting
+from devicemap.pipelines.losses import TotalLoss, WithLoss, as_loss
+from devicemap.pipelines.schedule import KINDS, schedule_of
+from devicemap.pipelines.stages import Passed, Stage, notes_by_leaf
 
 
 class Pipeline:
     """Functions of batches, one after the other, each on a device of its own: `stages[-1](... stages[0](x))`.
 
-    Rows come back in order, and gradients are those of the whole batch. With "1f1b", backward calls begin before all forward
-    calls are done, if the last stage returns a loss for each row, and these are added or averaged: then the gradient of a
-    microbatch's outputs does not depend on later ones. Otherwise, and in eager code under a tape, all forward calls come first,
-    as with "gpipe". A batch normalization in a stage sees one microbatch at a time, and a warning says so.
+    Rows come back in order, and gradients are those of the whole batch.
 
     Args:
         stages: functions of a batch, Keras layers or models; a tuple is passed to the next one as several arguments. Variables
             stay where they are: `split` and `tf.device` create them on the device of their stage.
-        devices: as for `parallel_map`; the first of them are taken, one for each stage.
-        microbatches: into how many parts the rows of a batch are cut; fewer if there are fewer rows.
-        schedule: "1f1b" or "gpipe".
+        devices: as for `parallel_map`; the first of them are taken, one for each stage of each replica. With "interleaved", all
+            are taken, and stages are dealt to those of a replica in turn.
+        microbatches: into how many parts the rows of a batch are cut for each replica; fewer if there are fewer rows.
+        schedule: the order of calls in `value_and_gradients`. "1f1b": stage `k` of `K` holds the activations of at most `K - k`
+            microbatches. "gpipe": it holds all. "interleaved": as "1f1b", with several stages on each device, which divides the
+            idle time by their number. In calls under a tape, all forward calls come first.
         output_device: where results are gathered.
         batch_norm: "synchronized": if layers write variables in a call, as batch normalization does in training, the batch is
             one microbatch, and the stages work one after another. "local": such layers see one microbatch at a time.
         added_losses: required if layers add losses that depend on the rows, by `add_loss` or an `activity_regularizer` (Keras's
             are means): whether they are the "sum" or the "mean" over the rows.
+        loss: for `value_and_gradients`, as for `compile` of Keras: a `keras.losses.Loss`, its name, or a function
+            `(y, outputs)` that returns a loss for each row, `[rows, ...]`.
+        replicas: number of copies of the pipeline, each on other devices with a part of the microbatches. Variables are
+            those of the first one; the others get their values once per call, and gradients are added.
 
     Raises:
         OptionError: for arguments that are not valid, for instance fewer devices than stages.
@@ -67,10 +73,12 @@ class Pipeline:
         stages: Sequence[Callable[..., Any]],
         devices: Any = None,
         microbatches: int = 8,
-        schedule: Literal["1f1b", "gpipe"] = "1f1b",
+        schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b",
         output_device: Any = "/CPU:0",
         batch_norm: Literal["synchronized", "local"] = "synchronized",
         added_losses: Literal["sum", "mean"] | None = None,
+        loss: Any = None,
+        replicas: int = 1,
     ):
         if not isinstance(stages, Sequence) or not stages or not all(callable(stage) for stage in stages):
             hint = "; devicemap.split(model, n) makes one of a Keras model" if layers_of(stages) else ""
@@ -79,22 +87,44 @@ class Pipeline:
             raise OptionError(f"batch_norm={batch_norm!r}; expected 'synchronized' or 'local'")
         if added_losses not in (None, "sum", "mean"):
             raise OptionError(f"added_losses={added_losses!r}; expected 'sum', 'mean' or None")
-        self._stages = [Stage(stage, f"stage {k} of {len(stages)}", added_losses) for k, stage in enumerate(stages)]
         check_count("microbatches", microbatches)
-        if schedule not in ("1f1b", "gpipe"):
-            raise OptionError(f"schedule={schedule!r}; expected '1f1b' or 'gpipe'")
+        check_count("replicas", replicas)
+        if schedule not in KINDS:
+            raise OptionError(f"schedule={schedule!r}; expected one of {', '.join(map(repr, KINDS))}")
+        names = [f"stage {k} of {len(stages)}" for k in range(len(stages))]
+        self._functions, self._added_losses = list(stages), added_losses
+        self._stages = [Stage(stage, name, added_losses, layers_of(stage)) for stage, name in zip(stages, names)]
         self._output_device = choose_output_device(output_device)
-        self.devices = tuple(devices_of_stages(len(self._stages), devices))
-        self._microbatches, self._schedule = int(microbatches), schedule
-        self._local = batch_norm == "local"
+        lanes = _lanes(len(stages), choose_devices(devices), replicas, schedule, microbatches)
+        self.devices = tuple(device for lane in lanes for device in lane)
+        self._setting = Setting(lanes, schedule, int(microbatches), batch_norm == "local")
+        self._loss = None if loss is None else as_loss(loss)
+        self._last: dict[int, tuple[Any, Stage]] = {}
         self._graphs: dict[Any, Any] = {}
+        self._alive: list[Any] = []
+        self._warned = False
         norms = [layer.name for stage in stages for layer in batch_norms_of(stage) if layer.trainable]
-        if norms and microbatches > 1 and not self._local:
+        if norms and microbatches * replicas > 1 and not self._setting.local:
             warn_user(
                 f"{', '.join(norms)}: batch normalization in training needs the whole batch, so that the stages work one after "
                 "another; batch_norm='local' lets it see one microbatch at a time",
                 RuntimeWarning,
             )
+
+    @property
+    def loss(self) -> Any:
+        """The `keras.losses.Loss` of `value_and_gradients`, or `None`."""
+        return self._loss
+
+    @property
+    def trainable_variables(self) -> list[Any]:
+        """The trainable variables of the stages, each once: of layers, and of functions those that calls so far have used."""
+        found = [v for stage in self._stages for layer in stage.layers[:1] for v in layer.trainable_variables]
+        known = {id(stored_in(v)) for stage in self._stages for layer in stage.layers[:1] for v in layer.variables}
+        stages = [*self._stages, *(stage for _, stage in self._last.values())]
+        captured = (v for stage in stages if not stage.layers for v in stage.variables)
+        found += [v for v in captured if v.trainable and id(v) not in known]
+        return list({id(variable): variable for variable in found}.values())
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, data: Any) -> Any:
@@ -110,45 +140,152 @@ class Pipeline:
         """
         if isinstance(data, tf.data.Dataset):
             raise DataError("data is a tf.data.Dataset, and a call takes one batch; use stream(dataset)")
-        rows = as_rows(data)
-        notes = notes_by_leaf(rows.leaves)
-        given, tensors = (
-            Passed(rows.specs, {key: spec_of(note) for key, note in notes.items()}),
-            [*rows.leaves, *notes.values()],
-        )
+        batch, key = _batch_of(data)
         begin_call([layer for stage in self._stages for layer in stage.layers[:1]])
+        if self._setting.schedule != "gpipe" and self._setting.microbatches > 1 and tape_is_recording():
+            self._warn_of_memory()
+        found, tensors = self._run(self._called, batch, key)
+        for (layer, _), loss in zip(found.losses, tensors[found.count :]):
+            layer.add_loss(loss)
+        return found.passed.unpacked(tensors[: found.count])
+
+    @tf.autograph.experimental.do_not_convert
+    def value_and_gradients(self, x: Any, y: Any, sample_weight: Any = None) -> tuple[Any, list[Any]]:
+        """Return the loss of a batch and its gradients, in training mode of Keras.
+
+        The last stage computes the loss of each microbatch, so that its backward pass begins before later microbatches are
+        forward, and each stage holds the activations of few of them. The value is that of the loss for the whole batch, with
+        weights, masks and reduction as in Keras, plus regularizers and losses that layers add.
+
+        Args:
+            x: the rows of the batch, as in a call.
+            y: their targets, a nest of tensors `[rows, ...]`.
+            sample_weight: weights, `[rows]` or of the shape of the losses.
+
+        Returns:
+            A scalar, and a list with a tensor, `tf.IndexedSlices` or `None` for each of `trainable_variables`, on the device of
+            the variable.
+
+        Raises:
+            OptionError: the pipeline has no loss.
+            DataError: for data that is not valid.
+            FunctionError: a stage or the loss failed.
+
+        Examples:
+            >>> weight = tf.Variable(2.0)
+            >>> pipe = Pipeline([lambda x: x * weight, lambda x: x + 1], ["CPU:0", "CPU:1"], loss="mse")
+            >>> value, gradients = pipe.value_and_gradients(tf.ones([4, 1]), tf.zeros([4, 1]))
+            >>> float(value), float(gradients[0])
+            (9.0, 6.0)
+        """
+        if self._loss is None:
+            raise OptionError("value_and_gradients needs Pipeline(loss=...), such as loss='mse'")
+        value, gradients, _ = self.differentiated(self._loss, x, y, sample_weight)
+        return value, gradients
+
+    def as_model(self) -> Any:
+        """Return a `keras.Model` that calls the pipeline.
+
+        `fit` computes the loss of `compile`, or that of the pipeline, as `value_and_gradients` does. Optimizer slots and
+        updates stay on the device of their variable. XLA is off.
+
+        Examples:
+            >>> import keras
+            >>> model = keras.Sequential([keras.Input([4]), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+            >>> stages = devicemap.split(model, 2, "bytes", devices=["CPU:0", "CPU:1"])
+            >>> piped = Pipeline(stages, ["CPU:0", "CPU:1"]).as_model()
+            >>> piped.compile("adam", "mse")
+            >>> history = piped.fit(tf.ones([8, 4]), tf.ones([8, 1]), verbose=0)
+            >>> stages.copy_weights_to(model)
+        """
+        from devicemap.pipelines.keras_model import PipelineModel
+
+        return PipelineModel(self, [stage.layers[0] for stage in self._stages if stage.layers])
+
+    def differentiated(
+        self, loss: Any, x: Any, y: Any, weight: Any, scaled: Callable[[Any], Any] = tf.identity, outputs: bool = False
+    ) -> tuple[Any, list[Any], Any]:
+        """Return the value of a loss of `as_loss`, the gradients of `scaled(value)`, and the outputs of the batch if wanted."""
+        batch, key = _batch_of(x)
+        targets = tuple(as_rows(each) for each in (y, weight) if each is not None)
+        counts = [count for count in (batch.rows, *(rows.count for rows in targets)) if count is not None]
+        if len({*counts}) > 1:
+            raise DataError(f"x, y and sample_weight have {', '.join(map(str, counts))} rows; expected the same number")
+        batch = Batch(batch.passed, batch.tensors, batch.rows, targets=tuple(rows.structure for rows in targets))
+        if id(loss) not in self._last:
+            function = WithLoss(self._functions[-1], loss)
+            name = f"stage {len(self._stages) - 1} of {len(self._stages)} with the loss"
+            self._last[id(loss)] = loss, Stage(function, name, self._added_losses, self._stages[-1].layers)
+        stages = [*self._stages[:-1], self._last[id(loss)][1]]
+        layers = [layer for stage in stages for layer in stage.layers]
+        call = partial(self._run, partial(self._differentiate, loss, stages, scaled, outputs), batch)
+        key = "gradients", id(loss), key, tuple(rows.key for rows in targets)
+        found, tensors = in_training(lambda: call(key), batch.tensors[0]) if layers else call(key)
+        value, gradients, rest = tensors
+        return value, gradients, found.passed.unpacked(rest) if outputs else None
+
+    def _run(self, build: Callable[[Batch], tuple[Found, Any]], batch: Batch, key: Any) -> tuple[Found, Any]:
+        """Run `build(batch)` in the graph that is being built, or in one of its own, which is kept by `key`."""
         if not tf.executing_eagerly():
             if compiled_as_a_part():
                 raise OptionError(
                     "a Pipeline inside a function that XLA compiles, which is for one device; set jit_compile=False, also in "
                     "compile() of a Keras model that calls it"
                 )
-            returned, tensors = self._composed(given, tensors, rows.count)
+            found, tensors = build(batch)
             run_beside_inputs(self.devices)
-            return returned.unpacked(tensors)
-        count = min(rows.count or 0, self._microbatches)
+            return found, tensors
+        count = min(batch.rows or 0, self._setting.microbatches * len(self._setting.devices))
         try:
             settle(self.devices)
-            function, found = self._graph_of(given, (rows.key, tuple(notes)), count)
-            tensors = function(*tensors)
+            function, results = self._graph_of(build, batch, key, count)
+            tensors = function(batch.tensors, batch.targets)
         except tf.errors.OpError as error:
             raise function_error(f"a stage failed: {type(error).__name__}: {brief(error)}", error) from error
-        return found[-1].unpacked(tensors)
+        return results[-1], tensors
 
-    def _graph_of(self, given: Passed, key: Any, microbatches: int) -> tuple[Any, list[Returned]]:
-        """The stages as a function of tensors, with rows that are enough for so many microbatches, and what it returns."""
-        key = key, microbatches, is_training(), *(layer.trainable for stage in self._stages for layer in stage.layers)
+    def _graph_of(self, build: Callable[[Batch], Any], batch: Batch, key: Any, count: int) -> tuple[Any, list[Found]]:
+        """Return the graph for batches of at least so many rows, and the value of `Found` of its trace."""
+        key = key, count, is_training(), *(layer.trainable for stage in self._stages for layer in stage.layers)
         if key not in self._graphs:
-            found: list[Returned] = []
+            results: list[Found] = []
 
-            def composed(*tensors: Any) -> Any:
-                returned, results = self._composed(given, tensors, None, microbatches)
-                found.append(returned)
-                return results
+            def run(tensors: Any, targets: Any) -> Any:
+                found, made = build(Batch(batch.passed, tensors, None, count, targets))
+                results.append(found)
+                return made
 
-            signature = tf.nest.flatten((given.nest, [*given.notes.values()]))
-            self._graphs[key] = tf.function(composed, autograph=False, input_signature=signature), found
+            signature = tf.nest.map_structure(spec_of, ([*batch.tensors], batch.targets))
+            self._graphs[key] = tf.function(run, autograph=False, input_signature=signature), results
         return self._graphs[key]
+
+    def _called(self, batch: Batch) -> tuple[Found, list[Any]]:
+        """Return the results of a call, and then the losses that layers add."""
+        made = Composition(self._stages, batch, self._setting, self._alive)
+        results = made.joined(self._output_device, range(len(made.values[0])))
+        return Found(made.passed, len(results), made.losses), [*results, *(loss for _, loss in made.losses)]
+
+    def _differentiate(
+        self, loss: Any, stages: Sequence[Stage], scaled: Callable[[Any], Any], outputs: bool, batch: Batch
+    ) -> tuple[Found, Any]:
+        """Return the value of a loss, its gradients, and the outputs if they are wanted."""
+        run_beside_inputs(self.devices)
+        with tf.GradientTape() as tape:
+            made = Composition(stages, batch, self._setting, self._alive)
+            total = TotalLoss(loss, made, tape, scaled)
+        gradients = total.gradients(self.trainable_variables)
+        results = made.joined(self._output_device, total.outputs) if outputs else []
+        return Found(total.passed, len(results), []), (total.value, gradients, results)
+
+    def _warn_of_memory(self) -> None:
+        """Warn once that the schedule has no effect on a call under a tape."""
+        if not self._warned:
+            self._warned = True
+            warn_user(
+                "a Pipeline called under a tape holds the activations of all microbatches, as with schedule='gpipe': no "
+                "backward pass can begin before the loss is known. Use value_and_gradients(x, y) of Pipeline(loss=...)",
+                RuntimeWarning,
+            )
 
     def stream(self, dataset: tf.data.Dataset) -> Iterator[Any]:
         """The stages on the batches of a dataset, in order; the first stages are at work on the next one while the last ones
@@ -164,9 +301,9 @@ class Pipeline:
 
     @tf.autograph.experimental.do_not_convert
     def _in_dataset(self, *elements: Any) -> Any:
-        rows = as_rows(elements[0] if len(elements) == 1 else elements)
-        returned, tensors = self._composed(Passed(rows.specs, {}), rows.leaves, rows.count)
-        return returned.passed.unpacked(tensors)
+        batch, _ = _batch_of(elements[0] if len(elements) == 1 else elements, noted=False)
+        found, tensors = self._called(batch)
+        return found.passed.unpacked(tensors[: found.count])
 
     def explain(self, data_or_spec: Any) -> PipelinePlan:
         """Return the plan of a call without running it: the schedule, its bubble, and the bytes sent from stage to stage.
@@ -181,76 +318,64 @@ class Pipeline:
             ([('F0', 'F1', 'B0', 'F2'), ('F0', 'B0', 'F1', 'B1')], 0.2)
         """
         spec = data_spec(data_or_spec, Options())
-        given, rows = Passed(spec.specs, {}), spec.rows
-        microbatches = self._microbatches if rows is None else min(self._microbatches, rows)
+        given, rows, setting = Passed(spec.specs, {}), spec.rows, self._setting
+        count, devices = len(self._stages), len(setting.devices[0])
+        microbatches = setting.microbatches
+        if rows is not None:
+            microbatches = max(1, min(microbatches, -(-rows // len(setting.devices))))
         plans = []
-        for stage, device in enumerate(self.devices):
-            traced_stage = self._stages[stage].traced(given)
+        for k, stage in enumerate(self._stages):
+            traced_stage = stage.traced(given)
             traced, given = traced_stage.traced, traced_stage.passed
-            held = sum(v.shape.num_elements() * v.dtype.size for v in traced.concrete.graph.variables)
+            variables = sum(v.shape.num_elements() * v.dtype.size for v in traced.concrete.graph.variables)
             sizes = [(spec.shape[1:].num_elements() or 0) * spec.dtype.size for spec in traced.specs]
-            steps = schedule_of(self._schedule, len(self.devices), microbatches, stage)
-            order = tuple("FB"[step.backward] + str(step.microbatch) for step in steps)
-            plans.append(StagePlan(device, held, sum(sizes), order))
-        return PipelinePlan(rows, microbatches, self._schedule, tuple(plans))
-
-    def _composed(
-        self, given: Passed, tensors: Sequence[Any], rows: int | None, microbatches: int | None = None
-    ) -> tuple[Returned, list[Any]]:
-        """The stages on leaves of so many rows and what is attached to them, in the graph that is being built.
-
-        `microbatches`: their number, if the number of rows is unknown and at least as large; otherwise some may be empty.
-        """
-        filled = rows is not None or microbatches is not None
-        parts = max(1, self._microbatches if not filled else microbatches or min(rows or 0, self._microbatches))
-        passed = [given]
-        for stage in self._stages:
-            first = stage.traced(passed[-1])
-            passed.append(first.passed)
-            if first.mixes_rows and not self._local:
-                parts = 1
-        traces = [stage.of_microbatches(taken, parts) for stage, taken in zip(self._stages, passed)]
-        with tf.device(HOST):
-            sizes = sizes_in_graph(count_rows(tensors[0]), parts)
-            values = [list(part) for part in zip(*(cut_rows(tensor, sizes, parts) for tensor in tensors))]
-        losses: list[list[Any]] = [[] for _ in range(parts)]
-        in_turn = run_in_turn([first.traced for first, *_ in traces])
-        calls = Calls("gpipe" if in_turn else self._schedule, len(traces), parts)
-        for k, (of_stage, device) in enumerate(zip(traces, self.devices)):
-            for m, (traced, value) in enumerate(zip(of_stage, values)):
-                with tf.device(device), tf.name_scope(f"stage_{k}_microbatch_{m}"):
-                    results = calls.call(k, m, traced.traced, value, filled or sizes[m] > 0)
-                count = len(results) - len(traced.losses)
-                values[m] = results[:count]
-                losses[m] += results[count:]
-        returned = Returned(passed[-1], [loss for first, *_ in traces for loss in first.losses])
-        with tf.device(self._output_device):
-            every = [copied([*value, *own]) for value, own in zip(values, losses)]
-            joined, counts = zip(*(gather(part, differentiable=True) for part in zip(*every)))
-            leaves = [with_static_rows(leaf, rows) for leaf in with_row_counts_checked(joined, counts, sizes)]
-            count = len(values[0])
-            return returned, leaves[:count] + returned.reduced(leaves[count:])
+            steps = schedule_of(setting.schedule, count, devices, microbatches, k % devices)
+            own = tuple("FB"[step.backward] + str(step.microbatch) for step in steps if step.stage == k)
+            places = tuple(setting.device_of(k, r) for r in range(len(setting.devices)))
+            plans.append(StagePlan(places[0], variables, sum(sizes), own, places[1:]))
+        return PipelinePlan(rows, microbatches, setting.schedule, tuple(plans), self._loss is not None)
 
 
 @dataclass(frozen=True)
-class Returned:
-    """What a call of all stages returns: the tensors of `passed`, and then a scalar for each loss."""
+class Found:
+    """What the trace of a graph finds out."""
 
     passed: Passed
-    losses: Sequence[tuple[Any, bool]]
-    """As in `TracedStage`."""
+    """Specs of results."""
 
-    def reduced(self, vectors: Sequence[Any]) -> list[Any]:
-        """Return the losses of the batch, of their vectors `[rows]`."""
-        sums = map(tf.reduce_sum, vectors)
-        return [
-            loss if is_sum else tf.math.divide_no_nan(loss, tf.cast(count_rows(vector), loss.dtype))
-            for (_, is_sum), loss, vector in zip(self.losses, sums, vectors)
-        ]
+    count: int
+    """Number of results."""
 
-    def unpacked(self, tensors: Sequence[Any]) -> Any:
-        """Return the nest of results, and add losses to their layers."""
-        count = len(tensors) - len(self.losses)
-        for (layer, _), loss in zip(self.losses, tensors[count:]):
-            layer.add_loss(loss)
-        return self.passed.unpacked(tensors[:count])
+    losses: Sequence[tuple[Any, Any]]
+    """Of `Composition`."""
+
+
+def _batch_of(data: Any, noted: bool = True) -> tuple[Batch, Any]:
+    """Return a batch and a key of its specs."""
+    rows = as_rows(data)
+    notes = notes_by_leaf(rows.leaves) if noted else {}
+    passed = Passed(rows.specs, {key: spec_of(note) for key, note in notes.items()})
+    return Batch(passed, [*rows.leaves, *notes.values()], rows.count), (rows.key, tuple(notes))
+
+
+def _lanes(
+    stages: int, known: Sequence[str], replicas: int, schedule: str, microbatches: int
+) -> tuple[tuple[str, ...], ...]:
+    """Return the devices of each replica.
+
+    Raises:
+        OptionError: they do not fit the stages.
+    """
+    names = ", ".join(map(short_name, known))
+    each = min(stages, len(known) // replicas)
+    there = f"{stages} stages, {replicas} replica(s) and {len(known)} device(s), {names}"
+    if schedule == "interleaved" and (not each or stages % each or microbatches % each):
+        raise OptionError(
+            f"schedule='interleaved' with {there}: the number of stages ({stages}) and of microbatches ({microbatches}) must "
+            f"be multiples of the number of devices of a replica ({each})"
+        )
+    if schedule != "interleaved" and each < stages:
+        raise OptionError(
+            f"{there}: each stage of a replica needs a device. Make fewer stages, or use schedule='interleaved'"
+        )
+    return tuple(tuple(known[r * each : (r + 1) * each]) for r in range(replicas))

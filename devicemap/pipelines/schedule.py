@@ -1,32 +1,59 @@
-"""In which order a stage of a pipeline makes its calls: numbers only."""
+"""In which order the devices of a pipeline call their stages: numbers only."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+KINDS = ("1f1b", "gpipe", "interleaved")
+
 
 class Step(NamedTuple):
-    """One of the calls of a stage."""
+    """A call of a stage on a microbatch."""
 
+    stage: int
     microbatch: int
     backward: bool
 
 
-def schedule_of(kind: str, stages: int, microbatches: int, stage: int) -> list[Step]:
-    """The order in which a stage makes its calls, forward and backward.
+def stages_of(stages: int, devices: int, device: int) -> range:
+    """Return the stages of a device: they are dealt to the devices in turn."""
+    return range(device, stages, devices)
 
-    "gpipe": all forward, then all backward (Huang et al., 2019). "1f1b": after `stages - stage` microbatches, each forward call
-    waits for a backward one, so that no more microbatches' activations are held (Narayanan et al., 2019).
 
-    >>> [f"{'FB'[step.backward]}{step.microbatch}" for step in schedule_of("1f1b", 2, 3, 0)]
+def schedule_of(kind: str, stages: int, devices: int, microbatches: int, device: int) -> list[Step]:
+    """Return the order in which a device makes its calls, forward and backward.
+
+    "gpipe": all forward calls, then all backward calls (Huang et al., 2019). "1f1b": after `devices - device` microbatches,
+    each forward call waits for a backward one, so that no more microbatches' activations are held (Narayanan et al., 2019).
+    "interleaved": the same with several stages on each device, in turns of `devices` microbatches (Narayanan et al., 2021).
+    If the number of microbatches is not a multiple of that of devices, all forward calls come first, because calls could
+    wait for each other otherwise.
+
+    Args:
+        kind: one of `KINDS`.
+        stages: number of stages, a multiple of `devices`; equal to it unless the schedule is interleaved.
+        devices: number of devices.
+        microbatches: number of microbatches.
+        device: the index of the device.
+
+    >>> [f"{'FB'[step.backward]}{step.microbatch}" for step in schedule_of("1f1b", 2, 2, 3, 0)]
     ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
-    >>> [f"{'FB'[step.backward]}{step.microbatch}" for step in schedule_of("gpipe", 2, 3, 0)]
+    >>> [f"{'FB'[step.backward]}{step.microbatch}" for step in schedule_of("gpipe", 2, 2, 3, 0)]
     ['F0', 'F1', 'F2', 'B0', 'B1', 'B2']
+    >>> [f"{step.stage}{'FB'[step.backward]}{step.microbatch}" for step in schedule_of("interleaved", 4, 2, 2, 1)]
+    ['1F0', '1F1', '3F0', '3B0', '3F1', '3B1', '1B0', '1B1']
     """
-    held = microbatches if kind == "gpipe" else min(microbatches, stages - stage)
-    steps = [Step(m, False) for m in range(held)]
-    for m in range(microbatches):
-        steps.append(Step(m, True))
-        if m + held < microbatches:
-            steps.append(Step(m + held, False))
+    own = stages_of(stages, devices, device)
+    turns = [range(first, min(first + devices, microbatches)) for first in range(0, microbatches, devices)]
+    forward = [Step(stage, m, False) for turn in turns for stage in own for m in turn]
+    backward = [Step(stage, m, True) for turn in turns for stage in reversed(own) for m in turn]
+    if kind == "gpipe" or (kind == "interleaved" and microbatches % devices):
+        held = len(forward)
+    elif kind == "1f1b":
+        held = devices - device
+    else:
+        held = 2 * (devices - device) - 1 + (len(own) - 1) * devices
+    steps = forward[:held]
+    for i, step in enumerate(backward):
+        steps += [step, *forward[held + i : held + i + 1]]
     return steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, cycle, pairwise
 from statistics import median
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.keras import mask_of
 from devicemap._tensorflow.keras_graphs import graph_of, structures_of
+from devicemap.devices import choose_devices
 from devicemap.errors import OptionError
 from devicemap.options import check_count
 from devicemap.pipelines.layers import (
@@ -25,7 +26,6 @@ from devicemap.pipelines.layers import (
     run_calls,
     unchanged,
 )
-from devicemap.pipelines.stages import devices_of_stages
 
 _TIMES = 5
 """Number of timings of a layer."""
@@ -68,7 +68,8 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
         model: a Sequential or functional Keras model, built.
         n: how many stages; at most one for each call of a layer.
         by: "time": what a layer takes, measured on random rows in a forward pass; "bytes": its variables.
-        devices: as for `Pipeline`: the variables of each stage are created on its device.
+        devices: as for `parallel_map`: the variables of each stage are created on a device of its own. Stages are dealt to
+            fewer devices in turn, as for the schedule "interleaved".
 
     Returns:
         A list of `keras.Model`s with the method `copy_weights_to(model)`. If several tensors cross a cut, as with a residual
@@ -99,7 +100,7 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
         raise OptionError(f"n={n} stages of a model of {len(calls)} layers; at most one for each")
     layers = _layers_in(calls)
     owners = _owners_of_variables(layers)
-    places = devices_of_stages(n, devices)
+    places = choose_devices(devices)
     first_calls = {id(call.layer): call for call in reversed(calls)}
     sizes = [
         _seconds_of(call) if by == "time" else _bytes_of(call.layer) * (first_calls[id(call.layer)] is call)
@@ -110,7 +111,7 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
     edges = [inputs, *(_crossing(calls, stop, made) for stop in bounds[1:-1]), outputs]
     copies: dict[int, Any] = {}
     stages = []
-    for i, ((start, stop), (given, taken), device) in enumerate(zip(pairwise(bounds), pairwise(edges), places)):
+    for i, ((start, stop), (given, taken), device) in enumerate(zip(pairwise(bounds), pairwise(edges), cycle(places))):
         own = [call for call in calls[start:stop] if first_calls[id(call.layer)] is call]
         copies |= {id(call.layer): copied(call, device) for call in own}
         owned = [copies[id(call.layer)] for call in own]

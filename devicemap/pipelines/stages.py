@@ -12,30 +12,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import is_seed, is_training, layers_of, notes_of, replacing, set_note, stored_in
+from devicemap._tensorflow.keras import is_seed, is_training, notes_of, replacing, set_note, stored_in
 from devicemap.compile.audit import WRITES
 from devicemap.compile.graph_builder import depends_on
 from devicemap.compile.random import Stream, Streams
 from devicemap.compile.trace import Traced, trace
 from devicemap.data.rows import count_rows
 from devicemap.data.structure import as_nodes, as_objects, freeze
-from devicemap.devices import choose_devices
 from devicemap.errors import FunctionError, OptionError, function_error
-from devicemap.events import short_name
 from devicemap.options import Options
-
-
-def devices_of_stages(stages: int, devices: Any) -> list[str]:
-    """Return one device for each stage.
-
-    Raises:
-        OptionError: there are fewer devices than stages.
-    """
-    known = choose_devices(devices)
-    if len(known) < stages:
-        names = ", ".join(map(short_name, known))
-        raise OptionError(f"{stages} stages, and {len(known)} device(s): {names}. Make fewer stages")
-    return list(known[:stages])
 
 
 @dataclass(frozen=True)
@@ -54,6 +39,15 @@ class Passed:
         for (i, name), note in zip(self.notes, tensors[count:]):
             set_note(tensors[i], name, note)
         return as_objects(tf.nest.pack_sequence_as(self.nest, list(tensors[:count])))
+
+    def with_targets(self, specs: Any) -> Passed:
+        """Return the specs of this and a second argument."""
+        return Passed((self.nest, specs), self.notes)
+
+    def inserted(self, tensors: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
+        """Return the tensors of `with_targets`, given those of the first argument and of the second one."""
+        count = len(tensors) - len(self.notes)
+        return [*tensors[:count], *targets, *tensors[count:]]
 
 
 def notes_by_leaf(leaves: Sequence[Any]) -> dict[tuple[int, str], Any]:
@@ -77,10 +71,12 @@ class TracedStage:
 class Stage:
     """A function of batches, traced for what it takes."""
 
-    def __init__(self, function: Callable[..., Any], name: str, added_losses: str | None = None):
-        """`name` is for errors: "stage 0 of 2"."""
+    def __init__(self, function: Callable[..., Any], name: str, added_losses: str | None, layers: Sequence[Any]):
+        """`name` is for errors: "stage 0 of 2". `layers`: the `layers_of` the function."""
         self._function, self._name, self._added_losses = function, name, added_losses
-        self.layers = layers_of(function)
+        self.layers = layers
+        self.variables: list[Any] = []
+        """Those that its traces use, each once."""
         self._known: dict[Any, TracedStage] = {}
         self._streams = Streams()
         for variable in (variable for layer in self.layers[:1] for variable in layer.variables):
@@ -137,6 +133,8 @@ class Stage:
                 "activity_regularizer, and a stage sees one microbatch; give the Pipeline added_losses='sum' if such losses "
                 "are sums over rows, or added_losses='mean' if they are means"
             )
+        known = {id(variable) for variable in self.variables}
+        self.variables += [variable for variable in traced.concrete.graph.variables if id(variable) not in known]
         nest, notes = traced.nest_of_specs, dict[tuple[int, str], Any]()
         if found["extras"]:
             nest, of_notes, _ = nest

@@ -13,6 +13,8 @@ import tensorflow as tf
 from devicemap import Pipeline, split
 from devicemap.errors import FunctionError, OptionError
 
+pytestmark = pytest.mark.filterwarnings("ignore:a Pipeline called under a tape")
+
 DEVICE_COUNTS = (3, 4)
 
 layers = keras.layers

@@ -1,0 +1,72 @@
+"""A Keras model whose training step is that of a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from devicemap._tensorflow.keras import track_loss
+from devicemap._tensorflow.keras_graphs import build_optimizer
+from devicemap.errors import OptionError
+from devicemap.pipelines.losses import as_loss
+
+
+class PipelineModel(keras.Model):
+    """A `keras.Model` that calls a pipeline. Its loss is computed by the last stage for each microbatch.
+
+    It is compiled with one loss for all outputs, that of the pipeline if `compile` has none, and without XLA, which is for one
+    device.
+    """
+
+    def __init__(self, pipe: Any, layers: list[Any]):
+        """`layers`: the stages that are Keras layers, for their variables."""
+        super().__init__(autocast=False)
+        self.pipe, self.stage_layers = pipe, layers
+        self.built = True
+
+    def compile(
+        self,
+        optimizer: Any = "rmsprop",
+        loss: Any = None,
+        loss_weights: Any = None,
+        *arguments: Any,
+        jit_compile: Any = False,
+        **options: Any,
+    ) -> None:
+        """As in Keras, with the loss of the pipeline by default.
+
+        Raises:
+            OptionError: for several losses, `loss_weights`, or `jit_compile`.
+        """
+        if jit_compile is True:
+            raise OptionError("jit_compile=True: XLA compiles for one device; omit it")
+        if isinstance(loss, list | tuple | dict) or loss_weights is not None:
+            raise OptionError(
+                f"loss={loss!r}, loss_weights={loss_weights!r}; expected one loss, a function of all outputs"
+            )
+        self.loss_of_pipe = self.pipe.loss if loss is None else as_loss(loss)
+        super().compile(optimizer, self.loss_of_pipe, None, *arguments, jit_compile=False, **options)
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        """Call the pipeline; `training` is passed to the layers of its stages by Keras."""
+        return self.pipe(inputs)
+
+    def train_step(self, data: Any) -> Any:
+        """Update the variables for a batch, as Keras's own step does."""
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        if self.loss_of_pipe is None or y is None:
+            return super().train_step(data)
+        build_optimizer(self)
+        value, gradients, outputs = self.pipe.differentiated(
+            self.loss_of_pipe, x, y, weight, scaled=self.optimizer.scale_loss, outputs=True
+        )
+        variables = self.pipe.trainable_variables
+        if len(variables) > len(self.trainable_variables):
+            raise OptionError(
+                "a stage that is a function, or the loss, uses a trainable tf.Variable, which a Keras model does not know; put "
+                "it into a keras.layers.Layer, or use value_and_gradients in a loop of your own"
+            )
+        track_loss(self, value, x)
+        self.optimizer.apply_gradients(zip(gradients, variables))
+        return self.compute_metrics(x, y, outputs, sample_weight=weight)

@@ -1,0 +1,166 @@
+"""The loss of a pipeline, computed by its last stage for each row of a microbatch.
+
+    value = scale * sum of w * l    over the elements l of the rows' losses, with their weights and masks w
+
+The scale is that of a Keras reduction. If it depends on the outputs of all rows, as with masks, gradients are multiplied by it
+at the end: no backward pass waits for all forward passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap._tensorflow.gradients import added
+from devicemap._tensorflow.keras import mask_of, stored_in
+from devicemap.errors import OptionError, failure
+from devicemap.pipelines.composition import Composition
+from devicemap.pipelines.stages import Passed
+
+_OF_ALL_ROWS = ("hinge", "squared_hinge", "circle", "Hinge", "SquaredHinge", "Circle")
+"""Losses of Keras whose value for a row depends on the labels or outputs of other rows."""
+
+
+def as_loss(loss: Any) -> Any:
+    """Return the `keras.losses.Loss` of a loss, a function `(y, outputs)`, or the name of one, as `compile` of Keras does.
+
+    Raises:
+        OptionError: it is none of these, or the loss of a row depends on other rows.
+    """
+    import keras
+
+    try:
+        found = keras.losses.get(loss)
+    except ValueError as error:
+        raise OptionError(f"loss={loss!r}; Keras has no loss of this name") from error
+    if not callable(found):
+        raise OptionError(
+            f"loss={loss!r}; expected a keras.losses.Loss, a function of (y, outputs), or the name of one"
+        )
+    base = keras.losses.Loss
+    if not isinstance(found, base):
+        found = keras.losses.MeanSquaredError.__base__(found)
+    function = getattr(found, "fn", None)
+    of_keras = {getattr(keras.losses, name, None) for name in _OF_ALL_ROWS} - {None}
+    if type(found) in of_keras or function in of_keras or type(found).__call__ is not base.__call__:
+        raise OptionError(
+            f"loss={loss!r}; the loss of a row must depend on that row only, because stages see some rows at a time"
+        )
+    if found.reduction in (None, "none"):
+        raise OptionError(
+            f"loss={loss!r} has no reduction; expected 'sum_over_batch_size', 'sum' or 'mean_with_sample_weight'"
+        )
+    return found
+
+
+class WithLoss:
+    """The last stage of a pipeline, and the loss of each row.
+
+    Called with the inputs of the stage and `(y,)` or `(y, sample_weight)`, it returns its outputs, a sum of weighted losses for
+    each row `[rows]`, and what the sum over the rows is divided by, also `[rows]`, unless that is the number of rows.
+    """
+
+    def __init__(self, stage: Callable[..., Any], loss: Any):
+        self._stage, self._loss = stage, loss
+
+    def __call__(self, given: Any, targets: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self._with_sums(self._stage(*given) if type(given) is tuple else self._stage(given), *targets)
+
+    @tf.autograph.experimental.do_not_convert
+    def _with_sums(self, outputs: Any, y: Any, *weight: Any) -> tuple[Any, ...]:
+        losses: list[Any] = []
+
+        def call(y_true: Any, y_pred: Any) -> Any:
+            losses.append(self._loss.call(y_true, y_pred))
+            return losses[-1]
+
+        weighted = self._elements(call, y, outputs, *weight)
+        if not losses[0].shape.rank:
+            raise failure("the loss is a scalar; it must return a loss for each row, of shape [rows, ...]")
+        total = _sum_of_rows(weighted)
+        if self._loss.reduction == "sum":
+            return outputs, total
+        by_weight = self._loss.reduction == "mean_with_sample_weight"
+        masks = [mask_of(tensor) for tensor in (outputs, losses[0]) if mask_of(tensor) is not None]
+        size = losses[0].shape[1:].num_elements()
+        if size and not masks and not (by_weight and weight):
+            return outputs, total / size
+        # As in Keras, weights count once in a mean by weights, also where each is that of several elements.
+        counted = [*masks, *weight, losses[0]][0] if by_weight else losses[0]
+        ones = tf.ones_like(counted, weighted.dtype)
+        weights = self._elements(lambda *_: ones, y, outputs, *(weight if by_weight else ()))
+        return outputs, total, _sum_of_rows(weights)
+
+    def _elements(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what Keras reduces: the results of `call`, with weights and masks, `[rows, ...]`."""
+        loss = object.__new__(type(self._loss))  # copy.copy would serialize it
+        vars(loss).update(vars(self._loss), reduction="none", call=call)
+        return loss(*arguments)
+
+
+def _sum_of_rows(elements: Any) -> Any:
+    return tf.reduce_sum(tf.reshape(elements, [tf.shape(elements)[0], -1]), 1)
+
+
+class TotalLoss:
+    """The loss of a batch and its gradients, from a `Composition` that ends with `WithLoss`.
+
+    Attributes:
+        value: the loss, plus what layers add.
+        passed: specs of the outputs and what is attached to them.
+        outputs: their places among the results.
+    """
+
+    def __init__(self, loss: Any, made: Composition, tape: tf.GradientTape, scaled: Callable[[Any], Any]):
+        """
+        Args:
+            loss: of `as_loss`.
+            made: the results of the stages, recorded by the tape.
+            tape: a tape that is recording.
+            scaled: a linear function; gradients are those of its results.
+        """
+        outputs, *sums = made.passed.nest
+        count, notes = len(tf.nest.flatten(outputs)), len(made.passed.notes)
+        self.passed = Passed(outputs, made.passed.notes)
+        self.outputs = [*range(count), *range(count + len(sums), count + len(sums) + notes)]
+        total, *divisors = (made.total(count + i) for i in range(len(sums)))
+        rows = made.rows(total.dtype)
+        divisor = tf.ones_like(rows) if loss.reduction == "sum" else rows
+        self._factor = None
+        if divisors and made.losses:  # all backward calls wait for the divisor then
+            divisor = tf.stop_gradient(divisors[0])
+        elif divisors:
+            self._factor = tf.math.divide_no_nan(rows, divisors[0])
+        mean = tf.math.divide_no_nan(total, divisor)
+        others = [tf.cast(each, mean.dtype) for _, each in made.losses]
+        with tape.stop_recording():
+            self.value = tf.add_n([mean if self._factor is None else mean * self._factor, *others])
+        self._target = scaled(tf.add_n([mean, *others]))
+        self._tape, self._scaled = tape, scaled
+
+    def gradients(self, variables: Sequence[Any]) -> list[Any]:
+        """Return the gradients of variables, on their devices; add the losses of their regularizers to the value."""
+        found = self._tape.gradient(self._target, [stored_in(variable) for variable in variables])
+        return [self._with_penalty(*pair) for pair in zip(variables, found)]
+
+    def _with_penalty(self, variable: Any, gradient: Any) -> Any:
+        with tf.device(stored_in(variable).device):
+            if self._factor is not None and gradient is not None:
+                gradient = _multiplied(gradient, self._factor)
+            regularizer = getattr(variable, "regularizer", None)
+            if regularizer is None:
+                return gradient
+            with tf.GradientTape() as tape:
+                penalty = regularizer(variable)
+                target = self._scaled(penalty)
+            self.value += tf.cast(penalty, self.value.dtype)
+            of_penalty = tape.gradient(target, stored_in(variable))
+            return of_penalty if gradient is None else added([gradient, of_penalty])
+
+
+def _multiplied(gradient: Any, factor: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_multiplied(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)

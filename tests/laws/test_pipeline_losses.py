@@ -1,0 +1,216 @@
+"""`value_and_gradients` and `as_model` of a pipeline give the losses and gradients of Keras on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from laws.test_split import Scaled, assert_close, chain, dense, ids, ids_masked, layers, mixed, regularized, tied, x
+
+from devicemap import Pipeline, split
+from devicemap.errors import DataError, FunctionError, OptionError
+
+DEVICE_COUNTS = (4,)
+
+labels = np.array([0, 1, 2, 0, 2, 1, 3])
+steps = np.stack([x, 2 * x], 1)
+weights = np.linspace(0.0, 2.0, 7, dtype="float32")
+
+
+class MaskedLoss(Scaled):
+    """A layer that adds a loss and passes masks on."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.supports_masking = True
+
+
+class Weighted(keras.losses.Loss):
+    """A custom loss of nests."""
+
+    def call(self, y: Any, outputs: Any) -> Any:
+        return tf.reduce_mean((y["a"] - outputs) ** 2, -1) + tf.reduce_mean(y["b"], -1)
+
+
+def of_rows(y: Any, outputs: Any) -> Any:
+    return tf.reduce_sum((y - outputs) ** 4, 1)
+
+
+def of_steps() -> Any:
+    return chain(dense(), dense(), dense(), dense(), shape=(None, 4))
+
+
+def masked() -> Any:
+    return ids_masked(layers.LSTM(4, return_sequences=True), dense(), dense())
+
+
+def masked_with_penalties() -> Any:
+    return ids_masked(dense(kernel_regularizer="l2"), dense(bias_regularizer="l1"), dense())
+
+
+def masked_with_losses() -> Any:
+    return ids_masked(layers.LSTM(4, return_sequences=True), MaskedLoss(loss="mean"), dense())
+
+
+def dense_four() -> Any:
+    return chain(dense(), dense(), dense(), dense())
+
+
+def mean_by_weight() -> Any:
+    return keras.losses.MeanSquaredError("mean_with_sample_weight")
+
+
+CASES: dict[str, tuple[Any, Any, Any, Any, dict[str, Any]]] = {
+    "mse": (dense_four, x, x, "mse", {}),
+    "function": (dense_four, x, x, of_rows, {}),
+    "labels": (dense_four, x, labels, keras.losses.SparseCategoricalCrossentropy(from_logits=True), {}),
+    "sum": (dense_four, x, x, keras.losses.Huber(reduction="sum"), {}),
+    "mean by weight": (dense_four, x, x, mean_by_weight(), {}),
+    "targets of one axis": (lambda: chain(dense(), dense(), dense(), dense(1)), x, x[:, 0], "mse", {}),
+    "nest": (dense_four, x, {"a": x, "b": x}, Weighted(), {}),
+    "steps": (of_steps, steps, steps, "mse", {}),
+    "steps, mean by weight": (of_steps, steps, steps, mean_by_weight(), {}),
+    "masks": (masked, ids, np.ones([7, 4, 4], "f"), "mse", {}),
+    "masks, sum": (masked, ids, np.ones([7, 4, 4], "f"), keras.losses.MeanSquaredError("sum"), {}),
+    "masks, mean by weight": (masked, ids, np.ones([7, 4, 4], "f"), mean_by_weight(), {}),
+    "masks, regularizers": (masked_with_penalties, ids, np.ones([7, 4, 4], "f"), "mse", {}),
+    "masks, losses": (masked_with_losses, ids, np.ones([7, 4, 4], "f"), "mse", {"added_losses": "mean"}),
+    "regularizers": (lambda: chain(*regularized().layers, dense()), x, x, "mse", {"added_losses": "mean"}),
+    "tied": (lambda: chain(*tied().layers[1:], dense(), dense()), x, x, "mse", {}),
+    "mixed precision": (mixed, x, x, "mse", {}),
+}
+"""A model, rows, targets, a loss, and options of the pipeline."""
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "1f1b": {"microbatches": 3},
+    "gpipe": {"microbatches": 3, "schedule": "gpipe"},
+    "replicas": {"microbatches": 2, "replicas": 2},
+    "interleaved": {"microbatches": 4, "schedule": "interleaved"},
+}
+
+
+def piped(model: Any, name: str, devices: list[str], **options: Any) -> Any:
+    setting = SETTINGS[name]
+    stages, places = {"replicas": (2, 2), "interleaved": (4, 2)}.get(name, (3, 3))
+    used = devices[:2] if name == "interleaved" else devices
+    made = split(model, min(stages, len(model.layers)), "bytes", devices[:places])
+    return Pipeline(made, used, **setting | options), made
+
+
+@pytest.mark.in_ci(24)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weights"])
+@pytest.mark.parametrize("where", ["eager", "tf.function", "unknown rows"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_and_gradients_of_one_device(
+    case: str, setting: str, where: str, weighted: bool, devices: list[str]
+) -> None:
+    make, rows, targets, loss, options = CASES[case]
+    model = make()
+    if setting == "interleaved" and len(model.layers) < 4:
+        pytest.skip("too few layers")
+    pipe, _ = piped(model, setting, devices, loss=loss, **options)
+    inside = tf.function(pipe.value_and_gradients)
+    for count in (7, 2, 1):
+        taken = tf.nest.map_structure(lambda leaf: tf.constant(leaf[:count]), (rows, targets))
+        if weighted:
+            of_elements = case.startswith(("steps", "masks"))  # Keras does not align weights [rows] with them
+            taken = (*taken, tf.constant(weights[-count:, None] if of_elements else weights[-count:]))
+        if where == "unknown rows":
+            specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), taken)
+            value, gradients = tf.function(pipe.value_and_gradients, input_signature=specs)(*taken)
+        else:
+            value, gradients = (pipe.value_and_gradients if where == "eager" else inside)(*taken)
+        with tf.GradientTape() as tape:
+            wanted = pipe.loss(taken[1], model(taken[0], training=True), *taken[2:]) + sum(model.losses)
+        of_model = tape.gradient(wanted, [variable.value for variable in model.trainable_variables])
+        assert_close(value, wanted)
+        for got, each in zip(gradients, of_model, strict=True):
+            atol = 1e-3 if case == "mixed precision" else 1e-5
+            np.testing.assert_allclose(tf.convert_to_tensor(got), tf.convert_to_tensor(each), rtol=1e-3, atol=atol)
+
+
+def trained(model: Any, rows: Any, targets: Any, loss: Any, **options: Any) -> Any:
+    keras.utils.set_random_seed(1)
+    metrics = ["mae", keras.metrics.RootMeanSquaredError()]
+    optimizer = keras.optimizers.Adam(0.01, use_ema=True, gradient_accumulation_steps=2, clipnorm=1.0)
+    model.compile(optimizer, loss, metrics=metrics, weighted_metrics=["mse"], **options)
+    weight = weights[:, None] if targets.ndim > 2 else weights
+    data = {"validation_data": (rows, targets), "sample_weight": weight, "batch_size": 3, "shuffle": False}
+    history = model.fit(rows, targets, epochs=2, verbose=0, **data).history
+    return history, model.evaluate(rows, targets, verbose=0), model.predict(rows, verbose=0)
+
+
+@pytest.mark.in_ci(8)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("case", ["mse", "steps", "masks", "masks, losses", "regularizers", "mixed precision"])
+def test_fit_of_its_model(case: str, setting: str, devices: list[str]) -> None:
+    """Losses, metrics, weights, validation and callbacks are Keras's own."""
+    make, rows, targets, loss, options = CASES[case]
+    model = make()
+    if setting == "interleaved" and len(model.layers) < 4:
+        pytest.skip("too few layers")
+    pipe, stages = piped(model, setting, devices, **options)
+    other = keras.models.clone_model(model)
+    other.set_weights(model.get_weights())
+    assert_close(trained(pipe.as_model(), rows, targets, loss), trained(other, rows, targets, loss, jit_compile=False))
+    stages.copy_weights_to(model)
+    assert_close(model.get_weights(), other.get_weights())
+
+
+def test_functions_train_in_a_loop_of_their_own(devices: list[str]) -> None:
+    """Also variables that the loss uses."""
+    matrices = [tf.Variable(tf.random.stateless_normal([4, 4], [1, i])) for i in range(3)]
+    stages = [lambda rows, matrix=matrix: tf.tanh(rows @ matrix) for matrix in matrices[:2]]
+    loss = lambda y, outputs: tf.reduce_mean((y @ matrices[2] - outputs) ** 2, 1)
+    pipe = Pipeline(stages, devices, 3, loss=loss)
+    value, gradients = pipe.value_and_gradients(x, x[::-1])
+    with tf.GradientTape() as tape:
+        wanted = tf.reduce_mean(loss(x[::-1], stages[1](stages[0](x))))
+    of_all = tape.gradient(wanted, matrices)
+    assert_close(value, wanted)
+    assert [id(variable) for variable in pipe.trainable_variables] == [id(matrix) for matrix in matrices]
+    assert_close(gradients, of_all)
+
+
+def test_layers_are_in_training_mode(devices: list[str]) -> None:
+    pipe = Pipeline([chain(layers.Dropout(0.5)), tf.identity], devices, loss="mse")
+    ones = np.ones([64, 4], "f")
+    assert float(pipe.value_and_gradients(ones, ones)[0]) == pytest.approx(1.0)  # outputs are 0 or 2
+    assert_close(pipe(ones), ones)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        (lambda: Pipeline([tf.sin], loss="nothing"), OptionError),
+        (lambda: Pipeline([tf.sin], loss=3), OptionError),
+        (lambda: Pipeline([tf.sin], loss="hinge"), OptionError),
+        (lambda: Pipeline([tf.sin], loss=keras.losses.MeanSquaredError("none")), OptionError),
+        (lambda: Pipeline([tf.sin], replicas=0), OptionError),
+        (lambda: Pipeline([tf.sin] * 3, ["CPU:0", "CPU:1"], replicas=1), OptionError),
+        (lambda: Pipeline([tf.sin], ["CPU:0"], replicas=2), OptionError),
+        (lambda: Pipeline([tf.sin] * 3, ["CPU:0", "CPU:1"], schedule="interleaved"), OptionError),
+        (lambda: Pipeline([tf.sin] * 4, ["CPU:0", "CPU:1"], 3, schedule="interleaved"), OptionError),
+        (lambda: Pipeline([tf.sin], loss=None).value_and_gradients(x, x), OptionError),
+        (lambda: Pipeline([tf.sin], loss="mse").value_and_gradients(x, x[:3]), DataError),
+        (lambda: Pipeline([tf.sin], loss=lambda y, z: tf.reduce_mean(y - z)).value_and_gradients(x, x), FunctionError),
+        (lambda: Pipeline([tf.sin]).as_model().compile(loss=["mse"]), OptionError),
+        (lambda: Pipeline([tf.sin]).as_model().compile(loss="mse", jit_compile=True), OptionError),
+    ],
+)
+def test_what_cannot_be_is_refused(bad: Any, error: Any) -> None:
+    with pytest.raises(error):
+        bad()
+
+
+def test_a_tape_without_a_loss_is_said_to_hold_all(devices: list[str]) -> None:
+    pipe = Pipeline([tf.sin, tf.cos], devices, 4)
+    assert "all 4 microbatches" in str(pipe.explain(x))
+    with pytest.warns(RuntimeWarning, match="activations of all microbatches"), tf.GradientTape():
+        pipe(x)
+    plan = Pipeline([tf.sin, tf.cos], devices, 4, loss="mse").explain(np.zeros([8, 4], "f"))
+    assert [stage.held_microbatches for stage in plan.stages] == [2, 1]
