@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def run_quick(topics: Sequence[str], extra: Sequence[str]) -> int:
-    """Topics in as few processes as can be, and a report of them, which tells nothing of speed."""
+    """Run topics in as few processes as possible, and report them. The times do not measure speed."""
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "raw"
         raw.mkdir()

@@ -59,7 +59,7 @@ def even(rows: int) -> np.ndarray:
 
 
 def hot_first(rows: int) -> np.ndarray:
-    """The first sixteenth of the rows is 17 times as dear: more than half of all work."""
+    """The first sixteenth of the rows is 17 times as expensive: more than half of all work."""
     costs = np.ones(rows)
     costs[: max(1, rows // 16)] = 17
     return costs
@@ -71,12 +71,12 @@ def hot_last(rows: int) -> np.ndarray:
 
 
 def ramp(rows: int) -> np.ndarray:
-    """The last row is 15 times as dear as the first."""
+    """The last row is 15 times as expensive as the first."""
     return np.linspace(1, 15, rows)
 
 
 def spikes(rows: int) -> np.ndarray:
-    """Forty rows, here and there, are 18 times as dear as the others."""
+    """Forty rows, here and there, are 18 times as expensive as the others."""
     costs = np.ones(rows)
     costs[np.random.default_rng(0).choice(rows, min(40, rows), replace=False)] = 18
     return costs
@@ -109,6 +109,6 @@ JOBS: dict[str, tuple[Costs, Speeds]] = {
     "half of the devices 4 times slower": (even, half_slow),
     "one device 10 times slower": (even, one_slow),
     "a ramp of costs": (ramp, equal),
-    "forty dear rows": (spikes, equal),
+    "forty expensive rows": (spikes, equal),
     "speeds from 1 down to 0.3": (even, falling),
 }

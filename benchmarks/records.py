@@ -67,7 +67,7 @@ class Record:
         return None if peer is None else self.seconds_of(way) / self.seconds_of(peer)
 
     def steady_ratio(self, way: str) -> float:
-        """The same once they have started, for ways that set up anew in every run."""
+        """The same once they have started, for ways with a set-up in every run."""
         steady = {each: median(seconds) for each, seconds in self.facts["steady_seconds"].items() if seconds}
         return steady[way] / min(seconds for each, seconds in steady.items() if not each.startswith(OURS))
 

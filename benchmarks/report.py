@@ -34,7 +34,7 @@ SENT_TEXT = (
 )
 
 CAPTURED_TEXT = (
-    "The variables live on the first device, and the blocks read them there. A loop in a block fetches its rows, too, anew in "
+    "The variables live on the first device, and the blocks read them there. A loop in a block fetches its rows, too, in "
     "each step, unless the block begins with a `tf.identity` of them (rows copied first); where the function lets its "
     "author do so, the same for a variable (rows and table copied first) is what devicemap does by itself. What is sent in "
     "batches is of the whole job; chunks that happen to go to the first device do not travel."
@@ -46,7 +46,7 @@ HOSTS_TEXT = (
 )
 
 RAY_TEXT = (
-    "One actor, on a Ray cluster of this machine alone. Each run starts its actor anew, which takes seconds, most of them for "
+    "One actor, on a Ray cluster of this machine alone. Each run starts a new actor, which takes seconds, most of them for "
     "importing TensorFlow; the steady state is from the first block that arrives to the last."
 )
 
@@ -120,7 +120,7 @@ def write_page(topic: str, records: Sequence[Record], plots: Sequence[str]) -> s
     if topic in ("scaling", "balance", "streaming", "call_cost", "real_functions", "gpu"):
         parts += ["## Seconds of the first call, with set-up and tracing", first_calls(records)]
     if any(any(record.facts.get("steady_seconds", {}).values()) for record in records):
-        parts += ["## Steady state of ways that set up anew in every run", steady(records)]
+        parts += ["## Steady state of ways with a set-up in every run", steady(records)]
     if any("traffic" in record.facts for record in records):
         parts += ["## Sent between devices", sent(records)]
     if any("rise_megabytes" in record.facts for record in records):

@@ -25,13 +25,13 @@ ROWS = 32
 
 
 def by_devicemap(case: Case, devices: list[str]) -> Way:
-    """A map that is made anew in each call."""
+    """A map that is made in each call."""
     x = case.data[:ROWS]
     return lambda: devicemap.DeviceMap(lambda *args: case.fn(*args), devices=devices, batched=case.batched)(x)
 
 
 def by_hand(case: Case, devices: list[str]) -> Way:
-    """A graph that is made anew in each call, as the best user writes it: vectorised where that works."""
+    """A graph that is made in each call, as the best user writes it: vectorised where that works."""
     x = case.data[:ROWS]
 
     def rows(batch: Any) -> Any:
@@ -84,7 +84,7 @@ def main() -> None:
     tf.keras.utils.set_random_seed(0)  # the same weights in each program
     way = WAYS[arguments.way](cases()[arguments.case], hardware.all_devices()[: arguments.used])
     print("ready", flush=True)
-    if not sys.stdin.readline():  # nobody waits any more
+    if not sys.stdin.readline():  # the other process has ended
         return
     result = io.BytesIO()
     np.save(result, np.asarray(way()))

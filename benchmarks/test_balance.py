@@ -31,7 +31,7 @@ TARGETS = {
     "half of the devices 4 times slower": {NO_OPTIONS: 0.96, FIRST: 0.85, CHUNKS: 0.93, AUTO: 0.80},
     "one device 10 times slower": {NO_OPTIONS: 0.96, FIRST: 0.85, CHUNKS: 0.88, AUTO: 0.80},
     "a ramp of costs": {NO_OPTIONS: 0.95, FIRST: 0.85, CHUNKS: 0.90, AUTO: 0.80},
-    "forty dear rows": {NO_OPTIONS: 0.88, FIRST: 0.85, CHUNKS: 0.80, AUTO: 0.80},
+    "forty expensive rows": {NO_OPTIONS: 0.88, FIRST: 0.85, CHUNKS: 0.80, AUTO: 0.80},
     "speeds from 1 down to 0.3": {NO_OPTIONS: 0.95, FIRST: 0.85, CHUNKS: 0.90, AUTO: 0.80},
 }
 """Least shares of the ideal time, with 8 devices and a job of a second."""
@@ -72,7 +72,7 @@ def ours(fn: Callable[..., Any], devices: list[str], job: jobs.Job, batched: boo
             mapper((job.rows, job.seconds))
         return lambda: mapper((job.rows, job.seconds))
 
-    def first() -> Any:  # traced anew, and compiled, in each call
+    def first() -> Any:  # traced and compiled in each call
         return devicemap.DeviceMap(fn, devices=devices, batched=batched)((job.rows, job.seconds))
 
     return {FIRST: first, NO_OPTIONS: mapped(None), CHUNKS: mapped(BATCH_SIZE), AUTO: mapped("auto")}

@@ -1,4 +1,4 @@
-"""The jobs of `test_balance.py` on GPUs in software: kernels and copies are enqueued there, and nobody waits for them."""
+"""The jobs of `test_balance.py` on GPUs in software: kernels and copies are enqueued there, without waiting for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TARGETS = {
     "half of the devices 4 times slower": 0.96,
     "one device 10 times slower": 0.96,
     "a ramp of costs": 0.95,
-    "forty dear rows": 0.88,
+    "forty expensive rows": 0.88,
     "speeds from 1 down to 0.3": 0.95,
 }
 """Least shares of the ideal time, with 8 devices and a job of a second."""

@@ -1,6 +1,6 @@
 """Captured variables: tables and weights that live on one device, and that `fn` reads once, in a loop, or in many calls.
 
-The hand-written blocks read a variable where it lives, for each read anew; devicemap brings it to each device once per call.
+The hand-written blocks read a variable where it lives, for each read; devicemap brings it to each device once per call.
 """
 
 from __future__ import annotations

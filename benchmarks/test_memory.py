@@ -75,7 +75,7 @@ def test_reduced_gigabytes(benchmark: Any, real_devices: list[str], scale: Scale
 
 
 def reset_peak_megabytes() -> float:
-    """Begin to look for the peak anew; returns what the process holds now."""
+    """Reset the peak; return the current memory of the process."""
     Path("/proc/self/clear_refs").write_text("5")
     return _megabytes("VmRSS")
 

@@ -88,7 +88,7 @@ def test_small_chunks(benchmark: Any, scale: Scale) -> None:
 
 
 def test_large_batches(benchmark: Any, scale: Scale) -> None:
-    """4 MB each, in and out, which nobody keeps."""
+    """4 MB each, in and out, which are not kept."""
     devices, count = hardware.all_devices()[: scale.devices], 16 if scale.quick else 1000
     rows = tf.random.stateless_uniform([1024, 1024], [1, 2])
     batches = tf.data.Dataset.from_tensors(rows).repeat(count)

@@ -31,7 +31,7 @@ LIBRARIES = ("libtensorflow_cc.so.2",)
 
 
 class Meter(Protocol):
-    """Tells what a call sends: a dataclass for the report."""
+    """Measures what a call sends: a dataclass for the report."""
 
     def measure(self, call: Callable[[], Any]) -> Any: ...
 

@@ -21,7 +21,7 @@ _log = logging.getLogger("mkdocs.site")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Put the repository's files where they lie in it, so that a link leads to the same place here and there.
+    """Put the repository's files where they are in it, so that a link leads to the same place here and there.
 
     Code is a page that the search leaves out.
     """

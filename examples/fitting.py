@@ -110,7 +110,7 @@ def main() -> None:
         devicemap.simulate_devices(flags.simulate)
     rng = np.random.default_rng(0)
     starts = tf.constant(rng.uniform([5, 1], [20, 5], [flags.rows, 2]))
-    logarithms = tf.Variable(np.log(TRUTH))  # devicemap reads it anew in each call
+    logarithms = tf.Variable(np.log(TRUTH))  # devicemap reads it in each call
     devices = devicemap.list_devices("GPU") or devicemap.list_devices("CPU")
     mapper = devicemap.DeviceMap(simulation(logarithms), devices=devices, batched=True)
     observed = mapper(starts).numpy() + NOISE * rng.standard_normal([flags.rows, TIMES, 2])

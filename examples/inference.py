@@ -76,7 +76,7 @@ def scan(images: np.ndarray, digits: np.ndarray, pages: int) -> tf.data.Dataset:
 
 
 class Shares:
-    """Who computed what: hears of every chunk, as the option `progress`."""
+    """Count the rows of each device: an observer of every chunk, for the option `progress`."""
 
     def __init__(self) -> None:
         self.pages: Counter[str] = Counter()
@@ -171,7 +171,7 @@ def main() -> None:
     assert round(float(metric.result()) * rows) == right
 
     chances = np.concatenate(answers)
-    seen = np.arange(min(rows, len(images) - FOR_TRAINING))  # pages begin anew when all images have been on one
+    seen = np.arange(min(rows, len(images) - FOR_TRAINING))  # pages repeat when all images have been on one
     draw(images[FOR_TRAINING:][seen], digits[FOR_TRAINING:][seen], chances[seen], flags.output)
     print(f"Right: {right / rows:.1%} of {rows} images, at {rows / seconds:,.0f} images/s from the first page on.")
     print(

@@ -15,7 +15,7 @@ from devicemap.inspect.planner import data_spec
 
 
 def traced(mapper: Any, data_or_spec: Any) -> Traced:
-    """What the function of a map is traced to, vectorised or not; a plan says that too, and takes long to tell of memory."""
+    """What the function of a map is traced to, vectorised or not; a plan contains this too, but takes longer."""
     program = mapper._program
     return program.compiled_for(data_spec(data_or_spec, program.options)).traced
 

@@ -90,7 +90,7 @@ def history(
 
 
 def one_graph(rows: Sequence[int], seconds: float) -> list[Event]:
-    """The events of a call in one graph: a shard per device, all of which end with the call, as where no clock tells."""
+    """The events of a call in one graph: a shard per device, all of which end with the call, as without a clock per device."""
     names = [device(index) for index in range(len(rows))]
     starts = [sum(rows[:index]) for index in range(len(rows))]
     shards = [Shard(*shard) for shard in zip(names, starts, map(sum, zip(starts, rows)))]

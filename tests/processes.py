@@ -18,7 +18,7 @@ forks.set_forkserver_preload(["tensorflow"])  # which takes seconds: once, inste
 
 
 def run(source: str, *arguments: str) -> list[str]:
-    """The lines that a program prints, which has to end well. It lies in a file, from which autograph reads it."""
+    """The lines that a program prints, which has to end well. It is stored in a file, from which autograph reads it."""
     with TemporaryDirectory() as folder:
         Path(folder, "program.py").write_text(textwrap.dedent(source))
         process = forks.Process(target=_run, args=(folder, arguments))

@@ -88,7 +88,7 @@ def test_slots_are_the_devices_and_further_cores_of_cpus() -> None:
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As TensorFlow tells of a machine with three GPUs: the first cut into two, the third hidden."""
+    """As TensorFlow reports a machine with three GPUs: the first cut into two, the third hidden."""
     if not tf.config.list_physical_devices("GPU"):
         assert choose_devices(None) == CPUS
     gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(3)]

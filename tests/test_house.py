@@ -13,7 +13,7 @@ FLOORS = (
     "cli", "types", "bench", "tasks", "cluster", "ray", "training", "pipelines", "api", "inspect", "store", "run", "compile",
     "data", "options", "devices", "hosts", "errors", "events", "_tensorflow",
 )  # fmt: skip
-"""From the top: each imports from its own floor and those below. `devicemap` itself names what is public, and stands apart."""
+"""From the top: each imports from its own floor and those below. `devicemap` itself is not in the list."""
 
 
 FILES = sorted({*PACKAGE.rglob("*.py")} - {PACKAGE / "__init__.py", PACKAGE / "__main__.py"})

@@ -29,7 +29,7 @@ class Call:
     """When the device began with it; the time before that it stood in the queue."""
 
     end_seconds: float
-    """When it was over, by the device's schedule; whoever waits hears of it some microseconds later."""
+    """When it was over, by the device's schedule; a waiting thread is notified some microseconds later."""
 
     outcome: Outcome
     """`"refused"`: it failed as it came, for want of memory, a poisoned row or a breakdown, and took no time."""

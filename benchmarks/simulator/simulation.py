@@ -38,7 +38,7 @@ class Simulator:
         Raises:
             tf.errors.ResourceExhaustedError: more rows than the device's `memory_rows`.
             tf.errors.InvalidArgumentError: a poisoned row; the message says which of the call.
-            tf.errors.CancelledError: the step was cancelled meanwhile.
+            tf.errors.CancelledError: the step was cancelled while it ran.
             tf.errors.OpError: of the device's `error_code`, in a breakdown.
         """
         return self._ops.simulated_work(rows, seconds)

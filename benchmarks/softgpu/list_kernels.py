@@ -1,4 +1,4 @@
-"""Write `kernels.txt`: which kernels a CUDA build of TensorFlow has for GPUs, and what of them lies in the host's memory.
+"""Write `kernels.txt`: which kernels a CUDA build of TensorFlow has for GPUs, and which arguments are in host memory.
 
 `pip install tensorflow` and `python list_kernels.py`; no GPU is needed, as the registry of kernels is there without one.
 """

@@ -192,7 +192,7 @@ def tracing_again(key: Hashable) -> Iterator[None]:
     A trace holds the seeds of its random ops, but the trace cache of a `tf.function` is not keyed by them, only by the
     identity of an XLA context. Publicly, functions keep their seeds; comparing the numbers reveals that.
     """
-    # Kept for good, because no other context may get its id.
+    # Never removed, because no other context may get its id.
     enclosing = _contexts.setdefault(key, _tracing_again()())
     enclosing.Enter()
     try:

@@ -44,7 +44,7 @@ class Actor:
 
 
 class Later:
-    """A maker that is unpickled no sooner than it is called, as variables in it start TensorFlow."""
+    """A factory that is unpickled when it is called, because variables in it start TensorFlow."""
 
     def __init__(self, make: Callable[[], Any]):
         self._make = make
@@ -53,7 +53,7 @@ class Later:
         return partial, (
             _made,
             np.frombuffer(_pickled(self._make), np.uint8),
-        )  # as an array lies but once in the memory of a host
+        )  # an array is stored only once in the memory of a host
 
 
 def _pickled(value: Any) -> bytes:
@@ -80,7 +80,7 @@ def reducer(reducer: Any, fn: Callable[..., Any], options: dict[str, Any]) -> Ca
 
 
 class _Unfinished(Reduction):
-    """A reduction that ends with a state, and with what tells how to finish it."""
+    """A reduction that ends with a state, and with the structure and specs that are needed to finish it."""
 
     def of(self, structure: Any, specs: Sequence[Any]) -> BoundReduction:
         bound = super().of(structure, specs)

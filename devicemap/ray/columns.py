@@ -38,7 +38,7 @@ def rows_of(table: Any) -> dict[str, Any]:
         if pa.types.is_fixed_size_list(kind):
             values = of_array(name, array.flatten())
             return tf.reshape(values, [len(array), kind.list_size, *values.shape[1:]])
-        if pa.types.is_null(kind):  # of lists that are all empty: nothing tells of what
+        if pa.types.is_null(kind):  # lists that are all empty, of unknown type
             array = array.cast(pa.float64())
         column: Any = BlockAccessor.for_block(pa.table({name: array})).to_numpy(name)
         return _checked(name, kind, column)

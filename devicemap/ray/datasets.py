@@ -108,7 +108,7 @@ def reduce(
     found = (pickle.loads(state) for block in blocks for state in block[STATE])
     first = next(found, None)
     if first is None:
-        raise DataError("the dataset has no rows, and nothing else tells what fn returns")
+        raise DataError("the dataset has no rows, so what fn returns is unknown; pass a dataset with at least one row")
     bound = reduction.of(*first[:2])
     merged = bound.merged_as_they_come((state for *_, state in chain([first], found)), "/CPU:0")
     return bound.packed(bound.finished(merged or []))

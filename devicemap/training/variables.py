@@ -19,7 +19,7 @@ def spread_variables(devices: Any = None) -> Iterator[None]:
 
     A model that is made here and parallelized needs on each device but a part of the memory of gradients and optimizer: the
     gradients of a variable are added, and its slots kept and updated, where it is (ZeRO, stages 1 and 2; Rajbhandari et
-    al., 2020). Values go from there to each device once per step. Files are as ever.
+    al., 2020). Values go from there to each device once per step. Files do not change.
 
     Args:
         devices: as for `parallel_map`.

@@ -110,5 +110,5 @@ for options in ({"devices": ["CPU:0"]}, {"devices": ["CPU:2", "CPU:0"]}, {"batch
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", [{}, {"dtype_conversion_mode": "all"}, {"dtype_conversion_mode": "safe"}], ids=str)
 def test_numpy_behaviour(mode: dict[str, str]) -> None:
-    """It is switched on for good, so in a process of its own."""
+    """It cannot be switched off again, so it needs a process of its own."""
     processes.run(_NUMPY_MODE, json.dumps(mode))

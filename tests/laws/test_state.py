@@ -179,7 +179,7 @@ def test_no_device_writes_between_the_read_and_the_write_of_another(how: str) ->
     total = tf.Variable(0.0)
 
     def slow(batch: Any) -> Any:
-        time.sleep(0.005)  # other devices would read meanwhile
+        time.sleep(0.005)  # other devices would read in between
         return tf.reduce_sum(batch)
 
     def add(batch: Any) -> Any:

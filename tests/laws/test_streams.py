@@ -171,7 +171,7 @@ def test_as_a_dataset(devices: list[str]) -> None:
     dataset = mapper.as_dataset(X)
     assert dataset.element_spec == (tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None], tf.float32))
     assert int(dataset.cardinality()) == 4
-    for _ in range(2):  # each iteration maps anew
+    for _ in range(2):  # each iteration maps again
         rows, sums = next(iter(dataset.unbatch().batch(20)))
         np.testing.assert_array_equal(rows, X * 2)
         np.testing.assert_allclose(sums, tf.reduce_sum(X, 1))

@@ -48,5 +48,5 @@ def test_a_loop_sends_in_each_turn(meter: traffic.Meter, steps: int) -> None:
             return tf.identity(state)  # 160 to CPU:0
 
     sent = second(meter, looping, ROWS, tf.constant(steps))
-    to_go_on = 2 * (steps + 1)  # CPU:0 and CPU:2 hear of each turn, and that there is none, by a byte each
+    to_go_on = 2 * (steps + 1)  # CPU:0 and CPU:2 receive a byte per step, and one at the end of the loop
     assert sent.bytes == 160 + 4 + steps * (160 + 40 + 84) + to_go_on + 160

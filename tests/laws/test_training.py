@@ -403,7 +403,7 @@ def test_really_parallel(model: Any, products: int) -> None:
         ("CPU:1", "CPU:3"),
         ("CPU:3", "CPU:1"),
     }
-    # and as ever, where nobody asked for more
+    # and on one device without or after parallelize
     for plain in (tf.function(made), made.detach().predict_on_batch):
         assert {*placements(partitions(plain, X[:11]), "MatMul")} == {"CPU:0"}
     assert "detach" not in vars(made)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-_ADJOINT = "nor has tf.map_fn in a tf.function a gradient of the solver: its adjoint makes what the loop captures anew"
+_ADJOINT = "nor has tf.map_fn in a tf.function a gradient of the solver: its adjoint makes what the loop captures again"
 KNOWN = {
     "test_gradients[solver: Dormand-Prince-auto]": _ADJOINT,
     "test_gradients[solver: Dormand-Prince-False]": _ADJOINT,

@@ -50,7 +50,7 @@ def test_running_out_of_memory_loses_no_row() -> None:
 
 
 def _run_out_of_memory(gpu: int, rows: int, prefetch: int, parts: int) -> None:
-    """Its ops are as wide as a variable says, so that no estimate tells what a row takes: 1 MiB."""
+    """Its ops are as wide as a variable says, so that the memory of a row, 1 MiB, cannot be estimated."""
     events: list[Event] = []
     with tf.device("CPU:0"):
         width = tf.Variable(1 << 17)
@@ -86,7 +86,7 @@ def test_times_are_those_of_the_devices_where_results_stay_on_one() -> None:
         began = time.perf_counter()
         result = mapper(data)
         seconds = time.perf_counter() - began
-        to_host = [copy.bytes for copy in gpus.copies("to host")]  # before anybody looks at the result
+        to_host = [copy.bytes for copy in gpus.copies("to host")]  # before the result is read
         assert result.backing_device.endswith("GPU:0")
         np.testing.assert_allclose(result, np.sin(np.cos(data)), rtol=1e-5, atol=1e-6)
         gpus.reset()

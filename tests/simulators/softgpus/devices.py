@@ -65,7 +65,7 @@ def test_kernels_are_those_of_a_cuda_build() -> None:
         assert tf.image.encode_png(picture).device.endswith("CPU:0")
         assert tf.sin(x).device.endswith("GPU:0")
         assert tf.gather_nd(x, [[0]]).backing_device.endswith("GPU:0")
-        assert (tf.constant(1) + 2).backing_device.endswith("CPU:0"), "int32 lies in the host's memory"
+        assert (tf.constant(1) + 2).backing_device.endswith("CPU:0"), "int32 is in the host's memory"
 
 
 def test_convolutions_stay_in_the_order_that_the_cpu_has_kernels_for() -> None:

@@ -92,7 +92,7 @@ def test_of_gradients_only_those_of_rows_and_variables_travel() -> None:
     assert to in ([each] * 2, [each + shard] * 2)  # TensorFlow 2.16 sends the rows once more
     assert back == [each] * 2
     to, back = sent(tf.function(lambda r: gradients(r, mapper)))
-    returned = 2 * shard + weight  # by way of the first device, where TensorFlow places what a function returns
+    returned = 2 * shard + weight  # through the first device, where TensorFlow places what a function returns
     assert to in ([each, each], [each + returned, each])
     assert back in ([each, each], [each + returned, each])
 
@@ -144,7 +144,7 @@ def test_inside_a_function_loops_are_sent_a_variable_once(home: str, vectorize: 
     gpus.clear()
     call(rows).numpy()
     fetched = [copy for copy in gpus.copies() if copy.bytes == 16 * 16 * 4 and copy.receiver in GPUS]
-    assert 1 <= len(fetched) <= 3, fetched  # and the gradient goes by way of the first, as a function returns it
+    assert 1 <= len(fetched) <= 3, fetched  # and the gradient goes through the first, as a function returns it
 
 
 DTYPES = "float32 float16 bfloat16 float64 complex64 int64 bool int32 int8 uint8 int16 uint16 uint32 uint64"
