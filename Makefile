@@ -72,6 +72,7 @@ test-tf-nightly:
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/words.py
 
 types: $(VENV)/test.done
 	$(BIN)/mypy
