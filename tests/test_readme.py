@@ -11,6 +11,7 @@ from dataclasses import fields
 
 import pytest
 
+import devicemap
 from devicemap.options import Options
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -81,6 +82,11 @@ def test_pages_are_linked() -> None:
             assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
         if page.stem == "index":
             assert {other.name for other in PAGES if other != page} <= {*links}
+
+
+def test_citation_has_the_version() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {devicemap.__version__}\n" in citation
 
 
 def test_every_option_is_in_the_table() -> None:
