@@ -17,7 +17,7 @@ from devicemap.options import Options
 ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-WITHOUT_CODE = ("gallery", "guarantees", "index", "internals", "limits", "mirrored", "reference")
+WITHOUT_CODE = ("gallery", "glossary", "guarantees", "index", "internals", "limits", "mirrored", "reference")
 LONG = ("explaining", "pipelines", "reduce", "state")
 """Pages that take several seconds."""
 
