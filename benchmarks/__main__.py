@@ -41,10 +41,11 @@ COUNTS = {
     "hosts": (4,),
     "ray": (1,),
     "balance_gpus": (8,),
+    "pipeline_gpus": (4,),
 }
 """On how many devices each topic runs, in this order: what the targets ask for."""
 
-_APART = ("hosts", "balance_gpus")
+_APART = ("hosts", "balance_gpus", "pipeline_gpus")
 """Topics that have to be connected to other devices, or to make them, before there is anything else in their process."""
 
 QUICK_DEVICES = 4
@@ -114,7 +115,7 @@ def measure(topics: Sequence[str], devices: int, path: Path, extra: Sequence[str
     command = [
         sys.executable, "-m", "pytest", *files, f"--devices={devices}", f"--benchmark-json={part}", "-q", "-p", "no:warnings",
         "-p", "no:cacheprovider", "--benchmark-columns=median,iqr,rounds", "--benchmark-sort=name", *extra,
-        *(["--softgpus"] if "balance_gpus" in topics else []),
+        *(["--softgpus"] if any(topic.endswith("_gpus") for topic in topics) else []),
     ]  # fmt: skip
     print(f"{', '.join(topics)} on {devices} devices", flush=True)
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "PYTHONPATH": str(HERE.parent)}  # for processes of peers

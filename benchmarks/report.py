@@ -79,6 +79,11 @@ TOPICS = {
         "Share of the ideal time on GPUs in software",
         SHARE_TEXT + " They are [GPUs in software](../softgpu/README.md), whose kernels take the time of their rows.",
     ),
+    "pipeline_gpus": (
+        "Pipelines on GPUs in software",
+        SHARE_TEXT
+        + " A stage computes as long as it sends. The ideal is that of the schedule, if transfers overlap computation.",
+    ),
     "gpu": ("GPUs", TIME_TEXT),
 }
 """Title and text of each page, in the order of the index."""

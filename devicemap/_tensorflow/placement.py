@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -12,13 +13,15 @@ import tensorflow as tf
 from devicemap._tensorflow import Private, nothing, with_fallback
 
 _graphs = Private("tensorflow.python.framework.ops", "Graph._device_function_stack", "Operation._update_input")
+_registry = Private("tensorflow.python.framework.ops", "get_gradient_function")
+_distribution = Private("tensorflow.python.distribute.distribute_lib", "ReplicaContext")
 _stacks = Private("tensorflow.python.framework.traceable_stack", "TraceableStack")
 
 _devices: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """The devices of each graph that `run_beside_inputs` has changed."""
 
 
-@with_fallback(nothing, _graphs, _stacks)
+@with_fallback(nothing, _graphs, _stacks, _registry, _distribution)
 def run_beside_inputs(devices: Iterable[str]) -> None:
     """Place later ops of the graph being built on the device of their first input that is on one of `devices`.
 
@@ -50,8 +53,16 @@ def _beside_inputs(devices: set[str], op: Any) -> str:
 
 
 def _is_group(op: Any) -> bool:
-    """Whether an op only passes several tensors on, and does not hold a `tf.custom_gradient`."""
-    return op.type == "IdentityN" and "_gradient_op_type" not in op.node_def.attr
+    """Whether an op only passes several tensors on, with no `tf.custom_gradient` but that of the `all_reduce` of optimizers."""
+    if op.type != "IdentityN" or "_gradient_op_type" not in op.node_def.attr:
+        return bool(op.type == "IdentityN")
+    held, left = set(), [_registry.get_gradient_function(op)]
+    while left:  # through the functions that `tf.custom_gradient` wraps
+        function = inspect.unwrap(left.pop())
+        if inspect.isfunction(function) and function not in held:
+            held.add(function)
+            left += inspect.getclosurevars(function).nonlocals.values()
+    return any(function.__module__ == _distribution.ReplicaContext.__module__ for function in held)
 
 
 def _home_of(tensor: Any) -> str:

@@ -9,14 +9,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.gradients import order_of_gradients
+from devicemap._tensorflow.functions import waiting_for
+from devicemap._tensorflow.gradients import order_of_gradients, wait_for
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.gather import gather, with_row_counts_checked, with_static_rows
-from devicemap.compile.graph_builder import copied, sizes_in_graph
+from devicemap.compile.graph_builder import copied, ops_of, sizes_in_graph
 from devicemap.compile.replicas import Replicas
 from devicemap.data.rows import HOST, count_rows, cut_rows, spec_of
 from devicemap.pipelines.microbatches import Calls
 from devicemap.pipelines.stages import Passed, Stage, TracedStage, run_in_turn
+
+_AHEAD = 2
+"""A device receives the rows of so many microbatches before it begins with them; fewer leave it idle (benchmarks/pipeline)."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class Composition:
         self._calls = [Calls(kind, len(stages), len(setting.devices[0]), len(share)) for share in self._shares]
         sums: list[list[Any]] = [[] for _ in range(parts)]
         for k, (stage, first) in enumerate(zip(stages, traced)):
-            microbatches = stage.of_microbatches(self._given[k], parts)
+            microbatches = stage.of_microbatches(self._given[k], self._shares)
             for m, losses in self._run(k, first, [each.traced for each in microbatches]):
                 sums[m] += losses
         with tf.device(setting.device_of(len(stages) - 1)):
@@ -126,7 +130,7 @@ class Composition:
     def _cut(self, tensors: Sequence[Any], parts: int) -> list[list[Any]]:
         """Return these tensors for each microbatch."""
         cut = [cut_rows(tensor, self.sizes, parts) for tensor in tensors]
-        return [[tensor[m] for tensor in cut] for m in range(parts)]
+        return [waiting_for([], [tensor[m] for tensor in cut]) for m in range(parts)]
 
     def _run(self, k: int, stage: TracedStage, microbatches: Sequence[Any]) -> Any:
         """Call stage `k` on all microbatches, and yield the sum over rows of each of its losses, by microbatch."""
@@ -134,6 +138,11 @@ class Composition:
         captures, assigned = self._captures(stage, slots)
         for r, m in ((r, m) for r, share in enumerate(shares) for m in share):
             leaves = self.values[m]
+            if not k and m > shares[r].start:
+                # Copies to a device start in any order, and the first microbatch could come last.
+                before = self._calls[r].begun(max(m - shares[r].start - _AHEAD, 0))
+                for op in ops_of([*leaves, *self._targets[m]]):
+                    wait_for(op, before)
             if self._batch.targets and k == len(self._given) - 1:
                 leaves = self._given[k].inserted(leaves, self._targets[m])
             with tf.device(slots[r]), tf.name_scope(f"stage_{k}_microbatch_{m}"):

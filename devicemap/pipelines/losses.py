@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.gradients import added
 from devicemap._tensorflow.keras import mask_of, stored_in
+from devicemap.compile.graph_builder import copied
 from devicemap.errors import OptionError, failure
 from devicemap.pipelines.composition import Composition
 from devicemap.pipelines.stages import Passed
@@ -147,8 +148,8 @@ class TotalLoss:
 
     def _with_penalty(self, variable: Any, gradient: Any) -> Any:
         with tf.device(stored_in(variable).device):
-            if self._factor is not None and gradient is not None:
-                gradient = _multiplied(gradient, self._factor)
+            if gradient is not None:  # that of a variable that stages share may be on another device
+                gradient = copied([gradient])[0] if self._factor is None else _multiplied(gradient, self._factor)
             regularizer = getattr(variable, "regularizer", None)
             if regularizer is None:
                 return gradient

@@ -35,6 +35,7 @@ class Calls:
         # Calls are inlined, and edges of their own are lost then: an op before the inputs of a call, and one after its results.
         self._gates: dict[Step, Any] = {}
         self._ends: dict[Step, Any] = {}
+        self._arrivals: list[Any] = []
         self._microbatches = microbatches
         self._gradients: defaultdict[int, dict[int, list[Any]]] = defaultdict(dict)
 
@@ -53,17 +54,22 @@ class Calls:
         """
         step = Step(stage, microbatch, False)
         leaves = self._begin(step, rows)
+        if not stage:
+            self._arrivals.append(ops_of(leaves)[0])
         call = with_captures(traced.concrete, captures) if captures else traced.concrete
         call = call if some is True else _on_some(traced, call)
         call, arguments = unchained(call, leaves if some is True else [some, *leaves])
-        device = tf.nest.flatten(leaves, expand_composites=True)[0].device
-        begin_backward_on(device, call)
+        begin_backward_on(tf.nest.flatten(leaves, expand_composites=True)[0].device, call)
         results = list(call(*arguments))
         op = ops_of(results)[0]
-        op.on_gradient = partial(self._differentiated, Step(stage, microbatch, True), op, device)
+        op.on_gradient = partial(self._differentiated, Step(stage, microbatch, True), op)
         results = self._end(step, results)
         self._order(step)
         return results
+
+    def begun(self, microbatch: int) -> Any:
+        """Return an op that runs when the first stage has the rows of a microbatch, and is done with those before."""
+        return self._arrivals[microbatch]
 
     def _begin(self, step: Step, inputs: Sequence[Any]) -> list[Any]:
         self._gates[step] = tf.no_op()
@@ -86,19 +92,18 @@ class Calls:
                 wait_for(self._gates[after], self._ends[step])
 
     def _differentiated(
-        self, step: Step, op: Any, device: str, differentiate: Callable[..., Any], upstream: Sequence[Any]
+        self, step: Step, op: Any, differentiate: Callable[..., Any], upstream: Sequence[Any]
     ) -> list[Any]:
-        """Return the gradients of the inputs of a call, given those of its results, on the device of the call.
+        """Return the gradients of the inputs of a call, given those of its results, on the current device.
 
         Those of variables are summed over all microbatches, and returned with the last of them.
         """
         if step in self._gates:  # of a gradient of a gradient, whose calls may depend on later ones of this schedule
             return list(differentiate(*upstream))
-        with tf.device(device):  # calls of several replicas share a function, which has one device
-            gradients = list(differentiate(*self._begin(step, upstream)))
-            self._end(step, [gradient for gradient in gradients if gradient is not None])
-            self._order(step)
-            self._sum_of_variables(step, op, gradients)
+        gradients = list(differentiate(*self._begin(step, upstream)))
+        self._end(step, [gradient for gradient in gradients if gradient is not None])
+        self._order(step)
+        self._sum_of_variables(step, op, gradients)
         return gradients
 
     def _sum_of_variables(self, step: Step, op: Any, gradients: list[Any]) -> None:

@@ -57,3 +57,51 @@ def schedule_of(kind: str, stages: int, devices: int, microbatches: int, device:
     for i, step in enumerate(backward):
         steps += [step, *forward[held + i : held + i + 1]]
     return steps
+
+
+def source_of(step: Step, stages: int) -> Step | None:
+    """Return the call whose results a call takes; `None`: it takes the rows of the batch."""
+    if step.backward:
+        return step._replace(stage=step.stage + 1) if step.stage < stages - 1 else step._replace(backward=False)
+    return step._replace(stage=step.stage - 1) if step.stage else None
+
+
+def duration_of(
+    kind: str,
+    stages: int,
+    devices: int,
+    microbatches: int,
+    forward: float = 1.0,
+    backward: float | None = 1.0,
+    sending: float = 0.0,
+) -> float:
+    """Return how long the calls of a schedule take together, if devices compute while they send and receive.
+
+    Args:
+        kind: as the other numbers, one of the arguments of `schedule_of`.
+        stages: number of stages.
+        devices: number of devices.
+        microbatches: number of microbatches.
+        forward: the duration of a forward call.
+        backward: the duration of a backward call; `None`: there are none.
+        sending: how long a device takes to send the results of a call to another one.
+
+    >>> duration_of("1f1b", 4, 4, 8), duration_of("interleaved", 8, 4, 8, 0.5, 0.5)
+    (22.0, 19.0)
+    """
+    orders = [schedule_of(kind, stages, devices, microbatches, device) for device in range(devices)]
+    left = [[step for step in reversed(order) if not step.backward or backward is not None] for order in orders]
+    arrivals: dict[Step | None, float] = {None: 0.0}
+    free, links = [0.0] * devices, dict[tuple[int, int], float]()
+    while any(left):
+        steps = {device: order[-1] for device, order in enumerate(left) if order}
+        ready = [device for device, step in steps.items() if source_of(step, stages) in arrivals]
+        device = min(ready, key=lambda device: max(free[device], arrivals[source_of(steps[device], stages)]))
+        step = left[device].pop()
+        start = max(free[device], arrivals[source_of(step, stages)])
+        free[device] = arrivals[step] = start + ((backward or 0.0) if step.backward else forward)
+        following = step.stage + (-1 if step.backward else 1)
+        link = device, following % devices
+        if 0 <= following < stages and link[0] != link[1]:
+            arrivals[step] = links[link] = max(links.get(link, 0.0), free[device]) + sending
+    return max(free)

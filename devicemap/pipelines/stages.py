@@ -85,25 +85,28 @@ class Stage:
                     f"{name}: {variable.path} takes the value of its gradient, as in float8, and microbatches add theirs"
                 )
 
-    def traced(self, given: Passed) -> TracedStage:
-        """What it is for these rows.
+    def traced(self, given: Passed, replica: int = 0) -> TracedStage:
+        """What it is for these rows, in a replica of the pipeline: the backward pass of a trace belongs to one device.
 
         Raises:
             FunctionError: it cannot be traced, or does not return rows.
         """
-        key = freeze((given.nest, given.notes)), is_training(), *(layer.trainable for layer in self.layers)
+        key = freeze((given.nest, given.notes)), replica, is_training(), *(layer.trainable for layer in self.layers)
         stage = self._known.get(key) or self._trace(given)
         if all(hasattr(tensor, "numpy") for tensor in stage.traced.captures):  # else of the graph being built
             self._known[key] = stage
         return stage
 
-    def of_microbatches(self, given: Passed, count: int) -> list[TracedStage]:
-        """What each microbatch of a graph calls: traces of their own where ops keep something for each, as for devices of a
-        map: random ops with seeds, Python functions that a tape follows."""
-        stage = self.traced(given)
-        if not stage.traced.audit.seeded and not stage.traced.audit.python:
-            return [stage] * count
-        return [self._trace(given, self._streams.next()) for _ in range(count)]
+    def of_microbatches(self, given: Passed, shares: Sequence[range]) -> list[TracedStage]:
+        """What each microbatch of a graph calls, by the share of each replica.
+
+        They have traces of their own where ops keep something for each, as for devices of a map: random ops with seeds, Python
+        functions that a tape follows.
+        """
+        audit = self.traced(given).traced.audit
+        if audit.seeded or audit.python:
+            return [self._trace(given, self._streams.next()) for share in shares for _ in share]
+        return [stage for r, share in enumerate(shares) if share for stage in [self.traced(given, r)] * len(share)]
 
     def _trace(self, given: Passed, stream: Stream | None = None) -> TracedStage:
         found: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from oracle import assert_same
 
 from devicemap import DeviceMap, Pipeline, parallelize, split
 from devicemap.errors import DataError, FunctionError, OptionError
-from devicemap.pipelines.schedule import schedule_of
+from devicemap.pipelines.schedule import duration_of, schedule_of
 from devicemap.pipelines.split import cuts
 
 pytestmark = pytest.mark.filterwarnings("ignore:a Pipeline called under a tape")
@@ -229,27 +229,7 @@ def test_schedules(devices_used: int, microbatches: int) -> None:
                 assert held <= 2 * (devices_used - device) - 1 + (each - 1) * devices_used
         if kind != "interleaved" or microbatches % devices_used == 0:
             # All stages are as long together, whatever their number: the idle time is that of 1F1B, divided by `each`.
-            assert _steps_of(orders, stages) == 2 * (microbatches * each + devices_used - 1)
-
-
-def _steps_of(orders: list[Any], stages: int) -> int:
-    """How long a schedule takes if each call takes one step, and starts when its device and its input are ready."""
-    left, ends = [list(steps) for steps in orders], {}
-    free = [0] * len(left)
-    while any(left):
-        assert any(_source(steps[0], stages) in {None, *ends} for steps in left if steps), "calls wait for each other"
-        for device, steps in enumerate(left):
-            while steps and _source(steps[0], stages) in {None, *ends}:
-                free[device] = max(free[device], ends.get(_source(steps[0], stages), 0)) + 1
-                ends[steps.pop(0)] = free[device]
-    return max(free)
-
-
-def _source(step: Any, stages: int) -> Any:
-    """The call whose results a call takes."""
-    if step.backward:
-        return step._replace(stage=step.stage + 1) if step.stage < stages - 1 else step._replace(backward=False)
-    return step._replace(stage=step.stage - 1) if step.stage else None
+            assert duration_of(kind, stages, devices_used, microbatches) == 2 * (microbatches * each + devices_used - 1)
 
 
 def residual() -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -126,7 +128,9 @@ def test_what_does_not_fit_on_one_gpu_trains_on_four() -> None:
         stages = split(model, COUNT, "bytes", "GPU")
     wanted = trained([model], lambda rows: loss_of(model(rows)), "CPU:0")
     pipe = Pipeline(stages, "GPU", microbatches=4)
-    losses = trained(stages, lambda rows: loss_of(pipe(rows)), "GPU:0")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a Pipeline called under a tape")
+        losses = trained(stages, lambda rows: loss_of(pipe(rows)), "GPU:0")
     np.testing.assert_allclose(losses, wanted, rtol=1e-3)
     with tf.device("GPU:0"):
         model = too_large()
@@ -134,38 +138,36 @@ def test_what_does_not_fit_on_one_gpu_trains_on_four() -> None:
         trained([model], lambda rows: loss_of(model(rows)), "GPU:0")
 
 
-class Piped(keras.Model):
-    """A model that is a pipeline of stages."""
-
-    def __init__(self, stages: Any, **options: Any) -> None:
-        super().__init__()
-        self.stages, self.pipe = stages, Pipeline(stages, "GPU", microbatches=4, **options)
-        self.built = True
-
-    def call(self, rows: Any, training: bool | None = None) -> Any:
-        return self.pipe(rows)
-
-
 def test_variables_slots_and_updates_stay_on_the_gpu_of_their_stage() -> None:
     """Weights, slots and gradients of Adam are 304 MB, of 134 on each GPU. Keras keeps the graph of each fit, so fit once."""
     with tf.device("CPU:0"):
         stages = split(too_large(), COUNT, "bytes", "GPU")
-    model, rows = Piped(stages), np.random.default_rng(0).normal(size=[32, WIDE]).astype("float32")
-    model.compile(keras.optimizers.Adam(1e-4, clipnorm=1.0, weight_decay=0.01), "mse", jit_compile=False)
+    pipe = Pipeline(stages, "GPU", microbatches=4, loss="mse")
+    model, rows = pipe.as_model(), np.random.default_rng(0).normal(size=[32, WIDE]).astype("float32")
+    model.compile(keras.optimizers.Adam(1e-4, clipnorm=1.0, weight_decay=0.01))
 
     @tf.function
     def step(rows: Any) -> None:
+        _, gradients = pipe.value_and_gradients(rows, rows)
+        model.optimizer.apply(gradients, pipe.trainable_variables)
+
+    @tf.function
+    def with_tape(rows: Any) -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((model(rows, training=True) - rows) ** 2)
         model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
-    for train in (lambda: model.fit(rows, rows, batch_size=32, verbose=0), lambda: step(tf.constant(rows))):
-        train()
+    fit = lambda rows: model.fit(rows, rows, batch_size=32, verbose=0)
+    for train in (fit, step, with_tape):
+        of_step = functools.partial(train, rows if train is fit else tf.constant(rows))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "a Pipeline called under a tape")
+            of_step()
         time.sleep(0.3)  # what is enqueued ends
         for gpu in range(COUNT):
             tf.config.experimental.reset_memory_stats(f"GPU:{gpu}")
         gpus.clear()
-        train()
+        of_step()
         time.sleep(0.3)
         peaks = [tf.config.experimental.get_memory_info(f"GPU:{gpu}")["peak"] for gpu in range(COUNT)]
         assert max(peaks) < 1.5 * 304e6 / COUNT, peaks
@@ -176,3 +178,47 @@ def test_variables_slots_and_updates_stay_on_the_gpu_of_their_stage() -> None:
     optimizer = model.optimizer
     for variable, *slots in zip(optimizer._trainable_variables, optimizer._momentums, optimizer._velocities):
         assert {slot.value.device for slot in slots} == {variable.value.device}
+
+
+def loss_and_gradients(pipe: Pipeline) -> tuple[list[Any], Counter[tuple[str, str]]]:
+    """Those of a step, and the bytes that it sends."""
+    step = tf.function(lambda rows: pipe.value_and_gradients(rows, rows))
+    step(rows)
+    time.sleep(0.3)
+    gpus.clear()
+    value, gradients = step(rows)
+    for gradient, variable in zip(gradients, pipe.trainable_variables):
+        assert gradient.backing_device == variable.device
+    time.sleep(0.3)
+    sent: Counter[tuple[str, str]] = Counter()
+    for copy in gpus.copies():
+        sent[copy.sender, copy.receiver] += copy.bytes
+    return [value, *gradients], sent
+
+
+def test_replicas_share_values_and_add_gradients_once() -> None:
+    stages = [stage(0), stage(1)]
+    wanted, _ = loss_and_gradients(Pipeline(stages, "GPU", MICROBATCHES, loss=loss_of_rows))
+    got, sent = loss_and_gradients(Pipeline(stages, "GPU", MICROBATCHES // 2, replicas=2, loss=loss_of_rows))
+    for one, other in zip(got, wanted):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    of_weights, of_rows = DEPTH * WIDTH * WIDTH * 4, ROWS // 2 * WIDTH * 4
+    for gpu in (0, 1):
+        assert of_weights <= sent[f"GPU:{gpu}", f"GPU:{gpu + 2}"] < 1.2 * of_weights
+        assert of_weights <= sent[f"GPU:{gpu + 2}", f"GPU:{gpu}"] < 1.2 * of_weights
+        assert of_rows <= sent[f"GPU:{2 * gpu}", f"GPU:{2 * gpu + 1}"] < 1.1 * of_rows
+    assert not sent["GPU:1", "GPU:2"] + sent["GPU:0", "GPU:3"]
+
+
+def test_interleaved_stages_send_rows_from_device_to_device() -> None:
+    order = [0, 1, 0, 1]
+    stages = [stage(number) for number in order]
+    wanted, _ = loss_and_gradients(Pipeline([stage(0), stage(1), stage(0), stage(1)], "GPU", 4, loss=loss_of_rows))
+    pipe = Pipeline(stages, ["GPU:0", "GPU:1"], 4, "interleaved", loss=loss_of_rows)
+    got, sent = loss_and_gradients(pipe)
+    for one, other in zip(got, wanted):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    size = ROWS * WIDTH * 4
+    assert 2 * size <= sent["GPU:0", "GPU:1"] < 3.3 * size  # activations forward twice, gradients once
+    assert 2 * size <= sent["GPU:1", "GPU:0"] < 3.3 * size
+    assert not sent["GPU:1", "host"] > size
