@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import re
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from devicemap import DeviceMap
+from devicemap import DeviceMap, open_results
 from devicemap.data.rows import spec_of, take_rows
+from devicemap.errors import JournalError, MissingRowsError
 from devicemap.events import ChunkFinished, Event
 from devicemap.store.database import DATABASE, Header, StoredChunk, open_for_writing
 from devicemap.store.encoding import describe_nest, encode_leaves
@@ -56,6 +59,23 @@ def ranges(directory: Path) -> list[tuple[int, int]]:
 def rows_of(directory: Path) -> set[int]:
     """The rows that are stored."""
     return {row for start, stop in ranges(directory) for row in range(start, stop)}
+
+
+def read_rows(directory: Path) -> dict[int, Any]:
+    """What a reader gets for each row of the data, read by itself: its result, or its error. Damaged rows are left out."""
+    try:
+        results = open_results(directory)
+    except JournalError as error:
+        if re.search("holds no results yet|FileNotFoundError|unable to open", str(error)):
+            return {}
+        raise
+    found: dict[int, Any] = {failed.row: failed.error for failed in results.failed_rows}
+    failed = sorted(found)
+    for row in sorted(rows_of(directory) - found.keys()):
+        result = row - bisect.bisect(failed, row)
+        with suppress(MissingRowsError):
+            found[row] = results[result : result + 1][0]
+    return found
 
 
 def damage(directory: Path, start: int) -> list[int]:
