@@ -57,11 +57,11 @@ observer = Observer()
 
 
 @cache
-def mapper_of(kind: str, python: bool, devices: tuple[str, ...], skip: bool, observed: bool = False) -> DeviceMap:
+def mapper_of(kind: str, devices: tuple[str, ...], skip: bool, observed: bool = True) -> DeviceMap:
     """Return a map of integers that fails on negative ones."""
 
     def fn(rows: Any) -> Any:
-        if python:
+        if kind == "batches":  # an op that one device runs at a time
             rows = tf.ensure_shape(tf.numpy_function(lambda rows: rows, [rows], tf.int64), rows.shape)
         with tf.control_dependencies([tf.debugging.assert_non_negative(rows)]):
             return rows * SCALE + 1
@@ -133,3 +133,30 @@ class Stored:
         assert self.failed <= right | failed
         assert all(values[row] < 0 for row in failed - self.failed)
         self.right, self.failed = right, failed
+
+    def pick(self, number: int) -> int | None:
+        """Return one of the rows with a right result after the first row, if there is one."""
+        rows = sorted(self.right - {0})
+        return rows[number % len(rows)] if rows else None
+
+    def compute(
+        self,
+        call: Callable[[Any, Path], Any],
+        values: Sequence[int],
+        data: Any,
+        skip: bool,
+        keeps_failed: bool,
+        interrupt: Any,
+    ) -> Any:
+        """Call a function of data and a directory, and compare the rows that it computes with those that are missing."""
+        kept = self.failed if keeps_failed else set()
+        todo = [row for row in range(len(values)) if row not in self.right | kept]
+        changed = any(values[row] >= 0 for row in kept) or self.scale not in (None, int(SCALE))
+        fails = not skip and any(values[row] < 0 for row in todo)
+        result = attempt(lambda: call(data, self.path), interrupt, changed, fails)
+        self.read(values)
+        assert {*observer.computed} <= self.right | self.failed
+        if result is not None:
+            assert sorted(observer.computed) == todo
+            assert self.right | self.failed == {*range(len(values))}
+        return result
