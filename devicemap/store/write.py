@@ -144,7 +144,11 @@ def _check_same_rows(stored: StoredChunk, pieces: Sequence[Chunk], directory: Pa
     except FunctionError:  # the pieces have different shapes, and those of one stored chunk have not
         same = False
     if not same:
-        failed = "" if stored.error is None else " when it failed; retry_failed=True computes it"
+        failed = (
+            ""
+            if stored.error is None
+            else " when it failed; on_error='raise', or retry_failed=True of write, computes it"
+        )
         raise _other_data(directory, f"rows {stored.start} to {stored.stop - 1} were not the same{failed}")
 
 

@@ -116,12 +116,21 @@ def test_failed_rows_of_other_data(tmp_path: Path) -> None:
     repaired = np.where(X == 5, 100, X).astype(np.int32)
     with (
         pytest.warns(RuntimeWarning),
-        pytest.raises(JournalError, match=r"rows 5 to 5 .* retry_failed=True computes it"),
+        pytest.raises(JournalError, match=r"rows 5 to 5 .* retry_failed=True of write, computes it"),
     ):
         Job([5]).mapper.write(repaired, tmp_path)
     with pytest.warns(RuntimeWarning):
         results = Job([5]).mapper.write(repaired, tmp_path, retry_failed=True)
     np.testing.assert_array_equal(results.load()["twice"], repaired * 2)
+
+
+def test_a_failed_row_of_other_data_in_a_reduction(tmp_path: Path) -> None:
+    skipping, raising = (DeviceMap(_root_of([5]), batch_size=4, on_error=on_error) for on_error in ("skip", "raise"))
+    repaired = np.where(X == 5, 100, X).astype(np.int32)
+    assert int(skipping.reduce(X, "sum", tmp_path)) == X.sum() - 5
+    with pytest.raises(JournalError, match=r"rows 5 to 5 .* on_error='raise', or"):
+        skipping.reduce(repaired, "sum", tmp_path)
+    assert int(raising.reduce(repaired, "sum", tmp_path)) == repaired.sum()
 
 
 @pytest.mark.parametrize(
