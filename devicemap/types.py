@@ -16,6 +16,7 @@ from devicemap.events import (
     Shard,
 )
 from devicemap.inspect.pipeline_plan import PipelinePlan
+from devicemap.inspect.pipeline_report import PipelineReport
 from devicemap.inspect.plan import Plan
 from devicemap.inspect.report import Report
 from devicemap.inspect.training_report import TrainingReport
@@ -36,6 +37,7 @@ __all__ = [
     "Event",
     "FailedRow",
     "PipelinePlan",
+    "PipelineReport",
     "Plan",
     "Report",
     "Results",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,9 @@ from devicemap.compile.gather import gather, with_row_counts_checked, with_stati
 from devicemap.compile.graph_builder import copied, ops_of, sizes_in_graph
 from devicemap.compile.replicas import Replicas
 from devicemap.data.rows import HOST, count_rows, cut_rows, spec_of
+from devicemap.pipelines.clock import Clock
 from devicemap.pipelines.microbatches import Calls
+from devicemap.pipelines.schedule import Step
 from devicemap.pipelines.stages import Passed, Stage, TracedStage, run_in_turn
 
 _AHEAD = 2
@@ -74,8 +77,17 @@ class Composition:
         sizes: the number of rows of each microbatch.
     """
 
-    def __init__(self, stages: Sequence[Stage], batch: Batch, setting: Setting, alive: list[Any]):
-        """`alive`: a list that is kept as long as the graph, for variables that the graph uses."""
+    def __init__(
+        self, stages: Sequence[Stage], batch: Batch, setting: Setting, alive: list[Any], clock: Clock | None = None
+    ):
+        """
+        Args:
+            stages: the stages.
+            batch: what they take.
+            setting: where and in which order they run.
+            alive: a list that is kept as long as the graph, for variables that the graph uses.
+            clock: it notes when calls begin and end.
+        """
         self._setting, self._batch, self._alive = setting, batch, alive
         self._given, traced = self._trace(stages)
         parts = self._count(traced)
@@ -89,7 +101,10 @@ class Composition:
         bounds = [-(-replica * parts // replicas) for replica in range(replicas + 1)]
         self._shares = [range(*pair) for pair in pairwise(bounds)]
         kind = "gpipe" if self._forward_first(traced) else setting.schedule
-        self._calls = [Calls(kind, len(stages), len(setting.devices[0]), len(share)) for share in self._shares]
+        self._calls = []
+        for r, share in enumerate(self._shares):
+            stamp = [partial(_stamp, clock, setting, r, share.start)] if clock else []
+            self._calls.append(Calls(kind, len(stages), len(setting.devices[0]), len(share), *stamp))
         sums: list[list[Any]] = [[] for _ in range(parts)]
         for k, (stage, first) in enumerate(zip(stages, traced)):
             microbatches = stage.of_microbatches(self._given[k], self._shares)
@@ -190,3 +205,7 @@ class Composition:
             joined, counts = zip(*(gather(part, differentiable=True) for part in zip(*there)))
             checked = with_row_counts_checked(joined, counts, self.sizes)
             return [with_static_rows(leaf, self._batch.rows) for leaf in checked]
+
+
+def _stamp(clock: Clock, setting: Setting, replica: int, first: int, step: Step, tensors: Sequence[Any]) -> list[Any]:
+    return clock.stamp(setting.device_of(step.stage, replica), first, step, tensors)

@@ -58,7 +58,7 @@ class PipelineModel(keras.Model):
         if self.loss_of_pipe is None or y is None:
             return super().train_step(data)
         build_optimizer(self)
-        value, gradients, outputs = self.pipe.differentiated(
+        value, gradients, outputs, _ = self.pipe.differentiated(
             self.loss_of_pipe, x, y, weight, scaled=self.optimizer.scale_loss, outputs=True
         )
         variables = self.pipe.trainable_variables

@@ -21,8 +21,16 @@ from devicemap.pipelines.schedule import Step, schedule_of
 class Calls:
     """The calls of all stages on the microbatches of one replica, and the order of those of a device."""
 
-    def __init__(self, schedule: str, stages: int, devices: int, microbatches: int):
-        """The arguments of `schedule_of`."""
+    def __init__(
+        self,
+        schedule: str,
+        stages: int,
+        devices: int,
+        microbatches: int,
+        stamp: Callable[[Step, Sequence[Any]], list[Any]] = lambda *_: [],
+    ):
+        """The arguments of `schedule_of`; `stamp` returns ops that note the time when these inputs or results are there."""
+        self._stamp = stamp
         self._after: defaultdict[Step, list[Step]] = defaultdict(list)
         self._before: defaultdict[Step, list[Step]] = defaultdict(list)
         for device in range(devices):
@@ -74,11 +82,14 @@ class Calls:
     def _begin(self, step: Step, inputs: Sequence[Any]) -> list[Any]:
         self._gates[step] = tf.no_op()
         with tf.control_dependencies([self._gates[step]]):
-            return [None if leaf is None else copied([leaf])[0] for leaf in inputs]
+            there = _copied(inputs)
+        noted = self._stamp(step, there)
+        with tf.control_dependencies(noted):
+            return _copied(there) if noted else there
 
     def _end(self, step: Step, results: Sequence[Any]) -> list[Any]:
         there = copied(list(results))
-        with tf.control_dependencies(ops_of(there)):
+        with tf.control_dependencies([*ops_of(there), *self._stamp(step, there)]):
             self._ends[step] = tf.no_op()
         return there
 
@@ -130,6 +141,10 @@ class Calls:
             if following is not None and total is not None:
                 wait_for(following, ops_of([total])[0])
         return total
+
+
+def _copied(leaves: Sequence[Any]) -> list[Any]:
+    return [None if leaf is None else copied([leaf])[0] for leaf in leaves]
 
 
 def _on_some(traced: Traced, call: Any) -> Any:

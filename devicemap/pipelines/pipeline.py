@@ -27,8 +27,10 @@ from devicemap.errors import DataError, OptionError, brief, function_error, warn
 from devicemap.events import short_name
 from devicemap.hosts import settle
 from devicemap.inspect.pipeline_plan import PipelinePlan, StagePlan
+from devicemap.inspect.pipeline_report import PipelineReport
 from devicemap.inspect.planner import data_spec
 from devicemap.options import Options, check_count
+from devicemap.pipelines.clock import Clock
 from devicemap.pipelines.composition import Batch, Composition, Setting
 from devicemap.pipelines.losses import TotalLoss, WithLoss, as_loss
 from devicemap.pipelines.schedule import KINDS, schedule_of
@@ -99,7 +101,7 @@ class Pipeline:
         self.devices = tuple(device for lane in lanes for device in lane)
         self._setting = Setting(lanes, schedule, int(microbatches), batch_norm == "local")
         self._loss = None if loss is None else as_loss(loss)
-        self._last: dict[int, tuple[Any, Stage]] = {}
+        self._last: tuple[Any, Stage] | None = None
         self._graphs: dict[Any, Any] = {}
         self._alive: list[Any] = []
         self._warned = False
@@ -121,7 +123,7 @@ class Pipeline:
         """The trainable variables of the stages, each once: of layers, and of functions those that calls so far have used."""
         found = [v for stage in self._stages for layer in stage.layers[:1] for v in layer.trainable_variables]
         known = {id(stored_in(v)) for stage in self._stages for layer in stage.layers[:1] for v in layer.variables}
-        stages = [*self._stages, *(stage for _, stage in self._last.values())]
+        stages = [*self._stages, *(self._last or ())[1:]]
         captured = (v for stage in stages if not stage.layers for v in stage.variables)
         found += [v for v in captured if v.trainable and id(v) not in known]
         return list({id(variable): variable for variable in found}.values())
@@ -144,7 +146,7 @@ class Pipeline:
         begin_call([layer for stage in self._stages for layer in stage.layers[:1]])
         if self._setting.schedule != "gpipe" and self._setting.microbatches > 1 and tape_is_recording():
             self._warn_of_memory()
-        found, tensors = self._run(self._called, batch, key)
+        found, (tensors, _) = self._run(partial(self._called, None), batch, key)
         for (layer, _), loss in zip(found.losses, tensors[found.count :]):
             layer.add_loss(loss)
         return found.passed.unpacked(tensors[: found.count])
@@ -178,10 +180,14 @@ class Pipeline:
             >>> float(value), float(gradients[0])
             (9.0, 6.0)
         """
+        value, gradients, *_ = self.differentiated(self._needed_loss, x, y, sample_weight)
+        return value, gradients
+
+    @property
+    def _needed_loss(self) -> Any:
         if self._loss is None:
             raise OptionError("value_and_gradients needs Pipeline(loss=...), such as loss='mse'")
-        value, gradients, _ = self.differentiated(self._loss, x, y, sample_weight)
-        return value, gradients
+        return self._loss
 
     def as_model(self) -> Any:
         """Return a `keras.Model` that calls the pipeline.
@@ -203,26 +209,63 @@ class Pipeline:
         return PipelineModel(self, [stage.layers[0] for stage in self._stages if stage.layers])
 
     def differentiated(
-        self, loss: Any, x: Any, y: Any, weight: Any, scaled: Callable[[Any], Any] = tf.identity, outputs: bool = False
-    ) -> tuple[Any, list[Any], Any]:
-        """Return the value of a loss of `as_loss`, the gradients of `scaled(value)`, and the outputs of the batch if wanted."""
+        self,
+        loss: Any,
+        x: Any,
+        y: Any,
+        weight: Any,
+        scaled: Callable[[Any], Any] = tf.identity,
+        outputs: bool = False,
+        clock: Clock | None = None,
+    ) -> tuple[Any, list[Any], Any, Any]:
+        """Return the value of a loss of `as_loss`, the gradients of `scaled(value)`, the outputs of the batch if wanted, and
+        the times of calls if there is a clock."""
         batch, key = _batch_of(x)
         targets = tuple(as_rows(each) for each in (y, weight) if each is not None)
         counts = [count for count in (batch.rows, *(rows.count for rows in targets)) if count is not None]
         if len({*counts}) > 1:
             raise DataError(f"x, y and sample_weight have {', '.join(map(str, counts))} rows; expected the same number")
         batch = Batch(batch.passed, batch.tensors, batch.rows, targets=tuple(rows.structure for rows in targets))
-        if id(loss) not in self._last:
+        if self._last is None or self._last[0] is not loss:
             function = WithLoss(self._functions[-1], loss)
             name = f"stage {len(self._stages) - 1} of {len(self._stages)} with the loss"
-            self._last[id(loss)] = loss, Stage(function, name, self._added_losses, self._stages[-1].layers)
-        stages = [*self._stages[:-1], self._last[id(loss)][1]]
+            self._last = loss, Stage(function, name, self._added_losses, self._stages[-1].layers)
+        stages = [*self._stages[:-1], self._last[1]]
         layers = [layer for stage in stages for layer in stage.layers]
-        call = partial(self._run, partial(self._differentiate, loss, stages, scaled, outputs), batch)
-        key = "gradients", id(loss), key, tuple(rows.key for rows in targets)
+        call = partial(self._run, partial(self._differentiate, loss, stages, scaled, outputs, clock), batch)
+        key = clock, loss, scaled, outputs, key, tuple(rows.key for rows in targets)
         found, tensors = in_training(lambda: call(key), batch.tensors[0]) if layers else call(key)
-        value, gradients, rest = tensors
-        return value, gradients, found.passed.unpacked(rest) if outputs else None
+        value, gradients, rest, times = tensors
+        return value, gradients, found.passed.unpacked(rest) if outputs else None, times
+
+    def report(self, x: Any, y: Any = None, sample_weight: Any = None) -> PipelineReport:
+        """Run a batch twice, and return the schedule that the pipeline executed in the second run.
+
+        Args:
+            x: as in a call.
+            y: as in `value_and_gradients`, which runs then; without, a call runs.
+            sample_weight: as there.
+
+        Raises:
+            OptionError: inside a `tf.function`, or the pipeline has no loss.
+
+        Examples:
+            >>> pipe = Pipeline([tf.sin, tf.cos], devices=["CPU:0", "CPU:1"], microbatches=2, loss="mse")
+            >>> report = pipe.report(tf.ones([4, 3]), tf.ones([4, 3]))
+            >>> len(report.calls), {call.stage for call in report.calls}
+            (8, {0, 1})
+        """
+        if not tf.executing_eagerly():
+            raise OptionError("report inside a tf.function; call it in eager code")
+        clock = Clock()
+        for _ in range(2):
+            if y is None:
+                batch, key = _batch_of(x)
+                _, (_, times) = self._run(partial(self._called, clock), batch, (clock, key))
+            else:
+                *_, times = self.differentiated(self._needed_loss, x, y, sample_weight, clock=clock)
+        self._graphs = {known: graph for known, graph in self._graphs.items() if known[0][0] is not clock}
+        return PipelineReport(self.devices, clock.calls(times.numpy()))
 
     def _run(self, build: Callable[[Batch], tuple[Found, Any]], batch: Batch, key: Any) -> tuple[Found, Any]:
         """Run `build(batch)` in the graph that is being built, or in one of its own, which is kept by `key`."""
@@ -259,23 +302,30 @@ class Pipeline:
             self._graphs[key] = tf.function(run, autograph=False, input_signature=signature), results
         return self._graphs[key]
 
-    def _called(self, batch: Batch) -> tuple[Found, list[Any]]:
-        """Return the results of a call, and then the losses that layers add."""
-        made = Composition(self._stages, batch, self._setting, self._alive)
+    def _called(self, clock: Clock | None, batch: Batch) -> tuple[Found, Any]:
+        """Return the results of a call, and then the losses that layers add; and the times of calls if there is a clock."""
+        made = Composition(self._stages, batch, self._setting, self._alive, clock)
         results = made.joined(self._output_device, range(len(made.values[0])))
-        return Found(made.passed, len(results), made.losses), [*results, *(loss for _, loss in made.losses)]
+        tensors = [*results, *(loss for _, loss in made.losses)]
+        return Found(made.passed, len(results), made.losses), (tensors, clock.times if clock else None)
 
     def _differentiate(
-        self, loss: Any, stages: Sequence[Stage], scaled: Callable[[Any], Any], outputs: bool, batch: Batch
+        self,
+        loss: Any,
+        stages: Sequence[Stage],
+        scaled: Callable[[Any], Any],
+        outputs: bool,
+        clock: Clock | None,
+        batch: Batch,
     ) -> tuple[Found, Any]:
-        """Return the value of a loss, its gradients, and the outputs if they are wanted."""
+        """Return the value of a loss, its gradients, the outputs if they are wanted, and the times of calls."""
         run_beside_inputs(self.devices)
         with tf.GradientTape() as tape:
-            made = Composition(stages, batch, self._setting, self._alive)
+            made = Composition(stages, batch, self._setting, self._alive, clock)
             total = TotalLoss(loss, made, tape, scaled)
         gradients = total.gradients(self.trainable_variables)
         results = made.joined(self._output_device, total.outputs) if outputs else []
-        return Found(total.passed, len(results), []), (total.value, gradients, results)
+        return Found(total.passed, len(results), []), (total.value, gradients, results, clock.times if clock else None)
 
     def _warn_of_memory(self) -> None:
         """Warn once that the schedule has no effect on a call under a tape."""
@@ -302,7 +352,7 @@ class Pipeline:
     @tf.autograph.experimental.do_not_convert
     def _in_dataset(self, *elements: Any) -> Any:
         batch, _ = _batch_of(elements[0] if len(elements) == 1 else elements, noted=False)
-        found, tensors = self._called(batch)
+        found, (tensors, _) = self._called(None, batch)
         return found.passed.unpacked(tensors[: found.count])
 
     def explain(self, data_or_spec: Any) -> PipelinePlan:

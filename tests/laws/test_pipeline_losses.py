@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -174,6 +176,27 @@ def test_functions_train_in_a_loop_of_their_own(devices: list[str]) -> None:
     assert_close(value, wanted)
     assert [id(variable) for variable in pipe.trainable_variables] == [id(matrix) for matrix in matrices]
     assert_close(gradients, of_all)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("trains", [True, False], ids=["loss", "call"])
+def test_the_report_shows_the_schedule(setting: str, trains: bool, devices: list[str], tmp_path: Path) -> None:
+    pipe, _ = piped(dense_four(), setting, devices, loss="mse")
+    rows = np.ones([16, 4], "f")
+    report = pipe.report(rows, rows) if trains else pipe.report(rows)
+    plan = pipe.explain(rows)
+    for stage, planned in enumerate(plan.stages):
+        own = [call for call in report.calls if call.stage == stage and call.device == planned.device]
+        order = [step for step in planned.schedule if trains or step.startswith("F")]
+        assert ["FB"[call.backward] + str(call.microbatch) for call in own] == order
+    assert len(report.calls) == sum(len(s.schedule) for s in plan.stages) * len(report.devices) // len(
+        {s.device for s in plan.stages}
+    ) // (1 if trains else 2)
+    for device in report.devices:  # one after the other
+        own = [call for call in report.calls if call.device == device]
+        assert all(one.finished_seconds <= other.started_seconds for one, other in pairwise(own))
+    report.plot(tmp_path / "schedule.png")
+    assert (tmp_path / "schedule.png").stat().st_size
 
 
 def test_layers_are_in_training_mode(devices: list[str]) -> None:

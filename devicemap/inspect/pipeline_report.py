@@ -1,0 +1,99 @@
+"""The result of `Pipeline.report`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from devicemap.events import short_name
+from devicemap.inspect.render import Result, check_drawable, figure_class, page, seconds_text, table
+
+_COLOURS = {False: "tab:blue", True: "tab:orange"}
+_MOST_LABELS = 200
+"""With more calls, bars have no numbers."""
+
+
+@dataclass(frozen=True)
+class StageCall:
+    """A call of a stage on a microbatch."""
+
+    device: str
+    """Full name of its device."""
+
+    stage: int
+    """Index of the stage."""
+
+    microbatch: int
+    """Index of the microbatch in the batch."""
+
+    backward: bool
+    """Whether it is the backward pass."""
+
+    started_seconds: float
+    """When its inputs were on the device and the call before was done, in seconds since the first call."""
+
+    finished_seconds: float
+    """When its results were there, in seconds since the first call."""
+
+
+@dataclass(frozen=True, repr=False)
+class PipelineReport(Result):
+    """The schedule that a pipeline executed."""
+
+    _derived = ("seconds", "idle")
+
+    devices: tuple[str, ...]
+    """Full names of the devices, in the order of the pipeline."""
+
+    calls: tuple[StageCall, ...]
+    """Each call of a stage, in the order of their starts."""
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the first call to the end of the last."""
+        return max(call.finished_seconds for call in self.calls)
+
+    @property
+    def idle(self) -> float:
+        """The share of time in which devices ran no call."""
+        busy = sum(call.finished_seconds - call.started_seconds for call in self.calls)
+        return 1 - busy / (self.seconds * len(self.devices))
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw a bar for each call, with the number of its microbatch. The suffix of `path` selects the file format.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            OptionError: matplotlib cannot write files with this suffix.
+        """
+        check_drawable(path)
+        figure = figure_class()(figsize=(9.0, 1.2 + 0.5 * len(self.devices)), layout="constrained")
+        axes = figure.add_subplot()
+        for call in self.calls:
+            row, width = self.devices.index(call.device), call.finished_seconds - call.started_seconds
+            bar = axes.barh(row, width, 0.8, call.started_seconds, color=_COLOURS[call.backward], edgecolor="white")
+            if len(self.calls) <= _MOST_LABELS:
+                axes.bar_label(bar, [str(call.microbatch)], label_type="center", fontsize="x-small", color="white")
+        axes.set_yticks(range(len(self.devices)), [*map(short_name, self.devices)])
+        axes.invert_yaxis()
+        axes.set(xlabel="seconds (blue: forward, orange: backward; numbers are microbatches)", title=self._title)
+        figure.savefig(path)
+
+    @property
+    def _title(self) -> str:
+        return f"{len(self.calls)} calls in {seconds_text(self.seconds)}, {self.idle:.0%} idle"
+
+    def __rich__(self) -> Any:
+        return page(self._title, table([_cells_of(device, self.calls) for device in self.devices], left=("order",)))
+
+
+def _cells_of(device: str, calls: Sequence[StageCall]) -> dict[str, str]:
+    own = [call for call in calls if call.device == device]
+    several = len({call.stage for call in own}) > 1
+    return {
+        "device": short_name(device),
+        "busy": seconds_text(sum(call.finished_seconds - call.started_seconds for call in own)),
+        "order": " ".join(f"{call.stage if several else ''}{'FB'[call.backward]}{call.microbatch}" for call in own),
+    }
