@@ -168,11 +168,19 @@ def in_training(function: Callable[[], Any], rows: Any) -> Any:
     """Return the result of a function in which layers are in training mode; `rows`: any tensor."""
     import keras
 
+    failed: list[Exception] = []  # Keras would add the arguments of `Step` to the message
+
     class Step(keras.layers.Layer):
         def call(self, rows: Any, training: Any = None) -> Any:
-            return function()
+            try:
+                return function()
+            except Exception as error:
+                failed.append(error)
 
-    return Step(autocast=False)(rows, training=True)
+    results = Step(autocast=False)(rows, training=True)
+    if failed:
+        raise failed[0]
+    return results
 
 
 def is_stateless() -> bool:

@@ -66,6 +66,9 @@ class Batch:
     targets: tuple[Any, ...] = ()
     """Nests of leaves that the last stage takes as a second argument."""
 
+    scale: Any = 1.0
+    """A scalar that gradients are multiplied by. It is an input of the graph, because an optimizer may change it."""
+
 
 class Composition:
     """The results of the stages for a batch.

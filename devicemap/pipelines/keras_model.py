@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from devicemap._tensorflow.keras import track_loss
 from devicemap._tensorflow.keras_graphs import build_optimizer
-from devicemap.errors import OptionError
+from devicemap.errors import OptionError, warn_user
 from devicemap.pipelines.losses import as_loss
 
 
@@ -21,7 +22,8 @@ class PipelineModel(keras.Model):
 
     def __init__(self, pipe: Any, layers: list[Any]):
         """`layers`: the stages that are Keras layers, for their variables."""
-        super().__init__(autocast=False)
+        policies = [layer.dtype_policy for layer in layers if layer.dtype_policy.name == "mixed_float16"]
+        super().__init__(autocast=False, dtype=policies[0] if policies else None)  # then Keras scales the loss
         self.pipe, self.stage_layers = pipe, layers
         self.built = True
 
@@ -59,7 +61,7 @@ class PipelineModel(keras.Model):
             return super().train_step(data)
         build_optimizer(self)
         value, gradients, outputs, _ = self.pipe.differentiated(
-            self.loss_of_pipe, x, y, weight, scaled=self.optimizer.scale_loss, outputs=True
+            self.loss_of_pipe, x, y, weight, self.optimizer.scale_loss(tf.ones([])), outputs=True
         )
         variables = self.pipe.trainable_variables
         if len(variables) > len(self.trainable_variables):
@@ -68,5 +70,24 @@ class PipelineModel(keras.Model):
                 "it into a keras.layers.Layer, or use value_and_gradients in a loop of your own"
             )
         track_loss(self, value, x)
-        self.optimizer.apply_gradients(zip(gradients, variables))
+        if variables:
+            self.optimizer.apply_gradients(zip(gradients, variables))
+        else:
+            warn_user("no stage has trainable variables, so that fit changes nothing", UserWarning)
         return self.compute_metrics(x, y, outputs, sample_weight=weight)
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, **options: Any
+    ) -> Any:
+        """Return the loss of all outputs, as in `train_step`. Keras would compute one for each output."""
+        if self.loss_of_pipe is None or y is None:
+            return super().compute_loss(x, y, y_pred, sample_weight, **options)
+        loss = self.loss_of_pipe(y, y_pred, sample_weight)
+        return tf.add_n([loss, *(tf.cast(tf.reduce_sum(each), loss.dtype) for each in self.losses)])
+
+    def get_config(self) -> Any:
+        """Raise an error: stages and devices have no configuration."""
+        raise OptionError(
+            "a pipeline cannot be saved or cloned as a whole; use save_weights(), or copy_weights_to(model) of the stages of "
+            "split and save that model"
+        )

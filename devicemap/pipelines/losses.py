@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import added
-from devicemap._tensorflow.keras import mask_of, stored_in
+from devicemap._tensorflow.keras import MASK, mask_of, set_note, stored_in
 from devicemap.compile.graph_builder import copied
 from devicemap.errors import OptionError, failure
 from devicemap.pipelines.composition import Composition
@@ -42,7 +42,7 @@ def as_loss(loss: Any) -> Any:
         )
     base = keras.losses.Loss
     if not isinstance(found, base):
-        found = keras.losses.MeanSquaredError.__base__(found)
+        found = _of_function(found)
     function = getattr(found, "fn", None)
     of_keras = {getattr(keras.losses, name, None) for name in _OF_ALL_ROWS} - {None}
     if type(found) in of_keras or function in of_keras or type(found).__call__ is not base.__call__:
@@ -54,6 +54,18 @@ def as_loss(loss: Any) -> Any:
             f"loss={loss!r} has no reduction; expected 'sum_over_batch_size', 'sum' or 'mean_with_sample_weight'"
         )
     return found
+
+
+def _of_function(function: Callable[..., Any]) -> Any:
+    """Return the `keras.losses.Loss` of a function `(y, outputs)`. Keras's own takes no nests of different structures."""
+    import keras
+
+    class OfFunction(keras.losses.MeanSquaredError.__base__):
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            nested = keras.tree.is_nested(y_true) or keras.tree.is_nested(y_pred)
+            return self.fn(y_true, y_pred) if nested else super().call(y_true, y_pred)
+
+    return OfFunction(function)
 
 
 class WithLoss:
@@ -71,26 +83,37 @@ class WithLoss:
 
     @tf.autograph.experimental.do_not_convert
     def _with_sums(self, outputs: Any, y: Any, *weight: Any) -> tuple[Any, ...]:
+        import keras
+
         losses: list[Any] = []
+        of_keras = getattr(getattr(self._loss, "fn", None), "__module__", "").startswith("keras.")
+        if of_keras and keras.tree.is_nested(outputs):
+            raise failure(
+                f"the loss {self._loss.name} takes one tensor, and the outputs are a {type(outputs).__name__} of "
+                f"{len(outputs)}; give a function (y, outputs) of all outputs that returns a loss for each row"
+            )
 
         def call(y_true: Any, y_pred: Any) -> Any:
             losses.append(self._loss.call(y_true, y_pred))
             return losses[-1]
 
         weighted = self._elements(call, y, outputs, *weight)
-        if not losses[0].shape.rank:
-            raise failure("the loss is a scalar; it must return a loss for each row, of shape [rows, ...]")
+        shape = losses[0].shape
+        if not shape.rank or shape[0] is not None:
+            raise failure(f"the loss has the shape {shape}; it must return a loss for each row, of shape [rows, ...]")
         total = _sum_of_rows(weighted)
         if self._loss.reduction == "sum":
             return outputs, total
         by_weight = self._loss.reduction == "mean_with_sample_weight"
         masks = [mask_of(tensor) for tensor in (outputs, losses[0]) if mask_of(tensor) is not None]
-        size = losses[0].shape[1:].num_elements()
+        size = shape[1:].num_elements()
         if size and not masks and not (by_weight and weight):
             return outputs, total / size
         # As in Keras, weights count once in a mean by weights, also where each is that of several elements.
         counted = [*masks, *weight, losses[0]][0] if by_weight else losses[0]
         ones = tf.ones_like(counted, weighted.dtype)
+        if mask_of(losses[0]) is not None:
+            set_note(ones, MASK, mask_of(losses[0]))
         weights = self._elements(lambda *_: ones, y, outputs, *(weight if by_weight else ()))
         return outputs, total, _sum_of_rows(weights)
 
@@ -114,13 +137,13 @@ class TotalLoss:
         outputs: their places among the results.
     """
 
-    def __init__(self, loss: Any, made: Composition, tape: tf.GradientTape, scaled: Callable[[Any], Any]):
+    def __init__(self, loss: Any, made: Composition, tape: tf.GradientTape, scale: Any):
         """
         Args:
             loss: of `as_loss`.
             made: the results of the stages, recorded by the tape.
             tape: a tape that is recording.
-            scaled: a linear function; gradients are those of its results.
+            scale: a scalar that the gradients are multiplied by.
         """
         outputs, *sums = made.passed.nest
         count, notes = len(tf.nest.flatten(outputs)), len(made.passed.notes)
@@ -138,13 +161,16 @@ class TotalLoss:
         others = [tf.cast(each, mean.dtype) for _, each in made.losses]
         with tape.stop_recording():
             self.value = tf.add_n([mean if self._factor is None else mean * self._factor, *others])
-        self._target = scaled(tf.add_n([mean, *others]))
-        self._tape, self._scaled = tape, scaled
+        self._tape, self._scale = tape, scale
+        self._target = self._scaled(tf.add_n([mean, *others]))
 
     def gradients(self, variables: Sequence[Any]) -> list[Any]:
         """Return the gradients of variables, on their devices; add the losses of their regularizers to the value."""
         found = self._tape.gradient(self._target, [stored_in(variable) for variable in variables])
         return [self._with_penalty(*pair) for pair in zip(variables, found)]
+
+    def _scaled(self, loss: Any) -> Any:
+        return loss * tf.cast(self._scale, loss.dtype)
 
     def _with_penalty(self, variable: Any, gradient: Any) -> Any:
         with tf.device(stored_in(variable).device):

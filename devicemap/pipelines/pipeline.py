@@ -214,26 +214,27 @@ class Pipeline:
         x: Any,
         y: Any,
         weight: Any,
-        scaled: Callable[[Any], Any] = tf.identity,
+        scale: Any = 1.0,
         outputs: bool = False,
         clock: Clock | None = None,
     ) -> tuple[Any, list[Any], Any, Any]:
-        """Return the value of a loss of `as_loss`, the gradients of `scaled(value)`, the outputs of the batch if wanted, and
-        the times of calls if there is a clock."""
+        """Return the value of a loss of `as_loss`, its gradients times `scale`, the outputs of the batch if wanted, and the
+        times of calls if there is a clock."""
         batch, key = _batch_of(x)
         targets = tuple(as_rows(each) for each in (y, weight) if each is not None)
         counts = [count for count in (batch.rows, *(rows.count for rows in targets)) if count is not None]
         if len({*counts}) > 1:
             raise DataError(f"x, y and sample_weight have {', '.join(map(str, counts))} rows; expected the same number")
-        batch = Batch(batch.passed, batch.tensors, batch.rows, targets=tuple(rows.structure for rows in targets))
+        structures = tuple(rows.structure for rows in targets)
+        batch = Batch(batch.passed, batch.tensors, batch.rows, targets=structures, scale=scale)
         if self._last is None or self._last[0] is not loss:
             function = WithLoss(self._functions[-1], loss)
             name = f"stage {len(self._stages) - 1} of {len(self._stages)} with the loss"
             self._last = loss, Stage(function, name, self._added_losses, self._stages[-1].layers)
         stages = [*self._stages[:-1], self._last[1]]
         layers = [layer for stage in stages for layer in stage.layers]
-        call = partial(self._run, partial(self._differentiate, loss, stages, scaled, outputs, clock), batch)
-        key = clock, loss, scaled, outputs, key, tuple(rows.key for rows in targets)
+        call = partial(self._run, partial(self._differentiate, loss, stages, outputs, clock), batch)
+        key = clock, loss, outputs, key, tuple(rows.key for rows in targets)
         found, tensors = in_training(lambda: call(key), batch.tensors[0]) if layers else call(key)
         value, gradients, rest, times = tensors
         return value, gradients, found.passed.unpacked(rest) if outputs else None, times
@@ -282,23 +283,24 @@ class Pipeline:
         try:
             settle(self.devices)
             function, results = self._graph_of(build, batch, key, count)
-            tensors = function(batch.tensors, batch.targets)
+            tensors = function(batch.tensors, batch.targets, batch.scale)
         except tf.errors.OpError as error:
             raise function_error(f"a stage failed: {type(error).__name__}: {brief(error)}", error) from error
         return results[-1], tensors
 
     def _graph_of(self, build: Callable[[Batch], Any], batch: Batch, key: Any, count: int) -> tuple[Any, list[Found]]:
         """Return the graph for batches of at least so many rows, and the value of `Found` of its trace."""
-        key = key, count, is_training(), *(layer.trainable for stage in self._stages for layer in stage.layers)
+        key = key, count, is_training(), *(stage.state() for stage in self._stages)
         if key not in self._graphs:
             results: list[Found] = []
 
-            def run(tensors: Any, targets: Any) -> Any:
-                found, made = build(Batch(batch.passed, tensors, None, count, targets))
+            def run(tensors: Any, targets: Any, scale: Any) -> Any:
+                found, made = build(Batch(batch.passed, tensors, None, count, targets, scale))
                 results.append(found)
                 return made
 
             signature = tf.nest.map_structure(spec_of, ([*batch.tensors], batch.targets))
+            signature += (tf.TensorSpec([], tf.float32),)
             self._graphs[key] = tf.function(run, autograph=False, input_signature=signature), results
         return self._graphs[key]
 
@@ -310,19 +312,13 @@ class Pipeline:
         return Found(made.passed, len(results), made.losses), (tensors, clock.times if clock else None)
 
     def _differentiate(
-        self,
-        loss: Any,
-        stages: Sequence[Stage],
-        scaled: Callable[[Any], Any],
-        outputs: bool,
-        clock: Clock | None,
-        batch: Batch,
+        self, loss: Any, stages: Sequence[Stage], outputs: bool, clock: Clock | None, batch: Batch
     ) -> tuple[Found, Any]:
         """Return the value of a loss, its gradients, the outputs if they are wanted, and the times of calls."""
         run_beside_inputs(self.devices)
         with tf.GradientTape() as tape:
             made = Composition(stages, batch, self._setting, self._alive, clock)
-            total = TotalLoss(loss, made, tape, scaled)
+            total = TotalLoss(loss, made, tape, batch.scale)
         gradients = total.gradients(self.trainable_variables)
         results = made.joined(self._output_device, total.outputs) if outputs else []
         return Found(total.passed, len(results), []), (total.value, gradients, results, clock.times if clock else None)

@@ -121,7 +121,7 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
         for call, copy in pairs:
             _check_uses_none_of(owners, call, copy)
         check_rows_are_independent(f"stage {i} of {n}", pairs, given, result)
-        stages.append(_stage(f"{model.name}_{i}", pairs, owned, given, result, entry))
+        stages.append(_stage(f"{model.name}_{i}", model.dtype_policy, pairs, owned, given, result, entry))
     return Stages(stages, [copies[id(layer)] for layer in layers])
 
 
@@ -190,6 +190,7 @@ def _entry_of(model: Any) -> Any:
 
 def _stage(
     name: str,
+    policy: Any,
     calls: Sequence[tuple[LayerCall, Any]],
     owned: Sequence[Any],
     given: Sequence[Any],
@@ -204,7 +205,7 @@ def _stage(
 
     class Stage(keras.Model):
         def __init__(self) -> None:
-            super().__init__(name=name, autocast=False)  # each layer converts its inputs itself
+            super().__init__(name=name, autocast=False, dtype=policy)  # each layer converts its inputs itself
             self.copies = [copy for copy in owned if isinstance(copy, keras.Layer)]
             self.supports_masking = self.built = True
 

@@ -85,13 +85,18 @@ class Stage:
                     f"{name}: {variable.path} takes the value of its gradient, as in float8, and microbatches add theirs"
                 )
 
+    def state(self) -> tuple[Any, ...]:
+        """Return what its traces depend on: its variables, as `enable_lora` adds some, and what of them is trainable."""
+        variables = ((id(variable), variable.trainable) for layer in self.layers[:1] for variable in layer.variables)
+        return *(layer.trainable for layer in self.layers), *variables
+
     def traced(self, given: Passed, replica: int = 0) -> TracedStage:
         """What it is for these rows, in a replica of the pipeline: the backward pass of a trace belongs to one device.
 
         Raises:
             FunctionError: it cannot be traced, or does not return rows.
         """
-        key = freeze((given.nest, given.notes)), replica, is_training(), *(layer.trainable for layer in self.layers)
+        key = freeze((given.nest, given.notes)), replica, is_training(), self.state()
         stage = self._known.get(key) or self._trace(given)
         if all(hasattr(tensor, "numpy") for tensor in stage.traced.captures):  # else of the graph being built
             self._known[key] = stage

@@ -65,6 +65,10 @@ def mean_by_weight() -> Any:
     return keras.losses.MeanSquaredError("mean_with_sample_weight")
 
 
+def ignoring() -> Any:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+
+
 CASES: dict[str, tuple[Any, Any, Any, Any, dict[str, Any]]] = {
     "mse": (dense_four, x, x, "mse", {}),
     "function": (dense_four, x, x, of_rows, {}),
@@ -72,8 +76,10 @@ CASES: dict[str, tuple[Any, Any, Any, Any, dict[str, Any]]] = {
     "sum": (dense_four, x, x, keras.losses.Huber(reduction="sum"), {}),
     "mean by weight": (dense_four, x, x, mean_by_weight(), {}),
     "targets of one axis": (lambda: chain(dense(), dense(), dense(), dense(1)), x, x[:, 0], "mse", {}),
+    "function of a nest": (dense_four, x, {"a": x}, lambda y, outputs: of_rows(y["a"], outputs), {}),
     "nest": (dense_four, x, {"a": x, "b": x}, Weighted(), {}),
     "steps": (of_steps, steps, steps, "mse", {}),
+    "steps, ignored labels": (of_steps, steps, np.stack([labels, labels[::-1]], 1), ignoring(), {}),
     "steps, mean by weight": (of_steps, steps, steps, mean_by_weight(), {}),
     "masks": (masked, ids, np.ones([7, 4, 4], "f"), "mse", {}),
     "masks, sum": (masked, ids, np.ones([7, 4, 4], "f"), keras.losses.MeanSquaredError("sum"), {}),
@@ -163,6 +169,74 @@ def test_fit_of_its_model(case: str, setting: str, devices: list[str]) -> None:
     assert_close(model.get_weights(), other.get_weights())
 
 
+def test_fit_and_evaluate_with_a_loss_of_all_outputs(devices: list[str]) -> None:
+    """Keras would compute a loss for each output in `evaluate`."""
+    given = keras.Input([4])
+    hidden = dense()(given)
+    model = keras.Model(given, [dense()(hidden), dense(2)(hidden)])
+    fitted = Pipeline(split(model, 2, "bytes", devices), devices, 3).as_model()
+    first, second = model(x)
+    fitted.compile(
+        keras.optimizers.SGD(0.0), lambda y, outputs: of_rows(y[0], outputs[0]) + 3 * of_rows(y[1], outputs[1])
+    )
+    wanted = tf.reduce_mean(of_rows(x, first) + 3 * of_rows(x[:, :2], second))
+    targets = (x, x[:, :2])
+    assert_close(fitted.fit(x, targets, verbose=0).history["loss"], [wanted])
+    assert_close(fitted.evaluate(x, targets, verbose=0), wanted)
+    fitted.compile("sgd", "mse")
+    with pytest.raises(FunctionError, match="takes one tensor, and the outputs are a list of 2"):
+        fitted.fit(x, targets, verbose=0)
+
+
+def test_scales_of_losses_are_those_of_the_optimizer(devices: list[str]) -> None:
+    """Also of the second one of a pipeline whose graphs exist; `compile` scales losses if the split model's would."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = dense_four()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    stages = split(model, 2, "bytes", devices)
+    fitted, loss = Pipeline(stages, devices, 3, loss="mse").as_model(), keras.losses.MeanSquaredError()
+    before = fitted.get_weights()
+    after = []
+    for factor in (None, 8.0):
+        fitted.set_weights(before)
+        fitted.compile(
+            keras.optimizers.SGD(0.1, loss_scale_factor=factor), loss, run_eagerly=True, auto_scale_loss=False
+        )
+        fitted.train_on_batch(x, x)
+        after.append(fitted.get_weights())
+    for one, other in zip(*after, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-3)
+    fitted.compile("sgd")
+    assert isinstance(fitted.optimizer, keras.optimizers.LossScaleOptimizer)
+    fitted.pipe.value_and_gradients(x, x)
+    fitted.run_eagerly = True
+    fitted.train_on_batch(x, x)  # its graph returns outputs, too
+
+
+def test_variables_that_are_added_or_frozen_between_calls(devices: list[str]) -> None:
+    stages = [dense(), dense()]
+    for stage in stages:
+        stage.build([None, 4])
+    pipe = Pipeline(stages, devices, 3, loss="mse")
+    _, (_, *others) = pipe.value_and_gradients(x, x)
+    stages[0].kernel.trainable = False
+    assert_close(pipe.value_and_gradients(x, x)[1], others)
+    stages[0].enable_lora(2)
+    _, gradients = pipe.value_and_gradients(x, x)
+    assert len(gradients) == len(pipe.trainable_variables) == 5
+    assert None not in gradients
+
+
+def test_fit_of_stages_without_trainable_variables(devices: list[str]) -> None:
+    fitted = Pipeline([chain(layers.Rescaling(2.0)), tf.identity], devices, 3).as_model()
+    fitted.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="no stage has trainable variables"):
+        history = fitted.fit(x, x, verbose=0).history
+    assert_close(history["loss"], [np.mean(x**2)])
+
+
 def test_functions_train_in_a_loop_of_their_own(devices: list[str]) -> None:
     """Also variables that the loss uses."""
     matrices = [tf.Variable(tf.random.stateless_normal([4, 4], [1, i])) for i in range(3)]
@@ -221,6 +295,8 @@ def test_layers_are_in_training_mode(devices: list[str]) -> None:
         (lambda: Pipeline([tf.sin], loss=None).value_and_gradients(x, x), OptionError),
         (lambda: Pipeline([tf.sin], loss="mse").value_and_gradients(x, x[:3]), DataError),
         (lambda: Pipeline([tf.sin], loss=lambda y, z: tf.reduce_mean(y - z)).value_and_gradients(x, x), FunctionError),
+        (lambda: Pipeline([tf.sin], loss=lambda y, z: tf.reduce_sum(y, 0)).value_and_gradients(x, x), FunctionError),
+        (lambda: keras.models.clone_model(Pipeline([tf.sin]).as_model()), OptionError),
         (lambda: Pipeline([tf.sin]).as_model().compile(loss=["mse"]), OptionError),
         (lambda: Pipeline([tf.sin]).as_model().compile(loss="mse", jit_compile=True), OptionError),
     ],
