@@ -46,7 +46,7 @@ def of_steps() -> Any:
 
 
 def masked() -> Any:
-    return ids_masked(layers.LSTM(4, return_sequences=True), dense(), dense())
+    return ids_masked(layers.LSTM(4, return_sequences=True, use_cudnn=False), dense(), dense())
 
 
 def masked_with_penalties() -> Any:
@@ -54,7 +54,7 @@ def masked_with_penalties() -> Any:
 
 
 def masked_with_losses() -> Any:
-    return ids_masked(layers.LSTM(4, return_sequences=True), MaskedLoss(loss="mean"), dense())
+    return ids_masked(layers.LSTM(4, return_sequences=True, use_cudnn=False), MaskedLoss(loss="mean"), dense())
 
 
 def dense_four() -> Any:
@@ -102,6 +102,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def piped(model: Any, name: str, devices: list[str], **options: Any) -> Any:
     setting = SETTINGS[name]
+    if name == "replicas" and len(devices) < 4:
+        pytest.skip("needs four devices")
     stages, places = {"replicas": (2, 2), "interleaved": (4, 2)}.get(name, (3, 3))
     used = devices[:2] if name == "interleaved" else devices
     made = split(model, min(stages, len(model.layers)), "bytes", devices[:places])
@@ -162,7 +164,7 @@ def test_fit_of_its_model(case: str, setting: str, devices: list[str]) -> None:
     if setting == "interleaved" and len(model.layers) < 4:
         pytest.skip("too few layers")
     pipe, stages = piped(model, setting, devices, **options)
-    other = keras.models.clone_model(model)
+    other = make()
     other.set_weights(model.get_weights())
     assert_close(trained(pipe.as_model(), rows, targets, loss), trained(other, rows, targets, loss, jit_compile=False))
     stages.copy_weights_to(model)
