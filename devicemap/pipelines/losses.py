@@ -95,6 +95,7 @@ class WithLoss:
 
         def call(y_true: Any, y_pred: Any) -> Any:
             losses.append(self._loss.call(y_true, y_pred))
+            _check_aligned(losses[-1], *weight)
             return losses[-1]
 
         weighted = self._elements(call, y, outputs, *weight)
@@ -122,6 +123,19 @@ class WithLoss:
         loss = object.__new__(type(self._loss))  # copy.copy would serialize it
         vars(loss).update(vars(self._loss), reduction="none", call=call)
         return loss(*arguments)
+
+
+def _check_aligned(losses: Any, weight: Any = None) -> None:
+    """Raise an error if Keras would multiply losses of a row by weights of another one: by an axis that it does not squeeze."""
+    shapes = [getattr(each, "shape", tf.TensorShape(None)) for each in (losses, weight)]
+    if any(shape.rank is None for shape in shapes):
+        return
+    lower, higher = sorted(shapes, key=lambda shape: shape.rank)
+    if higher.rank > lower.rank + (higher[-1:] == [1]):
+        raise failure(
+            f"sample_weight has the shape {shapes[1]}, and the losses {shapes[0]}; expected a weight for each row, as [rows] "
+            "or [rows, 1], or weights of the shape of the losses"
+        )
 
 
 def _sum_of_rows(elements: Any) -> Any:

@@ -297,6 +297,8 @@ def test_layers_are_in_training_mode(devices: list[str]) -> None:
         (lambda: Pipeline([tf.sin], loss=None).value_and_gradients(x, x), OptionError),
         (lambda: Pipeline([tf.sin], loss="mse").value_and_gradients(x, x[:3]), DataError),
         (lambda: Pipeline([tf.sin], loss=lambda y, z: tf.reduce_mean(y - z)).value_and_gradients(x, x), FunctionError),
+        (lambda: Pipeline([tf.sin], loss="mse").value_and_gradients(x, x, np.ones([7, 1, 1])), FunctionError),
+        (lambda: Pipeline([tf.sin], loss="mse").value_and_gradients(steps, steps, weights), FunctionError),
         (lambda: Pipeline([tf.sin], loss=lambda y, z: tf.reduce_sum(y, 0)).value_and_gradients(x, x), FunctionError),
         (lambda: keras.models.clone_model(Pipeline([tf.sin]).as_model()), OptionError),
         (lambda: Pipeline([tf.sin]).as_model().compile(loss=["mse"]), OptionError),
