@@ -222,14 +222,17 @@ def assert_close(got: Any, wanted: Any) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in [*MODELS, "loaded"]]
 )
-def test_stages_train_as_the_model(name: str, devices: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("as_model", [True, False], ids=["as_model", "a model of the user"])
+def test_stages_train_as_the_model(name: str, as_model: bool, devices: list[str], tmp_path: Path) -> None:
     make, rows, options = MODELS.get(name, (lambda: loaded(tmp_path), x, {}))
     keras.utils.set_random_seed(1)
     model = make()
     model.jit_compile = False  # XLA draws other numbers
     stages = split(model, 3 if len(model.layers) > 2 else 2, "bytes", devices)
     before, state = model.predict(rows, verbose=0), [variable.numpy() for variable in model.variables]
-    piped = Piped(stages, devices, **{"microbatches": 3} | options)
+    options = {"microbatches": 3} | options
+    own = isinstance(before, np.ndarray) and as_model
+    piped = Pipeline(stages, devices, **options).as_model() if own else Piped(stages, devices, **options)
     assert_close(piped.predict(rows, verbose=0), before)
     losses = fitted(piped, rows)
     after = piped.predict(rows, verbose=0)
