@@ -11,7 +11,7 @@ TENSORFLOW_SOURCES ?= build/tensorflow-$(CLIENTS_TENSORFLOW)
 NIGHTLY_TENSORFLOW ?= $(subst tensorflow-cpu,tf-nightly-cpu,$(subst tensorflow[,tf-nightly[,$(patsubst tensorflow,tf-nightly,$(TENSORFLOW))))
 # The tests of the guarantees, which hold on the public names of TensorFlow alone.
 LAWS := $(addprefix tests/laws/test_,laws.py as_map_fn.py gradients.py random.py state.py streams.py balance.py reduce.py \
-	training.py pipeline.py) tests/_tensorflow
+	training.py pipeline.py pipeline_losses.py) tests/_tensorflow
 VENV := .venv
 BIN := $(VENV)/bin
 # Tests run in this many processes. A process takes whole files, the longest first (tests/durations.json).

@@ -123,6 +123,18 @@ def function_of_rows(loss_or_metric: Any) -> tuple[Any, dict[str, Any]] | None:
     return None
 
 
+def loss_of_function(function: Callable[..., Any]) -> Any:
+    """Return the `keras.losses.Loss` of a function `(y, outputs)`. Keras's own takes no nests of different structures."""
+    import keras
+
+    class OfFunction(keras.losses.MeanSquaredError.__base__):
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            nested = keras.tree.is_nested(y_true) or keras.tree.is_nested(y_pred)
+            return self.fn(y_true, y_pred) if nested else super().call(y_true, y_pred)
+
+    return OfFunction(function)
+
+
 def has_own_call(loss: Any) -> bool:
     """Whether a `keras.losses.Loss` overrides `__call__`, which weights and reduces what `call` returns."""
     import keras

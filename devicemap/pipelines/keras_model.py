@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -20,11 +21,16 @@ class PipelineModel(keras.Model):
     device.
     """
 
-    def __init__(self, pipe: Any, layers: list[Any]):
-        """`layers`: the stages that are Keras layers, for their variables."""
+    def __init__(self, pipe: Any, layers: list[Any], differentiated: Callable[..., Any]):
+        """
+        Args:
+            pipe: the pipeline.
+            layers: the stages that are Keras layers, for their variables.
+            differentiated: it returns the value of a loss for a batch, gradients, outputs, and times.
+        """
         policies = [layer.dtype_policy for layer in layers if layer.dtype_policy.name == "mixed_float16"]
         super().__init__(autocast=False, dtype=policies[0] if policies else None)  # then Keras scales the loss
-        self.pipe, self.stage_layers = pipe, layers
+        self.pipe, self.stage_layers, self._differentiated = pipe, layers, differentiated
         self.built = True
 
     def compile(
@@ -60,7 +66,7 @@ class PipelineModel(keras.Model):
         if self.loss_of_pipe is None or y is None:
             return super().train_step(data)
         build_optimizer(self)
-        value, gradients, outputs, _ = self.pipe.differentiated(
+        value, gradients, outputs, _ = self._differentiated(
             self.loss_of_pipe, x, y, weight, self.optimizer.scale_loss(tf.ones([])), outputs=True
         )
         variables = self.pipe.trainable_variables

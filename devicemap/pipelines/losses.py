@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import added
-from devicemap._tensorflow.keras import MASK, mask_of, set_note, stored_in
+from devicemap._tensorflow.keras import MASK, loss_of_function, mask_of, set_note, stored_in
 from devicemap.compile.graph_builder import copied
 from devicemap.errors import OptionError, failure
 from devicemap.pipelines.composition import Composition
@@ -42,7 +42,7 @@ def as_loss(loss: Any) -> Any:
         )
     base = keras.losses.Loss
     if not isinstance(found, base):
-        found = _of_function(found)
+        found = loss_of_function(found)
     function = getattr(found, "fn", None)
     of_keras = {getattr(keras.losses, name, None) for name in _OF_ALL_ROWS} - {None}
     if type(found) in of_keras or function in of_keras or type(found).__call__ is not base.__call__:
@@ -54,18 +54,6 @@ def as_loss(loss: Any) -> Any:
             f"loss={loss!r} has no reduction; expected 'sum_over_batch_size', 'sum' or 'mean_with_sample_weight'"
         )
     return found
-
-
-def _of_function(function: Callable[..., Any]) -> Any:
-    """Return the `keras.losses.Loss` of a function `(y, outputs)`. Keras's own takes no nests of different structures."""
-    import keras
-
-    class OfFunction(keras.losses.MeanSquaredError.__base__):
-        def call(self, y_true: Any, y_pred: Any) -> Any:
-            nested = keras.tree.is_nested(y_true) or keras.tree.is_nested(y_pred)
-            return self.fn(y_true, y_pred) if nested else super().call(y_true, y_pred)
-
-    return OfFunction(function)
 
 
 class WithLoss:

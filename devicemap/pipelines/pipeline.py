@@ -180,7 +180,7 @@ class Pipeline:
             >>> float(value), float(gradients[0])
             (9.0, 6.0)
         """
-        value, gradients, *_ = self.differentiated(self._needed_loss, x, y, sample_weight)
+        value, gradients, *_ = self._differentiated(self._needed_loss, x, y, sample_weight)
         return value, gradients
 
     @property
@@ -206,9 +206,10 @@ class Pipeline:
         """
         from devicemap.pipelines.keras_model import PipelineModel
 
-        return PipelineModel(self, [stage.layers[0] for stage in self._stages if stage.layers])
+        layers = [stage.layers[0] for stage in self._stages if stage.layers]
+        return PipelineModel(self, layers, self._differentiated)
 
-    def differentiated(
+    def _differentiated(
         self,
         loss: Any,
         x: Any,
@@ -264,7 +265,7 @@ class Pipeline:
                 batch, key = _batch_of(x)
                 _, (_, times) = self._run(partial(self._called, clock), batch, (clock, key))
             else:
-                *_, times = self.differentiated(self._needed_loss, x, y, sample_weight, clock=clock)
+                *_, times = self._differentiated(self._needed_loss, x, y, sample_weight, clock=clock)
         self._graphs = {known: graph for known, graph in self._graphs.items() if known[0][0] is not clock}
         return PipelineReport(self.devices, clock.calls(times.numpy()))
 

@@ -254,6 +254,7 @@ def test_functions_train_in_a_loop_of_their_own(devices: list[str]) -> None:
     assert_close(gradients, of_all)
 
 
+@pytest.mark.private("the order of ops in backward passes")
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("trains", [True, False], ids=["loss", "call"])
 def test_the_report_shows_the_schedule(setting: str, trains: bool, devices: list[str], tmp_path: Path) -> None:
@@ -310,6 +311,7 @@ def test_what_cannot_be_is_refused(bad: Any, error: Any) -> None:
         bad()
 
 
+@pytest.mark.private("asking whether a tape is recording")
 def test_a_tape_without_a_loss_is_said_to_hold_all(devices: list[str]) -> None:
     pipe = Pipeline([tf.sin, tf.cos], devices, 4)
     assert "all 4 microbatches" in str(pipe.explain(x))
