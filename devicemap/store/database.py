@@ -328,6 +328,10 @@ def _check_files(directory: Path) -> None:
 def _connect(path: Path, mode: str, pragmas: Sequence[str], busy_seconds: float = 300.0) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     connection = sqlite3.connect(uri, timeout=busy_seconds, isolation_level=None, check_same_thread=False, uri=True)
-    for pragma in pragmas:
-        connection.execute(f"PRAGMA {pragma}")
+    try:
+        for pragma in pragmas:
+            connection.execute(f"PRAGMA {pragma}")
+    except BaseException:
+        connection.close()  # Python 3.13 and later warn of connections that the garbage collector closes
+        raise
     return connection

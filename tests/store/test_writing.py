@@ -242,6 +242,7 @@ def test_a_second_writer_is_refused_and_readers_are_not(tmp_path: Path) -> None:
 def test_a_forked_child_does_not_disturb_its_parent(tmp_path: Path) -> None:
     header = Header({"results": describe_nest(tf.TensorSpec([None], tf.int32)), "reducer": None}, 9)
     opened = open_for_writing(tmp_path)
+    gc.collect()  # in a child, the destructor of a dataset's iterator would wait for a thread that is not there
     with opened as writer:
         for start in range(9):
             writer.put(header, (StoredChunk(start, start + 1, ""), [np.array([start], "<i4")]))
@@ -285,6 +286,31 @@ def test_another_call_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
     small.write(tmp_path / "batches")
     with untouched(tmp_path), pytest.raises(JournalError, match=r"chunk_rows was 4 there, and is 8 now.*start again"):
         large.write(tmp_path / "batches")
+
+
+def test_refusals_close_their_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection is closed if a PRAGMA fails: the database is damaged, or another writer has the lock."""
+    opened: list[sqlite3.Connection] = []
+    connect = sqlite3.connect
+
+    def recorded(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        opened.append(connect(*arguments, **options))
+        return opened[-1]
+
+    Counted(_triple).write(tmp_path / "damaged")
+    (tmp_path / "damaged" / DATABASE).write_bytes(b"no database " * 100)
+    monkeypatch.setattr(sqlite3, "connect", recorded)
+    with pytest.raises(JournalError, match="not a database"), open_for_writing(tmp_path / "damaged"):
+        pass
+    with open_for_writing(tmp_path / "locked"):
+        held = opened[-2:]
+        with pytest.raises(JournalError, match="is being written to"), open_for_writing(tmp_path / "locked"):
+            pass
+        refused = [connection for connection in opened if connection not in held]
+        assert len(refused) == 3
+        for connection in refused:
+            with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+                connection.execute("SELECT 1")
 
 
 def test_directories_of_something_else(tmp_path: Path) -> None:
