@@ -185,6 +185,7 @@ def _entry_of(model: Any) -> Any:
     inputs = keras.tree.map_structure(
         lambda tensor: keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype, name=tensor.name), structure
     )
+    keras.tree.map_structure(keras.layers.Identity(), inputs)  # Keras 3.12 refuses inputs that no layer takes
     return keras.Model(inputs, inputs)
 
 

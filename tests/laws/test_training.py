@@ -131,6 +131,7 @@ def test_gradients_see_the_random_numbers_of_the_forward_pass(options: dict[str,
     model = devicemap.parallelize(case.made(), devices, **options)
     scale = 1.0
     for _ in range(2):
+        model.reset_metrics()  # train_on_batch of Keras 3.12 returns the mean over all batches since
         loss = model.train_on_batch(X, X)
         scale -= 0.1 * loss / scale  # of the mean of what was not dropped
         np.testing.assert_allclose(model.get_weights()[0], scale, rtol=1e-5)
@@ -609,7 +610,9 @@ def test_no_rows(name: str, devices: list[str]) -> None:
         }
 
     made = CASES[name].made
-    assert_close(found(devicemap.parallelize(made(), devices)), found(made()))
+    wanted = found(made())
+    wanted["batches"] = [np.nan_to_num(loss) for loss in wanted["batches"]]  # Keras 3.12 divides by the number of rows
+    assert_close(found(devicemap.parallelize(made(), devices)), wanted)
 
 
 def varying() -> keras.Model:
