@@ -197,8 +197,9 @@ class Pipeline:
 
         Examples:
             >>> import keras
+            >>> from devicemap import split
             >>> model = keras.Sequential([keras.Input([4]), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
-            >>> stages = devicemap.split(model, 2, "bytes", devices=["CPU:0", "CPU:1"])
+            >>> stages = split(model, 2, "bytes", devices=["CPU:0", "CPU:1"])
             >>> piped = Pipeline(stages, ["CPU:0", "CPU:1"]).as_model()
             >>> piped.compile("adam", "mse")
             >>> history = piped.fit(tf.ones([8, 4]), tf.ones([8, 1]), verbose=0)
@@ -252,10 +253,10 @@ class Pipeline:
             OptionError: inside a `tf.function`, or the pipeline has no loss.
 
         Examples:
-            >>> pipe = Pipeline([tf.sin, tf.cos], devices=["CPU:0", "CPU:1"], microbatches=2, loss="mse")
-            >>> report = pipe.report(tf.ones([4, 3]), tf.ones([4, 3]))
-            >>> len(report.calls), {call.stage for call in report.calls}
-            (8, {0, 1})
+            >>> pipe = Pipeline([tf.sin, tf.cos], devices=["CPU:0", "CPU:1"], microbatches=2)
+            >>> report = pipe.report(tf.ones([4, 3]))
+            >>> [(call.stage, call.microbatch) for call in report.calls if call.device.endswith("CPU:1")]
+            [(1, 0), (1, 1)]
         """
         if not tf.executing_eagerly():
             raise OptionError("report inside a tf.function; call it in eager code")

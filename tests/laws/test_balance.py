@@ -53,7 +53,9 @@ def engines_of(mapper: devicemap.DeviceMap, x: tf.Tensor, calls: int) -> list[st
 def test_short_calls_use_one_graph_once_they_are_known_to_be_short() -> None:
     mapper = devicemap.DeviceMap(lambda row: tf.sin(row), devices=DEVICES)
     x = tf.random.uniform([200, 4])
-    assert engines_of(mapper, x, 5) == ["chunks"] * 3 + ["one graph"] * 2
+    engines = engines_of(mapper, x, 5)
+    assert engines == sorted(engines)  # chunks first; how many calls it takes depends on measurements
+    assert (engines[0], engines[-1]) == ("chunks", "one graph")
     np.testing.assert_allclose(mapper(x), tf.sin(x), rtol=1e-6)
 
 
