@@ -23,7 +23,7 @@ from devicemap.pipelines.schedule import Step
 from devicemap.pipelines.stages import Passed, Stage, TracedStage, run_in_turn
 
 _AHEAD = 2
-"""A device receives the rows of so many microbatches before it begins with them; fewer leave it idle (benchmarks/pipeline)."""
+"""How many microbatches ahead the first device receives rows; with one, it is idle during copies (benchmarks/pipeline_gpus)."""
 
 
 @dataclass(frozen=True)

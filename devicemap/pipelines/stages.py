@@ -86,7 +86,7 @@ class Stage:
                 )
 
     def state(self) -> tuple[Any, ...]:
-        """Return what its traces depend on: its variables, as `enable_lora` adds some, and what of them is trainable."""
+        """Return the state that its traces depend on: its variables (`enable_lora` adds some), and which are trainable."""
         variables = ((id(variable), variable.trainable) for layer in self.layers[:1] for variable in layer.variables)
         return *(layer.trainable for layer in self.layers), *variables
 
