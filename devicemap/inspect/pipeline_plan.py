@@ -39,7 +39,7 @@ class StagePlan:
 class PipelinePlan(Result):
     """What a call of a pipeline will do."""
 
-    _derived = ("bubble", "speedup", "held_under_tape")
+    _derived = ("bubble", "speedup")
 
     rows: int | None
     """Number of rows, `None` if unknown."""
@@ -71,18 +71,13 @@ class PipelinePlan(Result):
         devices = {device for stage in self.stages for device in (stage.device, *stage.other_devices)}
         return len(devices) * (1 - self.bubble)
 
-    @property
-    def held_under_tape(self) -> int:
-        """The number of microbatches whose activations a stage holds if a call is under a tape: all."""
-        return self.microbatches
-
     def __rich__(self) -> Any:
         rows = [
             {
                 "device": ", ".join(map(short_name, (stage.device, *stage.other_devices))),
                 "variables": size_text(stage.variable_bytes),
                 "output per row": size_text(stage.output_bytes_per_row),
-                "held": str(stage.held_microbatches if self.has_loss else self.held_under_tape),
+                "held": str(stage.held_microbatches if self.has_loss else self.microbatches),
                 "order": " ".join(stage.schedule),
             }
             for stage in self.stages

@@ -14,14 +14,14 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import added
-from devicemap._tensorflow.keras import MASK, loss_of_function, mask_of, set_note, stored_in
+from devicemap._tensorflow.keras import MASK, has_own_call, loss_of_function, mask_of, set_note, stored_in
 from devicemap.compile.graph_builder import copied
 from devicemap.errors import OptionError, failure
 from devicemap.pipelines.composition import Composition
 from devicemap.pipelines.stages import Passed
 
-_OF_ALL_ROWS = ("hinge", "squared_hinge", "circle", "Hinge", "SquaredHinge", "Circle")
-"""Losses of Keras whose value for a row depends on the labels or outputs of other rows."""
+_OF_ALL_ROWS = ("hinge", "squared_hinge", "circle")
+"""Functions of Keras whose value for a row depends on the labels or outputs of other rows."""
 
 
 def as_loss(loss: Any) -> Any:
@@ -40,12 +40,10 @@ def as_loss(loss: Any) -> Any:
         raise OptionError(
             f"loss={loss!r}; expected a keras.losses.Loss, a function of (y, outputs), or the name of one"
         )
-    base = keras.losses.Loss
-    if not isinstance(found, base):
+    if not isinstance(found, keras.losses.Loss):
         found = loss_of_function(found)
     function = getattr(found, "fn", None)
-    of_keras = {getattr(keras.losses, name, None) for name in _OF_ALL_ROWS} - {None}
-    if type(found) in of_keras or function in of_keras or type(found).__call__ is not base.__call__:
+    if has_own_call(found) or any(function is getattr(keras.losses, name, found) for name in _OF_ALL_ROWS):
         raise OptionError(
             f"loss={loss!r}; the loss of a row must depend on that row only, because stages see some rows at a time"
         )

@@ -223,6 +223,8 @@ class Pipeline:
         """Return the value of a loss of `as_loss`, its gradients times `scale`, the outputs of the batch if wanted, and the
         times of calls if there is a clock."""
         batch, key = _batch_of(x)
+        if y is None:
+            raise DataError("y is None; expected the targets of the rows, a nest of tensors [rows, ...]")
         targets = tuple(as_rows(each) for each in (y, weight) if each is not None)
         counts = [count for count in (batch.rows, *(rows.count for rows in targets)) if count is not None]
         if len({*counts}) > 1:
@@ -262,7 +264,7 @@ class Pipeline:
             raise OptionError("report inside a tf.function; call it in eager code")
         clock = Clock()
         for _ in range(2):
-            if y is None:
+            if y is None and sample_weight is None:
                 batch, key = _batch_of(x)
                 _, (_, times) = self._run(partial(self._called, clock), batch, (clock, key))
             else:

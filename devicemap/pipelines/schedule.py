@@ -15,11 +15,6 @@ class Step(NamedTuple):
     backward: bool
 
 
-def stages_of(stages: int, devices: int, device: int) -> range:
-    """Return the stages of a device: they are dealt to the devices in turn."""
-    return range(device, stages, devices)
-
-
 def schedule_of(kind: str, stages: int, devices: int, microbatches: int, device: int) -> list[Step]:
     """Return the order in which a device makes its calls, forward and backward.
 
@@ -43,7 +38,7 @@ def schedule_of(kind: str, stages: int, devices: int, microbatches: int, device:
     >>> [f"{step.stage}{'FB'[step.backward]}{step.microbatch}" for step in schedule_of("interleaved", 4, 2, 2, 1)]
     ['1F0', '1F1', '3F0', '3B0', '3F1', '3B1', '1B0', '1B1']
     """
-    own = stages_of(stages, devices, device)
+    own = range(device, stages, devices)  # stages are dealt to the devices in turn
     turns = [range(first, min(first + devices, microbatches)) for first in range(0, microbatches, devices)]
     forward = [Step(stage, m, False) for turn in turns for stage in own for m in turn]
     backward = [Step(stage, m, True) for turn in turns for stage in reversed(own) for m in turn]
