@@ -32,7 +32,7 @@ __all__ = [
     "split",
     "spread_variables",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "DeviceMap": "devicemap.api",

@@ -36,9 +36,11 @@ from devicemap.store.encoding import START_AGAIN, WRONG_VALUES, Array, bytes_of,
 DATABASE, LOCK = "results.sqlite", "lock.sqlite"
 """The names of the files."""
 
-_FORMAT = 4
+_VERSION = 2_000
+"""The `PRAGMA user_version`: the first version of devicemap that reads this format, here 0.2.0, at 1000 per place."""
+
 _SCHEMA = (
-    "CREATE TABLE header (format INTEGER, call TEXT, rows INTEGER, checksum INTEGER)",
+    "CREATE TABLE header (call TEXT, rows INTEGER, checksum INTEGER)",
     "CREATE TABLE chunks (start INTEGER PRIMARY KEY, stop INTEGER, inputs TEXT, shapes TEXT, device TEXT, error TEXT, "
     "first_part INTEGER, last_part INTEGER, checksum INTEGER)",
     "CREATE TABLE parts (id INTEGER PRIMARY KEY, data BLOB)",
@@ -145,8 +147,13 @@ class Database:
     def __init__(self, directory: Path, connection: sqlite3.Connection):
         self._path, self._connection = directory / DATABASE, connection
         tables = connection.execute("SELECT sql FROM sqlite_master ORDER BY rowid").fetchall()
-        if tables and tables != [(statement,) for statement in _SCHEMA]:
-            raise JournalError(f"{self._path} is not a database that this version of devicemap writes. {START_AGAIN}")
+        ((version,),) = connection.execute("PRAGMA user_version")
+        if tables and version not in (0, _VERSION):
+            reader = ".".join(str(version // 1000**place % 1000) for place in (2, 1, 0))
+            advice = f"Read them with devicemap {reader}, or write to another directory"
+            raise JournalError(f"{self._path} holds results in the format of devicemap {reader}. {advice}")
+        if tables and (version, tables) != (_VERSION, [(statement,) for statement in _SCHEMA]):
+            raise JournalError(f"{self._path} is damaged, or not a database of devicemap. {START_AGAIN}")
         self._is_empty = not tables
 
     def contents(self) -> tuple[Header | None, list[StoredChunk]]:
@@ -158,9 +165,9 @@ class Database:
             headers = self._connection.execute("SELECT * FROM header LIMIT 2").fetchall()
             chunks = list(map(StoredChunk._make, self._connection.execute("SELECT * FROM chunks ORDER BY start")))
         try:
-            ((version, call, rows, check),) = headers
+            ((call, rows, check),) = headers
             header, row, last = Header(dict(json.loads(call)), rows), 0, math.inf if rows is None else rows
-            right = version == _FORMAT and check == checksum(version, call, rows)
+            right = check == checksum(call, rows)
             for chunk in chunks:
                 right &= type(chunk.stop) is int and row <= chunk.start < chunk.stop <= last
                 if chunk.error is not None:
@@ -169,7 +176,7 @@ class Database:
         except WRONG_VALUES:
             right = False
         if not right:
-            raise JournalError(f"{self._path} is damaged, or from another version. {START_AGAIN}")
+            raise JournalError(f"{self._path} is damaged. {START_AGAIN}")
         return header, chunks
 
     def leaves(self, chunk: StoredChunk, specs: Sequence[Any], rows: int | None = None) -> list[Any]:
@@ -180,7 +187,7 @@ class Database:
         rows = chunk.stop - chunk.start if rows is None else rows
         try:
             return decode_leaves(self._bytes(chunk), json.loads(chunk.shapes), specs, rows)
-        except (*WRONG_VALUES, sqlite3.Error, tf.errors.OpError) as error:
+        except (*WRONG_VALUES, sqlite3.Error, OSError, tf.errors.OpError) as error:
             if str(error) == _LOCKED:
                 raise
             raise MissingRowsError(
@@ -251,10 +258,11 @@ class Writer(Database):
         with _database_errors(f"writing to {self._path.parent}", advice), self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
             if header != self.header:
-                for statement in _SCHEMA if self.header is None else ["DELETE FROM header"]:
+                create = *_SCHEMA, f"PRAGMA user_version={_VERSION}"
+                for statement in create if self.header is None else ["DELETE FROM header"]:
                     connection.execute(statement)
-                row = _FORMAT, json.dumps(header.call), header.rows
-                connection.execute("INSERT INTO header VALUES (?, ?, ?, ?)", (*row, checksum(*row)))
+                row = json.dumps(header.call), header.rows
+                connection.execute("INSERT INTO header VALUES (?, ?, ?)", (*row, checksum(*row)))
             for chunk, arrays in batch:
                 self._insert(chunk, arrays)
             connection.execute("COMMIT")
