@@ -30,7 +30,7 @@ from devicemap.hosts import host_of, is_remote
 from devicemap.run.chunk_sizes import Throughput, next_chunk_size
 from devicemap.run.device_memory import peak_share
 from devicemap.run.retries import FAILURES_IN_A_ROW, RetryAction, is_of_the_row
-from devicemap.run.workers import Call, Failed, Failure, Finished, Runner, Task, work
+from devicemap.run.workers import Call, Failed, Failure, Finished, Runner, Task
 
 DELIVERED, STOP = "delivered", "stop"
 """Messages to the scheduler: the consumer took a chunk; the consumer has left."""
@@ -201,10 +201,7 @@ class Scheduler:
             state.peak_before = peak_share(name)
         state.tasks.put(replace(task, limit=state.throughput.limit))
         if len(state.threads) < state.running:
-            arguments = self._call, state.runner, state.tasks
-            thread = threading.Thread(target=work, args=arguments, name=f"devicemap worker {name}", daemon=True)
-            state.threads.append(thread)
-            thread.start()
+            state.threads.append(self._call.start_worker(state.runner, state.tasks))
 
     def _wait(self) -> None:
         """Wait for a message, or until devices are considered again."""

@@ -169,6 +169,13 @@ class Call:
         """Return the seconds since the call began."""
         return time.perf_counter() - self._began
 
+    def start_worker(self, runner: Runner, tasks: SimpleQueue[Task | None]) -> threading.Thread:
+        """Start a daemon thread that computes the chunks in a queue."""
+        name = f"devicemap worker {runner.device}"
+        thread = threading.Thread(target=work, args=(self, runner, tasks), name=name, daemon=True)
+        thread.start()
+        return thread
+
     def notify(self, kind: Callable[..., Event], **values: Any) -> None:
         """Pass an event to the observer, one at a time. An error that the observer raises ends the call."""
         with self._notifying:
@@ -177,7 +184,7 @@ class Call:
 
 
 def work(call: Call, runner: Runner, tasks: SimpleQueue[Task | None]) -> None:
-    """Compute the chunks in a queue until `None` comes: the target of a worker's thread."""
+    """Compute the chunks in a queue until `None` comes: the target of the thread of a worker."""
     try:
         run = runner.begin()
         while (task := tasks.get()) is not None and not call.stopped:

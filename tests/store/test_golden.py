@@ -95,9 +95,7 @@ def test_another_format_is_refused_with_its_version(tmp_path: Path) -> None:
     query(tmp_path, "PRAGMA user_version=1002003")
     query(tmp_path, "ALTER TABLE header ADD COLUMN other")
     for call in (devicemap.open_results, lambda path: _write(path, "failed rows", ROWS)):
-        with pytest.raises(
-            JournalError, match="holds results in the format of devicemap 1.2.3. Read them with devicemap 1.2.3"
-        ):
+        with pytest.raises(JournalError, match=r"Read them with devicemap 1\.2\.3"):
             call(tmp_path)
 
 
