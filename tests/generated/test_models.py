@@ -1,0 +1,100 @@
+"""Random Keras models train for two steps on several devices, and as pipelines, as they do on one device."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import Phase, event, given, settings
+from hypothesis import strategies as st
+from models import RandomModel, models
+
+import devicemap
+from devicemap.errors import FunctionError, OptionError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*batch normalization in training needs the whole batch:RuntimeWarning")
+CI = settings(max_examples=2, derandomize=True, deadline=None, phases=[Phase.generate])
+AT_RANDOM = settings(
+    max_examples=150, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate], print_blob=True
+)
+DEVICES = [f"CPU:{i}" for i in range(1, 8)]
+HALVED = {"accumulate": 2}, {"recompute": True}
+
+
+def _check(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for name in wanted:
+        tf.nest.assert_same_structure(found[name], wanted[name])
+        for one, other in zip(tf.nest.flatten(found[name]), tf.nest.flatten(wanted[name]), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+def _trained(model: RandomModel, of: Any, changed: Any = None) -> dict[str, Any]:
+    found = model.fit(of)
+    slots = [variable.numpy() for variable in of.optimizer.variables]
+    return found | {"weights": (changed or of).get_weights(), "slots": slots}
+
+
+def _train_on_devices(model: RandomModel, count: int, options: dict[str, Any]) -> None:
+    wanted = _trained(model, model.made())
+    try:
+        found = _trained(model, devicemap.parallelize(model.made(), DEVICES[:count], **options))
+    except (FunctionError, OptionError) as error:
+        event(f"refused: {re.sub('[0-9]+', 'N', str(error))[:80]}")
+        return
+    event("trained")
+    _check(found, wanted)
+
+
+def _train_as_pipeline(model: RandomModel, count: int, options: dict[str, Any]) -> None:
+    whole, plain = model.made(), model.made()
+    try:
+        stages = devicemap.split(whole, count)
+        pipeline = devicemap.Pipeline(stages, DEVICES[: count * options.get("replicas", 1)], **options).as_model()
+        model.compile(pipeline)
+        found = model.fit(pipeline)
+    except (FunctionError, OptionError) as error:
+        event(f"refused: {re.sub('[0-9]+', 'N', str(error))[:80]}")
+        return
+    event("trained")
+    stages.copy_weights_to(whole)
+    wanted = model.fit(plain)
+    _check(found | {"weights": whole.get_weights()}, wanted | {"weights": plain.get_weights()})
+
+
+PIPELINES = st.fixed_dictionaries(
+    {"microbatches": st.integers(1, 4), "schedule": st.sampled_from(["1f1b", "gpipe"])},
+    optional={"replicas": st.just(2)},
+)
+EVERYWHERE = {"model": models(), "count": st.integers(2, 3), "options": st.sampled_from([{}, *HALVED])}
+IN_STAGES = {"model": models(), "count": st.integers(2, 3), "options": PIPELINES}
+
+
+@CI
+@given(**EVERYWHERE)
+def test_on_several_devices(model: RandomModel, count: int, options: dict[str, Any]) -> None:
+    _train_on_devices(model, count, options)
+
+
+@CI
+@given(**IN_STAGES)
+def test_as_pipelines(model: RandomModel, count: int, options: dict[str, Any]) -> None:
+    _train_as_pipeline(model, count, options)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@AT_RANDOM
+@given(**EVERYWHERE)
+def test_many_on_several_devices(model: RandomModel, count: int, options: dict[str, Any]) -> None:
+    _train_on_devices(model, count, options)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@AT_RANDOM
+@given(**IN_STAGES)
+def test_many_as_pipelines(model: RandomModel, count: int, options: dict[str, Any]) -> None:
+    _train_as_pipeline(model, count, options)
