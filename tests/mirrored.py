@@ -1,4 +1,4 @@
-"""Programs that fail or compute something else under `tf.distribute.MirroredStrategy` (docs/mirrored.md)."""
+"""Programs that fail or compute something else under `MirroredStrategy` (docs/reference/mirroredstrategy.md)."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ SECONDS = 600
 """What hangs, hangs for ever."""
 
 forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["tensorflow"])  # which takes seconds: once, instead of in each process
+forks.set_forkserver_preload(["tensorflow", "keras"])  # which takes seconds: once, instead of in each process
 
 
-def run(source: str, *arguments: str) -> list[str]:
+def run(source: str, *arguments: str, cwd: Path | None = None) -> list[str]:
     """The lines that a program prints, which has to end well. It is stored in a file, from which autograph reads it."""
     with TemporaryDirectory() as folder:
         Path(folder, "program.py").write_text(textwrap.dedent(source))
-        process = forks.Process(target=_run, args=(folder, arguments))
+        process = forks.Process(target=_run, args=(folder, arguments, cwd))
         process.start()
         process.join(SECONDS)
         process.kill()
@@ -30,9 +30,11 @@ def run(source: str, *arguments: str) -> list[str]:
         return Path(folder, "output").read_text().splitlines()
 
 
-def _run(folder: str, arguments: tuple[str, ...]) -> None:
+def _run(folder: str, arguments: tuple[str, ...], cwd: Path | None) -> None:
     for number, name in enumerate(("output", "errors"), 1):
         os.dup2(os.open(Path(folder, name), os.O_CREAT | os.O_WRONLY), number)
+    os.environ.pop("COLUMNS", None)  # texts have their default width
+    os.chdir(cwd or ".")
     program = str(Path(folder, "program.py"))
     sys.argv = [program, *arguments]
     runpy.run_path(program, run_name="__main__")

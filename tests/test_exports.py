@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 import devicemap
 
-REFERENCE = Path(__file__).parent.parent / "docs" / "reference.md"
+REFERENCE = Path(__file__).parent.parent / "docs" / "reference" / "api.md"
 NAMES = [
     "DeviceMap", "Pipeline", "Reducer", "benchmark", "connect", "list_devices", "open_results", "parallel_map",
     "parallel_reduce",

@@ -1,78 +1,53 @@
-"""The Python blocks of the README and of `docs/` run, those of a page one after another, as a program of a user's."""
+"""Each Python block of the README and of `docs/` is a program of its own, and the `text` block after it is what it prints."""
 
 from __future__ import annotations
 
+import ast
 import pathlib
 import re
-import runpy
-import subprocess
-import sys
+from collections.abc import Iterator
 from dataclasses import fields
+from typing import Any
 
+import processes
 import pytest
 
 import devicemap
 from devicemap.options import Options
 
 ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-PAGES = sorted((ROOT / "docs").glob("*.md"))
-WITHOUT_CODE = ("gallery", "glossary", "guarantees", "index", "internals", "limits", "mirrored", "reference")
-LONG = ("explaining", "pipelines", "reduce", "state")
-"""Pages that take several seconds."""
+PAGES = sorted(DOCS.rglob("*.md"))
+NIGHTLY = {DOCS / "how-to" / name for name in ("ray.md", "several-machines.md")}
+"""Pages that start other processes, which import TensorFlow."""
 
-OF_NEW_PROCESSES = (
-    [README],
-    [ROOT / "docs" / "coming-from.md", ROOT / "docs" / "training.md"],
-    [ROOT / "docs" / "scaling.md"],
-)
-"""Pages that share a process; the first of them creates its devices, and the others use these."""
-
-RUN_ALL = "import runpy, sys\nfor program in sys.argv[1:]:\n    runpy.run_path(program, run_name='__main__')"
+FENCE = re.compile(r"^ *```(.*)$", re.M)
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 
 
-def _program(page: pathlib.Path, folder: pathlib.Path) -> str:
-    """A file of the Python code of a page, as autograph reads the source of what it converts.
-
-    Every other kind of block says what it is.
-    """
-    text = page.read_text(encoding="utf-8")
-    fences = re.findall(r"^```(.*)$", text, re.M)
-    assert {*fences[::2]} <= {"python", "console", "text", "diff"}, fences
-    assert not any(fences[1::2]), fences
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
-    assert bool(blocks) == (page.stem not in WITHOUT_CODE)
-    program = folder / f"{page.stem}_page.py"
-    program.write_text("\n".join(blocks), encoding="utf-8")
-    return str(program)
+def _snippets() -> Iterator[Any]:
+    """Programs with their output, which is empty if no `text` block follows."""
+    for page in (README, *PAGES):
+        text = page.read_text(encoding="utf-8")
+        blocks = [*BLOCK.finditer(text)]
+        for block, following in zip(blocks, [*blocks[1:], None]):
+            if block[1] == "python":
+                output = following[2] if following is not None and following[1] == "text" else ""
+                name = f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, block.start()) + 1}"
+                yield pytest.param(block[2], output, id=name, marks=[pytest.mark.nightly] * (page in NIGHTLY))
 
 
-@pytest.mark.parametrize(
-    "pages",
-    [
-        pytest.param(pages, id=pages[0].stem, marks=[pytest.mark.nightly] * (pages != [README]))
-        for pages in OF_NEW_PROCESSES
-    ],
-)
-def test_pages_run_in_a_new_process(pages: list[pathlib.Path], tmp_path: pathlib.Path) -> None:
-    command = [sys.executable, "-c", RUN_ALL, *(_program(page, tmp_path) for page in pages)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr  # pages assert what they show
-    if README in pages:
-        assert done.stdout == "".join(re.findall(r"^```text\n(.*?)^```$", README.read_text("utf-8"), re.M | re.S))
+@pytest.mark.parametrize(("program", "output"), _snippets())
+def test_snippets_run_alone(program: str, output: str, tmp_path: pathlib.Path) -> None:
+    assert processes.run(program, cwd=tmp_path) == output.splitlines()
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, id=page.stem, marks=[pytest.mark.nightly] * (page.stem in LONG))
-        for page in sorted({*PAGES}.difference(*OF_NEW_PROCESSES))
-    ],
-)
-def test_pages_run(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The eight devices of the tests are those that these pages ask for."""
-    monkeypatch.chdir(tmp_path)
-    runpy.run_path(_program(page, tmp_path))
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+def test_blocks_name_their_kind(page: pathlib.Path) -> None:
+    fences = FENCE.findall(page.read_text(encoding="utf-8"))
+    assert {*fences[::2]} <= {"python", "console", "text", "diff"}
+    assert not any(fences[1::2])
 
 
 def test_pages_are_linked() -> None:
@@ -81,8 +56,8 @@ def test_pages_are_linked() -> None:
         links = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
         for link in links:
             assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
-        if page.stem == "index":
-            assert {other.name for other in PAGES if other != page} <= {*links}
+        if page == DOCS / "index.md":
+            assert {*PAGES} - {page} <= {page.parent / link for link in links}
 
 
 def test_citation_has_the_version() -> None:
@@ -91,5 +66,26 @@ def test_citation_has_the_version() -> None:
 
 
 def test_every_option_is_in_the_table() -> None:
-    page = (ROOT / "docs" / "using.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "options.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `(\w+)` \|", page, re.M) == [field.name for field in fields(Options)]
+
+
+def _texts_of_the_package() -> Iterator[str]:
+    """The strings in the code of devicemap, without the values in f-strings."""
+    for path in (ROOT / "devicemap").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+
+
+def test_every_message_of_the_page_exists() -> None:
+    """In the golden file of messages or, for errors that it leaves out, in the code."""
+    page = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
+    golden = (ROOT / "tests" / "messages.txt").read_text(encoding="utf-8")
+    known = "\n".join([golden, *_texts_of_the_package()])
+    quoted = [part for row in re.findall(r"^\| (`.*?) \|", page, re.M) for part in re.findall("`(.*?)`", row)]
+    parts = [part.strip() for message in quoted for part in message.split("…")]
+    assert len(parts) > 40
+    assert [part for part in parts if part not in known] == []

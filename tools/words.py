@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FILES = (
-    "*.md", "docs/*.md", "tools/**/*.md", "benchmarks/**/*.md", "docs/*.py",
+    "*.md", "docs/**/*.md", "tools/**/*.md", "benchmarks/**/*.md", "docs/*.py",
     *(f"{folder}/**/*.py" for folder in ("devicemap", "tests", "tools", "examples", "benchmarks")),
 )  # fmt: skip
 LINES = (ROOT / "tools" / "words.txt").read_text(encoding="utf-8").splitlines()

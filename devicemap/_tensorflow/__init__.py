@@ -1,7 +1,8 @@
 """The non-public names of TensorFlow and Keras that devicemap uses, each with the reason and a public fallback.
 
-A name is looked up at its first use. `docs/internals.md` lists the fallbacks. `tests/_tensorflow/test_internals.py` fails if a
-name is missing or behaves differently; `make test-plain` runs the laws without these names.
+A name is looked up at its first use. `docs/explanation/internals.md` lists the fallbacks.
+`tests/_tensorflow/test_internals.py` fails if a name is missing or behaves differently; `make test-plain` runs the laws without
+these names.
 """
 
 from __future__ import annotations

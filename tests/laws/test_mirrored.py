@@ -1,4 +1,4 @@
-"""Law 10 for programs that fail or compute something else under `tf.distribute.MirroredStrategy` (docs/mirrored.md)."""
+"""Law 10 for programs that fail or compute something else under `MirroredStrategy` (docs/reference/mirroredstrategy.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import devicemap
 from devicemap.errors import OptionError
 
 DEVICES = ["CPU:1", "CPU:0"]
-PAGE = Path(__file__).parents[2] / "docs" / "mirrored.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "mirroredstrategy.md"
 LIKE_OTHERS = {
     "jit_compile",
     "ema_overwrite",

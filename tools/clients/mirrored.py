@@ -1,4 +1,4 @@
-"""Run the programs of docs/mirrored.md on two logical CPUs, under `tf.distribute.MirroredStrategy` and parallelized.
+"""Run the programs of docs/reference/mirroredstrategy.md on two logical CPUs, under `MirroredStrategy` and parallelized.
 
 `python -m clients.mirrored [NAME]` compares one program with one device, or each in a process of its own: after an error, all
 collective ops of a process fail.
