@@ -11,7 +11,15 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-SHOWN = ("*.md", "docs/**/*.md", "docs/pictures/*", "benchmarks/**/*.md", "benchmarks/results/*.png", "tools/**/*.md")
+SHOWN = (
+    "*.md",
+    "docs/**/*.md",
+    "docs/pictures/*",
+    "docs/notebooks/*.ipynb",
+    "benchmarks/**/*.md",
+    "benchmarks/results/*.png",
+    "tools/**/*.md",
+)
 CODE = ("examples/*.py", "benchmarks/*.py", "benchmarks/*.cc")
 FAULTS = {
     "fetches from elsewhere": r'<(?:script|img|iframe|source|link)\b[^>]*\b(?:src|href)="?((?:https?:)?//[^"\s>]+)',
