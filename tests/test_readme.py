@@ -52,7 +52,7 @@ def test_blocks_name_their_kind(page: pathlib.Path) -> None:
 
 def test_pages_are_linked() -> None:
     """From the index, and all links between files of this repository lead somewhere."""
-    for page in (README, *PAGES):
+    for page in (README, *PAGES, *(DOCS / "notebooks").glob("*.ipynb")):
         links = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
         for link in links:
             assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
