@@ -27,7 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="cross all values of the parameters, instead of each value once"
     )
-    parser.addoption("--update-messages", action="store_true", help="write tests/messages.txt instead of comparing")
+    parser.addoption(
+        "--update-messages",
+        action="store_true",
+        help="write tests/messages.txt, and output in docs/, instead of comparing",
+    )
     parser.addoption("--gpus", type=int, default=0, help="run the tests for any devices on this many emulated GPUs")
 
 

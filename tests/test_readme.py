@@ -35,12 +35,19 @@ def _snippets() -> Iterator[Any]:
             if block[1] == "python":
                 output = following[2] if following is not None and following[1] == "text" else ""
                 name = f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, block.start()) + 1}"
-                yield pytest.param(block[2], output, id=name, marks=[pytest.mark.nightly] * (page in NIGHTLY))
+                yield pytest.param(page, block[2], output, id=name, marks=[pytest.mark.nightly] * (page in NIGHTLY))
 
 
-@pytest.mark.parametrize(("program", "output"), _snippets())
-def test_snippets_run_alone(program: str, output: str, tmp_path: pathlib.Path) -> None:
-    assert processes.run(program, cwd=tmp_path) == output.splitlines()
+@pytest.mark.parametrize(("page", "program", "output"), _snippets())
+def test_snippets_run_alone(
+    page: pathlib.Path, program: str, output: str, tmp_path: pathlib.Path, pytestconfig: pytest.Config
+) -> None:
+    printed = "".join(f"{line}\n" for line in processes.run(program, cwd=tmp_path))
+    if pytestconfig.getoption("update_messages"):
+        before, after = (f"{program}```\n\n```text\n{text}```\n" for text in (output, printed))
+        page.write_text(page.read_text("utf-8").replace(before, after), "utf-8")
+    else:
+        assert printed == output
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
