@@ -1,4 +1,4 @@
-"""Programs in processes of their own, in which TensorFlow has been imported and has not started yet."""
+"""Programs in processes of their own, in which TensorFlow and Keras have been imported and have not started yet."""
 
 from __future__ import annotations
 
