@@ -121,7 +121,7 @@ class Simulation(Call):
             assert self.step() or timeout is not None, "the scheduler waits, and nothing will happen"
         return self.messages.popleft()
 
-    # What happens meanwhile.
+    # The turns of the other threads.
 
     def step(self) -> bool:
         """Let one thread take a turn. Return false if none can."""
