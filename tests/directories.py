@@ -1,10 +1,13 @@
-"""A model of a directory of results, for calls in any order: what a call of a growing list of integers stores there."""
+"""A model of a directory of results, for calls in any order on devices that may be lost: a growing list of integers."""
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 from stored import query, read_rows, rows_of
 
+from benchmarks.simulator import Simulator, load
 from devicemap import DeviceMap
 from devicemap.errors import JournalError
 from devicemap.events import ChunkFinished, Event, RowFailed
@@ -30,6 +34,15 @@ SCALE = tf.Variable(1, dtype=tf.int64)
 
 FAILS = tf.errors.InvalidArgumentError
 """The error of a row that fails."""
+
+LOST = tf.errors.UnavailableError
+"""The error of a device that is lost."""
+
+
+@cache
+def simulator() -> Simulator:
+    """Return the simulator of devices that can be lost."""
+    return load()
 
 
 class Interrupt(Exception):
@@ -57,22 +70,41 @@ observer = Observer()
 
 
 @cache
-def mapper_of(kind: str, devices: tuple[str, ...], skip: bool, observed: bool = True) -> DeviceMap:
-    """Return a map of integers that fails on negative ones."""
+def function_of(kind: str) -> Callable[[Any], Any]:
+    """Return a function of integers that fails on negative ones."""
 
     def fn(rows: Any) -> Any:
         if kind == "batches":  # an op that one device runs at a time
             rows = tf.ensure_shape(tf.numpy_function(lambda rows: rows, [rows], tf.int64), rows.shape)
         with tf.control_dependencies([tf.debugging.assert_non_negative(rows)]):
-            return rows * SCALE + 1
+            return simulator().work(rows * SCALE, tf.zeros(tf.shape(rows)[:1]))
 
+    return fn
+
+
+@cache
+def mapper_of(kind: str, devices: tuple[str, ...], skip: bool, observed: bool = True) -> DeviceMap:
+    """Return a map of integers."""
     options = {"on_error": "skip" if skip else "raise", "progress": observer if observed else False}
-    return DeviceMap(fn, devices=devices, **options, **KINDS[kind])
+    return DeviceMap(function_of(kind), devices=devices, **options, **KINDS[kind])
+
+
+def write_and_die(kind: str, values: Sequence[int], scale: int, directory: str, events: int) -> None:
+    """Write in a new process, which is killed after some chunks or failed rows."""
+    SCALE.assign(scale)
+    finished = count(1)
+
+    def observe(event: Event) -> None:
+        if isinstance(event, ChunkFinished | RowFailed) and next(finished) > events:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    options = {"on_error": "skip", "progress": observe, **KINDS[kind]}
+    DeviceMap(function_of(kind), devices=["CPU:0"], **options).write(read_data(values, kind), directory)
 
 
 def wanted(values: Sequence[int]) -> list[int]:
     """Return what the map makes of the rows that do not fail."""
-    return [value * int(SCALE) + 1 for value in values if value >= 0]
+    return [2 * value * int(SCALE) + 1 for value in values if value >= 0]
 
 
 def read_data(values: Sequence[int], kind: str, fails_at: int | None = None) -> Any:
@@ -91,11 +123,16 @@ def read_data(values: Sequence[int], kind: str, fails_at: int | None = None) -> 
     return dataset.batch(3) if kind == "batches" else dataset
 
 
-def attempt(call: Callable[[], Any], interrupt: Any, refused: bool, fails: bool) -> Any:
-    """Return the result of a call, or `None` if it raised the error that is expected, or perhaps one of an interruption."""
+def attempt(call: Callable[[], Any], interrupt: Any, refused: bool, fails: bool, lost: str | None = None) -> Any:
+    """Return the result of a call, or `None` if it raised the error that is expected, or perhaps one of an interruption.
+
+    `lost` says whether "some" or "all" of its devices are lost.
+    """
     observer.start(interrupt[1] if interrupt and interrupt[0] == "observer" else None)
-    expected: tuple[type[Exception], ...] = (JournalError,) * refused + (FAILS,) * fails
-    allowed = (*expected, Interrupt, tf.errors.OpError) if interrupt else expected[:1]
+    expected: tuple[type[Exception], ...] = (JournalError,) * refused + (FAILS,) * fails + (LOST,) * (lost == "all")
+    allowed = (*expected, Interrupt, tf.errors.OpError) if interrupt else expected[:1] if refused else expected
+    if lost == "some":  # calls in one graph fail, calls in chunks continue
+        allowed = (*allowed, LOST)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # all rows failed, or some failed in earlier runs
         try:
@@ -128,7 +165,7 @@ class Stored:
             found = read_rows(self.path)
             assert {row for row, result in found.items() if isinstance(result, str)} == failed
             right = found.keys() - failed
-            assert all(found[row] == values[row] * self.scale + 1 for row in right)
+            assert all(found[row] == 2 * values[row] * self.scale + 1 for row in right)
         assert self.right <= right
         assert self.failed <= right | failed
         assert all(values[row] < 0 for row in failed - self.failed)
@@ -147,13 +184,14 @@ class Stored:
         skip: bool,
         keeps_failed: bool,
         interrupt: Any,
+        lost: str | None,
     ) -> Any:
         """Call a function of data and a directory, and compare the rows that it computes with those that are missing."""
         kept = self.failed if keeps_failed else set()
         todo = [row for row in range(len(values)) if row not in self.right | kept]
         changed = any(values[row] >= 0 for row in kept) or self.scale not in (None, int(SCALE))
         fails = not skip and any(values[row] < 0 for row in todo)
-        result = attempt(lambda: call(data, self.path), interrupt, changed, fails)
+        result = attempt(lambda: call(data, self.path), interrupt, changed, fails, lost if todo else None)
         self.read(values)
         assert {*observer.computed} <= self.right | self.failed
         if result is not None:

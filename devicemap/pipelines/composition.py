@@ -100,7 +100,7 @@ class Composition:
             self._targets = self._cut(tf.nest.flatten(batch.targets), parts)
         known = batch.rows is not None or batch.least >= parts
         self._filled = [known or self.sizes[m] > 0 for m in range(parts)]
-        replicas = len(setting.devices)
+        replicas = min(len(setting.devices), parts)  # a gradient of zeros from an idle one would make a sparse sum dense
         bounds = [-(-replica * parts // replicas) for replica in range(replicas + 1)]
         self._shares = [range(*pair) for pair in pairwise(bounds)]
         kind = "gpipe" if self._forward_first(traced) else setting.schedule

@@ -5,6 +5,7 @@ Results equal those of NumPy. In a directory each row is computed once, or liste
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -14,9 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import processes
 import pytest
 import tensorflow as tf
-from directories import FAILS, KINDS, SCALE, Stored, attempt, mapper_of, observer, read_data, wanted
+from directories import (
+    FAILS,
+    KINDS,
+    LOST,
+    SCALE,
+    Stored,
+    attempt,
+    mapper_of,
+    observer,
+    read_data,
+    simulator,
+    wanted,
+    write_and_die,
+)
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -38,10 +53,13 @@ class Directories(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.written, self.reduced = (Stored(Path(self.folder.name, name)) for name in ("written", "reduced"))
         SCALE.assign(1)
+        self.lost = set[str]()
+        simulator().reset()
 
     def teardown(self) -> None:
         if hasattr(self, "folder"):
             self.folder.cleanup()
+            simulator().reset()
 
     def data(self, interrupt: Any = None) -> Any:
         return read_data(self.values, self.kind, interrupt[1] if interrupt and interrupt[0] == "data" else None)
@@ -56,6 +74,20 @@ class Directories(RuleBasedStateMachine):
         row = data.draw(st.integers(0, len(self.values) - 1))
         self.values[row] = abs(self.values[row])
 
+    @rule(device=st.sampled_from(["CPU:0", "CPU:1", "CPU:2"]))
+    def lose_a_device(self, device: str) -> None:
+        self.lost.add(device)
+        simulator().configure(device, fails_from_call=0, error_code=LOST(None, None, "").error_code)
+
+    @rule()
+    def repair_devices(self) -> None:
+        self.lost.clear()
+        simulator().reset()
+
+    def lost_of(self, devices: tuple[str, ...]) -> str | None:
+        """Return whether "some" or "all" of these devices are lost."""
+        return "all" if {*devices} <= self.lost else "some" if {*devices} & self.lost else None
+
     @rule()
     def change_the_variable(self) -> None:
         SCALE.assign(3 - SCALE)
@@ -63,7 +95,7 @@ class Directories(RuleBasedStateMachine):
     @rule(devices=DEVICES, skip=st.booleans(), interrupt=st.none() | INTERRUPTS)
     def map_rows(self, devices: tuple[str, ...], skip: bool, interrupt: Any) -> None:
         mapper, fails = self.mapper(devices, skip), not skip and min(self.values) < 0
-        result = attempt(lambda: mapper(self.data(interrupt)), interrupt, False, fails)
+        result = attempt(lambda: mapper(self.data(interrupt)), interrupt, False, fails, self.lost_of(devices))
         if result is not None:
             assert result.numpy().tolist() == wanted(self.values)
             assert sorted(observer.computed) == [*range(len(self.values))]
@@ -82,7 +114,9 @@ class Directories(RuleBasedStateMachine):
 
     def write_rows(self, devices: tuple[str, ...], skip: bool, interrupt: Any = None, retry: bool = False) -> None:
         call = partial(self.mapper(devices, skip).write, retry_failed=retry)
-        results = self.written.compute(call, self.values, self.data(interrupt), skip, skip and not retry, interrupt)
+        results = self.written.compute(
+            call, self.values, self.data(interrupt), skip, skip and not retry, interrupt, self.lost_of(devices)
+        )
         if results is not None:
             assert results.complete
             assert results.load().tolist() == wanted(self.values)
@@ -99,7 +133,7 @@ class Directories(RuleBasedStateMachine):
     def retry_failed_rows(self, devices: tuple[str, ...]) -> None:
         self.write_rows(devices, skip=True, retry=True)
 
-    @precondition(lambda self: max(self.values) >= 0)  # otherwise there is a warning
+    @precondition(lambda self: max(self.values) >= 0 and not self.lost)  # otherwise there are warnings
     @rule(devices=DEVICES, skip=st.booleans())
     def write_while_another_thread_maps(self, devices: tuple[str, ...], skip: bool) -> None:
         with ThreadPoolExecutor() as threads:
@@ -110,7 +144,9 @@ class Directories(RuleBasedStateMachine):
     @rule(devices=DEVICES, skip=st.booleans(), interrupt=st.none() | INTERRUPTS)
     def reduce(self, devices: tuple[str, ...], skip: bool, interrupt: Any) -> None:
         call = lambda data, path: self.mapper(devices, skip).reduce(data, "sum", path)
-        total = self.reduced.compute(call, self.values, self.data(interrupt), skip, skip, interrupt)
+        total = self.reduced.compute(
+            call, self.values, self.data(interrupt), skip, skip, interrupt, self.lost_of(devices)
+        )
         assert total is None or int(total) == sum(wanted(self.values))
 
     @rule(number=st.integers(0, 9))
@@ -128,6 +164,7 @@ class Directories(RuleBasedStateMachine):
                 attempt(write, None, True, False)
             self.written.read(self.values)
 
+    @precondition(lambda self: not self.lost)
     @rule(devices=DEVICES, skip=st.booleans())
     def run_tasks(self, devices: tuple[str, ...], skip: bool) -> None:
         """Each task maps the rows before its own, and fails as its row does."""
@@ -144,9 +181,23 @@ class Directories(RuleBasedStateMachine):
             assert isinstance(result, FAILS) if data[row] < 0 else result == wanted([*map(abs, self.values[:row])])
 
 
+class KilledDirectories(Directories):
+    """Processes that write are killed, too."""
+
+    @precondition(lambda self: self.written.scale in (None, int(SCALE)))
+    @rule(events=st.integers(0, 4))
+    def kill_a_write(self, events: int) -> None:
+        arguments = self.kind, self.values, int(SCALE), str(self.written.path), events
+        process = processes.forks.Process(target=write_and_die, args=arguments)
+        process.start()
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
+        self.written.read(self.values)
+
+
 # No shrinking, which would take longer than the timeout of a test.
 CI = settings(max_examples=14, stateful_step_count=20, deadline=None, derandomize=True, phases=[Phase.generate])
-AT_RANDOM = settings(max_examples=300, stateful_step_count=40, deadline=None)
+AT_RANDOM = settings(max_examples=6, stateful_step_count=40, deadline=None)
 
 
 def test_states() -> None:
@@ -156,4 +207,4 @@ def test_states() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_many_states() -> None:
-    run_state_machine_as_test(Directories, settings=AT_RANDOM)
+    run_state_machine_as_test(KilledDirectories, settings=AT_RANDOM)
