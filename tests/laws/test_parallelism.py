@@ -79,6 +79,16 @@ def test_work_is_where_it_belongs() -> None:
     assert set(placements(graphs, "CheckNumerics")) == set(WORKERS)  # which is colocated with its input
 
 
+def test_a_variable_that_is_read_twice_is_read_on_each_device() -> None:
+    with tf.device("CPU:0"):
+        table = tf.Variable(tf.ones([21, 3]))
+    batches = devicemap.DeviceMap(
+        lambda b: tf.gather(table, tf.cast(b[:, 0], tf.int32)) + tf.reduce_sum(table), devices=WORKERS, batched=True
+    )
+    returned = [edge.sender for edge in edges(partitions(batches, X)) if edge.receiver == "CPU:0"]
+    assert sorted(returned) == WORKERS  # the results, and no indices
+
+
 def test_effects_happen_once_per_row_used_or_not(tmp_path: Path) -> None:
     seen: list[float] = []
     count = tf.Variable(0)
