@@ -89,9 +89,12 @@ def test_a_call_that_runs_out_of_memory_continues_in_chunks(sim: simulator.Simul
         return sim.work(rows, tf.fill([tf.shape(rows)[0]], 1e-4))  # rows in memory are those with a time
 
     mapper = devicemap.DeviceMap(fn, devices=devices, batched=True)
-    for rows in (20, 300, 300):  # the first in one graph
+    graphs = []
+    for rows in (20, 20, 300, 300):  # the first in one graph
         x = tf.random.uniform([rows, 4])
         np.testing.assert_allclose(mapper(x), 2 * x + 1)
+        graphs.append(sum(call.rows >= 20 // len(devices) for call in sim.calls()))
+    assert graphs[0] == graphs[1] > 0  # chunks have fewer rows
     assert sim.usage(0).refused > 0
     assert mapper.report.retries == 0  # the limit is known by now
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from functools import partial
 from typing import Any
@@ -158,6 +159,21 @@ def test_a_reducer_of_ones_own_goes_in_the_order_of_rows(options: dict[str, Any]
     np.testing.assert_allclose(got["all"], wanted, rtol=1e-4)
     np.testing.assert_allclose(got["first"], wanted[0], rtol=1e-4)
     np.testing.assert_array_equal(parallel_reduce(fn, angles[:0], reducer, devices=devices)["all"], np.eye(2))
+
+
+def test_a_reducer_of_large_results_goes_in_the_order_of_rows(devices: list[str]) -> None:
+    """Rows give 400 kB each, of which a few are kept at a time: affine maps, composed one after another."""
+
+    def composed(first: Any, second: Any) -> Any:
+        return first[0] * second[0], first[1] * second[0] + second[1]
+
+    def fn(n: Any) -> Any:
+        return 1.0 + 0.1 * n, tf.fill([100_000], n)
+
+    reducer = Reducer((1.0, np.zeros(100_000, "float32")), step=composed, merge=composed)
+    got = parallel_reduce(fn, tf.range(31.0) % 7.0, reducer, devices=devices)
+    wanted = functools.reduce(composed, [(1.0 + 0.1 * (i % 7), float(i % 7)) for i in range(31)])
+    np.testing.assert_allclose([got[0], got[1][0], got[1][-1]], [*wanted, wanted[1]], rtol=1e-4)
 
 
 class _Moments(tf.experimental.ExtensionType):

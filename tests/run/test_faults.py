@@ -113,7 +113,7 @@ def test_faulty_devices(sim: Simulator, name: str) -> None:
     if refused:
         assert _refused(sim) == refused
         counts = Counter(map(type, events))
-        assert (counts[ChunkFailed], counts[ChunkRetried]) == (sum(refused), mapper.report.retries)
+        assert counts[ChunkRetried] == mapper.report.retries >= counts[ChunkFailed] == sum(refused)
     if "memory" in name:
         assert sum(device.back_offs for device in mapper.report.devices) == mapper.report.retries
         np.testing.assert_array_equal(mapper(data), expected)
