@@ -204,7 +204,16 @@ def test_small_chunks_are_committed_together(tmp_path: Path) -> None:
 
 def test_workers_wait_while_many_bytes_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("devicemap.store.database._QUEUE_BYTES", 1)
-    assert Counted(_triple).write(tmp_path) == list(range(64))
+    stored: list[bool] = []
+
+    def observe(event: Event) -> None:
+        if isinstance(event, ChunkFinished):
+            start, stop = event.shard.start, event.shard.stop
+            rows = devicemap.open_results(tmp_path)[start:stop]
+            stored.append(np.array_equal(rows, 3 * DATA[start:stop] + 1))
+
+    devicemap.DeviceMap(_triple, devices=["CPU:1", "CPU:2"], batch_size=4, progress=observe).write(DATA, tmp_path)
+    assert stored == [True] * 16
 
 
 # Other writers
