@@ -18,7 +18,7 @@ import pytest
 import tensorflow as tf
 from graphs import between_devices, partitions, placements
 from keras import layers
-from trainings import CASES, STEPS, WEIGHTS, AddsLosses, Case, X, Y, mlp, normalized, sequential
+from trainings import CASES, LABELS, STEPS, WEIGHTS, AddsLosses, Case, X, Y, mlp, normalized, sequential
 
 import devicemap
 from devicemap.errors import FunctionError, OptionError
@@ -73,10 +73,29 @@ def test_trained_as_by_one_device(name: str, options: dict[str, Any], devices: l
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(before, case.wanted["weights"]))
 
 
-@pytest.mark.nightly
 def test_explains_models_whose_call_has_no_argument_training(devices: list[str]) -> None:
-    model = devicemap.parallelize(CASES["a loss that changes what it uses"].made(), devices)
-    assert model.explain(X).bytes_per_row
+    model = devicemap.parallelize(CASES["a loss that changes what it uses"].made(), devices, accumulate=2)
+    plan = model.explain(X)
+    assert plan.bytes_per_row
+    assert (plan.microbatches, plan.gathered_for) == (2, ("compute_loss",))
+
+
+def test_verify_names_the_first_layer_that_differs(devices: list[str]) -> None:
+    model = sequential(layers.Dense(4), layers.Lambda(lambda x: x - tf.reduce_mean(x, 0)))
+    model.compile("sgd", "mse", jit_compile=False)
+    verification = devicemap.parallelize(model, devices).verify(X, rows=5)
+    assert verification.rows == 5
+    assert str(verification.findings[0].output).startswith("the result['1_lambda")
+
+
+def test_spread_variables_are_updated_where_they_are(devices: list[str]) -> None:
+    case = CASES["momentum, clipnorm"]
+    with devicemap.spread_variables(devices):
+        model = case.made()
+    assert_close(case.fitted(devicemap.parallelize(model, devices)), case.wanted)
+    homes = [variable.value.device for variable in model.trainable_variables]
+    assert len({*homes}) == len(devices)
+    assert [slot.value.device for slot in model.optimizer.momentums] == homes
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(8, marks=pytest.mark.nightly)])
@@ -168,10 +187,11 @@ def test_steps_without_memory_say_what_to_do(in_training: bool, devices: list[st
     np.testing.assert_equal(model.get_weights(), before)
 
 
-@pytest.mark.nightly
-def test_layers_that_draw_for_themselves_are_not_run_again(devices: list[str]) -> None:
-    noisy = layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x)))
-    model = devicemap.parallelize(Case(lambda: sequential(noisy)).made(), devices, recompute=True)
+@pytest.mark.in_ci(2)
+@pytest.mark.parametrize("recompute", [True, ["noisy"]], ids=str)
+def test_layers_that_draw_for_themselves_are_not_run_again(recompute: Any, devices: list[str]) -> None:
+    noisy = layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x)), name="noisy")
+    model = devicemap.parallelize(Case(lambda: sequential(noisy)).made(), devices, recompute=recompute)
     with pytest.raises(FunctionError, match=r"keras\.random"):
         model.fit(X, Y, verbose=0)
 
@@ -419,6 +439,26 @@ def test_xla_compiles_what_each_device_runs() -> None:
     assert compiled == {"CPU:1": 2, "CPU:2": 2}, "forwards and backwards"
 
 
+@pytest.mark.private("inlining the calls, whose ops are otherwise in no partitioned graph of the step")
+def test_losses_of_rows_are_computed_where_the_rows_are() -> None:
+    model = mlp()
+    model.compile("sgd", "mse", metrics=["mae"], jit_compile=False)
+    devicemap.parallelize(model, ["CPU:1", "CPU:2"])
+    model.train_on_batch(X[:11], Y[:11])  # Keras builds losses and metrics in the first step
+    graphs = partitions(model.train_on_batch, X[:11], Y[:11])
+    assert placements(graphs, "Square") == placements(graphs, "Abs") == {"CPU:1": 1, "CPU:2": 1}
+
+
+def test_saturated_outputs_in_eager_code(devices: list[str]) -> None:
+    """Keras takes the crossentropy from the logits of an output."""
+    model = keras.Sequential([keras.Input([6]), layers.Dense(3, "softmax")])
+    model.set_weights([100 * weights for weights in model.get_weights()])
+    model.compile(loss="sparse_categorical_crossentropy", run_eagerly=True)
+    wanted = model.evaluate(X, LABELS, verbose=0)
+    assert wanted > 20
+    np.testing.assert_allclose(devicemap.parallelize(model, devices).evaluate(X, LABELS, verbose=0), wanted, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
@@ -462,7 +502,7 @@ def mirrored() -> keras.Model:
         (mlp, {"added_losses": "max"}, "max"),
         (normalized, {"accumulate": 2}, "local"),
         (mlp, {"accumulate": 0}, "accumulate"),
-        (mlp, {"recompute": ["nobody"]}, "nobody"),
+        (mlp, {"recompute": ["last"]}, "recompute has 'last'; the layers of"),
         (mlp, {"recompute": "dense"}, "list"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
@@ -547,6 +587,23 @@ def test_a_layer_that_counts_calls(devices: list[str]) -> None:
     model = Case(lambda: sequential(Effect(lambda count, _: count.assign_add(1.0), weight()))).made()
     devicemap.parallelize(model, devices).fit(X, Y, batch_size=11, verbose=0)
     assert float(model.layers[0].state) == 4
+
+
+class Clipped(layers.Layer):
+    """Assigns weights that have gradients."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=[shape[-1], 2])
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.kernel.assign(tf.clip_by_value(self.kernel, -0.2, 0.2))
+        return x @ self.kernel
+
+
+def test_a_layer_that_clips_its_weights(devices: list[str]) -> None:
+    case = Case(lambda: sequential(Clipped()))
+    assert_close(case.fitted(devicemap.parallelize(case.made(), devices)), case.fitted(case.made()))
 
 
 class Stored(layers.Layer):
