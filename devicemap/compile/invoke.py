@@ -56,15 +56,10 @@ class Invoker:
         return result
 
 
-def interruptible(call: Callable[[], Any], cancellation: Cancellation, most_seconds: float = math.inf) -> Any:
-    """Return the result of a call in another thread, which is cancelled if a signal handler raises in this one.
-
-    Raises:
-        TimeoutError: the call took more than `most_seconds`, and was cancelled.
-    """
-    (outcome,) = attempt([call], cancellation, most_seconds)
-    if outcome is None:
-        raise TimeoutError
+def interruptible(call: Callable[[], Any], cancellation: Cancellation) -> Any:
+    """Return the result of a call in another thread, which is cancelled if a signal handler raises in this one."""
+    (outcome,) = attempt([call], cancellation)
+    assert outcome is not None  # the time is not limited
     result, error = outcome
     if error is None:
         return result
