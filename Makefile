@@ -20,7 +20,7 @@ PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .PHONY: demo check lint types site test test-nightly test-full test-gpus test-plain test-clients test-oldest test-tf-nightly \
-	bench bench-quick pictures clean
+	mutants bench bench-quick pictures clean
 
 demo: $(VENV)/examples.done
 	$(BIN)/python examples/digits.py
@@ -68,6 +68,18 @@ test-tf-nightly:
 	.venv-nightly/bin/python -m pip install --quiet --upgrade "$(NIGHTLY_TENSORFLOW)" --group test
 	.venv-nightly/bin/python -m pip install --quiet --no-deps --editable .
 	.venv-nightly/bin/python $(PYTEST) --junitxml=build/test-tf-nightly.xml
+
+# Small changes of the package, one at a time, that should make a test fail. `make mutants N=20` draws 20 of them.
+N ?= 200
+mutants: build/mutants/recorded.done
+	$(BIN)/python tools/mutants.py $(N)
+
+# The tests that execute each line, and their seconds.
+build/mutants/recorded.done: $(VENV)/native.done $(wildcard devicemap/*/*.py tests/*.py tests/*/*.py)
+	$(BIN)/python -m pip install --quiet --group mutants
+	rm -rf build/mutants && mkdir -p build/mutants
+	-CI=true COVERAGE_FOLDER=build/mutants PYTHONPATH=tools $(BIN)/python $(PYTEST) -p line_tests
+	touch $@
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .
