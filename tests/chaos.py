@@ -138,7 +138,6 @@ def disturb_hosts(seed: int, seconds: float, counts: Any) -> None:
 
 def disturb_ray_nodes(seed: int, seconds: float, counts: Any) -> None:
     """Map datasets with Ray on two nodes, of which one is killed or shut down and replaced, again and again."""
-    import cloudpickle
     import ray.data
     from ray.cluster_utils import Cluster
 

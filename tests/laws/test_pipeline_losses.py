@@ -143,6 +143,14 @@ def test_the_loss_and_gradients_of_one_device(
             np.testing.assert_allclose(tf.convert_to_tensor(got), tf.convert_to_tensor(each), rtol=1e-3, atol=atol)
 
 
+def test_an_idle_replica_leaves_gradients_sparse(devices: list[str]) -> None:
+    """Keras's optimizers treat `tf.IndexedSlices` with repeated rows in another way than their dense sum."""
+    model = ids_masked(dense(), dense(), dense())
+    pipe, _ = piped(model, "replicas", devices, loss="mse")
+    _, (gradient, *_) = pipe.value_and_gradients(ids[:1], np.ones([1, 4, 4], "f"))
+    assert gradient.indices.shape == [4]
+
+
 def trained(model: Any, rows: Any, targets: Any, loss: Any, **options: Any) -> Any:
     keras.utils.set_random_seed(1)
     metrics = ["mae", keras.metrics.RootMeanSquaredError()]
