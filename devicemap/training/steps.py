@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.keras import losses_of
 from devicemap.data.structure import freeze
 from devicemap.devices import is_out_of_memory
 from devicemap.errors import brief, function_error
@@ -64,7 +65,8 @@ class Steps:
     def _function(self, specs: Any) -> Any:
         if self._model.run_eagerly:
             return self._step
-        key = freeze(specs)
+        # Keras builds its losses in the first step. If an optimizer creates no variable, that step is traced only once.
+        key = freeze(specs), bool(losses_of(self._model))
         if key not in self._functions:
             signature = None if specs is None else [specs]
             self._functions[key] = tf.function(self._step, signature, autograph=False, reduce_retracing=True)
