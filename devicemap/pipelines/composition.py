@@ -100,7 +100,8 @@ class Composition:
             self._targets = self._cut(tf.nest.flatten(batch.targets), parts)
         known = batch.rows is not None or batch.least >= parts
         self._filled = [known or self.sizes[m] > 0 for m in range(parts)]
-        replicas = min(len(setting.devices), parts)  # a gradient of zeros from an idle one would make a sparse sum dense
+        # The gradient of an idle replica is dense zeros, which make the sum of `tf.IndexedSlices` dense.
+        replicas = min(len(setting.devices), parts)
         bounds = [-(-replica * parts // replicas) for replica in range(replicas + 1)]
         self._shares = [range(*pair) for pair in pairwise(bounds)]
         kind = "gpipe" if self._forward_first(traced) else setting.schedule

@@ -15,6 +15,7 @@ import tensorflow as tf
 from cases import IN_CI, Case
 
 import devicemap
+from benchmarks.simulator import Simulator
 from devicemap import benchmark
 from devicemap.errors import DataError, DeviceError, FunctionError, OptionError, UnknownOptionError
 
@@ -98,12 +99,10 @@ def test_an_error_in_eager_code_is_reported_and_one_in_a_graph_is_raised() -> No
         benchmark(lambda row: tf.debugging.check_numerics(row / 0.0, "broken"), ROWS, **SHORT)
 
 
-def test_no_larger_batch_follows_one_that_runs_out_of_memory() -> None:
-    def fn(batch: Any) -> Any:
-        rows = tf.shape(batch, tf.int64)[0]
-        columns = tf.where(rows > 10, 2**50, 1)
-        return tf.reduce_sum(batch) + tf.reduce_sum(tf.fill([rows, columns], 1.0), 1)
-
+def test_no_larger_batch_follows_one_that_runs_out_of_memory(sim: Simulator) -> None:
+    for device in THREE:
+        sim.configure(device, memory_rows=10)
+    fn = lambda batch: sim.work(batch, tf.zeros(tf.shape(batch)[:1]))
     result = benchmark(fn, ROWS, batch_sizes=[90, 60, 30], batched=True, devices=THREE, rounds=1, max_rows=9)
     assert _measured(result) == [("batch", 30), ("batch", 60), ("eager", 9), ("one device", 9), ("all devices", 9)]
     assert [m.error is None for m in result.measurements[:2]] == [True, False]

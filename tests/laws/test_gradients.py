@@ -445,7 +445,7 @@ def test_a_taped_call_while_another_thread_builds_a_graph(monkeypatch: pytest.Mo
 
     def slow(*args: Any) -> Any:
         building.set()
-        go_on.wait(20)
+        go_on.wait(2)
         return with_captures(*args)
 
     monkeypatch.setattr(graph_builder, "with_captures", slow)

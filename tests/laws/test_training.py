@@ -803,7 +803,9 @@ class Weighted(layers.Layer):
         return shape
 
 
-@pytest.mark.parametrize("way", ["tf.function", "recompute_grad", "py_function"])
+@pytest.mark.parametrize(
+    "way", ["tf.function", "recompute_grad", pytest.param("py_function", marks=pytest.mark.nightly)]
+)
 def test_weights_in_functions_of_layers_have_gradients(way: str, devices: list[str]) -> None:
     case = Case(lambda: sequential(Weighted(way)))
     model = devicemap.parallelize(case.made(), devices)
