@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
 import time
 import traceback
@@ -141,6 +142,7 @@ def disturb_ray_nodes(seed: int, seconds: float, counts: Any) -> None:
     import ray.data
     from ray.cluster_utils import Cluster
 
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this module
     draw, end, happened = random.Random(seed), time.monotonic() + seconds, Counter[str]()
     soon = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": soon})

@@ -21,7 +21,7 @@ from stored import ranges, read_rows
 
 from devicemap.store.database import DATABASE, LOCK
 
-SECONDS = float(os.environ.get("CHAOS_SECONDS", "1200"))
+SECONDS = 60 * float(os.environ.get("DEVICEMAP_CHAOS_MINUTES", "20"))
 """How long each test runs."""
 
 ROUND_SECONDS = 20.0
