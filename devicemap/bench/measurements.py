@@ -10,7 +10,7 @@ from typing import Any
 from devicemap.devices import Device
 from devicemap.errors import OptionError
 from devicemap.events import short_name
-from devicemap.inspect.render import Result, figure_class, page, seconds_text, size_text, table
+from devicemap.inspect.render import BLUE, ORANGE, Result, drawing, page, seconds_text, size_text, table
 
 
 @dataclass(frozen=True)
@@ -157,22 +157,23 @@ class BenchmarkResult(Result):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        figure = figure_class()(layout="constrained")
-        axes = figure.subplots()
         batches = sorted((m for m in self.measurements if m.mode == "batch" and not m.error), key=lambda m: m.rows)
         sizes = [m.rows for m in batches]
-        axes.plot(sizes, [1e3 / m.rows_per_second for m in batches], "o-", label="time per row")
-        axes.set(title=self.name, xlabel="batch size", ylabel="milliseconds per row", xscale="log", yscale="log")
-        peaks = [max(m.peak_memory_bytes) / 2**20 for m in batches if m.peak_memory_bytes]
-        if peaks:
-            right = axes.twinx()
-            right.plot(sizes, peaks, "s--", color="C1", label="peak memory")
-            for memory in {device.memory for device in self.devices if device.memory}:
-                right.axhline(memory / 2**20, color="C3", linestyle=":", label="memory of a device")
-            right.set(ylabel="MiB on the fullest device", ylim=(0, None))
-            right.legend(loc="upper right")
-        axes.legend(loc="upper left")
-        figure.savefig(path, dpi=150)
+        failed = self._bounds()[1]
+        with drawing(path, 9.0, 5.0) as figure:
+            axes = figure.subplots()
+            axes.plot(sizes, [1e3 / m.rows_per_second for m in batches], "o-", lw=2, color=BLUE, label="time per row")
+            if failed:
+                axes.axvspan(failed, 1.5 * failed, color="lightgrey", label="out of memory")
+            axes.set(title=self.name, xlabel="batch size", ylabel="milliseconds per row", xscale="log", yscale="log")
+            peaks = [max(m.peak_memory_bytes) / 2**20 for m in batches if m.peak_memory_bytes]
+            if peaks:
+                right = axes.twinx()
+                right.plot(sizes, peaks, "s--", lw=2, color=ORANGE, label="peak memory")
+                for memory in {device.memory for device in self.devices if device.memory}:
+                    right.axhline(memory / 2**20, lw=2, color="black", linestyle=":", label="memory of a device")
+                right.set(ylabel="MiB on the fullest device", ylim=(0, None))
+            figure.legend(loc="outside lower center", ncols=2, frameon=False)
 
 
 def next_batch(result: BenchmarkResult) -> int | None:

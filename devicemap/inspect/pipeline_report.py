@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from devicemap.events import short_name
-from devicemap.inspect.render import Result, check_drawable, figure_class, page, seconds_text, table
+from devicemap.inspect.render import BLUE, ORANGE, Result, check_drawable, drawing, page, seconds_text, table
 
-_COLOURS = {False: "tab:blue", True: "tab:orange"}
+_COLOURS = {False: BLUE, True: ORANGE}
 _MOST_LABELS = 200
 """With more calls, bars have no numbers."""
 
@@ -69,17 +69,16 @@ class PipelineReport(Result):
             OptionError: matplotlib cannot write files with this suffix.
         """
         check_drawable(path)
-        figure = figure_class()(figsize=(9.0, 1.2 + 0.5 * len(self.devices)), layout="constrained")
-        axes = figure.add_subplot()
-        for call in self.calls:
-            row, width = self.devices.index(call.device), call.finished_seconds - call.started_seconds
-            bar = axes.barh(row, width, 0.8, call.started_seconds, color=_COLOURS[call.backward], edgecolor="white")
-            if len(self.calls) <= _MOST_LABELS:
-                axes.bar_label(bar, [str(call.microbatch)], label_type="center", fontsize="x-small", color="white")
-        axes.set_yticks(range(len(self.devices)), [*map(short_name, self.devices)])
-        axes.invert_yaxis()
-        axes.set(xlabel="seconds (blue: forward, orange: backward; numbers are microbatches)", title=self._title)
-        figure.savefig(path)
+        with drawing(path, 10.0, 1.4 + 0.5 * len(self.devices)) as figure:
+            axes = figure.add_subplot()
+            for call in self.calls:
+                row, width = self.devices.index(call.device), call.finished_seconds - call.started_seconds
+                bar = axes.barh(row, width, 0.8, call.started_seconds, color=_COLOURS[call.backward], edgecolor="white")
+                if len(self.calls) <= _MOST_LABELS:
+                    axes.bar_label(bar, [str(call.microbatch)], label_type="center", fontsize="small", color="white")
+            axes.set_yticks(range(len(self.devices)), [*map(short_name, self.devices)])
+            axes.invert_yaxis()
+            axes.set(xlabel="seconds (blue: forward, orange: backward; numbers: microbatches)", title=self._title)
 
     @property
     def _title(self) -> str:

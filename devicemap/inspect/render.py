@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import html
@@ -10,7 +11,7 @@ import json
 import os
 import shutil
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from devicemap.errors import OptionError
+
+BLUE, ORANGE = "#0072b2", "#d55e00"
+"""Colours that colour-blind readers can tell apart (Okabe and Ito 2008)."""
 
 
 class Result:
@@ -131,12 +135,28 @@ def size_text(size_bytes: int) -> str:
 
 def check_drawable(path: str | os.PathLike[str]) -> None:
     """Raise `ImportError` without matplotlib, or `OptionError` if it cannot write files with this suffix."""
-    known, suffix = figure_class()().canvas.get_supported_filetypes(), Path(path).suffix[1:].lower()
+    known, suffix = _figure_class()().canvas.get_supported_filetypes(), Path(path).suffix[1:].lower()
     if suffix not in known:
         raise OptionError(f"{path} cannot be drawn: its suffix has to be one of {', '.join(sorted(known))}")
 
 
-def figure_class() -> Any:
+@contextlib.contextmanager
+def drawing(path: str | os.PathLike[str], width: float, height: float) -> Iterator[Any]:
+    """Yield a matplotlib `Figure` of that many inches, and write it to `path`. Its text is legible at half size.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    figure_class = _figure_class()
+    from matplotlib import rc_context
+
+    with rc_context({"font.size": 14, "axes.titlesize": 14, "legend.fontsize": 13}):
+        figure = figure_class(figsize=(width, height), dpi=100, layout="constrained")
+        yield figure
+        figure.savefig(path)
+
+
+def _figure_class() -> Any:
     """Return matplotlib's `Figure`, which does not change pyplot's state or the backend."""
     try:
         from matplotlib.figure import Figure

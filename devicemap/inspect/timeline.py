@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 from devicemap.events import Shard, short_name
-from devicemap.inspect.render import figure_class
+from devicemap.inspect.render import BLUE, ORANGE, drawing
 
-_COLOURS = {"finished": "tab:blue", "failed": "tab:red", "unfinished": "tab:grey"}
-_INCHES_PER_LANE = 0.3
+_COLOURS = {"finished": BLUE, "failed": ORANGE, "unfinished": "tab:grey"}
+_INCHES_PER_LANE = 0.4
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,17 @@ def save_plot(spans: Sequence[Span], devices: Sequence[str], title: str, path: s
     lanes = lanes_of(spans)
     depths = [1 + max((lane for s, lane in zip(spans, lanes) if s.shard.device == d), default=0) for d in devices]
     tops = dict(zip(devices, itertools.accumulate(depths, initial=0)))
-    figure = figure_class()(figsize=(9.0, 1.2 + _INCHES_PER_LANE * max(sum(depths), 3)), layout="constrained")
-    axes = figure.add_subplot()
     bars: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
     for span, lane in zip(spans, lanes):
         bars[tops[span.shard.device] + lane, _COLOURS[span.outcome]].append((span.started_seconds, span.seconds))
-    for (row, colour), times in bars.items():  # a call of `barh` takes seconds for thousands of spans
-        axes.broken_barh(times, (row + 0.1, 0.8), facecolors=colour, edgecolors="white", linewidth=0.2)
-    axes.hlines([*tops.values()], 0, 1, transform=axes.get_yaxis_transform(), color="lightgrey", linewidth=0.5)
-    axes.set_yticks([tops[d] + depth / 2 for d, depth in zip(devices, depths)], [*map(short_name, devices)])
-    axes.set(ylim=(max(sum(depths), 1), 0), xlabel="seconds since the call began (red: failed, grey: unfinished)")
-    axes.set_xlim(left=0.0)
-    axes.set_title(title, fontsize="medium")
-    figure.savefig(path)
+    with drawing(path, 9.0, 1.4 + _INCHES_PER_LANE * max(sum(depths), 3)) as figure:
+        axes = figure.add_subplot()
+        for (row, colour), times in bars.items():  # a call of `barh` takes seconds for thousands of spans
+            axes.broken_barh(times, (row + 0.1, 0.8), facecolors=colour, edgecolors="white", linewidth=0.2)
+        axes.hlines([*tops.values()], 0, 1, transform=axes.get_yaxis_transform(), color="lightgrey", linewidth=0.5)
+        axes.set_yticks([tops[d] + depth / 2 for d, depth in zip(devices, depths)], [*map(short_name, devices)])
+        axes.set(
+            ylim=(max(sum(depths), 1), 0), xlabel="seconds since the call began (orange: failed, grey: unfinished)"
+        )
+        axes.set_xlim(left=0.0)
+        axes.set_title(title)
