@@ -93,11 +93,13 @@ types: $(VENV)/test.done
 site: $(VENV)/site.done
 	$(BIN)/mkdocs build --strict
 
-# What the gallery shows.
+# All pictures of the documentation: of devicemap itself, and of the examples.
 pictures: $(VENV)/examples.done $(VENV)/test.done
-	for name in digits integrals inference fitting training large; do \
+	$(BIN)/python -m benchmarks.pictures docs/pictures
+	for name in digits integrals inference fitting training; do \
 		$(BIN)/python examples/$$name.py --simulate 2 --output docs/pictures/$$name.png || exit 1; \
 	done
+	$(BIN)/python examples/large.py --simulate 4 --output docs/pictures/large.png
 	$(BIN)/python examples/images.py --output docs/pictures/images.png
 
 # Every figure of the README; a run that was stopped goes on. `make bench TOPICS="balance memory"` runs some of it.

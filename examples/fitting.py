@@ -21,6 +21,7 @@ import tensorflow as tf
 import devicemap
 
 try:
+    import matplotlib
     import rich.table
     from matplotlib.figure import Figure  # draws with Agg where there is no pyplot
     from scipy.optimize import OptimizeResult, minimize
@@ -34,7 +35,7 @@ TIMES = 20  # observations, one per unit of time
 STEPS = 10  # of the solver between two observations
 STEP = 1 / STEPS
 NOISE = 0.1  # of the logarithm of an observation
-GREEN, RED, GREY = "#1a7f5a", "#c0392b", "#8a919c"
+BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#8a919c"
 
 
 def simulation(logarithms: tf.Variable) -> Callable[[tf.Tensor], tf.Tensor]:
@@ -79,19 +80,20 @@ def fit(loss_of: Callable[[np.ndarray], tuple[float, np.ndarray]]) -> tuple[Opti
 
 def draw(observed: np.ndarray, before: np.ndarray, after: np.ndarray, file: Path) -> None:
     """Draw four of the rows: what was observed, the simulation before the fit, and after; logarithms `[rows, 20, 2]`."""
-    figure = Figure(figsize=(12, 6), dpi=110, layout="constrained")
-    figure.suptitle("Prey and predators, fitted by gradients through devicemap", fontsize=15, weight="bold")
+    matplotlib.rcParams["font.size"] = 13  # legible at half size
+    figure = Figure(figsize=(12, 6), dpi=100, layout="constrained")
+    figure.suptitle("Prey and predators, fitted by gradients through devicemap", weight="bold")
     panels = figure.subplots(2, 4, sharex=True, sharey="row", squeeze=False)
     time_axis = np.arange(1, TIMES + 1)
     for kind, (strip, name) in enumerate(zip(panels, ("prey", "predators"))):
         strip[0].set_ylabel(name)
         for panel, row in zip(strip, range(len(observed))):
-            panel.plot(time_axis, np.exp(before[row, :, kind]), color=GREY, ls="--", label="before the fit")
-            panel.plot(time_axis, np.exp(after[row, :, kind]), color=GREEN, label="after")
-            panel.plot(time_axis, np.exp(observed[row, :, kind]), ".", color=RED, label="observed")
+            panel.plot(time_axis, np.exp(before[row, :, kind]), color=GREY, ls="--", lw=2, label="before the fit")
+            panel.plot(time_axis, np.exp(after[row, :, kind]), color=BLUE, lw=2, label="after")
+            panel.plot(time_axis, np.exp(observed[row, :, kind]), "o", ms=4, color=ORANGE, label="observed")
             panel.set_yscale("log")
             panel.spines[["top", "right"]].set_visible(False)
-    panels[0, 0].legend(frameon=False, fontsize=8)
+    panels[1, 1].legend(frameon=False, loc="lower center", fontsize=12)
     figure.supxlabel("time; a column is a row of the data, an initial state")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)

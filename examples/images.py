@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 try:
+    import matplotlib
     import ray
     import ray.data
     from matplotlib.figure import Figure  # draws with Agg where there is no pyplot
@@ -28,9 +29,9 @@ except ImportError as error:
 
 import devicemap.ray
 
-SMALL = 20  # pixels of a thumbnail's side
+SMALL = 48  # pixels of a thumbnail's side
 TONES = 8  # of each colour, in the histogram
-QUERIES, ALIKE = 4, 7
+QUERIES, ALIKE = 3, 4
 TOLERANCE = 1e-5
 
 
@@ -68,16 +69,17 @@ def draw(rows: list[dict[str, Any]], file: Path) -> float:
     photographs = np.array([Path(row["path"]).name.partition("-")[0] for row in rows])
     distances = np.abs(features[:, None] - features[None]).sum(-1)
     nearest = np.argsort(distances, axis=1, kind="stable")[:, : 1 + ALIKE]
-    figure = Figure(figsize=(9, 5), dpi=80, layout="constrained")
-    figure.suptitle("Pieces of photographs, and those most like them", fontsize=15, weight="bold")
+    matplotlib.rcParams["font.size"] = 13  # legible at half size
+    figure = Figure(figsize=(8, 5), dpi=80, layout="constrained")
+    figure.suptitle("Pieces of photographs, and those most like them", weight="bold")
     cells = figure.subplots(QUERIES, 1 + ALIKE, squeeze=False)
     for cell in cells.ravel():
         cell.axis("off")
     for line, query in zip(cells, np.linspace(0, len(rows) - 1, QUERIES).astype(int)):
         for cell, found in zip(line, nearest[query]):
             height, width = rows[found]["size"]
-            cell.imshow(np.asarray(rows[found]["thumbnail"]), aspect=height / width)
-            cell.set_title(f"{width} x {height}" if found != query else "like this", size=8)
+            cell.imshow(np.asarray(rows[found]["thumbnail"]), aspect=height / width, interpolation="nearest")
+            cell.set_title(f"{width} x {height}" if found != query else "like this", size=13)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)
     return float(np.mean(photographs[nearest[:, 1:]] == photographs[:, None]))

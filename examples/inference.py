@@ -22,6 +22,7 @@ import devicemap
 from devicemap.types import ChunkFinished, Event
 
 try:
+    import matplotlib
     import rich.table
     from matplotlib.figure import Figure  # draws with Agg where there is no pyplot
     from sklearn.datasets import load_digits
@@ -30,7 +31,7 @@ except ImportError as error:
 
 FOR_TRAINING = 1000
 MOST_ON_A_PAGE = 60
-GREEN, RED = "#1a7f5a", "#c0392b"
+BLUE, ORANGE = "#0072b2", "#d55e00"
 TOLERANCE = 1e-4  # probabilities; a convolution of another batch size may round differently
 
 
@@ -100,8 +101,9 @@ class Shares:
 def draw(images: np.ndarray, digits: np.ndarray, chances: np.ndarray, file: Path) -> None:
     """Draw a confusion matrix, and the images `[rows, 8, 8, 1]` whose `chances` `[rows, 10]` are furthest from right."""
     guesses = chances.argmax(-1)
-    figure = Figure(figsize=(12, 5), dpi=110, layout="constrained")
-    figure.suptitle("A Keras model over a stream of pages", fontsize=15, weight="bold")
+    matplotlib.rcParams["font.size"] = 13  # legible at half size
+    figure = Figure(figsize=(12, 5), dpi=100, layout="constrained")
+    figure.suptitle("A Keras model over a stream of pages", weight="bold")
     left, right = figure.subfigures(1, 2)
     counts = np.zeros([10, 10], int)
     np.add.at(counts, (digits, guesses), 1)
@@ -109,7 +111,7 @@ def draw(images: np.ndarray, digits: np.ndarray, chances: np.ndarray, file: Path
     matrix.imshow(np.log1p(counts), cmap="Greens")
     for (digit, guess), count in np.ndenumerate(counts):
         if count:
-            matrix.text(guess, digit, count, ha="center", va="center", color="white" if digit == guess else RED)
+            matrix.text(guess, digit, count, ha="center", va="center", color="white" if digit == guess else ORANGE)
     matrix.set(xticks=range(10), yticks=range(10), xlabel="answer", ylabel="digit", title="Images, by digit and answer")
     right.suptitle("Least sure of the right answer")
     worst = np.argsort(chances[np.arange(len(digits)), digits])[:10]
@@ -118,9 +120,9 @@ def draw(images: np.ndarray, digits: np.ndarray, chances: np.ndarray, file: Path
         cell.axis("off")
     for cell, row in zip(cells, worst):
         cell.imshow(images[row, :, :, 0], cmap="gray_r")
-        colour = GREEN if guesses[row] == digits[row] else RED
+        colour = BLUE if guesses[row] == digits[row] else ORANGE
         cell.set_title(
-            f"is {digits[row]}: {chances[row, digits[row]]:.0%}\nanswer {guesses[row]}", color=colour, size=9
+            f"is {digits[row]}: {chances[row, digits[row]]:.0%}\nanswer {guesses[row]}", color=colour, size=12
         )
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)

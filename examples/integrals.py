@@ -23,6 +23,7 @@ import tensorflow as tf
 import devicemap
 
 try:
+    import matplotlib
     import rich.table
     from matplotlib.figure import Figure  # draws with Agg where there is no pyplot
 except ImportError as error:
@@ -31,6 +32,7 @@ except ImportError as error:
 DIMENSIONS = 5
 POINTS = 1024  # points that are drawn at once
 MOST_BLOCKS = 500
+SHOWN = 20  # integrals that are drawn with their errors, about
 GREEN, GREY = "#1a7f5a", "#8a919c"
 TOLERANCE = 1e-9  # relative, between devices: the points are the same, sums of other shapes may round differently
 
@@ -113,22 +115,30 @@ def compare(ways: dict[str, Callable[[], dict[str, tf.Tensor]]], exact: np.ndarr
 
 
 def draw(answer: dict[str, np.ndarray], exact: np.ndarray, file: Path) -> None:
-    """Draw each integral against its true value, with its error, and how many errors it is off."""
+    """Draw some integrals with their errors, the points of all, and how many errors the estimates are off."""
     pulls = (answer["integral"] - exact) / answer["error"]
-    figure = Figure(figsize=(12, 5), dpi=110, layout="constrained")
-    figure.suptitle("Monte Carlo integrals, one per parameter set, against the truth", fontsize=15, weight="bold")
+    matplotlib.rcParams["font.size"] = 14
+    figure = Figure(figsize=(13, 5), dpi=100, layout="constrained")
+    figure.suptitle("Monte Carlo integrals, one per parameter set, against the truth", weight="bold")
     left, middle, right = figure.subplots(1, 3)
-    relative = answer["integral"] / exact - 1
-    left.errorbar(exact, 100 * relative, 100 * answer["error"] / exact, fmt="o", ms=3, lw=0.8, color=GREEN)
+    some = np.argsort(exact)[:: max(1, len(exact) // SHOWN)]
+    relative, errors = (100 * values[some] / exact[some] for values in (answer["integral"] - exact, answer["error"]))
+    left.errorbar(exact[some], relative, errors, fmt="o", ms=6, lw=2, color=GREEN)
     left.axhline(0, color="black", lw=1)
-    left.set(xscale="log", xlabel="true integral", ylabel="estimate and its error, % off")
-    middle.loglog(exact, answer["points"], "o", ms=3, color=GREEN)
-    middle.set(xlabel="true integral", ylabel="points drawn: narrow peaks take more")
-    right.hist(pulls, np.linspace(-4, 4, 25), density=True, color=GREEN, alpha=0.6, label="estimates")
+    left.set(
+        xscale="log",
+        xlim=(0.02, 1.1),
+        xlabel="true integral",
+        ylabel="estimate, % off",
+        title=f"{len(some)} integrals, with errors",
+    )
+    left.tick_params(axis="x", which="minor", labelbottom=False)
+    middle.loglog(exact, answer["points"], "o", ms=4, color=GREEN)
+    middle.set(xlabel="true integral", ylabel="points drawn", title="Narrow peaks take more points")
+    right.hist(pulls, np.linspace(-4, 4, 25), density=True, color=GREEN, alpha=0.6)
     x = np.linspace(-4, 4, 200)
-    right.plot(x, np.exp(-x * x / 2) / math.sqrt(2 * math.pi), color="black", label="normal distribution")
-    right.set(xlabel="(estimate - truth) / error", yticks=[])
-    right.legend(frameon=False, loc="upper left", fontsize=8)
+    right.plot(x, np.exp(-x * x / 2) / math.sqrt(2 * math.pi), color="black", lw=2)
+    right.set(xlabel="(estimate - truth) / error", yticks=[], title="Line: normal distribution")
     for panel in (left, middle, right):
         panel.spines[["top", "right"]].set_visible(False)
     file.parent.mkdir(parents=True, exist_ok=True)

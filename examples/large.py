@@ -19,6 +19,7 @@ import tensorflow as tf
 import devicemap
 
 try:
+    import matplotlib
     from matplotlib.figure import Figure  # draws with Agg where there is no pyplot
     from sklearn.datasets import load_digits
 except ImportError as error:
@@ -61,9 +62,12 @@ def train(stages: list[keras.Model], pipe: devicemap.Pipeline, epochs: int) -> l
 
 def draw(sizes: dict[str, float], file: Path) -> None:
     """Draw the MiB of variables on each device."""
-    figure = Figure(figsize=(9, 4.5), dpi=110, layout="constrained")
+    matplotlib.rcParams["font.size"] = 15
+    figure = Figure(figsize=(9, 4.5), dpi=100, layout="constrained")
     axes = figure.subplots()
-    axes.bar([*sizes], [*sizes.values()], color=[GREY, *[GREEN] * (len(sizes) - 1)])
+    bars = axes.bar([*sizes], [*sizes.values()], color=[GREY, *[GREEN] * (len(sizes) - 1)])
+    axes.bar_label(bars, fmt="%.1f")
+    axes.margins(y=0.12)
     axes.set(title="Variables of a network on one device, and in stages", ylabel="MiB")
     axes.spines[["top", "right"]].set_visible(False)
     file.parent.mkdir(parents=True, exist_ok=True)
