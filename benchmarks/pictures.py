@@ -42,7 +42,7 @@ def draw_timeline(path: Path) -> None:
     data = job.rows, job.seconds
     blocks = peers.graph_blocks(devices.work, names)
     ways: dict[str, Callable[..., Any]] = {
-        "tf.device blocks": lambda data: blocks(*data),
+        "tf.device blocks, equal shards": lambda data: blocks(*data),
         "devicemap": devicemap.DeviceMap(devices.work, devices=names, batched=True),
     }
     figure, panels = new_figure(len(ways), (11, 3.6))
