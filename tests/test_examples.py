@@ -44,7 +44,7 @@ ON_TWO_DEVICES = {
         "5 initial states on 2 device(s)", "death of predators", "0.4", "Squares per observation",
     ),
     "large --epochs 1 --simulate 2": (
-        "one device: 11", "CPU:0: 5", "CPU:1: 5", "MiB of variables", "in the last, on 2 devices",
+        "one device: 11", "CPU:0: 5", "CPU:1: 6", "MiB of variables", "in the last, on 2 devices",
     ),
     "grid --epochs 1 --simulate 2": ("rate 0.1", "12 models on 2 devices", "is as good when it is trained alone"),
     "training --epochs 1 --simulate 2": ("On one device: loss ", "On all devices: loss ", "after each of 1 epochs agree"),
