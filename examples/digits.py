@@ -29,7 +29,7 @@ except ImportError as error:
 
 HELD_OUT = 1000  # the last images, by other writers than the first; the others are for the examples
 DRAWS, EACH = 3, 3  # three draws of three examples of each digit
-WARM_UP, SLOW, FAST = 6, 2, 8  # calls while a map chooses its engine; timed calls of `tf.map_fn` and of each map
+WARM_UP, TURNS = 6, 5  # calls in which a map chooses its engine; timed calls
 
 
 def features(image: tf.Tensor) -> tf.Tensor:
@@ -58,16 +58,15 @@ def warped_distance(pair: dict[str, tf.Tensor]) -> tf.Tensor:
     return tf.reduce_sum(least[7, 7])
 
 
-def times(serial: Callable[[], tf.Tensor], maps: list[Callable[[], tf.Tensor]]) -> tuple[np.ndarray, list[float]]:
-    """Check that all give the same; return it, and the median seconds of each. They take turns, so that noise hits all."""
-    answer, seconds = serial().numpy(), [[] for _ in (serial, *maps)]
-    for turn in range(WARM_UP + FAST):
-        for run, own in zip((serial, *maps), seconds):
-            if run is not serial or turn >= WARM_UP + FAST - SLOW:
-                start = time.perf_counter()
-                np.testing.assert_allclose(run().numpy(), answer, rtol=1e-3, atol=1e-4)
-                own.append(time.perf_counter() - start)
-    return answer, [statistics.median(own[-FAST:]) for own in seconds]
+def medians(ways: dict[str, Callable[[], tf.Tensor]]) -> dict[str, float]:
+    """The median seconds of a call of each way. The ways take turns, so that what disturbs the machine disturbs all."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(TURNS):
+        for name, run in ways.items():
+            start = time.perf_counter()
+            run().numpy()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def draw(report: devicemap.Report, seconds: dict[str, float], file: Path) -> None:
@@ -95,7 +94,7 @@ def draw(report: devicemap.Report, seconds: dict[str, float], file: Path) -> Non
 def main() -> None:
     """Read the flags, classify, print how often each distance is right and how long each way takes, and draw."""
     parser = argparse.ArgumentParser(description="Read digits by a warped distance; time vectorisation and devices.")
-    parser.add_argument("--images", type=int, default=600, metavar="N", help=f"images to read, up to {HELD_OUT} (600)")
+    parser.add_argument("--images", type=int, default=500, metavar="N", help=f"images to read, up to {HELD_OUT} (500)")
     parser.add_argument("--simulate", type=int, metavar="N", help="cut the CPU into N devices; no GPU: one per core")
     parser.add_argument("--output", type=Path, default=Path("output/digits.png"), metavar="FILE", help="the picture")
     flags = parser.parse_args()
@@ -124,7 +123,12 @@ def main() -> None:
     every(pairs)
     first = time.perf_counter()
     with tf.device(devices[0]):
-        warped, (rows, vectorised, on_all) = times(lambda: serial(pairs), [lambda: one(pairs), lambda: every(pairs)])
+        warped = serial(pairs).numpy()
+        for mapper in [one, every] * WARM_UP:
+            np.testing.assert_allclose(mapper(pairs), warped, rtol=1e-3, atol=1e-4)
+        names = "tf.map_fn,\n1 device", "vectorised,\n1 device", f"vectorised,\n{len(devices)} devices"
+        seconds = medians(dict(zip(names, (lambda: serial(pairs), lambda: one(pairs), lambda: every(pairs)))))
+    rows, vectorised, on_all = seconds.values()
     plain = np.linalg.norm(images[:, None] - examples, axis=(2, 3))
     print(f"Right of {len(images)} held-out images, with {DRAWS} draws of {EACH} examples of each digit:")
     for name, distances in {"plain": plain, "warped": warped}.items():
@@ -133,10 +137,9 @@ def main() -> None:
         print(f"{name:>8} distance {shares.mean():.1%}, by draw {', '.join(f'{share:.1%}' for share in shares)}")
     print(f"First call: {first - start:.2f} s. It traces the function in {traced - start:.2f} s, converts its ops to")
     print(f"whole batches, builds a graph for each device, and computes. Later calls take {on_all:.2f} s.")
-    ways = "tf.map_fn,\n1 device", "vectorised,\n1 device", f"vectorised,\n{len(devices)} devices"
     print(f"Median seconds: {rows:.3f} tf.map_fn, {vectorised:.3f} vectorised, {on_all:.3f} on {len(devices)} devices")
     print(f"Gain from vectorisation: {rows / vectorised:.1f} x. Gain from devices: {vectorised / on_all:.2f} x.")
-    draw(every.report, dict(zip(ways, (rows, vectorised, on_all))), flags.output)
+    draw(every.report, seconds, flags.output)
     print(f"The last call: {every.report}\nPicture: {flags.output}")
 
 
