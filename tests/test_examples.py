@@ -85,7 +85,8 @@ def test_examples(wanted: dict[str, tuple[str, ...]], refused: dict[str, str], t
         said, error = ended[command]
         assert not error, f"{command}: {error}"
         assert not [each for each in words if each not in said], f"{command}: {said}"
-        picture = tmp_path / "output" / f"{command.split()[0]}.png"
-        assert picture.read_bytes().startswith(b"\x89PNG")
+        if "Picture: " in said:  # grid.py draws none
+            picture = tmp_path / "output" / f"{command.split()[0]}.png"
+            assert picture.read_bytes().startswith(b"\x89PNG")
     for command, words in refused.items():
         assert words in ended[command][1], command
