@@ -38,7 +38,7 @@ CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
 def _no_autograph(function: CallableT) -> CallableT:
-    """Keep autograph from converting library code inside a user's `tf.function`; `fn` is converted when it is traced."""
+    """Exclude a function from autograph inside a user's `tf.function`. Tracing converts `fn` itself."""
     return cast(CallableT, tf.autograph.experimental.do_not_convert(function))
 
 
@@ -65,28 +65,28 @@ def parallel_map(
 ) -> Any:
     """Map `fn` over the rows of `data` on several devices at once.
 
-    The result equals `tf.map_fn(fn, data)`, or `fn(data)` with `batched=True`, up to rounding: same rows, order, structure and
-    dtypes, on any number of devices. A later call with the same `fn` (or the same method of the same object) and options does
-    not trace again, as long as `fn` is among the last 64 that were mapped; a `DeviceMap` has no such limit. Compiled code and
-    replicas of variables are freed with `fn`.
+    The result equals `tf.map_fn(fn, data)`, or `fn(data)` with `batched=True`, up to rounding. Rows, order, structure and
+    dtypes are the same on any number of devices. A later call with the same `fn` (or the same method of the same object) and
+    options does not trace again, if `fn` is among the last 64 functions that were mapped. A `DeviceMap` has no such limit.
+    Compiled code and replicas of variables are freed with `fn`.
 
     Args:
         fn: takes one row and returns its result. With `batched=True` it takes a batch of rows, and returns as many. A tuple in
             `data` is passed as several arguments, a dict or named tuple as one.
         data: a nest of tensors, arrays, lists, `RaggedTensor`s or `SparseTensor`s of shape `[rows, ...]`, or a
-            `tf.data.Dataset` of samples (`batched=False`) or batches of rows (`batched=True`). Objects are structure as for
-            `tf.nest`, and so are `tf.experimental.ExtensionType`s: `fn` gets one of the same class for a row or a batch.
+            `tf.data.Dataset` of samples (`batched=False`) or batches of rows (`batched=True`). Objects that `tf.nest` flattens
+            and `tf.experimental.ExtensionType`s are structure. `fn` gets an object of the same class for a row or a batch.
         devices: `None` for all local GPUs, or all local CPUs if there is none; a kind (`"GPU"`); or a list of names
             (`"GPU:1"`, `"/device:GPU:1"`, full names) or logical or physical devices.
         batched: whether `fn` takes a batch.
-        vectorize: for a `fn` of one row: `True` as `tf.vectorized_map`, `False` as `tf.map_fn`, `"auto"` as the first if all
-            ops are known to give the same results, which have to be dense, and otherwise as the second.
-        batch_size: rows per device call. An int: data goes in chunks of that many rows, each to the first idle device; batches
-            of a dataset are cut to it. `"auto"`: in chunks of a size that is measured for each device. `None`: batches of a
-            dataset as they are, its samples as with `"auto"`, and data in memory in one shard per device if the call is
-            short or under a tape, and otherwise as with `"auto"`.
-        seed: an int from 0 to 2**32 - 1. `fn` also gets `seed=`, a seed for `tf.random.stateless_*` (int32 `[2]`;
-            `[rows, 2]` when batched) that depends only on `seed` and the index of the row.
+        vectorize: for a `fn` of one row: `True` as `tf.vectorized_map`, `False` as `tf.map_fn`. `"auto"` vectorises if results
+            are dense and all ops are tested to give the same results, and otherwise maps as `tf.map_fn`.
+        batch_size: rows per device call. An int: each chunk of that many rows goes to the first idle device. Batches of a
+            dataset are cut to that size. `"auto"`: the size of chunks is measured for each device. `None`: batches of a
+            dataset stay whole. Data in memory is cut into one shard per device if the call is short or under a tape. Other
+            data is mapped as with `"auto"`.
+        seed: an int from 0 to 2**32 - 1. `fn` also gets `seed=`, a seed for `tf.random.stateless_*` (int32 `[2]`, or
+            `[rows, 2]` if batched) that depends only on `seed` and the index of the row.
         fn_output_signature: as in `tf.map_fn`, for a `fn` of one row whose dense results differ in shape. For a list in it,
             `fn` returns a list of results, not one tensor.
         jit_compile: compile with XLA, once for each number of rows of a shard. Chunks have `batch_size` rows, or 1, 2, 4,
@@ -98,20 +98,20 @@ def parallel_map(
         prefetch: chunks in flight per device, so that copies overlap with computing. `None`: 2 on CPUs, 4 on other devices.
         max_retries: how often a chunk that failed with a transient error of a device is tried again, on another device if
             there is one. Side effects of `fn` may then happen again. A call in one graph is not retried, but continues in
-            chunks if it runs out of memory. 0: the first error is raised, also if a device runs out of memory, which
-            otherwise gets smaller chunks. A device that fails three times in a row gets no more chunks in the call, with a
+            chunks if it runs out of memory. A device that runs out of memory gets smaller chunks. 0: the first error is
+            raised, also for lack of memory. A device that fails three times in a row gets no more chunks in the call, with a
             `RuntimeWarning`.
-        on_error: "raise": the first error ends the call. "skip": a row that still fails after its retries is left out, and all
-            others are computed. A failing chunk is computed in halves on its device until the failing rows are known. Results
-            are those of the other rows, in order. `report.failed_rows` has the failed ones; a call without a `DeviceMap` warns
-            of them, and `DeviceMap.write` stores them. Not under a tape, inside a `tf.function`, or with ordered writes of
+        on_error: "raise": the first error ends the call. "skip": rows that still fail after their retries are left out. The
+            results of all other rows are returned in order. A failing chunk is computed in halves on its device until the
+            failing rows are known. `report.failed_rows` lists the failed rows. A call without a `DeviceMap` warns of them, and
+            `DeviceMap.write` stores them. "skip" is refused under a tape, inside a `tf.function`, and with ordered writes of
             variables.
         progress: `True` for a progress bar, or a callable that gets each `devicemap.types.Event`, one at a time.
         name: a name for the ops and errors of this map.
 
     Returns:
-        The nest that `fn` returns, of tensors of shape `[rows, ...]` on `output_device`. Lists in it become tensors. The parts
-        of an extension type that are not tensors are those of the trace.
+        The nest that `fn` returns, of tensors of shape `[rows, ...]` on `output_device`. Lists in it become tensors. Parts of
+        an extension type that are not tensors have their values from the trace.
 
     Raises:
         OptionError, DataError: before anything runs, for invalid options or data.
@@ -154,9 +154,9 @@ def parallel_reduce(
         **options: those of `parallel_map`. Results are merged in the order of rows whatever `deterministic` is.
 
     Returns:
-        The nest that `fn` returns for one row, with each tensor reduced over the rows, on `output_device`; without rows, the
-        result of TensorFlow's op. Or what the `Reducer` returns from `finish`. "sum" and "mean" of data in memory without
-        `batch_size` are differentiable.
+        The nest that `fn` returns for one row, with each tensor reduced over the rows, on `output_device`. With a `Reducer`,
+        the result of its `finish`. Without rows, the result equals that of TensorFlow's op. "sum" and "mean" of data in memory
+        without `batch_size` are differentiable.
 
     Raises:
         OptionError, DataError: before anything runs, for invalid options, reducers or data.
@@ -287,8 +287,8 @@ class DeviceMap:
     ) -> Results:
         """Map over `data`, and keep each finished chunk on disk. The same call again computes only what is missing.
 
-        A run that is killed, or finds the disk full, loses only chunks that were not committed. Damaged chunks are computed
-        again: each run first reads all stored chunks once. The directory is read without trust in its author. It holds a SQLite
+        A run that is killed, or finds the disk full, loses only chunks that were not committed. Each run first reads all
+        stored chunks, and computes damaged ones again. The author of the directory need not be trusted. It holds a SQLite
         database, and must be on a file system with locks.
 
         Args:
@@ -304,9 +304,9 @@ class DeviceMap:
             The results in the directory, as `devicemap.open_results(directory)` returns them.
 
         Raises:
-            JournalError: the directory holds results of other data, of another call or of another function, compared by their
-                graphs and the values that these capture; or another run writes to it; or the disk failed. Unless the disk
-                failed, nothing in it has been changed.
+            JournalError: the directory holds results of other data, of another call or of another function; another run writes
+                to it; or the disk failed. Functions are compared by their graphs and the values that these capture. Unless the
+                disk failed, the directory has not changed.
 
         Warns:
             RuntimeWarning: the directory holds results, and `fn` calls Python code (`tf.py_function`), of which only the name
@@ -363,7 +363,7 @@ class DeviceMap:
 
         Args:
             data_or_spec: data as for `parallel_map`, or a nest of `tf.TypeSpec`s, in which `None` rows are unknown.
-            reducer: that of a `reduce`, to explain this instead of a call.
+            reducer: the reducer of a call of `reduce`, to explain such a call.
 
         Raises:
             DataError, OptionError: as a call; also inside a `tf.function`.

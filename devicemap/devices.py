@@ -37,7 +37,7 @@ class Device:
     """`"GPU"`, `"CPU"`, or another device type that TensorFlow lists."""
 
     memory: int | None
-    """Bytes that TensorFlow may use on it, `None` if there is no limit or TensorFlow does not report it."""
+    """Bytes that TensorFlow may use on the device, `None` if there is no limit or TensorFlow does not report it."""
 
     description: str
     """The model of the GPU, or the part of a physical device, in words."""
@@ -73,7 +73,7 @@ def list_devices(kind: str | None = None) -> list[Device]:
 def simulate_devices(n: int) -> None:
     """Split the CPU into `n` logical devices, to try several devices on any machine.
 
-    They share the cores, so they show placement and order, not speed. TensorFlow gets at least `n + 1` inter-op
+    The devices share the cores, so they show placement and order, not speed. TensorFlow gets at least `n + 1` inter-op
     threads, because a blocking op holds one, and a function that a Python function calls needs another one.
 
     Args:
@@ -147,7 +147,7 @@ def choose_output_device(device: Any) -> str:
 
 
 def slots_on(devices: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the devices, with CPUs of this host repeated for each further core: where the shards of a call may run.
+    """Return the devices on which shards of a call may run. CPUs of this host are repeated for each further core.
 
     TensorFlow runs a serial function on one core, however many a CPU device has. A second shard halves its time, and
     does not slow down functions whose ops use all cores (`benchmarks/test_real_functions.py`).
@@ -161,8 +161,8 @@ def slots_on(devices: tuple[str, ...]) -> tuple[str, ...]:
 def python_calls_at_once() -> int:
     """Return how many Python functions may run in graphs at the same time.
 
-    Each holds one of TensorFlow's inter-op threads. A `tf.function` that one of them calls, as Keras's `predict` does,
-    needs another thread. Without one, all would wait forever (tests/laws/test_python_calls.py).
+    Each Python function holds one of TensorFlow's inter-op threads. A `tf.function` that one of them calls, as Keras's
+    `predict` does, needs another thread. Without a free thread, all would wait forever (tests/laws/test_python_calls.py).
     """
     return max(1, _inter_op_threads() - 1)
 
@@ -240,7 +240,7 @@ def _matching(given: str, names: list[str], host: str) -> list[str]:
         return [name for there in hosts.values() for name in _of_kind(there, "GPU") or _of_kind(there, "CPU")]
     if kind is None or spec.device_index is None:
         return []
-    # If TensorFlow is connected to other hosts, a short name is that of a device of this host.
+    # If TensorFlow is connected to other hosts, a short name means the device of this host.
     return found if len(found) < 2 else [name for name in found if name.startswith(host)]
 
 
@@ -277,7 +277,7 @@ def _there_is(names: list[str], given: str = "") -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that a device had no memory left.
 
-    A copy to or from a tensor that could not be allocated raises `InternalError`, which only its message distinguishes.
+    TensorFlow raises `InternalError` for a copy to or from a tensor that could not be allocated. Only the message shows it.
 
     >>> is_out_of_memory(tf.errors.InternalError(None, None, "Dst tensor is not initialized."))
     True

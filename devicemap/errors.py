@@ -54,19 +54,19 @@ class FunctionError(DeviceMapError):
     """The mapped function failed, or returned something that is not one result per row."""
 
     shards: tuple[Shard, ...] = ()
-    """The shard that failed, or all that may have failed if it is unknown; empty for errors of tracing."""
+    """The shard that failed, or all shards that may have failed if it is unknown. Empty for errors of tracing."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
-    def __reduce__(self) -> tuple[Any, ...]:  # its class may exist only in this process
+    def __reduce__(self) -> tuple[Any, ...]:  # the class that function_error made exists only in this process
         return failure, (str(self), self.shards)
 
 
 class JournalError(DeviceMapError, OSError):
     """A directory of results holds other results or is in use, or the disk failed.
 
-    `errno` is that of the operating system if it was the cause: `errno.ENOSPC` for a full disk.
+    `errno` is set if the operating system caused the error, for instance to `errno.ENOSPC` for a full disk.
     """
 
 
@@ -84,7 +84,7 @@ def failure(message: str, shards: Sequence[Shard] = ()) -> FunctionError:
 def function_error(message: str, original: BaseException, shards: Sequence[Shard] = ()) -> FunctionError:
     """Return a `FunctionError` that is also an instance of the class of `original`, and has its attributes.
 
-    The arguments of `original.__init__` are unknown, so it is not called; the attributes are copied.
+    The arguments of `original.__init__` are unknown. So `__init__` is not called, and the attributes are copied.
     """
     if isinstance(original, FunctionError):
         return failure(message, shards)
@@ -92,7 +92,7 @@ def function_error(message: str, original: BaseException, shards: Sequence[Shard
         kind: Any = type("FunctionError", (FunctionError, type(original)), {"__module__": __name__})
         error: FunctionError = kind.__new__(kind, message)
         error.__dict__.update(vars(original))
-        error.__dict__.pop("ag_error_metadata", None)  # with it, autograph restores the original message
+        error.__dict__.pop("ag_error_metadata", None)  # autograph would restore the original message from it
     except Exception:  # a class that cannot be one of several bases
         return failure(message, shards)
     error.args = (message,)
@@ -110,7 +110,7 @@ def brief(error: BaseException) -> str:
 
 def add_note(error: Any, note: str) -> None:
     """Add a note to an error, which Python 3.11 and later print with it."""
-    with contextlib.suppress(Exception):  # an error that refuses notes is still the one to raise
+    with contextlib.suppress(Exception):  # an error that refuses notes must still be raised
         if hasattr(error, "add_note"):
             error.add_note(note)
         else:

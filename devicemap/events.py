@@ -27,7 +27,7 @@ class Shard:
 
 
 def short_name(device: str) -> str:
-    """Return the short name of a device, as `devices=` accepts it; for a remote host with its job and task.
+    """Return the short name of a device, which `devices=` accepts. The name of a remote device has its job and task.
 
     >>> short_name("/job:localhost/replica:0/task:0/device:GPU:1")
     'GPU:1'
@@ -60,13 +60,13 @@ class CallStarted(Event):
 
 @dataclass(frozen=True)
 class ChunkStarted(Event):
-    """A device started a chunk. It may compute several at once."""
+    """A device started a chunk. A device may compute several chunks at once."""
 
     shard: Shard
     """Its rows and its device."""
 
     waited_seconds: float
-    """How long the device was idle before, because its rows were being read."""
+    """How long the device was idle before, because the rows of the chunk were being read."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ChunkFinished(Event):
     """Its rows and its device."""
 
     started_seconds: float
-    """When the device started it, in seconds since the call began."""
+    """When the device started the chunk, in seconds since the call began."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def check_options(fn: Any, options: dict[str, Any]) -> Options:
 
     Raises:
         UnknownOptionError: for a name that is not an option; the message suggests the nearest one.
-        OptionError: for a value that an option does not allow, and for an `fn` that is not callable, async or a generator.
+        OptionError: for an invalid value of an option, and for a `fn` that is not callable, is async or is a generator.
     """
     names = [field.name for field in fields(Options)]
     for name in options:
