@@ -2,7 +2,8 @@
 
 Threads: the scheduler, the workers of each device, and the consumer, which runs the generator. They exchange messages through
 queues and share no other state. Leaving the generator in any way ends the call: running chunks are cancelled, and nothing more
-is read. An error that is not retried is raised as soon as it occurs, an error of the source after the rows before it.
+is read. An error that is not retried is raised as soon as it occurs. An error of the source is raised after the rows before
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _SIGNAL_SECONDS = 0.1
 """The longest wait of the consumer: Python handles Ctrl-C between waits if another thread receives the signal."""
 
 _FAREWELL_SECONDS = 0.8
-"""How long to wait for cancelled workers. A running op cannot be stopped; its daemon thread ends after it."""
+"""How long to wait for cancelled workers. A running op cannot be stopped. Its daemon thread ends when the op does."""
 
 
 def run_chunks(
@@ -91,7 +92,7 @@ def join(threads: Sequence[threading.Thread]) -> None:
     """Wait for threads that were asked to end, for a limited time."""
     deadline = time.monotonic() + _FAREWELL_SECONDS
     for thread in threads:
-        started = thread.ident is not None  # not if an interrupt came first
+        started = thread.ident is not None  # False if an interrupt came before the start
         # An observer or the garbage collector may close the generator in any thread, a worker included.
         if started and thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.monotonic()))

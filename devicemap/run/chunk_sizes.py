@@ -63,7 +63,7 @@ class Throughput:
     """Shortest time of a chunk in this call."""
 
     quick_rows: int = 0
-    """Rows of the largest chunk that was as quick: some functions take as long for fewer rows."""
+    """Rows of the largest chunk that was about as quick. Some functions take as long for few rows as for many."""
 
     full: bool = False
     """Whether larger chunks may not fit into the memory of the device."""
@@ -205,7 +205,7 @@ def chunks_in_flight(kind: str) -> int:
     A CPU uses tensors where they are in memory. For other devices, copies in and out should overlap with kernels, but
     TensorFlow starts a copy to a device after the kernels that were enqueued there before. On two emulated GPUs
     (`tests/simulators/softgpus/chunks.py`), chunks that took 10 ms to copy each way and 10 ms to compute reached 0.53, 0.64,
-    0.76, 0.80 and 0.77 of the ideal throughput with 2, 3, 4, 5 and 8 in flight. Each of them needs memory.
+    0.76, 0.80 and 0.77 of the ideal throughput with 2, 3, 4, 5 and 8 in flight. Each chunk in flight needs memory.
 
     >>> chunks_in_flight("CPU"), chunks_in_flight("GPU")
     (2, 4)

@@ -1,4 +1,4 @@
-"""How full the memory of a device is."""
+"""The memory use of devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from devicemap.hosts import is_remote
 
 
 def peak_share(device: str) -> float | None:
-    """Return the peak memory use of a device divided by its memory; `None` if it does not report both, as CPUs.
+    """Return the peak memory use of a device divided by its memory, or `None` if it does not report both, like CPUs.
 
     >>> peak_share("/device:CPU:0")
     """

@@ -19,7 +19,7 @@ _TRIED_SECONDS = 0.3
 
 
 _UNMEASURED_CALLS = {"chunks": 2, "one graph": 1}
-"""The first call with an engine compiles, and the second in chunks is the first that knows the speeds of the devices."""
+"""First calls that are not measured. The first call of an engine compiles. The speeds of devices are known from the second."""
 
 
 def choose_engine(
@@ -61,7 +61,7 @@ class CallStats:
     """Measurements of a compiled map, kept between calls."""
 
     throughput: dict[str, Throughput] = field(default_factory=dict)
-    """Of its devices in the chunk engine."""
+    """Measurements of its devices in the chunk engine, by full name."""
 
     calls: Counter[str] = field(default_factory=Counter)
     """Number of calls with each engine."""

@@ -43,13 +43,13 @@ class GraphRun:
     """Whether each shard waited for the previous one."""
 
     arrivals: Any = None
-    """Float64 `[shards]`, or longer: when the results of each arrived, in seconds since the epoch. `None`: unknown, for one
-    shard or without clocks."""
+    """The time at which the results of each shard arrived: float64 `[shards]` or longer, in seconds since the epoch. `None`
+    for one shard, or without clocks."""
 
     def events(self) -> list[Event]:
         """Return the start and the end of each shard, sorted by time."""
         ended = [self.seconds] * len(self.shards)
-        if self.arrivals is not None:  # the system clock may be set during the call
+        if self.arrivals is not None:  # clipped, because the system clock may be set during the call
             ended = np.clip(np.asarray(self.arrivals)[: len(self.shards)] - self.began, 0.0, self.seconds).tolist()
         started = [0.0] * len(self.shards)
         if self.in_turn and self.arrivals is not None:
@@ -96,7 +96,7 @@ class GraphEngine:
             compiled: the compiled map of the rows.
             rows: the data.
             gradients: highest order of the gradients that may be asked for, as for `CompiledMap.graph`.
-            raise_out_of_memory: raise such errors as they are, because the caller handles them.
+            raise_out_of_memory: raise out-of-memory errors unchanged, because the caller handles them.
 
         Raises:
             FunctionError: `fn` failed. It names the device and the rows if they can be found.
@@ -139,8 +139,9 @@ class GraphEngine:
     ) -> tuple[BaseException, BaseException]:
         """Return the error to raise for a graph that failed after `seconds`, and its cause.
 
-        TensorFlow does not report the device. So each shard runs again by itself until one fails, unless that would write a
-        variable again or take long. If `fn` takes rows and has no side effects, halves of the shard run again to find the row.
+        TensorFlow does not report the device that failed. So each shard runs again by itself until one fails, unless that
+        would write a variable again or take long. If `fn` takes rows and has no side effects, halves of the shard run again to
+        find the row.
         """
         repeats_rows = self.program.may_repeat(compiled)
         known = len(shards) < 2 and not repeats_rows

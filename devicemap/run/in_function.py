@@ -16,17 +16,17 @@ from devicemap.data.rows import HOST, Rows, count_rows
 def call_inside(program: Program, rows: Rows, filled: bool = False) -> Any:
     """Call a program in the function that is being traced, with a shard for each device.
 
-    `filled` promises at least one row for each device, if their number is unknown.
+    `filled` states that each device gets at least one row, if the number of rows is unknown.
     """
     compiled = program.compiled_for(rows)
-    with tf.device(HOST):  # else all that comes and goes would go by the first device
+    with tf.device(HOST):  # otherwise the placer would move rows and results through the first GPU
         count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
         leaves = program.seeded(rows.leaves, 0, count)
         engine = compiled.engine_inside()
         if rows.count:
             shards, sizes = compiled.shards(rows.count)
             spec = CallSpec.of_shards(len(shards), engine, 2, single_rows=rows.count < 2 * len(shards))
-        else:  # unknown, or none, for which gradients are zeros
+        else:  # an unknown number, or 0 rows, whose gradients are zeros
             spec = CallSpec.of_shards(len(compiled.slots), engine, 2, empty_shards=rows.count == 0 or not filled)
             sizes = sizes_in_graph(count, len(compiled.slots))
         graph = compiled.graph(spec)

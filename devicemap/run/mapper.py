@@ -1,11 +1,11 @@
-"""How rows travel from the user's data to the devices and back, in one of two engines.
+"""The path of rows from the user's data to the devices and back, in one of two engines.
 
     one graph   rows ── shards ──> a call per device, in one tf.function ──> gathered rows
     chunks      source ── chunks ──> the first idle device's function ──> reorder buffer ── join ──> rows
 
-The graph engine has the lowest cost per call and is differentiable. The chunk engine sends each chunk to the first idle device:
-it balances load, bounds memory, and retries a chunk that fails. It takes datasets, data with a `batch_size`, and calls on data
-in memory that take long (`choose_engine`). Both engines share the traced function and its replicas of captured variables.
+The graph engine has the lowest cost per call and is differentiable. The chunk engine sends each chunk to the first idle
+device. It balances load, bounds memory, and retries chunks that fail. It runs calls on datasets, calls with a `batch_size`,
+and long calls on data in memory (`choose_engine`). Both engines share the traced function.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from devicemap.run.in_function import call_inside
 from devicemap.run.workers import ChunkOptions, Result, Runner
 
 _WINDOW = 4
-"""Streams read at most this many times the chunks in flight before delivery, so that a slow chunk does not stop the others."""
+"""The window, in multiples of the chunks in flight. It is larger than 1, so that a slow chunk does not stop the others."""
 
 
 _stats: WeakKeyDictionary[CompiledMap, CallStats] = WeakKeyDictionary()
@@ -74,7 +74,7 @@ class Mapper:
         self._options = program.options
         self._graph_engine = GraphEngine(program, observers)
         self.warns_of_failures = False
-        """Whether calls warn of rows that failed, because there is no report to ask."""
+        """Whether calls warn of rows that failed, because the caller has no report."""
 
     def run(self, data: Any) -> Any:
         """Map over all of the data in eager code."""
@@ -90,7 +90,7 @@ class Mapper:
         return self._options.on_error == "skip"
 
     def _in_memory(self, rows: Rows) -> Any:
-        """Map rows in memory with the engine that suits them; a graph that runs out of memory continues in chunks."""
+        """Map rows in memory with the chosen engine. A graph that runs out of memory continues in chunks."""
         compiled, count = self.program.compiled_for(rows), rows.count or 0
         stats = _stats.setdefault(compiled, CallStats())
         gradients = compiled.order_of_gradients(rows.leaves)
@@ -111,7 +111,7 @@ class Mapper:
                 stats.most_rows = count - 1
                 began = time.perf_counter()
             else:
-                if count >= ROWS_PER_SLOT * slots:  # seconds per row of fewer rows are no measure for more
+                if count >= ROWS_PER_SLOT * slots:  # the time per row of fewer rows does not predict that of more
                     stats.add(engine, (time.perf_counter() - began) / count)
                 return results
         results = self._joined(MemorySource(rows, None), compiled)
@@ -161,7 +161,7 @@ class Mapper:
         return chunks()
 
     def _window(self, compiled: CompiledMap) -> int:
-        """Return the most chunks that are read and not delivered where memory is bounded."""
+        """Return the largest number of chunks that are read and not delivered, if memory is bounded."""
         return _WINDOW * sum(in_flight(compiled, self._options.prefetch).values())
 
     def shape_of_stream(self, data: Any) -> tuple[Any, int | None]:
@@ -248,7 +248,7 @@ class Mapper:
                 throughput = _stats.setdefault(compiled, CallStats()).throughput
                 yield from run_chunks(source, runners, options, throughput)
         finally:
-            # A warning in the scheduler's thread would name no line of the user's program.
+            # A warning in the scheduler's thread would not name a line of the user's program.
             for message in dict.fromkeys(map(_loss_message, lost)):
                 warn_user(f"{self.program.name}: {message}", RuntimeWarning)
             if failed and (self.warns_of_failures or not succeeded):
@@ -281,7 +281,7 @@ class Mapper:
 
 
 def in_flight(compiled: CompiledMap, prefetch: int | None) -> dict[str, int]:
-    """Return the most chunks in flight on each device: one in all if `fn` depends on their order."""
+    """Return the largest number of chunks in flight on each device: one in total if `fn` depends on their order."""
     audit = compiled.traced.audit
     if audit.ordered:
         return {compiled.slots[0]: 1}

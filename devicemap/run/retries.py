@@ -1,4 +1,4 @@
-"""What happens to a chunk that failed, by the class of its error. Pure."""
+"""Choose the action after a chunk failed, by the class of its error. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _TRANSIENT = (
     tf.errors.InternalError,
     tf.errors.UnknownError,
 )
-"""Errors of devices and networks that may not occur again, or not on another device. All others fail the same everywhere."""
+"""Errors of devices and networks that may not occur again, or not on another device. Other errors are not retried."""
 
 AGAIN_SECONDS = 1.0
-"""What failed later is not repeated to find the row."""
+"""Rows that failed after a longer time do not run again to find the failing row."""
 
 FAILURES_IN_A_ROW = 3
 """A device that fails so often without a success in between gets no more chunks."""
 
 
 class RetryAction(Enum):
-    """What happens to a chunk that failed."""
+    """The action after a chunk failed."""
 
     HALVE = "the same device computes it in halves, with nothing else running there"
     RETRY = "another device computes it, if there is one"
@@ -37,7 +37,7 @@ class RetryAction(Enum):
 
 
 def retry_action(error: BaseException, rows: int, attempts: int, max_retries: int, alone: bool = False) -> RetryAction:
-    """Return what to do about a chunk of `rows` rows that failed for the `attempts`-th time, perhaps `alone` on its device.
+    """Return the action after the `attempts`-th failure of a chunk of `rows` rows, which may have run `alone` on its device.
 
     >>> full = tf.errors.ResourceExhaustedError(None, None, "")
     >>> [retry_action(full, rows, 1, 2, alone).name for rows, alone in ((64, True), (1, False), (1, True))]
@@ -56,7 +56,7 @@ def retry_action(error: BaseException, rows: int, attempts: int, max_retries: in
 def is_of_the_row(error: BaseException) -> bool:
     """Return whether a row that raised this error may be left out.
 
-    Not if its device is unavailable, for signals, and if the results of a batch are not one per row.
+    It stays if its device is unavailable, after a signal, and if a batch has another number of results than rows.
 
     >>> is_of_the_row(tf.errors.InvalidArgumentError(None, None, "")), is_of_the_row(tf.errors.UnavailableError(None, None, ""))
     (True, False)
@@ -65,7 +65,7 @@ def is_of_the_row(error: BaseException) -> bool:
 
 
 def failing_row(run: Callable[[int, int], object], shard: Shard, error: BaseException) -> Shard:
-    """Return the row that makes `run(start, stop)` fail as these rows did, by running halves; the rows if it is not found.
+    """Find the row for which `run(start, stop)` raises this class of error, by halving; return `shard` if there is none.
 
     >>> rows = Shard("CPU:0", 0, 100)
     >>> failing_row(lambda start, stop: [1 / (6 - row) for row in range(start, stop)], rows, ZeroDivisionError())
@@ -85,7 +85,7 @@ def failing_row(run: Callable[[int, int], object], shard: Shard, error: BaseExce
             middle = (start + stop) // 2
             start, stop = (start, middle) if fails(start, middle) else (middle, stop)
         return Shard(shard.device, start, stop) if len(shard) == 1 or fails(start, stop) else shard
-    except Exception:  # another one, as of a call that was cancelled
+    except Exception:  # another error, for instance of a cancelled call
         return shard
 
 
@@ -93,8 +93,8 @@ def is_python_bug(error: BaseException) -> bool:
     """Return whether an error is a built-in exception that Python code in `fn` raised, other than an `OSError`.
 
     `tf.py_function` turns most exceptions into an `UnknownError` whose message has the name of the class and the traceback
-    (test_a_row_that_fails_everywhere). `OSError` has the subclasses of networks, which may be transient, as may be
-    exceptions of other libraries.
+    (test_a_row_that_fails_everywhere). Network errors are subclasses of `OSError` and may be transient. So may exceptions of
+    other libraries.
 
     >>> is_python_bug(tf.errors.UnknownError(None, None, "KeyError: 'a'\\nTraceback (most recent call last): ..."))
     True

@@ -1,4 +1,4 @@
-"""The scheduler of a call in chunks: it reads the source and sends each chunk to a device that is idle.
+"""The scheduler of a call in chunks, which reads the source and sends each chunk to an idle device.
 
     source ── take ──> scheduler ── a queue per device ──> workers ── Result, Failure ──> consumer
                            ^──────── Finished, Failed ────────┘──────── DELIVERED ─────────┘
@@ -36,7 +36,7 @@ DELIVERED, STOP = "delivered", "stop"
 """Messages to the scheduler: the consumer took a chunk; the consumer has left."""
 
 _OVERDUE_SECONDS = 0.005
-"""How often idle devices are considered again while rows are left to faster devices, whose chunks may be overdue."""
+"""How often the scheduler reconsiders idle devices. The last rows wait for faster devices, whose chunks may be overdue."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class DeviceState:
     """Chunks with which it ran out of memory."""
 
     alone: bool = False
-    """Whether one of these is running."""
+    """Whether such a chunk is running, with nothing else on the device."""
 
     failures: int = 0
-    """Failures since the last success. If failing rows are left out, only those of chunks that succeeded on another device."""
+    """Failures since the last success. If failing rows are left out, chunks count that then succeeded on another device."""
 
     last_error: BaseException | None = None
     """The error of the last failure."""
@@ -75,7 +75,7 @@ class DeviceState:
     """When it last finished a chunk, in seconds since the call began."""
 
     busy_since: float = 0.0
-    """When that was, or when it started a chunk with nothing else running."""
+    """The time of `last_finish`, or of a later start of a chunk with nothing else running."""
 
     peak_before: float | None = None
     """Peak memory use before the call, divided by the memory of the device."""
@@ -87,7 +87,7 @@ class DeviceState:
 
 
 class Scheduler:
-    """The state of a call in chunks."""
+    """Schedules the chunks of a call."""
 
     def __init__(self, call: Call, source: Source, runners: Sequence[Runner], measured: Mapping[str, Throughput]):
         """`measured` holds measurements of earlier calls."""
@@ -112,11 +112,11 @@ class Scheduler:
                     return
                 else:
                     self._wait()
-        except BaseException as error:  # of the observer, or of describing an error
+        except BaseException as error:  # from the observer, or from describing an error
             self._call.to_consumer.put(Failure(error))
 
     def close(self) -> list[threading.Thread]:
-        """Let the workers end after their chunk, and return their threads."""
+        """End each worker after its current chunk, and return the threads of all workers."""
         self._call.to_scheduler.put(STOP)
         for state in self._devices.values():
             for _ in range(state.runner.in_flight):
@@ -137,7 +137,7 @@ class Scheduler:
         return not self._at_end and (window is None or self._read - self._delivered < window)
 
     def _send_next(self) -> bool:
-        """Send one chunk to a device, if there is a chunk and a device for it: first those that failed."""
+        """Send one chunk, failed ones first, to a device with room. Return whether one was sent."""
         for name in self._alive:
             state = self._devices[name]
             if state.too_large and not state.running:
@@ -154,7 +154,7 @@ class Scheduler:
         return self._may_read and self._read_next()
 
     def _with_room(self, names: Sequence[str]) -> list[str]:
-        """Return the devices that may get another chunk, first the ones with the fewest."""
+        """Return the devices that may get another chunk, those with the fewest chunks first."""
         free = [name for name in names if self._devices[name].has_room]
         return sorted(free, key=lambda name: self._devices[name].running)
 
@@ -164,7 +164,7 @@ class Scheduler:
         expected = {name: s.throughput.after(now - s.busy_since) for name, s in self._devices.items()}
         for name in self._with_room(self._alive):
             others = [expected[other] for other in self._alive if other != name]
-            # An estimate of 0 rows may be wrong: the source knows its end.
+            # An estimate of 0 rows may be wrong. Only the source knows its end.
             rows = next_chunk_size(expected[name], others, left or None, chunk_rows)
             if rows:
                 return self._read_for(name, rows)
@@ -176,7 +176,7 @@ class Scheduler:
         began = self._call.now()
         try:
             chunk, error = self._source.take(rows), None
-        except BaseException as raised:  # of the user's data: raised after the rows before it
+        except BaseException as raised:  # from the user's data; raised after the rows before it
             chunk, error = None, raised
             if self._call.options.skips and isinstance(raised, tf.errors.OpError):
                 add_note(raised, "on_error='skip' leaves out rows of fn; dataset.ignore_errors() leaves out elements")
@@ -253,7 +253,7 @@ class Scheduler:
         task = replace(task, tried=(*task.tried, message.shard), out_of_memory=False)
         self._retries.append(task)
         state.last_error = error
-        # If failing rows are left out, it is known later whether these rows fail elsewhere, too.
+        # If failing rows are left out, another device shows later whether the rows or this device are at fault.
         if not self._call.options.skips or not is_of_the_row(error):
             self._blame(name, task)
         if isinstance(error, tf.errors.UnavailableError) and is_remote(name):

@@ -56,7 +56,7 @@ class ChunkOptions:
     """Whether rows that fail by themselves are left out."""
 
     leave_out: Callable[[Chunk, Shard, BaseException], object] = lambda row, shard, error: None
-    """Gets each row that is left out, as a chunk, with its device and its error; called by the worker."""
+    """Callback of the worker for a row that is left out: the row as a chunk, its device and its error."""
 
     locates: bool = False
     """Whether a chunk that failed may run again in parts, to find the row that failed."""
@@ -65,13 +65,13 @@ class ChunkOptions:
     """Whether chunks without a fixed size have 1, 2, 4, 8, ... rows, so that XLA compiles for few shapes."""
 
     observe: Callable[[Event], object] = lambda event: None
-    """Gets the events of the call, one at a time, in order."""
+    """Callback for the events of the call, one at a time, in order."""
 
     describe: Callable[[BaseException, Sequence[Shard]], BaseException] = lambda error, shards: error
     """Returns the error to raise for the error of a chunk and the devices that tried its rows."""
 
     cancel: Callable[[], object] = lambda: None
-    """Ends the chunks that are running."""
+    """Cancels the running chunks."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Task:
     """Its rows that are still to be computed."""
 
     parts: tuple[Any, ...] = ()
-    """The results of the rows before these."""
+    """The results of earlier rows of the chunk."""
 
     tried: tuple[Shard, ...] = ()
     """The rows that failed, on each device that tried them."""
@@ -100,7 +100,7 @@ class Task:
     """The most rows that the device computes at once."""
 
     limit_before: int | None = None
-    """The same before the device ran out of memory with this chunk."""
+    """`limit` before the device ran out of memory with this chunk."""
 
     waited_seconds: float = 0.0
     """How long the device was idle because the chunk was being read."""
@@ -117,7 +117,7 @@ class Finished:
     limit: int | None
 
     exhausted_by_row: bool = False
-    """Whether the memory was too small for a single row only, which says nothing about other rows."""
+    """Whether a single row needed too much memory, so that `limit` is again the one before this chunk."""
 
     rows_failed: bool = False
     """Whether rows of it were left out."""
@@ -125,7 +125,8 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """A message to the scheduler: a chunk failed with an error of a device in some of its rows, and what is left of it."""
+    """A message to the scheduler: rows of a chunk failed with an error of a device. `left` has all rows that are not
+    computed."""
 
     task: Task
     left: Task
@@ -152,14 +153,14 @@ class Failure:
 
 @dataclass
 class Call:
-    """What the threads of a call share: two queues, the observer, and the time."""
+    """The state that the threads of a call share: two queues, the observer, and the time."""
 
     options: ChunkOptions
     to_scheduler: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     to_consumer: SimpleQueue[Any] = field(default_factory=SimpleQueue)
 
     stopped: bool = False
-    """True if the consumer has left. No chunk starts after that, and the only event is `CallFinished`."""
+    """Whether the consumer has left. After that, no chunk starts, and the only event is `CallFinished`."""
 
     def __post_init__(self) -> None:
         self._began = time.perf_counter()
@@ -189,7 +190,7 @@ def work(call: Call, runner: Runner, tasks: SimpleQueue[Task | None]) -> None:
         run = runner.begin()
         while (task := tasks.get()) is not None and not call.stopped:
             _compute(call, run, runner.device, task)
-    except BaseException as error:  # of the observer, of cutting a chunk, of describing an error
+    except BaseException as error:  # from the observer, from cutting a chunk, or from describing an error
         call.to_consumer.put(Failure(error))
 
 
@@ -202,9 +203,9 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
     chunk, limit, began, parts = task.chunk, task.limit, call.now(), [*task.parts]
     again, attempt, waited = bool(task.tried) or task.out_of_memory, len(task.tried) + 1, task.waited_seconds
     position, end = chunk.start, chunk.start + chunk.count
-    rows_failed, growing = False, False  # growing: a row that needs too much memory was left out, pieces grow again
-    tries = 0  # of a row by itself, after it failed among others
-    failing: list[int] = []  # where pieces end that failed and are computed in halves, the innermost last
+    rows_failed, growing = False, False  # growing: after a row that needs too much memory, pieces grow again
+    tries = 0  # attempts of a single row, after it failed among others
+    failing: list[int] = []  # ends of the first halves of pieces that failed, the innermost last
     while position < end:
         stop = min(failing[-1] if failing else end, position + (limit or chunk.count))
         piece = chunk.cut(position, stop)
@@ -215,7 +216,7 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
         try:
             parts.append(run(piece))
         except BaseException as error:
-            if call.stopped:  # it was cancelled, which is no error of these rows
+            if call.stopped:  # the call was cancelled; the rows are not at fault
                 return
             call.notify(ChunkFailed, shard=shard, started_seconds=started, error=error)
             action = retry_action(error, piece.count, attempt, call.options.max_retries, task.out_of_memory)
