@@ -4,5 +4,5 @@ In:  `fn`, the checked options, the specs of the data, and a `CallSpec`, which i
 Out: a `ConcreteFunction`: of all rows with a `tf.device` block per slot, or of one chunk on one device.
 
 `program.py` owns a `CompiledMap` per structure of data, which traces `fn` once (`trace.py`, `vectorize.py` or `row_loop.py`).
-`audit.py` reads from a graph how `fn` uses its captures, `replicas.py` copies these to devices, `graph_builder.py` builds.
+`audit.py` finds out how `fn` uses its captures, `replicas.py` copies these to devices, and `graph_builder.py` builds graphs.
 """

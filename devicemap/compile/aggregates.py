@@ -1,4 +1,4 @@
-"""Reducers: sum, mean, minimum and maximum of one leaf, and those of users: rows -> state, states -> state, state -> result."""
+"""Reducers: sum, mean, minimum and maximum of one leaf, and `Reducer`. Rows -> state, states -> state, state -> result."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _WIDE = {
     **dict.fromkeys((tf.float16, tf.bfloat16, tf.float32), tf.float64),
     tf.complex64: tf.complex128,
 }
-"""Dtypes in which states are merged; others are merged as they are."""
+"""Dtypes in which states are merged. States of other dtypes are merged in their own dtype."""
 
 
 @dataclass(frozen=True)
 class Reducer:
-    """A reduction of your own: `finish(merge(step(step(initial, row), row), ...))`, in the order of rows.
+    """A custom reduction: `finish(merge(step(step(initial, row), row), ...))`, in the order of rows.
 
     Args:
-        initial: the state of no rows: a nest of numbers, arrays or tensors of the dtypes of states (0.0 for floats).
+        initial: the state before the first row: a nest of numbers, arrays or tensors of the dtypes of states (0.0 for floats).
             Each device starts with it, so merging it with another state must return that other state.
         step: `(state, result of a row) -> state`, of the same structure, shapes and dtypes. It runs on the device that
             computed the row.
-        merge: `(state, state of later rows) -> state`; associative, but not necessarily commutative.
+        merge: `(state, state of later rows) -> state`. It must be associative, but need not be commutative.
         finish: `state -> result`.
 
     Examples:
@@ -88,7 +88,7 @@ class Sum:
 
 
 class Mean(Sum):
-    """A mean. For floating-point numbers, the state is the mean, so it cannot overflow; for integers, it is the sum."""
+    """A mean. For floating-point numbers, the state is the mean, so it cannot overflow. For integers, it is the sum."""
 
     def __init__(self, dtype: Any):
         super().__init__(dtype)
@@ -142,7 +142,7 @@ AGGREGATES: Mapping[str, type[Sum]] = {"sum": Sum, "mean": Mean, "min": Min, "ma
 def _add_rows(rows: Any) -> Any:
     """Return the sum of rows `[rows, ...]`, in a dtype that may be wider. Its rounding does not grow with the rows.
 
-    TensorFlow's Sum adds row after row if a row has several numbers (test_rounding_does_not_grow_with_the_rows).
+    The kernel of Sum adds row after row if a row has several numbers (test_rounding_does_not_grow_with_the_rows).
     """
     wide = _WIDE.get(rows.dtype)
     if wide is None:

@@ -26,8 +26,8 @@ _ATOMIC = frozenset(
     "WriteSummary WriteRawProtoSummary WriteScalarSummary WriteHistogramSummary WriteImageSummary WriteAudioSummary "
     "WriteGraphSummary FlushSummaryWriter".split()
 )
-"""Updates that lock the resource and give the same result in any order; summaries have steps. `ResourceScatterAdd` of
-numbers takes a shared lock only, so two of them on one row lose updates (test_treatments)."""
+"""Updates that lock the resource and give the same result in any order, because summaries have steps. The kernel of
+`ResourceScatterAdd` takes a shared lock only, so two of them on one row lose updates (test_treatments)."""
 
 _PYTHON = frozenset("PyFunc PyFuncStateless EagerPyFunc".split())
 
@@ -43,7 +43,7 @@ _NO_EFFECTS = frozenset(
     "GuaranteeConst If LoadAndRemapMatrix NonDeterministicInts RemoteCall Restore RestoreSlice RestoreV2 "
     "StatefulPartitionedCall StatelessRandomGetAlg Timestamp While".split()
 )
-"""Ops that TensorFlow calls stateful although they change nothing: they check, read, draw numbers or call functions."""
+"""Ops that TensorFlow registers as stateful, but that change nothing. They check, read, draw numbers or call functions."""
 
 _GATHERS = frozenset("ResourceGather ResourceGatherNd".split())
 
@@ -67,13 +67,13 @@ class Audit:
     """The state that a traced function touches."""
 
     treatments: tuple[Treatment | None, ...]
-    """For each of `captured_inputs`; `None` for a plain tensor."""
+    """The treatment of each of `captured_inputs`; `None` for a plain tensor."""
 
     random_ops: tuple[str, ...]
     """Types of its stateful random ops."""
 
     seeds: frozenset[tuple[int, int]]
-    """The fixed seeds of these ops: the function would draw the same numbers on each device, and in each graph."""
+    """The fixed seeds of these ops. With them, the function would draw the same numbers on each device and in each graph."""
 
     effects: tuple[str, ...]
     """Types of its ops that act outside of the graph."""
@@ -94,7 +94,7 @@ class Audit:
     """Whether it calls Python functions."""
 
     pinned: bool = False
-    """Whether an op requests a device of its own, as those of a map inside of `fn` do."""
+    """Whether an op requests a device, as the ops of a map inside of `fn` do."""
 
     colocated: bool = False
     """Whether an op is colocated with an argument of its function. Copies of the function would share the name of that
@@ -102,7 +102,7 @@ class Audit:
 
     @property
     def keeps_variants(self) -> bool:
-        """Whether it leaves TensorLists of loops or optionals of branches for its gradient, which XLA does not pass on."""
+        """Whether its gradient needs TensorLists of loops or optionals of branches, which XLA does not pass on."""
         return self.loops or self.branches
 
     @property
@@ -127,7 +127,7 @@ class Audit:
 
 
 def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
-    """Audit a `tf.types.experimental.ConcreteFunction`, with variables `in_place` that are not to be copied."""
+    """Audit a `tf.types.experimental.ConcreteFunction`. Variables `in_place` are not to be copied."""
     graph = GraphWalker(concrete)
     captured = concrete.captured_inputs
     arguments = graph.root.arguments[len(graph.root.arguments) - len(captured) :]
@@ -143,7 +143,7 @@ def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
             for tensor, argument in zip(captured, arguments)
         ),
         random_ops=tuple(sorted({node.op for node in random})),
-        # TensorFlow replaces the seeds (0, 0) by others each time.
+        # TensorFlow's random kernels replace the seeds (0, 0) by random ones.
         seeds=frozenset((node.attr["seed"].i, node.attr["seed2"].i) for node in random) - {(0, 0)},
         effects=tuple(sorted(filter(_has_effects, types))),
         custom_gradients=any("_gradient_op_type" in node.attr for node in nodes),
@@ -189,8 +189,8 @@ def _treatment(concrete: Any, handle: Any, ops: set[str], staying: set[int]) -> 
     if ops <= _ATOMIC:
         return Treatment.ATOMIC
     variable = variable_of(concrete, handle)
-    # keras.random.SeedGenerator reads [seed, counter] and assigns [seed, counter + 1]. Only its name distinguishes it
-    # from a counter of the user's.
+    # keras.random.SeedGenerator reads [seed, counter] and assigns [seed, counter + 1]. Only its name distinguishes it from a
+    # user's counter.
     if variable is not None and "seed_generator_state" in variable.name and variable.shape.as_list() == [2]:
         return Treatment.SEED
     return Treatment.ORDERED
@@ -200,7 +200,7 @@ def _treatment(concrete: Any, handle: Any, ops: set[str], staying: set[int]) -> 
 def _has_effects(op: str) -> bool:
     """Return whether a type of op acts outside of the graph.
 
-    Ops that take resources are not counted, because `Audit.treatments` covers them; nor are random ops.
+    Ops that take resources do not count, because `Audit.treatments` covers them. Random ops do not count, either.
     """
     definition = tf.Graph().op_def_for_type(op)
     if not definition.is_stateful or op in _NO_EFFECTS or any(attr.name == "seed2" for attr in definition.attr):

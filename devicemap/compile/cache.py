@@ -1,8 +1,8 @@
-"""The programs of the functions that `parallel_map` was given, each kept while its function exists.
+"""The programs of functions that were passed to `parallel_map`. Each program is kept as long as its function exists.
 
-A program refers to its function, so a table of weak functions would keep both. Programs are kept without their
-functions, and each call provides its own. TensorFlow never frees what `tf.py_function` and `tf.custom_gradient` get; so
-the number of programs is limited.
+A program refers to its function, so a table with weak references to functions would keep both. The cache keeps programs
+without their functions, and each call passes its function. TensorFlow's registries keep the functions of `tf.py_function` and
+`tf.custom_gradient` forever, so the number of programs is limited.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from devicemap.errors import OptionError
 from devicemap.options import variables_of
 
 _MOST = 64
-"""Programs that are kept; the least recently used one goes first."""
+"""The largest number of kept programs. The least recently used program is dropped first."""
 
 
 class ProgramCache:
@@ -37,14 +37,14 @@ class ProgramCache:
 
         Bound methods are equal if they are the same method of the same object.
         """
-        # Each access creates another bound method; it lives as long as its object and its function do.
+        # Each access creates a new bound method, so the key consists of its object and its function.
         parts = (fn.__self__, fn.__func__) if inspect.ismethod(fn) else (fn,)
         compiled_for = {name: value for name, value in options.items() if name != "progress"}
         compiled_for["task"] = task_device.get()
         try:
             in_place = variables_of(options.get("in_place", ()))
             compiled_for["in_place"] = [id(variable) for variable in in_place]
-            # By identity, which calls no code of the user, and with types, because True == 1.
+            # By identity, because __hash__ and __eq__ would call the user's code; and with types, because True == 1.
             key = (*map(id, parts), *((name, type(value), freeze(value)) for name, value in compiled_for.items()))
             hash(key)
         except (TypeError, OptionError):  # an option that is not hashable, or not valid
@@ -65,23 +65,23 @@ class ProgramCache:
 
 
 class _Kept:
-    """A program, until one of the objects that its function consists of is dropped."""
+    """A program, which is dropped with any of the objects that its function consists of."""
 
     def __init__(self, program: Program, parts: tuple[Any, ...]):
         self.program: Program | None = program
         self._parts = [self._reference(part) for part in parts]
 
     def drop(self, _: Any = None) -> None:
-        # The garbage collector may call it at any moment, in a thread that holds the lock: so it changes no table.
+        # The garbage collector may call this at any moment, also in a thread that holds the lock. So it changes no table.
         self.program = None
 
     def _reference(self, part: Any) -> Any:
         try:
             return weakref.ref(part, self.drop)
-        except TypeError:  # an object of a class with __slots__: it stays until the program goes
+        except TypeError:  # an object of a class with __slots__ is kept as long as the program
             return part
 
 
 def _provided_by_calls(*args: Any, **kwargs: Any) -> Any:
-    """Stand for the function of a program that is kept."""
+    """Replace the function of a kept program."""
     raise AssertionError("a program of the cache was called without its function")

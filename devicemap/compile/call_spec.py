@@ -1,4 +1,4 @@
-"""Which graph a call runs: one value that identifies it."""
+"""The value that identifies the graph of a call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Engine(Enum):
-    """Who runs the graph."""
+    """The caller of a graph."""
 
     GRAPH = "one graph, called from eager code"
     INLINE = "one graph, as a part of the user's tf.function"
@@ -17,18 +17,18 @@ class Engine(Enum):
 
 @dataclass(frozen=True)
 class CallSpec:
-    """Identifies one graph of a `CompiledMap`; equal specs are served by one `ConcreteFunction`."""
+    """Identifies one graph of a `CompiledMap`. Equal specs share one `ConcreteFunction`."""
 
     slots: tuple[int, ...]
-    """Indices of the slots that get a shard each; of `CHUNKS` exactly one."""
+    """Indices of the slots that get a shard each; exactly one for `CHUNKS`."""
 
     engine: Engine = Engine.GRAPH
 
     gradients: int = 0
-    """Which gradients may be asked for: 0 none, 1 first ones, 2 any."""
+    """The highest order of gradients that tapes may request: 0 none, 1 first, 2 any."""
 
     empty_shards: bool = False
-    """Whether a shard may have no rows; its device is not called then."""
+    """Whether a shard may have no rows. Its device is then not called."""
 
     single_rows: bool = False
     """Whether a shard is known to have one row."""
@@ -49,5 +49,5 @@ class CallSpec:
         return self.engine in (Engine.INLINE, Engine.REWRITTEN)
 
     def without_order(self) -> CallSpec:
-        """Return the spec with the same gradients of first and of any order."""
+        """Return the spec of the graph that serves gradients of first and of any order."""
         return replace(self, gradients=min(self.gradients, 1))

@@ -1,4 +1,4 @@
-"""A traced function on several slots, with a graph for each way of calling it."""
+"""A traced function on several slots, with a graph for each `CallSpec`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _KEPT_SHARDS = 256
 class CompiledMap:
     """A traced function on slots, and one graph per `CallSpec`.
 
-    A slot is a device that takes one shard of a call; a device may have several slots. Graphs are built on first use,
-    under one lock, and never change: calls need no lock.
+    A slot is a device that takes one shard of a call. A device may have several slots. Graphs are built on first use, under
+    one lock, and never change, so calls need no lock.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class CompiledMap:
         """
         Args:
             slots: full names of devices; those that the function cannot use are left out of `slots`.
-            output_device: where results go.
-            trace: traces the function; with a stream, its random ops draw from that.
+            output_device: full name of the device for results.
+            trace: traces the function. If it gets a stream, random ops draw from it.
             name: of the function, for errors and name scopes.
             counts_rows: whether the function must return as many rows as it gets.
         """
@@ -62,8 +62,8 @@ class CompiledMap:
         self._trace = trace
         self.traced = self._retrace(None)
         audit = self.traced.audit
-        # A further core of a CPU gains nothing where shards wait for each other, or where ops over all rows use the
-        # cores themselves (`benchmarks/test_real_functions.py`: half the rows cost as many ops).
+        # A further core of a CPU gains nothing if shards wait for each other, or if ops over all rows use the cores
+        # themselves. Half of the rows need as many ops (`benchmarks/test_real_functions.py`).
         alone = self.traced.vectorized or audit.ordered
         self.slots = tuple(dict.fromkeys(slots)) if alone else tuple(slots)
         if audit.python:
@@ -72,7 +72,7 @@ class CompiledMap:
         self.keeps_seeds = (
             audit.seeded and len(self.slots) > 1 and drawn_alike(audit, self._retrace(self._streams.next()).audit)
         )
-        """Whether it draws the same numbers in every trace: then one device draws them all."""
+        """Whether the function draws the same numbers in every trace. Then one device computes all rows."""
         if self.keeps_seeds:
             self.slots = self.slots[:1]
         self._output_device = output_device
@@ -90,10 +90,11 @@ class CompiledMap:
         self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self.traced.input_specs)
 
     def graph(self, spec: CallSpec) -> Any:
-        """Return the `ConcreteFunction` of a call, as `CallGraphBuilder.build` describes it.
+        """Return the `ConcreteFunction` of a call. `CallGraphBuilder.build` describes its arguments and results.
 
-        TensorFlow runs other ops for first gradients than for any, and each copy of a seeded op begins the same number
-        stream. So a function with seeded ops has a graph per order of gradients, and one per call inside a function.
+        TensorFlow runs other copies of the ops for first than for higher gradients, and each copy of a seeded op begins the
+        same number stream. So a function with seeded ops has a graph per order of gradients, and one per call inside a
+        function.
         """
         seeded = self.traced.audit.seeded
         if seeded and spec.is_inside:
@@ -117,8 +118,9 @@ class CompiledMap:
     def may_use_chunks(self) -> bool:
         """Whether a call on rows in memory gives the same results in chunks of any size.
 
-        Not if `fn` depends on order or draws from fixed seeds, if XLA would compile for each chunk size, or after
-        `tf.config.experimental.enable_op_determinism()`. Nor on a GPU for results, whose memory they may not fit twice.
+        It does not if `fn` depends on order or draws from fixed seeds, or after
+        `tf.config.experimental.enable_op_determinism()`. XLA would compile for each chunk size. A GPU for results may not have
+        memory to hold them twice.
         """
         audit = self.traced.audit
         return (
@@ -128,7 +130,7 @@ class CompiledMap:
         )
 
     def order_of_gradients(self, leaves: Sequence[Any]) -> int:
-        """Return which gradients of a call in eager code may be asked for, as in `CallSpec.gradients`."""
+        """Return the highest order of gradients that tapes may request of a call in eager code, as in `CallSpec.gradients`."""
         return order_of_gradients(self.traced.concrete, [*self.flat(leaves), *self.traced.captures])
 
     @property
@@ -142,14 +144,14 @@ class CompiledMap:
         return self._shards_of(rows)
 
     def run(self, graph: Any, arguments: Sequence[Any], rows: int) -> Any:
-        """Call a graph on `rows` rows, such that Ctrl-C takes effect at once."""
+        """Call a graph on `rows` rows. Ctrl-C takes effect at once."""
         settle(self._remote_devices)
         return self._invoker.call(graph, self.flat(arguments), rows)
 
     def run_taped(self, graph: Any, arguments: Sequence[Any], gradients: int) -> Any:
-        """Call a graph for the tapes of this thread to record; Ctrl-C takes effect when the call ends.
+        """Call a graph and let the tapes of this thread record the call. Ctrl-C takes effect when the call ends.
 
-        TensorFlow builds what a tape needs in the first such call, which is not thread-safe.
+        TensorFlow builds the forward and backward functions of a tape in the first such call, which is not thread-safe.
         """
         settle(self._remote_devices)
         if (graph, gradients) in self._taped:
@@ -166,7 +168,7 @@ class CompiledMap:
             return outputs
 
     def drawing_alone(self) -> AbstractContextManager[None]:
-        """Return a context in which no other call draws from the seeds that each call of the function advances."""
+        """Return a context in which no other call draws from the seeds that calls of the function advance."""
         return _all_of(self._drawing.values()) if self._drawing else contextlib.nullcontext()
 
     def take_traces(self) -> int:
@@ -180,14 +182,14 @@ class CompiledMap:
         return leaves if self._plain else tf.nest.flatten(list(leaves), expand_composites=True)
 
     def pack(self, leaves: Sequence[Any]) -> Any:
-        """Return the nest that the user's function returns, of these leaves; or the result of the reduction."""
+        """Pack leaves into the nest that the user's function returns, or into the result of the reduction."""
         structure, reduction = self.traced.structure, self.traced.reduction
         if reduction is not None:
             return reduction.packed(leaves)
         return leaves[0] if structure is None else as_objects(tf.nest.pack_sequence_as(structure, leaves))
 
     def pack_no_rows(self) -> Any:
-        """Return the nest for no rows."""
+        """Return the nest of results without rows, or the result of the reduction of no rows."""
         return self.pack(self.traced.no_rows()) if self._reduction is None else self.pack_states(())
 
     def pack_states(self, states: Iterable[list[Any]]) -> Any:
@@ -209,21 +211,21 @@ class CompiledMap:
 
     @cached_property
     def _remote_devices(self) -> tuple[str, ...]:
-        """The remote devices that it runs on or whose tensors and variables it captures."""
+        """The remote devices on which the function runs, or of which it captures tensors and variables."""
         homes = map(home_of, self.traced.captures)
         return tuple(device for device in (*self.devices, *homes) if is_remote(device))
 
     def chunk_functions(
         self, cancellation: Cancellation | None = None
     ) -> dict[str, Callable[[], Callable[..., list[Any]]]]:
-        """Copy captured variables to the devices, and return a factory for each device's function in one call in chunks.
+        """Copy captured variables to the devices, and return a factory of the function of each device, for one call in chunks.
 
-        A function is `(*tensors of a chunk) -> result leaves`, which it puts on the output device. It is built by the factory,
-        so that one device may work before the function of another one exists.
+        A function is `(*tensors of a chunk) -> result leaves`, which are on the output device. The factory builds the graph,
+        so that one device may work before the function of another device exists.
         """
         specs = {device: CallSpec((self.slots.index(device),), Engine.CHUNKS) for device in self.devices}
         replicas = self._replicas_for(specs[self.devices[0]])
-        if self.traced.audit.seeded:  # each graph retraces fn, which no worker should run
+        if self.traced.audit.seeded:  # each graph retraces fn, which must not happen in a worker
             for spec in specs.values():
                 self.graph(spec)
         lost = settle(self._remote_devices)
@@ -256,7 +258,7 @@ class CompiledMap:
         return builder.build(self._traces_for(spec))
 
     def _replicas_for(self, spec: CallSpec) -> Replicas:
-        """Return what slots capture in graphs with these gradients and this engine."""
+        """Return the captures of slots in graphs with these gradients and this engine."""
         with self._lock:
             key = spec.differentiable, spec.engine
             if key not in self._replicas:
@@ -266,9 +268,9 @@ class CompiledMap:
             return self._replicas[key]
 
     def _traces_for(self, spec: CallSpec) -> list[Traced]:
-        """Return what runs on each slot: traces of their own if ops keep something for each slot and each graph.
+        """Return the trace of each slot. Slots have separate traces if ops keep state for each slot and graph.
 
-        Those are random ops with seeds, and Python functions that a tape follows.
+        Such ops are random ops with seeds, and Python functions that a tape follows.
         """
         followed = spec.differentiable and "EagerPyFunc" in self.traced.audit.effects
         if self.traced.audit.seeded or followed:
@@ -278,7 +280,8 @@ class CompiledMap:
     def _variant(self, traced: Traced, spec: CallSpec) -> Traced:
         """Return the variant with the right gradients, compiled if XLA can do so.
 
-        XLA supports neither variables of other devices nor what loops and branches leave for their gradients.
+        XLA supports neither variables of other devices nor the TensorLists and optionals that gradients of loops and branches
+        need.
         """
         variant = traced.differentiable if spec.differentiable else traced
         keeps_variants = spec.differentiable and variant.audit.keeps_variants
@@ -298,7 +301,7 @@ def _shards_of(slots: Sequence[str], rows: int) -> tuple[tuple[Shard, ...], Any]
 
 
 def has_clock() -> bool:
-    """Return whether graphs may read the time: not after `tf.config.experimental.enable_op_determinism()`."""
+    """Return whether graphs may read the time, which `tf.config.experimental.enable_op_determinism()` forbids."""
     try:
         with tf.init_scope(), tf.device(HOST):
             tf.timestamp()

@@ -1,4 +1,4 @@
-"""Join the results of shards, in the order of rows, inside a graph; and check their numbers of rows."""
+"""Join the results of shards, in the order of rows, inside a graph, and check their numbers of rows."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _with_rank_of(first: Any, part: Any) -> Any:
 def check_row_counts(results: Sequence[Any], returned: Sequence[Any], shards: Sequence[Shard]) -> None:
     """Raise unless a `fn` of batches returned as many rows as each shard has, in every leaf of its results.
 
-    `returned` are the row counts that `gather` returns for each leaf, and empty if there is only one shard.
+    `returned` has the row counts that `gather` returns for each leaf. It is empty if there is only one shard.
     """
     counted = [counts.numpy() for counts in returned] or [[_eager_count(leaf)] for leaf in results]
     for leaf, counts in enumerate(counted):
@@ -98,7 +98,7 @@ def check_row_counts(results: Sequence[Any], returned: Sequence[Any], shards: Se
 
 
 def _eager_count(leaf: Any) -> int:
-    """Return the number of rows of an eager leaf; for a dense one, without running an op."""
+    """Return the number of rows of an eager leaf, without running an op if the leaf is dense."""
     if leaf.shape.rank == 0:
         raise failure(
             "fn returned a scalar; with batched=True it must return one row per input row, of shape [rows, ...]. Set "
@@ -108,13 +108,13 @@ def _eager_count(leaf: Any) -> int:
 
 
 def with_row_counts_checked(results: Sequence[Any], returned: Sequence[Any], sizes: Any, name: str = "fn") -> list[Any]:
-    """Check the same inside a `tf.function`, by an assertion that runs with the graph."""
+    """Add the check of `check_row_counts` to a graph, as an assertion."""
     given = tf.cast(sizes, tf.int64)
     message = (
         f"{name} returned another number of rows than it was given; expected one row for each row. Rows returned and "
         "rows given, per device:"
     )
-    # tf.debugging uses the condition twice, and `waiting_for` would send the results through the first GPU.
+    # tf.debugging would use the condition twice, and `waiting_for` would send the results through the first GPU.
     checks = [
         tf.raw_ops.Assert(condition=tf.reduce_all(counts == given), data=[message, counts, given])
         for counts in returned or [tf.stack([count_rows(leaf)]) for leaf in results]

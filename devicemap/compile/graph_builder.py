@@ -34,10 +34,10 @@ class CallGraphBuilder:
 
     spec: CallSpec
     traced: Traced
-    """What runs on each slot, if slots need no traces of their own."""
+    """The trace that runs on each slot, unless slots need separate traces."""
 
     slots: tuple[str, ...]
-    """The device of each slot; a device may have several."""
+    """The device of each slot. A device may have several slots."""
 
     replicas: Replicas
     output_device: str
@@ -64,9 +64,9 @@ class CallGraphBuilder:
     def stays_whole(self) -> bool:
         """Whether the graph must not be inlined into the user's function.
 
-        Inlined side effects would join all devices by control edges. In training, where layers advance seeds and write nothing
-        else, that costs less than results that nothing takes (test_outputs_stay_where_their_losses_are). Grappler folds
-        constants of one row into wrong gradients of vectorised loops
+        Inlining side effects would add control edges between all devices. In training, layers write only seeds, and these
+        edges cost less than gathering unused results (test_outputs_stay_where_their_losses_are). In an inlined graph,
+        Grappler's constant folding makes gradients of vectorised loops wrong for one row
         (test_one_known_row_for_a_device_and_a_loop_that_rows_leave_at_different_times).
         """
         folded = self.spec.single_rows and self.traced.vectorized and self.traced.audit.loops
@@ -75,12 +75,12 @@ class CallGraphBuilder:
 
     @property
     def hides_ends(self) -> bool:
-        """Whether results exist, as far as the host can see, before the devices have computed them."""
+        """Whether the call returns results on the output device before the devices have computed them."""
         return kind_of(self.output_device) != "CPU"
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether the graph returns when each shard ended. Inside a function, other ops would wait for the clock."""
+        """Whether the graph returns the end time of each shard. Inside a function, other ops would wait for the clock."""
         return self.has_clock and not self.spec.is_inside and (len(self.spec.slots) > 1 or self.hides_ends)
 
     @property
@@ -92,12 +92,13 @@ class CallGraphBuilder:
         """Build the graph.
 
         Args:
-            traces: what runs on each of the slots of the spec.
+            traces: the trace of each slot of the spec.
 
         Returns:
-            A `ConcreteFunction`; of `Engine.CHUNKS`: `(*leaves) -> result leaves`. Otherwise: `(sizes, *leaves) ->
-            (result leaves, rows that fn returned, arrivals)`. `sizes` is int32 `[shards]`; the rows returned are int64
-            `[shards]` per leaf; `arrivals` is empty, or one float64 tensor `[shards]` of seconds since the epoch.
+            A `ConcreteFunction`: `(*leaves) -> result leaves` for `Engine.CHUNKS`, and otherwise
+            `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`. `sizes` is int32 `[shards]`. The returned
+            rows are int64 `[shards]` per leaf. `arrivals` is empty, or one float64 tensor `[shards]` of seconds since the
+            epoch.
         """
         with tf.device(None):
             if self.spec.engine is Engine.CHUNKS:
@@ -126,7 +127,7 @@ class CallGraphBuilder:
         for i, slot in enumerate(self.spec.slots):
             after = ops_of(results[-1]) if self.traced.audit.ordered and results else []
             with tf.device(self.slots[slot]), tf.name_scope(f"{self.scope}_{slot}"):
-                # Not in the branch of a condition, where a loop could not read them for its gradient.
+                # Outside of the branch of tf.cond, because the gradient of a loop could not read captures inside.
                 captures, assigned = self.replicas.assign(slot, values)
             run = partial(self._run_shard, slot, traces[i], cut[i], captures)
             if self.spec.empty_shards:
@@ -141,12 +142,12 @@ class CallGraphBuilder:
         with tf.device(self.output_device):
             if self.spec.empty_shards:
                 results = [_like_first(part, results[0]) for part in results]
-            # The gradient of joining asks for the shape of each part, from here.
+            # The gradient of the join reads the shape of each part on this device.
             if self.spec.differentiable or self.has_arrivals:
                 results = [copied(part) for part in results]
             ends = ends or [ops_of(part) for part in results]
             joined, lengths = self._joined(results, sizes)
-            if self.acts or self.reads:  # all that was read went into the results
+            if self.acts or self.reads:  # results wait for all reads
                 joined = add_control_outputs(acting, joined)
         with tf.device(HOST if self.hides_ends else self.output_device):
             arrivals = [arrivals_of(ends)] if self.has_arrivals else []
@@ -169,7 +170,7 @@ class CallGraphBuilder:
         reduction = self.traced.reduction
         if isinstance(reduction, BoundReduction):
             joined, lengths = reduction.finished(joined), joined[-1:]
-        if self.checks_rows:  # of a shard without rows there is no state
+        if self.checks_rows:  # a shard without rows has no state
             given = sizes if reduction is None else tf.boolean_mask(sizes, sizes > 0)
             joined = with_row_counts_checked(joined, lengths, given)
         return joined, lengths
@@ -188,7 +189,7 @@ class CallGraphBuilder:
     def _run_shard(
         self, slot: int, traced: Traced, shard: Sequence[Any], captures: dict[Any, Any], after: Sequence[Any]
     ) -> list[Any]:
-        """Run a shard on a slot, `after` other ops."""
+        """Run a shard on a slot. The call waits for the ops `after`."""
         with tf.device(self.slots[slot]), tf.name_scope(f"{self.scope}_{slot}"):
             results = self._call(traced, shard, captures, after)
             if self.spec.differentiable:
@@ -198,23 +199,23 @@ class CallGraphBuilder:
     def _call(
         self, traced: Traced, shard: Sequence[Any], captures: dict[Any, Any], after: Sequence[Any] = ()
     ) -> list[Any]:
-        """Call a trace on the current device with these captures, by `Tensor.ref()` of its own."""
-        # Ops that are colocated with their input (those of tf.debugging) would follow the shard to the device that cut
-        # it, and constants that wait for it would do so across devices (test_work_is_where_it_belongs).
+        """Call a trace on the current device. `captures` are by the `Tensor.ref()` of the captures that they replace."""
+        # Without a copy, ops that are colocated with their input (those of tf.debugging) would run on the device that cut the
+        # shard, and constants would wait for that device (test_work_is_where_it_belongs).
         shard = copied(list(shard))
         function = with_captures(traced.concrete, captures)
-        # Here, not around the whole: Grappler drops control edges that the inputs of the call already carry.
+        # Only around the call, because Grappler drops control edges that the inputs of the call already have.
         with tf.control_dependencies(after), contextlib.ExitStack() as scopes:
             first = ops_of(shard)[0]
             if self.spec.differentiable and all(tensor.device == first.device for tensor in function.captured_inputs):
-                # Else TensorLists that a loop leaves for its gradient go to the first device
+                # Otherwise, the placer puts the TensorLists that a loop keeps for its gradient on the first device
                 # (test_what_a_loop_leaves_for_its_gradient_stays_on_its_device).
                 scopes.enter_context(first.graph.colocate_with(first))
             return list(function(*shard))
 
 
 def ended_on(device: str, results: Sequence[Any]) -> list[Any]:
-    """Return an op on the host that runs once a device has computed these results: it takes an element of each."""
+    """Return an op on the host that runs when a device has computed these results. It takes an element of each result."""
     with tf.device(device):
         firsts = [tf.reshape(tensor, [-1])[:1] for tensor in tf.nest.flatten(list(results), expand_composites=True)]
     with tf.device(HOST):  # Grappler drops the inputs of a stateless op without users
@@ -222,7 +223,7 @@ def ended_on(device: str, results: Sequence[Any]) -> list[Any]:
 
 
 def sizes_in_graph(rows: Any, shards: int) -> Any:
-    """Return `data.shards.shard_sizes` of a number of rows that only the graph knows; the last ones may be 0."""
+    """Return `data.shards.shard_sizes` of a number of rows that is known only when the graph runs. The last sizes may be 0."""
     rows = tf.cast(rows, tf.int32)
     return rows // shards + tf.cast(tf.range(shards) < rows % shards, tf.int32)
 
@@ -239,7 +240,7 @@ def ops_of(results: Sequence[Any]) -> list[Any]:
 
 
 def arrivals_of(ends: Sequence[Sequence[Any]]) -> Any:
-    """Return when each of these ops ended, on the current device: float64 `[len(ends)]`, in seconds since the epoch."""
+    """Return the times at which these groups of ops ended: float64 `[len(ends)]`, in seconds since the epoch."""
     times = []
     for ops in ends:
         with tf.control_dependencies(ops):
@@ -248,7 +249,7 @@ def arrivals_of(ends: Sequence[Sequence[Any]]) -> Any:
 
 
 def _like_first(part: list[Any], first: list[Any]) -> list[Any]:
-    """Give results without rows the inner shape of the first ones, if it is not static."""
+    """Give results without rows the inner shape of the first shard's results, if it is not static."""
     shaped = []
     for leaf, model in zip(part, first):
         if isinstance(leaf, tf.Tensor) and leaf is not model and not leaf.shape[1:].is_fully_defined():
@@ -260,7 +261,7 @@ def _like_first(part: list[Any], first: list[Any]) -> list[Any]:
 
 
 def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
-    """Return whether a tensor of a graph is computed from one of these: dense, ragged or sparse tensors."""
+    """Return whether a tensor of a graph is computed from one of the `sources`, which are dense, ragged or sparse tensors."""
     sources = tf.nest.flatten(list(sources), expand_composites=True)
     looked_at, left = set(), [tensor]
     while left:

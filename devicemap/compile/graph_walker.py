@@ -13,7 +13,7 @@ import tensorflow as tf
 _ALIASES = frozenset("Identity IdentityN".split())
 
 _BRANCHES = frozenset("If StatelessIf Case StatelessCase".split())
-"""Ops whose first input selects a function; the function takes the others."""
+"""Ops whose first input selects a function. The other inputs are arguments of the function."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class FunctionBody:
 
     @cached_property
     def live(self) -> Mapping[str, Any]:
-        """The nodes that the results need. Vectorization leaves unneeded nodes for a single row in the graph."""
+        """The nodes that the results need. pfor leaves unneeded nodes for a single row in the graph."""
         found: dict[str, Any] = {}
         pending = [*self.results]
         while pending:
@@ -79,7 +79,7 @@ class GraphWalker:
         return [self._library[name] for name in names if name in self._library]
 
     def bodies(self, live: bool = False) -> Iterator[FunctionBody]:
-        """Yield the body of the graph and of each function that it calls, once; with `live`, that live nodes call."""
+        """Yield the body of the graph and of each function that its nodes call, once. `live`: only live nodes count."""
         pending, seen = [self.root], {self.root}
         while pending:
             body = pending.pop()
@@ -90,12 +90,12 @@ class GraphWalker:
                 seen.update(called)
 
     def op_types(self, live: bool = False) -> set[str]:
-        """Return the types of all ops; with `live`, of those that results and effects need. Calls are left out."""
+        """Return the types of all ops except calls. `live`: only ops that results and effects need."""
         nodes = (node for body in self.bodies(live) for node in (body.live if live else body.nodes).values())
         return {node.op for node in nodes} - {*self._library}
 
     def uses(self, argument: str, live: bool = False, body: FunctionBody | None = None) -> Iterator[str]:
-        """Yield the types of the ops that take an argument of the graph, in the functions that it is passed to, too."""
+        """Yield the types of the ops that take an argument of the graph, also in functions to which it is passed."""
         body = body or self.root
         for node, index in body.consumers.get(argument, ()):
             if live and node.name not in body.live:

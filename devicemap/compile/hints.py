@@ -1,4 +1,4 @@
-"""The error for a function that could not be traced: what it was called with, and what to do."""
+"""The error for a function that could not be traced. It shows the arguments of the function and gives advice."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _FOR_EAGER_CODE = {
 _FROM_KERAS = re.compile(r"incompatible with the layer: expected (min_)?ndim|Invalid input shape for input")
 
 _TAKES_BATCHES = re.compile(r"[Ss]hape must be (?:at least )?rank (?P<wanted>\d+) but is rank (?P<given>\d+)")
-"""TensorFlow's shape functions. A function that takes batches misses one axis if it gets one row."""
+"""Errors of TensorFlow's shape functions. A function that takes batches misses one axis if it gets one row."""
 
 _OTHER_DTYPE = re.compile(r"(?:type|dtype|DataType|input to be a|is a) '?(?P<dtype>double|float64|int64)(?: tensor)?\b")
 """NumPy's default dtypes in errors about dtypes."""
 
 _TWO_DTYPES = re.compile(r"has type ((?:u?int|b?float)\d+) that does not match type ((?:u?int|b?float)\d+)")
-"""The dtypes of two arguments that have to agree."""
+"""Errors about two arguments that must have the same dtype."""
 
 _OF_TENSOR = r"'\w*Tensor' object"
-"""The beginning of Python's messages about attributes that tensors lack."""
+"""The beginning of Python's messages about missing attributes of tensors."""
 
 _PYTHON = "or tf.py_function, which runs Python code"
 
@@ -141,7 +141,7 @@ def _hints_for_dtypes(specs: Any, error: Exception) -> Iterator[str]:
 
 
 def _is_in_keras(error: BaseException) -> bool:
-    """Return whether Keras raised an error, or code that it called. Autograph keeps the traceback in the message only."""
+    """Return whether Keras, or code that it called, raised an error. Autograph keeps the traceback in the message only."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(_KERAS_FILE.search(frame.filename) for frame in frames) or bool(_KERAS_FILE.search(str(error)))
 
@@ -154,7 +154,7 @@ def _dtypes(specs: Any) -> set[tf.DType]:
 
 
 def _takes(fn: Callable[..., Any], *given: Any, **seed: Any) -> bool:
-    """Return whether the signature of `fn` allows this call. It does if Python does not know the signature."""
+    """Return whether the signature of `fn` allows this call. An unknown signature allows any call."""
     try:
         inspect.signature(fn, follow_wrapped=False).bind(*given, **seed)
     except (TypeError, ValueError) as error:

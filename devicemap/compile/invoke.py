@@ -17,10 +17,10 @@ from typing import Any
 from devicemap._tensorflow.calls import Cancellation, unrecorded
 
 _SOON_SECONDS = 0.1
-"""A call that is expected to take no longer may run in the main thread: Ctrl-C is late by this much at most."""
+"""A call that is expected to take no longer may run in the main thread. It delays Ctrl-C by at most this time."""
 
 _FAREWELL_SECONDS = 0.8
-"""How long to wait for cancelled calls; an op that is running cannot be stopped, and its thread ends after it."""
+"""How long to wait for cancelled calls. A running op cannot be stopped. Its thread ends when the op does."""
 
 
 @dataclass
@@ -36,12 +36,12 @@ class Invoker:
     """Calls the graphs of one function."""
 
     def __init__(self, steady: bool):
-        """`steady`: whether the duration of a call depends on nothing but the number of rows."""
+        """`steady`: whether the duration of a call depends only on the number of rows."""
         self._steady = steady
         self._known: dict[Any, _Known] = {}
 
     def call(self, graph: Any, tensors: Sequence[Any], rows: int) -> Any:
-        """Call a `ConcreteFunction` on so many rows."""
+        """Call a `ConcreteFunction` on `rows` rows."""
         known = self._known.get(graph)
         if known is None:
             known = self._known[graph] = _Known(unrecorded(graph))
@@ -57,7 +57,7 @@ class Invoker:
 
 
 def interruptible(call: Callable[[], Any], cancellation: Cancellation) -> Any:
-    """Return the result of a call in another thread, which is cancelled if a signal handler raises in this one."""
+    """Return the result of a call in another thread. A signal handler that raises an error in this thread cancels the call."""
     (outcome,) = attempt([call], cancellation)
     assert outcome is not None  # the time is not limited
     result, error = outcome
@@ -66,19 +66,19 @@ def interruptible(call: Callable[[], Any], cancellation: Cancellation) -> Any:
     try:
         raise error
     finally:
-        del outcome, error  # its traceback holds this frame
+        del outcome, error  # the traceback of the error refers to this frame
 
 
 def attempt(
     calls: Sequence[Callable[[], Any]], cancellation: Cancellation, most_seconds: float = math.inf
 ) -> list[tuple[Any, BaseException | None] | None]:
-    """Run calls at once, until all have ended, one has failed, or time is up; the others are cancelled then.
+    """Run calls in parallel, until all have ended, one has failed, or time is up. Then cancel the other calls.
 
     Returns:
-        For each call its result and error, or `None` for one that had not ended.
+        The result and the error of each call; `None` for a call that had not ended.
 
     Raises:
-        BaseException: what a signal handler raises, at once. Nothing that the calls raise.
+        BaseException: an error of a signal handler, at once. Errors of the calls are returned.
     """
     outcomes: list[tuple[Any, BaseException | None] | None] = [None] * len(calls)
     ended: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()  # safe in signal handlers
@@ -86,7 +86,7 @@ def attempt(
     def make(i: int) -> None:
         try:
             ended.put((i, calls[i](), None))
-        except BaseException as error:  # handed to the caller
+        except BaseException as error:  # returned to the caller
             ended.put((i, None, error))
 
     threads = [threading.Thread(target=make, args=(i,), name="devicemap call", daemon=True) for i in range(len(calls))]
@@ -115,7 +115,7 @@ def attempt(
 
 
 def _wait_for(threads: Sequence[threading.Thread]) -> None:
-    """Wait a while for threads whose calls were cancelled; some may not have started."""
+    """Wait a limited time for threads whose calls were cancelled. Some threads may not have started."""
     deadline = time.monotonic() + _FAREWELL_SECONDS
     while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
         time.sleep(0.002)  # an interrupted Thread.join regards the thread as ended

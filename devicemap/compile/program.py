@@ -45,7 +45,7 @@ _COMPILED = "_devicemap_compiled"
 
 
 class Structured(Protocol):
-    """Describes data: rows, a source of rows, or specs alone."""
+    """Data with specs: rows, a source of rows, or only specs."""
 
     @property
     def specs(self) -> Any:
@@ -53,7 +53,7 @@ class Structured(Protocol):
 
     @property
     def key(self) -> Any:
-        """Hashable: one trace serves one key."""
+        """A hashable value. Data with equal keys shares a trace."""
 
 
 class _Identity:
@@ -83,7 +83,7 @@ class Program:
         self._reducing: OrderedDict[Any, tuple[Any, dict[Any, CompiledMap], _Identity]] = OrderedDict()
 
     def of(self, fn: Callable[..., Any], progress: Any) -> Program:
-        """Return the program with another object for its function; both share their compiled maps."""
+        """Return the program with another object for its function. Both programs share their compiled maps."""
         program = copy.copy(self)
         program.fn = fn
         if progress is not self.options.progress:
@@ -96,7 +96,7 @@ class Program:
         return self.options.batched and (self.reduction is None or self.reduction.counts_rows)
 
     def may_repeat(self, compiled: CompiledMap) -> bool:
-        """Whether any row may run again, by itself, without side effects: for a `fn` of one row."""
+        """Whether any row may run again by itself. `fn` must take one row and have no side effects."""
         audit = compiled.traced.audit
         return not (self.options.batched or audit.effects or audit.writes)
 
@@ -112,7 +112,7 @@ class Program:
         return program
 
     def compiled_for(self, data: Structured) -> CompiledMap:
-        """Return the compiled map for data of this structure, dtypes and inner shapes; it is traced once."""
+        """Return the compiled map for data of this structure, dtypes and inner shapes, which is traced once."""
         if self._process_id != os.getpid():
             raise DeviceError(_FORKED)
         compiled = self._compiled.get(data.key)
@@ -144,8 +144,8 @@ class Program:
     def _compiled_in_graph(self) -> dict[Any, CompiledMap]:
         """Return the compiled maps of functions that close over tensors of the graph that is being built.
 
-        The graph owns them. A weak table in the program would keep each graph alive, because the compiled map refers to
-        it.
+        The graph owns them, because a compiled map refers to the graph. A weak table in the program would keep each graph
+        alive.
         """
         graph = tf.compat.v1.get_default_graph()
         if not hasattr(graph, _COMPILED):
@@ -154,7 +154,7 @@ class Program:
         return found
 
     def seeded(self, leaves: tuple[Any, ...], first_row: int, rows: Any) -> tuple[Any, ...]:
-        """Return the leaves, and with the option `seed` a last leaf of row seeds."""
+        """Return the leaves, followed by a leaf of row seeds if the option `seed` is set."""
         if self.options.seed is None:
             return leaves
         with tf.device(HOST):
@@ -187,7 +187,7 @@ class Program:
 
 
 def _weakly(fn: Callable[..., Any]) -> Callable[[], Any]:
-    """Return a weak reference to `fn`, which each call keeps alive."""
+    """Return a weak reference to `fn`. Calls keep `fn` alive."""
     try:
         return weakref.WeakMethod(fn) if inspect.ismethod(fn) else weakref.ref(fn)
     except TypeError:  # an object of a class with __slots__

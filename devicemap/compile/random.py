@@ -1,8 +1,8 @@
-"""Random numbers that no two rows, devices or graphs share: seeds of rows, and number streams of traces.
+"""Seeds of rows, and number streams of traces, so that no two rows, devices or graphs share random numbers.
 
-A stateless op draws from the seed that it gets, so each row gets a seed. A stateful op with a seed begins the same
-stream in each copy of it. So a function with such ops is traced again for each slot of each graph, and each trace draws
-from a stream of its own.
+A stateless op draws from its seed input, so each row gets a seed. A stateful op with a fixed seed begins the same stream in
+each copy of the op. So a function with such ops is traced again for each slot of each graph, and each trace draws from a
+separate stream.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _lock = threading.Lock()
 _numbers: tuple[Any, Iterator[int]] = (None, itertools.count())
 
 Stream = tuple[int, int]
-"""The number of a function and that of a trace: one stream of random numbers."""
+"""The number of a function and the number of a trace, which identify a stream of random numbers."""
 
 
 class Streams:
@@ -48,15 +48,15 @@ class Streams:
 
 
 def drawn_alike(one: Audit, other: Audit) -> bool:
-    """Return whether two traces on different streams share a seed: that of a raw op, or of a function traced before."""
+    """Return whether two traces on different streams share a seed. Seeds of raw ops and of earlier traces do not change."""
     return bool(one.seeds & other.seeds)
 
 
 @contextlib.contextmanager
 def drawing_from(stream: Stream | None) -> Iterator[None]:
-    """Return a context in which random ops that are traced draw from `stream`; with `None` they keep their seeds.
+    """Return a context in which traced random ops draw from `stream`. With `None`, they keep their seeds.
 
-    It mixes the seed of the graph with `stream`. The `tf.function`s that the graph calls are traced again for it.
+    The context mixes the seed of the graph with `stream`. The `tf.function`s that the graph calls are traced again.
     """
     if stream is None:
         with tracing_again(None):
@@ -71,13 +71,13 @@ def drawing_from(stream: Stream | None) -> Iterator[None]:
 
 
 def random_states(fn: Callable[..., Any]) -> Callable[[], bytes]:
-    """Return a function that returns the state of all generators of Python and NumPy that `fn` and its helpers refer to.
+    """Return a function that reads the state of all generators of Python and NumPy to which `fn` and its helpers refer.
 
     Other generators are left out, because other threads may draw from them while `fn` is traced.
     """
     getters: list[Callable[[], Any]] = []
     for value in _values_in(fn):
-        with contextlib.suppress(Exception):  # proxies run code of the user for any attribute
+        with contextlib.suppress(Exception):  # proxies run the user's code for any attribute
             getters.extend(_getters_of(value))
 
     def states() -> bytes:
@@ -87,7 +87,7 @@ def random_states(fn: Callable[..., Any]) -> Callable[[], bytes]:
 
 
 def _getters_of(value: Any) -> Iterator[Callable[[], Any]]:
-    """Yield what returns the state of a generator, or of that of a module or a method."""
+    """Yield a function that reads the state of a generator, or of the generator of a module or method."""
     source = getattr(value, "__self__", value)  # of a method, its object
     if source is random:
         yield random.getstate
@@ -103,7 +103,7 @@ def _getters_of(value: Any) -> Iterator[Callable[[], Any]]:
 
 def _values_in(fn: Any, depth: int = 3) -> Iterator[Any]:
     """Yield the objects that a Python function refers to by global names and its closure, also in functions that it calls."""
-    with contextlib.suppress(Exception):  # of an object with any attribute
+    with contextlib.suppress(Exception):  # objects may define any attribute
         fn = inspect.unwrap(fn) if callable(fn) else fn
     code = getattr(fn, "__code__", None)
     if not inspect.iscode(code) or not depth:
@@ -127,8 +127,8 @@ def _names_in(code: Any) -> Iterator[str]:
 
 
 def row_seeds(seed: int, first_row: int, rows: Any) -> Any:
-    """Return stateless seeds, int32 `[rows, 2]`, that no two rows share: the `seed` and the row's global index."""
-    # NumPy scalars keep their dtype whatever enable_numpy_behavior does to Python's ints.
+    """Return stateless seeds, int32 `[rows, 2]`, which consist of `seed` and the row's global index."""
+    # NumPy scalars keep their dtype also after enable_numpy_behavior, which changes that of Python's ints.
     return seeds_of_rows(seed, tf.range(tf.cast(rows, tf.int64)) + np.int64(first_row))
 
 
@@ -139,7 +139,7 @@ def seeds_of_rows(seed: int, index: Any) -> Any:
 
 
 def _next_number() -> int:
-    """Return a number that no other function has, from 0 again after `tf.random.set_seed`."""
+    """Return a number that no other function has. Numbers start at 0 again after `tf.random.set_seed`."""
     global _numbers
     with _lock:
         last = last_set_seed()

@@ -1,4 +1,4 @@
-"""Reduce results of rows to one result: on the device that computes them, then in the order of rows.
+"""Reduce results of rows to one result, first on the devices that compute them, and then in the order of rows.
 
     results of rows ── reduce ──> state and number of rows ── merge, any number of times ──> state ── finish ──> result
 
@@ -22,7 +22,7 @@ from devicemap.data.structure import as_nodes, as_objects, check_same_structure,
 from devicemap.errors import OptionError, failure
 
 _BLOCK_BYTES = 2**22
-"""How much of large results (of at least `_ROW_BYTES`) is kept before reducing: `benchmarks/test_reduce.py`."""
+"""Results of at least `_ROW_BYTES` per row are reduced in blocks of this size (`benchmarks/test_reduce.py`)."""
 
 _ROW_BYTES = 2**12
 
@@ -58,7 +58,7 @@ class Reduction:
         """Hashable; equal for equal reducers."""
 
     def of(self, structure: Any, specs: Sequence[Any]) -> BoundReduction:
-        """Return the reduction of results of these specs, of shapes `[None, ...]`, which are packed into that nest.
+        """Return the reduction of results with these specs, of shapes `[None, ...]`, which are packed into `structure`.
 
         Raises:
             FunctionError: the reducer does not fit the results.
@@ -83,7 +83,7 @@ class Reduction:
 
 
 class JoinedShards:
-    """Joins the results that a function returns for shards, whatever numbers of rows they have."""
+    """Joins the results that a function returns for shards. Their numbers of rows may differ from those of the shards."""
 
     key = "collection"
     counts_rows = False
@@ -147,9 +147,9 @@ class BoundReduction(ABC):
         """Return the nest of the result."""
 
     def over(self, over_rows: Any, specs: Sequence[Any]) -> Any:
-        """Return the `ConcreteFunction` of a shard's leaves, of these specs, that reduces the results of `over_rows`.
+        """Return the `ConcreteFunction` of a shard's leaves that reduces the results of `over_rows`.
 
-        It returns a list of tensors `[1, ...]`, or `[0, ...]` for no rows.
+        It takes leaves of these specs, and returns a list of tensors `[1, ...]`, or `[0, ...]` for no rows.
         """
 
         @tf.function(autograph=False)
@@ -159,7 +159,7 @@ class BoundReduction(ABC):
         return reduced.get_concrete_function(*specs)
 
     def over_blocks(self, over_rows: Any, specs: Sequence[Any]) -> Any | None:
-        """Return the same as a loop over blocks of rows, which keeps few results; `None` if results are small."""
+        """Return `over` as a loop over blocks of rows, which keeps few results in memory; `None` if results are small."""
         if self._result_bytes < _ROW_BYTES:
             return None
         block = max(1, _BLOCK_BYTES // self._result_bytes)
@@ -181,7 +181,7 @@ class BoundReduction(ABC):
         return reduced.get_concrete_function(*specs)
 
     def _state_of(self, results: Sequence[Any], rows: Any) -> list[Any]:
-        """Return the state of the results of some rows. It counts the rows of a leaf that has not as many, if there is one."""
+        """Return the state of the results of some rows. If a leaf has another number of rows, the state has its count."""
         *state, count = self._reduce(*results)
         if any(leaf.shape[0] is None for leaf in results[1:]):
             counts = tf.stack([count_rows(leaf) for leaf in results])
@@ -189,11 +189,11 @@ class BoundReduction(ABC):
         return [*state, count]
 
     def merged(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
-        """Merge neighboring states, in eager code: leaves `[1, ...]`. The first part may be a merged state itself."""
+        """Merge neighboring states, in eager code, into leaves `[1, ...]`. The first part may be a merged state."""
         return list(self._merge(*(join(leaves) for leaves in zip(*map(self._widened, parts)))))
 
     def merged_as_they_come(self, states: Iterable[Sequence[Any]], device: str) -> list[Any] | None:
-        """Merge states in order on a device, keeping few at a time. Return `None` if there are none."""
+        """Merge states in order on a device, and keep few states in memory. Return `None` if there are no states."""
         limit = max(2, min(_MAX_STATES, _BLOCK_BYTES // max(self._result_bytes, 1)))
         kept: list[Sequence[Any]] = []
         for state in states:
@@ -205,11 +205,11 @@ class BoundReduction(ABC):
             return self.merged(kept) if kept else None
 
     def finished(self, states: Sequence[Any]) -> list[Any]:
-        """Return the leaves of the result of all states, in the order of rows; in eager code or in a graph."""
+        """Return the leaves of the result, in eager code or in a graph. `states` are in the order of rows."""
         return list(tf.nest.flatten(self._finish(*self._widened(states))))
 
     def packed(self, leaves: Sequence[Any]) -> Any:
-        """Return the result that has these leaves."""
+        """Pack leaves into the result."""
         return as_objects(tf.nest.pack_sequence_as(self._finish.structured_outputs, leaves))
 
     def _widened(self, states: Sequence[Any]) -> list[Any]:
@@ -270,7 +270,7 @@ class _CustomReduction(BoundReduction):
         return [*count[:-1], tf.reduce_sum(counts)]
 
     def _fold(self, function: Any, structure: Any, leaves: Sequence[Any], count: Any) -> list[Any]:
-        """Return the state of `function(state, element)` for each of `count` elements in turn, and the count."""
+        """Return the state after `function(state, element)` for each of `count` elements in turn, and the count."""
 
         def step(i: Any, state: Any) -> tuple[Any, Any]:
             element = tf.nest.pack_sequence_as(structure, [leaf[i] for leaf in leaves])
@@ -289,6 +289,6 @@ class _CustomReduction(BoundReduction):
 
 
 def as_states(state: Sequence[Any], rows: Any) -> list[Any]:
-    """Return a state of some rows with the axis of states, of unknown length: without rows there is no state."""
+    """Add the axis of states to a state. Its length is 1, or 0 if there are no rows."""
     states = tf.minimum(count_rows(rows, tf.int32), 1)
     return [leaf[None][:states] for leaf in state]

@@ -1,13 +1,13 @@
-"""What each slot captures instead of variables and tensors on other devices.
+"""The replicas that slots capture instead of variables and tensors on other devices.
 
-A function that reads a variable of another device fetches it at each read, in a loop in each step. A replica on the
-device of the slot is assigned once per call. One rule, `copies_variables`, says which graphs use replicas. Variables in
-`in_place` have none, nor has state that `fn` writes. Seeds that a call advances differ between slots. A captured tensor
-never changes: each device gets it once for all calls, or once per call if gradients go through it. Values are sent along
-trees, and another host gets a value once.
+A function that reads a variable of another device fetches it at each read, and in each step of a loop. A replica on the device
+of the slot is assigned once per call. `copies_variables` decides which graphs use replicas. Variables in `in_place` and state
+that `fn` writes have no replicas. Seeds that a call advances differ between slots. A captured tensor never changes. Each
+device gets it once for all calls, or once per call if gradients go through it. Values are sent along trees, and another host
+gets a value once.
 
-All maps share the replicas on a device. A call in chunks has its own, because it sees one value until it ends. Two
-threads that call at once while a variable changes may see either value.
+All maps share the replicas on a device. A call in chunks has its own replicas, because it sees one value until it ends. If two
+threads call at once while a variable changes, each may see the old or the new value.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from devicemap.hosts import host_of, is_remote
 def copies_variables(spec: CallSpec, traced: Traced, slots: Sequence[str]) -> bool:
     """Return whether slots read replicas of captured variables.
 
-    They do if a variable may be sent more than once per call otherwise: to chunks, loops, gathers and backward passes;
-    and to what XLA compiles, and other hosts. They cannot if XLA or the vectoriser rewrite the graph with a function
-    around it, because both lack assignments; or if an op of `fn` names a device of its own.
+    They do if a variable would otherwise be sent more than once per call: to chunks, loops, gathers, backward passes, compiled
+    functions and other hosts. They cannot if XLA or pfor rewrites the graph as a part of another function, because both lack
+    assignments, or if an op of `fn` requests a device.
     """
     audit = traced.audit
     if spec.engine is Engine.REWRITTEN or audit.pinned or (spec.differentiable and not holds_gradients()):
@@ -50,7 +50,7 @@ def copies_variables(spec: CallSpec, traced: Traced, slots: Sequence[str]) -> bo
 
 
 class Replicas:
-    """What each slot captures in the graphs of one kind. Keys are `Tensor.ref()` of the captures that are replaced."""
+    """The captures of each slot in the graphs of one kind. Keys are `Tensor.ref()` of the captures that are replaced."""
 
     def __init__(self, traced: Traced, slots: Sequence[str], spec: CallSpec):
         self._slots = tuple(slots)
@@ -76,9 +76,8 @@ class Replicas:
         copied = copies_variables(spec, traced, slots)
         if not copied:
             stay += [variable.device for variable in read.values()]
-        # The placer puts all resources of a loop on one device once the loop keeps intermediate results for its
-        # gradient. Then no variable is copied, and the seeds of all slots are there, too
-        # (test_dropout_beside_a_counter_in_a_loop).
+        # The placer puts all resources of a loop on one device if the loop keeps intermediate results for its gradient. Then
+        # no variable is copied, and the seeds of all slots are on that device (test_dropout_beside_a_counter_in_a_loop).
         self._loops = traced.audit.loops
         self._loop_home = stay[0] if stay and spec.differentiable and self._loops else None
         self._copied = read if copied and not self._loop_home else {}
@@ -107,18 +106,18 @@ class Replicas:
                         with tf.device(self._slots[number]):
                             self._kept[number][key] = _shared(tensor, self._slots[number], partial(tf.identity, near))
         if self._seeds:
-            # RngReadAndSkip, which this uses, is the one op that reads and advances a state in one step.
+            # Its op RngReadAndSkip is the only one that reads and advances a state in one step.
             self._draws = tf.random.Generator.from_seed(0)
 
     def values(self, slots: Iterable[int]) -> dict[Any, Any]:
-        """Return a value for each of these slots, by key; each original is read once, where it is."""
+        """Return a value for each of these slots, by key. Each original is read once, on its device."""
         wanted = [*slots]
         found: dict[Any, Any] = {}
         for key, variable in self._copied.items():
             away = [number for number in wanted if key in self._replicas[number]]
             near = [number for number in wanted if key not in self._replicas[number]]
-            # Gradients of slots on the variable's device and of the others are added on it. A loop cannot pass such handles to
-            # its gradient.
+            # With separate handles, gradients of all slots are added on the variable's device. A loop cannot pass such handles
+            # to its gradient.
             apart = self._differentiable and not self._loops and away and near and variable.dtype.is_floating
             with tf.device(variable.device):
                 handles = fanned_out(variable.handle, 1 + len(near)) if apart else [variable.handle] * (1 + len(near))
@@ -135,7 +134,7 @@ class Replicas:
         """Assign the replicas of a slot, on the current device.
 
         Returns:
-            What the slot captures, by key, and in a graph the ops that it waits for.
+            The captures of the slot, by key, and in a graph the ops for which the slot must wait.
         """
         captures, assignments = self.captures(slot), []
         if self._differentiable:
@@ -155,13 +154,14 @@ class Replicas:
         return captures, assignments
 
     def captures(self, slot: int) -> dict[Any, Any]:
-        """Return what a slot captures, by key: handles, and tensors."""
+        """Return the captures of a slot, by key: handles and tensors."""
         return self._kept[slot] | {key: replica.handle for key, replica in self._replicas[slot].items()}
 
     def _for_slots(self, value: Any, home: str, numbers: Sequence[int]) -> dict[int, Any]:
         """Return a value of the device `home` on each of these slots.
 
-        The slots after that of `home` send it on, so variables of other homes have other slots in the middle of their trees.
+        The tree begins at the slot of `home`, so variables on different devices have different slots in the middle of their
+        trees.
         """
         first, count = self._slots.index(home) if home in self._slots else 0, len(self._slots)
         numbers = sorted(numbers, key=lambda number: (number - first) % count)
@@ -172,7 +172,7 @@ class Replicas:
         }
 
     def _on_hosts(self, value: Any, home: str, numbers: Sequence[int]) -> list[tuple[Any, str, list[int]]]:
-        """Return a value of the device `home` on each host of these slots, with its device there and these slots."""
+        """Copy a value of the device `home` to each host of these slots. Return copies, their devices, and the slots there."""
         hosts: dict[str, list[int]] = {}
         for number in numbers:
             hosts.setdefault(host_of(self._slots[number]), []).append(number)
@@ -189,7 +189,7 @@ class Replicas:
         return found
 
     def _seeds_of_slots(self, variable: Any) -> Any:
-        """Return seeds `[slots, 2]` that no other slot or call has, and advance the original by one step."""
+        """Return unique seeds `[slots, 2]` for the slots, and advance the original by one step."""
         seed = variable.read_value()
         with tf.control_dependencies([seed]):
             step = tf.constant([0, 1], variable.dtype)
@@ -202,10 +202,10 @@ class Replicas:
 
 @contextlib.contextmanager
 def captures_fit(traced: Traced, name: str, *devices: str) -> Iterator[None]:
-    """Return a context that copies what the function `name` captures to one of the devices.
+    """Return a context for copies of the captures of the function `name` to one of the devices.
 
     Raises:
-        FunctionError: it has no memory for that. An instance of TensorFlow's class, too.
+        FunctionError: the device has no memory for the copies. It is also an instance of TensorFlow's class.
     """
     try:
         yield
@@ -226,7 +226,7 @@ def captures_fit(traced: Traced, name: str, *devices: str) -> Iterator[None]:
 
 
 def split_seeds(seed: Any, count: int) -> Any:
-    """Return `count` Keras seeds, `[count, 2]`, far from each other, as layers count upwards from theirs."""
+    """Return `count` Keras seeds, `[count, 2]`, far from each other, because layers count upwards from their seeds."""
     return _as_keras_seeds(tf.random.experimental.stateless_split(tf.cast(seed, tf.int64), count), seed.dtype)
 
 
@@ -236,7 +236,7 @@ def _as_keras_seeds(seeds: Any, dtype: Any) -> Any:
 
 
 _on_devices: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
-"""Replicas of variables and tensors by device and identity of the original, which the same maps keep alive."""
+"""Replicas of variables and tensors by device and identity of the original. The maps of a replica keep the original alive."""
 
 _copying = threading.Lock()
 
@@ -252,7 +252,7 @@ def _shared(original: Any, device: str, create: Callable[[], Any]) -> Any:
 
 
 def _replica(variable: Any) -> Any:
-    """Return a variable without the value; its shape is right at any time, because gradients of loops read it."""
+    """Return a variable with the shape of the original, which gradients of loops read, and without its value."""
     try:
         nothing = tf.zeros(variable.shape, variable.dtype)
     except (TypeError, ValueError):  # no zeros of this dtype, or of an unknown shape

@@ -14,7 +14,7 @@ _FLOAT8 = (tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e
 
 
 def as_result(value: Any, path: str, batched: bool) -> Any:
-    """Return one leaf of what `fn` returned as a tensor; lists are stacked, as in tf.data."""
+    """Return one leaf of the result of `fn` as a tensor. Lists are stacked, as in tf.data."""
     if value is None:
         raise failure(
             f"{path} of fn is None; expected a tensor for each row. If fn is there for what it does, let it return "
@@ -51,7 +51,7 @@ def as_result(value: Any, path: str, batched: bool) -> Any:
 
 
 def check_validity(structure: Any, specs: list[Any]) -> None:
-    """Raise if an extension type refuses to hold rows, before they are computed."""
+    """Raise an error if an extension type refuses to hold rows, before the rows are computed."""
     refused: list[Any] = []
     if any(node.kind is not None for node in nodes_of(structure)):
 

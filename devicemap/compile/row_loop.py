@@ -23,7 +23,7 @@ LIST_DTYPES = {
     tf.uint32: tf.float32,
     tf.uint64: tf.float64,
 }
-"""Integers that GPUs have no TensorList kernels for, and dtypes that hold their bits (or numbers, for 8 bits)."""
+"""Integers without TensorList kernels on GPUs, and dtypes that hold their bits (or numbers, for 8 bits)."""
 
 _PARALLEL_ITERATIONS = 10
 """The default of `tf.map_fn`."""
@@ -35,12 +35,12 @@ def map_rows(row_fn: Any, specs: list[Any], options: Options, structure: Any, pa
     Args:
         row_fn: the `ConcreteFunction` of one row.
         specs: `tf.TypeSpec`s of the leaves.
-        options: of which `fn_output_signature` and `jit_compile` matter here, and `devices`.
+        options: `fn_output_signature`, `jit_compile` and `devices` are used.
         structure: the nest that `fn` returns.
         parallel: how many rows may run at the same time; `None` uses TensorFlow's default.
 
     Raises:
-        FunctionError: `fn_output_signature` is not what the function of one row returns.
+        FunctionError: `fn_output_signature` does not fit the results of the function of one row.
     """
     differentiate_values_alone(row_fn.graph)
     signature = signature_of(row_fn, specs, options, structure)
@@ -72,12 +72,12 @@ def row_by_row(
 
 
 def signature_of(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> list[Any]:
-    """Return the `fn_output_signature` for `tf.map_fn`: the user's, or that of the traced function.
+    """Return the `fn_output_signature` for `tf.map_fn`, from the user or from the traced function.
 
     If the data is ragged, results of unknown length are ragged, as in `tf.map_fn`.
 
     Raises:
-        FunctionError: the user's is not what the function returns.
+        FunctionError: the user's signature does not fit the results of the function.
     """
     outputs = row_fn.structured_outputs
     returned = [tf.type_spec_from_value(leaf) for leaf in outputs]
@@ -178,7 +178,7 @@ def _parts_spec(spec: Any) -> tuple[Any, Any, Any]:
 
 
 def _join_parts(parts: tuple[Any, Any, Any], row_shape: Any) -> Any:
-    """Return one sparse tensor, as large as the largest row, of ragged indices and values of rows, and their shapes."""
+    """Return one sparse tensor, as large as the largest row, from the ragged indices and values of rows and their shapes."""
     places, values, shapes = parts
     row = tf.cast(places.value_rowids(), tf.int64)
     indices = tf.concat([row[:, None], places.values], 1)
@@ -191,7 +191,7 @@ def _join_parts(parts: tuple[Any, Any, Any], row_shape: Any) -> Any:
 def _row_reader(leaf: Any) -> Callable[[Any], Any]:
     """Return a function of `i` that returns row `i` of a leaf.
 
-    Float rows are read from a TensorArray: the gradient of each slice would be a tensor as large as the leaf.
+    Float rows are read from a TensorArray, because the gradient of each slice would be a tensor as large as the leaf.
     """
     if isinstance(leaf, tf.SparseTensor):
         leaf = tf.sparse.reorder(leaf)

@@ -28,7 +28,7 @@ def source_line(op: Any) -> str | None:
     """Describe the line of the user's code that created `op`, a `tf.Operation` of a traced function.
 
     It is the innermost line outside of TensorFlow, Keras and other installed packages: the line that calls `tf.nn.moments`,
-    not the line of TensorFlow that adds the op. Lines that autograph converted are those of the original file.
+    not the line of TensorFlow that adds the op. Lines that autograph converted have their numbers in the original file.
 
     Returns:
         For instance "`y[:3]`, line 12 of ode.py", or "line 12 of ode.py" if the source text is not available. `None` if all
@@ -43,7 +43,7 @@ def source_line(op: Any) -> str | None:
     lines: list[tuple[str, int]] = []
     for frame in op.traceback or ():
         if frame.filename.startswith(_DEVICEMAP):
-            lines = []  # the lines so far called devicemap
+            lines = []  # the lines so far belong to the caller of devicemap
         elif not _is_library(frame.filename):
             lines.append((frame.filename, frame.lineno))
     if not lines:

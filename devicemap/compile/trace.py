@@ -1,7 +1,7 @@
 """User function -> one traced function over the rows of a shard.
 
-`fn` is traced once, for one row (`batched=False`) or for a batch of any size. The loop over a shard's rows calls that
-trace: it is vectorised if every op is tested to give the same, else a `tf.map_fn`.
+`fn` is traced once, for one row (`batched=False`) or for a batch of any size. The loop over a shard's rows calls that trace.
+The loop is vectorised if every op is tested to give the same results, and is otherwise a `tf.map_fn`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ in_fn: ContextVar[bool] = ContextVar("in_fn", default=False)
 
 @dataclass(frozen=True)
 class Traced:
-    """A function of a shard's rows, traced; callable on any device."""
+    """A traced function of a shard's rows, which can be called on any device."""
 
     concrete: Any
     """`tf.types.experimental.ConcreteFunction`: leaves of a shard, each `[rows, ...]` -> list of result leaves."""
@@ -41,7 +41,7 @@ class Traced:
     """Its captured inputs, in the order of `audit.treatments`."""
 
     structure: Any
-    """The nest that the result leaves are packed into; of states, a tuple."""
+    """The nest into which the result leaves are packed; a tuple for states."""
 
     specs: tuple[Any, ...]
     """`tf.TypeSpec` of each result leaf, of shape `[None, ...]`."""
@@ -50,16 +50,16 @@ class Traced:
     """Whether the rows of a shard run as one vectorised call."""
 
     reason: str
-    """Why they are, or are not."""
+    """The reason for `vectorized`."""
 
     function: Any
     """`tf.types.experimental.ConcreteFunction` of the user's function, for one row or for a batch."""
 
     audit: Audit
-    """The state that it touches."""
+    """The state that the function uses."""
 
     steady: bool
-    """Whether the duration of a call depends on nothing but the number of rows."""
+    """Whether the duration of a call depends only on the number of rows."""
 
     with_gradients: Traced | None = None
     """The same function with the right gradients, if this one lacks them."""
@@ -68,7 +68,7 @@ class Traced:
     """The same function compiled by XLA, if `jit_compile` asks for it."""
 
     reduction: BoundReduction | JoinedShards | None = None
-    """The reduction whose states it returns; `None`: it returns rows."""
+    """The reduction whose states the function returns; `None` if it returns rows."""
 
     @property
     def differentiable(self) -> Traced:
@@ -105,11 +105,11 @@ def trace(
         specs: nest of `tf.TypeSpec`s of the data, of shapes `[None, ...]`.
         options: `batched`, `vectorize`, `seed`, `fn_output_signature`, `jit_compile` and `in_place` are used.
         stream: the number stream of seeded random ops; `None` leaves their seeds as they are.
-        reduction: of the results.
+        reduction: the reduction of the results, if there is one.
 
     Raises:
         FunctionError: `fn` cannot be traced, or its results are not rows or cannot be reduced. It is an instance of the
-            original error's class, too.
+            original error's class.
         OptionError: `in_place` has a variable that `fn` does not use.
     """
     leaf_specs = list(tf.nest.flatten(specs))
@@ -163,7 +163,7 @@ def trace(
 
 
 def _reduced(reduction: BoundReduction | JoinedShards, loops: list[RowLoop], specs: list[Any]) -> list[RowLoop]:
-    """Return the loops with their results reduced: the fast one few rows at a time, if rows are large."""
+    """Return the loops with their results reduced. If rows are large, the fast loop runs over blocks of rows."""
     if not loops:
         return []
     in_blocks = reduction.over_blocks(loops[0].concrete, specs)
@@ -182,7 +182,7 @@ def _traced(
     in_place: Sequence[Any],
     reduction: BoundReduction | JoinedShards | None,
 ) -> Traced:
-    """Return the loop, prepared for calls on many devices, and facts about it."""
+    """Return the loop, prepared for calls on many devices, with facts about it."""
     concrete = loop.concrete
     differentiate_freely(concrete.graph)
     outputs = [spec_of(leaf) for leaf in concrete.structured_outputs]
@@ -209,10 +209,10 @@ def _traced(
 def _flatten(
     fn: Callable[..., Any], specs: Any, options: Options, rowwise: bool, structures: list[Any], stream: Stream | None
 ) -> Any:
-    """Return `fn` as a `tf.function` from leaves to a list of leaves; it appends the nest of results to `structures`.
+    """Return `fn` as a `tf.function` from leaves to a list of leaves. It appends the nest of results to `structures`.
 
-    `rowwise`: whether `fn` takes a batch and must return a row for each of its rows. An inner `tf.function` provides
-    autograph and variables that `fn` creates in its first call.
+    `rowwise`: whether `fn` takes a batch and must return a row for each of its rows. An inner `tf.function` applies autograph,
+    and lifts variables that `fn` creates in its first call.
     """
     unpack = type(specs) is tuple  # as in tf.data, named tuples and dicts stay one argument
     count = len(tf.nest.flatten(specs))
@@ -265,7 +265,7 @@ def _compile_with_xla(loop: RowLoop, specs: list[Any]) -> RowLoop:
 
 
 def _kept_whole(over_rows: Any, specs: list[Any]) -> Any:
-    """Return the function as one that is never inlined, so that the names of its colocation groups stay unique."""
+    """Return the function with the attribute `_noinline`, so that the names of its colocation groups stay unique."""
 
     @tf.function(autograph=False, experimental_attributes={"_noinline": True})
     def whole(*leaves: Any) -> Any:

@@ -10,18 +10,18 @@ import tensorflow as tf
 from devicemap._tensorflow.gradients import fanned_out
 
 _CHILDREN = 2
-"""A device sends a value to so many others at most, and receives as many gradients."""
+"""The largest number of devices to which a device sends a value, and from which it receives gradients."""
 
 
 def send_along_tree(value: Any, home: str, devices: Sequence[str]) -> list[Any]:
     """Return a value on each of the devices, in the graph that is being traced.
 
-    Each device that has received it sends it to two others, so no device sends or receives more than twice its bytes, and the
-    last one has it after `log2(len(devices))` copies. Gradients are added on the way back.
+    Each device that has received the value sends it to two others. So no device sends or receives more than twice its bytes,
+    and the last device has it after `log2(len(devices))` copies. Gradients are added on the way back.
 
     Args:
         value: a dense tensor.
-        home: the device that it is on.
+        home: the device of the value.
     """
     first = devices.index(home) if home in devices else 0
     places = [*range(first, len(devices)), *range(first)]  # variables of other homes have other devices in the middle

@@ -1,7 +1,7 @@
 """The ops that can run for all rows at once.
 
 `tests/compile/test_vectorizable_ops.py` draws calls of each op in `OPS` and compares values and gradients with `tf.map_fn`.
-Any other op, and a call that is one of the `EXCEPTIONS`, runs row by row.
+Other ops, and the calls in `EXCEPTIONS`, run row by row.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Call:
         return self.op.inputs[place].shape
 
     def value(self, place: int) -> Any:
-        """An input as an array, or `None` if it is only known when it runs."""
+        """An input as an array, or `None` if it is known only when the op runs."""
         return tf.get_static_value(self.op.inputs[place])
 
     def has_same_shapes(self, *places: int) -> bool:
@@ -88,7 +88,7 @@ class Call:
         shapes = self.shape(x), self.shape(y)
         if 0 in (shapes[0].rank, shapes[1].rank):
             return True
-        try:  # an unknown length counts as matching there, so both shapes have to be known
+        try:  # TensorFlow takes an unknown length as matching, so both shapes have to be known
             tf.broadcast_static_shape(*shapes)
         except ValueError:
             return False
@@ -111,7 +111,7 @@ EXCEPTIONS: Mapping[str, tuple[Refuses, str]] = {
         lambda call: call.attribute("batch_dims") < 0 and not call.stacked[0],
         "has negative batch_dims and a tensor that all rows share",
     ),
-    # Where shapes do not match, the result for one row is a scalar.
+    # If shapes do not match, the result for one row is a scalar.
     **dict.fromkeys(
         ("Equal", "NotEqual"),
         (
@@ -143,7 +143,7 @@ EXCEPTIONS: Mapping[str, tuple[Refuses, str]] = {
         lambda call: call.stacked[1] and (call.value(2) is None or (call.value(2) < 0).any()),
         "takes slices that may differ in size",
     ),
-    # Training computes moments over all rows. In inference, the other results differ between devices.
+    # In training, the op computes moments over all rows. In inference, the other results differ between devices.
     "FusedBatchNormV3": (
         lambda call: call.attribute("is_training") or any(call.uses(place) for place in range(1, 6)),
         "computes moments",
@@ -173,7 +173,7 @@ def is_control_flow(op: Any) -> bool:
 
 def runs_row_by_row(op: Any) -> bool:
     """Whether an op can run row by row inside a vectorised function: the shapes of its results are known."""
-    # Python calls wait for each other. An op with a seed draws its numbers in the order of its runs.
+    # Python calls wait for each other, and an op with a seed draws its numbers in the order of its runs.
     if op.type == "PyFuncStateless" or "seed" in op.node_def.attr:
         return False
     tensors = all(each.dtype not in (tf.variant, tf.resource) for each in (*op.inputs, *op.outputs))

@@ -68,7 +68,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     """
     wanted = options.vectorize
     found = audit(row_fn)
-    # Each call of Python holds a thread that those of the others may wait for; numbers are drawn in the order of rows.
+    # Each call of Python holds a thread for which other calls may wait. Seeded ops draw numbers in the order of rows.
     at_once = 1 if found.python or found.seeded else None
 
     def one_by_one(reason: str) -> RowLoop:
@@ -83,7 +83,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
             raise _NotVectorizedError(
                 "fn has a branch or a loop whose condition differs between rows, and jit_compile=True"
             )
-    except Exception as error:  # pfor raises ValueError, NotImplementedError, TypeError and more for what it lacks
+    except Exception as error:  # pfor raises ValueError, NotImplementedError, TypeError and more for unsupported ops
         reason = _first_line(error)
         if wanted is True:
             raise failure(f"vectorize=True: {reason}. {_BY_HAND}") from error
@@ -101,18 +101,18 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
 
 
 def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list[str]]:
-    """Return the `ConcreteFunction` of all rows of a shard that equals `row_fn` for each row.
+    """Return a `ConcreteFunction` of all rows of a shard, with the results of `row_fn` for each row.
 
     Args:
         row_fn: the `ConcreteFunction` of one row.
-        specs: of the leaves.
+        specs: `tf.TypeSpec`s of the leaves.
         force: whether to use TensorFlow's converters of ops that are not in the table.
 
     Returns:
         The function, and for each op that runs row by row inside it: the op, the reason and the user's line.
 
     Raises:
-        Exception: an op cannot be vectorised; the first line of the message says why.
+        Exception: an op cannot be vectorised. The first line of the message is the reason.
     """
     convert = _Vectorizer(force)
     own, _ = own_functions(row_fn.graph)
@@ -122,8 +122,9 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
             take_all_rows(row.op)
         return row_fn(*rows)
 
-    # Automatic control dependencies would run the call for one row, too, which pfor leaves in the graph. The function around
-    # it has them, because TensorFlow would otherwise move the results of a loop to the device of its variables, and back.
+    # pfor leaves the call for one row in the graph, and automatic control dependencies would run it
+    # (test_nothing_runs_for_one_row_beside_all_rows). `kept` has them, because the placer would otherwise move the results of
+    # a loop to the device of its variables.
     @tf.function(autograph=False, experimental_attributes=NO_AUTO_CONTROL_DEPS)
     def vectorized(*leaves: Any) -> list[Any]:
         return list(tf.vectorized_map(run, leaves, fallback_to_while_loop=False))
@@ -156,7 +157,9 @@ class _Vectorizer:
             return self._converted(given, converter)
         except _NotVectorizedError:  # an op in this loop or branch
             raise
-        except Exception as error:  # pfor raises ValueError, NotImplementedError, TypeError and more for what it lacks
+        except (
+            Exception
+        ) as error:  # pfor raises ValueError, NotImplementedError, TypeError and more for unsupported ops
             if is_control_flow(op):
                 raise _NotVectorizedError(f"{_first_line(error)}{_quoted(op)}") from error
             reason = f"{op.type} {_words(error)}{_quoted(op)}"
@@ -204,7 +207,7 @@ def _quoted(op: Any) -> str:
 
 
 def _parts_rows(vectorized: Any) -> bool:
-    """Whether rows go different ways in it: sizes that XLA does not know then."""
+    """Whether rows take different branches or leave loops at different steps. XLA does not know the sizes of their groups."""
     return "DynamicPartition" in op_types(vectorized)
 
 
