@@ -118,9 +118,8 @@ class CompiledMap:
     def may_use_chunks(self) -> bool:
         """Whether a call on rows in memory gives the same results in chunks of any size.
 
-        It does not if `fn` depends on order or draws from fixed seeds, or after
-        `tf.config.experimental.enable_op_determinism()`. XLA would compile for each chunk size. A GPU for results may not have
-        memory to hold them twice.
+        Chunks are not used if `fn` depends on order or draws from fixed seeds, if XLA would compile for each chunk size, or
+        after `tf.config.experimental.enable_op_determinism()`. A GPU for results may not have memory to hold them twice.
         """
         audit = self.traced.audit
         return (
@@ -280,8 +279,7 @@ class CompiledMap:
     def _variant(self, traced: Traced, spec: CallSpec) -> Traced:
         """Return the variant with the right gradients, compiled if XLA can do so.
 
-        XLA supports neither variables of other devices nor the TensorLists and optionals that gradients of loops and branches
-        need.
+        XLA supports neither variables of other devices nor the variants that loops and branches keep for their gradients.
         """
         variant = traced.differentiable if spec.differentiable else traced
         keeps_variants = spec.differentiable and variant.audit.keeps_variants

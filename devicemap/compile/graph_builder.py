@@ -147,7 +147,7 @@ class CallGraphBuilder:
                 results = [copied(part) for part in results]
             ends = ends or [ops_of(part) for part in results]
             joined, lengths = self._joined(results, sizes)
-            if self.acts or self.reads:  # results wait for all reads
+            if self.acts or self.reads:  # the results depend on all reads
                 joined = add_control_outputs(acting, joined)
         with tf.device(HOST if self.hides_ends else self.output_device):
             arrivals = [arrivals_of(ends)] if self.has_arrivals else []

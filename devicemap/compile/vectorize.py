@@ -83,7 +83,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
             raise _NotVectorizedError(
                 "fn has a branch or a loop whose condition differs between rows, and jit_compile=True"
             )
-    except Exception as error:  # pfor raises ValueError, NotImplementedError, TypeError and more for unsupported ops
+    except Exception as error:  # pfor raises errors of several classes for unsupported ops
         reason = _first_line(error)
         if wanted is True:
             raise failure(f"vectorize=True: {reason}. {_BY_HAND}") from error
@@ -157,9 +157,7 @@ class _Vectorizer:
             return self._converted(given, converter)
         except _NotVectorizedError:  # an op in this loop or branch
             raise
-        except (
-            Exception
-        ) as error:  # pfor raises ValueError, NotImplementedError, TypeError and more for unsupported ops
+        except Exception as error:  # pfor raises errors of several classes for unsupported ops
             if is_control_flow(op):
                 raise _NotVectorizedError(f"{_first_line(error)}{_quoted(op)}") from error
             reason = f"{op.type} {_words(error)}{_quoted(op)}"
