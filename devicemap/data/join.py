@@ -17,7 +17,7 @@ UNEVEN_ROWS = (
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """Return one leaf of the rows of several neighboring ones: dense, ragged or sparse.
+    """Join dense, ragged or sparse leaves of neighboring rows into one leaf.
 
     Raises:
         FunctionError: dense parts differ in their inner shapes.

@@ -17,7 +17,7 @@ from devicemap.data.structure import freeze, map_nest, nodes_of
 from devicemap.errors import DataError
 
 HOST = "/device:CPU:0"
-"""The device that data is converted and cut on. By default, TensorFlow would copy all of it to the first GPU."""
+"""The device on which data is converted and cut. By default, the placer would copy all data to the first GPU."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Rows:
     """The number of rows; `None` if it is unknown inside a `tf.function`."""
 
     key: Any
-    """Hashable: the structure, and the dtype and shape of a row of each leaf. Each key needs one trace."""
+    """A hashable value of the structure, and the dtype and shape of a row of each leaf. Each key needs one trace."""
 
     @property
     def specs(self) -> Any:
@@ -100,13 +100,13 @@ def any_rows(spec: Any) -> Any:
 
 
 def home_of(tensor: Any) -> str:
-    """Return the device whose memory holds a tensor. `tensor.device` may be the one of the op that returned it."""
+    """Return the device whose memory holds a tensor. `tensor.device` may be the device of the op that returned it."""
     home = None if tensor.dtype in (tf.resource, tf.variant) else getattr(tensor, "backing_device", None)
     return str(home or tensor.device)
 
 
 def row_spec(spec: Any) -> Any:
-    """Return the spec of one row; a ragged tensor with one ragged dimension has dense rows."""
+    """Return the spec of one row. A ragged tensor with one ragged dimension has dense rows."""
     if isinstance(spec, tf.RaggedTensorSpec):
         if spec.ragged_rank > 1:
             return tf.RaggedTensorSpec(spec.shape[1:], spec.dtype, spec.ragged_rank - 1, spec.row_splits_dtype)
@@ -115,7 +115,7 @@ def row_spec(spec: Any) -> Any:
 
 
 def empty_rows(spec: Any) -> Any:
-    """Return a leaf of this spec without rows. Unknown inner dimensions are 0; of an unknown rank, there are none."""
+    """Return a leaf of this spec without rows. Unknown inner dimensions are 0. An unknown rank gives no inner dimensions."""
     inner = [] if spec.shape.rank is None else [d or 0 for d in spec.shape[1:].as_list()]
     if isinstance(spec, tf.RaggedTensorSpec):
         values = tf.constant([], spec.dtype, [0, *inner[spec.ragged_rank :]])
@@ -149,7 +149,7 @@ def take_rows(leaf: Any, start: Any, stop: Any) -> Any:
 
 
 def count_rows(leaf: Any, dtype: Any = tf.int64) -> Any:
-    """Return the number of rows of a leaf as a scalar. On GPUs, int32 is computed on the host, where loops need it."""
+    """Return the number of rows of a leaf as a scalar. On GPUs, kernels compute int32 on the host, where loops need it."""
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(dtype)
     if isinstance(leaf, tf.SparseTensor):
@@ -193,7 +193,7 @@ def _convert(value: Any, path: str) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether an object has a protocol by which TensorFlow reads it as a whole."""
+    """Return whether an object has a protocol with which TensorFlow reads it as a whole."""
     return any(hasattr(value, name) for name in ("__array__", "__array_interface__", "__tf_tensor__"))
 
 

@@ -14,7 +14,7 @@ from devicemap.options import Options
 
 
 def rows_in_memory(data: Any, options: Options, most: int | None, most_of_dataset: int) -> Rows:
-    """At most `most` of the first rows of `data`; of a dataset at most `most_of_dataset`, unless `most` is given.
+    """Return the first rows of `data`: at most `most`, or `most_of_dataset` rows of a dataset if `most` is `None`.
 
     Raises:
         DataError: for data that has no rows or cannot be rows, and for a dataset whose samples do not fit together.
@@ -29,7 +29,7 @@ def rows_in_memory(data: Any, options: Options, most: int | None, most_of_datase
 
 
 def first_rows(rows: Rows, most: int) -> Rows:
-    """At most `most` rows from the start."""
+    """Return at most `most` rows from the start."""
     if rows.count is not None and rows.count <= most:
         return rows
     with tf.device(HOST):

@@ -1,7 +1,7 @@
-"""Split rows into shards. Pure: integers and names only.
+"""Split rows into shards: pure functions of integers and names.
 
-Only this module handles uneven remainders. Shards are not empty, are in the order of rows, and their sizes differ by at
-most one row.
+Only this module handles uneven remainders. Shards are not empty and in the order of rows. Their sizes differ by at most one
+row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from devicemap.events import Shard
 
 ROWS_PER_CORE = 16
-"""The fewest rows of a shard for a further core: `benchmarks/test_call_cost.py`."""
+"""The fewest rows per shard with which a further core gets a shard (`benchmarks/test_call_cost.py`)."""
 
 
 def shard_sizes(rows: int, shards: int) -> tuple[int, ...]:

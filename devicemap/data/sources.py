@@ -17,7 +17,7 @@ from devicemap.events import Shard
 from devicemap.options import Options
 
 _SAMPLES_PER_READ = 64
-"""Samples that are read at once if chunks have no fixed size. Reading them one by one takes longer than small functions."""
+"""Samples per read if chunks have no fixed size. Reading single samples takes longer than small functions."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Source(Protocol):
     """Nest of `tf.TypeSpec`s of a chunk, of shapes `[None, ...]`."""
 
     key: Any
-    """As `Rows.key`: one trace serves one key."""
+    """A key like `Rows.key`. Each key needs one trace."""
 
     rows: int | None
     """Number of rows, `None` if unknown."""
@@ -63,7 +63,7 @@ class Source(Protocol):
 
     @property
     def chunk_rows(self) -> int | None:
-        """Expected rows of the next chunk if the source decides about them; `None` if `take` does."""
+        """Expected rows of the next chunk if the source determines them; `None` if `take` does."""
 
     def take(self, rows: int) -> Chunk | None:
         """Read the next chunk, of at most `rows` rows unless `chunk_rows` is set. Return `None` at the end."""
@@ -100,7 +100,7 @@ class MemorySource:
 
 
 class DatasetSource:
-    """Chunks of a `tf.data.Dataset` of batches: each batch as it is, cut, or cut and joined to chunks of any size."""
+    """Chunks of a `tf.data.Dataset` of batches. Batches stay whole, are cut, or are cut and joined to chunks of any size."""
 
     reads = True
 
@@ -192,7 +192,7 @@ def from_dataset(dataset: Any, options: Options) -> DatasetSource:
     """Return chunks of a `tf.data.Dataset` of samples, or of batches with `batched=True`.
 
     Raises:
-        DataError: for a batch without a row axis, for elements of unknown rank, and for those that are not tensors.
+        DataError: for a batch without a row axis, and for elements that have an unknown rank or are not tensors.
     """
     specs = tf.nest.flatten(as_nodes(dataset.element_spec))
     for spec in specs:
@@ -228,14 +228,14 @@ def _batches_of_samples(dataset: Any, size: int | None) -> tuple[Any, bool]:
         extension = node.kind is not None and issubclass(node.kind, tf.experimental.ExtensionType)
         if extension and not issubclass(node.kind, tf.experimental.BatchableExtensionType):
             raise DataError(
-                f"the dataset has samples with a {node.kind.__name__}, which TensorFlow cannot hold several of in one; make it "
-                "a tf.experimental.BatchableExtensionType, or set batched=True for a dataset of batches"
+                f"the dataset has samples with a {node.kind.__name__}, which TensorFlow cannot batch; make it a "
+                "tf.experimental.BatchableExtensionType, or set batched=True for a dataset of batches"
             )
     if all(not u for u in unknown):
         return dataset.batch(size or _SAMPLES_PER_READ), True
-    if all(u in ([], [0]) for u in unknown):  # samples of different lengths: ragged rows, which fn gets dense again
+    if all(u in ([], [0]) for u in unknown):  # samples of different lengths become ragged rows, dense in fn
         return dataset.ragged_batch(size or _SAMPLES_PER_READ), True
-    return dataset.batch(1), False  # samples of different shapes cannot be in one tensor
+    return dataset.batch(1), False  # one tensor cannot hold samples of different shapes
 
 
 def _unknown_dimensions(spec: Any) -> list[int]:

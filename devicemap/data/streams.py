@@ -14,8 +14,9 @@ from devicemap.errors import DeviceMapError
 def as_dataset(stream: Callable[[], Iterator[Any]], spec: Any, count: int | None) -> Any:
     """Return a `tf.data.Dataset` that calls `stream()` for each iteration over it.
 
-    TensorFlow never frees the generator of a dataset (`test_lifetimes`). Therefore the generator refers to the stream weakly,
-    and the variant tensor of the dataset owns the stream. Datasets, iterators and functions that derive from it keep that.
+    TensorFlow never frees the generator of a dataset (tests/laws/test_lifetimes.py). Therefore the generator refers to the
+    stream weakly, and the variant tensor of the dataset owns the stream. Datasets, iterators and functions that derive from
+    the dataset keep this tensor.
     """
     dataset = tf.data.Dataset.from_generator(_weakly(stream), output_signature=spec)
     if count is not None:
@@ -31,8 +32,8 @@ def _weakly(stream: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[Any]]:
         known = reference()
         if known is None:
             raise DeviceMapError(
-                "the dataset that DeviceMap.as_dataset made is gone, and what was made of it in a tf.function does not keep "
-                "it; keep that dataset as long as you read from others that come from it"
+                "the dataset that DeviceMap.as_dataset made is gone, and datasets that a tf.function derives from it do not "
+                "keep it alive; keep that dataset as long as you read derived datasets"
             )
         return known()
 

@@ -1,11 +1,10 @@
-"""Nests of tuples, dicts and objects of the user's classes, with the same structure as in `tf.nest`.
+"""Nests of tuples, dicts and objects of the user's classes, with the structure of `tf.nest`.
 
-A list is a leaf, which becomes a tensor. In `fn_output_signature`, and in results where that has a list, it is structure.
-
-TensorFlow treats three kinds of objects as structure: those of `attrs` classes, those with `__tf_flatten__` and
+A list is a leaf, which becomes a tensor. Lists in `fn_output_signature`, and in results at the same place, are structure.
+TensorFlow treats three kinds of objects as structure: objects of `attrs` classes, objects with `__tf_flatten__` and
 `__tf_unflatten__`, and extension types. The first two may refuse to hold anything but tensors (specs, for instance), and
-`tf.nest` treats the third as leaves. So each object of the user becomes a `Node`, which holds anything. It becomes an
-object again when it is passed to `fn` or returned to the user.
+`tf.nest` treats the third as leaves. So each object of the user becomes a `Node`, which holds any values. It becomes an object
+again when it is passed to `fn` or returned to the user.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import tensorflow as tf
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Node:
-    """The parts of an object of a user's class; `tf.nest` flattens a node into the leaves of its parts."""
+    """The parts of an object of a user's class. `tf.nest` flattens a node into the leaves of its parts."""
 
     kind: Any
     """The class; `list` for a list of results; `None` for a value in an extension type that is not a tensor."""
@@ -52,7 +51,7 @@ class Node:
 
     @property
     def key(self) -> Any:
-        """Everything but the parts; hashable if the metadata is."""
+        """A value of the node without its parts. It is hashable if the metadata is."""
         static = freeze(self.static, lambda leaf: (type(leaf), leaf))  # with types, because 1 equals True
         return self.kind, static, self.names
 
@@ -64,7 +63,7 @@ def map_nest(
     build: Callable[[Node], Any] = lambda node: node,
     lists: Callable[[str], bool] = lambda path: False,
 ) -> Any:
-    """Return the nest with `leaf(value, path)` in place of each leaf, and with nodes in place of objects.
+    """Replace each leaf of a nest by `leaf(value, path)`, and each object by a node.
 
     Args:
         leaf: function of a leaf and its path.
@@ -98,22 +97,22 @@ def _same(leaf: Any, path: str) -> Any:
 
 
 def as_nodes(data: Any, lists: Callable[[str], bool] = lambda path: False) -> Any:
-    """Return the nest with nodes in place of objects, and of the lists whose paths `lists` accepts."""
+    """Replace objects, and lists whose paths `lists` accepts, by nodes."""
     return map_nest(_same, data, lists=lists)
 
 
 def as_objects(nest: Any) -> Any:
-    """Return the nest of tensors with objects in place of their nodes. Extension types are not validated."""
+    """Replace nodes in a nest of tensors by objects. Extension types are not validated."""
     return map_nest(_same, nest, build=_object_of)
 
 
 def tuples_for_lists(nest: Any) -> Any:
-    """Return the nest with tuples in place of the nodes of lists, which datasets and files cannot hold."""
+    """Replace nodes of lists by tuples, because datasets and files cannot hold lists."""
     return map_nest(_same, nest, build=lambda node: node.parts if node.kind is list else node)
 
 
 def paths_of_lists(nest: Any, path: str) -> frozenset[str]:
-    """Return the paths of all lists in the nest, whose own path is `path`."""
+    """Return the paths of all lists in a nest with the path `path`."""
     found: list[str] = []
 
     def note(path: str) -> bool:
@@ -137,7 +136,7 @@ def nodes_of(nest: Any) -> list[Node]:
 
 
 def refused_by(nest: Any) -> tuple[Node, Exception] | None:
-    """Return the first node in the nest of tensors whose extension type refuses it by `__validate__`, and the error."""
+    """Return the first node in a nest of tensors that the `__validate__` of its extension type refuses, and the error."""
     for node in nodes_of(nest):
         made = as_objects(node)
         if isinstance(made, tf.experimental.ExtensionType):
@@ -149,7 +148,7 @@ def refused_by(nest: Any) -> tuple[Node, Exception] | None:
 
 
 def check_same_structure(one: Any, other: Any) -> None:
-    """Raise `TypeError` or `ValueError` unless the nests, with nodes for objects, differ in their leaves alone."""
+    """Raise `TypeError` or `ValueError` if two nests, with nodes for objects, differ in more than their leaves."""
     tf.nest.assert_same_structure(one, other)
     for node, another in zip(nodes_of(one), nodes_of(other)):
         if node.key != another.key:
@@ -186,7 +185,7 @@ def _node_of(data: Any) -> Node | None:
 
 
 def _field(value: Any) -> Any:
-    """Return a field of an extension type, with nodes in place of values that are not tensors."""
+    """Return a field of an extension type. Values that are not tensors become nodes."""
     if isinstance(value, Mapping):
         return Node(type(value), None, tuple(value), tuple(map(_field, value.values())))
     if isinstance(value, tuple):
@@ -205,12 +204,12 @@ def _object_of(node: Node) -> Any:
     if hasattr(node.kind, "__attrs_attrs__"):
         return node.kind(*node.parts)
     if issubclass(node.kind, tf.experimental.ExtensionType):
-        made = node.kind.__new__(node.kind)  # the constructor may take other arguments
+        made = node.kind.__new__(node.kind)  # without the constructor, which may take other arguments
         vars(made).update(zip(node.names, node.parts))
         return made
     return node.kind.__tf_unflatten__(node.static, node.parts)
 
 
 def _step(node: Node, name: Any) -> str:
-    """Return the step from a node to a part, in a path."""
+    """Return the step of a path from a node to a part."""
     return f".{name}" if isinstance(name, str) and not issubclass(node.kind, Mapping) else f"[{name!r}]"

@@ -1,14 +1,14 @@
-"""The SQLite database of a directory of results: its files, its tables, and checks of all that is read.
+"""The SQLite database of a directory of results: its files, its tables, and checks of all data that is read.
 
-    results.sqlite            header: one row, what the results are results of
+    results.sqlite            header: one row, the call that computes the results
                               chunks: one row per finished chunk, with a checksum
                               parts: the bytes of the chunks
     results.sqlite-journal    empty, except during a commit and after a kill
     lock.sqlite               empty; a writer holds its exclusive lock, and does not block readers
 
-SQLite rolls back a commit that was interrupted, but does not detect changed bytes: chunks and the header have checksums. The
-author of a directory is not trusted. Rows of `parts` are never deleted, because SQLite would reuse their pages, and lists of
-pages in a damaged file are not trusted either.
+SQLite rolls back a commit that was interrupted, but does not detect changed bytes. So chunks and the header have checksums.
+The author of a directory is not trusted. Rows of `parts` are never deleted, because SQLite would reuse their pages, and lists
+of free pages in a damaged file are not trusted either.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DATABASE, LOCK = "results.sqlite", "lock.sqlite"
 """The names of the files."""
 
 _VERSION = 2_000
-"""The `PRAGMA user_version`: the first version of devicemap that reads this format, here 0.2.0, at 1000 per place."""
+"""The `PRAGMA user_version`: the first version of devicemap that reads this format, here 0.2.0, in base 1000."""
 
 _SCHEMA = (
     "CREATE TABLE header (call TEXT, rows INTEGER, checksum INTEGER)",
@@ -46,10 +46,10 @@ _SCHEMA = (
     "CREATE TABLE parts (id INTEGER PRIMARY KEY, data BLOB)",
 )
 _PART_BYTES = 2**18
-"""Parts stay in CPU caches: with 4 MiB, `benchmarks/test_store.py` loads half as fast."""
+"""Size of a part. Parts stay in CPU caches: with 4 MiB, `benchmarks/test_store.py` loads half as fast."""
 
 _QUEUE_BYTES = 2**28
-"""Chunks of more bytes than this do not wait to be committed."""
+"""The most bytes of chunks that wait to be committed."""
 
 _DELETE_OVERLAPPING = """DELETE FROM chunks
 WHERE start >= ifnull((SELECT max(start) FROM chunks WHERE start <= :start), :start) AND start < :stop AND stop > :start"""
@@ -60,11 +60,11 @@ _READER = "trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0", "query_only
 _WRITER = (*_READER[:3], "page_size=65536", "journal_mode=TRUNCATE", "synchronous=FULL", "cache_spill=OFF")
 _LOCKED = "database is locked"
 _SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
-"""The end of a journal that names a second journal, which SQLite would delete. Only transactions on several files have one."""
+"""The end of a journal that names a super-journal, which SQLite would delete. Only transactions on several files have one."""
 
 
 class Header(NamedTuple):
-    """What the results in a directory are results of."""
+    """The call that computes the results in a directory."""
 
     call: dict[str, Any]
     """JSON: specs of results and inputs, options, and the fingerprint of the function."""
@@ -79,19 +79,19 @@ class StoredChunk(NamedTuple):
     start: int
     stop: int
     inputs: str
-    """The digest of the rows that it was computed from."""
+    """The digest of the rows of the data."""
 
     shapes: str = "[]"
     """JSON: the shapes of its arrays."""
 
     device: str | None = None
     error: str | None = None
-    """Where and why it failed, for a row without results; otherwise `None`."""
+    """The error of a row that failed; otherwise `None`. `device` is where it failed."""
 
     first_part: int = 0
     last_part: int = 0
     checksum: int = 0
-    """CRC-32 of the columns before the parts, and of its bytes. BLAKE2b takes 2.5 times as long."""
+    """CRC-32 of the columns before `first_part`, and of the bytes of the arrays. BLAKE2b takes 2.5 times as long."""
 
 
 def checksum(*values: Any) -> int:
@@ -100,7 +100,7 @@ def checksum(*values: Any) -> int:
 
 
 def missing_rows(chunks: Sequence[StoredChunk], start: int, stop: int) -> list[tuple[int, int]]:
-    """Return the `(start, stop)` of those of rows `start` to `stop - 1` that are in none of these sorted chunks.
+    """Return the `(start, stop)` of missing rows: those of rows `start` to `stop - 1` that are in none of these sorted chunks.
 
     >>> missing_rows([StoredChunk(2, 4, ""), StoredChunk(4, 6, "")], 0, 8)
     [(0, 2), (6, 8)]
@@ -110,7 +110,7 @@ def missing_rows(chunks: Sequence[StoredChunk], start: int, stop: int) -> list[t
 
 
 def overlapping(chunks: Sequence[StoredChunk], start: int, stop: int) -> Sequence[StoredChunk]:
-    """Return those of the sorted chunks that have some of rows `start` to `stop - 1`."""
+    """Return the chunks that have some of rows `start` to `stop - 1`. `chunks` is sorted."""
     first = bisect.bisect_right(chunks, start, key=attrgetter("stop"))
     return chunks[first : bisect.bisect_left(chunks, stop, key=attrgetter("start"))]
 
@@ -133,7 +133,7 @@ def _database_errors(doing: str, advice: str) -> Iterator[None]:
 def open_database(directory: Path) -> Iterator[Database]:
     """Connect to the database of a directory for reading, after checks of its files and tables.
 
-    A reader holds no lock between calls. It rolls back a commit that was interrupted.
+    A reader holds no lock between calls. It rolls back an interrupted commit.
     """
     with _database_errors(f"reading results in {directory}", "Is this a directory that devicemap has written to?"):
         _check_files(directory)
@@ -142,7 +142,7 @@ def open_database(directory: Path) -> Iterator[Database]:
 
 
 class Database:
-    """The tables of a directory. Not for use by two threads at once."""
+    """The tables of a directory. Not thread-safe."""
 
     def __init__(self, directory: Path, connection: sqlite3.Connection):
         self._path, self._connection = directory / DATABASE, connection
@@ -182,7 +182,8 @@ class Database:
     def leaves(self, chunk: StoredChunk, specs: Sequence[Any], rows: int | None = None) -> list[Any]:
         """Return the result leaves of a chunk: dense ones as arrays, others as tensors.
 
-        Their number of rows may be given, as for states of reductions. A damaged chunk is a `MissingRowsError`.
+        `rows` is the number of rows if it is not that of the chunk, as for states of reductions. Raises `MissingRowsError` for
+        a damaged chunk.
         """
         rows = chunk.stop - chunk.start if rows is None else rows
         try:
@@ -200,7 +201,7 @@ class Database:
         with closing(self._connection.execute(_READ_PARTS, (chunk.first_part, chunk.last_part))) as parts:
             for (part,) in parts:
                 data += part
-                check = zlib.crc32(part, check)  # while it is in the caches
+                check = zlib.crc32(part, check)  # while the part is in CPU caches
                 if len(data) > most:
                     raise ValueError("they are larger than the file")
         if checksum(*chunk[:6], check) != chunk.checksum:
@@ -209,7 +210,7 @@ class Database:
 
 
 class Writer(Database):
-    """The tables of a directory that is locked for writing. Thread-safe: one thread commits what the others put."""
+    """The tables of a directory that is locked for writing. Thread-safe: one thread commits the chunks of all threads."""
 
     def __init__(self, directory: Path, connection: sqlite3.Connection):
         super().__init__(directory, connection)
@@ -220,10 +221,10 @@ class Writer(Database):
         self._last: Future[None] = self._thread.submit(lambda: None)
 
     def put(self, header: Header, *chunks: tuple[StoredChunk, Sequence[Array]]) -> None:
-        """Let the thread store the header if it has changed, and chunks with their arrays, together with all that wait.
+        """Queue the header, if it has changed, and chunks with their arrays. The thread commits all queued chunks at once.
 
-        Chunks replace rows that failed before and damaged chunks. This waits while more than `_QUEUE_BYTES` are not committed.
-        Raises `JournalError` if the disk has failed, or the directory was closed.
+        Chunks replace rows that failed before and damaged chunks. The call waits while more than `_QUEUE_BYTES` are not
+        committed. Raises `JournalError` if the disk has failed, or the directory was closed.
         """
         before = self._last
         self._waiting += chunks
@@ -237,13 +238,13 @@ class Writer(Database):
             self.flush()
 
     def flush(self) -> None:
-        """Wait until all that was put is committed. Raises `JournalError` if the disk has failed."""
+        """Wait until all queued chunks are committed. Raises `JournalError` if the disk has failed."""
         self._last.result()
 
     def stop(self) -> bool:
-        """End the thread, after it has tried to commit all. Returns false in a forked process, which has no such thread.
+        """End the thread, after it has tried to commit all chunks. Return false in a forked process, which has no such thread.
 
-        Such a process must not close the connection: SQLite would roll back the transaction of its parent.
+        A forked process must not close the connection, because SQLite would roll back the transaction of the parent process.
         """
         if os.getpid() != self._process:
             return False
@@ -282,10 +283,9 @@ class Writer(Database):
 
 @contextmanager
 def open_for_writing(directory: Path) -> Iterator[Writer]:
-    """Create a directory, and lock its database for writing. This changes nothing in a directory with results.
+    """Create a directory, and lock its database for writing. Results in an existing directory do not change.
 
-    Raises `JournalError` for a directory of something else or with damage, and if another writer has the lock, in whatever
-    process.
+    Raises `JournalError` if the directory is damaged or holds other files, and if another writer in any process has the lock.
     """
     advice = "It must be a directory that can be written to and locked"
     with ExitStack() as stack:
@@ -298,7 +298,7 @@ def open_for_writing(directory: Path) -> Iterator[Writer]:
                     f"{directory} holds {', '.join(names[:3])}, and no results of devicemap. Write to a new or empty directory"
                 )
             try:
-                lock = _connect(directory / LOCK, "rwc", ["journal_mode=MEMORY"], busy_seconds=0)  # no second file
+                lock = _connect(directory / LOCK, "rwc", ["journal_mode=MEMORY"], busy_seconds=0)  # no journal file
                 stack.enter_context(closing(lock)).execute("BEGIN EXCLUSIVE")
             except sqlite3.OperationalError as error:
                 if str(error) != _LOCKED:
@@ -316,9 +316,9 @@ def open_for_writing(directory: Path) -> Iterator[Writer]:
 
 
 def _check_files(directory: Path) -> None:
-    """Raise `JournalError` unless SQLite can open the files of a directory without touching a file outside.
+    """Raise `JournalError` unless SQLite can open the files of a directory without access to files outside.
 
-    The databases are not opened: closing one would drop all locks that SQLite holds of it in this process (POSIX).
+    The databases are not opened, because closing a file drops all POSIX locks that SQLite holds on it in this process.
     """
     for path in directory.iterdir():
         if path.name.startswith((DATABASE, LOCK)):

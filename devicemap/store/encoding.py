@@ -5,9 +5,9 @@
 | dense | the values |
 | ragged | the flat values, and the row splits from the outermost on |
 | sparse | the indices, the values and the shape |
-| any of strings | the lengths, and the bytes of all of them, in place of the values |
+| strings | in place of the values: the lengths of the strings, and their bytes |
 
-The bytes of a chunk are those of all arrays of its leaves, one after another.
+The bytes of a chunk are the bytes of all arrays of its leaves, one after another.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def describe_nest(specs: Any) -> Any:
 
 
 def structure_of(described: Any, directory: Path) -> Any:
-    """Return the nest of specs that a header describes, with named tuples for objects; `JournalError` if it describes none."""
+    """Return the nest of specs that a header describes, with named tuples for objects; `JournalError` if it is invalid."""
     try:
         structure = _specs_of(described)
         describe_nest(structure)  # checks dtypes and keys
@@ -105,7 +105,7 @@ def _specs_of(described: Any) -> Any:
         kind: Any = namedtuple(described["namedtuple"], [*fields], rename=True)  # type: ignore[misc]
         return kind(*fields.values())
     shape = described["shape"]
-    if shape is not None:  # NumPy refuses what is no shape, or too large
+    if shape is not None:  # NumPy refuses an invalid or too large shape
         np.broadcast_to(0, [1 if size is None else size for size in shape[1:]])
     (name,) = {*_KINDS} & {*described}
     more = [described["ragged_rank"], tf.as_dtype(described["row_splits"])] if name == "ragged" else []
@@ -142,7 +142,7 @@ def digest(leaves: Sequence[Any]) -> str:
 def decode_leaves(data: bytearray, shapes: Sequence[Any], specs: Sequence[Any], rows: int) -> list[Any]:
     """Return leaves from the bytes and shapes of their arrays: dense ones as arrays, others as tensors.
 
-    Raises `ValueError`, or an error of TensorFlow, if they do not fit these specs and so many rows.
+    Raises `ValueError`, or an error of TensorFlow, if they do not fit these specs and this number of rows.
     """
     dtypes: list[Any] = []
     for part in tf.nest.flatten(list(specs), expand_composites=True):

@@ -1,6 +1,6 @@
 """Results on disk as files of other formats, written chunk by chunk in bounded memory.
 
-A file gets its name when it is complete and on disk; a file of that name is replaced then.
+A file gets its name, and replaces a file of that name, when it is complete and on disk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from devicemap.errors import OptionError
 from devicemap.store.encoding import Array, bytes_of
 
 RESULT = "result"
-"""The name of results that are no dict."""
+"""The name of results that are not a dict."""
 
 _GROUP_BYTES = 2**26
 """Parquet files get row groups of at least this size: small ones are slow to read."""
@@ -33,14 +33,14 @@ _CONTENTS = {
     ".tfrecord": "a dict of dense arrays or ragged lists; of strings, bool, integers of at most 63 bits, or floating-point "
     "numbers of at most 32 bits",
 }
-"""What files hold, by suffix. A single array is like a dict with the key "result"."""
+"""The contents of files, by suffix. A single array is treated as a dict with the key "result"."""
 
 
 def check_format(suffix: str, structure: Any) -> None:
     """Raise an error if a file of a format cannot hold results of these specs.
 
     Raises:
-        OptionError: names the result that it cannot hold.
+        OptionError: the file cannot hold a result, which the message names.
         ImportError: the format needs a package that is not installed.
     """
     if suffix == ".parquet":
@@ -71,7 +71,7 @@ def _holds(suffix: str, spec: Any) -> bool:
 
 
 def write_npy(path: Path, rows: int, chunks: Iterable[Array]) -> None:
-    """Write rows to a `.npy` file, from at least one chunk. Rows of different shapes are an `OptionError`."""
+    """Write rows to a `.npy` file, from at least one chunk. Raises `OptionError` for rows of different shapes."""
     shape = None
     with replacing(path) as temporary, open(temporary, "wb") as file:
         for chunk in chunks:
@@ -140,7 +140,7 @@ def as_arrow(pa: Any, column: Any) -> Any:
 
 
 def _as_column(leaf: Any, spec: Any) -> Any:
-    """Return a tensor for `as_arrow`: dense rows of unknown shape as ragged ones, so that all chunks have one type."""
+    """Return a tensor for `as_arrow`. Dense rows of unknown shape become ragged rows, so that all chunks have one type."""
     if isinstance(leaf, tf.RaggedTensor):
         return leaf
     if spec.shape[1:].is_fully_defined() and 0 not in spec.shape[1:]:  # Arrow has no lists of the fixed size 0

@@ -1,7 +1,7 @@
 """The fingerprint of a function: a digest of its traced graph and of the values that it captures.
 
-Names in the graph hold counters (`__inference_fn_34`), so nodes are numbered and functions replaced by their digests. The
-fingerprint is therefore the same in each process and on each machine. Python functions that the graph calls count by name
+Names in the graph contain counters (`__inference_fn_34`). So nodes are numbered, and functions are replaced by their digests.
+The fingerprint is therefore the same in each process and on each machine. Python functions that the graph calls count by name
 and code.
 """
 
@@ -20,13 +20,13 @@ from devicemap.compile.trace import Traced
 from devicemap.store.encoding import digest
 
 _IGNORED = frozenset("config config_proto executor_type shared_name container token metadata".split())
-"""Attributes about where and how an op runs, or with names of this process; as those that begin with `_`."""
+"""Attributes that name devices, settings or objects of this process. Attributes that begin with `_` are ignored, too."""
 
 _COMPILED = "_XlaMustCompile"
 
 
 def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
-    """Return the fingerprint of a function and of its reduction as JSON, and what it does not cover, in words.
+    """Return the fingerprint of a function and of its reduction as JSON, and a description of uncovered parts.
 
     Variables that the function writes count by shape and dtype only, because their values change in each run.
     """
@@ -72,8 +72,8 @@ class _Graphs:
         lines = [str(_COMPILED in function.attr and function.attr[_COMPILED].b)]
         for node in nodes:
             inputs = [_numbered(name, numbers) for name in node.input]
-            inputs.sort(key=lambda name: name if name.startswith("^") else "")  # TensorFlow keeps controls in sets
-            op = self._called(node.op) if node.op in self._functions else node.op  # by TensorFlow 1
+            inputs.sort(key=lambda name: name if name.startswith("^") else "")  # control inputs have no order
+            op = self._called(node.op) if node.op in self._functions else node.op  # a call of TensorFlow 1
             lines.append(f"{op} {inputs} {self._attributes(node)}")
             if "token" in node.attr:
                 lines.append(_describe_python(python_function(node.attr["token"].s.decode())))
@@ -93,11 +93,11 @@ class _Graphs:
     def _called(self, name: str) -> str:
         if name in self._functions and name not in self._digests:
             self._digests[name] = self.digest(self._functions[name])
-        return self._digests.get(name, "?")  # of a gradient
+        return self._digests.get(name, "?")  # "?" for a gradient function, which is not in the library
 
 
 def _describe_python(function: Any) -> str:
-    """Return the name and the code of a Python function, without what it refers to."""
+    """Return the name and the code of a Python function, without the objects to which it refers."""
     return f"{getattr(function, '__name__', '')} {_describe_code(getattr(function, '__code__', None))}"
 
 

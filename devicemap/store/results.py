@@ -1,4 +1,4 @@
-"""Read results on disk: by chunk, by slice, or all rows. Everything is checked when it is read."""
+"""Read results on disk: by chunk, by slice, or all rows. All data is checked when it is read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def open_results(directory: str | os.PathLike[str]) -> Results:
     """Open the results that `DeviceMap.write` has written to `directory`, also if that run is not finished.
 
     Only the list of chunks is read. Chunks are read, and their checksums compared, when their rows are requested. Chunks that
-    are written later are not seen.
+    are written later are not included.
 
     Raises:
         JournalError: the directory holds no results of devicemap, or they are damaged.
@@ -52,9 +52,9 @@ def open_results(directory: str | os.PathLike[str]) -> Results:
 class Results:
     """Results on disk, in the order of rows, as returned by `open_results`; thread-safe.
 
-    Rows come as nests of the structure that the mapped function returns: NumPy arrays for dense results (strings are `bytes`,
-    of dtype object), `tf.RaggedTensor` and `tf.SparseTensor` for others. Objects of other classes come as named tuples of
-    their fields, without those that are not tensors.
+    Rows are returned in nests of the structure that the mapped function returns: NumPy arrays for dense results (strings are
+    `bytes`, of dtype object), and `tf.RaggedTensor` and `tf.SparseTensor` for others. Objects become named tuples of those
+    fields that are tensors.
 
         len(results)                     the number of rows
         results[100:200]                 some rows; reads only the chunks that hold them
@@ -64,7 +64,7 @@ class Results:
         results.to_parquet("x.parquet")  a file for other programs; also to_npy and to_tfrecords
         results.failed_rows              rows of the data without results; results.row_numbers() has the others
 
-    A request of missing or damaged rows raises a `MissingRowsError` that names them.
+    A request for missing or damaged rows raises a `MissingRowsError` that names them.
     """
 
     def __init__(self, directory: Path, header: Header, chunks: Sequence[StoredChunk]):
@@ -121,7 +121,7 @@ class Results:
         return not self.missing
 
     def __len__(self) -> int:
-        """Return the number of rows, missing ones included, and failed ones not.
+        """Return the number of rows, which includes missing rows but not failed ones.
 
         Raises:
             MissingRowsError: it is unknown, because the data is a dataset that no run has read to its end.
@@ -131,7 +131,7 @@ class Results:
         return self._rows - len(self._failed)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the chunks in order. Missing rows are an error after the chunks before them."""
+        """Yield the chunks in order. Raises `MissingRowsError` for missing rows, after the chunks before them."""
         missing = self.missing
         for _, leaves in self._read_chunks(0, missing[0][0] if missing else sys.maxsize):
             yield self._pack(leaves)
@@ -139,7 +139,7 @@ class Results:
             raise self._missing_error(missing)
 
     def __getitem__(self, rows: slice) -> Any:
-        """Return rows, by a slice without a step."""
+        """Return the rows of a slice without a step."""
         if not isinstance(rows, slice) or rows.step not in (None, 1):
             raise TypeError(
                 f"results[{rows!r}]; expected a slice without a step, as in results[i:j] or results[i:i + 1]"
@@ -150,14 +150,14 @@ class Results:
         return self._read(start, max(start, stop))
 
     def load(self) -> Any:
-        """Return all rows. Takes the memory of the results; twice that for strings, ragged, sparse and unknown shapes."""
+        """Return all rows, in the memory of the results. Strings, ragged, sparse and unknown shapes need twice the memory."""
         return self._read(0, len(self))
 
     def as_dataset(self) -> Any:
         """Return a `tf.data.Dataset` of the chunks in order, as nests of tensors of `structure`; unbatch it to get rows.
 
-        All chunks are read and checked once before it is returned, because a dataset can only raise errors of TensorFlow:
-        if a chunk is damaged later, such an error holds the message.
+        All chunks are read and checked once before the dataset is returned. A dataset can only raise errors of TensorFlow. If
+        a chunk is damaged later, such an error has the message.
 
         Raises:
             MissingRowsError: rows are missing or damaged.
@@ -179,16 +179,16 @@ class Results:
     def to_npy(self, path: str | os.PathLike[str]) -> None:
         """Write all rows to a `.npy` file, for `numpy.load`: one dense array of numbers of shape `[len(results), ...]`.
 
-        Chunks are read one by one. The file appears, or is replaced, when it is complete. Results that are not one such array
-        are an `OptionError`; missing or damaged rows are a `MissingRowsError`.
+        Chunks are read one by one. The file appears, or is replaced, when it is complete. Raises `OptionError` for other
+        results, and `MissingRowsError` for missing or damaged rows.
         """
         write_npy(Path(path), len(self), self._chunks_for(".npy"))
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
         """Write all rows to a Parquet file, with a column for each key of a dict, or else the column `result`.
 
-        Columns are of numbers of at most 64 bits or of binary strings, and of lists of these for rows with axes. Row groups
-        have about 64 MB, which is also the memory that it takes. It needs pyarrow. Errors are those of `to_npy`.
+        Columns hold numbers of at most 64 bits or binary strings, or lists of these for rows with axes. Row groups have about
+        64 MB, which is also the memory that the export needs. It needs pyarrow. Errors are those of `to_npy`.
         """
         write_parquet(Path(path), self.structure, self._chunks_for(".parquet"))
 
@@ -232,7 +232,7 @@ class Results:
         return result + bisect_right(self._results_before, result)
 
     def _joined(self, start: int, stop: int, count: int) -> list[Any]:
-        """Return the leaves of rows of the data, which have `count` results. Arrays of known shapes are copied once."""
+        """Return the leaves of `count` results of rows of the data. Arrays of known shapes are copied once."""
         arrays, parts = {}, [list[Any]() for _ in self._specs]
         for i, spec in enumerate(self._specs):
             if isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string and spec.shape[1:].is_fully_defined():

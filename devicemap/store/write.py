@@ -1,4 +1,4 @@
-"""Calls whose results go to a directory, chunk by chunk: it compares rows of finished chunks, and computes the others."""
+"""Calls that store results in a directory. They compare the rows of finished chunks, and compute the other rows."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def write(
     trust_function: bool = False,
     retry_failed: bool = False,
 ) -> tuple[CompiledMap, list[StoredChunk]]:
-    """Compute and store the chunks that a directory does not hold; the arguments are those of `DeviceMap.write`.
+    """Compute and store the chunks that a directory does not hold. The arguments are those of `DeviceMap.write`.
 
-    Returns the compiled map, and the rows that failed before and are not tried again.
+    Returns the compiled map, and the rows that failed before and do not run again.
     """
     directory = Path(directory)
     rows = data if isinstance(data, tf.data.Dataset) else as_rows(data)
@@ -62,7 +62,7 @@ def write(
             for chunk in stored:
                 _check_same_rows(chunk, [every.cut(chunk.start, chunk.stop)], directory)
         whole = []
-        for chunk in stored:  # all are read once, at the speed of the disk
+        for chunk in stored:  # each chunk is read once, at the speed of the disk
             with suppress(MissingRowsError):
                 if chunk.error is None:
                     writer.leaves(chunk, compiled.traced.specs, None if compiled.traced.reduction is None else 1)
@@ -100,7 +100,7 @@ def reduce(mapper: Mapper, data: Any, directory: str | os.PathLike[str]) -> Any:
 
 
 def _describe_call(mapper: Mapper, source: Source, compiled: CompiledMap) -> tuple[dict[str, Any], list[str]]:
-    """Return what the results of a call depend on, as JSON, and what that does not cover."""
+    """Describe the call, as far as its results depend on it, as JSON; and name the parts that the description omits."""
     options, reduction = mapper.program.options, compiled.traced.reduction
     function, uncovered = fingerprint(compiled.traced)
     call = {
@@ -119,7 +119,7 @@ def _describe_call(mapper: Mapper, source: Source, compiled: CompiledMap) -> tup
 
 
 def _check_same_call(directory: Path, there: dict[str, Any], here: dict[str, Any], trust_function: bool) -> None:
-    """Raise `JournalError` for another call. Its name and the version of TensorFlow alone make no difference."""
+    """Raise `JournalError` for another call. Its name and the version of TensorFlow may differ."""
     found = [key for key in {**here, **there} if there.get(key) != here.get(key)]
     relevant = {key.partition(".")[0] for key in found} - {"name", "tensorflow", "code" if trust_function else ""}
     if not relevant:
@@ -137,11 +137,11 @@ def _check_same_call(directory: Path, there: dict[str, Any], here: dict[str, Any
 
 
 def _check_same_rows(stored: StoredChunk, pieces: Sequence[Chunk], directory: Path) -> None:
-    """Raise `JournalError` unless the rows in these pieces, in order, are those that a stored chunk was computed from."""
+    """Raise `JournalError` unless these pieces, in order, have the rows from which a stored chunk was computed."""
     try:
         with tf.device(HOST):
             same = digest([join(parts) for parts in zip(*(piece.leaves for piece in pieces))]) == stored.inputs
-    except FunctionError:  # the pieces have different shapes, and those of one stored chunk have not
+    except FunctionError:  # the pieces have different shapes, unlike the rows of a stored chunk
         same = False
     if not same:
         failed = (
@@ -153,7 +153,7 @@ def _check_same_rows(stored: StoredChunk, pieces: Sequence[Chunk], directory: Pa
 
 
 def _check_total(total: int, rows: int | None, directory: Path) -> None:
-    """Raise `JournalError` if there are fewer than `total` rows; `None` is an unknown number."""
+    """Raise `JournalError` if there are fewer than `total` rows. `rows` is `None` if unknown."""
     if rows is not None and rows < total:
         raise _other_data(directory, f"of {total} rows or more, and the data has {rows} now")
 
@@ -163,11 +163,11 @@ def _other_data(directory: Path, difference: str) -> JournalError:
 
 
 class UnfinishedRows:
-    """A source of the rows of another source that no stored chunk holds.
+    """A source of those rows of another source that no stored chunk holds.
 
-    Rows that take time to read are compared with those of the earlier run. Rows before a stored chunk are held until it has
-    been compared, so other data is refused before anything is computed, unless it begins with the same rows. Other rows, and
-    fewer than the `total` of the earlier run, are a `JournalError`.
+    Rows that take time to read are compared with those of the earlier run. Rows before a stored chunk are held until the chunk
+    has been compared. So other data is refused before anything is computed, unless it begins with the same rows. Raises
+    `JournalError` for other rows, and for fewer rows than the `total` of the earlier run.
     """
 
     def __init__(self, source: Source, stored: Sequence[StoredChunk], total: int, directory: Path):
@@ -209,7 +209,7 @@ class UnfinishedRows:
         _check_total(self._total, self.rows_read, self._directory)
 
     def _read_to(self, stop: int, rows: int | None = None) -> Iterator[Chunk]:
-        """Read to a row or to the end of the data, in chunks of `rows` rows if the source allows, or as many as are wanted."""
+        """Read to a row or to the end of the data, in chunks of `rows` or the wanted number of rows, if the source allows."""
         while self.rows_read < stop:
             chunk = self._rest or self._source.take(min(rows or self._rows_wanted, stop - self.rows_read))
             if chunk is None:
