@@ -1,1 +1,1 @@
-"""What will run, what ran, and whether it is right."""
+"""Plans, reports, progress and verification of calls."""

@@ -1,4 +1,4 @@
-"""Advice before a call, from a plan, and after it, from a report: what costs time, and what to do. Pure functions.
+"""Advice before a call, from a plan, and after it, from a report. Pure functions.
 
 The thresholds are judgements; no benchmark chose them.
 """
@@ -28,12 +28,12 @@ _LOST_SHARE = 0.1
 
 
 def advise_before(plan: Plan) -> tuple[str, ...]:
-    """Return one sentence for each finding of a plan, the most expensive first."""
+    """Return one sentence for each finding about a plan, the most expensive first."""
     return *_about_order(plan), *_about_devices(plan), *_about_rows(plan)
 
 
 def reason_for_loop(batched: bool, vectorized: bool, ordered: bool, reason: str) -> str | None:
-    """Return why rows run one by one; `None` if they do not, or if the user asked for it."""
+    """Return why rows run one by one; `None` if they do not, or because of `vectorize=False`."""
     return None if batched or vectorized or ordered or reason == "vectorize=False" else reason
 
 
@@ -98,7 +98,7 @@ def _about_rows(plan: Plan) -> Iterator[str]:
 
 
 def advise_after(report: Report) -> tuple[str, ...]:
-    """Return one sentence for each finding of a report, the most expensive first."""
+    """Return one sentence for each finding about a report, the most expensive first."""
     if report.in_turn:
         return ("the devices worked one after another, because fn depends on the order of rows: see explain",)
     lost_time = _about_time(report) if report.wall_seconds > _LONG_SECONDS else ()

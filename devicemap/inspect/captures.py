@@ -29,7 +29,7 @@ _HANDLINGS: dict[Treatment | None, Handling] = {
 
 
 def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) -> tuple[Captured, ...]:
-    """Return what a function captures, in the order of its trace.
+    """Return the captured values of a function, in the order of its trace.
 
     Args:
         traced: the traced function.
@@ -58,8 +58,8 @@ def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) 
 def _names_around(fn: Any) -> dict[int, str]:
     """Return the names of variables, tensors and resources that `fn` can see, by identity.
 
-    These are globals, closure variables, attributes of their objects and of the object of a method, and what the functions
-    among them close over.
+    `fn` can see globals, closure variables, attributes of these and of the object of a method, and values over which functions
+    among them close.
 
     Examples:
         >>> total = tf.Variable(0.0)
@@ -94,5 +94,5 @@ def _attributes(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _captured(value: Any) -> Any:
-    """Return what a graph captures of a value: the state of a generator, the handle of a table."""
+    """Return the object that a graph captures of a value: the state of a generator, or the handle of a table."""
     return value.state if isinstance(value, tf.random.Generator) else getattr(value, "resource_handle", value)

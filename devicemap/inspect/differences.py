@@ -10,19 +10,17 @@ import tensorflow as tf
 from devicemap.devices import kind_of
 
 _EPSILON = {tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float32: 2.0**-23, tf.float64: 2.0**-52}
-"""The distance from 1 to the next number. NumPy does not know it for bfloat16."""
+"""The distance from 1 to the next number. NumPy has no value for bfloat16."""
 
 
 def usual_tolerance(dtype: tf.DType, devices: tuple[str, ...]) -> float:
     """Return the allowed difference of numbers, relative to the largest: the square root of the distance from 1 to the next.
 
-    That is half of the digits: far more than sums lose by rounding, and far less than another batch changes.
+    That is half of the digits. Sums lose far fewer digits by rounding, and another batch changes far more.
     """
     real = dtype.real_dtype
     if real == tf.float32 and tf.config.experimental.tensor_float_32_execution_enabled():
-        real = (
-            tf.float16 if any(kind_of(device) == "GPU" for device in devices) else real
-        )  # TensorFloat-32 has its digits
+        real = tf.float16 if any(kind_of(device) == "GPU" for device in devices) else real  # TF32 has as many
     return float(np.sqrt(_EPSILON.get(real, 0.0)))
 
 
@@ -51,7 +49,7 @@ def find_difference(path: str, got: Any, wanted: Any, tolerance: float) -> str |
 
 
 def _arrays(path: str, leaf: Any) -> list[tuple[str, Any]]:
-    """Return the arrays that a tensor consists of, with names. Values come last, after the layout."""
+    """Return the arrays of a tensor, with names. Values come last, after the layout."""
     if isinstance(leaf, tf.RaggedTensor):
         lengths = [(f"row lengths of axis {i}", part) for i, part in enumerate(leaf.nested_row_lengths(), start=1)]
         parts = [*lengths, ("flat values", leaf.flat_values)]

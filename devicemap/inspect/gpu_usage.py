@@ -13,8 +13,8 @@ _INTERVAL_SECONDS = 0.5
 class GpuUsage:
     """Samples of GPU utilisation, taken when chunks finish. There are none in calls of less than 0.5 s.
 
-    Without the library, a driver or the permission to use it, there are no samples and no errors. NVML counts all programs that
-    use a GPU. It knows no utilisation of MIG parts.
+    Without the library, a driver or the permission to use it, there are no samples and no errors. NVML counts all programs
+    that use a GPU. It does not report the utilisation of MIG parts.
     """
 
     def __init__(self, gpus: Mapping[str, int]):
@@ -60,7 +60,7 @@ def _handles_of(nvml: Any, gpus: Mapping[str, int]) -> dict[str, Any]:
     count = nvml.nvmlDeviceGetCount()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
     by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
-    # CUDA numbers the fastest GPU first by default, NVML by PCI bus: the same order only for GPUs of one model.
+    # By default, CUDA numbers the fastest GPU first, and NVML numbers by PCI bus. The order is equal for GPUs of one model.
     models = {nvml.nvmlDeviceGetName(by_index(index)) for index in range(count)}
     same_order = len(models) < 2 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     handles = {}

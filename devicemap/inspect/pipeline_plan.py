@@ -18,26 +18,26 @@ class StagePlan:
     """Full name of its device."""
 
     variable_bytes: int
-    """Bytes of the variables that it uses."""
+    """Bytes of the variables of the stage."""
 
     output_bytes_per_row: int
-    """Bytes that it sends to the next stage for each row; outputs of unknown shape are not counted."""
+    """Bytes per row that the stage sends to the next stage. Outputs of unknown shape are not counted."""
 
     schedule: tuple[str, ...]
-    """Its calls in order. "F0" is the forward pass of the first microbatch, "B0" the backward pass, if there are gradients."""
+    """The calls in order. "F0" is the forward pass of the first microbatch, "B0" its backward pass, if there are gradients."""
 
     other_devices: tuple[str, ...] = ()
     """Full names of its devices in the other replicas."""
 
     @property
     def held_microbatches(self) -> int:
-        """The largest number of microbatches whose activations it holds at once, in this order of calls."""
+        """The largest number of microbatches whose activations the stage holds at once, in this order of calls."""
         return max(accumulate(1 if step.startswith("F") else -1 for step in self.schedule))
 
 
 @dataclass(frozen=True, repr=False)
 class PipelinePlan(Result):
-    """What a call of a pipeline will do."""
+    """The plan of a call of a pipeline."""
 
     _derived = ("bubble", "speedup")
 

@@ -12,7 +12,7 @@ from devicemap.inspect.render import BLUE, ORANGE, Result, check_drawable, drawi
 
 _COLOURS = {False: BLUE, True: ORANGE}
 _MOST_LABELS = 200
-"""With more calls, bars have no numbers."""
+"""The most calls with which bars have numbers."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class StageCall:
     """Whether it is the backward pass."""
 
     started_seconds: float
-    """When its inputs were on the device and the call before was done, in seconds since the first call."""
+    """The time at which its inputs were on the device and the previous call was done, in seconds since the first call."""
 
     finished_seconds: float
-    """When its results were there, in seconds since the first call."""
+    """The time at which its results were computed, in seconds since the first call."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,7 +52,7 @@ class PipelineReport(Result):
 
     @property
     def seconds(self) -> float:
-        """From the start of the first call to the end of the last."""
+        """Seconds from the start of the first call to the end of the last."""
         return max(call.finished_seconds for call in self.calls)
 
     @property

@@ -1,4 +1,4 @@
-"""The result of `DeviceMap.explain`: what a call will do."""
+"""The result of `DeviceMap.explain`: the plan of a call."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Captured:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Result):
-    """What a call will do. `print(plan)` shows it on one screen; `to_dict` contains all captured values.
+    """The plan of a call. `print(plan)` shows it on one screen. `to_dict` contains all captured values.
 
     Examples:
         >>> import tensorflow as tf
@@ -81,8 +81,8 @@ class Plan(Result):
     """Name of the map."""
 
     engine: Literal["one graph", "chunks"]
-    """`"one graph"`: all devices in one graph. `"chunks"`: chunks to idle devices. Calls on data in memory without `batch_size`
-    are planned as one graph; those that take more than about 0.1 s use chunks."""
+    """`"one graph"`: all devices in one graph. `"chunks"`: chunks to idle devices. Calls on data in memory without
+    `batch_size` are planned as one graph. Those that take more than about 0.1 s use chunks."""
 
     rows: int | None
     """Number of rows, `None` if unknown."""
@@ -103,13 +103,13 @@ class Plan(Result):
     """The reason for `vectorized`, for instance an op that cannot be vectorised, with the line of the user's code."""
 
     traces: int
-    """Number of times that `fn` was traced for data of this structure so far."""
+    """Number of times that `fn` was traced so far for data of this structure."""
 
     captured: tuple[Captured, ...]
-    """What `fn` uses besides its arguments."""
+    """The values that `fn` uses besides its arguments."""
 
     python_ops: tuple[str, ...]
-    """Types of ops that call Python, which runs one of them at a time."""
+    """Types of ops that call Python. Python runs one call at a time."""
 
     fixed_seeds: tuple[str, ...]
     """Types of random ops with the same seeds in every trace, so that one device computes all rows."""
@@ -121,11 +121,11 @@ class Plan(Result):
     """Bytes of one row of the results, or of the state of a shard in a reduction; `None` as above."""
 
     microbatches: int = 1
-    """In training: number of microbatches of each device, one after another."""
+    """In training: number of microbatches that each device runs one after another."""
 
     gathered_for: tuple[str, ...] = ()
-    """In training: what needs the outputs of all rows on one device: losses and metrics, or methods of the model. Metrics are
-    known after the first step."""
+    """In training: losses, metrics or methods of the model that need the outputs of all rows on one device. Metrics are known
+    after the first step."""
 
     on_error: str = "raise"
     """The option: `"skip"` leaves out failing rows."""
@@ -137,7 +137,7 @@ class Plan(Result):
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What prevents parallelism, and what to do."""
+        """Obstacles to parallelism, with remedies."""
         return advise_before(self)
 
     def __rich__(self) -> Any:

@@ -75,7 +75,7 @@ def data_spec(data_or_spec: Any, options: Options) -> DataSpec:
 def explain_call(
     data: DataSpec, compiled: CompiledMap, options: Options, fn: Callable[..., Any], devices: Sequence[str], name: str
 ) -> Plan:
-    """Return the plan of a call of `compiled`, the compiled form of `fn`, on data of these specs."""
+    """Return the plan of a call of `compiled`, the compiled map of `fn`, on data of these specs."""
     traced = compiled.traced
     shards = () if data.chunks else _shards(data.rows, compiled)
     used = compiled.devices if data.chunks else tuple(dict.fromkeys(shard.device for shard in shards))
@@ -107,7 +107,7 @@ def explain_call(
 
 
 def _shards(rows: int | None, compiled: CompiledMap) -> tuple[Shard, ...]:
-    """Return the shards of the call; if the number of rows is unknown, one for each slot."""
+    """Return the shards of the call, one for each slot if the number of rows is unknown."""
     if rows is None:
         return tuple(Shard(slot, i, i + 1) for i, slot in enumerate(compiled.slots))
     return compiled.shards(rows)[0]
@@ -120,7 +120,7 @@ def _bytes_per_row(specs: Iterable[Any]) -> int | None:
 
 
 def _is_shape(given: Any) -> bool:
-    """Return whether this is a shape. A list of numbers may be rows, a tuple of numbers cannot."""
+    """Return whether a value is a shape. A list of numbers may be rows, but a tuple of numbers cannot."""
     if not isinstance(given, list | tuple) or not given:
         return isinstance(given, tf.TensorShape)
     return all(n is None or isinstance(n, int) for n in given) and (isinstance(given, tuple) or None in given)

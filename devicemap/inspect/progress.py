@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from devicemap.events import CallFinished, CallStarted, ChunkFinished, Event, RowFailed
 
 _NAME_CHARACTERS, _BAR_CHARACTERS = 20, 12
-"""With these, rows up to a billion fit into 80 columns."""
+"""With these widths, up to a billion rows fit into 80 columns."""
 
 _DRAWING_ERRORS = (Exception, SystemExit)
 """Errors of drawing, which do not reach the call. `rich` exits the program if its output is closed."""
@@ -24,10 +24,10 @@ class ProgressBar:
     """Draw the progress of one call from its events. The call must send `CallFinished`, which removes the bar."""
 
     def __init__(self, name: str = "", console: Console | None = None):
-        """Make a bar after a `name`, and draw nothing yet.
+        """Make a bar after a `name`, without drawing it.
 
-        The default console is `rich`'s global one, so that the bar does not overwrite other output of `rich`: on stdout, unless
-        `rich.reconfigure(stderr=True)` was called.
+        By default, the bar uses the global console of `rich`, so that it does not overwrite other output of `rich`. That is on
+        stdout, unless `rich.reconfigure(stderr=True)` was called.
         """
         console = console or get_console()
         self.display = Progress(
@@ -48,7 +48,7 @@ class ProgressBar:
     def __call__(self, event: Event) -> None:
         if isinstance(event, CallStarted):
             self.display.update(self._task, total=event.rows)
-            with suppress(*_DRAWING_ERRORS):  # another bar is drawn there, or the terminal is closed
+            with suppress(*_DRAWING_ERRORS):  # the console draws another bar, or the terminal is closed
                 self.display.start()
                 self.display.start_task(self._task)
         elif isinstance(event, ChunkFinished):

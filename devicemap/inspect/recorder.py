@@ -36,14 +36,14 @@ from devicemap.run.graph_engine import GraphRun
 _Observer = Callable[[Event], object]
 
 _KEPT_SPANS = 10_000
-"""Bounds the memory of the report of an endless stream."""
+"""The most spans in a report, which bounds its memory for an endless stream."""
 
 
 class Recorder:
-    """Update counters and spans by the events of one call. It keeps no event, and so no error and no tensors."""
+    """Updates counters and spans by the events of one call. It keeps no events, which refer to errors and tensors."""
 
     def __init__(self, gpus: Mapping[str, int], **facts: Any):
-        """`gpus` is that of `GpuUsage`; `facts` are fields of `Report` that are known before the call."""
+        """`gpus` is as for `GpuUsage`; `facts` are fields of `Report` that are known before the call."""
         self._facts = facts
         self._usage = GpuUsage(gpus)
         self._rows: int | None = None
@@ -120,7 +120,7 @@ class Recorder:
 
 @dataclass
 class GraphCall:
-    """A call in one graph. Its events are made afterwards, and only if they are needed: a small call takes less time."""
+    """A call in one graph. Its events are created afterwards, and only on demand, which saves time in small calls."""
 
     rows: int
     devices: Sequence[str]
@@ -141,10 +141,10 @@ class GraphCall:
 
 
 class Observers:
-    """Observe the calls of a map, as its options say: a `run.mapper.CallObservers`."""
+    """The observers that the options of a map request: a `run.mapper.CallObservers`."""
 
     def __init__(self, name: str, options: Options, gpus: Mapping[str, int]):
-        """`gpus` is that of `GpuUsage`."""
+        """`gpus` is as for `GpuUsage`."""
         self._name, self._options, self._gpus = name, options, gpus
         self._last: Callable[[], Report] | None = None
 

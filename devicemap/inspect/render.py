@@ -40,7 +40,7 @@ class Result:
         """Return a renderable of `rich`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON values: strings, numbers, lists, dicts and `None`. Names contain units."""
+        """Return the result as JSON values: strings, numbers, lists, dicts and `None`. Names contain units."""
         values: dict[str, Any] = _plain(self)
         return values
 
@@ -59,7 +59,7 @@ class Result:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to JSON values; of a dataclass, the fields and the properties in `_derived`."""
+    """Convert a value to JSON values. A dataclass becomes a dict of its fields and the properties in `_derived`."""
     if dataclasses.is_dataclass(value):
         names = (*(field.name for field in dataclasses.fields(value)), *getattr(value, "_derived", ()))
         return {name: _plain(getattr(value, name)) for name in names}
@@ -71,7 +71,7 @@ def _plain(value: Any) -> Any:
 
 
 def text_of(renderable: Any, width: int) -> str:
-    """Render something of `rich` without colours, in lines of at most `width` characters."""
+    """Render a renderable of `rich` without colours, in lines of at most `width` characters."""
     text = io.StringIO()
     # Without these arguments, a Console reads FORCE_COLOR and other environment variables.
     Console(file=text, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(renderable)

@@ -1,4 +1,4 @@
-"""The result of `DeviceMap.report`: what each device did in one call."""
+"""The result of `DeviceMap.report`: the work of each device in one call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from devicemap.inspect.timeline import Span, save_plot, save_trace
 
 @dataclass
 class DeviceReport:
-    """What one device did in one call."""
+    """The work of one device in one call."""
 
     device: str
     """Full name."""
@@ -29,8 +29,8 @@ class DeviceReport:
     """Chunks, or shards of one graph, that finished or failed."""
 
     busy_seconds: float = 0.0
-    """Time with at least one chunk in flight. In one graph after `tf.config.experimental.enable_op_determinism()`, which
-    allows no clocks in graphs: the duration of the call."""
+    """Time with at least one chunk in flight. In one graph, it is the duration of the call after
+    `tf.config.experimental.enable_op_determinism()`, which forbids clocks in graphs."""
 
     idle_seconds: float = 0.0
     """The rest of the duration of the call."""
@@ -54,7 +54,7 @@ class DeviceReport:
 
 @dataclass(frozen=True, repr=False)
 class Report(Result):
-    """What happened in one call. `print(report)` shows a table.
+    """The report of one call. `print(report)` shows a table.
 
     Examples:
         >>> import tensorflow as tf
@@ -113,7 +113,7 @@ class Report(Result):
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What slowed the call down, and what to do."""
+        """Reasons for lost time in the call, with remedies."""
         return advise_after(self)
 
     @property
@@ -129,7 +129,7 @@ class Report(Result):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it except the spans as JSON values. Names contain units."""
+        """Return the report without its spans as JSON values. Names contain units."""
         values = super().to_dict()
         del values["spans"]
         return values

@@ -1,4 +1,4 @@
-"""The timeline of a call: spans, as a picture and as a Chrome trace."""
+"""The timeline of a call: its spans, as a picture or a Chrome trace."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def lanes_of(spans: Sequence[Span]) -> list[int]:
 
 
 def save_trace(spans: Sequence[Span], devices: Sequence[str], path: str | os.PathLike[str]) -> None:
-    """Write spans in Chrome's trace event format, a process per device: for chrome://tracing and https://ui.perfetto.dev."""
+    """Write spans in Chrome's trace event format, for chrome://tracing and https://ui.perfetto.dev. Devices are processes."""
     names = [
         {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": short_name(device)}}
         for pid, device in enumerate(devices)

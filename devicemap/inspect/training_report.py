@@ -22,7 +22,7 @@ class DeviceShare:
 
 @dataclass(frozen=True, repr=False)
 class TrainingReport(Result):
-    """What the devices did since the last call of `fit`."""
+    """The work of the devices since the last call of `fit`."""
 
     name: str
     """Name of the model."""

@@ -36,7 +36,7 @@ from devicemap.run.mapper import Mapper, NullObserver
 _LEAST_ROWS, _ROWS_PER_DEVICE = 16, 2
 
 _SINGLE_ROWS_SHARE = 0.25
-"""Single rows run for this share of the time limit. Then they run three more times, at once."""
+"""Single rows run for this share of the time limit. Then all of these rows run three more times, as one batch."""
 
 _MEANINGS = {
     "again": "The same rows give different results each time: fn draws random numbers, or reads state that changes. For random "
@@ -126,7 +126,7 @@ def verify(
     try:
         alone = _run_single_rows(run, count, math.inf if seconds is None else _SINGLE_ROWS_SHARE * seconds)
         compared, results["one by one"] = len(alone), [join(leaf) for leaf in zip(*alone)]
-    except (tf.errors.OpError, FunctionError) as error:  # of `fn`, of results with different inner shapes
+    except (tf.errors.OpError, FunctionError) as error:  # from `fn`, or for results with different inner shapes
         difference = f"fn failed with {type(error).__name__}: {brief(error)}"
         findings.append(Finding("one by one", None, difference, _MEANINGS["one by one"]))
         compared = count
@@ -160,7 +160,7 @@ def _on_one_device(program: Program, compiled: CompiledMap, rows: Rows) -> Calla
 
 
 def _run_single_rows(run: Callable[[int, int], list[Any]], count: int, seconds: float) -> list[list[Any]]:
-    """Return the results of single rows: of the first two, and of others as long as time allows. The first call compiles."""
+    """Return the results of the first two rows, and of more rows as long as time allows. The first call compiles."""
     results = [run(0, 1)]
     began = time.perf_counter()
     while len(results) < count and (len(results) < 2 or time.perf_counter() - began < seconds):
