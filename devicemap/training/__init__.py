@@ -1,1 +1,1 @@
-"""Keras models that train on several devices, and where variables live."""
+"""Training of Keras models on several devices, and placement of variables."""

@@ -1,4 +1,4 @@
-"""Cut rows for devices that must each have one: spare devices get a copy of the first row, whose results are dropped."""
+"""Cut rows so that each device has at least one. Devices without rows get a copy of the first row, without effect."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from devicemap.data.shards import shard_sizes
 
 @dataclass(frozen=True)
 class FilledShards:
-    """The rows of each device. A device that would have none has a copy of the first row, which counts nothing."""
+    """The rows of each device. A device that would have no rows has a copy of the first row, which does not count."""
 
     sizes: Any
-    """How many rows count: int32 `[shards]`."""
+    """The number of rows of each shard that count: int32 `[shards]`."""
 
     filled: Any
-    """How many rows there are."""
+    """The number of rows of each shard, with copies: int32 `[shards]`."""
 
     parts: list[list[Any]]
     """The leaves of each shard."""
 
     @classmethod
     def of(cls, leaves: Sequence[Any], rows: int | None, devices: int, place: str) -> FilledShards:
-        """Cut leaves with so many rows, `None` if it is unknown, on the device `place`."""
+        """Cut leaves with `rows` rows, `None` if unknown, on the device `place`."""
         with tf.device(place):
             if rows is not None:
                 sizes = tf.constant(shard_sizes(rows, devices))
@@ -50,7 +50,7 @@ class FilledShards:
 
 
 def _slices(leaf: Any, starts: Sequence[Any], stops: Sequence[Any], sizes: Sequence[Any]) -> list[Any]:
-    """Cut a leaf. Its gradient joins those of the rows that count, as `tf.split` does, instead of adding padded ones."""
+    """Cut a leaf. Its gradient joins the gradients of rows that count. TensorFlow would add padded gradients of slices."""
     parts = [take_rows(leaf, start, stop) for start, stop in zip(starts, stops)]
     if not isinstance(leaf, tf.Tensor) or not leaf.dtype.is_floating:
         return parts
@@ -58,7 +58,7 @@ def _slices(leaf: Any, starts: Sequence[Any], stops: Sequence[Any], sizes: Seque
 
 
 def filled(devices: int, *rows: Any) -> list[Any]:
-    """Return the rows of a batch, with copies of the first one if there are fewer than devices."""
+    """Return the rows of a batch, with copies of the first row if there are fewer rows than devices."""
     with tf.device(HOST):
         count = count_rows(rows[0], tf.int32)
 
@@ -75,7 +75,7 @@ def filled(devices: int, *rows: Any) -> list[Any]:
 
 
 def counted(devices: int, count: Any, *leaves: Any) -> list[Any]:
-    """Return the rows that count of what was computed for the rows of `filled`."""
+    """Return the rows that count of leaves that were computed for the rows of `filled`."""
 
     def of_all(upstream: Any) -> list[Any]:
         none = tf.concat([[devices - tf.cast(count, tf.int32)], tf.shape(upstream)[1:]], 0)

@@ -1,4 +1,4 @@
-"""Map the calls of a Keras model and its layers in a step: outputs, losses and new values are those of one device."""
+"""Map the calls of a Keras model and its layers in a step, with the outputs, losses and new values of one device."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import Given, add_loss, collecting, is_collecting
 
 _FUNCTIONS = "_devicemap_functions"
-"""Attribute of a graph: the functions that it keeps."""
+"""Attribute of a graph: the functions that it keeps alive."""
 
 
 _REPLICA_CALLS = "all_reduce", "all_gather", "merge_call"
-"""Methods of `tf.distribute.ReplicaContext` that see other devices. Without a strategy they return what they are given."""
+"""Methods of `tf.distribute.ReplicaContext` that use other devices. Without a strategy they return their arguments."""
 
 
 class ForwardPass:
@@ -42,21 +42,21 @@ class ForwardPass:
         self.model, self.devices = model, choose_devices(devices)
         self.batch_norm, self.added_losses, self.recomputed = batch_norm, added_losses, recomputed
         self.variables = [(variable, variable.value) for variable in model.variables]
-        """With TensorFlow's variables; in a forward pass, Keras may cast their values."""
+        """Keras's variables, each with its `tf.Variable`. In a forward pass, Keras may cast the value."""
         self.averaged = {id(v) for layer in batch_norms_of(model) for v in layer.non_trainable_variables}
-        """Moving averages of what batch normalization sees, by identity."""
+        """Moving averages of batch normalization, by identity."""
         self.calls = 0
-        """How many calls were mapped."""
+        """The number of mapped calls."""
         held: Counter[str] = Counter()
         for _, variable in self.variables:
             held[variable.device] += variable.shape.num_elements() * variable.dtype.size
         self.home = held.most_common(1)[0][0] if held else "/CPU:0"
-        """Where most bytes of the variables are: outputs go there."""
+        """The device with most bytes of variables, on which outputs are gathered."""
         self._layers = [(layer, vars(layer).get("call")) for layer in layers_of(model)]
-        """Each layer, and its own attribute `call` if it has one."""
+        """Each layer, and the attribute `call` of the object itself, if there is one."""
 
     def keep(self, function: Any) -> None:
-        """Keep a function as long as the graph that calls it, as Python functions in it live as long as it does."""
+        """Keep a function as long as the graph that calls it, because the function owns the Python functions of its ops."""
         graph = self if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         setattr(graph, _FUNCTIONS, [*getattr(graph, _FUNCTIONS, []), function])
 
@@ -68,9 +68,9 @@ class ForwardPass:
 
         Args:
             rows: the number of rows of the batch, `None` if it is unknown.
-            microbatches: in the first call of the model, each device runs its rows in so many parts.
+            microbatches: number of parts in which each device runs its rows, in the first call of the model.
             losses: whether losses that layers add are collected.
-            row_losses: losses of the first call of the model, which is followed by no other.
+            row_losses: losses of the call of the model. The step must call the model once.
         """
         with ExitStack() as replaced:
             for layer, _ in self._layers:
@@ -83,14 +83,14 @@ class ForwardPass:
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """Let layers be called as they are, in a scope of `collecting`."""
+        """Return a context in which layers run unmapped, in a scope of `collecting`."""
         with ExitStack() as replaced:
             for layer, call in self._layers:
                 replaced.enter_context(replacing(layer, call=call, add_loss=partial(add_loss, layer)))
-            for norm in batch_norms_of(self.model):  # `batch_norm` says how devices meet
+            for norm in batch_norms_of(self.model):  # `batch_norm` replaces Keras's own synchronization
                 replaced.enter_context(replacing(norm, synchronized=False))
             replica = tf.distribute.get_replica_context()
-            if replica is not None:  # else in the scope of a strategy, where layers have no replica to ask
+            if replica is not None:  # it is None in the scope of a strategy
                 own = {name: partial(_as_one_device, name, getattr(replica, name)) for name in _REPLICA_CALLS}
                 replaced.enter_context(replacing(replica, **own))
             yield
@@ -113,8 +113,8 @@ class ForwardPass:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run a call of a layer with a shard of rows on each device; one that takes no rows, as it is."""
-        # The phase that layers in a layer take from around it, if its `call` has no argument for it.
+        """Run a call of a layer with a shard of rows on each device. A call without rows runs unmapped."""
+        # Sublayers take the phase from the surrounding call, if `call` of the layer has no argument `training`.
         phase = None if "training" in inspect.signature(type(layer).call).parameters else is_training()
         given = Given.of(args, kwargs, losses, phase)
         if not given.has_rows(batch) or not layer.built or is_stateless():
@@ -124,7 +124,7 @@ class ForwardPass:
                 f"a tf.autodiff.ForwardAccumulator follows what {layer.name} takes, and gathering rows has no forward mode; "
                 "use a tf.GradientTape"
             )
-        if layer is not self.model or self.calls:  # microbatches have no gradients to what they take
+        if layer is not self.model or self.calls:  # microbatches have no gradients to their inputs
             microbatches = 1
         self.calls += 1
         with self.plain():
@@ -134,7 +134,7 @@ class ForwardPass:
 
 
 def _as_one_device(name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse a method of a `tf.distribute.ReplicaContext` in a layer, and run it as it is in other threads."""
+    """Refuse a method of a `tf.distribute.ReplicaContext` in a layer, and run it unchanged in other threads."""
     if is_collecting():
         raise failure(
             f"a layer calls {name} of tf.distribute, which does not see the rows of other devices here; compute what depends "

@@ -1,6 +1,6 @@
-"""Trace one function per device such that they exchange values: synchronized batch normalization.
+"""Trace one function per device, such that the functions exchange values, for synchronized batch normalization.
 
-A function cannot wait for one that is traced later. So each function runs in a thread of its own, one thread at a time,
+A function cannot wait for a function that is traced later. So each function runs in a separate thread, one thread at a time,
 from exchange to exchange. Ops that take the values of several devices are created when all functions have arrived.
 """
 
@@ -32,11 +32,11 @@ class Lockstep:
         self._current: _Turn | None = None
 
     def run(self) -> list[Any]:
-        """Return what the functions return.
+        """Return the results of the functions.
 
         Raises:
             FunctionError: some functions have returned while others wait for them.
-            Exception: what one of the functions raises.
+            Exception: one of the functions raised it.
         """
         try:
             while True:
@@ -61,7 +61,7 @@ class Lockstep:
 
 
 class _Stopped(BaseException):
-    """Ends a function whose result is not needed any more."""
+    """Ends a function whose result is no longer needed."""
 
 
 class _Turn:
@@ -101,7 +101,7 @@ class _Turn:
             raise self._error
 
     def exchange(self, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Pause this thread, which sends a value, and return the value that it receives."""
+        """Send a value, pause this thread, and return the received value."""
         self.sent, self.combine = value, combine
         self._has_paused.release()
         self._may_run.acquire()

@@ -1,4 +1,4 @@
-"""One call of a Keras layer over devices: its rows cut into shards, its outputs gathered.
+"""One call of a Keras layer over devices. Its rows are cut into shards, and its outputs are gathered.
 
     rows ── shards ──> the layer, on each device <── its variables, sent along a tree
                        │
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from devicemap.training.forward import ForwardPass
 
 _ADDS = frozenset(["AssignAddVariableOp", "AssignSubVariableOp"])
-"""Ops that change a variable in any order, but once for each device."""
+"""Ops that the audit allows in any order. Each device would apply them, instead of the call once."""
 
 _MORE_ROWS = 83
-"""More rows than a batch has, for a trace that shows how outputs depend on the number of rows."""
+"""Additional rows of a trace that shows how outputs depend on the number of rows."""
 
 
 class MappedCall:
@@ -56,26 +56,26 @@ class MappedCall:
         dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
         self._row_losses = row_losses if row_losses is not None and dense and row_losses.fit(given.count) else None
         self._rows = (*given.rows, *(() if self._row_losses is None else self._row_losses.rows))
-        """What is cut: the arguments of the layer, and targets."""
+        """The tensors that are cut: the arguments of the layer, and targets."""
         self._states = [variable for variable, _ in forward.variables if not is_seed(variable)]
-        """The variables that may get new values, besides seeds."""
+        """The variables, besides seeds, that may get new values."""
         self._place = forward.home if _are_computed(given.rows) else HOST
-        """Where the rows are cut."""
+        """The device on which the rows are cut."""
         if given.count is None and len(self._rows) > 1 and not tf.executing_eagerly():
             with tf.device(self._place):
                 self._rows = tuple(_with_equal_rows(self._rows, layer.name))
         self._passed: Passed
         self._not_for_xla: str | None = None
-        """Why XLA does not compile the call, if it does not."""
+        """The reason why XLA does not compile the call, or `None`."""
 
     def run(self) -> list[Any]:
         """Run the call, as part of the function that is being traced or in eager code.
 
         Returns:
-            Outputs and what is attached to them; losses, new values and numbers of rows of devices, or of their microbatches.
+            Outputs and their attached tensors; then losses, new values and numbers of rows, by device or by microbatch.
 
         Raises:
-            FunctionError: the layer does what devices cannot do apart.
+            FunctionError: the layer needs rows or state of other devices.
         """
         self._survey()
         if self._not_for_xla and self._forward.model.jit_compile and not tf.executing_eagerly():
@@ -125,14 +125,14 @@ class MappedCall:
             return [*outputs, *results[given:-1], results[-1] * tf.cast(real, results[-1].dtype)]
 
     def _read(self, variable: Any, stored: Any) -> Any:
-        """The value of a variable on the current device; a seed advances."""
+        """Return the value of a variable on the current device. A seed advances."""
         value = stored.read_value()
         if is_seed(variable):
             stored.assign(value + tf.constant([0, 1], value.dtype))
         return value
 
     def _survey(self) -> None:
-        """Trace the call for more rows than there are: what are its outputs, and which variables does it change?"""
+        """Trace the call for more rows than the batch has, to find its outputs and the variables that it changes."""
         forward, given, layer = self._forward, self._given, self._layer
         norms = (
             batch_norms_of(forward.model) if forward.batch_norm == "synchronized" and len(forward.devices) > 1 else []
@@ -161,7 +161,7 @@ class MappedCall:
             )
         )
         self._not_for_xla = self._reason_against_xla(concrete, dense)
-        if audit(concrete).ordered or op_types(concrete) & _ADDS:  # each device would do it
+        if audit(concrete).ordered or op_types(concrete) & _ADDS:
             raise failure(
                 f"a layer of {layer.name} changes a tf.Variable or a table, which each device would do by its own rows; "
                 "let it be a variable of Keras's, made by add_weight, or change it in a train_step of the model"
@@ -178,7 +178,7 @@ class MappedCall:
         known = [(v, stored) for v, stored in forward.variables if (id(v) in drawn if is_seed(v) else id(v) in own)]
         others = drawn.keys() - {id(variable) for variable, _ in known}
         self._variables = [*known, *((drawn[seed], drawn[seed].value) for seed in others)]
-        """What the layer has, and the seeds that it draws from, such as Keras's global one."""
+        """The variables of the layer, and the seeds from which it draws, such as Keras's global seed."""
 
     def _reason_against_xla(self, concrete: Any, dense: bool) -> str | None:
         if self._meets:
@@ -192,7 +192,7 @@ class MappedCall:
         return "it runs eagerly" if tf.executing_eagerly() else None
 
     def _in_lockstep(self, *leaves: Any) -> list[Any]:
-        """Run the call in shards that meet where statistics of all rows are taken, in the graph that is being traced."""
+        """Run the call in shards that exchange statistics of their rows, in the graph that is being traced."""
         devices = self._forward.devices
         place = self._place
         shards = FilledShards.of(leaves, self._given.count, len(devices), place)
@@ -215,7 +215,7 @@ class MappedCall:
         return joined
 
     def _sent(self, variable: Any, stored: Any, count: int) -> list[Any]:
-        """The value of a variable on each of the first devices; a seed, which advances, has a value of its own on each."""
+        """Return the value of a variable on each of the first devices. A seed advances, and differs between devices."""
         with tf.device(stored.device):
             value = stored.read_value()
             if not is_seed(variable):
@@ -227,7 +227,7 @@ class MappedCall:
         """Run the call on some rows, with these values of the variables.
 
         Returns:
-            Outputs and what is attached to them; losses, new values of variables and the number of rows, as states.
+            Outputs and their attached tensors; then losses, new values of variables and the number of rows, as states.
         """
         held = [(variable, value) for (variable, _), value in zip(self._variables, values)]
         if self._microbatches == 1:
@@ -244,17 +244,17 @@ class MappedCall:
         return recomputed(part, rows, [value for _, value in trained], self._microbatches)
 
     def _called(self, rows: Sequence[Any], held: Sequence[tuple[Any, Any]] | None) -> tuple[list[Any], list[Any]]:
-        """Call the layer on rows, with these values of variables, or with `None` as they are."""
+        """Call the layer on rows, with the values `held` of variables. With `None`, variables are read."""
         layer, given = self._layer, self._given
         args, kwargs = given.with_rows(rows)
         if held is None:
             scope = collecting((), given.losses, advance=True)
             call = self._with_losses(partial(layer.call, *args, **kwargs), rows)
             tensors, others, what = pure(call, scope, self._states, rows)
-        else:  # perhaps in a thread of its own, in which Keras knows nothing of the call that it is a part of
+        else:  # perhaps in another thread, in which Keras does not know the surrounding call
             if given.phase is not None:
                 kwargs = kwargs | {"training": given.phase}
-            with without_activity_regularizer(layer):  # it is added outside
+            with without_activity_regularizer(layer):  # Keras adds its loss for the mapped call
                 call = self._with_losses(partial(layer, *args, **kwargs), rows)
                 tensors, others, what = pure(call, collecting(held, given.losses), self._states, rows)
         losses = len(what.losses)
@@ -282,7 +282,7 @@ class MappedCall:
         return tensors, as_states([*others, count_rows(rows[0])], rows[0])
 
     def _with_losses(self, call: Any, rows: Sequence[Any]) -> Any:
-        """A call that also returns the values of losses of its rows."""
+        """Return a call that also returns the values of losses for its rows."""
         if self._row_losses is None:
             return call
         losses, targets = self._row_losses, rows[len(self._given.rows) :]
@@ -294,7 +294,7 @@ class MappedCall:
         return with_losses
 
     def _joined(self, shards: FilledShards, results: Sequence[Sequence[Any]]) -> list[Any]:
-        """Join the results of shards at home, after an assertion that outputs have a row for each row of a shard."""
+        """Join the results of shards on the home device, and assert that outputs have a row for each row of a shard."""
         forward, what = self._forward, self._passed
         self._check_outputs(what.shapes)
         of_rows, counts, kept = what.of_rows, [], []
@@ -313,7 +313,7 @@ class MappedCall:
             return with_row_counts_checked(joined, returned, shards.filled, self._layer.name)
 
     def _check_outputs(self, shapes: Sequence[Any]) -> None:
-        """Refuse outputs that are not one row for each row, by their static shapes for shards and for more rows."""
+        """Refuse outputs without one row for each row, by their static shapes for shards and for more rows."""
         for known, shape in zip(shapes, self._shapes):
             if None in (known.rank, shape.rank):
                 continue
@@ -328,7 +328,7 @@ class MappedCall:
     def collected(self, results: Sequence[Any]) -> Any:
         """Return the outputs on all rows, add losses to the layers that add them, and assign new values to variables.
 
-        Losses are added as a layer does: `add_loss` of a functional model is not implemented.
+        Losses are added by `Layer.add_loss`, because functional models do not implement `add_loss`.
         """
         import keras
 
@@ -351,7 +351,7 @@ class MappedCall:
 
 
 def _with_equal_rows(rows: Sequence[Any], name: str) -> list[Any]:
-    """Check that leaves have the same number of rows, by an assertion that runs with the graph."""
+    """Add an assertion to the graph that leaves have the same number of rows."""
     counts = tf.stack([count_rows(leaf) for leaf in rows])
     message = (
         f"{name} was given inputs or targets with different numbers of rows, and devices take the same rows of each:"
@@ -360,7 +360,7 @@ def _with_equal_rows(rows: Sequence[Any], name: str) -> list[Any]:
 
 
 def _are_computed(rows: Sequence[Any]) -> bool:
-    """Whether rows come from ops of a step, which TensorFlow places on GPUs, and not from the batch, which is on the host."""
+    """Whether rows come from ops of a step, which the placer puts on GPUs. The rows of the batch are on the host."""
     tensors = tf.nest.flatten(list(rows), expand_composites=True)
     if tf.executing_eagerly():
         return any(kind_of(tensor.device) != "CPU" for tensor in tensors)
@@ -368,7 +368,7 @@ def _are_computed(rows: Sequence[Any]) -> bool:
 
 
 def _hides_variables(graph: Any) -> bool:
-    """Whether a custom gradient in a graph, or in functions that it calls, takes variables."""
+    """Whether a custom gradient in a graph, or in functions that it calls, has variables as inputs."""
     graphs = [graph, *(inner for inner, _ in functions_within(graph).values())]
     return any(
         tensor.dtype == tf.resource or tensor.op.type == "ReadVariableOp"

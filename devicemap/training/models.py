@@ -1,9 +1,9 @@
-"""Keras models on several devices: their own steps, with calls of the model and of its layers mapped over the devices.
+"""Keras models on several devices. Calls of a model and of its layers in the steps of Keras are mapped over the devices.
 
     a batch ── shards ──> the model, on each device ── losses of rows, and outputs ──> loss, metrics, optimizer: once
 
 Loss, metrics and optimizer see the whole batch, as on one device. So Keras itself computes reductions, weights, masks and
-clipping. Outputs are gathered where something needs all of them. Gradients are computed on the device of the forward pass.
+clipping. Outputs are gathered if a loss, metric or method needs all of them. Gradients run on the device of the forward pass.
 """
 
 from __future__ import annotations
@@ -35,41 +35,42 @@ def parallelize(
     The weights after each step, losses and metrics are those of one device with the same batches, up to rounding. The model
     stays the same object, with the same variables, files and callbacks. Direct calls and saved files do not change. Each batch
     is cut into one shard of rows for each device. Loss, metrics and optimizer run once, on all rows, where the variables are.
-    In a `train_step`, `test_step`, `predict_step` or `compute_loss` of the model's own, each outermost call of the model, or
-    of one of its layers or submodels, is cut in this way.
+    In a custom `train_step`, `test_step`, `predict_step` or `compute_loss`, each outermost call of the model, or of one of its
+    layers or submodels, is cut in this way.
 
     Args:
-        model: a Keras 3 model with the TensorFlow backend: Sequential, functional or subclassed, compiled or not. One that is
-            not built is built by its first `fit`, `evaluate`, `predict` or `*_on_batch`, as Keras does.
+        model: a Keras 3 model with the TensorFlow backend: Sequential, functional or subclassed, compiled or not. The first
+            `fit`, `evaluate`, `predict` or `*_on_batch` builds a model that is not built, as in Keras.
         devices: as for `parallel_map`.
-        batch_norm: "synchronized": batch normalization takes mean and variance of the whole batch. "local": of a device's rows,
-            as separate processes would; the moving averages take the mean over the devices.
-        accumulate: each device takes its rows of a training step in so many microbatches, one after another, and adds up
-            their gradients: the step is the same, in the memory of one, for another run of the forward pass. With
-            `batch_norm="local"` normalization sees one microbatch.
-        recompute: True: what layers compute on the way to their outputs is not kept for gradients, but computed again; a list
-            of names: for these layers. That saves memory if a layer holds other layers. Those that change variables of their
-            own, such as batch normalization, are left out.
+        batch_norm: "synchronized": batch normalization uses mean and variance of the whole batch. "local": it uses those of a
+            device's rows. Moving averages get the mean over the devices.
+        accumulate: number of microbatches in which each device runs its rows of a training step, one after another. Their
+            gradients are added, so the step is the same. It needs the memory of one microbatch, and runs the forward pass
+            twice. With `batch_norm="local"`, normalization uses the rows of one microbatch.
+        recompute: True: the intermediate results of layers are not kept for gradients, but computed again. A list of names:
+            only for these layers. That saves memory if a layer holds other layers. Layers that change their variables, such as
+            batch normalization, are left out.
         added_losses: required to fit and evaluate if layers add losses that depend on the rows, by `add_loss` or an
-            `activity_regularizer`. "sum": they are sums over rows, so those of the devices are added. "mean": they are means
-            over rows, as Keras makes those of an `activity_regularizer`, so those of the devices are weighted by their rows.
-            Regularizers of weights need no option: they are counted once.
+            `activity_regularizer`. "sum": the losses are sums over rows, so the losses of the devices are added. "mean": they
+            are means over rows, like those of an `activity_regularizer`, so the losses of the devices are weighted by their
+            rows. Regularizers of weights need no option, because they are counted once.
 
     Returns:
-        The model, which has a method `detach()` now that gives it back to one device.
+        The same model, with additional methods. `detach()` gives it back to one device.
 
     Raises:
-        OptionError: for anything else, for a model that has a `make_train_function` of its own, was made in the scope of a
-            strategy or is parallelized already, for devices or layers that do not exist, and for several microbatches with a
-            `train_step` of the model's own or synchronized batch normalization. What depends on the layers of a model is
-            checked when it is built.
+        OptionError: for an object that is not such a model, and a model that overrides `make_train_function`, was created in
+            the scope of a strategy or is already parallelized. Also for devices or layers that do not exist, and for several
+            microbatches with a custom `train_step` or synchronized batch normalization. Layers are checked when they are built.
+
+    Warns:
         RuntimeWarning: a step calls neither the model nor one of its layers, so it runs on one device.
 
-    The first step raises a `FunctionError` while it is traced, before anything runs, if a layer does what devices cannot do
-    apart: if it changes a `tf.Variable` that is not one of Keras's, gives a variable a value that depends on the rows, adds a
-    loss without `added_losses`, or if an output does not have one row for each row of the batch. If the number of an output's
-    rows is known only when it is computed, or those of inputs and targets differ in a batch whose size is not known before, the
-    step raises a `tf.errors.InvalidArgumentError`.
+    The first step raises a `FunctionError` while it is traced, if devices cannot run a layer independently. Such a layer
+    changes a `tf.Variable` that is not a Keras variable, gives a variable a value that depends on the rows, or adds a loss
+    without `added_losses`. An output without one row for each row of the batch is refused, too. If numbers of rows are known
+    only when the step runs, it raises a `tf.errors.InvalidArgumentError`, also for inputs and targets with different numbers
+    of rows.
 
     Examples:
         >>> import keras
@@ -141,7 +142,7 @@ def _check_variables(model: Any) -> None:
 
 
 def _recomputed(model: Any, recompute: bool | Sequence[str]) -> list[Any]:
-    """The layers that run again for their gradients."""
+    """Return the layers that run again for their gradients."""
     if isinstance(recompute, bool):
         return without_state(sublayers_of(model)) if recompute else []
     if isinstance(recompute, str) or not isinstance(recompute, Sequence):

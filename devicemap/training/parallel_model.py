@@ -1,4 +1,4 @@
-"""A parallelized model: its steps, with calls of the model and of its layers mapped, and the methods that it gets."""
+"""A parallelized model: its steps, in which calls of the model and of its layers are mapped, and its new methods."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _METHODS = "detach", "explain", "report", "verify"
 
 
 class ParallelModel:
-    """A parallelized model: its steps, and the methods that are put on the model."""
+    """A parallelized model: its steps, and the methods that the model gets."""
 
     def __init__(self, model: Any, devices: list[str], make_forward: Callable[[], ForwardPass], accumulate: int):
         self._model, self._devices = model, devices
         self._make_forward, self._accumulate = make_forward, accumulate
         self._own_steps = {name: vars(model)[name] for name in STEPS if name in vars(model)}
         self._eager_steps: dict[str, Any] = {}
-        """Steps that are `tf.function`s, which keep traces in which calls are mapped."""
+        """Steps of eager code. `tf.function`s among them keep traces in which calls are mapped."""
         self._traced: set[str] = set()
         self._builds: set[str] = set()
         """Steps whose next batch builds the model."""
         self._sizes: Counter[int] = Counter()
-        """How many training steps had how many rows, since `fit` was called last."""
+        """The number of training steps by their number of rows, since the last call of `fit`."""
 
     def build(self, batch: Any = None, step: str = "predict_step") -> None:
-        """Build what is not built, by a trace: of a step of the model's own with a batch, otherwise of the model with a row."""
+        """Build unbuilt layers, by a trace of a custom step with a batch, or otherwise of the model with a row."""
         if step in self._own_steps or has_own(self._model, step):
             if batch is not None and step not in self._traced:
                 self._traced.add(step)
@@ -54,7 +54,7 @@ class ParallelModel:
             self._trace_a_row(batch)
 
     def _trace(self, batch: Any, step: str) -> None:
-        """Let a step build the layers that it calls. Steps that run eagerly do so for their first batch, on one device."""
+        """Build the layers that a step calls. Eager steps build them in their first batch, on one device."""
         if all(layer.built for layer in layers_of(self._model)[1:]):
             return
         if self._model.run_eagerly:
@@ -64,9 +64,9 @@ class ParallelModel:
             tf.function(self._plain(step), autograph=False).get_concrete_function(batch)
 
     def _plain(self, name: str) -> Callable[[Any], Any]:
-        """The model's own step."""
+        """Return the step of the model itself, without mapped calls."""
         step = self._own_steps.get(name, getattr(type(self._model), name))
-        if hasattr(step, "python_function"):  # a tf.function, which keeps a trace in which nothing is mapped
+        if hasattr(step, "python_function"):  # a tf.function, which keeps traces without mapped calls
             step = tf.function(step.python_function)
         return step if name in self._own_steps else partial(step, self._model)
 
@@ -80,11 +80,11 @@ class ParallelModel:
             )
         inputs = keras.utils.unpack_x_y_sample_weight(batch)[0]
         row = tf.nest.map_structure(lambda leaf: take_rows(leaf, 0, 1), inputs)
-        # It is traced, as a call would change what layers count.
+        # The call is only traced, because a run would change counters of layers.
         tf.function(lambda: self._model(row, training=False), autograph=False).get_concrete_function()
 
     def attach(self) -> None:
-        """Put the steps on the model."""
+        """Replace the steps of the model, and add the methods."""
         own = vars(self._model)
         own |= {name: partial(self._step, name) for name in STEPS}
         own |= {name: partial(self._make, name) for name in MAKERS}
@@ -124,7 +124,7 @@ class ParallelModel:
         return replace(plan, microbatches=self._accumulate, gathered_for=gathered_for)
 
     def report(self) -> TrainingReport:
-        """Return how many rows each device computed in training steps since `fit` was called last."""
+        """Return the number of rows that each device computed in training steps since the last call of `fit`."""
         devices = self._devices
         rows = Counter(dict.fromkeys(devices, 0))
         for size, steps in self._sizes.items():
@@ -143,8 +143,7 @@ class ParallelModel:
             rows, tolerance, seconds: as for `DeviceMap.verify`.
 
         Returns:
-            The findings; outputs are named by the layer that gives them, in the order of layers, where the model is
-            Sequential or functional.
+            The findings. In a Sequential or functional model, outputs are named by their layer, in the order of layers.
         """
         import keras
 
@@ -160,7 +159,7 @@ class ParallelModel:
         return mapper.verify(leaves, rows, tolerance=tolerance, seconds=seconds)
 
     def _make(self, name: str, force: bool = False) -> Any:
-        """Make the function of a loop, instead of Keras, which would compile it by XLA for one device."""
+        """Create the function of a loop in place of Keras, which would compile it with XLA for one device."""
         if name == "make_train_function":
             self._sizes.clear()
         made = name.removeprefix("make_")
@@ -173,7 +172,7 @@ class ParallelModel:
         return getattr(self._model, made)
 
     def _own_methods(self, step: str) -> tuple[str, ...]:
-        """What a model overrides of a step, which may do anything with outputs."""
+        """Return the methods of a step that a model overrides. They may use outputs in any way."""
         own = {*self._own_steps, *(vars(self._model).keys() - STEPS)}
         return tuple(name for name in (step, *_MEASURES) if name in own or has_own(self._model, name))
 

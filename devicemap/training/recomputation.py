@@ -1,10 +1,10 @@
-"""Functions that keep what they are given, and nothing else, for their gradients: those run them again.
+"""Functions that keep only their arguments for their gradients, which run the functions again.
 
     rows ── microbatches, one after another ──> results, joined
     gradients of results ── the same microbatches, each run again ──> gradients of values, added
 
-So what a function makes on the way is there for one microbatch at a time, at the price of one more run (Chen, Xu, Zhang and
-Guestrin, 2016). `tf.recompute_grad` loses gradients of variables (tensorflow#36981).
+So intermediate results exist for one microbatch at a time, at the price of a second run (Chen, Xu, Zhang and Guestrin, 2016).
+`tf.recompute_grad` loses gradients of variables (tensorflow#36981).
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ def recomputed(
     values: Sequence[Any],
     microbatches: int = 1,
 ) -> list[Any]:
-    """What a function of rows and values gives, in the graph that is being traced.
+    """Return the results of a function of rows and values, in the graph that is being traced.
 
     Args:
         function: `(number of the microbatch, rows, values) -> (results [rows, ...], results [1, ...])`, of dense tensors. It is
             traced once.
-        rows: tensors `[rows, ...]`, dense, ragged or sparse; there is no gradient to them.
-        values: dense tensors that gradients go to.
-        microbatches: at most so many parts of the rows, none of them empty. Results of one are as the function gives them, of
-            several they are joined.
+        rows: tensors `[rows, ...]`, dense, ragged or sparse, which get no gradients.
+        values: dense tensors that get gradients.
+        microbatches: the largest number of parts of the rows. No part is empty. Results of several parts are joined.
 
     Raises:
-        FunctionError: the function draws random numbers that do not come again, or changes a variable.
+        FunctionError: the function draws other random numbers when it runs again, or changes a variable.
     """
     cut = _Cut(rows, microbatches)
     part = tf.function(function, autograph=False).get_concrete_function(cut.number, cut.specs, list(values))
@@ -57,7 +56,7 @@ def recomputed(
 
     def gradient(*upstream: Any) -> list[Any]:
         taken = [upstream[i] for i in floats]
-        with _after(taken):  # else all would run again at once, and be kept
+        with _after(taken):  # otherwise all functions would run again at once, and their results be kept
             given, held = tf.nest.map_structure(tf.identity, (list(rows), list(values)), expand_composites=True)
         again = _Cut(given, microbatches)
         if microbatches == 1:
@@ -91,7 +90,7 @@ def recomputed(
 
 
 class _Cut:
-    """Rows in parts, the first of which may be larger than the last by one row."""
+    """Rows in parts. The first parts may have one row more than the last."""
 
     def __init__(self, rows: Sequence[Any], most: int):
         self._rows, self._most = rows, most
@@ -99,21 +98,21 @@ class _Cut:
         self.specs = [tf.type_spec_from_value(leaf) if most == 1 else spec_of(leaf) for leaf in rows]
 
     def part_of(self, leaf: Any, number: Any) -> Any:
-        """A part of a leaf with as many rows."""
+        """Return a part of a leaf `[rows, ...]`."""
         count = count_rows(self._rows[0], tf.int32)
         each, more = count // self._most, count % self._most
         start = number * each + tf.minimum(number, more)
         return take_rows(leaf, start, start + each + tf.cast(number < more, tf.int32))
 
     def parts(self, number: Any) -> list[Any]:
-        """That of each leaf."""
+        """Return a part of each leaf."""
         return [self.part_of(leaf, number) for leaf in self._rows]
 
     def over(self, call: Callable[[Any], Any], combine: Callable[[Sequence[Any]], Any]) -> list[Any]:
-        """`call(number)` for all parts that have rows, one after another, each of its results combined; `None` stays."""
+        """Call `call(number)` for all parts with rows, one after another, and combine each of its results except `None`."""
         first = list(call(self.number))
         known = [each for each in first if each is not None]
-        with _after(known):  # else the loop begins at once
+        with _after(known):  # otherwise the loop would begin at once
             second = tf.identity(self.number + 1)
         parts = tf.minimum(count_rows(self._rows[0], tf.int32), self._most)
 
@@ -138,7 +137,7 @@ class _Cut:
 
 
 def _after(tensors: Sequence[Any]) -> Any:
-    """A scope of ops that wait for tensors; who waits for a call of a function waits for nothing that it only returns."""
+    """Return a scope of ops that wait for tensors. A control edge from a call would not wait for arguments that it returns."""
     flat = tf.nest.flatten(list(tensors), expand_composites=True)
     return tf.control_dependencies([tf.identity(tensor) for tensor in flat])
 
@@ -148,7 +147,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def _check(part: Any) -> None:
-    """Raise unless another run of a function does the same again, and nothing else."""
+    """Raise an error unless a second run of a function has the same results and no side effects."""
     found = audit(part)
     if found.random_ops:
         raise failure(

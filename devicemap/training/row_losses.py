@@ -1,10 +1,10 @@
-"""Losses and mean metrics of Keras that have a value for each row: computed on the devices, beside the outputs.
+"""Losses and mean metrics of Keras with a value for each row, which are computed on the devices of the outputs.
 
     outputs on a device ── function of Keras <── rows of the targets
                            │
                            └── a value for each row, joined at home: weights, masks and reductions are Keras's
 
-What nothing else takes of the outputs does not leave the devices.
+Outputs that nothing else needs stay on the devices.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LOSSES = (
     "poisson",
     "sparse_categorical_crossentropy",
 )
-"""Functions whose value for a row depends on that row alone. `hinge` looks at all labels, `dice` and `circle` at all rows."""
+"""Functions whose value for a row depends on that row alone. `hinge` uses all labels, and `dice` and `circle` all rows."""
 
 _METRICS = (
     "binary_accuracy",
@@ -48,7 +48,7 @@ _METRICS = (
 )
 
 Key = tuple[int, int, int]
-"""A loss or metric, a target and an output: its identity, and their places."""
+"""The identity of a loss or metric, and the indices of its target and its output."""
 
 
 class RowLosses:
@@ -68,54 +68,54 @@ class RowLosses:
             for each in (*losses_of(model), *metrics_of(model))
             if (function := function_of_rows(each)) is not None and _is_known(*function)
         }
-        """By identity of their owners, before `used` replaces them."""
+        """The functions of losses and metrics, by identity of the latter, before `used` replaces them."""
         self._calls = {id(each): each.call for each in losses_of(model)}
-        """The same of losses."""
+        """The `call` methods of losses."""
         self.keys: tuple[Key, ...] = ()
-        """What has a value for each row."""
+        """The losses and metrics with a value for each row."""
         self.complete = False
-        """Whether that is every loss, so that outputs need no gradient."""
+        """Whether `keys` has every loss, so that outputs need no gradient."""
         self._outputs: list[Any] = []
         self._values: dict[Key, Any] = {}
 
     def fit(self, count: int | None) -> bool:
-        """Whether there are losses, and the targets are dense tensors of a graph with so many rows.
+        """Return whether there are losses, and the targets are dense tensors of a graph with `count` rows.
 
-        Eager code does not show what a tensor was cast from. A loss with a `__call__` of its own may do anything.
+        Eager tensors do not show the source of a cast. A loss that overrides `__call__` may use rows in any way.
         """
         if tf.executing_eagerly() or not self._calls or not self.rows or any(map(has_own_call, losses_of(self._model))):
             return False
         return all(isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] == count for leaf in self.rows)
 
     def find(self, outputs: Any, rows: Sequence[Any], count: int) -> None:
-        """Find what has a value for each row, for outputs and targets of so many rows, which no other axis has."""
+        """Find the losses and metrics with a value for each row. Of all axes, only that of rows has length `count`."""
         self.keys, self.complete = (), False
         leaves = tf.nest.flatten(outputs)
-        if len({*map(id, leaves)}) < len(leaves):  # joined, they are not the same
+        if len({*map(id, leaves)}) < len(leaves):  # equal outputs become different tensors when they are joined
             return
         if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] == count for leaf in leaves):
             return
         try:
             found, missed = self._measured(outputs, rows)
-        except (TypeError, ValueError, tf.errors.InvalidArgumentError):  # the call for all rows says what is wrong
+        except (TypeError, ValueError, tf.errors.InvalidArgumentError):  # the call for all rows raises the error
             return
         self.keys = tuple(key for key, value in found.items() if _is_one_per_row(value.shape, count))
-        # A regularizer of the model itself takes its outputs, too.
+        # An activity regularizer of the model itself also needs the outputs.
         needed = missed or self._model.activity_regularizer is not None
         self.complete = not needed and all(key in self.keys for key in found if key[0] in self._calls)
 
     def of_rows(self, outputs: Any, rows: Sequence[Any]) -> list[Any]:
-        """The values `[rows, ...]` of all `keys`, with their masks, in the graph that is being traced."""
+        """Return the values `[rows, ...]` of all `keys`, with their masks, in the graph that is being traced."""
         found, _ = self._measured(outputs, rows)
         return [found[key] for key in self.keys]
 
     def keep(self, outputs: Any, values: Sequence[Any]) -> None:
-        """Let Keras use these values of all rows, for these outputs."""
+        """Store values of all rows, which Keras uses for these outputs."""
         self._outputs, self._values = tf.nest.flatten(outputs), dict(zip(self.keys, values))
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Let losses and metrics use the values of `keep` for their rows in this context."""
+        """Return a context in which losses and metrics use the values of `keep`."""
         with ExitStack() as replaced:
             for each in (*losses_of(self._model), *metrics_of(self._model)):
                 if id(each) in self._functions:
@@ -128,7 +128,7 @@ class RowLosses:
         key = self._key(owner, y_true, y_pred, self.rows, self._outputs)
         if key in self._values:
             return self._values[key]
-        # Outputs have no gradient then. Layers call losses before `keep`, and metrics do so outside of the tape.
+        # If `complete`, outputs have no gradient. Layers call losses before `keep`, and metrics run outside of the tape.
         if self.complete and owner in self._calls and self._values and tape_is_recording():
             raise failure(
                 f"a loss of {self._model.name} takes a target or an output that is not the one of its batch or call; let a "
@@ -137,7 +137,7 @@ class RowLosses:
         return call(y_true, y_pred, **options)
 
     def _measured(self, outputs: Any, rows: Sequence[Any]) -> tuple[dict[Key, Any], bool]:
-        """The values for some rows, and whether a loss has none."""
+        """Return the values for some rows, and whether a loss has no value."""
         found, missed, leaves = dict[Key, Any](), list[Any](), tf.nest.flatten(outputs)
 
         def loss(each: Any, y_true: Any, y_pred: Any) -> Any:
@@ -186,7 +186,7 @@ def _is_known(function: Any, options: dict[str, Any]) -> bool:
 def _is_aligned(function: Any, true: Any, pred: Any, squeezed: bool = False) -> bool:
     """Whether targets and outputs of these shapes have their rows at the same axis: some functions broadcast any ranks.
 
-    `squeezed`: ranks that differ by a last axis of length 1 are made equal before, as losses of Keras do.
+    `squeezed`: Keras's losses first squeeze or add a last axis of length 1.
     """
     longer, shorter = sorted((true, pred), key=len, reverse=True)
     if squeezed and len(longer) == len(shorter) + 1 and longer[-1] == 1:
@@ -197,7 +197,7 @@ def _is_aligned(function: Any, true: Any, pred: Any, squeezed: bool = False) -> 
 
 
 def _place(tensor: Any, tensors: Sequence[Any]) -> int | None:
-    """The place of a tensor among others, or of what it was cast from: losses cast targets and outputs."""
+    """Return the index of a tensor, or of the source of its cast, in `tensors`. Losses cast targets and outputs."""
     cast = isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy") and tensor.op.type == "Cast"
     sources = [tensor, tensor.op.inputs[0]] if cast else [tensor]
     return next((i for source in sources for i, each in enumerate(tensors) if each is source), None)

@@ -1,4 +1,4 @@
-"""A Keras model called without side effects: what it is given, and what it gives besides outputs."""
+"""Calls of Keras models without side effects: their arguments, outputs, losses and new values of variables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from devicemap.training.lockstep import Lockstep
 from devicemap.training.recomputation import recomputed
 
 ROWS, SHARED = object(), object()
-"""Stand for a tensor of rows, and for a scalar, which is the same for all rows."""
+"""Placeholders for a tensor of rows, and for a scalar, which is the same for all rows."""
 
 _scope: ContextVar[Any] = ContextVar("scope")
 """The innermost scope of `collecting` in this thread."""
@@ -39,11 +39,11 @@ _scope: ContextVar[Any] = ContextVar("scope")
 
 @dataclass(frozen=True)
 class Given:
-    """The arguments of a forward pass: tensors of rows, with their masks, and what is the same for all rows."""
+    """The arguments of a forward pass: tensors of rows, with their masks, and values that are the same for all rows."""
 
     structure: Any
     static: tuple[Any, ...]
-    """The leaves; `ROWS` and `SHARED` stand for tensors."""
+    """The leaves, with `ROWS` and `SHARED` in place of tensors."""
 
     masked: tuple[bool, ...]
     """Which of the tensors have a Keras mask."""
@@ -55,7 +55,7 @@ class Given:
     """Whether losses that layers add are collected."""
 
     phase: bool | None = None
-    """The phase `training` of layers in a layer that has no such argument."""
+    """The value of `training` for sublayers of a layer that has no such argument."""
 
     @classmethod
     def of(cls, args: Any, kwargs: Any, losses: bool = True, phase: bool | None = None) -> Given:
@@ -81,9 +81,9 @@ class Given:
         )
 
     def has_rows(self, batch: int | None) -> bool:
-        """Whether the tensors have a common axis of rows, as far as is known.
+        """Whether the tensors have a common axis of rows, according to their static shapes.
 
-        Tensors of a known and of an unknown length do only if the known one is that of the batch.
+        If some lengths are unknown, the known length has to be that of the batch.
         """
         if ROWS not in self.static or any(leaf.shape.rank is None for leaf in self.rows):
             return False
@@ -96,7 +96,7 @@ class Given:
         return next((leaf.shape[0] for leaf in self.rows if leaf.shape[0] is not None), None)
 
     def with_rows(self, rows: Sequence[Any]) -> Any:
-        """The arguments, with other rows."""
+        """Return the arguments, with other rows."""
         count = len(self.masked)
         for leaf, mask in zip((leaf for leaf, masked in zip(rows, self.masked) if masked), rows[count:]):
             set_note(leaf, MASK, mask)
@@ -107,7 +107,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Activation:
-    """A softmax or sigmoid at the end of a model. Crossentropies of Keras take its input, which saturates nowhere."""
+    """A softmax or sigmoid at the end of a model. Crossentropies of Keras use its input, which does not saturate."""
 
     name: str
     """The type of its op."""
@@ -123,7 +123,7 @@ class Activation:
 
     @classmethod
     def of(cls, output: Any) -> Activation | None:
-        """That of an output of a graph, if it is one."""
+        """Return the activation that computes an output of a graph, or `None`."""
         if not isinstance(output, tf.Tensor) or output.op.type not in ("Softmax", "Sigmoid"):
             return None
         logits = notes_of(output).get(LOGITS)
@@ -134,13 +134,13 @@ class Activation:
 
 @dataclass(frozen=True)
 class Passed:
-    """What one forward pass gives besides rows, and how that of devices becomes one."""
+    """A description of the results of a forward pass, with which results of devices are combined."""
 
     outputs: Any
     """The structure of the outputs."""
 
     static: tuple[Any, ...]
-    """The leaves of the outputs; `ROWS` stands for a tensor."""
+    """The leaves of the outputs, with `ROWS` in place of tensors."""
 
     shapes: tuple[Any, ...]
     """Static shapes of the tensors."""
@@ -149,21 +149,21 @@ class Passed:
     """For each of the tensors, the attributes of `notes_of`."""
 
     activations: tuple[Activation | None, ...]
-    """For each of the tensors, the op that makes it of the tensor that is passed in its place."""
+    """For each of the tensors, the activation to apply to the tensor that is passed in its place."""
 
     losses: tuple[tuple[Any, bool, Any], ...]
     """For each loss, the layer that adds it, whether it depends on the rows, and its dtype."""
 
     updated: tuple[int, ...]
-    """Which variables got new values."""
+    """Indices of the variables that got new values."""
 
     @property
     def of_rows(self) -> int:
-        """The number of outputs and of what is attached to them."""
+        """The number of outputs and of their attached tensors."""
         return len(self.notes) + sum(map(len, self.notes))
 
     def unpacked(self, results: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """Outputs, with what is attached to them, losses and new values, of tensors in that order."""
+        """Return outputs with their attached tensors, losses, and new values, from tensors in this order."""
         outputs, left = list(results[: len(self.notes)]), list(results[len(self.notes) :])
         outputs = [leaf if op is None else op(leaf) for op, leaf in zip(self.activations, outputs)]
         for output, names in zip(outputs, self.notes):
@@ -175,9 +175,9 @@ class Passed:
 
 
 def collecting(held: Sequence[tuple[Any, Any]] = (), losses: bool = True, advance: bool = False) -> Any:
-    """A scope in which variables have these values, or are read as they are, and losses and new values are collected.
+    """Return a scope that collects losses and new values. Variables in `held` have the given values.
 
-    `losses=False` drops losses. `advance=True`: seeds that are drawn from do advance, as each device has to draw others.
+    `losses=False` drops losses. `advance=True`: draws advance seeds, because each device has to draw other numbers.
     """
     import keras
 
@@ -186,11 +186,11 @@ def collecting(held: Sequence[tuple[Any, Any]] = (), losses: bool = True, advanc
             self.held = {id(variable) for variable, _ in held}
             self.changed = list[Any]()
             self.draws = Counter[int]()
-            """How often numbers were drawn from each seed, by identity."""
+            """The number of draws from each seed, by identity."""
             self.added = list[tuple[Any, Any]]()
             """Losses, each with the layer that adds it."""
             self.constant_losses = set[int]()
-            """By identity: losses that do not depend on the rows, although they come from a function of them."""
+            """Identities of losses that do not depend on the rows, although a function of the rows returns them."""
             super().__init__(held, collect_losses=losses)
 
         def __enter__(self) -> Any:
@@ -212,7 +212,7 @@ def collecting(held: Sequence[tuple[Any, Any]] = (), losses: bool = True, advanc
                 variable.value.assign(tf.cast(value, variable.value.dtype))
                 return
             self.changed.append(variable)
-            if is_seed(variable):  # a function or a branch inside the graph could not give its value to what follows
+            if is_seed(variable):  # counted, because an inner graph could not pass the new value on
                 _check_no_loop(variable, self.graph)
                 self.draws[id(variable)] += 1
                 return
@@ -221,7 +221,7 @@ def collecting(held: Sequence[tuple[Any, Any]] = (), losses: bool = True, advanc
                     f"{variable.path} gets a new value in a loop, a branch or a tf.function inside a layer, which cannot pass "
                     "it on to the variable; let the layer change it outside of them"
                 )
-            if variable.trainable:  # gradients of what reads it are those of the variable, whatever it was assigned
+            if variable.trainable:  # gradients of later reads go to the variable, not to the assigned value
                 now = tf.cast(variable.value, value.dtype)
                 value = tf.stop_gradient(value) + (now - tf.stop_gradient(now))
             super().add_update((variable, value))
@@ -250,7 +250,7 @@ def add_loss(layer: Any, loss: Any) -> None:
     import keras
 
     scope = _scope.get(None)
-    if scope is None:  # a direct call in another thread
+    if scope is None:  # in a direct call in another thread
         keras.layers.Layer.add_loss(layer, loss)
     elif scope.collect_losses:
         scope.added += [(layer, each) for each in tf.nest.flatten(loss)]
@@ -260,7 +260,7 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
     """Call a model or layer on some rows, in a scope of `collecting`.
 
     Returns:
-        Its outputs and what is attached to them; the losses that it adds and new values of `variables`; what these are.
+        Outputs and their attached tensors; losses that layers add and new values of `variables`; a description of these.
     """
     before = {id(variable): scope.get_current_value(variable) for variable in variables}
     with scope:
@@ -302,9 +302,9 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
 
 
 def meeting(layers: Sequence[Any], lockstep: Lockstep, weights: Any) -> AbstractContextManager[None]:
-    """Return a context in which layers of batch normalization take mean and variance of the rows of all devices.
+    """Return a context in which layers of batch normalization use mean and variance of the rows of all devices.
 
-    `weights`: 1, or 0 for a device whose rows are not to be counted: float32 `[devices]`.
+    `weights`: float32 `[devices]`, 1, or 0 for a device whose rows do not count.
     """
     graph = tf.compat.v1.get_default_graph()
 
@@ -325,7 +325,7 @@ def meeting(layers: Sequence[Any], lockstep: Lockstep, weights: Any) -> Abstract
 
 
 def _merged(own: Sequence[tuple[Any, Any, Any]], weights: Any) -> tuple[Any, Any]:
-    """Mean and variance of all, of those of parts of so many values (Chan, Golub and LeVeque, 1983)."""
+    """Combine means and variances of parts, with their numbers of values (Chan, Golub and LeVeque, 1983)."""
     means, variances, counts = (tf.stack(each) for each in zip(*own))
     counts *= tf.cast(weights, counts.dtype)
     shares = counts / tf.reduce_sum(counts)
@@ -336,7 +336,7 @@ def _merged(own: Sequence[tuple[Any, Any, Any]], weights: Any) -> tuple[Any, Any
 
 
 def without_state(layers: Sequence[Any]) -> list[Any]:
-    """Of these layers those that change nothing in a call but seeds; where one does, those in it."""
+    """Return the layers that change only seeds in a call. Other layers are replaced by such sublayers."""
     found = []
     for layer in layers:
         keeps = all(map(is_seed, layer.non_trainable_variables))
@@ -346,8 +346,10 @@ def without_state(layers: Sequence[Any]) -> list[Any]:
 
 @contextmanager
 def recomputing(layers: Sequence[Any]) -> Iterator[None]:
-    """While it lasts, what these layers make on the way to their outputs is not kept for gradients. They are called in scopes
-    that hold all variables."""
+    """Return a context in which gradients compute the intermediate results of these layers again.
+
+    The layers are called in scopes of `collecting` that hold all variables.
+    """
     with ExitStack() as replaced:
         for layer in layers:
             replaced.enter_context(replacing(layer, call=partial(_recomputed_call, layer, layer.call)))

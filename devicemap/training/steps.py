@@ -27,7 +27,7 @@ class Steps:
         """
         Args:
             model: the Keras model.
-            build: called with a batch before the first step; it builds a model that is not built.
+            build: called with a batch before the first step, to build a model that is not built.
             step: maps a batch to its results. It is traced unless the model runs eagerly.
             sizes: counts steps by their number of rows.
         """

@@ -1,4 +1,4 @@
-"""Where variables live: one device, or each on the one that holds the fewest bytes of them."""
+"""Placement of variables: each variable on the device that holds the fewest bytes of variables."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from devicemap.devices import choose_devices
 
 @contextlib.contextmanager
 def spread_variables(devices: Any = None) -> Iterator[None]:
-    """Variables that are made here go, each, to the device that holds the fewest bytes of them.
+    """Create each variable in this context on the device that holds the fewest bytes of variables.
 
-    A model that is made here and parallelized needs on each device but a part of the memory of gradients and optimizer: the
-    gradients of a variable are added, and its slots kept and updated, where it is (ZeRO, stages 1 and 2; Rajbhandari et
-    al., 2020). Values go from there to each device once per step. Files do not change.
+    If a model that is created in the context is parallelized, each device needs only a part of the memory of gradients and
+    optimizer. Gradients of a variable are added on its device, where its slots are kept and updated (ZeRO, stages 1 and 2;
+    Rajbhandari et al., 2020). Each device gets the value once per step. Files do not change.
 
     Args:
         devices: as for `parallel_map`.
@@ -48,7 +48,7 @@ def spread_variables(devices: Any = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def beside_variables(model: Any) -> Iterator[None]:
-    """Let optimizers keep and update their slots where the variables of the model are, if these are on several devices."""
+    """Return a context in which optimizers keep and update slots on the devices of variables, if there are several."""
     spread = len({variable.value.device for variable in model.trainable_variables}) > 1
     with contextlib.ExitStack() as replaced:
         for optimizer in optimizers_of(model):
@@ -59,7 +59,7 @@ def beside_variables(model: Any) -> Iterator[None]:
 
 
 def _at_home(gradients_and_variables: Any) -> list[tuple[Any, Any]]:
-    """Bring gradients to the devices of their variables, at once; ops without a device would take them by the host."""
+    """Copy gradients to the devices of their variables. Ops without a device would send them through the host."""
     pairs = list(gradients_and_variables)
     brought: dict[int, Any] = {}
     for home in dict.fromkeys(home_of(variable) for _, variable in pairs):
@@ -94,12 +94,12 @@ def _beside_variables(optimizer: Any, model: Any) -> contextlib.AbstractContextM
 
 
 def home_of(variable: Any) -> str:
-    """The device of a variable, Keras's or TensorFlow's."""
+    """Return the device of a variable of Keras or TensorFlow."""
     return str((variable if isinstance(variable, tf.Variable) else variable.value).device)
 
 
 def _home_of_inputs(graph: Any, op: Any) -> str:
-    """The device of what an op takes that is no scalar; none where nothing is known."""
+    """Return the device of the first input of an op that is not a scalar, or an empty string if it is unknown."""
     for tensor in op.inputs:
         if tensor.shape.rank != 0:
             if tensor.device:
@@ -110,7 +110,7 @@ def _home_of_inputs(graph: Any, op: Any) -> str:
 
 
 def _home_of_handle(graph: Any, handle: Any) -> str:
-    """The device of a variable that a function, perhaps one around it, has captured."""
+    """Return the device of a variable that a function or a function around it has captured."""
     while handle is not None and not hasattr(handle, "numpy"):
         handle = next((outside for outside, inside in graph.captures if inside is handle), None)
         graph = graph.outer_graph
