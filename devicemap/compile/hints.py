@@ -113,7 +113,7 @@ def _hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, 
     if _takes(fn, *given, **seed):
         return
     if seed and _takes(fn, *given):
-        yield "With the option seed, fn gets the keyword seed: let it take that, as in def fn(row, seed)"
+        yield "With the option seed, fn gets the keyword seed: add this parameter, as in def fn(row, seed)"
     elif len(given) > 1 and _takes(fn, given, **seed):
         yield "A tuple is passed as several arguments: let fn take them, or pass a dict, which is one argument"
     elif len(given) == 1 and (count := next((n for n in range(2, 10) if _takes(fn, *given * n, **seed)), None)):

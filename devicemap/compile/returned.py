@@ -17,8 +17,8 @@ def as_result(value: Any, path: str, batched: bool) -> Any:
     """Return one leaf of the result of `fn` as a tensor. Lists are stacked, as in tf.data."""
     if value is None:
         raise failure(
-            f"{path} of fn is None; expected a tensor for each row. If fn is there for what it does, let it return "
-            "something of the row, for instance the row itself"
+            f"{path} of fn is None; expected a tensor for each row. If fn is called for its side effects, let it "
+            "return a value of the row, for instance the row itself"
         )
     if isinstance(value, tf.Tensor) and value.dtype == tf.variant:
         raise failure(

@@ -37,7 +37,7 @@ from devicemap.options import Options
 _BY_HAND = "Use vectorize='auto' or False to map row by row"
 
 _UNTESTED = "has no tested vectorised form"
-_HIDDEN = "only with what this TensorFlow does not make public could each op be checked"
+_HIDDEN = "this TensorFlow lacks non-public names that devicemap needs to check each op"
 _TRACED_BEFORE = "fn calls a function that was traced before, which is left as it is"
 
 

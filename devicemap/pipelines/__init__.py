@@ -1,1 +1,1 @@
-"""Models over devices: stages, microbatches, and how a model is cut into them."""
+"""Pipelines: models in stages on several devices, which work on different microbatches at the same time."""

@@ -1,4 +1,4 @@
-"""When the calls of a pipeline begin and end, for `Pipeline.report`."""
+"""The start and end times of the calls of a pipeline, for `Pipeline.report`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Clock:
         self._times: dict[tuple[str, int, Step], list[Any]] = {}
 
     def stamp(self, device: str, first: int, step: Step, tensors: Sequence[Any]) -> list[Any]:
-        """Note when tensors are there, on a device, and return the op that does so.
+        """Record the time when tensors are computed on a device, and return the op that does so.
 
         Args:
             device: the device.
-            first: the first microbatch of the replica, to which `step` counts.
-            step: the call that the tensors are the inputs or the results of.
+            first: the index in the batch of the first microbatch of the replica.
+            step: the call with these tensors as inputs or results.
             tensors: the tensors.
         """
         known = tf.nest.flatten([tensor for tensor in tensors if tensor is not None], expand_composites=True)
@@ -38,13 +38,13 @@ class Clock:
 
         with tf.device(HOST):
             call, arguments = unchained(now.get_concrete_function(*map(spec_of, elements)), elements)
-            time = tf.ensure_shape(call(*arguments), [])  # nothing can wait for a call, which is inlined
+            time = tf.ensure_shape(call(*arguments), [])  # other ops cannot wait for a call, because it is inlined
         self._times.setdefault((device, first, step), []).append(time)
         return [time.op]
 
     @property
     def times(self) -> Any:
-        """The begin and the end of each call, float64 `[calls, 2]`, in seconds since the epoch."""
+        """The start and the end of each call, float64 `[calls, 2]`, in seconds since the epoch."""
         with tf.device(HOST):
             return tf.stack([tf.stack(times) for times in self._times.values()])
 

@@ -23,12 +23,12 @@ from devicemap.pipelines.schedule import Step
 from devicemap.pipelines.stages import Passed, Stage, TracedStage, run_in_turn
 
 _AHEAD = 2
-"""How many microbatches ahead the first device receives rows; with one, it is idle during copies (benchmarks/pipeline_gpus)."""
+"""The first device receives rows this many microbatches ahead. With 1, it is idle in copies (benchmarks/pipeline_gpus)."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and in which order stages run."""
+    """The devices and the schedule of stages."""
 
     devices: tuple[tuple[str, ...], ...]
     """The devices of each replica of the pipeline."""
@@ -37,19 +37,19 @@ class Setting:
     """One of `schedule.KINDS`."""
 
     microbatches: int
-    """Of each replica."""
+    """Number of microbatches of each replica."""
 
     local: bool
     """Whether layers that write variables, such as batch normalization in training, see one microbatch at a time."""
 
     def device_of(self, stage: int, replica: int = 0) -> str:
-        """Return the device of a stage: stages are dealt to the devices in turn."""
+        """Return the device of a stage. Stages are assigned to the devices in turn."""
         return self.devices[replica][stage % len(self.devices[replica])]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Leaves and attached tensors of a batch."""
+    """The leaves and attached tensors of a batch."""
 
     passed: Passed
     """Their specs."""
@@ -61,10 +61,10 @@ class Batch:
     """The number of rows, if it is known."""
 
     least: int = 0
-    """A number that it is not below."""
+    """The least number of rows."""
 
     targets: tuple[Any, ...] = ()
-    """Nests of leaves that the last stage takes as a second argument."""
+    """Nests of leaves, which the last stage takes as a second argument."""
 
     scale: Any = 1.0
     """A scalar that gradients are multiplied by. It is an input of the graph, because an optimizer may change it."""
@@ -86,10 +86,10 @@ class Composition:
         """
         Args:
             stages: the stages.
-            batch: what they take.
-            setting: where and in which order they run.
-            alive: a list that is kept as long as the graph, for variables that the graph uses.
-            clock: it notes when calls begin and end.
+            batch: the inputs of the first stage.
+            setting: the devices and the schedule.
+            alive: a list that lives as long as the graph, for variables that the graph uses.
+            clock: records the times of calls.
         """
         self._setting, self._batch, self._alive = setting, batch, alive
         self._given, traced = self._trace(stages)
@@ -122,7 +122,8 @@ class Composition:
             ]
 
     def _trace(self, stages: Sequence[Stage]) -> tuple[list[Passed], list[TracedStage]]:
-        """Return what each stage takes, and the stage traced for it; set the specs of the results."""
+        """Trace each stage for its inputs. Return the specs of the inputs and the traced stages, and set those of the
+        results."""
         self.passed, given, traced = self._batch.passed, [], []
         for stage in stages:
             if self._batch.targets and stage is stages[-1]:
@@ -133,7 +134,7 @@ class Composition:
         return given, traced
 
     def _count(self, traced: Sequence[TracedStage]) -> int:
-        """Return into how many microbatches the batch is cut; none is empty if the number of rows is known."""
+        """Return the number of microbatches of the batch. None is empty if the number of rows is known."""
         if any(stage.mixes_rows for stage in traced) and not self._setting.local:
             return 1
         parts = self._setting.microbatches * len(self._setting.devices)
@@ -141,8 +142,8 @@ class Composition:
         return max(1, min(parts, least))
 
     def _forward_first(self, traced: Sequence[TracedStage]) -> bool:
-        """Whether no backward call can begin before all forward calls: without a loss, or with one whose scale depends on all
-        rows, or because of the stages."""
+        """Whether all forward calls precede all backward calls: without a loss, if its scale needs all rows, or by
+        `run_in_turn`."""
         scaled = self._batch.targets and len(self.passed.nest) > 2 and any(stage.losses for stage in traced)
         return not self._batch.targets or scaled or run_in_turn([stage.traced for stage in traced])
 
@@ -152,13 +153,13 @@ class Composition:
         return [waiting_for([], [tensor[m] for tensor in cut]) for m in range(parts)]
 
     def _run(self, k: int, stage: TracedStage, microbatches: Sequence[Any]) -> Any:
-        """Call stage `k` on all microbatches, and yield the sum over rows of each of its losses, by microbatch."""
+        """Call stage `k` on all microbatches. For each of them, yield the sums over rows of the losses of the stage."""
         shares, slots = self._shares, [self._setting.device_of(k, r) for r in range(len(self._shares))]
         captures, assigned = self._captures(stage, slots)
         for r, m in ((r, m) for r, share in enumerate(shares) for m in share):
             leaves = self.values[m]
             if not k and m > shares[r].start:
-                # Copies to a device start in any order, and the first microbatch could come last.
+                # TensorFlow starts copies to a device in any order, so the first microbatch could arrive last.
                 before = self._calls[r].begun(max(m - shares[r].start - _AHEAD, 0))
                 for op in ops_of([*leaves, *self._targets[m]]):
                     wait_for(op, before)
@@ -173,13 +174,13 @@ class Composition:
                 yield m, [tf.reduce_sum(vector) for vector in results[len(self.values[m]) :]]
 
     def _captures(self, stage: TracedStage, slots: Sequence[str]) -> tuple[list[Any], list[Any]]:
-        """Return what a stage captures on the device of each replica, and the ops that calls wait for.
+        """Return the captures of a stage on the device of each replica, and the ops for which calls wait.
 
-        The variables are those of the first replica. The others get their values once in each call.
+        The first replica has the variables. The other replicas get their values once in each call.
         """
         if len(slots) == 1:
             return [{}], [[]]
-        order_of_gradients(stage.traced.concrete, [])  # tapes watch the variables from here on
+        order_of_gradients(stage.traced.concrete, [])  # makes tapes watch the variables
         spec = CallSpec.of_shards(len(slots), Engine.INLINE, gradients=1)
         replicas = Replicas(stage.traced, slots, spec)
         self._alive.append(replicas)

@@ -17,7 +17,7 @@ from devicemap.pipelines.losses import as_loss
 class PipelineModel(keras.Model):
     """A `keras.Model` that calls a pipeline. Its loss is computed by the last stage for each microbatch.
 
-    It is compiled with one loss for all outputs, that of the pipeline if `compile` has none, and without XLA, which is for one
+    `compile` takes one loss for all outputs; the default is the loss of the pipeline. XLA is off, because it compiles for one
     device.
     """
 
@@ -26,10 +26,10 @@ class PipelineModel(keras.Model):
         Args:
             pipe: the pipeline.
             layers: the stages that are Keras layers, for their variables.
-            differentiated: it returns the value of a loss for a batch, gradients, outputs, and times.
+            differentiated: a function that returns the value of a loss for a batch, gradients, outputs, and times.
         """
         policies = [layer.dtype_policy for layer in layers if layer.dtype_policy.name == "mixed_float16"]
-        super().__init__(autocast=False, dtype=policies[0] if policies else None)  # then Keras scales the loss
+        super().__init__(autocast=False, dtype=policies[0] if policies else None)  # for loss scaling by Keras
         self.pipe, self.stage_layers, self._differentiated = pipe, layers, differentiated
         self.built = True
 
@@ -42,7 +42,7 @@ class PipelineModel(keras.Model):
         jit_compile: Any = False,
         **options: Any,
     ) -> None:
-        """As in Keras, with the loss of the pipeline by default.
+        """Configure training as in Keras, with the loss of the pipeline by default.
 
         Raises:
             OptionError: for several losses, `loss_weights`, or `jit_compile`.
@@ -57,7 +57,7 @@ class PipelineModel(keras.Model):
         super().compile(optimizer, self.loss_of_pipe, None, *arguments, jit_compile=False, **options)
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
-        """Call the pipeline; `training` is passed to the layers of its stages by Keras."""
+        """Call the pipeline. Keras passes `training` to the layers of its stages."""
         return self.pipe(inputs)
 
     def train_step(self, data: Any) -> Any:

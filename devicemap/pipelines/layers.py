@@ -17,15 +17,15 @@ from devicemap.errors import OptionError, brief
 from devicemap.inspect.differences import find_difference
 
 ROWS = 32
-"""Rows of the batch that layers are compared and timed on. It also replaces unknown dimensions."""
+"""Rows of the batch on which layers are compared and timed. The number also replaces unknown dimensions."""
 
 _TOLERANCE = 0.03
-"""Relative difference of results that depends on more than rounding, also of 16-bit floats."""
+"""Larger relative differences of results are not due to rounding, also for 16-bit floats."""
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """A call of a layer, or of another op, in a model. A `keras.KerasTensor` stands for each tensor."""
+    """A call of a layer, or of another op, in a model. Tensors are symbolic (`keras.KerasTensor`)."""
 
     layer: Any
     args: Any
@@ -40,7 +40,7 @@ class LayerCall:
         return [leaf for leaf in keras.tree.flatten((self.args, self.kwargs)) if isinstance(leaf, keras.KerasTensor)]
 
     def run(self, layer: Any, tensors: dict[int, Any], **options: Any) -> Any:
-        """Call the layer, or its copy, with these tensors by the `id` of the symbolic ones."""
+        """Call the layer, or its copy. `tensors` are by the `id` of the symbolic tensors."""
         import keras
 
         args, kwargs = keras.tree.map_structure(lambda leaf: tensors.get(id(leaf), leaf), (self.args, self.kwargs))
@@ -50,10 +50,11 @@ class LayerCall:
 def layer_calls(model: Any) -> tuple[list[LayerCall], list[Any], Any]:
     """Return the calls of layers in a Sequential or functional model, its inputs, and the nest of its outputs.
 
-    Calls of nested models are replaced by those of their layers, if they get tensors of their dtype and rank, and nothing else.
+    Calls of nested models are replaced by those of their layers, if the arguments are only tensors of the model's dtypes and
+    ranks.
 
     Raises:
-        OptionError: for another model, and one whose layers are trainable while the model is not.
+        OptionError: for other models, and for a model that is not trainable and has trainable layers.
     """
     import keras
 
@@ -92,7 +93,7 @@ def _calls_in(model: Any, inputs: Sequence[Any], training: Any) -> tuple[list[La
 
 
 def _is_transparent(layer: Any, given: Sequence[Any], kwargs: Any) -> bool:
-    """Whether a call of a nested model is that of its layers: Keras converts tensors of other dtypes and ranks."""
+    """Whether a call of a nested model equals calls of its layers. Keras converts tensors of other dtypes and ranks."""
     import keras
 
     graph = graph_of(layer)
@@ -107,10 +108,10 @@ def _is_transparent(layer: Any, given: Sequence[Any], kwargs: Any) -> bool:
 
 
 def copied(call: LayerCall, device: str) -> Any:
-    """Return a copy of the layer of a call, with its variables on a device and with the values of the layer.
+    """Return a copy of the layer of a call, with equal values of its variables, which are on a device.
 
     Raises:
-        OptionError: the layer has no copy, or that computes something else.
+        OptionError: the layer cannot be copied, or the copy has other results.
     """
     import keras
 
@@ -122,7 +123,7 @@ def copied(call: LayerCall, device: str) -> Any:
                 if layer.built:
                     copy.build_from_config(layer.get_build_config())
                 for own, other in zip(layers_of(layer), layers_of(copy)):
-                    if hasattr(own, "save_assets"):  # a vocabulary
+                    if hasattr(own, "save_assets"):  # for instance a vocabulary
                         with TemporaryDirectory() as folder:
                             own.save_assets(folder)
                             other.load_assets(folder)
@@ -147,7 +148,7 @@ def _from_config(layer: Any) -> Any:
 
 
 def copy_values(source: Any, target: Any) -> None:
-    """Assign the values of a layer's variables to those of another one.
+    """Assign the values of a layer's variables to those of another layer.
 
     Raises:
         ValueError: the variables of the two differ in number, shape or dtype.
@@ -160,12 +161,12 @@ def copy_values(source: Any, target: Any) -> None:
             raise ValueError(f"{source.name} has a variable {expected} where {target.name} has {found}")
         other.assign(own)
     for each in layers_of(target):
-        if isinstance(each, keras.layers.Normalization):  # its mean and variance are constants made of its weights
+        if isinstance(each, keras.layers.Normalization):  # computes its mean and variance from its weights
             each.finalize_state()
 
 
 def _copy_settings(source: Any, target: Any) -> None:
-    """Give a copy what users change after a layer is made."""
+    """Copy settings that users change after they have created a layer."""
     for own, other in zip(layers_of(source), layers_of(target), strict=True):
         other.trainable = own.trainable
         other.activity_regularizer = own.activity_regularizer
@@ -176,7 +177,7 @@ def _copy_settings(source: Any, target: Any) -> None:
 
 
 def _check_copy(call: LayerCall, copy: Any) -> None:
-    """Compare outputs and losses of a layer and its copy, unless they change from call to call."""
+    """Compare outputs and losses of a layer and its copy, unless those of the layer change from call to call."""
     import keras
 
     modes = [{"training": False}, {"training": True}] if isinstance(call.layer, keras.Layer) else [{}]
@@ -199,7 +200,7 @@ def _check_copy(call: LayerCall, copy: Any) -> None:
 
 
 def handles_used_by(call: LayerCall, layer: Any) -> set[int]:
-    """Return the `id` of the handle of each variable that a layer has, and that its call in training uses."""
+    """Return the `id` of the handle of each variable that a layer has or uses in a call in training."""
     import keras
 
     tensors, is_layer = random_tensors(call.inputs), isinstance(layer, keras.Layer)
@@ -214,7 +215,7 @@ def handles_used_by(call: LayerCall, layer: Any) -> set[int]:
 
 
 def run_calls(pairs: Sequence[tuple[LayerCall, Any]], tensors: dict[int, Any], **options: Any) -> dict[int, Any]:
-    """Run calls, each with a copy of its layer, and return these tensors and the outputs, by the `id` of the symbolic ones."""
+    """Run calls, each with a copy of its layer. Return `tensors` and the outputs, by the `id` of the symbolic tensors."""
     import keras
 
     tensors = dict(tensors)
@@ -227,7 +228,7 @@ def run_calls(pairs: Sequence[tuple[LayerCall, Any]], tensors: dict[int, Any], *
 def check_rows_are_independent(
     name: str, pairs: Sequence[tuple[LayerCall, Any]], given: Sequence[Any], taken: Any
 ) -> None:
-    """Compare what calls make of some rows with what they make of half of them, in inference.
+    """Compare the results of calls for some rows with those for half of the rows, in inference.
 
     Raises:
         OptionError: a row of `taken` depends on other rows of `given`.
@@ -245,7 +246,7 @@ def check_rows_are_independent(
     whole, half = random_tensors(given), ROWS // 2
     try:
         first, again, part = made(ROWS), made(ROWS), made(half)
-    except tf.errors.InvalidArgumentError:  # indices out of range, of an input that is made by the stage before
+    except tf.errors.InvalidArgumentError:  # indices out of range, if the stage before computes the input
         return
     for one, other, of_half in zip(first, again, part):
         same = find_difference("a result", other, one, _TOLERANCE) is None
@@ -259,7 +260,7 @@ def check_rows_are_independent(
 
 @contextmanager
 def unchanged(layer: Any) -> Iterator[Any]:
-    """Calls of a layer do not change it in this context, whose `losses` are those of the calls."""
+    """Yield a scope in which calls of a layer do not change it. The scope has the `losses` of the calls."""
     import keras
 
     with keras.StatelessScope(collect_losses=True) as scope, replacing(layer, _clear_losses=lambda: None):
@@ -280,7 +281,7 @@ def _difference(outputs: Sequence[Any], wanted: Sequence[Any]) -> str | None:
 
 
 def random_tensors(symbolic: Sequence[Any], largest: float = 1.0) -> dict[int, Any]:
-    """Return random rows for symbolic tensors, by `id`. Integers are 0 or 1: an index to layers that take one."""
+    """Return random rows for symbolic tensors, by `id`. Integers are 0 or 1, which are valid indices for most layers."""
 
     def random(tensor: Any) -> Any:
         dtype = tf.as_dtype(tensor.dtype)

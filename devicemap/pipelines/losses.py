@@ -2,8 +2,8 @@
 
     value = scale * sum of w * l    over the elements l of the rows' losses, with their weights and masks w
 
-The scale is that of a Keras reduction. If it depends on the outputs of all rows, as with masks, gradients are multiplied by it
-at the end: no backward pass waits for all forward passes.
+A Keras reduction determines the scale. If it depends on the outputs of all rows, as with masks, gradients are multiplied by it
+at the end, so that no backward pass waits for all forward passes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from devicemap.pipelines.composition import Composition
 from devicemap.pipelines.stages import Passed
 
 _OF_ALL_ROWS = ("hinge", "squared_hinge", "circle")
-"""Functions of Keras whose value for a row depends on the labels or outputs of other rows."""
+"""Keras functions whose value for a row depends on labels or outputs of other rows."""
 
 
 def as_loss(loss: Any) -> Any:
-    """Return the `keras.losses.Loss` of a loss, a function `(y, outputs)`, or the name of one, as `compile` of Keras does.
+    """Convert a `keras.losses.Loss`, a function `(y, outputs)`, or a name to a `keras.losses.Loss`, like Keras's `compile`.
 
     Raises:
-        OptionError: it is none of these, or the loss of a row depends on other rows.
+        OptionError: for other objects, and if the loss of a row depends on other rows.
     """
     import keras
 
@@ -57,8 +57,9 @@ def as_loss(loss: Any) -> Any:
 class WithLoss:
     """The last stage of a pipeline, and the loss of each row.
 
-    Called with the inputs of the stage and `(y,)` or `(y, sample_weight)`, it returns its outputs, a sum of weighted losses for
-    each row `[rows]`, and what the sum over the rows is divided by, also `[rows]`, unless that is the number of rows.
+    It is called with the inputs of the stage and `(y,)` or `(y, sample_weight)`. It returns the outputs, and a sum of weighted
+    losses for each row, `[rows]`. If the sum over the rows is not divided by their number, it also returns the divisor by row,
+    `[rows]`.
     """
 
     def __init__(self, stage: Callable[..., Any], loss: Any):
@@ -96,7 +97,7 @@ class WithLoss:
         size = shape[1:].num_elements()
         if size and not masks and not (by_weight and weight):
             return outputs, total / size
-        # As in Keras, weights count once in a mean by weights, also where each is that of several elements.
+        # As in Keras, each weight counts once in a mean by weights, also if it is that of several elements.
         counted = [*masks, *weight, losses[0]][0] if by_weight else losses[0]
         ones = tf.ones_like(counted, weighted.dtype)
         if mask_of(losses[0]) is not None:
@@ -105,14 +106,14 @@ class WithLoss:
         return outputs, total, _sum_of_rows(weights)
 
     def _elements(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what Keras reduces: the results of `call`, with weights and masks, `[rows, ...]`."""
+        """Return the results of `call`, `[rows, ...]`, with weights and masks, before Keras reduces them."""
         loss = object.__new__(type(self._loss))  # copy.copy would serialize it
         vars(loss).update(vars(self._loss), reduction="none", call=call)
         return loss(*arguments)
 
 
 def _check_aligned(losses: Any, weight: Any = None) -> None:
-    """Raise an error if Keras would multiply losses of a row by weights of another one: by an axis that it does not squeeze."""
+    """Raise an error if Keras would multiply losses of a row by weights of another row, by broadcasting."""
     shapes = [getattr(each, "shape", tf.TensorShape(None)) for each in (losses, weight)]
     if any(shape.rank is None for shape in shapes):
         return
@@ -132,16 +133,16 @@ class TotalLoss:
     """The loss of a batch and its gradients, from a `Composition` that ends with `WithLoss`.
 
     Attributes:
-        value: the loss, plus what layers add.
-        passed: specs of the outputs and what is attached to them.
-        outputs: their places among the results.
+        value: the loss, plus losses that layers add.
+        passed: specs of the outputs and their attached tensors.
+        outputs: indices of these among the results.
     """
 
     def __init__(self, loss: Any, made: Composition, tape: tf.GradientTape, scale: Any):
         """
         Args:
-            loss: of `as_loss`.
-            made: the results of the stages, recorded by the tape.
+            loss: a result of `as_loss`.
+            made: the results of the stages, which the tape has recorded.
             tape: a tape that is recording.
             scale: a scalar that the gradients are multiplied by.
         """
@@ -153,7 +154,7 @@ class TotalLoss:
         rows = made.rows(total.dtype)
         divisor = tf.ones_like(rows) if loss.reduction == "sum" else rows
         self._factor = None
-        if divisors and made.losses:  # all backward calls wait for the divisor then
+        if divisors and made.losses:  # all backward calls wait for the divisor
             divisor = tf.stop_gradient(divisors[0])
         elif divisors:
             self._factor = tf.math.divide_no_nan(rows, divisors[0])
@@ -174,7 +175,7 @@ class TotalLoss:
 
     def _with_penalty(self, variable: Any, gradient: Any) -> Any:
         with tf.device(stored_in(variable).device):
-            if gradient is not None:  # that of a variable that stages share may be on another device
+            if gradient is not None:  # if stages share a variable, its gradient may be on another device
                 gradient = copied([gradient])[0] if self._factor is None else _multiplied(gradient, self._factor)
             regularizer = getattr(variable, "regularizer", None)
             if regularizer is None:

@@ -19,7 +19,7 @@ from devicemap.pipelines.schedule import Step, schedule_of
 
 
 class Calls:
-    """The calls of all stages on the microbatches of one replica, and the order of those of a device."""
+    """The calls of all stages on the microbatches of one replica, and the order of calls on each device."""
 
     def __init__(
         self,
@@ -29,18 +29,18 @@ class Calls:
         microbatches: int,
         stamp: Callable[[Step, Sequence[Any]], list[Any]] = lambda *_: [],
     ):
-        """The arguments of `schedule_of`; `stamp` returns ops that note the time when these inputs or results are there."""
+        """The arguments of `schedule_of`; `stamp` returns ops that record the time when inputs or results are computed."""
         self._stamp = stamp
         self._after: defaultdict[Step, list[Step]] = defaultdict(list)
         self._before: defaultdict[Step, list[Step]] = defaultdict(list)
         for device in range(devices):
             steps = schedule_of(schedule, stages, devices, microbatches, device)
-            # Calls forward and backward also wait for those of their own kind, because the others may not exist.
+            # Forward and backward calls also wait for those of the same kind, because calls of the other kind may not exist.
             kinds = [[step for step in steps if step.backward is backward] for backward in (False, True)]
             for one, other in {pair for order in (steps, *kinds) for pair in pairwise(order)}:
                 self._after[one].append(other)
                 self._before[other].append(one)
-        # Calls are inlined, and edges of their own are lost then: an op before the inputs of a call, and one after its results.
+        # Inlining removes control edges of calls. So edges go to an op before the inputs, and from an op after the results.
         self._gates: dict[Step, Any] = {}
         self._ends: dict[Step, Any] = {}
         self._arrivals: list[Any] = []
@@ -50,15 +50,15 @@ class Calls:
     def call(
         self, stage: int, microbatch: int, traced: Traced, captures: dict[Any, Any], rows: Sequence[Any], some: Any
     ) -> list[Any]:
-        """Return the leaves that a stage makes of those of a microbatch, on the current device.
+        """Return the results of a stage for a microbatch, on the current device.
 
         Args:
             stage: index of the stage.
             microbatch: index of the microbatch.
             traced: the stage.
-            captures: what it captures in place of its own captures, by their `Tensor.ref()`.
+            captures: replacements of its captures, by `Tensor.ref()` of the latter.
             rows: the leaves of the microbatch.
-            some: whether it has rows; a tensor if that is unknown.
+            some: whether the microbatch has rows; a tensor if that is unknown.
         """
         step = Step(stage, microbatch, False)
         leaves = self._begin(step, rows)
@@ -76,7 +76,7 @@ class Calls:
         return results
 
     def begun(self, microbatch: int) -> Any:
-        """Return an op that runs when the first stage has the rows of a microbatch, and is done with those before."""
+        """Return an op that runs when the first stage has the rows of a microbatch and has finished earlier microbatches."""
         return self._arrivals[microbatch]
 
     def _begin(self, step: Step, inputs: Sequence[Any]) -> list[Any]:
@@ -94,7 +94,7 @@ class Calls:
         return there
 
     def _order(self, step: Step) -> None:
-        """Let a call wait for the one before it on its device, and the one after it for this one, of those in the graph."""
+        """Order a call after the previous call on its device, and before the next one, if these are in the graph."""
         for before in self._before[step]:
             if before in self._ends:
                 wait_for(self._gates[step], self._ends[before])
@@ -107,9 +107,9 @@ class Calls:
     ) -> list[Any]:
         """Return the gradients of the inputs of a call, given those of its results, on the current device.
 
-        Those of variables are summed over all microbatches, and returned with the last of them.
+        Gradients of variables are summed over all microbatches, and returned with those of the last microbatch.
         """
-        if step in self._gates:  # of a gradient of a gradient, whose calls may depend on later ones of this schedule
+        if step in self._gates:  # in second gradients, whose calls may depend on later calls of this schedule
             return list(differentiate(*upstream))
         gradients = list(differentiate(*self._begin(step, upstream)))
         self._end(step, [gradient for gradient in gradients if gradient is not None])
@@ -118,7 +118,7 @@ class Calls:
         return gradients
 
     def _sum_of_variables(self, step: Step, op: Any, gradients: list[Any]) -> None:
-        """Replace the gradients of variables by `None`, or by their sum over all microbatches with the last of them."""
+        """Replace the gradients of variables by `None`, or in the last microbatch by their sum over all microbatches."""
         handles = [i for i, taken in enumerate(op.inputs) if taken.dtype == tf.resource]
         known = self._gradients[step.stage]
         known[step.microbatch] = [gradients[i] for i in handles]
@@ -131,7 +131,8 @@ class Calls:
     def _sum(self, stage: int, of_microbatches: Sequence[Any]) -> Any | None:
         """Return the sum of a variable's gradients.
 
-        Each backward call waits for the sum of those before it. TensorFlow would make one op of them all, and hold them all.
+        Each backward call waits for the sum of the earlier gradients. TensorFlow would add all gradients in one op, and hold
+        all of them until then.
         """
         total = None
         for m, gradient in enumerate(of_microbatches):
@@ -148,7 +149,7 @@ def _copied(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _on_some(traced: Traced, call: Any) -> Any:
-    """Return a stage as a function of whether there are rows, and of these."""
+    """Return a stage as a function of a boolean, whether there are rows, and of the rows."""
 
     @tf.function(autograph=False)
     def on_some(some: Any, *leaves: Any) -> Any:

@@ -3,8 +3,8 @@
     rows ── microbatches ──> stage 0 ──> stage 1 ──> ... ── joined ──> rows
                              GPU:0       GPU:1
 
-What a stage gives goes straight to the device of the next one. On a device, calls run in the order of a schedule, which control
-edges within the device hold; no device waits for another one but for its inputs.
+The results of a stage go directly to the device of the next stage. Control dependencies within each device make calls run in
+the order of a schedule. A device waits for other devices only to receive inputs.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ class Pipeline:
     Rows come back in order, and gradients are those of the whole batch.
 
     Args:
-        stages: functions of a batch, Keras layers or models; a tuple is passed to the next one as several arguments. Variables
-            stay where they are: `split` and `tf.device` create them on the device of their stage.
-        devices: as for `parallel_map`; the first of them are taken, one for each stage of each replica. With "interleaved", all
-            are taken, and stages are dealt to those of a replica in turn.
-        microbatches: into how many parts the rows of a batch are cut for each replica; fewer if there are fewer rows.
-        schedule: the order of calls in `value_and_gradients`. "1f1b": stage `k` of `K` holds the activations of at most `K - k`
-            microbatches. "gpipe": it holds all. "interleaved": as "1f1b", with several stages on each device, which divides the
-            idle time by their number. In calls under a tape, all forward calls come first.
-        output_device: where results are gathered.
+        stages: functions of a batch, Keras layers or models. A tuple is passed to the next stage as several arguments.
+            Variables stay on their devices: use `split` or `tf.device` to create them on the device of their stage.
+        devices: as for `parallel_map`. The first devices are used, one for each stage of each replica. "interleaved" uses all
+            devices, and assigns stages to those of a replica in turn.
+        microbatches: number of parts into which the rows of a batch are cut for each replica; fewer if there are fewer rows.
+        schedule: the order of calls in `value_and_gradients`. "1f1b": stage `k` of `K` holds the activations of at most
+            `K - k` microbatches. "gpipe": it holds those of all microbatches. "interleaved": as "1f1b", with several stages on
+            each device, which divides the idle time by their number. In a call under a tape, all forward calls come first.
+        output_device: the device on which results are gathered.
         batch_norm: "synchronized": if layers write variables in a call, as batch normalization does in training, the batch is
             one microbatch, and the stages work one after another. "local": such layers see one microbatch at a time.
         added_losses: required if layers add losses that depend on the rows, by `add_loss` or an `activity_regularizer` (Keras's
             are means): whether they are the "sum" or the "mean" over the rows.
-        loss: for `value_and_gradients`, as for `compile` of Keras: a `keras.losses.Loss`, its name, or a function
+        loss: the loss of `value_and_gradients`, as for `compile` of Keras: a `keras.losses.Loss`, its name, or a function
             `(y, outputs)` that returns a loss for each row, `[rows, ...]`.
-        replicas: number of copies of the pipeline, each on other devices with a part of the microbatches. Variables are
-            those of the first one; the others get their values once per call, and gradients are added.
+        replicas: number of copies of the pipeline, each on other devices with a part of the microbatches. The first replica
+            has the variables. The others get their values once per call, and gradients are added.
 
     Raises:
         OptionError: for arguments that are not valid, for instance fewer devices than stages.
@@ -84,7 +84,7 @@ class Pipeline:
     ):
         if not isinstance(stages, Sequence) or not stages or not all(callable(stage) for stage in stages):
             hint = "; devicemap.split(model, n) makes one of a Keras model" if layers_of(stages) else ""
-            raise OptionError(f"stages={stages!r}; expected a list of functions of a batch, one at least{hint}")
+            raise OptionError(f"stages={stages!r}; expected a list of at least one function of a batch{hint}")
         if batch_norm not in ("synchronized", "local"):
             raise OptionError(f"batch_norm={batch_norm!r}; expected 'synchronized' or 'local'")
         if added_losses not in (None, "sum", "mean"):
@@ -120,7 +120,7 @@ class Pipeline:
 
     @property
     def trainable_variables(self) -> list[Any]:
-        """The trainable variables of the stages, each once: of layers, and of functions those that calls so far have used."""
+        """The trainable variables of the stages, each once. Variables of functions are known after the first call."""
         found = [v for stage in self._stages for layer in stage.layers[:1] for v in layer.trainable_variables]
         known = {id(stored_in(v)) for stage in self._stages for layer in stage.layers[:1] for v in layer.variables}
         stages = [*self._stages, *(self._last or ())[1:]]
@@ -130,7 +130,7 @@ class Pipeline:
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, data: Any) -> Any:
-        """The stages on a batch.
+        """Run the stages on a batch.
 
         Args:
             data: as for `parallel_map` with `batched=True`.
@@ -138,7 +138,7 @@ class Pipeline:
         Raises:
             DataError: for data that is not valid, such as a dataset, which is for `stream`.
             OptionError: inside a function that XLA compiles.
-            FunctionError: a stage failed, or gives another number of rows than it is given.
+            FunctionError: a stage failed, or returned another number of rows than it got.
         """
         if isinstance(data, tf.data.Dataset):
             raise DataError("data is a tf.data.Dataset, and a call takes one batch; use stream(dataset)")
@@ -155,14 +155,14 @@ class Pipeline:
     def value_and_gradients(self, x: Any, y: Any, sample_weight: Any = None) -> tuple[Any, list[Any]]:
         """Return the loss of a batch and its gradients, in training mode of Keras.
 
-        The last stage computes the loss of each microbatch, so that its backward pass begins before later microbatches are
-        forward, and each stage holds the activations of few of them. The value is that of the loss for the whole batch, with
+        The last stage computes the loss of each microbatch. So its backward pass begins before the forward pass of later
+        microbatches, and each stage holds the activations of few microbatches. The value is the loss of the whole batch, with
         weights, masks and reduction as in Keras, plus regularizers and losses that layers add.
 
         Args:
             x: the rows of the batch, as in a call.
             y: their targets, a nest of tensors `[rows, ...]`.
-            sample_weight: weights, `[rows]` or of the shape of the losses.
+            sample_weight: weights, of shape `[rows]` or the shape of the losses.
 
         Returns:
             A scalar, and a list with a tensor, `tf.IndexedSlices` or `None` for each of `trainable_variables`, on the device of
@@ -220,8 +220,8 @@ class Pipeline:
         outputs: bool = False,
         clock: Clock | None = None,
     ) -> tuple[Any, list[Any], Any, Any]:
-        """Return the value of a loss of `as_loss`, its gradients times `scale`, the outputs of the batch if wanted, and the
-        times of calls if there is a clock."""
+        """Return the value of a loss, its gradients times `scale`, the outputs if wanted, and with a clock the times of
+        calls."""
         batch, key = _batch_of(x)
         if y is None:
             raise DataError("y is None; expected the targets of the rows, a nest of tensors [rows, ...]")
@@ -248,8 +248,8 @@ class Pipeline:
 
         Args:
             x: as in a call.
-            y: as in `value_and_gradients`, which runs then; without, a call runs.
-            sample_weight: as there.
+            y: as in `value_and_gradients`, which runs if `y` is given. Otherwise, a call runs.
+            sample_weight: as in `value_and_gradients`.
 
         Raises:
             OptionError: inside a `tf.function`, or the pipeline has no loss.
@@ -273,7 +273,8 @@ class Pipeline:
         return PipelineReport(self.devices, clock.calls(times.numpy()))
 
     def _run(self, build: Callable[[Batch], tuple[Found, Any]], batch: Batch, key: Any) -> tuple[Found, Any]:
-        """Run `build(batch)` in the graph that is being built, or in one of its own, which is kept by `key`."""
+        """Run `build(batch)` in the graph that is being built, or in eager code in a separate graph, which is kept by
+        `key`."""
         if not tf.executing_eagerly():
             if compiled_as_a_part():
                 raise OptionError(
@@ -293,7 +294,7 @@ class Pipeline:
         return results[-1], tensors
 
     def _graph_of(self, build: Callable[[Batch], Any], batch: Batch, key: Any, count: int) -> tuple[Any, list[Found]]:
-        """Return the graph for batches of at least so many rows, and the value of `Found` of its trace."""
+        """Return the graph for batches of at least `count` rows, and a list of the `Found` of its traces."""
         key = key, count, is_training(), *(stage.state() for stage in self._stages)
         if key not in self._graphs:
             results: list[Found] = []
@@ -309,7 +310,7 @@ class Pipeline:
         return self._graphs[key]
 
     def _called(self, clock: Clock | None, batch: Batch) -> tuple[Found, Any]:
-        """Return the results of a call, and then the losses that layers add; and the times of calls if there is a clock."""
+        """Return the results of a call followed by losses that layers add, and the times of calls if there is a clock."""
         made = Composition(self._stages, batch, self._setting, self._alive, clock)
         results = made.joined(self._output_device, range(len(made.values[0])))
         tensors = [*results, *(loss for _, loss in made.losses)]
@@ -338,15 +339,15 @@ class Pipeline:
             )
 
     def stream(self, dataset: tf.data.Dataset) -> Iterator[Any]:
-        """The stages on the batches of a dataset, in order; the first stages are at work on the next one while the last ones
-        are on the one before.
+        """Run the stages on the batches of a dataset, in order. The first stages start the next batch before the last ones
+        end.
 
         Examples:
             >>> pipe = Pipeline([lambda x: x * 2, lambda x: x + 1], devices=["CPU:0", "CPU:1"])
             >>> [batch.numpy().tolist() for batch in pipe.stream(tf.data.Dataset.range(3).batch(2))]
             [[1, 3], [5]]
         """
-        ahead = 2  # of which one drains while the other fills
+        ahead = 2  # one batch leaves the pipeline while the next one enters
         return iter(dataset.map(self._in_dataset, num_parallel_calls=ahead, deterministic=True).prefetch(1))
 
     @tf.autograph.experimental.do_not_convert
@@ -356,7 +357,7 @@ class Pipeline:
         return found.passed.unpacked(tensors[: found.count])
 
     def explain(self, data_or_spec: Any) -> PipelinePlan:
-        """Return the plan of a call without running it: the schedule, its bubble, and the bytes sent from stage to stage.
+        """Return the plan of a call without running it: the schedule, its bubble, and the bytes sent between stages.
 
         Args:
             data_or_spec: a batch, or a nest of `tf.TensorSpec`s in its place.
@@ -388,7 +389,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Found:
-    """What the trace of a graph finds out."""
+    """The facts that the trace of a graph shows."""
 
     passed: Passed
     """Specs of results."""
@@ -397,7 +398,7 @@ class Found:
     """Number of results."""
 
     losses: Sequence[tuple[Any, Any]]
-    """Of `Composition`."""
+    """The losses of `Composition`."""
 
 
 def _batch_of(data: Any, noted: bool = True) -> tuple[Batch, Any]:

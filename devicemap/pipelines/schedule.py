@@ -1,4 +1,4 @@
-"""In which order the devices of a pipeline call their stages: numbers only."""
+"""The order in which the devices of a pipeline call their stages. Pure functions of numbers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def schedule_of(kind: str, stages: int, devices: int, microbatches: int, device:
     """Return the order in which a device makes its calls, forward and backward.
 
     "gpipe": all forward calls, then all backward calls (Huang et al., 2019). "1f1b": after `devices - device` microbatches,
-    each forward call waits for a backward one, so that no more microbatches' activations are held (Narayanan et al., 2019).
-    "interleaved": the same with several stages on each device, in turns of `devices` microbatches (Narayanan et al., 2021).
-    If the number of microbatches is not a multiple of that of devices, all forward calls come first, because calls could
-    wait for each other otherwise.
+    each forward call waits for a backward call, so that activations of no more microbatches are held (Narayanan et al., 2019).
+    "interleaved": as "1f1b" with several stages on each device, in turns of `devices` microbatches (Narayanan et al., 2021).
+    If the number of microbatches is then not a multiple of the number of devices, all forward calls come first to avoid
+    deadlocks.
 
     Args:
         kind: one of `KINDS`.
@@ -38,7 +38,7 @@ def schedule_of(kind: str, stages: int, devices: int, microbatches: int, device:
     >>> [f"{step.stage}{'FB'[step.backward]}{step.microbatch}" for step in schedule_of("interleaved", 4, 2, 2, 1)]
     ['1F0', '1F1', '3F0', '3B0', '3F1', '3B1', '1B0', '1B1']
     """
-    own = range(device, stages, devices)  # stages are dealt to the devices in turn
+    own = range(device, stages, devices)  # stages are assigned to the devices in turn
     turns = [range(first, min(first + devices, microbatches)) for first in range(0, microbatches, devices)]
     forward = [Step(stage, m, False) for turn in turns for stage in own for m in turn]
     backward = [Step(stage, m, True) for turn in turns for stage in reversed(own) for m in turn]
@@ -55,7 +55,7 @@ def schedule_of(kind: str, stages: int, devices: int, microbatches: int, device:
 
 
 def source_of(step: Step, stages: int) -> Step | None:
-    """Return the call whose results a call takes; `None`: it takes the rows of the batch."""
+    """Return the call whose results a call takes; `None` if it takes the rows of the batch."""
     if step.backward:
         return step._replace(stage=step.stage + 1) if step.stage < stages - 1 else step._replace(backward=False)
     return step._replace(stage=step.stage - 1) if step.stage else None
@@ -70,16 +70,16 @@ def duration_of(
     backward: float | None = 1.0,
     sending: float = 0.0,
 ) -> float:
-    """Return how long the calls of a schedule take together, if devices compute while they send and receive.
+    """Return the duration of a schedule, if devices compute while they send and receive.
 
     Args:
-        kind: as the other numbers, one of the arguments of `schedule_of`.
+        kind: one of `KINDS`, as for `schedule_of`.
         stages: number of stages.
         devices: number of devices.
         microbatches: number of microbatches.
         forward: the duration of a forward call.
-        backward: the duration of a backward call; `None`: there are none.
-        sending: how long a device takes to send the results of a call to another one.
+        backward: the duration of a backward call; `None` without backward calls.
+        sending: the time to send the results of a call to another device.
 
     >>> duration_of("1f1b", 4, 4, 8), duration_of("interleaved", 8, 4, 8, 0.5, 0.5)
     (22.0, 19.0)

@@ -1,4 +1,4 @@
-"""Keras models -> stages of a pipeline: copies of contiguous layers, of about equal time or size."""
+"""Split Keras models into stages of a pipeline: copies of contiguous layers, of about equal time or size."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _TIMES = 5
 
 
 class Stages(list[Any]):
-    """Keras models for the stages of a `Pipeline`, whose layers are copies of those of another model."""
+    """Keras models for the stages of a `Pipeline`. Their layers are copies of the layers of another model."""
 
     def __init__(self, models: Sequence[Any], copies: Sequence[Any]):
-        """`copies`: of the layers of the model, in the order in which they are called first."""
+        """`copies`: the copies of the layers of the model, in the order of their first calls."""
         super().__init__(models)
         self._copies = list(copies)
 
     def copy_weights_to(self, model: Any) -> None:
-        """Assign the variables of the stages to those of a model of the same layers, such as the one that was split.
+        """Assign the variables of the stages to those of a model with the same layers, such as the model that was split.
 
         Raises:
             OptionError: the model has other layers.
@@ -59,25 +59,26 @@ class Stages(list[Any]):
 def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: Any = None) -> Stages:
     """Copy a Keras model into `n` stages for a `Pipeline`.
 
-    The stages are models of copies of the layers, with the values of the model's variables: their composition computes the
-    same. The model itself does not change. Of all ways to cut its layers, in their order, the one whose largest stage is
-    smallest is taken. Layers of nested models are cut as those of the model itself. A layer is copied by its `get_config`,
-    `build` and variables, so a custom layer must return all its arguments in `get_config`; `split` compares results.
+    The stages are models of copies of the layers, with the values of the model's variables. Together they compute the same
+    results as the model, which does not change. Layers keep their order, and are cut such that the largest stage is as small
+    as possible. Layers of nested models are cut like those of the model. A layer is copied by its `get_config`, `build` and
+    variables, so a custom layer must return all its arguments in `get_config`. `split` compares the results of layers and
+    copies.
 
     Args:
         model: a Sequential or functional Keras model, built.
-        n: how many stages; at most one for each call of a layer.
-        by: "time": what a layer takes, measured on random rows in a forward pass; "bytes": its variables.
-        devices: as for `parallel_map`: the variables of each stage are created on a device of its own. Stages are dealt to
-            fewer devices in turn, as for the schedule "interleaved".
+        n: number of stages; at most one for each call of a layer.
+        by: "time": the time of a layer, measured on random rows in a forward pass. "bytes": the size of its variables.
+        devices: as for `parallel_map`. The variables of each stage are created on another device. If there are fewer devices,
+            stages are assigned to them in turn, as for the schedule "interleaved".
 
     Returns:
         A list of `keras.Model`s with the method `copy_weights_to(model)`. If several tensors cross a cut, as with a residual
-        connection, the stage before it returns a tuple and the next one takes several arguments. A layer that is called in
-        several stages has its variables in the first of them, and the others read them there.
+        connection, the stage before it returns a tuple and the next stage takes several arguments. If several stages call a
+        layer, its variables are in the first of these stages, and the others read them there.
 
     Raises:
-        OptionError: for a subclassed model, a parallelized one, and one with a layer that cannot be copied.
+        OptionError: for a subclassed or parallelized model, and for a model with a layer that cannot be copied.
 
     Examples:
         >>> import keras
@@ -126,13 +127,13 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
 
 
 def cuts(weights: Sequence[float], n: int) -> list[int]:
-    """Where to cut into `n` parts, none of them empty, such that the heaviest is as light as can be.
+    """Return the bounds of `n` non-empty parts, such that the largest sum of weights is as small as possible.
 
     >>> cuts([1, 1, 1, 3], 2)
     [0, 3, 4]
     """
     sums = [0, *accumulate(weights)]
-    best = {(0, 0): (0.0, [0])}  # of the first so many weights in so many parts
+    best = {(0, 0): (0.0, [0])}  # (number of weights, parts) -> (largest sum, bounds)
     for parts in range(1, n + 1):
         for stop in range(parts, len(weights) + 1):
             ways = (
@@ -150,10 +151,10 @@ def _layers_in(calls: Sequence[LayerCall]) -> list[Any]:
 
 
 def _owners_of_variables(layers: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
-    """Return each variable and its layer, by the `id` of its handle.
+    """Return each layer and its variable, by the `id` of the variable's handle.
 
     Raises:
-        OptionError: two layers have it.
+        OptionError: two layers have the same variable.
     """
     owners: dict[int, tuple[Any, Any]] = {}
     for layer in layers:
@@ -178,7 +179,7 @@ def _check_uses_none_of(owners: dict[int, tuple[Any, Any]], call: LayerCall, cop
 
 
 def _entry_of(model: Any) -> Any:
-    """Return a model that only converts inputs as `model` does: by name, dtype and rank."""
+    """Return a model that only converts inputs like `model`, by name, dtype and rank."""
     import keras
 
     structure, _ = structures_of(graph_of(model))
@@ -198,9 +199,9 @@ def _stage(
     result: Any,
     entry: Any,
 ) -> Any:
-    """Return a model of calls of copies of layers.
+    """Return a model that runs calls of copies of layers.
 
-    `owned`: the copies whose variables are those of the model. `given` and `result`: symbolic inputs and outputs.
+    `owned`: the copies whose variables belong to the model. `given` and `result`: symbolic inputs and outputs.
     """
     import keras
 
@@ -227,7 +228,7 @@ def _stage(
 
 
 def _crossing(calls: Sequence[LayerCall], stop: int, outputs: Sequence[Any]) -> list[Any]:
-    """What is made before call `stop` and taken by it or later ones, or given by the model."""
+    """Return the tensors that are computed before call `stop`, and used by it, by later calls, or as outputs."""
     after = calls[stop:]
     made_after = {id(tensor) for call in after for tensor in call.outputs}
     taken = [tensor for call in after for tensor in call.inputs] + list(outputs)
@@ -240,7 +241,7 @@ def _bytes_of(layer: Any) -> int:
 
 
 def _seconds_of(call: LayerCall) -> float:
-    """What a call takes, in a graph, on random rows."""
+    """Return the time of a call in a graph, on random rows."""
     tensors = random_tensors(call.inputs)
 
     @tf.function(autograph=False)
@@ -251,6 +252,6 @@ def _seconds_of(call: LayerCall) -> float:
     times = []
     for _ in range(1 + _TIMES):
         began = time.perf_counter()
-        tf.nest.map_structure(lambda leaf: leaf.numpy(), run())  # on an accelerator, a call ends before its work
+        tf.nest.map_structure(lambda leaf: leaf.numpy(), run())  # waits for kernels on accelerators
         times.append(time.perf_counter() - began)
     return median(times[1:])

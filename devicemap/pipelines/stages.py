@@ -1,4 +1,4 @@
-"""What a stage of a pipeline is, traced: by the same piece as functions of maps."""
+"""The stages of a pipeline. They are traced like the functions of maps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from devicemap.options import Options
 
 @dataclass(frozen=True)
 class Passed:
-    """What goes from stage to stage: the leaves of a nest, and then tensors that Keras attached to them, such as masks."""
+    """Specs of the tensors between two stages: leaves of a nest, then tensors that Keras attached to them, such as masks."""
 
     nest: Any
     """A nest of `tf.TypeSpec`s `[None, ...]`."""
@@ -34,14 +34,14 @@ class Passed:
     """The `tf.TypeSpec` of each attached tensor, by the index of its leaf and the name of the attribute."""
 
     def unpacked(self, tensors: Sequence[Any]) -> Any:
-        """Return the nest of tensors, with what is attached to them."""
+        """Return the nest of tensors, with attached tensors."""
         count = len(tf.nest.flatten(self.nest))
         for (i, name), note in zip(self.notes, tensors[count:]):
             set_note(tensors[i], name, note)
         return as_objects(tf.nest.pack_sequence_as(self.nest, list(tensors[:count])))
 
     def with_targets(self, specs: Any) -> Passed:
-        """Return the specs of this and a second argument."""
+        """Return the specs of this argument and a second one."""
         return Passed((self.nest, specs), self.notes)
 
     def inserted(self, tensors: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
@@ -57,44 +57,44 @@ def notes_by_leaf(leaves: Sequence[Any]) -> dict[tuple[int, str], Any]:
 
 @dataclass(frozen=True)
 class TracedStage:
-    """A stage, traced for what it takes. It returns the leaves of `passed`, and then a vector `[rows]` for each loss."""
+    """A stage, traced for its inputs. It returns the leaves of `passed`, and then a vector `[rows]` for each loss."""
 
     traced: Traced
     passed: Passed
     losses: tuple[tuple[Any, bool], ...]
-    """For each loss, the layer that adds it, and whether it is a sum over rows: the sum of its vector, else the mean."""
+    """For each loss, the layer that adds it, and whether it is the sum of its vector. Otherwise, it is the mean."""
 
     mixes_rows: bool
     """Whether layers write variables other than seeds, as batch normalization does in training."""
 
 
 class Stage:
-    """A function of batches, traced for what it takes."""
+    """A function of batches, traced for its inputs."""
 
     def __init__(self, function: Callable[..., Any], name: str, added_losses: str | None, layers: Sequence[Any]):
-        """`name` is for errors: "stage 0 of 2". `layers`: the `layers_of` the function."""
+        """`name`: the name in errors, such as "stage 0 of 2". `layers`: the `layers_of` the function."""
         self._function, self._name, self._added_losses = function, name, added_losses
         self.layers = layers
         self.variables: list[Any] = []
-        """Those that its traces use, each once."""
+        """The variables that its traces use, each once."""
         self._known: dict[Any, TracedStage] = {}
         self._streams = Streams()
         for variable in (variable for layer in self.layers[:1] for variable in layer.variables):
             if variable.overwrite_with_gradient:
                 raise OptionError(
-                    f"{name}: {variable.path} takes the value of its gradient, as in float8, and microbatches add theirs"
+                    f"{name}: {variable.path} is overwritten with its gradient, as in float8, but microbatches add gradients"
                 )
 
     def state(self) -> tuple[Any, ...]:
-        """Return the state that its traces depend on: its variables (`enable_lora` adds some), and which are trainable."""
+        """Return the state on which its traces depend: its variables (`enable_lora` adds some), and which are trainable."""
         variables = ((id(variable), variable.trainable) for layer in self.layers[:1] for variable in layer.variables)
         return *(layer.trainable for layer in self.layers), *variables
 
     def traced(self, given: Passed, replica: int = 0) -> TracedStage:
-        """What it is for these rows, in a replica of the pipeline: the backward pass of a trace belongs to one device.
+        """Return the trace for these inputs in a replica, because the backward pass of a trace belongs to one device.
 
         Raises:
-            FunctionError: it cannot be traced, or does not return rows.
+            FunctionError: the function cannot be traced, or does not return rows.
         """
         key = freeze((given.nest, given.notes)), replica, is_training(), self.state()
         stage = self._known.get(key) or self._trace(given)
@@ -103,10 +103,9 @@ class Stage:
         return stage
 
     def of_microbatches(self, given: Passed, shares: Sequence[range]) -> list[TracedStage]:
-        """What each microbatch of a graph calls, by the share of each replica.
+        """Return the trace for each microbatch of a graph. `shares` are the microbatches of each replica.
 
-        They have traces of their own where ops keep something for each, as for devices of a map: random ops with seeds, Python
-        functions that a tape follows.
+        With random ops with seeds, or Python functions that a tape follows, each microbatch has a separate trace.
         """
         audit = self.traced(given).traced.audit
         if audit.seeded or audit.python:
@@ -124,7 +123,7 @@ class Stage:
 
         function: Any = partial(run)
         with suppress(TypeError, ValueError):
-            function.__signature__ = inspect.signature(self._function)  # errors describe it
+            function.__signature__ = inspect.signature(self._function)  # for error messages
         specs = (given.nest, tuple(given.notes.values())) if given.notes else given.nest
         added: list[Any] = []
         with ExitStack() as replaced:
@@ -153,7 +152,7 @@ class Stage:
 
     @tf.autograph.experimental.do_not_convert
     def _with_extras(self, arguments: Any, results: Any, added: list[Any], found: dict[str, Any]) -> Any:
-        """Return the results of a call with what is attached to them and a vector for each loss, if there are any."""
+        """Return the results of a call, with attached tensors and a vector for each loss, if there are any."""
         leaves, rows = tf.nest.flatten(results), tf.nest.flatten(arguments)
         if self.layers:
             results = as_nodes(results, lists=lambda _: True)
@@ -174,7 +173,7 @@ class Stage:
 
 
 def _recording_losses(layer: Any, added: list[Any]) -> Any:
-    """Let a layer append its losses, each as (layer, loss), to a list in this context."""
+    """Return a context in which a layer appends its losses, each as (layer, loss), to a list."""
 
     def add_loss(loss: Any) -> None:
         added.extend((layer, each) for each in tf.nest.flatten(loss))
@@ -189,8 +188,9 @@ def _written(traced: Traced) -> list[Any]:
 
 
 def run_in_turn(stages: Sequence[Traced]) -> bool:
-    """Whether TensorFlow runs all microbatches of a stage before those of another one, whatever the schedule: gradients of
-    Python functions do, and stages of which one writes a variable of another one's."""
+    """Whether TensorFlow runs all microbatches of a stage before those of another stage, against the schedule.
+
+    It does so for gradients of Python functions, and if one stage writes a variable that another stage uses."""
     users = Counter(id(handle) for stage in stages for handle in stage.captures)
     written = (handle for stage in stages for handle in _written(stage))
     return any(stage.audit.python for stage in stages) or any(users[id(handle)] > 1 for handle in written)

@@ -59,7 +59,7 @@ def _checked(name: str, kind: Any, column: np.ndarray) -> Any:
     if len(shapes) != 1 or not rows[0].shape or rows[0].dtype.kind not in "biuf":
         raise DataError(
             f"column {name!r} is of type {kind}; expected numbers, booleans, text, lists of these, or tensors that differ in "
-            "the length of their first axis alone. Leave it out, as by select_columns, or make such rows of it first"
+            "the length of their first axis alone. Leave the column out, for instance by select_columns, or convert it first"
         )
     return tf.RaggedTensor.from_row_lengths(np.concatenate(rows), [len(row) for row in rows], validate=False)
 
@@ -88,5 +88,5 @@ def _column_of(name: str, column: Any) -> Any:
         return as_arrow(pa, column)
     except pa.ArrowException as error:
         raise failure(
-            f"fn returns {name!r} of {column.dtype.name}, which Arrow cannot hold ({error}); cast it, or take it apart"
+            f"fn returns {name!r} of {column.dtype.name}, which Arrow cannot hold ({error}); cast it, or return its parts"
         ) from error

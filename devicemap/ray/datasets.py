@@ -152,9 +152,7 @@ def _by_actors(
         )
     checked = check_options(fn, options)
     if checked.on_error == "skip":
-        raise OptionError(
-            "on_error='skip' on Ray, where no report has the rows that failed; let fn mark such rows itself"
-        )
+        raise OptionError("on_error='skip' on Ray, which has no report of failed rows; let fn mark such rows")
     rows = None
     if num_gpus:
         if not isinstance(checked.batch_size, int):

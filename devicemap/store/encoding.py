@@ -86,7 +86,7 @@ def structure_of(described: Any, directory: Path) -> Any:
         tf.nest.flatten(structure)
     except (*WRONG_VALUES, AttributeError, JournalError) as error:
         raise JournalError(
-            f"{directory} describes its results as devicemap never does: {type(error).__name__}: {error!s:.200}. "
+            f"{directory} has a description of results that devicemap did not write: {type(error).__name__}: {error!s:.200}. "
             f"{START_AGAIN}"
         ) from error
     return structure

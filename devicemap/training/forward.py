@@ -137,7 +137,7 @@ def _as_one_device(name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse a method of a `tf.distribute.ReplicaContext` in a layer, and run it unchanged in other threads."""
     if is_collecting():
         raise failure(
-            f"a layer calls {name} of tf.distribute, which does not see the rows of other devices here; compute what depends "
-            "on several rows in compute_loss, or in a train_step of the model"
+            f"a layer calls {name} of tf.distribute, which does not see the rows of other devices here; compute values of "
+            "several rows in compute_loss, or in a train_step of the model"
         )
     return method(*args, **kwargs)

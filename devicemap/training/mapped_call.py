@@ -163,8 +163,8 @@ class MappedCall:
         self._not_for_xla = self._reason_against_xla(concrete, dense)
         if audit(concrete).ordered or op_types(concrete) & _ADDS:
             raise failure(
-                f"a layer of {layer.name} changes a tf.Variable or a table, which each device would do by its own rows; "
-                "let it be a variable of Keras's, made by add_weight, or change it in a train_step of the model"
+                f"a layer of {layer.name} changes a tf.Variable or a table, and each device would change it for its rows only; "
+                "create the variable by add_weight, or change it in a train_step of the model"
             )
         if (self._meets or self._microbatches > 1 or forward.recomputed) and _hides_variables(concrete.graph):
             raise failure(
@@ -268,7 +268,7 @@ class MappedCall:
             if id(self._states[i]) not in self._forward.averaged and depends_on(value, rows):
                 raise failure(
                     f"{self._states[i].path} gets a new value that depends on the rows, which only batch normalization may; "
-                    "change it in a train_step of the model"
+                    "change the variable in a train_step of the model"
                 )
         self._passed = what
         if self._row_losses is not None and self._row_losses.complete:
@@ -276,7 +276,7 @@ class MappedCall:
             for i in (i for i in range(len(tensors)) if i not in range(*values)):
                 tensors[i] = tf.nest.map_structure(tf.stop_gradient, tensors[i], expand_composites=True)
         if any(of_rows and loss.shape.rank != 0 for loss, (_, of_rows, _) in zip(others, what.losses)):
-            raise failure(f"{layer.name} adds a loss for each row; let it add their sum or mean")
+            raise failure(f"{layer.name} adds a loss with a value for each row; add the sum or mean of the values")
         for i in range(losses):
             others[i] = tf.cast(tf.reduce_sum(others[i]), tf.float32)
         return tensors, as_states([*others, count_rows(rows[0])], rows[0])
@@ -320,9 +320,9 @@ class MappedCall:
             varying = [size for size, now in zip(shape[1:], known[1:]) if size != now]
             if not shape.rank or shape[0] not in (None, self._more) or self._more in varying:
                 raise failure(
-                    f"{self._layer.name} returns an output of shape {shape} for {self._more} rows, and the outputs of devices "
-                    "are joined as rows: expected one row for each row, whose shape does not depend on the other rows. Compute "
-                    "what depends on several rows in compute_loss, or in a train_step of the model"
+                    f"{self._layer.name} returns an output of shape {shape} for {self._more} rows; expected one row for each "
+                    "row, whose shape does not depend on other rows, because outputs of devices are joined. Compute values of "
+                    "several rows in compute_loss, or in a train_step of the model"
                 )
 
     def collected(self, results: Sequence[Any]) -> Any:
@@ -353,9 +353,7 @@ class MappedCall:
 def _with_equal_rows(rows: Sequence[Any], name: str) -> list[Any]:
     """Add an assertion to the graph that leaves have the same number of rows."""
     counts = tf.stack([count_rows(leaf) for leaf in rows])
-    message = (
-        f"{name} was given inputs or targets with different numbers of rows, and devices take the same rows of each:"
-    )
+    message = f"{name} got inputs or targets with different numbers of rows; expected the same number in each. Rows:"
     return waiting_for([tf.raw_ops.Assert(condition=tf.reduce_all(counts == counts[0]), data=[message, counts])], rows)
 
 

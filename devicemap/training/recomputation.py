@@ -151,11 +151,11 @@ def _check(part: Any) -> None:
     found = audit(part)
     if found.random_ops:
         raise failure(
-            f"{', '.join(found.random_ops)} would draw other numbers when layers run again for their gradients; draw them by "
-            "keras.random, with a keras.random.SeedGenerator that the layer has"
+            f"{', '.join(found.random_ops)} would draw other numbers when layers run again for their gradients; use "
+            "keras.random with a keras.random.SeedGenerator of the layer"
         )
     if found.writes:
         raise failure(
-            "a layer changes a variable, which would happen again when it runs for its gradients; let it be one of Keras's, "
-            "made by add_weight"
+            "a layer changes a variable, and would change it again when it runs for its gradients; create the variable by "
+            "add_weight"
         )

@@ -131,8 +131,8 @@ class RowLosses:
         # If `complete`, outputs have no gradient. Layers call losses before `keep`, and metrics run outside of the tape.
         if self.complete and owner in self._calls and self._values and tape_is_recording():
             raise failure(
-                f"a loss of {self._model.name} takes a target or an output that is not the one of its batch or call; let a "
-                "train_step of the model compute it"
+                f"a loss of {self._model.name} takes a target that is not from the batch, or an output that is not from the "
+                "call of the model; compute the loss in a train_step of the model"
             )
         return call(y_true, y_pred, **options)
 

@@ -219,7 +219,7 @@ def collecting(held: Sequence[tuple[Any, Any]] = (), losses: bool = True, advanc
             if tf.compat.v1.get_default_graph() is not self.graph:
                 raise failure(
                     f"{variable.path} gets a new value in a loop, a branch or a tf.function inside a layer, which cannot pass "
-                    "it on to the variable; let the layer change it outside of them"
+                    "it on to the variable; change the variable outside of them"
                 )
             if variable.trainable:  # gradients of later reads go to the variable, not to the assigned value
                 now = tf.cast(variable.value, value.dtype)
@@ -234,8 +234,8 @@ def _check_no_loop(seed: Any, outermost: Any) -> None:
     while graph is not outermost:
         if type(graph).__name__ == "WhileBodyFuncGraph":
             raise failure(
-                f"{seed.path} is drawn from in a loop inside a layer, which would draw the same numbers each time; draw them "
-                "before the loop"
+                f"a layer draws from {seed.path} in a loop, which would draw the same numbers in each step; draw them before "
+                "the loop"
             )
         graph = graph.outer_graph
 
@@ -269,9 +269,8 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
     for variable in scope.changed:
         if id(variable) not in known:
             raise failure(
-                f"a layer changes {variable.path}, which is none of the model's variables, as those of metrics and of "
-                "keras.random without a seed are not; give random numbers a keras.random.SeedGenerator of the layer, and add "
-                "metrics in compile"
+                f"a layer changes {variable.path}, which is none of the model's variables. Neither are those of metrics and "
+                "of keras.random without a seed: use a keras.random.SeedGenerator of the layer, and pass metrics to compile"
             )
     leaves = tf.nest.flatten(outputs)
     flat = [leaf for leaf in leaves if tf.is_tensor(leaf)]
@@ -317,7 +316,7 @@ def meeting(layers: Sequence[Any], lockstep: Lockstep, weights: Any) -> Abstract
         if tape_is_recording():
             raise failure(
                 "a layer takes gradients through a batch normalization by a tape of its own, which does not see the rows of "
-                "other devices; set batch_norm='local', or take them in a train_step of the model"
+                "other devices; set batch_norm='local', or compute them in a train_step of the model"
             )
         return lockstep.meet(own, lambda parts: [_merged(parts, weights)] * len(parts))
 
