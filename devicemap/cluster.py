@@ -1,7 +1,7 @@
 """Devices of remote hosts: `connect` to TensorFlow servers, and `serve` to start one.
 
 TensorFlow servers have no passwords and no encryption, and listen on all network interfaces. Anyone who reaches the port can
-run code in the process. A process that connects runs a server, too: the hosts fetch data from it.
+run code in the process. A process that connects also runs a server, from which the hosts fetch data.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def connect(cluster: Mapping[str, Sequence[str]]) -> None:
 
 
 def serve(port: int, cpus: int = 1) -> tf.distribute.Server:
-    """Start a TensorFlow server in this process, which others can `connect` to.
+    """Start a TensorFlow server in this process, to which other processes can `connect`.
 
     Args:
-        port: the port to listen on, on all network interfaces; 0 chooses a free one, which `target` of the server contains.
+        port: the port on which the server listens, on all network interfaces. 0 chooses a free port, which is in its `target`.
         cpus: the number of CPU devices.
 
     Raises:
@@ -94,7 +94,7 @@ def serve(port: int, cpus: int = 1) -> tf.distribute.Server:
 
 
 def _addresses(cluster: Any) -> list[str]:
-    """The addresses in a cluster, all of them valid."""
+    """Return the addresses in a cluster. Raises `OptionError` if one is invalid."""
     jobs = cluster.values() if isinstance(cluster, Mapping) and _LOCAL_JOB not in cluster else ()
     addresses = [address for tasks in jobs for address in (tasks if isinstance(tasks, Sequence) else [tasks])]
     if not addresses or not all(isinstance(each, str) and _ADDRESS.fullmatch(each) for each in addresses):
@@ -103,7 +103,7 @@ def _addresses(cluster: Any) -> list[str]:
 
 
 def _own_address(servers: Sequence[str]) -> str:
-    """A free port of this machine, at the IP address from which it reaches the servers. All of them have to answer."""
+    """Return a free port of this machine, at the IP address from which it reaches the servers. All servers have to answer."""
     found = []
     for server in servers:
         host, _, port = server.rpartition(":")

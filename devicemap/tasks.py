@@ -1,4 +1,4 @@
-"""Independent Python jobs: one per device at a time, each in a thread under `tf.device`."""
+"""Independent Python jobs. Each device runs one at a time, in a thread under `tf.device`."""
 
 from __future__ import annotations
 
@@ -146,13 +146,13 @@ class _Call:
         finally:
             for queue in self._queues.values():
                 queue.put(None)
-            if not self._running:  # otherwise, after Ctrl-C or an error of the observer, running tasks end later
+            if not self._running:  # after Ctrl-C or an error of the observer, running tasks end later
                 for worker in workers:
                     worker.join()
             try:
                 self.observe(CallFinished(self._now(), error))
             finally:
-                error = None  # its traceback refers to this frame, and a cycle would keep the results of other tasks
+                error = None  # the traceback refers to this frame, and the cycle would keep the results of other tasks
 
     def _work(self, device: str) -> None:
         """Run the tasks in the queue of a device until `None` comes: the target of a worker's thread."""
@@ -164,7 +164,7 @@ class _Call:
             try:
                 with tf.device(device):
                     result = self.fn(self.items[shard.start], **keywords)
-            except BaseException as raised:  # SystemExit ends the call, too
+            except BaseException as raised:  # SystemExit also ends the call
                 error = raised
             self._ended.put(_Ended(shard, started, result, error))
             del result, error
@@ -197,7 +197,7 @@ class _Call:
                 else:
                     first = _with_note(error, shard, self.items[number])
                     self._waiting.clear()
-            del ended, error  # whose traceback refers to what the task had in memory
+            del ended, error  # the traceback refers to objects of the task
             self._start_next(shard.device)
         try:
             if first is not None:
@@ -228,11 +228,11 @@ class _Call:
 
 
 def _keras_settings() -> Callable[[], None]:
-    """Return a function that gives another thread this thread's dtype policy of Keras, and whether it prints.
+    """Return a function that copies this thread's settings of Keras, its dtype policy and logging, to another thread.
 
-    Keras keeps them for each thread. In a new one, models would silently be of the default dtype.
+    Keras has these settings per thread. A new thread would silently use the defaults (test_settings_of_keras_hold_in_tasks).
     """
-    config = getattr(sys.modules.get("keras"), "config", None)  # if nothing has imported Keras, nothing was set
+    config = getattr(sys.modules.get("keras"), "config", None)  # None if Keras was not imported
     if config is None:
         return lambda: None
     policy, prints = config.dtype_policy(), config.is_interactive_logging_enabled()
@@ -248,16 +248,16 @@ def _takes_device(fn: Callable[..., Any]) -> bool:
     """Return whether a function has a parameter `device` besides the first one."""
     try:
         others = [*inspect.signature(fn).parameters.values()][1:]
-    except Exception:  # a function whose signature Python does not know, or an object that computes it and fails
+    except Exception:  # an unknown signature, or an error of an object that computes it
         return False
-    if isinstance(fn, partial) and "device" in fn.keywords:  # which the user chose
+    if isinstance(fn, partial) and "device" in fn.keywords:  # the user chose the device
         return False
     return any(other.name == "device" and other.kind in _BY_KEYWORD for other in others)
 
 
 def _with_note(error: Any, shard: Shard, item: Any) -> BaseException:
     note = f"item {shard.start} on {short_name(shard.device)}"
-    with suppress(Exception):  # reprlib takes a class for a built-in one of the same name
+    with suppress(Exception):  # reprlib fails for classes that have the name of a built-in one
         note += f": {reprlib.repr(item)}"
     add_note(error, note)
     return error

@@ -1,4 +1,4 @@
-"""The non-public names of TensorFlow and Keras that devicemap uses, each with the reason and a public fallback.
+"""The non-public names of TensorFlow and Keras that devicemap uses, each with its reason and a public fallback.
 
 A name is looked up at its first use. `docs/explanation/internals.md` lists the fallbacks.
 `tests/_tensorflow/test_internals.py` fails if a name is missing or behaves differently; `make test-plain` runs the laws without
@@ -25,7 +25,7 @@ class Private:
     """A module of TensorFlow with non-public names, imported at its first use; its attributes are those of the module."""
 
     def __init__(self, module: str, *names: str):
-        """`names`: the names that are used, with dots for attributes of attributes."""
+        """`names`: the used names, with dots for attributes of attributes."""
         self._module, self._names = module, names
 
     def __getattr__(self, name: str) -> Any:
@@ -35,7 +35,7 @@ class Private:
 
     @functools.cached_property
     def is_there(self) -> bool:
-        """Whether this TensorFlow has the module and all of the names."""
+        """Whether this TensorFlow has the module and all names."""
         try:
             module = importlib.import_module(self._module)
             for name in self._names:

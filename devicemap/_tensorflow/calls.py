@@ -60,13 +60,13 @@ def attributes_of_calls() -> tuple[Any, ...] | None:
 def unrecorded(concrete: Any, attributes: tuple[Any, ...] | None = None) -> Callable[..., Any]:
     """Return a callable for a `ConcreteFunction` in eager code, without tapes, with tensors only.
 
-    The public call binds its arguments to a Python signature and asks the tapes first, which takes as long as running a
-    small graph. A cancellation `manager` cancels the call; TensorFlow's own context manager keeps it in a global that
-    threads share.
+    The public call first binds its arguments to a Python signature and asks the tapes, which takes as long as running a small
+    graph. A cancellation `manager` cancels the call. TensorFlow's context manager stores it in a global that all threads
+    share.
 
     Args:
         concrete: the function.
-        attributes: `attributes_of_calls` of another thread; by default those of this one.
+        attributes: `attributes_of_calls` of another thread; by default those of this thread.
     """
     ctx, function, captured = _context.context(), concrete.inference_fn, list(concrete.captured_inputs)
     fixed = tf.compat.as_str(function.name), len(function.function_type.flat_outputs)
@@ -75,7 +75,7 @@ def unrecorded(concrete: Any, attributes: tuple[Any, ...] | None = None) -> Call
 
     def call(*tensors: Any, manager: Any = None) -> Any:
         inputs = [*tensors, *captured]
-        with _atomic.InterpolateRuntimeError(function):  # adds to an error where its op was defined
+        with _atomic.InterpolateRuntimeError(function):  # adds the definition of its op to an error
             if manager is None:
                 return pack(_execute.execute(*fixed, inputs, flat_attributes, ctx))
             return pack(_execute.execute_with_cancellation(*fixed, inputs, flat_attributes, ctx, manager))
@@ -84,7 +84,7 @@ def unrecorded(concrete: Any, attributes: tuple[Any, ...] | None = None) -> Call
 
 
 _differentiating = threading.RLock()
-"""TensorFlow adds intermediate outputs to a graph that calls in several threads share."""
+"""Held while TensorFlow adds intermediate outputs to a graph, which calls in several threads share."""
 
 
 @with_fallback(nothing, *_TAPING)
@@ -94,7 +94,7 @@ def prepare_gradient(concrete: Any, tensors: Sequence[Any], host: str) -> None:
     TensorFlow keeps them with the `ConcreteFunction`, and its public call uses them.
     """
     inputs = [*tensors, *concrete.captured_inputs]
-    for variable in concrete.graph.variables:  # tapes may start to watch a variable here, as in the call
+    for variable in concrete.graph.variables:  # tapes start to watch variables, as in the call
         _resources.variable_accessed(variable)
     kind = _gradients.PossibleTapeGradientTypes(inputs)
     with _differentiating:
@@ -105,15 +105,15 @@ def prepare_gradient(concrete: Any, tensors: Sequence[Any], host: str) -> None:
 
 
 def _begin_backward_on(host: str, functions: Any) -> None:
-    """Place the backward pass of a taped call on `host`, and record no output that its gradient does not take.
+    """Place the backward pass of a taped call on `host`, and do not record outputs that its gradient does not use.
 
-    `_wrap_backward_function` puts the gradients of all rows on the first device, and zeros for each TensorList that a
-    loop leaves for its gradient, for which it sends the whole list there (tests/simulators/softgpus/traffic.py,
+    `_wrap_backward_function` puts the gradients of all rows on the first device. It also sends each TensorList that a loop
+    keeps for its gradient to that device, to create zeros for it (tests/simulators/softgpus/traffic.py,
     test_what_a_loop_keeps_for_its_gradient_stays_where_it_is).
     """
     if hasattr(functions, "wrap_anywhere") or not hasattr(
         functions, "_wrap_backward_function"
-    ):  # done, or no tape follows
+    ):  # already done, or no tape records
         return
     functions.wrap_anywhere = functions._wrap_backward_function
 
@@ -136,8 +136,8 @@ def _begin_backward_on(host: str, functions: Any) -> None:
 def begin_backward_on(host: str, concrete: Any) -> None:
     """Place the backward pass of calls of a `ConcreteFunction` in a graph that is being built on `host`.
 
-    An attribute `on_gradient` of a call's op replaces its gradient in the same graph. It is called with the default
-    gradient function and the gradients of the outputs.
+    The attribute `on_gradient` of a call's op replaces its gradient in the same graph. It is called with the default gradient
+    function and the gradients of the outputs.
     """
     if usable(_delayed):
         functions = getattr(concrete, "_delayed_rewrite_functions", None)
@@ -165,10 +165,10 @@ def _on(device: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Cancellation:
-    """Cancels running `ConcreteFunction`s from another thread. Publicly, running calls finish, and later ones are
-    refused.
+    """Cancels running `ConcreteFunction`s from another thread. In the fallback, running calls finish, and later ones fail.
 
-    Each call gets a manager of its own, because a call that fails cancels what else runs under its manager.
+    Each call gets a separate manager, because a call that fails cancels all calls of its manager
+    (test_a_call_that_fails_leaves_another_alone).
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class Cancellation:
         return partial(self.run, unrecorded(concrete, attributes))
 
     def run(self, function: Callable[..., Any], *tensors: Any) -> Any:
-        """Call a function that `unrecorded` returned, in the same way."""
+        """Call a result of `unrecorded`, such that `cancel` cancels the call."""
         if not usable(_cancellation, *_CALLING):
             if self._cancelled:
                 raise tf.errors.CancelledError(None, None, "the call was cancelled before it began")
@@ -198,7 +198,7 @@ class Cancellation:
                 self._running.discard(manager)
 
     def cancel(self) -> None:
-        """Cancel running calls: no further op starts; ops that are running finish."""
+        """Cancel running calls. No further op starts, and running ops finish."""
         with self._lock:
             self._cancelled = True
             running = list(self._running)

@@ -23,7 +23,7 @@ from devicemap._tensorflow.pfor import (
 def convert_loop(given: Any) -> list[Any]:
     """Convert a loop whose condition is the same for all rows into one plain loop.
 
-    TensorFlow's converter allows rows to finish at different steps: each step checks whether rows remain, and passes on a
+    TensorFlow's converter allows rows to finish at different steps. Each step checks whether rows remain, and passes on a
     TensorArray for each variable. That takes up to half of the time of a loop with short steps.
     """
     loop = pfor.WhileV2(given)
@@ -39,7 +39,7 @@ def convert_loop(given: Any) -> list[Any]:
 
 
 class _Parting(Exception):
-    """A variable or the condition differs between rows although the ops of the loop do not show it, as for random numbers."""
+    """A variable or the condition differs between rows, although the ops of the loop do not show it, as for random numbers."""
 
 
 def _shared_loop(given: Any, loop: Any, differ: Iterable[int]) -> list[Any]:
@@ -64,7 +64,7 @@ def _shared_loop(given: Any, loop: Any, differ: Iterable[int]) -> list[Any]:
         for i, (result, shape) in enumerate(zip(body(wrapped(variables)), shapes)):
             if result.is_stacked > stacked[i]:
                 raise _Parting
-            # XLA does not see through a call that the handle of a variable goes through.
+            # XLA does not resolve the handle of a variable that passes through a call (test_compiled_loops).
             passed = i in loop._body_pass_through_indices
             results.append(variables[i] if passed else _alike(result, stacked[i], given.pfor.loop_len_vector))
             results[-1].set_shape(shape)
@@ -86,9 +86,9 @@ def _alike(result: Any, stacked: bool, rows: Any) -> Any:
 
 
 def convert_if(given: Any) -> list[Any]:
-    """Run each branch for the rows that take it, or not at all if there are none.
+    """Run each branch for the rows that take it, if there are any.
 
-    TensorFlow's converter runs a branch for zero rows, too, where ops that reshape to -1 fail.
+    TensorFlow's converter also runs a branch for zero rows, for which ops that reshape to -1 fail.
     """
     if not given.input(0).is_stacked:
         return list(convert_as_tensorflow(given))
@@ -125,7 +125,7 @@ def _differ_between_rows(given: Any, loop: Any) -> set[int] | None:
 
 
 def _depending(graph: Any, inputs: Iterable[int]) -> set[str]:
-    """Return the names of the tensors in a function's graph whose values depend on some of its inputs."""
+    """Return the names of the tensors in a function's graph whose values depend on these inputs."""
     reached = {graph.inputs[i].name for i in inputs}
     for op in graph.get_operations():
         if op.type not in _OF_SHAPES and any(tensor.name in reached for tensor in op.inputs):
@@ -175,7 +175,7 @@ def _branch(given: Any, index: Any, names: Sequence[str]) -> list[Any]:
 
 
 def convert_list(given: Any) -> Any:
-    """Convert an op on a TensorList, each element of which holds those of all rows.
+    """Convert an op on a TensorList. Each element of the converted list has the elements of all rows.
 
     TensorFlow's converters lose the shape of elements that are not written yet, confuse axes in a gather, and do not let a
     write extend the list.

@@ -1,4 +1,6 @@
-"""Converters of ops for which TensorFlow's `pfor` has none, or one that is incorrect or slow for some calls."""
+"""Converters of ops for which TensorFlow's `pfor` has no converter, or one that is incorrect or slow for some calls.
+
+`tests/compile/test_vectorizable_ops.py` compares each of them with `tf.map_fn`."""
 
 from __future__ import annotations
 
@@ -29,16 +31,16 @@ from devicemap._tensorflow.pfor import (
 from devicemap._tensorflow.products import convert_product
 
 Rule = Callable[[Any, int], Any]
-"""`(given, place)`: the op and the index of an input -> the input of the op for all rows."""
+"""`(given, place)`, an op and the index of an input -> the input of the op for all rows."""
 
 
 def by(*rules: Rule) -> Converter:
-    """Return a converter that runs the op once. Each rule converts an input, the last one all further inputs, too."""
+    """Return a converter that runs the op once. Each rule converts an input, and the last rule all further inputs."""
     return lambda given: wrap_stacked(_run(given, rules))
 
 
 def by_merging(*rules: Rule) -> Converter:
-    """Return a converter of an op whose results, and the inputs with the rule `batch`, have a batch as their first axis.
+    """Return a converter of an op whose results, and inputs with the rule `batch`, have a batch as their first axis.
 
     The row axis is merged into the batch.
     """
@@ -73,7 +75,7 @@ def shared(given: Any, place: int) -> Any:
 
 
 def axes(given: Any, place: int) -> Any:
-    """Count axes from behind the row axis."""
+    """Count axes without the row axis."""
     counted = given.unstacked_input(place)
     return counted + tf.cast(counted >= 0, counted.dtype)
 
@@ -111,7 +113,7 @@ def _unflattened(tensor: Any, rows: Any, length: Any) -> Any:
 
 
 def convert_reduction(given: Any) -> Any:
-    """Reduce over int32 axes: the gradient for int64 axes fails if lengths are unknown (TensorFlow's `_SumGrad`)."""
+    """Reduce over int32 axes, because TensorFlow's `_SumGrad` fails for int64 axes if lengths are unknown."""
     given.inputs[1] = pfor.wrap(tf.cast(given.unstacked_input(1), tf.int32), False)
     return convert_as_tensorflow(given)
 
@@ -144,12 +146,12 @@ def convert_squeeze(given: Any) -> Any:
 
 
 def convert_size(given: Any) -> Any:
-    """Multiply the lengths. TensorFlow's converter divides by the number of rows, which may be 0."""
+    """Multiply the lengths of axes. TensorFlow's converter divides by the number of rows, which may be 0."""
     return pfor.wrap(tf.reduce_prod(tf.shape(given.stacked_input(0), given.get_attr("out_type"))[1:]), False)
 
 
 def convert_select(given: Any) -> Any:
-    """Convert `tf.compat.v1.where`, which aligns the condition with the first axes."""
+    """Convert `tf.compat.v1.where`, which aligns the condition with the first axes of the values."""
     condition, x, y = (for_all_rows(given, place) for place in range(3))
     ranks = [each.shape.rank for each in given.op.inputs]
     if None in ranks:
@@ -162,7 +164,7 @@ def convert_select(given: Any) -> Any:
 def convert_l2_loss(given: Any) -> Any:
     """Compute half the sum of squares of each row."""
     rows = given.stacked_input(0)
-    halves = rows * (rows / 2)  # halved first, as float16 may overflow in the sum of squares
+    halves = rows * (rows / 2)  # halved first, because the sum of squares may overflow in float16
     return wrap_stacked([tf.reduce_sum(halves, tf.range(1, tf.rank(rows)))])
 
 

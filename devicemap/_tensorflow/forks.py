@@ -13,15 +13,16 @@ _THREADS = Path("/proc/self/task")
 
 @with_fallback(lambda: False, _context)
 def lost_threads() -> bool:
-    """Return whether TensorFlow is initialised in this process and its threads are not there (on Linux).
+    """Return whether TensorFlow is initialised in this process without its threads (on Linux).
 
-    A child process inherits the memory of its parent, but none of its threads. Functions then wait forever (test_forks).
+    A forked process inherits the memory of its parent, but not its threads. TensorFlow functions then wait forever
+    (test_forks).
     """
     if getattr(_context.context_safe(), "_context_handle", None) is None or not _THREADS.is_dir():
         return False
     try:
         names = [(thread / "comm").read_text() for thread in _THREADS.iterdir()]
-    except OSError:  # a thread ended while it was read, so there are some
+    except OSError:  # a thread ended while it was read, so there are threads
         return False
-    # Both, as other versions of TensorFlow may name their threads differently, but have some that are not Python's.
+    # Other versions of TensorFlow may name threads differently, but still have more threads than Python.
     return len(names) <= threading.active_count() and not any(name.startswith("tf_") for name in names)

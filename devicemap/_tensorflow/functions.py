@@ -1,4 +1,4 @@
-"""How functions are traced, and the functions and ops in their graphs."""
+"""Options and contexts of tracing, and access to the functions and ops of a graph."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _script_ops = Private("tensorflow.python.ops.script_ops", "_py_funcs.get")
 NO_AUTO_CONTROL_DEPS = {"_disable_acd": True}
 """`tf.function(experimental_attributes=...)`: no automatic control dependencies between the ops of the function.
 
-They would run one device after another as soon as two devices have a stateful op (test_no_control_dependencies_are_added). The
-argument is public, its values are not.
+With them, devices run one after another if two devices have a stateful op (test_no_control_dependencies_are_added). The
+argument is public, but its values are not.
 """
 
 NO_AUTO_CONTROL_DEPS_NOINLINE = {**NO_AUTO_CONTROL_DEPS, "_noinline": True}
-"""The same for a function whose ops must run although their results are unused.
+"""The same for a function whose ops must run although their results are unused. It is not inlined.
 
-Inlining such a function adds a NoOp with a control edge to each device, across devices, so it is not inlined.
+Inlining such a function would add a NoOp with control edges across devices.
 """
 
 
 def add_control_outputs(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
     """Return the results of the function being traced, which then runs these ops even if its results are unused.
 
-    Automatic control dependencies do this for stateful ops; here `FuncGraph.control_outputs` does (test_ops_that_must_run). The
-    fallback is results that wait for the ops.
+    In a `tf.function`, automatic control dependencies do this for stateful ops. Here, `FuncGraph.control_outputs` does
+    (test_ops_that_must_run). In the fallback, results wait for the ops.
     """
     results = waiting_for(ops, results)
     graph = tf.compat.v1.get_default_graph()
@@ -56,8 +56,8 @@ def add_control_outputs(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]
 def waiting_for(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
     """Return the results, on the current device, after these ops have run.
 
-    Grappler removes Identity, and the placer would then move the results of the user's function, which have no device, to the
-    first GPU; so use EnsureShape. A single result that waits for its own op only is passed on.
+    Grappler removes Identity. The placer would then move the results of the user's function, which have no device, to the
+    first GPU. So use EnsureShape (test_inside_a_function_results_that_wait_for_something_go_to_the_host_at_once).
     """
     with tf.control_dependencies(list(dict.fromkeys(ops))):
         waiting: list[Any] = tf.nest.map_structure(
@@ -67,10 +67,10 @@ def waiting_for(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
 
 
 def unchained(concrete: Any, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Return a function, and its arguments in the graph that is being traced, such that its call waits for no other call.
+    """Return a function, and its arguments in the graph that is being traced, so that its call waits for no other call.
 
-    Automatic control dependencies run stateful ops that take no resource one after another, on whatever device. So the function
-    gets one more argument: the handle of a resource that is never created.
+    Automatic control dependencies run stateful ops without a resource one after another, also across devices. So the function
+    gets the handle of a new resource, which is never created, as an additional argument.
     """
     takes_resources = any(tensor.dtype == tf.resource for tensor in concrete.inputs)
     stateful = any(op.op_def.is_stateful for op in concrete.graph.get_operations())
@@ -87,7 +87,7 @@ def unchained(concrete: Any, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 
 def tells_callers() -> bool:
-    """Whether ops of `add_control_outputs` also run before the next op of the user's function when the function is inlined."""
+    """Whether later ops of the user's function wait for ops of `add_control_outputs`, also if the function is inlined."""
     return usable()
 
 
@@ -95,8 +95,8 @@ def tells_callers() -> bool:
 def compiled_as_a_part() -> bool:
     """Whether XLA compiles the function being traced, or a function around it.
 
-    XLA refuses copies of variables on other devices (test_what_is_compiled_with_all_around_it). The fallback reads variables in
-    place anyway.
+    XLA refuses copies of variables on other devices (test_what_is_compiled_with_all_around_it). In the fallback, variables are
+    read in place anyway.
     """
     return bool(_control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
@@ -109,7 +109,7 @@ def shows_functions(graph: Any) -> bool:
 def functions_within(graph: Any) -> dict[str, tuple[Any, bool]]:
     """Return the functions that a graph calls, at any depth: name -> the function's graph, and whether XLA compiles it.
 
-    `Graph.as_graph_def()` has them too, but without the dtypes and shapes of their tensors.
+    `Graph.as_graph_def()` also has the functions, but without the dtypes and shapes of their tensors.
     """
     if not shows_functions(graph):
         return {}
@@ -121,13 +121,13 @@ def functions_within(graph: Any) -> dict[str, tuple[Any, bool]]:
 
 
 _own: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Graphs that `own_functions` found: traces of `tf.function`s under `tracing_again`, which later traces with that key share."""
+"""Graphs that `own_functions` found. Later traces in `tracing_again` with the same key share them."""
 
 
 def own_functions(graph: Any) -> tuple[list[Any], list[str]]:
-    """Return the graphs of the functions that were traced for a graph that calls them, and the names of the other functions.
+    """Return the graphs of the functions that were traced for a graph, and the names of other functions that it calls.
 
-    The others were traced before. Users may call them, so they must not change.
+    The other functions were traced before. Users may call them, so they must not change.
     """
     own, others = [], []
     for name, (inner, _) in functions_within(graph).items():
@@ -146,7 +146,7 @@ def own_functions(graph: Any) -> tuple[list[Any], list[str]]:
 def last_set_seed() -> Any:
     """Return an object that identifies the last call of `tf.random.set_seed`.
 
-    Numbers start again after each call (test_each_seeding_is_another). The public API shows only the seed, by drawing a number.
+    Random numbers start again after each call (test_each_seeding_is_another). The public API shows only the seed, by a draw.
     """
     return getattr(_context.context(), "_rng", None)
 
@@ -189,10 +189,10 @@ def _as_they_are(_: Hashable) -> contextlib.nullcontext[None]:
 def tracing_again(key: Hashable) -> Iterator[None]:
     """Return a context in which the `tf.function`s that the graph being traced calls are traced again, once per `key`.
 
-    A trace holds the seeds of its random ops, but the trace cache of a `tf.function` is not keyed by them, only by the
-    identity of an XLA context. Publicly, functions keep their seeds; comparing the numbers reveals that.
+    A trace contains the seeds of its random ops. They are not part of the keys of a `tf.function`'s trace cache, but the
+    identity of an XLA context is. In the fallback, functions keep their seeds, which `drawn_alike` detects.
     """
-    # Never removed, because no other context may get its id.
+    # Never removed, because a later context must not get the same id.
     enclosing = _contexts.setdefault(key, _tracing_again()())
     enclosing.Enter()
     try:
@@ -202,9 +202,9 @@ def tracing_again(key: Hashable) -> Iterator[None]:
 
 
 def with_captures(concrete: Any, replaced: Mapping[Any, Any]) -> Any:
-    """Return a view of a `ConcreteFunction` that captures other tensors, by `Tensor.ref()` of its own; it shares the graph.
+    """Return a view of a `ConcreteFunction` with other captures, by `Tensor.ref()` of its own. The view shares the graph.
 
-    The function itself is not changed, because other threads call it (test_gradients.py, test_a_taped_call_while...).
+    The function itself does not change, because other threads call it (test_a_taped_call_while_another_thread_builds_a_graph).
     """
     view = copy.copy(concrete)
     view.set_external_captures([replaced.get(tensor.ref(), tensor) for tensor in concrete.captured_inputs])

@@ -1,4 +1,4 @@
-"""The gradients of a function: on which device they are computed, and which ones a call must support."""
+"""The gradients of a function: their devices, and the orders that a call must support."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _resources = Private("tensorflow.python.ops.resource_variable_ops", "variable_ac
 
 
 _mending = threading.Lock()
-"""Held while graphs change: maps in several threads share the traces of functions that their functions call."""
+"""Held while graphs change, because maps in several threads share traces of functions that their functions call."""
 
 
 @with_fallback(nothing, _registry, _operations)
 def differentiate_in_place(ops: Iterable[Any]) -> None:
     """Compute the gradients of these ops of the graph being traced on the devices of the ops.
 
-    TensorFlow adds the gradient of a function call without a device, so the placer selects the first one
+    TensorFlow adds the gradient of a function call without a device, so the placer selects the first device
     (test_backward_work_runs_where_the_forward_work_ran). The option `colocate_gradients_with_ops` does not apply to calls.
     """
     for op in dict.fromkeys(ops):
         try:
             gradient = _registry.get_gradient_function(op)
-        except LookupError:  # it has none
+        except LookupError:  # the op has no gradient
             continue
         if op.device and gradient is not None:
             op._gradient_function = _on_device(gradient, op.device)
@@ -45,9 +45,10 @@ def differentiate_in_place(ops: Iterable[Any]) -> None:
 
 @with_fallback(lambda value, count: [value] * count, _registry, _operations, _handle_data)
 def fanned_out(value: Any, count: int) -> list[Any]:
-    """Return a value, or the handle of a variable, for `count` users, whose gradients are added on the current device.
+    """Return a value, or the handle of a variable, for `count` consumers, whose gradients are added on the current device.
 
-    TensorFlow adds the gradients of a tensor with several users on the device of the gradient function.
+    TensorFlow would add them on the device of the gradient function
+    (test_gradients_of_several_users_are_added_on_the_current_device).
     """
     if tf.executing_eagerly():
         return [value] * count
@@ -68,7 +69,7 @@ def fanned_out(value: Any, count: int) -> list[Any]:
 
 
 def _set_gradient(op: Any, inputs: Sequence[Any], gradient: Callable[..., Any]) -> None:
-    """Let tapes outside the function being traced, and those inside, use a gradient function of an op of `_unrecorded`."""
+    """Set the gradient function of an op of `_unrecorded`, for tapes inside and outside the function being traced."""
     op._gradient_function = gradient
     if usable(_record):
         _record.record_operation(op.type, list(op.outputs), list(inputs), partial(gradient, op))
@@ -86,10 +87,10 @@ def _linked_for_good(results: Sequence[Any], values: Sequence[Any], gradient: Ca
 
 @with_fallback(_linked_for_good, _registry, _operations)
 def linked(results: Sequence[Any], values: Sequence[Any], gradient: Callable[..., Any]) -> list[Any]:
-    """Return the results, in the function being traced, with the gradients to `values` that `gradient` computes from theirs.
+    """Return the results, in the function being traced, with gradients to `values`, which `gradient` computes.
 
-    Tapes outside the function use it; tapes inside do not. The public way is `tf.custom_gradient`, but TensorFlow's gradient
-    registry keeps each graph that uses it forever, with the weights of the model.
+    Tapes inside the function do not use `gradient`. The fallback is `tf.custom_gradient`, for which TensorFlow's gradient
+    registry keeps each graph forever, with the weights of the model.
     """
     copies = tf.raw_ops.IdentityN(input=[*results, *values])
     copies[0].op._gradient_function = lambda _, *upstream: [
@@ -100,7 +101,7 @@ def linked(results: Sequence[Any], values: Sequence[Any], gradient: Callable[...
 
 
 def added(gradients: Sequence[Any]) -> Any:
-    """Return the sum of gradients. The sum of `tf.IndexedSlices` is one, too, because optimizers update only their rows."""
+    """Return the sum of gradients. A sum of `tf.IndexedSlices` stays sparse, because optimizers update only these rows."""
     if all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
         values, indices = (tf.concat([getattr(g, part) for g in gradients], 0) for part in ("values", "indices"))
         return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
@@ -135,7 +136,7 @@ def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
     def placed(op: Any, *upstream: Any) -> Any:
         with tf.device(device):
             gradients = _changing(gradient, _bring_inputs)(op, *upstream)
-        # Loops return zeros for variables of these dtypes, which TensorFlow cannot add for several devices.
+        # Gradients of loops have zeros for variables of these dtypes, which TensorFlow cannot add for several devices.
         return [None if getattr(each, "dtype", None) in (tf.bool, tf.string) else each for each in _as_list(gradients)]
 
     return placed
@@ -148,7 +149,7 @@ def _as_list(gradients: Any) -> Sequence[Any]:
 def _bring_inputs(op: Any) -> None:
     """Copy the arguments of the graph, except variables, to the current device before an op reads them.
 
-    TensorFlow passes a TensorList to a function on the first device. A loop then fetches its list from there in each step
+    TensorFlow passes a TensorList to a function on the first device. A loop then fetches the list from there in each step
     (test_backward_work_runs_where_the_forward_work_ran).
     """
     for i, tensor in enumerate(op.inputs):
@@ -166,11 +167,11 @@ def differentiate_freely(graph: Any) -> None:
     """Drop the device constraints from the gradients of gathers in a function's graph and the functions that it calls.
 
     TensorFlow colocates these gradients with the gathered tensor, by name. In a function that several devices call, that name
-    moves the gradients of all of them to one device (test_backward_work_runs_where_the_forward_work_ran).
+    moves the gradients of all devices to one device (test_backward_work_runs_where_the_forward_work_ran).
     """
     with _mending:
         for op in _ops_of(graph):
-            # A function that fn calls is part of each trace of fn.
+            # A function that fn calls is part of each trace of fn, so an op may have changed already.
             if op.type in ("Gather", "GatherV2") and op._gradient_function is None:
                 op._gradient_function = _changing(_registry.get_gradient_function(op), _remove_colocation)
 
@@ -181,15 +182,16 @@ def _remove_colocation(op: Any) -> None:
 
 
 _COMPUTES_VECTORS = {"Svd": "compute_uv", "Eig": "compute_v", "SelfAdjointEigV2": "compute_v"}
-"""The attribute of each decomposition; if it is false, the results after the first one are undefined."""
+"""An attribute of each decomposition. If it is false, the results after the first one are undefined."""
 
 
 @with_fallback(nothing, _registry, _operations)
 def differentiate_values_alone(graph: Any) -> None:
     """Exclude the vectors that a decomposition does not compute from its gradient.
 
-    Their static shape is [0], but at run time they are scalars: a loop that stores them for its gradient fails
-    (test_gradients_of_values_without_their_vectors). The ops added here affect the gradients only, since the function exists.
+    The static shape of the vectors is [0], but at run time they are scalars. So a loop that stores them for its gradient fails
+    (test_gradients_of_values_without_their_vectors). Ops that are added here affect only the gradients, because the function
+    exists.
     """
     with _mending:
         for op in _ops_of(graph):
@@ -197,7 +199,7 @@ def differentiate_values_alone(graph: Any) -> None:
                 continue
             consumers = op.outputs[0].consumers()
             if any(each.type == "IdentityN" and each._gradient_function for each in consumers):
-                continue  # a function that fn calls is part of each trace of fn
+                continue  # already changed in another trace of fn
             with op.graph.as_default():
                 values, _ = tf.identity_n([op.outputs[0], op.inputs[0]])
             values.op._gradient_function = _gradient_of_values
@@ -208,18 +210,18 @@ def differentiate_values_alone(graph: Any) -> None:
 
 def _gradient_of_values(identity: Any, of_values: Any, of_matrix: Any) -> list[Any]:
     op = identity.inputs[0].op
-    unused = len(op.outputs) - 1  # the gradient function waits for them, but does not read them
+    unused = len(op.outputs) - 1  # the gradient function does not read their gradients
     return [None, _registry.get_gradient_function(op)(op, of_values, *[of_values] * unused)]
 
 
 def holds_gradients() -> bool:
-    """Whether `redirect_gradient` can be used. It has no public way: variables stay where they are."""
+    """Whether `redirect_gradient` can be used. Otherwise, differentiable calls read variables on their devices."""
     return usable(_registry, _operations) and _takes_gradient_functions()
 
 
 @cache
 def _takes_gradient_functions() -> bool:
-    """Whether TensorFlow uses the gradient function that is set on an op; else gradients of variables would be lost."""
+    """Whether TensorFlow uses the gradient function of an op. Otherwise, gradients of variables would be lost."""
     with tf.Graph().as_default():
         x = tf.constant(1.0)
         y = tf.sin(x)
@@ -229,10 +231,10 @@ def _takes_gradient_functions() -> bool:
 
 
 def redirect_gradient(handle: Any, value: Any) -> Any:
-    """Return the handle of a variable, in the function being traced, whose gradients go to `value`, which was assigned to it.
+    """Return a handle of a variable, in the function being traced, whose gradients go to `value`, its assigned value.
 
-    An assignment has no gradient. It is a call, and not an `IdentityN`, because the gradient of a while loop around it follows
-    resources through calls only (`resource_input_index`; test_a_tape_around_a_loop_or_branch_that_calls_a_map).
+    An assignment has no gradient. The handle comes from a call and not from `IdentityN`, because the gradient of a while loop
+    follows resources only through calls (`resource_input_index`; test_a_tape_around_a_loop_or_branch_that_calls_a_map).
     """
     first = tf.function(lambda handle, value: handle, autograph=False)
     with _unrecorded():
@@ -245,7 +247,7 @@ def redirect_gradient(handle: Any, value: Any) -> Any:
 def tape_is_recording() -> bool:
     """Whether a `tf.GradientTape` or `tf.autodiff.ForwardAccumulator` of this thread may record the next op.
 
-    Without it, chunks under a tape return gradients of `None` (test_gradients_that_do_not_go_through_are_refused). The
+    In the fallback, chunks under a tape have gradients of `None` (test_gradients_that_do_not_go_through_are_refused). The
     public API needs the tape itself.
     """
     return bool(_record.could_possibly_record())
@@ -253,10 +255,10 @@ def tape_is_recording() -> bool:
 
 @with_fallback(lambda *_: 2, _record, _gradients, _resources)
 def order_of_gradients(concrete: Any, tensors: Iterable[Any]) -> int:
-    """Return which gradients a call of a `ConcreteFunction` in eager code must support: 0 none, 1 first, 2 any.
+    """Return the order of gradients that a call of a `ConcreteFunction` in eager code must support: 0 none, 1 first, 2 any.
 
-    TensorFlow runs another function for each, so that seeded ops repeat their numbers (test_random.py). The public API does not
-    show the order, so the fallback is 2.
+    TensorFlow runs another function for each order, so that seeded ops repeat their numbers (tests/laws/test_random.py). The
+    public API does not show the order, so the fallback is 2.
 
     Args:
         concrete: the function.
@@ -264,7 +266,7 @@ def order_of_gradients(concrete: Any, tensors: Iterable[Any]) -> int:
     """
     if not tape_is_recording():
         return 0
-    for variable in concrete.graph.variables:  # as the call would: tapes may start to watch it here
+    for variable in concrete.graph.variables:  # tapes start to watch variables, as in the call
         _resources.variable_accessed(variable)
     return int(_gradients.PossibleTapeGradientTypes(list(tensors)))
 
@@ -273,6 +275,6 @@ def order_of_gradients(concrete: Any, tensors: Iterable[Any]) -> int:
 def have_tangents(tensors: Iterable[Any]) -> bool:
     """Whether a `tf.autodiff.ForwardAccumulator` of this thread follows one of these tensors.
 
-    Public API asks one accumulator, and needs it; TensorFlow then says itself what has no forward mode.
+    The public API needs the accumulator. In the fallback, TensorFlow raises errors for ops without forward mode.
     """
     return bool(_forwardprop.pack_tangents(list(tensors)).tangents)

@@ -26,7 +26,7 @@ def convert_lookup(given: Any) -> Any:
 
 
 def convert_gather_nd(given: Any) -> Any:
-    """Gather, also from a tensor that all rows share, for which TensorFlow has no converter."""
+    """Gather from a tensor of each row or from a shared one, for which TensorFlow has no converter."""
     params, indices = given.input(0), for_all_rows(given, 1)
     return wrap_stacked([tf.gather_nd(params.t, indices, batch_dims=int(params.is_stacked))])
 
@@ -34,8 +34,8 @@ def convert_gather_nd(given: Any) -> Any:
 def convert_segments(given: Any) -> Any:
     """Number the segments of all rows consecutively.
 
-    TensorFlow's converter turns an id that is too large into a segment of the next row. Such an id is an error on CPUs, and
-    is dropped on GPUs, so it stays too large here.
+    TensorFlow's converter turns an id that is too large into a segment of the next row. Here, it stays too large, because the
+    kernel raises an error on CPUs and drops the element on GPUs.
     """
     data, ids = for_all_rows(given, 0), tf.cast(for_all_rows(given, 1), tf.int64)
     segments = tf.cast(given.unstacked_input(2), tf.int64)
@@ -58,7 +58,7 @@ def convert_shared_segments(given: Any) -> Any:
 def convert_slice(given: Any) -> Any:
     """Slice. TensorFlow's converter gathers slices that begin at a different index in each row.
 
-    A gather on a GPU returns zeros for an index out of bounds, which is an error for a slice.
+    The gather kernel on GPUs returns zeros for an index out of bounds, for which a slice must raise an error.
     """
     given.stack_inputs([0])
     begin, begin_stacked, _ = given.input(1)

@@ -25,7 +25,7 @@ def replacing(owner: Any, **methods: Any) -> Iterator[None]:
 
 
 def layers_of(model: Any) -> list[Any]:
-    """Return the layers in a model or layer at any depth, including itself; none if it is not an object of Keras."""
+    """Return the layers in a model or layer at any depth, including itself; an empty list for other objects."""
     return list(model._flatten_layers()) if hasattr(model, "_flatten_layers") else []
 
 
@@ -43,7 +43,7 @@ def batch_norms_of(model: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def moments_by(layers: Sequence[Any], combined: Callable[..., Any]) -> Iterator[None]:
-    """Let batch normalizations use `combined(mean, variance, count)` of the mean and variance of their inputs in this context.
+    """Replace the mean and variance in batch normalizations by `combined(mean, variance, count)` in this context.
 
     Raises:
         AttributeError: Keras has renamed `_moments`; `batch_norm="local"` does not need it.
@@ -68,7 +68,7 @@ def mask_of(output: Any) -> Any | None:
 
 
 MASK, LOGITS = "_keras_mask", "_keras_logits"
-"""Attributes of a tensor that losses read: its mask; what its softmax or sigmoid took, which losses take instead."""
+"""Attributes of a tensor that losses read: its mask, and the input of its softmax or sigmoid, which losses use instead."""
 
 
 def notes_of(output: Any) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def function_of_rows(loss_or_metric: Any) -> tuple[Any, dict[str, Any]] | None:
 
 
 def loss_of_function(function: Callable[..., Any]) -> Any:
-    """Return the `keras.losses.Loss` of a function `(y, outputs)`. Keras's own takes no nests of different structures."""
+    """Return a `keras.losses.Loss` of a function `(y, outputs)`. Keras's own refuses nests of different structures."""
     import keras
 
     class OfFunction(keras.losses.MeanSquaredError.__base__):
@@ -136,14 +136,14 @@ def loss_of_function(function: Callable[..., Any]) -> Any:
 
 
 def has_own_call(loss: Any) -> bool:
-    """Whether a `keras.losses.Loss` overrides `__call__`, which weights and reduces what `call` returns."""
+    """Whether a `keras.losses.Loss` overrides `__call__`, which weights and reduces the results of `call`."""
     import keras
 
     return type(loss).__call__ is not keras.losses.Loss.__call__
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """Return the optimizers of a model: that of `compile`, and its other attributes; those inside of wrappers."""
+    """Return the optimizers of a model, from `compile` and other attributes, without wrappers such as `LossScaleOptimizer`."""
     import keras
 
     found = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
@@ -180,7 +180,7 @@ def in_training(function: Callable[[], Any], rows: Any) -> Any:
     """Return the result of a function in which layers are in training mode; `rows`: any tensor."""
     import keras
 
-    failed: list[Exception] = []  # Keras would add the arguments of `Step` to the message
+    failed: list[Exception] = []  # without the arguments of `Step`, which Keras would add to the message
 
     class Step(keras.layers.Layer):
         def call(self, rows: Any, training: Any = None) -> Any:
@@ -207,7 +207,7 @@ def _global(name: str) -> Any:
 
 @contextlib.contextmanager
 def without_activity_regularizer(layer: Any) -> Iterator[None]:
-    """Let a layer not add the loss of its `activity_regularizer` in this context."""
+    """Return a context in which a layer does not add the loss of its `activity_regularizer`."""
     own = vars(layer)
     before = own["activity_regularizer"]
     own["activity_regularizer"] = None
@@ -218,7 +218,7 @@ def without_activity_regularizer(layer: Any) -> Iterator[None]:
 
 
 def stored_in(variable: Any) -> Any:
-    """Return the `tf.Variable` of a variable; `value` is a tensor of another dtype in a layer with a mixed dtype policy."""
+    """Return the `tf.Variable` of a variable. In a layer with a mixed dtype policy, `value` is a tensor of another dtype."""
     return variable if isinstance(variable, tf.Variable) else variable._value
 
 

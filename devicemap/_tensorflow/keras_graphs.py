@@ -14,7 +14,7 @@ _variables = Private("keras.src.backend.common.variables", "AutocastScope")
 
 
 def graph_of(model: Any) -> Any | None:
-    """Return the functional model in a built Sequential, or a functional model itself; `None` if `call` does something else."""
+    """Return the functional model in a built Sequential, or a functional model itself; `None` for other models."""
     graph = getattr(model, "_functional", model)
     known = hasattr(graph, "_nodes_by_depth") and type(model).call.__module__.startswith("keras.src.models.")
     return graph if known else None
@@ -52,6 +52,6 @@ def build_optimizer(model: Any) -> None:
     """Build the optimizer of a model whose layers are built, outside of the graph that is being traced."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built and all(layer.built for layer in layers_of(model)):
-        # Else slots would have the dtype of the layer that is being called.
+        # Otherwise, slots would have the dtype of the layer that is being called.
         with tf.init_scope(), _variables.AutocastScope(None):
             optimizer.build(model.trainable_variables)

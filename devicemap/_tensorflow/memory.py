@@ -18,7 +18,7 @@ _sizes = Private("tensorflow.python.client.pywrap_tf_session", "TF_DeviceListMem
 def allocator_bytes() -> dict[str, int]:
     """Return the bytes that TensorFlow's allocator may use on each device that is not a CPU, by full name.
 
-    The public API has the limit of a logical device that was configured with one, but not the memory of a whole GPU.
+    The public API has the configured limit of a logical device, but not the memory of a whole GPU.
     """
     context: Any = _context.context()
     context.ensure_initialized()

@@ -1,8 +1,8 @@
 """TensorFlow's `pfor`, behind `tf.vectorized_map`, with converters of our own.
 
-`pfor` turns a function of one row into one of all rows, op by op. An op may have a converter of its own (`pfor_converter`);
-otherwise `pfor` uses the converter of its type. A converter takes the op and its inputs, each for all rows (stacked,
-`[rows, ...]`) or shared by all rows, and returns the results in the same form.
+`pfor` turns a function of one row into a function of all rows, op by op. It uses the attribute `pfor_converter` of an op, or
+otherwise the converter of its type. A converter takes the op and its inputs, which are stacked (`[rows, ...]`) or shared by
+all rows. It returns results in the same form.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Converter = Callable[[Any], Any]
 """`pfor`'s description of an op and its inputs -> its results, each wrapped."""
 
 Policy = Callable[[Any, Converter | None], Any]
-"""`(given, converter)` converts an op, of whose type the converter is, if there is one."""
+"""`(given, converter)` -> the results of an op. `converter` is the one of its type, or `None`."""
 
 _converting = threading.local()
 
@@ -48,7 +48,7 @@ class NotVectorizableError(Exception):
 
 @functools.cache
 def _asks_ops() -> bool:
-    """Whether TensorFlow uses the converter of an op. If it does not, nothing checks that a converter is correct."""
+    """Whether TensorFlow uses the converter of an op. Otherwise, devicemap cannot check that ops are in the table."""
     asked = []
 
     def convert(given: Any) -> Any:
@@ -71,9 +71,9 @@ def checks_ops() -> bool:
 
 
 def take_all_rows(taken: Any) -> None:
-    """Convert the op that takes row `i` of a tensor into that tensor, without a copy.
+    """Replace the op that takes row `i` of a tensor by the tensor, without a copy.
 
-    If the number of rows is unknown, TensorFlow gathers the rows, so that their gradient is sparse
+    If the number of rows is unknown, TensorFlow would gather the rows, with a sparse gradient
     (test_rows_are_taken_without_a_copy).
     """
     if checks_ops():
@@ -86,8 +86,8 @@ def convert_by(policy: Policy, graphs: Iterable[Any], converters: Mapping[str, C
 
     Args:
         policy: converts an op.
-        graphs: those of the function of one row and of the functions that it calls.
-        converters: converters of types of ops, in place of TensorFlow's.
+        graphs: the graphs of the function of one row and of the functions that it calls.
+        converters: converters by type of op, in place of TensorFlow's.
     """
     if not checks_ops():
         yield
@@ -107,7 +107,7 @@ def _convert(own: Converter | None, given: Any) -> Any:
     policy: Policy | None = getattr(_converting, "policy", None)
     if policy is not None:
         return policy(given, own or converter)
-    # `fn` itself vectorises a function that was traced for it before.
+    # `fn` itself vectorises a function that was traced for it.
     converter = converter or own
     if converter is None:
         raise ValueError(f"No pfor vectorization defined for {given.op.type}")
@@ -120,7 +120,7 @@ def convert_as_tensorflow(given: Any) -> Any:
 
 
 def with_own_inputs(given: Any) -> Any:
-    """Copy the list of inputs of an op, so that a converter can change it."""
+    """Return an op with a copy of its list of inputs, which a converter may change."""
     return pfor._PforInput(given.pfor, given.op, list(given.inputs))
 
 

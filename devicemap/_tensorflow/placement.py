@@ -1,4 +1,4 @@
-"""Ops without a device, in graphs that are being built, beside what they take."""
+"""Placement of ops without a device in graphs that are being built."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _devices: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 def run_beside_inputs(devices: Iterable[str]) -> None:
     """Place later ops of the graph being built on the device of their first input that is on one of `devices`.
 
-    This includes the graphs around it. Scalars do not count. An optimizer then updates variables and slots where they are,
-    instead of on the first GPU. A `tf.device` scope takes precedence, because the device function is the outermost one of its
-    graph. A scope cannot do this: the user's code calls the optimizer after the pipeline has returned.
+    This includes the graphs around it. Scalars do not count. An optimizer then updates variables and slots on their devices,
+    instead of on the first GPU. A `tf.device` scope takes precedence, because the device function is the outermost scope of
+    its graph. A scope cannot do this, because the user's code calls the optimizer after the pipeline has returned.
     """
     graph = tf.compat.v1.get_default_graph()
     while getattr(graph, "building_function", False):
@@ -44,7 +44,7 @@ def run_beside_inputs(devices: Iterable[str]) -> None:
 def _beside_inputs(devices: set[str], op: Any) -> str:
     for i, tensor in enumerate(op.inputs):
         if _is_group(tensor.op) and len({_home_of(each) for each in tensor.op.inputs} & devices) > 1:
-            # Keras's optimizers pass all gradients through one op, which would bring them to one device.
+            # Keras's optimizers pass all gradients through one op, which would copy them to one device.
             op._update_input(i, tensor.op.inputs[tensor.value_index])
     if op.device:
         return str(op.device)
@@ -53,11 +53,11 @@ def _beside_inputs(devices: set[str], op: Any) -> str:
 
 
 def _is_group(op: Any) -> bool:
-    """Whether an op only passes several tensors on, with no `tf.custom_gradient` but that of the `all_reduce` of optimizers."""
+    """Whether an op only passes tensors on. Of `tf.custom_gradient`s, only that of an optimizer's `all_reduce` is allowed."""
     if op.type != "IdentityN" or "_gradient_op_type" not in op.node_def.attr:
         return bool(op.type == "IdentityN")
     held, left = set(), [_registry.get_gradient_function(op)]
-    while left:  # through the functions that `tf.custom_gradient` wraps
+    while left:  # search the functions that `tf.custom_gradient` wraps
         function = inspect.unwrap(left.pop())
         if inspect.isfunction(function) and function not in held:
             held.add(function)
@@ -69,7 +69,7 @@ def _home_of(tensor: Any) -> str:
     if tensor.device or tensor.op.type != "ReadVariableOp":
         return str(tensor.device)
     handle, graph = tensor.op.inputs[0], tensor.graph
-    while handle is not None and not hasattr(handle, "numpy"):  # captured, perhaps by a function around this one
+    while handle is not None and not hasattr(handle, "numpy"):  # captured, perhaps by an outer function
         handle = next((outside for outside, inside in graph.captures if inside is handle), None)
         graph = graph.outer_graph
     return "" if handle is None else str(handle.device)

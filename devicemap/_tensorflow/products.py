@@ -10,7 +10,7 @@ from devicemap._tensorflow.pfor import NotVectorizableError, pfor, wrap_stacked
 
 
 def convert_product(given: Any) -> Any:
-    """Multiply matrices. A matrix that all rows share is multiplied with the matrices of all rows as with one."""
+    """Multiply matrices. A matrix that all rows share is multiplied once by the concatenated matrices of all rows."""
     (left, left_stacked, _), (right, right_stacked, _) = given.input(0), given.input(1)
     batched = given.op_type != "MatMul"
     left_adjoint, right_adjoint = (given.get_attr(name) for name in _FLAGS[batched])
@@ -39,7 +39,7 @@ _FLAGS = {False: ("transpose_a", "transpose_b"), True: ("adj_x", "adj_y")}
 
 
 def _adjoint(matrices: Any) -> Any:
-    """Return the adjoint of `[..., n, m]`; a reshape suffices if n or m is 1."""
+    """Return the adjoint of `[..., n, m]`, by a reshape if n or m is 1."""
     shape = matrices.shape
     if 1 not in shape[-2:]:
         return tf.linalg.adjoint(matrices)
@@ -61,7 +61,7 @@ def _times_shared(rows: Any, matrix: Any, adjoint: bool) -> Any:
 def _with_same_batch(left: Any, right: Any) -> tuple[Any, Any]:
     """Broadcast the batch axes of `[rows, ..., n, k]` and `[rows, ..., k, m]`.
 
-    TensorFlow's converter leaves that to BatchMatMulV2, which oneDNN computes incorrectly for more than four axes:
+    The oneDNN kernel of BatchMatMulV2, which TensorFlow's converter uses, is incorrect for more than four axes:
     https://github.com/tensorflow/tensorflow/issues/117700
     """
     ranks = left.shape.rank, right.shape.rank

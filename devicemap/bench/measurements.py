@@ -36,7 +36,7 @@ class Measurement:
     """Peak memory of each device of the benchmark, in mode `"batch"`. `None` if a device does not report it."""
 
     error: str | None = None
-    """Why there are no times."""
+    """The reason why there are no times, or `None`."""
 
     @property
     def rows_per_second(self) -> float:
@@ -46,7 +46,7 @@ class Measurement:
 
 @dataclass(frozen=True, repr=False)
 class BenchmarkResult(Result):
-    """What `devicemap.benchmark` measured. `print(result)` shows all of it."""
+    """The result of `devicemap.benchmark`. `print(result)` shows all measurements."""
 
     _derived = ("lines",)
     _least_width = 100
@@ -61,13 +61,13 @@ class BenchmarkResult(Result):
     """In the order in which they were made."""
 
     no_memory: str | None = None
-    """Why there are no figures of memory; `None` if there are."""
+    """The reason why the memory was not measured; `None` if it was."""
 
     def largest_batch(self, memory_bytes: int | None = None, margin: float = 0.1) -> int | None:
         """Return the rows of the largest batch that fits into the memory of the devices.
 
-        That is `1 - margin` times the rows for which `lines` reach the memory of the device with the least room, and at most
-        the largest batch that ran if a larger one ran out of memory.
+        That is `1 - margin` times the rows at which `lines` reach the memory of the device with the least room. If a batch ran
+        out of memory, it is at most the largest batch that ran.
 
         With a `DeviceMap`, the batch is a call with `batch_size=rows // len(devices)` and `prefetch=1`. For a model, it is
         the global batch of a training step.
@@ -99,8 +99,8 @@ class BenchmarkResult(Result):
     def lines(self) -> tuple[tuple[float, float], ...]:
         """Peak memory of each device: fixed bytes, and bytes per row of the batch.
 
-        A line through two batches: the smallest, and the largest or the smallest that ran out of memory, which counts as
-        the whole memory. Empty without figures of memory.
+        Each is a line through two batches: the smallest, and the largest or the smallest that ran out of memory. The latter
+        counts as the whole memory. Empty if the memory was not measured.
         """
         batches = sorted((m.rows, m.peak_memory_bytes) for m in self.measurements if m.peak_memory_bytes)
         if not batches:
@@ -120,7 +120,7 @@ class BenchmarkResult(Result):
         return ran, min((m.rows for m in batches if m.error), default=None)
 
     def _room(self, memory_bytes: int | None = None) -> float:
-        """Return the rows that fit by `lines`, without a margin; infinity if these are flat."""
+        """Return the rows that fit according to `lines`, without a margin; infinity if the lines are flat."""
         room = math.inf
         for device, (fixed, per_row) in zip(self.devices, self.lines):
             memory = memory_bytes or device.memory
@@ -179,8 +179,8 @@ class BenchmarkResult(Result):
 def next_batch(result: BenchmarkResult) -> int | None:
     """Return the rows of the next batch of the search for the largest one; `None` at the end.
 
-    The search grows the batch up to four times, goes to just below the expected limit, and then narrows the limit down to a
-    tenth.
+    The search multiplies the batch by up to four, tries a batch just below the expected limit, and then narrows the limit down
+    to a tenth.
     """
     largest, failed = result._bounds()
     step = len(result.devices)

@@ -55,20 +55,20 @@ def benchmark(
 ) -> BenchmarkResult:
     """Measure `fn` in eager code, on one device and on all devices, and time and peak memory against batch size.
 
-    A batch is a call in which each device gets an equal part of the rows at once. All calls are traced and warmed up, and
-    then take turns in rounds. A call ends when its results are on the host. `fn` runs many times, and so do its side
-    effects. Results are not compared; use `DeviceMap.verify` for that.
+    A batch is a call in which each device gets an equal part of the rows at once. All calls are traced and warmed up, and then
+    take turns in rounds. A call ends when its results are on the host. `fn` and its side effects run many times. Results are
+    not compared; use `DeviceMap.verify` for that.
 
-    Where devices report their memory, larger and larger batches of repeated rows run until one runs out of memory. TensorFlow
+    If devices report their memory, larger and larger batches of repeated rows run until one runs out of memory. TensorFlow
     then waits 10 seconds, and logs the state of its allocator. Its counters of peak memory are reset.
 
     Args:
-        fn: as in `DeviceMap`; eager code runs it on the first device, on all rows if `batched`, and otherwise on 16 rows. Or
-            a compiled, parallelized Keras model: its training steps are measured; then its weights, seeds, metrics and the
+        fn: as in `DeviceMap`. Eager code runs it on the first device, on all rows if `batched`, and otherwise on 16 rows. Or a
+            compiled, parallelized Keras model, whose training steps are measured. Then its weights, seeds, metrics and the
             state of its optimizer are restored.
-        data: as in `DeviceMap`; for a model `(x, y)` or `(x, y, sample_weight)`. The first rows of a dataset are read.
-        devices: as in `DeviceMap`; a model has its own. "one device" is the first.
-        batch_sizes: rows of the batches, over all devices. By default some up to the number of rows, and then the search.
+        data: as in `DeviceMap`, or for a model `(x, y)` or `(x, y, sample_weight)`. The first rows of a dataset are read.
+        devices: as in `DeviceMap`. A model has its own devices. "one device" is the first device.
+        batch_sizes: rows of the batches, over all devices. By default, some sizes up to the number of rows, then the search.
         rounds: the largest number of rounds.
         seconds: a time budget for the batches, and again for the rounds. The first batch and one round always run.
         max_rows: the number of rows to use. By default all rows in memory, and 1024 of a dataset.
@@ -79,7 +79,7 @@ def benchmark(
 
     Raises:
         OptionError, DataError: invalid options or data, or data without rows. They are raised before anything runs.
-        FunctionError: `fn` failed on the devices, for another reason than memory.
+        FunctionError: `fn` failed on the devices, except for lack of memory.
 
     Examples:
         >>> result = benchmark(lambda row: tf.reduce_sum(row), tf.ones([8, 2]), devices="CPU:0", rounds=1)
@@ -145,8 +145,7 @@ def benchmark(
 def median_seconds(calls: Sequence[Callable[[], object]], rounds: int, seconds: float = math.inf) -> list[float]:
     """Return the median seconds of each of `calls`, which wait for their results.
 
-    Each round times every call, in random order, so that noise affects all calls alike. No round but the first starts after
-    `seconds`.
+    Each round times every call, in random order, so that noise affects all calls alike. After `seconds`, no new round starts.
     """
     times: list[list[float]] = [[] for _ in calls]
     order, deadline = random.Random(0), time.perf_counter() + seconds
@@ -180,7 +179,7 @@ def _call_of_function(program: Program, mode: str, count: int) -> Call:
     if mode == "one device":
         program = Program(program.fn, {**vars(program.options), "devices": program.devices[:1]})
     elif mode == "batch":
-        program = copy(program)  # copies share their traces, and the copies of variables on the devices
+        program = copy(program)  # copies of a program share traces, and replicas of variables
         size = math.ceil(count / len(program.devices))
         program.options = replace(program.options, batch_size=size, prefetch=1, max_retries=0)
     mapper = Mapper(program, NullObserver())

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
     Args:
-        arguments: without the name of the program; `None` for those of this process.
+        arguments: arguments without the name of the program; `None` for those of this process.
     """
     options = _parser().parse_args(arguments)
     logged = "3" if options.command == "check" else "2"
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         kept = " Finished chunks are kept: repeat the command to continue." if options.command == "run" else ""
         return _fail(options, f"interrupted.{kept}", 130)
-    except BrokenPipeError:  # the reader of the output has ended, as `head` does
+    except BrokenPipeError:  # the reader of the output has ended, for instance `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (DeviceMapError, OSError, ImportError) as error:

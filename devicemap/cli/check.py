@@ -1,4 +1,4 @@
-"""The commands `devices`, `env` and `check`: what is installed, whether devicemap works on these devices, and how fast."""
+"""The commands `devices`, `env` and `check`: devices and versions, and tests and speeds of devicemap on these devices."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from devicemap.training.models import parallelize
 
 _PACKAGES = "devicemap", "tensorflow", "tensorflow-cpu", "keras", "numpy", "rich", "ray", "pyarrow", "nvidia-ml-py"
 _ROWS = 37
-"""Rows of the small cases: uneven on any number of devices but 1 and 37."""
+"""Rows of the small cases. Shards are uneven on any number of devices except 1 and 37."""
 
 _TOLERANCE = 1e-3
-"""Relative and absolute: GPUs may multiply matrices in TF32."""
+"""Relative and absolute tolerance. GPUs may multiply matrices in TF32."""
 
 
 def show_devices() -> list[dict[str, Any]]:
@@ -57,14 +57,14 @@ def show_environment() -> dict[str, Any]:
 
 
 def check(given: Any, seconds: float) -> dict[str, Any]:
-    """Test each guarantee on a small case, and measure speed-ups, on some devices; print all of it as it is found.
+    """Test each guarantee on a small case, and measure speed-ups, on some devices. Print each result at once.
 
     Args:
         given: the devices, as in `parallel_map`.
-        seconds: about how long one device takes for a call that is measured.
+        seconds: approximate duration of a measured call on one device.
 
     Returns:
-        All of it as JSON values. `"ok"` is whether every test passed; speed-ups do not matter.
+        The results as JSON values. `"ok"` is whether every test passed, whatever the speed-ups are.
     """
     devices = choose_devices(given)
     environment = show_environment()
@@ -87,12 +87,12 @@ def check(given: Any, seconds: float) -> dict[str, Any]:
 
 
 def _try(name: str, case: Callable[[Sequence[str]], tuple[Any, Any]], devices: Sequence[str]) -> dict[str, Any]:
-    """Print and return the outcome of a case: whether its results are as expected."""
+    """Run a case, and print and return whether its results are as expected."""
     print(f"  {name:58}", end="", flush=True)
     began, error = time.perf_counter(), None
     try:
         tf.nest.map_structure(_assert_close, *case(devices))
-    except Exception as raised:  # of whatever part of the installation is broken
+    except Exception as raised:  # any part of the installation may be broken
         error = error_text(raised)
     seconds = time.perf_counter() - began
     print(f"{'FAILED' if error else 'ok':6} {seconds:5.1f} s" + (f"\n    {error}" if error else ""))
@@ -241,13 +241,13 @@ _TRIED_CALLS = 5
 """Three calls in chunks and two in one graph; later ones use the faster engine (`run/engine.py`)."""
 
 _WORKLOADS = {"compute-bound": (_compute_bound, 10**6), "transfer-bound": (_transfer_bound, 512)}
-"""How a function and its data are made for a scale, and the largest scale."""
+"""By name: a factory of a function and its data for a scale, and the largest scale."""
 
 
 def _speeds(
     name: str, make: Callable[[int], Any], most: int, devices: Sequence[str], seconds: float
 ) -> list[dict[str, Any]]:
-    """Print and return the times on 1, 2, 4, ... and all devices, at a scale for which one device takes about `seconds`."""
+    """Print and return the times on 1, 2, 4, ... and all devices, at a scale at which one device takes about `seconds`."""
     scale = 16
     while scale < most and _seconds_of(make(scale), [devices[:1]])[0] < seconds / 2:
         scale = min(most, 4 * scale)

@@ -123,7 +123,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _failing_rows(options: argparse.Namespace, source: Input, error: FunctionError) -> str:
-    """Locate the row that failed, by mapping the rows of the failed chunk one by one; or its first and last row."""
+    """Name the row that failed, by mapping the rows of the failed chunk one by one, or else the rows of the chunk."""
     shard = error.shards[0]
     first, last = shard.start, shard.stop - 1
     if first < last:
@@ -141,7 +141,7 @@ def _failing_rows(options: argparse.Namespace, source: Input, error: FunctionErr
 
 
 def _reading_error(source: Input, error: Exception) -> Exception:
-    """Return an error that names the first row that cannot be read, by reading all; or `error` if they can."""
+    """Read all rows, and return an error that names the first unreadable row, or `error` if there is none."""
     row = 0
     try:
         for _ in source.rows:
@@ -163,4 +163,4 @@ _FILES: dict[str, tuple[str, Callable[[Results, Path], None]]] = {
     ".parquet": ("pyarrow.parquet.read_table({!r})", Results.to_parquet),
     ".tfrecord": ("tf.data.TFRecordDataset({!r})", Results.to_tfrecords),
 }
-"""The files that `run` writes, by suffix: how to load and how to write them. Other names are directories."""
+"""The files that `run` writes, by suffix: code to load them, and a function that writes them. Other names are directories."""

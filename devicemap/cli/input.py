@@ -21,7 +21,7 @@ import tensorflow as tf
 from devicemap.errors import DataError, OptionError, warn_user
 
 _SLICE_BYTES = 2**22
-"""About how many bytes of a `.npy` file are read at once."""
+"""Approximate bytes of a `.npy` file that are read at once."""
 
 _ROWS_PER_BATCH = 64
 """Files and records per batch if the user gives no batch size."""
@@ -34,7 +34,7 @@ class Input:
     """Data for a map, and the files that its rows come from."""
 
     data: Any
-    """A dataset of rows, or of batches with `batched`; or a nest of arrays."""
+    """A dataset of rows, a dataset of batches with `batched`, or a nest of arrays."""
 
     rows: Any
     """A dataset of single rows, or a nest of arrays."""
@@ -62,10 +62,10 @@ def load_object(name: str) -> Any:
 
 
 def read_input(path: str, batched: bool, batch_size: int | None) -> Input:
-    """Read an INPUT; the help of the command line describes its kinds. Batches have `batch_size` rows, or some.
+    """Read an INPUT, whose kinds the help of the command line describes. Batches have `batch_size` rows, or any number.
 
     Raises:
-        DataError: there is nothing, or it cannot be read as rows.
+        DataError: the input does not exist, or cannot be read as rows.
     """
     saved = os.path.exists(os.path.join(path, "dataset_spec.pb"))
     if saved or (re.fullmatch(r"[\w.]+:[\w.]+", path) and not os.path.exists(path)):
@@ -106,9 +106,9 @@ def _kind(name: str) -> str:
 
 
 def _count_records(name: str) -> int:
-    """Return the number of records in a TFRecord file; a large number for a damaged one, since no file after it is read.
+    """Return the number of records in a TFRecord file. It is a large number for a damaged file, as no file after it is read.
 
-    Warn of a file that was cut inside the header of a record: TensorFlow takes that for the end, and fails at other cuts.
+    Warn of a file that was cut inside the header of a record, which TensorFlow takes for the end. Other cuts are errors.
     """
     count = 0
     opened: Any = gzip.open if name.lower().endswith(".gz") else open
@@ -126,7 +126,7 @@ def _count_records(name: str) -> int:
 
 
 def _load(name: str) -> Any:
-    """Return the array or the dict of arrays in a file; a `.npy` file is mapped into memory."""
+    """Return the array or the dict of arrays in a file. A `.npy` file is mapped into memory."""
     try:
         loaded = np.load(name, mmap_mode="r")
         loaded = dict(loaded) if isinstance(loaded, Mapping) else loaded

@@ -1,4 +1,4 @@
-"""Ray Data datasets, mapped on the hosts of a Ray cluster; needs the extra `ray`."""
+"""Maps over Ray Data datasets on the hosts of a Ray cluster. They need the extra `ray`."""
 
 from devicemap.ray.datasets import map_batches, reduce
 

@@ -1,4 +1,4 @@
-"""What an actor of Ray's holds: a `DeviceMap`, or what reduces the rows of a block to a state."""
+"""Actors of Ray. Each has a `DeviceMap`, or a function that reduces the rows of a block to a state."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from devicemap.ray.columns import columns_of, rows_of
 from devicemap.run.mapper import Mapper
 
 NUMBER = "devicemap.row"
-"""The column of the rows' numbers."""
+"""The column of row numbers."""
 
 STATE = "state"
 """The column of states."""
 
 
 class Actor:
-    """Maps blocks, tables in and columns out, by what `make()` gives it."""
+    """Maps blocks, from a table to columns, with the callable that `make()` returns."""
 
     def __init__(self, make: Callable[[], Callable[[Any], Any]], seed: int | None, gpus: bool):
-        # Ray hides none itself; where a `runtime_env` does, blocks are read by tasks, which wait for more CPUs.
+        # Ray does not hide GPUs. With a `runtime_env` that hides them, Ray would read blocks in tasks that need further CPUs.
         if not gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._run = make()
@@ -53,7 +53,7 @@ class Later:
         return partial, (
             _made,
             np.frombuffer(_pickled(self._make), np.uint8),
-        )  # an array is stored only once in the memory of a host
+        )  # Ray stores an array only once in the memory of a host
 
 
 def _pickled(value: Any) -> bytes:
@@ -69,12 +69,12 @@ def _made(pickled: Any) -> Any:
 
 
 def mapper(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[[Any], Any]:
-    """What maps rows."""
+    """Return a function that maps rows."""
     return DeviceMap(fn, **options)
 
 
 def reducer(reducer: Any, fn: Callable[..., Any], options: dict[str, Any]) -> Callable[[Any], Any]:
-    """What reduces rows to one state, pickled."""
+    """Return a function that reduces rows to one pickled state."""
     program = Program(fn, options)
     return Mapper(program.reducing(_Unfinished(reducer)), Observers(program.name, program.options, program.gpus)).run
 
@@ -86,7 +86,7 @@ class _Unfinished(Reduction):
         bound = super().of(structure, specs)
 
         def packed(leaves: Sequence[Any]) -> Any:
-            state = structure, specs, [leaf.numpy() for leaf in leaves]  # with classes of the program itself, maybe
+            state = structure, specs, [leaf.numpy() for leaf in leaves]  # may refer to classes of the program
             return {STATE: tf.constant([_pickled(state)])}
 
         bound.finished = lambda states: bound.merged([states])  # type: ignore[method-assign]

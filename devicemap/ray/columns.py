@@ -1,8 +1,8 @@
-"""Columns of Arrow tables -> rows for TensorFlow, and back. What need not be copied is not, and no Python runs for each row.
+"""Convert columns of Arrow tables to rows for TensorFlow, and back, with few copies and without Python code for each row.
 
 numbers, booleans, text    [rows]
-Ray's tensors              [rows, ...]; ragged where rows differ in the length of their first axis
-lists, and lists of these  ragged [rows, None, ...]; of one size, dense [rows, size, ...]
+Ray's tensors              [rows, ...]; ragged if rows differ in the length of their first axis
+lists, and lists of these  ragged [rows, None, ...]; dense [rows, size, ...] for fixed-size lists
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from devicemap.store.export import RESULT, as_arrow
 
 
 def rows_of(table: Any) -> dict[str, Any]:
-    """The columns of a `pyarrow.Table` as arrays and `RaggedTensor`s, by name.
+    """Return the columns of a `pyarrow.Table` as arrays and `RaggedTensor`s, by name.
 
     Raises:
         DataError: a column is of a type that TensorFlow does not have, or has missing values that are not NaN.
@@ -33,12 +33,12 @@ def rows_of(table: Any) -> dict[str, Any]:
                 f"column {name!r} has {array.null_count} missing values of type {kind}; fill or drop them first"
             )
         if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-            lengths = array.value_lengths().to_numpy().astype(np.int64)  # as TensorFlow has them by itself
+            lengths = array.value_lengths().to_numpy().astype(np.int64)  # TensorFlow's default for row splits
             return tf.RaggedTensor.from_row_lengths(of_array(name, array.flatten()), lengths, validate=False)
         if pa.types.is_fixed_size_list(kind):
             values = of_array(name, array.flatten())
             return tf.reshape(values, [len(array), kind.list_size, *values.shape[1:]])
-        if pa.types.is_null(kind):  # lists that are all empty, of unknown type
+        if pa.types.is_null(kind):  # the values of lists that are all empty
             array = array.cast(pa.float64())
         column: Any = BlockAccessor.for_block(pa.table({name: array})).to_numpy(name)
         return _checked(name, kind, column)
@@ -51,7 +51,7 @@ def rows_of(table: Any) -> dict[str, Any]:
 
 
 def _checked(name: str, kind: Any, column: np.ndarray) -> Any:
-    """What NumPy has: text as an array of objects, and rows of different shapes as one of arrays."""
+    """Return a column of NumPy for TensorFlow. Rows of different shapes, which are an array of arrays, become ragged."""
     if column.dtype.kind in "biuf" or not len(column) or isinstance(column[0], str | bytes):
         return column
     rows = [np.asarray(row) for row in column] if column.dtype == object else []
@@ -65,10 +65,10 @@ def _checked(name: str, kind: Any, column: np.ndarray) -> Any:
 
 
 def columns_of(result: Any) -> dict[str, Any]:
-    """What `fn` returned as arrays of NumPy and Arrow, by name.
+    """Return the result of `fn` as arrays of NumPy and Arrow, by name.
 
     Raises:
-        FunctionError: it is no dict of columns, nor one column.
+        FunctionError: the result is neither a dict of columns nor one column.
     """
     columns = result if isinstance(result, Mapping) else {RESULT: result}
     for name, column in columns.items():
@@ -81,9 +81,9 @@ def _column_of(name: str, column: Any) -> Any:
     import pyarrow as pa
 
     if isinstance(column, tf.Tensor):
-        array = np.asarray(column)  # where `.numpy()` would copy
+        array = np.asarray(column)  # without the copy that `.numpy()` makes
         if array.dtype.kind in "biuf":
-            return array  # Ray makes tensors of those with inner axes
+            return array  # Ray converts arrays with inner axes to its tensors
     try:
         return as_arrow(pa, column)
     except pa.ArrowException as error:

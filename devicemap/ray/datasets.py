@@ -1,8 +1,8 @@
-"""`map_batches` and `reduce`: a Ray Data dataset mapped on the hosts of a Ray cluster, by actors that hold a `DeviceMap` each.
+"""`map_batches` and `reduce`: maps over a Ray Data dataset by actors on the hosts of a Ray cluster, each with a `DeviceMap`.
 
-    blocks ── Ray: where, how often, once more after a failure ──> an actor ── DeviceMap: its devices ──> blocks
+    blocks ── Ray: placement, scaling, retries ──> an actor ── DeviceMap: its devices ──> blocks
 
-What Ray does is left to it. A row's random numbers depend on its number alone, so numbers travel with the rows.
+The random numbers of a row depend only on its number, so the dataset gets a column of row numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from devicemap.ray.actors import NUMBER, STATE, Actor, Later, mapper
 from devicemap.ray.actors import reducer as state_reducer
 
 _CHUNKS = 16
-"""In what Ray hands to an actor at a time where it has to be told: enough that few of them wait for the next ones."""
+"""The chunks in a batch that Ray sends to an actor with GPUs. With this number, actors seldom wait for the next batch."""
 
 
 def map_batches(
@@ -36,31 +36,31 @@ def map_batches(
 ) -> Any:
     """Map `fn` over the rows of a Ray Data dataset, on the devices of many hosts.
 
-    Actors of Ray's hold one `DeviceMap` each, over all the GPUs that Ray gives them, else over the CPU of their host. Ray hands
-    them blocks, moves an actor that is lost with its host, and does its blocks again; so what `fn` does besides returning may
-    happen again.
+    Each actor has a `DeviceMap` over all GPUs that Ray assigns to it, or otherwise over the CPU of its host. Ray sends blocks
+    to the actors. If a host is lost, Ray restarts its actors elsewhere and maps their blocks again, so side effects of `fn`
+    may happen again.
 
     Args:
         dataset: a `ray.data.Dataset`.
-        fn: as for `parallel_map`. It gets a dict of columns: of one row, or with `batched=True` of a batch, of shapes
-            `[rows, ...]`. Lists are ragged, as tensors are that differ in their first axis alone; text is a string tensor. It
-            is pickled, with the variables in it: each actor has its own.
-        concurrency: how many actors, or the fewest and the most of them.
-        num_gpus: GPUs of each actor. With GPUs, Ray asks for a size of batches: `batch_size` has to be an int.
-        num_cpus: CPUs that Ray sets aside for each actor; 1 where neither is given. TensorFlow does not keep to them.
-        **options: those of `parallel_map`; `devices` are those of an actor's host. `progress` is Ray's own bar, or a callable
-            that is pickled and receives the events in each actor. With a `seed`, the dataset is computed now, in order, and
-            kept in Ray's object store, twice while rows get their numbers. Results come in order then.
+        fn: as for `parallel_map`. It gets a dict of columns of one row, or with `batched=True` of a batch, of shapes
+            `[rows, ...]`. Lists, and tensors that differ only in their first axis, are ragged. Text is a string tensor. `fn`
+            is pickled with its variables, so each actor has its own variables.
+        concurrency: the number of actors, or the smallest and the largest number.
+        num_gpus: GPUs of each actor. With GPUs, Ray requires a size of batches, so `batch_size` has to be an int.
+        num_cpus: CPUs that Ray reserves for each actor; 1 if neither is given. TensorFlow may use other CPUs, too.
+        **options: those of `parallel_map`. `devices` are devices of an actor's host. Ray shows a bar of its own. A callable
+            `progress` is pickled and gets the events in each actor. With a `seed`, the dataset is computed at once, in order,
+            and stored in Ray's object store, twice while rows get their numbers. Results are then in order.
 
     Returns:
-        A lazy `ray.data.Dataset` whose columns are the dict that `fn` returns, or "result" where it returns one tensor. Without
-        a `seed`, its blocks come as they finish, unless `dataset.context.execution_options.preserve_order` was set.
+        A lazy `ray.data.Dataset` whose columns are the dict that `fn` returns, or "result" if it returns one tensor. Without a
+        `seed`, blocks are in the order in which they finish, unless `dataset.context.execution_options.preserve_order` is set.
 
     Raises:
         DeviceMapError: Ray is not installed.
-        OptionError, DataError: before anything runs, for options and data that are not valid.
-        ray.exceptions.RayError: when the result is read: `fn` failed, a column cannot be had, or an actor has no such devices.
-            Its message holds that of the `FunctionError`, `DataError` or `DeviceError`.
+        OptionError, DataError: before anything runs, for invalid options and data.
+        ray.exceptions.RayError: when the result is read, because `fn` failed, a column cannot be converted, or an actor lacks
+            the devices. Its message contains that of the `FunctionError`, `DataError` or `DeviceError`.
 
     Examples:
         Images to features, on two actors with a GPU each:
@@ -82,19 +82,19 @@ def reduce(
     num_cpus: float | None = None,
     **options: Any,
 ) -> Any:
-    """Map `fn` over the rows of a Ray Data dataset, and reduce the results where they are computed.
+    """Map `fn` over the rows of a Ray Data dataset, and reduce the results in the actors.
 
-    What travels is a state for each block, of the size of the result, from each of the actors. States are merged here as they
-    come, in the order of rows, so that few are kept. Arguments are those of `map_batches`, and the `reducer` of
+    Each actor sends a state for each block, of the size of the result. This process merges the states as they arrive, in the
+    order of rows, and keeps few of them. Arguments are those of `map_batches`, and `reducer` as for
     `devicemap.parallel_reduce`.
 
     Returns:
-        What `devicemap.parallel_reduce` gives.
+        The result, as of `devicemap.parallel_reduce`.
 
     Raises:
         DeviceMapError: Ray is not installed.
-        OptionError, DataError: before anything runs, for options, a reducer and data that are not valid, and without rows.
-        ray.exceptions.RayError: as of `map_batches`, and where the results of `fn` cannot be reduced so.
+        OptionError, DataError: before anything runs, for invalid options, reducers and data. `DataError` also without rows.
+        ray.exceptions.RayError: as for `map_batches`, and if the results of `fn` cannot be reduced by the reducer.
 
     Examples:
         The mean of each pixel:
@@ -137,7 +137,7 @@ def _by_actors(
     num_cpus: float | None,
     options: dict[str, Any],
 ) -> Any:
-    """The dataset that actors make of another one by what `make(fn, options)` gives them."""
+    """Return a dataset that actors compute from another one, with the callable that `make(fn, options)` returns."""
     ray = _import_ray()
     if not isinstance(dataset, ray.data.Dataset):
         raise DataError(
@@ -160,7 +160,7 @@ def _by_actors(
                 f"batch_size={checked.batch_size!r} with num_gpus; expected an int, in rows per device call"
             )
         rows = checked.batch_size * _CHUNKS
-    if checked.progress is True:  # Ray shows a bar of its own, of all actors
+    if checked.progress is True:  # Ray shows a bar for all actors
         del options["progress"]
     seed = options.pop("seed", None)
     if seed is not None:
@@ -168,7 +168,7 @@ def _by_actors(
         dataset, fn = _numbered(dataset), partial(_with_seed, fn)
     return dataset.map_batches(
         Actor,
-        # As one: variables in both are the same.
+        # Pickled together, so that variables in both stay the same.
         fn_constructor_args=(Later(partial(make, fn, options)), seed, bool(num_gpus)),
         compute=ray.data.ActorPoolStrategy(min_size=sizes[0], max_size=sizes[1]),
         batch_size=rows,
@@ -183,20 +183,20 @@ def _with_seed(fn: Callable[..., Any], columns: Any, seed: Any) -> Any:
 
 
 def _numbered(dataset: Any) -> Any:
-    """The dataset with a column of the rows' numbers, in Ray's object store."""
+    """Return the dataset with a column of row numbers, in Ray's object store."""
     ray = _import_ray()
     ordered = _in_order(dataset)
     tables = ordered.materialize().to_arrow_refs()
     count, number = ray.remote(lambda table: len(table)), ray.remote(_number)
     ends = np.cumsum([0, *ray.get([count.remote(table) for table in tables])])
     numbered = ray.data.from_arrow_refs([number.remote(table, first) for table, first in zip(tables, ends)])
-    vars(numbered.context).update(vars(ordered.context))  # from_arrow_refs copies the current one, of all threads
+    vars(numbered.context).update(vars(ordered.context))  # from_arrow_refs copies the global context
     return numbered
 
 
 def _in_order(dataset: Any) -> Any:
-    """The dataset, in order, with a context of its own: Ray's datasets share that of the one they are made from."""
-    ordered = dataset.copy(dataset, _deep_copy=True)  # of the plan and the context, not of rows
+    """Return the dataset, in order, with a separate context. Ray's datasets share the context of their source."""
+    ordered = dataset.copy(dataset, _deep_copy=True)  # copies the plan and the context, but no rows
     ordered.context.execution_options.preserve_order = True
     return ordered
 
