@@ -66,9 +66,9 @@ def parallel_map(
     """Map `fn` over the rows of `data` on several devices at once.
 
     The result equals `tf.map_fn(fn, data)`, or `fn(data)` with `batched=True`, up to rounding. Rows, order, structure and
-    dtypes are the same on any number of devices. A later call with the same `fn` (or the same method of the same object) and
-    options does not trace again, if `fn` is among the last 64 functions that were mapped. A `DeviceMap` has no such limit.
-    Compiled code and replicas of variables are freed with `fn`.
+    dtypes are the same on any number of devices. A later call with the same `fn` and options does not trace again, if `fn` is
+    among the last 64 functions that were mapped. A method of the same object counts as the same `fn`. A `DeviceMap` has no
+    such limit. Compiled code and replicas of variables are freed with `fn`.
 
     Args:
         fn: takes one row and returns its result. With `batched=True` it takes a batch of rows, and returns as many. A tuple in
@@ -223,9 +223,10 @@ class DeviceMap:
             data: as for `parallel_map`; a dataset may be infinite.
 
         Returns:
-            A generator of chunks, nests of tensors of shape `[rows of the chunk, ...]`: the batches of a dataset, cut to
-            `batch_size` if given, and otherwise chunks of `batch_size` rows, or of a measured size with `None` or `"auto"`.
-            With `deterministic=False` it yields them as they finish, each as `(first row, chunk)`. Nothing is read before the
+            A generator of chunks: nests of tensors of shape `[rows of the chunk, ...]`. Chunks have `batch_size` rows, or a
+            measured size with `None` or `"auto"`. Batches of a dataset are cut to `batch_size` rows, and stay whole with
+            `None`. With `deterministic=False`, chunks are in the order in which they finish, each as `(first row, chunk)`.
+            Nothing is read before the
             first chunk is requested. Closing or dropping the generator ends the call.
 
         Raises:
@@ -309,8 +310,9 @@ class DeviceMap:
                 disk failed, the directory has not changed.
 
         Warns:
-            RuntimeWarning: the directory holds results, and `fn` calls Python code (`tf.py_function`), of which only the name
-                and the code itself are compared, or uses tables, datasets or iterators, which are not compared.
+            RuntimeWarning: the directory holds results, and `fn` calls Python code (`tf.py_function`) or uses tables, datasets
+                or iterators. Only the name and the code of Python functions are compared, and tables, datasets and iterators
+                are not.
 
         Examples:
             >>> import tempfile

@@ -107,10 +107,10 @@ def choose_devices(devices: Any) -> tuple[str, ...]:
     """Return the full names of the logical devices of the `devices` option.
 
     Args:
-        devices: `None` (the device of the task that is running, else every local logical GPU, else every local logical
-            CPU), a kind, a name, or an iterable of names, logical devices, physical devices (all their logical ones) and
-            `Device`s. A kind selects devices of all hosts; the name of a host, `/job:worker/task:1`, or of a job selects
-            its GPUs, else its CPUs.
+        devices: `None`, a kind, a name, or an iterable of names, logical devices, physical devices (all their logical ones)
+            and `Device`s. `None` selects the device of the running task, or else all local logical GPUs, or else all local
+            logical CPUs. A kind selects devices of all hosts. The name of a host, `/job:worker/task:1`, or of a job selects
+            its GPUs, or else its CPUs.
 
     Raises:
         DeviceError: for an unknown, repeated or missing device; the message lists the devices.

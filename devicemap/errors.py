@@ -101,7 +101,7 @@ def function_error(message: str, original: BaseException, shards: Sequence[Shard
 
 
 def brief(error: BaseException) -> str:
-    """Return the line of an error message that says what happened, without TensorFlow's stack traces before it."""
+    """Return the main line of an error message, without TensorFlow's stack traces before it."""
     for line in str(error).splitlines():
         if line.strip() and not _TRACE.match(line):
             return _CODE.sub("", line.strip())
@@ -118,7 +118,7 @@ def add_note(error: Any, note: str) -> None:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the class of an error and what happened, in one line."""
+    """Return the class and the main line of an error, in one line."""
     return f"{type(error).__name__}: {brief(error)}"
 
 

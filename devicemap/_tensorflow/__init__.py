@@ -51,7 +51,7 @@ def usable(*needed: Private) -> bool:
 
 
 def with_fallback(public: Callable[..., Any], *needed: Private) -> Callable[[CallableT], CallableT]:
-    """Decorate a function that uses the `needed` names. The `public` function replaces it where they are not usable."""
+    """Decorate a function that uses the `needed` names. The `public` function replaces it if they are not usable."""
 
     def decorate(function: CallableT) -> CallableT:
         @functools.wraps(function)

@@ -87,7 +87,7 @@ def _hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, 
         specs: nest of `tf.TypeSpec`s of the data: a tuple is passed as several arguments.
         batched: whether `fn` takes a batch.
         seeded: whether it also gets the keyword `seed`.
-        error: what tracing raised.
+        error: the error of tracing.
     """
     method = (fn.__name__,) if hasattr(getattr(fn, "__self__", None), "built") else ()
     for name in (*method, *getattr(getattr(fn, "__code__", None), "co_names", ())):

@@ -102,7 +102,7 @@ def _getters_of(value: Any) -> Iterator[Callable[[], Any]]:
 
 
 def _values_in(fn: Any, depth: int = 3) -> Iterator[Any]:
-    """Yield the objects that a Python function refers to by global names and its closure, also in functions that it calls."""
+    """Yield the objects to which a Python function and its callees refer by global names and closures."""
     with contextlib.suppress(Exception):  # objects may define any attribute
         fn = inspect.unwrap(fn) if callable(fn) else fn
     code = getattr(fn, "__code__", None)

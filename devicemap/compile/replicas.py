@@ -39,7 +39,7 @@ def copies_variables(spec: CallSpec, traced: Traced, slots: Sequence[str]) -> bo
 
     They do if a variable would otherwise be sent more than once per call: to chunks, loops, gathers, backward passes, compiled
     functions and other hosts. They cannot if XLA or pfor rewrites the graph as a part of another function, because both lack
-    assignments, or if an op of `fn` requests a device.
+    assignments. They cannot if an op of `fn` requests a device, either.
     """
     audit = traced.audit
     if spec.engine is Engine.REWRITTEN or audit.pinned or (spec.differentiable and not holds_gradients()):

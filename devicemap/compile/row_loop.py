@@ -1,7 +1,8 @@
 """Map a function of one row over the rows of a shard, one after another, like `tf.map_fn`.
 
-For dense results, the loop of this module replaces that of `tf.map_fn`, which copies to or from a GPU in each step: its
-`tf.while_loop` has a maximum number of iterations, and GPUs have no kernels for TensorLists of most integers.
+For dense results, the loop of this module replaces that of `tf.map_fn`, which copies to or from a GPU in each step
+(test_rows_one_by_one_send_nothing_in_a_step). The `tf.while_loop` of `tf.map_fn` has a maximum number of iterations, and GPUs
+have no kernels for TensorLists of most integers.
 """
 
 from __future__ import annotations

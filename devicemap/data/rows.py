@@ -49,8 +49,8 @@ def as_rows(data: Any) -> Rows:
         data: a nest of tensors, NumPy arrays, lists, `RaggedTensor`s and `SparseTensor`s.
 
     Raises:
-        DataError: for a leaf that is not a tensor or has no row axis, for leaves with different numbers of rows (each
-            is named with its length), and for an empty nest.
+        DataError: for a leaf that is not a tensor or has no row axis, and for an empty nest. Also for leaves with different
+            numbers of rows, which the message lists.
     """
     if isinstance(data, tf.Tensor) and data.shape.rank:  # fast for small calls
         return Rows(data, (data,), data.shape[0], (data.dtype, data.shape[1:]))
@@ -62,7 +62,7 @@ def as_rows(data: Any) -> Rows:
         except TypeError as error:
             raise DataError(
                 f"data holds {node!r}, whose metadata {node.static!r} is not hashable ({error}); __tf_flatten__ must give "
-                "tensors as components, and what is the same for all rows as hashable metadata"
+                "tensors as components, and values that are the same for all rows as hashable metadata"
             ) from error
     try:
         leaves = tuple(tf.nest.flatten(structure))

@@ -122,8 +122,7 @@ class Composition:
             ]
 
     def _trace(self, stages: Sequence[Stage]) -> tuple[list[Passed], list[TracedStage]]:
-        """Trace each stage for its inputs. Return the specs of the inputs and the traced stages, and set those of the
-        results."""
+        """Trace each stage for its inputs, and set the specs of the results. Return specs of inputs, and traced stages."""
         self.passed, given, traced = self._batch.passed, [], []
         for stage in stages:
             if self._batch.targets and stage is stages[-1]:
@@ -142,8 +141,7 @@ class Composition:
         return max(1, min(parts, least))
 
     def _forward_first(self, traced: Sequence[TracedStage]) -> bool:
-        """Whether all forward calls precede all backward calls: without a loss, if its scale needs all rows, or by
-        `run_in_turn`."""
+        """Whether all forward calls come first: without a loss, if its scale needs all rows, or by `run_in_turn`."""
         scaled = self._batch.targets and len(self.passed.nest) > 2 and any(stage.losses for stage in traced)
         return not self._batch.targets or scaled or run_in_turn([stage.traced for stage in traced])
 

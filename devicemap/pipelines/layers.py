@@ -254,7 +254,7 @@ def check_rows_are_independent(
         if difference:
             raise OptionError(
                 f"{name}: {difference}, if half of the rows are left out. Microbatches see some of the rows, so each row of a "
-                "result must depend on one row; compute what depends on several rows outside of the pipeline"
+                "result must depend on one row; compute values of several rows outside of the pipeline"
             )
 
 

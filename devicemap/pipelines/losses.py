@@ -2,8 +2,8 @@
 
     value = scale * sum of w * l    over the elements l of the rows' losses, with their weights and masks w
 
-A Keras reduction determines the scale. If it depends on the outputs of all rows, as with masks, gradients are multiplied by it
-at the end, so that no backward pass waits for all forward passes.
+A Keras reduction determines the scale. It may depend on the outputs of all rows, as with masks. Then gradients are multiplied
+by it at the end, so that no backward pass waits for all forward passes.
 """
 
 from __future__ import annotations

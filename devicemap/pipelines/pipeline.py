@@ -54,8 +54,8 @@ class Pipeline:
         output_device: the device on which results are gathered.
         batch_norm: "synchronized": if layers write variables in a call, as batch normalization does in training, the batch is
             one microbatch, and the stages work one after another. "local": such layers see one microbatch at a time.
-        added_losses: required if layers add losses that depend on the rows, by `add_loss` or an `activity_regularizer` (Keras's
-            are means): whether they are the "sum" or the "mean" over the rows.
+        added_losses: required if layers add losses that depend on the rows, by `add_loss` or an `activity_regularizer`. "sum"
+            or "mean": such losses are the sum or the mean over the rows. Keras's regularizers are means.
         loss: the loss of `value_and_gradients`, as for `compile` of Keras: a `keras.losses.Loss`, its name, or a function
             `(y, outputs)` that returns a loss for each row, `[rows, ...]`.
         replicas: number of copies of the pipeline, each on other devices with a part of the microbatches. The first replica
@@ -220,8 +220,7 @@ class Pipeline:
         outputs: bool = False,
         clock: Clock | None = None,
     ) -> tuple[Any, list[Any], Any, Any]:
-        """Return the value of a loss, its gradients times `scale`, the outputs if wanted, and with a clock the times of
-        calls."""
+        """Return a loss, its gradients times `scale`, the outputs if wanted, and the times of calls if there is a clock."""
         batch, key = _batch_of(x)
         if y is None:
             raise DataError("y is None; expected the targets of the rows, a nest of tensors [rows, ...]")
@@ -273,8 +272,7 @@ class Pipeline:
         return PipelineReport(self.devices, clock.calls(times.numpy()))
 
     def _run(self, build: Callable[[Batch], tuple[Found, Any]], batch: Batch, key: Any) -> tuple[Found, Any]:
-        """Run `build(batch)` in the graph that is being built, or in eager code in a separate graph, which is kept by
-        `key`."""
+        """Run `build(batch)` in the graph that is being built, or in eager code in a graph that is kept by `key`."""
         if not tf.executing_eagerly():
             if compiled_as_a_part():
                 raise OptionError(
@@ -339,8 +337,7 @@ class Pipeline:
             )
 
     def stream(self, dataset: tf.data.Dataset) -> Iterator[Any]:
-        """Run the stages on the batches of a dataset, in order. The first stages start the next batch before the last ones
-        end.
+        """Run the stages on the batches of a dataset, in order. Stages work on two batches at the same time.
 
         Examples:
             >>> pipe = Pipeline([lambda x: x * 2, lambda x: x + 1], devices=["CPU:0", "CPU:1"])

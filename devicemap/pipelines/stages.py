@@ -98,7 +98,7 @@ class Stage:
         """
         key = freeze((given.nest, given.notes)), replica, is_training(), self.state()
         stage = self._known.get(key) or self._trace(given)
-        if all(hasattr(tensor, "numpy") for tensor in stage.traced.captures):  # else of the graph being built
+        if all(hasattr(tensor, "numpy") for tensor in stage.traced.captures):  # not of a graph that is being built
             self._known[key] = stage
         return stage
 

@@ -45,7 +45,7 @@ def rows_of(table: Any) -> dict[str, Any]:
 
     chunked = {name: table.column(name) for name in table.column_names}
     return {
-        name: of_array(name, column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())  # which copies
+        name: of_array(name, column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
         for name, column in chunked.items()
     }
 

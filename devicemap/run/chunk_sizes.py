@@ -1,7 +1,7 @@
 """The number of rows in the next chunk: pure functions over measurements.
 
 A chunk is cut when a device can take one. Its size depends on the measured throughput of all devices, so that a slow device
-does not finish last, and grows as long as larger chunks are faster per row.
+does not finish last. Sizes grow as long as larger chunks are faster per row.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Throughput:
         return replace(self, limit=limit, size=min(self.size, limit))
 
     def between_calls(self) -> Throughput:
-        """Return what the next call may use."""
+        """Return the measurements that the next call may use."""
         return replace(self, rows_in_flight=0, largest=0, quickest_seconds=math.inf, quick_rows=0)
 
 
@@ -143,8 +143,8 @@ def next_chunk_size(
     """Return how many rows a device takes next; 0 if the other devices will finish them sooner.
 
     At least one device, idle or not, takes rows while rows are left. Chunks without a fixed size shrink towards the end in
-    proportion to the speed of the device, as in guided self-scheduling (Polychronopoulos and Kuck, 1987) and factoring for
-    uneven processors (Hummel et al., 1996).
+    proportion to the speed of the device. This follows guided self-scheduling (Polychronopoulos and Kuck, 1987) and factoring
+    for uneven processors (Hummel et al., 1996).
 
     Args:
         device: the device that is to take the rows.
@@ -203,9 +203,10 @@ def chunks_in_flight(kind: str) -> int:
     """Return the default number of chunks in flight on a device of a kind.
 
     A CPU uses tensors where they are in memory. For other devices, copies in and out should overlap with kernels, but
-    TensorFlow starts a copy to a device after the kernels that were enqueued there before. On two emulated GPUs
-    (`tests/simulators/softgpus/chunks.py`), chunks that took 10 ms to copy each way and 10 ms to compute reached 0.53, 0.64,
-    0.76, 0.80 and 0.77 of the ideal throughput with 2, 3, 4, 5 and 8 in flight. Each chunk in flight needs memory.
+    TensorFlow starts a copy to a device after the kernels that were enqueued there before.
+    `tests/simulators/softgpus/chunks.py` ran chunks that take 10 ms to copy each way and 10 ms to compute on two emulated
+    GPUs. With 2, 3, 4, 5 and 8 in flight, they reached 0.53, 0.64, 0.76, 0.80 and 0.77 of the ideal throughput. Each chunk in
+    flight needs memory.
 
     >>> chunks_in_flight("CPU"), chunks_in_flight("GPU")
     (2, 4)

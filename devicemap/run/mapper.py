@@ -127,7 +127,7 @@ class Mapper:
             )
         if self._options.batch_size is not None:
             raise OptionError(
-                f"batch_size={self._options.batch_size} inside a tf.function: chunks are handed out in eager code. Map "
+                f"batch_size={self._options.batch_size} inside a tf.function: chunks need eager code. Map "
                 "outside of the tf.function, or leave batch_size out"
             )
         return call_inside(self.program, rows)
@@ -182,7 +182,7 @@ class Mapper:
         if tape_is_recording():
             raise OptionError(
                 "a GradientTape is recording, and gradients do not go through chunks: pass in-memory data without "
-                "batch_size and on_error, or put the call into `with tape.stop_recording():` if you need none of it"
+                "batch_size and on_error, or put the call into `with tape.stop_recording():` if you need no gradients"
             )
         if not isinstance(data, tf.data.Dataset):
             size = self._options.batch_size

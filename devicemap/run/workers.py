@@ -120,7 +120,7 @@ class Finished:
     """Whether a single row needed too much memory, so that `limit` is again the one before this chunk."""
 
     rows_failed: bool = False
-    """Whether rows of it were left out."""
+    """Whether rows of the chunk were left out."""
 
 
 @dataclass(frozen=True)

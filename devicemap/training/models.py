@@ -59,8 +59,8 @@ def parallelize(
         The same model, with additional methods. `detach()` gives it back to one device.
 
     Raises:
-        OptionError: for an object that is not such a model, and a model that overrides `make_train_function`, was created in
-            the scope of a strategy or is already parallelized. Also for devices or layers that do not exist, and for several
+        OptionError: for an object that is not such a model, and for a model that overrides `make_train_function`, was created
+            in a strategy's scope or is already parallelized. Also for devices or layers that do not exist, and for several
             microbatches with a custom `train_step` or synchronized batch normalization. Layers are checked when they are built.
 
     Warns:
