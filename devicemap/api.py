@@ -226,8 +226,7 @@ class DeviceMap:
             A generator of chunks: nests of tensors of shape `[rows of the chunk, ...]`. Chunks have `batch_size` rows, or a
             measured size with `None` or `"auto"`. Batches of a dataset are cut to `batch_size` rows, and stay whole with
             `None`. With `deterministic=False`, chunks are in the order in which they finish, each as `(first row, chunk)`.
-            Nothing is read before the
-            first chunk is requested. Closing or dropping the generator ends the call.
+            Nothing is read before the first chunk is requested. Closing or dropping the generator ends the call.
 
         Raises:
             OptionError, DataError: at once.
