@@ -310,8 +310,7 @@ class DeviceMap:
 
         Warns:
             RuntimeWarning: the directory holds results, and `fn` calls Python code (`tf.py_function`) or uses tables, datasets
-                or iterators. Only the name and the code of Python functions are compared, and tables, datasets and iterators
-                are not.
+                or iterators. Of these, only the names and the code of Python functions are compared.
 
         Examples:
             >>> import tempfile

@@ -61,8 +61,7 @@ def unrecorded(concrete: Any, attributes: tuple[Any, ...] | None = None) -> Call
     """Return a callable for a `ConcreteFunction` in eager code, without tapes, with tensors only.
 
     The public call first binds its arguments to a Python signature and asks the tapes, which takes as long as running a small
-    graph. A cancellation `manager` cancels the call. TensorFlow's context manager stores it in a global that all threads
-    share.
+    graph. A cancellation `manager` cancels the call. TensorFlow's own context manager is global to all threads.
 
     Args:
         concrete: the function.

@@ -1,6 +1,7 @@
 """Converters of ops for which TensorFlow's `pfor` has no converter, or one that is incorrect or slow for some calls.
 
-`tests/compile/test_vectorizable_ops.py` compares each of them with `tf.map_fn`."""
+`tests/compile/test_vectorizable_ops.py` compares each of them with `tf.map_fn`.
+"""
 
 from __future__ import annotations
 

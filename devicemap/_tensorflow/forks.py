@@ -15,8 +15,7 @@ _THREADS = Path("/proc/self/task")
 def lost_threads() -> bool:
     """Return whether TensorFlow is initialised in this process without its threads (on Linux).
 
-    A forked process inherits the memory of its parent, but not its threads. TensorFlow functions then wait forever
-    (test_forks).
+    A forked process has the memory of its parent, but not its threads. Functions then wait forever (test_forks).
     """
     if getattr(_context.context_safe(), "_context_handle", None) is None or not _THREADS.is_dir():
         return False

@@ -95,8 +95,7 @@ def tells_callers() -> bool:
 def compiled_as_a_part() -> bool:
     """Whether XLA compiles the function being traced, or a function around it.
 
-    XLA refuses copies of variables on other devices (test_what_is_compiled_with_all_around_it). In the fallback, variables are
-    read in place anyway.
+    XLA refuses copies of variables on other devices (test_what_is_compiled_with_all_around_it). The fallback has no copies.
     """
     return bool(_control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 

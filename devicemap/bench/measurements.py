@@ -179,8 +179,7 @@ class BenchmarkResult(Result):
 def next_batch(result: BenchmarkResult) -> int | None:
     """Return the rows of the next batch of the search for the largest one; `None` at the end.
 
-    The search multiplies the batch by up to four, tries a batch just below the expected limit, and then narrows the limit down
-    to a tenth.
+    The search multiplies the batch by up to four, tries a batch just below the expected limit, and narrows it down to a tenth.
     """
     largest, failed = result._bounds()
     step = len(result.devices)

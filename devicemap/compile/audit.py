@@ -189,8 +189,7 @@ def _treatment(concrete: Any, handle: Any, ops: set[str], staying: set[int]) -> 
     if ops <= _ATOMIC:
         return Treatment.ATOMIC
     variable = variable_of(concrete, handle)
-    # keras.random.SeedGenerator reads [seed, counter] and assigns [seed, counter + 1]. Only its name distinguishes it from a
-    # user's counter.
+    # keras.random.SeedGenerator reads [seed, counter] and assigns [seed, counter + 1]. A user's counter differs only in name.
     if variable is not None and "seed_generator_state" in variable.name and variable.shape.as_list() == [2]:
         return Treatment.SEED
     return Treatment.ORDERED

@@ -92,9 +92,8 @@ class CompiledMap:
     def graph(self, spec: CallSpec) -> Any:
         """Return the `ConcreteFunction` of a call. `CallGraphBuilder.build` describes its arguments and results.
 
-        TensorFlow runs other copies of the ops for first than for higher gradients, and each copy of a seeded op begins the
-        same number stream. So a function with seeded ops has a graph per order of gradients, and one per call inside a
-        function.
+        TensorFlow copies the ops for each order of gradients, and each copy of a seeded op begins the same number stream. So a
+        function with seeded ops has a graph per order of gradients, and one per call inside a function.
         """
         seeded = self.traced.audit.seeded
         if seeded and spec.is_inside:

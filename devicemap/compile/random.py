@@ -1,8 +1,7 @@
 """Seeds of rows, and number streams of traces, so that no two rows, devices or graphs share random numbers.
 
 A stateless op draws from its seed input, so each row gets a seed. A stateful op with a fixed seed begins the same stream in
-each copy of the op. So a function with such ops is traced again for each slot of each graph, and each trace draws from a
-separate stream.
+each copy of the op. So a function with such ops is traced for each slot of each graph, and each trace has a separate stream.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ class Replicas:
         for key, variable in self._copied.items():
             away = [number for number in wanted if key in self._replicas[number]]
             near = [number for number in wanted if key not in self._replicas[number]]
-            # With separate handles, gradients of all slots are added on the variable's device. A loop cannot pass such handles
-            # to its gradient.
+            # With separate handles, gradients are added on the variable's device. A loop cannot pass such handles to its
+            # gradient.
             apart = self._differentiable and not self._loops and away and near and variable.dtype.is_floating
             with tf.device(variable.device):
                 handles = fanned_out(variable.handle, 1 + len(near)) if apart else [variable.handle] * (1 + len(near))
@@ -160,8 +160,7 @@ class Replicas:
     def _for_slots(self, value: Any, home: str, numbers: Sequence[int]) -> dict[int, Any]:
         """Return a value of the device `home` on each of these slots.
 
-        The tree begins at the slot of `home`, so variables on different devices have different slots in the middle of their
-        trees.
+        The tree begins at the slot of `home`, so that variables on different devices use different slots in between.
         """
         first, count = self._slots.index(home) if home in self._slots else 0, len(self._slots)
         numbers = sorted(numbers, key=lambda number: (number - first) % count)

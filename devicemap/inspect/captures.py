@@ -58,8 +58,8 @@ def captured_by(traced: Traced, fn: Callable[..., Any], devices: Sequence[str]) 
 def _names_around(fn: Any) -> dict[int, str]:
     """Return the names of variables, tensors and resources that `fn` can see, by identity.
 
-    `fn` can see globals, closure variables, attributes of these and of the object of a method, and values over which functions
-    among them close.
+    `fn` can see globals, closure variables, attributes of these and of a method's object, and closures of functions among
+    them.
 
     Examples:
         >>> total = tf.Variable(0.0)

@@ -50,8 +50,7 @@ class LayerCall:
 def layer_calls(model: Any) -> tuple[list[LayerCall], list[Any], Any]:
     """Return the calls of layers in a Sequential or functional model, its inputs, and the nest of its outputs.
 
-    Calls of nested models are replaced by those of their layers, if the arguments are only tensors of the model's dtypes and
-    ranks.
+    Calls of nested models become calls of their layers, if the arguments are only tensors of the model's dtypes and ranks.
 
     Raises:
         OptionError: for other models, and for a model that is not trainable and has trainable layers.

@@ -58,7 +58,7 @@ class WithLoss:
     """The last stage of a pipeline, and the loss of each row.
 
     It is called with the inputs of the stage and `(y,)` or `(y, sample_weight)`. It returns the outputs, and a sum of weighted
-    losses for each row, `[rows]`. If the sum over the rows is not divided by their number, it also returns the divisor by row,
+    losses for each row, `[rows]`. Unless the sum is divided by the number of rows, it also returns the divisor by row,
     `[rows]`.
     """
 

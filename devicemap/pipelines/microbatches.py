@@ -131,8 +131,8 @@ class Calls:
     def _sum(self, stage: int, of_microbatches: Sequence[Any]) -> Any | None:
         """Return the sum of a variable's gradients.
 
-        Each backward call waits for the sum of the earlier gradients. TensorFlow would add all gradients in one op, and hold
-        all of them until then.
+        Each backward call waits for the sum of the earlier gradients. TensorFlow would hold all gradients, and add them in one
+        op.
         """
         total = None
         for m, gradient in enumerate(of_microbatches):

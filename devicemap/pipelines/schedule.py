@@ -21,8 +21,7 @@ def schedule_of(kind: str, stages: int, devices: int, microbatches: int, device:
     "gpipe": all forward calls, then all backward calls (Huang et al., 2019). "1f1b": after `devices - device` microbatches,
     each forward call waits for a backward call, so that activations of no more microbatches are held (Narayanan et al., 2019).
     "interleaved": as "1f1b" with several stages on each device, in turns of `devices` microbatches (Narayanan et al., 2021).
-    If the number of microbatches is then not a multiple of the number of devices, all forward calls come first to avoid
-    deadlocks.
+    If its number of microbatches is not a multiple of the number of devices, all forward calls come first to avoid deadlocks.
 
     Args:
         kind: one of `KINDS`.

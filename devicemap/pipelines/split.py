@@ -62,8 +62,7 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
     The stages are models of copies of the layers, with the values of the model's variables. Together they compute the same
     results as the model, which does not change. Layers keep their order, and are cut such that the largest stage is as small
     as possible. Layers of nested models are cut like those of the model. A layer is copied by its `get_config`, `build` and
-    variables, so a custom layer must return all its arguments in `get_config`. `split` compares the results of layers and
-    copies.
+    variables, so a custom layer must return all its arguments in `get_config`. `split` compares results with those of copies.
 
     Args:
         model: a Sequential or functional Keras model, built.

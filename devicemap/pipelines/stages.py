@@ -190,7 +190,8 @@ def _written(traced: Traced) -> list[Any]:
 def run_in_turn(stages: Sequence[Traced]) -> bool:
     """Whether TensorFlow runs all microbatches of a stage before those of another stage, against the schedule.
 
-    It does so for gradients of Python functions, and if one stage writes a variable that another stage uses."""
+    It does so for gradients of Python functions, and if one stage writes a variable that another stage uses.
+    """
     users = Counter(id(handle) for stage in stages for handle in stage.captures)
     written = (handle for stage in stages for handle in _written(stage))
     return any(stage.audit.python for stage in stages) or any(users[id(handle)] > 1 for handle in written)

@@ -37,8 +37,8 @@ def map_batches(
     """Map `fn` over the rows of a Ray Data dataset, on the devices of many hosts.
 
     Each actor has a `DeviceMap` over all GPUs that Ray assigns to it, or otherwise over the CPU of its host. Ray sends blocks
-    to the actors. If a host is lost, Ray restarts its actors elsewhere and maps their blocks again, so side effects of `fn`
-    may happen again.
+    to the actors. If a host is lost, Ray restarts its actors elsewhere and maps their blocks again, with the side effects of
+    `fn`.
 
     Args:
         dataset: a `ray.data.Dataset`.

@@ -25,8 +25,8 @@ from devicemap.store.export import check_format, write_npy, write_parquet, write
 def open_results(directory: str | os.PathLike[str]) -> Results:
     """Open the results that `DeviceMap.write` has written to `directory`, also if that run is not finished.
 
-    Only the list of chunks is read. Chunks are read, and their checksums compared, when their rows are requested. Chunks that
-    are written later are not included.
+    Only the list of chunks is read. Chunks are read, and their checksums compared, when their rows are requested. Later chunks
+    are not included.
 
     Raises:
         JournalError: the directory holds no results of devicemap, or they are damaged.

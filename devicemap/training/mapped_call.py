@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from devicemap.training.forward import ForwardPass
 
 _ADDS = frozenset(["AssignAddVariableOp", "AssignSubVariableOp"])
-"""Ops that the audit allows in any order. Each device would apply them, instead of the call once."""
+"""Ops that the audit allows in any order. In a mapped call, each device would apply them once."""
 
 _MORE_ROWS = 83
 """Additional rows of a trace that shows how outputs depend on the number of rows."""

@@ -69,8 +69,8 @@ def parallelize(
     The first step raises a `FunctionError` while it is traced, if devices cannot run a layer independently. Such a layer
     changes a `tf.Variable` that is not a Keras variable, gives a variable a value that depends on the rows, or adds a loss
     without `added_losses`. An output without one row for each row of the batch is refused, too. If numbers of rows are known
-    only when the step runs, it raises a `tf.errors.InvalidArgumentError`, also for inputs and targets with different numbers
-    of rows.
+    only when the step runs, it raises a `tf.errors.InvalidArgumentError`. It does so, too, if inputs and targets have
+    different numbers of rows.
 
     Examples:
         >>> import keras
