@@ -175,10 +175,14 @@ def disturb_ray_nodes(seed: int, seconds: float, counts: Any) -> None:
     counts.put(happened)
 
 
-def run(target: Callable[..., None], log: str, *arguments: Any) -> None:
-    """Call a function in this process, and exit with a code. The error of a failure is added to a file."""
+def run(target: Callable[..., None], log: str, ready: Any, *arguments: Any) -> None:
+    """Call a function in this process, and exit with a code. The error of a failure is added to a file.
+
+    `ready` is an event that is set when imports are done: some of them catch all errors, `KeyboardInterrupt` included.
+    """
     warnings.simplefilter("ignore", RuntimeWarning)  # of lost devices and failed rows
     try:
+        ready.set()
         target(*arguments)
     except KeyboardInterrupt:
         os._exit(INTERRUPTED)

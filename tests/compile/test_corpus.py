@@ -20,10 +20,7 @@ FEW_ROWS = 3
 PARTS = [
     (field, vectorized) for vectorized in (True, False) for field in FIELDS if vectorized or field != "control_flow"
 ]
-GRADIENTS = [
-    part if part[0] == "control_flow" else pytest.param(*part, marks=pytest.mark.nightly)
-    for part in PARTS
-]  # fmt: skip
+GRADIENTS = [pytest.param(*part, marks=pytest.mark.nightly) for part in PARTS]
 
 
 def _call(fn: Callable[..., Any], row: Any) -> Any:

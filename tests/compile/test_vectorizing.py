@@ -125,7 +125,7 @@ def test_ops_that_cannot_be_seen_are_not_vectorised(monkeypatch: pytest.MonkeyPa
     """A `tf.function` inside of `fn`, in a TensorFlow that does not show what such hold."""
     monkeypatch.setattr(devicemap.compile.vectorize, "shows_functions", lambda graph: False)
     mapper = devicemap.DeviceMap(lambda r: padded(r), devices=["CPU:1"])
-    assert "not make public" in traced(mapper, VECTORS).reason
+    assert "lacks non-public names" in traced(mapper, VECTORS).reason
     np.testing.assert_array_equal(mapper(VECTORS)[:, 0], [3, 3, 3])
 
 

@@ -26,7 +26,18 @@ SECONDS = 60 * float(os.environ.get("DEVICEMAP_CHAOS_MINUTES", "20"))
 
 ROUND_SECONDS = 20.0
 EXIT_SECONDS = 20.0
-"""A process that was interrupted has ended after this time; it may be importing."""
+"""A process has started, or has ended after an interruption, within this time."""
+
+
+def _start(target: Any, log: Path, *arguments: Any) -> Any:
+    """Start a process that calls a function of `chaos`. The attribute `ready` is set when it does."""
+    ready = processes.forks.Event()
+    process: Any = processes.forks.Process(
+        target=chaos.run, args=(target, str(log), ready, *arguments), name=target.__name__
+    )
+    process.ready = ready
+    process.start()
+    return process
 
 
 class Round:
@@ -41,9 +52,8 @@ class Round:
     def start(self, target: Any) -> Any:
         """Start a process that calls a function of `chaos`."""
         seed = self.draw.randrange(2**31)
-        arguments = target, str(self.log), str(self.directory), self.rows, seed
-        process = processes.forks.Process(target=chaos.run, args=arguments, name=target.__name__)
-        process.start()
+        arguments = str(self.directory), self.rows, seed
+        process = _start(target, self.log, *arguments)
         self.alive.append(process)
         return process
 
@@ -56,6 +66,8 @@ class Round:
             self.start(getattr(chaos, name))
         process = self.draw.choice(self.alive)
         what = self.draw.choice(["SIGKILL", "SIGINT", "SIGSTOP"])
+        if what == "SIGINT":
+            assert process.ready.wait(EXIT_SECONDS)
         self.happened[f"{what} {process.name}"] += 1
         os.kill(process.pid, getattr(signal, what))
         if what == "SIGINT":
@@ -116,8 +128,7 @@ def test_writers_and_readers(tmp_path: Path) -> None:
 def _run(target: Any, seed: int, seconds: float, directory: Path) -> Counter[str]:
     """Call a function of `chaos` in a process, and return what it counts."""
     log, counts = directory / f"errors{seed}", processes.forks.SimpleQueue()
-    process = processes.forks.Process(target=chaos.run, args=(target, str(log), seed, seconds, counts))
-    process.start()
+    process = _start(target, log, seed, seconds, counts)
     process.join(seconds + 300)
     process.kill()
     assert process.exitcode == 0, log.read_text(encoding="utf-8") if log.exists() else "it hangs"

@@ -143,7 +143,7 @@ def forward_mode(layer: Any, x: Any) -> Any:
             lambda layer, x: tf.while_loop(
                 lambda i, _: i < 2, lambda i, x: (i + 1, layer.dropout(x, training=True)), [0, x]
             )[1],
-            "same numbers each time",
+            "the same numbers in each step",
         ),
     ],
     ids=["a value in a branch", "numbers in a loop"],

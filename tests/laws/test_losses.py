@@ -257,7 +257,9 @@ def trained(make: Callable[[], Any], weights: Any, batched: bool, parallelize: C
 
 @pytest.mark.parametrize("batched", [True, False], ids=["known rows", "unknown rows"])
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["", "weighted"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "every_loss")) for name in CASES]
+)
 def test_losses_and_metrics_are_those_of_one_device(name: str, weights: Any, batched: bool, devices: list[str]) -> None:
     wanted = trained(CASES[name], weights, batched, lambda model: model)
     got = trained(

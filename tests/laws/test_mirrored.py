@@ -24,6 +24,7 @@ LIKE_OTHERS = {
     "batch_norm",
     "synchronized_batch_norm",
     "masks",
+    "in_batch_negatives",
     *FIXED,
 }
 NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in sorted(LIKE_OTHERS)]

@@ -110,7 +110,7 @@ def piped(model: Any, name: str, devices: list[str], **options: Any) -> Any:
     return Pipeline(made, used, **setting | options), made
 
 
-@pytest.mark.in_ci(16)
+@pytest.mark.in_ci(12)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weights"])
 @pytest.mark.parametrize("where", ["eager", "tf.function", "unknown rows"])
@@ -162,7 +162,7 @@ def trained(model: Any, rows: Any, targets: Any, loss: Any, **options: Any) -> A
     return history, model.evaluate(rows, targets, verbose=0), model.predict(rows, verbose=0)
 
 
-@pytest.mark.in_ci(5)
+@pytest.mark.in_ci(3)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("case", ["mse", "steps", "masks", "masks, losses", "regularizers", "mixed precision"])
 def test_fit_of_its_model(case: str, setting: str, devices: list[str]) -> None:
