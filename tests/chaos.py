@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def check(found: dict[int, Any]) -> None:
 def _slowly(row: Any) -> Any:
     """Return zero, after some time."""
     total = tf.fill([100, 100], 0.01)
-    for _ in tf.range(20):
+    for _ in range(20):  # no loop of autograph, which needs the source
         total = tf.tanh(total @ total)
     return 0 * total[0, 0]
 
@@ -149,27 +150,28 @@ def disturb_ray_nodes(seed: int, seconds: float, counts: Any) -> None:
     cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
 
-    def disturb() -> None:
-        while time.monotonic() < end:
-            time.sleep(draw.uniform(5, 15))
-            cluster.remove_node(draw.choice([*cluster.worker_nodes]), allow_graceful=draw.random() < 0.3)
-            cluster.add_node(num_cpus=1)
-            happened["nodes lost"] += 1
-
     def noisy(row: Any, seed: Any) -> Any:
         return row["data"] + tf.random.stateless_uniform([], seed) + _slowly(row)
 
-    disturbing = threading.Thread(target=disturb)
-    disturbing.start()
-    while time.monotonic() < end:
-        rows, job = np.arange(draw.randrange(1, 300), dtype="f"), happened["jobs"]
-        dataset = ray.data.from_numpy(rows).repartition(7)
-        dataset.context.execution_options.preserve_order = True
-        found = devicemap.ray.map_batches(dataset, noisy, concurrency=2, seed=job).take_all()
-        wanted = devicemap.parallel_map(noisy, {"data": rows}, seed=job)
-        np.testing.assert_allclose([row["result"] for row in found], wanted, rtol=1e-5)
-        happened["jobs"] += 1
-    disturbing.join()
+    def work() -> None:
+        while time.monotonic() < end:
+            rows, job = np.arange(draw.randrange(1, 300), dtype="f"), happened["jobs"]
+            dataset = ray.data.from_numpy(rows).repartition(7)
+            dataset.context.execution_options.preserve_order = True
+            found = devicemap.ray.map_batches(dataset, noisy, concurrency=2, seed=job).take_all()
+            wanted = devicemap.parallel_map(noisy, {"data": rows}, seed=job)
+            np.testing.assert_allclose([row["result"] for row in found], wanted, rtol=1e-5)
+            happened["jobs"] += 1
+
+    with ThreadPoolExecutor(1) as thread:
+        working = thread.submit(work)
+        while time.monotonic() < end and not working.done():
+            time.sleep(draw.uniform(5, 15))
+            cluster.remove_node(draw.choice([*cluster.worker_nodes]), allow_graceful=draw.random() < 0.3)
+            cluster.add_node(num_cpus=1)  # in the main thread only
+            happened["nodes lost"] += 1
+        working.result()
+    assert happened["nodes lost"]
     ray.shutdown()
     cluster.shutdown()
     counts.put(happened)
