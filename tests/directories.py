@@ -35,8 +35,8 @@ SCALE = tf.Variable(1, dtype=tf.int64)
 FAILS = tf.errors.InvalidArgumentError
 """The error of a row that fails."""
 
-LOST = tf.errors.UnavailableError
-"""The error of a device that is lost."""
+LOST = tf.errors.InternalError
+"""The error of a lost device. TensorFlow turns an `UnavailableError` of an op in a function into it."""
 
 
 @cache
@@ -123,15 +123,15 @@ def read_data(values: Sequence[int], kind: str, fails_at: int | None = None) -> 
     return dataset.batch(3) if kind == "batches" else dataset
 
 
-def attempt(call: Callable[[], Any], interrupt: Any, refused: bool, fails: bool, lost: str | None = None) -> Any:
+def attempt(call: Callable[[], Any], interrupt: Any, refused: bool, fails: bool, lost: bool = False) -> Any:
     """Return the result of a call, or `None` if it raised the error that is expected, or perhaps one of an interruption.
 
-    `lost` says whether "some" or "all" of its devices are lost.
+    `lost` says whether one of its devices is lost, but not all.
     """
     observer.start(interrupt[1] if interrupt and interrupt[0] == "observer" else None)
-    expected: tuple[type[Exception], ...] = (JournalError,) * refused + (FAILS,) * fails + (LOST,) * (lost == "all")
+    expected: tuple[type[Exception], ...] = (JournalError,) * refused + (FAILS,) * fails
     allowed = (*expected, Interrupt, tf.errors.OpError) if interrupt else expected[:1] if refused else expected
-    if lost == "some":  # calls in one graph fail, calls in chunks continue
+    if lost:  # calls in one graph fail, calls in chunks continue
         allowed = (*allowed, LOST)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # all rows failed, or some failed in earlier runs
@@ -184,14 +184,14 @@ class Stored:
         skip: bool,
         keeps_failed: bool,
         interrupt: Any,
-        lost: str | None,
+        lost: bool,
     ) -> Any:
         """Call a function of data and a directory, and compare the rows that it computes with those that are missing."""
         kept = self.failed if keeps_failed else set()
         todo = [row for row in range(len(values)) if row not in self.right | kept]
         changed = any(values[row] >= 0 for row in kept) or self.scale not in (None, int(SCALE))
         fails = not skip and any(values[row] < 0 for row in todo)
-        result = attempt(lambda: call(data, self.path), interrupt, changed, fails, lost if todo else None)
+        result = attempt(lambda: call(data, self.path), interrupt, changed, fails, lost)
         self.read(values)
         assert {*observer.computed} <= self.right | self.failed
         if result is not None:

@@ -74,7 +74,7 @@ class Directories(RuleBasedStateMachine):
         row = data.draw(st.integers(0, len(self.values) - 1))
         self.values[row] = abs(self.values[row])
 
-    @rule(device=st.sampled_from(["CPU:0", "CPU:1", "CPU:2"]))
+    @rule(device=st.sampled_from(["CPU:0", "CPU:2"]))
     def lose_a_device(self, device: str) -> None:
         self.lost.add(device)
         simulator().configure(device, fails_from_call=0, error_code=LOST(None, None, "").error_code)
@@ -84,9 +84,9 @@ class Directories(RuleBasedStateMachine):
         self.lost.clear()
         simulator().reset()
 
-    def lost_of(self, devices: tuple[str, ...]) -> str | None:
-        """Return whether "some" or "all" of these devices are lost."""
-        return "all" if {*devices} <= self.lost else "some" if {*devices} & self.lost else None
+    def lost_of(self, devices: tuple[str, ...]) -> bool:
+        """Return whether one of these devices is lost. CPU:1 never is."""
+        return bool({*devices} & self.lost)
 
     @rule()
     def change_the_variable(self) -> None:
@@ -197,7 +197,7 @@ class KilledDirectories(Directories):
 
 # No shrinking, which would take longer than the timeout of a test.
 CI = settings(max_examples=14, stateful_step_count=20, deadline=None, derandomize=True, phases=[Phase.generate])
-AT_RANDOM = settings(max_examples=6, stateful_step_count=40, deadline=None)
+AT_RANDOM = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 def test_states() -> None:
