@@ -13,25 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from stored import query
+from stored import NEST, ROWS, nest_of, query
 
 import devicemap
 from devicemap.errors import JournalError
 from devicemap.types import ChunkFinished, Event, RowFailed
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-ROWS = 12
 BAD = 5
 """This row fails in "failed rows" and "unfinished"."""
-
-NEST = {
-    "numbers": tf.reshape(tf.range(24.0), [ROWS, 2]),
-    "flags": tf.range(ROWS) % 2 == 0,
-    "halves": tf.cast(tf.range(ROWS), tf.bfloat16),
-    "texts": tf.strings.as_string(tf.range(ROWS)),
-    "ragged": tf.RaggedTensor.from_row_lengths(tf.range(18), [0, 1, 2, 3] * 3),
-    "sparse": tf.sparse.from_dense(tf.eye(ROWS, 3)),
-}
 
 _computed: list[int] = []
 
@@ -41,17 +31,12 @@ def _observe(event: Event) -> None:
         _computed.extend(range(event.shard.start, event.shard.stop))
 
 
-def _leaves(batch: Any) -> Any:
-    dense = {key: tf.gather(leaf, batch) for key, leaf in NEST.items() if key != "sparse"}
-    return dense | {"sparse": tf.sparse.from_dense(tf.gather(tf.eye(ROWS, 3), batch))}
-
-
 def _failing(row: Any) -> Any:
     with tf.control_dependencies([tf.debugging.assert_none_equal(row, BAD)]):
         return 3 * row + 1
 
 
-LEAVES = devicemap.DeviceMap(_leaves, batched=True, batch_size=4, devices=["CPU:0"], progress=_observe)
+LEAVES = devicemap.DeviceMap(nest_of, batched=True, batch_size=4, devices=["CPU:0"], progress=_observe)
 FAILING = devicemap.DeviceMap(_failing, batch_size=4, devices=["CPU:0"], on_error="skip", progress=_observe)
 
 

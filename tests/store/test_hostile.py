@@ -17,31 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from stored import query, ranges, untouched
+from stored import NEST, ROWS, nest_of, query, ranges, untouched
 
 import devicemap
 from devicemap.data.rows import take_rows
 from devicemap.errors import JournalError
 from devicemap.store.database import DATABASE, LOCK, checksum
 
-ROWS = 12
-DENSE = tf.reshape(tf.range(3.0 * ROWS) % 4.0, [ROWS, 3])
-NEST = {
-    "numbers": tf.reshape(tf.range(24.0), [ROWS, 2]),
-    "flags": tf.range(ROWS) % 2 == 0,
-    "halves": tf.cast(tf.range(ROWS), tf.bfloat16),
-    "texts": tf.strings.as_string(tf.range(ROWS)),
-    "ragged": tf.RaggedTensor.from_row_lengths(tf.range(18), [0, 1, 2, 3] * 3),
-    "sparse": tf.sparse.from_dense(DENSE),
-}
-
-
-def _fn(batch: Any) -> Any:
-    found = {key: tf.gather(leaf, batch) for key, leaf in NEST.items() if key != "sparse"}
-    return found | {"sparse": tf.sparse.from_dense(tf.gather(DENSE, batch))}
-
-
-MAPPER = devicemap.DeviceMap(_fn, batched=True, batch_size=4, devices=["CPU:1"])
+MAPPER = devicemap.DeviceMap(nest_of, batched=True, batch_size=4, devices=["CPU:1"])
 
 
 @pytest.fixture(scope="module")
