@@ -54,7 +54,10 @@ def run_chunks(
         try:
             if error is not None:
                 options.cancel()
-            join([thread, *scheduler.close()])
+            scheduler.close()
+            deadline = time.monotonic() + _FAREWELL_SECONDS
+            _join([thread], deadline)
+            _join(scheduler.threads, deadline)  # all of them: the scheduler starts no more
         finally:  # also after a second Ctrl-C
             source.close()
             measured.update(scheduler.throughput())
@@ -88,9 +91,8 @@ def _next(results: SimpleQueue[Any]) -> Any:
             continue
 
 
-def join(threads: Sequence[threading.Thread]) -> None:
-    """Wait for threads that were asked to end, for a limited time."""
-    deadline = time.monotonic() + _FAREWELL_SECONDS
+def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
+    """Wait until this time for threads that were asked to end."""
     for thread in threads:
         started = thread.ident is not None  # False if an interrupt came before the start
         # An observer or the garbage collector may close the generator in any thread, a worker included.

@@ -115,12 +115,16 @@ class Scheduler:
         except BaseException as error:  # from the observer, or from describing an error
             self._call.to_consumer.put(Failure(error))
 
-    def close(self) -> list[threading.Thread]:
-        """End each worker after its current chunk, and return the threads of all workers."""
+    def close(self) -> None:
+        """End the scheduler, and each worker after its current chunk."""
         self._call.to_scheduler.put(STOP)
         for state in self._devices.values():
             for _ in range(state.runner.in_flight):
                 state.tasks.put(None)
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """The threads of all workers."""
         return [thread for state in self._devices.values() for thread in state.threads]
 
     def throughput(self) -> dict[str, Throughput]:

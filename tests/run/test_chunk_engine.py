@@ -10,7 +10,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import tensorflow as tf
 from devicemap.data.sources import Chunk
 from devicemap.run.chunk_engine import run_chunks
 from devicemap.run.chunk_sizes import Throughput
-from devicemap.run.workers import ChunkOptions, Runner
+from devicemap.run.workers import Call, ChunkOptions, Runner
 from devicemap.types import ChunkFinished, DeviceLost, Event
 
 
@@ -204,6 +205,27 @@ def test_what_was_being_read_when_the_stream_was_left_does_not_run() -> None:
     threading.Timer(0.1, left.set).start()
     stream.close()
     assert ran == [0]
+
+
+def test_a_worker_that_starts_while_the_call_ends_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    starting, cancelled = threading.Event(), threading.Event()
+    start_worker = Call.start_worker
+
+    def start(call: Call, runner: Runner, tasks: SimpleQueue[Any]) -> threading.Thread:
+        if runner.device == "/device:CPU:1":
+            starting.set()
+            _wait(cancelled)
+            time.sleep(0.05)  # the consumer waits for threads now
+            runner = replace(runner, begin=lambda: time.sleep(0.1) or _double)
+        return start_worker(call, runner, tasks)
+
+    def fail(device: str, chunk: Chunk) -> None:
+        _wait(starting)
+        raise ValueError("a row")
+
+    monkeypatch.setattr(Call, "start_worker", start)
+    with pytest.raises(ValueError, match="a row"):
+        list(run_chunks(Rows(10), _runners(fail), ChunkOptions(cancel=cancelled.set)))
 
 
 def test_an_observer_may_close_the_stream() -> None:
