@@ -36,8 +36,8 @@ _LONG_SECONDS = 1.0
 _GAIN = 1.1
 """Chunks grow if rows per second improve by this factor."""
 
-_QUICK_SHARE = 0.4
-"""Rows are free if a chunk as quick as the quickest had at least this share of the rows of the largest, on each device."""
+_FREE = 2.5
+"""Rows are free if the chunk of a row takes at most this factor longer than the quickest, as the mean of all rows."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,12 @@ class Throughput:
 
     quick_rows: int = 0
     """Rows of the largest chunk that was about as quick. Some functions take as long for few rows as for many."""
+
+    finished_rows: int = 0
+    """Rows that the device finished in this call."""
+
+    chunk_seconds: float = 0.0
+    """Sum over these rows of the time of their chunks."""
 
     full: bool = False
     """Whether larger chunks may not fit into the memory of the device."""
@@ -114,6 +120,8 @@ class Throughput:
             largest=max(self.largest, rows),
             quickest_seconds=quickest,
             quick_rows=quick,
+            finished_rows=self.finished_rows + rows,
+            chunk_seconds=self.chunk_seconds + rows * took,
             full=full,
         )
 
@@ -134,7 +142,15 @@ class Throughput:
 
     def between_calls(self) -> Throughput:
         """Return the measurements that the next call may use."""
-        return replace(self, rows_in_flight=0, largest=0, quickest_seconds=math.inf, quick_rows=0)
+        return replace(
+            self,
+            rows_in_flight=0,
+            largest=0,
+            quickest_seconds=math.inf,
+            quick_rows=0,
+            finished_rows=0,
+            chunk_seconds=0.0,
+        )
 
 
 def next_chunk_size(
@@ -190,12 +206,19 @@ def next_chunk_size(
 
 
 def rows_are_free(devices: Collection[Throughput]) -> bool:
-    """Return whether large chunks took as long as small ones in the last call.
+    """Return whether almost all chunks took about as long as the quickest in the last call, whatever their rows.
 
-    >>> rows_are_free([Throughput(largest=64, quick_rows=64)]), rows_are_free([Throughput(largest=64, quick_rows=8)])
+    >>> sizes = (4, 16, 64)
+    >>> free, even = Throughput(), Throughput()
+    >>> for rows in sizes:
+    ...     free, even = free.finishing(rows, 0.1, 0.1), even.finishing(rows, 0.1 * rows, 0.1 * rows)
+    >>> rows_are_free([free, free]), rows_are_free([free, even])
     (True, False)
     """
-    free = (device.largest > 3 and device.quick_rows >= _QUICK_SHARE * device.largest for device in devices)
+    free = (
+        device.largest > 3 and device.chunk_seconds <= _FREE * device.quickest_seconds * device.finished_rows
+        for device in devices
+    )
     return len(devices) > 0 and all(free)
 
 

@@ -104,7 +104,7 @@ def test_chunks_that_take_as_long_for_fewer_rows_are_not_cut_for_balance() -> No
 @pytest.mark.parametrize(
     ("costs", "devices", "per_call", "free"),
     [
-        *((*job[:2], 0.0, False) for name, job in JOBS.items() if name != "ramp"),  # whose first rows are free
+        *((*job[:2], per_call, False) for job in JOBS.values() for per_call in (0.0, 0.003)),
         ([1e-9] * 1600, [1.0] * 8, 0.02, True),
         ([1e-9] * 1000, [1.0] * 2, 0.2, True),
         ([1e-4] * 1000, [1.0] * 4, 0.02, True),
@@ -114,9 +114,8 @@ def test_whether_rows_are_free(costs: list[float], devices: list[float], per_cal
     known = None
     for _ in range(3):
         _, _, known = simulate(costs, devices, per_call=per_call, known=known)
-        found = rows_are_free(known)
+        assert rows_are_free(known) == free
         known = [each.between_calls() for each in known]
-    assert found == free
 
 
 @given(
