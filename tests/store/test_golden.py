@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from stored import NEST, ROWS, nest_of, query
+from leaves import NEST, ROWS, nest_of
+from stored import query
 
 import devicemap
 from devicemap.errors import JournalError

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from stored import NEST, ROWS, nest_of, query, ranges, untouched
+from leaves import NEST, ROWS, nest_of
+from stored import query, ranges, untouched
 
 import devicemap
 from devicemap.data.rows import take_rows
