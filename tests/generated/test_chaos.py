@@ -5,6 +5,7 @@ After each round every row is stored once, or listed as failed, and no process, 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -40,6 +41,12 @@ def _start(target: Any, log: Path, *arguments: Any) -> Any:
     return process
 
 
+def _send(process: Any, number: int) -> None:
+    """Send a signal to a process that may just have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, number)
+
+
 class Round:
     """Two writers and a reader of a directory."""
 
@@ -69,12 +76,12 @@ class Round:
         if what == "SIGINT":
             assert process.ready.wait(EXIT_SECONDS)
         self.happened[f"{what} {process.name}"] += 1
-        os.kill(process.pid, getattr(signal, what))
+        _send(process, getattr(signal, what))
         if what == "SIGINT":
             self.end(process)
         elif what == "SIGSTOP":
             time.sleep(self.draw.uniform(0, 0.5))
-            os.kill(process.pid, signal.SIGCONT)
+            _send(process, signal.SIGCONT)
 
     def end(self, process: Any) -> None:
         """Wait for a process that is to end by itself."""
