@@ -36,7 +36,7 @@ COUNTS = {
     "scaling": (1, 2, 4, 8, 16),
     "real_functions": (1,),
     "first_result": (4, 16),
-    "training": (8,),
+    "training": (2, 8),
     "pipeline": (4,),
     "hosts": (4,),
     "ray": (1,),
