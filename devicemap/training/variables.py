@@ -60,18 +60,11 @@ def beside_variables(model: Any) -> Iterator[None]:
 
 def _at_home(gradients_and_variables: Any) -> list[tuple[Any, Any]]:
     """Copy gradients to the devices of their variables. Ops without a device would send them through the host."""
-    pairs = list(gradients_and_variables)
-    brought: dict[int, Any] = {}
-    for home in dict.fromkeys(home_of(variable) for _, variable in pairs):
-        there = {
-            id(variable): gradient for gradient, variable in pairs if home_of(variable) == home and gradient is not None
-        }
-        if there:
-            with tf.device(home):
-                tensors = tf.identity_n(tf.nest.flatten([*there.values()], expand_composites=True))
-            moved = tf.nest.pack_sequence_as([*there.values()], tensors, expand_composites=True)
-            brought |= dict(zip(there, moved))
-    return [(brought.get(id(variable)), variable) for _, variable in pairs]
+    copied = []
+    for gradient, variable in gradients_and_variables:
+        with tf.device(home_of(variable)):
+            copied.append((None if gradient is None else tf.identity(gradient), variable))
+    return copied
 
 
 def _beside_variables(optimizer: Any, model: Any) -> contextlib.AbstractContextManager[None]:
