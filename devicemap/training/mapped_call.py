@@ -10,7 +10,7 @@ Each call is retraced, as Keras does for one device, because a layer may depend 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +171,11 @@ class MappedCall:
                 f"a layer of {layer.name} reads a variable in a tf.custom_gradient, tf.recompute_grad or keras.remat, which "
                 "would lose its gradient with synchronized batch normalization, accumulate or recompute; use recompute= "
                 "instead, and batch_norm='local'"
+            )
+        if (self._microbatches > 1 or forward.recomputed) and _calls_function_with_variables(concrete.graph):
+            raise failure(
+                f"a layer of {layer.name} uses a variable or a table in a tf.function, which would lose its gradient with "
+                "accumulate or recompute; remove the tf.function, because Keras compiles the whole step"
             )
         self._shapes = [spec.shape for spec in concrete.structured_outputs] if dense else []
         drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
@@ -365,13 +370,23 @@ def _are_computed(rows: Sequence[Any]) -> bool:
     return any(tensor.op.type != "Placeholder" for tensor in tensors)
 
 
+def _ops_within(graph: Any) -> Iterator[Any]:
+    """Yield the ops of a graph and of the functions that it calls."""
+    for each in [graph, *(inner for inner, _ in functions_within(graph).values())]:
+        yield from each.get_operations()
+
+
 def _hides_variables(graph: Any) -> bool:
     """Whether a custom gradient in a graph, or in functions that it calls, has variables as inputs."""
-    graphs = [graph, *(inner for inner, _ in functions_within(graph).values())]
     return any(
         tensor.dtype == tf.resource or tensor.op.type == "ReadVariableOp"
-        for each in graphs
-        for op in each.get_operations()
+        for op in _ops_within(graph)
         if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr
         for tensor in op.inputs
     )
+
+
+def _calls_function_with_variables(graph: Any) -> bool:
+    """Whether a graph, or a function that it calls, calls a function with variables or tables as inputs."""
+    calls = [op for op in _ops_within(graph) if op.type in ("PartitionedCall", "StatefulPartitionedCall")]
+    return any(tensor.dtype == tf.resource for op in calls for tensor in op.inputs)

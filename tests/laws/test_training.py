@@ -813,10 +813,18 @@ def test_weights_in_functions_of_layers_have_gradients(way: str, devices: list[s
     np.testing.assert_allclose(model.detach()(X), case.wanted["predicted"], rtol=1e-5, atol=1e-5)
 
 
-def test_weights_whose_gradient_would_be_lost_are_refused(devices: list[str]) -> None:
-    model = Case(lambda: sequential(Weighted("recompute_grad"), layers.BatchNormalization())).made()
-    with pytest.raises(FunctionError, match=r"tf\.recompute_grad .* lose its gradient"):
-        devicemap.parallelize(model, devices).fit(X, Y, verbose=0)
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("recompute_grad", {"batch_norm": "synchronized"}),
+        ("tf.function", {"accumulate": 2, "batch_norm": "local"}),
+        ("tf.function", {"recompute": True}),
+    ],
+)
+def test_weights_whose_gradient_would_be_lost_are_refused(way: str, options: Any, devices: list[str]) -> None:
+    model = Case(lambda: sequential(Weighted(way), layers.BatchNormalization())).made()
+    with pytest.raises(FunctionError, match=rf"{way}.* would lose its gradient"):
+        devicemap.parallelize(model, devices, **options).fit(X, Y, verbose=0)
 
 
 def test_seeded_random_layers_draw_other_numbers_on_each_device(devices: list[str]) -> None:
