@@ -29,6 +29,7 @@ def choose_engine(
     seconds_per_row: float | None,
     *,
     graph_seconds_per_row: float | None = None,
+    most_seconds_per_row: float | None = None,
     free: bool = False,
 ) -> Literal["one graph", "chunks"]:
     """Return the engine for an eager call on rows in memory without `batch_size`.
@@ -39,6 +40,7 @@ def choose_engine(
         differentiable: whether a tape records the call, or results depend on the shards.
         seconds_per_row: last measurement of this map in chunks; `None` before there is one.
         graph_seconds_per_row: the same in one graph.
+        most_seconds_per_row: time of the first calls in chunks, which also compile.
         free: whether large chunks took as long as small ones, as in a vectorised loop of many steps. One shard per device may
             then be much faster than several chunks.
 
@@ -48,8 +50,9 @@ def choose_engine(
     if differentiable or slots < 2 or rows < ROWS_PER_SLOT * slots:
         return "one graph"
     if seconds_per_row is None:
-        quick = graph_seconds_per_row is None or rows * graph_seconds_per_row <= _LONG_SECONDS_PER_CALL
-        return "one graph" if free and quick else "chunks"
+        longest = max(_LONG_SECONDS_PER_CALL, rows * (most_seconds_per_row or 0.0))
+        faster = graph_seconds_per_row is None or rows * graph_seconds_per_row <= longest
+        return "one graph" if free and faster else "chunks"
     if graph_seconds_per_row is None:
         return "one graph" if free or rows * seconds_per_row < _TRIED_SECONDS else "chunks"
     in_graph, in_chunks = rows * graph_seconds_per_row, rows * seconds_per_row
@@ -69,11 +72,14 @@ class CallStats:
     seconds_per_row: dict[str, float] = field(default_factory=dict)
     """Wall time per row of the last measured call with each engine."""
 
+    first_seconds_per_row: dict[str, float] = field(default_factory=dict)
+    """Wall time per row of the last call before these."""
+
     most_rows: int | None = None
     """The most rows that go into one graph, after more ran out of memory."""
 
     def add(self, engine: str, seconds_per_row: float) -> None:
         """Record a call."""
         self.calls[engine] += 1
-        if self.calls[engine] > _UNMEASURED_CALLS[engine]:
-            self.seconds_per_row[engine] = seconds_per_row
+        measured = self.calls[engine] > _UNMEASURED_CALLS[engine]
+        (self.seconds_per_row if measured else self.first_seconds_per_row)[engine] = seconds_per_row

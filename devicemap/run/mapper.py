@@ -95,9 +95,15 @@ class Mapper:
         stats = _stats.setdefault(compiled, CallStats())
         gradients = compiled.order_of_gradients(rows.leaves)
         differentiable = gradients > 0 or not compiled.may_use_chunks
-        slots, known, free = len(compiled.slots), stats.seconds_per_row, rows_are_free(stats.throughput.values())
+        slots, known = len(compiled.slots), stats.seconds_per_row
         engine = choose_engine(
-            count, slots, differentiable, known.get("chunks"), graph_seconds_per_row=known.get("one graph"), free=free
+            count,
+            slots,
+            differentiable,
+            known.get("chunks"),
+            graph_seconds_per_row=known.get("one graph"),
+            most_seconds_per_row=stats.first_seconds_per_row.get("chunks"),
+            free=rows_are_free(stats.throughput.values()),
         )
         began = time.perf_counter()
         fits = stats.most_rows is None or count <= stats.most_rows

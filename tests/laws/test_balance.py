@@ -18,29 +18,48 @@ DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 
 
 @pytest.mark.parametrize(
-    ("rows", "slots", "differentiable", "chunk_seconds", "graph_seconds", "free", "engine"),
+    ("rows", "slots", "differentiable", "chunk_seconds", "graph_seconds", "first_seconds", "free", "engine"),
     [
-        (1000, 8, True, 10.0, 20.0, False, "one graph"),  # gradients do not go through chunks
-        (1000, 1, False, 10.0, 20.0, False, "one graph"),
-        (127, 8, False, 10.0, 20.0, False, "one graph"),
-        (1000, 8, False, None, None, False, "chunks"),  # how long it takes is unknown
-        (1000, 8, False, None, None, True, "one graph"),  # rows cost nothing: tried
-        (1000, 8, False, None, 0.09, True, "one graph"),
-        (1000, 8, False, None, 0.11, True, "chunks"),  # now measured
-        (1000, 8, False, 2.0, None, False, "chunks"),
-        (1000, 8, False, 0.2, None, False, "one graph"),  # tried
-        (1000, 8, False, 0.5, 0.4, False, "one graph"),
-        (1000, 8, False, 0.5, 0.6, False, "chunks"),
-        (1000, 8, False, 0.05, 0.09, False, "one graph"),  # short
-        (1000, 8, False, 1000.0, None, True, "one graph"),  # rows cost nothing: tried
-        (1000, 8, False, 1000.0, 2000.0, True, "chunks"),
+        (1000, 8, True, 10.0, 20.0, 30.0, False, "one graph"),  # gradients do not go through chunks
+        (1000, 1, False, 10.0, 20.0, 30.0, False, "one graph"),
+        (127, 8, False, 10.0, 20.0, 30.0, False, "one graph"),
+        (1000, 8, False, None, None, None, False, "chunks"),  # how long it takes is unknown
+        (1000, 8, False, None, None, 3.0, True, "one graph"),  # rows cost nothing: tried
+        (1000, 8, False, None, 0.09, 0.05, True, "one graph"),
+        (1000, 8, False, None, 0.11, 0.10, True, "chunks"),  # one graph is slower than a call that compiles
+        (1000, 8, False, None, 0.11, 0.12, True, "one graph"),
+        (1000, 8, False, 2.0, None, 3.0, False, "chunks"),
+        (1000, 8, False, 0.2, None, 3.0, False, "one graph"),  # tried
+        (1000, 8, False, 0.5, 0.4, 3.0, False, "one graph"),
+        (1000, 8, False, 0.5, 0.6, 3.0, False, "chunks"),
+        (1000, 8, False, 0.05, 0.09, 3.0, False, "one graph"),  # short
+        (1000, 8, False, 1000.0, None, 3000.0, True, "one graph"),  # rows cost nothing: tried
+        (1000, 8, False, 1000.0, 2000.0, 3000.0, True, "chunks"),
     ],
 )
 def test_choose_engine(
-    rows: int, slots: int, differentiable: bool, chunk_seconds: Any, graph_seconds: Any, free: bool, engine: str
+    rows: int,
+    slots: int,
+    differentiable: bool,
+    chunk_seconds: Any,
+    graph_seconds: Any,
+    first_seconds: Any,
+    free: bool,
+    engine: str,
 ) -> None:
-    chunks, graph = (None if seconds is None else seconds / rows for seconds in (chunk_seconds, graph_seconds))
-    assert choose_engine(rows, slots, differentiable, chunks, graph_seconds_per_row=graph, free=free) == engine
+    chunks, graph, first = (
+        None if seconds is None else seconds / rows for seconds in (chunk_seconds, graph_seconds, first_seconds)
+    )
+    chosen = choose_engine(
+        rows,
+        slots,
+        differentiable,
+        chunks,
+        graph_seconds_per_row=graph,
+        most_seconds_per_row=first,
+        free=free,
+    )
+    assert chosen == engine
 
 
 def engines_of(mapper: devicemap.DeviceMap, x: tf.Tensor, calls: int) -> list[str]:
