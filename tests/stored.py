@@ -87,7 +87,7 @@ def damage(directory: Path, start: int) -> list[int]:
 
 
 @contextmanager
-def full_disk(pages: int) -> Iterator[None]:
+def full_disk(pages: int = 3) -> Iterator[None]:
     """The disk has room for so many pages of 64 KiB. The tables need four, and one small commit no further one."""
     connect = sqlite3.connect
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import re
 from typing import Any
 
 import numpy as np
@@ -77,16 +76,6 @@ def test_other_mappings_are_dicts(kind: Any, batched: bool, way: Options) -> Non
     for key in "ab":
         np.testing.assert_array_equal(result["all"][key], data[key])
     np.testing.assert_array_equal(result["b"], 2 * data["b"])
-
-
-def test_an_error_of_the_input_comes_through() -> None:
-    def rows() -> Any:
-        yield 1.0
-        raise KeyError("broken input")
-
-    dataset = tf.data.Dataset.from_generator(rows, output_signature=tf.TensorSpec([], tf.float32))
-    with pytest.raises(tf.errors.UnknownError, match=re.escape("KeyError: 'broken input'")):
-        devicemap.parallel_map(lambda row: row, dataset, **SEVERAL, batch_size=1)
 
 
 def test_options_that_are_integers_of_numpy() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import sys
 import threading
@@ -245,31 +244,3 @@ def test_a_second_ctrl_c_does_not_lose_the_end_of_the_call() -> None:
     assert isinstance(events[-1], CallFinished)
     assert mapper.report.error.startswith("KeyboardInterrupt")
     _wait_for_threads()
-
-
-@pytest.mark.filterwarnings("ignore:.*kept failing:RuntimeWarning")  # a device that meets three failures in a row
-def test_a_long_job_with_random_faults() -> None:
-    """No row is lost or repeated."""
-    draw, lock, rows = random.Random(20), threading.Lock(), 4000
-    computed: list[int] = []
-    failed, recent = 0, [False] * 8
-
-    def fails(chunk: Any) -> Any:
-        nonlocal failed, recent
-        with lock:
-            if len(chunk) > 2:
-                raise MemoryError
-            fault = draw.random() < 0.1 and not any(recent)
-            recent = [*recent[1:], fault]
-            failed += fault
-            if fault:
-                raise ConnectionError
-            computed.extend(chunk.numpy().tolist())
-        return chunk
-
-    devices = [f"CPU:{i}" for i in range(4)]
-    mapper = devicemap.DeviceMap(_python(fails), batched=True, devices=devices, batch_size=4, max_retries=20)
-    chunks = [chunk.numpy().tolist() for chunk in mapper.stream(tf.data.Dataset.range(rows).batch(4))]
-    assert chunks == [list(range(start, start + 4)) for start in range(0, rows, 4)]
-    assert sorted(computed) == list(range(rows))
-    assert failed > 20

@@ -1,8 +1,7 @@
-"""`DeviceMap.write` after kills, full disks, damage, interruptions and faults: a later run computes only what is missing."""
+"""`DeviceMap.write` after kills, damage, interruptions and faults: a later run computes only what is missing."""
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import sqlite3
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from processes import run
-from stored import DATA, Counted, damage, full_disk, query, ranges, rows_of, untouched, write_chunks
+from stored import DATA, Counted, damage, ranges, rows_of, untouched, write_chunks
 
 import devicemap
 from benchmarks.simulator import Simulator
@@ -38,22 +37,17 @@ def _triple(row: Any) -> Any:
     return 3 * row + 1
 
 
-def _wide(rows: Any) -> Any:
-    """Results of 40 kB per row."""
-    return tf.repeat(tf.cast(rows, tf.float64)[..., None], 5000, axis=-1)
-
-
 @pytest.fixture(params=["in memory", "samples", "batches"])
 def counted(request: pytest.FixtureRequest) -> Callable[..., Counted]:
     """A factory of mappers of the same rows in chunks of 4, from data in memory and from datasets."""
 
-    def make(rows: Any = DATA, fn: Any = _triple) -> Counted:
+    def make(rows: Any = DATA) -> Counted:
         if request.param == "in memory":
-            return Counted(fn, rows)
+            return Counted(_triple, rows)
         dataset = tf.data.Dataset.from_tensor_slices(rows)
         if request.param == "samples":
-            return Counted(fn, dataset)
-        return Counted(fn, dataset.batch(4), batched=True, batch_size=None)
+            return Counted(_triple, dataset)
+        return Counted(_triple, dataset.batch(4), batched=True, batch_size=None)
 
     return make
 
@@ -97,8 +91,8 @@ def stored(directory):
     tables = connection.execute("SELECT * FROM sqlite_master").fetchall()
     return connection.execute("SELECT total(stop - start) FROM chunks").fetchone()[0] if tables else 0
 
-directory, method = sys.argv[1:]
-for moment in range(2, 70, 4):
+directory, method, step = sys.argv[1:]
+for moment in range(2, 70, int(step)):
     child = os.fork()  # TensorFlow has not started
     if not child:
         run(directory, method, moment)
@@ -109,10 +103,11 @@ print(*run(directory, method, None))
 """
 
 
+@pytest.mark.parametrize("step", [13, pytest.param(4, marks=pytest.mark.nightly)], ids=["some", "many"])
 @pytest.mark.parametrize("method", ["write", "reduce"])
-def test_killed(method: str, tmp_path: Path) -> None:
-    """At many chunks and statements of SQL: what is stored remains, and the last run computes exactly the rest."""
-    *counts, last = run(KILLED, str(tmp_path / "out"), method)
+def test_killed(method: str, step: int, tmp_path: Path) -> None:
+    """At chunks and statements of SQL: what is stored remains, and the last run computes exactly the rest."""
+    *counts, last = run(KILLED, str(tmp_path / "out"), method, str(step))
     stored = [int(count) for count in counts]
     assert stored == sorted(stored)
     assert [*map(int, last.split())] == [101 - stored[-1], sum(range(101))]
@@ -141,21 +136,6 @@ def test_killed_in_the_middle_of_a_commit(reader_first: bool, tmp_path: Path) ->
     else:
         assert Counted(_triple).mapper.write(DATA, tmp_path).complete
     assert ranges(tmp_path) == before
-
-
-@pytest.mark.parametrize("pages", [3, 4, 20, 40])
-def test_a_full_disk(counted: Callable[..., Counted], pages: int, tmp_path: Path) -> None:
-    wide = counted(fn=_wide)
-    error = pytest.raises(JournalError, match=r"disk is full.*run again to compute the missing")
-    with full_disk(pages), error as caught:
-        wide.mapper.write(wide.data, tmp_path)
-    assert caught.value.errno == errno.ENOSPC
-    done = rows_of(tmp_path) if query(tmp_path, "SELECT * FROM sqlite_master") else set()
-    assert len(done) < 64
-    wide.computed.clear()
-    np.testing.assert_array_equal(wide.mapper.write(wide.data, tmp_path).load()[:, 0], DATA)
-    assert sorted(wide.computed) == _others(done)
-    assert {stop - start for start, stop in ranges(tmp_path)} == {4}
 
 
 def test_a_later_run_computes_added_and_damaged_rows_only(counted: Callable[..., Counted], tmp_path: Path) -> None:
