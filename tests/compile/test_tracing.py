@@ -12,7 +12,6 @@ from graphs import traced
 from ways import Counter
 
 import devicemap
-from devicemap.compile.random import row_seeds
 
 X = tf.reshape(tf.range(60, dtype=tf.float32), [20, 3])
 TWO = ["CPU:1", "CPU:2"]
@@ -131,12 +130,3 @@ def test_xla_compiles_a_shard_as_a_whole_and_chunks_of_few_sizes() -> None:
     for batch_size, rows, sizes in ((100, 1050, {100, 50}), ("auto", 1024, {2**i for i in range(8)})):
         mapper = devicemap.DeviceMap(_size_of_batch, devices=TWO, batch_size=batch_size, **options)
         assert {int(size) for size in mapper(tf.zeros([rows, 1]))[:, 0]} <= sizes
-
-
-def test_row_seeds_differ_for_every_row_and_do_not_depend_on_the_cut() -> None:
-    whole = row_seeds(7, 0, 100).numpy()
-    assert whole.shape == (100, 2)
-    assert len({tuple(seed) for seed in whole}) == 100
-    np.testing.assert_array_equal(row_seeds(7, 40, 60), whole[40:])
-    assert not set(map(tuple, row_seeds(8, 0, 100).numpy())) & set(map(tuple, whole))
-    assert row_seeds(2**32 - 1, 2**31, 2).numpy().dtype == np.int32

@@ -69,7 +69,9 @@ DRAWS = {
 @pytest.mark.in_ci(12)
 @pytest.mark.parametrize("seeded", [True, False])
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batched": True}, {"batch_size": 3}], ids=str)
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "sampled softmax")) for name in DRAWS]
+)
 def test_random_ops_never_repeat_a_stream(name: str, options: dict[str, Any], seeded: bool) -> None:
     if seeded:
         tf.random.set_seed(1)

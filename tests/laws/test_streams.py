@@ -80,27 +80,6 @@ def test_ragged_samples_and_strings() -> None:
     assert [chunk.to_list() for chunk in mapper.stream(words)] == [[[3], [3, 1, 5]], [[], [3, 1]]]
 
 
-def test_an_endless_dataset() -> None:
-    read = 0
-
-    def forever() -> Iterator[int]:
-        nonlocal read
-        while True:
-            read += 1
-            yield read
-
-    numbers = tf.data.Dataset.from_generator(forever, output_signature=tf.TensorSpec([], tf.int64))
-    mapper = devicemap.DeviceMap(lambda n: n * n, devices=["CPU:1", "CPU:2"], batch_size=4)
-    stream = mapper.stream(numbers)
-    assert [next(stream).numpy().tolist() for _ in range(2)] == [[1, 4, 9, 16], [25, 36, 49, 64]]
-    time.sleep(0.5)  # a consumer that does nothing for a while
-    assert read < 4 * 40
-    stream.close()
-    assert _threads() == set()
-    with pytest.raises(StopIteration):
-        next(stream)
-
-
 def test_a_stream_that_is_dropped_by_a_consumer_that_raises() -> None:
     mapper = devicemap.DeviceMap(lambda n: n * n, batch_size=1)
 
@@ -139,21 +118,6 @@ def test_inner_shapes_that_change_are_told_apart() -> None:
     assert [chunk.shape.as_list() for chunk in mapper.stream(changing)] == shapes
     with pytest.raises(FunctionError, match="different inner shapes"):
         mapper(changing)
-
-
-def test_an_error_in_a_stream_is_raised_when_it_occurs() -> None:
-    def fn(n: Any) -> Any:
-        tf.debugging.assert_less(n, tf.constant(9, tf.int64), message="too large")
-        return n
-
-    delivered: list[Any] = []
-    message = r"failed on rows? .* on CPU:\d: InvalidArgumentError: .*too large"
-    with pytest.raises(FunctionError, match=message) as caught:
-        _take(devicemap.DeviceMap(fn, batch_size=3).stream(tf.data.Dataset.range(20)), delivered)
-    assert [n for chunk in delivered for n in chunk] == list(range(3 * len(delivered)))
-    assert len(delivered) <= 3
-    assert caught.value.shards[0].start >= 9
-    assert isinstance(caught.value, tf.errors.InvalidArgumentError)
 
 
 def test_two_streams_of_one_mapper_at_once() -> None:

@@ -5,23 +5,20 @@ Order, errors of the data and events are tested through whole calls, in tests/la
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
-import tensorflow as tf
 
 from devicemap.data.sources import Chunk
 from devicemap.run.chunk_engine import run_chunks
 from devicemap.run.chunk_sizes import Throughput
 from devicemap.run.workers import Call, ChunkOptions, Runner
-from devicemap.types import ChunkFinished, DeviceLost, Event
+from devicemap.types import ChunkFinished, Event
 
 
 def _threads() -> list[str]:
@@ -260,56 +257,3 @@ def test_an_error_while_a_call_begins_or_describes_an_error_ends_it() -> None:
 
 
 # Out of memory
-
-
-def _full() -> BaseException:
-    return tf.errors.ResourceExhaustedError(None, None, "full")
-
-
-@pytest.mark.parametrize(("chunk_rows", "failing"), [(4, {4, 12}), (1, {0})])
-def test_a_chunk_that_does_not_fit_beside_others_runs_again_alone(chunk_rows: int, failing: set[int]) -> None:
-    """Four chunks start together on one device, where some do not fit beside the others."""
-    lock, begun = threading.Lock(), threading.Barrier(4)
-    running: set[int] = set()
-    beside: dict[int, list[set[int]]] = defaultdict(list)
-
-    def compute(chunk: Chunk) -> Any:
-        first = chunk.count == chunk_rows and chunk.start < 4 * chunk_rows and chunk.start not in beside
-        if first:
-            begun.wait(10)
-        with lock:
-            running.add(chunk.start)
-            beside[chunk.start].append(running - {chunk.start})
-        try:
-            return _fail(_full()) if first and chunk.start in failing else _double(chunk)
-        finally:
-            with lock:
-                running.remove(chunk.start)
-
-    runner = Runner("/device:CPU:0", lambda: compute, 4)
-    results = run_chunks(Rows(40, chunk_rows, known=False), [runner], ChunkOptions(max_retries=2))
-    assert _flat(results) == _doubles(40)
-    for start in failing:
-        assert all(beside[row][-1] == set() for row in range(start, start + chunk_rows) if row in beside)
-        assert len(beside[start]) == 2
-
-
-def test_a_device_that_was_set_aside_leaves_a_chunk_that_does_not_fit_to_others() -> None:
-    """Four chunks run on it: three fail, so that it is set aside, and then the fourth does not fit."""
-    set_aside, begun, numbers = threading.Event(), threading.Barrier(4), itertools.count()
-
-    def before(device: str, chunk: Chunk) -> None:
-        if device == "1":
-            _wait(set_aside)
-            return
-        number = next(numbers)
-        if number < 4:
-            begun.wait(10)
-        if number == 3:
-            _wait(set_aside)
-            raise _full()
-        raise tf.errors.UnavailableError(None, None, "broken")
-
-    options = ChunkOptions(max_retries=9, observe=lambda event: isinstance(event, DeviceLost) and set_aside.set())
-    runners = [_runners(before, 1, 4)[0], _runners(before, 2, 1)[1]]
-    assert _flat(run_chunks(Rows(40, 4, known=False), runners, options)) == _doubles(40)

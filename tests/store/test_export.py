@@ -142,12 +142,3 @@ def test_damaged_rows_and_a_missing_folder(tmp_path: Path, method: str) -> None:
     assert sorted(found.name for found in tmp_path.iterdir()) == ["out", "x"]
     with pytest.raises(FileNotFoundError):
         getattr(results, method)(tmp_path / "nowhere" / "x")
-
-
-def test_rows_that_failed_are_not_in_the_file(tmp_path: Path) -> None:
-    def fn(n: Any) -> Any:
-        with tf.control_dependencies([tf.debugging.assert_none_equal(n, tf.constant(4, n.dtype))]):
-            return n * n
-
-    _written(fn, tmp_path, on_error="skip", vectorize=False).to_npy(tmp_path / "x.npy")
-    assert np.load(tmp_path / "x.npy").tolist() == [n * n for n in N if n != 4]
