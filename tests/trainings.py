@@ -189,10 +189,19 @@ class Case:
         model.compile(**{"optimizer": keras.optimizers.SGD(0.1), "loss": "mse", "jit_compile": False, **self.compile()})
         return model
 
+    def eager(self) -> keras.Model:
+        """The same model on one device, in eager code, which traces nothing.
+
+        Except for several outputs: Keras weighs their losses by the rows of a batch in eager code only.
+        """
+        model = self.made()
+        model.run_eagerly |= not isinstance(self.data.get("y"), list | dict)
+        return model
+
     @functools.cached_property
     def wanted(self) -> Any:
         """What one device makes of it."""
-        return self.trained(self.made())
+        return self.trained(self.eager())
 
     def trained(self, model: keras.Model) -> Any:
         results = self.fitted(model)
