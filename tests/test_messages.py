@@ -433,18 +433,6 @@ def test_data_in_several_arguments() -> None:
             mapped(X, X)
 
 
-def test_a_tape_with_chunks() -> None:
-    for data in (X, _dataset(X)):
-        mapper = devicemap.DeviceMap(tf.identity, **SEVERAL, batch_size=2)
-        with (
-            tf.GradientTape(),
-            pytest.raises(OptionError, match=r"GradientTape is recording, and .* batch_size and on_"),
-        ):
-            mapper(data)
-        with tf.GradientTape() as tape, tape.stop_recording():  # as the message says
-            np.testing.assert_array_equal(mapper(data), X)
-
-
 def test_random_numbers_of_other_threads_give_no_warning() -> None:
     """A function that only computes with NumPy's constants draws nothing."""
     states = random_states(lambda n: n * np.float32(2)), random_states(lambda n: n * np.random.rand())

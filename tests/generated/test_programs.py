@@ -82,7 +82,7 @@ def _ways(program: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:
 VALUES = given(programs(STEPS), OPTIONS, st.integers(1, 4))
 GRADIENTS = given(programs(PURE), OPTIONS)
 # No shrinking, which would trace many functions.
-CI = settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+CI = settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 AT_RANDOM = settings(max_examples=300, deadline=None, phases=[Phase.generate])
 
 

@@ -396,11 +396,13 @@ def test_gradients_that_do_not_go_through_are_refused() -> None:
         pytest.raises(devicemap.errors.DataError, match=r"use a tf\.GradientTape"),
     ):
         mapper(X)
-    with tf.GradientTape() as tape:
-        with pytest.raises(devicemap.errors.OptionError, match="gradients do not go through chunks"):
-            devicemap.parallel_map(tf.sin, X, batch_size=2)
-        with tape.stop_recording():
-            devicemap.parallel_map(tf.sin, X, batch_size=2)
+    for data in (X, tf.data.Dataset.from_tensor_slices(X)):
+        with tf.GradientTape() as tape:
+            message = "GradientTape is recording, and gradients do not go through chunks.* batch_size and on_"
+            with pytest.raises(devicemap.errors.OptionError, match=message):
+                devicemap.parallel_map(tf.sin, data, batch_size=2)
+            with tape.stop_recording():
+                np.testing.assert_allclose(devicemap.parallel_map(tf.sin, data, batch_size=2), tf.sin(X), rtol=1e-6)
 
 
 def test_gradients_of_rows_one_by_one_in_a_compiled_function() -> None:
@@ -445,7 +447,7 @@ def test_a_taped_call_while_another_thread_builds_a_graph(monkeypatch: pytest.Mo
 
     def slow(*args: Any) -> Any:
         building.set()
-        go_on.wait(2)
+        go_on.wait(0.5)
         return with_captures(*args)
 
     monkeypatch.setattr(graph_builder, "with_captures", slow)

@@ -133,19 +133,6 @@ def test_an_update_in_the_users_function_comes_after_what_the_call_reads(
                 np.testing.assert_allclose(got, each, rtol=1e-5)
 
 
-def test_atomic_updates_lose_nothing() -> None:
-    total = tf.Variable(tf.zeros([3]))
-
-    def add(row: Any) -> Any:
-        total.assign_add(row)
-        return row
-
-    mapper = devicemap.DeviceMap(add, devices=WORKERS)
-    mapper(X)
-    mapper(SAMPLES)
-    np.testing.assert_allclose(total, 2 * tf.reduce_sum(X, 0))
-
-
 def _calls(mapper: Any, how: str) -> Callable[[], Any]:
     """Mapping `X` in eager code, or inside a user's `tf.function` that knows how many rows there are, or does not."""
     if how == "eager":

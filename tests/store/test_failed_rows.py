@@ -153,17 +153,7 @@ def test_a_failed_row_with_a_right_checksum_covers_no_other_row(tmp_path: Path) 
         open_results(tmp_path)
 
 
-def test_more_rows_after_failed_ones(tmp_path: Path) -> None:
-    Job([39]).mapper.write(X, tmp_path)
-    job = Job([39, 41])
-    with pytest.warns(RuntimeWarning):
-        results = job.mapper.write(np.arange(50, dtype=np.int32), tmp_path)
-    assert sorted(job.computed) == [40, *range(42, 50)]
-    assert [failed.row for failed in results.failed_rows] == [39, 41]
-    assert len(results) == 48
-
-
-@pytest.mark.parametrize("reducer", ["sum", "mean", "max"])
+@pytest.mark.parametrize("reducer", ["mean", "max"])
 def test_reductions_with_a_directory(tmp_path: Path, devices: list[str], reducer: str) -> None:
     def reduced(bad: list[int], on_error: str = "skip") -> Any:
         mapper = DeviceMap(_root_of(bad), devices=devices, batch_size=4, on_error=on_error)
@@ -186,46 +176,3 @@ def _root_of(bad: list[int]) -> Callable[[Any], Any]:
             return tf.identity(x)
 
     return fn
-
-
-@pytest.mark.parametrize("after", [1, 3, 5])
-def test_rows_that_were_cancelled_have_not_failed(tmp_path: Path, after: int) -> None:
-    finished = []
-
-    def observe(event: Any) -> None:
-        finished.extend([event] if isinstance(event, ChunkFinished) else [])
-        if len(finished) == after:
-            raise KeyboardInterrupt
-
-    options = {"devices": ["CPU:1", "CPU:2", "CPU:3"], "batch_size": 4, "on_error": "skip"}
-    data = tf.data.Dataset.from_tensor_slices(X)
-    with pytest.raises(KeyboardInterrupt):
-        DeviceMap(_root_of([0, 7]), progress=observe, **options).write(data, tmp_path)
-    results = DeviceMap(_root_of([0, 7]), **options).write(data, tmp_path)
-    assert [failed.row for failed in results.failed_rows] == [0, 7]
-    assert results.load().tolist() == np.delete(X, [0, 7]).tolist()
-
-
-def test_a_run_that_stops_keeps_failed_rows(tmp_path: Path) -> None:
-    """The data ends with an error after the first chunks; the next run computes the rest alone."""
-
-    def rows(stops: bool) -> Any:
-        for row in X:
-            if stops and row == 20:
-                raise OSError("no more")
-            yield row
-
-    def data(stops: bool) -> Any:
-        return tf.data.Dataset.from_generator(lambda: rows(stops), output_signature=tf.TensorSpec([], tf.int32))
-
-    with pytest.raises(tf.errors.OpError, match="no more"):
-        Job([2]).mapper.write(data(True), tmp_path)
-    stored = open_results(tmp_path)
-    assert [failed.row for failed in stored.failed_rows] == [2]
-    assert not stored.complete
-    job = Job([2, 30])
-    with pytest.warns(RuntimeWarning):
-        results = job.mapper.write(data(False), tmp_path)
-    assert min(job.computed) >= 16
-    assert [failed.row for failed in results.failed_rows] == [2, 30]
-    np.testing.assert_array_equal(results.row_numbers(), np.delete(X, [2, 30]))
