@@ -33,6 +33,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _without_objects_of_other_tests() -> None:
+    """Leave out of `gc.get_objects` what earlier tests of this process keep: looking at it would take most of the time."""
+    gc.collect()
+    gc.freeze()
+
+
 def alive() -> int:
     """Captured tensors and copies of them, on all devices, after a garbage collection."""
     gc.collect()  # functions in cycles, then what was compiled of them

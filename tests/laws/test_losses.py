@@ -237,6 +237,10 @@ CASES = {
 }
 
 
+NIGHTLY = "every_loss", "pixels", "regularized", "cast"
+"""They take long, or are like `normalized`, `doubled_outside` and `unreduced`."""
+
+
 def trained(name: str, weights: Any, batched: bool, devices: list[str] | None = None) -> dict[str, Any]:
     """Train on several devices, or on one: eagerly, except for several outputs (see `Case.eager` of `trainings.py`)."""
     keras.utils.set_random_seed(0)
@@ -259,7 +263,7 @@ def trained(name: str, weights: Any, batched: bool, devices: list[str] | None = 
 @pytest.mark.parametrize("batched", [True, False], ids=["known rows", "unknown rows"])
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["", "weighted"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "every_loss")) for name in CASES]
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in CASES]
 )
 def test_losses_and_metrics_are_those_of_one_device(name: str, weights: Any, batched: bool, devices: list[str]) -> None:
     wanted = trained(name, weights, batched)

@@ -658,18 +658,11 @@ def test_outputs_that_are_no_rows_are_refused(name: str, batch_norm: Any, device
     np.testing.assert_equal(model.get_weights(), before)
 
 
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("name", ["batch normalization", pytest.param("momentum, clipnorm", marks=pytest.mark.nightly)])
 def test_no_rows(name: str, devices: list[str]) -> None:
     def found(model: keras.Model) -> Any:
-        history = model.fit(**STEPS | {"x": X, "y": Y, "validation_data": (X[:0], Y[:0])}).history
-        batches = [model.train_on_batch(X[:0], Y[:0]), model.test_on_batch(X[:0], Y[:0])]
-        return {
-            "history": history,
-            "batches": batches,
-            "empty": model.predict_on_batch(X[:0]),
-            "weights": model.get_weights(),
-        }
+        batches = [model.train_on_batch(X[:n], Y[:n]) for n in (11, 0)] + [model.test_on_batch(X[:0], Y[:0])]
+        return {"batches": batches, "empty": model.predict_on_batch(X[:0]), "weights": model.get_weights()}
 
     wanted = found(CASES[name].eager())
     wanted["batches"] = [np.nan_to_num(loss) for loss in wanted["batches"]]  # Keras 3.12 divides by the number of rows

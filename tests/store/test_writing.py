@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from processes import run
-from stored import DATA, Counted, damage, ranges, rows_of, untouched, write_chunks
+from stored import DATA, Counted, damage, ranges, untouched, write_chunks
 
 import devicemap
 from benchmarks.simulator import Simulator
@@ -313,38 +313,6 @@ def test_directories_of_something_else(tmp_path: Path) -> None:
     # A call that fails on its first chunk does not block a later call.
     write_chunks(tmp_path / "new", tf.TensorSpec([None], tf.string), [], 1)
     assert Counted(_triple).write(tmp_path / "new") == list(range(64))
-
-
-def test_an_error_keeps_what_was_finished(tmp_path: Path) -> None:
-    """An error of the observer, and one of the data."""
-    finished: list[int] = []
-    fails = True
-
-    def observe(event: Event) -> None:
-        if isinstance(event, ChunkFinished):
-            finished.extend(range(event.shard.start, event.shard.stop))
-            if len(finished) >= 24:
-                raise ZeroDivisionError("the observer's own")
-
-    def rows() -> Iterator[int]:
-        yield from DATA[:40].tolist()
-        if fails:
-            raise OSError("the network share")
-        yield from DATA[40:].tolist()
-
-    mapper = devicemap.DeviceMap(_triple, devices=["CPU:1"], batch_size=4, prefetch=1, progress=observe)
-    data = tf.data.Dataset.from_generator(rows, output_signature=tf.TensorSpec([], tf.int64))
-    with pytest.raises(ZeroDivisionError):
-        mapper.write(data, tmp_path)
-    done = rows_of(tmp_path)
-    assert {*finished} <= done < {*DATA.tolist()}
-    counted = Counted(_triple, data)
-    with pytest.raises(tf.errors.UnknownError, match="the network share"):
-        counted.write(tmp_path)
-    done |= {*counted.computed}
-    assert rows_of(tmp_path) == done
-    fails = False
-    assert counted.write(tmp_path) == _others(done)
 
 
 def test_devices_that_fail_while_writing(sim: Simulator, tmp_path: Path) -> None:

@@ -29,16 +29,6 @@ def total(brought: list[Any]) -> list[Any]:
     return [tf.add_n(brought)] * len(brought)
 
 
-def test_all_functions_receive_all_values() -> None:
-    def one(lockstep: Lockstep, i: int) -> Any:
-        with tf.device(f"CPU:{i}"):
-            first = lockstep.meet(tf.constant(i), total)
-            return lockstep.meet(first * i, total) + i
-
-    results = traced(lambda lockstep: [lambda i=i: one(lockstep, i) for i in range(3)])
-    assert [int(result) for result in results] == [9, 10, 11]
-
-
 def test_different_numbers_of_meetings_and_errors_end_all_functions() -> None:
     def one(lockstep: Lockstep, count: int, fails: bool = False) -> Any:
         for _ in range(count):
