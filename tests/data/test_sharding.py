@@ -7,20 +7,10 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devicemap.data.shards import ROWS_PER_CORE, shard_rows, shard_sizes
+from devicemap.data.shards import ROWS_PER_CORE, shard_rows
 
 counts = st.integers(0, 10_000)
 names = st.lists(st.integers(0, 5).map("/device:CPU:{}".format), min_size=1, max_size=12)
-
-
-@given(counts, st.integers(1, 64))
-def test_sizes_are_balanced(rows: int, shards: int) -> None:
-    sizes = shard_sizes(rows, shards)
-    assert sum(sizes) == rows
-    assert len(sizes) == min(rows, shards)
-    assert min(sizes, default=1) > 0
-    assert max(sizes, default=0) - min(sizes, default=0) <= 1
-    assert sorted(sizes, reverse=True) == list(sizes)
 
 
 @given(counts, names)

@@ -441,7 +441,7 @@ def test_xla_compiles_what_each_device_runs() -> None:
 
 
 @pytest.mark.private("inlining the calls, whose ops are otherwise in no partitioned graph of the step")
-@pytest.mark.parametrize("metrics", [["mae"], []], ids=str)
+@pytest.mark.parametrize("metrics", [["mae"], pytest.param([], marks=pytest.mark.nightly)], ids=str)
 def test_losses_of_rows_are_computed_where_the_rows_are(metrics: list[str]) -> None:
     """From the second step on: Keras builds losses and metrics in the first one."""
     model = mlp()
@@ -468,7 +468,7 @@ def test_saturated_outputs_in_eager_code(devices: list[str]) -> None:
     [
         ("batch normalization", {}, "synchronized batch normalization"),
         pytest.param("masks, gradients of slices", {}, "a loop", marks=pytest.mark.nightly),
-        ("momentum, clipnorm", {"accumulate": 2}, "accumulate"),
+        pytest.param("momentum, clipnorm", {"accumulate": 2}, "accumulate", marks=pytest.mark.nightly),
         ("momentum, clipnorm", {"recompute": True}, "recompute"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Calculus: one vector in; gradients, Jacobians and Hessians inside the function."""
+"""Calculus: one vector in; gradients, Jacobians and second derivatives inside the function."""
 
 from __future__ import annotations
 
@@ -15,16 +15,6 @@ def jacobian(x: Any) -> Any:
         tape.watch(x)
         y = tf.nn.softmax(tf.linalg.matvec(MATRIX, tf.sin(x)))
     return tape.jacobian(y, x)
-
-
-def hessian(x: Any) -> Any:
-    with tf.GradientTape() as outer:
-        outer.watch(x)
-        with tf.GradientTape() as inner:
-            inner.watch(x)
-            y = tf.reduce_sum(tf.sin(x) * tf.linalg.matvec(MATRIX, tf.square(x)))
-        gradient = inner.gradient(y, x)
-    return outer.jacobian(gradient, x)
 
 
 def hessian_vector_product(x: Any) -> Any:
@@ -48,7 +38,6 @@ def gradient_descent(x: Any) -> Any:
 VECTORS = normal(4)
 FUNCTIONS = {
     "Jacobian": (jacobian, VECTORS),
-    "Hessian": (hessian, VECTORS),
     "Hessian times a vector": (hessian_vector_product, VECTORS),
     "gradient descent": (gradient_descent, VECTORS),
 }
