@@ -166,7 +166,7 @@ def _edit(directory: Path, draw: random.Random) -> None:
             query(directory, f"UPDATE {table} SET {column} = ? WHERE rowid = ?", draw.choice(NASTY), one)
 
 
-@pytest.mark.parametrize("mutations", [300, pytest.param(3000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("mutations", [300, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_damage_never_gives_a_wrong_row(mutations: int, original: Path, tmp_path: Path) -> None:
     """What can be read after a mutation is right, and so is what a later run completes."""
     draw, counts = random.Random(18), Counter[str]()
@@ -239,7 +239,7 @@ def _forge_chunk(directory: Path, draw: random.Random) -> None:
     query(directory, "UPDATE chunks SET stop = ?, shapes = ?, checksum = ? WHERE start = ?", stop, text, check, start)
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(600, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [100, pytest.param(200, marks=pytest.mark.nightly)])
 def test_forged_directories_fit_their_description(count: int, original: Path, tmp_path: Path) -> None:
     """Each is refused, or its leaves have the structure, dtypes, shapes and rows that it declares."""
     draw, read = random.Random(5), 0
