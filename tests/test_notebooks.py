@@ -10,8 +10,6 @@ import nbformat
 import pytest
 
 NOTEBOOKS = sorted((pathlib.Path(__file__).parent.parent / "docs" / "notebooks").glob("*.ipynb"))
-IN_CI = "quickstart"
-"""The other notebooks take longer, and call what other tests call."""
 
 
 def _printed(notebook: Any) -> list[str]:
@@ -20,10 +18,7 @@ def _printed(notebook: Any) -> list[str]:
     return ["".join(each.text for each in cell.outputs if each.get("name") == "stdout") for cell in cells]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] * (path.stem != IN_CI)) for path in NOTEBOOKS],
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     notebook = nbformat.read(path, as_version=4)

@@ -219,6 +219,15 @@ def test_npy_and_npz_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert "y.npy already exists; remove it" in capsys.readouterr().err
 
 
+def test_parquet_files() -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", exc_type=ImportError)  # it may need a newer NumPy
+    assert write("text", "text.npy", "--batched", out="y.parquet") == 0
+    chars = [[b"o", b"n", b"e"], [], [b"f", b"o", b"u", b"r"]]
+    assert parquet.read_table("y.parquet").to_pydict() == {"length": [3, 0, 4], "chars": chars}
+    assert write("double", "x.npy", out="z.parquet") == 0
+    assert parquet.read_table("z.parquet").to_pydict() == {"result": (2 * X).tolist()}
+
+
 def test_a_file_is_continued_after_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert write("not_30", "x.npy", "--batch-size", "5", out="y.npy") == 1
     missing = sum((stop or 20) - start for start, stop in devicemap.open_results("y.npy.partial").missing)

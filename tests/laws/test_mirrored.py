@@ -16,13 +16,21 @@ from devicemap.errors import OptionError
 
 DEVICES = ["CPU:1", "CPU:0"]
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "mirroredstrategy.md"
-UNLIKE_OTHERS = "strings", "ragged", "replica_without_rows", "accumulating_step", "memory_bank", "largest_output"
-"""Programs in CI. The others are like cases of `test_training.py` and `test_custom_steps.py`."""
+LIKE_OTHERS = {
+    "jit_compile",
+    "ema_overwrite",
+    "sparse",
+    "clipnorm",
+    "batch_norm",
+    "synchronized_batch_norm",
+    "masks",
+    "in_batch_negatives",
+    *FIXED,
+}
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in sorted(LIKE_OTHERS)]
 
-NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in sorted({*PROGRAMS, *FIXED} - {*UNLIKE_OTHERS})]
 
-
-@pytest.mark.parametrize("name", [*UNLIKE_OTHERS, *NIGHTLY])
+@pytest.mark.parametrize("name", [*sorted({*PROGRAMS} - LIKE_OTHERS), *NIGHTLY])
 def test_computes_what_one_device_does(name: str) -> None:
     case = (PROGRAMS | FIXED)[name]
     got = case.trained(devicemap.parallelize(case.made(), DEVICES))

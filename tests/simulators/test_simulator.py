@@ -11,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
+import devicemap
 from benchmarks import simulator
 from benchmarks.simulator import building
 
@@ -40,6 +42,14 @@ def _busy(call: simulator.Call) -> float:
 
 
 # What the ops return
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float64, tf.int32, tf.int64])
+@pytest.mark.parametrize("name", ["work", "stateful_work"])
+def test_results_tell_that_the_work_was_done_once(sim: simulator.Simulator, name: str, dtype: Any) -> None:
+    results = getattr(sim, name)(tf.cast(ROWS, dtype), tf.zeros([4]))
+    assert results.dtype == dtype
+    np.testing.assert_array_equal(results, 2 * ROWS.numpy() + 1)
 
 
 # Streams
@@ -86,6 +96,56 @@ def test_calls_hold_no_thread(sim: simulator.Simulator) -> None:
 # Devices that differ, fail, or hang
 
 
+def test_speed_and_overhead(sim: simulator.Simulator) -> None:
+    sim.configure("CPU:1", speed=4, overhead_seconds=0.05)
+    sim.configure("CPU:2", speed=0.5)
+    for device in DEVICES[:3]:
+        with tf.device(device):
+            sim.work(ROWS, [0.01, 0.02, 0.03, 0.04])
+    assert [_busy(call) for call in sim.calls()] == pytest.approx([0.1, 0.025 + 0.05, 0.2], abs=1e-6)
+
+
+def test_more_rows_than_memory(sim: simulator.Simulator) -> None:
+    sim.configure("CPU:1", memory_rows=3)
+    with tf.device("CPU:1"):
+        with pytest.raises(tf.errors.ResourceExhaustedError, match=r"CPU:1 .* room for 3 rows per call, .* has 4"):
+            sim.work(ROWS, tf.fill([4], 60.0))
+        sim.work(ROWS[:3], tf.zeros([3]))
+    assert sim.usage("CPU:1") == simulator.Usage(0, calls=1, rows=3, refused=1, cancelled=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "outcomes"),
+    [
+        ({}, "....."),
+        ({"fails_from_call": 0}, "xxxxx"),
+        ({"fails_from_call": 2}, "..xxx"),
+        ({"fails_from_call": 1, "fails_for_calls": 2}, ".xx.."),
+        ({"fails_from_call": 1, "fails_for_calls": 0}, "....."),
+    ],
+)
+def test_breakdowns_are_counted(sim: simulator.Simulator, settings: Any, outcomes: str) -> None:
+    with tf.device("CPU:1"):
+        sim.work(ROWS, tf.zeros([4]))  # calls before the device is set up do not count
+        sim.configure("CPU:1", **settings)
+        seen = ""
+        for _ in outcomes:
+            try:
+                sim.work(ROWS, tf.zeros([4]))
+                seen += "."
+            except tf.errors.UnavailableError:
+                seen += "x"
+    assert seen == outcomes
+    assert sim.usage("CPU:1").refused == outcomes.count("x")
+
+
+@pytest.mark.parametrize("poison", [-1.0, math.nan])
+def test_poisoned_rows(sim: simulator.Simulator, poison: float) -> None:
+    with pytest.raises(tf.errors.InvalidArgumentError, match="row 2 of the 4 rows of a call on CPU:1 is poisoned"):
+        devicemap.parallel_map(sim.work, (ROWS, [0.0, 0.0, poison, poison]), devices=["CPU:1"], batched=True)
+    assert {call.outcome for call in sim.calls()} == {"refused"}
+
+
 def test_cancelled_calls_end_at_once_and_leave_the_stream(sim: simulator.Simulator) -> None:
     @tf.function
     def fail_soon(hang: Any, cost: Any) -> Any:
@@ -107,6 +167,17 @@ def test_cancelled_calls_end_at_once_and_leave_the_stream(sim: simulator.Simulat
     after = sim.calls("CPU:1")[-1]
     assert (after.outcome, after.start_seconds) == ("finished", after.arrived_seconds)
     assert (sim.usage("CPU:1").calls, sim.usage("CPU:1").cancelled) == (1, 2)
+
+
+def test_reset_makes_fresh_devices(sim: simulator.Simulator) -> None:
+    sim.configure("CPU:0", fails_from_call=0, error_code=tf.errors.INTERNAL)
+    with pytest.raises(tf.errors.InternalError, match="CPU:0 is broken: it fails call 0"), tf.device("CPU:0"):
+        sim.work(ROWS, tf.zeros([4]))
+    sim.reset()
+    assert sim.calls() == []
+    with tf.device("CPU:0"):
+        sim.work(ROWS, tf.zeros([4]))
+    assert sim.usage(0) == simulator.Usage(0, calls=1, rows=4, refused=0, cancelled=0)
 
 
 def test_concurrent_builds_compile_once(tmp_path: Path) -> None:

@@ -25,6 +25,17 @@ def integers(*shape: int, high: int, dtype: Any = tf.int32, seed: int = 0) -> tf
     return tf.constant(np.random.default_rng(seed).integers(0, high, [ROWS, *shape]), dtype)
 
 
+def complexes(*shape: int, seed: int = 0) -> tf.Tensor:
+    """Complex normal numbers, `[rows, *shape]`."""
+    return tf.complex(normal(*shape, seed=seed), normal(*shape, seed=seed + 1))
+
+
+def symmetric(size: int, dtype: Any = tf.float32, seed: int = 0) -> tf.Tensor:
+    """Positive definite matrices, `[rows, size, size]`."""
+    root = normal(size, size, dtype=dtype, seed=seed)
+    return root @ tf.linalg.matrix_transpose(root) / size + tf.eye(size, dtype=dtype)
+
+
 def shared(*shape: int, dtype: Any = tf.float32, seed: int = 9) -> tf.Tensor:
     """Standard normal numbers of any shape, which a function captures: the same for each row."""
     return tf.constant(np.random.default_rng(seed).normal(size=shape), dtype)
