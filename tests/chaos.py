@@ -177,6 +177,13 @@ def disturb_ray_nodes(seed: int, seconds: float, counts: Any) -> None:
     counts.put(happened)
 
 
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Return whether a `KeyboardInterrupt` caused an error. TensorFlow's device scopes raise another error if it hits them."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def run(target: Callable[..., None], log: str, ready: Any, *arguments: Any) -> None:
     """Call a function in this process, and exit with a code. The error of a failure is added to a file.
 
@@ -186,9 +193,9 @@ def run(target: Callable[..., None], log: str, ready: Any, *arguments: Any) -> N
     try:
         ready.set()
         target(*arguments)
-    except KeyboardInterrupt:
-        os._exit(INTERRUPTED)
-    except BaseException:
+    except BaseException as error:
+        if _was_interrupted(error):
+            os._exit(INTERRUPTED)
         with open(log, "a", encoding="utf-8") as file:
             file.write(traceback.format_exc())
         os._exit(FAILED)
