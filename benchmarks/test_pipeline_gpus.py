@@ -10,9 +10,9 @@ import tensorflow as tf
 from benchmarks import simulator, softgpu
 from benchmarks.conftest import Scale
 from benchmarks.measuring import compare
+from benchmarks.schedules import duration_of
 from benchmarks.test_pipeline import BACKWARD, STAGES, stage_of
 from devicemap import Pipeline
-from devicemap.pipelines.schedule import duration_of
 
 ROWS, WIDTH = 8, 1024
 """Of a microbatch, as large as its activations."""

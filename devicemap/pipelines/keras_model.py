@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -21,40 +20,33 @@ class PipelineModel(keras.Model):
     device.
     """
 
-    def __init__(self, pipe: Any, layers: list[Any], differentiated: Callable[..., Any]):
+    def __init__(self, pipe: Any, layers: list[Any]):
         """
         Args:
             pipe: the pipeline.
             layers: the stages that are Keras layers, for their variables.
-            differentiated: a function that returns the value of a loss for a batch, gradients, outputs, and times.
         """
         policies = [layer.dtype_policy for layer in layers if layer.dtype_policy.name == "mixed_float16"]
         super().__init__(autocast=False, dtype=policies[0] if policies else None)  # for loss scaling by Keras
-        self.pipe, self.stage_layers, self._differentiated = pipe, layers, differentiated
+        self.pipe, self.stage_layers, self._default = pipe, layers, pipe.loss
         self.built = True
 
     def compile(
-        self,
-        optimizer: Any = "rmsprop",
-        loss: Any = None,
-        loss_weights: Any = None,
-        *arguments: Any,
-        jit_compile: Any = False,
-        **options: Any,
+        self, optimizer: Any = "rmsprop", loss: Any = None, loss_weights: Any = None, *arguments: Any, **options: Any
     ) -> None:
         """Configure training as in Keras, with the loss of the pipeline by default.
 
         Raises:
             OptionError: for several losses, `loss_weights`, or `jit_compile`.
         """
-        if jit_compile is True:
+        if options.pop("jit_compile", None) is True:
             raise OptionError("jit_compile=True: XLA compiles for one device; omit it")
         if isinstance(loss, list | tuple | dict) or loss_weights is not None:
             raise OptionError(
                 f"loss={loss!r}, loss_weights={loss_weights!r}; expected one loss, a function of all outputs"
             )
-        self.loss_of_pipe = self.pipe.loss if loss is None else as_loss(loss)
-        super().compile(optimizer, self.loss_of_pipe, None, *arguments, jit_compile=False, **options)
+        self.pipe = self.pipe._copy_with(self._default if loss is None else as_loss(loss))
+        super().compile(optimizer, self.pipe.loss, None, *arguments, jit_compile=False, **options)
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """Call the pipeline. Keras passes `training` to the layers of its stages."""
@@ -63,12 +55,11 @@ class PipelineModel(keras.Model):
     def train_step(self, data: Any) -> Any:
         """Update the variables for a batch, as Keras's own step does."""
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        if self.loss_of_pipe is None or y is None:
+        if self.pipe.loss is None or y is None:
             return super().train_step(data)
         build_optimizer(self)
-        value, gradients, outputs, _ = self._differentiated(
-            self.loss_of_pipe, x, y, weight, self.optimizer.scale_loss(tf.ones([])), outputs=True
-        )
+        scale = self.optimizer.scale_loss(tf.ones([]))
+        value, gradients, outputs = self.pipe._differentiated(x, y, weight, scale, outputs=True)
         variables = self.pipe.trainable_variables
         if len(variables) > len(self.trainable_variables):
             raise OptionError(
@@ -86,9 +77,9 @@ class PipelineModel(keras.Model):
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, **options: Any
     ) -> Any:
         """Return the loss of all outputs, as in `train_step`. Keras would compute one for each output."""
-        if self.loss_of_pipe is None or y is None:
+        if self.pipe.loss is None or y is None:
             return super().compute_loss(x, y, y_pred, sample_weight, **options)
-        loss = self.loss_of_pipe(y, y_pred, sample_weight)
+        loss = self.pipe.loss(y, y_pred, sample_weight)
         return tf.add_n([loss, *(tf.cast(tf.reduce_sum(each), loss.dtype) for each in self.losses)])
 
     def get_config(self) -> Any:

@@ -1,26 +1,19 @@
-"""The calls of layers in a Keras model, and copies of layers on other devices."""
+"""The calls of layers in a Keras model, copies of layers on other devices, and models of such copies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import product, zip_longest
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import layers_of, replacing
+from devicemap._tensorflow.keras import layers_of, mask_of
 from devicemap._tensorflow.keras_graphs import graph_of, nodes_of, structures_of
-from devicemap.errors import OptionError, brief
-from devicemap.inspect.differences import find_difference
-
-ROWS = 32
-"""Rows of the batch on which layers are compared and timed. The number also replaces unknown dimensions."""
-
-_TOLERANCE = 0.03
-"""Larger relative differences of results are not due to rounding, also for 16-bit floats."""
+from devicemap.errors import OptionError
 
 
 @dataclass(frozen=True)
@@ -35,16 +28,35 @@ class LayerCall:
     @property
     def inputs(self) -> list[Any]:
         """The symbolic tensors among its arguments."""
-        import keras
-
         return [leaf for leaf in keras.tree.flatten((self.args, self.kwargs)) if isinstance(leaf, keras.KerasTensor)]
 
-    def run(self, layer: Any, tensors: dict[int, Any], **options: Any) -> Any:
-        """Call the layer, or its copy. `tensors` are by the `id` of the symbolic tensors."""
-        import keras
+    @property
+    def variables(self) -> list[Any]:
+        """The variables of the layer."""
+        return self.layer.variables if isinstance(self.layer, keras.Layer) else []
 
+    def run(self, tensors: dict[int, Any], **options: Any) -> Any:
+        """Call the layer. `tensors` are by the `id` of the symbolic tensors."""
         args, kwargs = keras.tree.map_structure(lambda leaf: tensors.get(id(leaf), leaf), (self.args, self.kwargs))
-        return layer(*args, **(kwargs | options if isinstance(layer, keras.Layer) else kwargs))
+        return self.layer(*args, **(kwargs | options if isinstance(self.layer, keras.Layer) else kwargs))
+
+
+def runner_of(calls: Sequence[LayerCall], given: Sequence[Any], taken: Any) -> Callable[..., Any]:
+    """Return a function of a list of inputs that runs calls, with options such as `training` for layers.
+
+    Args:
+        calls: the calls.
+        given: the symbolic inputs.
+        taken: the nest of symbolic outputs.
+    """
+
+    def run(inputs: Sequence[Any], **options: Any) -> Any:
+        tensors = dict(zip(map(id, given), inputs))
+        for call in calls:
+            tensors.update(zip(map(id, call.outputs), keras.tree.flatten(call.run(tensors, **options))))
+        return keras.tree.map_structure(lambda tensor: tensors[id(tensor)], taken)
+
+    return run
 
 
 def layer_calls(model: Any) -> tuple[list[LayerCall], list[Any], Any]:
@@ -55,8 +67,6 @@ def layer_calls(model: Any) -> tuple[list[LayerCall], list[Any], Any]:
     Raises:
         OptionError: for other models, and for a model that is not trainable and has trainable layers.
     """
-    import keras
-
     graph = graph_of(model)
     if graph is None:
         raise OptionError(
@@ -69,8 +79,6 @@ def layer_calls(model: Any) -> tuple[list[LayerCall], list[Any], Any]:
 
 
 def _calls_in(model: Any, inputs: Sequence[Any], training: Any) -> tuple[list[LayerCall], Any]:
-    import keras
-
     if not model.trainable and any(layer.trainable_weights for layer in layers_of(model)):
         raise OptionError(f"{model.name} is not trainable and has layers that are; set their `trainable` to False")
     graph: Any = graph_of(model)
@@ -93,8 +101,6 @@ def _calls_in(model: Any, inputs: Sequence[Any], training: Any) -> tuple[list[La
 
 def _is_transparent(layer: Any, given: Sequence[Any], kwargs: Any) -> bool:
     """Whether a call of a nested model equals calls of its layers. Keras converts tensors of other dtypes and ranks."""
-    import keras
-
     graph = graph_of(layer)
     others = {name for name, value in kwargs.items() if value is not None} - {"training"}
     if graph is None or others or isinstance(structures_of(graph)[0], dict):
@@ -106,14 +112,12 @@ def _is_transparent(layer: Any, given: Sequence[Any], kwargs: Any) -> bool:
     )
 
 
-def copied(call: LayerCall, device: str) -> Any:
-    """Return a copy of the layer of a call, with equal values of its variables, which are on a device.
+def copied(call: LayerCall, device: str) -> LayerCall:
+    """Return a call with a copy of the layer, with equal values of its variables, which are on a device.
 
     Raises:
-        OptionError: the layer cannot be copied, or the copy has other results.
+        OptionError: the layer cannot be copied.
     """
-    import keras
-
     layer = call.layer
     try:
         with tf.device(device):
@@ -132,13 +136,10 @@ def copied(call: LayerCall, device: str) -> Any:
         raise OptionError(
             f"{layer.name} cannot be copied to its stage by get_config and build of {type(layer).__name__}: {error}"
         ) from error
-    _check_copy(call, copy)
-    return copy
+    return replace(call, layer=copy)
 
 
 def _from_config(layer: Any) -> Any:
-    import keras
-
     config = layer.get_config()
     if type(layer) is keras.layers.Lambda:  # Keras refuses to load the code of its function
         config |= {"function": layer.function, "mask": layer.mask, "output_shape": layer._output_shape}
@@ -152,8 +153,6 @@ def copy_values(source: Any, target: Any) -> None:
     Raises:
         ValueError: the variables of the two differ in number, shape or dtype.
     """
-    import keras
-
     for own, other in zip_longest(source.variables, target.variables):
         found, expected = (None if v is None else (tuple(v.shape), v.dtype) for v in (other, own))
         if found != expected:
@@ -175,119 +174,43 @@ def _copy_settings(source: Any, target: Any) -> None:
         other.trainable, other.regularizer, other.constraint = own.trainable, own.regularizer, own.constraint
 
 
-def _check_copy(call: LayerCall, copy: Any) -> None:
-    """Compare outputs and losses of a layer and its copy, unless those of the layer change from call to call."""
-    import keras
+class StageModel(keras.Model):
+    """A model that runs calls of layers. A tuple of inputs is passed as several arguments."""
 
-    modes = [{"training": False}, {"training": True}] if isinstance(call.layer, keras.Layer) else [{}]
-    for largest, mode in product([1.0, 100.0], modes):
-        tensors = random_tensors(call.inputs, largest)
-        try:
-            first, again, other = (list(_results(call, each, tensors, mode)) for each in (call.layer, call.layer, copy))
-        except tf.errors.InvalidArgumentError as error:
-            if largest > 1:
-                continue  # indices out of range
-            raise OptionError(
-                f"{call.layer.name} fails for random tensors of the shapes and dtypes that it takes: {brief(error)}"
-            ) from error
-        difference = _difference(other, first)
-        if difference and not _difference(again, first):
-            raise OptionError(
-                f"a copy of {call.layer.name} by get_config and variables of {type(call.layer).__name__} computes something "
-                f"else: {difference}. Let them return all variables and attributes that call() uses"
-            )
+    def __init__(self, run: Callable[..., Any], owned: Sequence[Any], first_of: Any = None, **options: Any):
+        """
+        Args:
+            run: a result of `runner_of`.
+            owned: the layers whose variables belong to the model.
+            first_of: if given, inputs are converted like those of this model.
+            **options: `name` and `dtype` of the model.
+        """
+        super().__init__(autocast=False, **options)  # each layer converts its inputs itself
+        self.copies = [layer for layer in owned if isinstance(layer, keras.Layer)]
+        self._run_calls, self._convert = run, tuple if first_of is None else _converter(first_of)
+        self.supports_masking = self.built = True
 
+    def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
+        """Leave masks to the layers."""
 
-def handles_used_by(call: LayerCall, layer: Any) -> set[int]:
-    """Return the `id` of the handle of each variable that a layer has or uses in a call in training."""
-    import keras
-
-    tensors, is_layer = random_tensors(call.inputs), isinstance(layer, keras.Layer)
-
-    @tf.function(autograph=False)
-    def run() -> None:
-        with unchanged(layer):
-            call.run(layer, tensors, training=True)
-
-    captured = [handle for handle, _ in run.get_concrete_function().graph.captures]
-    return {*map(id, captured), *(id(v.value.handle) for v in (layer.variables if is_layer else ()))}
+    def call(self, *inputs: Any, training: bool | None = None) -> Any:
+        """Run the calls."""
+        options = {} if training is None else {"training": training}
+        results = self._run_calls(keras.tree.flatten(self._convert(inputs)), **options)
+        return results[0] if isinstance(results, list | tuple) and len(results) == 1 else results
 
 
-def run_calls(pairs: Sequence[tuple[LayerCall, Any]], tensors: dict[int, Any], **options: Any) -> dict[int, Any]:
-    """Run calls, each with a copy of its layer. Return `tensors` and the outputs, by the `id` of the symbolic tensors."""
-    import keras
+def _converter(model: Any) -> Callable[[Any], Any]:
+    """Return a function that converts arguments like `model`, by name, dtype and rank."""
+    structure, _ = structures_of(graph_of(model))
+    symbolic = keras.tree.map_structure(
+        lambda tensor: keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype, name=tensor.name), structure
+    )
+    keras.tree.map_structure(keras.layers.Identity(), symbolic)  # Keras 3.12 refuses inputs that no layer takes
+    converting = keras.Model(symbolic, symbolic)
 
-    tensors = dict(tensors)
-    for call, copy in pairs:
-        outputs = call.run(copy, tensors, **options)
-        tensors.update(zip(map(id, call.outputs), keras.tree.flatten(outputs)))
-    return tensors
+    def convert(arguments: tuple[Any, ...]) -> Any:
+        inputs = arguments[0] if len(arguments) == 1 else list(arguments)
+        return converting.call(inputs, mask=keras.tree.map_structure(mask_of, inputs))
 
-
-def check_rows_are_independent(
-    name: str, pairs: Sequence[tuple[LayerCall, Any]], given: Sequence[Any], taken: Any
-) -> None:
-    """Compare the results of calls for some rows with those for half of the rows, in inference.
-
-    Raises:
-        OptionError: a row of `taken` depends on other rows of `given`.
-    """
-    import keras
-
-    if any(tensor.shape[0] is not None for tensor in given):
-        return
-
-    def made(rows: int) -> list[Any]:
-        with keras.StatelessScope():
-            tensors = run_calls(pairs, {key: rows_of[:rows] for key, rows_of in whole.items()}, training=False)
-        return [tensors[id(tensor)] for tensor in tf.nest.flatten(taken)]
-
-    whole, half = random_tensors(given), ROWS // 2
-    try:
-        first, again, part = made(ROWS), made(ROWS), made(half)
-    except tf.errors.InvalidArgumentError:  # indices out of range, if the stage before computes the input
-        return
-    for one, other, of_half in zip(first, again, part):
-        same = find_difference("a result", other, one, _TOLERANCE) is None
-        difference = same and find_difference("a result", of_half[:half], one[:half], _TOLERANCE)
-        if difference:
-            raise OptionError(
-                f"{name}: {difference}, if half of the rows are left out. Microbatches see some of the rows, so each row of a "
-                "result must depend on one row; compute values of several rows outside of the pipeline"
-            )
-
-
-@contextmanager
-def unchanged(layer: Any) -> Iterator[Any]:
-    """Yield a scope in which calls of a layer do not change it. The scope has the `losses` of the calls."""
-    import keras
-
-    with keras.StatelessScope(collect_losses=True) as scope, replacing(layer, _clear_losses=lambda: None):
-        yield scope
-
-
-def _results(call: LayerCall, layer: Any, tensors: dict[int, Any], mode: Any) -> Iterator[Any]:
-    with unchanged(layer) as scope:
-        yield from tf.nest.flatten(call.run(layer, tensors, **mode))
-        yield from scope.losses
-
-
-def _difference(outputs: Sequence[Any], wanted: Sequence[Any]) -> str | None:
-    if len(outputs) != len(wanted):
-        return f"{len(outputs)} outputs and losses, not {len(wanted)}"
-    found = (find_difference("an output", *pair, tolerance=1e-3) for pair in zip(outputs, wanted))
-    return next(filter(None, found), None)
-
-
-def random_tensors(symbolic: Sequence[Any], largest: float = 1.0) -> dict[int, Any]:
-    """Return random rows for symbolic tensors, by `id`. Integers are 0 or 1, which are valid indices for most layers."""
-
-    def random(tensor: Any) -> Any:
-        dtype = tf.as_dtype(tensor.dtype)
-        shape = [size or ROWS for size in tensor.shape]
-        if dtype == tf.string:
-            return tf.zeros(shape, dtype)
-        low, high, drawn = (-largest, largest, tf.float32) if dtype.is_floating else (0, 2, tf.int32)
-        return tf.cast(tf.random.stateless_uniform(shape, [0, 0], low, high, drawn), dtype)
-
-    return {id(tensor): random(tensor) for tensor in symbolic}
+    return convert

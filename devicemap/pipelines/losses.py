@@ -18,10 +18,25 @@ from devicemap._tensorflow.keras import MASK, has_own_call, loss_of_function, ma
 from devicemap.compile.graph_builder import copied
 from devicemap.errors import OptionError, failure
 from devicemap.pipelines.composition import Composition
-from devicemap.pipelines.stages import Passed
 
-_OF_ALL_ROWS = ("hinge", "squared_hinge", "circle")
-"""Keras functions whose value for a row depends on labels or outputs of other rows."""
+_OF_ONE_ROW = (
+    "binary_crossentropy binary_focal_crossentropy categorical_crossentropy categorical_focal_crossentropy "
+    "categorical_generalized_cross_entropy categorical_hinge cosine_similarity ctc huber kl_divergence log_cosh "
+    "mean_absolute_error mean_absolute_percentage_error mean_squared_error mean_squared_logarithmic_error poisson "
+    "sparse_categorical_crossentropy"
+).split()
+"""`hinge` and `squared_hinge` use all labels. `circle` uses all rows, like `dice` and `tversky` without an axis."""
+
+
+def is_of_one_row(function: Any) -> bool:
+    """Whether a function is one of Keras's losses whose value for a row depends on that row alone."""
+    import keras
+
+    return any(function is getattr(keras.losses, name, None) for name in _OF_ONE_ROW)
+
+
+def _is_of_keras(loss: Any) -> bool:
+    return getattr(getattr(loss, "fn", None), "__module__", "").startswith("keras.")
 
 
 def as_loss(loss: Any) -> Any:
@@ -42,8 +57,8 @@ def as_loss(loss: Any) -> Any:
         )
     if not isinstance(found, keras.losses.Loss):
         found = loss_of_function(found)
-    function = getattr(found, "fn", None)
-    if has_own_call(found) or any(function is getattr(keras.losses, name, found) for name in _OF_ALL_ROWS):
+    has_axis = getattr(found, "_fn_kwargs", {}).get("axis") is not None  # of one row, as for `dice` of images
+    if has_own_call(found) or (_is_of_keras(found) and not has_axis and not is_of_one_row(found.fn)):
         raise OptionError(
             f"loss={loss!r}; the loss of a row must depend on that row only, because stages see some rows at a time"
         )
@@ -54,62 +69,58 @@ def as_loss(loss: Any) -> Any:
     return found
 
 
-class WithLoss:
-    """The last stage of a pipeline, and the loss of each row.
+@tf.autograph.experimental.do_not_convert
+def loss_by_row(loss: Any, outputs: Any, y: Any, *weight: Any) -> list[Any]:
+    """Return a sum of weighted losses for each row, `[rows]`.
 
-    It is called with the inputs of the stage and `(y,)` or `(y, sample_weight)`. It returns the outputs, and a sum of weighted
-    losses for each row, `[rows]`. Unless the sum is divided by the number of rows, it also returns the divisor by row,
-    `[rows]`.
+    Unless their sum is divided by the number of rows or not at all, return the divisor by row, too, `[rows]`.
+
+    Args:
+        loss: a result of `as_loss`.
+        outputs: the outputs of the last stage.
+        y: the targets.
+        weight: the sample weight, if there is one.
     """
+    import keras
 
-    def __init__(self, stage: Callable[..., Any], loss: Any):
-        self._stage, self._loss = stage, loss
+    if _is_of_keras(loss) and keras.tree.is_nested(outputs):
+        raise failure(
+            f"the loss {loss.name} takes one tensor, and the outputs are a {type(outputs).__name__} of {len(outputs)}; give a "
+            "function (y, outputs) of all outputs that returns a loss for each row"
+        )
+    losses: list[Any] = []
 
-    def __call__(self, given: Any, targets: tuple[Any, ...]) -> tuple[Any, ...]:
-        return self._with_sums(self._stage(*given) if type(given) is tuple else self._stage(given), *targets)
+    def call(y_true: Any, y_pred: Any) -> Any:
+        losses.append(loss.call(y_true, y_pred))
+        _check_aligned(losses[-1], *weight)
+        return losses[-1]
 
-    @tf.autograph.experimental.do_not_convert
-    def _with_sums(self, outputs: Any, y: Any, *weight: Any) -> tuple[Any, ...]:
-        import keras
+    weighted = _elements(loss, call, y, outputs, *weight)
+    shape = losses[0].shape
+    if not shape.rank or shape[0] is not None:
+        raise failure(f"the loss has the shape {shape}; it must return a loss for each row, of shape [rows, ...]")
+    total = _sum_of_rows(weighted)
+    if loss.reduction == "sum":
+        return [total]
+    by_weight = loss.reduction == "mean_with_sample_weight"
+    masks = [mask_of(tensor) for tensor in (outputs, losses[0]) if mask_of(tensor) is not None]
+    size = shape[1:].num_elements()
+    if size and not masks and not (by_weight and weight):
+        return [total / size]
+    # As in Keras, each weight counts once in a mean by weights, also if it is that of several elements.
+    counted = [*masks, *weight, losses[0]][0] if by_weight else losses[0]
+    ones = tf.ones_like(counted, weighted.dtype)
+    if mask_of(losses[0]) is not None:
+        set_note(ones, MASK, mask_of(losses[0]))
+    weights = _elements(loss, lambda *_: ones, y, outputs, *(weight if by_weight else ()))
+    return [total, _sum_of_rows(weights)]
 
-        losses: list[Any] = []
-        of_keras = getattr(getattr(self._loss, "fn", None), "__module__", "").startswith("keras.")
-        if of_keras and keras.tree.is_nested(outputs):
-            raise failure(
-                f"the loss {self._loss.name} takes one tensor, and the outputs are a {type(outputs).__name__} of "
-                f"{len(outputs)}; give a function (y, outputs) of all outputs that returns a loss for each row"
-            )
 
-        def call(y_true: Any, y_pred: Any) -> Any:
-            losses.append(self._loss.call(y_true, y_pred))
-            _check_aligned(losses[-1], *weight)
-            return losses[-1]
-
-        weighted = self._elements(call, y, outputs, *weight)
-        shape = losses[0].shape
-        if not shape.rank or shape[0] is not None:
-            raise failure(f"the loss has the shape {shape}; it must return a loss for each row, of shape [rows, ...]")
-        total = _sum_of_rows(weighted)
-        if self._loss.reduction == "sum":
-            return outputs, total
-        by_weight = self._loss.reduction == "mean_with_sample_weight"
-        masks = [mask_of(tensor) for tensor in (outputs, losses[0]) if mask_of(tensor) is not None]
-        size = shape[1:].num_elements()
-        if size and not masks and not (by_weight and weight):
-            return outputs, total / size
-        # As in Keras, each weight counts once in a mean by weights, also if it is that of several elements.
-        counted = [*masks, *weight, losses[0]][0] if by_weight else losses[0]
-        ones = tf.ones_like(counted, weighted.dtype)
-        if mask_of(losses[0]) is not None:
-            set_note(ones, MASK, mask_of(losses[0]))
-        weights = self._elements(lambda *_: ones, y, outputs, *(weight if by_weight else ()))
-        return outputs, total, _sum_of_rows(weights)
-
-    def _elements(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the results of `call`, `[rows, ...]`, with weights and masks, before Keras reduces them."""
-        loss = object.__new__(type(self._loss))  # copy.copy would serialize it
-        vars(loss).update(vars(self._loss), reduction="none", call=call)
-        return loss(*arguments)
+def _elements(loss: Any, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the results of `call`, `[rows, ...]`, with weights and masks, before Keras reduces them."""
+    unreduced = object.__new__(type(loss))  # copy.copy would serialize it
+    vars(unreduced).update(vars(loss), reduction="none", call=call)
+    return unreduced(*arguments)
 
 
 def _check_aligned(losses: Any, weight: Any = None) -> None:
@@ -129,66 +140,47 @@ def _sum_of_rows(elements: Any) -> Any:
     return tf.reduce_sum(tf.reshape(elements, [tf.shape(elements)[0], -1]), 1)
 
 
-class TotalLoss:
-    """The loss of a batch and its gradients, from a `Composition` that ends with `WithLoss`.
+def differentiate(
+    loss: Any, compose: Callable[[], Composition], variables: Callable[[], Sequence[Any]], scale: Any
+) -> tuple[Composition, Any, list[Any]]:
+    """Return a composition whose last stage has a loss, this loss plus other losses, and the gradients.
 
-    Attributes:
-        value: the loss, plus losses that layers add.
-        passed: specs of the outputs and their attached tensors.
-        outputs: indices of these among the results.
+    Args:
+        loss: a result of `as_loss`.
+        compose: builds the composition.
+        variables: returns the variables of the gradients, after `compose`.
+        scale: a scalar that the gradients are multiplied by.
     """
-
-    def __init__(self, loss: Any, made: Composition, tape: tf.GradientTape, scale: Any):
-        """
-        Args:
-            loss: a result of `as_loss`.
-            made: the results of the stages, which the tape has recorded.
-            tape: a tape that is recording.
-            scale: a scalar that the gradients are multiplied by.
-        """
-        outputs, *sums = made.passed.nest
-        count, notes = len(tf.nest.flatten(outputs)), len(made.passed.notes)
-        self.passed = Passed(outputs, made.passed.notes)
-        self.outputs = [*range(count), *range(count + len(sums), count + len(sums) + notes)]
-        total, *divisors = (made.total(count + i) for i in range(len(sums)))
-        rows = made.rows(total.dtype)
+    with tf.GradientTape() as tape:
+        made = compose()
+        total, *divisors = made.totals
+        rows = tf.cast(made.rows, total.dtype)
         divisor = tf.ones_like(rows) if loss.reduction == "sum" else rows
-        self._factor = None
+        factor = None
         if divisors and made.losses:  # all backward calls wait for the divisor
             divisor = tf.stop_gradient(divisors[0])
         elif divisors:
-            self._factor = tf.math.divide_no_nan(rows, divisors[0])
+            factor = tf.math.divide_no_nan(rows, divisors[0])
         mean = tf.math.divide_no_nan(total, divisor)
         others = [tf.cast(each, mean.dtype) for _, each in made.losses]
-        with tape.stop_recording():
-            self.value = tf.add_n([mean if self._factor is None else mean * self._factor, *others])
-        self._tape, self._scale = tape, scale
-        self._target = self._scaled(tf.add_n([mean, *others]))
-
-    def gradients(self, variables: Sequence[Any]) -> list[Any]:
-        """Return the gradients of variables, on their devices; add the losses of their regularizers to the value."""
-        found = self._tape.gradient(self._target, [stored_in(variable) for variable in variables])
-        return [self._with_penalty(*pair) for pair in zip(variables, found)]
-
-    def _scaled(self, loss: Any) -> Any:
-        return loss * tf.cast(self._scale, loss.dtype)
-
-    def _with_penalty(self, variable: Any, gradient: Any) -> Any:
+        target = _product(scale, tf.add_n([mean, *others]))
+    known = variables()
+    gradients = tape.gradient(target, [stored_in(variable) for variable in known])
+    value = tf.add_n([mean if factor is None else mean * factor, *others])
+    for i, variable in enumerate(known):
         with tf.device(stored_in(variable).device):
-            if gradient is not None:  # if stages share a variable, its gradient may be on another device
-                gradient = copied([gradient])[0] if self._factor is None else _multiplied(gradient, self._factor)
-            regularizer = getattr(variable, "regularizer", None)
-            if regularizer is None:
-                return gradient
-            with tf.GradientTape() as tape:
-                penalty = regularizer(variable)
-                target = self._scaled(penalty)
-            self.value += tf.cast(penalty, self.value.dtype)
-            of_penalty = tape.gradient(target, stored_in(variable))
-            return of_penalty if gradient is None else added([gradient, of_penalty])
+            terms = [gradients[i]] if gradients[i] is not None else []
+            # If stages share a variable, its gradient may be on another device.
+            terms = copied(terms) if factor is None else [_product(factor, term) for term in terms]
+            if getattr(variable, "regularizer", None) is not None:
+                with tf.GradientTape() as tape:
+                    penalty = variable.regularizer(variable)
+                    target = _product(scale, penalty)
+                terms.append(tape.gradient(target, stored_in(variable)))
+                value += tf.cast(penalty, value.dtype)
+            gradients[i] = added(terms) if terms else None
+    return made, value, gradients
 
 
-def _multiplied(gradient: Any, factor: Any) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_multiplied(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
+def _product(scalar: Any, tensor: Any) -> Any:
+    return tf.math.scalar_mul(tf.cast(scalar, tensor.dtype), tensor)

@@ -1,9 +1,9 @@
-"""The calls of a pipeline's stages in one graph, and the control dependencies that order them."""
+"""The calls of a pipeline's stages in one graph: the control dependencies that order them, and their times."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -11,136 +11,121 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.calls import begin_backward_on
-from devicemap._tensorflow.functions import unchained, with_captures
+from devicemap._tensorflow.functions import NO_AUTO_CONTROL_DEPS, unchained, with_captures
 from devicemap._tensorflow.gradients import added, wait_for
 from devicemap.compile.graph_builder import copied, ops_of
 from devicemap.compile.trace import Traced
-from devicemap.pipelines.schedule import Step, schedule_of
+from devicemap.data.rows import HOST, spec_of
+from devicemap.inspect.pipeline_report import StageCall
+from devicemap.pipelines.schedule import Step
+from devicemap.pipelines.stages import Slot
+
+_AHEAD = 2
+"""The first device receives rows this many microbatches ahead. With 1, it is idle in copies (benchmarks/pipeline_gpus)."""
 
 
 class Calls:
-    """The calls of all stages on the microbatches of one replica, and the order of calls on each device."""
+    """The calls of all stages on all microbatches, and their order on each device."""
 
-    def __init__(
-        self,
-        schedule: str,
-        stages: int,
-        devices: int,
-        microbatches: int,
-        stamp: Callable[[Step, Sequence[Any]], list[Any]] = lambda *_: [],
-    ):
-        """The arguments of `schedule_of`; `stamp` returns ops that record the time when inputs or results are computed."""
-        self._stamp = stamp
-        self._after: defaultdict[Step, list[Step]] = defaultdict(list)
-        self._before: defaultdict[Step, list[Step]] = defaultdict(list)
-        for device in range(devices):
-            steps = schedule_of(schedule, stages, devices, microbatches, device)
+    def __init__(self, orders: Iterable[Sequence[Step]], clock: Clock | None):
+        """`orders`: the calls of each device, forward and backward. `clock`: records their times."""
+        self._clock = clock
+        self._pairs: defaultdict[Step, list[tuple[Step, Step]]] = defaultdict(list)
+        for steps in orders:
             # Forward and backward calls also wait for those of the same kind, because calls of the other kind may not exist.
             kinds = [[step for step in steps if step.backward is backward] for backward in (False, True)]
-            for one, other in {pair for order in (steps, *kinds) for pair in pairwise(order)}:
-                self._after[one].append(other)
-                self._before[other].append(one)
+            for pair in {pair for order in (steps, *kinds) for pair in pairwise(order)}:
+                for step in pair:
+                    self._pairs[step].append(pair)
         # Inlining removes control edges of calls. So edges go to an op before the inputs, and from an op after the results.
         self._gates: dict[Step, Any] = {}
         self._ends: dict[Step, Any] = {}
-        self._arrivals: list[Any] = []
-        self._microbatches = microbatches
-        self._gradients: defaultdict[int, dict[int, list[Any]]] = defaultdict(dict)
+        self._arrivals: dict[int, Any] = {}
+        """An op for each microbatch that runs when the first stage has its rows and has finished earlier microbatches."""
+        self._gradients: defaultdict[Any, dict[int, list[Any]]] = defaultdict(dict)
 
-    def call(
-        self, stage: int, microbatch: int, traced: Traced, captures: dict[Any, Any], rows: Sequence[Any], some: Any
-    ) -> list[Any]:
-        """Return the results of a stage for a microbatch, on the current device.
+    def call(self, step: Step, slot: Slot, values: Sequence[Any], rows: Sequence[Any], some: Any) -> list[Any]:
+        """Return the results of a stage for a microbatch.
 
         Args:
-            stage: index of the stage.
-            microbatch: index of the microbatch.
-            traced: the stage.
-            captures: replacements of its captures, by `Tensor.ref()` of the latter.
-            rows: the leaves of the microbatch.
+            step: the forward call.
+            slot: the stage on its device.
+            values: the results of the previous stage.
+            rows: leaves of the batch that the stage takes after them.
             some: whether the microbatch has rows; a tensor if that is unknown.
         """
-        step = Step(stage, microbatch, False)
-        leaves = self._begin(step, rows)
-        if not stage:
-            self._arrivals.append(ops_of(leaves)[0])
-        call = with_captures(traced.concrete, captures) if captures else traced.concrete
-        call = call if some is True else _on_some(traced, call)
-        call, arguments = unchained(call, leaves if some is True else [some, *leaves])
-        begin_backward_on(tf.nest.flatten(leaves, expand_composites=True)[0].device, call)
-        results = list(call(*arguments))
-        op = ops_of(results)[0]
-        op.on_gradient = partial(self._differentiated, Step(stage, microbatch, True), op)
-        results = self._end(step, results)
-        self._order(step)
-        return results
+        m, first = step.microbatch, slot.share.start
+        for op in ops_of(rows) if m > first else ():
+            # TensorFlow starts copies to a device in any order, so the first microbatch could arrive last.
+            wait_for(op, self._arrivals[max(m - _AHEAD, first)])
+        traced = slot.traces[m - first]
+        with tf.device(slot.device), tf.control_dependencies(slot.assigned):
+            leaves = self._begin(step, slot, [*values, *rows])
+            self._arrivals.setdefault(m, ops_of(leaves)[0])
+            call = with_captures(traced.concrete, slot.captures) if slot.captures else traced.concrete
+            call = call if some is True else _on_some(traced, call)
+            call, arguments = unchained(call, leaves if some is True else [some, *leaves])
+            begin_backward_on(slot.device, call)
+            results = list(call(*arguments))
+            op = ops_of(results)[0]
+            op.on_gradient = partial(self._differentiated, step._replace(backward=True), slot, op)
+            return self._end(step, slot, results)
 
-    def begun(self, microbatch: int) -> Any:
-        """Return an op that runs when the first stage has the rows of a microbatch and has finished earlier microbatches."""
-        return self._arrivals[microbatch]
-
-    def _begin(self, step: Step, inputs: Sequence[Any]) -> list[Any]:
+    def _begin(self, step: Step, slot: Slot, inputs: Sequence[Any]) -> list[Any]:
+        """Return the inputs of a call on the current device, after the call before it."""
         self._gates[step] = tf.no_op()
         with tf.control_dependencies([self._gates[step]]):
             there = _copied(inputs)
-        noted = self._stamp(step, there)
-        with tf.control_dependencies(noted):
-            return _copied(there) if noted else there
-
-    def _end(self, step: Step, results: Sequence[Any]) -> list[Any]:
-        there = copied(list(results))
-        with tf.control_dependencies([*ops_of(there), *self._stamp(step, there)]):
-            self._ends[step] = tf.no_op()
+        if self._clock:
+            with tf.control_dependencies(self._clock.stamp(slot.device, step, there)):
+                there = _copied(there)
         return there
 
-    def _order(self, step: Step) -> None:
-        """Order a call after the previous call on its device, and before the next one, if these are in the graph."""
-        for before in self._before[step]:
-            if before in self._ends:
-                wait_for(self._gates[step], self._ends[before])
-        for after in self._after[step]:
-            if after in self._gates:
-                wait_for(self._gates[after], self._ends[step])
+    def _end(self, step: Step, slot: Slot, results: Sequence[Any]) -> list[Any]:
+        """Return the results of a call on the current device, and order it and its neighbors that are in the graph."""
+        there = _copied(results)
+        known = [each for each in there if each is not None]
+        stamps = self._clock.stamp(slot.device, step, known) if self._clock else []
+        with tf.control_dependencies([*ops_of(known), *stamps]):
+            self._ends[step] = tf.no_op()
+        for one, other in self._pairs[step]:
+            if one in self._ends and other in self._gates:
+                wait_for(self._gates[other], self._ends[one])
+        return there
 
     def _differentiated(
-        self, step: Step, op: Any, differentiate: Callable[..., Any], upstream: Sequence[Any]
+        self, step: Step, slot: Slot, op: Any, differentiate: Callable[..., Any], upstream: Sequence[Any]
     ) -> list[Any]:
         """Return the gradients of the inputs of a call, given those of its results, on the current device.
 
-        Gradients of variables are summed over all microbatches, and returned with those of the last microbatch.
+        Gradients of variables are summed over the microbatches, and returned with those of the last microbatch.
         """
         if step in self._gates:  # in second gradients, whose calls may depend on later calls of this schedule
             return list(differentiate(*upstream))
-        gradients = list(differentiate(*self._begin(step, upstream)))
-        self._end(step, [gradient for gradient in gradients if gradient is not None])
-        self._order(step)
-        self._sum_of_variables(step, op, gradients)
-        return gradients
-
-    def _sum_of_variables(self, step: Step, op: Any, gradients: list[Any]) -> None:
-        """Replace the gradients of variables by `None`, or in the last microbatch by their sum over all microbatches."""
+        gradients = list(differentiate(*self._begin(step, slot, upstream)))
+        self._end(step, slot, gradients)
         handles = [i for i, taken in enumerate(op.inputs) if taken.dtype == tf.resource]
-        known = self._gradients[step.stage]
+        known = self._gradients[step.stage, slot.device]
         known[step.microbatch] = [gradients[i] for i in handles]
-        last = len(known) == self._microbatches
+        last = len(known) == len(slot.share)
         for number, i in enumerate(handles):
-            gradients[i] = self._sum(step.stage, [known[m][number] for m in sorted(known)]) if last else None
+            terms = [(step._replace(microbatch=m), known[m][number]) for m in slot.share] if last else []
+            gradients[i] = self._sum(terms)
         if last:
             known.clear()
+        return gradients
 
-    def _sum(self, stage: int, of_microbatches: Sequence[Any]) -> Any | None:
-        """Return the sum of a variable's gradients.
+    def _sum(self, gradients: Iterable[tuple[Step, Any]]) -> Any | None:
+        """Return the sum of a variable's gradients of backward calls.
 
-        Each backward call waits for the sum of the earlier gradients. TensorFlow would hold all gradients, and add them in one
-        op.
+        Each call waits for the sum of the earlier gradients. TensorFlow would hold all gradients, and add them in one op.
         """
         total = None
-        for m, gradient in enumerate(of_microbatches):
+        for step, gradient in gradients:
+            if total is not None:
+                wait_for(self._gates[step], ops_of([total])[0])
             terms = [each for each in (total, gradient) if each is not None]
             total = added(terms) if terms else None
-            following = self._gates.get(Step(stage, m + 1, True))
-            if following is not None and total is not None:
-                wait_for(following, ops_of([total])[0])
         return total
 
 
@@ -156,3 +141,41 @@ def _on_some(traced: Traced, call: Any) -> Any:
         return tf.cond(some, lambda: call(*leaves), traced.no_rows)
 
     return on_some.get_concrete_function(tf.TensorSpec([], tf.bool), *traced.input_specs)
+
+
+class Clock:
+    """The times of the calls in a graph."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[str, Step], list[Any]] = {}
+        self.values: Any = None
+        """The value of `times` in the last run of the graph."""
+
+    def stamp(self, device: str, step: Step, tensors: Sequence[Any]) -> list[Any]:
+        """Record the time when the inputs or results of a call on a device are computed; return the op that does so."""
+        known = tf.nest.flatten([tensor for tensor in tensors if tensor is not None], expand_composites=True)
+        elements = [tf.reshape(tensor, [-1])[:1] for tensor in known if tensor.dtype not in (tf.resource, tf.variant)]
+
+        @tf.function(autograph=False, experimental_attributes=NO_AUTO_CONTROL_DEPS)
+        def now(*elements: Any) -> Any:
+            with tf.control_dependencies(elements):
+                return tf.timestamp()
+
+        with tf.device(HOST):
+            call, arguments = unchained(now.get_concrete_function(*map(spec_of, elements)), elements)
+            time = tf.ensure_shape(call(*arguments), [])  # other ops cannot wait for a call, because it is inlined
+        self._times.setdefault((device, step), []).append(time)
+        return [time.op]
+
+    @property
+    def times(self) -> Any:
+        """The start and the end of each call, float64 `[calls, 2]`, in seconds since the epoch."""
+        with tf.device(HOST):
+            return tf.stack([tf.stack(times) for times in self._times.values()])
+
+    @property
+    def calls(self) -> tuple[StageCall, ...]:
+        """The calls of the last run, in the order of their starts."""
+        seconds = self.values.numpy() - self.values.numpy().min()
+        found = (StageCall(device, *step, *map(float, pair)) for (device, step), pair in zip(self._times, seconds))
+        return tuple(sorted(found, key=lambda call: call.started_seconds))

@@ -10,31 +10,28 @@ the order of a schedule. A device waits for other devices only to receive inputs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import compiled_as_a_part
 from devicemap._tensorflow.gradients import tape_is_recording
-from devicemap._tensorflow.keras import batch_norms_of, in_training, is_training, layers_of, stored_in
+from devicemap._tensorflow.keras import batch_norms_of, in_training, layers_of, stored_in
 from devicemap._tensorflow.keras_graphs import begin_call
 from devicemap._tensorflow.placement import run_beside_inputs
-from devicemap.data.rows import as_rows, spec_of
 from devicemap.devices import choose_devices, choose_output_device
-from devicemap.errors import DataError, OptionError, brief, function_error, warn_user
-from devicemap.events import short_name
-from devicemap.hosts import settle
+from devicemap.errors import DataError, OptionError, warn_user
 from devicemap.inspect.pipeline_plan import PipelinePlan, StagePlan
 from devicemap.inspect.pipeline_report import PipelineReport
 from devicemap.inspect.planner import data_spec
 from devicemap.options import Options, check_count
-from devicemap.pipelines.clock import Clock
-from devicemap.pipelines.composition import Batch, Composition, Setting
-from devicemap.pipelines.losses import TotalLoss, WithLoss, as_loss
-from devicemap.pipelines.schedule import KINDS, schedule_of
-from devicemap.pipelines.stages import Passed, Stage, notes_by_leaf
+from devicemap.pipelines.composition import Batch, Composition, EagerGraphs
+from devicemap.pipelines.losses import as_loss, differentiate, loss_by_row
+from devicemap.pipelines.microbatches import Clock
+from devicemap.pipelines.schedule import KINDS, Setting, lanes_of
+from devicemap.pipelines.stages import Stage, packed
 
 
 class Pipeline:
@@ -93,18 +90,13 @@ class Pipeline:
         check_count("replicas", replicas)
         if schedule not in KINDS:
             raise OptionError(f"schedule={schedule!r}; expected one of {', '.join(map(repr, KINDS))}")
-        names = [f"stage {k} of {len(stages)}" for k in range(len(stages))]
-        self._functions, self._added_losses = list(stages), added_losses
-        self._stages = [Stage(stage, name, added_losses, layers_of(stage)) for stage, name in zip(stages, names)]
+        lanes = lanes_of(len(stages), choose_devices(devices), replicas, schedule, microbatches)
+        self._setting = Setting(len(stages), lanes, schedule, int(microbatches), batch_norm == "local", added_losses)
+        self._stages = [Stage(k, stage, self._setting) for k, stage in enumerate(stages)]
         self._output_device = choose_output_device(output_device)
-        lanes = _lanes(len(stages), choose_devices(devices), replicas, schedule, microbatches)
         self.devices = tuple(device for lane in lanes for device in lane)
-        self._setting = Setting(lanes, schedule, int(microbatches), batch_norm == "local")
-        self._loss = None if loss is None else as_loss(loss)
-        self._last: tuple[Any, Stage] | None = None
-        self._graphs: dict[Any, Any] = {}
-        self._alive: list[Any] = []
         self._warned = False
+        self._prepare(None if loss is None else as_loss(loss))
         norms = [layer.name for stage in stages for layer in batch_norms_of(stage) if layer.trainable]
         if norms and microbatches * replicas > 1 and not self._setting.local:
             warn_user(
@@ -112,6 +104,19 @@ class Pipeline:
                 "another; batch_norm='local' lets it see one microbatch at a time",
                 RuntimeWarning,
             )
+
+    def _prepare(self, loss: Any, clock: Clock | None = None) -> None:
+        self._loss, self._last = loss, self._stages[-1]
+        if loss is not None:
+            self._last = self._last.with_loss(partial(loss_by_row, loss))
+        self._setting = replace(self._setting, clock=clock)
+        self._graphs = EagerGraphs(self._setting, self._stages)
+
+    def _copy_with(self, loss: Any, clock: Clock | None = None) -> Pipeline:
+        """Return a pipeline of the same stages with another loss, a result of `as_loss`; `clock` times its calls."""
+        other = copy(self)
+        other._prepare(loss, clock)
+        return other
 
     @property
     def loss(self) -> Any:
@@ -121,11 +126,11 @@ class Pipeline:
     @property
     def trainable_variables(self) -> list[Any]:
         """The trainable variables of the stages, each once. Variables of functions are known after the first call."""
-        found = [v for stage in self._stages for layer in stage.layers[:1] for v in layer.trainable_variables]
-        known = {id(stored_in(v)) for stage in self._stages for layer in stage.layers[:1] for v in layer.variables}
-        stages = [*self._stages, *(self._last or ())[1:]]
-        captured = (v for stage in stages if not stage.layers for v in stage.variables)
-        found += [v for v in captured if v.trainable and id(v) not in known]
+        models = [model for stage in self._stages for model in stage.models]
+        known = {id(stored_in(v)) for model in models for v in model.variables}
+        functions = [stage for stage in (*self._stages, self._last) if not stage.layers]
+        captured = [v for stage in functions for v in stage.variables if v.trainable and id(v) not in known]
+        found = [*(v for model in models for v in model.trainable_variables), *captured]
         return list({id(variable): variable for variable in found}.values())
 
     @tf.autograph.experimental.do_not_convert
@@ -142,14 +147,20 @@ class Pipeline:
         """
         if isinstance(data, tf.data.Dataset):
             raise DataError("data is a tf.data.Dataset, and a call takes one batch; use stream(dataset)")
-        batch, key = _batch_of(data)
-        begin_call([layer for stage in self._stages for layer in stage.layers[:1]])
-        if self._setting.schedule != "gpipe" and self._setting.microbatches > 1 and tape_is_recording():
-            self._warn_of_memory()
-        found, (tensors, _) = self._run(partial(self._called, None), batch, key)
-        for (layer, _), loss in zip(found.losses, tensors[found.count :]):
+        batch = Batch.of(data)
+        begin_call([model for stage in self._stages for model in stage.models])
+        late = self._setting.schedule != "gpipe" and self._setting.microbatches > 1 and tape_is_recording()
+        if late and not self._warned:
+            self._warned = True
+            warn_user(
+                "a Pipeline called under a tape holds the activations of all microbatches, as with schedule='gpipe': no "
+                "backward pass can begin before the loss is known. Use value_and_gradients(x, y) of Pipeline(loss=...)",
+                RuntimeWarning,
+            )
+        (nest, layers), (leaves, losses) = self._graphs.run(self._called, batch)
+        for layer, loss in zip(layers, losses):
             layer.add_loss(loss)
-        return found.passed.unpacked(tensors[: found.count])
+        return packed(nest, leaves)
 
     @tf.autograph.experimental.do_not_convert
     def value_and_gradients(self, x: Any, y: Any, sample_weight: Any = None) -> tuple[Any, list[Any]]:
@@ -180,14 +191,10 @@ class Pipeline:
             >>> float(value), float(gradients[0])
             (9.0, 6.0)
         """
-        value, gradients, *_ = self._differentiated(self._needed_loss, x, y, sample_weight)
-        return value, gradients
-
-    @property
-    def _needed_loss(self) -> Any:
         if self._loss is None:
             raise OptionError("value_and_gradients needs Pipeline(loss=...), such as loss='mse'")
-        return self._loss
+        value, gradients, _ = self._differentiated(x, y, sample_weight)
+        return value, gradients
 
     def as_model(self) -> Any:
         """Return a `keras.Model` that calls the pipeline.
@@ -207,40 +214,19 @@ class Pipeline:
         """
         from devicemap.pipelines.keras_model import PipelineModel
 
-        layers = [stage.layers[0] for stage in self._stages if stage.layers]
-        return PipelineModel(self, layers, self._differentiated)
+        return PipelineModel(self, [model for stage in self._stages for model in stage.models])
 
     def _differentiated(
-        self,
-        loss: Any,
-        x: Any,
-        y: Any,
-        weight: Any,
-        scale: Any = 1.0,
-        outputs: bool = False,
-        clock: Clock | None = None,
-    ) -> tuple[Any, list[Any], Any, Any]:
-        """Return a loss, its gradients times `scale`, the outputs if wanted, and the times of calls if there is a clock."""
-        batch, key = _batch_of(x)
+        self, x: Any, y: Any, weight: Any, scale: Any = 1.0, outputs: bool = False
+    ) -> tuple[Any, list[Any], Any]:
+        """Return the loss, its gradients times `scale`, and the outputs if they are wanted."""
         if y is None:
             raise DataError("y is None; expected the targets of the rows, a nest of tensors [rows, ...]")
-        targets = tuple(as_rows(each) for each in (y, weight) if each is not None)
-        counts = [count for count in (batch.rows, *(rows.count for rows in targets)) if count is not None]
-        if len({*counts}) > 1:
-            raise DataError(f"x, y and sample_weight have {', '.join(map(str, counts))} rows; expected the same number")
-        structures = tuple(rows.structure for rows in targets)
-        batch = Batch(batch.passed, batch.tensors, batch.rows, targets=structures, scale=scale)
-        if self._last is None or self._last[0] is not loss:
-            function = WithLoss(self._functions[-1], loss)
-            name = f"stage {len(self._stages) - 1} of {len(self._stages)} with the loss"
-            self._last = loss, Stage(function, name, self._added_losses, self._stages[-1].layers)
-        stages = [*self._stages[:-1], self._last[1]]
-        layers = [layer for stage in stages for layer in stage.layers]
-        call = partial(self._run, partial(self._differentiate, loss, stages, outputs, clock), batch)
-        key = clock, loss, outputs, key, tuple(rows.key for rows in targets)
-        found, tensors = in_training(lambda: call(key), batch.tensors[0]) if layers else call(key)
-        value, gradients, rest, times = tensors
-        return value, gradients, found.passed.unpacked(rest) if outputs else None, times
+        batch = Batch.of(x, [each for each in (y, weight) if each is not None], scale)
+        run = partial(self._graphs.run, partial(self._differentiate, outputs), batch, outputs)
+        has_layers = any(stage.layers for stage in self._stages)
+        nest, (value, gradients, leaves) = in_training(run, batch.tensors[0]) if has_layers else run()
+        return value, gradients, packed(nest, leaves) if outputs else None
 
     def report(self, x: Any, y: Any = None, sample_weight: Any = None) -> PipelineReport:
         """Run a batch twice, and return the schedule that the pipeline executed in the second run.
@@ -261,80 +247,27 @@ class Pipeline:
         """
         if not tf.executing_eagerly():
             raise OptionError("report inside a tf.function; call it in eager code")
-        clock = Clock()
+        timed = self._copy_with(self._loss, clock := Clock())
         for _ in range(2):
             if y is None and sample_weight is None:
-                batch, key = _batch_of(x)
-                _, (_, times) = self._run(partial(self._called, clock), batch, (clock, key))
+                timed(x)
             else:
-                *_, times = self._differentiated(self._needed_loss, x, y, sample_weight, clock=clock)
-        self._graphs = {known: graph for known, graph in self._graphs.items() if known[0][0] is not clock}
-        return PipelineReport(self.devices, clock.calls(times.numpy()))
+                timed.value_and_gradients(x, y, sample_weight)
+        return PipelineReport(self.devices, clock.calls)
 
-    def _run(self, build: Callable[[Batch], tuple[Found, Any]], batch: Batch, key: Any) -> tuple[Found, Any]:
-        """Run `build(batch)` in the graph that is being built, or in eager code in a graph that is kept by `key`."""
-        if not tf.executing_eagerly():
-            if compiled_as_a_part():
-                raise OptionError(
-                    "a Pipeline inside a function that XLA compiles, which is for one device; set jit_compile=False, also in "
-                    "compile() of a Keras model that calls it"
-                )
-            found, tensors = build(batch)
-            run_beside_inputs(self.devices)
-            return found, tensors
-        count = min(batch.rows or 0, self._setting.microbatches * len(self._setting.devices))
-        try:
-            settle(self.devices)
-            function, results = self._graph_of(build, batch, key, count)
-            tensors = function(batch.tensors, batch.targets, batch.scale)
-        except tf.errors.OpError as error:
-            raise function_error(f"a stage failed: {type(error).__name__}: {brief(error)}", error) from error
-        return results[-1], tensors
+    def _called(self, batch: Batch) -> tuple[Any, Any]:
+        """Return the specs of the results and the layers that add losses, and the results and losses."""
+        made = Composition(self._stages, batch, self._setting)
+        leaves = made.joined(self._output_device)
+        return (made.nest, [layer for layer, _ in made.losses]), (leaves, [loss for _, loss in made.losses])
 
-    def _graph_of(self, build: Callable[[Batch], Any], batch: Batch, key: Any, count: int) -> tuple[Any, list[Found]]:
-        """Return the graph for batches of at least `count` rows, and a list of the `Found` of its traces."""
-        key = key, count, is_training(), *(stage.state() for stage in self._stages)
-        if key not in self._graphs:
-            results: list[Found] = []
-
-            def run(tensors: Any, targets: Any, scale: Any) -> Any:
-                found, made = build(Batch(batch.passed, tensors, None, count, targets, scale))
-                results.append(found)
-                return made
-
-            signature = tf.nest.map_structure(spec_of, ([*batch.tensors], batch.targets))
-            signature += (tf.TensorSpec([], tf.float32),)
-            self._graphs[key] = tf.function(run, autograph=False, input_signature=signature), results
-        return self._graphs[key]
-
-    def _called(self, clock: Clock | None, batch: Batch) -> tuple[Found, Any]:
-        """Return the results of a call followed by losses that layers add, and the times of calls if there is a clock."""
-        made = Composition(self._stages, batch, self._setting, self._alive, clock)
-        results = made.joined(self._output_device, range(len(made.values[0])))
-        tensors = [*results, *(loss for _, loss in made.losses)]
-        return Found(made.passed, len(results), made.losses), (tensors, clock.times if clock else None)
-
-    def _differentiate(
-        self, loss: Any, stages: Sequence[Stage], outputs: bool, clock: Clock | None, batch: Batch
-    ) -> tuple[Found, Any]:
-        """Return the value of a loss, its gradients, the outputs if they are wanted, and the times of calls."""
+    def _differentiate(self, outputs: bool, batch: Batch) -> tuple[Any, Any]:
+        """Return the specs of the outputs; the value of the loss, its gradients, and the outputs if they are wanted."""
         run_beside_inputs(self.devices)
-        with tf.GradientTape() as tape:
-            made = Composition(stages, batch, self._setting, self._alive, clock)
-            total = TotalLoss(loss, made, tape, batch.scale)
-        gradients = total.gradients(self.trainable_variables)
-        results = made.joined(self._output_device, total.outputs) if outputs else []
-        return Found(total.passed, len(results), []), (total.value, gradients, results, clock.times if clock else None)
-
-    def _warn_of_memory(self) -> None:
-        """Warn once that the schedule has no effect on a call under a tape."""
-        if not self._warned:
-            self._warned = True
-            warn_user(
-                "a Pipeline called under a tape holds the activations of all microbatches, as with schedule='gpipe': no "
-                "backward pass can begin before the loss is known. Use value_and_gradients(x, y) of Pipeline(loss=...)",
-                RuntimeWarning,
-            )
+        compose = partial(Composition, [*self._stages[:-1], self._last], batch, self._setting)
+        made, value, gradients = differentiate(self._loss, compose, lambda: self.trainable_variables, batch.scale)
+        leaves = made.joined(self._output_device) if outputs else []
+        return made.nest, (value, gradients, leaves)
 
     def stream(self, dataset: tf.data.Dataset) -> Iterator[Any]:
         """Run the stages on the batches of a dataset, in order. Stages work on two batches at the same time.
@@ -349,9 +282,8 @@ class Pipeline:
 
     @tf.autograph.experimental.do_not_convert
     def _in_dataset(self, *elements: Any) -> Any:
-        batch, _ = _batch_of(elements[0] if len(elements) == 1 else elements, noted=False)
-        found, (tensors, _) = self._called(None, batch)
-        return found.passed.unpacked(tensors[: found.count])
+        (nest, _), (leaves, _) = self._called(Batch.of(elements[0] if len(elements) == 1 else elements))
+        return packed(nest, leaves)
 
     def explain(self, data_or_spec: Any) -> PipelinePlan:
         """Return the plan of a call without running it: the schedule, its bubble, and the bytes sent between stages.
@@ -366,64 +298,17 @@ class Pipeline:
             ([('F0', 'F1', 'B0', 'F2'), ('F0', 'B0', 'F1', 'B1')], 0.2)
         """
         spec = data_spec(data_or_spec, Options())
-        given, rows, setting = Passed(spec.specs, {}), spec.rows, self._setting
-        count, devices = len(self._stages), len(setting.devices[0])
+        given, setting = spec.specs, self._setting
         microbatches = setting.microbatches
-        if rows is not None:
-            microbatches = max(1, min(microbatches, -(-rows // len(setting.devices))))
+        if spec.rows is not None:
+            microbatches = max(1, min(microbatches, -(-spec.rows // len(setting.devices))))
+        orders = setting.orders(False, [range(microbatches)])
         plans = []
         for k, stage in enumerate(self._stages):
-            traced_stage = stage.traced(given)
-            traced, given = traced_stage.traced, traced_stage.passed
+            traced, given = (found := stage.traced(given)).traced, found.nest
             variables = sum(v.shape.num_elements() * v.dtype.size for v in traced.concrete.graph.variables)
             sizes = [(spec.shape[1:].num_elements() or 0) * spec.dtype.size for spec in traced.specs]
-            steps = schedule_of(setting.schedule, count, devices, microbatches, k % devices)
-            own = tuple("FB"[step.backward] + str(step.microbatch) for step in steps if step.stage == k)
-            places = tuple(setting.device_of(k, r) for r in range(len(setting.devices)))
-            plans.append(StagePlan(places[0], variables, sum(sizes), own, places[1:]))
-        return PipelinePlan(rows, microbatches, setting.schedule, tuple(plans), self._loss is not None)
-
-
-@dataclass(frozen=True)
-class Found:
-    """The facts that the trace of a graph shows."""
-
-    passed: Passed
-    """Specs of results."""
-
-    count: int
-    """Number of results."""
-
-    losses: Sequence[tuple[Any, Any]]
-    """The losses of `Composition`."""
-
-
-def _batch_of(data: Any, noted: bool = True) -> tuple[Batch, Any]:
-    """Return a batch and a key of its specs."""
-    rows = as_rows(data)
-    notes = notes_by_leaf(rows.leaves) if noted else {}
-    passed = Passed(rows.specs, {key: spec_of(note) for key, note in notes.items()})
-    return Batch(passed, [*rows.leaves, *notes.values()], rows.count), (rows.key, tuple(notes))
-
-
-def _lanes(
-    stages: int, known: Sequence[str], replicas: int, schedule: str, microbatches: int
-) -> tuple[tuple[str, ...], ...]:
-    """Return the devices of each replica.
-
-    Raises:
-        OptionError: they do not fit the stages.
-    """
-    names = ", ".join(map(short_name, known))
-    each = min(stages, len(known) // replicas)
-    there = f"{stages} stages, {replicas} replica(s) and {len(known)} device(s), {names}"
-    if schedule == "interleaved" and (not each or stages % each or microbatches % each):
-        raise OptionError(
-            f"schedule='interleaved' with {there}: the number of stages ({stages}) and of microbatches ({microbatches}) must "
-            f"be multiples of the number of devices of a replica ({each})"
-        )
-    if schedule != "interleaved" and each < stages:
-        raise OptionError(
-            f"{there}: each stage of a replica needs a device. Make fewer stages, or use schedule='interleaved'"
-        )
-    return tuple(tuple(known[r * each : (r + 1) * each]) for r in range(replicas))
+            steps = [step for step in orders[k % len(orders)] if step.stage == k]
+            own = tuple("FB"[step.backward] + str(step.microbatch) for step in steps)
+            plans.append(StagePlan(stage.devices[0], variables, sum(sizes), own, stage.devices[1:]))
+        return PipelinePlan(spec.rows, microbatches, setting.schedule, tuple(plans), self._loss is not None)

@@ -1,8 +1,13 @@
-"""The order in which the devices of a pipeline call their stages. Pure functions of numbers."""
+"""The devices of a pipeline, and the order in which they call their stages."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from devicemap.errors import OptionError
+from devicemap.events import short_name
 
 KINDS = ("1f1b", "gpipe", "interleaved")
 
@@ -53,49 +58,63 @@ def schedule_of(kind: str, stages: int, devices: int, microbatches: int, device:
     return steps
 
 
-def source_of(step: Step, stages: int) -> Step | None:
-    """Return the call whose results a call takes; `None` if it takes the rows of the batch."""
-    if step.backward:
-        return step._replace(stage=step.stage + 1) if step.stage < stages - 1 else step._replace(backward=False)
-    return step._replace(stage=step.stage - 1) if step.stage else None
+@dataclass(frozen=True)
+class Setting:
+    """The devices and options of a pipeline."""
+
+    stages: int
+    """Number of stages."""
+
+    devices: tuple[tuple[str, ...], ...]
+    """The devices of each replica of the pipeline."""
+
+    schedule: str
+    """One of `KINDS`."""
+
+    microbatches: int
+    """Number of microbatches of each replica."""
+
+    local: bool
+    """Whether layers that write variables, such as batch normalization in training, see one microbatch at a time."""
+
+    added_losses: str | None
+    """Whether losses that depend on the rows are a "sum" or a "mean" over them."""
+
+    clock: Any = None
+    """A `Clock` that records the times of calls."""
+
+    alive: list[Any] = field(default_factory=list)
+    """Variables that graphs of the pipeline use."""
+
+    def orders(self, forward_first: bool, shares: Sequence[range]) -> list[list[Step]]:
+        """Return the order of calls on each device, given the microbatches of each replica."""
+        kind, devices = "gpipe" if forward_first else self.schedule, len(self.devices[0])
+        return [
+            [step._replace(microbatch=share[step.microbatch]) for step in steps]
+            for share in shares
+            for device in range(devices)
+            for steps in [schedule_of(kind, self.stages, devices, len(share), device)]
+        ]
 
 
-def duration_of(
-    kind: str,
-    stages: int,
-    devices: int,
-    microbatches: int,
-    forward: float = 1.0,
-    backward: float | None = 1.0,
-    sending: float = 0.0,
-) -> float:
-    """Return the duration of a schedule, if devices compute while they send and receive.
+def lanes_of(
+    stages: int, known: Sequence[str], replicas: int, schedule: str, microbatches: int
+) -> tuple[tuple[str, ...], ...]:
+    """Return the devices of each replica.
 
-    Args:
-        kind: one of `KINDS`, as for `schedule_of`.
-        stages: number of stages.
-        devices: number of devices.
-        microbatches: number of microbatches.
-        forward: the duration of a forward call.
-        backward: the duration of a backward call; `None` without backward calls.
-        sending: the time to send the results of a call to another device.
-
-    >>> duration_of("1f1b", 4, 4, 8), duration_of("interleaved", 8, 4, 8, 0.5, 0.5)
-    (22.0, 19.0)
+    Raises:
+        OptionError: they do not fit the stages.
     """
-    orders = [schedule_of(kind, stages, devices, microbatches, device) for device in range(devices)]
-    left = [[step for step in reversed(order) if not step.backward or backward is not None] for order in orders]
-    arrivals: dict[Step | None, float] = {None: 0.0}
-    free, links = [0.0] * devices, dict[tuple[int, int], float]()
-    while any(left):
-        steps = {device: order[-1] for device, order in enumerate(left) if order}
-        ready = [device for device, step in steps.items() if source_of(step, stages) in arrivals]
-        device = min(ready, key=lambda device: max(free[device], arrivals[source_of(steps[device], stages)]))
-        step = left[device].pop()
-        start = max(free[device], arrivals[source_of(step, stages)])
-        free[device] = arrivals[step] = start + ((backward or 0.0) if step.backward else forward)
-        following = step.stage + (-1 if step.backward else 1)
-        link = device, following % devices
-        if 0 <= following < stages and link[0] != link[1]:
-            arrivals[step] = links[link] = max(links.get(link, 0.0), free[device]) + sending
-    return max(free)
+    names = ", ".join(map(short_name, known))
+    each = min(stages, len(known) // replicas)
+    there = f"{stages} stages, {replicas} replica(s) and {len(known)} device(s), {names}"
+    if schedule == "interleaved" and (not each or stages % each or microbatches % each):
+        raise OptionError(
+            f"schedule='interleaved' with {there}: the number of stages ({stages}) and of microbatches ({microbatches}) must "
+            f"be multiples of the number of devices of a replica ({each})"
+        )
+    if schedule != "interleaved" and each < stages:
+        raise OptionError(
+            f"{there}: each stage of a replica needs a device. Make fewer stages, or use schedule='interleaved'"
+        )
+    return tuple(tuple(known[r * each : (r + 1) * each]) for r in range(replicas))

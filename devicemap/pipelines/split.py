@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, cycle, pairwise
-from statistics import median
 from typing import Any, Literal
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import mask_of
-from devicemap._tensorflow.keras_graphs import graph_of, structures_of
 from devicemap.devices import choose_devices
 from devicemap.errors import OptionError
 from devicemap.options import check_count
-from devicemap.pipelines.layers import (
-    LayerCall,
-    check_rows_are_independent,
-    copied,
-    copy_values,
-    handles_used_by,
-    layer_calls,
-    random_tensors,
-    run_calls,
-    unchanged,
-)
-
-_TIMES = 5
-"""Number of timings of a layer."""
 
 
 class Stages(list[Any]):
@@ -45,6 +28,8 @@ class Stages(list[Any]):
         Raises:
             OptionError: the model has other layers.
         """
+        from devicemap.pipelines.layers import copy_values, layer_calls
+
         layers = _layers_in(layer_calls(model)[0])
         if [type(layer) for layer in layers] != [type(copy) for copy in self._copies]:
             raise OptionError(f"{model.name} has other layers than the model that was split")
@@ -90,6 +75,14 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
 
         >>> stages.copy_weights_to(model)
     """
+    from devicemap.pipelines.comparisons import (
+        check_copy,
+        check_rows_are_independent,
+        check_uses_own_variables,
+        seconds_of,
+    )
+    from devicemap.pipelines.layers import StageModel, copied, layer_calls, runner_of
+
     check_count("n", n)
     if by not in ("time", "bytes"):
         raise OptionError(f"by={by!r}; expected 'time' or 'bytes'")
@@ -100,28 +93,31 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
         raise OptionError(f"n={n} stages of a model of {len(calls)} layers; at most one for each")
     layers = _layers_in(calls)
     owners = _owners_of_variables(layers)
-    places = choose_devices(devices)
     first_calls = {id(call.layer): call for call in reversed(calls)}
     sizes = [
-        _seconds_of(call) if by == "time" else _bytes_of(call.layer) * (first_calls[id(call.layer)] is call)
-        for call in calls
+        seconds_of(call) if by == "time" else _bytes_of(call) * (first_calls[id(call.layer)] is call) for call in calls
     ]
     bounds = cuts(sizes, n)
     made = tf.nest.flatten(outputs)
-    edges = [inputs, *(_crossing(calls, stop, made) for stop in bounds[1:-1]), outputs]
+    edges = [tuple(inputs), *(_crossing(calls, stop, made) for stop in bounds[1:-1]), outputs]
     copies: dict[int, Any] = {}
     stages = []
-    for i, ((start, stop), (given, taken), device) in enumerate(zip(pairwise(bounds), pairwise(edges), cycle(places))):
-        own = [call for call in calls[start:stop] if first_calls[id(call.layer)] is call]
-        copies |= {id(call.layer): copied(call, device) for call in own}
-        owned = [copies[id(call.layer)] for call in own]
-        entry = None if i else _entry_of(model)
-        result = taken if i == n - 1 else taken[0] if len(taken) == 1 else tuple(taken)
-        pairs = [(call, copies[id(call.layer)]) for call in calls[start:stop]]
-        for call, copy in pairs:
-            _check_uses_none_of(owners, call, copy)
-        check_rows_are_independent(f"stage {i} of {n}", pairs, given, result)
-        stages.append(_stage(f"{model.name}_{i}", model.dtype_policy, pairs, owned, given, result, entry))
+    places = cycle(choose_devices(devices))
+    for i, ((start, stop), (given, taken), device) in enumerate(zip(pairwise(bounds), pairwise(edges), places)):
+        owned = []
+        for call in calls[start:stop]:
+            if id(call.layer) not in copies:
+                of_copy = copied(call, device)
+                check_copy(call, of_copy)
+                copies[id(call.layer)] = of_copy.layer
+                owned.append(of_copy.layer)
+        own = [replace(call, layer=copies[id(call.layer)]) for call in calls[start:stop]]
+        for call in own:
+            check_uses_own_variables(call, owners)
+        run = runner_of(own, given, taken)
+        check_rows_are_independent(f"stage {i} of {n}", run, given)
+        name, policy = f"{model.name}_{i}", model.dtype_policy
+        stages.append(StageModel(run, owned, None if i else model, name=name, dtype=policy))
     return Stages(stages, [copies[id(layer)] for layer in layers])
 
 
@@ -144,7 +140,7 @@ def cuts(weights: Sequence[float], n: int) -> list[int]:
     return best[len(weights), n][1]
 
 
-def _layers_in(calls: Sequence[LayerCall]) -> list[Any]:
+def _layers_in(calls: Sequence[Any]) -> list[Any]:
     """Return the layers and other ops of calls, each once."""
     return list({id(call.layer): call.layer for call in calls}.values())
 
@@ -166,91 +162,13 @@ def _owners_of_variables(layers: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
     return owners
 
 
-def _check_uses_none_of(owners: dict[int, tuple[Any, Any]], call: LayerCall, copy: Any) -> None:
-    """Raise an error if a copy uses variables of the model, as a `Lambda` may do."""
-    for handle in handles_used_by(call, copy) & {*owners}:
-        owner, variable = owners[handle]
-        raise OptionError(
-            f"a copy of {call.layer.name} would use {variable.path} of {owner.name} in the model itself; variables must not "
-            "come from a function, an argument or a layer in get_config. Call one layer twice, or give a Pipeline functions of "
-            "your own as stages"
-        )
-
-
-def _entry_of(model: Any) -> Any:
-    """Return a model that only converts inputs like `model`, by name, dtype and rank."""
-    import keras
-
-    structure, _ = structures_of(graph_of(model))
-    inputs = keras.tree.map_structure(
-        lambda tensor: keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype, name=tensor.name), structure
-    )
-    keras.tree.map_structure(keras.layers.Identity(), inputs)  # Keras 3.12 refuses inputs that no layer takes
-    return keras.Model(inputs, inputs)
-
-
-def _stage(
-    name: str,
-    policy: Any,
-    calls: Sequence[tuple[LayerCall, Any]],
-    owned: Sequence[Any],
-    given: Sequence[Any],
-    result: Any,
-    entry: Any,
-) -> Any:
-    """Return a model that runs calls of copies of layers.
-
-    `owned`: the copies whose variables belong to the model. `given` and `result`: symbolic inputs and outputs.
-    """
-    import keras
-
-    class Stage(keras.Model):
-        def __init__(self) -> None:
-            super().__init__(name=name, autocast=False, dtype=policy)  # each layer converts its inputs itself
-            self.copies = [copy for copy in owned if isinstance(copy, keras.Layer)]
-            self.supports_masking = self.built = True
-
-        def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
-            """Leave masks to the layers."""
-
-        def call(self, *inputs: Any, training: bool | None = None) -> Any:
-            if entry is not None:
-                arguments = inputs[0] if len(inputs) == 1 else list(inputs)
-                inputs = entry.call(arguments, mask=keras.tree.map_structure(mask_of, arguments))
-            tensors = dict(zip(map(id, given), keras.tree.flatten(inputs)))
-            options = {} if training is None else {"training": training}
-            tensors = run_calls(calls, tensors, **options)
-            results = keras.tree.map_structure(lambda tensor: tensors[id(tensor)], result)
-            return results[0] if isinstance(results, list | tuple) and len(results) == 1 else results
-
-    return Stage()
-
-
-def _crossing(calls: Sequence[LayerCall], stop: int, outputs: Sequence[Any]) -> list[Any]:
+def _crossing(calls: Sequence[Any], stop: int, outputs: Sequence[Any]) -> tuple[Any, ...]:
     """Return the tensors that are computed before call `stop`, and used by it, by later calls, or as outputs."""
     after = calls[stop:]
     made_after = {id(tensor) for call in after for tensor in call.outputs}
     taken = [tensor for call in after for tensor in call.inputs] + list(outputs)
-    crossing = {id(tensor): tensor for tensor in taken if id(tensor) not in made_after}
-    return list(crossing.values())
+    return tuple({id(tensor): tensor for tensor in taken if id(tensor) not in made_after}.values())
 
 
-def _bytes_of(layer: Any) -> int:
-    return sum(v.value.shape.num_elements() * v.value.dtype.size for v in getattr(layer, "variables", ()))
-
-
-def _seconds_of(call: LayerCall) -> float:
-    """Return the time of a call in a graph, on random rows."""
-    tensors = random_tensors(call.inputs)
-
-    @tf.function(autograph=False)
-    def run() -> Any:
-        with unchanged(call.layer):
-            return call.run(call.layer, tensors)
-
-    times = []
-    for _ in range(1 + _TIMES):
-        began = time.perf_counter()
-        tf.nest.map_structure(lambda leaf: leaf.numpy(), run())  # waits for kernels on accelerators
-        times.append(time.perf_counter() - began)
-    return median(times[1:])
+def _bytes_of(call: Any) -> int:
+    return sum(v.value.shape.num_elements() * v.value.dtype.size for v in call.variables)

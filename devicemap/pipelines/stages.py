@@ -12,173 +12,232 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import is_seed, is_training, notes_of, replacing, set_note, stored_in
+from devicemap._tensorflow.gradients import order_of_gradients
+from devicemap._tensorflow.keras import is_seed, is_training, layers_of, notes_of, replacing, set_note, stored_in
 from devicemap.compile.audit import WRITES
+from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.graph_builder import depends_on
 from devicemap.compile.random import Stream, Streams
+from devicemap.compile.replicas import Replicas
 from devicemap.compile.trace import Traced, trace
 from devicemap.data.rows import count_rows
-from devicemap.data.structure import as_nodes, as_objects, freeze
-from devicemap.errors import FunctionError, OptionError, function_error
+from devicemap.data.structure import as_nodes, as_objects, freeze, map_nest, nodes_of
+from devicemap.errors import FunctionError, OptionError, failure, function_error
 from devicemap.options import Options
+from devicemap.pipelines.schedule import Setting
 
 
-@dataclass(frozen=True)
-class Passed:
-    """Specs of the tensors between two stages: leaves of a nest, then tensors that Keras attached to them, such as masks."""
+class Noted:
+    """A tensor in a nest with the tensors that Keras attached to it, such as its mask. `as_objects` attaches them again."""
 
-    nest: Any
-    """A nest of `tf.TypeSpec`s `[None, ...]`."""
+    def __init__(self, tensor: Any):
+        self._tensor = tensor
 
-    notes: dict[tuple[int, str], Any]
-    """The `tf.TypeSpec` of each attached tensor, by the index of its leaf and the name of the attribute."""
+    def __tf_flatten__(self) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        notes = notes_of(self._tensor)
+        return tuple(notes), (self._tensor, *notes.values())
 
-    def unpacked(self, tensors: Sequence[Any]) -> Any:
-        """Return the nest of tensors, with attached tensors."""
-        count = len(tf.nest.flatten(self.nest))
-        for (i, name), note in zip(self.notes, tensors[count:]):
-            set_note(tensors[i], name, note)
-        return as_objects(tf.nest.pack_sequence_as(self.nest, list(tensors[:count])))
-
-    def with_targets(self, specs: Any) -> Passed:
-        """Return the specs of this argument and a second one."""
-        return Passed((self.nest, specs), self.notes)
-
-    def inserted(self, tensors: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
-        """Return the tensors of `with_targets`, given those of the first argument and of the second one."""
-        count = len(tensors) - len(self.notes)
-        return [*tensors[:count], *targets, *tensors[count:]]
+    @classmethod
+    def __tf_unflatten__(cls, names: tuple[str, ...], parts: tuple[Any, ...]) -> Any:
+        tensor, *notes = parts
+        for name, note in zip(names, notes):
+            set_note(tensor, name, note)
+        return tensor
 
 
-def notes_by_leaf(leaves: Sequence[Any]) -> dict[tuple[int, str], Any]:
-    """Return the tensors that Keras attached to leaves, by the index of the leaf and the name of the attribute."""
-    return {(i, name): note for i, leaf in enumerate(leaves) for name, note in notes_of(leaf).items()}
+def noted(nest: Any, lists: bool = False) -> Any:
+    """Replace tensors with attached tensors by nodes. `lists`: whether lists are structure."""
+    return map_nest(lambda leaf, _: as_nodes(Noted(leaf)) if notes_of(leaf) else leaf, nest, lists=lambda _: lists)
+
+
+@tf.autograph.experimental.do_not_convert
+def packed(nest: Any, leaves: Sequence[Any]) -> Any:
+    """Return leaves as a nest of tensors, with the tensors that Keras attached to them."""
+    return as_objects(tf.nest.pack_sequence_as(nest, list(leaves)))
 
 
 @dataclass(frozen=True)
 class TracedStage:
-    """A stage, traced for its inputs. It returns the leaves of `passed`, and then a vector `[rows]` for each loss."""
+    """A stage, traced for its inputs. It returns the leaves of `nest`, and then a vector `[rows]` for each of `losses`."""
 
     traced: Traced
-    passed: Passed
+    nest: Any
+    """The specs of its results."""
+
     losses: tuple[tuple[Any, bool], ...]
-    """For each loss, the layer that adds it, and whether it is the sum of its vector. Otherwise, it is the mean."""
+    """For each loss, the layer that adds it, and whether it is the sum of its vector. Otherwise, it is the mean.
+
+    The layer is `None` for vectors of the loss of the pipeline.
+    """
 
     mixes_rows: bool
     """Whether layers write variables other than seeds, as batch normalization does in training."""
 
 
+@dataclass(frozen=True)
+class Slot:
+    """A stage on its device in a replica of the pipeline."""
+
+    device: str
+    share: range
+    """The indices of the microbatches of the replica."""
+
+    traces: Sequence[Traced]
+    """The trace for each of them. The backward pass of a trace belongs to one device."""
+
+    captures: dict[Any, Any]
+    """Replacements of captures of the traces, by `Tensor.ref()` of the latter."""
+
+    assigned: Sequence[Any]
+    """Ops for which calls wait."""
+
+
 class Stage:
     """A function of batches, traced for its inputs."""
 
-    def __init__(self, function: Callable[..., Any], name: str, added_losses: str | None, layers: Sequence[Any]):
-        """`name`: the name in errors, such as "stage 0 of 2". `layers`: the `layers_of` the function."""
-        self._function, self._name, self._added_losses = function, name, added_losses
-        self.layers = layers
+    def __init__(self, k: int, function: Callable[..., Any], setting: Setting, loss: Callable[..., Any] | None = None):
+        """
+        Args:
+            k: its index.
+            function: the function.
+            setting: the options of the pipeline.
+            loss: a function of its results and the targets that returns a list of vectors `[rows]`. The stage takes its inputs
+                and the tuple of targets.
+        """
+        self._k, self._function, self._setting, self._loss = k, function, setting, loss
+        self._name = f"stage {k} of {setting.stages}{' with the loss' if loss else ''}"
+        self.devices = tuple(devices[k % len(devices)] for devices in setting.devices)
+        """Its device in each replica. Stages are assigned to the devices in turn."""
+        self.layers = layers_of(function)
+        self.models = self.layers[:1]
+        """The Keras layer or model of the stage, if it is one."""
         self.variables: list[Any] = []
         """The variables that its traces use, each once."""
         self._known: dict[Any, TracedStage] = {}
         self._streams = Streams()
-        for variable in (variable for layer in self.layers[:1] for variable in layer.variables):
+        for variable in (variable for model in self.models for variable in model.variables):
             if variable.overwrite_with_gradient:
                 raise OptionError(
-                    f"{name}: {variable.path} is overwritten with its gradient, as in float8, but microbatches add gradients"
+                    f"{self._name}: {variable.path} is overwritten with its gradient, as in float8, but microbatches add "
+                    "gradients"
                 )
+
+    def with_loss(self, loss: Callable[..., Any]) -> Stage:
+        """Return the stage with a loss."""
+        return Stage(self._k, self._function, self._setting, loss)
 
     def state(self) -> tuple[Any, ...]:
         """Return the state on which its traces depend: its variables (`enable_lora` adds some), and which are trainable."""
-        variables = ((id(variable), variable.trainable) for layer in self.layers[:1] for variable in layer.variables)
+        variables = ((id(variable), variable.trainable) for model in self.models for variable in model.variables)
         return *(layer.trainable for layer in self.layers), *variables
 
-    def traced(self, given: Passed, replica: int = 0) -> TracedStage:
-        """Return the trace for these inputs in a replica, because the backward pass of a trace belongs to one device.
+    def traced(self, given: Any, replica: int = 0) -> TracedStage:
+        """Return the trace for a nest of specs in a replica.
 
         Raises:
             FunctionError: the function cannot be traced, or does not return rows.
         """
-        key = freeze((given.nest, given.notes)), replica, is_training(), self.state()
+        key = freeze(given), replica, is_training(), self.state()
         stage = self._known.get(key) or self._trace(given)
         if all(hasattr(tensor, "numpy") for tensor in stage.traced.captures):  # not of a graph that is being built
             self._known[key] = stage
         return stage
 
-    def of_microbatches(self, given: Passed, shares: Sequence[range]) -> list[TracedStage]:
-        """Return the trace for each microbatch of a graph. `shares` are the microbatches of each replica.
+    def slots(self, given: Any, shares: Sequence[range]) -> list[Slot]:
+        """Return the stage in each replica, in the graph that is being built.
 
-        With random ops with seeds, or Python functions that a tape follows, each microbatch has a separate trace.
+        With random ops with seeds, or Python functions that a tape follows, each microbatch has a separate trace. The first
+        replica has the variables. The other replicas get their values once in each call.
         """
-        audit = self.traced(given).traced.audit
-        if audit.seeded or audit.python:
-            return [self._trace(given, self._streams.next()) for share in shares for _ in share]
-        return [stage for r, share in enumerate(shares) if share for stage in [self.traced(given, r)] * len(share)]
+        first = self.traced(given).traced
+        separate = first.audit.seeded or first.audit.python
+        captures: list[tuple[dict[Any, Any], list[Any]]] = [({}, [])] * len(shares)
+        if len(shares) > 1:
+            order_of_gradients(first.concrete, [])  # makes tapes watch the variables
+            spec = CallSpec.of_shards(len(shares), Engine.INLINE, gradients=1)
+            replicas = Replicas(first, self.devices[: len(shares)], spec)
+            self._setting.alive.append(replicas)
+            values = replicas.values(range(len(shares)))
+            for r, device in enumerate(self.devices[: len(shares)]):
+                with tf.device(device):
+                    captures[r] = replicas.assign(r, values)
+        slots = []
+        for r, (device, share) in enumerate(zip(self.devices, shares)):
+            if separate:
+                traces = [self._trace(given, self._streams.next()).traced for _ in share]
+            else:
+                traces = [self.traced(given, r).traced] * len(share)
+            slots.append(Slot(device, share, traces, *captures[r]))
+        return slots
 
-    def _trace(self, given: Passed, stream: Stream | None = None) -> TracedStage:
-        found: dict[str, Any] = {}
+    def _trace(self, given: Any, stream: Stream | None = None) -> TracedStage:
+        added: list[tuple[Any, Any]] = []
+        losses: list[tuple[Any, bool]] = []
+
+        has_notes = any(node.kind is Noted for node in nodes_of(given))
+        specs = tuple(tf.nest.flatten(given)) if has_notes else given
 
         def run(*arguments: Any) -> Any:
-            if given.notes:
-                nest = given.unpacked([*tf.nest.flatten(arguments[0]), *arguments[1]])
-                arguments = nest if type(nest) is tuple else (nest,)
-            return self._with_extras(arguments, self._function(*arguments), added, found)
+            added.clear()
+            if has_notes:  # a `tf.function` drops attributes of its arguments
+                arguments = _as_arguments(packed(given, arguments))
+            targets: Any = ()
+            if self._loss is not None:
+                nest, targets = arguments
+                arguments = _as_arguments(nest)
+            return self._with_losses(self._function(*arguments), arguments, targets, added, losses)
 
         function: Any = partial(run)
         with suppress(TypeError, ValueError):
-            function.__signature__ = inspect.signature(self._function)  # for error messages
-        specs = (given.nest, tuple(given.notes.values())) if given.notes else given.nest
-        added: list[Any] = []
+            if self._loss is None:
+                function.__signature__ = inspect.signature(self._function)  # for error messages
         with ExitStack() as replaced:
             for layer in self.layers:
-                replaced.enter_context(_recording_losses(layer, added))
+                replaced.enter_context(replacing(layer, add_loss=partial(_record, added, layer)))
             try:
                 traced = trace(function, specs, Options(batched=True), stream)
             except FunctionError as error:
                 original = error.__cause__ or error
                 raise function_error(f"{self._name}: {error}", original) from original
-        if "undeclared" in found:
-            raise FunctionError(
-                f"{self._name}: {found['undeclared']} adds a loss that depends on the rows, by add_loss or an "
-                "activity_regularizer, and a stage sees one microbatch; give the Pipeline added_losses='sum' if such losses "
-                "are sums over rows, or added_losses='mean' if they are means"
-            )
         known = {id(variable) for variable in self.variables}
         self.variables += [variable for variable in traced.concrete.graph.variables if id(variable) not in known]
-        nest, notes = traced.nest_of_specs, dict[tuple[int, str], Any]()
-        if found["extras"]:
-            nest, of_notes, _ = nest
-            notes = dict(zip(found["noted"], of_notes))
         handles = {id(stored_in(v).handle) for layer in self.layers for v in layer.variables if not is_seed(v)}
-        written = _written(traced)
-        return TracedStage(traced, Passed(nest, notes), tuple(found["losses"]), bool(handles & {*map(id, written)}))
+        mixes_rows = any(id(handle) in handles for handle in _written(traced))
+        nest = traced.nest_of_specs[0] if losses else traced.nest_of_specs
+        return TracedStage(traced, nest, tuple(losses), mixes_rows)
 
     @tf.autograph.experimental.do_not_convert
-    def _with_extras(self, arguments: Any, results: Any, added: list[Any], found: dict[str, Any]) -> Any:
-        """Return the results of a call, with attached tensors and a vector for each loss, if there are any."""
-        leaves, rows = tf.nest.flatten(results), tf.nest.flatten(arguments)
-        if self.layers:
-            results = as_nodes(results, lists=lambda _: True)
-        notes = notes_by_leaf(leaves)
-        losses, vectors = [], []
+    def _with_losses(
+        self, results: Any, arguments: Any, targets: Any, added: Any, losses: list[tuple[Any, bool]]
+    ) -> Any:
+        """Return the results of a call, and vectors of the losses, if there are any. Fill `losses`."""
+        vectors = [] if self._loss is None else [*self._loss(results, *targets)]
+        losses[:] = [(None, True)] * len(vectors)
+        rows, kind = tf.nest.flatten(arguments), self._setting.added_losses
         for layer, loss in added:
             of_rows, count = depends_on(loss, rows), count_rows(rows[0])
-            if of_rows and self._added_losses is None:
-                found["undeclared"] = layer.name
-            is_sum = of_rows and self._added_losses == "sum"
-            share = tf.math.divide_no_nan(loss, tf.cast(count, loss.dtype)) if is_sum else loss
+            if of_rows and kind is None:
+                raise failure(
+                    f"{layer.name} adds a loss that depends on the rows, by add_loss or an activity_regularizer, and a stage "
+                    "sees one microbatch; give the Pipeline added_losses='sum' if such losses are sums over rows, or "
+                    "added_losses='mean' if they are means"
+                )
+            is_sum = of_rows and kind == "sum"
             losses.append((layer, is_sum))
-            vectors.append(tf.fill([count], share))
-        found |= {"noted": [*notes], "losses": losses}
-        found["extras"] = bool(notes or added)
-        added.clear()
-        return (results, tuple(notes.values()), tuple(vectors)) if found["extras"] else results
+            vectors.append(
+                tf.fill([count], tf.math.divide_no_nan(loss, tf.cast(count, loss.dtype)) if is_sum else loss)
+            )
+        results = noted(results, lists=bool(self.layers))
+        return (results, tuple(vectors)) if vectors else results
 
 
-def _recording_losses(layer: Any, added: list[Any]) -> Any:
-    """Return a context in which a layer appends its losses, each as (layer, loss), to a list."""
+def _as_arguments(nest: Any) -> tuple[Any, ...]:
+    return nest if type(nest) is tuple else (nest,)
 
-    def add_loss(loss: Any) -> None:
-        added.extend((layer, each) for each in tf.nest.flatten(loss))
 
-    return replacing(layer, add_loss=add_loss)
+def _record(added: list[Any], layer: Any, loss: Any) -> None:
+    """Append the losses that a layer adds, each as (layer, loss)."""
+    added.extend((layer, each) for each in tf.nest.flatten(loss))
 
 
 def _written(traced: Traced) -> list[Any]:

@@ -19,25 +19,7 @@ import tensorflow as tf
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap._tensorflow.keras import function_of_rows, has_own_call, losses_of, measure, metrics_of, replacing
 from devicemap.errors import failure
-
-_LOSSES = (
-    "binary_crossentropy",
-    "binary_focal_crossentropy",
-    "categorical_crossentropy",
-    "categorical_focal_crossentropy",
-    "categorical_hinge",
-    "cosine_similarity",
-    "huber",
-    "kl_divergence",
-    "log_cosh",
-    "mean_absolute_error",
-    "mean_absolute_percentage_error",
-    "mean_squared_error",
-    "mean_squared_logarithmic_error",
-    "poisson",
-    "sparse_categorical_crossentropy",
-)
-"""Functions whose value for a row depends on that row alone. `hinge` uses all labels, and `dice` and `circle` all rows."""
+from devicemap.pipelines.losses import is_of_one_row
 
 _METRICS = (
     "binary_accuracy",
@@ -179,8 +161,8 @@ def _is_known(function: Any, options: dict[str, Any]) -> bool:
     """Whether the value of a function for a row depends on that row alone."""
     import keras
 
-    known = [getattr(keras.losses, name) for name in _LOSSES] + [getattr(keras.metrics, name) for name in _METRICS]
-    return any(function is each for each in known) and options.get("axis", -1) == -1
+    is_metric = any(function is getattr(keras.metrics, name) for name in _METRICS)
+    return (is_metric or is_of_one_row(function)) and options.get("axis", -1) == -1
 
 
 def _is_aligned(function: Any, true: Any, pred: Any, squeezed: bool = False) -> bool:

@@ -13,9 +13,10 @@ import pytest
 import tensorflow as tf
 from oracle import assert_same
 
+from benchmarks.schedules import duration_of
 from devicemap import DeviceMap, Pipeline, parallelize, split
 from devicemap.errors import DataError, FunctionError, OptionError
-from devicemap.pipelines.schedule import duration_of, schedule_of
+from devicemap.pipelines.schedule import schedule_of
 from devicemap.pipelines.split import cuts
 
 pytestmark = pytest.mark.filterwarnings("ignore:a Pipeline called under a tape")
@@ -230,6 +231,11 @@ def test_schedules(devices_used: int, microbatches: int) -> None:
         if kind != "interleaved" or microbatches % devices_used == 0:
             # All stages are as long together, whatever their number: the idle time is that of 1F1B, divided by `each`.
             assert duration_of(kind, stages, devices_used, microbatches) == 2 * (microbatches * each + devices_used - 1)
+
+
+def test_the_duration_of_a_schedule() -> None:
+    assert duration_of("1f1b", 4, 4, 8) == 22.0
+    assert duration_of("interleaved", 8, 4, 8, 0.5, 0.5) == 19.0
 
 
 def residual() -> Any:
