@@ -21,24 +21,17 @@ from devicemap.compile.random import Stream, Streams
 from devicemap.compile.replicas import Replicas
 from devicemap.compile.trace import Traced, trace
 from devicemap.data.rows import count_rows
-from devicemap.data.structure import as_nodes, as_objects, freeze, map_nest, nodes_of
+from devicemap.data.structure import Node, as_objects, freeze, map_nest, nodes_of
 from devicemap.errors import FunctionError, OptionError, failure, function_error
 from devicemap.options import Options
 from devicemap.pipelines.schedule import Setting
 
 
 class Noted:
-    """A tensor in a nest with the tensors that Keras attached to it, such as its mask. `as_objects` attaches them again."""
+    """The kind of the nodes of tensors with others that Keras attached to them, such as masks."""
 
-    def __init__(self, tensor: Any):
-        self._tensor = tensor
-
-    def __tf_flatten__(self) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        notes = notes_of(self._tensor)
-        return tuple(notes), (self._tensor, *notes.values())
-
-    @classmethod
-    def __tf_unflatten__(cls, names: tuple[str, ...], parts: tuple[Any, ...]) -> Any:
+    @staticmethod
+    def __tf_unflatten__(names: tuple[str, ...], parts: Sequence[Any]) -> Any:
         tensor, *notes = parts
         for name, note in zip(names, notes):
             set_note(tensor, name, note)
@@ -46,8 +39,13 @@ class Noted:
 
 
 def noted(nest: Any, lists: bool = False) -> Any:
-    """Replace tensors with attached tensors by nodes. `lists`: whether lists are structure."""
-    return map_nest(lambda leaf, _: as_nodes(Noted(leaf)) if notes_of(leaf) else leaf, nest, lists=lambda _: lists)
+    """Replace tensors with attached tensors by nodes, for `packed`. `lists`: whether lists are structure."""
+
+    def node_of(leaf: Any, _: str) -> Any:
+        notes = notes_of(leaf)
+        return Node(Noted, (*notes,), (*range(1 + len(notes)),), (leaf, *notes.values())) if notes else leaf
+
+    return map_nest(node_of, nest, lists=lambda _: lists)
 
 
 @tf.autograph.experimental.do_not_convert
