@@ -284,6 +284,13 @@ def test_the_report_shows_the_schedule(setting: str, trains: bool, devices: list
     assert (tmp_path / "schedule.png").stat().st_size
 
 
+def test_losses_of_one_row_along_an_axis(devices: list[str]) -> None:
+    """`Dice` has a loss for each row if its axis is that of a row."""
+    loss = keras.losses.Dice(axis=(1,))
+    pipe = Pipeline([tf.abs, tf.square], devices, 3, loss=loss)
+    assert_close(pipe.value_and_gradients(x, np.abs(x))[0], loss(np.abs(x), x**2))
+
+
 def test_layers_are_in_training_mode(devices: list[str]) -> None:
     pipe = Pipeline([chain(layers.Dropout(0.5)), tf.identity], devices, loss="mse")
     ones = np.ones([64, 4], "f")
@@ -298,6 +305,7 @@ def test_layers_are_in_training_mode(devices: list[str]) -> None:
         (lambda: Pipeline([tf.sin], loss=3), OptionError),
         (lambda: Pipeline([tf.sin], loss="hinge"), OptionError),
         (lambda: Pipeline([tf.sin], loss=keras.losses.SquaredHinge()), OptionError),
+        (lambda: Pipeline([tf.sin], loss="dice"), OptionError),
         (lambda: Pipeline([tf.sin], loss=keras.losses.MeanSquaredError("none")), OptionError),
         (lambda: Pipeline([tf.sin], replicas=0), OptionError),
         (lambda: Pipeline([tf.sin] * 3, ["CPU:0", "CPU:1"], replicas=1), OptionError),
