@@ -56,6 +56,9 @@ class PipelinePlan(Result):
     has_loss: bool = False
     """Whether the pipeline has a loss, for `value_and_gradients`."""
 
+    forward_first: bool = False
+    """Whether all forward calls come first, whatever the schedule: a stage calls Python, or writes a variable of another."""
+
     @property
     def bubble(self) -> float:
         """The share of idle time, if all stages take the same time.
@@ -85,5 +88,7 @@ class PipelinePlan(Result):
         held = f"Under a tape, calls hold the activations of all {self.microbatches} microbatches"
         if self.has_loss:
             held += "; value_and_gradients holds those of as many as shown"
+        if self.forward_first:
+            held += ". All forward calls come first, because a stage calls Python, or writes a variable that another one uses"
         title = f"{len(self.stages)} stages, {self.microbatches} microbatches, {self.schedule}: {self.bubble:.0%} idle"
         return page(title, table(rows, left=("order",)), held)

@@ -31,7 +31,7 @@ from devicemap.pipelines.composition import Batch, Composition, EagerGraphs
 from devicemap.pipelines.losses import as_loss, differentiate, loss_by_row
 from devicemap.pipelines.microbatches import Clock
 from devicemap.pipelines.schedule import KINDS, Setting, lanes_of
-from devicemap.pipelines.stages import Stage, packed
+from devicemap.pipelines.stages import Stage, packed, run_in_turn
 
 
 class Pipeline:
@@ -302,13 +302,19 @@ class Pipeline:
         microbatches = setting.microbatches
         if spec.rows is not None:
             microbatches = max(1, min(microbatches, -(-spec.rows // len(setting.devices))))
-        orders = setting.orders(False, [range(microbatches)])
+        traces = []
+        for stage in self._stages:
+            found = stage.traced(given)
+            given = found.nest
+            traces.append(found.traced)
+        forward_first = run_in_turn(traces)
+        orders = setting.orders(forward_first, [range(microbatches)])
         plans = []
-        for k, stage in enumerate(self._stages):
-            traced, given = (found := stage.traced(given)).traced, found.nest
+        for k, (stage, traced) in enumerate(zip(self._stages, traces)):
             variables = sum(v.shape.num_elements() * v.dtype.size for v in traced.concrete.graph.variables)
             sizes = [(spec.shape[1:].num_elements() or 0) * spec.dtype.size for spec in traced.specs]
             steps = [step for step in orders[k % len(orders)] if step.stage == k]
             own = tuple("FB"[step.backward] + str(step.microbatch) for step in steps)
             plans.append(StagePlan(stage.devices[0], variables, sum(sizes), own, stage.devices[1:]))
-        return PipelinePlan(spec.rows, microbatches, setting.schedule, tuple(plans), self._loss is not None)
+        has_loss = self._loss is not None
+        return PipelinePlan(spec.rows, microbatches, setting.schedule, tuple(plans), has_loss, forward_first)

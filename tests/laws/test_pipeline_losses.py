@@ -338,3 +338,12 @@ def test_a_tape_without_a_loss_is_said_to_hold_all(devices: list[str]) -> None:
         pipe(x)
     plan = Pipeline([tf.sin, tf.cos], devices, 4, loss="mse").explain(np.zeros([8, 4], "f"))
     assert [stage.held_microbatches for stage in plan.stages] == [2, 1]
+
+
+def test_explain_shows_that_stages_with_python_run_all_forward_calls_first() -> None:
+    def python(rows: Any) -> Any:
+        return tf.ensure_shape(tf.py_function(lambda rows: rows * 2, [rows], tf.float32), [None, 4])
+
+    plan = Pipeline([tf.sin, python], ["CPU:1", "CPU:2"], 4, loss="mse").explain(np.zeros([8, 4], "f"))
+    assert [stage.held_microbatches for stage in plan.stages] == [4, 4]
+    assert "a stage calls Python" in str(plan)
