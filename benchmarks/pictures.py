@@ -47,7 +47,7 @@ def draw_timeline(path: Path) -> None:
     }
     figure, panels = new_figure(len(ways), (11, 3.6))
     for axes, (title, run), colour in zip(panels, ways.items(), (ORANGE, BLUE)):
-        for _ in range(6):  # a map traces in its first call, and tries other engines in the next ones
+        for _ in range(2):  # the first call also traces
             devices.reset()
             np.testing.assert_array_equal(run(data), job.answer)
         calls = devices.calls()
