@@ -60,7 +60,8 @@ def as_loss(loss: Any) -> Any:
     has_axis = getattr(found, "_fn_kwargs", {}).get("axis") is not None  # of one row, as for `dice` of images
     if has_own_call(found) or (_is_of_keras(found) and not has_axis and not is_of_one_row(found.fn)):
         raise OptionError(
-            f"loss={loss!r}; the loss of a row must depend on that row only, because stages see some rows at a time"
+            f"loss={loss!r}; the loss of a row must depend on that row only, because stages see some rows at a time. Give a "
+            "function (y, outputs) that returns a loss for each row"
         )
     if found.reduction in (None, "none"):
         raise OptionError(

@@ -37,7 +37,7 @@ _GAIN = 1.1
 """Chunks grow if rows per second improve by this factor."""
 
 _FREE = 2.5
-"""Rows are free if the chunk of a row takes at most this factor longer than the quickest, as the mean of all rows."""
+"""Rows are free if chunks take at most this many times as long as the quickest, as a mean weighted by their rows."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Throughput:
     """Rows that the device finished in this call."""
 
     chunk_seconds: float = 0.0
-    """Sum over these rows of the time of their chunks."""
+    """Sum over the chunks in this call of their time multiplied by their rows."""
 
     full: bool = False
     """Whether larger chunks may not fit into the memory of the device."""

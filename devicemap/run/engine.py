@@ -29,7 +29,7 @@ def choose_engine(
     seconds_per_row: float | None,
     *,
     graph_seconds_per_row: float | None = None,
-    most_seconds_per_row: float | None = None,
+    first_seconds_per_row: float | None = None,
     free: bool = False,
 ) -> Literal["one graph", "chunks"]:
     """Return the engine for an eager call on rows in memory without `batch_size`.
@@ -40,7 +40,7 @@ def choose_engine(
         differentiable: whether a tape records the call, or results depend on the shards.
         seconds_per_row: last measurement of this map in chunks; `None` before there is one.
         graph_seconds_per_row: the same in one graph.
-        most_seconds_per_row: time of the first calls in chunks, which also compile.
+        first_seconds_per_row: the same in chunks before that measurement, in a call that may also compile.
         free: whether large chunks took as long as small ones, as in a vectorised loop of many steps. One shard per device may
             then be much faster than several chunks.
 
@@ -50,7 +50,7 @@ def choose_engine(
     if differentiable or slots < 2 or rows < ROWS_PER_SLOT * slots:
         return "one graph"
     if seconds_per_row is None:
-        longest = max(_LONG_SECONDS_PER_CALL, rows * (most_seconds_per_row or 0.0))
+        longest = max(_LONG_SECONDS_PER_CALL, rows * (first_seconds_per_row or 0.0))
         faster = graph_seconds_per_row is None or rows * graph_seconds_per_row <= longest
         return "one graph" if free and faster else "chunks"
     if graph_seconds_per_row is None:

@@ -102,7 +102,7 @@ class Mapper:
             differentiable,
             known.get("chunks"),
             graph_seconds_per_row=known.get("one graph"),
-            most_seconds_per_row=stats.first_seconds_per_row.get("chunks"),
+            first_seconds_per_row=stats.first_seconds_per_row.get("chunks"),
             free=rows_are_free(stats.throughput.values()),
         )
         began = time.perf_counter()

@@ -56,7 +56,7 @@ def test_choose_engine(
         differentiable,
         chunks,
         graph_seconds_per_row=graph,
-        most_seconds_per_row=first,
+        first_seconds_per_row=first,
         free=free,
     )
     assert chosen == engine
