@@ -29,7 +29,7 @@ class PipelineModel(keras.Model):
         policies = [layer.dtype_policy for layer in layers if layer.dtype_policy.name == "mixed_float16"]
         super().__init__(autocast=False, dtype=policies[0] if policies else None)  # for loss scaling by Keras
         self.pipe, self.stage_layers, self._default = pipe, layers, pipe.loss
-        self.built = True
+        self.built, self.supports_jit = True, False  # also for predict without compile
 
     def compile(
         self, optimizer: Any = "rmsprop", loss: Any = None, loss_weights: Any = None, *arguments: Any, **options: Any
@@ -39,14 +39,14 @@ class PipelineModel(keras.Model):
         Raises:
             OptionError: for several losses, `loss_weights`, or `jit_compile`.
         """
-        if options.pop("jit_compile", None) is True:
+        if options.get("jit_compile") is True:
             raise OptionError("jit_compile=True: XLA compiles for one device; omit it")
         if isinstance(loss, list | tuple | dict) or loss_weights is not None:
             raise OptionError(
                 f"loss={loss!r}, loss_weights={loss_weights!r}; expected one loss, a function of all outputs"
             )
         self.pipe = self.pipe._copy_with(self._default if loss is None else as_loss(loss))
-        super().compile(optimizer, self.pipe.loss, None, *arguments, jit_compile=False, **options)
+        super().compile(optimizer, self.pipe.loss, None, *arguments, **options)
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """Call the pipeline. Keras passes `training` to the layers of its stages."""
