@@ -115,6 +115,10 @@ def _opening(path: Any) -> Any:
         return file.read()
 
 
+def _shifted(n: Any) -> Any:
+    return n + np.random.randint(10)
+
+
 def _exhausted(n: Any) -> Any:
     raise MemoryError("no memory left")
 
@@ -303,6 +307,7 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "vectorize=True: an op": (lambda row: tf.unique(row).y, X, VECTORIZED),
     "vectorize=True: a write": (_counting, X, VECTORIZED),
     "warning: random numbers of NumPy": (lambda n: n + np.random.randint(10), NUMBERS, {}),
+    "warning: random numbers of a helper": (lambda n: _shifted(n), NUMBERS, {}),
     "warning: random numbers of Python": (lambda n: n + random.randrange(10), NUMBERS, {}),
     "warning: a random generator": (lambda n: n + GENERATOR.integers(10), NUMBERS, {}),
     "nothing: objects that are left alone": (lambda n: n + (0 if LEFT_ALONE else 1), NUMBERS, {}),

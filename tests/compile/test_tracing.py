@@ -46,7 +46,8 @@ def test_one_trace_whatever_comes(options: dict[str, Any], devices: list[str]) -
 
 @pytest.mark.parametrize(("name", "scope"), [("my map", "my_map_1_"), ("→", "fn_1_")])
 def test_a_graph_is_inlined_and_its_ops_have_the_name_of_the_map(name: str, scope: str) -> None:
-    mapper = devicemap.DeviceMap(tf.sin, devices=TWO, name=name)
+    variable = tf.Variable(2.0)
+    mapper = devicemap.DeviceMap(lambda row: variable * row, devices=TWO, name=name)
     graph = tf.function(lambda x: mapper(x)).get_concrete_function(X).graph.as_graph_def()
     inner = [node.name for function in graph.library.function for node in function.node_def]
     assert any(node.startswith(scope) for node in inner)

@@ -185,6 +185,21 @@ def _random_walk(row: Any) -> Any:
     return row + place
 
 
+def test_a_map_inside_fn_copies_no_variables() -> None:
+    """Its loop reads a variable of another device. Assigning a copy there would be a write of the outer function."""
+    variable = tf.Variable(2.0)
+
+    def powers(row: Any) -> Any:
+        return tf.while_loop(lambda i, _: i < 3, lambda i, power: (i + 1, power * variable), (0, row))[1]
+
+    inner = devicemap.DeviceMap(powers, devices=TWO)
+    outer = devicemap.DeviceMap(inner, devices=TWO)
+    plan = outer.explain(VECTORS)
+    assert plan.vectorized
+    assert not plan.ordered
+    np.testing.assert_allclose(outer(VECTORS), VECTORS * 8)
+
+
 def test_random_numbers_differ_between_rows() -> None:
     mapper = devicemap.DeviceMap(_random_walk, devices=TWO)
     assert traced(mapper, VECTORS).vectorized
