@@ -75,9 +75,8 @@ def parallel_tasks(
         OptionError, DataError: before anything runs, for invalid arguments.
         Exception: what `fn` raises, with a note that names the item and the device.
 
-    Threads share the global seeds of Python, NumPy, TensorFlow and Keras, and `keras.utils.clear_session()` resets the names of
-    layers in all threads. So give seeds to layers, initializers and generators, and do not clear the session in a task. Then
-    each model equals one that is trained alone.
+    Threads share global seeds. Give seeds to layers, initializers and generators, and do not call
+    `keras.utils.clear_session()` in a task. Then each model equals one that is trained alone.
 
     Ctrl-C returns at once. A Python function cannot be interrupted from outside, so running tasks continue in daemon threads
     until they end.

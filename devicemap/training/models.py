@@ -66,11 +66,9 @@ def parallelize(
     Warns:
         RuntimeWarning: a step calls neither the model nor one of its layers, so it runs on one device.
 
-    The first step raises a `FunctionError` while it is traced, if devices cannot run a layer independently. Such a layer
-    changes a `tf.Variable` that is not a Keras variable, gives a variable a value that depends on the rows, or adds a loss
-    without `added_losses`. An output without one row for each row of the batch is refused, too. If numbers of rows are known
-    only when the step runs, it raises a `tf.errors.InvalidArgumentError`. It does so, too, if inputs and targets have
-    different numbers of rows.
+    The first step raises a `FunctionError` while it is traced, if devices cannot run a layer independently, or if an output
+    does not have one row for each row of the batch. If numbers of rows are known only when the step runs, it raises a
+    `tf.errors.InvalidArgumentError`. It does so, too, if inputs and targets have different numbers of rows.
 
     Examples:
         >>> import keras
