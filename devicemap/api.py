@@ -92,10 +92,11 @@ def parallel_map(
         jit_compile: compile with XLA, once for each number of rows of a shard. Chunks have `batch_size` rows, or 1, 2, 4,
             8, ... with `"auto"`.
         in_place: variables that `fn` reads on their own device, for instance a table that is larger than the memory of the
-            others. Other variables are copied to each device once per call, or once per job in chunks.
+            others. Other variables are copied to each device once per call.
         output_device: where results are gathered.
         deterministic: for streams. `True`: chunks in input order; `False`: as they finish, each as `(first row, chunk)`.
-        prefetch: chunks in flight per device, so that copies overlap with computing. `None`: 2 on CPUs, 4 on other devices.
+        prefetch: chunks in flight per device, so that copies overlap with computing. `None`: 2 on a CPU, or one per core if
+            that is more, and 4 on other devices.
         max_retries: how often a chunk that failed with a transient error of a device is tried again, on another device if
             there is one. Side effects of `fn` may then happen again. A call in one graph is not retried, but continues in
             chunks if it runs out of memory. A device that runs out of memory gets smaller chunks. 0: the first error is
@@ -288,8 +289,8 @@ class DeviceMap:
         """Map over `data`, and keep each finished chunk on disk. The same call again computes only what is missing.
 
         A run that is killed, or finds the disk full, loses only chunks that were not committed. Each run first reads all
-        stored chunks, and computes damaged ones again. The author of the directory need not be trusted. It holds a SQLite
-        database, and must be on a file system with locks.
+        stored chunks, and computes damaged ones again. The directory may come from an author who is not trusted. It holds a
+        SQLite database, and must be on a file system with locks.
 
         Args:
             data: as for `parallel_map`. A later run compares it with the data of the stored chunks. If it has additional rows
