@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shard:
-    """Neighboring rows that one device computes at once."""
+    """Neighbouring rows that one device computes at once."""
 
     device: str
     """Full name of the device."""
@@ -107,7 +107,7 @@ class ChunkRetried(Event):
 
 @dataclass(frozen=True)
 class RowFailed(Event):
-    """A row failed by itself and is left out, or a task failed, because of `on_error="skip"`."""
+    """With `on_error="skip"`: a row failed by itself and is left out, or a task failed."""
 
     shard: Shard
     """The row and the device."""

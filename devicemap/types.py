@@ -1,4 +1,4 @@
-"""Types that calls take, report and return, for type hints. The reference names the calls."""
+"""Types that calls take, report and return, for type hints."""
 
 from devicemap.bench.measurements import BenchmarkResult
 from devicemap.devices import Device
