@@ -32,8 +32,8 @@ _connected: list[str] = []
 def connect(cluster: Mapping[str, Sequence[str]]) -> None:
     """Make the devices of hosts that run `devicemap serve` available to this process.
 
-    Choose them by name, `devices=["/job:worker/task:0", "GPU:0"]`, or by kind. `list_devices` lists them. A device whose host
-    is lost fails like any other device: a call in chunks sets it aside and moves its chunks to other devices.
+    Choose them by name, `devices=["/job:worker/task:0", "GPU:0"]`, or by kind. `list_devices` lists them. If a host is lost, a
+    call in chunks moves the chunks of its devices to other devices.
 
     Connections have no password and no encryption. Use a private network.
 
