@@ -99,9 +99,9 @@ def parallel_map(
             that is more, and 4 on other devices.
         max_retries: how often a chunk that failed with a transient error of a device is tried again, on another device if
             there is one. Side effects of `fn` may then happen again. A call in one graph is not retried, but continues in
-            chunks if it runs out of memory. A device that runs out of memory gets smaller chunks. 0: the first error is
-            raised, also for lack of memory. A device that fails three times in a row gets no more chunks in the call, with a
-            `RuntimeWarning`.
+            chunks if it runs out of memory. A device that runs out of memory gets smaller chunks. A device that fails three
+            times in a row gets no more chunks in the call, with a `RuntimeWarning`. 0: the first error is raised, also for
+            lack of memory.
         on_error: "raise": the first error ends the call. "skip": rows that still fail after their retries are left out. The
             results of all other rows are returned in order. A failing chunk is computed in halves on its device until the
             failing rows are known. `report.failed_rows` lists the failed rows. A call without a `DeviceMap` warns of them, and
@@ -298,7 +298,7 @@ class DeviceMap:
             directory: a new or empty directory, or that of an earlier run of the same call.
             trust_function: continue even if `fn` has changed, because the change does not affect the results. Variables that
                 `fn` captures must be the same, in the same order.
-            retry_failed: compute rows that failed in earlier runs again. Without it, `on_error="skip"` leaves them out, and
+            retry_failed: compute the rows again that failed in earlier runs. Without it, `on_error="skip"` leaves them out, and
                 `on_error="raise"` computes them again.
 
         Returns:
