@@ -83,7 +83,6 @@ def structure_of(described: Any, directory: Path) -> Any:
     try:
         structure = _specs_of(described)
         describe_nest(structure)  # checks dtypes and keys
-        tf.nest.flatten(structure)
     except (*WRONG_VALUES, AttributeError, JournalError) as error:
         raise JournalError(
             f"{directory} has a description of results that devicemap did not write: {type(error).__name__}: {error!s:.200}. "

@@ -93,6 +93,14 @@ def test_what_runs_row_by_row(capfd: pytest.CaptureFixture[str]) -> None:
     assert "pfor" not in capfd.readouterr().err  # which logs the ops that it cannot convert
 
 
+def test_ops_that_draw_or_call_python_do_not_run_row_by_row_alone() -> None:
+    def called(row: Any) -> Any:
+        return tf.sin(tf.ensure_shape(tf.numpy_function(np.sin, [row], tf.float32, stateful=False), [3]))
+
+    for fn in (called, lambda row: tf.sin(tf.random.shuffle(row))):
+        assert not traced(devicemap.DeviceMap(fn, devices=TWO), VECTORS).vectorized
+
+
 def test_the_choice_can_be_made_by_hand() -> None:
     concrete = tf.function(tf.sin).get_concrete_function(tf.TensorSpec([3]))
     for fn, options, vectorized in (

@@ -389,6 +389,15 @@ def test_one_known_row_for_a_device_and_a_loop_that_rows_leave_at_different_time
 
 
 @pytest.mark.private("what a ForwardAccumulator follows, and whether a tape is recording")
+def test_taped_calls_on_many_rows_before_and_after_calls_in_chunks(devices: list[str]) -> None:
+    x = tf.range(16.0 * (len(devices) + 8))
+    mapper = devicemap.DeviceMap(tf.sin, devices=devices)
+    for calls in (0, 2):
+        for _ in range(calls):
+            mapper(x)
+        _assert_close(gradients_of(mapper, x), [tf.sin(2 * x)], atol=1e-4)
+
+
 def test_gradients_that_do_not_go_through_are_refused() -> None:
     mapper = devicemap.DeviceMap(tf.sin, devices=["CPU:1", "CPU:2"])
     with (
