@@ -53,10 +53,11 @@ RUN_AGAIN = "batch normalization, nested, adding losses", "batch normalization, 
 NIGHTLY = [
     *((name, {}) for name in CASES if name not in IN_CI),
     *itertools.product(FRUGALLY_TRAINED, FRUGAL),
-    *itertools.product(RUN_AGAIN, [{"recompute": True}]),
+    (RUN_AGAIN[1], {"recompute": True}),
 ]
 TRAININGS = [
     *((name, {}) for name in IN_CI),
+    (RUN_AGAIN[0], {"recompute": True}),
     *(pytest.param(*training, marks=pytest.mark.nightly) for training in NIGHTLY),
 ]
 
@@ -517,6 +518,13 @@ def test_bad_input_changes_nothing(model: Any, options: dict[str, Any], word: st
     with pytest.raises(OptionError, match=word):
         devicemap.parallelize(made, **options)
     assert vars(made) == before
+
+
+def test_other_backends_of_keras_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(OptionError, match="KERAS_BACKEND=tensorflow"):
+        devicemap.parallelize(model)
 
 
 class Unbuilt(keras.Model):
