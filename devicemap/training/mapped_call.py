@@ -112,7 +112,7 @@ class MappedCall:
         if tf.executing_eagerly():
             return list(GraphEngine(program, NullObserver()).run(as_rows(tuple(rows))))
         if known is not None:
-            return list(call_inside(program, as_rows(tuple(rows)), filled=True))
+            return list(call_inside(program, as_rows(tuple(rows))))
         devices = len(forward.devices)
         fill = tf.function(partial(filled, devices), autograph=False).get_concrete_function(*rows)
         results = list(call_inside(program, as_rows(tuple(fill(*rows))), filled=True))
