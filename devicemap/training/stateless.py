@@ -327,9 +327,7 @@ def _merged(own: Sequence[tuple[Any, Any, Any]], weights: Any) -> tuple[Any, Any
     """Combine means and variances of parts, with their numbers of values (Chan, Golub and LeVeque, 1983)."""
     means, variances, counts = (tf.stack(each) for each in zip(*own))
     counts *= tf.cast(weights, counts.dtype)
-    shares = counts / tf.reduce_sum(counts)
-    if means.shape.rank > 1:
-        shares = shares[:, None]
+    shares = (counts / tf.reduce_sum(counts))[:, None]
     mean = tf.reduce_sum(means * shares, 0)
     return mean, tf.reduce_sum((variances + tf.square(means - mean)) * shares, 0)
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 import devicemap
 from benchmarks import simulator
 from devicemap.events import short_name
-from devicemap.run.engine import choose_engine
+from devicemap.run.engine import CallStats, choose_engine
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 
@@ -60,6 +60,17 @@ def test_choose_engine(
         free=free,
     )
     assert chosen == engine
+
+
+def test_calls_that_trace_or_make_functions_are_not_measurements() -> None:
+    stats = CallStats()
+    for engine, seconds in (("chunks", 9.0), ("chunks", 5.0), ("one graph", 7.0)):
+        stats.add(engine, seconds)
+    assert not stats.seconds_per_row
+    assert stats.first_seconds_per_row == {"chunks": 5.0, "one graph": 7.0}
+    for engine in ("chunks", "one graph"):
+        stats.add(engine, 1.0)
+    assert stats.seconds_per_row == {"chunks": 1.0, "one graph": 1.0}
 
 
 def engines_of(mapper: devicemap.DeviceMap, x: tf.Tensor, calls: int) -> list[str]:

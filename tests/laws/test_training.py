@@ -208,7 +208,6 @@ class Noise(layers.Layer):
         return 0 * x + tf.concat([keras.random.uniform([tf.shape(x)[0], 1], seed=self.seeds) for _ in range(2)], 1)
 
 
-@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("norm", [[], [layers.BatchNormalization]], ids=["", "batch normalization"])
 def test_no_random_number_comes_twice_and_all_come_again(norm: Any, devices: list[str]) -> None:
     def drawn() -> Any:
