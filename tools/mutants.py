@@ -304,7 +304,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("count", type=int, help="how many mutants to draw")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=60.0, help="the most seconds of tests for each mutant")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="the most seconds of tests for each mutant; more may kill survivors"
+    )
     parser.add_argument("--only", type=int, nargs="*", help="test only the mutants with these numbers")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()

@@ -230,8 +230,7 @@ def sizes_in_graph(rows: Any, shards: int) -> Any:
 
 def copied(leaves: list[Any]) -> list[Any]:
     """Return the leaves on the current device."""
-    copies: list[Any] = tf.nest.map_structure(tf.identity, leaves, expand_composites=True)
-    return copies
+    return [tf.identity(leaf) for leaf in leaves]
 
 
 def ops_of(results: Sequence[Any]) -> list[Any]:
