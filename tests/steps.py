@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers, ops
-from trainings import WORDS, X, Y
+from trainings import WORDS, AddsLosses, X, Y
 
 
 def dense(*sizes: int, inputs: int = 6, norm: bool = False) -> keras.Model:
@@ -239,7 +239,7 @@ class Inconstant(keras.Model):
         self.varied, self.seeds = Varied(), keras.random.SeedGenerator(3)
         self.norm, self.out = layers.BatchNormalization(momentum=0.8), layers.Dense(2)
         self.queue = self.add_weight(shape=[5, 6], name="queue", trainable=False, initializer="ones")
-        self.around = keras.Sequential([keras.Input([6]), layers.Dense(6, activity_regularizer="l2")])
+        self.around = keras.Sequential([keras.Input([6]), layers.Dense(6), AddsLosses()])
 
     def train_step(self, data: Any) -> Any:
         x, y = data

@@ -15,6 +15,9 @@ from keras import layers
 STEPS = {"batch_size": 11, "epochs": 3, "shuffle": False, "verbose": 0}
 """12 steps, on 11 rows or 1: no number of rows that devices share, and fewer than there are devices."""
 
+ACTIVITY = "mean" if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14) else "sum"
+"""How Keras reduces the losses of an `activity_regularizer` over rows."""
+
 _random = np.random.default_rng(0)
 X = _random.normal(size=(34, 6)).astype("f")
 Y = np.stack([X[:, 0] * X[:, 1], np.sin(X).sum(1)], 1)
@@ -276,7 +279,7 @@ CASES = {
         lambda: mlp(kernel_regularizer="l2", bias_regularizer="l1", activity_regularizer="l2"),
         lambda: {"optimizer": keras.optimizers.SGD(0.5, global_clipnorm=0.1)},
         {"x": X, "y": Y, "sample_weight": WEIGHTS, "validation_split": 0.2},
-        options={"added_losses": "mean"},
+        options={"added_losses": ACTIVITY},
     ),
     "added means": Case(lambda: sequential(AddsLosses("mean"), layers.Dense(4)), options={"added_losses": "mean"}),
     "added sums": Case(lambda: sequential(AddsLosses("sum"), layers.Dense(4)), options={"added_losses": "sum"}),

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow import Private
 from devicemap._tensorflow.keras import _global, is_stateless, is_training, layers_of
+from devicemap.errors import warn_user
 
 _variables = Private("keras.src.backend.common.variables", "AutocastScope")
 
@@ -38,14 +39,25 @@ def begin_call(layers: Sequence[Any]) -> None:
     """Prepare a call of layers as Keras does.
 
     Outside of a call of another layer, it removes losses of the previous call. Within a training step in a graph, it builds the
-    model's optimizer outside of the graph, where Keras creates slots on the devices of their variables.
+    model's optimizer outside of the graph, where Keras creates slots on the devices of their variables. It warns if that model
+    does not have trainable variables of these layers.
     """
     call = _global("current_call_ctx")
     if call is None:
         for layer in layers:
             layer._clear_losses()
-    elif is_training() and not is_stateless() and not tf.executing_eagerly():
-        build_optimizer(call.entry_layer)
+    elif not is_stateless() and not tf.executing_eagerly():
+        model = call.entry_layer
+        if is_training():
+            build_optimizer(model)
+        trained = {id(variable) for variable in model.trainable_variables}
+        others = [v.path for layer in layers for v in layer.trainable_variables if id(v) not in trained]
+        if others and getattr(model, "optimizer", None) is not None:
+            warn_user(
+                f"{model.name} calls a pipeline, and does not train its variables, such as {others[0]}; give the model an "
+                "attribute with the stages, too",
+                RuntimeWarning,
+            )
 
 
 def build_optimizer(model: Any) -> None:

@@ -155,6 +155,8 @@ class EagerGraphs:
 
     def run(self, build: Callable[[Batch], tuple[Any, Any]], batch: Batch, key: Any = None) -> tuple[Any, Any]:
         """Return `build(batch)`. In eager code, it runs in a graph that is kept by `key` and the specs of the batch."""
+        if tf.config.functions_run_eagerly():
+            raise OptionError("a Pipeline needs graphs; call tf.config.run_functions_eagerly(False) before")
         if not tf.executing_eagerly():
             if compiled_as_a_part():
                 raise OptionError(

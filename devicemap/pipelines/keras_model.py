@@ -50,7 +50,7 @@ class PipelineModel(keras.Model):
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """Call the pipeline. Keras passes `training` to the layers of its stages."""
-        return self.pipe(inputs)
+        return self.pipe(_with_tuples(inputs))
 
     def train_step(self, data: Any) -> Any:
         """Update the variables for a batch, as Keras's own step does."""
@@ -59,7 +59,8 @@ class PipelineModel(keras.Model):
             return super().train_step(data)
         build_optimizer(self)
         scale = self.optimizer.scale_loss(tf.ones([]))
-        value, gradients, outputs = self.pipe._differentiated(x, y, weight, scale, outputs=True)
+        given = _with_tuples(x), _with_tuples(y), _with_tuples(weight)
+        value, gradients, outputs = self.pipe._differentiated(*given, scale, outputs=True)
         variables = self.pipe.trainable_variables
         if len(variables) > len(self.trainable_variables):
             raise OptionError(
@@ -79,7 +80,7 @@ class PipelineModel(keras.Model):
         """Return the loss of all outputs, as in `train_step`. Keras would compute one for each output."""
         if self.pipe.loss is None or y is None:
             return super().compute_loss(x, y, y_pred, sample_weight, **options)
-        loss = self.pipe.loss(y, y_pred, sample_weight)
+        loss = self.pipe.loss(_with_tuples(y), y_pred, sample_weight)
         return tf.add_n([loss, *(tf.cast(tf.reduce_sum(each), loss.dtype) for each in self.losses)])
 
     def get_config(self) -> Any:
@@ -88,3 +89,10 @@ class PipelineModel(keras.Model):
             "a pipeline cannot be saved or cloned as a whole; use save_weights(), or copy_weights_to(model) of the stages of "
             "split and save that model"
         )
+
+
+def _with_tuples(nest: Any) -> Any:
+    """Return a nest with tuples in place of lists, which `*_on_batch` pass on. A pipeline stacks lists."""
+    if isinstance(nest, list | tuple):
+        return tuple(map(_with_tuples, nest))
+    return {key: _with_tuples(value) for key, value in nest.items()} if isinstance(nest, dict) else nest

@@ -147,16 +147,18 @@ def _from_config(layer: Any) -> Any:
     return type(layer).from_config(config)
 
 
-def copy_values(source: Any, target: Any) -> None:
-    """Assign the values of a layer's variables to those of another layer.
-
-    Raises:
-        ValueError: the variables of the two differ in number, shape or dtype.
-    """
+def check_same_variables(source: Any, target: Any) -> None:
+    """Raise `ValueError` if the variables of two layers differ in number, shape or dtype."""
     for own, other in zip_longest(source.variables, target.variables):
         found, expected = (None if v is None else (tuple(v.shape), v.dtype) for v in (other, own))
         if found != expected:
             raise ValueError(f"{source.name} has a variable {expected} where {target.name} has {found}")
+
+
+def copy_values(source: Any, target: Any) -> None:
+    """Assign the values of a layer's variables to those of another layer. Raises as `check_same_variables`."""
+    check_same_variables(source, target)
+    for own, other in zip(source.variables, target.variables):
         other.assign(own)
     for each in layers_of(target):
         if isinstance(each, keras.layers.Normalization):  # computes its mean and variance from its weights

@@ -52,7 +52,8 @@ class Pipeline:
         batch_norm: "synchronized": if layers write variables in a call, as batch normalization does in training, the batch is
             one microbatch, and the stages work one after another. "local": such layers see one microbatch at a time.
         added_losses: required if layers add losses that depend on the rows, by `add_loss` or an `activity_regularizer`. "sum"
-            or "mean": such losses are the sum or the mean over the rows. Keras's regularizers are means.
+            or "mean": such losses are the sum or the mean over the rows. Those of an `activity_regularizer` are means since
+            Keras 3.14, and sums before.
         loss: the loss of `value_and_gradients`, as for `compile` of Keras: a `keras.losses.Loss`, its name, or a function
             `(y, outputs)` that returns a loss for each row, `[rows, ...]`.
         replicas: number of copies of the pipeline, each on other devices with a part of the microbatches. The first replica
@@ -126,10 +127,10 @@ class Pipeline:
     @property
     def trainable_variables(self) -> list[Any]:
         """The trainable variables of the stages, each once. Variables of functions are known after the first call."""
-        models = [model for stage in self._stages for model in stage.models]
+        models = [model for stage in self._stages if stage.is_layer for model in stage.models]
         known = {id(stored_in(v)) for model in models for v in model.variables}
-        functions = [stage for stage in (*self._stages, self._last) if not stage.layers]
-        captured = [v for stage in functions for v in stage.variables if v.trainable and id(v) not in known]
+        functions = [stage for stage in (*self._stages, self._last) if not stage.is_layer]
+        captured = [v for stage in functions for v in stage.variables if v.trainable and id(stored_in(v)) not in known]
         found = [*(v for model in models for v in model.trainable_variables), *captured]
         return list({id(variable): variable for variable in found}.values())
 
@@ -272,11 +273,16 @@ class Pipeline:
     def stream(self, dataset: tf.data.Dataset) -> Iterator[Any]:
         """Run the stages on the batches of a dataset, in order. Stages work on two batches at the same time.
 
+        Raises:
+            DataError: for anything but a dataset.
+
         Examples:
             >>> pipe = Pipeline([lambda x: x * 2, lambda x: x + 1], devices=["CPU:0", "CPU:1"])
             >>> [batch.numpy().tolist() for batch in pipe.stream(tf.data.Dataset.range(3).batch(2))]
             [[1, 3], [5]]
         """
+        if not isinstance(dataset, tf.data.Dataset):
+            raise DataError(f"data is a {type(dataset).__name__}; expected a tf.data.Dataset of batches")
         ahead = 2  # one batch leaves the pipeline while the next one enters
         return iter(dataset.map(self._in_dataset, num_parallel_calls=ahead, deterministic=True).prefetch(1))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from devicemap._tensorflow.keras import is_seed, is_training, layers_of, notes_o
 from devicemap.compile.audit import WRITES
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.graph_builder import depends_on
-from devicemap.compile.random import Stream, Streams
+from devicemap.compile.random import Stream, Streams, values_in
 from devicemap.compile.replicas import Replicas
 from devicemap.compile.trace import Traced, trace
 from devicemap.data.rows import count_rows
@@ -106,11 +107,12 @@ class Stage:
         self._name = f"stage {k} of {setting.stages}{' with the loss' if loss else ''}"
         self.devices = tuple(devices[k % len(devices)] for devices in setting.devices)
         """Its device in each replica. Stages are assigned to the devices in turn."""
-        self.layers = layers_of(function)
-        self.models = self.layers[:1]
-        """The Keras layer or model of the stage, if it is one."""
+        self.is_layer = bool(layers_of(function))
+        self.models: list[Any] = [function] if self.is_layer else _layers_in(function)
+        """The Keras layer or model of the stage, if it is one; otherwise those to which the function refers."""
+        self.layers = [layer for model in self.models for layer in layers_of(model)]
         self.variables: list[Any] = []
-        """The variables that its traces use, each once."""
+        """The variables that its traces use, each once, as those of Keras if they belong to one of the layers."""
         self._known: dict[Any, TracedStage] = {}
         self._streams = Streams()
         for variable in (variable for model in self.models for variable in model.variables):
@@ -190,6 +192,7 @@ class Stage:
             if self._loss is None:
                 function.__signature__ = inspect.signature(self._function)  # for error messages
         with ExitStack() as replaced:
+            replaced.enter_context(_recording)
             for layer in self.layers:
                 replaced.enter_context(replacing(layer, add_loss=partial(_record, added, layer)))
             try:
@@ -197,8 +200,10 @@ class Stage:
             except FunctionError as error:
                 original = error.__cause__ or error
                 raise function_error(f"{self._name}: {error}", original) from original
+        of_keras = {id(stored_in(variable)): variable for layer in self.layers for variable in layer.variables}
+        used = [of_keras.get(id(variable), variable) for variable in traced.concrete.graph.variables]
         known = {id(variable) for variable in self.variables}
-        self.variables += [variable for variable in traced.concrete.graph.variables if id(variable) not in known]
+        self.variables += [variable for variable in used if id(variable) not in known]
         handles = {id(stored_in(v).handle) for layer in self.layers for v in layer.variables if not is_seed(v)}
         mixes_rows = any(id(handle) in handles for handle in _written(traced))
         nest = traced.nest_of_specs[0] if losses else traced.nest_of_specs
@@ -213,6 +218,11 @@ class Stage:
         losses[:] = [(None, True)] * len(vectors)
         rows, kind = tf.nest.flatten(arguments), self._setting.added_losses
         for layer, loss in added:
+            if getattr(loss, "graph", None) not in (None, tf.compat.v1.get_default_graph()):
+                raise failure(
+                    f"{layer.name} adds a loss in a tf.function, a loop or a branch of the stage, which cannot pass it on; "
+                    "call the layer outside of them"
+                )
             of_rows, count = depends_on(loss, rows), count_rows(rows[0])
             if of_rows and kind is None:
                 raise failure(
@@ -225,8 +235,38 @@ class Stage:
             vectors.append(
                 tf.fill([count], tf.math.divide_no_nan(loss, tf.cast(count, loss.dtype)) if is_sum else loss)
             )
-        results = noted(results, lists=bool(self.layers))
+        results = noted(results, lists=self.is_layer)
         return (results, tuple(vectors)) if vectors else results
+
+
+_recording = threading.RLock()
+"""Held while losses of layers are recorded, because stages in several threads may share layers."""
+
+
+def _layers_in(function: Any) -> list[Any]:
+    """Return the outermost Keras layers to which a function refers: by names, default values, partials and attributes."""
+    found: dict[int, Any] = {}
+    for value in _values_held_by(function):
+        with suppress(Exception):  # proxies run the user's code for any attribute
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            found |= {id(each): each for each in values if layers_of(each)}
+    inner = {id(layer) for model in found.values() for layer in layers_of(model)[1:]}
+    return [model for key, model in found.items() if key not in inner]
+
+
+def _values_held_by(function: Any) -> Iterator[Any]:
+    if isinstance(function, partial):
+        yield from (*function.args, *function.keywords.values())
+        function = function.func
+    for each in (function, inspect.unwrap(function)):
+        owner = getattr(each, "__self__", each)  # of a method
+        yield owner
+        yield from getattr(owner, "__dict__", {}).values()
+        yield from getattr(each, "__defaults__", None) or ()
+        yield from (getattr(each, "__kwdefaults__", None) or {}).values()
+    yield from values_in(function)
 
 
 def _as_arguments(nest: Any) -> tuple[Any, ...]:

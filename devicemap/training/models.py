@@ -52,8 +52,8 @@ def parallelize(
             batch normalization, are left out.
         added_losses: required to fit and evaluate if layers add losses that depend on the rows, by `add_loss` or an
             `activity_regularizer`. "sum": the losses are sums over rows, so the losses of the devices are added. "mean": they
-            are means over rows, like those of an `activity_regularizer`, so the losses of the devices are weighted by their
-            rows. Regularizers of weights need no option, because they are counted once.
+            are means over rows, so the losses of the devices are weighted by their rows. Those of an `activity_regularizer` are
+            means since Keras 3.14, and sums before. Regularizers of weights need no option, because they are counted once.
 
     Returns:
         The same model, with additional methods. `detach()` gives it back to one device.

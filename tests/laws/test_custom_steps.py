@@ -12,7 +12,7 @@ import tensorflow as tf
 from graphs import partitions, placements
 from keras import layers
 from steps import MODELS, Autoencoder, TwoPasses, descend
-from trainings import STEPS, X, Y
+from trainings import ACTIVITY, STEPS, X, Y
 
 import devicemap
 from devicemap.errors import DataError, FunctionError, OptionError
@@ -50,8 +50,8 @@ def test_trained_as_by_one_device(name: str, eager: bool, devices: list[str]) ->
     model, data = made(name, run_eagerly=eager)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        added = "mean" if name in ("decorated", "inconstant") else None
-        got = fitted(devicemap.parallelize(model, devices, added_losses=added), data)
+        added = {"decorated": ACTIVITY, "inconstant": "mean"}
+        got = fitted(devicemap.parallelize(model, devices, added_losses=added.get(name)), data)
     assert_equal(got, wanted(name))
     assert any(np.ptp(values) > 1e-3 for values in got["history"].values())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from laws.test_split import Scaled, assert_close, chain, dense, ids, ids_masked, layers, mixed, regularized, tied, x
+from trainings import ACTIVITY
 
 from devicemap import Pipeline, split
 from devicemap.errors import DataError, FunctionError, OptionError
@@ -86,7 +89,7 @@ CASES: dict[str, tuple[Any, Any, Any, Any, dict[str, Any]]] = {
     "masks, mean by weight": (masked, ids, np.ones([7, 4, 4], "f"), mean_by_weight(), {}),
     "masks, regularizers": (masked_with_penalties, ids, np.ones([7, 4, 4], "f"), "mse", {}),
     "masks, losses": (masked_with_losses, ids, np.ones([7, 4, 4], "f"), "mse", {"added_losses": "mean"}),
-    "regularizers": (lambda: chain(*regularized().layers, dense()), x, x, "mse", {"added_losses": "mean"}),
+    "regularizers": (lambda: chain(*regularized().layers, dense()), x, x, "mse", {"added_losses": ACTIVITY}),
     "tied": (lambda: chain(*tied().layers[1:], dense(), dense()), x, x, "mse", {}),
     "mixed precision": (mixed, x, x, "mse", {}),
 }
@@ -141,6 +144,65 @@ def test_the_loss_and_gradients_of_one_device(
         for got, each in zip(gradients, of_model, strict=True):
             atol = 1e-3 if case == "mixed precision" else 1e-5
             np.testing.assert_allclose(tf.convert_to_tensor(got), tf.convert_to_tensor(each), rtol=1e-3, atol=atol)
+
+
+REGULARIZED = layers.ActivityRegularization(l2=0.1)
+
+
+class Held(tf.Module):
+    def __init__(self, layer: Any):
+        super().__init__()
+        self.layer = layer
+
+    def __call__(self, rows: Any) -> Any:
+        return self.layer(rows)
+
+
+def called(layer: Any, rows: Any) -> Any:
+    return layer(rows)
+
+
+FUNCTIONS = {
+    "closure": lambda layer: lambda rows: layer(rows),
+    "default": lambda layer: lambda rows, layer=layer: layer(rows),
+    "list": lambda layer: lambda rows, held=[layer]: held[0](rows),
+    "method": lambda layer: layer.__call__,
+    "partial": lambda layer: partial(called, layer),
+    "module": Held,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*batch normalization")
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=[*FUNCTIONS])
+def test_layers_that_functions_call_are_those_of_stages(function: Any, devices: list[str]) -> None:
+    """Their regularizers, added losses, training mode, moving averages, and whether they are trainable."""
+
+    def trained(stage_of: Any) -> Any:
+        model = chain(dense(kernel_regularizer="l2", activity_regularizer="l2"), layers.BatchNormalization(), dense())
+        model.layers[2].trainable = False
+        pipe = Pipeline([*map(stage_of, model.layers)], devices[:3], 2, loss="mse", added_losses=ACTIVITY)
+        optimizer = keras.optimizers.SGD(0.1)
+        losses = []
+        for _ in range(2):
+            value, gradients = pipe.value_and_gradients(x, x)
+            optimizer.apply(gradients, pipe.trainable_variables)
+            losses.append(value)
+        return losses, [*map(tf.convert_to_tensor, model.variables)]
+
+    keras.utils.set_random_seed(1)
+    wanted = trained(lambda layer: layer)
+    keras.utils.set_random_seed(1)
+    assert_close(trained(function), wanted)
+
+
+def test_threads_that_trace_stages_with_shared_layers(devices: list[str]) -> None:
+    model = chain(*(dense(activity_regularizer="l2") for _ in range(4)))
+    stages = split(model, 2, devices="CPU:0")
+    pipes = [Pipeline(stages, devices, 2, loss="mse", added_losses=ACTIVITY) for _ in range(4)]
+    with ThreadPoolExecutor(len(pipes)) as pool:
+        values = [*pool.map(lambda pipe: float(pipe.value_and_gradients(x, x)[0]), pipes)]
+    np.testing.assert_allclose(values, float(tf.reduce_mean((model(x) - x) ** 2)) + sum(map(float, model.losses)), 1e-5)
+    assert not any("add_loss" in vars(layer) for stage in stages for layer in stage._flatten_layers())
 
 
 def test_an_idle_replica_leaves_gradients_sparse(devices: list[str]) -> None:
@@ -320,6 +382,8 @@ def test_layers_are_in_training_mode(devices: list[str]) -> None:
         (lambda: Pipeline([tf.sin], loss="mse").value_and_gradients(x, x, np.ones([7, 1, 1])), FunctionError),
         (lambda: Pipeline([tf.sin], loss="mse").value_and_gradients(steps, steps, weights), FunctionError),
         (lambda: Pipeline([tf.sin], loss=lambda y, z: tf.reduce_sum(y, 0)).value_and_gradients(x, x), FunctionError),
+        (lambda: Pipeline([tf.sin]).stream(x), DataError),
+        (lambda: Pipeline([tf.function(lambda rows: REGULARIZED(rows))], added_losses="sum")(x), FunctionError),
         (lambda: keras.models.clone_model(Pipeline([tf.sin]).as_model()), OptionError),
         (lambda: Pipeline([tf.sin]).as_model().compile(loss=["mse"]), OptionError),
         (lambda: Pipeline([tf.sin]).as_model().compile(loss="mse", jit_compile=True), OptionError),
@@ -328,6 +392,26 @@ def test_layers_are_in_training_mode(devices: list[str]) -> None:
 def test_what_cannot_be_is_refused(bad: Any, error: Any) -> None:
     with pytest.raises(error):
         bad()
+
+
+def test_functions_that_run_eagerly_are_refused() -> None:
+    tf.config.run_functions_eagerly(True)
+    try:
+        with pytest.raises(OptionError, match="run_functions_eagerly"):
+            Pipeline([tf.sin])(x)
+    finally:
+        tf.config.run_functions_eagerly(False)
+
+
+def test_lists_of_inputs_and_targets(devices: list[str]) -> None:
+    one, other = keras.Input([4]), keras.Input([4])
+    whole = keras.Model([one, other], dense()(layers.Add()([dense()(one), other])))
+    piped = Pipeline(split(whole, 2, "bytes", devices), devices, 2).as_model()
+    for model in (whole, piped):
+        model.compile("sgd", "mse", jit_compile=False)
+    for call in ("train_on_batch", "test_on_batch"):
+        assert_close(getattr(piped, call)([x, 2 * x], x), getattr(whole, call)([x, 2 * x], x))
+    assert_close(piped.predict_on_batch([x, 2 * x]), whole.predict_on_batch([x, 2 * x]))
 
 
 @pytest.mark.private("asking whether a tape is recording")

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from trainings import ACTIVITY
 
 from devicemap import Pipeline, split
 from devicemap.errors import FunctionError, OptionError
@@ -138,7 +139,7 @@ def looked_up() -> Any:
 
 
 def in_bins() -> Any:
-    bins = layers.Discretization(num_bins=3, output_mode="multi_hot")
+    bins = layers.Discretization(num_bins=3)
     bins.adapt(x)
     return chain(bins, dense(), dense(2))
 
@@ -179,7 +180,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "vocabulary": (looked_up, ids, {}),
     "bins": (in_bins, x, {}),
     "frozen": (frozen, x, {}),
-    "regularized": (regularized, x, {"added_losses": "mean"}),
+    "regularized": (regularized, x, {"added_losses": ACTIVITY}),
     "mixed precision": (mixed, x, {}),
     "lambda": (lambda: chain(dense(), layers.Lambda(lambda rows: rows * 2), dense()), x, {}),
     "convolution": (lambda: chain(layers.Conv2D(2, 3), layers.Flatten(), dense(), shape=(6, 6, 3)), images, {}),
@@ -310,6 +311,30 @@ def test_losses_need_to_be_known_as_sums_or_means(devices: list[str]) -> None:
     pipe = Pipeline(split(chain(dense(), Scaled(loss="sum")), 2, "bytes", devices), devices)
     with pytest.raises(FunctionError, match="added_losses='sum' if such"):
         pipe(x)
+
+
+def test_a_model_that_does_not_have_the_stages_is_warned_of(devices: list[str]) -> None:
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pipe, self.head = Pipeline(split(chain(dense(), dense()), 2, "bytes", devices), devices), dense()
+
+        def call(self, rows: Any) -> Any:
+            return self.head(self.pipe(rows))
+
+    piped = Model()
+    piped.compile("sgd", "mse", jit_compile=False)
+    with pytest.warns(RuntimeWarning, match=r"does not train its variables, such as .*attribute"):
+        piped.fit(x, x, verbose=0)
+
+
+def test_weights_are_copied_to_all_layers_or_none(devices: list[str]) -> None:
+    stages = split(chain(dense(), dense()), 2, "bytes", devices)
+    other = chain(dense(), dense(3))
+    before = other.get_weights()
+    with pytest.raises(OptionError, match="has other layers"):
+        stages.copy_weights_to(other)
+    np.testing.assert_equal(other.get_weights(), before)
 
 
 @pytest.mark.private("knowing that XLA compiles")
