@@ -670,9 +670,11 @@ def test_no_rows(name: str, devices: list[str]) -> None:
         batches = [model.train_on_batch(X[:n], Y[:n]) for n in (11, 0)] + [model.test_on_batch(X[:0], Y[:0])]
         return {"batches": batches, "empty": model.predict_on_batch(X[:0]), "weights": model.get_weights()}
 
-    wanted = found(CASES[name].eager())
-    wanted["batches"] = [np.nan_to_num(loss) for loss in wanted["batches"]]  # Keras 3.12 divides by the number of rows
-    assert_close(found(devicemap.parallelize(CASES[name].made(), devices)), wanted)
+    got, wanted = found(devicemap.parallelize(CASES[name].made(), devices)), found(CASES[name].eager())
+    if np.isnan(wanted["batches"]).any():  # Keras 3.12 divides by the number of rows
+        for results in (got, wanted):
+            results["batches"] = [np.nan_to_num(loss) for loss in results["batches"]]
+    assert_close(got, wanted)
 
 
 def varying() -> keras.Model:
