@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,35 @@ def test_short_calls_use_one_graph_once_they_are_known_to_be_short() -> None:
     assert engines == sorted(engines)  # chunks first; how many calls it takes depends on measurements
     assert (engines[0], engines[-1]) == ("chunks", "one graph")
     np.testing.assert_allclose(mapper(x), tf.sin(x), rtol=1e-6)
+
+
+def _halve(level: tf.Variable, rows: Any) -> Any:
+    return rows + level.assign(level * 0.5 + tf.reduce_mean(rows))
+
+
+KNOWN_SEED = pytest.mark.private("when tf.random.set_seed was called")
+
+
+@pytest.mark.parametrize(
+    ("make_fn", "options"),
+    [
+        pytest.param(lambda: partial(_halve, tf.Variable(0.0)), {"batched": True}, id="order"),
+        pytest.param(lambda: lambda row: row + tf.random.normal([4]), {}, id="fixed seed", marks=KNOWN_SEED),
+        pytest.param(lambda: partial(tf.keras.layers.Dropout(0.5, seed=1), training=True), {}, id="Keras seed"),
+        pytest.param(lambda: tf.sin, {"jit_compile": True}, id="XLA"),
+    ],
+)
+def test_maps_that_depend_on_the_shards_use_one_graph_and_repeat_their_results(
+    make_fn: Any, options: dict[str, Any]
+) -> None:
+    """In chunks, these results would depend on the sizes of chunks and their devices, and XLA would compile for each size."""
+    x, results = tf.ones([500, 4]), []
+    for _ in range(2):
+        tf.random.set_seed(1)
+        mapper = devicemap.DeviceMap(make_fn(), devices=DEVICES, **options)
+        results.append(mapper(x))
+        assert mapper.report.engine == "one graph"
+    np.testing.assert_array_equal(*results)
 
 
 def test_calls_that_take_as_long_for_few_rows_use_one_graph(sim: simulator.Simulator) -> None:
