@@ -209,9 +209,11 @@ def _converter(model: Any) -> Callable[[Any], Any]:
         lambda tensor: keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype, name=tensor.name), structure
     )
     keras.tree.map_structure(keras.layers.Identity(), symbolic)  # Keras 3.12 refuses inputs that no layer takes
-    converting = keras.Model(symbolic, symbolic)
+    converting, count = keras.Model(symbolic, symbolic), len(keras.tree.flatten(symbolic))
 
     def convert(arguments: tuple[Any, ...]) -> Any:
+        if len(arguments) > max(count, 1):
+            raise ValueError(f"{model.name} takes {count} inputs, not {len(arguments)}")
         inputs = arguments[0] if len(arguments) == 1 else list(arguments)
         return converting.call(inputs, mask=keras.tree.map_structure(mask_of, inputs))
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.gradients import order_of_gradients
 from devicemap._tensorflow.keras import is_seed, is_training, layers_of, notes_of, replacing, set_note, stored_in
+from devicemap._tensorflow.keras_graphs import graph_of
 from devicemap.compile.audit import WRITES
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.graph_builder import depends_on
@@ -185,7 +186,8 @@ class Stage:
             if self._loss is not None:
                 nest, targets = arguments
                 arguments = _as_arguments(nest)
-            return self._with_losses(self._function(*arguments), arguments, targets, added, losses)
+            passed = (list(arguments),) if self._takes_list(len(arguments)) else arguments
+            return self._with_losses(self._function(*passed), arguments, targets, added, losses)
 
         function: Any = partial(run)
         with suppress(TypeError, ValueError):
@@ -208,6 +210,11 @@ class Stage:
         mixes_rows = any(id(handle) in handles for handle in _written(traced))
         nest = traced.nest_of_specs[0] if losses else traced.nest_of_specs
         return TracedStage(traced, nest, tuple(losses), mixes_rows)
+
+    def _takes_list(self, count: int) -> bool:
+        """Whether the stage is a functional model of this number of inputs, which takes them as a list."""
+        graph = graph_of(self._function) if self.is_layer else None
+        return graph is not None and count > 1 and len(graph.inputs) == count
 
     @tf.autograph.experimental.do_not_convert
     def _with_losses(

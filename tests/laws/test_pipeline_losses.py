@@ -406,12 +406,19 @@ def test_functions_that_run_eagerly_are_refused() -> None:
 def test_lists_of_inputs_and_targets(devices: list[str]) -> None:
     one, other = keras.Input([4]), keras.Input([4])
     whole = keras.Model([one, other], dense()(layers.Add()([dense()(one), other])))
-    piped = Pipeline(split(whole, 2, "bytes", devices), devices, 2).as_model()
-    for model in (whole, piped):
+    pipe = Pipeline(split(whole, 2, "bytes", devices), devices, 2)
+    with pytest.raises(FunctionError, match="takes 2 inputs, not 3"):
+        pipe((x, x, x))
+    own = Pipeline([keras.models.clone_model(whole), lambda rows: rows], devices, 2).as_model()
+    own.set_weights(whole.get_weights())
+    models = whole, pipe.as_model(), own
+    for model in models:
         model.compile("sgd", "mse", jit_compile=False)
     for call in ("train_on_batch", "test_on_batch"):
-        assert_close(getattr(piped, call)([x, 2 * x], x), getattr(whole, call)([x, 2 * x], x))
-    assert_close(piped.predict_on_batch([x, 2 * x]), whole.predict_on_batch([x, 2 * x]))
+        wanted, *got = (getattr(model, call)([x, 2 * x], x) for model in models)
+        assert_close(got, [wanted] * 2)
+    wanted, *got = (model.predict_on_batch([x, 2 * x]) for model in models)
+    assert_close(got, [wanted] * 2)
 
 
 @pytest.mark.private("asking whether a tape is recording")
