@@ -117,8 +117,9 @@ class CompiledMap:
     def may_use_chunks(self) -> bool:
         """Whether a call on rows in memory gives the same results in chunks of any size.
 
-        Chunks are not used if `fn` depends on order or draws from fixed seeds, if XLA would compile for each chunk size, or
-        after `tf.config.experimental.enable_op_determinism()`. A GPU for results may not have memory to hold them twice.
+        Chunks are not used if `fn` depends on order, draws from fixed seeds or advances seeds, if XLA would compile for each
+        chunk size, or after `tf.config.experimental.enable_op_determinism()`. A GPU for results may not have memory to hold
+        them twice.
         """
         audit = self.traced.audit
         return (

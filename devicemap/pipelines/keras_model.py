@@ -61,8 +61,8 @@ class PipelineModel(keras.Model):
         scale = self.optimizer.scale_loss(tf.ones([]))
         given = _with_tuples(x), _with_tuples(y), _with_tuples(weight)
         value, gradients, outputs = self.pipe._differentiated(*given, scale, outputs=True)
-        variables = self.pipe.trainable_variables
-        if len(variables) > len(self.trainable_variables):
+        variables, known = self.pipe.trainable_variables, {id(variable) for variable in self.trainable_variables}
+        if not known.issuperset(map(id, variables)):
             raise OptionError(
                 "a stage that is a function, or the loss, uses a trainable tf.Variable, which a Keras model does not know; put "
                 "it into a keras.layers.Layer, or use value_and_gradients in a loop of your own"

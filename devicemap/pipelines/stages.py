@@ -255,10 +255,9 @@ def _layers_in(function: Any) -> list[Any]:
     found: dict[int, Any] = {}
     for value in _values_held_by(function):
         with suppress(Exception):  # proxies run the user's code for any attribute
-            values = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            )
-            found |= {id(each): each for each in values if layers_of(each)}
+            held = [*value.values()] if isinstance(value, dict) else value
+            for each in held if isinstance(held, list | tuple) else [held]:
+                found |= {id(each): each} if layers_of(each) else {}
     inner = {id(layer) for model in found.values() for layer in layers_of(model)[1:]}
     return [model for key, model in found.items() if key not in inner]
 

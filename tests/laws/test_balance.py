@@ -16,6 +16,7 @@ from devicemap.events import short_name
 from devicemap.run.engine import CallStats, choose_engine
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
+UNTAPED = pytest.mark.private("which calls no tape records")
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,7 @@ def engines_of(mapper: devicemap.DeviceMap, x: tf.Tensor, calls: int) -> list[st
     return engines
 
 
+@UNTAPED
 def test_short_calls_use_one_graph_once_they_are_known_to_be_short() -> None:
     mapper = devicemap.DeviceMap(lambda row: tf.sin(row), devices=DEVICES)
     x = tf.random.uniform([200, 4])
@@ -120,12 +122,14 @@ def test_maps_that_depend_on_the_shards_use_one_graph_and_repeat_their_results(
     np.testing.assert_array_equal(*results)
 
 
+@UNTAPED
 def test_calls_that_take_as_long_for_few_rows_use_one_graph(sim: simulator.Simulator) -> None:
     mapper = devicemap.DeviceMap(lambda rows: sim.work(rows, 0.05), devices=DEVICES, batched=True)
     assert engines_of(mapper, tf.random.uniform([5, 4]), 3) == ["one graph"] * 3
     assert engines_of(mapper, tf.random.uniform([300, 4]), 4) == ["chunks"] + ["one graph"] * 3
 
 
+@UNTAPED
 def test_long_calls_stay_in_chunks_and_a_slow_device_gets_fewer_rows(sim: simulator.Simulator) -> None:
     sim.configure(1, speed=0.1)
 
@@ -141,6 +145,7 @@ def test_long_calls_stay_in_chunks_and_a_slow_device_gets_fewer_rows(sim: simula
         assert 0 < slow.rows < 192 * 0.1 / 2.1 * 2
 
 
+@UNTAPED
 @pytest.mark.parametrize("devices", [["CPU:0", "CPU:1"], ["CPU:0"]])
 def test_a_call_that_runs_out_of_memory_continues_in_chunks(sim: simulator.Simulator, devices: list[str]) -> None:
     for device in range(2):

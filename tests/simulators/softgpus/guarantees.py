@@ -90,6 +90,14 @@ def test_a_slow_device_gets_fewer_chunks() -> None:
     assert chunks.total() == 40
 
 
+@pytest.mark.parametrize(("output_device", "engine"), [("CPU:0", "chunks"), ("GPU:0", "one graph")])
+def test_results_that_stay_on_a_gpu_come_from_one_graph(output_device: str, engine: str) -> None:
+    many = on_host(tf.repeat, rows, 10, 0)
+    mapper = on_gpus(tf.sin, output_device=output_device)
+    np.testing.assert_allclose(mapper(many), np.sin(many), rtol=1e-4, atol=1e-5)
+    assert mapper.report.engine == engine
+
+
 def test_training_equals_one_device() -> None:
     case = CASES["batch normalization"]
     found = case.fitted(devicemap.parallelize(case.made(), GPUS))
