@@ -257,7 +257,8 @@ def _layers_in(function: Any) -> list[Any]:
         with suppress(Exception):  # proxies run the user's code for any attribute
             held = [*value.values()] if isinstance(value, dict) else value
             for each in held if isinstance(held, list | tuple) else [held]:
-                found |= {id(each): each} if layers_of(each) else {}
+                if layers_of(each):
+                    found[id(each)] = each
     inner = {id(layer) for model in found.values() for layer in layers_of(model)[1:]}
     return [model for key, model in found.items() if key not in inner]
 
