@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from devicemap._tensorflow import Private
 from devicemap._tensorflow.keras import _global, is_stateless, is_training, layers_of
-from devicemap.errors import warn_user
 
 _variables = Private("keras.src.backend.common.variables", "AutocastScope")
 
@@ -35,12 +34,14 @@ def structures_of(graph: Any) -> tuple[Any, Any]:
     return graph._inputs_struct, graph._outputs_struct
 
 
-def begin_call(layers: Sequence[Any]) -> None:
+def begin_call(layers: Sequence[Any]) -> list[str]:
     """Prepare a call of layers as Keras does.
 
     Outside of a call of another layer, it removes losses of the previous call. Within a training step in a graph, it builds the
-    model's optimizer outside of the graph, where Keras creates slots on the devices of their variables. It warns if that model
-    does not have trainable variables of these layers.
+    model's optimizer outside of the graph, where Keras creates slots on the devices of their variables.
+
+    Returns:
+        The paths of trainable variables of the layers that the compiled model whose call contains this call does not have.
     """
     call = _global("current_call_ctx")
     if call is None:
@@ -50,14 +51,10 @@ def begin_call(layers: Sequence[Any]) -> None:
         model = call.entry_layer
         if is_training():
             build_optimizer(model)
-        trained = {id(variable) for variable in model.trainable_variables}
-        others = [v.path for layer in layers for v in layer.trainable_variables if id(v) not in trained]
-        if others and getattr(model, "optimizer", None) is not None:
-            warn_user(
-                f"{model.name} calls a pipeline, and does not train its variables, such as {others[0]}; give the model an "
-                "attribute with the stages, too",
-                RuntimeWarning,
-            )
+        if getattr(model, "optimizer", None) is not None:
+            trained = {id(variable) for variable in model.trainable_variables}
+            return [v.path for layer in layers for v in layer.trainable_variables if id(v) not in trained]
+    return []
 
 
 def build_optimizer(model: Any) -> None:

@@ -149,7 +149,12 @@ class Pipeline:
         if isinstance(data, tf.data.Dataset):
             raise DataError("data is a tf.data.Dataset, and a call takes one batch; use stream(dataset)")
         batch = Batch.of(data)
-        begin_call([model for stage in self._stages for model in stage.models])
+        if untrained := begin_call([model for stage in self._stages for model in stage.models]):
+            warn_user(
+                f"the Keras model that calls this pipeline does not train its variables, such as {untrained[0]}; give the "
+                "model an attribute with the stages, too",
+                RuntimeWarning,
+            )
         late = self._setting.schedule != "gpipe" and self._setting.microbatches > 1 and tape_is_recording()
         if late and not self._warned:
             self._warned = True
