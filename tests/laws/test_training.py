@@ -197,6 +197,25 @@ def test_layers_that_draw_for_themselves_are_not_run_again(recompute: Any, devic
         model.fit(X, Y, verbose=0)
 
 
+class Decaying(layers.Layer):
+    """Changes a weight that is trained."""
+
+    def build(self, _: Any) -> None:
+        self.scale = self.add_weight(name="scale", initializer="ones")
+
+    def call(self, x: Any) -> Any:
+        self.scale.assign(0.9 * self.scale)
+        return self.scale * x
+
+
+def test_layers_that_change_trained_weights_are_not_run_again(devices: list[str]) -> None:
+    case = Case(lambda: sequential(Decaying(), layers.Dense(4)))
+    assert_close(case.trained(devicemap.parallelize(case.made(), devices)), case.wanted)
+    model = devicemap.parallelize(case.made(), devices, recompute=True)
+    with pytest.raises(FunctionError, match="scale gets a new value"):
+        model.fit(X, Y, verbose=0)
+
+
 class Noise(layers.Layer):
     """Draws twice: what it gives has nothing of its input but the shape and a gradient."""
 
