@@ -6,8 +6,8 @@ that `fn` writes have no replicas. Seeds that a call advances differ between slo
 device gets it once for all calls, or once per call if gradients go through it. Values are sent along trees, and another host
 gets a value once.
 
-All maps share the replicas on a device. A call in chunks has its own replicas, which no other call assigns. If two threads call
-at once while a variable changes, each may see the old or the new value.
+All maps share the replicas on a device, except those of calls in chunks, which the calls of one map share. If another thread
+calls a map while a variable changes, a later call may see the old value, which that thread has read before and assigns after.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import tensorflow as tf
 from devicemap.errors import failure
 
 UNEVEN_ROWS = (
-    "Return a tf.RaggedTensor, give fn_output_signature=tf.RaggedTensorSpec(...), or pad to a fixed shape; if the data "
-    "is a dataset of batches, set batched=True"
+    "Pad to a fixed shape, or return a tf.RaggedTensor. A fn of one row may also have "
+    "fn_output_signature=tf.RaggedTensorSpec(...), and a fn of the batches of a dataset needs batched=True"
 )
 """Advice for rows that do not fit into one dense tensor."""
 
