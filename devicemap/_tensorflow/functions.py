@@ -16,6 +16,7 @@ import tensorflow as tf
 from devicemap._tensorflow import Private, nothing, usable, with_fallback
 
 _context = Private("tensorflow.python.eager.context", "context")
+_anonymous = Private("tensorflow.python.eager.context", "anonymous_name")
 _control_flow = Private(
     "tensorflow.python.ops.control_flow_ops", "XLAControlFlowContext.Enter", "XLAControlFlowContext.Exit"
 )
@@ -84,6 +85,23 @@ def unchained(concrete: Any, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
     specs, _ = concrete.structured_input_signature
     own = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=uuid.uuid4().hex)
     return with_resource.get_concrete_function(tf.TensorSpec([], tf.resource), *specs), [own, *arguments]
+
+
+def temporary_variable(original: Any) -> Any:
+    """Return the handle of a new variable like `original`, without a value, on the current device.
+
+    Each execution of the op creates a variable, which is deleted with its handle, so that calls in several threads cannot read
+    values of each other (test_a_variable_that_changes_while_threads_read_it).
+    """
+    return tf.raw_ops.VarHandleOp(
+        dtype=original.dtype, shape=original.shape, shared_name=_name_of_temporary_variables()
+    )
+
+
+@with_fallback(lambda: uuid.uuid4().hex, _anonymous)
+def _name_of_temporary_variables() -> str:
+    """Return the name with which the op creates a variable. In the fallback, all calls of a graph share one, which is never freed."""
+    return str(_anonymous.anonymous_name())
 
 
 def tells_callers() -> bool:

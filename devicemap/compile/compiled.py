@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -79,8 +77,6 @@ class CompiledMap:
         self._has_clock = has_clock()
         self._name, self._counts_rows = name, counts_rows
         self._lock = threading.RLock()
-        # Two calls at once would read a device's replica of an advancing seed before either writes it.
-        self._drawing = {device: threading.Lock() for device in self.devices if audit.advances_seed}
         self._graphs: dict[CallSpec, Any] = {}
         self._replicas: dict[tuple[bool, Engine], Replicas] = {}
         self._taped: set[tuple[Any, int]] = set()
@@ -166,10 +162,6 @@ class CompiledMap:
             self._taped.add((graph, gradients))
             return outputs
 
-    def drawing_alone(self) -> AbstractContextManager[None]:
-        """Return a context in which no other call draws from the seeds that calls of the function advance."""
-        return _all_of(self._drawing.values()) if self._drawing else contextlib.nullcontext()
-
     def take_traces(self) -> int:
         """Return how often `fn` was traced since the previous call of this method."""
         with self._lock:
@@ -228,20 +220,19 @@ class CompiledMap:
             for spec in specs.values():
                 self.graph(spec)
         lost = settle(self._remote_devices)
-        reached = [device for device in self.devices if host_of(device) not in lost]  # the others fail when called
-        values = replicas.values(map(self.slots.index, reached))
-        for device in reached:
-            alone = self._drawing.get(device) or contextlib.nullcontext()
-            with tf.device(device), alone, captures_fit(self.traced, self._name, device):
-                replicas.assign(self.slots.index(device), values)
-        settle(self._remote_devices)
+        reached = [device for device in self.devices if host_of(device) not in lost]
+        with captures_fit(self.traced, self._name, *reached):
+            values = replicas.values(map(self.slots.index, reached))
+            replaced = {device: replicas.create(self.slots.index(device), values)[0] for device in reached}
+            settle(self._remote_devices)
         of_call = partial(cancellation.cancellable if cancellation else unrecorded, attributes=attributes_of_calls())
-        return {device: partial(self._function_on, device, spec, of_call) for device, spec in specs.items()}
 
-    def _function_on(self, device: str, spec: CallSpec, callable_of: Callable[[Any], Any]) -> Callable[..., list[Any]]:
-        function: Callable[..., list[Any]] = callable_of(self.graph(spec))
-        lock = self._drawing.get(device)
-        return function if lock is None else partial(_holding, lock, function)
+        def function_on(device: str) -> Callable[..., list[Any]]:
+            captures = replaced.get(device, {})  # calls on the others fail
+            handles = [captures.get(key, v.handle) for key, v in replicas.sent(self.slots.index(device)).items()]
+            return partial(of_call(self.graph(specs[device])), *handles)
+
+        return {device: partial(function_on, device) for device in self.devices}
 
     def _build(self, spec: CallSpec) -> Any:
         builder = CallGraphBuilder(
@@ -306,16 +297,3 @@ def has_clock() -> bool:
     except tf.errors.FailedPreconditionError:
         return False
     return True
-
-
-@contextlib.contextmanager
-def _all_of(locks: Iterable[threading.Lock]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for lock in locks:
-            stack.enter_context(lock)
-        yield
-
-
-def _holding(lock: threading.Lock, call: Callable[..., Any], *tensors: Any) -> Any:
-    with lock:
-        return call(*tensors)

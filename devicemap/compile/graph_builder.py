@@ -95,7 +95,7 @@ class CallGraphBuilder:
             traces: the trace of each slot of the spec.
 
         Returns:
-            A `ConcreteFunction`: `(*leaves) -> result leaves` for `Engine.CHUNKS`, and otherwise
+            A `ConcreteFunction`: `(handles of replicas, *leaves) -> result leaves` for `Engine.CHUNKS`, and otherwise
             `(sizes, *leaves) -> (result leaves, rows that fn returned, arrivals)`. `sizes` is int32 `[shards]`. The returned
             rows are int64 `[shards]` per leaf. `arrivals` is empty, or one float64 tensor `[shards]` of seconds since the
             epoch.
@@ -105,7 +105,8 @@ class CallGraphBuilder:
                 call = tf.function(
                     partial(self._run_chunk, traces[0]), autograph=False, experimental_attributes=self._attributes
                 )
-                return call.get_concrete_function(*self.traced.input_specs)
+                handles = [tf.TensorSpec([], tf.resource) for _ in self.replicas.sent(self.spec.slots[0])]
+                return call.get_concrete_function(handles, *self.traced.input_specs)
             call = tf.function(partial(self._run, traces), autograph=False, experimental_attributes=self._attributes)
             sizes = tf.TensorSpec([len(traces)], tf.int32)
             graph = call.get_concrete_function(sizes, *self.traced.input_specs)
@@ -128,7 +129,7 @@ class CallGraphBuilder:
             after = ops_of(results[-1]) if self.traced.audit.ordered and results else []
             with tf.device(self.slots[slot]), tf.name_scope(f"{self.scope}_{slot}"):
                 # Outside of the branch of tf.cond, because the gradient of a loop could not read captures inside.
-                captures, assigned = self.replicas.assign(slot, values)
+                captures, assigned = self.replicas.create(slot, values)
             run = partial(self._run_shard, slot, traces[i], cut[i], captures)
             if self.spec.empty_shards:
                 with tf.device(self.slots[slot]), tf.control_dependencies(after):
@@ -175,11 +176,11 @@ class CallGraphBuilder:
             joined = with_row_counts_checked(joined, lengths, given)
         return joined, lengths
 
-    def _run_chunk(self, traced: Traced, *leaves: Any) -> list[Any]:
+    def _run_chunk(self, traced: Traced, handles: list[Any], *leaves: Any) -> list[Any]:
         """Run a chunk on the slot, and copy the results to the output device."""
         (slot,) = self.spec.slots
         with tf.device(self.slots[slot]), tf.name_scope(f"{self.scope}_{slot}"):
-            results = self._call(traced, leaves, self.replicas.captures(slot))
+            results = self._call(traced, leaves, self.replicas.with_handles(slot, handles))
             ended = ended_on(self.slots[slot], results) if self.hides_ends else []
         with tf.device(self.output_device):
             copies = copied(results)

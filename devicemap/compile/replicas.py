@@ -1,27 +1,27 @@
 """The replicas that slots capture instead of variables and tensors on other devices.
 
-A function that reads a variable of another device fetches it at each read, and in each step of a loop. A replica on the device
-of the slot is assigned once per call. `copies_variables` decides which graphs use replicas. Variables in `in_place` and state
-that `fn` writes have no replicas. Seeds that a call advances differ between slots. A captured tensor never changes. Each
-device gets it once for all calls, or once per call if gradients go through it. Values are sent along trees, and another host
-gets a value once.
+A function that reads a variable of another device fetches it at each read, and in each step of a loop. So each call creates a
+replica on the device of the slot, a temporary variable. `copies_variables` decides which graphs use replicas. Variables in
+`in_place` and state that `fn` writes have no replicas. Seeds that a call advances differ between slots. A captured tensor never
+changes. Each device gets it once for all calls, or once per call if gradients go through it. Values are sent along trees, and
+another host gets a value once.
 
-All maps share the replicas on a device, except those of calls in chunks, which the calls of one map share. If another thread
-calls a map while a variable changes, a later call may see the old value, which that thread has read before and assigns after.
+TensorFlow has no gradients of loops that create variables for inner loops. So if `fn` has a loop, calls of a map inside of
+`tf.function`s share its replicas. If several threads call such functions while a variable changes, one may read an old value.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import temporary_variable
 from devicemap._tensorflow.gradients import fanned_out, holds_gradients, redirect_gradient
 from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.call_spec import CallSpec, Engine
@@ -55,7 +55,6 @@ class Replicas:
     def __init__(self, traced: Traced, slots: Sequence[str], spec: CallSpec):
         self._slots = tuple(slots)
         self._differentiable = spec.differentiable
-        self._shared = spec.engine is not Engine.CHUNKS
         self._seeds: dict[Any, Any] = {}
         self._tensors: dict[Any, Any] = {}
         read: dict[Any, Any] = {}
@@ -83,39 +82,40 @@ class Replicas:
         self._copied = read if copied and not self._loop_home else {}
         self.are_local = not stay
         """Whether every resource that a slot uses is on its device."""
-        self._replicas: list[dict[Any, Any]] = [{} for _ in slots]
         self._kept: list[dict[Any, Any]] = [{} for _ in slots]
-        # Variable creators and strategies of the user apply to this thread (test_copies_are_not_the_users_variables).
-        with ThreadPoolExecutor(1) as other_thread:
-            other_thread.submit(self._create).result()
-
-    def _create(self) -> None:
-        for replicas, slot in zip(self._replicas, self._slots):
-            with tf.device(self._loop_home or slot):
-                replicas.update({key: _replica(variable) for key, variable in self._seeds.items()})
-            with tf.device(slot):
-                for key, variable in self._copied.items():
-                    if variable.device != slot:
-                        create = partial(_replica, variable)
-                        replicas[key] = _shared(variable, slot, create) if self._shared else create()
-        if not self._differentiable:
-            for key, tensor in self._tensors.items():
-                away = [number for number, slot in enumerate(self._slots) if home_of(tensor) != slot]
+        with tf.init_scope():
+            for key, tensor in ({} if spec.differentiable else self._tensors).items():
+                away = [number for number, slot in enumerate(slots) if home_of(tensor) != slot]
                 for near, _, numbers in self._on_hosts(tensor, home_of(tensor), away):
                     for number in numbers:
-                        with tf.device(self._slots[number]):
-                            self._kept[number][key] = _shared(tensor, self._slots[number], partial(tf.identity, near))
-        if self._seeds:
-            # Its op RngReadAndSkip is the only one that reads and advances a state in one step.
-            self._draws = tf.random.Generator.from_seed(0)
+                        self._kept[number][key] = _shared(tensor, near, slots[number])
+        self._inside: list[dict[Any, Any]] = [{} for _ in slots]
+        # Variable creators and strategies of the user apply to this thread (test_copies_are_not_the_users_variables).
+        with ThreadPoolExecutor(1) as other_thread:
+            if spec.is_inside and self._loops:
+                other_thread.submit(self._create_for_good).result()
+            if self._seeds:
+                # Its op RngReadAndSkip is the only one that reads and advances a state in one step.
+                self._draws = other_thread.submit(tf.random.Generator.from_seed, 0).result()
+
+    def _create_for_good(self) -> None:
+        """Create the replicas that calls inside of a `tf.function` share."""
+        for number, replicas in enumerate(self._inside):
+            for key, variable in self.sent(number).items():
+                with tf.device(self._device_of(key, number)):
+                    replicas[key] = _without_value(variable)
+
+    def sent(self, slot: int) -> dict[Any, Any]:
+        """Return the variables of which a slot gets a replica, by key."""
+        return {k: v for k, v in self._copied.items() if v.device != self._slots[slot]} | self._seeds
 
     def values(self, slots: Iterable[int]) -> dict[Any, Any]:
         """Return a value for each of these slots, by key. Each original is read once, on its device."""
         wanted = [*slots]
         found: dict[Any, Any] = {}
         for key, variable in self._copied.items():
-            away = [number for number in wanted if key in self._replicas[number]]
-            near = [number for number in wanted if key not in self._replicas[number]]
+            away = [number for number in wanted if variable.device != self._slots[number]]
+            near = [number for number in wanted if variable.device == self._slots[number]]
             # With separate handles, gradients are added on the variable's device. A loop cannot pass such handles to its
             # gradient.
             apart = self._differentiable and not self._loops and away and near and variable.dtype.is_floating
@@ -130,32 +130,36 @@ class Replicas:
                 found[key] = self._seeds_of_slots(variable)
         return found
 
-    def assign(self, slot: int, values: dict[Any, Any]) -> tuple[dict[Any, Any], list[Any]]:
-        """Assign the replicas of a slot, on the current device.
+    def create(self, slot: int, values: dict[Any, Any]) -> tuple[dict[Any, Any], list[Any]]:
+        """Create the replicas of a slot, on the current device, with the values of `values`.
 
         Returns:
             The captures of the slot, by key, and in a graph the ops for which the slot must wait.
         """
-        captures, assignments = self.captures(slot), []
+        captures, assignments = {**self._kept[slot]}, []
         if self._differentiable:
-            captures |= {key: values[key][slot] for key in self._tensors}
-            captures |= {key: values[key][slot] for key in self._copied if key not in self._replicas[slot]}
-        for key, replica in self._replicas[slot].items():
+            captures |= {key: values[key][slot] for key in (*self._tensors, *self._copied)}
+        for key, variable in self.sent(slot).items():
             value = values[key][slot]
-            with tf.device(replica.device):
-                assigned = tf.raw_ops.AssignVariableOp(resource=replica.handle, value=value)
+            with tf.device(self._device_of(key, slot)):
+                kept = self._inside[slot].get(key)
+                captures[key] = temporary_variable(variable) if kept is None else kept.handle
+                assigned = tf.raw_ops.AssignVariableOp(resource=captures[key], value=value)
             if assigned is None:  # in eager code
                 continue
             if self._differentiable and key in self._copied:
                 with tf.control_dependencies([assigned]):
-                    captures[key] = redirect_gradient(replica.handle, value)
+                    captures[key] = redirect_gradient(captures[key], value)
             else:
                 assignments.append(assigned)
         return captures, assignments
 
-    def captures(self, slot: int) -> dict[Any, Any]:
-        """Return the captures of a slot, by key: handles and tensors."""
-        return self._kept[slot] | {key: replica.handle for key, replica in self._replicas[slot].items()}
+    def with_handles(self, slot: int, handles: Sequence[Any]) -> dict[Any, Any]:
+        """Return the captures of a slot, by key, with these handles of its replicas, in the order of `sent`."""
+        return self._kept[slot] | dict(zip(self.sent(slot), handles))
+
+    def _device_of(self, key: Any, slot: int) -> str:
+        return self._loop_home if self._loop_home and key in self._seeds else self._slots[slot]
 
     def _for_slots(self, value: Any, home: str, numbers: Sequence[int]) -> dict[int, Any]:
         """Return a value of the device `home` on each of these slots.
@@ -234,23 +238,22 @@ def _as_keras_seeds(seeds: Any, dtype: Any) -> Any:
     return tf.cast(tf.abs(seeds) % 2**31, dtype)
 
 
-_on_devices: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
-"""Replicas of variables and tensors by device and identity of the original. The maps of a replica keep the original alive."""
+_on_devices: WeakValueDictionary[tuple[int, str], Any] = WeakValueDictionary()
+"""Copies of tensors by identity of the original and device. The maps of a copy keep the original alive."""
 
 _copying = threading.Lock()
 
 
-def _shared(original: Any, device: str, create: Callable[[], Any]) -> Any:
-    """Return the replica that all maps share on a device."""
-    with _copying:
-        key = id(original), device
-        found = _on_devices.get(key)
-        if found is None:
-            found = _on_devices[key] = create()
-        return found
+def _shared(original: Any, near: Any, device: str) -> Any:
+    """Return the copy of a tensor that all maps share on a device, and create it from the copy `near` if there is none."""
+    with _copying, tf.device(device):
+        copy = _on_devices.get((id(original), device))
+        if copy is None:
+            copy = _on_devices[id(original), device] = tf.identity(near)
+        return copy
 
 
-def _replica(variable: Any) -> Any:
+def _without_value(variable: Any) -> Any:
     """Return a variable with the shape of the original, which gradients of loops read, and without its value."""
     try:
         nothing = tf.zeros(variable.shape, variable.dtype)

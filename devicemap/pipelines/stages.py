@@ -161,7 +161,7 @@ class Stage:
             values = replicas.values(range(len(shares)))
             for r, device in enumerate(self.devices[: len(shares)]):
                 with tf.device(device):
-                    captures[r] = replicas.assign(r, values)
+                    captures[r] = replicas.create(r, values)
         slots = []
         for r, (device, share) in enumerate(zip(self.devices, shares)):
             if separate:

@@ -117,11 +117,10 @@ class GraphEngine:
         with self._observers.of_graph(count, devices, compiled) as log:
             began, began_at = time.perf_counter(), time.time()
             try:
-                with compiled.drawing_alone():
-                    if gradients:
-                        results, returned, arrivals = compiled.run_taped(graph, (sizes, *leaves), gradients)
-                    else:
-                        results, returned, arrivals = compiled.run(graph, (sizes, *leaves), count)
+                if gradients:
+                    results, returned, arrivals = compiled.run_taped(graph, (sizes, *leaves), gradients)
+                else:
+                    results, returned, arrivals = compiled.run(graph, (sizes, *leaves), count)
             except tf.errors.OpError as error:  # signal handlers raise other errors
                 if raise_out_of_memory and is_out_of_memory(error):
                     raise

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from graphs import edges, ops_on, partitions
+from oracle import gradients_of
 
 import devicemap
 from devicemap.compile.audit import Treatment, audit
@@ -70,10 +74,8 @@ def test_chunks_bring_no_variable_along(vectorize: Any) -> None:
     def fn(row: Any) -> Any:
         return tf.linalg.matvec(weights, row) + tf.gather(table, tf.cast(row[0], tf.int32) % 50)
 
-    mapper, other = (devicemap.DeviceMap(fn, devices=WORKERS, batch_size=n, vectorize=vectorize) for n in (5, 10))
-    other(X)  # makes the copies, which all maps share
-    shapes = "_dims"  # of the zeros that a call's copies begin as
-    found = [edge for edge in edges(partitions(mapper, X)) if not edge.source.endswith(shapes)]
+    mapper = devicemap.DeviceMap(fn, devices=WORKERS, batch_size=5, vectorize=vectorize)
+    found = edges(partitions(mapper, X))
     ends = {(edge.sender, edge.receiver) for edge in found}
     assert ends <= {pair for worker in WORKERS for pair in [("CPU:0", worker), (worker, "CPU:0")]}
     assert not any(edge.control for edge in found)
@@ -293,7 +295,7 @@ def test_variables_may_stay_in_place(options: dict[str, Any]) -> None:
 
 
 def test_a_stream_sees_one_value_whatever_is_called_meanwhile() -> None:
-    """Other maps share their copies of a variable; those of a job in chunks are its own."""
+    """Each call has its own copies of a variable."""
     level = tf.Variable(1.0)
     streaming = devicemap.DeviceMap(lambda row: row * 0 + level, devices=WORKERS, batch_size=1)
     chunks = streaming.stream(X)
@@ -301,5 +303,64 @@ def test_a_stream_sees_one_value_whatever_is_called_meanwhile() -> None:
     level.assign(2.0)
     for batch_size in (None, 3):
         devicemap.parallel_map(lambda row: row + level, X, devices=WORKERS, batch_size=batch_size)
+    streaming(X)
     seen += list(chunks)
     np.testing.assert_array_equal(tf.concat(seen, 0), np.ones_like(X))
+
+
+@pytest.mark.in_ci(2)
+def test_a_variable_that_changes_while_threads_read_it(devices: list[str]) -> None:
+    """With copies that calls share, one call in sixty read an old value."""
+    level, rows = tf.Variable(tf.zeros([100_000])), tf.zeros([8, 1])
+    mapper, other = (devicemap.DeviceMap(partial(_thrice, level, n), devices=devices) for n in (0, 1))
+    mapper(rows), other(rows)
+    ended = threading.Event()
+
+    def read() -> None:
+        while not ended.is_set():
+            other(rows)
+
+    readers = [threading.Thread(target=read) for _ in range(8)]
+    for reader in readers:
+        reader.start()
+    try:
+        for i in range(100):
+            level.assign(tf.fill([100_000], float(i)))
+            np.testing.assert_array_equal(mapper(rows), np.full([8, 1], 3.0 * i))
+    finally:
+        ended.set()
+        for reader in readers:
+            reader.join()
+
+
+def _thrice(level: Any, offset: int, row: Any) -> Any:
+    for _ in tf.range(3):
+        row = row + level[-1] + float(offset)
+    return row
+
+
+def test_calls_leave_no_variables_behind(devices: list[str]) -> None:
+    weights = tf.Variable(tf.random.normal([3, 3]))
+    mapper, chunked = (devicemap.DeviceMap(partial(_often, weights), devices=devices, batch_size=n) for n in (None, 5))
+    before = _variables()
+    for mapped in (mapper, chunked, partial(gradients_of, mapper)):
+        mapped(X)
+    assert _variables() == before
+
+
+def _variables() -> int:
+    gc.collect()
+    return sum(isinstance(each, tf.Variable) for each in gc.get_objects())
+
+
+def test_a_map_that_reads_a_variable_can_be_saved(devices: list[str], tmp_path: Path) -> None:
+    model = tf.Module()
+    model.weights, model.table = tf.Variable(tf.eye(3)), tf.Variable(tf.ones([4, 3]))
+    mapper = devicemap.DeviceMap(
+        lambda row: tf.linalg.matvec(model.weights, row) + tf.gather(model.table, 1), devices=devices
+    )
+    model.call = tf.function(lambda x: mapper(x), input_signature=[tf.TensorSpec([None, 3], tf.float32)])
+    tf.saved_model.save(model, str(tmp_path))
+    loaded = tf.saved_model.load(str(tmp_path))
+    loaded.weights.assign(2.0 * tf.eye(3))
+    np.testing.assert_allclose(loaded.call(X), 2.0 * X + 1.0)
