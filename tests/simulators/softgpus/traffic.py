@@ -175,7 +175,7 @@ def test_rows_one_by_one_send_nothing_in_a_step(dtype: tf.DType) -> None:
             np.testing.assert_array_equal(mapper(data), fn(data))  # each takes elements by themselves
 
 
-def test_all_maps_share_one_copy_of_a_variable_on_each_device(table: tf.Variable) -> None:
+def test_a_device_holds_a_copy_of_a_variable_during_a_call_only(table: tf.Variable) -> None:
     first, second = (on_gpus(lambda row: tf.reduce_sum(table) + row) for _ in range(2))
     before = max(map(bytes_on, GPUS))
     first(rows)
@@ -185,7 +185,7 @@ def test_all_maps_share_one_copy_of_a_variable_on_each_device(table: tf.Variable
     assert tape.gradient(results, table) is not None
     del tape, results
     held = [max(map(bytes_on, GPUS)) - before for call in (first, second) * 3 if call(rows) is not None]
-    assert TABLE_BYTES <= min(held) < 1.1 * TABLE_BYTES  # each second call, TensorFlow still holds the value before
+    assert max(held) < 0.1 * TABLE_BYTES
     table.assign_add(tf.ones_like(table))
     np.testing.assert_allclose(second(rows), tf.reduce_sum(table) + rows, rtol=1e-3)
     assert sent(first)[0] == [shard + TABLE_BYTES] * 2
