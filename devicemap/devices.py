@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from devicemap._tensorflow.memory import allocator_bytes
+from devicemap._tensorflow.runtime import allocator_bytes
 from devicemap.errors import DeviceError
 from devicemap.events import short_name
 from devicemap.hosts import host_of

@@ -31,7 +31,7 @@ from devicemap.events import (
     Shard,
     short_name,
 )
-from devicemap.inspect.progress import ProgressBar
+from devicemap.inspect.recorder import ProgressBar
 from devicemap.options import check_options
 
 _BY_KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY

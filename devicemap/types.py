@@ -18,8 +18,7 @@ from devicemap.events import (
 from devicemap.inspect.pipeline_plan import PipelinePlan
 from devicemap.inspect.pipeline_report import PipelineReport
 from devicemap.inspect.plan import Plan
-from devicemap.inspect.report import Report
-from devicemap.inspect.training_report import TrainingReport
+from devicemap.inspect.report import Report, TrainingReport
 from devicemap.inspect.verify import Verification
 from devicemap.pipelines.split import Stages
 from devicemap.store.results import Results

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from devicemap.errors import DataError, FunctionError
-from devicemap.ray.columns import columns_of, rows_of
+from devicemap.ray.actors import columns_of, rows_of
 
 FILES = Path(__file__).with_name("clusters")
 RUN = """

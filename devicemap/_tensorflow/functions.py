@@ -91,16 +91,17 @@ def temporary_variable(original: Any) -> Any:
     """Return the handle of a new variable like `original`, without a value, on the current device.
 
     Each execution of the op creates a variable, which is deleted with its handle, so that calls in several threads cannot read
-    values of each other (test_a_variable_that_changes_while_threads_read_it).
+    values of each other (test_a_variable_that_changes_while_threads_read_it). Loading a SavedModel changes the name, and with
+    it all calls share the variable of an op, so that each op needs a container (test_a_map_that_reads_a_variable_can_be_saved).
     """
     return tf.raw_ops.VarHandleOp(
-        dtype=original.dtype, shape=original.shape, shared_name=_name_of_temporary_variables()
+        dtype=original.dtype, shape=original.shape, container=uuid.uuid4().hex, shared_name=_temporary_name()
     )
 
 
-@with_fallback(lambda: uuid.uuid4().hex, _anonymous)
-def _name_of_temporary_variables() -> str:
-    """Return the name with which the op creates a variable. In the fallback, all calls of a graph share one, which is never freed."""
+@with_fallback(lambda: "replica", _anonymous)
+def _temporary_name() -> str:
+    """Return the name of variables that each execution creates. In the fallback, all calls share the variable of an op."""
     return str(_anonymous.anonymous_name())
 
 

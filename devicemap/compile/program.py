@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from devicemap._tensorflow.forks import lost_threads
+from devicemap._tensorflow.runtime import lost_threads
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.random import Stream, row_seeds
 from devicemap.compile.reduction import JoinedShards, Reduction

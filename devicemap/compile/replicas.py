@@ -26,12 +26,14 @@ from devicemap._tensorflow.gradients import fanned_out, holds_gradients, redirec
 from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.trace import Traced
-from devicemap.compile.transfers import send_along_tree
 from devicemap.data.rows import home_of
 from devicemap.devices import is_out_of_memory
 from devicemap.errors import brief, function_error
 from devicemap.events import short_name
 from devicemap.hosts import host_of, is_remote
+
+_CHILDREN = 2
+"""The largest number of devices to which a device sends a value, and from which it receives gradients."""
 
 
 def copies_variables(spec: CallSpec, traced: Traced, slots: Sequence[str]) -> bool:
@@ -89,18 +91,18 @@ class Replicas:
                 for near, _, numbers in self._on_hosts(tensor, home_of(tensor), away):
                     for number in numbers:
                         self._kept[number][key] = _shared(tensor, near, slots[number])
-        self._inside: list[dict[Any, Any]] = [{} for _ in slots]
+        self._lasting: list[dict[Any, Any]] = [{} for _ in slots]
         # Variable creators and strategies of the user apply to this thread (test_copies_are_not_the_users_variables).
         with ThreadPoolExecutor(1) as other_thread:
             if spec.is_inside and self._loops:
-                other_thread.submit(self._create_for_good).result()
+                other_thread.submit(self._create_lasting).result()
             if self._seeds:
                 # Its op RngReadAndSkip is the only one that reads and advances a state in one step.
                 self._draws = other_thread.submit(tf.random.Generator.from_seed, 0).result()
 
-    def _create_for_good(self) -> None:
+    def _create_lasting(self) -> None:
         """Create the replicas that calls inside of a `tf.function` share."""
-        for number, replicas in enumerate(self._inside):
+        for number, replicas in enumerate(self._lasting):
             for key, variable in self.sent(number).items():
                 with tf.device(self._device_of(key, number)):
                     replicas[key] = _without_value(variable)
@@ -142,7 +144,7 @@ class Replicas:
         for key, variable in self.sent(slot).items():
             value = values[key][slot]
             with tf.device(self._device_of(key, slot)):
-                kept = self._inside[slot].get(key)
+                kept = self._lasting[slot].get(key)
                 captures[key] = temporary_variable(variable) if kept is None else kept.handle
                 assigned = tf.raw_ops.AssignVariableOp(resource=captures[key], value=value)
             if assigned is None:  # in eager code
@@ -260,3 +262,28 @@ def _without_value(variable: Any) -> Any:
     except (TypeError, ValueError):  # no zeros of this dtype, or of an unknown shape
         nothing = variable.read_value()
     return tf.Variable(nothing, trainable=False, dtype=variable.dtype, shape=variable.shape)
+
+
+def send_along_tree(value: Any, home: str, devices: Sequence[str]) -> list[Any]:
+    """Return a value on each of the devices, in the graph that is being traced.
+
+    Each device that has received the value sends it to two others. So no device sends or receives more than twice its bytes,
+    and the last device has it after `log2(len(devices))` copies. Gradients are added on the way back.
+
+    Args:
+        value: a dense tensor.
+        home: the device of the value.
+    """
+    first = devices.index(home) if home in devices else 0
+    places = [*range(first, len(devices)), *range(first)]  # variables of other homes have other devices in the middle
+    nodes: list[int | None] = [*places] if home in devices else [None, *places]
+    found, arriving = [value] * len(devices), [value] * len(nodes)
+    for node, place in enumerate(nodes):
+        children = range(_CHILDREN * node + 1, min(_CHILDREN * node + _CHILDREN + 1, len(nodes)))
+        with tf.device(home if place is None else devices[place]):
+            copies = iter(fanned_out(tf.identity(arriving[node]), len(children) + (place is not None)))
+            if place is not None:
+                found[place] = next(copies)
+        for child in children:
+            arriving[child] = next(copies)
+    return found

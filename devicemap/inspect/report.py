@@ -1,4 +1,4 @@
-"""The result of `DeviceMap.report`: the work of each device in one call."""
+"""The results of `DeviceMap.report` and of `report()` of a parallelized model: the work of each device."""
 
 from __future__ import annotations
 
@@ -169,3 +169,40 @@ def _cells_of(device: DeviceReport) -> dict[str, str]:
         "back-offs": str(device.back_offs or ""),
         "GPU in use": "" if device.utilisation_percent is None else f"{device.utilisation_percent:.0f}%",
     }
+
+
+@dataclass(frozen=True)
+class DeviceShare:
+    """The part of one device in training."""
+
+    device: str
+    """Full name."""
+
+    rows: int
+    """Number of rows that it computed."""
+
+
+@dataclass(frozen=True, repr=False)
+class TrainingReport(Result):
+    """The work of the devices since the last call of `fit`."""
+
+    name: str
+    """Name of the model."""
+
+    steps: int
+    """Number of training steps."""
+
+    devices: tuple[DeviceShare, ...]
+    """The part of each device."""
+
+    microbatches: int
+    """Number of microbatches of each device in a step."""
+
+    def __rich__(self) -> Any:
+        total = sum(device.rows for device in self.devices)
+        rows = [
+            {"device": short_name(each.device), "rows": str(each.rows), "share": f"{each.rows / max(total, 1):.0%}"}
+            for each in self.devices
+        ]
+        parts = f", in {self.microbatches} microbatches on each device" if self.microbatches > 1 else ""
+        return page(f"{self.name}: {total} rows in {self.steps} training steps{parts}", table(rows))

@@ -24,7 +24,7 @@ from devicemap.compile.invoke import interruptible
 from devicemap.compile.program import Program
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, take_rows
-from devicemap.data.sample import first_rows, rows_in_memory
+from devicemap.data.sources import first_rows, rows_in_memory
 from devicemap.data.structure import as_nodes, map_nest
 from devicemap.errors import DeviceMapError, FunctionError, brief, warn_user
 from devicemap.events import Shard, short_name

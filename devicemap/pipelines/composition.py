@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import compiled_as_a_part, waiting_for
 from devicemap._tensorflow.keras import is_training
-from devicemap._tensorflow.placement import run_beside_inputs
+from devicemap._tensorflow.runtime import run_beside_inputs
 from devicemap.compile.gather import gather, with_row_counts_checked, with_static_rows
 from devicemap.compile.graph_builder import copied, sizes_in_graph
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of

@@ -20,7 +20,7 @@ import tensorflow as tf
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap._tensorflow.keras import batch_norms_of, in_training, layers_of, stored_in
 from devicemap._tensorflow.keras_graphs import begin_call
-from devicemap._tensorflow.placement import run_beside_inputs
+from devicemap._tensorflow.runtime import run_beside_inputs
 from devicemap.devices import choose_devices, choose_output_device
 from devicemap.errors import DataError, OptionError, warn_user
 from devicemap.inspect.pipeline_plan import PipelinePlan, StagePlan

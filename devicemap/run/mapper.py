@@ -33,8 +33,7 @@ from devicemap.events import ChunkFinished, DeviceLost, Event, RowFailed, short_
 from devicemap.run.chunk_engine import run_chunks
 from devicemap.run.chunk_sizes import chunks_in_flight, rows_are_free
 from devicemap.run.engine import ROWS_PER_SLOT, CallStats, choose_engine
-from devicemap.run.graph_engine import GraphCallLog, GraphEngine, GraphObservers
-from devicemap.run.in_function import call_inside
+from devicemap.run.graph_engine import GraphCallLog, GraphEngine, GraphObservers, call_inside
 from devicemap.run.workers import ChunkOptions, Result, Runner
 
 _WINDOW = 4

@@ -18,17 +18,19 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.runtime import allocator_bytes
 from devicemap.data.sources import Source
+from devicemap.devices import kind_of
 from devicemap.errors import add_note
 from devicemap.events import DeviceLost
 from devicemap.hosts import host_of, is_remote
 from devicemap.run.chunk_sizes import Throughput, next_chunk_size
-from devicemap.run.device_memory import peak_share
 from devicemap.run.retries import FAILURES_IN_A_ROW, RetryAction, is_of_the_row
 from devicemap.run.workers import Call, Failed, Failure, Finished, Runner, Task
 
@@ -279,3 +281,22 @@ class Scheduler:
             self._call.notify(DeviceLost, device=each, error=error)
         if not self._alive:
             raise self._call.options.describe(error, task.tried)
+
+
+def peak_share(device: str) -> float | None:
+    """Return the peak memory use of a device divided by its memory, or `None` if it does not report both, like CPUs.
+
+    >>> peak_share("/device:CPU:0")
+    """
+    memory = None if kind_of(device) == "CPU" or is_remote(device) else _memory_bytes().get(device)
+    if not memory:
+        return None
+    try:
+        return float(tf.config.experimental.get_memory_info(device)["peak"] / memory)
+    except (ValueError, tf.errors.OpError):  # this kind of device keeps no statistics
+        return None
+
+
+@cache
+def _memory_bytes() -> dict[str, int]:
+    return allocator_bytes()

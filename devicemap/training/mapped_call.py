@@ -24,13 +24,11 @@ from devicemap.compile.gather import with_row_counts_checked
 from devicemap.compile.graph_builder import depends_on
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import JoinedShards, as_states
-from devicemap.compile.replicas import split_seeds
-from devicemap.compile.transfers import send_along_tree
+from devicemap.compile.replicas import send_along_tree, split_seeds
 from devicemap.data.rows import HOST, as_rows, count_rows, take_rows
 from devicemap.devices import kind_of
 from devicemap.errors import failure, warn_user
-from devicemap.run.graph_engine import GraphEngine
-from devicemap.run.in_function import call_inside
+from devicemap.run.graph_engine import GraphEngine, call_inside
 from devicemap.run.mapper import NullObserver
 from devicemap.training.filled_rows import FilledShards, counted, filled
 from devicemap.training.lockstep import Lockstep

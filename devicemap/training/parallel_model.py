@@ -13,10 +13,10 @@ import tensorflow as tf
 from devicemap._tensorflow.keras import forget_functions, layers_of
 from devicemap.api import DeviceMap
 from devicemap.data.rows import take_rows
-from devicemap.data.shards import shard_sizes
 from devicemap.errors import OptionError, warn_user
+from devicemap.events import shard_sizes
 from devicemap.inspect.plan import Plan
-from devicemap.inspect.training_report import DeviceShare, TrainingReport
+from devicemap.inspect.report import DeviceShare, TrainingReport
 from devicemap.inspect.verify import Verification
 from devicemap.training.forward import ForwardPass
 from devicemap.training.row_losses import RowLosses, of_all_rows

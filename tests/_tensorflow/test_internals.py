@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from devicemap._tensorflow import memory, usable
+from devicemap._tensorflow import runtime, usable
 from devicemap._tensorflow.calls import begin_backward_on, prepare_gradient
 from devicemap._tensorflow.functions import (
     NO_AUTO_CONTROL_DEPS,
@@ -28,9 +28,8 @@ from devicemap._tensorflow.gradients import (
     redirect_gradient,
     wait_for,
 )
-from devicemap._tensorflow.memory import allocator_bytes
 from devicemap._tensorflow.pfor import take_all_rows
-from devicemap._tensorflow.placement import run_beside_inputs
+from devicemap._tensorflow.runtime import allocator_bytes, run_beside_inputs
 
 pytestmark = pytest.mark.private("what is tested here")
 
@@ -248,7 +247,7 @@ def test_rows_are_taken_without_a_copy() -> None:
 
 
 def test_the_memory_of_devices() -> None:
-    assert usable(memory._context, memory._listing, memory._sizes)
+    assert usable(runtime._context, runtime._listing, runtime._sizes)
     assert allocator_bytes() == {}  # of devices that are no CPUs; tests/simulators/test_softgpu.py has some
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from devicemap.inspect.progress import ProgressBar
+from devicemap.inspect.recorder import ProgressBar
 from devicemap.types import CallFinished, Event
 
 EVENTS = history([(10, 1.0)] * 10, devices=2)

@@ -1,10 +1,12 @@
-"""Placement of ops without a device in graphs that are being built."""
+"""The memory of devices, the devices of ops, and processes that were forked."""
 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,13 +14,61 @@ import tensorflow as tf
 
 from devicemap._tensorflow import Private, nothing, with_fallback
 
+_context = Private("tensorflow.python.eager.context", "context", "context_safe")
+_listing = Private(
+    "tensorflow.python.pywrap_tfe",
+    *("TFE_ContextListDevices", "TF_DeviceListCount", "TF_DeviceListName", "TF_DeviceListType", "TF_DeleteDeviceList"),
+)
+_sizes = Private("tensorflow.python.client.pywrap_tf_session", "TF_DeviceListMemoryBytes")
+
+
+_THREADS = Path("/proc/self/task")
+
 _graphs = Private("tensorflow.python.framework.ops", "Graph._device_function_stack", "Operation._update_input")
+
 _registry = Private("tensorflow.python.framework.ops", "get_gradient_function")
+
 _distribution = Private("tensorflow.python.distribute.distribute_lib", "ReplicaContext")
+
 _stacks = Private("tensorflow.python.framework.traceable_stack", "TraceableStack")
 
 _devices: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """The devices of each graph that `run_beside_inputs` has changed."""
+
+
+@with_fallback(dict, _context, _listing, _sizes)
+def allocator_bytes() -> dict[str, int]:
+    """Return the bytes that TensorFlow's allocator may use on each device that is not a CPU, by full name.
+
+    The public API has the configured limit of a logical device, but not the memory of a whole GPU.
+    """
+    context: Any = _context.context()
+    context.ensure_initialized()
+    devices = _listing.TFE_ContextListDevices(context._handle)
+    try:
+        return {
+            _listing.TF_DeviceListName(devices, i): _sizes.TF_DeviceListMemoryBytes(devices, i)
+            for i in range(_listing.TF_DeviceListCount(devices))
+            if _listing.TF_DeviceListType(devices, i) != "CPU"
+        }
+    finally:
+        _listing.TF_DeleteDeviceList(devices)
+
+
+@with_fallback(lambda: False, _context)
+def lost_threads() -> bool:
+    """Return whether TensorFlow is initialised in this process without its threads (on Linux).
+
+    A forked process has the memory of its parent, but not its threads. Functions then wait forever (test_forks).
+    """
+    if getattr(_context.context_safe(), "_context_handle", None) is None or not _THREADS.is_dir():
+        return False
+    try:
+        names = [(thread / "comm").read_text() for thread in _THREADS.iterdir()]
+    except OSError:  # a thread ended while it was read, so there are threads
+        return False
+    # Other versions of TensorFlow may name threads differently, but still have more threads than Python.
+    return len(names) <= threading.active_count() and not any(name.startswith("tf_") for name in names)
 
 
 @with_fallback(nothing, _graphs, _stacks, _registry, _distribution)
