@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import rich
 import tensorflow as tf
 
@@ -25,8 +24,7 @@ from devicemap.devices import simulate_devices
 from devicemap.errors import DataError, DeviceMapError, FunctionError, brief
 from devicemap.events import short_name
 from devicemap.inspect.render import Result, check_drawable
-from devicemap.store.export import RESULT, check_format, replacing
-from devicemap.store.results import Results
+from devicemap.store.export import check_format, export
 
 ROWS_FAILED = 3
 """The exit code of `run --skip-errors` if rows failed."""
@@ -96,7 +94,7 @@ def _run(options: argparse.Namespace) -> int:
         rich.reconfigure(stderr=True)  # so that the progress bar is not part of the output
     mapper = _mapper(options, progress=not options.quiet, on_error="skip" if options.skip_errors else "raise")
     source, out = _read(options), Path(options.out)
-    loading, save = _FILES.get(out.suffix, ("devicemap.open_results({!r}).load()", None))
+    loading, save = _FILES.get(out.suffix, "devicemap.open_results({!r}).load()"), out.suffix in _FILES
     directory = Path(f"{out}.partial") if save else out
     if save:
         if out.exists() and not directory.exists():
@@ -115,7 +113,7 @@ def _run(options: argparse.Namespace) -> int:
     for row in failed:
         print(f"{source.locate(row.row)} failed on {short_name(row.device)}: {row.error}")
     if save:
-        save(results, out)
+        export(results, out, out.suffix)
         shutil.rmtree(directory)
     left_out = f", without {len(failed)} that failed" if failed else ""
     print(f"{len(results)} rows in {out}{left_out}; load them by {loading.format(str(out))}")
@@ -151,16 +149,10 @@ def _reading_error(source: Input, error: Exception) -> Exception:
     return error
 
 
-def _to_npz(results: Results, path: Path) -> None:
-    loaded = results.load()
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        np.savez(file, **(loaded if isinstance(loaded, dict) else {RESULT: loaded}))
-
-
-_FILES: dict[str, tuple[str, Callable[[Results, Path], None]]] = {
-    ".npy": ("numpy.load({!r})", Results.to_npy),
-    ".npz": ("numpy.load({!r})", _to_npz),
-    ".parquet": ("pyarrow.parquet.read_table({!r})", Results.to_parquet),
-    ".tfrecord": ("tf.data.TFRecordDataset({!r})", Results.to_tfrecords),
+_FILES = {
+    ".npy": "numpy.load({!r})",
+    ".npz": "numpy.load({!r})",
+    ".parquet": "pyarrow.parquet.read_table({!r})",
+    ".tfrecord": "tf.data.TFRecordDataset({!r})",
 }
-"""The files that `run` writes, by suffix: code to load them, and a function that writes them. Other names are directories."""
+"""Code to load the files that `run` writes, by suffix. Other names are directories."""

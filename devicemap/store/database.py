@@ -17,15 +17,14 @@ import bisect
 import errno
 import json
 import math
-import os
 import sqlite3
 import stat
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from operator import attrgetter
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -33,26 +32,24 @@ import tensorflow as tf
 from devicemap.errors import JournalError, MissingRowsError
 from devicemap.store.encoding import START_AGAIN, WRONG_VALUES, Array, bytes_of, decode_leaves
 
-DATABASE, LOCK = "results.sqlite", "lock.sqlite"
+DATABASE, _JOURNAL, LOCK = "results.sqlite", "results.sqlite-journal", "lock.sqlite"
 """The names of the files."""
 
 _VERSION = 2_000
 """The `PRAGMA user_version`: the first version of devicemap that reads this format, here 0.2.0, in base 1000."""
 
-_SCHEMA = (
-    "CREATE TABLE header (call TEXT, rows INTEGER, checksum INTEGER)",
-    "CREATE TABLE chunks (start INTEGER PRIMARY KEY, stop INTEGER, inputs TEXT, shapes TEXT, device TEXT, error TEXT, "
-    "first_part INTEGER, last_part INTEGER, checksum INTEGER)",
-    "CREATE TABLE parts (id INTEGER PRIMARY KEY, data BLOB)",
+_TABLES = (
+    "header (call TEXT, rows INTEGER, checksum INTEGER)",
+    "chunks (start INTEGER PRIMARY KEY, stop INTEGER, inputs TEXT, shapes TEXT, device TEXT, error TEXT, first_part INTEGER, "
+    "last_part INTEGER, checksum INTEGER)",
+    "parts (id INTEGER PRIMARY KEY, data BLOB)",
 )
 _PART_BYTES = 2**18
 """Size of a part. Parts stay in CPU caches: with 4 MiB, `benchmarks/test_store.py` loads half as fast."""
 
 _QUEUE_BYTES = 2**28
-"""The most bytes of chunks that wait to be committed."""
+"""The most bytes of chunks that wait to be committed while devices compute."""
 
-_DELETE_OVERLAPPING = """DELETE FROM chunks
-WHERE start >= ifnull((SELECT max(start) FROM chunks WHERE start <= :start), :start) AND start < :stop AND stop > :start"""
 _READ_PARTS = f"""SELECT data FROM parts
 WHERE id BETWEEN ? AND ? AND typeof(data) = 'blob' AND length(data) <= {_PART_BYTES} ORDER BY id"""
 
@@ -99,16 +96,6 @@ def checksum(*values: Any) -> int:
     return zlib.crc32(json.dumps(values).encode())
 
 
-def missing_rows(chunks: Sequence[StoredChunk], start: int, stop: int) -> list[tuple[int, int]]:
-    """Return the `(start, stop)` of missing rows: those of rows `start` to `stop - 1` that are in none of these sorted chunks.
-
-    >>> missing_rows([StoredChunk(2, 4, ""), StoredChunk(4, 6, "")], 0, 8)
-    [(0, 2), (6, 8)]
-    """
-    edges = [start, *(edge for chunk in overlapping(chunks, start, stop) for edge in chunk[:2]), stop]
-    return [(low, high) for low, high in zip(edges[::2], edges[1::2]) if low < high]
-
-
 def overlapping(chunks: Sequence[StoredChunk], start: int, stop: int) -> Sequence[StoredChunk]:
     """Return the chunks that have some of rows `start` to `stop - 1`. `chunks` is sorted."""
     first = bisect.bisect_right(chunks, start, key=attrgetter("stop"))
@@ -137,7 +124,7 @@ def open_database(directory: Path) -> Iterator[Database]:
     """
     with _database_errors(f"reading results in {directory}", "Is this a directory that devicemap has written to?"):
         _check_files(directory)
-        with closing(_connect(directory / DATABASE, "rw", _READER)) as connection:
+        with _connected(directory / DATABASE, "rw", _READER) as connection:
             yield Database(directory, connection)
 
 
@@ -152,7 +139,7 @@ class Database:
             reader = ".".join(str(version // 1000**place % 1000) for place in (2, 1, 0))
             advice = f"Read them with devicemap {reader}, or write to another directory"
             raise JournalError(f"{self._path} holds results in the format of devicemap {reader}. {advice}")
-        if tables and (version, tables) != (_VERSION, [(statement,) for statement in _SCHEMA]):
+        if tables and (version, tables) != (_VERSION, [(f"CREATE TABLE {table}",) for table in _TABLES]):
             raise JournalError(f"{self._path} is damaged, or not a database of devicemap. {START_AGAIN}")
         self._is_empty = not tables
 
@@ -210,82 +197,66 @@ class Database:
 
 
 class Writer(Database):
-    """The tables of a directory that is locked for writing. Thread-safe: one thread commits the chunks of all threads."""
+    """The tables of a directory that is locked for writing. Any thread may add chunks; `flush` commits them together."""
 
     def __init__(self, directory: Path, connection: sqlite3.Connection):
         super().__init__(directory, connection)
         self.header, self.stored = self.contents()
+        self._next_header = self.header
         self._waiting: list[tuple[StoredChunk, Sequence[Array]]] = []
-        self._process = os.getpid()
-        self._thread = ThreadPoolExecutor(1, "devicemap writer")
-        self._last: Future[None] = self._thread.submit(lambda: None)
+        self._committing = Lock()
 
     def put(self, header: Header, *chunks: tuple[StoredChunk, Sequence[Array]]) -> None:
-        """Queue the header, if it has changed, and chunks with their arrays. The thread commits all queued chunks at once.
+        """Set the header, and queue chunks with their arrays for the next `flush`.
 
-        Chunks replace rows that failed before and damaged chunks. The call waits while more than `_QUEUE_BYTES` are not
-        committed. Raises `JournalError` if the disk has failed, or the directory was closed.
+        Chunks replace rows that failed before and damaged chunks. The call waits for the disk only if more than `_QUEUE_BYTES`
+        are queued. Then it may raise a `JournalError`.
         """
-        before = self._last
+        self._next_header = header
         self._waiting += chunks
-        try:
-            self._last = self._thread.submit(self._commit, header)
-        except RuntimeError as error:
-            raise JournalError(f"{self._path.parent} was closed, and takes no more results") from error
-        if before.done():
-            before.result()
         if sum(array.nbytes for _, arrays in [*self._waiting] for array in arrays) > _QUEUE_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        """Wait until all queued chunks are committed. Raises `JournalError` if the disk has failed."""
-        self._last.result()
-
-    def stop(self) -> bool:
-        """End the thread, after it has tried to commit all chunks. Return false in a forked process, which has no such thread.
-
-        A forked process must not close the connection, because SQLite would roll back the transaction of the parent process.
-        """
-        if os.getpid() != self._process:
-            return False
-        self._thread.shutdown()
-        return True
-
-    def _commit(self, header: Header) -> None:
-        batch = self._waiting[:]
-        if not batch and header == self.header:
-            return
+        """Commit all queued chunks in one transaction. Raises `JournalError` if the disk fails."""
         advice = "All committed chunks are kept: run again to compute the missing ones"
-        with _database_errors(f"writing to {self._path.parent}", advice), self._connection as connection:
+        errors = _database_errors(f"writing to {self._path.parent}", advice)
+        with self._committing, errors, self._connection as connection:
+            batch, header = self._waiting[:], self._next_header
+            if not batch and header == self.header:
+                return
             connection.execute("BEGIN IMMEDIATE")
-            if header != self.header:
-                create = *_SCHEMA, f"PRAGMA user_version={_VERSION}"
-                for statement in create if self.header is None else ["DELETE FROM header"]:
-                    connection.execute(statement)
+            if header is not None and header != self.header:
+                for table in _TABLES:
+                    connection.execute(f"CREATE TABLE IF NOT EXISTS {table}")
+                connection.execute(f"PRAGMA user_version={_VERSION}")
                 row = json.dumps(header.call), header.rows
+                connection.execute("DELETE FROM header")
                 connection.execute("INSERT INTO header VALUES (?, ?, ?)", (*row, checksum(*row)))
             for chunk, arrays in batch:
                 self._insert(chunk, arrays)
             connection.execute("COMMIT")
-        self.header = header
-        del self._waiting[: len(batch)]
+            self.header = header
+            del self._waiting[: len(batch)]
 
     def _insert(self, chunk: StoredChunk, arrays: Sequence[Array]) -> None:
-        self._connection.execute(_DELETE_OVERLAPPING, {"start": chunk.start, "stop": chunk.stop})
+        for old in overlapping(self.stored, chunk.start, chunk.stop):
+            self._connection.execute("DELETE FROM chunks WHERE start = ?", (old.start,))
         ((first,),) = self._connection.execute("SELECT ifnull(max(id), 0) + 1 FROM parts")
         data = b"".join(map(bytes_of, arrays))
         parts = [data[offset : offset + _PART_BYTES] for offset in range(0, len(data), _PART_BYTES)]
         self._connection.executemany("INSERT INTO parts VALUES (?, ?)", enumerate(parts, first))
         described = *chunk[:3], json.dumps([array.shape for array in arrays]), chunk.device, chunk.error
         where, check = (first, first + len(parts) - 1), checksum(*described, zlib.crc32(data))
-        self._connection.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*described, *where, check))
+        self._connection.execute("REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*described, *where, check))
 
 
 @contextmanager
 def open_for_writing(directory: Path) -> Iterator[Writer]:
     """Create a directory, and lock its database for writing. Results in an existing directory do not change.
 
-    Raises `JournalError` if the directory is damaged or holds other files, and if another writer in any process has the lock.
+    Queued chunks are committed at the end, also after an error. Raises `JournalError` if the directory is damaged or holds
+    other files, and if another writer in any process has the lock.
     """
     advice = "It must be a directory that can be written to and locked"
     with ExitStack() as stack:
@@ -298,8 +269,8 @@ def open_for_writing(directory: Path) -> Iterator[Writer]:
                     f"{directory} holds {', '.join(names[:3])}, and no results of devicemap. Write to a new or empty directory"
                 )
             try:
-                lock = _connect(directory / LOCK, "rwc", ["journal_mode=MEMORY"], busy_seconds=0)  # no journal file
-                stack.enter_context(closing(lock)).execute("BEGIN EXCLUSIVE")
+                lock = _connected(directory / LOCK, "rwc", ["journal_mode=MEMORY"], busy_seconds=0)  # no journal file
+                stack.enter_context(lock).execute("BEGIN EXCLUSIVE")
             except sqlite3.OperationalError as error:
                 if str(error) != _LOCKED:
                     raise
@@ -307,12 +278,9 @@ def open_for_writing(directory: Path) -> Iterator[Writer]:
                     f"{directory} is being written to, by another call or another process. Wait until it finishes, or write to "
                     "another directory"
                 ) from error
-            writer = Writer(directory, stack.enter_context(closing(_connect(directory / DATABASE, "rwc", _WRITER))))
-        try:
-            yield writer
-        finally:
-            if not writer.stop():
-                stack.pop_all()
+            writer = Writer(directory, stack.enter_context(_connected(directory / DATABASE, "rwc", _WRITER)))
+        stack.callback(writer.flush)
+        yield writer
 
 
 def _check_files(directory: Path) -> None:
@@ -322,24 +290,24 @@ def _check_files(directory: Path) -> None:
     """
     for path in directory.iterdir():
         if path.name.startswith((DATABASE, LOCK)):
-            status, journal = path.lstat(), path.name == f"{DATABASE}-journal"
-            ours = path.name == DATABASE or journal or (path.name == LOCK and status.st_size == 0)
+            status, problem = path.lstat(), None
+            ours = path.name in (DATABASE, _JOURNAL) or (path.name == LOCK and status.st_size == 0)
             if not (ours and stat.S_ISREG(status.st_mode) and status.st_nlink == 1):
-                raise JournalError(
-                    f"{path} is a link, not a regular file, or not from devicemap, so do not trust this directory. "
-                    f"{START_AGAIN}"
-                )
-            if journal and path.read_bytes().endswith(_SUPER_JOURNAL):
-                raise JournalError(f"{path} names another file to delete, so do not trust this directory")
+                problem = "is a link, not a regular file, or not from devicemap"
+            elif path.name == _JOURNAL and path.read_bytes().endswith(_SUPER_JOURNAL):
+                problem = "names another file to delete"
+            if problem:
+                raise JournalError(f"{path} {problem}, so do not trust this directory. {START_AGAIN}")
 
 
-def _connect(path: Path, mode: str, pragmas: Sequence[str], busy_seconds: float = 300.0) -> sqlite3.Connection:
+@contextmanager
+def _connected(
+    path: Path, mode: str, pragmas: Sequence[str], busy_seconds: float = 300.0
+) -> Iterator[sqlite3.Connection]:
     uri = f"{path.absolute().as_uri()}?mode={mode}"
-    connection = sqlite3.connect(uri, timeout=busy_seconds, isolation_level=None, check_same_thread=False, uri=True)
-    try:
+    with closing(
+        sqlite3.connect(uri, busy_seconds, isolation_level=None, check_same_thread=False, uri=True)
+    ) as connection:
         for pragma in pragmas:
             connection.execute(f"PRAGMA {pragma}")
-    except BaseException:
-        connection.close()  # Python 3.13 and later warn of connections that the garbage collector closes
-        raise
-    return connection
+        yield connection

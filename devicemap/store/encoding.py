@@ -17,7 +17,6 @@ import math
 from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from devicemap.errors import JournalError
 START_AGAIN = "Write to another directory, or delete this one to start again"
 """Advice for a directory that is refused."""
 
-WRONG_VALUES = ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError
+WRONG_VALUES = ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError
 """Errors of Python, NumPy and TensorFlow for values that devicemap never writes."""
 
 Array = np.ndarray[Any, Any]
@@ -78,16 +77,13 @@ def describe_nest(specs: Any) -> Any:
     return described
 
 
-def structure_of(described: Any, directory: Path) -> Any:
-    """Return the nest of specs that a header describes, with named tuples for objects; `JournalError` if it is invalid."""
-    try:
-        structure = _specs_of(described)
-        describe_nest(structure)  # checks dtypes and keys
-    except (*WRONG_VALUES, AttributeError, JournalError) as error:
-        raise JournalError(
-            f"{directory} has a description of results that devicemap did not write: {type(error).__name__}: {error!s:.200}. "
-            f"{START_AGAIN}"
-        ) from error
+def structure_of(described: Any) -> Any:
+    """Return the nest of specs that JSON describes, with named tuples for objects.
+
+    Raises `JournalError` or one of `WRONG_VALUES` for JSON that devicemap did not write.
+    """
+    structure = _specs_of(described)
+    describe_nest(structure)  # checks dtypes and keys
     return structure
 
 
@@ -158,19 +154,16 @@ def decode_leaves(data: bytearray, shapes: Sequence[Any], specs: Sequence[Any], 
 def _decode_leaf(arrays: Iterator[Array], spec: Any, rows: int) -> Any:
     specs = tf.nest.flatten(spec, expand_composites=True)
     parts = [_strings(next(arrays), next(arrays)) if part.dtype == tf.string else next(arrays) for part in specs]
-    if isinstance(spec, tf.TensorSpec):
-        leaf, count = parts[0], len(parts[0])
-    elif isinstance(spec, tf.RaggedTensorSpec):
+    leaf = parts[0]
+    if isinstance(spec, tf.RaggedTensorSpec):
         values = tf.convert_to_tensor(parts[0], spec.dtype)
         leaf = tf.RaggedTensor.from_nested_row_splits(values, parts[1:], validate=True)
-        count = int(leaf.nrows())
-    else:
+    elif isinstance(spec, tf.SparseTensorSpec):
         indices, values, sizes = parts
-        leaf = tf.SparseTensor(indices, tf.convert_to_tensor(values, spec.dtype), sizes)
         _require(np.all(sizes >= 0) and math.prod(max(n, 1) for n in sizes.tolist()) < 2**62)
         _require(np.all((indices >= 0) & (indices < sizes)))
-        count = sizes[0]
-    _require(count == rows and spec.shape.is_compatible_with(leaf.shape))
+        leaf = tf.SparseTensor(indices, tf.convert_to_tensor(values, spec.dtype), sizes)
+    _require(leaf.shape[0] == rows and spec.shape.is_compatible_with(leaf.shape))
     return leaf
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -70,33 +70,53 @@ def _holds(suffix: str, spec: Any) -> bool:
     return exact and (spec.shape.rank == 2 if ragged else spec.shape[2:].is_fully_defined())
 
 
-def write_npy(path: Path, rows: int, chunks: Iterable[Array]) -> None:
-    """Write rows to a `.npy` file, from at least one chunk. Raises `OptionError` for rows of different shapes."""
+def export(results: Any, path: Path, suffix: str) -> None:
+    """Write all `Results` to a file of the format with this suffix, which `path` need not have.
+
+    Raises:
+        OptionError, ImportError: those of `check_format`.
+        MissingRowsError: rows are missing or damaged.
+    """
+    check_format(suffix, results.structure)
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            _WRITERS[suffix](file, results, results if len(results) else [results.load()])
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_npy(file: Any, results: Any, chunks: Iterable[Array]) -> None:
     shape = None
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        for chunk in chunks:
-            if shape is None:
-                shape = chunk.shape[1:]
-                header = {"descr": chunk.dtype.str, "fortran_order": False, "shape": (rows, *shape)}
-                np.lib.format.write_array_header_2_0(file, header)
-            if chunk.shape[1:] != shape:
-                raise OptionError(
-                    f"{path} cannot hold rows of the shapes {list(shape)} and {list(chunk.shape[1:])}; use to_parquet"
-                )
-            file.write(bytes_of(chunk))
+    for chunk in chunks:
+        if shape is None:
+            shape = chunk.shape[1:]
+            header = {"descr": chunk.dtype.str, "fortran_order": False, "shape": (len(results), *shape)}
+            np.lib.format.write_array_header_2_0(file, header)
+        if chunk.shape[1:] != shape:
+            raise OptionError(
+                f"a .npy file cannot hold rows of the shapes {list(shape)} and {list(chunk.shape[1:])}; use to_parquet"
+            )
+        file.write(bytes_of(chunk))
 
 
-def write_parquet(path: Path, structure: Any, chunks: Iterable[Any]) -> None:
-    """Write rows, from at least one chunk, to a Parquet file with a column for each key of a dict."""
+def _write_npz(file: Any, results: Any, chunks: Iterable[Any]) -> None:
+    np.savez(file, **_columns(results.load()))
+
+
+def _write_parquet(file: Any, results: Any, chunks: Iterable[Any]) -> None:
     pyarrow, parquet = _import_pyarrow()
-    specs = _columns(structure)
-    with replacing(path) as temporary, ExitStack() as stack:
+    specs = _columns(results.structure)
+    with ExitStack() as stack:
         writer, group, size = None, [], 0
         for chunk in chunks:
             with tf.device(HOST):
                 columns = {name: _as_column(column, specs[name]) for name, column in _columns(chunk).items()}
                 group.append(pyarrow.table({name: as_arrow(pyarrow, column) for name, column in columns.items()}))
-            writer = writer or stack.enter_context(parquet.ParquetWriter(temporary, group[0].schema))
+            writer = writer or stack.enter_context(parquet.ParquetWriter(file, group[0].schema))
             size += group[-1].nbytes
             if size >= _GROUP_BYTES:
                 writer.write_table(pyarrow.concat_tables(group))
@@ -105,14 +125,22 @@ def write_parquet(path: Path, structure: Any, chunks: Iterable[Any]) -> None:
             writer.write_table(pyarrow.concat_tables(group))
 
 
-def write_tfrecords(path: Path, chunks: Iterable[Any]) -> None:
-    """Write a `tf.train.Example` for each row, with a feature for each key of a dict."""
-    with replacing(path) as temporary, tf.io.TFRecordWriter(str(temporary)) as writer:
+def _write_tfrecords(file: Any, results: Any, chunks: Iterable[Any]) -> None:
+    with tf.io.TFRecordWriter(file.name) as writer:
         for chunk in chunks:
             columns = _columns(chunk)
             for row in zip(*map(_features_of, columns.values())):
                 features = tf.train.Features(feature=dict(zip(columns, row)))
                 writer.write(tf.train.Example(features=features).SerializeToString())
+
+
+_WRITERS: dict[str, Callable[[Any, Any, Iterable[Any]], None]] = {
+    ".npy": _write_npy,
+    ".npz": _write_npz,
+    ".parquet": _write_parquet,
+    ".tfrecord": _write_tfrecords,
+}
+"""Functions of a binary file, the results, and at least one chunk, by suffix."""
 
 
 def _features_of(column: Any) -> Iterator[Any]:
@@ -153,17 +181,3 @@ def _import_pyarrow() -> tuple[Any, Any]:
         return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         raise ImportError(f"a .parquet file needs pyarrow ({error}): pip install 'devicemap[parquet]'") from error
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield the name of a temporary file that replaces `path` at the end, and is deleted after an error."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        temporary.touch()
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

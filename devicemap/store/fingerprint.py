@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import python_function
-from devicemap.compile.audit import Treatment, variable_of
+from devicemap.compile.audit import WRITES, variable_of
 from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.trace import Traced
 from devicemap.store.encoding import digest
@@ -33,9 +33,8 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
     functions = [traced.function]
     if isinstance(traced.reduction, BoundReduction):
         functions += traced.reduction.functions()
-    read_only = None, Treatment.READ, Treatment.STAYS
     treatments = zip(traced.concrete.captured_inputs, traced.audit.treatments)
-    written = {id(handle) for handle, treatment in treatments if treatment not in read_only}
+    written = {id(handle) for handle, treatment in treatments if treatment in WRITES}
     graphs: list[str] = []
     variables: list[str] = []
     tensors: list[str] = []
@@ -76,7 +75,9 @@ class _Graphs:
             op = self._called(node.op) if node.op in self._functions else node.op  # a call of TensorFlow 1
             lines.append(f"{op} {inputs} {self._attributes(node)}")
             if "token" in node.attr:
-                lines.append(_describe_python(python_function(node.attr["token"].s.decode())))
+                called = python_function(node.attr["token"].s.decode())
+                code = _describe_code(getattr(called, "__code__", None))
+                lines.append(f"{getattr(called, '__name__', '')} {code}")
         lines += [_numbered(function.ret[result.name], numbers) for result in signature.output_arg]
         lines += sorted(numbers[name] for name in function.control_ret.values())
         return _digest("\n".join(lines).encode())
@@ -96,12 +97,8 @@ class _Graphs:
         return self._digests.get(name, "?")  # "?" for a gradient function, which is not in the library
 
 
-def _describe_python(function: Any) -> str:
-    """Return the name and the code of a Python function, without the objects to which it refers."""
-    return f"{getattr(function, '__name__', '')} {_describe_code(getattr(function, '__code__', None))}"
-
-
 def _describe_code(code: Any) -> str:
+    """Return the code of a Python function, or a constant in it, without the objects to which it refers."""
     if isinstance(code, CodeType):
         return f"{code.co_code!r} {code.co_names} {[_describe_code(constant) for constant in code.co_consts]}"
     return str(sorted(map(repr, code))) if isinstance(code, frozenset) else repr(code)

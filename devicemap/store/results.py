@@ -6,7 +6,7 @@ import os
 import sys
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from devicemap.data.join import join
 from devicemap.data.rows import HOST, empty_rows, take_rows
 from devicemap.errors import FunctionError, JournalError, MissingRowsError, brief
 from devicemap.events import FailedRow
-from devicemap.store.database import Header, StoredChunk, missing_rows, open_database, overlapping
+from devicemap.store.database import Header, StoredChunk, open_database, overlapping
 from devicemap.store.encoding import structure_of
-from devicemap.store.export import check_format, write_npy, write_parquet, write_tfrecords
+from devicemap.store.export import export
 
 
 def open_results(directory: str | os.PathLike[str]) -> Results:
@@ -42,11 +42,13 @@ def open_results(directory: str | os.PathLike[str]) -> Results:
     path = Path(directory)
     with open_database(path) as database:
         header, chunks = database.contents()
-    if header is None:
-        raise JournalError(f"{path} holds no results yet: no chunk has been committed")
-    if header.call.get("reducer") is not None:
-        raise JournalError(f"{path} holds partial results of a reduction, not rows; continue it with DeviceMap.reduce")
-    return Results(path, header, chunks)
+        if header is None:
+            raise JournalError(f"{path} holds no results yet: no chunk has been committed")
+        if header.call.get("reducer") is not None:
+            raise JournalError(
+                f"{path} holds partial results of a reduction, not rows; continue it with DeviceMap.reduce"
+            )
+        return Results(path, header, chunks)
 
 
 class Results:
@@ -71,7 +73,7 @@ class Results:
         self.directory = directory
         """The directory that holds the results."""
 
-        self.structure = structure_of(header.call.get("results"), directory)
+        self.structure = structure_of(header.call["results"])
         """Nest of `tf.TypeSpec`s, of shapes `[None, ...]`."""
 
         self._specs = tf.nest.flatten(self.structure)
@@ -110,10 +112,8 @@ class Results:
 
         Damaged chunks are not included; they are found when they are read.
         """
-        if self._rows is not None:
-            return [*missing_rows(self._chunks, 0, self._rows)]
-        known = self._chunks[-1].stop if self._chunks else 0
-        return [*missing_rows(self._chunks, 0, known), (known, None)]
+        ranges = _missing_rows(self._chunks, 0, sys.maxsize if self._rows is None else self._rows)
+        return [(start, stop if stop < sys.maxsize else None) for start, stop in ranges]
 
     @property
     def complete(self) -> bool:
@@ -164,14 +164,11 @@ class Results:
         """
         deque(self, 0)
 
-        def tensor(leaf: Any, spec: Any) -> Any:
-            return tf.convert_to_tensor(leaf, spec.dtype) if isinstance(leaf, np.ndarray) else leaf
-
         def chunks() -> Iterator[Any]:
-            for chunk in self:
+            for _, leaves in self._read_chunks(0, sys.maxsize):
                 with tf.device(HOST):  # not around the yield, because another thread may continue after it
-                    tensors = tf.nest.map_structure(tensor, chunk, self.structure)
-                yield tensors
+                    tensors = [_tensor(leaf, spec) for leaf, spec in zip(leaves, self._specs)]
+                yield self._pack(tensors)
 
         dataset = tf.data.Dataset.from_generator(chunks, output_signature=self.structure)
         return dataset.apply(tf.data.experimental.assert_cardinality(len(self._chunks) - len(self._failed)))
@@ -182,7 +179,7 @@ class Results:
         Chunks are read one by one. The file appears, or is replaced, when it is complete. Raises `OptionError` for other
         results, and `MissingRowsError` for missing or damaged rows.
         """
-        write_npy(Path(path), len(self), self._chunks_for(".npy"))
+        export(self, Path(path), ".npy")
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
         """Write all rows to a Parquet file, with a column for each key of a dict, or else the column `result`.
@@ -190,7 +187,7 @@ class Results:
         Columns hold numbers of at most 64 bits or binary strings, or lists of these for rows with axes. Row groups have about
         64 MB, which is also the memory that the export needs. It needs pyarrow. Errors are those of `to_npy`.
         """
-        write_parquet(Path(path), self.structure, self._chunks_for(".parquet"))
+        export(self, Path(path), ".parquet")
 
     def to_tfrecords(self, path: str | os.PathLike[str]) -> None:
         """Write all rows to a TFRecord file, each as a `tf.train.Example` with a feature for each key, or else `result`.
@@ -199,12 +196,7 @@ class Results:
         bytes, which `tf.io.parse_example` reads. The axes of a row are flattened; one of them may have an unknown length.
         Errors are those of `to_npy`.
         """
-        write_tfrecords(Path(path), self._chunks_for(".tfrecord"))
-
-    def _chunks_for(self, suffix: str) -> Iterable[Any]:
-        """Return all chunks, at least one, or raise an error if a file of this format cannot hold the results."""
-        check_format(suffix, self.structure)
-        return self if len(self) else [self.load()]
+        export(self, Path(path), ".tfrecord")
 
     def __repr__(self) -> str:
         rows = "?" if self._rows is None else len(self)
@@ -216,7 +208,7 @@ class Results:
         """Return results `first` to `last - 1`."""
         start = self._row_of(first)
         stop = self._row_of(last - 1) + 1 if last > first else start
-        if missing := missing_rows(self._chunks, start, stop):
+        if missing := _missing_rows(self._chunks, start, stop):
             raise self._missing_error(missing)
         try:
             with tf.device(HOST):
@@ -265,6 +257,20 @@ class Results:
             f"rows {', '.join(ranges[:5])}{more} are missing in {self.directory}: no run has finished. Run write again with "
             "the same function and data: it computes what is missing"
         )
+
+
+def _missing_rows(chunks: Sequence[StoredChunk], start: int, stop: int) -> list[tuple[int, int]]:
+    """Return the `(start, stop)` of missing rows: those of rows `start` to `stop - 1` that are in none of these sorted chunks.
+
+    >>> _missing_rows([StoredChunk(2, 4, ""), StoredChunk(4, 6, "")], 0, 8)
+    [(0, 2), (6, 8)]
+    """
+    edges = [start, *(edge for chunk in overlapping(chunks, start, stop) for edge in chunk[:2]), stop]
+    return [(low, high) for low, high in zip(edges[::2], edges[1::2]) if low < high]
+
+
+def _tensor(leaf: Any, spec: Any) -> Any:
+    return tf.constant(leaf, spec.dtype) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _join(parts: Sequence[Any], spec: Any) -> Any:

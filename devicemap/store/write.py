@@ -43,19 +43,18 @@ def write(
     compiled = mapper.program.compiled_for(source)
     call, uncovered = _describe_call(mapper, source, compiled)
     with open_for_writing(directory) as writer:
-        total, stored = 0, writer.stored
-        if writer.header is not None and stored:
+        total = 0
+        if writer.header is not None and writer.stored:
             _check_same_call(directory, writer.header.call, call, trust_function)
-            call, total = writer.header.call, max(writer.header.rows or 0, stored[-1].stop)
+            call, total = writer.header.call, writer.header.rows or writer.stored[-1].stop
             if uncovered:
                 warn_user(
                     f"{mapper.program.name} uses {' and '.join(uncovered)}: if these changed, the results in {directory} are "
                     "old, which devicemap does not detect",
                     RuntimeWarning,
                 )
-        failed = [chunk for chunk in stored if chunk.error is not None]
-        if retry_failed or mapper.program.options.on_error == "raise":
-            stored, failed = [chunk for chunk in stored if chunk.error is None], []
+        keeps_failed = mapper.program.options.on_error == "skip" and not retry_failed
+        stored = [chunk for chunk in writer.stored if chunk.error is None or keeps_failed]
         _check_total(total, source.rows, directory)
         if isinstance(rows, Rows):
             every = Chunk(0, rows.count or 0, rows.leaves)
@@ -70,18 +69,18 @@ def write(
         missing, header = UnfinishedRows(source, whole, total, directory), Header(call, source.rows)
 
         def keep(chunk: Chunk, results: list[Any]) -> None:
-            stored = StoredChunk(chunk.start, chunk.start + chunk.count, digest(chunk.leaves))
-            writer.put(header, (stored, encode_leaves(results)))
+            finished = StoredChunk(chunk.start, chunk.start + chunk.count, digest(chunk.leaves))
+            writer.put(header, (finished, encode_leaves(results)))
 
         def leave_out(row: Chunk, shard: Shard, error: BaseException) -> None:
             inputs, text = digest(row.leaves), error_text(error)
             writer.put(header, (StoredChunk(row.start, row.start + 1, inputs, device=shard.device, error=text), ()))
 
-        for _ in mapper.chunks(missing, compiled, ChunkOptions(leave_out=leave_out), keep):
-            pass
+        # This thread commits, so that devices do not wait for the disk. Chunks that finish during a commit are in the next one.
+        for _ in mapper.chunks(missing, compiled, ChunkOptions(deterministic=False, leave_out=leave_out), keep):
+            writer.flush()
         writer.put(header._replace(rows=missing.rows_read))
-        writer.flush()
-    return compiled, failed
+    return compiled, [chunk for chunk in stored if chunk.error is not None]
 
 
 def reduce(mapper: Mapper, data: Any, directory: str | os.PathLike[str]) -> Any:
@@ -94,8 +93,7 @@ def reduce(mapper: Mapper, data: Any, directory: str | os.PathLike[str]) -> Any:
             RuntimeWarning,
         )
     with open_database(Path(directory)) as database:
-        _, stored = database.contents()
-        finished = (chunk for chunk in stored if chunk.error is None)
+        finished = (chunk for chunk in database.contents()[1] if chunk.error is None)
         return compiled.pack_states(database.leaves(chunk, compiled.traced.specs, 1) for chunk in finished)
 
 
@@ -144,11 +142,7 @@ def _check_same_rows(stored: StoredChunk, pieces: Sequence[Chunk], directory: Pa
     except FunctionError:  # the pieces have different shapes, unlike the rows of a stored chunk
         same = False
     if not same:
-        failed = (
-            ""
-            if stored.error is None
-            else " when it failed; on_error='raise', or retry_failed=True of write, computes it"
-        )
+        failed = " when it failed; on_error='raise', or retry_failed=True of write, computes it" if stored.error else ""
         raise _other_data(directory, f"rows {stored.start} to {stored.stop - 1} were not the same{failed}")
 
 
