@@ -19,7 +19,7 @@ from devicemap.errors import DataError, OptionError, brief, function_error
 from devicemap.hosts import settle
 from devicemap.pipelines.microbatches import Calls
 from devicemap.pipelines.schedule import Setting, Step
-from devicemap.pipelines.stages import Stage, TracedStage, noted, run_in_turn
+from devicemap.pipelines.stages import Stage, TracedStage, noted, run_in_turn, state_of
 
 
 @dataclass(frozen=True)
@@ -168,27 +168,32 @@ class EagerGraphs:
             return made
         try:
             settle(self._devices)
-            function, facts = self._graph_of(build, batch, key)
+            known = self._graphs.get(self._key(batch, key))
+            function, facts = known or self._new_graph(build, batch)
             tensors, times = function(batch.tensors, batch.targets, batch.scale)
+            if known is None:
+                self._graphs[self._key(batch, key)] = function, facts  # with layers that the traces have found
         except tf.errors.OpError as error:
             raise function_error(f"a stage failed: {type(error).__name__}: {brief(error)}", error) from error
         if self._setting.clock:
             self._setting.clock.values = times
         return facts[-1], tensors
 
-    def _graph_of(self, build: Callable[[Batch], tuple[Any, Any]], batch: Batch, key: Any) -> tuple[Any, list[Any]]:
-        """Return the graph for batches with a row for as many microbatches, and a list of the facts of its traces."""
-        least = min(batch.least or 0, self._setting.microbatches * len(self._setting.devices))
-        key = key, batch.key, least, is_training(), *(stage.state() for stage in self._stages)
-        if key not in self._graphs:
-            facts, clock, nest = list[Any](), self._setting.clock, batch.nest
+    def _key(self, batch: Batch, key: Any) -> tuple[Any, ...]:
+        return key, batch.key, self._least(batch), is_training(), state_of(*self._stages)
 
-            def run(tensors: Any, targets: Any, scale: Any) -> Any:
-                found, made = build(Batch(nest, tensors, least, targets, scale, key))
-                facts.append(found)
-                return made, clock.times if clock else None
+    def _least(self, batch: Batch) -> int:
+        return min(batch.least or 0, self._setting.microbatches * len(self._setting.devices))
 
-            signature = tf.nest.map_structure(spec_of, ([*batch.tensors], batch.targets))
-            signature += (tf.TensorSpec([], tf.float32),)
-            self._graphs[key] = tf.function(run, autograph=False, input_signature=signature), facts
-        return self._graphs[key]
+    def _new_graph(self, build: Callable[[Batch], tuple[Any, Any]], batch: Batch) -> tuple[Any, list[Any]]:
+        """Return a graph for batches with a row for as many microbatches, and a list of the facts of its traces."""
+        facts, clock, nest, key, least = list[Any](), self._setting.clock, batch.nest, batch.key, self._least(batch)
+
+        def run(tensors: Any, targets: Any, scale: Any) -> Any:
+            found, made = build(Batch(nest, tensors, least, targets, scale, key))
+            facts.append(found)
+            return made, clock.times if clock else None
+
+        signature = tf.nest.map_structure(spec_of, ([*batch.tensors], batch.targets))
+        signature += (tf.TensorSpec([], tf.float32),)
+        return tf.function(run, autograph=False, input_signature=signature), facts

@@ -24,7 +24,7 @@ class PipelineModel(keras.Model):
         """
         Args:
             pipe: the pipeline.
-            layers: the stages that are Keras layers, for their variables.
+            layers: the layers of its stages, for their variables.
         """
         policies = [layer.dtype_policy for layer in layers if layer.dtype_policy.name == "mixed_float16"]
         super().__init__(autocast=False, dtype=policies[0] if policies else None)  # for loss scaling by Keras

@@ -111,7 +111,7 @@ class Pipeline:
         if loss is not None:
             self._last = self._last.with_loss(partial(loss_by_row, loss))
         self._setting = replace(self._setting, clock=clock)
-        self._graphs = EagerGraphs(self._setting, self._stages)
+        self._graphs = EagerGraphs(self._setting, [*self._stages, self._last])
 
     def _copy_with(self, loss: Any, clock: Clock | None = None) -> Pipeline:
         """Return a pipeline of the same stages with another loss, a result of `as_loss`; `clock` times its calls."""
@@ -127,12 +127,17 @@ class Pipeline:
     @property
     def trainable_variables(self) -> list[Any]:
         """The trainable variables of the stages, each once. Variables of functions are known after the first call."""
-        models = [model for stage in self._stages if stage.is_layer for model in stage.models]
-        known = {id(stored_in(v)) for model in models for v in model.variables}
+        known = {id(stored_in(v)) for model in self._models for v in model.variables}
         functions = [stage for stage in (*self._stages, self._last) if not stage.is_layer]
         captured = [v for stage in functions for v in stage.variables if v.trainable and id(stored_in(v)) not in known]
-        found = [*(v for model in models for v in model.trainable_variables), *captured]
-        return list({id(variable): variable for variable in found}.values())
+        found = [*(v for model in self._models for v in model.trainable_variables), *captured]
+        return list({id(stored_in(variable)): variable for variable in found}.values())
+
+    @property
+    def _models(self) -> list[Any]:
+        """The outermost layers of the stages, each once. Layers that functions call are known after the first call."""
+        found = [model for stage in (*self._stages, self._last) for model in stage.models]
+        return list({id(model): model for model in found}.values())
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, data: Any) -> Any:
@@ -149,12 +154,6 @@ class Pipeline:
         if isinstance(data, tf.data.Dataset):
             raise DataError("data is a tf.data.Dataset, and a call takes one batch; use stream(dataset)")
         batch = Batch.of(data)
-        if untrained := begin_call([model for stage in self._stages for model in stage.models]):
-            warn_user(
-                f"the Keras model that calls this pipeline does not train its variables, such as {untrained[0]}; give the "
-                "model an attribute with the stages, too",
-                RuntimeWarning,
-            )
         late = self._setting.schedule != "gpipe" and self._setting.microbatches > 1 and tape_is_recording()
         if late and not self._warned:
             self._warned = True
@@ -164,6 +163,12 @@ class Pipeline:
                 RuntimeWarning,
             )
         (nest, layers), (leaves, losses) = self._graphs.run(self._called, batch)
+        if untrained := begin_call(self._models):
+            warn_user(
+                f"the Keras model that calls this pipeline does not train its variables, such as {untrained[0]}; give the "
+                "model an attribute with the stages, too",
+                RuntimeWarning,
+            )
         for layer, loss in zip(layers, losses):
             layer.add_loss(loss)
         return packed(nest, leaves)
@@ -208,6 +213,9 @@ class Pipeline:
         `fit` computes the loss of `compile`, or that of the pipeline, as `value_and_gradients` does. Optimizer slots and
         updates stay on the device of their variable. XLA is off.
 
+        Raises:
+            OptionError: a stage is a function whose layers are unknown, because no call or `explain` has traced it.
+
         Examples:
             >>> import keras
             >>> from devicemap import split
@@ -220,7 +228,13 @@ class Pipeline:
         """
         from devicemap.pipelines.keras_model import PipelineModel
 
-        return PipelineModel(self, [model for stage in self._stages for model in stage.models])
+        unknown = [k for k, stage in enumerate(self._stages) if not (stage.is_layer or stage.is_traced)]
+        if unknown:
+            raise OptionError(
+                f"the layers that stage {unknown[0]}, a function, calls are not known yet; pass a batch, or its specs, to "
+                "explain() before as_model()"
+            )
+        return PipelineModel(self, self._models)
 
     def _differentiated(
         self, x: Any, y: Any, weight: Any, scale: Any = 1.0, outputs: bool = False
@@ -230,8 +244,7 @@ class Pipeline:
             raise DataError("y is None; expected the targets of the rows, a nest of tensors [rows, ...]")
         batch = Batch.of(x, [each for each in (y, weight) if each is not None], scale)
         run = partial(self._graphs.run, partial(self._differentiate, outputs), batch, outputs)
-        has_layers = any(stage.layers for stage in self._stages)
-        nest, (value, gradients, leaves) = in_training(run, batch.tensors[0]) if has_layers else run()
+        nest, (value, gradients, leaves) = in_training(run)
         return value, gradients, packed(nest, leaves) if outputs else None
 
     def report(self, x: Any, y: Any = None, sample_weight: Any = None) -> PipelineReport:

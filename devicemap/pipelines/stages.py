@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import tracing_again
 from devicemap._tensorflow.gradients import order_of_gradients
-from devicemap._tensorflow.keras import is_seed, is_training, layers_of, notes_of, replacing, set_note, stored_in
+from devicemap._tensorflow.keras import is_seed, is_training, layers_of, notes_of, observing, set_note, stored_in
 from devicemap._tensorflow.keras_graphs import graph_of
 from devicemap.compile.audit import WRITES
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.graph_builder import depends_on
-from devicemap.compile.random import Stream, Streams, values_in
+from devicemap.compile.random import Stream, Streams
 from devicemap.compile.replicas import Replicas
-from devicemap.compile.trace import Traced, trace
+from devicemap.compile.trace import Traced, in_fn, trace
 from devicemap.data.rows import count_rows
 from devicemap.data.structure import Node, as_objects, freeze, map_nest, nodes_of
 from devicemap.errors import FunctionError, OptionError, failure, function_error
@@ -108,14 +108,22 @@ class Stage:
         self._name = f"stage {k} of {setting.stages}{' with the loss' if loss else ''}"
         self.devices = tuple(devices[k % len(devices)] for devices in setting.devices)
         """Its device in each replica. Stages are assigned to the devices in turn."""
-        self.is_layer = bool(layers_of(function))
-        self.models: list[Any] = [function] if self.is_layer else _layers_in(function)
-        """The Keras layer or model of the stage, if it is one; otherwise those to which the function refers."""
-        self.layers = [layer for model in self.models for layer in layers_of(model)]
+        self.is_layer, self.is_traced = bool(layers_of(function)), False
+        self.models: list[Any] = []
+        """The Keras layer or model of the stage, if it is one; otherwise the outermost layers that its traces call."""
+        self.layers: list[Any] = []
+        """All layers in `models`."""
         self.variables: list[Any] = []
-        """The variables that its traces use, each once, as those of Keras if they belong to one of the layers."""
+        """The variables that its traces use, each once; `keras.Variable`s if they belong to one."""
         self._known: dict[Any, TracedStage] = {}
         self._streams = Streams()
+        self._add_models([function] if self.is_layer else [])
+
+    def _add_models(self, layers: Sequence[Any]) -> None:
+        found = {id(layer): layer for layer in (*self.models, *layers)}
+        inner = {id(layer) for model in found.values() for layer in layers_of(model)[1:]}
+        self.models = [model for key, model in found.items() if key not in inner]
+        self.layers = [layer for model in self.models for layer in layers_of(model)]
         for variable in (variable for model in self.models for variable in model.variables):
             if variable.overwrite_with_gradient:
                 raise OptionError(
@@ -127,21 +135,20 @@ class Stage:
         """Return the stage with a loss."""
         return Stage(self._k, self._function, self._setting, loss)
 
-    def state(self) -> tuple[Any, ...]:
-        """Return the state on which its traces depend: its variables (`enable_lora` adds some), and which are trainable."""
-        variables = ((id(variable), variable.trainable) for model in self.models for variable in model.variables)
-        return *(layer.trainable for layer in self.layers), *variables
-
     def traced(self, given: Any, replica: int = 0) -> TracedStage:
         """Return the trace for a nest of specs in a replica.
 
         Raises:
             FunctionError: the function cannot be traced, or does not return rows.
         """
-        key = freeze(given), replica, is_training(), self.state()
-        stage = self._known.get(key) or self._trace(given)
-        if all(hasattr(tensor, "numpy") for tensor in stage.traced.captures):  # not of a graph that is being built
-            self._known[key] = stage
+        key = freeze(given), replica, is_training()
+        stage = (
+            None if in_fn.get() else self._known.get((key, state_of(self)))
+        )  # an outer stage observes the layers, too
+        if stage is None:
+            stage = self._trace(given)
+            if all(hasattr(tensor, "numpy") for tensor in stage.traced.captures):  # not of a graph that is being built
+                self._known[key, state_of(self)] = stage  # of layers that the trace has found, too
         return stage
 
     def slots(self, given: Any, shares: Sequence[range]) -> list[Slot]:
@@ -172,14 +179,14 @@ class Stage:
         return slots
 
     def _trace(self, given: Any, stream: Stream | None = None) -> TracedStage:
-        added: list[tuple[Any, Any]] = []
         losses: list[tuple[Any, bool]] = []
+        key = object()  # no trace of a `tf.function` has it, so that functions that the stage calls are traced again
 
         has_notes = any(node.kind is Noted for node in nodes_of(given))
         specs = tuple(tf.nest.flatten(given)) if has_notes else given
 
         def run(*arguments: Any) -> Any:
-            added.clear()
+            used.losses.clear()
             if has_notes:  # a `tf.function` drops attributes of its arguments
                 arguments = _as_arguments(packed(given, arguments))
             targets: Any = ()
@@ -187,26 +194,29 @@ class Stage:
                 nest, targets = arguments
                 arguments = _as_arguments(nest)
             passed = (list(arguments),) if self._takes_list(len(arguments)) else arguments
-            return self._with_losses(self._function(*passed), arguments, targets, added, losses)
+            with tracing_again(key):
+                return self._with_losses(self._function(*passed), arguments, targets, used.losses, losses)
 
         function: Any = partial(run)
         with suppress(TypeError, ValueError):
             if self._loss is None:
                 function.__signature__ = inspect.signature(self._function)  # for error messages
-        with ExitStack() as replaced:
-            replaced.enter_context(_recording)
-            for layer in self.layers:
-                replaced.enter_context(replacing(layer, add_loss=partial(_record, added, layer)))
+        with observing() as used:
             try:
                 traced = trace(function, specs, Options(batched=True), stream)
             except FunctionError as error:
                 original = error.__cause__ or error
                 raise function_error(f"{self._name}: {error}", original) from original
-        of_keras = {id(stored_in(variable)): variable for layer in self.layers for variable in layer.variables}
-        used = [of_keras.get(id(variable), variable) for variable in traced.concrete.graph.variables]
-        known = {id(variable) for variable in self.variables}
-        self.variables += [variable for variable in used if id(variable) not in known]
-        handles = {id(stored_in(v).handle) for layer in self.layers for v in layer.variables if not is_seed(v)}
+        is_first, self.is_traced = not self.is_traced, True
+        if used.builds and is_first:  # while Keras builds layers, it changes the training mode
+            return self._trace(given, stream)
+        if not self.is_layer:
+            self._add_models(used.layers)
+        of_keras = [*(variable for layer in self.layers for variable in layer.variables), *used.variables]
+        by_stored = {id(stored_in(v)): v for v in (*traced.concrete.graph.variables, *self.variables, *of_keras)}
+        known = [*self.variables, *traced.concrete.graph.variables]
+        self.variables = list({key: by_stored[key] for key in (id(stored_in(v)) for v in known)}.values())
+        handles = {id(stored_in(variable).handle) for variable in of_keras if not is_seed(variable)}
         mixes_rows = any(id(handle) in handles for handle in _written(traced))
         nest = traced.nest_of_specs[0] if losses else traced.nest_of_specs
         return TracedStage(traced, nest, tuple(losses), mixes_rows)
@@ -225,6 +235,8 @@ class Stage:
         losses[:] = [(None, True)] * len(vectors)
         rows, kind = tf.nest.flatten(arguments), self._setting.added_losses
         for layer, loss in added:
+            if self.is_layer and layer not in self.layers:  # as in Keras, which does not know it
+                continue
             if getattr(loss, "graph", None) not in (None, tf.compat.v1.get_default_graph()):
                 raise failure(
                     f"{layer.name} adds a loss in a tf.function, a loop or a branch of the stage, which cannot pass it on; "
@@ -246,49 +258,24 @@ class Stage:
         return (results, tuple(vectors)) if vectors else results
 
 
-_recording = threading.RLock()
-"""Held while losses of layers are recorded, because stages in several threads may share layers."""
-
-
-def _layers_in(function: Any) -> list[Any]:
-    """Return the outermost Keras layers to which a function refers: by names, default values, partials and attributes."""
-    found: dict[int, Any] = {}
-    for value in _values_held_by(function):
-        with suppress(Exception):  # proxies run the user's code for any attribute
-            held = [*value.values()] if isinstance(value, dict) else value
-            for each in held if isinstance(held, list | tuple) else [held]:
-                if layers_of(each):
-                    found[id(each)] = each
-    inner = {id(layer) for model in found.values() for layer in layers_of(model)[1:]}
-    return [model for key, model in found.items() if key not in inner]
-
-
-def _values_held_by(function: Any) -> Iterator[Any]:
-    if isinstance(function, partial):
-        yield from (*function.args, *function.keywords.values())
-        function = function.func
-    for each in (function, inspect.unwrap(function)):
-        owner = getattr(each, "__self__", each)  # of a method
-        yield owner
-        yield from getattr(owner, "__dict__", {}).values()
-        yield from getattr(each, "__defaults__", None) or ()
-        yield from (getattr(each, "__kwdefaults__", None) or {}).values()
-    yield from values_in(function)
-
-
 def _as_arguments(nest: Any) -> tuple[Any, ...]:
     return nest if type(nest) is tuple else (nest,)
-
-
-def _record(added: list[Any], layer: Any, loss: Any) -> None:
-    """Append the losses that a layer adds, each as (layer, loss)."""
-    added.extend((layer, each) for each in tf.nest.flatten(loss))
 
 
 def _written(traced: Traced) -> list[Any]:
     """Return the captured handles that a function writes."""
     pairs = zip(traced.captures, traced.audit.treatments)
     return [handle for handle, treatment in pairs if treatment in WRITES]
+
+
+def state_of(*stages: Stage) -> tuple[Any, ...]:
+    """Return the state on which traces depend: variables (`enable_lora` adds some), and what is trainable."""
+    models = {id(model): model for stage in stages for model in stage.models}.values()
+    variables = [v for group in (*models, *stages) for v in group.variables]
+    trainable = {
+        id(each): each.trainable for each in (*(layer for stage in stages for layer in stage.layers), *variables)
+    }
+    return (*trainable.items(),)
 
 
 def run_in_turn(stages: Sequence[Traced]) -> bool:

@@ -133,8 +133,8 @@ def test_1f1b_begins_backward_before_all_is_forward(rows: int | None, devices: l
         pipe = Pipeline(stages, used, 4, schedule, loss="mse")
         spec = tf.TensorSpec([rows, 4])
         graph = tf.function(pipe.value_and_gradients).get_concrete_function(spec, spec).graph
-        calls = [op for op in graph.get_operations() if op.name.startswith("stage_") and op.type in CALLS]
-        forward = [op for op in calls if op.name.count("/") == 1]
+        calls = [op for op in graph.get_operations() if "/stage_" in op.name and op.type in CALLS]
+        forward = [op for op in calls if op.name.count("/") == 2]
         assert len(forward) == len(stages) * 4
         assert not waits_across_devices(graph)
         begun = [each for op in forward for each in needed_by(op) if "grad" in each.name.lower()]

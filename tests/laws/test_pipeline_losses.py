@@ -15,7 +15,7 @@ import tensorflow as tf
 from laws.test_split import Scaled, assert_close, chain, dense, ids, ids_masked, layers, mixed, regularized, tied, x
 from trainings import ACTIVITY
 
-from devicemap import Pipeline, split
+from devicemap import DeviceMap, Pipeline, split
 from devicemap.errors import DataError, FunctionError, OptionError
 
 DEVICE_COUNTS = (4,)
@@ -162,13 +162,47 @@ def called(layer: Any, rows: Any) -> Any:
     return layer(rows)
 
 
+def from_registry(layer: Any) -> Any:
+    registry = {"layers": {1: [layer]}}
+    find = lambda name: registry["layers"][name][0]
+    return lambda rows: find(1)(rows)
+
+
+def in_a_loop(layer: Any) -> Any:
+    def run(rows: Any) -> Any:
+        for each in (each for each in [layer]):
+            rows = each(rows)
+        return rows
+
+    return run
+
+
+def piped_before(layer: Any) -> Any:
+    pipe = Pipeline([lambda rows: layer(rows)], ["CPU:0"], 1, added_losses=ACTIVITY)
+    pipe(x)
+    return pipe
+
+
+def mapped_before(layer: Any) -> Any:
+    function = tf.function(lambda rows: layer(rows))
+    DeviceMap(function, batched=True)(x)
+    return function
+
+
 FUNCTIONS = {
     "closure": lambda layer: lambda rows: layer(rows),
     "default": lambda layer: lambda rows, layer=layer: layer(rows),
-    "list": lambda layer: lambda rows, held=[layer]: held[0](rows),
+    "containers": lambda layer: lambda rows, held={"a": [{"b": layer}]}: held["a"][0]["b"](rows),
+    "attributes": lambda layer: partial(lambda held, rows: held.layer.layer(rows), Held(Held(layer))),
+    "registry": from_registry,
+    "generator": in_a_loop,
     "method": lambda layer: layer.__call__,
-    "partial": lambda layer: partial(called, layer),
+    "partial": lambda layer: partial(partial(called), layer),
     "module": Held,
+    "module in a module": lambda layer: Held(Held(layer)),
+    "recompute_grad": lambda layer: layer if layer.trainable else tf.recompute_grad(lambda rows: layer(rows)),
+    "pipeline": lambda layer: Pipeline([layer], ["CPU:0"], 1, added_losses=ACTIVITY),
+    "pipeline that has run": piped_before,
 }
 
 
@@ -177,22 +211,90 @@ FUNCTIONS = {
 def test_layers_that_functions_call_are_those_of_stages(function: Any, devices: list[str]) -> None:
     """Their regularizers, added losses, training mode, moving averages, and whether they are trainable."""
 
-    def trained(stage_of: Any) -> Any:
-        model = chain(dense(kernel_regularizer="l2", activity_regularizer="l2"), layers.BatchNormalization(), dense())
-        model.layers[2].trainable = False
-        pipe = Pipeline([*map(stage_of, model.layers)], devices[:3], 2, loss="mse", added_losses=ACTIVITY)
+    def model() -> Any:
+        keras.utils.set_random_seed(1)
+        first = dense(kernel_regularizer="l2", activity_regularizer="l2")
+        made = chain(first, layers.Dropout(0.5), layers.BatchNormalization(), dense())
+        made.layers[3].trainable = False
+        return made
+
+    def on_one_device(rows: Any, targets: Any) -> Any:
+        with tf.GradientTape() as tape:
+            value = tf.reduce_mean((one(rows, training=True) - targets) ** 2) + sum(one.losses)
+        return value, tape.gradient(value, [variable.value for variable in one.trainable_variables])
+
+    def trained(model: Any, step: Any, owner: Any) -> Any:
         optimizer = keras.optimizers.SGD(0.1)
         losses = []
         for _ in range(2):
-            value, gradients = pipe.value_and_gradients(x, x)
-            optimizer.apply(gradients, pipe.trainable_variables)
+            value, gradients = step(x, x)
+            optimizer.apply(gradients, owner.trainable_variables)
             losses.append(value)
         return losses, [*map(tf.convert_to_tensor, model.variables)]
 
-    keras.utils.set_random_seed(1)
-    wanted = trained(lambda layer: layer)
-    keras.utils.set_random_seed(1)
-    assert_close(trained(function), wanted)
+    one, other = model(), model()
+    pipe = Pipeline([*map(function, other.layers)], devices, 2, loss="mse", added_losses=ACTIVITY)
+    assert_close(trained(other, pipe.value_and_gradients, pipe), trained(one, on_one_device, one))
+
+
+def test_functions_that_use_variables_of_layers(devices: list[str]) -> None:
+    layer = dense(kernel_regularizer="l2")
+    layer.build([None, 4])
+    calls = {"layer": lambda rows: layer(rows), "kernel": lambda rows: rows @ tf.transpose(layer.kernel)}
+    pipe = Pipeline([calls["layer"], calls["kernel"]], devices, 2, loss="mse")
+    value, gradients = pipe.value_and_gradients(x, x)
+    with tf.GradientTape() as tape:
+        wanted = tf.reduce_mean((calls["kernel"](layer(x)) - x) ** 2) + sum(layer.losses)
+    assert_close((value, gradients), (wanted, tape.gradient(wanted, [v.value for v in layer.trainable_variables])))
+    alone = Pipeline([calls["kernel"]], devices, 2, loss="mse")
+    assert_close(alone.value_and_gradients(x, x)[0], tf.reduce_mean((calls["kernel"](x) - x) ** 2) + sum(layer.losses))
+
+
+def test_layers_that_other_threads_call_are_not_those_of_stages(devices: list[str]) -> None:
+    other = dense(activity_regularizer="l2")
+
+    def stage(rows: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(other, x).result()
+        return rows
+
+    methods = keras.Layer.__call__, keras.Layer.add_loss, keras.Variable.value
+    pipe = Pipeline([stage], devices, 2, loss="mse")
+    pipe.value_and_gradients(x, x)
+    assert pipe.trainable_variables == []
+    assert float(other.losses[0]) > 0
+    with pytest.raises(FunctionError):
+        Pipeline([lambda rows: other(rows, 1, 2)])(x)
+    assert methods == (keras.Layer.__call__, keras.Layer.add_loss, keras.Variable.value)
+
+
+class Unbuilt(layers.Layer):
+    """A layer that Keras builds by a symbolic call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = dense(activity_regularizer="l2"), layers.BatchNormalization()
+
+    def call(self, rows: Any, training: Any = None) -> Any:
+        return self.second(self.first(rows), training=training)
+
+
+@pytest.mark.filterwarnings("ignore:.*batch normalization")
+@pytest.mark.parametrize("function", [lambda layer: layer, from_registry], ids=["layer", "function"])
+def test_layers_that_a_pipeline_builds_are_in_training_mode(function: Any, devices: list[str]) -> None:
+    layer = Unbuilt()
+    pipe = Pipeline([function(layer), tf.identity], devices, 2, loss="mse", added_losses=ACTIVITY)
+    got = [pipe.value_and_gradients(x, x)[0] for _ in range(2)]
+    assert_close(got, 2 * [tf.reduce_mean((layer(x, training=True) - x) ** 2) + sum(layer.losses)])
+
+
+def test_a_model_knows_layers_of_functions_that_were_traced(devices: list[str]) -> None:
+    model = chain(dense(), layers.Dropout(0.5), dense())
+    pipe = Pipeline([*map(from_registry, model.layers)], devices, 3)
+    with pytest.raises(OptionError, match="stage 0, a function, calls are not known"):
+        pipe.as_model()
+    pipe.explain(x)
+    assert [id(v) for v in pipe.as_model().variables] == [id(v) for v in model.variables]
 
 
 def test_threads_that_trace_stages_with_shared_layers(devices: list[str]) -> None:
@@ -302,7 +404,7 @@ def test_variables_that_are_added_or_frozen_between_calls(devices: list[str]) ->
 
 
 def test_fit_of_stages_without_trainable_variables(devices: list[str]) -> None:
-    fitted = Pipeline([chain(layers.Rescaling(2.0)), tf.identity], devices, 3).as_model()
+    fitted = Pipeline([chain(layers.Rescaling(2.0)), layers.Identity()], devices, 3).as_model()
     fitted.compile("sgd", "mse")
     with pytest.warns(UserWarning, match="no stage has trainable variables"):
         history = fitted.fit(x, x, verbose=0).history
@@ -384,9 +486,10 @@ def test_layers_are_in_training_mode(devices: list[str]) -> None:
         (lambda: Pipeline([tf.sin], loss=lambda y, z: tf.reduce_sum(y, 0)).value_and_gradients(x, x), FunctionError),
         (lambda: Pipeline([tf.sin]).stream(x), DataError),
         (lambda: Pipeline([tf.function(lambda rows: REGULARIZED(rows))], added_losses="sum")(x), FunctionError),
-        (lambda: keras.models.clone_model(Pipeline([tf.sin]).as_model()), OptionError),
-        (lambda: Pipeline([tf.sin]).as_model().compile(loss=["mse"]), OptionError),
-        (lambda: Pipeline([tf.sin]).as_model().compile(loss="mse", jit_compile=True), OptionError),
+        (lambda: Pipeline([mapped_before(REGULARIZED)], added_losses="sum")(x), FunctionError),
+        (lambda: keras.models.clone_model(Pipeline([REGULARIZED]).as_model()), OptionError),
+        (lambda: Pipeline([REGULARIZED]).as_model().compile(loss=["mse"]), OptionError),
+        (lambda: Pipeline([REGULARIZED]).as_model().compile(loss="mse", jit_compile=True), OptionError),
     ],
 )
 def test_what_cannot_be_is_refused(bad: Any, error: Any) -> None:
@@ -409,7 +512,7 @@ def test_lists_of_inputs_and_targets(devices: list[str]) -> None:
     pipe = Pipeline(split(whole, 2, "bytes", devices), devices, 2)
     with pytest.raises(FunctionError, match="takes 2 inputs, not 3"):
         pipe((x, x, x))
-    own = Pipeline([keras.models.clone_model(whole), lambda rows: rows], devices, 2).as_model()
+    own = Pipeline([keras.models.clone_model(whole), layers.Identity()], devices, 2).as_model()
     own.set_weights(whole.get_weights())
     models = whole, pipe.as_model(), own
     for model in models:
