@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -168,6 +168,8 @@ class EagerGraphs:
             return made
         try:
             settle(self._devices)
+            parts = self._setting.microbatches * len(self._setting.devices)
+            batch = replace(batch, least=min(batch.least or 0, parts))
             known = self._graphs.get(self._key(batch, key))
             function, facts = known or self._new_graph(build, batch)
             tensors, times = function(batch.tensors, batch.targets, batch.scale)
@@ -180,14 +182,11 @@ class EagerGraphs:
         return facts[-1], tensors
 
     def _key(self, batch: Batch, key: Any) -> tuple[Any, ...]:
-        return key, batch.key, self._least(batch), is_training(), state_of(*self._stages)
-
-    def _least(self, batch: Batch) -> int:
-        return min(batch.least or 0, self._setting.microbatches * len(self._setting.devices))
+        return key, batch.key, batch.least, is_training(), state_of(*self._stages)
 
     def _new_graph(self, build: Callable[[Batch], tuple[Any, Any]], batch: Batch) -> tuple[Any, list[Any]]:
         """Return a graph for batches with a row for as many microbatches, and a list of the facts of its traces."""
-        facts, clock, nest, key, least = list[Any](), self._setting.clock, batch.nest, batch.key, self._least(batch)
+        facts, clock, nest, key, least = list[Any](), self._setting.clock, batch.nest, batch.key, batch.least
 
         def run(tensors: Any, targets: Any, scale: Any) -> Any:
             found, made = build(Batch(nest, tensors, least, targets, scale, key))

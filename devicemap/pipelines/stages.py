@@ -124,12 +124,10 @@ class Stage:
         inner = {id(layer) for model in found.values() for layer in layers_of(model)[1:]}
         self.models = [model for key, model in found.items() if key not in inner]
         self.layers = [layer for model in self.models for layer in layers_of(model)]
-        for variable in (variable for model in self.models for variable in model.variables):
-            if variable.overwrite_with_gradient:
-                raise OptionError(
-                    f"{self._name}: {variable.path} is overwritten with its gradient, as in float8, but microbatches add "
-                    "gradients"
-                )
+        if path := next((v.path for model in self.models for v in model.variables if v.overwrite_with_gradient), None):
+            raise OptionError(
+                f"{self._name}: {path} is overwritten with its gradient, as in float8, but microbatches add gradients"
+            )
 
     def with_loss(self, loss: Callable[..., Any]) -> Stage:
         """Return the stage with a loss."""
@@ -141,10 +139,10 @@ class Stage:
         Raises:
             FunctionError: the function cannot be traced, or does not return rows.
         """
+        if in_fn.get():  # inside of another stage, which observes the layers, too
+            return self._trace(given)
         key = freeze(given), replica, is_training()
-        stage = (
-            None if in_fn.get() else self._known.get((key, state_of(self)))
-        )  # an outer stage observes the layers, too
+        stage = self._known.get((key, state_of(self)))
         if stage is None:
             stage = self._trace(given)
             if all(hasattr(tensor, "numpy") for tensor in stage.traced.captures):  # not of a graph that is being built
