@@ -10,7 +10,6 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import compiled_as_a_part, waiting_for
-from devicemap._tensorflow.keras import is_training
 from devicemap._tensorflow.runtime import run_beside_inputs
 from devicemap.compile.gather import gather, with_row_counts_checked, with_static_rows
 from devicemap.compile.graph_builder import copied, sizes_in_graph
@@ -182,7 +181,7 @@ class EagerGraphs:
         return facts[-1], tensors
 
     def _key(self, batch: Batch, key: Any) -> tuple[Any, ...]:
-        return key, batch.key, batch.least, is_training(), state_of(*self._stages)
+        return key, batch.key, batch.least, state_of(*self._stages)
 
     def _new_graph(self, build: Callable[[Batch], tuple[Any, Any]], batch: Batch) -> tuple[Any, list[Any]]:
         """Return a graph for batches with a row for as many microbatches, and a list of the facts of its traces."""

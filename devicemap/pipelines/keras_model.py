@@ -20,16 +20,11 @@ class PipelineModel(keras.Model):
     device.
     """
 
-    def __init__(self, pipe: Any, layers: list[Any]):
-        """
-        Args:
-            pipe: the pipeline.
-            layers: the layers of its stages, for their variables.
-        """
-        policies = [layer.dtype_policy for layer in layers if layer.dtype_policy.name == "mixed_float16"]
-        super().__init__(autocast=False, dtype=policies[0] if policies else None)  # for loss scaling by Keras
+    def __init__(self, pipe: Any):
+        layers = pipe._models
+        super().__init__(autocast=False, dtype=_scaled_policy(layers))  # for loss scaling by Keras
         self.pipe, self.stage_layers, self._default = pipe, layers, pipe.loss
-        self.built, self.supports_jit = True, False  # also for predict without compile
+        self.built, self.supports_jit = pipe._is_traced, False  # also for predict without compile
 
     def compile(
         self, optimizer: Any = "rmsprop", loss: Any = None, loss_weights: Any = None, *arguments: Any, **options: Any
@@ -48,6 +43,26 @@ class PipelineModel(keras.Model):
         self.pipe = self.pipe._copy_with(self._default if loss is None else as_loss(loss))
         super().compile(optimizer, self.pipe.loss, None, *arguments, **options)
 
+    def __call__(self, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        self._find_layers(inputs)
+        return super().__call__(inputs, *arguments, **options)
+
+    def _find_layers(self, inputs: Any) -> None:
+        """Find the layers that stages call, unless they are known.
+
+        Raises:
+            OptionError: they need scaled losses, which Keras decides before.
+        """
+        if self.built:
+            return
+        self.pipe._trace(_with_tuples(inputs))
+        if _scaled_policy(self.pipe._models) not in (None, self.dtype_policy):
+            raise OptionError(
+                "functions of the pipeline call layers of mixed_float16, for which Keras scales losses; call pipe.explain(x) "
+                "before as_model(), so that the model knows the layers"
+            )
+        self.stage_layers, self.built = self.pipe._models, True
+
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """Call the pipeline. Keras passes `training` to the layers of its stages."""
         return self.pipe(_with_tuples(inputs))
@@ -57,6 +72,7 @@ class PipelineModel(keras.Model):
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         if self.pipe.loss is None or y is None:
             return super().train_step(data)
+        self._find_layers(x)
         build_optimizer(self)
         scale = self.optimizer.scale_loss(tf.ones([]))
         given = _with_tuples(x), _with_tuples(y), _with_tuples(weight)
@@ -89,6 +105,11 @@ class PipelineModel(keras.Model):
             "a pipeline cannot be saved or cloned as a whole; use save_weights(), or copy_weights_to(model) of the stages of "
             "split and save that model"
         )
+
+
+def _scaled_policy(layers: list[Any]) -> Any:
+    """Return the first policy of layers for which Keras scales losses, or `None`."""
+    return next((layer.dtype_policy for layer in layers if layer.dtype_policy.name == "mixed_float16"), None)
 
 
 def _with_tuples(nest: Any) -> Any:

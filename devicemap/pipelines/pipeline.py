@@ -211,10 +211,8 @@ class Pipeline:
         """Return a `keras.Model` that calls the pipeline.
 
         `fit` computes the loss of `compile`, or that of the pipeline, as `value_and_gradients` does. Optimizer slots and
-        updates stay on the device of their variable. XLA is off.
-
-        Raises:
-            OptionError: a stage is a function whose layers are unknown, because no call or `explain` has traced it.
+        updates stay on the device of their variable. XLA is off. The model knows the layers that functions call after the
+        first step, or from the beginning if the pipeline was called or explained before.
 
         Examples:
             >>> import keras
@@ -228,13 +226,18 @@ class Pipeline:
         """
         from devicemap.pipelines.keras_model import PipelineModel
 
-        unknown = [k for k, stage in enumerate(self._stages) if not (stage.is_layer or stage.is_traced)]
-        if unknown:
-            raise OptionError(
-                f"the layers that stage {unknown[0]}, a function, calls are not known yet; pass a batch, or its specs, to "
-                "explain() before as_model()"
-            )
-        return PipelineModel(self, self._models)
+        return PipelineModel(self)
+
+    @property
+    def _is_traced(self) -> bool:
+        """Whether all layers of the stages are known."""
+        return all(stage.is_layer or stage.is_traced for stage in self._stages)
+
+    def _trace(self, data: Any) -> None:
+        """Trace the stages for a batch like `data`, in a graph or not."""
+        given = Batch.of(data).nest
+        for stage in self._stages:
+            given = stage.traced(given).nest
 
     def _differentiated(
         self, x: Any, y: Any, weight: Any, scale: Any = 1.0, outputs: bool = False
@@ -244,7 +247,8 @@ class Pipeline:
             raise DataError("y is None; expected the targets of the rows, a nest of tensors [rows, ...]")
         batch = Batch.of(x, [each for each in (y, weight) if each is not None], scale)
         run = partial(self._graphs.run, partial(self._differentiate, outputs), batch, outputs)
-        nest, (value, gradients, leaves) = in_training(run)
+        in_mode = in_training if self._models or not self._is_traced else lambda run: run()
+        nest, (value, gradients, leaves) = in_mode(run)
         return value, gradients, packed(nest, leaves) if outputs else None
 
     def report(self, x: Any, y: Any = None, sample_weight: Any = None) -> PipelineReport:

@@ -14,7 +14,16 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import tracing_again
 from devicemap._tensorflow.gradients import order_of_gradients
-from devicemap._tensorflow.keras import is_seed, is_training, layers_of, notes_of, observing, set_note, stored_in
+from devicemap._tensorflow.keras import (
+    is_seed,
+    is_stateless,
+    is_training,
+    layers_of,
+    notes_of,
+    observing,
+    set_note,
+    stored_in,
+)
 from devicemap._tensorflow.keras_graphs import graph_of
 from devicemap.compile.audit import WRITES
 from devicemap.compile.call_spec import CallSpec, Engine
@@ -141,11 +150,12 @@ class Stage:
         """
         if in_fn.get():  # inside of another stage, which observes the layers, too
             return self._trace(given)
-        key = freeze(given), replica, is_training()
+        key = freeze(given), replica
         stage = self._known.get((key, state_of(self)))
         if stage is None:
             stage = self._trace(given)
-            if all(hasattr(tensor, "numpy") for tensor in stage.traced.captures):  # not of a graph that is being built
+            of_a_graph = any(not hasattr(tensor, "numpy") for tensor in stage.traced.captures)
+            if not of_a_graph and not is_stateless():  # where layers write no variables
                 self._known[key, state_of(self)] = stage  # of layers that the trace has found, too
         return stage
 
@@ -267,13 +277,13 @@ def _written(traced: Traced) -> list[Any]:
 
 
 def state_of(*stages: Stage) -> tuple[Any, ...]:
-    """Return the state on which traces depend: variables (`enable_lora` adds some), and what is trainable."""
+    """Return the state on which traces depend: training, variables (`enable_lora` adds some), and what is trainable."""
     models = {id(model): model for stage in stages for model in stage.models}.values()
     variables = [v for group in (*models, *stages) for v in group.variables]
     trainable = {
         id(each): each.trainable for each in (*(layer for stage in stages for layer in stage.layers), *variables)
     }
-    return (*trainable.items(),)
+    return (is_training() if models else None, *trainable.items())
 
 
 def run_in_turn(stages: Sequence[Traced]) -> bool:

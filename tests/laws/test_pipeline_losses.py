@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -288,13 +289,37 @@ def test_layers_that_a_pipeline_builds_are_in_training_mode(function: Any, devic
     assert_close(got, 2 * [tf.reduce_mean((layer(x, training=True) - x) ** 2) + sum(layer.losses)])
 
 
-def test_a_model_knows_layers_of_functions_that_were_traced(devices: list[str]) -> None:
-    model = chain(dense(), layers.Dropout(0.5), dense())
-    pipe = Pipeline([*map(from_registry, model.layers)], devices, 3)
-    with pytest.raises(OptionError, match="stage 0, a function, calls are not known"):
-        pipe.as_model()
-    pipe.explain(x)
-    assert [id(v) for v in pipe.as_model().variables] == [id(v) for v in model.variables]
+STEPS: dict[str, Callable[[Any], Any]] = {
+    "fit": lambda model: model.fit(x, x, verbose=0).history["loss"],
+    "train_on_batch": lambda model: model.train_on_batch(x, x),
+    "evaluate": lambda model: model.evaluate(x, x, verbose=0),
+    "predict": lambda model: model.predict(x, verbose=0),
+}
+
+
+@pytest.mark.parametrize("explained", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_model_finds_layers_of_functions(step: str, explained: bool, devices: list[str]) -> None:
+    whole = chain(dense(kernel_regularizer="l2"), layers.BatchNormalization(), dense())
+    copy = keras.models.clone_model(whole)
+    copy.set_weights(whole.get_weights())
+    pipe = Pipeline([*map(from_registry, copy.layers)], devices, 3)
+    if explained:
+        pipe.explain(x)
+    piped = pipe.as_model()
+    assert len(piped.variables) == (len(whole.variables) if explained else 0)
+    for model in (whole, piped):
+        model.compile(keras.optimizers.Adam(0.1), "mse", jit_compile=False)
+    assert_close([STEPS[step](piped) for _ in range(2)], [STEPS[step](whole) for _ in range(2)])
+    assert len(piped.trainable_variables) == len(whole.trainable_variables)
+
+
+def test_a_model_that_finds_layers_too_late_to_scale_losses() -> None:
+    layer = dense(dtype="mixed_float16")
+    piped = Pipeline([from_registry(layer)], ["CPU:0"], loss="mse").as_model()
+    piped.compile("sgd")
+    with pytest.raises(OptionError, match="mixed_float16"):
+        piped.fit(x, x, verbose=0)
 
 
 def test_threads_that_trace_stages_with_shared_layers(devices: list[str]) -> None:
@@ -404,7 +429,7 @@ def test_variables_that_are_added_or_frozen_between_calls(devices: list[str]) ->
 
 
 def test_fit_of_stages_without_trainable_variables(devices: list[str]) -> None:
-    fitted = Pipeline([chain(layers.Rescaling(2.0)), layers.Identity()], devices, 3).as_model()
+    fitted = Pipeline([chain(layers.Rescaling(2.0)), tf.identity], devices, 3).as_model()
     fitted.compile("sgd", "mse")
     with pytest.warns(UserWarning, match="no stage has trainable variables"):
         history = fitted.fit(x, x, verbose=0).history
@@ -487,9 +512,9 @@ def test_layers_are_in_training_mode(devices: list[str]) -> None:
         (lambda: Pipeline([tf.sin]).stream(x), DataError),
         (lambda: Pipeline([tf.function(lambda rows: REGULARIZED(rows))], added_losses="sum")(x), FunctionError),
         (lambda: Pipeline([mapped_before(REGULARIZED)], added_losses="sum")(x), FunctionError),
-        (lambda: keras.models.clone_model(Pipeline([REGULARIZED]).as_model()), OptionError),
-        (lambda: Pipeline([REGULARIZED]).as_model().compile(loss=["mse"]), OptionError),
-        (lambda: Pipeline([REGULARIZED]).as_model().compile(loss="mse", jit_compile=True), OptionError),
+        (lambda: keras.models.clone_model(Pipeline([tf.sin]).as_model()), OptionError),
+        (lambda: Pipeline([tf.sin]).as_model().compile(loss=["mse"]), OptionError),
+        (lambda: Pipeline([tf.sin]).as_model().compile(loss="mse", jit_compile=True), OptionError),
     ],
 )
 def test_what_cannot_be_is_refused(bad: Any, error: Any) -> None:
@@ -512,7 +537,7 @@ def test_lists_of_inputs_and_targets(devices: list[str]) -> None:
     pipe = Pipeline(split(whole, 2, "bytes", devices), devices, 2)
     with pytest.raises(FunctionError, match="takes 2 inputs, not 3"):
         pipe((x, x, x))
-    own = Pipeline([keras.models.clone_model(whole), layers.Identity()], devices, 2).as_model()
+    own = Pipeline([keras.models.clone_model(whole), lambda rows: rows], devices, 2).as_model()
     own.set_weights(whole.get_weights())
     models = whole, pipe.as_model(), own
     for model in models:
