@@ -17,11 +17,10 @@ from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
-from devicemap.compile.cache import ProgramCache
-from devicemap.compile.program import Program
+from devicemap.compile.program import Program, ProgramCache
 from devicemap.compile.reduction import Reduction
+from devicemap.data.join import as_dataset
 from devicemap.data.rows import as_rows
-from devicemap.data.streams import as_dataset
 from devicemap.data.structure import as_nodes, as_objects, nodes_of, tuples_for_lists
 from devicemap.errors import DataError
 from devicemap.events import Event, short_name

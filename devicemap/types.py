@@ -15,8 +15,7 @@ from devicemap.events import (
     RowFailed,
     Shard,
 )
-from devicemap.inspect.pipeline_plan import PipelinePlan
-from devicemap.inspect.pipeline_report import PipelineReport
+from devicemap.inspect.pipelines import PipelinePlan, PipelineReport
 from devicemap.inspect.plan import Plan
 from devicemap.inspect.report import Report, TrainingReport
 from devicemap.inspect.verify import Verification

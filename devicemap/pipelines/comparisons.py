@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.keras import replacing
 from devicemap.errors import OptionError, brief
-from devicemap.inspect.differences import find_difference
+from devicemap.inspect.verify import find_difference
 from devicemap.pipelines.layers import LayerCall
 
 _ROWS = 32

@@ -16,7 +16,7 @@ from devicemap._tensorflow.gradients import added, wait_for
 from devicemap.compile.graph_builder import copied, ops_of
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, spec_of
-from devicemap.inspect.pipeline_report import StageCall
+from devicemap.inspect.pipelines import StageCall
 from devicemap.pipelines.schedule import Step
 from devicemap.pipelines.stages import Slot
 

@@ -23,8 +23,7 @@ from devicemap._tensorflow.keras_graphs import begin_call
 from devicemap._tensorflow.runtime import run_beside_inputs
 from devicemap.devices import choose_devices, choose_output_device
 from devicemap.errors import DataError, OptionError, warn_user
-from devicemap.inspect.pipeline_plan import PipelinePlan, StagePlan
-from devicemap.inspect.pipeline_report import PipelineReport
+from devicemap.inspect.pipelines import PipelinePlan, PipelineReport, StagePlan
 from devicemap.inspect.planner import data_spec
 from devicemap.options import Options, check_count
 from devicemap.pipelines.composition import Batch, Composition, EagerGraphs

@@ -19,7 +19,7 @@ import pytest
 import tensorflow as tf
 
 import devicemap
-from devicemap.compile.cache import ProgramCache
+from devicemap.compile.program import ProgramCache
 from devicemap.data.rows import as_rows
 
 X = tf.range(12.0)
