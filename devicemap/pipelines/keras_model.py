@@ -55,7 +55,12 @@ class PipelineModel(keras.Model):
         """
         if self.built:
             return
-        self.pipe._trace(_with_tuples(inputs))
+        inputs = _with_tuples(inputs)
+        if any(isinstance(leaf, keras.KerasTensor) for leaf in tf.nest.flatten(inputs)):  # in a functional model
+            specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), inputs)
+            tf.function(self.pipe._trace, autograph=False).get_concrete_function(specs)
+        else:
+            self.pipe._trace(inputs)
         if _scaled_policy(self.pipe._models) not in (None, self.dtype_policy):
             raise OptionError(
                 "functions of the pipeline call layers of mixed_float16, for which Keras scales losses; call pipe.explain(x) "

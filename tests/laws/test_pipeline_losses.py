@@ -314,6 +314,15 @@ def test_a_model_finds_layers_of_functions(step: str, explained: bool, devices: 
     assert len(piped.trainable_variables) == len(whole.trainable_variables)
 
 
+def test_models_of_models_find_layers_of_functions() -> None:
+    layer, rows = dense(), keras.Input([4])
+    piped = [Pipeline([from_registry(layer)], ["CPU:0"]).as_model() for _ in range(2)]
+    functional, sequential = keras.Model(rows, piped[0](rows)), keras.Sequential([piped[1]])
+    for model in (functional, sequential):
+        np.testing.assert_allclose(model.predict(x, verbose=0), layer(x), rtol=1e-5, atol=1e-6)
+        assert [v.path for v in model.trainable_variables] == [v.path for v in layer.trainable_variables]
+
+
 def test_a_model_that_finds_layers_too_late_to_scale_losses() -> None:
     layer = dense(dtype="mixed_float16")
     piped = Pipeline([from_registry(layer)], ["CPU:0"], loss="mse").as_model()
