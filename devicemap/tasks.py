@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap.devices import choose_devices, task_device
 from devicemap.errors import DataError, DeviceMapError, OptionError, add_note
 from devicemap.events import (
@@ -76,7 +78,8 @@ def parallel_tasks(
         Exception: what `fn` raises, with a note that names the item and the device.
 
     Threads share global seeds. Give seeds to layers, initializers and generators, and do not call
-    `keras.utils.clear_session()` in a task. Then each model equals one that is trained alone.
+    `keras.utils.clear_session()` in a task. Then each model equals one that is trained alone. After `tf.random.set_seed`, a
+    `tf.function` that several tasks call draws the same numbers on each device, so give each task a `tf.random.Generator`.
 
     Ctrl-C returns at once. A Python function cannot be interrupted from outside, so running tasks continue in daemon threads
     until they end.
@@ -92,6 +95,11 @@ def parallel_tasks(
         raise DataError(f"items is {items!r:.80}; expected a list, or another iterable of the arguments of fn")
     if not tf.executing_eagerly():
         raise DeviceMapError("parallel_tasks was called inside a tf.function, which runs no Python; call it outside")
+    if tape_is_recording():
+        raise DeviceMapError(
+            "a GradientTape is recording, and does not see what the threads of the tasks compute: open the tape in fn, or put "
+            "the call into `with tape.stop_recording():` if you need no gradients"
+        )
     bar = ProgressBar(name or str(getattr(fn, "__name__", "tasks"))) if progress is True else None
     call = _Call(fn, [*items], int(max_retries), on_error == "skip", bar or checked.progress or (lambda event: None))
     return call.run(choose_devices(devices))
@@ -132,7 +140,10 @@ class _Call:
     def run(self, devices: Sequence[str]) -> list[Any]:
         """Run all tasks and return their results."""
         self._queues = {device: SimpleQueue() for device in devices[: len(self.items)]}
-        workers = [Thread(target=self._work, args=(d,), name="devicemap task", daemon=True) for d in self._queues]
+        workers = [
+            Thread(target=copy_context().run, args=(self._work, device), name="devicemap task", daemon=True)
+            for device in self._queues
+        ]
         error: BaseException | None = None
         try:
             self.observe(CallStarted(0.0, len(self.items), tuple(self._queues)))
@@ -147,7 +158,8 @@ class _Call:
                 queue.put(None)
             if not self._running:  # after Ctrl-C or an error of the observer, running tasks end later
                 for worker in workers:
-                    worker.join()
+                    if worker.ident is not None:  # it is started
+                        worker.join()
             try:
                 self.observe(CallFinished(self._now(), error))
             finally:

@@ -84,6 +84,26 @@ class Adversarial(keras.Model):
         return {"critic_loss": self.critic_loss.result(), "generator_loss": wanted}
 
 
+class Smooth(keras.Model):
+    """A net whose gradient is kept small. The second gradient goes through batch normalization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = dense(8, 2, norm=True)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                outputs = self.net(x, training=True)
+                cubes = outputs**3
+            slopes = inner.gradient(cubes, x)
+            loss = tf.reduce_mean((outputs - y) ** 2) + 0.1 * tf.reduce_mean(slopes**2)
+        descend(self, tape, loss)
+        return {"cost": loss}
+
+
 class Sampling(layers.Layer):
     """Adds noise, which is made of the mean, and the loss of its distribution."""
 
@@ -271,6 +291,7 @@ NOISE = np.cos(13 * Y)
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "two forward passes": (TwoPasses, {"x": X, "y": Y}),
     "adversarial": (Adversarial, {"x": X, "y": NOISE}),
+    "smooth": (Smooth, {"x": X, "y": Y}),
     "variational autoencoder": (Autoencoder, {"x": X, "y": Y}),
     "distillation": (Distilled, {"x": X, "y": Y}),
     "contrastive": (Contrastive, {"x": X, "y": Y}),

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -148,6 +149,26 @@ def test_invalid_arguments(arguments: Any, options: dict[str, Any], error: type[
 def test_inside_a_function_it_is_refused() -> None:
     with pytest.raises(DeviceMapError, match=r"parallel_tasks was called inside a tf\.function"):
         tf.function(lambda: devicemap.parallel_tasks(len, [[1]]))()
+
+
+@pytest.mark.private("tapes that record")
+def test_tapes_around_tasks_are_refused() -> None:
+    with tf.GradientTape(), pytest.raises(DeviceMapError, match=r"open the tape in fn"):
+        devicemap.parallel_tasks(len, [[1]])
+
+
+def test_an_error_of_the_observer_before_the_first_task() -> None:
+    def observe(event: Any) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        devicemap.parallel_tasks(len, [[1]], progress=observe)
+
+
+def test_context_variables_hold_in_tasks() -> None:
+    setting = ContextVar("setting", default=0)
+    setting.set(3)
+    assert devicemap.parallel_tasks(lambda n: setting.get() + n, [1, 2]) == [4, 5]
 
 
 def test_an_interrupt_returns_at_once() -> None:

@@ -63,8 +63,8 @@ def nested() -> keras.Model:
     return keras.Model(x, layers.Dense(2)(inner(x) + inner(2 * x)))
 
 
-def masked_normalization() -> keras.Model:
-    hidden = layers.Embedding(9, 4, mask_zero=True), layers.BatchNormalization(momentum=0.8)
+def masked_normalization(channels: int = 4) -> keras.Model:
+    hidden = layers.Embedding(9, channels, mask_zero=True), layers.BatchNormalization(momentum=0.8)
     return sequential(*hidden, layers.GlobalAveragePooling1D(), inputs=WORDS)
 
 
@@ -315,6 +315,7 @@ CASES = {
     "batch normalization, nested, adding losses": Case(nested, options={"added_losses": "mean"}),
     "batch normalization of images": Case(convolutional, data=IMAGES_DATA),
     "batch normalization, masked": Case(masked_normalization, data=WORDS_DATA),
+    "batch normalization, masked, of one channel": Case(lambda: masked_normalization(1), data=WORDS_DATA),
     "batch normalization in each step": Case(in_each_step),
     "batch normalization, synchronized by Keras": Case(lambda: normalized(synchronized=True)),
     "zero weights": Case(data={"x": X, "y": Y, "sample_weight": WEIGHTS * (np.arange(34) % 11 > 5)}),

@@ -110,7 +110,10 @@ def batch_norms_of(model: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def moments_by(layers: Sequence[Any], combined: Callable[..., Any]) -> Iterator[None]:
-    """Replace the mean and variance in batch normalizations by `combined(mean, variance, count)` in this context.
+    """Replace the mean and variance in batch normalizations by `combined(mean, variance, count, masked)` in this context.
+
+    The first three are of the rows of the call, `[channels]`, `[channels]` and a scalar. `masked`: whether the inputs have a
+    mask, with which Keras computes the variance in another way.
 
     Raises:
         AttributeError: Keras has renamed `_moments`; `batch_norm="local"` does not need it.
@@ -119,7 +122,9 @@ def moments_by(layers: Sequence[Any], combined: Callable[..., Any]) -> Iterator[
     def of(layer: Any) -> Callable[[Any, Any], Any]:
         def moments(inputs: Any, mask: Any) -> Any:
             counted = tf.ones_like(inputs[..., :1]) if mask is None else tf.cast(mask, inputs.dtype)
-            return combined(*type(layer)._moments(layer, inputs, mask), tf.reduce_sum(counted))
+            # Keras returns scalars for one channel with a mask.
+            mean, variance = (tf.reshape(each, [-1]) for each in type(layer)._moments(layer, inputs, mask))
+            return combined(mean, variance, tf.reduce_sum(counted), mask is not None)
 
         return moments
 

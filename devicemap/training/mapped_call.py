@@ -137,7 +137,7 @@ class MappedCall:
         )
         self._meets, scope = False, collecting()
 
-        def moments(mean: Any, variance: Any, _: Any) -> tuple[Any, Any]:
+        def moments(mean: Any, variance: Any, *_: Any) -> tuple[Any, Any]:
             self._meets = True
             return mean, variance
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from devicemap._tensorflow.keras import forget_functions, layers_of
 from devicemap.api import DeviceMap
 from devicemap.data.rows import take_rows
-from devicemap.errors import OptionError, warn_user
+from devicemap.errors import OptionError, function_error, warn_user
 from devicemap.events import shard_sizes
 from devicemap.inspect.plan import Plan
 from devicemap.inspect.report import DeviceShare, TrainingReport
@@ -81,7 +81,14 @@ class ParallelModel:
         inputs = keras.utils.unpack_x_y_sample_weight(batch)[0]
         row = tf.nest.map_structure(lambda leaf: take_rows(leaf, 0, 1), inputs)
         # The call is only traced, because a run would change counters of layers.
-        tf.function(lambda: self._model(row, training=False), autograph=False).get_concrete_function()
+        try:
+            tf.function(lambda: self._model(row, training=False), autograph=False).get_concrete_function()
+        except Exception as error:
+            raise function_error(
+                f"{self._model.name} cannot be called on one row: a model whose layers need all rows of a batch cannot be "
+                f"parallelized: {type(error).__name__}: {error}",
+                error,
+            ) from error
 
     def attach(self) -> None:
         """Replace the steps of the model, and add the methods."""

@@ -307,7 +307,7 @@ def meeting(layers: Sequence[Any], lockstep: Lockstep, weights: Any) -> Abstract
     """
     graph = tf.compat.v1.get_default_graph()
 
-    def moments(*own: Any) -> Any:
+    def moments(mean: Any, variance: Any, count: Any, masked: bool) -> Any:
         if tf.compat.v1.get_default_graph() is not graph:
             raise failure(
                 "a batch normalization is called in a loop, a branch or a tf.function inside the model, where it cannot take "
@@ -318,18 +318,27 @@ def meeting(layers: Sequence[Any], lockstep: Lockstep, weights: Any) -> Abstract
                 "a layer takes gradients through a batch normalization by a tape of its own, which does not see the rows of "
                 "other devices; set batch_norm='local', or compute them in a train_step of the model"
             )
-        return lockstep.meet(own, lambda parts: [_merged(parts, weights)] * len(parts))
+        return lockstep.meet((mean, variance, count), lambda parts: [_merged(parts, weights, masked)] * len(parts))
 
     return moments_by(layers, moments)
 
 
-def _merged(own: Sequence[tuple[Any, Any, Any]], weights: Any) -> tuple[Any, Any]:
-    """Combine means and variances of parts, with their numbers of values (Chan, Golub and LeVeque, 1983)."""
+def _merged(own: Sequence[tuple[Any, Any, Any]], weights: Any, masked: bool) -> tuple[Any, Any]:
+    """Combine means and variances of parts, with their numbers of values (Chan, Golub and LeVeque, 1983).
+
+    Without a mask, Keras calls `tf.nn.moments`, which stops the gradient of the mean in the variance. This does not change
+    first gradients, but second ones, so the result does the same.
+    """
     means, variances, counts = (tf.stack(each) for each in zip(*own))
     counts *= tf.cast(weights, counts.dtype)
     shares = (counts / tf.reduce_sum(counts))[:, None]
     mean = tf.reduce_sum(means * shares, 0)
-    return mean, tf.reduce_sum((variances + tf.square(means - mean)) * shares, 0)
+    if masked:
+        between = tf.square(means - mean)
+    else:
+        distance = tf.stop_gradient(means - mean)
+        between = tf.square(distance) + 2 * distance * (means - tf.stop_gradient(means))
+    return mean, tf.reduce_sum((variances + between) * shares, 0)
 
 
 def without_state(layers: Sequence[Any]) -> list[Any]:
