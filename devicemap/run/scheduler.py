@@ -32,7 +32,7 @@ from devicemap.events import DeviceLost
 from devicemap.hosts import host_of, is_remote
 from devicemap.run.chunk_sizes import Throughput, next_chunk_size
 from devicemap.run.retries import FAILURES_IN_A_ROW, RetryAction, is_of_the_row
-from devicemap.run.workers import Call, Failed, Failure, Finished, Runner, Task
+from devicemap.run.workers import Call, Failed, Finished, Runner, Task
 
 DELIVERED, STOP = "delivered", "stop"
 """Messages to the scheduler: the consumer took a chunk; the consumer has left."""
@@ -115,7 +115,7 @@ class Scheduler:
                 else:
                     self._wait()
         except BaseException as error:  # from the observer, or from describing an error
-            self._call.to_consumer.put(Failure(error))
+            self._call.fail(error)
 
     def close(self) -> None:
         """End the scheduler, and each worker after its current chunk."""

@@ -160,7 +160,7 @@ class Call:
     to_consumer: SimpleQueue[Any] = field(default_factory=SimpleQueue)
 
     stopped: bool = False
-    """Whether the consumer has left. After that, no chunk starts, and the only event is `CallFinished`."""
+    """Whether the call failed or the consumer has left. After that, no chunk starts, and the only event is `CallFinished`."""
 
     def __post_init__(self) -> None:
         self._began = time.perf_counter()
@@ -169,6 +169,11 @@ class Call:
     def now(self) -> float:
         """Return the seconds since the call began."""
         return time.perf_counter() - self._began
+
+    def fail(self, error: BaseException) -> None:
+        """End the call with an error, also while the consumer is busy with results."""
+        self.stopped = True
+        self.to_consumer.put(Failure(error))
 
     def start_worker(self, runner: Runner, tasks: SimpleQueue[Task | None]) -> threading.Thread:
         """Start a daemon thread that computes the chunks in a queue."""
@@ -191,7 +196,7 @@ def work(call: Call, runner: Runner, tasks: SimpleQueue[Task | None]) -> None:
         while (task := tasks.get()) is not None and not call.stopped:
             _compute(call, run, runner.device, task)
     except BaseException as error:  # from the observer, from cutting a chunk, or from describing an error
-        call.to_consumer.put(Failure(error))
+        call.fail(error)
 
 
 def _run_part(run: Callable[[Chunk], Any], chunk: Chunk, start: int, stop: int) -> Any:
@@ -237,7 +242,7 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
                 soon = call.now() - started < AGAIN_SECONDS
                 if call.options.locates and soon and is_of_the_row(error) and not is_out_of_memory(error):
                     shard = failing_row(partial(_run_part, run, piece), shard, error)
-                call.to_consumer.put(Failure(call.options.describe(error, (*task.tried, shard))))
+                call.fail(call.options.describe(error, (*task.tried, shard)))
                 return
             elif action is RetryAction.RETRY or not task.out_of_memory:
                 left = replace(task, chunk=chunk.cut(position, end), parts=tuple(parts))
