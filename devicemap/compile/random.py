@@ -75,7 +75,7 @@ def random_states(fn: Callable[..., Any]) -> Callable[[], bytes]:
     Other generators are left out, because other threads may draw from them while `fn` is traced.
     """
     getters: list[Callable[[], Any]] = []
-    for value in values_in(fn):
+    for value in _values_in(fn):
         with contextlib.suppress(Exception):  # proxies run the user's code for any attribute
             getters.extend(_getters_of(value))
 
@@ -100,7 +100,7 @@ def _getters_of(value: Any) -> Iterator[Callable[[], Any]]:
         yield partial(getattr, source.bit_generator, "state")
 
 
-def values_in(fn: Any, depth: int = 3) -> Iterator[Any]:
+def _values_in(fn: Any, depth: int = 3) -> Iterator[Any]:
     """Yield the objects to which a Python function and its callees refer by global names and closures."""
     with contextlib.suppress(Exception):  # objects may define any attribute
         fn = inspect.unwrap(fn) if callable(fn) else fn
@@ -115,7 +115,7 @@ def values_in(fn: Any, depth: int = 3) -> Iterator[Any]:
     for value in values:
         yield np.random if value is np and "random" in names else value
         if type(value) is FunctionType:  # isinstance asks a proxy for its class
-            yield from values_in(value, depth - 1)
+            yield from _values_in(value, depth - 1)
 
 
 def _names_in(code: Any) -> Iterator[str]:

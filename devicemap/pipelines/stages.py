@@ -186,7 +186,8 @@ class Stage:
             slots.append(Slot(device, share, traces, *captures[r]))
         return slots
 
-    def _trace(self, given: Any, stream: Stream | None = None) -> TracedStage:
+    def _trace(self, given: Any, stream: Stream | None = None, builds: bool = True) -> TracedStage:
+        """Trace the stage; `builds`: again if the trace has built layers."""
         losses: list[tuple[Any, bool]] = []
         key = object()  # no trace of a `tf.function` has it, so that functions that the stage calls are traced again
 
@@ -215,9 +216,9 @@ class Stage:
             except FunctionError as error:
                 original = error.__cause__ or error
                 raise function_error(f"{self._name}: {error}", original) from original
-        is_first, self.is_traced = not self.is_traced, True
-        if used.builds and is_first:  # while Keras builds layers, it changes the training mode
-            return self._trace(given, stream)
+        self.is_traced = True
+        if used.builds and builds:  # while Keras builds layers, it changes the training mode
+            return self._trace(given, stream, builds=False)
         if not self.is_layer:
             self._add_models(used.layers)
         of_keras = [*(variable for layer in self.layers for variable in layer.variables), *used.variables]
