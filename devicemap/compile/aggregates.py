@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from devicemap.data.rows import count_rows
@@ -51,9 +50,9 @@ class Reducer:
 
 def key_of(reducer: Reducer) -> Any:
     """Return a hashable value that is equal for equal reducers."""
-    initial = map_nest(lambda leaf, _: np.asarray(leaf), reducer.initial)
-    key = freeze(initial, lambda array: (array.dtype.str, array.shape, array.tobytes()))
-    return key, reducer.step, reducer.merge, reducer.finish
+    with tf.init_scope():
+        initial = map_nest(lambda leaf, _: tf.io.serialize_tensor(leaf).numpy(), reducer.initial)
+    return freeze(initial), reducer.step, reducer.merge, reducer.finish
 
 
 class Sum:

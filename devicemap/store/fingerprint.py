@@ -11,6 +11,7 @@ import hashlib
 from types import CodeType
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import python_function
@@ -49,7 +50,8 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
             elif tensor.dtype in (tf.resource, tf.variant):
                 uncovered.add("lookup tables, datasets or iterators")
             else:
-                tensors.append(f"{tensor.dtype.name}{tensor.shape} {digest([tensor])}")
+                array = np.asarray(tensor, tensor.dtype.as_numpy_dtype)  # NumPy needs it for bfloat16
+                tensors.append(f"{tensor.dtype.name}{tensor.shape} {digest([array])}")
     found: dict[str, Any] = {"code.jit_compile": traced.with_xla is not None}
     found["code.vectorized"] = traced.vectorized if traced.audit.random_ops else None
     for what, values in {"code.graph": graphs, "code.tensor": tensors, "variable": variables}.items():

@@ -191,6 +191,14 @@ def test_states_may_be_objects() -> None:
         assert (type(moments), float(moments.total), float(moments.square)) == (_Moments, 45.0, 285.0)
 
 
+def test_an_initial_state_may_have_any_dtype() -> None:
+    for initial, fn, wanted in [
+        (tf.constant(0, tf.bfloat16), lambda n: tf.cast(n, tf.bfloat16), 45),
+        (tf.constant(""), tf.strings.as_string, b"0123456789"),
+    ]:
+        assert parallel_reduce(fn, tf.range(10), Reducer(initial, tf.add, tf.add), devices=TWO).numpy() == wanted
+
+
 def test_a_reducer_may_close_over_tensors_of_a_graph() -> None:
     """Those of the graph that is being built, whichever a kept mapper and reducer were traced in before."""
     scale: list[Any] = []

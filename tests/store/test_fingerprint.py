@@ -34,7 +34,7 @@ def _model(units: int) -> Callable[..., Any]:
 
 
 def _of(variable: Any, other: Any = 0.0) -> Callable[..., Any]:
-    return lambda row: row * tf.reduce_sum(variable) + other
+    return lambda row: row * tf.cast(tf.reduce_sum(variable), row.dtype) + other
 
 
 def _loop(times: int, by: float) -> Callable[..., Any]:
@@ -61,6 +61,7 @@ OTHERS: dict[str, Any] = {
     "attributes": (lambda r: tf.cumsum(r[None])[0], lambda r: tf.cumsum(r[None], reverse=True)[0]),
     "captured tensors": [_of(tf.constant(values)) for values in LARGE],
     "large constants": [_of(values) for values in LARGE],
+    "captured scalars of bfloat16": [_of(tf.constant(n, tf.bfloat16)) for n in (1, 2)],
     "values of variables": [_of(tf.Variable([n])) for n in (1.0, 2.0)],
     "exchanged variables": [_of(tf.Variable(n), tf.Variable(3.0 - n)) for n in (1.0, 2.0)],
     "shapes of variables": [_of(tf.Variable(tf.ones([n]))) for n in (1, 2)],
