@@ -241,7 +241,7 @@ class Writer(Database):
 
     def _insert(self, chunk: StoredChunk, arrays: Sequence[Array]) -> None:
         for old in overlapping(self.stored, chunk.start, chunk.stop):
-            self._connection.execute("DELETE FROM chunks WHERE start = ?", (old.start,))
+            self._connection.execute("DELETE FROM chunks WHERE start = ? AND stop = ?", old[:2])
         ((first,),) = self._connection.execute("SELECT ifnull(max(id), 0) + 1 FROM parts")
         data = b"".join(map(bytes_of, arrays))
         parts = [data[offset : offset + _PART_BYTES] for offset in range(0, len(data), _PART_BYTES)]

@@ -154,6 +154,18 @@ def test_a_later_run_computes_added_and_damaged_rows_only(counted: Callable[...,
     assert sorted(os.listdir(tmp_path)) == [LOCK, DATABASE, f"{DATABASE}-journal"]
 
 
+def test_a_damaged_chunk_is_computed_again_in_smaller_chunks(tmp_path: Path) -> None:
+    def counted(*starts: int) -> Counted:
+        spec = tf.TensorSpec([None], tf.int64)
+        batches = tf.data.Dataset.from_generator(lambda: np.split(DATA, starts), output_signature=spec)
+        return Counted(_triple, batches, batched=True, batch_size=None)
+
+    assert counted(4, 56).write(tmp_path) == [*DATA]
+    rows = damage(tmp_path, 4)
+    assert counted(*range(4, 64, 4)).write(tmp_path) == rows
+    assert counted(4).write(tmp_path) == []
+
+
 def test_small_chunks_are_committed_together(tmp_path: Path) -> None:
     """While a reader delays a commit, chunks wait. There is one more commit for them, and one for the end."""
 
