@@ -11,6 +11,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,11 @@ def read_input(path: str, batched: bool, batch_size: int | None) -> Input:
     if saved or (re.fullmatch(r"[\w.]+:[\w.]+", path) and not os.path.exists(path)):
         data = tf.data.Dataset.load(path) if saved else load_object(path)
         data = data() if callable(data) else data
-        return Input(data, data.unbatch() if batched and isinstance(data, tf.data.Dataset) else data)
+        rows = data
+        if batched and isinstance(data, tf.data.Dataset):
+            with suppress(ValueError):  # for elements without rows, which the map refuses
+                rows = data.unbatch()
+        return Input(data, rows)
     pattern = os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path
     names = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
     if not names:

@@ -322,6 +322,7 @@ MISTAKES = [
     (["raises:fn", "x.npy"], 2, "raises:fn: ZeroDivisionError"),
     (["functions:double", "x.npy", "--devices", "GPU:99"], 2, "'GPU:99', which is not a device here"),
     (["functions:double", "x.npy", "--seed", "-1"], 2, "seed=-1; expected None or an int"),
+    (["functions:double", "functions:numbers", "--batched"], 1, "but batched=True takes batches of rows"),
     (["functions:broken", "x.npy"], 1, "fn could not be traced"),
     (["functions:double", "x.npy", "--out", "full"], 1, "no results of devicemap"),
     (["functions:named", "x.npz", "--batched", "--out", "y.npy"], 2, "returns 'result': {'sum': TensorSpec"),
