@@ -83,8 +83,11 @@ def serve(port: int, cpus: int = 1) -> tf.distribute.Server:
         cpus: the number of CPU devices.
 
     Raises:
+        OptionError: the port is not from 0 to 65535. TensorFlow would use another one.
         DeviceError: the port is taken.
     """
+    if port not in range(2**16):
+        raise OptionError(f"port={port}; expected an int from 0 to 65535")
     threads = tf.config.threading.get_inter_op_parallelism_threads()
     config = tf.compat.v1.ConfigProto(device_count={"CPU": cpus}, inter_op_parallelism_threads=threads)
     try:

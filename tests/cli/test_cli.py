@@ -389,3 +389,9 @@ def test_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert ("\nNo GPU: " in said) == (not tf.config.list_physical_devices("GPU"))
     told = [device["name"] for device in json.loads(pathlib.Path("d.json").read_text()) if device["kind"] == "CPU"]
     assert told == [f"/job:localhost/replica:0/task:0/device:{name}" for name in names]
+
+
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_serve_refuses_ports_that_do_not_exist(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", port, "--open"]) == 2
+    assert f"port={port}; expected an int from 0 to 65535" in capsys.readouterr().err
