@@ -66,23 +66,30 @@ DRAWS = {
 }
 
 
-@pytest.mark.in_ci(12)
+def _assert_all_distinct(mapper: devicemap.DeviceMap, samples: tf.data.Dataset) -> None:
+    draws = [mapper(X), mapper(X), mapper(X[:2]), mapper(X[:1]), mapper(samples), mapper(samples)]
+    assert _distinct(np.concatenate(draws)) == 20 + 20 + 2 + 1 + 20 + 20
+
+
 @pytest.mark.parametrize("seeded", [True, False])
-@pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batched": True}, {"batch_size": 3}], ids=str)
+def test_random_ops_of_batches_never_repeat_a_stream(seeded: bool) -> None:
+    if seeded:
+        tf.random.set_seed(1)
+    mapper = devicemap.DeviceMap(DRAWS["two ops"], devices=WORKERS, batched=True)
+    _assert_all_distinct(mapper, tf.data.Dataset.from_tensor_slices(X).batch(3))
+
+
+@pytest.mark.in_ci(8)
+@pytest.mark.parametrize("seeded", [True, False])
+@pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batch_size": 3}], ids=str)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "sampled softmax")) for name in DRAWS]
 )
 def test_random_ops_never_repeat_a_stream(name: str, options: dict[str, Any], seeded: bool) -> None:
     if seeded:
         tf.random.set_seed(1)
-    batched = "batched" in options
-    if batched and name != "two ops":
-        pytest.skip("not applicable: draws for one row")
     mapper = devicemap.DeviceMap(DRAWS[name], devices=WORKERS, **options)
-    samples = tf.data.Dataset.from_tensor_slices(X)
-    chunks = samples.batch(3) if batched else samples
-    draws = [mapper(X), mapper(X), mapper(X[:2]), mapper(X[:1]), mapper(chunks), mapper(chunks)]
-    assert _distinct(np.concatenate(draws)) == 20 + 20 + 2 + 1 + 20 + 20
+    _assert_all_distinct(mapper, tf.data.Dataset.from_tensor_slices(X))
     if "a function" in name and "batch_size" not in options:
         rows, gradient = _taped(mapper, X)
         np.testing.assert_allclose(gradient * X, rows - (1.0 if name == "a function" else 0.0), rtol=1e-4, atol=1e-5)
