@@ -105,3 +105,23 @@ print("right")
 def test_what_a_handler_raises_comes_out_at_once(pytestconfig: pytest.Config) -> None:
     """From a whole process, which ends well: what was not cancelled would keep it. The two signals take turns."""
     assert processes.run(WAYS, "all" if pytestconfig.getoption("all") else "each") == ["right"]
+
+
+AT_EXIT = """
+import atexit, threading
+import tensorflow as tf
+import devicemap
+
+devicemap.simulate_devices(3)
+mapper = devicemap.DeviceMap(lambda n: n * n, batch_size=1)
+chunks, dataset = mapper.stream(tf.data.Dataset.range(10**9)), mapper.as_dataset(tf.data.Dataset.range(10**9))
+elements = iter(dataset)
+print(next(chunks)[0].numpy(), next(elements)[0].numpy())
+atexit._run_exitfuncs()
+print([thread.name for thread in threading.enumerate() if thread.name.startswith("devicemap")])
+"""
+
+
+def test_a_program_that_ends_while_streams_are_open() -> None:
+    """Threads that run TensorFlow while the interpreter ends would abort the process."""
+    assert processes.run(AT_EXIT) == ["0 0", "[]"]

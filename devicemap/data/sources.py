@@ -133,7 +133,16 @@ class DatasetSource:
     def take(self, rows: int) -> Chunk | None:
         start = self._next
         pieces: list[tuple[Any, ...]] = []
-        while (left := (self.chunk_rows or rows) - (self._next - start)) > 0 and (batch := self._unread()) is not None:
+        while (left := (self.chunk_rows or rows) - (self._next - start)) > 0:
+            try:
+                batch = self._unread()
+            except Exception as error:
+                if not pieces:
+                    raise
+                self._batches = _failing(error)  # raised by the next call, after the rows that were read
+                break
+            if batch is None:
+                break
             stop = batch.start + batch.count
             taken = batch.cut(self._next, stop if self._whole else min(self._next + left, stop))
             pieces.append(taken.leaves)
@@ -186,6 +195,11 @@ class DatasetSource:
 def _read(dataset: Any) -> Iterator[Rows]:
     for element in dataset:  # the iterator over the dataset is created when the first chunk is read
         yield as_rows(element)
+
+
+def _failing(error: Exception) -> Iterator[Rows]:
+    raise error
+    yield
 
 
 def from_dataset(dataset: Any, options: Options) -> DatasetSource:

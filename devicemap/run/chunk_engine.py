@@ -8,6 +8,7 @@ it.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,16 @@ def run_chunks(
     scheduler = Scheduler(call, source, runners, measured)
     thread = threading.Thread(target=scheduler.run, name="devicemap scheduler", daemon=True)
     error: BaseException | None = None
+
+    def stop() -> None:
+        call.stopped = True
+        options.cancel()
+        scheduler.close()
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        _join([thread], deadline)
+        _join(scheduler.threads, deadline)  # all of them: the scheduler starts no more
+
+    atexit.register(stop)  # a thread that runs TensorFlow when the interpreter ends would abort the process
     try:
         call.notify(CallStarted, rows=source.rows, devices=tuple(runner.device for runner in runners))
         thread.start()
@@ -50,14 +61,9 @@ def run_chunks(
         error = raised
         raise
     finally:
-        call.stopped = True
+        atexit.unregister(stop)
         try:
-            if error is not None:
-                options.cancel()
-            scheduler.close()
-            deadline = time.monotonic() + _FAREWELL_SECONDS
-            _join([thread], deadline)
-            _join(scheduler.threads, deadline)  # all of them: the scheduler starts no more
+            stop()
         finally:  # also after a second Ctrl-C
             source.close()
             measured.update(scheduler.throughput())

@@ -94,17 +94,22 @@ def test_a_stream_that_is_dropped_by_a_consumer_that_raises() -> None:
     assert _threads() == set()
 
 
-def test_a_dataset_that_raises_half_way() -> None:
+@pytest.mark.parametrize("options", [{"batch_size": 1}, {"batched": True}, {"batched": True, "batch_size": "auto"}])
+def test_a_dataset_that_raises_half_way(options: dict[str, Any]) -> None:
+    batched = "batched" in options
+    rows = np.arange(40).reshape([20, 2] if batched else [40])
+
     def read() -> Iterator[Any]:
-        yield from range(4)
+        yield from rows
         raise OSError("the disk")
 
-    numbers = tf.data.Dataset.from_generator(read, output_signature=tf.TensorSpec([], tf.int64))
-    mapper = devicemap.DeviceMap(lambda n: n * n, batch_size=1)
+    spec = tf.TensorSpec([None] if batched else [], tf.int64)
+    numbers = tf.data.Dataset.from_generator(read, output_signature=spec)
+    mapper = devicemap.DeviceMap(lambda n: n * n, **options)
     delivered: list[Any] = []
     with pytest.raises(tf.errors.OpError, match="the disk"):
         _take(mapper.stream(numbers), delivered)
-    assert np.concatenate(delivered).tolist() == [0, 1, 4, 9]
+    assert np.concatenate(delivered).tolist() == [n * n for n in range(40)]
     assert "the disk" in str(mapper.report.error)
 
 
