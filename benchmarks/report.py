@@ -82,7 +82,8 @@ TOPICS = {
     "pipeline_gpus": (
         "Pipelines on GPUs in software",
         SHARE_TEXT
-        + " A stage computes as long as it sends. The ideal is that of the schedule, if transfers overlap computation.",
+        + " A stage computes as long as it sends. The ideal is that of the schedule, from when the host sends rows, if"
+        + " transfers overlap computation.",
     ),
     "gpu": ("GPUs", TIME_TEXT),
 }

@@ -5,11 +5,11 @@ from __future__ import annotations
 from devicemap.pipelines.schedule import Step, schedule_of
 
 
-def source_of(step: Step, stages: int) -> Step | None:
-    """Return the call whose results a call takes; `None` if it takes the rows of the batch."""
-    if step.backward:
-        return step._replace(stage=step.stage + 1) if step.stage < stages - 1 else step._replace(backward=False)
-    return step._replace(stage=step.stage - 1) if step.stage else None
+def source_of(step: Step, stages: int) -> Step:
+    """Return the call whose results a call takes. Stage -1 stands for the host, which sends the rows of the batch."""
+    if step.backward and step.stage == stages - 1:
+        return step._replace(backward=False)
+    return step._replace(stage=step.stage + (1 if step.backward else -1))
 
 
 def duration_of(
@@ -21,7 +21,7 @@ def duration_of(
     backward: float | None = 1.0,
     sending: float = 0.0,
 ) -> float:
-    """Return the duration of a schedule, if devices compute while they send and receive.
+    """Return the duration of a schedule, if devices compute while they send and receive, from when the host sends rows.
 
     Args:
         kind: one of `KINDS`, as for `schedule_of`.
@@ -30,12 +30,11 @@ def duration_of(
         microbatches: number of microbatches.
         forward: the duration of a forward call.
         backward: the duration of a backward call; `None` without backward calls.
-        sending: the time to send the results of a call to another device.
-
+        sending: the time to send the rows of a microbatch, or the results of a call, to another device.
     """
     orders = [schedule_of(kind, stages, devices, microbatches, device) for device in range(devices)]
     left = [[step for step in reversed(order) if not step.backward or backward is not None] for order in orders]
-    arrivals: dict[Step | None, float] = {None: 0.0}
+    arrivals = {Step(-1, m, False): (m + 1) * sending for m in range(microbatches)}
     free, links = [0.0] * devices, dict[tuple[int, int], float]()
     while any(left):
         steps = {device: order[-1] for device, order in enumerate(left) if order}
