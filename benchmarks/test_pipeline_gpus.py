@@ -37,7 +37,7 @@ def test_transfers_overlap(
             scales.append(tf.Variable(1.0))
     with tf.device("CPU:0"):
         x = tf.random.normal([ROWS * microbatches, WIDTH])
-    stages = [lambda rows, scale=scale: tf.tanh(stage(rows) * scale) for scale in scales]
+    stages = [lambda rows, scale=scale: tf.tanh(stage(rows * scale)) for scale in scales]
     last = f"GPU:{STAGES - 1}"
     pipe = Pipeline(stages, "GPU", microbatches, schedule, output_device=last, loss="mse")
 
