@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import tensorflow as tf
@@ -42,6 +42,8 @@ class Calls:
         self._ends: dict[Step, Any] = {}
         self._arrivals: dict[int, Any] = {}
         """An op for each microbatch that runs when the first stage has its rows and has finished earlier microbatches."""
+        self._sent: dict[tuple[int, int], list[Any]] = {}
+        """The ops of the rows of a microbatch that are copied to a stage."""
         self._gradients: defaultdict[Any, dict[int, list[Any]]] = defaultdict(dict)
 
     def call(self, step: Step, slot: Slot, values: Sequence[Any], rows: Sequence[Any], some: Any) -> list[Any]:
@@ -55,9 +57,14 @@ class Calls:
             some: whether the microbatch has rows; a tensor if that is unknown.
         """
         m, first = step.microbatch, slot.share.start
-        for op in ops_of(rows) if m > first else ():
-            # TensorFlow starts copies to a device in any order, so the first microbatch could arrive last.
-            wait_for(op, self._arrivals[max(m - _AHEAD, first)])
+        # Without an order, the first microbatch could arrive last. A copy waits for calls that its device has begun, so the
+        # first copies start before the first call does.
+        earlier = [*self._sent[step.stage, m - 1]] if m > first else []
+        if m - first >= _AHEAD:
+            earlier.append(self._arrivals[m - _AHEAD])
+        self._sent[step.stage, m] = ops_of(rows)
+        for op, before in product(ops_of(rows), earlier):
+            wait_for(op, before)
         traced = slot.traces[m - first]
         with tf.device(slot.device), tf.control_dependencies(slot.assigned):
             leaves = self._begin(step, slot, [*values, *rows])
