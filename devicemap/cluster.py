@@ -23,6 +23,9 @@ _LOCAL_JOB = "localhost"
 _TIMEOUT_SECONDS = 10.0
 """How long `connect` waits for each host."""
 
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""How a client of HTTP/2, on which gRPC builds, begins: a fixed text and an empty frame of settings (RFC 9113, 3.4)."""
+
 _ADDRESS = re.compile(r".+:\d+")
 
 _connected: list[str] = []
@@ -113,6 +116,9 @@ def _own_address(servers: Sequence[str]) -> str:
         try:
             with socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT_SECONDS) as connection:
                 found.append(connection.getsockname()[0])
+                connection.sendall(_GREETING)
+                if connection.recv(4)[3:] != b"\4":  # the server begins with a frame of settings, too
+                    raise OSError("another service has this port")
         except OSError as error:
             raise DeviceError(
                 f"no TensorFlow server answers at {server} ({error}); start `devicemap serve` there first"

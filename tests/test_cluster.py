@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 
 from devicemap import connect
 from devicemap.cli import main
-from devicemap.errors import OptionError
+from devicemap.errors import DeviceError, OptionError
 
 FILES = Path(__file__).with_name("clusters")
 
@@ -37,6 +39,18 @@ def test_on_hosts() -> None:
 def test_invalid_clusters(cluster: Any) -> None:
     with pytest.raises(OptionError, match=re.escape(f"cluster is {cluster!r}; expected addresses by job, as ")):
         connect(cluster)
+
+
+def test_a_port_of_another_service() -> None:
+    def greet() -> None:
+        with server.accept()[0] as client:
+            client.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=greet).start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(DeviceError, match=f"no TensorFlow server answers at {address}"):
+            connect({"worker": [address]})
 
 
 def test_serve() -> None:

@@ -63,6 +63,7 @@ def test_columns_come_and_go() -> None:
         "numbers": np.arange(3), "flags": np.array([True, False, True]), "text": np.array(["a", "", "bc"], object),
         "images": images, "sounds": np.array([np.ones([n, 2], "f") for n in (2, 1, 3)], object),
         "pairs": pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int64(), 2)),
+        "pairs of lists": pa.array([[[], [1]], [[2, 3], []], [[4], [5]]], pa.list_(pa.list_(pa.int64()), 2)),
     } | {name: pa.array(column) for name, column in lists.items()}  # fmt: skip
     table = table_of(columns).slice(1)
     rows = rows_of(table)
@@ -72,6 +73,7 @@ def test_columns_come_and_go() -> None:
     assert as_list(rows["text"]) == [b"", b"bc"]
     assert rows["sounds"].shape.as_list() == [2, None, 2]
     assert rows["pairs"].shape.as_list() == [2, 2]
+    assert as_list(rows["pairs of lists"]) == [[[2, 3], []], [[4], [5]]]
     assert np.shares_memory(rows["numbers"], table["numbers"].chunk(0).to_numpy())
     assert np.shares_memory(rows["images"], images)
     results = {name: each if isinstance(each, tf.RaggedTensor) else tf.constant(each) for name, each in rows.items()}

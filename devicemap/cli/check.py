@@ -21,6 +21,7 @@ from devicemap.devices import choose_devices, list_devices, why_no_gpu
 from devicemap.errors import error_text
 from devicemap.events import short_name
 from devicemap.inspect.render import size_text
+from devicemap.options import check_number
 from devicemap.pipelines.pipeline import Pipeline
 from devicemap.pipelines.split import split
 from devicemap.training.models import parallelize
@@ -66,6 +67,7 @@ def check(given: Any, seconds: float) -> dict[str, Any]:
     Returns:
         The results as JSON values. `"ok"` is whether every test passed, whatever the speed-ups are.
     """
+    check_number("seconds", seconds)
     devices = choose_devices(given)
     environment = show_environment()
     print(f"\nGuarantees on {', '.join(map(short_name, devices))}:\n")

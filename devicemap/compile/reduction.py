@@ -251,7 +251,7 @@ class _CustomReduction(BoundReduction):
 
     def __init__(self, reducer: Reducer, structure: Any, specs: Sequence[Any]):
         with tf.init_scope():
-            self._initial = map_nest(lambda value, _: tf.convert_to_tensor(value), reducer.initial)
+            self._initial = map_nest(_as_tensor, reducer.initial)
         self._user_functions = [*map(tf.function, (reducer.step, reducer.merge, reducer.finish))]
         super().__init__(structure, specs)
 
@@ -274,7 +274,7 @@ class _CustomReduction(BoundReduction):
 
         def step(i: Any, state: Any) -> tuple[Any, Any]:
             element = tf.nest.pack_sequence_as(structure, [leaf[i] for leaf in leaves])
-            new = as_nodes(function(as_objects(state), as_objects(element)))
+            new = map_nest(_as_tensor, function(as_objects(state), as_objects(element)))
             check_same_structure(new, self._initial)
             return i + 1, tf.nest.map_structure(
                 lambda leaf, like: tf.ensure_shape(leaf, like.shape), new, self._initial
@@ -292,3 +292,7 @@ def as_states(state: Sequence[Any], rows: Any) -> list[Any]:
     """Add the axis of states to a state. Its length is 1, or 0 if there are no rows."""
     states = tf.minimum(count_rows(rows, tf.int32), 1)
     return [leaf[None][:states] for leaf in state]
+
+
+def _as_tensor(leaf: Any, path: str) -> Any:
+    return tf.convert_to_tensor(leaf)

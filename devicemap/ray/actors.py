@@ -122,6 +122,8 @@ def rows_of(table: Any) -> dict[str, Any]:
             return tf.RaggedTensor.from_row_lengths(of_array(name, array.flatten()), lengths, validate=False)
         if pa.types.is_fixed_size_list(kind):
             values = of_array(name, array.flatten())
+            if isinstance(values, tf.RaggedTensor):
+                return tf.RaggedTensor.from_uniform_row_length(values, kind.list_size, len(array))
             return tf.reshape(values, [len(array), kind.list_size, *values.shape[1:]])
         if pa.types.is_null(kind):  # the values of lists that are all empty
             array = array.cast(pa.float64())

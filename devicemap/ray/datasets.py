@@ -14,9 +14,11 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from devicemap.compile.reduction import Reduction
-from devicemap.errors import DataError, DeviceMapError, OptionError
+from devicemap.data.structure import freeze
+from devicemap.errors import DataError, DeviceMapError, OptionError, failure
 from devicemap.options import check_count, check_options
 from devicemap.ray.actors import NUMBER, STATE, Actor, Later, mapper
 from devicemap.ray.actors import reducer as state_reducer
@@ -94,6 +96,7 @@ def reduce(
     Raises:
         DeviceMapError: Ray is not installed.
         OptionError, DataError: before anything runs, for invalid options, reducers and data. `DataError` also without rows.
+        FunctionError: `fn` returns results of other dtypes or shapes for some blocks.
         ray.exceptions.RayError: as for `map_batches`, and if the results of `fn` cannot be reduced by the reducer.
 
     Examples:
@@ -110,8 +113,19 @@ def reduce(
     if first is None:
         raise DataError("the dataset has no rows, so what fn returns is unknown; pass a dataset with at least one row")
     bound = reduction.of(*first[:2])
-    merged = bound.merged_as_they_come((state for *_, state in chain([first], found)), "/CPU:0")
+    merged = bound.merged_as_they_come(map(partial(_state_of, of_first=first), chain([first], found)), "/CPU:0")
     return bound.packed(bound.finished(merged or []))
+
+
+def _state_of(of_block: Any, of_first: Any) -> Any:
+    """Return the state of a block. Raise `FunctionError` if `fn` returns other results than for the first block."""
+    results, first = (
+        tf.nest.pack_sequence_as(structure, [spec.dtype.name for spec in specs])
+        for structure, specs, _ in (of_block, of_first)
+    )
+    if freeze(results) != freeze(first):
+        raise failure(f"fn returns {first} for the first block, but {results} for another one; cast its results in fn")
+    return of_block[-1]
 
 
 def _import_ray() -> Any:

@@ -391,7 +391,15 @@ def test_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert told == [f"/job:localhost/replica:0/task:0/device:{name}" for name in names]
 
 
-@pytest.mark.parametrize("port", ["-1", "65536"])
-def test_serve_refuses_ports_that_do_not_exist(port: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--port", port, "--open"]) == 2
-    assert f"port={port}; expected an int from 0 to 65535" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--open", "--port", "-1"], "port=-1; expected an int from 0 to 65535"),
+        (["serve", "--open", "--port", "65536"], "port=65536; expected an int from 0 to 65535"),
+        (["check", "--seconds", "-1"], "seconds=-1.0; expected None or a number of at least 0"),
+        (["check", "--seconds", "nan"], "seconds=nan; expected None or a number of at least 0"),
+    ],
+)
+def test_numbers_out_of_range(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err

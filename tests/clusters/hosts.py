@@ -110,6 +110,7 @@ def test_training(job: str, name: str) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:a Pipeline called under a tape")
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_pipeline(job: str, schedule: Any) -> None:
     """A stage on each host gives the results, streamed results and gradients of one device."""

@@ -96,6 +96,12 @@ def test_reduce(cluster: Cluster, reducer: Any) -> None:
     tf.nest.map_structure(partial(np.testing.assert_allclose, rtol=1e-6), found, expected)
 
 
+def test_blocks_of_other_dtypes_are_not_reduced(cluster: Cluster) -> None:
+    dataset = ray.data.from_numpy([np.arange(3), np.full(3, 0.5)])
+    with pytest.raises(devicemap.errors.FunctionError, match="int64 for the first block, but float64"):
+        devicemap.ray.reduce(dataset, lambda row: row["data"], "sum", concurrency=1)
+
+
 def test_contexts(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed in order has the settings of the dataset, whose own are left alone."""
     dataset = ray.data.range(3)

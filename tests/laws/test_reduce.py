@@ -191,6 +191,11 @@ def test_states_may_be_objects() -> None:
         assert (type(moments), float(moments.total), float(moments.square)) == (_Moments, 45.0, 285.0)
 
 
+def test_a_list_in_a_state_is_one_tensor() -> None:
+    total_and_count = Reducer([0.0, 0.0], lambda state, x: [state[0] + x, state[1] + 1.0], tf.add)
+    assert parallel_reduce(lambda x: x, tf.range(10.0), total_and_count, devices=TWO).numpy().tolist() == [45.0, 10.0]
+
+
 def test_an_initial_state_may_have_any_dtype() -> None:
     for initial, fn, wanted in [
         (tf.constant(0, tf.bfloat16), lambda n: tf.cast(n, tf.bfloat16), 45),
