@@ -1,6 +1,6 @@
-"""The non-public names of TensorFlow and Keras that devicemap uses, each with its reason and a public fallback.
+"""The non-public names of TensorFlow and Keras that devicemap uses, each with its reason.
 
-A name is looked up at its first use. `docs/explanation/internals.md` lists the fallbacks.
+A name is looked up at its first use. Most have a public fallback; `docs/explanation/internals.md` lists them.
 `tests/_tensorflow/test_internals.py` fails if a name is missing or behaves differently; `make test-plain` runs the laws without
 these names.
 """

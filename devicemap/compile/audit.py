@@ -106,7 +106,7 @@ class Audit:
         return self.loops or self.branches
 
     @property
-    def seeded(self) -> bool:
+    def has_fixed_seeds(self) -> bool:
         """Whether it draws from fixed seeds."""
         return bool(self.seeds)
 

@@ -57,7 +57,7 @@ class CompiledMap:
         self.traces = 0
         """How often `fn` was traced so far."""
         self._trace = trace
-        self.traced = self._retrace(None)
+        self.traced = self._new_trace(None)
         audit = self.traced.audit
         # A further core of a CPU gains nothing if shards wait for each other, or if ops over all rows use the cores
         # themselves. Half of the rows need as many ops (`benchmarks/test_real_functions.py`).
@@ -67,7 +67,9 @@ class CompiledMap:
             self.slots = self.slots[: python_calls_at_once()]
         self._streams = Streams()
         self.keeps_seeds = (
-            audit.seeded and len(self.slots) > 1 and drawn_alike(audit, self._retrace(self._streams.next()).audit)
+            audit.has_fixed_seeds
+            and len(self.slots) > 1
+            and drawn_alike(audit, self._new_trace(self._streams.next()).audit)
         )
         """Whether the function draws the same numbers in every trace. Then one device computes all rows."""
         if self.keeps_seeds:
@@ -90,7 +92,7 @@ class CompiledMap:
         TensorFlow copies the ops for each order of gradients, and each copy of a seeded op begins the same number stream. So a
         function with seeded ops has a graph per order of gradients, and one per call inside a function.
         """
-        seeded = self.traced.audit.seeded
+        seeded = self.traced.audit.has_fixed_seeds
         if seeded and spec.is_inside:
             with self._lock:
                 return self._build(spec)
@@ -119,7 +121,7 @@ class CompiledMap:
         audit = self.traced.audit
         return (
             kind_of(self._output_device) == "CPU"
-            and not (audit.ordered or audit.seeded or audit.advances_seed or self.traced.with_xla)
+            and not (audit.ordered or audit.has_fixed_seeds or audit.advances_seed or self.traced.with_xla)
             and self._has_clock
         )
 
@@ -215,7 +217,7 @@ class CompiledMap:
         """
         specs = {device: CallSpec((self.slots.index(device),), Engine.CHUNKS) for device in self.devices}
         replicas = self._replicas_for(specs[self.devices[0]])
-        if self.traced.audit.seeded:  # each graph retraces fn, which must not happen in a worker
+        if self.traced.audit.has_fixed_seeds:  # each graph retraces fn, which must not happen in a worker
             for spec in specs.values():
                 self.graph(spec)
         lost = settle(self._remote_devices)
@@ -251,7 +253,7 @@ class CompiledMap:
         with self._lock:
             key = spec.differentiable, spec.engine
             if key not in self._replicas:
-                traced = self.traced.differentiable if spec.differentiable else self.traced
+                traced = self.traced.for_gradients(spec.differentiable)
                 with captures_fit(self.traced, self._name, *self.devices):
                     self._replicas[key] = Replicas(traced, self.slots, spec)
             return self._replicas[key]
@@ -262,8 +264,8 @@ class CompiledMap:
         Such ops are random ops with seeds, and Python functions that a tape follows.
         """
         followed = spec.differentiable and "EagerPyFunc" in self.traced.audit.effects
-        if self.traced.audit.seeded or followed:
-            return [self._variant(self._retrace(self._streams.next()), spec) for _ in spec.slots]
+        if self.traced.audit.has_fixed_seeds or followed:
+            return [self._variant(self._new_trace(self._streams.next()), spec) for _ in spec.slots]
         return [self._variant(self.traced, spec)] * len(spec.slots)
 
     def _variant(self, traced: Traced, spec: CallSpec) -> Traced:
@@ -271,13 +273,13 @@ class CompiledMap:
 
         XLA supports neither variables of other devices nor the variants that loops and branches keep for their gradients.
         """
-        variant = traced.differentiable if spec.differentiable else traced
+        variant = traced.for_gradients(spec.differentiable)
         keeps_variants = spec.differentiable and variant.audit.keeps_variants
         if variant.with_xla and not keeps_variants and self._replicas_for(spec).are_local:
             return variant.with_xla
         return variant
 
-    def _retrace(self, stream: Stream | None) -> Traced:
+    def _new_trace(self, stream: Stream | None) -> Traced:
         self.traces += 1
         return self._trace(stream)
 

@@ -134,7 +134,7 @@ class Program:
                 compiled = CompiledMap(
                     slots_on(self.devices) if by_rows else self.devices,
                     self.output_device,
-                    partial(_trace_again, _weakly(self.fn), specs, options, self.reduction),
+                    partial(_trace_fn, _weakly(self.fn), specs, options, self.reduction),
                     self.name,
                     self.counts_rows,
                 )
@@ -156,7 +156,7 @@ class Program:
         found: dict[Any, CompiledMap] = getattr(graph, _COMPILED).setdefault(self._identity, {})
         return found
 
-    def seeded(self, leaves: tuple[Any, ...], first_row: int, rows: Any) -> tuple[Any, ...]:
+    def with_row_seeds(self, leaves: tuple[Any, ...], first_row: int, rows: Any) -> tuple[Any, ...]:
         """Return the leaves, followed by a leaf of row seeds if the option `seed` is set."""
         if self.options.seed is None:
             return leaves
@@ -197,7 +197,7 @@ def _weakly(fn: Callable[..., Any]) -> Callable[[], Any]:
         return lambda: fn
 
 
-def _trace_again(
+def _trace_fn(
     fn: Callable[[], Any],
     specs: Any,
     options: Options,

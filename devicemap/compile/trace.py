@@ -70,10 +70,9 @@ class Traced:
     reduction: BoundReduction | JoinedShards | None = None
     """The reduction whose states the function returns; `None` if it returns rows."""
 
-    @property
-    def differentiable(self) -> Traced:
-        """The variant with the right gradients."""
-        return self.with_gradients or self
+    def for_gradients(self, wanted: bool) -> Traced:
+        """Return the variant with the right gradients if they are wanted."""
+        return (self.with_gradients or self) if wanted else self
 
     @property
     def input_specs(self) -> list[Any]:
@@ -103,7 +102,7 @@ def trace(
     Args:
         fn: the user's function, of one row or of a batch.
         specs: nest of `tf.TypeSpec`s of the data, of shapes `[None, ...]`.
-        options: `batched`, `vectorize`, `seed`, `fn_output_signature`, `jit_compile` and `in_place` are used.
+        options: `devices`, `batched`, `vectorize`, `seed`, `fn_output_signature`, `jit_compile` and `in_place` are used.
         stream: the number stream of seeded random ops; `None` leaves their seeds as they are.
         reduction: the reduction of the results, if there is one.
 

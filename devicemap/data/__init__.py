@@ -1,7 +1,5 @@
 """Take the user's data apart.
 
 In:  a nest of tensors or arrays, or a `tf.data.Dataset`.
-Out: `Rows`, flat leaves that share their first axis; shards of them; or a `Source`, which is read chunk by chunk.
-
-No later module handles nests of data or uneven remainders.
+Out: `Rows`, flat leaves that share their first axis; or a `Source`, which is read chunk by chunk.
 """

@@ -152,7 +152,7 @@ def verify(
 
 def _on_one_device(program: Program, compiled: CompiledMap, rows: Rows) -> Callable[[int, int], list[Any]]:
     """Return a function that computes a range of rows at once on the first device; Ctrl-C stops it."""
-    leaves, cancellation = program.seeded(rows.leaves, 0, rows.count), Cancellation()
+    leaves, cancellation = program.with_row_seeds(rows.leaves, 0, rows.count), Cancellation()
     function = compiled.chunk_functions(cancellation)[compiled.devices[0]]()
 
     def run(start: int, stop: int) -> list[Any]:

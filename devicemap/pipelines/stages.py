@@ -166,7 +166,7 @@ class Stage:
         replica has the variables. The other replicas get their values once in each call.
         """
         first = self.traced(given).traced
-        separate = first.audit.seeded or first.audit.python
+        separate = first.audit.has_fixed_seeds or first.audit.python
         captures: list[tuple[dict[Any, Any], list[Any]]] = [({}, [])] * len(shares)
         if len(shares) > 1:
             order_of_gradients(first.concrete, [])  # makes tapes watch the variables

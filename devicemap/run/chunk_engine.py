@@ -1,9 +1,9 @@
 """The chunk engine: a scheduler sends chunks to idle devices, and a generator yields the results.
 
 Threads: the scheduler, the workers of each device, and the consumer, which runs the generator. They exchange messages through
-queues and share no other state. Leaving the generator in any way ends the call: running chunks are cancelled, and nothing more
-is read. An error that is not retried is raised as soon as it occurs. An error of the source is raised after the rows before
-it.
+queues; apart from these, they share only a flag that stops the call. Leaving the generator in any way ends the call: running
+chunks are cancelled, and nothing more is read. An error that is not retried is raised as soon as it occurs. An error of the
+source is raised after the rows before it.
 """
 
 from __future__ import annotations

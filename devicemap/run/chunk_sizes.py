@@ -94,7 +94,7 @@ class Throughput:
             rows: rows of the chunk.
             seconds: time since the chunk started and the previous chunk had finished.
             latency_seconds: time since the chunk started.
-            peak_share: peak memory use during the call divided by the memory of the device; `None` if unknown. Twice the rows
+            peak_share: peak memory use divided by the memory of the device; `None` if that is not of this call. Twice the rows
                 may need twice the memory, so chunks stop growing before that exceeds the memory.
         """
         speed = rows / max(seconds, 1e-9)

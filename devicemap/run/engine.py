@@ -9,7 +9,7 @@ from typing import Literal
 from devicemap.run.chunk_sizes import Throughput
 
 ROWS_PER_SLOT = 16
-"""Calls on fewer rows always use the graph engine."""
+"""Calls on fewer rows per slot always use the graph engine."""
 
 _LONG_SECONDS_PER_CALL = 0.1
 """Shorter calls gain little from load balance (`benchmarks/test_balance.py`)."""
@@ -73,7 +73,7 @@ class CallStats:
     """Wall time per row of the last measured call with each engine."""
 
     first_seconds_per_row: dict[str, float] = field(default_factory=dict)
-    """Wall time per row of the last call before these."""
+    """Wall time per row of the last call with each engine that is not measured."""
 
     most_rows: int | None = None
     """The most rows that go into one graph, after more ran out of memory."""

@@ -112,7 +112,7 @@ class GraphEngine:
             with self._observers.of_graph(0, (), compiled):
                 return compiled.pack_no_rows()
         shards, sizes = compiled.shards(count) if count else ((), tf.zeros([1], tf.int32))
-        leaves = self.program.seeded(rows.leaves, 0, count)
+        leaves = self.program.with_row_seeds(rows.leaves, 0, count)
         graph = compiled.graph(CallSpec.of_shards(max(len(shards), 1), gradients=gradients, empty_shards=not count))
         devices = tuple(dict.fromkeys(shard.device for shard in shards))
         with self._observers.of_graph(count, devices, compiled) as log:
@@ -190,7 +190,7 @@ def call_inside(program: Program, rows: Rows, filled: bool = False) -> Any:
     compiled = program.compiled_for(rows)
     with tf.device(HOST):  # otherwise the placer would move rows and results through the first GPU
         count = count_rows(rows.leaves[0]) if rows.count is None else rows.count
-        leaves = program.seeded(rows.leaves, 0, count)
+        leaves = program.with_row_seeds(rows.leaves, 0, count)
         engine = compiled.engine_inside()
         if rows.count:
             shards, sizes = compiled.shards(rows.count)

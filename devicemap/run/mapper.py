@@ -93,12 +93,12 @@ class Mapper:
         compiled, count = self.program.compiled_for(rows), rows.count or 0
         stats = _stats.setdefault(compiled, CallStats())
         gradients = compiled.order_of_gradients(rows.leaves)
-        differentiable = gradients > 0 or not compiled.may_use_chunks
+        one_graph_only = gradients > 0 or not compiled.may_use_chunks
         slots, known = len(compiled.slots), stats.seconds_per_row
         engine = choose_engine(
             count,
             slots,
-            differentiable,
+            one_graph_only,
             known.get("chunks"),
             graph_seconds_per_row=known.get("one graph"),
             first_seconds_per_row=stats.first_seconds_per_row.get("chunks"),
@@ -106,8 +106,8 @@ class Mapper:
         )
         began = time.perf_counter()
         fits = stats.most_rows is None or count <= stats.most_rows
-        if engine == "one graph" and (differentiable or fits):
-            retried = self._options.max_retries > 0 and not differentiable
+        if engine == "one graph" and (one_graph_only or fits):
+            retried = self._options.max_retries > 0 and not one_graph_only
             try:
                 results = self._graph_engine.run_compiled(compiled, rows, gradients, retried)
             except tf.errors.OpError as error:
@@ -273,7 +273,7 @@ class Mapper:
             function = build()
 
             def run(chunk: Chunk) -> Any:
-                leaves = self.program.seeded(chunk.leaves, chunk.start, chunk.count)
+                leaves = self.program.with_row_seeds(chunk.leaves, chunk.start, chunk.count)
                 results = function(*compiled.flat(leaves))
                 if self.program.counts_rows:
                     returned = results[-1:] if compiled.traced.reduction else []  # states count their rows

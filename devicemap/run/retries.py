@@ -54,9 +54,9 @@ def retry_action(error: BaseException, rows: int, attempts: int, max_retries: in
 
 
 def is_of_the_row(error: BaseException) -> bool:
-    """Return whether a row that raised this error may be left out.
+    """Return whether a row may be the cause of this error, so that it may be left out, and no device is at fault.
 
-    It stays if its device is unavailable, after a signal, and if a batch has another number of results than rows.
+    Other causes are an unavailable device, a signal, and a batch with another number of results than rows.
 
     >>> is_of_the_row(tf.errors.InvalidArgumentError(None, None, "")), is_of_the_row(tf.errors.UnavailableError(None, None, ""))
     (True, False)

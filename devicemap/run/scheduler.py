@@ -79,8 +79,8 @@ class DeviceState:
     busy_since: float = 0.0
     """The time of `last_finish`, or of a later start of a chunk with nothing else running."""
 
-    peak_before: float | None = None
-    """Peak memory use before the call, divided by the memory of the device."""
+    peak_before: float = 0.0
+    """Peak memory use of the process before the call, divided by the memory of the device."""
 
     @property
     def has_room(self) -> bool:
@@ -204,7 +204,7 @@ class Scheduler:
         state.running += 1
         state.throughput = state.throughput.taking(task.chunk.count)
         if not state.threads:
-            state.peak_before = peak_share(name)
+            state.peak_before = peak_share(name) or 0.0
         state.tasks.put(replace(task, limit=state.throughput.limit))
         if len(state.threads) < state.running:
             state.threads.append(self._call.start_worker(state.runner, state.tasks))
@@ -225,11 +225,12 @@ class Scheduler:
 
     def _finish(self, message: Finished) -> None:
         state, started, ended = self._devices[message.device], message.started, message.ended
+        peak = peak_share(message.device) or 0.0
         state.throughput = state.throughput.finishing(
             message.task.chunk.count,
             ended - max(started, state.last_finish),
             ended - started,
-            peak_share(message.device),
+            peak if peak > state.peak_before else None,
         )
         if message.exhausted_by_row:
             state.throughput = replace(state.throughput, limit=message.limit)
