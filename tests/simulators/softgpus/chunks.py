@@ -70,6 +70,16 @@ def _run_out_of_memory(gpu: int, rows: int, prefetch: int, parts: int) -> None:
     assert sum(device.back_offs for device in mapper.report.devices) >= parts - 1
 
 
+def test_memory_that_was_used_before_does_not_keep_chunks_small() -> None:
+    events: list[Event] = []
+    with tf.device("GPU:0"):
+        used = [tf.zeros([1 << 20]) for _ in range(10)]  # 40 of 64 MiB
+    del used
+    mapper = devicemap.DeviceMap(tf.sin, batched=True, devices="GPU:0", batch_size="auto", progress=events.append)
+    assert len(mapper(batches(64, 32))) == 2048
+    assert max(lengths(ChunkFinished, events)) >= 64
+
+
 def test_times_are_those_of_the_devices_where_results_stay_on_one() -> None:
     """A kernel takes 0.1 s on one device and 0.2 s on the other; results are gathered on the first."""
     events: list[Event] = []
