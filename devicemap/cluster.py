@@ -117,7 +117,7 @@ def _own_address(servers: Sequence[str]) -> str:
             with socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT_SECONDS) as connection:
                 found.append(connection.getsockname()[0])
                 connection.sendall(_GREETING)
-                if connection.recv(4)[3:] != b"\4":  # the server begins with a frame of settings, too
+                if connection.makefile("rb").read(4)[3:] != b"\4":  # the server begins with a frame of settings, too
                     raise OSError("another service has this port")
         except OSError as error:
             raise DeviceError(

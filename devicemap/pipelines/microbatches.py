@@ -21,7 +21,7 @@ from devicemap.pipelines.schedule import Step
 from devicemap.pipelines.stages import Slot
 
 _AHEAD = 2
-"""The first device receives rows this many microbatches ahead. With 1, it is idle in copies (benchmarks/pipeline_gpus)."""
+"""The first device receives rows this many microbatches ahead. With 1, it waits for copies (benchmarks/test_pipeline_gpus)."""
 
 
 class Calls:

@@ -73,7 +73,7 @@ class CallStats:
     """Wall time per row of the last measured call with each engine."""
 
     first_seconds_per_row: dict[str, float] = field(default_factory=dict)
-    """Wall time per row of the last call with each engine that is not measured."""
+    """The same of the last call that does not count as measured (`_UNMEASURED_CALLS`)."""
 
     most_rows: int | None = None
     """The most rows that go into one graph, after more ran out of memory."""
