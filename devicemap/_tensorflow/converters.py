@@ -223,7 +223,7 @@ CONVERTERS: dict[str, Converter] = {
     **CONTROL_FLOW,
     **dict.fromkeys(LISTS, convert_list),
     **_all(
-        "AsString Betainc Bitcast CholeskyGrad DecodeBase64 EncodeBase64 HSVToRGB Lu MatrixDeterminant "
+        "AsString Betainc Bitcast Cast CholeskyGrad DecodeBase64 EncodeBase64 HSVToRGB Lu MatrixDeterminant "
         "MatrixLogarithm MatrixSquareRoot PopulationCount PreventGradient Qr RGBToHSV Snapshot StaticRegexFullMatch "
         "StaticRegexReplace StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast "
         "StringToHashBucketStrong StringToNumber StringUpper TridiagonalMatMul TridiagonalSolve",

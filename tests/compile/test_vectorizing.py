@@ -308,6 +308,14 @@ def test_a_shared_matrix_times_a_matrix_of_each_row(columns: int, transposed: di
             np.testing.assert_allclose(run(rows[:count]), one_by_one(fn, rows[:count]), rtol=1e-9)
 
 
+def test_a_cast_that_truncates() -> None:
+    """TensorFlow's converter drops this attribute, and would round."""
+    mapper = devicemap.DeviceMap(lambda row: tf.raw_ops.Cast(x=row, DstT=tf.bfloat16, Truncate=True), devices=TWO)
+    assert traced(mapper, VECTORS).vectorized
+    truncated = (VECTORS.numpy().view(np.uint32) & 0xFFFF0000).view(np.float32)
+    np.testing.assert_array_equal(tf.cast(mapper(VECTORS), tf.float32), truncated)
+
+
 @pytest.mark.parametrize("shape", [(1, 3), (2, 2)])
 def test_equality_with_an_unknown_shape(shape: tuple[int, int]) -> None:
     """`==` of shapes that do not match is one `False` per row; a known length and an unknown one may not match."""
