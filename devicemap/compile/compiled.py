@@ -17,7 +17,6 @@ from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.graph_builder import CallGraphBuilder
 from devicemap.compile.invoke import Invoker
 from devicemap.compile.random import Stream, Streams, drawn_alike
-from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.replicas import Replicas, captures_fit
 from devicemap.compile.trace import Traced, in_fn
 from devicemap.data.rows import HOST, home_of
@@ -132,7 +131,7 @@ class CompiledMap:
     @property
     def belongs_to_a_graph(self) -> bool:
         """Whether the function closes over tensors of a graph that is being built, and can run only there."""
-        captured = [*self.traced.captures, *(self._reduction.captured if self._reduction else ())]
+        captured = [*self.traced.captures, *(self.traced.reduction.captured if self.traced.reduction else ())]
         return not all(hasattr(tensor, "numpy") for tensor in captured)
 
     def shards(self, rows: int) -> tuple[tuple[Shard, ...], Any]:
@@ -175,26 +174,21 @@ class CompiledMap:
 
     def pack(self, leaves: Sequence[Any]) -> Any:
         """Pack leaves into the nest that the user's function returns, or into the result of the reduction."""
-        structure, reduction = self.traced.structure, self.traced.reduction
-        if reduction is not None:
-            return reduction.packed(leaves)
+        structure = self.traced.structure
+        if self.traced.reduction is not None:
+            return self.traced.reduction.packed(leaves)
         return leaves[0] if structure is None else as_objects(tf.nest.pack_sequence_as(structure, leaves))
 
     def pack_no_rows(self) -> Any:
         """Return the nest of results without rows, or the result of the reduction of no rows."""
-        return self.pack(self.traced.no_rows()) if self._reduction is None else self.pack_states(())
+        return self.pack(self.traced.no_rows()) if self.traced.reduction is None else self.pack_states(())
 
     def pack_states(self, states: Iterable[list[Any]]) -> Any:
         """Merge the states of neighbouring chunks, in order, in eager code, and return the result of the reduction."""
-        assert self._reduction is not None
-        merged = self._reduction.merged_as_they_come(states, self._output_device)
+        assert self.traced.reduction is not None
+        merged = self.traced.reduction.merged_as_they_come(states, self._output_device)
         with tf.device(self._output_device):
-            return self.pack(self._reduction.finished(merged or self.traced.no_rows()))
-
-    @property
-    def _reduction(self) -> BoundReduction | None:
-        reduction = self.traced.reduction
-        return reduction if isinstance(reduction, BoundReduction) else None
+            return self.pack(self.traced.reduction.finished(merged or self.traced.no_rows()))
 
     @property
     def devices(self) -> tuple[str, ...]:

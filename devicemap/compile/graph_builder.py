@@ -21,7 +21,6 @@ from devicemap._tensorflow.functions import (
 from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.gather import gather, with_row_counts_checked
-from devicemap.compile.reduction import BoundReduction, JoinedShards
 from devicemap.compile.replicas import Replicas
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, cut_rows
@@ -70,7 +69,7 @@ class CallGraphBuilder:
         (test_one_known_row_for_a_device_and_a_loop_that_rows_leave_at_different_times).
         """
         folded = self.spec.single_rows and self.traced.vectorized and self.traced.audit.loops
-        trains = isinstance(self.traced.reduction, JoinedShards) and not self.traced.audit.effects
+        trains = self.traced.own_rows and not self.traced.audit.effects
         return folded or (self.acts and not trains) or (self.reads and not tells_callers())
 
     @property
@@ -169,7 +168,7 @@ class CallGraphBuilder:
         joined = [rows for rows, _ in gathered]
         lengths = [lengths for _, lengths in gathered if lengths is not None]
         reduction = self.traced.reduction
-        if isinstance(reduction, BoundReduction):
+        if reduction is not None:
             joined, lengths = reduction.finished(joined), joined[-1:]
         if self.checks_rows:  # a shard without rows has no state
             given = sizes if reduction is None else tf.boolean_mask(sizes, sizes > 0)

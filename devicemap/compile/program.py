@@ -18,7 +18,7 @@ import tensorflow as tf
 from devicemap._tensorflow.runtime import lost_threads
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.random import Stream, row_seeds
-from devicemap.compile.reduction import JoinedShards, Reduction
+from devicemap.compile.reduction import Reduction
 from devicemap.compile.trace import Traced, trace
 from devicemap.data.join import UNEVEN_ROWS
 from devicemap.data.rows import HOST
@@ -66,10 +66,10 @@ class _Identity:
 class Program:
     """Checked options, chosen devices, and a `CompiledMap` per structure of data. Thread-safe.
 
-    A `CompiledMap` refers neither to its program nor to `fn`.
+    A `CompiledMap` refers neither to its program nor to `fn`. `own_rows`: as in `Traced`.
     """
 
-    def __init__(self, fn: Callable[..., Any], options: dict[str, Any]):
+    def __init__(self, fn: Callable[..., Any], options: dict[str, Any], own_rows: bool = False):
         self.fn = fn
         self.options: Options = check_options(fn, options)
         if lost_threads():
@@ -80,7 +80,8 @@ class Program:
         self.gpus = gpu_indices(self.devices)
         self.name = self.options.name or str(getattr(fn, "__name__", type(fn).__name__))
         self._lock = threading.RLock()
-        self.reduction: Reduction | JoinedShards | None = None
+        self.reduction: Reduction | None = None
+        self._own_rows = own_rows
         self._compiled: dict[Any, CompiledMap] = {}
         self._identity = _Identity()
         self._reducing: OrderedDict[Any, tuple[Any, dict[Any, CompiledMap], _Identity]] = OrderedDict()
@@ -96,14 +97,14 @@ class Program:
     @property
     def counts_rows(self) -> bool:
         """Whether `fn` must return as many rows as it gets."""
-        return self.options.batched and (self.reduction is None or self.reduction.counts_rows)
+        return self.options.batched and not self._own_rows
 
     def may_repeat(self, compiled: CompiledMap) -> bool:
         """Whether any row may run again by itself. `fn` must take one row and have no side effects."""
         audit = compiled.traced.audit
         return not (self.options.batched or audit.effects or audit.writes)
 
-    def reducing(self, reduction: Reduction | JoinedShards) -> Program:
+    def reducing(self, reduction: Reduction) -> Program:
         """Return the program with its results reduced."""
         program = copy.copy(self)
         with self._lock:
@@ -130,11 +131,10 @@ class Program:
             compiled = self._compiled.get(key)
             if compiled is None:
                 options = replace(self.options, devices=self.devices, progress=False)
-                by_rows = self.counts_rows or not self.options.batched
                 compiled = CompiledMap(
-                    slots_on(self.devices) if by_rows else self.devices,
+                    self.devices if self._own_rows else slots_on(self.devices),
                     self.output_device,
-                    partial(_trace_fn, _weakly(self.fn), specs, options, self.reduction),
+                    partial(_trace_fn, _weakly(self.fn), specs, options, self.reduction, self._own_rows),
                     self.name,
                     self.counts_rows,
                 )
@@ -201,10 +201,11 @@ def _trace_fn(
     fn: Callable[[], Any],
     specs: Any,
     options: Options,
-    reduction: Reduction | JoinedShards | None,
+    reduction: Reduction | None,
+    own_rows: bool,
     stream: Stream | None,
 ) -> Traced:
-    return trace(fn(), specs, options, stream, reduction)
+    return trace(fn(), specs, options, stream, reduction, own_rows)
 
 
 class ProgramCache:

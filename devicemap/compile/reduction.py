@@ -40,9 +40,6 @@ class Reduction:
         OptionError: for anything else.
     """
 
-    counts_rows = True
-    """Whether the last leaf of a state is its number of rows."""
-
     def __init__(self, reducer: Any):
         self._reducer = reducer if isinstance(reducer, Reducer) else as_nodes(reducer)
         if isinstance(reducer, Reducer):
@@ -80,25 +77,6 @@ class Reduction:
                 ) from error
             names = tf.nest.flatten(self._reducer)
         return _OpReduction(names, structure, specs)
-
-
-class JoinedShards:
-    """Joins the results that a function returns for shards. Their numbers of rows may differ from those of the shards."""
-
-    key = "collection"
-    counts_rows = False
-
-    def of(self, structure: Any, specs: Sequence[Any]) -> JoinedShards:
-        return self
-
-    def over(self, over_rows: Any, specs: Sequence[Any]) -> Any:
-        return over_rows
-
-    def over_blocks(self, over_rows: Any, specs: Sequence[Any]) -> Any | None:
-        return None
-
-    def packed(self, leaves: Sequence[Any]) -> list[Any]:
-        return list(leaves)
 
 
 class BoundReduction(ABC):

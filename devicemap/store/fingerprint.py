@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import python_function
 from devicemap.compile.audit import WRITES, variable_of
-from devicemap.compile.reduction import BoundReduction
 from devicemap.compile.trace import Traced
 from devicemap.store.encoding import digest
 
@@ -32,7 +31,7 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
     Variables that the function writes count by shape and dtype only, because their values change in each run.
     """
     functions = [traced.function]
-    if isinstance(traced.reduction, BoundReduction):
+    if traced.reduction is not None:
         functions += traced.reduction.functions()
     treatments = zip(traced.concrete.captured_inputs, traced.audit.treatments)
     written = {id(handle) for handle, treatment in treatments if treatment in WRITES}

@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.compile.compiled import CompiledMap
-from devicemap.compile.reduction import BoundReduction
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, as_rows
 from devicemap.data.sources import Chunk, DatasetSource, Source
@@ -108,7 +107,7 @@ def _describe_call(mapper: Mapper, source: Source, compiled: CompiledMap) -> tup
         "batch_size": options.batch_size,
         "chunk_rows": source.rows_of_first_batch() if isinstance(source, DatasetSource) else None,
         "seed": None if options.seed is None else int(options.seed),
-        "reducer": [*reduction.names] if isinstance(reduction, BoundReduction) else None,
+        "reducer": [*reduction.names] if reduction is not None else None,
         **function,
         "tensorflow": tf.__version__,
         "name": mapper.program.name,

@@ -23,7 +23,7 @@ from devicemap.compile.audit import audit, op_types
 from devicemap.compile.gather import with_row_counts_checked
 from devicemap.compile.graph_builder import depends_on
 from devicemap.compile.program import Program
-from devicemap.compile.reduction import JoinedShards, as_states
+from devicemap.compile.reduction import as_states
 from devicemap.compile.replicas import send_along_tree, split_seeds
 from devicemap.data.rows import HOST, as_rows, count_rows, take_rows
 from devicemap.devices import kind_of
@@ -105,7 +105,7 @@ class MappedCall:
 
         options = {"devices": forward.devices, "batched": True, "output_device": forward.home, "name": self._layer.name}
         options["jit_compile"] = bool(forward.model.jit_compile) and self._not_for_xla is None
-        program = Program(of_rows, options).reducing(JoinedShards())
+        program = Program(of_rows, options, own_rows=True)
         forward.keep(program)
         if tf.executing_eagerly():
             return list(GraphEngine(program, NullObserver()).run(as_rows(tuple(rows))))

@@ -105,7 +105,15 @@ def test_chunks_that_take_as_long_for_fewer_rows_are_not_cut_for_balance() -> No
     """As on a GPU that is not full: 50 ms per call, whatever the rows."""
     seconds, sizes, _ = simulate([1e-6] * 10_000, [1.0] * 4, per_call=0.05)
     assert len(sizes) <= 84
-    assert seconds <= 21 * 0.05
+    assert seconds <= 22 * 0.05
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_sizes_are_powers_of_two(job: str) -> None:
+    """Then ops that prepare for each new shape, as cuDNN's convolutions do, prepare for few."""
+    costs, devices, _ = JOBS[job]
+    _, sizes, _ = simulate(costs[:-100], devices, per_call=0.003)
+    assert all(rows.bit_count() == 1 for rows in sizes)
 
 
 @pytest.mark.parametrize(
