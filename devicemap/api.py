@@ -20,7 +20,6 @@ import tensorflow as tf
 from devicemap.compile.program import Program, ProgramCache
 from devicemap.compile.reduction import Reduction
 from devicemap.data.join import as_dataset
-from devicemap.data.rows import as_rows
 from devicemap.data.structure import as_nodes, as_objects, nodes_of, tuples_for_lists
 from devicemap.errors import DataError
 from devicemap.events import Event, short_name
@@ -200,8 +199,6 @@ class DeviceMap:
             raise DataError(
                 f"data came as {count} arguments; pass a tuple of {count}, as in (x, y). Options have names"
             )
-        if not tf.executing_eagerly():
-            return _inside_function(self._mapper, data)
         return self._mapper.run(data)
 
     def reduce(self, data: Any, reducer: Any, directory: str | os.PathLike[str] | None = None) -> Any:
@@ -214,7 +211,7 @@ class DeviceMap:
         mapper = Mapper(self._program.reducing(Reduction(reducer)), self._observers)
         if directory is not None:
             return reduce(mapper, data, directory)
-        return mapper.run(data) if tf.executing_eagerly() else _inside_function(mapper, data)
+        return mapper.run(data)
 
     def stream(self, data: Any) -> Iterator[Any]:
         """Map over `data` chunk by chunk, in bounded memory.
@@ -381,11 +378,6 @@ class DeviceMap:
 
     def __repr__(self) -> str:
         return f"DeviceMap({self._program.name}, devices={[short_name(device) for device in self._program.devices]})"
-
-
-@_no_autograph
-def _inside_function(mapper: Mapper, data: Any) -> Any:
-    return mapper.in_chunks(data) if isinstance(data, tf.data.Dataset) else mapper.inside_function(as_rows(data))
 
 
 _remembered = ProgramCache()

@@ -101,7 +101,7 @@ class Audit:
     argument."""
 
     @property
-    def keeps_variants(self) -> bool:
+    def gradient_needs_variants(self) -> bool:
         """Whether its gradient needs TensorLists of loops or optionals of branches, which XLA does not pass on."""
         return self.loops or self.branches
 

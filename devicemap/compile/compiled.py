@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.calls import Cancellation, attributes_of_calls, prepare_gradient, unrecorded
+from devicemap._tensorflow.calls import Cancellation, attributes_of_calls, prepare_gradient
 from devicemap._tensorflow.functions import compiled_as_a_part
 from devicemap._tensorflow.gradients import order_of_gradients
 from devicemap.compile.call_spec import CallSpec, Engine
@@ -201,9 +201,7 @@ class CompiledMap:
         homes = map(home_of, self.traced.captures)
         return tuple(device for device in (*self.devices, *homes) if is_remote(device))
 
-    def chunk_functions(
-        self, cancellation: Cancellation | None = None
-    ) -> dict[str, Callable[[], Callable[..., list[Any]]]]:
+    def chunk_functions(self, cancellation: Cancellation) -> dict[str, Callable[[], Callable[..., list[Any]]]]:
         """Copy captured variables to the devices, and return a factory of the function of each device, for one call in chunks.
 
         A function is `(*tensors of a chunk) -> result leaves`, which are on the output device. The factory builds the graph,
@@ -220,7 +218,7 @@ class CompiledMap:
             values = replicas.values(map(self.slots.index, reached))
             replaced = {device: replicas.create(self.slots.index(device), values)[0] for device in reached}
             settle(self._remote_devices)
-        of_call = partial(cancellation.cancellable if cancellation else unrecorded, attributes=attributes_of_calls())
+        of_call = partial(cancellation.cancellable, attributes=attributes_of_calls())
 
         def function_on(device: str) -> Callable[..., list[Any]]:
             captures = replaced.get(device, {})  # calls on the others fail
@@ -268,8 +266,8 @@ class CompiledMap:
         XLA supports neither variables of other devices nor the variants that loops and branches keep for their gradients.
         """
         variant = traced.for_gradients(spec.differentiable)
-        keeps_variants = spec.differentiable and variant.audit.keeps_variants
-        if variant.with_xla and not keeps_variants and self._replicas_for(spec).are_local:
+        needs_variants = spec.differentiable and variant.audit.gradient_needs_variants
+        if variant.with_xla and not needs_variants and self._replicas_for(spec).are_local:
             return variant.with_xla
         return variant
 

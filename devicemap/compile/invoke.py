@@ -107,15 +107,16 @@ def attempt(
     finally:
         if left:
             cancellation.cancel()
-            _wait_for(threads)
+            wait_for(threads)
     if not left:
         for thread in threads:
             thread.join()
     return outcomes
 
 
-def _wait_for(threads: Sequence[threading.Thread]) -> None:
-    """Wait a limited time for threads whose calls were cancelled. Some threads may not have started."""
+def wait_for(threads: Sequence[threading.Thread]) -> None:
+    """Wait a limited time for threads whose calls were cancelled. Some may not have started, and one may be this thread."""
     deadline = time.monotonic() + _FAREWELL_SECONDS
-    while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+    others = [thread for thread in threads if thread is not threading.current_thread()]
+    while any(thread.is_alive() for thread in others) and time.monotonic() < deadline:
         time.sleep(0.002)  # an interrupted Thread.join regards the thread as ended

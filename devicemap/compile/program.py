@@ -163,7 +163,7 @@ class Program:
         with tf.device(HOST):
             return (*leaves, row_seeds(self.options.seed, first_row, rows))
 
-    def failed(self, error: BaseException, shards: Sequence[Shard]) -> BaseException:
+    def located_error(self, error: BaseException, shards: Sequence[Shard]) -> BaseException:
         """Return the error to raise for an error of one of `shards`, or of the same rows on several devices."""
         if isinstance(error, DeviceMapError) or not isinstance(error, Exception):
             return error

@@ -143,7 +143,7 @@ def verify(
     try:
         wanted, results["again"] = run(0, compared), run(0, compared)
     except tf.errors.OpError as error:
-        raise program.failed(error, [Shard(compiled.devices[0], 0, compared)]) from error
+        raise program.located_error(error, [Shard(compiled.devices[0], 0, compared)]) from error
     mapped = Mapper(program, NullObserver()).run(first_rows(some, compared).structure)
     results["over devices"] = tf.nest.flatten(as_nodes(mapped))
     findings += _differences(compiled, wanted, results, tolerance)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import atexit
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from devicemap.compile.invoke import wait_for
 from devicemap.data.sources import Source
 from devicemap.events import CallFinished, CallStarted
 from devicemap.run.chunk_sizes import Throughput
@@ -23,9 +23,6 @@ from devicemap.run.workers import Call, ChunkOptions, Failure, Result, Runner
 
 _SIGNAL_SECONDS = 0.1
 """The longest wait of the consumer: Python handles Ctrl-C between waits if another thread receives the signal."""
-
-_FAREWELL_SECONDS = 0.8
-"""How long to wait for cancelled workers. A running op cannot be stopped. Its daemon thread ends when the op does."""
 
 
 def run_chunks(
@@ -45,9 +42,9 @@ def run_chunks(
         call.stopped = True
         options.cancel()
         scheduler.close()
-        deadline = time.monotonic() + _FAREWELL_SECONDS
-        _join([thread], deadline)
-        _join(scheduler.threads, deadline)  # all of them: the scheduler starts no more
+        # An observer or the garbage collector may close the generator in any of these threads.
+        wait_for([thread])
+        wait_for(scheduler.threads)  # all of them: the scheduler starts no more
 
     atexit.register(stop)  # a thread that runs TensorFlow when the interpreter ends would abort the process
     try:
@@ -95,12 +92,3 @@ def _next(results: SimpleQueue[Any]) -> Any:
             return results.get(timeout=_SIGNAL_SECONDS)
         except Empty:
             continue
-
-
-def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
-    """Wait until this time for threads that were asked to end."""
-    for thread in threads:
-        started = thread.ident is not None  # False if an interrupt came before the start
-        # An observer or the garbage collector may close the generator in any thread, a worker included.
-        if started and thread is not threading.current_thread():
-            thread.join(max(0.0, deadline - time.monotonic()))

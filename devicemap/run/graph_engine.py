@@ -146,7 +146,7 @@ class GraphEngine:
         repeats_rows = self.program.may_repeat(compiled)
         known = len(shards) < 2 and not repeats_rows
         if known or compiled.traced.audit.writes or seconds > AGAIN_SECONDS:
-            return self.program.failed(error, shards), error
+            return self.program.located_error(error, shards), error
         cancellation = Cancellation()
         functions = compiled.chunk_functions(cancellation)
         found: dict[Shard, tuple[BaseException, Shard]] = {}
@@ -173,13 +173,13 @@ class GraphEngine:
         for shard in shards:
             if shard in found:
                 failure, where = found[shard]
-                return self.program.failed(failure, [where]), failure
+                return self.program.located_error(failure, [where]), failure
         try:
             for parts in zip(*(outcome[0] for outcome in outcomes if outcome is not None and outcome[1] is None)):
                 check_inner_shapes(parts)
         except FunctionError as uneven:
             return uneven, error
-        return self.program.failed(error, shards), error
+        return self.program.located_error(error, shards), error
 
 
 def call_inside(program: Program, rows: Rows, filled: bool = False) -> Any:

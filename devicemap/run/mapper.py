@@ -76,7 +76,9 @@ class Mapper:
         """Whether calls warn of rows that failed, because the caller has no report."""
 
     def run(self, data: Any) -> Any:
-        """Map over all of the data in eager code."""
+        """Map over all of the data, in eager code or inside the user's own `tf.function`."""
+        if not tf.executing_eagerly():
+            return self._inside_function(data)
         if isinstance(data, tf.data.Dataset):
             return self.in_chunks(data)
         rows = as_rows(data)
@@ -123,8 +125,12 @@ class Mapper:
         stats.add("chunks", (time.perf_counter() - began) / count)
         return results
 
-    def inside_function(self, rows: Rows) -> Any:
+    @tf.autograph.experimental.do_not_convert  # tracing converts `fn` itself
+    def _inside_function(self, data: Any) -> Any:
         """Map over data in memory, inside the user's own `tf.function`."""
+        if isinstance(data, tf.data.Dataset):
+            return self.in_chunks(data)  # raises the error
+        rows = as_rows(data)
         if self._skips:
             raise OptionError(
                 "on_error='skip' inside a tf.function, where a failing row ends the call: map outside of the tf.function, or "
@@ -247,7 +253,7 @@ class Mapper:
                     locates=self.program.may_repeat(compiled),
                     powers_of_two=compiled.traced.with_xla is not None,
                     observe=on_event,
-                    describe=self.program.failed,
+                    describe=self.program.located_error,
                     cancel=cancellation.cancel,
                 )
                 throughput = _stats.setdefault(compiled, CallStats()).throughput

@@ -188,7 +188,7 @@ class MappedCall:
             return "synchronized batch normalization exchanges values between devices"
         if self._microbatches > 1 or self._forward.recomputed:
             return "accumulate and recompute call layers again for their gradients"
-        if is_training() and audit(concrete).keeps_variants:
+        if is_training() and audit(concrete).gradient_needs_variants:
             return "XLA does not compile a loop or branch apart from its gradient"
         if not dense or not all(isinstance(spec, tf.Tensor | tf.TensorSpec) for spec in concrete.structured_outputs):
             return "XLA has no ragged or sparse tensors"

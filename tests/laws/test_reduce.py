@@ -16,6 +16,7 @@ from oracle import gradients_of
 from processes import run
 
 from devicemap import DeviceMap, Reducer, parallel_map, parallel_reduce
+from devicemap._tensorflow.calls import Cancellation
 from devicemap.compile.reduction import Reduction
 from devicemap.data.rows import as_rows
 from devicemap.errors import FunctionError, OptionError
@@ -106,7 +107,7 @@ def test_what_travels_has_the_size_of_the_result(devices: list[str]) -> None:
     mapper = DeviceMap(lambda n: tf.fill([100_000], tf.cast(n, tf.float32)), devices=devices)
     program = mapper._program.reducing(Reduction("mean"))
     compiled = program.compiled_for(as_rows(tf.range(64)))
-    for built in compiled.chunk_functions().values():
+    for built in compiled.chunk_functions(Cancellation()).values():
         state, rows = built()(tf.range(9))
         assert (state.shape, state.dtype, rows.numpy()) == ([1, 100_000], tf.float32, [9])
     np.testing.assert_allclose(mapper.reduce(tf.range(64), "mean")[:3], 31.5)
