@@ -26,7 +26,7 @@ _TIMEOUT_SECONDS = 10.0
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """How a client of HTTP/2, on which gRPC builds, begins: a fixed text and an empty frame of settings (RFC 9113, 3.4)."""
 
-_ADDRESS = re.compile(r".+:\d+")
+_ADDRESS, _JOB = re.compile(r".+:\d+"), re.compile(r"[A-Za-z]\w*", re.ASCII)
 
 _connected: list[str] = []
 """The addresses that this process is connected to. TensorFlow's context has one cluster per process."""
@@ -73,6 +73,7 @@ def connect(cluster: Mapping[str, Sequence[str]]) -> None:
     spec = tf.train.ClusterSpec({**cluster, _LOCAL_JOB: [own]})
     try:
         tf.config.experimental_connect_to_cluster(spec, job_name=_LOCAL_JOB)
+        tf.config.list_logical_devices()  # TensorFlow connects only when it initialises its devices
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
         raise DeviceError(f"TensorFlow could not connect to {', '.join(addresses)}: {error}") from error
     _connected.extend(addresses)
@@ -101,10 +102,14 @@ def serve(port: int, cpus: int = 1) -> tf.distribute.Server:
 
 def _addresses(cluster: Any) -> list[str]:
     """Return the addresses in a cluster. Raises `OptionError` if one is invalid."""
-    jobs = cluster.values() if isinstance(cluster, Mapping) and _LOCAL_JOB not in cluster else ()
-    addresses = [address for tasks in jobs for address in (tasks if isinstance(tasks, Sequence) else [tasks])]
-    if not addresses or not all(isinstance(each, str) and _ADDRESS.fullmatch(each) for each in addresses):
-        raise OptionError(f'cluster is {cluster!r}; expected addresses by job, as {{"worker": ["10.0.0.1:2222"]}}')
+    jobs = cluster if isinstance(cluster, Mapping) and _LOCAL_JOB not in cluster else {}
+    addresses = [address for tasks in jobs.values() for address in (tasks if isinstance(tasks, Sequence) else [tasks])]
+    patterns = [*((job, _JOB) for job in jobs), *((address, _ADDRESS) for address in addresses)]
+    valid = all(isinstance(text, str) and pattern.fullmatch(text) for text, pattern in patterns)
+    if not addresses or not valid or len(set(addresses)) < len(addresses):
+        raise OptionError(
+            f'cluster is {cluster!r}; expected distinct addresses by job, as {{"worker": ["10.0.0.1:2222"]}}'
+        )
     return addresses
 
 
@@ -119,7 +124,7 @@ def _own_address(servers: Sequence[str]) -> str:
                 connection.sendall(_GREETING)
                 if connection.makefile("rb").read(4)[3:] != b"\4":  # the server begins with a frame of settings, too
                     raise OSError("another service has this port")
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: not the name of a host
             raise DeviceError(
                 f"no TensorFlow server answers at {server} ({error}); start `devicemap serve` there first"
             ) from error

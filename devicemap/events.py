@@ -100,13 +100,16 @@ class ChunkFailed(Event):
 
 @dataclass(frozen=True)
 class ChunkRetried(Event):
-    """A device starts rows that failed before: a chunk, or a part of it if the chunk did not fit into memory."""
+    """A device starts rows that failed before: a chunk, or a part of it."""
 
     shard: Shard
     """Its rows and its device."""
 
     attempt: int
     """Number of the attempt, from 1. Failures for lack of memory do not count."""
+
+    out_of_memory: bool = False
+    """Whether the chunk did not fit into the memory of this device."""
 
 
 @dataclass(frozen=True)

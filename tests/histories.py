@@ -80,7 +80,7 @@ def history(
             for part, first in ((half, start_row), (rows - half, start_row + half)):
                 if part:
                     tried = 1 if half else 2
-                    events.append(ChunkRetried(stop, Shard(name, first, first + part), tried))
+                    events.append(ChunkRetried(stop, Shard(name, first, first + part), tried, out_of_memory=bool(half)))
                     waiting.append((-1, first, part, seconds * part / rows, tried, stop))
         else:
             events.append(ChunkFinished(stop, shard, start))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from devicemap.devices import Device
@@ -83,9 +84,9 @@ class BenchmarkResult(Result):
         Raises:
             OptionError: an argument is out of range, or the memory of a device is unknown.
         """
-        if not 0 <= margin < 1:
+        if not (isinstance(margin, Real) and 0 <= margin < 1):
             raise OptionError(f"margin={margin!r}; expected a share of the rows, at least 0 and below 1")
-        if memory_bytes is not None and not memory_bytes > 0:
+        if memory_bytes is not None and not (isinstance(memory_bytes, Real) and memory_bytes > 0):
             raise OptionError(f"memory_bytes={memory_bytes!r}; expected the memory of each device in bytes")
         if self.no_memory:
             return None
@@ -126,7 +127,8 @@ class BenchmarkResult(Result):
             memory = memory_bytes or device.memory
             if memory is None:
                 raise OptionError(f"the memory of {short_name(device.name)} is unknown; give memory_bytes")
-            room = min(room, (memory - fixed) / per_row if per_row > 0 else math.inf)
+            flat = math.inf if fixed <= memory else 0.0
+            room = min(room, (memory - fixed) / per_row if per_row > 0 else flat)
         return room
 
     def __rich__(self) -> Any:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from statistics import median
 from timeit import timeit
 from typing import Any
@@ -90,7 +91,7 @@ def benchmark(
     """
     check_count("rounds", rounds)
     check_count("max_rows", 1 if max_rows is None else max_rows)
-    if not seconds > 0:
+    if not (isinstance(seconds, Real) and seconds > 0):
         raise OptionError(f"seconds={seconds!r}; expected a time budget above 0, in seconds")
     if "batch_size" in options:
         raise OptionError(f"batch_size={options['batch_size']!r}: a benchmark varies it; use batch_sizes=")

@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--simulate", type=int, metavar="N", help="split the CPU into N devices")
     common.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     saving = argparse.ArgumentParser(add_help=False)
-    saving.add_argument("--json", type=Path, metavar="FILE", help="save the result as JSON")
+    saving.add_argument("--json", type=_new_file, metavar="FILE", help="save the result as JSON")
     choosing = argparse.ArgumentParser(add_help=False)
     choosing.add_argument("--devices", type=_devices, metavar="NAMES", help="a kind (GPU) or names (GPU:0,GPU:2)")
     mapping = argparse.ArgumentParser(add_help=False, parents=[choosing])
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     add("devices", "List the devices, and why there is no GPU.", saving)
     add("explain", "Show what runs on which device, and what prevents parallelism.", mapping, saving)
     bench = add("bench", "Measure eager code, one device and all devices, and memory.", mapping, saving)
-    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw time and memory (.png, .svg, .pdf)")
+    bench.add_argument("--plot", type=_new_file, metavar="FILE", help="draw time and memory (.png, .svg, .pdf)")
     bench.add_argument("--rows", type=int, metavar="N", help="use the first N rows (default: 1024 of a dataset)")
     bench.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time budget (default: %(default)s)")
     run = add("run", "Map over all rows and write the results. Repeat the command to continue a run.", mapping)
@@ -98,6 +98,13 @@ def _parser() -> argparse.ArgumentParser:
     confirmed = "confirm that the port is open on all network interfaces without a password: clients can run any code"
     serve.add_argument("--open", action="store_true", required=True, help=confirmed)
     return parser
+
+
+def _new_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder, or in no folder; expected a file to write")
+    return path
 
 
 def _devices(text: str) -> str | list[str]:

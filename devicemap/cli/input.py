@@ -58,7 +58,7 @@ def load_object(name: str) -> Any:
         sys.path.insert(0, str(Path.cwd()))
     try:
         return pkgutil.resolve_name(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # SystemExit: a script that runs when it is imported
         raise OptionError(f"{name}: {type(error).__name__}: {error}") from error
 
 

@@ -65,16 +65,18 @@ def _about_order(plan: Plan) -> Iterator[str]:
         )
     if plan.python_ops:
         # Each running call of Python holds one of TensorFlow's threads, so that there may be fewer slots than devices.
-        used = sum(device.rows != 0 for device in plan.devices)
-        few = used < min(len(plan.devices), plan.rows or 0)
-        threads = f" ({used} devices: see tf.config.threading.set_inter_op_parallelism_threads)" if few else ""
+        used, count = _count_used(plan), len(plan.devices)
+        few = used < (count if plan.rows is None else min(count, plan.rows))
+        threads = (
+            f" ({counted(used, 'device')}: see tf.config.threading.set_inter_op_parallelism_threads)" if few else ""
+        )
         yield f"{listed(plan.python_ops)} calls Python, one call at a time for all devices{threads}: use TensorFlow ops instead"
 
 
 def _about_devices(plan: Plan) -> Iterator[str]:
-    count, rows = len(plan.devices), plan.rows
-    if isinstance(plan.batch_size, int) and rows and not plan.ordered and rows <= plan.batch_size * (count - 1):
-        chunks = -(-rows // plan.batch_size)
+    count, rows, size = _count_used(plan), plan.rows, plan.batch_size
+    if isinstance(size, int) and rows and min(rows, size) > 1 and rows <= size * (count - 1):
+        chunks = -(-rows // size)
         yield f"{counted(rows, 'row')} make {counted(chunks, 'chunk')} for {count} devices: use a smaller batch_size"
     parts = defaultdict(list)
     for device in plan.devices:
@@ -82,6 +84,11 @@ def _about_devices(plan: Plan) -> Iterator[str]:
     for gpu, names in parts.items():
         if gpu is not None and len(names) > 1:
             yield f"{listed(names)} are parts of one GPU, where large kernels take turns: they may be no faster than one"
+
+
+def _count_used(plan: Plan) -> int:
+    """Return the number of devices that the call may use: some functions cannot use all of them."""
+    return sum(0 not in (device.rows, device.shards, device.chunks_in_flight) for device in plan.devices)
 
 
 def _about_rows(plan: Plan) -> Iterator[str]:
@@ -111,13 +118,13 @@ def _about_time(report: Report) -> Iterator[str]:
     seconds, devices = report.wall_seconds, report.devices
     if report.row_by_row is not None:
         yield remedies_for_loop(report.row_by_row)
-    waiting = sum(device.waiting_seconds for device in devices) / (len(devices) * seconds)
+    waiting = sum(device.waiting_seconds for device in devices) / (max(1, len(devices)) * seconds)
     if waiting > _LOST_SHARE:
         yield f"the devices waited {waiting:.0%} of the time for input: use prefetch, cache or more parallel calls of tf.data"
     ends = {device.device: 0.0 for device in devices if not device.lost}
     ends |= {span.shard.device: span.finished_seconds for span in report.spans if span.shard.device in ends}
     tail = max(ends.values(), default=0.0) - min(ends.values(), default=0.0)
-    if tail > _LOST_SHARE * seconds:
+    if tail > _LOST_SHARE * seconds and report.rows >= len(ends):
         remedy = "use a smaller batch_size"
         if report.engine == "one graph":
             remedy = "pass batch_size, so that idle devices get chunks"

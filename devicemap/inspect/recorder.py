@@ -77,7 +77,7 @@ class Recorder:
             self._usage.sample(event.seconds)
         elif isinstance(event, ChunkRetried):
             self._device(event.shard.device).retries += 1
-            self._device(event.shard.device).back_offs += event.attempt == 1
+            self._device(event.shard.device).back_offs += event.out_of_memory
         elif isinstance(event, RowFailed):
             self._failed_rows.append(FailedRow(event.shard.start, event.shard.device, error_text(event.error)))
         elif isinstance(event, DeviceLost):

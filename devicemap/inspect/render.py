@@ -8,6 +8,7 @@ import enum
 import html
 import io
 import json
+import math
 import os
 import shutil
 from abc import abstractmethod
@@ -59,12 +60,17 @@ class Result:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to JSON values. A dataclass becomes a dict of its fields and the properties in `_derived`."""
+    """Convert a value to JSON values, with `None` for NaN and infinity.
+
+    A dataclass becomes a dict of its fields and the properties in `_derived`.
+    """
     if dataclasses.is_dataclass(value):
         names = (*(field.name for field in dataclasses.fields(value)), *getattr(value, "_derived", ()))
         return {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, enum.Enum):
         return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, tuple | list) else value

@@ -216,7 +216,7 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
         piece = chunk.cut(position, stop)
         shard, started = piece.on(device), call.now()
         if again:
-            call.notify(ChunkRetried, shard=shard, attempt=attempt)
+            call.notify(ChunkRetried, shard=shard, attempt=attempt, out_of_memory=task.out_of_memory)
         call.notify(ChunkStarted, shard=shard, waited_seconds=waited)
         try:
             parts.append(run(piece))

@@ -94,6 +94,10 @@ def test_an_error_in_eager_code_is_reported_and_one_in_a_graph_is_raised() -> No
 
     result = benchmark(fn, ROWS, **SHORT)
     assert _errors(result) == {**dict.fromkeys(MODES), "eager": "ZeroDivisionError: only here"}
+    assert (
+        json.loads(json.dumps(result.to_dict(), allow_nan=False))["measurements"][MODES.index("eager")]["seconds"]
+        is None
+    )
     assert "\neager, 16 rows: ZeroDivisionError: only here" in str(result)
     with pytest.raises(FunctionError, match="broken"):
         benchmark(lambda row: tf.debugging.check_numerics(row / 0.0, "broken"), ROWS, **SHORT)
@@ -158,6 +162,7 @@ def test_training_steps_leave_a_model_as_it_was() -> None:
         ({"rounds": 0}, OptionError, "rounds=0; expected an int of at least 1"),
         ({"max_rows": 2.5}, OptionError, "max_rows=2.5; expected an int of at least 1"),
         ({"seconds": 0}, OptionError, "seconds=0; expected a time budget above 0"),
+        ({"seconds": None}, OptionError, "seconds=None; expected a time budget above 0"),
         ({"vectorise": True}, UnknownOptionError, "did you mean 'vectorize'"),
         ({"devices": ["GPU:99"]}, DeviceError, "'GPU:99', which is not a device here"),
     ],

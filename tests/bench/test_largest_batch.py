@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,11 @@ def test_the_device_with_the_least_room_decides() -> None:
     assert result.largest_batch(10) == 0
 
 
+def test_one_batch_says_what_it_needed_itself() -> None:
+    result = _result(1000, _batch(8, 100, 200))
+    assert (result.largest_batch(), result.largest_batch(200), result.largest_batch(199)) == (8, 8, 0)
+
+
 FULL = Measurement("batch", 22, error="out of memory")
 
 
@@ -95,9 +101,11 @@ def test_the_limit_is_a_point_of_the_line() -> None:
     [
         ([], "the memory of GPU:0 is unknown; give memory_bytes"),
         ([1000, 1], "margin=1; expected a share"),
+        ([1000, "1"], "margin='1'; expected a share"),
         ([0], "memory_bytes=0; expected the memory"),
+        (["8 GB"], "memory_bytes='8 GB'; expected the memory"),
     ],
 )
-def test_bad_arguments_of_largest_batch(arguments: list[int], message: str) -> None:
+def test_bad_arguments_of_largest_batch(arguments: list[Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         _result(None, _batch(2, 100, 20), _batch(12, 200, 220)).largest_batch(*arguments)

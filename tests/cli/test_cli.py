@@ -320,6 +320,7 @@ MISTAKES = [
     (["functions.py:double", "x.npy"], 2, "No module named 'functions.py'"),
     (["functions:treble", "x.npy"], 2, "has no attribute 'treble'"),
     (["raises:fn", "x.npy"], 2, "raises:fn: ZeroDivisionError"),
+    (["exits:fn", "x.npy"], 2, "exits:fn: SystemExit: 0"),
     (["functions:double", "x.npy", "--devices", "GPU:99"], 2, "'GPU:99', which is not a device here"),
     (["functions:double", "x.npy", "--seed", "-1"], 2, "seed=-1; expected None or an int"),
     (["functions:double", "functions:numbers", "--batched"], 1, "but batched=True takes batches of rows"),
@@ -337,6 +338,7 @@ MISTAKES = [
 def test_mistakes(arguments: list[str], code: int, words: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     pathlib.Path("raises.py").write_text("1 / 0")
+    pathlib.Path("exits.py").write_text("raise SystemExit(0)")
     pathlib.Path("full").mkdir()
     pathlib.Path("full/thesis.tex").touch()
     command = ["run", *arguments, *([] if "--out" in arguments else ["--out", "out"]), "--quiet"]
@@ -366,6 +368,14 @@ def test_explain_and_bench(capsys: pytest.CaptureFixture[str]) -> None:
     assert pathlib.Path("b.png").read_bytes().startswith(b"\x89PNG")
     assert main(["bench", "nothing:is_called", "x.npy", "--plot", "b.npy"]) == 2
     assert "b.npy cannot be drawn: its suffix has to be one of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize("path", ["nowhere/file.png", "."])
+def test_results_that_cannot_be_saved_are_refused_at_once(option: str, path: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "nothing:is_called", "x.npy", option, path])
+    assert f"argument {option}: {path} is a folder, or in no folder" in capsys.readouterr().err
 
 
 def test_help_does_not_wait_for_tensorflow() -> None:

@@ -9,7 +9,7 @@ import pytest
 from histories import device, history, one_graph, report_of
 
 from devicemap.inspect.plan import Captured, DevicePlan, Handling
-from devicemap.types import Plan
+from devicemap.types import CallFinished, CallStarted, Plan
 
 
 def _devices(*rows: int, gpus: list[int] | None = None) -> tuple[DevicePlan, ...]:
@@ -17,6 +17,10 @@ def _devices(*rows: int, gpus: list[int] | None = None) -> tuple[DevicePlan, ...
         DevicePlan(f"/device:GPU:{i}", n, 1, None, gpu)
         for i, (n, gpu) in enumerate(zip(rows, gpus or range(len(rows))))
     )
+
+
+def _in_chunks(*in_flight: int) -> tuple[DevicePlan, ...]:
+    return tuple(DevicePlan(f"/device:GPU:{i}", None, None, n, i) for i, n in enumerate(in_flight))
 
 
 PLAN = Plan(
@@ -50,6 +54,13 @@ PLANS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "few rows": ({"rows": 3, "devices": _devices(1, 1, 1, 0, 0, 0, 0, 0)}, []),
     "few chunks": ({"engine": "chunks", "batch_size": 8}, ["8 rows make 1 chunk for 2 devices: use a smaller batch_size"]),
     "enough chunks": ({"engine": "chunks", "batch_size": 7}, []),
+    "few rows in chunks": ({"rows": 1, "engine": "chunks", "batch_size": 8}, []),
+    "single rows": ({"rows": 3, "engine": "chunks", "batch_size": 1, "devices": _in_chunks(2, 2, 2, 2)}, []),
+    "few chunks for one device": ({"engine": "chunks", "batch_size": 8, "devices": _in_chunks(2, 0)}, []),
+    "Python in chunks, with few threads": (
+        {"python_ops": ("PyFunc",), "engine": "chunks", "rows": None, "devices": _in_chunks(1, 0, 0)},
+        ["for all devices (1 device: see"],
+    ),
     "parts of a GPU": ({"devices": _devices(2, 2, 2, 2, gpus=[0, 1, 1, 2])}, ["GPU:1 and GPU:2 are parts of one GPU"]),
     "large copies": (_captured("w", Handling.COPIED, 2**22), ["each call copies 4.0 MiB of variables to each other device"]),
     "small copies": (_captured("w", Handling.COPIED, 2**19), []),
@@ -79,7 +90,8 @@ REPORTS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     ),
     "long last row": (history([(1, 1.0), (1, 1.0), (1, 1.9)]), {}, ["before the end: put the rows that take longest"]),
     "few chunks": (history([(10, 1.1)] * 2, devices=4), {}, ["1.1 s before the end: use a smaller batch_size"]),
-    "few rows": (history([(1, 1.1)] * 2, devices=3), {}, ["1.1 s before the end: put the rows"]),
+    "few rows": (history([(1, 1.1)] * 2, devices=3), {}, []),
+    "no devices": ([CallStarted(0.0, 0, ()), CallFinished(1.1, None)], {}, []),
     "slow devices": (history([(10, 1.0)] * 6, devices=4, slowness=[4, 1, 4, 1]), {}, ["2 s before the end"]),
     "lost device": (history([(2, 1.0)] * 4, devices=3, lost=2), {}, []),
     "out of memory": (history([(2, 1.0)] * 4, devices=1, too_large={0}), {}, ["GPU:0 ran out of memory"]),

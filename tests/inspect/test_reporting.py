@@ -92,6 +92,14 @@ def test_a_report_counts_what_happened() -> None:
     assert "0 rows in 0 s" in str(empty)
 
 
+def test_rows_that_fail_are_no_lack_of_memory() -> None:
+    """The chunk of a failing row is computed in halves, as one that does not fit into memory."""
+    fn = lambda n: tf.debugging.check_numerics(1 / n, "")
+    mapper = devicemap.DeviceMap(fn, devices="CPU:0", batch_size=4, on_error="skip")
+    assert mapper(tf.range(4.0)).shape == [3]
+    assert (mapper.report.retries, mapper.report.devices[0].back_offs, mapper.report.advice) == (4, 0, ())
+
+
 def test_the_number_of_spans_is_bounded() -> None:
     report = report_of(history([(1, 0.5)] * 10_050, devices=1))
     assert (report.rows, report.devices[0].calls, len(report.spans)) == (10_050, 10_050, 10_000)
