@@ -100,6 +100,14 @@ class Call:
         return bool(output.consumers()) or any(output is each for each in self.op.graph.outputs)
 
 
+def _may_differ_in_size(call: Call) -> bool:
+    """Whether rows may differ in the size of a slice. A size of -1 depends on the index that the slice begins at."""
+    shape, begin = call.op.outputs[0].shape, tf.get_static_value(call.op.inputs[1], partial=True)
+    if shape.rank is None:
+        return True
+    return any(length is None and (begin is None or begin[axis] is None) for axis, length in enumerate(shape))
+
+
 Refuses = Callable[[Call], bool]
 """Whether a call of an op is not to be vectorised."""
 
@@ -139,10 +147,7 @@ EXCEPTIONS: Mapping[str, tuple[Refuses, str]] = {
         (lambda call: call.shape(0) != [4], "has an input size of unknown length"),
     ),
     # The slices of rows would differ in size.
-    "Slice": (
-        lambda call: call.stacked[1] and (call.value(2) is None or (call.value(2) < 0).any()),
-        "takes slices that may differ in size",
-    ),
+    "Slice": (lambda call: call.stacked[1] and _may_differ_in_size(call), "takes slices that may differ in size"),
     # In training, the op computes moments over all rows. In inference, the other results differ between devices.
     "FusedBatchNormV3": (
         lambda call: call.attribute("is_training") or any(call.uses(place) for place in range(1, 6)),

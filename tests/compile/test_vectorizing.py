@@ -285,6 +285,25 @@ def test_a_place_that_there_is_not_is_an_error(place: Callable[[Any], Any]) -> N
 
 
 @pytest.mark.in_ci(1)
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda i: tf.slice(MATRIX, [i, 0], [2, -1]),
+        lambda i: tf.slice(MATRIX, [1, i], [-1, 1]),
+        lambda i: tf.image.crop_to_bounding_box(IMAGES[0], i, 1, 3, 5),
+    ],
+)
+def test_a_slice_of_all_elements_after_a_shared_index(fn: Callable[[Any], Any]) -> None:
+    """Its size is -1 on one axis, and its index differs between rows on another axis."""
+    mapper = devicemap.DeviceMap(fn, devices=TWO)
+    data = tf.constant([0, 1, 0, 1])
+    assert traced(mapper, data).reason == ALL_OPS
+    np.testing.assert_array_equal(mapper(data), one_by_one(fn, data))
+    with pytest.raises(FunctionError):
+        mapper(tf.constant([0, 1, 7, 1]))
+
+
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("fn", [control_flow.power, control_flow.until_small, control_flow.branch_in_loop])
 def test_compiled_loops(fn: Callable[[Any], Any]) -> None:
     mapper = devicemap.DeviceMap(fn, devices=TWO, jit_compile=True)
