@@ -284,6 +284,39 @@ def test_a_place_that_there_is_not_is_an_error(place: Callable[[Any], Any]) -> N
         mapper(tf.constant([0, 1, 2, 3]))
 
 
+ALTERNATING = tf.ones([2, 1, 2, 1, 2])
+
+
+@pytest.mark.in_ci(1)
+@pytest.mark.parametrize(
+    ("fn", "axes"),
+    [
+        (lambda row: tf.pad(row, [[1, 1]] * 5, "REFLECT"), 5),
+        (lambda row: tf.pad(row, [[1, 1]] * 6), 6),
+        (lambda row: row + ALTERNATING, 5),
+        (lambda row: tf.broadcast_to(row[:, :1, :, :1, :, :1], [2] * 6), 6),
+        (lambda row: row[1], 8),
+        (lambda row: tf.slice(row, [1] * 8, [1] * 8), 8),
+        (lambda row: tf.where(row > 0.0, row, 0.0), 8),
+        (lambda row: tf.gather_nd(row, [[1] * 7]), 7),
+        (lambda row: tf.tensor_scatter_nd_add(row, [[1] * 7], [1.0]), 7),
+    ],
+)
+def test_kernels_that_accept_no_more_axes_run_row_by_row(fn: Callable[[Any], Any], axes: int) -> None:
+    rows = tf.constant(_random.normal(size=[3] + [2] * axes), tf.float32)
+    mapper = devicemap.DeviceMap(fn, devices=TWO)
+    assert "its kernel accepts" in traced(mapper, rows).reason
+    np.testing.assert_allclose(mapper(rows), one_by_one(fn, rows), rtol=1e-6)
+
+
+def test_broadcasts_of_many_axes_that_merge() -> None:
+    fn = lambda row: tf.maximum(row * tf.ones([2, 2]), tf.ones([2, 1, 1, 1, 1, 1]))
+    rows = tf.constant(_random.normal(size=[3] + [2] * 6), tf.float32)
+    mapper = devicemap.DeviceMap(fn, devices=TWO)
+    assert traced(mapper, rows).reason == ALL_OPS
+    np.testing.assert_allclose(mapper(rows), one_by_one(fn, rows), rtol=1e-6)
+
+
 @pytest.mark.in_ci(1)
 @pytest.mark.parametrize(
     "fn",
