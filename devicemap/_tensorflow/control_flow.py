@@ -36,7 +36,28 @@ def convert_loop(given: Any) -> list[Any]:
         raise NotVectorizableError("fn has a loop that rows leave at different times, with a list that may grow")
     if any(start.shape.is_fully_defined() > end.shape.is_fully_defined() for start, end in _variables(given.op)):
         raise NotVectorizableError("fn has a loop that rows leave at different times, with a tensor that grows in it")
-    return list(loop())
+    return list(_with_rare_partitions(given)())
+
+
+def _with_rare_partitions(given: Any) -> Any:
+    """Return TensorFlow's converter of a loop that rows leave at different times.
+
+    TensorFlow partitions each variable in each step, with a loop over the elements of each list. Here, it does so only in
+    steps in which rows leave, if the loop has a list.
+    """
+    if not any(each.dtype == tf.variant for each in given.op.inputs):
+        return pfor.WhileV2(given)
+
+    class Loop(pfor.WhileV2):  # type: ignore[name-defined]
+        def _process_cond_stacked(self, goes_on: Any, indices: Any, inputs: Any, stacked: Any, results: Any) -> Any:
+            partition = super()._process_cond_stacked
+            return tf.cond(
+                tf.reduce_all(goes_on) & (tf.size(goes_on) > 0),
+                lambda: (tf.constant(True), indices, list(inputs), list(results)),
+                lambda: partition(goes_on, indices, inputs, stacked, results),
+            )
+
+    return Loop(given)
 
 
 class _Parting(Exception):
