@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import functions_within
 from devicemap._tensorflow.pfor import (
     Converter,
     NotVectorizableError,
@@ -31,11 +32,32 @@ def convert_loop(given: Any) -> list[Any]:
     if differ is not None:
         with contextlib.suppress(_Parting):
             return _shared_loop(given, loop, differ)
-    if any(each.dtype == tf.variant for each in given.op.inputs):
-        raise NotVectorizableError("fn has a loop that rows leave at different times, with a list")
+    if not _keeps_lengths(given, loop):
+        raise NotVectorizableError("fn has a loop that rows leave at different times, with a list that may grow")
     if any(start.shape.is_fully_defined() > end.shape.is_fully_defined() for start, end in _variables(given.op)):
         raise NotVectorizableError("fn has a loop that rows leave at different times, with a tensor that grows in it")
-    return list(loop())
+    return list(_with_rare_partitions(given)())
+
+
+def _with_rare_partitions(given: Any) -> Any:
+    """Return TensorFlow's converter of a loop that rows leave at different times.
+
+    TensorFlow partitions each variable in each step, with a loop over the elements of each list. Here, it does so only in
+    steps in which rows leave, if the loop has a list.
+    """
+    if not any(each.dtype == tf.variant for each in given.op.inputs):
+        return pfor.WhileV2(given)
+
+    class Loop(pfor.WhileV2):  # type: ignore[name-defined]
+        def _process_cond_stacked(self, goes_on: Any, indices: Any, inputs: Any, stacked: Any, results: Any) -> Any:
+            partition = super()._process_cond_stacked
+            return tf.cond(
+                tf.reduce_all(goes_on) & (tf.size(goes_on) > 0),
+                lambda: (tf.constant(True), indices, list(inputs), list(results)),
+                lambda: partition(goes_on, indices, inputs, stacked, results),
+            )
+
+    return Loop(given)
 
 
 class _Parting(Exception):
@@ -104,6 +126,49 @@ def convert_case(given: Any) -> list[Any]:
     index = given.stacked_input(0)
     known = (index >= 0) & (index < len(names))
     return _branch(given, tf.where(known, index, len(names) - 1), names)
+
+
+def _keeps_lengths(given: Any, loop: Any) -> bool:
+    """Whether all lists of a loop have elements of known shape, and keep their lengths.
+
+    TensorFlow's converter reads each element when rows leave the loop, also elements that are not written yet.
+    """
+    lists = [each for each in given.op.inputs if each.dtype == tf.variant]
+    if not lists:
+        return True
+    if not all(
+        tf.TensorShape(pfor._parse_variant_shapes_and_types(each)[0].shape).is_fully_defined() for each in lists
+    ):
+        return False
+    graph = loop._body_func.graph
+    for each in (graph, *(inner for inner, _ in functions_within(graph).values())):
+        if any(output.op.type in _OF_NEW_LISTS for output in each.outputs):
+            return False
+        if any(op.type in _OF_LENGTHS or _resizes(op) for op in each.get_operations()):
+            return False
+    return True
+
+
+_OF_NEW_LISTS = {
+    "EmptyTensorList",
+    "TensorListFromTensor",
+    "TensorListReserve",
+    "TensorListScatterV2",
+    "TensorListSplit",
+}
+_OF_LENGTHS = {
+    "TensorListConcatLists",
+    "TensorListPopBack",
+    "TensorListPushBack",
+    "TensorListPushBackBatch",
+    "TensorListResize",
+    "TensorListScatterIntoExistingList",
+}
+
+
+def _resizes(op: Any) -> bool:
+    """Whether an op may write an element after the end of a list, as in `tf.TensorArray(..., dynamic_size=True)`."""
+    return op.type == "TensorListSetItem" and bool(op.get_attr("resize_if_index_out_of_bounds"))
 
 
 def _variables(op: Any) -> list[tuple[Any, Any]]:

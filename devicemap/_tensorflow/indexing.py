@@ -64,7 +64,8 @@ def convert_slice(given: Any) -> Any:
     begin, begin_stacked, _ = given.input(1)
     if begin_stacked:
         lengths, size = tf.shape(given.stacked_input(0), begin.dtype)[1:], given.unstacked_input(2)
-        given.inputs[1] = pfor.wrap(_checked(begin, (begin >= 0) & (begin + size <= lengths)), True)
+        end = begin + tf.maximum(size, 0)  # a size of -1 ends with the axis
+        given.inputs[1] = pfor.wrap(_checked(begin, (begin >= 0) & (end <= lengths)), True)
     return convert_as_tensorflow(given)
 
 

@@ -26,6 +26,7 @@ pfor = Private(
         "_PforInput",
         "_convert_function_call",
         "_outputs_for_branch",
+        "_parse_variant_shapes_and_types",
         "_partition_inputs_for_indices",
         "_pfor_converter_registry",
         "_stack",

@@ -6,6 +6,7 @@ Other ops, and the calls in `EXCEPTIONS`, run row by row.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,7 @@ import tensorflow as tf
 from devicemap._tensorflow.control_flow import CONTROL_FLOW, LISTS
 from devicemap._tensorflow.converters import CONVERTERS
 
-OPS = frozenset(CONVERTERS) | frozenset(
-    # Each element by itself. Inputs are broadcast.
+_ELEMENTWISE = frozenset(
     "Abs Acos Acosh Add AddV2 Angle ApproximateEqual Asin Asinh Atan Atan2 Atanh BesselI0 BesselI0e BesselI1 BesselI1e "
     "BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 BitwiseAnd BitwiseOr BitwiseXor Bucketize "
     "Ceil CheckNumerics ClipByValue Complex ComplexAbs Conj Cos Cosh Dawsn Digamma Div DivNoNan Elu Equal Erf Erfc Erfinv "
@@ -24,7 +24,12 @@ OPS = frozenset(CONVERTERS) | frozenset(
     "IgammaGradA Igammac Imag Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd "
     "LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Ndtri Neg NotEqual OnesLike Polygamma Pow Real RealDiv Reciprocal "
     "Relu Relu6 RightShift Rint Round Rsqrt SelectV2 Selu Sigmoid Sign Sin Sinh Softplus Softsign Spence Sqrt Square "
-    "SquaredDifference StopGradient Sub Tan Tanh TruncateDiv TruncateMod Xdivy Xlog1py Xlogy ZerosLike Zeta "
+    "SquaredDifference StopGradient Sub Tan Tanh TruncateDiv TruncateMod Xdivy Xlog1py Xlogy ZerosLike Zeta".split()
+)
+"""Types of ops that compute each element by itself, and broadcast their inputs."""
+
+OPS = _ELEMENTWISE.union(
+    CONVERTERS,
     # Gradients of these, of inputs with the same shape.
     "AddN EluGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad "
     "SqrtGrad TanhGrad "
@@ -43,7 +48,7 @@ OPS = frozenset(CONVERTERS) | frozenset(
     # Other numbers for each row.
     "Multinomial RandomGamma RandomPoissonV2 RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal "
     # Lists and functions.
-    "Assert PartitionedCall StatefulPartitionedCall TensorListElementShape TensorListLength TensorListPopBack".split()
+    "Assert PartitionedCall StatefulPartitionedCall TensorListElementShape TensorListLength TensorListPopBack".split(),
 )
 """Types of ops that are tested, with a converter of TensorFlow or one of our own."""
 
@@ -100,6 +105,52 @@ class Call:
         return bool(output.consumers()) or any(output is each for each in self.op.graph.outputs)
 
 
+_MOST_AXES = {"MirrorPad": 5, "Pad": 6, "PadV2": 6, "SelectV2": 8, "Slice": 8, "StridedSlice": 8}
+"""Type of op -> the number of axes that TensorFlow's kernel accepts."""
+
+_MOST_INDICES = dict.fromkeys(
+    "GatherNd ScatterNd TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate".split(),
+    7,
+)
+"""Type of op -> the number of indices of one element that TensorFlow's kernel accepts."""
+
+_MOST_BROADCAST_AXES = 5
+"""The number of axes that TensorFlow broadcasts, after it has merged adjacent axes."""
+
+
+def _exceeds_kernel(call: Call) -> bool:
+    """Whether TensorFlow's kernel accepts the call for one row, but does not accept the row axis as one more axis."""
+    kind, shape = call.op.type, call.shape(0)
+    if kind in _MOST_AXES:
+        return shape.rank is not None and shape.rank >= _MOST_AXES[kind]
+    if kind in _MOST_INDICES:
+        indices = call.shape(0 if kind == "ScatterNd" else 1)
+        return bool(indices.rank) and indices[-1] is not None and indices[-1] >= _MOST_INDICES[kind]
+    if kind == "BroadcastTo":
+        return _broadcast_axes(shape, call.op.outputs[0].shape, (True, True)) > _MOST_BROADCAST_AXES
+    if kind in _ELEMENTWISE and len(call.stacked) == 2:
+        return _broadcast_axes(shape, call.shape(1), call.stacked) > _MOST_BROADCAST_AXES
+    return False
+
+
+def _broadcast_axes(x: tf.TensorShape, y: tf.TensorShape, stacked: Sequence[bool]) -> int:
+    """The number of axes of a broadcast for all rows, after adjacent axes are merged where the same inputs have length 1."""
+    if x.rank is None or y.rank is None:
+        return 0
+    rank = max(x.rank, y.rank)
+    pairs = zip(*([1] * (rank - shape.rank) + shape.as_list() for shape in (x, y)))
+    merged = [object() if None in pair else tuple(length == 1 for length in pair) for pair in pairs if pair != (1, 1)]
+    return len([*itertools.groupby([tuple(not each for each in stacked), *merged])])
+
+
+def _may_differ_in_size(call: Call) -> bool:
+    """Whether rows may differ in the size of a slice. A size of -1 depends on the index that the slice begins at."""
+    shape, begin = call.op.outputs[0].shape, tf.get_static_value(call.op.inputs[1], partial=True)
+    if shape.rank is None:
+        return True
+    return any(length is None and (begin is None or begin[axis] is None) for axis, length in enumerate(shape))
+
+
 Refuses = Callable[[Call], bool]
 """Whether a call of an op is not to be vectorised."""
 
@@ -139,10 +190,7 @@ EXCEPTIONS: Mapping[str, tuple[Refuses, str]] = {
         (lambda call: call.shape(0) != [4], "has an input size of unknown length"),
     ),
     # The slices of rows would differ in size.
-    "Slice": (
-        lambda call: call.stacked[1] and (call.value(2) is None or (call.value(2) < 0).any()),
-        "takes slices that may differ in size",
-    ),
+    "Slice": (lambda call: call.stacked[1] and _may_differ_in_size(call), "takes slices that may differ in size"),
     # In training, the op computes moments over all rows. In inference, the other results differ between devices.
     "FusedBatchNormV3": (
         lambda call: call.attribute("is_training") or any(call.uses(place) for place in range(1, 6)),
@@ -162,8 +210,11 @@ def why_not_vectorizable(op: Any, stacked: Sequence[bool]) -> str | None:
     """
     if op.type not in _WITH_LISTS and any(each.dtype == tf.variant for each in (*op.inputs, *op.outputs)):
         return "has an input or a result that is not a tensor"
+    call = Call(op, stacked)
+    if _exceeds_kernel(call):
+        return "has as many axes as its kernel accepts"
     refuses, words = EXCEPTIONS.get(op.type, (None, ""))
-    return words if refuses is not None and refuses(Call(op, stacked)) else None
+    return words if refuses is not None and refuses(call) else None
 
 
 def is_control_flow(op: Any) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from compile.corpus import control_flow
 from graphs import partitions, placements, traced
-from oracle import gradients_of, one_by_one
+from oracle import assert_same, gradients_of, one_by_one, serial
 
 import devicemap
 from benchmarks import functions
@@ -20,6 +20,7 @@ _random = np.random.default_rng(0)
 VECTORS = tf.constant(_random.normal(size=[3, 3]), tf.float32)
 IMAGES = tf.constant(_random.normal(size=[3, 6, 6, 2]), tf.float32)
 VECTOR, MATRIX = VECTORS[0], tf.constant(_random.normal(size=[3, 3]), tf.float32)
+LEVEL = tf.Variable(0.8)
 TEXT = tf.constant(["abcd"])
 RAGGED = tf.ragged.constant([[1.0], []])
 TWO = ["CPU:1", "CPU:2"]
@@ -40,11 +41,12 @@ def _joined(row: Any) -> Any:
     return tf.reduce_sum(array.concat())
 
 
-def _list_in_a_loop(row: Any) -> Any:
-    steps = tf.TensorArray(tf.float32, 5, element_shape=[])
-    goes_on = lambda i, total, steps: (i < 5) & (total < row[0] * 4.0)
-    step = lambda i, total, steps: (i + 1, total + 1.0, steps.write(i, total))
-    return tf.while_loop(goes_on, step, (0, 0.0, steps))[2].stack()
+def _list_that_grows(row: Any) -> Any:
+    steps, level = tf.TensorArray(tf.float32, 0, dynamic_size=True, element_shape=[]), tf.abs(row[0])
+    while level > 0.1:
+        steps = steps.write(steps.size(), level)
+        level /= 2.0
+    return tf.reduce_sum(steps.stack())
 
 
 def _parsed(row: Any) -> Any:
@@ -77,7 +79,7 @@ ROW_BY_ROW: list[tuple[Callable[..., Any], Any, str]] = [
         "a branch whose results may differ",
     ),
     (_growing, VECTORS, "a loop that rows leave at different times, with a tensor that grows in it"),
-    (_list_in_a_loop, VECTORS, "leave at different times"),
+    (_list_that_grows, VECTORS, "a loop that rows leave at different times, with a list that may grow"),
     (_joined, VECTORS, "TensorListConcatV2 has no tested vectorised form"),
     (lambda s: tf.unique(tf.strings.bytes_split(s))[0], TEXT, "StringSplit has no vectorised form"),
     (lambda r: tf.numpy_function(np.sin, [r], tf.float32), VECTORS, "PyFunc acts once per row"),
@@ -282,6 +284,100 @@ def test_a_place_that_there_is_not_is_an_error(place: Callable[[Any], Any]) -> N
     np.testing.assert_array_equal(mapper(data), one_by_one(place, data))
     with pytest.raises(FunctionError):
         mapper(tf.constant([0, 1, 2, 3]))
+
+
+def _written_until_small(row: Any) -> tuple[Any, Any]:
+    places, lengths = tf.TensorArray(tf.float32, 4, element_shape=[3]), tf.TensorArray(tf.int32, 4, element_shape=[])
+    for i in tf.range(4):
+        places, lengths = places.write(i, row), lengths.write(i, 2 * i)
+        row *= LEVEL
+        if tf.reduce_sum(row**2) < 0.5:
+            break
+    return places.stack(), lengths.stack()
+
+
+def _written_at_other_places(row: Any) -> Any:
+    array = tf.TensorArray(tf.float32, 3, element_shape=[], clear_after_read=False).unstack(row)
+    for i in tf.range(tf.argmax(row, output_type=tf.int32) + 1):
+        for j in tf.range(i):
+            array = array.write(2 - i, array.read(j) * LEVEL)
+    return array.stack()
+
+
+def _scans_in_a_loop(row: Any) -> Any:
+    array = tf.TensorArray(tf.float32, 3, element_shape=[]).unstack(tf.zeros([3]))
+    for i in tf.range(tf.argmin(row, output_type=tf.int32)):
+        array = array.write(i, tf.scan(lambda total, each: total * LEVEL + each, row)[i])
+    return array.stack()
+
+
+@pytest.mark.in_ci(1)
+@pytest.mark.parametrize("fn", [_written_until_small, _written_at_other_places, _scans_in_a_loop])
+def test_lists_in_loops_that_rows_leave_at_different_times(fn: Callable[[Any], Any], devices: list[str]) -> None:
+    mapper = devicemap.DeviceMap(fn, devices=devices)
+    assert traced(mapper, VECTORS).reason == ALL_OPS
+    for rows in (VECTORS, VECTORS[:1], VECTORS[:0]):
+        assert_same(mapper(rows), serial(fn, rows, batched=False), rtol=1e-5)
+
+    def numbers(mapped: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda rows: tf.nest.flatten(mapped(rows))[0]
+
+    got = gradients_of(numbers(mapper), VECTORS, LEVEL)
+    wanted = gradients_of(numbers(lambda rows: serial(fn, rows, batched=False)), VECTORS, LEVEL)
+    for one, other in zip(got, wanted):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+ALTERNATING = tf.ones([2, 1, 2, 1, 2])
+
+
+@pytest.mark.in_ci(1)
+@pytest.mark.parametrize(
+    ("fn", "axes"),
+    [
+        (lambda row: tf.pad(row, [[1, 1]] * 5, "REFLECT"), 5),
+        (lambda row: tf.pad(row, [[1, 1]] * 6), 6),
+        (lambda row: row + ALTERNATING, 5),
+        (lambda row: tf.broadcast_to(row[:, :1, :, :1, :, :1], [2] * 6), 6),
+        (lambda row: row[1], 8),
+        (lambda row: tf.slice(row, [1] * 8, [1] * 8), 8),
+        (lambda row: tf.where(row > 0.0, row, 0.0), 8),
+        (lambda row: tf.gather_nd(row, [[1] * 7]), 7),
+        (lambda row: tf.tensor_scatter_nd_add(row, [[1] * 7], [1.0]), 7),
+    ],
+)
+def test_kernels_that_accept_no_more_axes_run_row_by_row(fn: Callable[[Any], Any], axes: int) -> None:
+    rows = tf.constant(_random.normal(size=[3] + [2] * axes), tf.float32)
+    mapper = devicemap.DeviceMap(fn, devices=TWO)
+    assert "its kernel accepts" in traced(mapper, rows).reason
+    np.testing.assert_allclose(mapper(rows), one_by_one(fn, rows), rtol=1e-6)
+
+
+def test_broadcasts_of_many_axes_that_merge() -> None:
+    fn = lambda row: tf.maximum(row * tf.ones([2, 2]), tf.ones([2, 1, 1, 1, 1, 1]))
+    rows = tf.constant(_random.normal(size=[3] + [2] * 6), tf.float32)
+    mapper = devicemap.DeviceMap(fn, devices=TWO)
+    assert traced(mapper, rows).reason == ALL_OPS
+    np.testing.assert_allclose(mapper(rows), one_by_one(fn, rows), rtol=1e-6)
+
+
+@pytest.mark.in_ci(1)
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda i: tf.slice(MATRIX, [i, 0], [2, -1]),
+        lambda i: tf.slice(MATRIX, [1, i], [-1, 1]),
+        lambda i: tf.image.crop_to_bounding_box(IMAGES[0], i, 1, 3, 5),
+    ],
+)
+def test_a_slice_of_all_elements_after_a_shared_index(fn: Callable[[Any], Any]) -> None:
+    """Its size is -1 on one axis, and its index differs between rows on another axis."""
+    mapper = devicemap.DeviceMap(fn, devices=TWO)
+    data = tf.constant([0, 1, 0, 1])
+    assert traced(mapper, data).reason == ALL_OPS
+    np.testing.assert_array_equal(mapper(data), one_by_one(fn, data))
+    with pytest.raises(FunctionError):
+        mapper(tf.constant([0, 1, 7, 1]))
 
 
 @pytest.mark.in_ci(1)
