@@ -87,7 +87,9 @@ def _of_first_row(operand: Operand) -> Any:
 
 
 def _is_differentiable(call: Call) -> bool:
-    """Whether TensorFlow has a gradient of this call."""
+    """Whether TensorFlow has a gradient of this call, and computes it right."""
+    if call.op == "MaxPool3DGrad":  # `tf.map_fn` gets zeros of MaxPool3DGradGrad in some executions, too
+        return False
     inputs = {id(operand): _of_first_row(operand) for operand in call.operands}
     with tf.GradientTape() as tape:
         tape.watch([*inputs.values()])
