@@ -40,7 +40,8 @@ def connect(cluster: Mapping[str, Sequence[str]]) -> None:
 
     Connections have no password and no encryption. Use a private network.
 
-    Call it once, before creating variables or tables. Connecting clears TensorFlow's resource tables, also those of this
+    Call it once, before creating variables or tables, and after `simulate_devices` and settings of `tf.config` such as memory
+    growth, because it initialises TensorFlow. Connecting clears TensorFlow's resource tables, also those of this
     process, so later assignments to existing variables would be lost silently (TensorFlow 2.21).
 
     Args:
