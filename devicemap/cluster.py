@@ -41,8 +41,8 @@ def connect(cluster: Mapping[str, Sequence[str]]) -> None:
     Connections have no password and no encryption. Use a private network.
 
     Call it once, before creating variables or tables, and after `simulate_devices` and settings of `tf.config` such as memory
-    growth, because it initialises TensorFlow. Connecting clears TensorFlow's resource tables, also those of this
-    process, so later assignments to existing variables would be lost silently (TensorFlow 2.21).
+    growth, because it initialises TensorFlow. Connecting clears TensorFlow's resource tables, also those of this process, so
+    later assignments to existing variables would be lost silently (TensorFlow 2.21).
 
     Args:
         cluster: addresses `"host:port"` by job, as for `tf.train.ClusterSpec`: `{"worker": ["10.0.0.1:2222"]}`.

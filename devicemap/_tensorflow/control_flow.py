@@ -156,6 +156,8 @@ _OF_NEW_LISTS = {
     "TensorListScatterV2",
     "TensorListSplit",
 }
+"""Types of ops that make a list, whose length a body that returns it does not keep."""
+
 _OF_LENGTHS = {
     "TensorListConcatLists",
     "TensorListPopBack",
@@ -164,6 +166,7 @@ _OF_LENGTHS = {
     "TensorListResize",
     "TensorListScatterIntoExistingList",
 }
+"""Types of ops that may change the length of a list."""
 
 
 def _resizes(op: Any) -> bool:

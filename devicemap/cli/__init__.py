@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 def _new_file(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder, or in no folder; expected a file to write")
+        raise argparse.ArgumentTypeError(f"{text} is a folder, or its folder does not exist; expected a file to write")
     return path
 
 

@@ -172,7 +172,7 @@ def next_chunk_size(
     >>> next_chunk_size(fast, [slow], 1100), next_chunk_size(slow, [fast], 1100), next_chunk_size(slow, [fast], 5)
     (64, 32, 0)
     """
-    most = chunk_rows or (device.size if device.limit is None else min(device.size, device.limit))
+    most = chunk_rows or _power_of_two(device.size if device.limit is None else min(device.size, device.limit))
     if rows_left is None:
         return most
     if rows_left < 1:

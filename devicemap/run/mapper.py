@@ -251,7 +251,6 @@ class Mapper:
                     max_retries=self._options.max_retries,
                     skips=self._skips,
                     locates=self.program.may_repeat(compiled),
-                    powers_of_two=compiled.traced.with_xla is not None,
                     observe=on_event,
                     describe=self.program.located_error,
                     cancel=cancellation.cancel,

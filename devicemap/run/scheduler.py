@@ -177,8 +177,6 @@ class Scheduler:
         return False
 
     def _read_for(self, name: str, rows: int) -> bool:
-        if self._call.options.powers_of_two:
-            rows = 1 << (rows.bit_length() - 1)
         began = self._call.now()
         try:
             chunk, error = self._source.take(rows), None

@@ -61,9 +61,6 @@ class ChunkOptions:
     locates: bool = False
     """Whether a chunk that failed may run again in parts, to find the row that failed."""
 
-    powers_of_two: bool = False
-    """Whether chunks without a fixed size have 1, 2, 4, 8, ... rows, so that XLA compiles for few shapes."""
-
     observe: Callable[[Event], object] = lambda event: None
     """Callback for the events of the call, one at a time, in order."""
 

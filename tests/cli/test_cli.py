@@ -375,7 +375,7 @@ def test_explain_and_bench(capsys: pytest.CaptureFixture[str]) -> None:
 def test_results_that_cannot_be_saved_are_refused_at_once(option: str, path: str, capsys: Any) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "nothing:is_called", "x.npy", option, path])
-    assert f"argument {option}: {path} is a folder, or in no folder" in capsys.readouterr().err
+    assert f"argument {option}: {path} is a folder, or its folder does not exist" in capsys.readouterr().err
 
 
 def test_help_does_not_wait_for_tensorflow() -> None:

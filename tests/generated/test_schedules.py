@@ -218,7 +218,6 @@ def _simulate(seed: int) -> str:
         max_retries=40,
         skips=skips,
         leave_out=lambda row, shard, error: left_out.append(row.start),
-        powers_of_two=draw.random() < 0.2,
         observe=lambda event: call.lost.add(event.device) if isinstance(event, DeviceLost) else None,
     )
     call = Simulation(options, devices, draw, bad)

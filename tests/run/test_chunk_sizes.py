@@ -161,7 +161,7 @@ def test_some_device_takes_the_rest(devices: list[Throughput], rows_left: int, c
 
 def test_without_a_known_end_chunks_are_whole() -> None:
     assert next_chunk_size(Throughput(rows_per_second=10.0), [Throughput()], None, 32) == 32
-    assert next_chunk_size(Throughput(rows_per_second=10.0, size=16, limit=5), [Throughput()], None) == 5
+    assert next_chunk_size(Throughput(rows_per_second=10.0, size=16, limit=5), [Throughput()], None) == 4
 
 
 def _grow(fixed: float = 0.0, per_row: float = 0.0, memory_rows: float = math.inf) -> int:
