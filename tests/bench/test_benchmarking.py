@@ -38,7 +38,7 @@ def _row(row: Any) -> Any:
 
 
 def test_each_mode_and_batch_size_is_measured_printed_saved_and_plotted(tmp_path: Path) -> None:
-    result = benchmark(_row, ROWS, batch_sizes=[24, 6], rounds=2, devices=THREE)
+    result = benchmark(_row, ROWS, batch_sizes=[24, 6], rounds=2, seconds=1e9, devices=THREE)
     assert _measured(result) == [("batch", 6), ("batch", 24), ("eager", 16), ("one device", 23), ("all devices", 23)]
     assert [device.name.rpartition("device:")[2] for device in result.devices] == THREE
     for m in result.measurements:
@@ -75,7 +75,7 @@ def test_eager_code_takes_a_batch() -> None:
             called.append(len(batch))
         return batch * 2
 
-    result = benchmark(fn, ROWS, batched=True, rounds=1, devices=THREE)
+    result = benchmark(fn, ROWS, batched=True, rounds=1, seconds=1e9, devices=THREE)
     assert [rows for mode, rows in _measured(result) if mode == "batch"] == [3, 21]
     assert {*called} == {23}
 
@@ -107,7 +107,9 @@ def test_no_larger_batch_follows_one_that_runs_out_of_memory(sim: Simulator) -> 
     for device in THREE:
         sim.configure(device, memory_rows=10)
     fn = lambda batch: sim.work(batch, tf.zeros(tf.shape(batch)[:1]))
-    result = benchmark(fn, ROWS, batch_sizes=[90, 60, 30], batched=True, devices=THREE, rounds=1, max_rows=9)
+    result = benchmark(
+        fn, ROWS, batch_sizes=[90, 60, 30], batched=True, devices=THREE, rounds=1, seconds=1e9, max_rows=9
+    )
     assert _measured(result) == [("batch", 30), ("batch", 60), ("eager", 9), ("one device", 9), ("all devices", 9)]
     assert [m.error is None for m in result.measurements[:2]] == [True, False]
 
