@@ -52,6 +52,9 @@ class Traced:
     reason: str
     """The reason for `vectorized`."""
 
+    remedy: str
+    """What to try so that rows do not run one by one; empty if nothing."""
+
     function: Any
     """`tf.types.experimental.ConcreteFunction` of the user's function, for one row or for a batch."""
 
@@ -204,6 +207,7 @@ def _traced(
         tuple(outputs),
         loop.vectorized,
         loop.reason,
+        loop.remedy,
         function,
         found,
         steady,

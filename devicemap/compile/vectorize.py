@@ -36,14 +36,9 @@ from devicemap.options import Options
 
 _BY_HAND = "Use vectorize='auto' or False to map row by row"
 
-_UNTESTED = "has no tested vectorised form"
-_HIDDEN = "this TensorFlow lacks non-public names that devicemap needs to check each op"
-_TRACED_BEFORE = "fn calls a function that was traced before, which is left as it is"
-
-
-def may_be_forced(reason: str) -> bool:
-    """Whether `vectorize=True` vectorises a function that "auto" does not, for this `reason`."""
-    return any(each in reason for each in (_UNTESTED, _HIDDEN, _TRACED_BEFORE))
+_FORCE = "pass vectorize=True, and compare the results with DeviceMap.verify"
+_REPLACE = "use another op there"
+_BATCH = "pass batched=True and a fn of a whole batch"
 
 
 @dataclass(frozen=True)
@@ -59,6 +54,9 @@ class RowLoop:
     reason: str
     """The reason for `vectorized`."""
 
+    remedy: str = ""
+    """What to try, in this order, so that rows do not run one by one; empty if they do not, or if that was asked for."""
+
 
 def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> list[RowLoop]:
     """Return the fastest loop over a shard's rows, followed by one with correct gradients if the first has none.
@@ -71,8 +69,8 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     # Each call of Python holds a thread for which other calls may wait. Seeded ops draw numbers in the order of rows.
     at_once = 1 if found.python or found.has_fixed_seeds else None
 
-    def one_by_one(reason: str) -> RowLoop:
-        return RowLoop(map_rows(row_fn, specs, options, structure, at_once), False, reason)
+    def one_by_one(reason: str, *remedies: str) -> RowLoop:
+        return RowLoop(map_rows(row_fn, specs, options, structure, at_once), False, reason, "; or else ".join(remedies))
 
     if wanted is False:
         return [one_by_one("vectorize=False")]
@@ -81,13 +79,14 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
         vectorized, alone = vectorize(row_fn, specs, force=wanted is True)
         if options.jit_compile and _parts_rows(vectorized):
             raise _NotVectorizedError(
-                "fn has a branch or a loop whose condition differs between rows, and jit_compile=True"
+                "fn has a branch or a loop whose condition differs between rows, and jit_compile=True",
+                "pass jit_compile=False",
             )
     except Exception as error:  # pfor raises errors of several classes for unsupported ops
         reason = _first_line(error)
         if wanted is True:
             raise failure(f"vectorize=True: {reason}. {_BY_HAND}") from error
-        return [one_by_one(reason)]
+        return [one_by_one(reason, *getattr(error, "remedies", ()), _BATCH)]
     reason = "every op of fn has a vectorised form"
     if alone:
         reason = f"these ops alone run row by row: {'; '.join(dict.fromkeys(alone))}"
@@ -96,7 +95,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     lost = "fn has a custom gradient (tf.custom_gradient, tf.nn.silu, ...), which vectorising would drop"
     return [
         RowLoop(vectorized, True, f"{reason}; one by one where a GradientTape may record, because {lost}"),
-        one_by_one(lost),
+        one_by_one(lost, _BATCH),
     ]
 
 
@@ -129,8 +128,13 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
     def vectorized(*leaves: Any) -> list[Any]:
         return list(tf.vectorized_map(run, leaves, fallback_to_while_loop=False))
 
-    with convert_by(convert, [row_fn.graph, *own], CONVERTERS), _without_conversion_log():
-        concrete = vectorized.get_concrete_function(*specs)
+    try:
+        with convert_by(convert, [row_fn.graph, *own], CONVERTERS), _without_conversion_log():
+            concrete = vectorized.get_concrete_function(*specs)
+    except Exception as error:
+        if convert.failure is None:
+            raise
+        raise convert.failure from error
 
     @tf.function(autograph=False)
     def kept(*leaves: Any) -> Any:
@@ -142,6 +146,10 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
 class _NotVectorizedError(Exception):
     """The function of one row cannot be vectorised; the message is the reason."""
 
+    def __init__(self, reason: str, *remedies: str):
+        super().__init__(reason)
+        self.remedies = remedies
+
 
 class _Vectorizer:
     """Convert the ops of a function of one row. An op that cannot be vectorised runs alone in a loop over rows, if possible."""
@@ -150,19 +158,19 @@ class _Vectorizer:
         self._force = force
         self.alone: list[str] = []
         """The reasons of ops that run row by row."""
+        self.failure: _NotVectorizedError | None = None
+        """Why an op can run neither way. Autograph replaces the error itself on its way through pfor."""
 
     def __call__(self, given: Any, converter: Converter | None) -> Any:
         op = given.op
         try:
             return self._converted(given, converter)
-        except _NotVectorizedError:  # an op in this loop or branch
-            raise
         except Exception as error:  # pfor raises errors of several classes for unsupported ops
-            if is_control_flow(op):
-                raise _NotVectorizedError(f"{_first_line(error)}{_quoted(op)}") from error
-            reason = f"{op.type} {_words(error)}{_quoted(op)}"
+            reason = f"{_first_line(error) if is_control_flow(op) else f'{op.type} {_words(error)}'}{_quoted(op)}"
             if not runs_row_by_row(op):
-                raise _NotVectorizedError(reason) from error
+                untested = converter is not None and op.type not in OPS
+                self.failure = self.failure or _NotVectorizedError(reason, *[_FORCE] * untested, _REPLACE)
+                raise
         self.alone.append(reason)
         return _row_by_row(given)
 
@@ -171,7 +179,7 @@ class _Vectorizer:
         if converter is None:
             raise NotVectorizableError("has no vectorised form")
         if op.type not in OPS and not self._force:
-            raise NotVectorizableError(_UNTESTED)
+            raise NotVectorizableError("has no tested vectorised form")
         if reason := why_not_vectorizable(op, [each.is_stacked for each in given.inputs]):
             raise NotVectorizableError(reason)
         return converter(with_own_inputs(given))
@@ -211,29 +219,29 @@ def _parts_rows(vectorized: Any) -> bool:
 
 def _check_function(row_fn: Any, found: Audit, specs: list[Any], options: Options, structure: Any) -> None:
     """Raise `_NotVectorizedError` if the function as a whole cannot be vectorised."""
-    reason = None
-    if options.vectorize is not True and not (checks_ops() and shows_functions(row_fn.graph)):
-        reason = _HIDDEN
-    elif options.vectorize is not True and own_functions(row_fn.graph)[1]:
-        reason = _TRACED_BEFORE
-    elif not all(isinstance(spec, tf.TensorSpec) for spec in specs):
-        reason = "the data holds ragged or sparse tensors"
-    elif not all(isinstance(leaf, tf.Tensor) for leaf in row_fn.structured_outputs):
-        reason = "fn returns ragged or sparse tensors"
-    elif not all(
-        isinstance(spec, tf.TensorSpec | tf.DType) for spec in signature_of(row_fn, specs, options, structure)
-    ):
-        reason = "fn_output_signature holds ragged or sparse tensors"
-    elif found.effects:
-        graphs = row_fn.graph, *own_functions(row_fn.graph)[0]
-        lines = (_quoted(op) for graph in graphs for op in graph.get_operations() if op.type == found.effects[0])
-        reason = f"{found.effects[0]} acts once per row{next(lines, '')}"
-    elif found.writes:
+    own, traced_before = own_functions(row_fn.graph)
+    if options.vectorize is not True:
+        if not (checks_ops() and shows_functions(row_fn.graph)):
+            hidden = "this TensorFlow lacks non-public names that devicemap needs to check each op"
+            raise _NotVectorizedError(hidden, _FORCE)
+        if traced_before:
+            raise _NotVectorizedError("fn calls a function that was traced before, which is left as it is", _FORCE)
+    if not all(isinstance(spec, tf.TensorSpec) for spec in specs):
+        raise _NotVectorizedError("the data holds ragged or sparse tensors")
+    if not all(isinstance(leaf, tf.Tensor) for leaf in row_fn.structured_outputs):
+        raise _NotVectorizedError("fn returns ragged or sparse tensors")
+    signature = signature_of(row_fn, specs, options, structure)
+    if not all(isinstance(spec, tf.TensorSpec | tf.DType) for spec in signature):
+        raise _NotVectorizedError("fn_output_signature holds ragged or sparse tensors")
+    if found.effects:
+        effect = found.effects[0]
+        lines = (_quoted(op) for graph in (row_fn.graph, *own) for op in graph.get_operations() if op.type == effect)
+        raise _NotVectorizedError(f"{effect} acts once per row{next(lines, '')}", _REPLACE)
+    if found.writes:
         written = (each for each, treatment in zip(row_fn.captured_inputs, found.treatments) if treatment in WRITES)
         line = next(filter(None, (writing_line(row_fn.graph, each) for each in written)), None)
-        reason = f"fn writes a variable or another resource, once per row{f' ({line})' * bool(line)}"
-    if reason is not None:
-        raise _NotVectorizedError(reason)
+        in_line = f" ({line})" if line else ""
+        raise _NotVectorizedError(f"fn writes a variable or another resource, once per row{in_line}")
 
 
 @contextlib.contextmanager

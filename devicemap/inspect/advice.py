@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from devicemap.compile.vectorize import may_be_forced
 from devicemap.events import short_name
 from devicemap.inspect.render import counted, listed, size_text
 
@@ -30,19 +29,6 @@ _LOST_SHARE = 0.1
 def advise_before(plan: Plan) -> tuple[str, ...]:
     """Return one sentence for each finding about a plan, the most expensive first."""
     return *_about_order(plan), *_about_devices(plan), *_about_rows(plan)
-
-
-def reason_for_loop(batched: bool, vectorized: bool, ordered: bool, reason: str) -> str | None:
-    """Return why rows run one by one; `None` if they do not, or because of `vectorize=False`."""
-    return None if batched or vectorized or ordered or reason == "vectorize=False" else reason
-
-
-def remedies_for_loop(reason: str) -> str:
-    """Return the advice for rows that run one by one, with the remedies in the order in which to try them."""
-    remedies = ["use another op there, or pass batched=True and a fn of a whole batch"]
-    if may_be_forced(reason):
-        remedies.insert(0, "pass vectorize=True, and compare the results with DeviceMap.verify")
-    return f"rows run one by one because {reason}: {'; or else '.join(remedies)}"
 
 
 def quoted(names: Sequence[str]) -> str:
@@ -92,9 +78,8 @@ def _count_used(plan: Plan) -> int:
 
 
 def _about_rows(plan: Plan) -> Iterator[str]:
-    reason = reason_for_loop(plan.batched, plan.vectorized, bool(plan.ordered), plan.reason)
-    if reason is not None:
-        yield remedies_for_loop(reason)
+    if plan.remedy and not plan.ordered:
+        yield f"rows run one by one because {plan.reason}: {plan.remedy}"
     copied = sum(each.size_bytes or 0 for each in plan.captured if each.handling.name == "COPIED")
     sizes = (plan.rows or 0) * ((plan.bytes_per_row or 0) + (plan.result_bytes_per_row or 0))
     if plan.engine == "one graph" and plan.rows and copied > max(_LARGE_BYTES, sizes):
@@ -117,7 +102,7 @@ def advise_after(report: Report) -> tuple[str, ...]:
 def _about_time(report: Report) -> Iterator[str]:
     seconds, devices = report.wall_seconds, report.devices
     if report.row_by_row is not None:
-        yield remedies_for_loop(report.row_by_row)
+        yield f"rows run one by one because {report.row_by_row}"
     waiting = sum(device.waiting_seconds for device in devices) / (max(1, len(devices)) * seconds)
     if waiting > _LOST_SHARE:
         yield f"the devices waited {waiting:.0%} of the time for input: use prefetch, cache or more parallel calls of tf.data"

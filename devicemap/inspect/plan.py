@@ -110,6 +110,9 @@ class Plan(Result):
     reason: str
     """The reason for `vectorized`, for instance an op that cannot be vectorised, with the line of the user's code."""
 
+    remedy: str
+    """What to try so that rows do not run one by one; empty if they do not, or with `vectorize=False`."""
+
     traces: int
     """Number of times that `fn` was traced so far for data of this structure."""
 

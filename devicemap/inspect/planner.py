@@ -112,6 +112,7 @@ def explain_call(
         batched=options.batched,
         vectorized=traced.vectorized,
         reason=traced.reason,
+        remedy=traced.remedy,
         traces=compiled.traces,
         captured=captured_by(traced, fn, used),
         python_ops=tuple(sorted(GraphWalker(traced.concrete).op_types(live=True) & _PYTHON_OPS)),

@@ -33,7 +33,6 @@ from devicemap.events import (
     RowFailed,
     Shard,
 )
-from devicemap.inspect.advice import reason_for_loop
 from devicemap.inspect.gpu_usage import GpuUsage
 from devicemap.inspect.report import DeviceReport, Report
 from devicemap.inspect.timeline import Span
@@ -197,8 +196,8 @@ class Observers:
     def _facts(self, engine: str, compiled: CompiledMap) -> dict[str, Any]:
         """Return the fields of a report that are known before the call."""
         traced = compiled.traced
-        reason = reason_for_loop(self._options.batched, traced.vectorized, traced.audit.ordered, traced.reason)
-        return {"engine": engine, "traces": compiled.take_traces(), "row_by_row": reason}
+        one_by_one = f"{traced.reason}: {traced.remedy}" if traced.remedy and not traced.audit.ordered else None
+        return {"engine": engine, "traces": compiled.take_traces(), "row_by_row": one_by_one}
 
     def _observers(self) -> tuple[_Observer, ...]:
         """Return the observers besides the recorder."""

@@ -96,7 +96,7 @@ class Report(Result):
     """The rows that were left out because of `on_error="skip"`, in their order."""
 
     row_by_row: str | None = None
-    """Why `fn` ran row by row; `None` if it did not, or with `vectorize=False`."""
+    """Why `fn` ran row by row, and what to try; `None` if it did not, or with `vectorize=False`."""
 
     in_turn: bool = False
     """Whether the devices worked one after another, because `fn` depends on the order of rows."""

@@ -25,7 +25,7 @@ def _in_chunks(*in_flight: int) -> tuple[DevicePlan, ...]:
 
 PLAN = Plan(
     name="fn", engine="one graph", rows=8, batch_size=None, devices=_devices(4, 4), batched=False, vectorized=True,
-    reason="it can", traces=1, captured=(), python_ops=(), fixed_seeds=(), bytes_per_row=12,
+    reason="it can", remedy="", traces=1, captured=(), python_ops=(), fixed_seeds=(), bytes_per_row=12,
     result_bytes_per_row=4,
 )  # fmt: skip
 
@@ -40,11 +40,11 @@ PLANS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "order": (_captured("total", Handling.ORDERED), ["fn writes `total` in row order: use assign_add"]),
     "order on one device": ({**_captured("total", Handling.ORDERED), "devices": _devices(8)}, []),
     "batch normalization": (_captured("norm/moving_mean", Handling.ORDERED), ["with training=False"]),
-    "row by row": ({"vectorized": False, "reason": "Foo has no vectorised form"}, ["form: use another op there"]),
-    "row by row, untested": (
-        {"vectorized": False, "reason": "Foo has no tested vectorised form (`foo(x)`, line 12 of ode.py)"},
-        ["(`foo(x)`, line 12 of ode.py): pass vectorize=True, and compare the results with DeviceMap.verify; or else use"],
+    "row by row": (
+        {"vectorized": False, "reason": "Foo has no vectorised form", "remedy": "use another op there"},
+        ["because Foo has no vectorised form: use another op there"],
     ),
+    "row by row, in row order": ({**_captured("total", Handling.ORDERED), "remedy": "use another op there"}, ["in row order"]),
     "Python": ({"python_ops": ("PyFunc",)}, ["PyFunc calls Python"]),
     "seeds": ({"fixed_seeds": ("RandomUniform",)}, ["one device computes all rows, because the seeds of RandomUniform"]),
     "Python, with few threads": (
@@ -75,12 +75,12 @@ def test_advice_of_plans(name: str) -> None:
     assert all(part in sentence for part, sentence in zip(parts, advice)), advice
 
 
-LOOP = "Foo has no tested vectorised form (`foo(x)`, line 12 of ode.py)"
+LOOP = "Foo has no tested vectorised form (`foo(x)`, line 12 of ode.py): pass vectorize=True"
 
 REPORTS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "even": (history([(10, 1.0)] * 8, devices=4), {}, []),
     "no rows": (history([]), {}, []),
-    "row by row": (history([(10, 1.1)] * 2), {"row_by_row": LOOP}, [f"{LOOP}: pass vectorize=True"]),
+    "row by row": (history([(10, 1.1)] * 2), {"row_by_row": LOOP}, [f"because {LOOP}"]),
     "row by row, but short": (history([(10, 0.9)] * 2), {"row_by_row": LOOP}, []),
     "slow input": (history([(10, 0.5)] * 10, devices=1, input_seconds=1.0), {}, ["waited 52% of the time for input"]),
     "long last chunk": (

@@ -261,7 +261,7 @@ def test_a_loop_is_advised_to_vectorize_if_that_is_possible(fn: Any, data: Any, 
     except FunctionError:
         assert "vectorize=True" not in advice
     else:
-        assert ": pass vectorize=True, and compare the results with DeviceMap.verify; or else use" in advice
+        assert ": pass vectorize=True, and compare the results with DeviceMap.verify; or else " in advice
     mapper(data)
     assert mapper.report.row_by_row in advice
     for options in ({}, {"vectorize": False}, {"batched": True}, {"batch_size": 2, "vectorize": False}):
