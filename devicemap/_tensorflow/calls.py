@@ -175,7 +175,7 @@ class Cancellation:
         self._running: set[Any] = set()
         self._cancelled = False
 
-    def cancellable(self, concrete: Any, attributes: tuple[Any, ...] | None = None) -> Callable[..., Any]:
+    def cancellable(self, concrete: Any, attributes: tuple[Any, ...] | None) -> Callable[..., Any]:
         """Return `unrecorded` whose calls raise `tf.errors.CancelledError` after `cancel`."""
         return partial(self.run, unrecorded(concrete, attributes))
 

@@ -141,7 +141,7 @@ def _keeps_lengths(given: Any, loop: Any) -> bool:
     ):
         return False
     graph = loop._body_func.graph
-    for each in (graph, *(inner for inner, _ in functions_within(graph).values())):
+    for each in (graph, *functions_within(graph)):
         if any(output.op.type in _OF_NEW_LISTS for output in each.outputs):
             return False
         if any(op.type in _OF_LENGTHS or _resizes(op) for op in each.get_operations()):

@@ -124,36 +124,33 @@ def shows_functions(graph: Any) -> bool:
     return usable(_atomic) and hasattr(graph, "_functions")
 
 
-def functions_within(graph: Any) -> dict[str, tuple[Any, bool]]:
-    """Return the functions that a graph calls, at any depth: name -> the function's graph, and whether XLA compiles it.
+def functions_within(graph: Any) -> list[Any]:
+    """Return the graphs of the functions that a graph calls, at any depth.
 
     `Graph.as_graph_def()` also has the functions, but without the dtypes and shapes of their tensors.
     """
     if not shows_functions(graph):
-        return {}
-    return {
-        name: (function.graph, "_XlaMustCompile" in function.cached_definition.attr)
-        for name, function in graph._functions.items()
-        if getattr(function, "graph", None) is not None  # functions of TensorFlow 1 have none
-    }
+        return []
+    graphs = (getattr(function, "graph", None) for function in graph._functions.values())
+    return [each for each in graphs if each is not None]  # functions of TensorFlow 1 have none
 
 
 _own: weakref.WeakSet[Any] = weakref.WeakSet()
 """Graphs that `own_functions` found. Later traces in `tracing_again` with the same key share them."""
 
 
-def own_functions(graph: Any) -> tuple[list[Any], list[str]]:
-    """Return the graphs of the functions that were traced for a graph, and the names of other functions that it calls.
+def own_functions(graph: Any) -> tuple[list[Any], list[Any]]:
+    """Return the graphs of the functions that were traced for a graph, and those of other functions that it calls.
 
     The other functions were traced before. Users may call them, so they must not change.
     """
     own, others = [], []
-    for name, (inner, _) in functions_within(graph).items():
+    for inner in functions_within(graph):
         outer = inner
         while outer is not None and outer is not graph and outer not in _own:
             outer = getattr(outer, "outer_graph", None)
         if outer is None:
-            others.append(name)
+            others.append(inner)
         else:
             _own.add(inner)
             own.append(inner)
@@ -208,7 +205,7 @@ def tracing_again(key: Hashable) -> Iterator[None]:
     """Return a context in which the `tf.function`s that the graph being traced calls are traced again, once per `key`.
 
     A trace contains the seeds of its random ops. They are not part of the keys of a `tf.function`'s trace cache, but the
-    identity of an XLA context is. In the fallback, functions keep their seeds, which `drawn_alike` detects.
+    identity of an XLA context is. In the fallback, functions keep their seeds, which `CompiledMap.keeps_seeds` states.
     """
     # Never removed, because a later context must not get the same id.
     enclosing = _contexts.setdefault(key, _tracing_again()())

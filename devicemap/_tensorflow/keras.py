@@ -13,15 +13,15 @@ import tensorflow as tf
 
 
 @contextlib.contextmanager
-def replacing(owner: Any, **methods: Any) -> Iterator[None]:
-    """Replace methods of an object in this context; `None` restores the method of its class."""
+def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Replace methods and other attributes of an object in this context."""
     own = vars(owner)
-    before = {name: own.pop(name) for name in methods if name in own}
-    own.update({name: method for name, method in methods.items() if method is not None})
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
     try:
         yield
     finally:
-        for name in methods:
+        for name in attributes:
             own.pop(name, None)
         own.update(before)
 
@@ -65,8 +65,8 @@ def observing() -> Iterator[Used]:
                 return call(layer, *args, **kwargs)
             used.layers.append(layer)
             used.builds |= not layer.built
-            own = {"add_loss": None} if "add_loss" in vars(layer) else {}  # of `parallelize`
-            with replacing(layer, **own):
+            of_class = functools.partial(type(layer).add_loss, layer)
+            with replacing(layer, **({"add_loss": of_class} if "add_loss" in vars(layer) else {})):  # by `parallelize`
                 return call(layer, *args, **kwargs)
 
         @functools.wraps(add_loss)
@@ -283,18 +283,6 @@ def is_stateless() -> bool:
 def _global(name: str) -> Any:
     state = sys.modules.get("keras.src.backend.common.global_state")
     return state.get_global_attribute(name) if state else None
-
-
-@contextlib.contextmanager
-def without_activity_regularizer(layer: Any) -> Iterator[None]:
-    """Return a context in which a layer does not add the loss of its `activity_regularizer`."""
-    own = vars(layer)
-    before = own["activity_regularizer"]
-    own["activity_regularizer"] = None
-    try:
-        yield
-    finally:
-        own["activity_regularizer"] = before
 
 
 def stored_in(variable: Any) -> Any:

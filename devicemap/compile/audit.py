@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import functions_within
-from devicemap.compile.graph_walker import FunctionBody, GraphWalker
+from devicemap.compile.graph_walker import BRANCHES, FunctionBody, GraphWalker
 from devicemap.compile.source_lines import source_line
 
 _READS = frozenset(
@@ -33,9 +33,7 @@ _PYTHON = frozenset("PyFunc PyFuncStateless EagerPyFunc".split())
 
 _LOOPS = frozenset("While StatelessWhile".split())
 
-_BRANCHES = frozenset("If StatelessIf Case StatelessCase".split())
-
-_VARYING = _LOOPS | _BRANCHES | _PYTHON | frozenset("For Print PrintV2".split())
+_VARYING = _LOOPS | BRANCHES | _PYTHON | frozenset("For Print PrintV2".split())
 """Ops whose running time depends on values."""
 
 _NO_EFFECTS = frozenset(
@@ -90,8 +88,8 @@ class Audit:
     reads_again: bool = False
     """Whether it reads a variable more than once, or gathers from one."""
 
-    python: bool = False
-    """Whether it calls Python functions."""
+    python_ops: tuple[str, ...] = ()
+    """Types of its ops that call Python functions."""
 
     pinned: bool = False
     """Whether an op requests a device, as the ops of a map inside of `fn` do."""
@@ -148,9 +146,9 @@ def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
         effects=tuple(sorted(filter(_has_effects, types))),
         custom_gradients=any("_gradient_op_type" in node.attr for node in nodes),
         loops=bool(types & _LOOPS),
-        branches=bool(types & _BRANCHES),
+        branches=bool(types & BRANCHES),
         reads_again=any(_is_read_again([*graph.uses(argument, live=True)]) for argument in resources),
-        python=bool(types & _PYTHON),
+        python_ops=tuple(sorted(types & _PYTHON)),
         pinned=any(map(_is_pinned, nodes)),
         colocated=any(map(_is_colocated_with_argument, bodies)),
     )
@@ -177,7 +175,7 @@ def variable_of(concrete: Any, handle: Any) -> Any:
 
 def writing_line(graph: Any, handle: Any) -> str | None:
     """Return the line of the user's code that writes a captured resource, in a graph or the functions that it calls."""
-    graphs = graph, *(inner for inner, _ in functions_within(graph).values())
+    graphs = graph, *functions_within(graph)
     inside = (tensor for each in graphs for outside, tensor in each.captures if outside is handle)
     writes = (op for tensor in inside for op in tensor.consumers() if op.type not in _READS)
     return next(filter(None, map(source_line, writes)), None)

@@ -14,9 +14,9 @@ from devicemap._tensorflow.calls import Cancellation, attributes_of_calls, prepa
 from devicemap._tensorflow.functions import compiled_as_a_part
 from devicemap._tensorflow.gradients import order_of_gradients
 from devicemap.compile.call_spec import CallSpec, Engine
-from devicemap.compile.graph_builder import CallGraphBuilder
+from devicemap.compile.graph_builder import CallGraphBuilder, ops_are_deterministic
 from devicemap.compile.invoke import Invoker
-from devicemap.compile.random import Stream, Streams, drawn_alike
+from devicemap.compile.random import Stream, Streams
 from devicemap.compile.replicas import Replicas, captures_fit
 from devicemap.compile.trace import Traced, in_fn
 from devicemap.data.rows import HOST, home_of
@@ -62,19 +62,19 @@ class CompiledMap:
         # themselves. Half of the rows need as many ops (`benchmarks/test_real_functions.py`).
         alone = self.traced.vectorized or audit.ordered
         self.slots = tuple(dict.fromkeys(slots)) if alone else tuple(slots)
-        if audit.python:
+        if audit.python_ops:
             self.slots = self.slots[: python_calls_at_once()]
         self._streams = Streams()
+        # Seeds of raw ops, and of functions that were traced before, are the same on each stream.
         self.keeps_seeds = (
             audit.has_fixed_seeds
             and len(self.slots) > 1
-            and drawn_alike(audit, self._new_trace(self._streams.next()).audit)
+            and not audit.seeds.isdisjoint(self._new_trace(self._streams.next()).audit.seeds)
         )
         """Whether the function draws the same numbers in every trace. Then one device computes all rows."""
         if self.keeps_seeds:
             self.slots = self.slots[:1]
         self._output_device = output_device
-        self._has_clock = has_clock()
         self._name, self._counts_rows = name, counts_rows
         self._lock = threading.RLock()
         self._graphs: dict[CallSpec, Any] = {}
@@ -121,7 +121,7 @@ class CompiledMap:
         return (
             kind_of(self._output_device) == "CPU"
             and not (audit.ordered or audit.has_fixed_seeds or audit.advances_seed or self.traced.with_xla)
-            and self._has_clock
+            and not ops_are_deterministic()
         )
 
     def order_of_gradients(self, leaves: Sequence[Any]) -> int:
@@ -236,7 +236,6 @@ class CompiledMap:
             self._output_device,
             re.sub(r"\W+", "_", self._name, flags=re.ASCII).strip("_") or "fn",  # valid in a name scope
             self._counts_rows,
-            self._has_clock,
         )
         return builder.build(self._traces_for(spec))
 
@@ -280,13 +279,3 @@ def _shards_of(slots: Sequence[str], rows: int) -> tuple[tuple[Shard, ...], Any]
     shards = shard_rows(rows, slots)
     with tf.init_scope(), tf.device(HOST):
         return shards, tf.constant([len(shard) for shard in shards], tf.int32)
-
-
-def has_clock() -> bool:
-    """Return whether graphs may read the time, which `tf.config.experimental.enable_op_determinism()` forbids."""
-    try:
-        with tf.init_scope(), tf.device(HOST):
-            tf.timestamp()
-    except tf.errors.FailedPreconditionError:
-        return False
-    return True

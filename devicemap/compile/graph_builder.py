@@ -27,6 +27,16 @@ from devicemap.data.rows import HOST, cut_rows
 from devicemap.devices import kind_of
 
 
+def ops_are_deterministic() -> bool:
+    """Return whether `tf.config.experimental.enable_op_determinism()` was called. Then graphs may not read the time."""
+    try:
+        with tf.init_scope(), tf.device(HOST):
+            tf.timestamp()
+    except tf.errors.FailedPreconditionError:
+        return True
+    return False
+
+
 @dataclass(frozen=True)
 class CallGraphBuilder:
     """Builds the graph that a `CallSpec` identifies. Every property of the graph follows from its fields."""
@@ -45,9 +55,6 @@ class CallGraphBuilder:
 
     counts_rows: bool
     """Whether `fn` must return as many rows as it gets."""
-
-    has_clock: bool
-    """Whether graphs may read the time."""
 
     @property
     def acts(self) -> bool:
@@ -80,7 +87,8 @@ class CallGraphBuilder:
     @property
     def has_arrivals(self) -> bool:
         """Whether the graph returns the end time of each shard. Inside a function, other ops would wait for the clock."""
-        return self.has_clock and not self.spec.is_inside and (len(self.spec.slots) > 1 or self.hides_ends)
+        useful = not self.spec.is_inside and (len(self.spec.slots) > 1 or self.hides_ends)
+        return useful and not ops_are_deterministic()
 
     @property
     def checks_rows(self) -> bool:

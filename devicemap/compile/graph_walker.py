@@ -12,7 +12,7 @@ import tensorflow as tf
 
 _ALIASES = frozenset("Identity IdentityN".split())
 
-_BRANCHES = frozenset("If StatelessIf Case StatelessCase".split())
+BRANCHES = frozenset("If StatelessIf Case StatelessCase".split())
 """Ops whose first input selects a function. The other inputs are arguments of the function."""
 
 
@@ -78,24 +78,26 @@ class GraphWalker:
             names += [value.func.name, *(function.name for function in value.list.func)]
         return [self._library[name] for name in names if name in self._library]
 
-    def bodies(self, live: bool = False) -> Iterator[FunctionBody]:
-        """Yield the body of the graph and of each function that its nodes call, once. `live`: only live nodes count."""
+    def bodies(self) -> Iterator[FunctionBody]:
+        """Yield the body of the graph and of each function that its nodes call, once."""
         pending, seen = [self.root], {self.root}
         while pending:
             body = pending.pop()
             yield body
-            for node in (body.live if live else body.nodes).values():
+            for node in body.nodes.values():
                 called = [each for each in self.called_by(node) if each not in seen]
                 pending += called
                 seen.update(called)
 
-    def op_types(self, live: bool = False) -> set[str]:
-        """Return the types of all ops except calls. `live`: only ops that results and effects need."""
-        nodes = (node for body in self.bodies(live) for node in (body.live if live else body.nodes).values())
-        return {node.op for node in nodes} - {*self._library}
+    def op_types(self) -> set[str]:
+        """Return the types of all ops except calls."""
+        return {node.op for body in self.bodies() for node in body.nodes.values()} - {*self._library}
 
     def uses(self, argument: str, live: bool = False, body: FunctionBody | None = None) -> Iterator[str]:
-        """Yield the types of the ops that take an argument of the graph, also in functions to which it is passed."""
+        """Yield the types of the ops that take an argument of the graph, also in functions to which it is passed.
+
+        `live`: only of ops that results and effects need.
+        """
         body = body or self.root
         for node, index in body.consumers.get(argument, ()):
             if live and node.name not in body.live:
@@ -106,7 +108,7 @@ class GraphWalker:
             elif not called:
                 yield node.op
             for function in called:
-                place = index - (node.op in _BRANCHES)
+                place = index - (node.op in BRANCHES)
                 if 0 <= place < len(function.arguments):
                     yield from self.uses(function.arguments[place], live, function)
 

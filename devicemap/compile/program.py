@@ -10,16 +10,15 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 import tensorflow as tf
 
 from devicemap._tensorflow.runtime import lost_threads
 from devicemap.compile.compiled import CompiledMap
-from devicemap.compile.random import Stream, row_seeds
+from devicemap.compile.random import row_seeds
 from devicemap.compile.reduction import Reduction
-from devicemap.compile.trace import Traced, trace
+from devicemap.compile.trace import trace
 from devicemap.data.join import UNEVEN_ROWS
 from devicemap.data.rows import HOST
 from devicemap.data.structure import freeze
@@ -131,10 +130,11 @@ class Program:
             compiled = self._compiled.get(key)
             if compiled is None:
                 options = replace(self.options, devices=self.devices, progress=False)
+                fn, reduction, own_rows = _weakly(self.fn), self.reduction, self._own_rows
                 compiled = CompiledMap(
-                    self.devices if self._own_rows else slots_on(self.devices),
+                    self.devices if own_rows else slots_on(self.devices),
                     self.output_device,
-                    partial(_trace_fn, _weakly(self.fn), specs, options, self.reduction, self._own_rows),
+                    lambda stream: trace(fn(), specs, options, stream, reduction, own_rows),  # must not refer to `self`
                     self.name,
                     self.counts_rows,
                 )
@@ -195,17 +195,6 @@ def _weakly(fn: Callable[..., Any]) -> Callable[[], Any]:
         return weakref.WeakMethod(fn) if inspect.ismethod(fn) else weakref.ref(fn)
     except TypeError:  # an object of a class with __slots__
         return lambda: fn
-
-
-def _trace_fn(
-    fn: Callable[[], Any],
-    specs: Any,
-    options: Options,
-    reduction: Reduction | None,
-    own_rows: bool,
-    stream: Stream | None,
-) -> Traced:
-    return trace(fn(), specs, options, stream, reduction, own_rows)
 
 
 class ProgramCache:

@@ -21,7 +21,6 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import last_set_seed, tracing_again
-from devicemap.compile.audit import Audit
 
 _DEFAULT = 87654321  # TensorFlow mixes it with the seed of an op if there is no global seed
 
@@ -44,11 +43,6 @@ class Streams:
         if self._function is None:
             self._function = _next_number()
         return self._function, next(self._counter)
-
-
-def drawn_alike(one: Audit, other: Audit) -> bool:
-    """Return whether two traces on different streams share a seed. Seeds of raw ops and of earlier traces do not change."""
-    return bool(one.seeds & other.seeds)
 
 
 @contextlib.contextmanager

@@ -26,11 +26,11 @@ LIST_DTYPES = {
 }
 """Integers without TensorList kernels on GPUs, and dtypes that hold their bits (or numbers, for 8 bits)."""
 
-_PARALLEL_ITERATIONS = 10
-"""The default of `tf.map_fn`."""
+PARALLEL_ITERATIONS = 10
+"""The number of rows that run at the same time: the default of `tf.map_fn`."""
 
 
-def map_rows(row_fn: Any, specs: list[Any], options: Options, structure: Any, parallel: int | None = None) -> Any:
+def map_rows(row_fn: Any, specs: list[Any], options: Options, structure: Any, parallel: int) -> Any:
     """Return the `ConcreteFunction` of a shard's leaves that calls the function of one row for each row.
 
     Args:
@@ -38,7 +38,7 @@ def map_rows(row_fn: Any, specs: list[Any], options: Options, structure: Any, pa
         specs: `tf.TypeSpec`s of the leaves.
         options: `fn_output_signature`, `jit_compile` and `devices` are used.
         structure: the nest that `fn` returns.
-        parallel: how many rows may run at the same time; `None` uses TensorFlow's default.
+        parallel: how many rows may run at the same time.
 
     Raises:
         FunctionError: `fn_output_signature` does not fit the results of the function of one row.
@@ -119,7 +119,7 @@ def _stack_rows(
     run: Callable[[Any], Sequence[Any]],
     rows: Any,
     like: Sequence[Any],
-    parallel: int | None = None,
+    parallel: int = PARALLEL_ITERATIONS,
     bounded: bool = False,
 ) -> list[Any]:
     """Call `run` with the index of each row, and stack its dense results, which have the dtypes and shapes of `like`.
@@ -138,7 +138,7 @@ def _stack_rows(
         lambda row, _: row < rows,
         step,
         (0, arrays),
-        parallel_iterations=parallel or _PARALLEL_ITERATIONS,
+        parallel_iterations=parallel,
         maximum_iterations=rows if bounded else None,
     )
     return [_recast(each.dtype, array.stack()) for each, array in zip(like, arrays)]
@@ -151,9 +151,7 @@ def _recast(dtype: Any, leaf: Any) -> Any:
     return tf.bitcast(leaf, dtype) if leaf.dtype.size == dtype.size else tf.cast(leaf, dtype)
 
 
-def _map_ragged_rows(
-    run: Callable[[Any], list[Any]], rows: Any, signature: Sequence[Any], parallel: int | None
-) -> list[Any]:
+def _map_ragged_rows(run: Callable[[Any], list[Any]], rows: Any, signature: Sequence[Any], parallel: int) -> list[Any]:
     """Call `run` with the index of each row by `tf.map_fn`, which encodes ragged results.
 
     Sparse results are passed as dense and ragged tensors, because the encoding of a sparse one has no gradient.

@@ -62,7 +62,7 @@ _WITH_LISTS = (
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """An op of a function of one row, and which of its inputs differ between rows."""
 
     op: Any
@@ -78,10 +78,6 @@ class Call:
     def shape(self, place: int) -> Any:
         """The `tf.TensorShape` of an input, for one row."""
         return self.op.inputs[place].shape
-
-    def value(self, place: int) -> Any:
-        """An input as an array, or `None` if it is known only when the op runs."""
-        return tf.get_static_value(self.op.inputs[place])
 
     def has_same_shapes(self, *places: int) -> bool:
         """Whether inputs are known to have the same shape."""
@@ -118,7 +114,7 @@ _MOST_BROADCAST_AXES = 5
 """The number of axes that TensorFlow broadcasts, after it has merged adjacent axes."""
 
 
-def _exceeds_kernel(call: Call) -> bool:
+def _exceeds_kernel(call: OpCall) -> bool:
     """Whether TensorFlow's kernel accepts the call for one row, but does not accept the row axis as one more axis."""
     kind, shape = call.op.type, call.shape(0)
     if kind in _MOST_AXES:
@@ -143,7 +139,7 @@ def _broadcast_axes(x: tf.TensorShape, y: tf.TensorShape, stacked: Sequence[bool
     return len([*itertools.groupby([tuple(not each for each in stacked), *merged])])
 
 
-def _may_differ_in_size(call: Call) -> bool:
+def _may_differ_in_size(call: OpCall) -> bool:
     """Whether rows may differ in the size of a slice. A size of -1 depends on the index that the slice begins at."""
     shape, begin = call.op.outputs[0].shape, tf.get_static_value(call.op.inputs[1], partial=True)
     if shape.rank is None:
@@ -151,7 +147,7 @@ def _may_differ_in_size(call: Call) -> bool:
     return any(length is None and (begin is None or begin[axis] is None) for axis, length in enumerate(shape))
 
 
-Refuses = Callable[[Call], bool]
+Refuses = Callable[[OpCall], bool]
 """Whether a call of an op is not to be vectorised."""
 
 EXCEPTIONS: Mapping[str, tuple[Refuses, str]] = {
@@ -210,7 +206,7 @@ def why_not_vectorizable(op: Any, stacked: Sequence[bool]) -> str | None:
     """
     if op.type not in _WITH_LISTS and any(each.dtype == tf.variant for each in (*op.inputs, *op.outputs)):
         return "has an input or a result that is not a tensor"
-    call = Call(op, stacked)
+    call = OpCall(op, stacked)
     if _exceeds_kernel(call):
         return "has as many axes as its kernel accepts"
     refuses, words = EXCEPTIONS.get(op.type, (None, ""))

@@ -28,7 +28,7 @@ from devicemap._tensorflow.pfor import (
     wrap_stacked,
 )
 from devicemap.compile.audit import WRITES, Audit, audit, op_types, writing_line
-from devicemap.compile.row_loop import map_rows, row_by_row, signature_of
+from devicemap.compile.row_loop import PARALLEL_ITERATIONS, map_rows, row_by_row, signature_of
 from devicemap.compile.source_lines import source_line
 from devicemap.compile.vectorizable_ops import OPS, is_control_flow, runs_row_by_row, why_not_vectorizable
 from devicemap.errors import failure
@@ -67,7 +67,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     wanted = options.vectorize
     found = audit(row_fn)
     # Each call of Python holds a thread for which other calls may wait. Seeded ops draw numbers in the order of rows.
-    at_once = 1 if found.python or found.has_fixed_seeds else None
+    at_once = 1 if found.python_ops or found.has_fixed_seeds else PARALLEL_ITERATIONS
 
     def one_by_one(reason: str, *remedies: str) -> RowLoop:
         return RowLoop(map_rows(row_fn, specs, options, structure, at_once), False, reason, "; or else ".join(remedies))

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from devicemap.compile.audit import Treatment, variable_of, writing_line
 from devicemap.compile.compiled import CompiledMap
-from devicemap.compile.graph_walker import GraphWalker, size_of
+from devicemap.compile.graph_walker import size_of
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import any_rows, as_rows, home_of
 from devicemap.data.sources import from_dataset
@@ -24,7 +24,6 @@ from devicemap.inspect.plan import Captured, DevicePlan, Handling, Plan
 from devicemap.options import Options
 from devicemap.run.mapper import in_flight
 
-_PYTHON_OPS = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())
 _SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
 
@@ -115,7 +114,7 @@ def explain_call(
         remedy=traced.remedy,
         traces=compiled.traces,
         captured=captured_by(traced, fn, used),
-        python_ops=tuple(sorted(GraphWalker(traced.concrete).op_types(live=True) & _PYTHON_OPS)),
+        python_ops=traced.audit.python_ops,
         fixed_seeds=traced.audit.random_ops if compiled.keeps_seeds else (),
         on_error=options.on_error,
         bytes_per_row=_bytes_per_row(tf.nest.flatten(data.specs)),

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -128,30 +128,8 @@ class Recorder:
         )
 
 
-@dataclass
-class GraphCall:
-    """A call in one graph. Its events are created afterwards, and only on demand, which saves time in small calls."""
-
-    rows: int
-    devices: Sequence[str]
-
-    run: GraphRun | None = None
-    """The graph that ran; the graph engine sets it."""
-
-    seconds: float = 0.0
-    """Duration."""
-
-    def started(self) -> CallStarted:
-        """Return the first event."""
-        return CallStarted(0.0, self.rows, tuple(self.devices))
-
-    def events(self, error: BaseException | None) -> list[Event]:
-        """Return the other events."""
-        return [*(self.run.events() if self.run else []), CallFinished(self.seconds, error)]
-
-
 class Observers:
-    """The observers that the options of a map request: a `run.mapper.CallObservers`."""
+    """The observers that the options of a map request: a `run.graph_engine.CallObservers`."""
 
     def __init__(self, name: str, options: Options, gpus: Mapping[str, int]):
         """`gpus` is as for `GpuUsage`."""
@@ -163,24 +141,27 @@ class Observers:
         return None if self._last is None else self._last()
 
     @contextmanager
-    def of_graph(self, rows: int, devices: Sequence[str], compiled: CompiledMap) -> Iterator[GraphCall]:
-        """Time a call in one graph; yield its log."""
+    def of_graph(
+        self, rows: int, devices: Sequence[str], compiled: CompiledMap
+    ) -> Iterator[Callable[[GraphRun], object]]:
+        """Yield a callable that takes the times of the graph. Only observers of the user see events during the call."""
         facts, observers = self._facts("one graph", compiled), self._observers()
         facts["in_turn"] = compiled.traced.audit.ordered and len(devices) > 1
-        call, error = GraphCall(rows, devices), None
+        started, runs, error = CallStarted(0.0, rows, tuple(devices)), list[GraphRun](), None
         began = time.perf_counter()
         try:
-            _notify(observers, call.started())
-            yield call
+            _notify(observers, started)
+            yield runs.append
         except BaseException as raised:
             error = raised
             raise
         finally:
-            call.seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - began
             # The report must not keep the error alive, whose traceback refers to tensors.
-            self._last = partial(_report_of_graph, facts, call, None if error is None else error_text(error))
+            text = None if error is None else error_text(error)
+            self._last = partial(_report_of_graph, facts, started, runs, seconds, text)
             if observers:
-                _notify(observers, *call.events(error))
+                _notify(observers, *(event for run in runs for event in run.events()), CallFinished(seconds, error))
             error = None
 
     @contextmanager
@@ -205,9 +186,11 @@ class Observers:
         return (ProgressBar(self._name),) if progress is True else (progress,) if progress else ()
 
 
-def _report_of_graph(facts: dict[str, Any], call: GraphCall, error: str | None) -> Report:
+def _report_of_graph(
+    facts: dict[str, Any], started: CallStarted, runs: Sequence[GraphRun], seconds: float, error: str | None
+) -> Report:
     recorder = Recorder({}, **facts)
-    _notify([recorder], call.started(), *call.events(None))
+    _notify([recorder], started, *(event for run in runs for event in run.events()), CallFinished(seconds, None))
     return replace(recorder.report(), error=error)
 
 

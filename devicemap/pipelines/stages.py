@@ -166,7 +166,7 @@ class Stage:
         replica has the variables. The other replicas get their values once in each call.
         """
         first = self.traced(given).traced
-        separate = first.audit.has_fixed_seeds or first.audit.python
+        separate = first.audit.has_fixed_seeds or first.audit.python_ops
         captures: list[tuple[dict[Any, Any], list[Any]]] = [({}, [])] * len(shares)
         if len(shares) > 1:
             order_of_gradients(first.concrete, [])  # makes tapes watch the variables
@@ -294,4 +294,4 @@ def run_in_turn(stages: Sequence[Traced]) -> bool:
     """
     users = Counter(id(handle) for stage in stages for handle in stage.captures)
     written = (handle for stage in stages for handle in _written(stage))
-    return any(stage.audit.python for stage in stages) or any(users[id(handle)] > 1 for handle in written)
+    return any(stage.audit.python_ops for stage in stages) or any(users[id(handle)] > 1 for handle in written)

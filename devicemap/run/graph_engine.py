@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -62,124 +62,123 @@ class GraphRun:
         return sorted(events, key=lambda event: event.seconds)  # stable: a start stays before its end
 
 
-class GraphCallLog(Protocol):
-    """The log of a call in one graph."""
-
-    run: GraphRun | None
-    """The graph that ran; the graph engine sets it."""
-
-
-class GraphObservers(Protocol):
-    """Observers of calls in one graph."""
+class CallObservers(Protocol):
+    """Observers of calls: a report, a progress bar, a callback of the user."""
 
     def of_graph(
         self, rows: int, devices: Sequence[str], compiled: CompiledMap
-    ) -> AbstractContextManager[GraphCallLog | None]:
-        """Return the context of a call in one graph of `compiled`; its value is `None` if there is no observer."""
+    ) -> AbstractContextManager[Callable[[GraphRun], object]]:
+        """Return the context of a call of `compiled` in one graph; its value takes the times of the graph."""
+
+    def of_chunks(self, compiled: CompiledMap) -> AbstractContextManager[Callable[[Event], object]]:
+        """Return the context of a call of `compiled` in chunks; its value takes each event, one at a time."""
 
 
-class GraphEngine:
-    """Calls of one program in eager code, each in one graph with a shard per device."""
+def run_graph(
+    program: Program,
+    compiled: CompiledMap,
+    rows: Rows,
+    gradients: int,
+    observers: CallObservers,
+    raise_out_of_memory: bool = False,
+) -> Any:
+    """Map over rows in eager code, in one graph with a shard per device.
 
-    def __init__(self, program: Program, observers: GraphObservers):
-        self.program = program
-        self._observers = observers
+    Args:
+        program: the program of the call.
+        compiled: its compiled map of the rows.
+        rows: the data.
+        gradients: highest order of the gradients that may be asked for, as for `CompiledMap.graph`.
+        observers: observe the call.
+        raise_out_of_memory: raise out-of-memory errors unchanged, because the caller handles them.
 
-    def run(self, rows: Rows) -> Any:
-        """Map over rows for training, with the gradients that the tapes of this thread may ask for."""
-        compiled = self.program.compiled_for(rows)
-        return self.run_compiled(compiled, rows, compiled.order_of_gradients(rows.leaves))
-
-    def run_compiled(self, compiled: CompiledMap, rows: Rows, gradients: int, raise_out_of_memory: bool = False) -> Any:
-        """Map over rows.
-
-        Args:
-            compiled: the compiled map of the rows.
-            rows: the data.
-            gradients: highest order of the gradients that may be asked for, as for `CompiledMap.graph`.
-            raise_out_of_memory: raise out-of-memory errors unchanged, because the caller handles them.
-
-        Raises:
-            FunctionError: `fn` failed. It names the device and the rows if they can be found.
-        """
-        if gradients and have_tangents([*compiled.flat(rows.leaves), *compiled.traced.captures]):
-            raise DataError(
-                "a tf.autodiff.ForwardAccumulator follows the data or a variable of fn, and TensorArray, which gathers the "
-                "rows, has no forward mode; use a tf.GradientTape"
-            )
-        count = rows.count or 0
-        if not count and not gradients:
-            with self._observers.of_graph(0, (), compiled):
-                return compiled.pack_no_rows()
-        shards, sizes = compiled.shards(count) if count else ((), tf.zeros([1], tf.int32))
-        leaves = self.program.with_row_seeds(rows.leaves, 0, count)
-        graph = compiled.graph(CallSpec.of_shards(max(len(shards), 1), gradients=gradients, empty_shards=not count))
-        devices = tuple(dict.fromkeys(shard.device for shard in shards))
-        with self._observers.of_graph(count, devices, compiled) as log:
-            began, began_at = time.perf_counter(), time.time()
-            try:
-                if gradients:
-                    results, returned, arrivals = compiled.run_taped(graph, (sizes, *leaves), gradients)
-                else:
-                    results, returned, arrivals = compiled.run(graph, (sizes, *leaves), count)
-            except tf.errors.OpError as error:  # signal handlers raise other errors
-                if raise_out_of_memory and is_out_of_memory(error):
-                    raise
-                located, cause = self._locate(error, compiled, leaves, shards, time.perf_counter() - began)
-                raise located from cause
-            if count and log is not None:
-                ends, seconds = arrivals[0] if arrivals else None, time.perf_counter() - began
-                log.run = GraphRun(shards, began_at, seconds, compiled.traced.audit.ordered, ends)
-            if count and self.program.counts_rows:
-                check_row_counts(results, returned, shards)
-        return compiled.pack(results)
-
-    def _locate(
-        self, error: Exception, compiled: CompiledMap, leaves: Sequence[Any], shards: Sequence[Shard], seconds: float
-    ) -> tuple[BaseException, BaseException]:
-        """Return the error to raise for a graph that failed after `seconds`, and its cause.
-
-        TensorFlow does not report the device that failed. So each shard runs again by itself until one fails, unless that
-        would write a variable again or take long. If `fn` takes rows and has no side effects, halves of the shard run again to
-        find the row.
-        """
-        repeats_rows = self.program.may_repeat(compiled)
-        known = len(shards) < 2 and not repeats_rows
-        if known or compiled.traced.audit.writes or seconds > AGAIN_SECONDS:
-            return self.program.located_error(error, shards), error
-        cancellation = Cancellation()
-        functions = compiled.chunk_functions(cancellation)
-        found: dict[Shard, tuple[BaseException, Shard]] = {}
-
-        def run_on(shard: Shard) -> Any:
-            function = functions[shard.device]()
-
-            def run(start: int, stop: int) -> Any:
-                with tf.device(HOST):  # a slice without a device would copy all rows to the first GPU
-                    rows = [take_rows(leaf, start, stop) for leaf in leaves]
-                return function(*compiled.flat(rows))
-
-            try:
-                return run(shard.start, shard.stop)
-            except tf.errors.CancelledError:  # another shard failed, or time is up
-                raise
-            except Exception as failure:
-                found[shard] = failure, shard
-                if repeats_rows and is_of_the_row(failure) and not is_out_of_memory(failure):
-                    found[shard] = failure, failing_row(run, shard, failure)
-                raise
-
-        outcomes = attempt([partial(run_on, shard) for shard in shards], cancellation, AGAIN_SECONDS)
-        for shard in shards:
-            if shard in found:
-                failure, where = found[shard]
-                return self.program.located_error(failure, [where]), failure
+    Raises:
+        FunctionError: `fn` failed. It names the device and the rows if they can be found.
+    """
+    if gradients and have_tangents([*compiled.flat(rows.leaves), *compiled.traced.captures]):
+        raise DataError(
+            "a tf.autodiff.ForwardAccumulator follows the data or a variable of fn, and TensorArray, which gathers the "
+            "rows, has no forward mode; use a tf.GradientTape"
+        )
+    count = rows.count or 0
+    if not count and not gradients:
+        with observers.of_graph(0, (), compiled):
+            return compiled.pack_no_rows()
+    shards, sizes = compiled.shards(count) if count else ((), tf.zeros([1], tf.int32))
+    leaves = program.with_row_seeds(rows.leaves, 0, count)
+    graph = compiled.graph(CallSpec.of_shards(max(len(shards), 1), gradients=gradients, empty_shards=not count))
+    devices = tuple(dict.fromkeys(shard.device for shard in shards))
+    with observers.of_graph(count, devices, compiled) as finished:
+        began, began_at = time.perf_counter(), time.time()
         try:
-            for parts in zip(*(outcome[0] for outcome in outcomes if outcome is not None and outcome[1] is None)):
-                check_inner_shapes(parts)
-        except FunctionError as uneven:
-            return uneven, error
-        return self.program.located_error(error, shards), error
+            if gradients:
+                results, returned, arrivals = compiled.run_taped(graph, (sizes, *leaves), gradients)
+            else:
+                results, returned, arrivals = compiled.run(graph, (sizes, *leaves), count)
+        except tf.errors.OpError as error:  # signal handlers raise other errors
+            if raise_out_of_memory and is_out_of_memory(error):
+                raise
+            located, cause = _locate(program, error, compiled, leaves, shards, time.perf_counter() - began)
+            raise located from cause
+        if count:
+            ends, seconds = arrivals[0] if arrivals else None, time.perf_counter() - began
+            finished(GraphRun(shards, began_at, seconds, compiled.traced.audit.ordered, ends))
+        if count and program.counts_rows:
+            check_row_counts(results, returned, shards)
+    return compiled.pack(results)
+
+
+def _locate(
+    program: Program,
+    error: Exception,
+    compiled: CompiledMap,
+    leaves: Sequence[Any],
+    shards: Sequence[Shard],
+    seconds: float,
+) -> tuple[BaseException, BaseException]:
+    """Return the error to raise for a graph that failed after `seconds`, and its cause.
+
+    TensorFlow does not report the device that failed. So each shard runs again by itself until one fails, unless that
+    would write a variable again or take long. If `fn` takes rows and has no side effects, halves of the shard run again to
+    find the row.
+    """
+    repeats_rows = program.may_repeat(compiled)
+    known = len(shards) < 2 and not repeats_rows
+    if known or compiled.traced.audit.writes or seconds > AGAIN_SECONDS:
+        return program.located_error(error, shards), error
+    cancellation = Cancellation()
+    functions = compiled.chunk_functions(cancellation)
+    found: dict[Shard, tuple[BaseException, Shard]] = {}
+
+    def run_on(shard: Shard) -> Any:
+        function = functions[shard.device]()
+
+        def run(start: int, stop: int) -> Any:
+            with tf.device(HOST):  # a slice without a device would copy all rows to the first GPU
+                rows = [take_rows(leaf, start, stop) for leaf in leaves]
+            return function(*compiled.flat(rows))
+
+        try:
+            return run(shard.start, shard.stop)
+        except tf.errors.CancelledError:  # another shard failed, or time is up
+            raise
+        except Exception as failure:
+            found[shard] = failure, shard
+            if repeats_rows and is_of_the_row(failure) and not is_out_of_memory(failure):
+                found[shard] = failure, failing_row(run, shard, failure)
+            raise
+
+    outcomes = attempt([partial(run_on, shard) for shard in shards], cancellation, AGAIN_SECONDS)
+    for shard in shards:
+        if shard in found:
+            failure, where = found[shard]
+            return program.located_error(failure, [where]), failure
+    try:
+        for parts in zip(*(outcome[0] for outcome in outcomes if outcome is not None and outcome[1] is None)):
+            check_inner_shapes(parts)
+    except FunctionError as uneven:
+        return uneven, error
+    return program.located_error(error, shards), error
 
 
 def call_inside(program: Program, rows: Rows, filled: bool = False) -> Any:

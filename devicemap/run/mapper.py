@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import tensorflow as tf
@@ -33,7 +33,7 @@ from devicemap.events import ChunkFinished, DeviceLost, Event, RowFailed, short_
 from devicemap.run.chunk_engine import run_chunks
 from devicemap.run.chunk_sizes import chunks_in_flight, rows_are_free
 from devicemap.run.engine import ROWS_PER_SLOT, CallStats, choose_engine
-from devicemap.run.graph_engine import GraphCallLog, GraphEngine, GraphObservers, call_inside
+from devicemap.run.graph_engine import CallObservers, GraphRun, call_inside, run_graph
 from devicemap.run.workers import ChunkOptions, Result, Runner
 
 _WINDOW = 4
@@ -43,21 +43,14 @@ _WINDOW = 4
 _stats: WeakKeyDictionary[CompiledMap, CallStats] = WeakKeyDictionary()
 
 
-class CallObservers(GraphObservers, Protocol):
-    """Observers of calls: a report, a progress bar, a callback of the user."""
-
-    def of_chunks(self, compiled: CompiledMap) -> AbstractContextManager[Callable[[Event], object]]:
-        """Return the context of a call of `compiled` in chunks; its value takes each event, one at a time."""
-
-
 class NullObserver:
     """Observes no call."""
 
     def of_graph(
         self, rows: int, devices: Sequence[str], compiled: CompiledMap
-    ) -> AbstractContextManager[GraphCallLog | None]:
+    ) -> AbstractContextManager[Callable[[GraphRun], object]]:
         compiled.take_traces()  # so that the next call does not report them
-        return nullcontext()
+        return nullcontext(lambda run: None)
 
     def of_chunks(self, compiled: CompiledMap) -> AbstractContextManager[Callable[[Event], object]]:
         compiled.take_traces()
@@ -71,7 +64,6 @@ class Mapper:
         self.program = program
         self._observers = observers
         self._options = program.options
-        self._graph_engine = GraphEngine(program, observers)
         self.warns_of_failures = False
         """Whether calls warn of rows that failed, because the caller has no report."""
 
@@ -111,7 +103,7 @@ class Mapper:
         if engine == "one graph" and (one_graph_only or fits):
             retried = self._options.max_retries > 0 and not one_graph_only
             try:
-                results = self._graph_engine.run_compiled(compiled, rows, gradients, retried)
+                results = run_graph(self.program, compiled, rows, gradients, self._observers, retried)
             except tf.errors.OpError as error:
                 if not (retried and is_out_of_memory(error)):
                     raise
@@ -296,7 +288,7 @@ def in_flight(compiled: CompiledMap, prefetch: int | None) -> dict[str, int]:
     if audit.ordered:
         return {compiled.slots[0]: 1}
     # Two chunks on one device would draw from one seed; each call of Python occupies a thread.
-    if audit.advances_seed or audit.python:
+    if audit.advances_seed or audit.python_ops:
         return dict.fromkeys(compiled.slots, 1)
     return {
         device: prefetch or max(chunks_in_flight(kind_of(device)), compiled.slots.count(device))

@@ -38,7 +38,7 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
     graphs: list[str] = []
     variables: list[str] = []
     tensors: list[str] = []
-    uncovered = {"Python code"} if traced.audit.python else set()
+    uncovered = {"Python code"} if traced.audit.python_ops else set()
     for function in functions:
         graphs.append(_Graphs(function.graph.as_graph_def().library).digest(function.function_def))
         for tensor in function.captured_inputs:

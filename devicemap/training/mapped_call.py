@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import functions_within, waiting_for
 from devicemap._tensorflow.gradients import differentiate_in_place
-from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, without_activity_regularizer
+from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, replacing
 from devicemap.compile.audit import audit, op_types
 from devicemap.compile.gather import with_row_counts_checked
 from devicemap.compile.graph_builder import depends_on
@@ -28,7 +28,7 @@ from devicemap.compile.replicas import send_along_tree, split_seeds
 from devicemap.data.rows import HOST, as_rows, count_rows, take_rows
 from devicemap.devices import kind_of
 from devicemap.errors import failure, warn_user
-from devicemap.run.graph_engine import GraphEngine, call_inside
+from devicemap.run.graph_engine import call_inside, run_graph
 from devicemap.run.mapper import NullObserver
 from devicemap.training.filled_rows import FilledShards, counted, filled
 from devicemap.training.lockstep import Lockstep
@@ -108,7 +108,10 @@ class MappedCall:
         program = Program(of_rows, options, own_rows=True)
         forward.keep(program)
         if tf.executing_eagerly():
-            return list(GraphEngine(program, NullObserver()).run(as_rows(tuple(rows))))
+            data = as_rows(tuple(rows))
+            compiled = program.compiled_for(data)
+            gradients = compiled.order_of_gradients(data.leaves)
+            return list(run_graph(program, compiled, data, gradients, NullObserver()))
         if known is not None:
             return list(call_inside(program, as_rows(tuple(rows))))
         devices = len(forward.devices)
@@ -257,7 +260,7 @@ class MappedCall:
         else:  # perhaps in another thread, in which Keras does not know the surrounding call
             if given.phase is not None:
                 kwargs = kwargs | {"training": given.phase}
-            with without_activity_regularizer(layer):  # Keras adds its loss for the mapped call
+            with replacing(layer, activity_regularizer=None):  # Keras adds its loss for the mapped call
                 call = self._with_losses(partial(layer, *args, **kwargs), rows)
                 tensors, others, what = pure(call, collecting(held, given.losses), self._states, rows)
         losses = len(what.losses)
@@ -370,7 +373,7 @@ def _are_computed(rows: Sequence[Any]) -> bool:
 
 def _ops_within(graph: Any) -> Iterator[Any]:
     """Yield the ops of a graph and of the functions that it calls."""
-    for each in [graph, *(inner for inner, _ in functions_within(graph).values())]:
+    for each in [graph, *functions_within(graph)]:
         yield from each.get_operations()
 
 

@@ -112,13 +112,12 @@ def test_what_is_compiled_with_all_around_it() -> None:
 
 def test_functions_that_a_function_calls() -> None:
     inner = tf.function(lambda x: tf.sin(x))
-    compiled = tf.function(lambda x: tf.cos(x), jit_compile=True)
-    middle = tf.function(lambda x: inner(x) + compiled(x))
+    middle = tf.function(lambda x: inner(x) + tf.cos(x))
     graph = tf.function(lambda x: middle(x)).get_concrete_function(tf.TensorSpec([None])).graph
     found = functions_within(graph)
-    assert set(found) == {function.signature.name for function in graph.as_graph_def().library.function}
-    types = [(op.type, xla) for inside, xla in found.values() for op in inside.get_operations()]
-    assert {each for each in types if each[0] in ("Sin", "Cos")} == {("Sin", False), ("Cos", True)}
+    assert len(found) == len(graph.as_graph_def().library.function)
+    types = {op.type for inside in found for op in inside.get_operations()}
+    assert {"Sin", "Cos"} <= types
 
 
 @pytest.mark.parametrize("order", [1, 2])

@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import devicemap
-from devicemap.inspect.recorder import GraphCall
 from devicemap.inspect.render import text_of
 from devicemap.run.graph_engine import GraphRun
 from devicemap.types import CallFinished, CallStarted, ChunkFailed, ChunkStarted, DeviceLost, Event, Report, Shard
@@ -192,8 +191,7 @@ def test_clocks_in_one_graph(in_turn: bool, at: list[float], spans: list[tuple[f
     shards = [Shard(device(i), 2 * i, 2 * i + 2) for i in range(3)]
     arrivals = tf.constant([1000.0 + second for second in at] + [0.0], tf.float64)  # of one device more
     run = GraphRun(shards, 1000.0, 4.0, in_turn, arrivals)
-    call = GraphCall(6, [shard.device for shard in shards], run, seconds=4.0)
-    events = [call.started(), *call.events(None)]
+    events = [CallStarted(0.0, 6, tuple(shard.device for shard in shards)), *run.events(), CallFinished(4.0, None)]
     report = report_of(events, "one graph", in_turn=in_turn)
     found = {span.shard: (span.started_seconds, span.finished_seconds) for span in report.spans}
     assert found == dict(zip(shards, spans))
