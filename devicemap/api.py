@@ -372,9 +372,7 @@ class DeviceMap:
             (5, 'chunks', True)
         """
         program = self._program if reducer is None else self._program.reducing(Reduction(reducer))
-        spec = data_spec(data_or_spec, program.options)
-        compiled = program.compiled_for(spec)
-        return explain_call(spec, compiled, program.options, program.fn, program.devices, program.name)
+        return explain_call(program, data_spec(data_or_spec, program.options))
 
     def __repr__(self) -> str:
         return f"DeviceMap({self._program.name}, devices={[short_name(device) for device in self._program.devices]})"

@@ -12,13 +12,14 @@ from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Literal
 
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import tape_is_recording
+from devicemap.compile.invoke import receive
 from devicemap.devices import choose_devices, task_device
 from devicemap.errors import DataError, DeviceMapError, OptionError, add_note
 from devicemap.events import (
@@ -37,9 +38,6 @@ from devicemap.inspect.recorder import ProgressBar
 from devicemap.options import check_options
 
 _BY_KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-
-_SIGNAL_SECONDS = 0.1
-"""The longest wait of the calling thread: Python handles Ctrl-C between waits if another thread receives the signal."""
 
 
 def parallel_tasks(
@@ -188,7 +186,7 @@ class _Call:
         for device in self._queues:
             self._start_next(device)
         while self._running:
-            ended = self._next()
+            ended: _Ended = receive(self._ended)
             self._running -= 1
             shard, number, started, error = ended.shard, ended.shard.start, ended.started_seconds, ended.error
             if error is None:
@@ -227,11 +225,6 @@ class _Call:
             self.observe(ChunkStarted(self._now(), shard, 0.0))
             self._running += 1
             self._queues[device].put(shard)
-
-    def _next(self) -> _Ended:
-        while True:
-            with suppress(Empty):
-                return self._ended.get(timeout=_SIGNAL_SECONDS)
 
     def _now(self) -> float:
         """Return the seconds since the call began."""

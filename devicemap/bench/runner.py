@@ -104,7 +104,8 @@ def benchmark(
         raise OptionError("fn is a parallelized model; expected a compiled one, and neither devices= nor other options")
     names = tuple(share.device for share in fn.report().devices) if model else choose_devices(devices)
     program = Program(fn, {"batched": True} if model else {**options, "devices": names})
-    rows = rows_in_memory(data, program.options, max_rows, _ROWS_OF_A_DATASET)
+    usual_rows = _ROWS_OF_A_DATASET if isinstance(data, tf.data.Dataset) else None
+    rows = rows_in_memory(data, program.options, max_rows or usual_rows)
     count, step = rows.count or 0, len(names)
     described = {device.name: device for device in list_devices()}
     uncounted = [short_name(name) for name in names if _peak_bytes(name) is None]

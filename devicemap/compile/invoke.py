@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -18,6 +19,9 @@ from devicemap._tensorflow.calls import Cancellation, unrecorded
 
 _SOON_SECONDS = 0.1
 """A call that is expected to take no longer may run in the main thread. It delays Ctrl-C by at most this time."""
+
+_SIGNAL_SECONDS = 0.1
+"""The longest single wait: Python handles Ctrl-C between waits if another thread receives the signal."""
 
 _FAREWELL_SECONDS = 0.8
 """How long to wait for cancelled calls. A running op cannot be stopped. Its thread ends when the op does."""
@@ -95,15 +99,14 @@ def attempt(
     try:
         for thread in threads:
             thread.start()
-        while left and (seconds := min(_SOON_SECONDS, deadline - time.monotonic())) > 0:
-            try:  # an endless wait can miss a signal that another thread gets
-                i, result, error = ended.get(timeout=seconds)
-            except Empty:
-                continue
+        while left:
+            i, result, error = receive(ended, deadline)
             outcomes[i] = result, error
             left -= 1
             if error is not None:
                 break
+    except Empty:  # time is up
+        pass
     finally:
         if left:
             cancellation.cancel()
@@ -112,6 +115,18 @@ def attempt(
         for thread in threads:
             thread.join()
     return outcomes
+
+
+def receive(queue: SimpleQueue[Any], deadline: float = math.inf) -> Any:
+    """Return the next item of a queue. Ctrl-C takes effect while it waits.
+
+    Raises:
+        Empty: no item came before the `deadline`, a time of `time.monotonic`.
+    """
+    while (seconds := min(_SIGNAL_SECONDS, deadline - time.monotonic())) > 0:
+        with suppress(Empty):
+            return queue.get(timeout=seconds)
+    raise Empty
 
 
 def wait_for(threads: Sequence[threading.Thread]) -> None:

@@ -20,7 +20,7 @@ from devicemap.compile.random import row_seeds
 from devicemap.compile.reduction import Reduction
 from devicemap.compile.trace import trace
 from devicemap.data.join import UNEVEN_ROWS
-from devicemap.data.rows import HOST
+from devicemap.data.rows import HOST, Rows
 from devicemap.data.structure import freeze
 from devicemap.devices import choose_devices, choose_output_device, gpu_indices, is_out_of_memory, slots_on, task_device
 from devicemap.errors import DeviceError, DeviceMapError, OptionError, brief, function_error
@@ -51,11 +51,7 @@ class Structured(Protocol):
 
     @property
     def specs(self) -> Any:
-        """Nest of `tf.TypeSpec`s, of shapes `[None, ...]`."""
-
-    @property
-    def key(self) -> Any:
-        """A hashable value. Data with equal keys shares a trace."""
+        """Nest of `tf.TypeSpec`s, of shapes `[None, ...]`. Data with equal specs shares a trace."""
 
 
 class _Identity:
@@ -118,13 +114,13 @@ class Program:
         """Return the compiled map for data of this structure, dtypes and inner shapes, which is traced once."""
         if self._process_id != os.getpid():
             raise DeviceError(_FORKED)
-        compiled = self._compiled.get(data.key)
+        key = data.key if isinstance(data, Rows) else freeze(data.specs)
+        compiled = self._compiled.get(key)
         if compiled is None and not tf.executing_eagerly():
-            compiled = self._compiled_in_graph().get(data.key)
-        return compiled or self._trace(data)
+            compiled = self._compiled_in_graph().get(key)
+        return compiled or self._trace(data.specs, key)
 
-    def _trace(self, data: Structured) -> CompiledMap:
-        specs = data.specs
+    def _trace(self, specs: Any, key_of_data: Any) -> CompiledMap:
         key = freeze(specs)
         with self._lock:
             compiled = self._compiled.get(key)
@@ -141,7 +137,7 @@ class Program:
             known = self._compiled
             if compiled.belongs_to_a_graph:  # fn closes over tensors of the user's tf.function
                 known = self._compiled_in_graph()
-            known[key] = known[data.key] = compiled
+            known[key] = known[key_of_data] = compiled
             return compiled
 
     def _compiled_in_graph(self) -> dict[Any, CompiledMap]:

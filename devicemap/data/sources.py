@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, any_rows, as_rows, take_rows
-from devicemap.data.structure import as_nodes, freeze, nodes_of
+from devicemap.data.structure import as_nodes, nodes_of
 from devicemap.errors import DataError, FunctionError
 from devicemap.events import Shard
 from devicemap.options import Options
@@ -52,9 +52,6 @@ class Source(Protocol):
     specs: Any
     """Nest of `tf.TypeSpec`s of a chunk, of shapes `[None, ...]`."""
 
-    key: Any
-    """A key like `Rows.key`. Each key needs one trace."""
-
     rows: int | None
     """Number of rows, `None` if unknown."""
 
@@ -82,7 +79,7 @@ class MemorySource:
 
     def __init__(self, rows: Rows, chunk_rows: int | None):
         assert rows.count is not None  # eager code knows it
-        self.specs, self.key = rows.specs, rows.key
+        self.specs = rows.specs
         self.rows: int | None = rows.count
         self.chunk_rows = chunk_rows
         self._all = Chunk(0, rows.count, rows.leaves)
@@ -115,7 +112,7 @@ class DatasetSource:
             whole: whether each batch is a chunk.
             joined: whether rows of several batches may be in a chunk.
         """
-        self.specs, self.key, self.rows, self.batch_size = specs, freeze(specs), rows, batch_size
+        self.specs, self.rows, self.batch_size = specs, rows, batch_size
         self._whole, self._joined = whole, joined
         self._batches: Iterator[Rows] = _read(dataset)
         count = int(dataset.cardinality())
@@ -258,14 +255,15 @@ def _unknown_dimensions(spec: Any) -> list[int]:
     return [i for i, d in enumerate(spec.shape.as_list()) if d is None]
 
 
-def rows_in_memory(data: Any, options: Options, most: int | None, most_of_dataset: int) -> Rows:
-    """Return the first rows of `data`: at most `most`, or `most_of_dataset` rows of a dataset if `most` is `None`.
+def rows_in_memory(data: Any, options: Options, most: int | None) -> Rows:
+    """Return the first rows of `data`, at most `most`. `None` takes all rows; a dataset needs a number.
 
     Raises:
         DataError: for data that has no rows or cannot be rows, and for a dataset whose samples do not fit together.
     """
     if isinstance(data, tf.data.Dataset):
-        rows = _read_rows(data, options, most or most_of_dataset)
+        assert most is not None  # it may have no end
+        rows = _read_rows(data, options, most)
     else:
         rows = as_rows(data)
     if not rows.count:

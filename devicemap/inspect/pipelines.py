@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from devicemap.events import short_name
-from devicemap.inspect.render import BLUE, ORANGE, Result, check_drawable, drawing, page, seconds_text, size_text, table
+from devicemap.inspect.render import BLUE, ORANGE, Result, drawing, page, seconds_text, size_text, table
 
 _COLOURS = {False: BLUE, True: ORANGE}
 _MOST_LABELS = 200
@@ -69,7 +69,6 @@ class PipelineReport(Result):
             ImportError: matplotlib is not installed.
             OptionError: matplotlib cannot write files with this suffix.
         """
-        check_drawable(path)
         with drawing(path, 10.0, 1.4 + 0.5 * len(self.devices)) as figure:
             axes = figure.add_subplot()
             for call in self.calls:

@@ -13,10 +13,11 @@ import tensorflow as tf
 from devicemap.compile.audit import Treatment, variable_of, writing_line
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.graph_walker import size_of
+from devicemap.compile.program import Program
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import any_rows, as_rows, home_of
 from devicemap.data.sources import from_dataset
-from devicemap.data.structure import freeze, map_nest
+from devicemap.data.structure import map_nest
 from devicemap.devices import gpu_indices
 from devicemap.errors import DataError
 from devicemap.events import Shard
@@ -47,9 +48,6 @@ class DataSpec:
     specs: Any
     """Nest of `tf.TypeSpec`s of shapes `[None, ...]`."""
 
-    key: Any
-    """As `Rows.key`: one trace serves one key."""
-
     rows: int | None
     """Number of rows, `None` if unknown."""
 
@@ -70,7 +68,7 @@ def data_spec(data_or_spec: Any, options: Options) -> DataSpec:
     if isinstance(data_or_spec, tf.data.Dataset):
         source = from_dataset(data_or_spec, options)
         source.close()
-        return DataSpec(source.specs, source.key, source.rows, chunks=True)
+        return DataSpec(source.specs, source.rows, chunks=True)
     if _is_shape(data_or_spec):
         raise DataError(
             f"data_or_spec is {data_or_spec}, a shape; expected data, or a spec, such as "
@@ -81,20 +79,18 @@ def data_spec(data_or_spec: Any, options: Options) -> DataSpec:
     map_nest(lambda leaf, path: leaves.append((path, leaf)), data_or_spec, "data_or_spec")
     if not any(isinstance(leaf, tf.TypeSpec) for _, leaf in leaves):
         rows = as_rows(data_or_spec)
-        return DataSpec(rows.specs, rows.key, rows.count, chunks)
+        return DataSpec(rows.specs, rows.count, chunks)
     count = _row_count(leaves)
-    specs = map_nest(lambda leaf, _: any_rows(leaf), data_or_spec)
-    return DataSpec(specs, freeze(specs), count, chunks)
+    return DataSpec(map_nest(lambda leaf, _: any_rows(leaf), data_or_spec), count, chunks)
 
 
-def explain_call(
-    data: DataSpec, compiled: CompiledMap, options: Options, fn: Callable[..., Any], devices: Sequence[str], name: str
-) -> Plan:
-    """Return the plan of a call of `compiled`, the compiled map of `fn`, on data of these specs."""
+def explain_call(program: Program, data: DataSpec) -> Plan:
+    """Return the plan of a call on data of these specs. It traces the function if no call did so before."""
+    compiled, options = program.compiled_for(data), program.options
     traced = compiled.traced
     shards = () if data.chunks else _shards(data.rows, compiled)
     used = compiled.devices if data.chunks else tuple(dict.fromkeys(shard.device for shard in shards))
-    flights, gpus = in_flight(compiled, options.prefetch), gpu_indices(devices)
+    flights, gpus = in_flight(compiled, options.prefetch), gpu_indices(program.devices)
 
     def plan_of(device: str) -> DevicePlan:
         own = [len(shard) for shard in shards if shard.device == device]
@@ -103,17 +99,17 @@ def explain_call(
         return DevicePlan(device, None if data.rows is None else sum(own), len(own), None, gpus.get(device))
 
     return Plan(
-        name=name,
+        name=program.name,
         engine="chunks" if data.chunks else "one graph",
         rows=data.rows,
         batch_size=options.batch_size if data.chunks else None,
-        devices=tuple(map(plan_of, devices)),
+        devices=tuple(map(plan_of, program.devices)),
         batched=options.batched,
         vectorized=traced.vectorized,
         reason=traced.reason,
         remedy=traced.remedy,
         traces=compiled.traces,
-        captured=captured_by(traced, fn, used),
+        captured=captured_by(traced, program.fn, used),
         python_ops=traced.audit.python_ops,
         fixed_seeds=traced.audit.random_ops if compiled.keeps_seeds else (),
         on_error=options.on_error,

@@ -152,7 +152,9 @@ def drawing(path: str | os.PathLike[str], width: float, height: float) -> Iterat
 
     Raises:
         ImportError: matplotlib is not installed.
+        OptionError: matplotlib cannot write files with this suffix.
     """
+    check_drawable(path)
     figure_class = _figure_class()
     from matplotlib import rc_context
 

@@ -123,7 +123,7 @@ def verify(
     if not tf.executing_eagerly():
         raise DeviceMapError("verify was called inside a tf.function, which has no results to compare; call it outside")
     most = int(rows or max(_LEAST_ROWS, _ROWS_PER_DEVICE * len(program.devices)))
-    some = rows_in_memory(data, program.options, most, most)
+    some = rows_in_memory(data, program.options, most)
     compiled, count = program.compiled_for(some), some.count or 0
     run = _on_one_device(program, compiled, some)
     results: dict[str, list[Any]] = {}

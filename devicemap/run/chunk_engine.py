@@ -11,18 +11,15 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Iterator, Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
-from devicemap.compile.invoke import wait_for
+from devicemap.compile.invoke import receive, wait_for
 from devicemap.data.sources import Source
 from devicemap.events import CallFinished, CallStarted
 from devicemap.run.chunk_sizes import Throughput
 from devicemap.run.scheduler import DELIVERED, End, Scheduler
 from devicemap.run.workers import Call, ChunkOptions, Failure, Result, Runner
-
-_SIGNAL_SECONDS = 0.1
-"""The longest wait of the consumer: Python handles Ctrl-C between waits if another thread receives the signal."""
 
 
 def run_chunks(
@@ -72,7 +69,7 @@ def _received(results: SimpleQueue[Any], in_order: bool) -> Iterator[Result]:
     buffer: dict[int, Result] = {}
     delivered, end = 0, None
     while end is None or delivered < end.chunks:
-        message = _next(results)
+        message = receive(results)
         if isinstance(message, Failure):
             raise message.error
         if isinstance(message, End):
@@ -84,11 +81,3 @@ def _received(results: SimpleQueue[Any], in_order: bool) -> Iterator[Result]:
             yield buffer.pop(number)
     if end.error is not None:
         raise end.error
-
-
-def _next(results: SimpleQueue[Any]) -> Any:
-    while True:
-        try:
-            return results.get(timeout=_SIGNAL_SECONDS)
-        except Empty:
-            continue

@@ -164,7 +164,7 @@ class UnfinishedRows:
     """
 
     def __init__(self, source: Source, stored: Sequence[StoredChunk], total: int, directory: Path):
-        self.specs, self.key, self.reads = source.specs, source.key, source.reads
+        self.specs, self.reads = source.specs, source.reads
         self.rows_read = 0
         self._source, self._stored, self._total, self._directory = source, stored, total, directory
         self._finished_left = sum(chunk.stop - chunk.start for chunk in stored)

@@ -52,8 +52,8 @@ class ForwardPass:
             held[variable.device] += variable.shape.num_elements() * variable.dtype.size
         self.home = held.most_common(1)[0][0] if held else "/CPU:0"
         """The device with most bytes of variables, on which outputs are gathered."""
-        self._layers = [(layer, vars(layer).get("call")) for layer in layers_of(model)]
-        """Each layer, and the attribute `call` of the object itself, if there is one."""
+        self._layers = [(layer, layer.call) for layer in layers_of(model)]
+        """Each layer, and its `call` outside of the contexts that replace it."""
 
     def keep(self, function: Any) -> None:
         """Keep a function as long as the graph that calls it, because the function owns the Python functions of its ops."""
