@@ -204,13 +204,15 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
     """Compute a chunk, in pieces if it has more rows than fit into the memory of the device, or if rows of it fail."""
     chunk, limit, began, parts = task.chunk, task.limit, call.now(), [*task.parts]
     again, attempt, waited = bool(task.tried) or task.out_of_memory, len(task.tried) + 1, task.waited_seconds
-    position, end = chunk.start, chunk.start + chunk.count
+    pending = [(chunk.start, chunk.start + chunk.count)]  # pieces of the chunk, the first one last
     rows_failed, growing = False, False  # growing: after a row that needs too much memory, pieces grow again
     tries = 0  # attempts of a single row, after it failed among others
-    failing: list[int] = []  # ends of the first halves of pieces that failed, the innermost last
-    while position < end:
-        stop = min(failing[-1] if failing else end, position + (limit or chunk.count))
-        piece = chunk.cut(position, stop)
+    while pending:
+        start, stop = pending.pop()
+        if limit and limit < stop - start:
+            pending.append((start + limit, stop))
+            stop = start + limit
+        piece = chunk.cut(start, stop)
         shard, started = piece.on(device), call.now()
         if again:
             call.notify(ChunkRetried, shard=shard, attempt=attempt, out_of_memory=task.out_of_memory)
@@ -225,11 +227,13 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
             again = True
             if action is RetryAction.RAISE and call.options.skips and is_of_the_row(error):
                 if piece.count > 1:
-                    failing.append(position + piece.count // 2)
+                    middle = start + piece.count // 2
+                    pending += [(middle, stop), (start, middle)]
                     continue
                 tries += 1
                 own_action = retry_action(error, 1, tries, call.options.max_retries, True)
                 if chunk.count > 1 and own_action is RetryAction.RETRY:
+                    pending.append((start, stop))
                     continue
                 call.options.leave_out(piece, shard, error)
                 call.notify(RowFailed, shard=shard, error=error)
@@ -242,18 +246,17 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
                 call.fail(call.options.describe(error, (*task.tried, shard)))
                 return
             elif action is RetryAction.RETRY or not task.out_of_memory:
-                left = replace(task, chunk=chunk.cut(position, end), parts=tuple(parts))
+                left = replace(task, chunk=chunk.cut(start, chunk.start + chunk.count), parts=tuple(parts))
                 call.to_scheduler.put(Failed(task, left, shard, error, action))
                 return
             else:
+                pending.append((start, stop))
                 limit, growing = piece.count // 2, False
                 continue
         else:
             call.notify(ChunkFinished, shard=shard, started_seconds=started)
             limit = 2 * limit if growing and limit else limit
-        position, waited, tries = stop, 0.0, 0
-        while failing and failing[-1] <= position:
-            failing.pop()
+        waited, tries = 0.0, 0
     call.to_consumer.put(Result(task.number, task.start, parts))
     limit = task.limit_before if growing else limit
     call.to_scheduler.put(Finished(task, device, began, call.now(), limit, growing, rows_failed))
