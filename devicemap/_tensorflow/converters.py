@@ -119,6 +119,14 @@ def convert_reduction(given: Any) -> Any:
     return convert_as_tensorflow(given)
 
 
+def convert_norm(given: Any) -> Any:
+    """Compute a norm over int32 axes, as in `convert_reduction`."""
+    axis = tf.cast(axes(given, 1), tf.int32)
+    return wrap_stacked(
+        [tf.raw_ops.EuclideanNorm(input=for_all_rows(given, 0), axis=axis, keep_dims=given.get_attr("keep_dims"))]
+    )
+
+
 def convert_transpose(given: Any) -> Any:
     """Transpose all axes except that of the rows. TensorFlow's converter mishandles negative axes and conjugated vectors."""
     perm = given.unstacked_input(1)
@@ -248,7 +256,6 @@ CONVERTERS: dict[str, Converter] = {
         "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput",
         by_merging(batch_sizes, shared, batch),
     ),
-    **_all("CumulativeLogsumexp EuclideanNorm", by(for_all_rows, axes)),
     **_all("All Any Max Mean Min Prod Sum", convert_reduction),
     **_all("Pad PadV2 MirrorPad", by(for_all_rows, paddings, shared)),
     **_all("Transpose ConjugateTranspose", convert_transpose),
@@ -265,7 +272,9 @@ CONVERTERS: dict[str, Converter] = {
     "BiasAdd": convert_bias,
     "BiasAddGrad": convert_bias_gradient,
     "DepthwiseConv2dNative": convert_depthwise,
+    "CumulativeLogsumexp": by(for_all_rows, axes),
     "Eig": partial(convert_decomposition, vectors="compute_v"),
+    "EuclideanNorm": convert_norm,
     "FusedBatchNormV3": convert_batch_normalization,
     "GatherNd": convert_gather_nd,
     "L2Loss": convert_l2_loss,

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.converters import CONVERTERS
 from devicemap._tensorflow.functions import NO_AUTO_CONTROL_DEPS, own_functions, shows_functions
+from devicemap._tensorflow.gradients import differentiate_values_alone
 from devicemap._tensorflow.pfor import (
     Converter,
     NotVectorizableError,
@@ -135,6 +136,7 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
         if convert.failure is None:
             raise
         raise convert.failure from error
+    differentiate_values_alone(concrete.graph)
 
     @tf.function(autograph=False)
     def kept(*leaves: Any) -> Any:

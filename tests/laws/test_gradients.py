@@ -173,6 +173,31 @@ def test_gradients_of_values_without_their_vectors(devices: list[str], fn: Any, 
     _assert_close(got, wanted, rtol=1e-7, atol=1e-8)
 
 
+@pytest.mark.in_ci(1)
+@pytest.mark.private("another gradient for an op, where TensorFlow's own fails in a loop")
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda row: tf.linalg.svd(row, compute_uv=False),
+        lambda row: tf.linalg.eigvalsh(row + tf.transpose(row)),
+        lambda row: tf.abs(tf.linalg.eigvals(row)),
+        lambda row: tf.raw_ops.EuclideanNorm(input=row, axis=tf.constant([-1], tf.int64)),
+    ],
+)
+def test_gradients_in_a_loop_of_a_vectorised_row(devices: list[str], fn: Any) -> None:
+    def repeated(row: Any) -> Any:
+        add = lambda i, total: (i + 1, total + tf.reduce_sum(fn(row) ** 2))
+        return tf.while_loop(lambda i, _: i < 2, add, (0, tf.zeros([], tf.float64)))[1]
+
+    matrices = tf.constant(np.random.default_rng(0).normal(size=[4, 3, 3]))
+    mapper = devicemap.DeviceMap(repeated, devices=devices)
+    of_any_size = tf.function(mapper, input_signature=[tf.TensorSpec([None, None, None], tf.float64)])
+    assert mapper.explain(matrices).vectorized
+    for mapped in (mapper, of_any_size):
+        got, wanted = (gradients_of(each, matrices) for each in (mapped, partial(one_by_one, repeated)))
+        _assert_close(got, wanted, rtol=1e-7, atol=1e-8)
+
+
 def _sum_of_squares(result: Any) -> Any:
     if isinstance(result, tf.RaggedTensor):
         return tf.reduce_sum(result.flat_values**2)
