@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import optimizers_of, replacing, updating_alone
+from devicemap._tensorflow.runtime import home_of_inputs
 from devicemap.devices import choose_devices
 
 
@@ -71,13 +72,11 @@ def _beside_variables(optimizer: Any, model: Any) -> contextlib.AbstractContextM
     apply, add = optimizer.apply, optimizer.add_variable_from_reference
 
     def apply_there(gradients: Any, variables: Any = None) -> Any:
-        placed = []
-        for gradient, variable in zip(gradients, variables or model.trainable_variables):
-            with tf.device(home_of(variable)):
-                placed.append(None if gradient is None else tf.identity(gradient))
+        placed = _at_home(zip(gradients, variables or model.trainable_variables))
+        beside_inputs = partial(home_of_inputs, devices={home_of(variable) for _, variable in placed})
         graph = tf.compat.v1.get_default_graph()
-        with contextlib.nullcontext() if tf.executing_eagerly() else graph.device(partial(_home_of_inputs, graph)):
-            return apply(placed, variables)
+        with contextlib.nullcontext() if tf.executing_eagerly() else graph.device(beside_inputs):
+            return apply([gradient for gradient, _ in placed], variables)
 
     def add_there(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
         with tf.device(home_of(reference_variable)):
@@ -89,22 +88,3 @@ def _beside_variables(optimizer: Any, model: Any) -> contextlib.AbstractContextM
 def home_of(variable: Any) -> str:
     """Return the device of a variable of Keras or TensorFlow."""
     return str((variable if isinstance(variable, tf.Variable) else variable.value).device)
-
-
-def _home_of_inputs(graph: Any, op: Any) -> str:
-    """Return the device of the first input of an op that is not a scalar, or an empty string if it is unknown."""
-    for tensor in op.inputs:
-        if tensor.shape.rank != 0:
-            if tensor.device:
-                return str(tensor.device)
-            if tensor.op.type == "ReadVariableOp":
-                return _home_of_handle(graph, tensor.op.inputs[0])
-    return ""
-
-
-def _home_of_handle(graph: Any, handle: Any) -> str:
-    """Return the device of a variable that a function or a function around it has captured."""
-    while handle is not None and not hasattr(handle, "numpy"):
-        handle = next((outside for outside, inside in graph.captures if inside is handle), None)
-        graph = graph.outer_graph
-    return "" if handle is None else str(handle.device)
