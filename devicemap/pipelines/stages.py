@@ -287,6 +287,20 @@ def state_of(*stages: Stage) -> tuple[Any, ...]:
     return (is_training() if models else None, *trainable.items())
 
 
+def trace_in_turn(stages: Sequence[Stage], nest: Any, targets: Any = ()) -> tuple[list[Any], list[TracedStage]]:
+    """Trace each stage for the results of the stage before it; the first one for a nest of specs, the last one with `targets`.
+
+    Returns:
+        Specs of the inputs of each stage, and the traced stages.
+    """
+    given, traced = list[Any](), list[TracedStage]()
+    for stage in stages:
+        given.append((nest, targets) if targets and stage is stages[-1] else nest)
+        traced.append(stage.traced(given[-1]))
+        nest = traced[-1].nest
+    return given, traced
+
+
 def run_in_turn(stages: Sequence[Traced]) -> bool:
     """Whether TensorFlow runs all microbatches of a stage before those of another stage, against the schedule.
 
