@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import tracing_again
+from devicemap._tensorflow.functions import keep_alive, tracing_again
 from devicemap._tensorflow.gradients import order_of_gradients
 from devicemap._tensorflow.keras import (
     is_seed,
@@ -172,7 +172,7 @@ class Stage:
             order_of_gradients(first.concrete, [])  # makes tapes watch the variables
             spec = CallSpec.of_shards(len(shares), Engine.INLINE, gradients=1)
             replicas = Replicas(first, self.devices[: len(shares)], spec)
-            self._setting.alive.append(replicas)
+            keep_alive(replicas)
             values = replicas.values(range(len(shares)))
             for r, device in enumerate(self.devices[: len(shares)]):
                 with tf.device(device):

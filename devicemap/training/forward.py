@@ -19,10 +19,6 @@ from devicemap.training.mapped_call import MappedCall
 from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import Given, add_loss, collecting, is_collecting
 
-_FUNCTIONS = "_devicemap_functions"
-"""Attribute of a graph: the functions that it keeps alive."""
-
-
 _REPLICA_CALLS = "all_reduce", "all_gather", "merge_call"
 """Methods of `tf.distribute.ReplicaContext` that use other devices. Without a strategy they return their arguments."""
 
@@ -54,11 +50,6 @@ class ForwardPass:
         """The device with most bytes of variables, on which outputs are gathered."""
         self._layers = [(layer, vars(layer).get("call")) for layer in layers_of(model)]
         """Each layer, and the attribute `call` of the object itself, if there is one."""
-
-    def keep(self, function: Any) -> None:
-        """Keep a function as long as the graph that calls it, because the function owns the Python functions of its ops."""
-        graph = self if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        setattr(graph, _FUNCTIONS, [*getattr(graph, _FUNCTIONS, []), function])
 
     @contextmanager
     def mapping(

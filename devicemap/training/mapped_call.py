@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import functions_within, waiting_for
+from devicemap._tensorflow.functions import functions_within, keep_alive, waiting_for
 from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, without_activity_regularizer
 from devicemap.compile.audit import audit, op_types
@@ -85,7 +85,7 @@ class MappedCall:
         if not self._meets:
             return self._apart()
         function = tf.function(self._in_lockstep, autograph=False).get_concrete_function(*self._rows)
-        self._forward.keep(function)
+        keep_alive(function, self._forward)
         return list(function(*self._rows))
 
     def _apart(self) -> list[Any]:
@@ -106,7 +106,7 @@ class MappedCall:
         options = {"devices": forward.devices, "batched": True, "output_device": forward.home, "name": self._layer.name}
         options["jit_compile"] = bool(forward.model.jit_compile) and self._not_for_xla is None
         program = Program(of_rows, options, own_rows=True)
-        forward.keep(program)
+        keep_alive(program, forward)
         if tf.executing_eagerly():
             return list(GraphEngine(program, NullObserver()).run(as_rows(tuple(rows))))
         if known is not None:
