@@ -40,6 +40,18 @@ NO_AUTO_CONTROL_DEPS_NOINLINE = {**NO_AUTO_CONTROL_DEPS, "_noinline": True}
 Inlining such a function would add a NoOp with control edges across devices.
 """
 
+_ALIVE = "_devicemap_alive"
+"""Attribute of a graph: the objects that it keeps alive."""
+
+
+def keep_alive(used: Any, step: Any = None) -> None:
+    """Keep an object as long as the graph being traced, which uses its variables or the Python functions of its ops.
+
+    In eager code, keep the object as long as `step`.
+    """
+    owner = step if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    setattr(owner, _ALIVE, [*getattr(owner, _ALIVE, []), used])
+
 
 def add_control_outputs(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
     """Return the results of the function being traced, which then runs these ops even if its results are unused.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,11 @@ def _beside_inputs(devices: set[str], op: Any) -> str:
         if _is_group(tensor.op) and len({_home_of(each) for each in tensor.op.inputs} & devices) > 1:
             # Keras's optimizers pass all gradients through one op, which would copy them to one device.
             op._update_input(i, tensor.op.inputs[tensor.value_index])
-    if op.device:
-        return str(op.device)
+    return str(op.device) or home_of_inputs(op, devices)
+
+
+def home_of_inputs(op: Any, devices: Container[str]) -> str:
+    """Return the device of the first input of an op that is on one of `devices`, or an empty string. Scalars do not count."""
     homes = (_home_of(tensor) for tensor in op.inputs if tensor.shape.rank != 0)
     return next((home for home in homes if home in devices), "")
 

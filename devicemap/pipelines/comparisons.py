@@ -84,14 +84,7 @@ def check_uses_own_variables(call: LayerCall, owners: dict[int, tuple[Any, Any]]
     Raises:
         OptionError: it does.
     """
-    tensors = _random_tensors(call.inputs)
-
-    @tf.function(autograph=False)
-    def run() -> None:
-        with _unchanged(call.layer):
-            call.run(tensors, training=True)
-
-    captured = [handle for handle, _ in run.get_concrete_function().graph.captures]
+    captured = [handle for handle, _ in _graph_of(call, training=True).get_concrete_function().graph.captures]
     for handle in [*captured, *(variable.value.handle for variable in call.variables)]:
         if id(handle) in owners:
             owner, variable = owners[id(handle)]
@@ -104,18 +97,25 @@ def check_uses_own_variables(call: LayerCall, owners: dict[int, tuple[Any, Any]]
 
 def seconds_of(call: LayerCall) -> float:
     """Return the time of a call in a graph, on random rows."""
-    tensors = _random_tensors(call.inputs)
-
-    @tf.function(autograph=False)
-    def run() -> Any:
-        with _unchanged(call.layer):
-            return call.run(tensors)
+    run = _graph_of(call)
 
     def wait() -> None:
         tf.nest.map_structure(lambda leaf: leaf.numpy(), run())  # waits for kernels on accelerators
 
     wait()
     return min(repeat(wait, number=1, repeat=_TIMES))
+
+
+def _graph_of(call: LayerCall, **options: Any) -> Any:
+    """Return a `tf.function` of a call on random rows, with these options of the layer's `call`."""
+    tensors = _random_tensors(call.inputs)
+
+    @tf.function(autograph=False)
+    def run() -> Any:
+        with _unchanged(call.layer):
+            return call.run(tensors, **options)
+
+    return run
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from devicemap.errors import DataError, OptionError, brief, function_error
 from devicemap.hosts import settle
 from devicemap.pipelines.microbatches import Calls
 from devicemap.pipelines.schedule import Setting, Step
-from devicemap.pipelines.stages import Stage, TracedStage, noted, run_in_turn, state_of
+from devicemap.pipelines.stages import Stage, TracedStage, noted, run_in_turn, state_of, trace_in_turn
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class Composition:
 
     def __init__(self, stages: Sequence[Stage], batch: Batch, setting: Setting):
         self._batch = batch
-        given, traced = self._trace(stages)
+        given, traced = trace_in_turn(stages, batch.nest, tf.nest.map_structure(spec_of, batch.targets))
+        self.nest = traced[-1].nest
         parts = self._count(traced, setting)
         with tf.device(HOST):
             self.sizes = sizes_in_graph(count_rows(batch.tensors[0]), parts)
@@ -104,17 +105,6 @@ class Composition:
                 for (layer, is_sum), total in zip(found, sums)
                 if layer is not None
             ]
-
-    def _trace(self, stages: Sequence[Stage]) -> tuple[list[Any], list[TracedStage]]:
-        """Trace each stage for its inputs, and set the specs of the results. Return specs of inputs, and traced stages."""
-        self.nest, given, traced = self._batch.nest, [], []
-        for stage in stages:
-            if self._batch.targets and stage is stages[-1]:
-                self.nest = self.nest, tf.nest.map_structure(spec_of, self._batch.targets)
-            given.append(self.nest)
-            traced.append(stage.traced(self.nest))
-            self.nest = traced[-1].nest
-        return given, traced
 
     def _count(self, traced: Sequence[TracedStage], setting: Setting) -> int:
         """Return the number of microbatches of the batch. None is empty if the number of rows is known."""

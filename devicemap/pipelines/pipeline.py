@@ -30,7 +30,7 @@ from devicemap.pipelines.composition import Batch, Composition, EagerGraphs
 from devicemap.pipelines.losses import as_loss, differentiate, loss_by_row
 from devicemap.pipelines.microbatches import Clock
 from devicemap.pipelines.schedule import KINDS, Setting, lanes_of
-from devicemap.pipelines.stages import Stage, packed, run_in_turn
+from devicemap.pipelines.stages import Stage, packed, run_in_turn, trace_in_turn
 
 
 class Pipeline:
@@ -234,9 +234,7 @@ class Pipeline:
 
     def _trace(self, data: Any) -> None:
         """Trace the stages for a batch like `data`, in a graph or not."""
-        given = Batch.of(data).nest
-        for stage in self._stages:
-            given = stage.traced(given).nest
+        trace_in_turn(self._stages, Batch.of(data).nest)
 
     def _differentiated(
         self, x: Any, y: Any, weight: Any, scale: Any = 1.0, outputs: bool = False
@@ -325,15 +323,11 @@ class Pipeline:
             ([('F0', 'F1', 'B0', 'F2'), ('F0', 'B0', 'F1', 'B1')], 0.2)
         """
         spec = data_spec(data_or_spec, Options())
-        given, setting = spec.specs, self._setting
+        setting = self._setting
         microbatches = setting.microbatches
         if spec.rows is not None:
             microbatches = max(1, min(microbatches, -(-spec.rows // len(setting.devices))))
-        traces = []
-        for stage in self._stages:
-            found = stage.traced(given)
-            given = found.nest
-            traces.append(found.traced)
+        traces = [stage.traced for stage in trace_in_turn(self._stages, spec.specs)[1]]
         forward_first = run_in_turn(traces)
         orders = setting.orders(forward_first, [range(microbatches)])
         plans = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from devicemap.errors import OptionError
@@ -82,9 +82,6 @@ class Setting:
 
     clock: Any = None
     """A `Clock` that records the times of calls."""
-
-    alive: list[Any] = field(default_factory=list)
-    """Variables that graphs of the pipeline use."""
 
     def orders(self, forward_first: bool, shares: Sequence[range]) -> list[list[Step]]:
         """Return the order of calls on each device, given the microbatches of each replica."""

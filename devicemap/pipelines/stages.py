@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import tracing_again
+from devicemap._tensorflow.functions import keep_alive, tracing_again
 from devicemap._tensorflow.gradients import order_of_gradients
 from devicemap._tensorflow.keras import (
     is_seed,
@@ -172,7 +172,7 @@ class Stage:
             order_of_gradients(first.concrete, [])  # makes tapes watch the variables
             spec = CallSpec.of_shards(len(shares), Engine.INLINE, gradients=1)
             replicas = Replicas(first, self.devices[: len(shares)], spec)
-            self._setting.alive.append(replicas)
+            keep_alive(replicas)
             values = replicas.values(range(len(shares)))
             for r, device in enumerate(self.devices[: len(shares)]):
                 with tf.device(device):
@@ -285,6 +285,20 @@ def state_of(*stages: Stage) -> tuple[Any, ...]:
         id(each): each.trainable for each in (*(layer for stage in stages for layer in stage.layers), *variables)
     }
     return (is_training() if models else None, *trainable.items())
+
+
+def trace_in_turn(stages: Sequence[Stage], nest: Any, targets: Any = ()) -> tuple[list[Any], list[TracedStage]]:
+    """Trace each stage for the results of the stage before it; the first one for a nest of specs, the last one with `targets`.
+
+    Returns:
+        Specs of the inputs of each stage, and the traced stages.
+    """
+    given, traced = list[Any](), list[TracedStage]()
+    for stage in stages:
+        given.append((nest, targets) if targets and stage is stages[-1] else nest)
+        traced.append(stage.traced(given[-1]))
+        nest = traced[-1].nest
+    return given, traced
 
 
 def run_in_turn(stages: Sequence[Traced]) -> bool:

@@ -12,16 +12,12 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import have_tangents
-from devicemap._tensorflow.keras import batch_norms_of, is_stateless, is_training, layers_of, replacing
+from devicemap._tensorflow.keras import batch_norms_of, is_stateless, is_training, layers_of, replacing, stored_in
 from devicemap.devices import choose_devices
 from devicemap.errors import DataError, failure
 from devicemap.training.mapped_call import MappedCall
 from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import Given, add_loss, collecting, is_collecting
-
-_FUNCTIONS = "_devicemap_functions"
-"""Attribute of a graph: the functions that it keeps alive."""
-
 
 _REPLICA_CALLS = "all_reduce", "all_gather", "merge_call"
 """Methods of `tf.distribute.ReplicaContext` that use other devices. Without a strategy they return their arguments."""
@@ -41,24 +37,19 @@ class ForwardPass:
         """
         self.model, self.devices = model, choose_devices(devices)
         self.batch_norm, self.added_losses, self.recomputed = batch_norm, added_losses, recomputed
-        self.variables = [(variable, variable.value) for variable in model.variables]
-        """Keras's variables, each with its `tf.Variable`. In a forward pass, Keras may cast the value."""
+        self.variables = model.variables
+        """The variables of the model."""
         self.averaged = {id(v) for layer in batch_norms_of(model) for v in layer.non_trainable_variables}
         """Moving averages of batch normalization, by identity."""
         self.calls = 0
         """The number of mapped calls."""
         held: Counter[str] = Counter()
-        for _, variable in self.variables:
+        for variable in map(stored_in, self.variables):
             held[variable.device] += variable.shape.num_elements() * variable.dtype.size
         self.home = held.most_common(1)[0][0] if held else "/CPU:0"
         """The device with most bytes of variables, on which outputs are gathered."""
         self._layers = [(layer, layer.call) for layer in layers_of(model)]
         """Each layer, and its `call` outside of the contexts that replace it."""
-
-    def keep(self, function: Any) -> None:
-        """Keep a function as long as the graph that calls it, because the function owns the Python functions of its ops."""
-        graph = self if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        setattr(graph, _FUNCTIONS, [*getattr(graph, _FUNCTIONS, []), function])
 
     @contextmanager
     def mapping(
@@ -99,7 +90,7 @@ class ForwardPass:
     def outputs_in_training(self, inputs: Any) -> tuple[Any, ...]:
         """Return the outputs of the model in a training step on one device, in the graph that is being traced."""
         phase = {"training": True} if "training" in inspect.signature(self.model.call).parameters else {}
-        with self.plain(), collecting([(variable, stored.read_value()) for variable, stored in self.variables]):
+        with self.plain(), collecting([(variable, stored_in(variable).read_value()) for variable in self.variables]):
             return tuple(tf.nest.flatten(self.model(inputs, **phase)))
 
     def _mapped(
@@ -119,7 +110,9 @@ class ForwardPass:
         given = Given.of(args, kwargs, losses, phase)
         if not given.has_rows(batch) or not layer.built or is_stateless():
             return call(*args, **kwargs)
-        if have_tangents([*tf.nest.flatten(given.rows, True), *(stored.handle for _, stored in self.variables)]):
+        if have_tangents(
+            [*tf.nest.flatten(given.rows, True), *(stored_in(variable).handle for variable in self.variables)]
+        ):
             raise DataError(
                 f"a tf.autodiff.ForwardAccumulator follows what {layer.name} takes, and gathering rows has no forward mode; "
                 "use a tf.GradientTape"

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import functions_within, waiting_for
+from devicemap._tensorflow.functions import functions_within, keep_alive, waiting_for
 from devicemap._tensorflow.gradients import differentiate_in_place
-from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, replacing
+from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, replacing, stored_in
 from devicemap.compile.audit import audit, op_types
 from devicemap.compile.gather import with_row_counts_checked
 from devicemap.compile.graph_builder import depends_on
@@ -55,7 +55,7 @@ class MappedCall:
         self._row_losses = row_losses if row_losses is not None and dense and row_losses.fit(given.count) else None
         self._rows = (*given.rows, *(() if self._row_losses is None else self._row_losses.rows))
         """The tensors that are cut: the arguments of the layer, and targets."""
-        self._states = [variable for variable, _ in forward.variables if not is_seed(variable)]
+        self._states = [variable for variable in forward.variables if not is_seed(variable)]
         """The variables, besides seeds, that may get new values."""
         self._place = forward.home if _are_computed(given.rows) else HOST
         """The device on which the rows are cut."""
@@ -85,7 +85,7 @@ class MappedCall:
         if not self._meets:
             return self._apart()
         function = tf.function(self._in_lockstep, autograph=False).get_concrete_function(*self._rows)
-        self._forward.keep(function)
+        keep_alive(function, self._forward)
         return list(function(*self._rows))
 
     def _apart(self) -> list[Any]:
@@ -96,7 +96,7 @@ class MappedCall:
         def of_rows(*rows: Any) -> tuple[Any, ...]:
             with forward.plain(), recomputing(forward.recomputed):
                 if self._microbatches > 1 or forward.recomputed:
-                    results = self._on_rows(rows, [self._read(*variable) for variable in self._variables])
+                    results = self._on_rows(rows, [*map(_read, self._variables)])
                 else:
                     results = [*itertools.chain(*self._called(rows, None))]
             self._check_outputs(self._passed.shapes)
@@ -106,7 +106,7 @@ class MappedCall:
         options = {"devices": forward.devices, "batched": True, "output_device": forward.home, "name": self._layer.name}
         options["jit_compile"] = bool(forward.model.jit_compile) and self._not_for_xla is None
         program = Program(of_rows, options, own_rows=True)
-        forward.keep(program)
+        keep_alive(program, forward)
         if tf.executing_eagerly():
             data = as_rows(tuple(rows))
             compiled = program.compiled_for(data)
@@ -124,13 +124,6 @@ class MappedCall:
             count_only = tf.function(partial(counted, devices), autograph=False)
             outputs = list(count_only.get_concrete_function(count, *results[:given])(count, *results[:given]))
             return [*outputs, *results[given:-1], results[-1] * tf.cast(real, results[-1].dtype)]
-
-    def _read(self, variable: Any, stored: Any) -> Any:
-        """Return the value of a variable on the current device. A seed advances."""
-        value = stored.read_value()
-        if is_seed(variable):
-            stored.assign(value + tf.constant([0, 1], value.dtype))
-        return value
 
     def _survey(self) -> None:
         """Trace the call for more rows than the batch has, to find its outputs and the variables that it changes."""
@@ -181,9 +174,8 @@ class MappedCall:
         self._shapes = [spec.shape for spec in concrete.structured_outputs] if dense else []
         drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
         own = {id(variable) for variable in layer.variables}
-        known = [(v, stored) for v, stored in forward.variables if (id(v) in drawn if is_seed(v) else id(v) in own)]
-        others = drawn.keys() - {id(variable) for variable, _ in known}
-        self._variables = [*known, *((drawn[seed], drawn[seed].value) for seed in others)]
+        known = [v for v in forward.variables if (id(v) in drawn if is_seed(v) else id(v) in own)]
+        self._variables = [*known, *map(drawn.get, drawn.keys() - map(id, known))]
         """The variables of the layer, and the seeds from which it draws, such as Keras's global seed."""
 
     def _reason_against_xla(self, concrete: Any, dense: bool) -> str | None:
@@ -202,7 +194,7 @@ class MappedCall:
         devices = self._forward.devices
         place = self._place
         shards = FilledShards.of(leaves, self._given.count, len(devices), place)
-        values = [self._sent(*variable, shards.count) for variable in self._variables]
+        values = [self._sent(variable, shards.count) for variable in self._variables]
 
         def on_device(place: int) -> list[Any]:
             with tf.device(devices[place]):
@@ -220,13 +212,13 @@ class MappedCall:
         differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
         return joined
 
-    def _sent(self, variable: Any, stored: Any, count: int) -> list[Any]:
+    def _sent(self, variable: Any, count: int) -> list[Any]:
         """Return the value of a variable on each of the first devices. A seed advances, and differs between devices."""
-        with tf.device(stored.device):
-            value = stored.read_value()
+        home = stored_in(variable).device
+        with tf.device(home):
+            value = _read(variable)
             if not is_seed(variable):
-                return send_along_tree(value, stored.device, self._forward.devices[:count])
-            stored.assign(value + tf.constant([0, 1], value.dtype))
+                return send_along_tree(value, home, self._forward.devices[:count])
             return list(tf.unstack(split_seeds(value, count))) if count > 1 else [value]
 
     def _on_rows(self, rows: Sequence[Any], values: Sequence[Any]) -> list[Any]:
@@ -235,7 +227,7 @@ class MappedCall:
         Returns:
             Outputs and their attached tensors; then losses, new values of variables and the number of rows, as states.
         """
-        held = [(variable, value) for (variable, _), value in zip(self._variables, values)]
+        held = [*zip(self._variables, values)]
         if self._microbatches == 1:
             return [*itertools.chain(*self._called(rows, held))]
         seeds = {id(variable): split_seeds(value, self._microbatches) for variable, value in held if is_seed(variable)}
@@ -354,6 +346,15 @@ class MappedCall:
             averaged = id(variable) in self._forward.averaged
             variable.assign(tf.tensordot(tf.cast(shares, states.dtype), states, 1) if averaged else states[0])
         return outputs
+
+
+def _read(variable: Any) -> Any:
+    """Return the value of a variable on the current device. A seed advances."""
+    stored = stored_in(variable)
+    value = stored.read_value()
+    if is_seed(variable):
+        stored.assign(value + tf.constant([0, 1], value.dtype))
+    return value
 
 
 def _with_equal_rows(rows: Sequence[Any], name: str) -> list[Any]:

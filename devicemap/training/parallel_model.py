@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import forget_functions, layers_of
+from devicemap._tensorflow.keras import forget_functions, layers_of, losses_of
 from devicemap.api import DeviceMap
 from devicemap.data.rows import take_rows
-from devicemap.errors import OptionError, function_error, warn_user
+from devicemap.data.structure import freeze
+from devicemap.devices import is_out_of_memory
+from devicemap.errors import OptionError, brief, function_error, warn_user
 from devicemap.events import shard_sizes
 from devicemap.inspect.plan import Plan
 from devicemap.inspect.report import DeviceShare, TrainingReport
 from devicemap.inspect.verify import Verification
 from devicemap.training.forward import ForwardPass
 from devicemap.training.row_losses import RowLosses, of_all_rows
-from devicemap.training.steps import Steps, count_of
 from devicemap.training.variables import beside_variables
 
 STEPS = "train_step", "test_step", "predict_step"
 MAKERS = "make_train_function", "make_test_function", "make_predict_function"
 _MEASURES = "__call__", "compute_loss", "compute_metrics"
 _METHODS = "detach", "explain", "report", "verify"
+_ADVICE = (
+    "A smaller batch_size needs less memory on each device. accumulate= and recompute= of devicemap.parallelize need less for "
+    "the same step, devicemap.spread_variables() distributes the optimizer's slots, and a devicemap.Pipeline the layers"
+)
 
 
 class ParallelModel:
@@ -173,10 +179,53 @@ class ParallelModel:
         if force or getattr(self._model, made) is None:
             step = made.replace("function", "step")
             self._eager_steps.pop(step, None)
-            sizes: Counter[int] = self._sizes if step == "train_step" else Counter()
-            steps = Steps(self._model, partial(self.build, step=step), partial(self._step, step), sizes)
-            setattr(self._model, made, partial(_joined if step == "predict_step" else _last, steps))
+            setattr(self._model, made, partial(self._run, step, {}))
         return getattr(self._model, made)
+
+    def _run(self, step: str, functions: dict[Any, Any], batches: Iterable[Any]) -> Any:
+        """Run `steps_per_execution` steps. Return the results of the last one, or the outputs of all in `predict`.
+
+        Args:
+            step: one of `STEPS`.
+            functions: the traced steps, to which new ones are added.
+            batches: an iterator of batches.
+
+        Raises:
+            StopIteration: there are no more batches.
+            FunctionError: a step ran out of memory.
+        """
+        specs = getattr(batches, "element_spec", None)  # Keras weights some means by static numbers of rows
+        if any(isinstance(spec, tf.OptionalSpec) for spec in tf.nest.flatten(specs)):
+            specs = None
+        results = []
+        for batch in map(_without_optionals, islice(iter(batches), self._model.steps_per_execution)):
+            self.build(batch, step)
+            try:
+                results.append(self._function(step, functions, specs)(batch))
+            except tf.errors.OpError as error:
+                if not is_out_of_memory(error):
+                    raise
+                message = f"{self._model.name} ran out of memory: {brief(error)}. {_ADVICE}"
+                raise function_error(message, error) from error
+            if step == "train_step":
+                self._sizes[count_of(batch) or 0] += 1
+        if not results:
+            raise StopIteration
+        if step == "predict_step":
+            return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *results)
+        return results[-1]
+
+    def _function(self, step: str, functions: dict[Any, Any], specs: Any) -> Any:
+        """Return the function of a batch that runs a step. It is traced unless the model runs eagerly."""
+        run = partial(self._step, step)
+        if self._model.run_eagerly:
+            return run
+        # Keras builds its losses in the first step. If an optimizer creates no variable, that step is traced only once.
+        key = freeze(specs), bool(losses_of(self._model))
+        if key not in functions:
+            signature = None if specs is None else [specs]
+            functions[key] = tf.function(run, signature, autograph=False, reduce_retracing=True)
+        return functions[key]
 
     def _own_methods(self, step: str) -> tuple[str, ...]:
         """Return the methods of a step that a model overrides. They may use outputs in any way."""
@@ -214,12 +263,15 @@ class ParallelModel:
         return results
 
 
-def _last(steps: Steps, batches: Any) -> Any:
-    return steps(batches)[-1]
+def count_of(batch: Any) -> int | None:
+    """Return the number of rows of a batch, `None` if it is unknown."""
+    shapes = [tf.TensorShape(leaf.shape) for leaf in tf.nest.flatten(batch) if leaf is not None]
+    return next((shape[0] for shape in shapes if shape.rank), None)
 
 
-def _joined(steps: Steps, batches: Any) -> Any:
-    return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *steps(batches))
+def _without_optionals(batch: Any) -> Any:
+    """Replace empty optionals by `None`, as Keras does."""
+    return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch)
 
 
 def has_own(model: Any, name: str) -> bool:

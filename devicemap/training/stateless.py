@@ -41,9 +41,8 @@ _scope: ContextVar[Any] = ContextVar("scope")
 class Given:
     """The arguments of a forward pass: tensors of rows, with their masks, and values that are the same for all rows."""
 
-    structure: Any
-    static: tuple[Any, ...]
-    """The leaves, with `ROWS` and `SHARED` in place of tensors."""
+    nest: Any
+    """The arguments, with `ROWS` and `SHARED` in place of tensors."""
 
     masked: tuple[bool, ...]
     """Which of the tensors have a Keras mask."""
@@ -61,19 +60,18 @@ class Given:
     def of(cls, args: Any, kwargs: Any, losses: bool = True, phase: bool | None = None) -> Given:
         import keras
 
-        leaves = [
-            tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable | keras.Variable) else leaf
-            for leaf in tf.nest.flatten((args, kwargs))
-        ]
-        tensors = [leaf for leaf in leaves if tf.is_tensor(leaf)]
+        nest = tf.nest.map_structure(
+            lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable | keras.Variable) else leaf,
+            (args, kwargs),
+        )
+        tensors = [leaf for leaf in tf.nest.flatten(nest) if tf.is_tensor(leaf)]
         masks = [mask_of(leaf) for leaf in tensors]
         many = next((leaf for leaf in tensors if leaf.shape.rank != 0), None)
         if many is not None:
             count = many.shape[0] or count_rows(many)
             tensors = [tf.repeat(leaf, count) if leaf.shape.rank == 0 else leaf for leaf in tensors]
         return cls(
-            tf.nest.map_structure(lambda _: None, (args, kwargs)),
-            tuple((SHARED if leaf.shape.rank == 0 else ROWS) if tf.is_tensor(leaf) else leaf for leaf in leaves),
+            tf.nest.map_structure(_placeholder, nest),
             tuple(mask is not None for mask in masks),
             (*tensors, *(mask for mask in masks if mask is not None)),
             losses,
@@ -85,7 +83,8 @@ class Given:
 
         If some lengths are unknown, the known length has to be that of the batch.
         """
-        if ROWS not in self.static or any(leaf.shape.rank is None for leaf in self.rows):
+        given = tf.nest.flatten(self.nest)
+        if all(leaf is not ROWS for leaf in given) or any(leaf.shape.rank is None for leaf in self.rows):
             return False
         lengths = {leaf.shape[0] for leaf in self.rows[: len(self.masked)]}
         return lengths != {0} and (len(lengths) == 1 or (batch is not None and lengths == {None, batch}))
@@ -101,8 +100,13 @@ class Given:
         for leaf, mask in zip((leaf for leaf, masked in zip(rows, self.masked) if masked), rows[count:]):
             set_note(leaf, MASK, mask)
         left = iter(rows[:count])
-        leaves = [next(left) if leaf is ROWS else next(left)[0] if leaf is SHARED else leaf for leaf in self.static]
-        return tf.nest.pack_sequence_as(self.structure, leaves)
+        return tf.nest.map_structure(
+            lambda leaf: next(left) if leaf is ROWS else next(left)[0] if leaf is SHARED else leaf, self.nest
+        )
+
+
+def _placeholder(leaf: Any) -> Any:
+    return (SHARED if leaf.shape.rank == 0 else ROWS) if tf.is_tensor(leaf) else leaf
 
 
 @dataclass(frozen=True)
@@ -136,11 +140,8 @@ class Activation:
 class Passed:
     """A description of the results of a forward pass, with which results of devices are combined."""
 
-    outputs: Any
-    """The structure of the outputs."""
-
-    static: tuple[Any, ...]
-    """The leaves of the outputs, with `ROWS` in place of tensors."""
+    nest: Any
+    """The outputs, with `ROWS` in place of tensors."""
 
     shapes: tuple[Any, ...]
     """Static shapes of the tensors."""
@@ -170,8 +171,8 @@ class Passed:
             for name in names:
                 set_note(output, name, left.pop(0))
         tensors = iter(outputs)
-        outputs = [next(tensors) if leaf is ROWS else leaf for leaf in self.static]
-        return tf.nest.pack_sequence_as(self.outputs, outputs), left[: len(self.losses)], left[len(self.losses) :]
+        nest = tf.nest.map_structure(lambda leaf: next(tensors) if leaf is ROWS else leaf, self.nest)
+        return nest, left[: len(self.losses)], left[len(self.losses) :]
 
 
 def collecting(held: Sequence[tuple[Any, Any]] = (), losses: bool = True, advance: bool = False) -> Any:
@@ -272,8 +273,7 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
                 f"a layer changes {variable.path}, which is none of the model's variables. Neither are those of metrics and "
                 "of keras.random without a seed: use a keras.random.SeedGenerator of the layer, and pass metrics to compile"
             )
-    leaves = tf.nest.flatten(outputs)
-    flat = [leaf for leaf in leaves if tf.is_tensor(leaf)]
+    flat = [leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]
     notes, activations = [notes_of(leaf) for leaf in flat], [*map(Activation.of, flat)]
     for i, activation in enumerate(activations):
         if activation is not None:
@@ -285,8 +285,7 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
         if scope.get_current_value(variable) is not before[id(variable)]
     }
     what = Passed(
-        tf.nest.map_structure(lambda _: None, outputs),
-        tuple(ROWS if tf.is_tensor(leaf) else leaf for leaf in leaves),
+        tf.nest.map_structure(lambda leaf: ROWS if tf.is_tensor(leaf) else leaf, outputs),
         tuple(leaf.shape for leaf in flat),
         tuple(map(tuple, notes)),
         tuple(activations),

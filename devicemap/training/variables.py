@@ -9,7 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import optimizers_of, replacing, updating_alone
+from devicemap._tensorflow.keras import optimizers_of, replacing, stored_in, updating_alone
+from devicemap._tensorflow.runtime import home_of_inputs
 from devicemap.devices import choose_devices
 
 
@@ -49,7 +50,7 @@ def spread_variables(devices: Any = None) -> Iterator[None]:
 @contextlib.contextmanager
 def beside_variables(model: Any) -> Iterator[None]:
     """Return a context in which optimizers keep and update slots on the devices of variables, if there are several."""
-    spread = len({variable.value.device for variable in model.trainable_variables}) > 1
+    spread = len({stored_in(variable).device for variable in model.trainable_variables}) > 1
     with contextlib.ExitStack() as replaced:
         for optimizer in optimizers_of(model):
             replaced.enter_context(updating_alone(optimizer, _at_home))
@@ -62,7 +63,7 @@ def _at_home(gradients_and_variables: Any) -> list[tuple[Any, Any]]:
     """Copy gradients to the devices of their variables. Ops without a device would send them through the host."""
     copied = []
     for gradient, variable in gradients_and_variables:
-        with tf.device(home_of(variable)):
+        with tf.device(stored_in(variable).device):
             copied.append((None if gradient is None else tf.identity(gradient), variable))
     return copied
 
@@ -71,40 +72,14 @@ def _beside_variables(optimizer: Any, model: Any) -> contextlib.AbstractContextM
     apply, add = optimizer.apply, optimizer.add_variable_from_reference
 
     def apply_there(gradients: Any, variables: Any = None) -> Any:
-        placed = []
-        for gradient, variable in zip(gradients, variables or model.trainable_variables):
-            with tf.device(home_of(variable)):
-                placed.append(None if gradient is None else tf.identity(gradient))
+        placed = _at_home(zip(gradients, variables or model.trainable_variables))
+        beside_inputs = partial(home_of_inputs, devices={stored_in(variable).device for _, variable in placed})
         graph = tf.compat.v1.get_default_graph()
-        with contextlib.nullcontext() if tf.executing_eagerly() else graph.device(partial(_home_of_inputs, graph)):
-            return apply(placed, variables)
+        with contextlib.nullcontext() if tf.executing_eagerly() else graph.device(beside_inputs):
+            return apply([gradient for gradient, _ in placed], variables)
 
     def add_there(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        with tf.device(home_of(reference_variable)):
+        with tf.device(stored_in(reference_variable).device):
             return add(reference_variable, *args, **kwargs)
 
     return replacing(optimizer, apply=apply_there, add_variable_from_reference=add_there)
-
-
-def home_of(variable: Any) -> str:
-    """Return the device of a variable of Keras or TensorFlow."""
-    return str((variable if isinstance(variable, tf.Variable) else variable.value).device)
-
-
-def _home_of_inputs(graph: Any, op: Any) -> str:
-    """Return the device of the first input of an op that is not a scalar, or an empty string if it is unknown."""
-    for tensor in op.inputs:
-        if tensor.shape.rank != 0:
-            if tensor.device:
-                return str(tensor.device)
-            if tensor.op.type == "ReadVariableOp":
-                return _home_of_handle(graph, tensor.op.inputs[0])
-    return ""
-
-
-def _home_of_handle(graph: Any, handle: Any) -> str:
-    """Return the device of a variable that a function or a function around it has captured."""
-    while handle is not None and not hasattr(handle, "numpy"):
-        handle = next((outside for outside, inside in graph.captures if inside is handle), None)
-        graph = graph.outer_graph
-    return "" if handle is None else str(handle.device)
