@@ -44,7 +44,7 @@ _MEANINGS = {
     "numbers, use the option seed= and tf.random.stateless_* ops. Pass other state as data",
     "one by one": "A row's result depends on the other rows of its batch, as with a mean over the batch or batch normalization "
     "in training mode: use fixed statistics (training=False), or compute them in a first pass. Or rounding decides a branch, "
-    "an argmax or a number of steps. A fn of one row needs vectorize=False",
+    "an argmax or a number of steps",
     "over devices": "Several devices compute something else than one device. A result may depend on the number of rows, or "
     "kernels of different devices may round differently",
 }
@@ -177,10 +177,13 @@ def _differences(
     compiled: CompiledMap, wanted: list[Any], results: Mapping[str, list[Any]], tolerance: float | None
 ) -> Iterator[Finding]:
     """Yield the first difference of each output."""
+    meanings = dict(_MEANINGS)
+    if compiled.traced.vectorized:
+        meanings["one by one"] += ", which vectorize=False keeps the same for all numbers of rows"
     paths = tf.nest.flatten(map_nest(lambda _, path: path, compiled.pack(wanted), "the result"))
     for i, (path, leaf) in enumerate(zip(paths, wanted)):
         relative = usual_tolerance(leaf.dtype, compiled.devices) if tolerance is None else tolerance
-        for mode, meaning in _MEANINGS.items():
+        for mode, meaning in meanings.items():
             if mode in results and (found := find_difference(path, results[mode][i], leaf, relative)):
                 yield Finding(mode, path, found, meaning)
                 break
