@@ -36,21 +36,13 @@ class CompiledMap:
     one lock, and never change, so calls need no lock.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[str],
-        output_device: str,
-        trace: Callable[[Stream | None], Traced],
-        name: str,
-        counts_rows: bool,
-    ):
+    def __init__(self, slots: Sequence[str], output_device: str, trace: Callable[[Stream | None], Traced], name: str):
         """
         Args:
             slots: full names of devices; those that the function cannot use are left out of `slots`.
             output_device: full name of the device for results.
             trace: traces the function. If it gets a stream, random ops draw from it.
             name: of the function, for errors and name scopes.
-            counts_rows: whether the function must return as many rows as it gets.
         """
         self._reported_traces = 0
         self.traces = 0
@@ -75,7 +67,7 @@ class CompiledMap:
         if self.keeps_seeds:
             self.slots = self.slots[:1]
         self._output_device = output_device
-        self._name, self._counts_rows = name, counts_rows
+        self._name = name
         self._lock = threading.RLock()
         self._graphs: dict[CallSpec, Any] = {}
         self._replicas: dict[tuple[bool, Engine], Replicas] = {}
@@ -235,7 +227,6 @@ class CompiledMap:
             self._replicas_for(spec),
             self._output_device,
             re.sub(r"\W+", "_", self._name, flags=re.ASCII).strip("_") or "fn",  # valid in a name scope
-            self._counts_rows,
         )
         return builder.build(self._traces_for(spec))
 

@@ -53,9 +53,6 @@ class CallGraphBuilder:
     scope: str
     """Prefix of the name scopes of the slots."""
 
-    counts_rows: bool
-    """Whether `fn` must return as many rows as it gets."""
-
     @property
     def acts(self) -> bool:
         """Whether `fn` has side effects."""
@@ -93,7 +90,7 @@ class CallGraphBuilder:
     @property
     def checks_rows(self) -> bool:
         """Whether the graph checks the row counts; eager code checks them after the call."""
-        return self.counts_rows and self.spec.is_inside
+        return self.traced.counts_rows and self.spec.is_inside
 
     def build(self, traces: Sequence[Traced]) -> Any:
         """Build the graph.

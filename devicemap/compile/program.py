@@ -89,11 +89,6 @@ class Program:
             program.options = replace(self.options, progress=check_progress(progress))
         return program
 
-    @property
-    def counts_rows(self) -> bool:
-        """Whether `fn` must return as many rows as it gets."""
-        return self.options.batched and not self._own_rows
-
     def may_repeat(self, compiled: CompiledMap) -> bool:
         """Whether any row may run again by itself. `fn` must take one row and have no side effects."""
         audit = compiled.traced.audit
@@ -132,7 +127,6 @@ class Program:
                     self.output_device,
                     lambda stream: trace(fn(), specs, options, stream, reduction, own_rows),  # must not refer to `self`
                     self.name,
-                    self.counts_rows,
                 )
             known = self._compiled
             if compiled.belongs_to_a_graph:  # fn closes over tensors of the user's tf.function

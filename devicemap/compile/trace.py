@@ -73,6 +73,9 @@ class Traced:
     reduction: BoundReduction | None = None
     """The reduction whose states the function returns; `None` if it returns rows."""
 
+    counts_rows: bool = False
+    """Whether the function takes a batch and must return as many rows as it gets."""
+
     own_rows: bool = False
     """Whether the numbers of rows of a batch's results may differ from that of the batch, as in training."""
 
@@ -123,8 +126,8 @@ def trace(
     if options.seed is not None:
         leaf_specs.append(tf.TensorSpec([None, 2], tf.int32))
     shape_of_results: list[Any] = []
-    rowwise = options.batched and not own_rows
-    flat_fn = _flatten(fn, specs, options, rowwise, shape_of_results, stream)
+    counts_rows = options.batched and not own_rows
+    flat_fn = _flatten(fn, specs, options, counts_rows, shape_of_results, stream)
     drawn_from = random_states(fn)
     drawn = drawn_from()
     try:
@@ -161,7 +164,7 @@ def trace(
             raise function_error(
                 f"the results of fn cannot be reduced: {type(error).__name__}: {error}", error
             ) from error
-    about = traced_fn, leaf_specs, structure, steady, options.in_place, of_results, own_rows
+    about = traced_fn, leaf_specs, structure, steady, options.in_place, of_results, counts_rows, own_rows
     variants = [_traced(loop, *about) for loop in loops]
     if compiled:
         variants = [replace(each, with_xla=_traced(loop, *about)) for each, loop in zip(variants, compiled)]
@@ -188,6 +191,7 @@ def _traced(
     steady: bool,
     in_place: Sequence[Any],
     reduction: BoundReduction | None,
+    counts_rows: bool,
     own_rows: bool,
 ) -> Traced:
     """Return the loop, prepared for calls on many devices, with facts about it."""
@@ -212,17 +216,23 @@ def _traced(
         found,
         steady,
         reduction=reduction,
+        counts_rows=counts_rows,
         own_rows=own_rows,
     )
 
 
 def _flatten(
-    fn: Callable[..., Any], specs: Any, options: Options, rowwise: bool, structures: list[Any], stream: Stream | None
+    fn: Callable[..., Any],
+    specs: Any,
+    options: Options,
+    counts_rows: bool,
+    structures: list[Any],
+    stream: Stream | None,
 ) -> Any:
     """Return `fn` as a `tf.function` from leaves to a list of leaves. It appends the nest of results to `structures`.
 
-    `rowwise`: whether `fn` takes a batch and must return a row for each of its rows. An inner `tf.function` applies autograph,
-    and lifts variables that `fn` creates in its first call.
+    `counts_rows`: as in `Traced`. An inner `tf.function` applies autograph, and lifts variables that `fn` creates in its first
+    call.
     """
     unpack = type(specs) is tuple  # as in tf.data, named tuples and dicts stay one argument
     count = len(tf.nest.flatten(specs))
@@ -245,7 +255,7 @@ def _flatten(
             finally:
                 in_fn.reset(around)
         results = map_nest(
-            lambda value, path: as_result(value, path, rowwise), results, "the result", lists=lists.__contains__
+            lambda value, path: as_result(value, path, counts_rows), results, "the result", lists=lists.__contains__
         )
         structures.append(tf.nest.map_structure(lambda _: None, results))
         flat = tf.nest.flatten(results)

@@ -123,7 +123,7 @@ def run_graph(
         if count:
             ends, seconds = arrivals[0] if arrivals else None, time.perf_counter() - began
             finished(GraphRun(shards, began_at, seconds, compiled.traced.audit.ordered, ends))
-        if count and program.counts_rows:
+        if count and compiled.traced.counts_rows:
             check_row_counts(results, returned, shards)
     return compiled.pack(results)
 

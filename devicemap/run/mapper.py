@@ -272,7 +272,7 @@ class Mapper:
             def run(chunk: Chunk) -> Any:
                 leaves = self.program.with_row_seeds(chunk.leaves, chunk.start, chunk.count)
                 results = function(*compiled.flat(leaves))
-                if self.program.counts_rows:
+                if compiled.traced.counts_rows:
                     returned = results[-1:] if compiled.traced.reduction else []  # states count their rows
                     check_row_counts(results, returned, [chunk.on(device)])
                 return results if keep is None else keep(chunk, results)
