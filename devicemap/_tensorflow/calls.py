@@ -100,10 +100,10 @@ def prepare_gradient(concrete: Any, tensors: Sequence[Any], host: str) -> None:
         call = concrete._select_forward_and_backward_functions(inputs, kind, True)
         call.forward()
     if usable(_taped, _backprop):
-        _begin_backward_on(host, call._functions)
+        _place_taped_backward(host, call._functions)
 
 
-def _begin_backward_on(host: str, functions: Any) -> None:
+def _place_taped_backward(host: str, functions: Any) -> None:
     """Place the backward pass of a taped call on `host`, and do not record outputs that its gradient does not use.
 
     `_wrap_backward_function` puts the gradients of all rows on the first device. It also sends each TensorList that a loop

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Engine(Enum):
-    """The caller of a graph."""
+    """How a graph runs."""
 
     GRAPH = "one graph, called from eager code"
     INLINE = "one graph, as a part of the user's tf.function"

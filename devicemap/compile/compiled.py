@@ -20,10 +20,11 @@ from devicemap.compile.random import Stream, Streams
 from devicemap.compile.replicas import Replicas, captures_fit
 from devicemap.compile.trace import Traced, in_fn
 from devicemap.data.rows import HOST, home_of
+from devicemap.data.sharding import shard_rows
 from devicemap.data.structure import as_objects
 from devicemap.devices import kind_of, python_calls_at_once
 from devicemap.errors import function_error
-from devicemap.events import Shard, shard_rows
+from devicemap.events import Shard
 from devicemap.hosts import host_of, is_remote, settle
 
 _KEPT_SHARDS = 256

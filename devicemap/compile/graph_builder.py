@@ -228,7 +228,7 @@ def ended_on(device: str, results: Sequence[Any]) -> list[Any]:
 
 
 def sizes_in_graph(rows: Any, shards: int) -> Any:
-    """Return `events.shard_sizes` of a number of rows that is known only when the graph runs. The last sizes may be 0."""
+    """Return `shard_sizes` of a number of rows that is known only when the graph runs. The last sizes may be 0."""
     rows = tf.cast(rows, tf.int32)
     return rows // shards + tf.cast(tf.range(shards) < rows % shards, tf.int32)
 

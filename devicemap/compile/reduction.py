@@ -94,10 +94,10 @@ class BoundReduction(ABC):
         self._merge_specs = [*self._state_specs(), tf.TensorSpec([None], tf.int64)]
         # Trace the user's functions before anything is computed, because they may fail.
         trace, states = partial(tf.function, autograph=False), self._merge_specs
-        self._reduce = trace(lambda *results: self._reduced(results)).get_concrete_function(*specs)
-        self._merge = trace(lambda *s: [leaf[None] for leaf in self._merged(s)]).get_concrete_function(*states)
-        self._finish = trace(lambda *s: self._finished(self._merged(s))).get_concrete_function(*states)
-        self.captured = self._finish.captured_inputs
+        self._reduce_graph = trace(lambda *results: self._reduced(results)).get_concrete_function(*specs)
+        self._merge_graph = trace(lambda *s: [leaf[None] for leaf in self._merged(s)]).get_concrete_function(*states)
+        self._finish_graph = trace(lambda *s: self._finished(self._merged(s))).get_concrete_function(*states)
+        self.captured = self._finish_graph.captured_inputs
         """The tensors that the user's functions capture."""
 
     def functions(self) -> list[Any]:
@@ -160,7 +160,7 @@ class BoundReduction(ABC):
 
     def _state_of(self, results: Sequence[Any], rows: Any) -> list[Any]:
         """Return the state of the results of some rows. If a leaf has another number of rows, the state has its count."""
-        *state, count = self._reduce(*results)
+        *state, count = self._reduce_graph(*results)
         if any(leaf.shape[0] is None for leaf in results[1:]):
             counts = tf.stack([count_rows(leaf) for leaf in results])
             count = counts[tf.argmax(tf.cast(counts != rows, tf.int32))]
@@ -168,7 +168,7 @@ class BoundReduction(ABC):
 
     def merged(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """Merge neighboring states, in eager code, into leaves `[1, ...]`. The first part may be a merged state."""
-        return list(self._merge(*(join(leaves) for leaves in zip(*map(self._widened, parts)))))
+        return list(self._merge_graph(*(join(leaves) for leaves in zip(*map(self._widened, parts)))))
 
     def merged_as_they_come(self, states: Iterable[Sequence[Any]], device: str) -> list[Any] | None:
         """Merge states in order on a device, and keep few states in memory. Return `None` if there are no states."""
@@ -184,11 +184,11 @@ class BoundReduction(ABC):
 
     def finished(self, states: Sequence[Any]) -> list[Any]:
         """Return the leaves of the result, in eager code or in a graph. `states` are in the order of rows."""
-        return list(tf.nest.flatten(self._finish(*self._widened(states))))
+        return list(tf.nest.flatten(self._finish_graph(*self._widened(states))))
 
     def packed(self, leaves: Sequence[Any]) -> Any:
         """Pack leaves into the result."""
-        return as_objects(tf.nest.pack_sequence_as(self._finish.structured_outputs, leaves))
+        return as_objects(tf.nest.pack_sequence_as(self._finish_graph.structured_outputs, leaves))
 
     def _widened(self, states: Sequence[Any]) -> list[Any]:
         return [tf.cast(leaf, spec.dtype) for leaf, spec in zip(states, self._merge_specs)]
@@ -234,7 +234,7 @@ class _CustomReduction(BoundReduction):
         super().__init__(structure, specs)
 
     def functions(self) -> list[Any]:
-        return [self._reduce, self._merge]
+        return [self._reduce_graph, self._merge_graph]
 
     def _state_specs(self) -> list[Any]:
         return [tf.TensorSpec([None, *leaf.shape], leaf.dtype) for leaf in tf.nest.flatten(self._initial)]

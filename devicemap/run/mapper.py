@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import tensorflow as tf
@@ -150,7 +150,7 @@ class Mapper:
 
     def stream(self, data: Any) -> Iterator[Any]:
         """Yield the results of chunks, with bounded memory."""
-        source = self.source(data, "streamed", endless=True)
+        source = self.source(data, "streamed")
         compiled, in_order = self.program.compiled_for(source), self._options.deterministic
         options = ChunkOptions(window=self._window(compiled), deterministic=in_order)
 
@@ -169,18 +169,18 @@ class Mapper:
 
     def shape_of_stream(self, data: Any) -> tuple[Any, int | None]:
         """Return the nest of `tf.TypeSpec`s that `stream` yields (objects as nodes), and the number of chunks if known."""
-        source = self.source(data, "streamed", endless=True)
+        source = self.source(data, "streamed")
         spec = self.program.compiled_for(source).traced.nest_of_specs
         count = None
         if source.rows is not None and source.chunk_rows is not None and not self._skips:
             count = -(-source.rows // source.chunk_rows)
         return spec if self._options.deterministic else (tf.TensorSpec([], tf.int64), spec), count
 
-    def source(self, data: Any, what: str, endless: bool = False) -> Source:
-        """Return rows or a dataset as a source of chunks."""
+    def source(self, data: Any, use: Literal["mapped", "streamed", "written"]) -> Source:
+        """Return rows or a dataset as a source of chunks. Only a stream may be endless."""
         if not tf.executing_eagerly():
             raise DataError(
-                f"data cannot be {what} chunk by chunk inside a tf.function; do it outside, or pass tensors and no batch_size"
+                f"data cannot be {use} chunk by chunk inside a tf.function; do it outside, or pass tensors and no batch_size"
             )
         if tape_is_recording():
             raise OptionError(
@@ -192,7 +192,7 @@ class Mapper:
             return MemorySource(
                 data if isinstance(data, Rows) else as_rows(data), size if isinstance(size, int) else None
             )
-        if not endless and data.cardinality() == tf.data.INFINITE_CARDINALITY:
+        if use != "streamed" and data.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise DataError(
                 "the dataset is infinite, and its whole result would be too; take a part of it with .take(n), or map it as "
                 "a stream"

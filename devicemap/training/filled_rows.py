@@ -12,7 +12,7 @@ from devicemap._tensorflow.gradients import linked
 from devicemap.compile.graph_builder import sizes_in_graph
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, count_rows, cut_rows, take_rows
-from devicemap.events import shard_sizes
+from devicemap.data.sharding import shard_sizes
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ import tensorflow as tf
 from devicemap._tensorflow.keras import forget_functions, layers_of, losses_of
 from devicemap.api import DeviceMap
 from devicemap.data.rows import take_rows
+from devicemap.data.sharding import shard_sizes
 from devicemap.data.structure import freeze
 from devicemap.devices import is_out_of_memory
 from devicemap.errors import OptionError, brief, function_error, warn_user
-from devicemap.events import shard_sizes
 from devicemap.inspect.plan import Plan
 from devicemap.inspect.report import DeviceShare, TrainingReport
 from devicemap.inspect.verify import Verification
