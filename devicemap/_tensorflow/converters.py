@@ -102,15 +102,33 @@ def indices_with_row(given: Any, place: int) -> Any:
     return tf.concat([tf.cast(row, indices.dtype), indices], -1)
 
 
+_MERGED = "_devicemap_merged"
+"""Attribute of a tensor `[rows, batch, ...]`: the tensor `[rows * batch, ...]` that it was split from."""
+
+
 def _flattened(tensor: Any) -> Any:
     """`[rows, batch, ...]` -> `[rows * batch, ...]`."""
+    if hasattr(tensor, _MERGED):
+        return getattr(tensor, _MERGED)
     shape = tf.shape(tensor)
     return tf.reshape(tensor, tf.concat([shape[:1] * shape[1:2], shape[2:]], 0))
 
 
 def _unflattened(tensor: Any, rows: Any, length: Any) -> Any:
     """`[rows * length, ...]` -> `[rows, length, ...]`."""
-    return tf.reshape(tensor, tf.concat([rows, length, tf.shape(tensor)[1:]], 0))
+    result = tf.reshape(tensor, tf.concat([rows, length, tf.shape(tensor)[1:]], 0))
+    setattr(result, _MERGED, tensor)
+    return result
+
+
+def convert_fusible(given: Any) -> Any:
+    """Add a shared bias, or rectify, before a merged batch is split by rows.
+
+    Grappler fuses both with a convolution only if no Reshape is between them (test_no_reshape_keeps_grappler_from_fusing).
+    """
+    if hasattr(given.input(0).t, _MERGED):
+        return by_merging(batch, shared)(given)
+    return convert_as_tensorflow(given)
 
 
 def convert_reduction(given: Any) -> Any:
@@ -182,7 +200,7 @@ def convert_bias(given: Any) -> Any:
     (value, _, _), (bias, bias_stacked, _) = given.input(0), given.input(1)
     channels_first = given.get_attr("data_format") == b"NCHW"
     if not (channels_first or bias_stacked):
-        return convert_as_tensorflow(given)
+        return convert_fusible(given)
     rank = given.op.inputs[0].shape.rank
     if rank is None:
         raise NotVectorizableError("has an input of unknown rank")
@@ -280,6 +298,7 @@ CONVERTERS: dict[str, Converter] = {
     "L2Loss": convert_l2_loss,
     "LookupTableFindV2": convert_lookup,
     "ResourceGather": convert_lookup,
+    "Relu": convert_fusible,
     "Roll": convert_roll,
     "ScatterNd": by(indices_with_row, for_all_rows, shape_with_rows),
     "Select": convert_select,
