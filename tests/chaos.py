@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+import threads
 from servers import Server
-from stored import read_rows
+from stored import ComputedRows, read_rows
 
 import devicemap
 from benchmarks.simulator import Simulator, load
 from devicemap.errors import JournalError
-from devicemap.types import ChunkFinished
 
 INTERRUPTED, FAILED = 130, 1
 """Exit codes."""
@@ -75,7 +75,7 @@ def write(directory: str, rows: int, seed: int) -> None:
         else:
             break
     assert results.complete
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("devicemap")]
+    assert not threads.running()
 
 
 def read(directory: str, rows: int, seed: int) -> None:
@@ -104,11 +104,7 @@ def disturb_hosts(seed: int, seconds: float, counts: Any) -> None:
     draw, end = random.Random(seed), time.monotonic() + seconds
     servers = [Server(), Server()]
     devicemap.connect({"worker": [server.address for server in servers]})
-    scale, happened, computed = tf.Variable(1.0), Counter[str](), list[int]()
-
-    def observe(event: Any) -> None:
-        if isinstance(event, ChunkFinished):
-            computed.extend(range(event.shard.start, event.shard.stop))
+    scale, happened, computed = tf.Variable(1.0), Counter[str](), ComputedRows()
 
     def disturb() -> None:
         while time.monotonic() < end - 10:
@@ -120,7 +116,10 @@ def disturb_hosts(seed: int, seconds: float, counts: Any) -> None:
             servers[1].kill()
 
     mapper = devicemap.DeviceMap(
-        lambda row: scale * row + _slowly(row), devices=["/job:worker", "CPU:0"], batch_size=5, progress=observe
+        lambda row: scale * row + _slowly(row),
+        devices=["/job:worker", "CPU:0"],
+        batch_size=5,
+        progress=computed.observe,
     )
     disturbing = threading.Thread(target=disturb)
     disturbing.start()
@@ -134,7 +133,7 @@ def disturb_hosts(seed: int, seconds: float, counts: Any) -> None:
     disturbing.join()
     for server in servers:
         server.kill()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("devicemap")]
+    assert not threads.running()
     counts.put(happened)
 
 

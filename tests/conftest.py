@@ -13,6 +13,7 @@ from collections.abc import Iterator
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import pytest
+import threads
 from durations import DURATIONS
 from selection import cover
 from skipping import pytest_make_collect_report as pytest_make_collect_report
@@ -135,6 +136,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.freeze()  # keep imported modules out of each garbage collection
     gc.set_threshold(20_000, 20, 20)  # tracing would trigger hundreds of collections
+
+
+@pytest.fixture
+def no_thread_stays() -> Iterator[None]:
+    """No thread of the library outlives a test."""
+    yield
+    assert threads.running() == []
 
 
 @pytest.fixture(autouse=True)

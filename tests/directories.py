@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from stored import query, read_rows, rows_of
+from stored import ComputedRows, query, read_rows, rows_of
 
 from benchmarks.simulator import Simulator, load
 from devicemap import DeviceMap
@@ -54,16 +54,15 @@ class Observer:
 
     def start(self, events: int | None = None) -> None:
         """Forget the rows of the last call. The next one ends after so many events."""
-        self.computed: list[int] = []
+        self.computed = ComputedRows()
         self._events_left = events
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, ChunkFinished | RowFailed):
-            self.computed += range(event.shard.start, event.shard.stop)
-            if self._events_left is not None:
-                self._events_left -= 1
-                if self._events_left < 0:
-                    raise Interrupt
+        self.computed.observe(event)
+        if isinstance(event, ChunkFinished | RowFailed) and self._events_left is not None:
+            self._events_left -= 1
+            if self._events_left < 0:
+                raise Interrupt
 
 
 observer = Observer()

@@ -7,6 +7,7 @@ import os
 import runpy
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,6 +29,18 @@ def run(source: str, *arguments: str, cwd: Path | None = None) -> list[str]:
         process.join()
         assert process.exitcode == 0, Path(folder, "errors").read_text()
         return Path(folder, "output").read_text().splitlines()
+
+
+def run_tests(*files: Path, options: Sequence[str] = ()) -> None:
+    """Run test files of one folder, without the `conftest.py` of its parents."""
+    source = """
+        import contextlib, sys
+        import pytest
+
+        with contextlib.redirect_stdout(sys.stderr):
+            sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
+        """
+    run(source, f"--confcutdir={files[0].parent}", *options, *map(str, files))
 
 
 def _run(folder: str, arguments: tuple[str, ...], cwd: Path | None) -> None:

@@ -17,20 +17,30 @@ import tensorflow as tf
 from devicemap import DeviceMap, open_results
 from devicemap.data.rows import spec_of, take_rows
 from devicemap.errors import JournalError, MissingRowsError
-from devicemap.events import ChunkFinished, Event
+from devicemap.events import ChunkFinished, Event, RowFailed
 from devicemap.store.database import DATABASE, Header, StoredChunk, open_for_writing
 from devicemap.store.encoding import describe_nest, encode_leaves
 
 DATA = np.arange(64)
 
 
+class ComputedRows(list[int]):
+    """The rows that calls compute, failed ones included. `observe` is their `progress`."""
+
+    def observe(self, event: Event) -> None:
+        """Add the rows of a chunk that finished, or a row that failed."""
+        if isinstance(event, ChunkFinished | RowFailed):
+            self.extend(range(event.shard.start, event.shard.stop))
+
+
 class Counted:
     """A mapper that records which rows it computes, and has chunks of 4 rows."""
 
     def __init__(self, fn: Callable[..., Any], data: Any = DATA, **options: Any):
-        self.computed: list[int] = []
+        self.computed = ComputedRows()
         self.data = data
-        self.mapper = DeviceMap(fn, devices=["CPU:1", "CPU:2"], progress=self._observe, **{"batch_size": 4, **options})
+        observed = {"batch_size": 4, "progress": self.computed.observe, **options}
+        self.mapper = DeviceMap(fn, devices=["CPU:1", "CPU:2"], **observed)
 
     def write(self, directory: Path, **options: Any) -> list[int]:
         """Write, check that the results are `3 * row + 1`, and return the rows that were computed for it."""
@@ -38,10 +48,6 @@ class Counted:
         results = self.mapper.write(self.data, directory, **options).load()
         np.testing.assert_array_equal(results, 3 * DATA[: len(results)] + 1)
         return sorted(self.computed)
-
-    def _observe(self, event: Event) -> None:
-        if isinstance(event, ChunkFinished):
-            self.computed += range(event.shard.start, event.shard.stop)
 
 
 def query(directory: Path, statement: str, *values: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+import threads
 from ways import ONE, SEVERAL, WAYS, Options, X, ways
 
 import devicemap
@@ -186,7 +187,7 @@ def test_locating_an_error_takes_at_most_a_second() -> None:
     assert len(caught.value.shards) == 3
     assert isinstance(caught.value, tf.errors.UnknownError)
     assert len(calls) > 1
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("devicemap")] == []
+    assert threads.running() == []
 
 
 def test_a_bad_row_beside_rows_that_never_end() -> None:

@@ -14,19 +14,12 @@ from devicemap.errors import DataError, FunctionError
 from devicemap.ray.actors import columns_of, rows_of
 
 FILES = Path(__file__).with_name("clusters")
-RUN = """
-import contextlib, sys
-import pytest
-
-with contextlib.redirect_stdout(sys.stderr):
-    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
-"""
 
 
 @pytest.mark.nightly
 def test_on_a_cluster() -> None:
     pytest.importorskip("ray.data", reason="Ray Data is not installed")
-    processes.run(RUN, f"--confcutdir={FILES}", str(FILES / "mapping.py"))
+    processes.run_tests(FILES / "mapping.py")
 
 
 def test_without_ray() -> None:

@@ -9,8 +9,7 @@ import itertools
 import shutil
 import sqlite3
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from faults import Disk, Statements
-from stored import damage, read_rows, rows_of
+from stored import ComputedRows, damage, read_rows, rows_of
 
 import devicemap
 from devicemap.errors import JournalError
-from devicemap.types import ChunkFinished, Event, RowFailed
+
+pytestmark = pytest.mark.usefixtures("no_thread_stays")
 
 X = np.arange(16)
 BAD = 9
@@ -33,12 +33,7 @@ RIGHT = {int(row): 3 * int(row) + 1 for row in X if row != BAD}
 WIDTH = 5000
 """The results of a chunk take more than one page of the database."""
 
-_computed: list[int] = []
-
-
-def _observe(event: Event) -> None:
-    if isinstance(event, ChunkFinished | RowFailed):
-        _computed.extend(range(event.shard.start, event.shard.stop))
+_computed = ComputedRows()
 
 
 def _wide(row: Any) -> Any:
@@ -47,7 +42,7 @@ def _wide(row: Any) -> Any:
 
 
 MAPPER = devicemap.DeviceMap(
-    _wide, devices=["CPU:1", "CPU:2"], batch_size=4, on_error="skip", vectorize=False, progress=_observe
+    _wide, devices=["CPU:1", "CPU:2"], batch_size=4, on_error="skip", vectorize=False, progress=_computed.observe
 )
 
 
@@ -88,12 +83,6 @@ CALLS: dict[str, tuple[Callable[[Path], None] | None, Callable[[Path], list[int]
     "reduce": (None, _reduce, [sum(RIGHT.values())]),
     "read": (_write_all, _read, [*RIGHT.values()]),
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_stays() -> Iterator[None]:
-    yield
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("devicemap")]
 
 
 FAULTS: dict[str, Callable[[], tuple[Any, bool]]] = {  # what fails, and whether everything after it fails, too

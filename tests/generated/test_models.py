@@ -16,9 +16,12 @@ import devicemap
 from devicemap.errors import FunctionError, OptionError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*batch normalization in training needs the whole batch:RuntimeWarning")
-CI = settings(max_examples=2, derandomize=True, deadline=None, phases=[Phase.generate])
-AT_RANDOM = settings(
-    max_examples=150, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate], print_blob=True
+SOME = settings(max_examples=2, derandomize=True, deadline=None, phases=[Phase.generate])
+MANY = settings(max_examples=150, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate], print_blob=True)
+HOW_MANY = pytest.mark.parametrize(
+    "how_many",
+    [SOME, pytest.param(MANY, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])],
+    ids=["some", "many"],
 )
 DEVICES = [f"CPU:{i}" for i in range(1, 8)]
 HALVED = {"accumulate": 2}, {"recompute": True}
@@ -68,33 +71,14 @@ PIPELINES = st.fixed_dictionaries(
     {"microbatches": st.integers(1, 4), "schedule": st.sampled_from(["1f1b", "gpipe"])},
     optional={"replicas": st.just(2)},
 )
-EVERYWHERE = {"model": models(), "count": st.integers(2, 3), "options": st.sampled_from([{}, *HALVED])}
-IN_STAGES = {"model": models(), "count": st.integers(2, 3), "options": PIPELINES}
+MODELS = {"model": models(), "count": st.integers(2, 3)}
 
 
-@CI
-@given(**EVERYWHERE)
-def test_on_several_devices(model: RandomModel, count: int, options: dict[str, Any]) -> None:
-    _train_on_devices(model, count, options)
+@HOW_MANY
+def test_on_several_devices(how_many: settings) -> None:
+    how_many(given(**MODELS, options=st.sampled_from([{}, *HALVED]))(_train_on_devices))()
 
 
-@CI
-@given(**IN_STAGES)
-def test_as_pipelines(model: RandomModel, count: int, options: dict[str, Any]) -> None:
-    _train_as_pipeline(model, count, options)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-@AT_RANDOM
-@given(**EVERYWHERE)
-def test_many_on_several_devices(model: RandomModel, count: int, options: dict[str, Any]) -> None:
-    _train_on_devices(model, count, options)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-@AT_RANDOM
-@given(**IN_STAGES)
-def test_many_as_pipelines(model: RandomModel, count: int, options: dict[str, Any]) -> None:
-    _train_as_pipeline(model, count, options)
+@HOW_MANY
+def test_as_pipelines(how_many: settings) -> None:
+    how_many(given(**MODELS, options=PIPELINES)(_train_as_pipeline))()

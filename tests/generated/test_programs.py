@@ -79,36 +79,21 @@ def _ways(program: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:
     return _serial(fn, devicemap.parallel_map(lambda k, seed: seed, K, seed=7)), mapper, inside
 
 
-VALUES = given(programs(STEPS), OPTIONS, st.integers(1, 4))
-GRADIENTS = given(programs(PURE), OPTIONS)
 # No shrinking, which would trace many functions.
-CI = settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
-AT_RANDOM = settings(max_examples=300, deadline=None, phases=[Phase.generate])
+SOME = settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+MANY = settings(max_examples=300, deadline=None, phases=[Phase.generate])
+HOW_MANY = pytest.mark.parametrize(
+    "how_many",
+    [SOME, pytest.param(MANY, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])],
+    ids=["some", "many"],
+)
 
 
-@CI
-@VALUES
-def test_values(program: Any, options: dict[str, Any], batch_size: int) -> None:
-    check(program, options, batch_size)
+@HOW_MANY
+def test_values(how_many: settings) -> None:
+    how_many(given(programs(STEPS), OPTIONS, st.integers(1, 4))(check))()
 
 
-@CI
-@GRADIENTS
-def test_gradients(program: Any, options: dict[str, Any]) -> None:
-    check_gradients(program, options)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-@AT_RANDOM
-@VALUES
-def test_many_values(program: Any, options: dict[str, Any], batch_size: int) -> None:
-    check(program, options, batch_size)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-@AT_RANDOM
-@GRADIENTS
-def test_many_gradients(program: Any, options: dict[str, Any]) -> None:
-    check_gradients(program, options)
+@HOW_MANY
+def test_gradients(how_many: settings) -> None:
+    how_many(given(programs(PURE), OPTIONS)(check_gradients))()

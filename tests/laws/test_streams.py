@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
+import threads
 
 import devicemap
 from devicemap.errors import DataError, FunctionError, OptionError
@@ -32,10 +31,6 @@ def _batches(rows: Any = X, sizes: list[int] = BATCHES) -> Any:
 
     spec = tf.TensorSpec([None, *rows.shape[1:]], rows.dtype)
     return tf.data.Dataset.from_generator(read, output_signature=spec)
-
-
-def _threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("devicemap")}
 
 
 def _take(chunks: Any, into: list[Any]) -> None:
@@ -67,7 +62,7 @@ def test_chunks_come_in_order(devices: list[str], data: Any, options: dict[str, 
             assert [len(chunk["twice"]) for chunk in chunks] == sizes
         rows = np.concatenate([chunk["twice"] for chunk in chunks] or [np.zeros([0, 3])])
         np.testing.assert_array_equal(rows, X * 2 if sizes != [] else np.zeros([0, 3]))
-    assert _threads() == set()
+    assert threads.running() == []
 
 
 def test_ragged_samples_and_strings() -> None:
@@ -91,7 +86,7 @@ def test_a_stream_that_is_dropped_by_a_consumer_that_raises() -> None:
     with pytest.raises(RuntimeError, match="enough"):
         consume()
     gc.collect()
-    assert _threads() == set()
+    assert threads.running() == []
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 1}, {"batched": True}, {"batched": True, "batch_size": "auto"}])
@@ -149,10 +144,7 @@ def test_as_a_dataset(devices: list[str]) -> None:
     next(iterator)
     del iterator
     gc.collect()
-    deadline = time.monotonic() + 10
-    while _threads() and time.monotonic() < deadline:  # tf.data lets go of the generator in a thread of its own
-        time.sleep(0.01)
-    assert _threads() == set()
+    threads.wait_until_ended()  # tf.data closes the generator in a thread of its own
 
 
 def test_as_a_dataset_with_first_rows() -> None:

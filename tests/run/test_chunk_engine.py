@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
+import threads
 
 from devicemap.data.sources import Chunk
 from devicemap.run.chunk_engine import run_chunks
@@ -20,15 +21,7 @@ from devicemap.run.chunk_sizes import Throughput
 from devicemap.run.workers import Call, ChunkOptions, Runner
 from devicemap.types import ChunkFinished, Event
 
-
-def _threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("devicemap")]
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_stays() -> Iterator[None]:
-    yield
-    assert _threads() == []
+pytestmark = pytest.mark.usefixtures("no_thread_stays")
 
 
 @dataclass
@@ -238,9 +231,7 @@ def test_an_observer_may_close_the_stream() -> None:
     next(streams[0])
     began.set()
     _wait(closed)
-    deadline = time.monotonic() + 10
-    while _threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    threads.wait_until_ended()
     assert source.closed
 
 

@@ -6,17 +6,17 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
+import threads
 
 import devicemap
 from benchmarks.simulator import Simulator
@@ -27,10 +27,7 @@ from devicemap.events import CallFinished, ChunkFailed, ChunkRetried, DeviceLost
 THREE = ["CPU:1", "CPU:2", "CPU:3"]
 
 
-@pytest.fixture(autouse=True)
-def _no_thread_stays() -> Iterator[None]:
-    yield
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("devicemap")] == []
+pytestmark = pytest.mark.usefixtures("no_thread_stays")
 
 
 @pytest.fixture(autouse=True)
@@ -189,18 +186,7 @@ def test_an_assertion_is_raised_while_another_row_runs() -> None:
         assert not release.is_set()
     finally:
         release.set()
-        _wait_for_threads()
-
-
-def _wait_for_threads() -> None:
-    """Wait for the threads of ops that were running when their call ended.
-
-    Not with `Thread.join`: if it was interrupted, it takes a running thread for ended.
-    """
-    deadline = time.monotonic() + 10
-    while any(thread.name.startswith("devicemap") for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+        threads.wait_until_ended()
 
 
 @pytest.mark.parametrize("max_retries", [0, 1, 2])
@@ -245,4 +231,4 @@ def test_a_second_ctrl_c_does_not_lose_the_end_of_the_call() -> None:
         mapper(tf.zeros([1]))
     assert isinstance(events[-1], CallFinished)
     assert mapper.report.error.startswith("KeyboardInterrupt")
-    _wait_for_threads()
+    threads.wait_until_ended()

@@ -14,13 +14,6 @@ from benchmarks import softgpu
 
 FILES = Path(__file__).with_name("softgpus")
 REPORTS = Path(__file__).parents[2] / "build"
-RUN = """
-import contextlib, sys
-import pytest
-
-with contextlib.redirect_stdout(sys.stderr):
-    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "", *sys.argv[1:]]))
-"""
 NIGHTLY = ("devices chunks", "traffic", "cut", "training", "pipelines", "largest_batch")
 """Files that share a process need GPUs of the same number and size."""
 
@@ -36,5 +29,4 @@ def test_on_emulated_gpus(files: str) -> None:
     except softgpu.Unavailable as reason:
         pytest.skip(str(reason))
     report = REPORTS / f"emulated-gpus-{files.replace(' ', '-')}.xml"
-    paths = (str(FILES / f"{name}.py") for name in files.split())
-    processes.run(RUN, f"--confcutdir={FILES}", f"--junitxml={report}", *paths)
+    processes.run_tests(*(FILES / f"{name}.py" for name in files.split()), options=["-m", "", f"--junitxml={report}"])

@@ -14,22 +14,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from leaves import NEST, ROWS, nest_of
-from stored import query
+from stored import ComputedRows, query
 
 import devicemap
 from devicemap.errors import JournalError
-from devicemap.types import ChunkFinished, Event, RowFailed
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 BAD = 5
 """This row fails in "failed rows" and "unfinished"."""
 
-_computed: list[int] = []
-
-
-def _observe(event: Event) -> None:
-    if isinstance(event, ChunkFinished | RowFailed):
-        _computed.extend(range(event.shard.start, event.shard.stop))
+_computed = ComputedRows()
 
 
 def _failing(row: Any) -> Any:
@@ -37,8 +31,8 @@ def _failing(row: Any) -> Any:
         return 3 * row + 1
 
 
-LEAVES = devicemap.DeviceMap(nest_of, batched=True, batch_size=4, devices=["CPU:0"], progress=_observe)
-FAILING = devicemap.DeviceMap(_failing, batch_size=4, devices=["CPU:0"], on_error="skip", progress=_observe)
+LEAVES = devicemap.DeviceMap(nest_of, batched=True, batch_size=4, devices=["CPU:0"], progress=_computed.observe)
+FAILING = devicemap.DeviceMap(_failing, batch_size=4, devices=["CPU:0"], on_error="skip", progress=_computed.observe)
 
 
 def _parts(nest: Any) -> list[Any]:
