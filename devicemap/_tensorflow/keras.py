@@ -154,6 +154,15 @@ def set_note(output: Any, name: str, note: Any) -> None:
     setattr(output, name, note)
 
 
+def build_compiled(model: Any, batch: Any) -> None:
+    """Build the losses and metrics of a model's `compile` for a batch, without a step.
+
+    Keras does so for its other backends. Errors are left to the step, which raises them, too.
+    """
+    with replacing(model, optimizer=None), contextlib.suppress(Exception):
+        model._symbolic_build(data_batch=batch)
+
+
 def losses_of(model: Any) -> list[Any]:
     """Return the `keras.losses.Loss` objects of a model's `compile`, once it has seen a batch."""
     return [each.loss for each in getattr(_compiled(model, "loss"), "_flat_losses", None) or ()]

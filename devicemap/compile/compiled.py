@@ -222,12 +222,12 @@ class CompiledMap:
 
     def _build(self, spec: CallSpec) -> Any:
         builder = CallGraphBuilder(
-            spec,
-            self._variant(self.traced, spec),
-            self.slots,
-            self._replicas_for(spec),
-            self._output_device,
-            re.sub(r"\W+", "_", self._name, flags=re.ASCII).strip("_") or "fn",  # valid in a name scope
+            spec=spec,
+            traced=self._variant(self.traced, spec),
+            slots=self.slots,
+            replicas=self._replicas_for(spec),
+            output_device=self._output_device,
+            scope=re.sub(r"\W+", "_", self._name, flags=re.ASCII).strip("_") or "fn",  # valid in a name scope
         )
         return builder.build(self._traces_for(spec))
 

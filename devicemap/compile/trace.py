@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -164,10 +165,13 @@ def trace(
             raise function_error(
                 f"the results of fn cannot be reduced: {type(error).__name__}: {error}", error
             ) from error
-    about = traced_fn, leaf_specs, structure, steady, options.in_place, of_results, counts_rows, own_rows
-    variants = [_traced(loop, *about) for loop in loops]
+    prepare = partial(
+        _traced, specs=leaf_specs, structure=structure, in_place=options.in_place, function=traced_fn, steady=steady,
+        reduction=of_results, counts_rows=counts_rows, own_rows=own_rows,
+    )  # fmt: skip
+    variants = [prepare(loop) for loop in loops]
     if compiled:
-        variants = [replace(each, with_xla=_traced(loop, *about)) for each, loop in zip(variants, compiled)]
+        variants = [replace(each, with_xla=prepare(loop)) for each, loop in zip(variants, compiled)]
     first, *others = variants
     return replace(first, with_gradients=others[0]) if others else first
 
@@ -185,16 +189,15 @@ def _reduced(reduction: BoundReduction, loops: list[RowLoop], specs: list[Any]) 
 
 def _traced(
     loop: RowLoop,
-    function: Any,
+    *,
     specs: list[Any],
     structure: Any,
-    steady: bool,
     in_place: Sequence[Any],
     reduction: BoundReduction | None,
-    counts_rows: bool,
     own_rows: bool,
+    **facts: Any,
 ) -> Traced:
-    """Return the loop, prepared for calls on many devices, with facts about it."""
+    """Return the loop, prepared for calls on many devices. `facts` are further fields of `Traced`."""
     concrete = loop.concrete
     differentiate_freely(concrete.graph)
     outputs = [spec_of(leaf) for leaf in concrete.structured_outputs]
@@ -206,18 +209,16 @@ def _traced(
         found = audit(concrete, in_place)
     return Traced(
         concrete,
-        tuple(concrete.captured_inputs),
-        structure if reduction is None else (None,) * len(outputs),
-        tuple(outputs),
-        loop.vectorized,
-        loop.reason,
-        loop.remedy,
-        function,
-        found,
-        steady,
+        captures=tuple(concrete.captured_inputs),
+        structure=structure if reduction is None else (None,) * len(outputs),
+        specs=tuple(outputs),
+        vectorized=loop.vectorized,
+        reason=loop.reason,
+        remedy=loop.remedy,
+        audit=found,
         reduction=reduction,
-        counts_rows=counts_rows,
         own_rows=own_rows,
+        **facts,
     )
 
 

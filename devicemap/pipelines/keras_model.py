@@ -72,6 +72,12 @@ class PipelineModel(keras.Model):
         """Call the pipeline. Keras passes `training` to the layers of its stages."""
         return self.pipe(_with_tuples(inputs))
 
+    def make_train_function(self, force: bool = False) -> Any:
+        """Make the function of a step. Variables that a step creates in its trace would let it be traced again."""
+        if self.built:
+            build_optimizer(self)
+        return super().make_train_function(force)
+
     def train_step(self, data: Any) -> Any:
         """Update the variables for a batch, as Keras's own step does."""
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)

@@ -11,7 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import forget_functions, layers_of, losses_of
+from devicemap._tensorflow.keras import build_compiled, forget_functions, layers_of, losses_of
+from devicemap._tensorflow.keras_graphs import build_optimizer
 from devicemap.api import DeviceMap
 from devicemap.data.rows import take_rows
 from devicemap.data.sharding import shard_sizes
@@ -201,7 +202,7 @@ class ParallelModel:
         for batch in map(_without_optionals, islice(iter(batches), self._model.steps_per_execution)):
             self.build(batch, step)
             try:
-                results.append(self._function(step, functions, specs)(batch))
+                results.append(self._function(step, functions, specs, batch)(batch))
             except tf.errors.OpError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -215,17 +216,28 @@ class ParallelModel:
             return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *results)
         return results[-1]
 
-    def _function(self, step: str, functions: dict[Any, Any], specs: Any) -> Any:
+    def _function(self, step: str, functions: dict[Any, Any], specs: Any, batch: Any) -> Any:
         """Return the function of a batch that runs a step. It is traced unless the model runs eagerly."""
         run = partial(self._step, step)
         if self._model.run_eagerly:
             return run
-        # Keras builds its losses in the first step. If an optimizer creates no variable, that step is traced only once.
-        key = freeze(specs), bool(losses_of(self._model))
+        if not functions:
+            self._build_compiled(step, batch)
+        # A step without rows has no mapped calls. What could not be built before, the first step builds.
+        key = freeze(specs), count_of(batch) == 0, bool(losses_of(self._model))
         if key not in functions:
             signature = None if specs is None else [specs]
             functions[key] = tf.function(run, signature, autograph=False, reduce_retracing=True)
         return functions[key]
+
+    def _build_compiled(self, step: str, batch: Any) -> None:
+        """Build what a step of Keras would build, so that it is traced once, and knows its losses."""
+        if step == "predict_step" or self._own_methods(step):
+            return
+        with beside_variables(self._model):
+            build_compiled(self._model, batch)
+            if step == "train_step":
+                build_optimizer(self._model)
 
     def _own_methods(self, step: str) -> tuple[str, ...]:
         """Return the methods of a step that a model overrides. They may use outputs in any way."""

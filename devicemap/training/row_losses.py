@@ -88,7 +88,7 @@ class RowLosses:
 
     def of_rows(self, outputs: Any, rows: Sequence[Any]) -> list[Any]:
         """Return the values `[rows, ...]` of all `keys`, with their masks, in the graph that is being traced."""
-        found, _ = self._measured(outputs, rows)
+        found = self._measured(outputs, rows)[0] if self.keys else {}
         return [found[key] for key in self.keys]
 
     def keep(self, outputs: Any, values: Sequence[Any]) -> None:

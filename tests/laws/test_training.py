@@ -387,6 +387,24 @@ def graphs() -> int:
 
 
 @pytest.mark.in_ci(1)
+@pytest.mark.parametrize("accuracy", [[], ["accuracy"]], ids=["without metrics", "with metrics"])
+@pytest.mark.parametrize("loss", ["mse", keras.losses.Huber()], ids=["mse", "huber"])
+def test_a_step_is_traced_once(loss: Any, accuracy: list[str], devices: list[str]) -> None:
+    """Keras traces it twice, because its first trace creates the variables of the optimizer and of metrics."""
+    traced = []
+
+    class Optimizer(keras.optimizers.Adam):
+        def apply(self, *arguments: Any) -> None:
+            traced.append(len(self.variables))
+            super().apply(*arguments)
+
+    model = keras.Sequential([keras.Input([6]), layers.Dense(2)])
+    model.compile(Optimizer(), loss, metrics=accuracy, jit_compile=False)
+    devicemap.parallelize(model, devices).fit(X, Y, batch_size=11, epochs=2, verbose=0)
+    assert traced == [len(model.optimizer.variables)]
+
+
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("name", ["momentum, clipnorm", "batch normalization"])
 def test_a_model_takes_its_graphs_with_it(name: str, devices: list[str]) -> None:
     before = graphs()
