@@ -34,6 +34,8 @@ def convert_loop(given: Any) -> list[Any]:
             return _shared_loop(given, loop, differ)
     if not _keeps_lengths(given, loop):
         raise NotVectorizableError("fn has a loop that rows leave at different times, with a list that may grow")
+    if any(op.type.startswith("LookupTable") for graph in _graphs_of(loop) for op in graph.get_operations()):
+        raise NotVectorizableError("fn has a loop that rows leave at different times, with a lookup table")
     if any(start.shape.is_fully_defined() > end.shape.is_fully_defined() for start, end in _variables(given.op)):
         raise NotVectorizableError("fn has a loop that rows leave at different times, with a tensor that grows in it")
     return list(_with_rare_partitions(given)())
@@ -86,9 +88,7 @@ def _shared_loop(given: Any, loop: Any, differ: Iterable[int]) -> list[Any]:
         for i, (result, shape) in enumerate(zip(body(wrapped(variables)), shapes)):
             if result.is_stacked > stacked[i]:
                 raise _Parting
-            # XLA does not resolve the handle of a variable that passes through a call (test_compiled_loops).
-            passed = i in loop._body_pass_through_indices
-            results.append(variables[i] if passed else _alike(result, stacked[i], given.pfor.loop_len_vector))
+            results.append(_alike(result, stacked[i], given.pfor.loop_len_vector))
             results[-1].set_shape(shape)
         return results
 
@@ -140,13 +140,18 @@ def _keeps_lengths(given: Any, loop: Any) -> bool:
         tf.TensorShape(pfor._parse_variant_shapes_and_types(each)[0].shape).is_fully_defined() for each in lists
     ):
         return False
-    graph = loop._body_func.graph
-    for each in (graph, *functions_within(graph)):
+    for each in _graphs_of(loop):
         if any(output.op.type in _OF_NEW_LISTS for output in each.outputs):
             return False
         if any(op.type in _OF_LENGTHS or _resizes(op) for op in each.get_operations()):
             return False
     return True
+
+
+def _graphs_of(loop: Any) -> list[Any]:
+    """Return the graphs of a loop's body and of the functions that it calls."""
+    graph = loop._body_func.graph
+    return [graph, *functions_within(graph)]
 
 
 _OF_NEW_LISTS = {
@@ -205,18 +210,27 @@ _OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "TensorListLength", "TensorList
 
 
 def _over_rows(given: Any, function: Any) -> Any:
-    """Convert a function of the graph for one row into a function for all rows."""
-    rows = given.pfor
-    converter = pfor.PFor(
-        loop_var=rows.loop_var,
-        loop_len=rows.loop_len_vector[0],
-        pfor_ops=function.graph.get_operations(),
-        fallback_to_while_loop=rows.fallback_to_while_loop,
-        all_indices=rows.all_indices,
-        all_indices_partitioned=rows.all_indices_partitioned,
-        pfor_config=rows.pfor_config,
-    )
-    return partial(pfor._convert_function_call, function, converter)
+    """Convert a function of the graph for one row into a function for all rows, which adds its ops to the current graph.
+
+    TensorFlow would call a function that returns all loop variables. The handle of a lookup table among them has no gradient.
+    """
+    rows, graph = given.pfor, function.graph
+
+    def run(inputs: Sequence[Any]) -> list[Any]:
+        converter = pfor.PFor(
+            loop_var=rows.loop_var,
+            loop_len=rows.loop_len_vector[0],
+            pfor_ops=graph.get_operations(),
+            fallback_to_while_loop=rows.fallback_to_while_loop,
+            all_indices=rows.all_indices,
+            all_indices_partitioned=rows.all_indices_partitioned,
+            pfor_config=rows.pfor_config,
+        )
+        for placeholder, taken in zip(graph.inputs, inputs):
+            converter._add_conversion(placeholder, taken)
+        return [converter._convert_helper(output) for output in graph.outputs]
+
+    return run
 
 
 def _branch(given: Any, index: Any, names: Sequence[str]) -> list[Any]:

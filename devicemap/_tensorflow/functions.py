@@ -151,22 +151,20 @@ _own: weakref.WeakSet[Any] = weakref.WeakSet()
 """Graphs that `own_functions` found. Later traces in `tracing_again` with the same key share them."""
 
 
-def own_functions(graph: Any) -> tuple[list[Any], list[Any]]:
-    """Return the graphs of the functions that were traced for a graph, and those of other functions that it calls.
+def own_functions(graph: Any) -> list[Any]:
+    """Return the graphs of the functions that were traced for a graph.
 
-    The other functions were traced before. Users may call them, so they must not change.
+    Other functions that it calls were traced before. Users may call them, so their gradients must not change.
     """
-    own, others = [], []
+    own = []
     for inner in functions_within(graph):
         outer = inner
         while outer is not None and outer is not graph and outer not in _own:
             outer = getattr(outer, "outer_graph", None)
-        if outer is None:
-            others.append(inner)
-        else:
+        if outer is not None:
             _own.add(inner)
             own.append(inner)
-    return own, others
+    return own
 
 
 @with_fallback(nothing, _context)

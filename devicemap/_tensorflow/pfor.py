@@ -24,7 +24,7 @@ pfor = Private(
         "PFor",
         "WhileV2",
         "_PforInput",
-        "_convert_function_call",
+        "_fallback_converter",
         "_outputs_for_branch",
         "_parse_variant_shapes_and_types",
         "_partition_inputs_for_indices",
@@ -108,11 +108,14 @@ def _convert(own: Converter | None, given: Any) -> Any:
     policy: Policy | None = getattr(_converting, "policy", None)
     if policy is not None:
         return policy(given, own or converter)
-    # `fn` itself vectorises a function that was traced for it.
+    # A tf.vectorized_map of the user converts a function that was converted here before.
     converter = converter or own
-    if converter is None:
+    if converter is not None:
+        return converter(with_own_inputs(given))
+    variants = any(tensor.dtype == tf.variant for tensor in (*given.op.inputs, *given.op.outputs))
+    if variants or not given.pfor.fallback_to_while_loop:
         raise ValueError(f"No pfor vectorization defined for {given.op.type}")
-    return converter(with_own_inputs(given))
+    return pfor._fallback_converter(given)
 
 
 def convert_as_tensorflow(given: Any) -> Any:

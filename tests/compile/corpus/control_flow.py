@@ -11,6 +11,9 @@ WEIGHTS = tf.Variable(shared(3, 3, dtype=tf.float64))
 TABLE = tf.Variable(shared(8, 3))
 KERNEL = shared(2, 1, 2, dtype=tf.float64)
 MATRIX = shared(3, 3)
+LEVELS = tf.lookup.StaticHashTable(
+    tf.lookup.KeyValueTensorInitializer(tf.range(3), tf.constant([0.9, 0.8, 0.7], tf.float64)), 0.5
+)
 NEVER = 1e3
 VARIABLES = [WEIGHTS, TABLE]
 
@@ -30,6 +33,12 @@ def shared_start(row: Any) -> Any:
         first = first + row
         scale = scale * 1.1
     return second + scale
+
+
+def lookups(row: Any) -> Any:
+    for k in tf.range(3):
+        row = row * LEVELS.lookup(k) + LEVELS.lookup(tf.cast(row[0], tf.int32))
+    return row
 
 
 def collected(row: Any) -> Any:
@@ -138,6 +147,7 @@ FUNCTIONS = {
         lambda i: tf.reduce_sum(tf.gather(TABLE, [[i, i + 1], [0, i]])) * tf.gather(TABLE, 0), INDICES),
     "row in a tf.function": (lambda i: looked_up(i), INDICES),
     "rows in a loop": (walk, INDICES),
+    "lookups in a loop": (lookups, ROWS),
     "determinant of rows": (lambda i: tf.linalg.det(tf.gather(TABLE, [i, i + 1, 0])), INDICES),
     "tf.scan": (lambda r: tf.scan(lambda s, e: tf.sin(s) * 0.5 + e, r), VECTORS),
     "tf.scan of pairs": (lambda r: tf.scan(lambda s, e: (s[0] + e, s[1] * e), r, (tf.zeros([]), tf.ones([]))), VECTORS),
