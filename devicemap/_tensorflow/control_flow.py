@@ -33,11 +33,17 @@ def convert_loop(given: Any) -> list[Any]:
         with contextlib.suppress(_Parting):
             return _shared_loop(given, loop, differ)
     if not _keeps_lengths(given, loop):
-        raise NotVectorizableError("fn has a loop that rows leave at different times, with a list that may grow")
+        raise NotVectorizableError(
+            "fn has a loop that rows leave at different times, with a list that may grow",
+            "give the tf.TensorArray a fixed size and element_shape",
+        )
     if any(op.type.startswith("LookupTable") for graph in _graphs_of(loop) for op in graph.get_operations()):
         raise NotVectorizableError("fn has a loop that rows leave at different times, with a lookup table")
     if any(start.shape.is_fully_defined() > end.shape.is_fully_defined() for start, end in _variables(given.op)):
-        raise NotVectorizableError("fn has a loop that rows leave at different times, with a tensor that grows in it")
+        raise NotVectorizableError(
+            "fn has a loop that rows leave at different times, with a tensor whose shape may change in it",
+            "keep its shape with tf.ensure_shape",
+        )
     return list(_with_rare_partitions(given)())
 
 
@@ -249,7 +255,10 @@ def _branch(given: Any, index: Any, names: Sequence[str]) -> list[Any]:
         return [tf.zeros([0, *output.shape], output.dtype) for output in outputs]
 
     if any(output.dtype == tf.variant or not output.shape.is_fully_defined() for output in outputs):
-        raise NotVectorizableError("fn has a branch whose results may differ in shape between rows")
+        raise NotVectorizableError(
+            "fn has a branch whose results may differ in shape between rows",
+            "give the results of both branches the same shape, with tf.ensure_shape if TensorFlow does not know it",
+        )
     results = []
     for name, indices, place in zip(names, of_branches, places):
         results.append(tf.cond(tf.size(indices) > 0, partial(run, name, indices, place), skip))

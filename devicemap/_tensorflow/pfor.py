@@ -44,7 +44,11 @@ _converting = threading.local()
 
 
 class NotVectorizableError(Exception):
-    """An op cannot run for all rows at once."""
+    """An op cannot run for all rows at once. The message is the reason; `remedy`: what to try, if it is not another op."""
+
+    def __init__(self, reason: str, remedy: str = ""):
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 @functools.cache

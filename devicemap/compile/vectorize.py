@@ -171,7 +171,8 @@ class _Vectorizer:
             reason = f"{_first_line(error) if is_control_flow(op) else f'{op.type} {_words(error)}'}{_quoted(op)}"
             if not runs_row_by_row(op):
                 untested = converter is not None and op.type not in OPS
-                self.failure = self.failure or _NotVectorizedError(reason, *[_FORCE] * untested, _REPLACE)
+                remedy = getattr(error, "remedy", "") or _REPLACE
+                self.failure = self.failure or _NotVectorizedError(reason, *[_FORCE] * untested, remedy)
                 raise
         self.alone.append(reason)
         return _row_by_row(given)

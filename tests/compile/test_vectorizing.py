@@ -88,7 +88,7 @@ ROW_BY_ROW: list[tuple[Callable[..., Any], Any, str]] = [
         VECTORS,
         "a branch whose results may differ",
     ),
-    (_growing, VECTORS, "a loop that rows leave at different times, with a tensor that grows in it"),
+    (_growing, VECTORS, "a loop that rows leave at different times, with a tensor whose shape may change in it"),
     (_list_that_grows, VECTORS, "a loop that rows leave at different times, with a list that may grow"),
     (_joined, VECTORS, "TensorListConcatV2 has no tested vectorised form"),
     (lambda s: tf.unique(tf.strings.bytes_split(s))[0], TEXT, "StringSplit has no vectorised form"),
@@ -103,6 +103,21 @@ def test_what_runs_row_by_row(capfd: pytest.CaptureFixture[str]) -> None:
     for fn, data, reason in ROW_BY_ROW:
         assert reason in traced(devicemap.DeviceMap(fn, devices=TWO), data).reason
     assert "pfor" not in capfd.readouterr().err  # which logs the ops that it cannot convert
+
+
+def test_a_known_shape_lets_rows_part() -> None:
+    """As the remedy says."""
+
+    def growing(row: Any, known: bool) -> Any:
+        step = lambda i, state: (i + 1, tf.reshape(state * 1.5, [-1]))
+        fixed = lambda i, state: (i + 1, tf.ensure_shape(tf.reshape(state * 1.5, [-1]), [3]))
+        shapes = tf.TensorShape([]), tf.TensorShape([3] if known else [None])
+        goes_on = lambda i, state: (tf.norm(state) < 9.0) & (i < 9)
+        return tf.while_loop(goes_on, fixed if known else step, (0, row), shape_invariants=shapes)[1]
+
+    unknown = traced(devicemap.DeviceMap(lambda row: growing(row, False), devices=TWO), VECTORS)
+    assert "tf.ensure_shape" in unknown.remedy
+    assert traced(devicemap.DeviceMap(lambda row: growing(row, True), devices=TWO), VECTORS).vectorized
 
 
 def test_ops_that_draw_or_call_python_do_not_run_row_by_row_alone() -> None:
@@ -155,12 +170,12 @@ def test_functions_that_were_traced_before(tmp_path: Path) -> None:
     """Of a concrete function, of XLA, and of a SavedModel. They remain what they were for tf.vectorized_map."""
     _compiled(VECTOR)
     tf.saved_model.save(_Saved(), str(tmp_path))
-    scale = tf.saved_model.load(str(tmp_path)).scale
+    saved = tf.saved_model.load(str(tmp_path))
     unique = tf.function(lambda row: tf.reduce_sum(tf.unique(row)[0])).get_concrete_function(tf.TensorSpec([3]))
     concrete = tf.function(tf.sin).get_concrete_function(tf.TensorSpec([3]))
 
     def fn(row: Any) -> Any:
-        return _compiled(concrete(row)) + scale(row[None])[0]
+        return _compiled(concrete(row)) + saved.scale(row[None])[0]
 
     mapper = devicemap.DeviceMap(fn, devices=TWO)
     assert traced(mapper, VECTORS).reason == ALL_OPS
