@@ -151,20 +151,22 @@ _own: weakref.WeakSet[Any] = weakref.WeakSet()
 """Graphs that `own_functions` found. Later traces in `tracing_again` with the same key share them."""
 
 
-def own_functions(graph: Any) -> list[Any]:
-    """Return the graphs of the functions that were traced for a graph.
+def own_functions(graph: Any) -> tuple[list[Any], list[Any]]:
+    """Return the graphs of the functions that were traced for a graph, and those of other functions that it calls.
 
-    Other functions that it calls were traced before. Users may call them, so their gradients must not change.
+    The other functions were traced before. Users may call them, so they must not change.
     """
-    own = []
+    own, others = [], []
     for inner in functions_within(graph):
         outer = inner
         while outer is not None and outer is not graph and outer not in _own:
             outer = getattr(outer, "outer_graph", None)
-        if outer is not None:
+        if outer is None:
+            others.append(inner)
+        else:
             _own.add(inner)
             own.append(inner)
-    return own
+    return own, others
 
 
 @with_fallback(nothing, _context)

@@ -24,7 +24,6 @@ pfor = Private(
         "PFor",
         "WhileV2",
         "_PforInput",
-        "_fallback_converter",
         "_outputs_for_branch",
         "_parse_variant_shapes_and_types",
         "_partition_inputs_for_indices",
@@ -112,14 +111,11 @@ def _convert(own: Converter | None, given: Any) -> Any:
     policy: Policy | None = getattr(_converting, "policy", None)
     if policy is not None:
         return policy(given, own or converter)
-    # A tf.vectorized_map of the user converts a function that was converted here before.
+    # `fn` itself vectorises a function that was traced for it.
     converter = converter or own
-    if converter is not None:
-        return converter(with_own_inputs(given))
-    variants = any(tensor.dtype == tf.variant for tensor in (*given.op.inputs, *given.op.outputs))
-    if variants or not given.pfor.fallback_to_while_loop:
+    if converter is None:
         raise ValueError(f"No pfor vectorization defined for {given.op.type}")
-    return pfor._fallback_converter(given)
+    return converter(with_own_inputs(given))
 
 
 def convert_as_tensorflow(given: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,6 +92,7 @@ ROW_BY_ROW: list[tuple[Callable[..., Any], Any, str]] = [
     (_joined, VECTORS, "TensorListConcatV2 has no tested vectorised form"),
     (lambda s: tf.unique(tf.strings.bytes_split(s))[0], TEXT, "StringSplit has no vectorised form"),
     (lambda r: tf.numpy_function(np.sin, [r], tf.float32), VECTORS, "PyFunc acts once per row"),
+    (tf.function(tf.sin).get_concrete_function(tf.TensorSpec([3])), VECTORS, "traced before"),
     (_looked_up, VECTORS, "a loop that rows leave at different times, with a lookup table"),
     (lambda r: tf.RaggedTensor.from_tensor(r[None]), VECTORS, "ragged or sparse"),
     (lambda r: tf.reduce_sum(r), RAGGED, "ragged or sparse"),
@@ -149,41 +149,6 @@ def test_no_reshape_keeps_grappler_from_fusing() -> None:
     following = [node for node in nodes.values() if node.op in ("BiasAdd", "Relu")]
     assert not [node.name for node in following if nodes[node.input[0]].op == "Reshape"]
     assert {"Conv2D", "_FusedConv2D"} & {node.op for node in nodes.values()}
-
-
-@tf.function(jit_compile=True)
-def _compiled(row: Any) -> Any:
-    return row * 3.0
-
-
-class _Saved(tf.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.level = LEVEL
-
-    @tf.function(input_signature=[tf.TensorSpec([None, 3])])
-    def scale(self, batch: Any) -> Any:
-        return batch * self.level * tf.reduce_max(batch, 1, keepdims=True)
-
-
-def test_functions_that_were_traced_before(tmp_path: Path) -> None:
-    """Of a concrete function, of XLA, and of a SavedModel. They remain what they were for tf.vectorized_map."""
-    _compiled(VECTOR)
-    tf.saved_model.save(_Saved(), str(tmp_path))
-    saved = tf.saved_model.load(str(tmp_path))
-    unique = tf.function(lambda row: tf.reduce_sum(tf.unique(row)[0])).get_concrete_function(tf.TensorSpec([3]))
-    concrete = tf.function(tf.sin).get_concrete_function(tf.TensorSpec([3]))
-
-    def fn(row: Any) -> Any:
-        return _compiled(concrete(row)) + saved.scale(row[None])[0]
-
-    mapper = devicemap.DeviceMap(fn, devices=TWO)
-    assert traced(mapper, VECTORS).reason == ALL_OPS
-    np.testing.assert_allclose(mapper(VECTORS), one_by_one(fn, VECTORS), rtol=1e-6)
-    (got,), (wanted,) = gradients_of(mapper, VECTORS), gradients_of(lambda rows: one_by_one(fn, rows), VECTORS)
-    np.testing.assert_allclose(got, wanted, rtol=1e-5)
-    assert "Unique" in traced(devicemap.DeviceMap(unique, devices=TWO), VECTORS).reason
-    np.testing.assert_allclose(tf.vectorized_map(unique, VECTORS), tf.reduce_sum(VECTORS, 1), rtol=1e-5)
 
 
 def test_the_choice_can_be_made_by_hand() -> None:
