@@ -111,7 +111,9 @@ def _has_gradient(tensor: Any) -> bool:
 
 
 def _is_defined(call: Call) -> bool:
-    """Whether TensorFlow runs this call for one row."""
+    """Whether TensorFlow runs this call for one row, and does not infer a wrong shape."""
+    if call.op == "MatrixDiagV3" and any(any(operand.unknown) for operand in call.operands):
+        return False  # with num_rows and an unknown length, it has no columns
     try:
         call.run(_of_first_row)
     except (tf.errors.OpError, ValueError):
