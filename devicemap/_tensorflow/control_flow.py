@@ -37,6 +37,7 @@ def convert_loop(given: Any) -> list[Any]:
             "fn has a loop that rows leave at different times, with a list that may grow",
             "give the tf.TensorArray a fixed size and element_shape",
         )
+    # TensorFlow calls a function that returns the table, whose handle has no gradient (test_what_runs_row_by_row).
     if any(op.type.startswith("LookupTable") for graph in _graphs_of(loop) for op in graph.get_operations()):
         raise NotVectorizableError("fn has a loop that rows leave at different times, with a lookup table")
     if any(start.shape.is_fully_defined() > end.shape.is_fully_defined() for start, end in _variables(given.op)):
