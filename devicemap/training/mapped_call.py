@@ -21,16 +21,17 @@ from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, replacing, stored_in
 from devicemap.compile.audit import audit, op_types
 from devicemap.compile.gather import with_row_counts_checked
-from devicemap.compile.graph_builder import depends_on
+from devicemap.compile.graph_builder import depends_on, sizes_in_graph
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import as_states
 from devicemap.compile.replicas import send_along_tree, split_seeds
-from devicemap.data.rows import HOST, as_rows, count_rows, take_rows
+from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows
+from devicemap.data.sharding import shard_sizes
 from devicemap.devices import kind_of
 from devicemap.errors import failure, warn_user
 from devicemap.run.graph_engine import call_inside, run_graph
 from devicemap.run.mapper import NullObserver
-from devicemap.training.filled_rows import FilledShards, counted, filled
+from devicemap.training.filled_rows import are_real, counted, filled
 from devicemap.training.lockstep import Lockstep
 from devicemap.training.recomputation import recomputed
 from devicemap.training.row_losses import RowLosses
@@ -82,15 +83,22 @@ class MappedCall:
                 "Compile the model with jit_compile=False",
                 RuntimeWarning,
             )
-        if not self._meets:
-            return self._apart()
-        function = tf.function(self._in_lockstep, autograph=False).get_concrete_function(*self._rows)
-        keep_alive(function, self._forward)
-        return list(function(*self._rows))
+        on_devices = self._in_lockstep if self._meets else self._apart
+        if self._given.count is not None:
+            return on_devices(self._rows)
+        devices = len(self._forward.devices)
+        fill = tf.function(partial(filled, devices, self._place), autograph=False)
+        results = on_devices(fill.get_concrete_function(*self._rows)(*self._rows))
+        with tf.device(self._forward.home):
+            count, of_rows = count_rows(self._rows[0], tf.int32), self._passed.of_rows
+            drop = tf.function(partial(counted, devices), autograph=False)
+            outputs = drop.get_concrete_function(count, *results[:of_rows])(count, *results[:of_rows])
+            real = tf.cast(are_real(tf.size(results[-1]), count, devices), results[-1].dtype)
+            return [*outputs, *results[of_rows:-1], results[-1] * real]
 
-    def _apart(self) -> list[Any]:
-        """Run the call in independent shards."""
-        forward, rows, known = self._forward, self._rows, self._given.count
+    def _apart(self, rows: Sequence[Any]) -> list[Any]:
+        """Run the call in independent shards. If the number of rows is unknown, there is one for each device."""
+        forward = self._forward
 
         @tf.autograph.experimental.do_not_convert
         def of_rows(*rows: Any) -> tuple[Any, ...]:
@@ -112,18 +120,7 @@ class MappedCall:
             compiled = program.compiled_for(data)
             gradients = compiled.order_of_gradients(data.leaves)
             return list(run_graph(program, compiled, data, gradients, NullObserver()))
-        if known is not None:
-            return list(call_inside(program, as_rows(tuple(rows))))
-        devices = len(forward.devices)
-        fill = tf.function(partial(filled, devices), autograph=False).get_concrete_function(*rows)
-        results = list(call_inside(program, as_rows(tuple(fill(*rows))), filled=True))
-        with tf.device(forward.home):
-            count, given = count_rows(rows[0]), self._passed.of_rows
-            states = tf.size(results[-1], tf.int64)
-            real = tf.range(states) < tf.where(count < devices, count, states)
-            count_only = tf.function(partial(counted, devices), autograph=False)
-            outputs = list(count_only.get_concrete_function(count, *results[:given])(count, *results[:given]))
-            return [*outputs, *results[given:-1], results[-1] * tf.cast(real, results[-1].dtype)]
+        return list(call_inside(program, as_rows(tuple(rows)), filled=True))
 
     def _survey(self) -> None:
         """Trace the call for more rows than the batch has, to find its outputs and the variables that it changes."""
@@ -148,12 +145,17 @@ class MappedCall:
 
         dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
         self._more = _MORE_ROWS + (given.count or 0)
-        concrete = outputs.get_concrete_function(
-            *(
-                tf.TensorSpec([self._more, *leaf.shape[1:]], leaf.dtype) if dense else tf.type_spec_from_value(leaf)
-                for leaf in self._rows
-            )
-        )
+        specs = [
+            tf.TensorSpec([self._more, *leaf.shape[1:]], leaf.dtype) if dense else tf.type_spec_from_value(leaf)
+            for leaf in self._rows
+        ]
+        try:
+            concrete = outputs.get_concrete_function(*specs)
+        except Exception:
+            outputs.get_concrete_function(
+                *self._rows
+            )  # raises the same error, which then shows the shapes of the batch
+            raise
         self._not_for_xla = self._reason_against_xla(concrete, dense)
         if audit(concrete).ordered or op_types(concrete) & _ADDS:
             raise failure(
@@ -189,26 +191,36 @@ class MappedCall:
             return "XLA has no ragged or sparse tensors"
         return "it runs eagerly" if tf.executing_eagerly() else None
 
-    def _in_lockstep(self, *leaves: Any) -> list[Any]:
-        """Run the call in shards that exchange statistics of their rows, in the graph that is being traced."""
-        devices = self._forward.devices
-        place = self._place
-        shards = FilledShards.of(leaves, self._given.count, len(devices), place)
-        values = [self._sent(variable, shards.count) for variable in self._variables]
+    def _in_lockstep(self, rows: Sequence[Any]) -> list[Any]:
+        """Run the call in shards that exchange statistics. If the number of rows is unknown, there is one for each device."""
+        function = tf.function(self._shards_in_lockstep, autograph=False)
+        concrete = function.get_concrete_function(count_rows(self._rows[0], tf.int32), *rows)
+        keep_alive(concrete, self._forward)
+        return list(concrete(count_rows(self._rows[0], tf.int32), *rows))
+
+    def _shards_in_lockstep(self, count: Any, *leaves: Any) -> list[Any]:
+        """Run shards of the leaves, of which the first `count` rows are real, in the graph that is being traced."""
+        forward, known = self._forward, self._given.count
+        devices = forward.devices if known is None else forward.devices[:known]
+        with tf.device(self._place):
+            if known is None:
+                sizes = sizes_in_graph(count_rows(leaves[0], tf.int32), len(devices))
+            else:
+                sizes = tf.constant(shard_sizes(known, len(devices)))
+            parts = [*zip(*(cut_rows(leaf, sizes, len(devices)) for leaf in leaves))]
+            real = are_real(len(devices), count, len(devices))
+        values = [self._sent(variable, len(devices)) for variable in self._variables]
 
         def on_device(place: int) -> list[Any]:
             with tf.device(devices[place]):
-                shard = [tf.identity(leaf) for leaf in shards.parts[place]]
+                shard = [tf.identity(leaf) for leaf in parts[place]]
                 results = self._on_rows(shard, [tf.identity(value[place]) for value in values])
                 return [tf.identity(leaf) for leaf in results]
 
-        lockstep, norms = (
-            Lockstep([partial(on_device, n) for n in range(shards.count)]),
-            batch_norms_of(self._forward.model),
-        )
-        with recomputing(self._forward.recomputed), meeting(norms, lockstep, tf.minimum(shards.sizes, 1)):
+        lockstep = Lockstep([partial(on_device, n) for n in range(len(devices))])
+        with recomputing(forward.recomputed), meeting(batch_norms_of(forward.model), lockstep, real):
             results = lockstep.run()
-        joined = self._joined(shards, results)
+        joined = self._joined(sizes, results)
         differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
         return joined
 
@@ -291,24 +303,18 @@ class MappedCall:
 
         return with_losses
 
-    def _joined(self, shards: FilledShards, results: Sequence[Sequence[Any]]) -> list[Any]:
+    def _joined(self, sizes: Any, results: Sequence[Sequence[Any]]) -> list[Any]:
         """Join the results of shards on the home device, and assert that outputs have a row for each row of a shard."""
-        forward, what = self._forward, self._passed
-        self._check_outputs(what.shapes)
-        of_rows, counts, kept = what.of_rows, [], []
-        for place, (device, part) in enumerate(zip(forward.devices, results)):
+        forward, outputs, counts = self._forward, len(self._passed.notes), []
+        self._check_outputs(self._passed.shapes)
+        for device, part in zip(forward.devices, results):
             with tf.device(device):
-                counts.append([count_rows(leaf) for leaf in part[: len(what.notes)]])
-                if self._given.count is None:
-                    size = shards.sizes[place]
-                    counted = part[-1] * tf.cast(tf.minimum(size, 1), part[-1].dtype)
-                    part = [*(take_rows(leaf, 0, size) for leaf in part[:of_rows]), *part[of_rows:-1], counted]
-                kept.append(part)
+                counts.append([count_rows(leaf) for leaf in part[:outputs]])
         with tf.device(forward.home):
-            leaves = [[tf.identity(leaf) for leaf in parts] for parts in zip(*kept)]
+            leaves = [[tf.identity(leaf) for leaf in parts] for parts in zip(*results)]
             joined = [parts[0] if len(parts) == 1 else tf.concat(parts, 0) for parts in leaves]
             returned = [tf.stack(each) for each in zip(*counts)]
-            return with_row_counts_checked(joined, returned, shards.filled, self._layer.name)
+            return with_row_counts_checked(joined, returned, sizes, self._layer.name)
 
     def _check_outputs(self, shapes: Sequence[Any]) -> None:
         """Refuse outputs without one row for each row, by their static shapes for shards and for more rows."""

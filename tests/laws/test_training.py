@@ -556,6 +556,13 @@ def test_bad_input_changes_nothing(model: Any, options: dict[str, Any], word: st
     assert vars(made) == before
 
 
+@pytest.mark.in_ci(1)
+def test_errors_of_layers_show_the_shapes_of_the_batch(devices: list[str]) -> None:
+    model = devicemap.parallelize(mlp(), devices)
+    with pytest.raises(ValueError, match=r"received input with shape \(11, 2\)"):
+        model.predict_on_batch(X[:11, :2])
+
+
 def test_other_backends_of_keras_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
