@@ -32,10 +32,10 @@ def filled(devices: int, place: str, *rows: Any) -> list[Any]:
 
 
 def counted(devices: int, count: Any, *leaves: Any) -> list[Any]:
-    """Return the first `count` rows, int32, of leaves that were computed for the rows of `filled`."""
+    """Return the first `count` rows, int64, of leaves that were computed for the rows of `filled`."""
 
     def of_all(upstream: Any) -> list[Any]:
-        none = tf.concat([[devices - count], tf.shape(upstream)[1:]], 0)
+        none = tf.concat([[devices - tf.cast(count, tf.int32)], tf.shape(upstream)[1:]], 0)
         return [tf.cond(few, lambda: tf.concat([upstream, tf.zeros(none, upstream.dtype)], 0), lambda: upstream)]
 
     few = count < devices
@@ -51,4 +51,4 @@ def are_real(shards: Any, count: Any, devices: int) -> Any:
 
     With fewer rows than devices, each shard has one row.
     """
-    return (tf.range(shards) < count) | (count >= devices)
+    return (tf.range(shards, dtype=tf.int64) < count) | (count >= devices)

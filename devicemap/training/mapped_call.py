@@ -88,12 +88,14 @@ class MappedCall:
             return on_devices(self._rows)
         devices = len(self._forward.devices)
         fill = tf.function(partial(filled, devices, self._place), autograph=False)
-        results = on_devices(fill.get_concrete_function(*self._rows)(*self._rows))
+        with tf.device(self._place):
+            rows = fill.get_concrete_function(*self._rows)(*self._rows)
+        results = on_devices(rows)
         with tf.device(self._forward.home):
-            count, of_rows = count_rows(self._rows[0], tf.int32), self._passed.of_rows
+            count, of_rows = count_rows(self._rows[0]), self._passed.of_rows
             drop = tf.function(partial(counted, devices), autograph=False)
             outputs = drop.get_concrete_function(count, *results[:of_rows])(count, *results[:of_rows])
-            real = tf.cast(are_real(tf.size(results[-1]), count, devices), results[-1].dtype)
+            real = tf.cast(are_real(tf.size(results[-1], tf.int64), count, devices), results[-1].dtype)
             return [*outputs, *results[of_rows:-1], results[-1] * real]
 
     def _apart(self, rows: Sequence[Any]) -> list[Any]:
@@ -194,9 +196,10 @@ class MappedCall:
     def _in_lockstep(self, rows: Sequence[Any]) -> list[Any]:
         """Run the call in shards that exchange statistics. If the number of rows is unknown, there is one for each device."""
         function = tf.function(self._shards_in_lockstep, autograph=False)
-        concrete = function.get_concrete_function(count_rows(self._rows[0], tf.int32), *rows)
+        count = count_rows(self._rows[0])
+        concrete = function.get_concrete_function(count, *rows)
         keep_alive(concrete, self._forward)
-        return list(concrete(count_rows(self._rows[0], tf.int32), *rows))
+        return list(concrete(count, *rows))
 
     def _shards_in_lockstep(self, count: Any, *leaves: Any) -> list[Any]:
         """Run shards of the leaves, of which the first `count` rows are real, in the graph that is being traced."""
