@@ -95,6 +95,17 @@ class AddsLosses(layers.Layer):
         return self.scale * x
 
 
+class Spectrum(layers.Layer):
+    """Returns complex numbers."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=[shape[-1], 8])
+
+    def call(self, x: Any) -> Any:
+        parts = x @ self.kernel
+        return tf.complex(parts[:, :4], parts[:, 4:])
+
+
 @keras.saving.register_keras_serializable()
 class Subclassed(keras.Model):
     """With branches in Python, a loss of its own, and one that it adds."""
@@ -311,6 +322,7 @@ CASES = {
         options={"added_losses": "mean"},
     ),
     "a loss that changes what it uses": Case(Relative),
+    "complex values": Case(lambda: sequential(Spectrum(), layers.Lambda(tf.abs)), forward=False),
     "batch normalization": Case(normalized, lambda: {"optimizer": keras.optimizers.Adam(0.01, epsilon=1e-3)}),
     "batch normalization, nested, adding losses": Case(nested, options={"added_losses": "mean"}),
     "batch normalization of images": Case(convolutional, data=IMAGES_DATA),

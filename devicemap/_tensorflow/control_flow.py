@@ -80,9 +80,16 @@ def _shared_loop(given: Any, loop: Any, differ: Iterable[int]) -> list[Any]:
     stacked = [each.is_stacked for each in started.inputs]
     shapes = pfor.WhileV2(started)._output_shapes()
     condition, body = _over_rows(given, loop._cond_func), _over_rows(given, loop._body_func)
+    # The loop captures what it does not change, if it reads it. TensorFlow fails for gradients of a loop that does not read a
+    # tf.Variable that it has (test_a_loop_that_does_not_read_a_variable).
+    graph = loop._body_func.graph
+    changing = [i for i, (before, after) in enumerate(zip(graph.inputs, graph.outputs)) if after is not before]
 
     def wrapped(variables: Sequence[Any]) -> list[Any]:
-        return [pfor.wrap(variable, each) for variable, each in zip(variables, stacked)]
+        tensors = [each.t for each in started.inputs]
+        for i, variable in zip(changing, variables):
+            tensors[i] = variable
+        return [pfor.wrap(tensor, each) for tensor, each in zip(tensors, stacked)]
 
     def goes_on(*variables: Any) -> Any:
         result, *_ = condition(wrapped(variables))
@@ -91,19 +98,19 @@ def _shared_loop(given: Any, loop: Any, differ: Iterable[int]) -> list[Any]:
         return tf.reshape(result.t, [])
 
     def step(*variables: Any) -> list[Any]:
-        results = []
-        for i, (result, shape) in enumerate(zip(body(wrapped(variables)), shapes)):
-            if result.is_stacked > stacked[i]:
+        converted, results = body(wrapped(variables)), []
+        for i in changing:
+            if converted[i].is_stacked > stacked[i]:
                 raise _Parting
-            results.append(_alike(result, stacked[i], given.pfor.loop_len_vector))
-            results[-1].set_shape(shape)
+            results.append(_alike(converted[i], stacked[i], given.pfor.loop_len_vector))
+            results[-1].set_shape(shapes[i])
         return results
 
     results = tf.while_loop(
         goes_on,
         step,
-        [each.t for each in started.inputs],
-        shape_invariants=shapes,
+        [started.inputs[i].t for i in changing],
+        shape_invariants=[shapes[i] for i in changing],
         parallel_iterations=given.get_attr("parallel_iterations"),
     )
     return wrapped(results)

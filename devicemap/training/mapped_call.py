@@ -26,7 +26,6 @@ from devicemap.compile.program import Program
 from devicemap.compile.reduction import as_states
 from devicemap.compile.replicas import send_along_tree, split_seeds
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows
-from devicemap.data.sharding import shard_sizes
 from devicemap.devices import kind_of
 from devicemap.errors import failure, warn_user
 from devicemap.run.graph_engine import call_inside, run_graph
@@ -206,10 +205,8 @@ class MappedCall:
         forward, known = self._forward, self._given.count
         devices = forward.devices if known is None else forward.devices[:known]
         with tf.device(self._place):
-            if known is None:
-                sizes = sizes_in_graph(count_rows(leaves[0], tf.int32), len(devices))
-            else:
-                sizes = tf.constant(shard_sizes(known, len(devices)))
+            # Without a static number of rows, what depends on it shows this (test_numbers_of_rows_depend_on_the_rows).
+            sizes = sizes_in_graph(count if known is not None else count_rows(leaves[0]), len(devices))
             parts = [*zip(*(cut_rows(leaf, sizes, len(devices)) for leaf in leaves))]
             real = are_real(len(devices), count, len(devices))
         values = [self._sent(variable, len(devices)) for variable in self._variables]
@@ -291,7 +288,8 @@ class MappedCall:
         if any(of_rows and loss.shape.rank != 0 for loss, (_, of_rows, _) in zip(others, what.losses)):
             raise failure(f"{layer.name} adds a loss with a value for each row; add the sum or mean of the values")
         for i in range(losses):
-            others[i] = tf.cast(tf.reduce_sum(others[i]), tf.float32)
+            loss = tf.reduce_sum(others[i])
+            others[i] = loss if loss.dtype == tf.float64 else tf.cast(loss, tf.float32)
         return tensors, as_states([*others, count_rows(rows[0])], rows[0])
 
     def _with_losses(self, call: Any, rows: Sequence[Any]) -> Any:
@@ -346,9 +344,9 @@ class MappedCall:
             self._row_losses.keep(outputs, values)
         counts = tf.cast(results[-1], tf.float64)
         shares = counts / tf.reduce_sum(counts)
-        weights = tf.cast(tf.minimum(counts, 1.0) if self._forward.added_losses == "sum" else shares, tf.float32)
+        weights = tf.minimum(counts, 1.0) if self._forward.added_losses == "sum" else shares
         for loss, (layer, of_rows, dtype) in zip(losses, self._passed.losses):
-            total = tf.reduce_sum(loss * weights) if of_rows else loss[0]
+            total = tf.reduce_sum(loss * tf.cast(weights, loss.dtype)) if of_rows else loss[0]
             keras.layers.Layer.add_loss(layer, tf.cast(total, dtype))
         for i, states in zip(self._passed.updated, updates):
             variable = self._states[i]
@@ -376,9 +374,10 @@ def _with_equal_rows(rows: Sequence[Any], name: str) -> list[Any]:
 def _are_computed(rows: Sequence[Any]) -> bool:
     """Whether rows come from ops of a step, which the placer puts on GPUs. The rows of the batch are on the host."""
     tensors = tf.nest.flatten(list(rows), expand_composites=True)
-    if tf.executing_eagerly():
-        return any(kind_of(tensor.device) != "CPU" for tensor in tensors)
-    return any(tensor.op.type != "Placeholder" for tensor in tensors)
+    return any(
+        kind_of(tensor.device) != "CPU" if hasattr(tensor, "numpy") else tensor.op.type != "Placeholder"
+        for tensor in tensors
+    )
 
 
 def _ops_within(graph: Any) -> Iterator[Any]:

@@ -132,6 +132,10 @@ def _check_variables(model: Any) -> None:
                 f"{layer.name} is stateful: it keeps a state for each row of a batch, which other devices would not see; "
                 "give it the state as an input and an output"
             )
+    if path := next((v.path for v in model.variables if v.overwrite_with_gradient), None):
+        raise OptionError(
+            f"{path} is overwritten with its gradient, as in float8, but gradients of devices are added; use another dtype"
+        )
     if any(isinstance(variable.value, tf.distribute.DistributedValues) for variable in model.variables):
         raise OptionError(
             f"{model.name} was made in the scope of a tf.distribute strategy, which spreads its variables itself; make it "

@@ -42,7 +42,7 @@ def recomputed(
     part = tf.function(function, autograph=False).get_concrete_function(cut.number, cut.specs, list(values))
     _check(part)
     results, of_rows = tf.nest.flatten(part.structured_outputs), len(part.structured_outputs[0])
-    floats, sources = ([i for i, leaf in enumerate(leaves) if leaf.dtype.is_floating] for leaves in (results, values))
+    floats, sources = ([i for i, leaf in enumerate(leaves) if _has_gradient(leaf)] for leaves in (results, values))
 
     def run(number: Any, rows: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         return list(tf.nest.flatten(part(number, rows, values)))
@@ -134,6 +134,10 @@ class _Cut:
         )
         combined = iter(tf.nest.pack_sequence_as(known, flat, True))
         return [None if each is None else next(combined) for each in first]
+
+
+def _has_gradient(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
 def _after(tensors: Sequence[Any]) -> Any:

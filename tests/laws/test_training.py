@@ -48,6 +48,7 @@ FRUGALLY_TRAINED = (
     "weights changed in a step that uses them",
     "masks, gradients of slices",
     "scaled",
+    "complex values",
 )
 RUN_AGAIN = "batch normalization, nested, adding losses", "batch normalization, masked"
 NIGHTLY = [
@@ -58,6 +59,7 @@ NIGHTLY = [
 TRAININGS = [
     *((name, {}) for name in IN_CI),
     (RUN_AGAIN[0], {"recompute": True}),
+    ("complex values", {"accumulate": 2, "recompute": True}),
     *(pytest.param(*training, marks=pytest.mark.nightly) for training in NIGHTLY),
 ]
 
@@ -534,6 +536,12 @@ def instructed() -> keras.Model:
     return model
 
 
+def quantized() -> keras.Model:
+    model = mlp()
+    model.layers[0].quantize("float8")
+    return model
+
+
 def mirrored() -> keras.Model:
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         return mlp()
@@ -545,6 +553,7 @@ def mirrored() -> keras.Model:
         (lambda: layers.Dense(2), {}, "Dense"),
         (instructed, {}, "make_test_function"),
         (mirrored, {}, "scope of a tf.distribute strategy"),
+        (quantized, {}, "overwritten with its gradient, as in float8"),
         (mlp, {"devices": ["CPU:0", "GPU:17"]}, "GPU:17"),
         (lambda: devicemap.parallelize(mlp(), ["CPU:1", "CPU:2"]), {}, "detach"),
         (normalized, {"batch_norm": "global"}, "global"),
@@ -655,6 +664,43 @@ class Effect(layers.Layer):
 
 def weight() -> keras.Variable:
     return keras.Variable(0.0, trainable=False, name="count")
+
+
+def add_share(layer: layers.Layer, x: Any) -> None:
+    layer.add_loss(1.0 / keras.ops.cast(keras.ops.shape(x)[0], "float32"))
+
+
+@pytest.mark.parametrize("norm", [[], [layers.BatchNormalization]], ids=["", "batch normalization"])
+@pytest.mark.parametrize(
+    ("effect", "word"),
+    [
+        (lambda layer, x: layer.state.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "float32")), "a new value"),
+        (add_share, "added_losses="),
+    ],
+    ids=["assigned", "added"],
+)
+def test_numbers_of_rows_depend_on_the_rows(effect: Any, word: str, norm: Any, devices: list[str]) -> None:
+    layer = Effect(lambda _, x: effect(layer, x), weight())
+    model = Case(lambda: sequential(layer, *(each() for each in norm))).made()
+    with pytest.raises(FunctionError, match=word):
+        devicemap.parallelize(model, devices).train_on_batch(X[:12], Y[:12])
+
+
+@pytest.mark.in_ci(1)
+def test_added_losses_in_float64(devices: list[str]) -> None:
+    def weights(parallel: bool) -> Any:
+        model = Case(lambda: sequential(layers.Dense(4), AddsLosses()), policy="float64").made()
+        if parallel:
+            devicemap.parallelize(model, devices, added_losses="mean")
+        model.fit(X, Y, batch_size=34, verbose=0)
+        return model.get_weights()
+
+    keras.config.set_floatx("float64")  # of losses
+    try:
+        for got, wanted in zip(weights(True), weights(False)):
+            np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-13)
+    finally:
+        keras.config.set_floatx("float32")
 
 
 class Clipped(layers.Layer):
