@@ -40,6 +40,11 @@ def convert_loop(given: Any) -> list[Any]:
     # TensorFlow calls a function that returns the table, whose handle has no gradient (test_what_runs_row_by_row).
     if any(op.type.startswith("LookupTable") for graph in _graphs_of(loop) for op in graph.get_operations()):
         raise NotVectorizableError("fn has a loop that rows leave at different times, with a lookup table")
+    if _has_unread_variable(loop):
+        raise NotVectorizableError(
+            "fn has a loop that rows leave at different times, with a tf.Variable whose value it does not use",
+            "read the tf.Variable before the loop",
+        )
     if any(start.shape.is_fully_defined() > end.shape.is_fully_defined() for start, end in _variables(given.op)):
         raise NotVectorizableError(
             "fn has a loop that rows leave at different times, with a tensor whose shape may change in it",
@@ -81,7 +86,7 @@ def _shared_loop(given: Any, loop: Any, differ: Iterable[int]) -> list[Any]:
     shapes = pfor.WhileV2(started)._output_shapes()
     condition, body = _over_rows(given, loop._cond_func), _over_rows(given, loop._body_func)
     # The loop captures what it does not change, if it reads it. TensorFlow fails for gradients of a loop that does not read a
-    # tf.Variable that it has (test_a_loop_that_does_not_read_a_variable).
+    # tf.Variable that it has (test_loops_that_do_not_read_a_variable).
     graph = loop._body_func.graph
     changing = [i for i, (before, after) in enumerate(zip(graph.inputs, graph.outputs)) if after is not before]
 
@@ -140,6 +145,17 @@ def convert_case(given: Any) -> list[Any]:
     index = given.stacked_input(0)
     known = (index >= 0) & (index < len(names))
     return _branch(given, tf.where(known, index, len(names) - 1), names)
+
+
+def _has_unread_variable(loop: Any) -> bool:
+    """Whether a loop has a `tf.Variable` that it does not read, as for `tf.zeros_like`. TensorFlow fails for its gradients."""
+    body, condition = loop._body_func.graph, loop._cond_func.graph
+    variables = [i for i, placeholder in enumerate(body.inputs) if placeholder.dtype == tf.resource]
+    return not all(
+        condition.outputs[0].name in _depending(condition, {i})
+        or any(each.name in _depending(body, {i}) for each in body.outputs if each is not body.inputs[i])
+        for i in variables
+    )
 
 
 def _keeps_lengths(given: Any, loop: Any) -> bool:

@@ -30,8 +30,8 @@ class CallSpec:
     empty_shards: bool = False
     """Whether a shard may have no rows. Its device is then not called."""
 
-    single_rows: bool = False
-    """Whether a shard is known to have one row."""
+    static_rows: bool = False
+    """Whether Grappler knows the number of rows of a shard: it is one, or there is one shard."""
 
     @classmethod
     def of_shards(cls, shards: int, engine: Engine = Engine.GRAPH, gradients: int = 0, **rest: bool) -> CallSpec:

@@ -198,6 +198,21 @@ def test_gradients_in_a_loop_of_a_vectorised_row(devices: list[str], fn: Any) ->
         _assert_close(got, wanted, rtol=1e-7, atol=1e-8)
 
 
+@pytest.mark.in_ci(1)
+@pytest.mark.parametrize("steps", [2, None], ids=["", "rows leave at different times"])
+@pytest.mark.parametrize("place", PLACES.values(), ids=list(PLACES))
+def test_loops_that_do_not_read_a_variable(steps: int | None, place: Any, devices: list[str]) -> None:
+    """TensorFlow reads the variable in the loop, and takes its shape only."""
+
+    def fn(row: Any) -> Any:
+        run = lambda: row**2 + tf.zeros_like(SCALE)
+        end = tf.cast(tf.abs(row[0]) * 3, tf.int32) if steps is None else steps
+        return tf.while_loop(lambda i, _: i < end, lambda i, _: (i + 1, run()), (0, run()))[1]
+
+    wanted = gradients_of(partial(one_by_one, fn), X)
+    _assert_close(place(gradients_of, devicemap.DeviceMap(fn, devices=devices), X), wanted)
+
+
 def _sum_of_squares(result: Any) -> Any:
     if isinstance(result, tf.RaggedTensor):
         return tf.reduce_sum(result.flat_values**2)
@@ -404,13 +419,13 @@ def _and_twice_itself(row: Any) -> Any:
     return _until_it_is_large(row) + 2 * row
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("fn", [_until_it_is_large, _and_twice_itself])
-def test_one_known_row_for_a_device_and_a_loop_that_rows_leave_at_different_times(devices: list[str], fn: Any) -> None:
-    mapper = devicemap.DeviceMap(fn, devices=devices)
-    for rows in (len(devices), 2 * len(devices) - 1):
-        x = X[:rows]
-        _assert_close(tf.function(lambda x: gradients_of(mapper, x))(x), gradients_of(partial(one_by_one, fn), x))
+@pytest.mark.in_ci(1)
+@pytest.mark.parametrize("fn", [_until_it_is_large, pytest.param(_and_twice_itself, marks=pytest.mark.nightly)])
+def test_known_rows_and_a_loop_that_rows_leave_at_different_times(devices: list[str], fn: Any) -> None:
+    """One row for a device, two rows for some, and several for the only device."""
+    for used, rows in ((devices, len(devices)), (devices, 2 * len(devices) - 1), (devices[:1], 7)):
+        mapper, x = devicemap.DeviceMap(fn, devices=used), X[:rows]
+        _assert_close(tf.function(lambda x, m=mapper: gradients_of(m, x))(x), gradients_of(partial(one_by_one, fn), x))
 
 
 @pytest.mark.private("what a ForwardAccumulator follows, and whether a tape is recording")
