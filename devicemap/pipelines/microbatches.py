@@ -46,7 +46,7 @@ class Calls:
         """The ops of the rows of a microbatch that are copied to a stage."""
         self._gradients: defaultdict[Any, dict[int, list[Any]]] = defaultdict(dict)
         self._functions: dict[Any, Any] = {}
-        """The function of a stage that microbatches call, by the stage, its device and its trace."""
+        """What microbatches call, by device and trace. TensorFlow traces the backward pass of each function once."""
 
     def call(self, step: Step, slot: Slot, values: Sequence[Any], rows: Sequence[Any], some: Any) -> list[Any]:
         """Return the results of a stage for a microbatch.
@@ -71,8 +71,8 @@ class Calls:
         with tf.device(slot.device), tf.control_dependencies(slot.assigned):
             leaves = self._begin(step, slot, [*values, *rows])
             self._arrivals.setdefault(m, ops_of(leaves)[0])
-            key = step.stage, slot.device, id(traced), some is True
-            if key not in self._functions:  # one for all microbatches, so that TensorFlow traces one backward pass
+            key = slot.device, traced.concrete, some is True
+            if key not in self._functions:
                 call = with_captures(traced.concrete, slot.captures) if slot.captures else traced.concrete
                 self._functions[key] = call if some is True else _on_some(traced, call)
             call, arguments = unchained(self._functions[key], leaves if some is True else [some, *leaves])

@@ -98,7 +98,7 @@ class MappedCall:
             return [*outputs, *results[of_rows:-1], results[-1] * real]
 
     def _apart(self, rows: Sequence[Any]) -> list[Any]:
-        """Run the call in independent shards. If the number of rows is unknown, there is one for each device."""
+        """Run the call in independent shards. If the number of rows is unknown, it is at least that of the devices."""
         forward = self._forward
 
         @tf.autograph.experimental.do_not_convert
@@ -153,9 +153,8 @@ class MappedCall:
         try:
             concrete = outputs.get_concrete_function(*specs)
         except Exception:
-            outputs.get_concrete_function(
-                *self._rows
-            )  # raises the same error, which then shows the shapes of the batch
+            # This raises the same error, which then shows the shapes of the batch.
+            outputs.get_concrete_function(*self._rows)
             raise
         self._not_for_xla = self._reason_against_xla(concrete, dense)
         if audit(concrete).ordered or op_types(concrete) & _ADDS:
@@ -193,7 +192,7 @@ class MappedCall:
         return "it runs eagerly" if tf.executing_eagerly() else None
 
     def _in_lockstep(self, rows: Sequence[Any]) -> list[Any]:
-        """Run the call in shards that exchange statistics. If the number of rows is unknown, there is one for each device."""
+        """Run the call in shards that exchange statistics of their rows. Their number is as for `_apart`."""
         function = tf.function(self._shards_in_lockstep, autograph=False)
         count = count_rows(self._rows[0])
         concrete = function.get_concrete_function(count, *rows)

@@ -299,10 +299,10 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
     return [*flat, *(note for each in notes for note in each.values())], [*losses, *updates.values()], what
 
 
-def meeting(layers: Sequence[Any], lockstep: Lockstep, weights: Any) -> AbstractContextManager[None]:
+def meeting(layers: Sequence[Any], lockstep: Lockstep, real: Any) -> AbstractContextManager[None]:
     """Return a context in which layers of batch normalization use mean and variance of the rows of all devices.
 
-    `weights`: float32 `[devices]`, 1, or 0 for a device whose rows do not count.
+    `real`: bool `[devices]`, whether the rows of a device count.
     """
     graph = tf.compat.v1.get_default_graph()
 
@@ -317,19 +317,19 @@ def meeting(layers: Sequence[Any], lockstep: Lockstep, weights: Any) -> Abstract
                 "a layer takes gradients through a batch normalization by a tape of its own, which does not see the rows of "
                 "other devices; set batch_norm='local', or compute them in a train_step of the model"
             )
-        return lockstep.meet((mean, variance, count), lambda parts: [_merged(parts, weights, masked)] * len(parts))
+        return lockstep.meet((mean, variance, count), lambda parts: [_merged(parts, real, masked)] * len(parts))
 
     return moments_by(layers, moments)
 
 
-def _merged(own: Sequence[tuple[Any, Any, Any]], weights: Any, masked: bool) -> tuple[Any, Any]:
+def _merged(own: Sequence[tuple[Any, Any, Any]], real: Any, masked: bool) -> tuple[Any, Any]:
     """Combine means and variances of parts, with their numbers of values (Chan, Golub and LeVeque, 1983).
 
     Without a mask, Keras calls `tf.nn.moments`, which stops the gradient of the mean in the variance. This does not change
     first gradients, but second ones, so the result does the same.
     """
     means, variances, counts = (tf.stack(each) for each in zip(*own))
-    counts *= tf.cast(weights, counts.dtype)
+    counts *= tf.cast(real, counts.dtype)
     shares = (counts / tf.reduce_sum(counts))[:, None]
     mean = tf.reduce_sum(means * shares, 0)
     if masked:
