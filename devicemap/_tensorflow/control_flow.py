@@ -50,7 +50,11 @@ def convert_loop(given: Any) -> list[Any]:
             "fn has a loop that rows leave at different times, with a tensor whose shape may change in it",
             "keep its shape with tf.ensure_shape",
         )
-    return list(_with_rare_partitions(given)())
+    # TensorFlow would lose the elements of a shared list when rows leave (test_a_list_that_rows_share).
+    parted, pairs = with_own_inputs(given), zip(loop._body_func.graph.inputs, loop._body_func.graph.outputs)
+    lists = [i for i, (before, after) in enumerate(pairs) if before.dtype == tf.variant and after is not before]
+    parted.stack_inputs(lists, tile_variants=True)
+    return list(_with_rare_partitions(parted)())
 
 
 def _with_rare_partitions(given: Any) -> Any:
@@ -148,14 +152,21 @@ def convert_case(given: Any) -> list[Any]:
 
 
 def _has_unread_variable(loop: Any) -> bool:
-    """Whether a loop has a `tf.Variable` that it does not read, as for `tf.zeros_like`. TensorFlow fails for its gradients."""
+    """Whether a loop has a `tf.Variable` whose value it does not use, as for `tf.zeros_like`.
+
+    TensorFlow fails for gradients of such a loop (test_loops_that_do_not_read_a_variable).
+    """
     body, condition = loop._body_func.graph, loop._cond_func.graph
-    variables = [i for i, placeholder in enumerate(body.inputs) if placeholder.dtype == tf.resource]
-    return not all(
-        condition.outputs[0].name in _depending(condition, {i})
-        or any(each.name in _depending(body, {i}) for each in body.outputs if each is not body.inputs[i])
-        for i in variables
-    )
+
+    def is_used(place: int) -> bool:
+        if condition.outputs[0].name in _depending(condition, {place}):
+            return True
+        reached = _depending(body, {place})
+        asserts = (op for op in body.get_operations() if not op.outputs)
+        used = [*(t for t in body.outputs if t is not body.inputs[place]), *(t for op in asserts for t in op.inputs)]
+        return any(tensor.name in reached for tensor in used)
+
+    return not all(is_used(i) for i, each in enumerate(body.inputs) if each.dtype == tf.resource)
 
 
 def _keeps_lengths(given: Any, loop: Any) -> bool:

@@ -31,7 +31,7 @@ class CallSpec:
     """Whether a shard may have no rows. Its device is then not called."""
 
     static_rows: bool = False
-    """Whether Grappler knows the number of rows of a shard: it is one, or there is one shard."""
+    """Whether a shard is known to have one row, or is the only one, whose number of rows Grappler knows."""
 
     @classmethod
     def of_shards(cls, shards: int, engine: Engine = Engine.GRAPH, gradients: int = 0, **rest: bool) -> CallSpec:

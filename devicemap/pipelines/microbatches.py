@@ -46,7 +46,7 @@ class Calls:
         """The ops of the rows of a microbatch that are copied to a stage."""
         self._gradients: defaultdict[Any, dict[int, list[Any]]] = defaultdict(dict)
         self._functions: dict[Any, Any] = {}
-        """What microbatches call, by device and trace. TensorFlow traces the backward pass of each function once."""
+        """What microbatches call, by device and trace, which no two stages share. So each has one backward pass."""
 
     def call(self, step: Step, slot: Slot, values: Sequence[Any], rows: Sequence[Any], some: Any) -> list[Any]:
         """Return the results of a stage for a microbatch.

@@ -32,7 +32,7 @@ def filled(devices: int, place: str, *rows: Any) -> list[Any]:
 
 
 def counted(devices: int, count: Any, *leaves: Any) -> list[Any]:
-    """Return the first `count` rows, int64, of leaves that were computed for the rows of `filled`."""
+    """Return the first rows of leaves that were computed for the rows of `filled`. `count`: their number, int64."""
 
     def of_all(upstream: Any) -> list[Any]:
         none = tf.concat([[devices - tf.cast(count, tf.int32)], tf.shape(upstream)[1:]], 0)

@@ -98,7 +98,7 @@ class MappedCall:
             return [*outputs, *results[of_rows:-1], results[-1] * real]
 
     def _apart(self, rows: Sequence[Any]) -> list[Any]:
-        """Run the call in independent shards. If the number of rows is unknown, it is at least that of the devices."""
+        """Run the call in independent shards. Rows of unknown number are those of `filled`."""
         forward = self._forward
 
         @tf.autograph.experimental.do_not_convert
@@ -192,7 +192,7 @@ class MappedCall:
         return "it runs eagerly" if tf.executing_eagerly() else None
 
     def _in_lockstep(self, rows: Sequence[Any]) -> list[Any]:
-        """Run the call in shards that exchange statistics of their rows. Their number is as for `_apart`."""
+        """Run the call in shards that exchange statistics. Rows of unknown number are those of `filled`."""
         function = tf.function(self._shards_in_lockstep, autograph=False)
         count = count_rows(self._rows[0])
         concrete = function.get_concrete_function(count, *rows)
@@ -204,7 +204,7 @@ class MappedCall:
         forward, known = self._forward, self._given.count
         devices = forward.devices if known is None else forward.devices[:known]
         with tf.device(self._place):
-            # Without a static number of rows, what depends on it shows this (test_numbers_of_rows_depend_on_the_rows).
+            # Not static, so that `depends_on` sees what uses the number (test_numbers_of_rows_depend_on_the_rows).
             sizes = sizes_in_graph(count if known is not None else count_rows(leaves[0]), len(devices))
             parts = [*zip(*(cut_rows(leaf, sizes, len(devices)) for leaf in leaves))]
             real = are_real(len(devices), count, len(devices))

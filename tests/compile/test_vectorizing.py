@@ -120,6 +120,25 @@ def test_a_known_shape_lets_rows_part() -> None:
     assert traced(devicemap.DeviceMap(lambda row: growing(row, True), devices=TWO), VECTORS).vectorized
 
 
+def test_a_list_that_rows_share() -> None:
+    """A loop that rows leave at different times takes and returns it."""
+
+    def fn(row: Any) -> Any:
+        shared = tf.TensorArray(tf.float32, 2, element_shape=[], clear_after_read=False).unstack(
+            tf.constant([2.0, 3.0])
+        )
+        step = lambda i, values, state: (i + 1, values, state * values.read(i % 2))
+        goes_on = lambda i, values, state: tf.cast(i, tf.float32) < 5 * tf.abs(row[0])
+        _, values, state = tf.while_loop(goes_on, step, (0, shared, row))
+        return state + values.read(1)
+
+    mapper = devicemap.DeviceMap(fn, devices=TWO[:1])
+    assert traced(mapper, VECTORS).vectorized
+    np.testing.assert_allclose(mapper(VECTORS), one_by_one(fn, VECTORS), rtol=1e-5)
+    (got,), (wanted,) = gradients_of(mapper, VECTORS), gradients_of(lambda rows: one_by_one(fn, rows), VECTORS)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
 def test_ops_that_draw_or_call_python_do_not_run_row_by_row_alone() -> None:
     def called(row: Any) -> Any:
         return tf.sin(tf.ensure_shape(tf.numpy_function(np.sin, [row], tf.float32, stateful=False), [3]))

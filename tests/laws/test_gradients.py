@@ -202,10 +202,10 @@ def test_gradients_in_a_loop_of_a_vectorised_row(devices: list[str], fn: Any) ->
 @pytest.mark.parametrize("steps", [2, None], ids=["", "rows leave at different times"])
 @pytest.mark.parametrize("place", PLACES.values(), ids=list(PLACES))
 def test_loops_that_do_not_read_a_variable(steps: int | None, place: Any, devices: list[str]) -> None:
-    """TensorFlow reads the variable in the loop, and takes its shape only."""
+    """The loop has the variable, of whose value TensorFlow takes the shape only."""
 
     def fn(row: Any) -> Any:
-        run = lambda: row**2 + tf.zeros_like(SCALE)
+        run = lambda: row**2 + tf.zeros_like(tf.convert_to_tensor(SCALE))
         end = tf.cast(tf.abs(row[0]) * 3, tf.int32) if steps is None else steps
         return tf.while_loop(lambda i, _: i < end, lambda i, _: (i + 1, run()), (0, run()))[1]
 
