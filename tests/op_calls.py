@@ -844,8 +844,7 @@ for name, function in SEEDED.items():
 def _random(op: str, x: Any, **arguments: Any) -> Any:
     """The numbers of two calls differ: only their shape and dtype can be compared."""
     numbers = getattr(tf.raw_ops, op)(**arguments)
-    # Not tf.zeros_like(x): TensorFlow fails for gradients of a loop that does not read a variable that it has.
-    return tf.zeros_like(numbers) + 0 * tf.cast(x, numbers.dtype)
+    return tf.zeros_like(numbers) + tf.cast(tf.zeros_like(x), numbers.dtype)
 
 
 for name in ("RandomStandardNormal", "RandomUniform", "TruncatedNormal"):

@@ -1,4 +1,4 @@
-"""Converters of control flow and TensorLists: loops, branches and `tf.TensorArray` for all rows at once."""
+"""Converters of control flow: loops and branches for all rows at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from devicemap._tensorflow.pfor import (
     NotVectorizableError,
     convert_as_tensorflow,
     pfor,
-    run_again,
     with_own_inputs,
     wrap_stacked,
 )
@@ -299,57 +298,6 @@ def _branch(given: Any, index: Any, names: Sequence[str]) -> list[Any]:
         results.append(tf.cond(tf.size(indices) > 0, partial(run, name, indices, place), skip))
     return wrap_stacked(tf.dynamic_stitch(places, parts) for parts in zip(*results))
 
-
-def convert_list(given: Any) -> Any:
-    """Convert an op on a TensorList. Each element of the converted list has the elements of all rows.
-
-    TensorFlow's converters lose the shape of elements that are not written yet, confuse axes in a gather, and do not let a
-    write extend the list.
-    """
-    names = [argument.name for argument in given.op.op_def.input_arg]
-    if "input_handle" in names and not given.input(0).is_stacked:
-        return convert_as_tensorflow(given)
-    results = run_again(given.op, [_for_elements(given, place, name) for place, name in enumerate(names)])
-    tensor_of_list = given.op.type in ("TensorListStack", "TensorListGather")
-    return wrap_stacked(map(swapped, results) if tensor_of_list else results)
-
-
-def _for_elements(given: Any, place: int, name: str) -> Any:
-    """Return an input of an op on a TensorList, with elements for all rows."""
-    if name == "input_handle":
-        return given.stacked_input(place)
-    if name == "item" or given.op.type == "TensorListPushBack":
-        return _alike(given.input(place), True, given.pfor.loop_len_vector)
-    if name == "tensor":
-        return swapped(_alike(given.input(place), True, given.pfor.loop_len_vector))
-    value = given.unstacked_input(place)
-    if name != "element_shape":
-        return value
-    shape = tf.get_static_value(value)
-    if shape is None:
-        raise NotVectorizableError("has elements of a shape that is only known when it runs")
-    if shape.ndim == 0:  # -1: an unknown shape
-        return tf.constant(shape)
-    return tf.concat([tf.cast(given.pfor.loop_len_vector, shape.dtype), shape], 0)
-
-
-def swapped(tensor: Any) -> Any:
-    """Swap the first two axes."""
-    rank = tensor.shape.rank
-    order = [1, 0, *range(2, rank)] if rank else tf.concat([[1, 0], tf.range(2, tf.rank(tensor))], 0)
-    return tf.transpose(tensor, order)
-
-
-LISTS = (
-    "TensorListReserve",
-    "TensorListFromTensor",
-    "TensorListStack",
-    "TensorListGather",
-    "TensorListGetItem",
-    "TensorListSetItem",
-    "TensorListPushBack",
-    "TensorListScatterIntoExistingList",
-)
 
 CONTROL_FLOW: dict[str, Converter] = {
     "While": convert_loop,

@@ -11,9 +11,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.control_flow import CONTROL_FLOW, LISTS, convert_list
+from devicemap._tensorflow.control_flow import CONTROL_FLOW
 from devicemap._tensorflow.indexing import (
+    LISTS,
     convert_gather_nd,
+    convert_list,
     convert_lookup,
     convert_segments,
     convert_shared_segments,

@@ -13,8 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.control_flow import CONTROL_FLOW, LISTS
+from devicemap._tensorflow.control_flow import CONTROL_FLOW
 from devicemap._tensorflow.converters import CONVERTERS
+from devicemap._tensorflow.indexing import LISTS
 
 _ELEMENTWISE = frozenset(
     "Abs Acos Acosh Add AddV2 Angle ApproximateEqual Asin Asinh Atan Atan2 Atanh BesselI0 BesselI0e BesselI1 BesselI1e "

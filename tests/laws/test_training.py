@@ -753,25 +753,15 @@ NO_ROWS = {
 }
 
 
-CHECKED_IN_THE_STEP = pytest.mark.private(
-    "inlining the calls, so that a failed check does not cancel those of other devices"
-)
-"""With unknown shapes, ops of the step check the rows."""
+NO_ROWS_MARKS = {
+    "a table of unknown size": pytest.mark.private("inlining calls, so that failed checks do not cancel each other"),
+    "some rows": pytest.mark.nightly,
+    "twice": pytest.mark.nightly,
+}
 
 
 @pytest.mark.parametrize("batch_norm", ["synchronized", "local"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a table",
-        pytest.param("a table of unknown size", marks=CHECKED_IN_THE_STEP),
-        pytest.param("some rows", marks=[pytest.mark.nightly, CHECKED_IN_THE_STEP]),
-        "products",
-        pytest.param("twice", marks=pytest.mark.nightly),
-        "a scalar",
-        "subclassed",
-    ],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=NO_ROWS_MARKS.get(name, ())) for name in NO_ROWS])
 def test_outputs_that_are_no_rows_are_refused(name: str, batch_norm: Any, devices: list[str]) -> None:
     model = NO_ROWS[name]()
     model(X)
