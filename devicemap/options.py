@@ -127,6 +127,13 @@ def check_count(name: str, value: Any) -> None:
         raise OptionError(f"{name}={value!r}; expected an int of at least 1")
 
 
+def check_choice(name: str, value: Any, *choices: str | None) -> None:
+    """Raise `OptionError` unless the value is one of the choices."""
+    if value not in choices:
+        *others, last = map(repr, choices)
+        raise OptionError(f"{name}={value!r}; expected {', '.join(others)} or {last}")
+
+
 def check_number(name: str, value: Any) -> None:
     """Raise `OptionError` unless the value is `None` or a finite number of at least 0."""
     number = isinstance(value, Real) and not isinstance(value, bool)

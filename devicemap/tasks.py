@@ -21,7 +21,7 @@ import tensorflow as tf
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap.compile.invoke import receive
 from devicemap.devices import choose_devices, task_device
-from devicemap.errors import DataError, DeviceMapError, OptionError, add_note
+from devicemap.errors import DataError, DeviceMapError, add_note
 from devicemap.events import (
     CallFinished,
     CallStarted,
@@ -86,9 +86,9 @@ def parallel_tasks(
         >>> parallel_tasks(lambda n: n * n, [1, 2, 3])
         [1, 4, 9]
     """
-    checked = check_options(fn, {"devices": devices, "max_retries": max_retries, "progress": progress, "name": name})
-    if on_error not in ("raise", "skip"):
-        raise OptionError(f"on_error={on_error!r}; expected 'raise' or 'skip'")
+    checked = check_options(
+        fn, {"devices": devices, "max_retries": max_retries, "on_error": on_error, "progress": progress, "name": name}
+    )
     if isinstance(items, str | bytes) or not isinstance(items, Iterable):
         raise DataError(f"items is {items!r:.80}; expected a list, or another iterable of the arguments of fn")
     if not tf.executing_eagerly():

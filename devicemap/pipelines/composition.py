@@ -16,6 +16,8 @@ from devicemap.compile.graph_builder import copied, sizes_in_graph
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
 from devicemap.errors import DataError, OptionError, brief, function_error
 from devicemap.hosts import settle
+from devicemap.inspect.pipelines import PipelinePlan, StagePlan
+from devicemap.inspect.planner import DataSpec
 from devicemap.pipelines.microbatches import Calls
 from devicemap.pipelines.schedule import Setting, Step
 from devicemap.pipelines.stages import Stage, TracedStage, noted, run_in_turn, state_of, trace_in_turn
@@ -185,3 +187,21 @@ class EagerGraphs:
         signature = tf.nest.map_structure(spec_of, ([*batch.tensors], batch.targets))
         signature += (tf.TensorSpec([], tf.float32),)
         return tf.function(run, autograph=False, input_signature=signature), facts
+
+
+def plan_of(stages: Sequence[Stage], spec: DataSpec, setting: Setting, has_loss: bool) -> PipelinePlan:
+    """Return the plan of a call for rows of these specs."""
+    microbatches = setting.microbatches
+    if spec.rows is not None:
+        microbatches = max(1, min(microbatches, -(-spec.rows // len(setting.devices))))
+    traces = [stage.traced for stage in trace_in_turn(stages, spec.specs)[1]]
+    forward_first = run_in_turn(traces)
+    orders = setting.orders(forward_first, [range(microbatches)])
+    plans = []
+    for k, (stage, traced) in enumerate(zip(stages, traces)):
+        variables = sum(v.shape.num_elements() * v.dtype.size for v in traced.concrete.graph.variables)
+        sizes = [(spec.shape[1:].num_elements() or 0) * spec.dtype.size for spec in traced.specs]
+        steps = [step for step in orders[k % len(orders)] if step.stage == k]
+        own = tuple("FB"[step.backward] + str(step.microbatch) for step in steps)
+        plans.append(StagePlan(stage.devices[0], variables, sum(sizes), own, stage.devices[1:]))
+    return PipelinePlan(spec.rows, microbatches, setting.schedule, tuple(plans), has_loss, forward_first)

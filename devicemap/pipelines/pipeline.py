@@ -3,8 +3,8 @@
     rows ── microbatches ──> stage 0 ──> stage 1 ──> ... ── joined ──> rows
                              GPU:0       GPU:1
 
-The results of a stage go directly to the device of the next stage. Control dependencies within each device make calls run in
-the order of a schedule. A device waits for other devices only to receive inputs.
+The results of a stage go directly to the next device. Control dependencies within each device give its calls the order of a
+schedule. A device waits for other devices only to receive inputs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from devicemap._tensorflow.keras_graphs import begin_call
 from devicemap._tensorflow.runtime import run_beside_inputs
 from devicemap.devices import choose_devices, choose_output_device
 from devicemap.errors import DataError, OptionError, warn_user
-from devicemap.inspect.pipelines import PipelinePlan, PipelineReport, StagePlan
+from devicemap.inspect.pipelines import PipelinePlan, PipelineReport
 from devicemap.inspect.planner import data_spec
-from devicemap.options import Options, check_count
-from devicemap.pipelines.composition import Batch, Composition, EagerGraphs
+from devicemap.options import Options, check_choice, check_count
+from devicemap.pipelines.composition import Batch, Composition, EagerGraphs, plan_of
 from devicemap.pipelines.losses import as_loss, differentiate, loss_by_row
 from devicemap.pipelines.microbatches import Clock
-from devicemap.pipelines.schedule import KINDS, Setting, lanes_of
-from devicemap.pipelines.stages import Stage, packed, run_in_turn, trace_in_turn
+from devicemap.pipelines.schedule import Setting, lanes_of
+from devicemap.pipelines.stages import Stage, packed, trace_in_turn
 
 
 class Pipeline:
@@ -82,14 +82,11 @@ class Pipeline:
         if not isinstance(stages, Sequence) or not stages or not all(callable(stage) for stage in stages):
             hint = "; devicemap.split(model, n) makes one of a Keras model" if layers_of(stages) else ""
             raise OptionError(f"stages={stages!r}; expected a list of at least one function of a batch{hint}")
-        if batch_norm not in ("synchronized", "local"):
-            raise OptionError(f"batch_norm={batch_norm!r}; expected 'synchronized' or 'local'")
-        if added_losses not in (None, "sum", "mean"):
-            raise OptionError(f"added_losses={added_losses!r}; expected 'sum', 'mean' or None")
+        check_choice("batch_norm", batch_norm, "synchronized", "local")
+        check_choice("added_losses", added_losses, "sum", "mean", None)
+        check_choice("schedule", schedule, "1f1b", "gpipe", "interleaved")
         check_count("microbatches", microbatches)
         check_count("replicas", replicas)
-        if schedule not in KINDS:
-            raise OptionError(f"schedule={schedule!r}; expected one of {', '.join(map(repr, KINDS))}")
         lanes = lanes_of(len(stages), choose_devices(devices), replicas, schedule, microbatches)
         self._setting = Setting(len(stages), lanes, schedule, int(microbatches), batch_norm == "local", added_losses)
         self._stages = [Stage(k, stage, self._setting) for k, stage in enumerate(stages)]
@@ -203,8 +200,7 @@ class Pipeline:
         """
         if self._loss is None:
             raise OptionError("value_and_gradients needs Pipeline(loss=...), such as loss='mse'")
-        value, gradients, _ = self._differentiated(x, y, sample_weight)
-        return value, gradients
+        return self._differentiated(x, y, sample_weight)[:2]
 
     def as_model(self) -> Any:
         """Return a `keras.Model` that calls the pipeline.
@@ -302,8 +298,8 @@ class Pipeline:
         """
         if not isinstance(dataset, tf.data.Dataset):
             raise DataError(f"data is a {type(dataset).__name__}; expected a tf.data.Dataset of batches")
-        ahead = 2  # one batch leaves the pipeline while the next one enters
-        return iter(dataset.map(self._in_dataset, num_parallel_calls=ahead, deterministic=True).prefetch(1))
+        # One batch leaves the pipeline while the next one enters.
+        return iter(dataset.map(self._in_dataset, num_parallel_calls=2, deterministic=True).prefetch(1))
 
     @tf.autograph.experimental.do_not_convert
     def _in_dataset(self, *elements: Any) -> Any:
@@ -322,20 +318,4 @@ class Pipeline:
             >>> [stage.schedule[:4] for stage in plan.stages], plan.bubble
             ([('F0', 'F1', 'B0', 'F2'), ('F0', 'B0', 'F1', 'B1')], 0.2)
         """
-        spec = data_spec(data_or_spec, Options())
-        setting = self._setting
-        microbatches = setting.microbatches
-        if spec.rows is not None:
-            microbatches = max(1, min(microbatches, -(-spec.rows // len(setting.devices))))
-        traces = [stage.traced for stage in trace_in_turn(self._stages, spec.specs)[1]]
-        forward_first = run_in_turn(traces)
-        orders = setting.orders(forward_first, [range(microbatches)])
-        plans = []
-        for k, (stage, traced) in enumerate(zip(self._stages, traces)):
-            variables = sum(v.shape.num_elements() * v.dtype.size for v in traced.concrete.graph.variables)
-            sizes = [(spec.shape[1:].num_elements() or 0) * spec.dtype.size for spec in traced.specs]
-            steps = [step for step in orders[k % len(orders)] if step.stage == k]
-            own = tuple("FB"[step.backward] + str(step.microbatch) for step in steps)
-            plans.append(StagePlan(stage.devices[0], variables, sum(sizes), own, stage.devices[1:]))
-        has_loss = self._loss is not None
-        return PipelinePlan(spec.rows, microbatches, setting.schedule, tuple(plans), has_loss, forward_first)
+        return plan_of(self._stages, data_spec(data_or_spec, Options()), self._setting, self._loss is not None)

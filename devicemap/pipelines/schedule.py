@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from devicemap.errors import OptionError
 from devicemap.events import short_name
 
-KINDS = ("1f1b", "gpipe", "interleaved")
-
 
 class Step(NamedTuple):
     """A call of a stage on a microbatch."""
@@ -29,7 +27,7 @@ def schedule_of(kind: str, stages: int, devices: int, microbatches: int, device:
     If its number of microbatches is not a multiple of the number of devices, all forward calls come first to avoid deadlocks.
 
     Args:
-        kind: one of `KINDS`.
+        kind: "gpipe", "1f1b" or "interleaved".
         stages: number of stages, a multiple of `devices`; equal to it unless the schedule is interleaved.
         devices: number of devices.
         microbatches: number of microbatches.
@@ -69,7 +67,7 @@ class Setting:
     """The devices of each replica of the pipeline."""
 
     schedule: str
-    """One of `KINDS`."""
+    """The order of calls: "gpipe", "1f1b" or "interleaved"."""
 
     microbatches: int
     """Number of microbatches of each replica."""

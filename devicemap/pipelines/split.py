@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from devicemap.devices import choose_devices
 from devicemap.errors import OptionError
-from devicemap.options import check_count
+from devicemap.options import check_choice, check_count
 
 
 class Stages(list[Any]):
@@ -86,8 +86,7 @@ def split(model: Any, n: int, by: Literal["time", "bytes"] = "time", devices: An
     from devicemap.pipelines.layers import StageModel, copied, layer_calls, runner_of
 
     check_count("n", n)
-    if by not in ("time", "bytes"):
-        raise OptionError(f"by={by!r}; expected 'time' or 'bytes'")
+    check_choice("by", by, "time", "bytes")
     calls, inputs, outputs = layer_calls(model)
     if "detach" in vars(model):
         raise OptionError(f"{model.name} is parallelized; model.detach() gives it back to one device first")

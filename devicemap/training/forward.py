@@ -17,7 +17,7 @@ from devicemap.devices import choose_devices
 from devicemap.errors import DataError, failure
 from devicemap.training.mapped_call import MappedCall
 from devicemap.training.row_losses import RowLosses
-from devicemap.training.stateless import Given, add_loss, collecting, is_collecting
+from devicemap.training.stateless import Given, add_loss, collecting, current_scope
 
 _REPLICA_CALLS = "all_reduce", "all_gather", "merge_call"
 """Methods of `tf.distribute.ReplicaContext` that use other devices. Without a strategy they return their arguments."""
@@ -128,7 +128,7 @@ class ForwardPass:
 
 def _as_one_device(name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse a method of a `tf.distribute.ReplicaContext` in a layer, and run it unchanged in other threads."""
-    if is_collecting():
+    if current_scope() is not None:
         raise failure(
             f"a layer calls {name} of tf.distribute, which does not see the rows of other devices here; compute values of "
             "several rows in compute_loss, or in a train_step of the model"

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.gradients import tape_is_recording
+from devicemap._tensorflow.keras import moments_by
 from devicemap.errors import failure
 
 
@@ -115,3 +118,44 @@ class _Turn:
             self._stopped = True
             self._may_run.release()
             self._thread.join()
+
+
+def meeting(layers: Sequence[Any], lockstep: Lockstep, real: Any) -> AbstractContextManager[None]:
+    """Return a context in which layers of batch normalization use mean and variance of the rows of all devices.
+
+    `real`: bool `[devices]`, whether the rows of a device count.
+    """
+    graph = tf.compat.v1.get_default_graph()
+
+    def moments(mean: Any, variance: Any, count: Any, masked: bool) -> Any:
+        if tf.compat.v1.get_default_graph() is not graph:
+            raise failure(
+                "a batch normalization is called in a loop, a branch or a tf.function inside the model, where it cannot take "
+                "mean and variance of the rows of all devices; set batch_norm='local'"
+            )
+        if tape_is_recording():
+            raise failure(
+                "a layer takes gradients through a batch normalization by a tape of its own, which does not see the rows of "
+                "other devices; set batch_norm='local', or compute them in a train_step of the model"
+            )
+        return lockstep.meet((mean, variance, count), lambda parts: [_merged(parts, real, masked)] * len(parts))
+
+    return moments_by(layers, moments)
+
+
+def _merged(own: Sequence[tuple[Any, Any, Any]], real: Any, masked: bool) -> tuple[Any, Any]:
+    """Combine means and variances of parts, with their numbers of values (Chan, Golub and LeVeque, 1983).
+
+    Without a mask, Keras calls `tf.nn.moments`, which stops the gradient of the mean in the variance. This does not change
+    first gradients, but second ones, so the result does the same.
+    """
+    means, variances, counts = (tf.stack(each) for each in zip(*own))
+    counts *= tf.cast(real, counts.dtype)
+    shares = (counts / tf.reduce_sum(counts))[:, None]
+    mean = tf.reduce_sum(means * shares, 0)
+    if masked:
+        between = tf.square(means - mean)
+    else:
+        distance = tf.stop_gradient(means - mean)
+        between = tf.square(distance) + 2 * distance * (means - tf.stop_gradient(means))
+    return mean, tf.reduce_sum((variances + between) * shares, 0)

@@ -10,16 +10,15 @@ Each call is retraced, as Keras does for one device, because a layer may depend 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import functions_within, keep_alive, waiting_for
+from devicemap._tensorflow.functions import keep_alive, waiting_for
 from devicemap._tensorflow.gradients import differentiate_in_place
-from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, replacing, stored_in
-from devicemap.compile.audit import audit, op_types
+from devicemap._tensorflow.keras import batch_norms_of, is_seed, replacing, stored_in
 from devicemap.compile.gather import with_row_counts_checked
 from devicemap.compile.graph_builder import depends_on, sizes_in_graph
 from devicemap.compile.program import Program
@@ -31,19 +30,14 @@ from devicemap.errors import failure, warn_user
 from devicemap.run.graph_engine import call_inside, run_graph
 from devicemap.run.mapper import NullObserver
 from devicemap.training.filled_rows import are_real, counted, filled
-from devicemap.training.lockstep import Lockstep
-from devicemap.training.recomputation import recomputed
+from devicemap.training.lockstep import Lockstep, meeting
+from devicemap.training.recomputation import recomputed, recomputing
 from devicemap.training.row_losses import RowLosses
-from devicemap.training.stateless import Given, Passed, collecting, meeting, pure, recomputing
+from devicemap.training.stateless import Given, Passed, collecting, pure
+from devicemap.training.survey import survey
 
 if TYPE_CHECKING:
     from devicemap.training.forward import ForwardPass
-
-_ADDS = frozenset(["AssignAddVariableOp", "AssignSubVariableOp"])
-"""Ops that the audit allows in any order. In a mapped call, each device would apply them once."""
-
-_MORE_ROWS = 83
-"""Additional rows of a trace that shows how outputs depend on the number of rows."""
 
 
 class MappedCall:
@@ -62,9 +56,9 @@ class MappedCall:
         if given.count is None and len(self._rows) > 1 and not tf.executing_eagerly():
             with tf.device(self._place):
                 self._rows = tuple(_with_equal_rows(self._rows, layer.name))
+        runs_again = microbatches > 1 or bool(forward.recomputed)
+        self._survey = survey(forward, layer, given, self._rows, self._row_losses, runs_again)
         self._passed: Passed
-        self._not_for_xla: str | None = None
-        """The reason why XLA does not compile the call, or `None`."""
 
     def run(self) -> list[Any]:
         """Run the call, as part of the function that is being traced or in eager code.
@@ -75,14 +69,14 @@ class MappedCall:
         Raises:
             FunctionError: the layer needs rows or state of other devices.
         """
-        self._survey()
-        if self._not_for_xla and self._forward.model.jit_compile and not tf.executing_eagerly():
+        reason = self._survey.not_for_xla
+        if reason and self._forward.model.jit_compile and not tf.executing_eagerly():
             warn_user(
-                f"jit_compile=True, Keras's default with GPUs, is ignored for {self._layer.name}: {self._not_for_xla}. "
+                f"jit_compile=True, Keras's default with GPUs, is ignored for {self._layer.name}: {reason}. "
                 "Compile the model with jit_compile=False",
                 RuntimeWarning,
             )
-        on_devices = self._in_lockstep if self._meets else self._apart
+        on_devices = self._in_lockstep if self._survey.meets else self._apart
         if self._given.count is not None:
             return on_devices(self._rows)
         devices = len(self._forward.devices)
@@ -105,15 +99,15 @@ class MappedCall:
         def of_rows(*rows: Any) -> tuple[Any, ...]:
             with forward.plain(), recomputing(forward.recomputed):
                 if self._microbatches > 1 or forward.recomputed:
-                    results = self._on_rows(rows, [*map(_read, self._variables)])
+                    results = self._on_rows(rows, [*map(_read, self._survey.variables)])
                 else:
                     results = [*itertools.chain(*self._called(rows, None))]
-            self._check_outputs(self._passed.shapes)
+            self._survey.check_outputs(self._passed.shapes)
             returned = [tf.stack([count_rows(leaf)]) for leaf in results[: len(self._passed.notes)]]
             return tuple(with_row_counts_checked(results, returned, [count_rows(rows[0])], self._layer.name))
 
         options = {"devices": forward.devices, "batched": True, "output_device": forward.home, "name": self._layer.name}
-        options["jit_compile"] = bool(forward.model.jit_compile) and self._not_for_xla is None
+        options["jit_compile"] = bool(forward.model.jit_compile) and self._survey.not_for_xla is None
         program = Program(of_rows, options, own_rows=True)
         keep_alive(program, forward)
         if tf.executing_eagerly():
@@ -122,74 +116,6 @@ class MappedCall:
             gradients = compiled.order_of_gradients(data.leaves)
             return list(run_graph(program, compiled, data, gradients, NullObserver()))
         return list(call_inside(program, as_rows(tuple(rows)), filled=True))
-
-    def _survey(self) -> None:
-        """Trace the call for more rows than the batch has, to find its outputs and the variables that it changes."""
-        forward, given, layer = self._forward, self._given, self._layer
-        norms = (
-            batch_norms_of(forward.model) if forward.batch_norm == "synchronized" and len(forward.devices) > 1 else []
-        )
-        self._meets, scope = False, collecting()
-
-        def moments(mean: Any, variance: Any, *_: Any) -> tuple[Any, Any]:
-            self._meets = True
-            return mean, variance
-
-        @tf.function(autograph=False)
-        def outputs(*rows: Any) -> list[Any]:
-            args, kwargs = given.with_rows(rows)
-            with scope, moments_by(norms, moments):
-                results = layer.call(*args, **kwargs)
-            if self._row_losses is not None:
-                self._row_losses.find(results, rows[len(given.rows) :], self._more)
-            return [leaf for leaf in tf.nest.flatten(results) if tf.is_tensor(leaf)]
-
-        dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
-        self._more = _MORE_ROWS + (given.count or 0)
-        specs = [
-            tf.TensorSpec([self._more, *leaf.shape[1:]], leaf.dtype) if dense else tf.type_spec_from_value(leaf)
-            for leaf in self._rows
-        ]
-        try:
-            concrete = outputs.get_concrete_function(*specs)
-        except Exception:
-            # This raises the same error, which then shows the shapes of the batch.
-            outputs.get_concrete_function(*self._rows)
-            raise
-        self._not_for_xla = self._reason_against_xla(concrete, dense)
-        if audit(concrete).ordered or op_types(concrete) & _ADDS:
-            raise failure(
-                f"a layer of {layer.name} changes a tf.Variable or a table, and each device would change it for its rows only; "
-                "create the variable by add_weight, or change it in a train_step of the model"
-            )
-        if (self._meets or self._microbatches > 1 or forward.recomputed) and _hides_variables(concrete.graph):
-            raise failure(
-                f"a layer of {layer.name} reads a variable in a tf.custom_gradient, tf.recompute_grad or keras.remat, which "
-                "would lose its gradient with synchronized batch normalization, accumulate or recompute; use recompute= "
-                "instead, and batch_norm='local'"
-            )
-        if (self._microbatches > 1 or forward.recomputed) and _calls_function_with_variables(concrete.graph):
-            raise failure(
-                f"a layer of {layer.name} uses a variable or a table in a tf.function, which would lose its gradient with "
-                "accumulate or recompute; remove the tf.function, because Keras compiles the whole step"
-            )
-        self._shapes = [spec.shape for spec in concrete.structured_outputs] if dense else []
-        drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
-        own = {id(variable) for variable in layer.variables}
-        known = [v for v in forward.variables if (id(v) in drawn if is_seed(v) else id(v) in own)]
-        self._variables = [*known, *map(drawn.get, drawn.keys() - map(id, known))]
-        """The variables of the layer, and the seeds from which it draws, such as Keras's global seed."""
-
-    def _reason_against_xla(self, concrete: Any, dense: bool) -> str | None:
-        if self._meets:
-            return "synchronized batch normalization exchanges values between devices"
-        if self._microbatches > 1 or self._forward.recomputed:
-            return "accumulate and recompute call layers again for their gradients"
-        if is_training() and audit(concrete).gradient_needs_variants:
-            return "XLA does not compile a loop or branch apart from its gradient"
-        if not dense or not all(isinstance(spec, tf.Tensor | tf.TensorSpec) for spec in concrete.structured_outputs):
-            return "XLA has no ragged or sparse tensors"
-        return "it runs eagerly" if tf.executing_eagerly() else None
 
     def _in_lockstep(self, rows: Sequence[Any]) -> list[Any]:
         """Run the call in shards that exchange statistics. Rows of unknown number are those of `filled`."""
@@ -208,7 +134,7 @@ class MappedCall:
             sizes = sizes_in_graph(count if known is not None else count_rows(leaves[0]), len(devices))
             parts = [*zip(*(cut_rows(leaf, sizes, len(devices)) for leaf in leaves))]
             real = are_real(len(devices), count, len(devices))
-        values = [self._sent(variable, len(devices)) for variable in self._variables]
+        values = [self._sent(variable, len(devices)) for variable in self._survey.variables]
 
         def on_device(place: int) -> list[Any]:
             with tf.device(devices[place]):
@@ -238,7 +164,7 @@ class MappedCall:
         Returns:
             Outputs and their attached tensors; then losses, new values of variables and the number of rows, as states.
         """
-        held = [*zip(self._variables, values)]
+        held = [*zip(self._survey.variables, values)]
         if self._microbatches == 1:
             return [*itertools.chain(*self._called(rows, held))]
         seeds = {id(variable): split_seeds(value, self._microbatches) for variable, value in held if is_seed(variable)}
@@ -306,7 +232,7 @@ class MappedCall:
     def _joined(self, sizes: Any, results: Sequence[Sequence[Any]]) -> list[Any]:
         """Join the results of shards on the home device, and assert that outputs have a row for each row of a shard."""
         forward, outputs, counts = self._forward, len(self._passed.notes), []
-        self._check_outputs(self._passed.shapes)
+        self._survey.check_outputs(self._passed.shapes)
         for device, part in zip(forward.devices, results):
             with tf.device(device):
                 counts.append([count_rows(leaf) for leaf in part[:outputs]])
@@ -315,19 +241,6 @@ class MappedCall:
             joined = [parts[0] if len(parts) == 1 else tf.concat(parts, 0) for parts in leaves]
             returned = [tf.stack(each) for each in zip(*counts)]
             return with_row_counts_checked(joined, returned, sizes, self._layer.name)
-
-    def _check_outputs(self, shapes: Sequence[Any]) -> None:
-        """Refuse outputs without one row for each row, by their static shapes for shards and for more rows."""
-        for known, shape in zip(shapes, self._shapes):
-            if None in (known.rank, shape.rank):
-                continue
-            varying = [size for size, now in zip(shape[1:], known[1:]) if size != now]
-            if not shape.rank or shape[0] not in (None, self._more) or self._more in varying:
-                raise failure(
-                    f"{self._layer.name} returns an output of shape {shape} for {self._more} rows; expected one row for each "
-                    "row, whose shape does not depend on other rows, because outputs of devices are joined. Compute values of "
-                    "several rows in compute_loss, or in a train_step of the model"
-                )
 
     def collected(self, results: Sequence[Any]) -> Any:
         """Return the outputs on all rows, add losses to the layers that add them, and assign new values to variables.
@@ -377,25 +290,3 @@ def _are_computed(rows: Sequence[Any]) -> bool:
         kind_of(tensor.device) != "CPU" if hasattr(tensor, "numpy") else tensor.op.type != "Placeholder"
         for tensor in tensors
     )
-
-
-def _ops_within(graph: Any) -> Iterator[Any]:
-    """Yield the ops of a graph and of the functions that it calls."""
-    for each in [graph, *functions_within(graph)]:
-        yield from each.get_operations()
-
-
-def _hides_variables(graph: Any) -> bool:
-    """Whether a custom gradient in a graph, or in functions that it calls, has variables as inputs."""
-    return any(
-        tensor.dtype == tf.resource or tensor.op.type == "ReadVariableOp"
-        for op in _ops_within(graph)
-        if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr
-        for tensor in op.inputs
-    )
-
-
-def _calls_function_with_variables(graph: Any) -> bool:
-    """Whether a graph, or a function that it calls, calls a function with variables or tables as inputs."""
-    calls = [op for op in _ops_within(graph) if op.type in ("PartitionedCall", "StatefulPartitionedCall")]
-    return any(tensor.dtype == tf.resource for op in calls for tensor in op.inputs)

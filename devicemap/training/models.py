@@ -16,10 +16,10 @@ import tensorflow as tf
 from devicemap._tensorflow.keras import batch_norms_of, layers_of, sublayers_of
 from devicemap.devices import choose_devices
 from devicemap.errors import OptionError
-from devicemap.options import check_count
+from devicemap.options import check_choice, check_count
 from devicemap.training.forward import ForwardPass
 from devicemap.training.parallel_model import MAKERS, ParallelModel, has_own
-from devicemap.training.stateless import without_state
+from devicemap.training.recomputation import without_state
 
 
 def parallelize(
@@ -106,10 +106,8 @@ def _check(model: Any, batch_norm: str, added_losses: str | None, accumulate: in
         raise OptionError(
             f"Keras runs on {keras.backend.backend()}; set KERAS_BACKEND=tensorflow before it is imported"
         )
-    if batch_norm not in ("synchronized", "local"):
-        raise OptionError(f"batch_norm={batch_norm!r}; expected 'synchronized' or 'local'")
-    if added_losses not in (None, "sum", "mean"):
-        raise OptionError(f"added_losses={added_losses!r}; expected 'sum', 'mean' or None")
+    check_choice("batch_norm", batch_norm, "synchronized", "local")
+    check_choice("added_losses", added_losses, "sum", "mean", None)
     if "detach" in vars(model):
         raise OptionError(f"{model.name} is parallelized already; model.detach() gives it back to one device")
     for maker in MAKERS:

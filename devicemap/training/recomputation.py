@@ -9,15 +9,19 @@ So intermediate results exist for one microbatch at a time, at the price of a se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import added, linked
+from devicemap._tensorflow.keras import is_seed, replacing, sublayers_of
 from devicemap.compile.audit import audit
 from devicemap.data.rows import count_rows, spec_of, take_rows
 from devicemap.errors import failure
+from devicemap.training.stateless import Given, collecting, current_scope, pure
 
 
 def recomputed(
@@ -87,6 +91,52 @@ def recomputed(
         else cut.over(lambda i: run(i, cut.parts(i), values), _joined)
     )
     return linked(given, values, gradient)
+
+
+def without_state(layers: Sequence[Any]) -> list[Any]:
+    """Return the layers that change only seeds in a call. Other layers are replaced by such sublayers."""
+    found = []
+    for layer in layers:
+        keeps = all(map(is_seed, layer.non_trainable_variables))
+        found += [layer] if keeps else without_state(sublayers_of(layer))
+    return found
+
+
+@contextmanager
+def recomputing(layers: Sequence[Any]) -> Iterator[None]:
+    """Return a context in which gradients compute the intermediate results of these layers again.
+
+    The layers are called in scopes of `collecting` that hold all variables.
+    """
+    with ExitStack() as replaced:
+        for layer in layers:
+            replaced.enter_context(replacing(layer, call=partial(_recomputed_call, layer, layer.call)))
+        yield
+
+
+def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+    given, scope, found = Given.of(args, kwargs), current_scope(), []
+    if not all(isinstance(leaf, tf.Tensor) for leaf in given.rows):
+        return call(*args, **kwargs)
+    variables = [variable for variable in layer.variables if scope.get_current_value(variable) is not None]
+    count, states = len(given.rows), [variable for variable in variables if not is_seed(variable)]
+
+    def run(number: Any, rows: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        args, kwargs = given.with_rows(values[:count])
+        own = collecting([*zip(variables, values[count:])], scope.collect_losses)
+        tensors, others, what = pure(partial(call, *args, **kwargs), own, states, values[:count])
+        found.append((what, own.draws))
+        return tensors, others
+
+    results = recomputed(run, [], [*given.rows, *map(scope.get_current_value, variables)])
+    what, draws = found[-1]
+    outputs, losses, updates = what.unpacked(results)
+    scope.added += [(owner, loss) for (owner, *_), loss in zip(what.losses, losses)]
+    scope.constant_losses |= {id(loss) for loss, (_, of_rows, _) in zip(losses, what.losses) if not of_rows}
+    scope.draws += draws
+    for i, value in zip(what.updated, updates):
+        scope.add_update((states[i], value))
+    return outputs
 
 
 class _Cut:

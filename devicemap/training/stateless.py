@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.gradients import tape_is_recording
-from devicemap._tensorflow.keras import (
-    LOGITS,
-    MASK,
-    is_seed,
-    mask_of,
-    moments_by,
-    notes_of,
-    replacing,
-    set_note,
-    sublayers_of,
-)
+from devicemap._tensorflow.keras import LOGITS, MASK, is_seed, mask_of, notes_of, set_note
 from devicemap.compile.graph_builder import depends_on
 from devicemap.data.rows import count_rows
 from devicemap.errors import failure
-from devicemap.training.lockstep import Lockstep
-from devicemap.training.recomputation import recomputed
 
 ROWS, SHARED = object(), object()
 """Placeholders for a tensor of rows, and for a scalar, which is the same for all rows."""
 
 _scope: ContextVar[Any] = ContextVar("scope")
-"""The innermost scope of `collecting` in this thread."""
 
 
 @dataclass(frozen=True)
@@ -241,16 +225,16 @@ def _check_no_loop(seed: Any, outermost: Any) -> None:
         graph = graph.outer_graph
 
 
-def is_collecting() -> bool:
-    """Whether this thread is in a scope of `collecting`."""
-    return _scope.get(None) is not None
+def current_scope() -> Any:
+    """Return the innermost scope of `collecting` in this thread, or `None`."""
+    return _scope.get(None)
 
 
 def add_loss(layer: Any, loss: Any) -> None:
     """Add losses of a layer to the innermost scope of `collecting`, instead of to the layer."""
     import keras
 
-    scope = _scope.get(None)
+    scope = current_scope()
     if scope is None:  # in a direct call in another thread
         keras.layers.Layer.add_loss(layer, loss)
     elif scope.collect_losses:
@@ -297,90 +281,3 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
     )
     losses = [loss for _, loss in scope.added]
     return [*flat, *(note for each in notes for note in each.values())], [*losses, *updates.values()], what
-
-
-def meeting(layers: Sequence[Any], lockstep: Lockstep, real: Any) -> AbstractContextManager[None]:
-    """Return a context in which layers of batch normalization use mean and variance of the rows of all devices.
-
-    `real`: bool `[devices]`, whether the rows of a device count.
-    """
-    graph = tf.compat.v1.get_default_graph()
-
-    def moments(mean: Any, variance: Any, count: Any, masked: bool) -> Any:
-        if tf.compat.v1.get_default_graph() is not graph:
-            raise failure(
-                "a batch normalization is called in a loop, a branch or a tf.function inside the model, where it cannot take "
-                "mean and variance of the rows of all devices; set batch_norm='local'"
-            )
-        if tape_is_recording():
-            raise failure(
-                "a layer takes gradients through a batch normalization by a tape of its own, which does not see the rows of "
-                "other devices; set batch_norm='local', or compute them in a train_step of the model"
-            )
-        return lockstep.meet((mean, variance, count), lambda parts: [_merged(parts, real, masked)] * len(parts))
-
-    return moments_by(layers, moments)
-
-
-def _merged(own: Sequence[tuple[Any, Any, Any]], real: Any, masked: bool) -> tuple[Any, Any]:
-    """Combine means and variances of parts, with their numbers of values (Chan, Golub and LeVeque, 1983).
-
-    Without a mask, Keras calls `tf.nn.moments`, which stops the gradient of the mean in the variance. This does not change
-    first gradients, but second ones, so the result does the same.
-    """
-    means, variances, counts = (tf.stack(each) for each in zip(*own))
-    counts *= tf.cast(real, counts.dtype)
-    shares = (counts / tf.reduce_sum(counts))[:, None]
-    mean = tf.reduce_sum(means * shares, 0)
-    if masked:
-        between = tf.square(means - mean)
-    else:
-        distance = tf.stop_gradient(means - mean)
-        between = tf.square(distance) + 2 * distance * (means - tf.stop_gradient(means))
-    return mean, tf.reduce_sum((variances + between) * shares, 0)
-
-
-def without_state(layers: Sequence[Any]) -> list[Any]:
-    """Return the layers that change only seeds in a call. Other layers are replaced by such sublayers."""
-    found = []
-    for layer in layers:
-        keeps = all(map(is_seed, layer.non_trainable_variables))
-        found += [layer] if keeps else without_state(sublayers_of(layer))
-    return found
-
-
-@contextmanager
-def recomputing(layers: Sequence[Any]) -> Iterator[None]:
-    """Return a context in which gradients compute the intermediate results of these layers again.
-
-    The layers are called in scopes of `collecting` that hold all variables.
-    """
-    with ExitStack() as replaced:
-        for layer in layers:
-            replaced.enter_context(replacing(layer, call=partial(_recomputed_call, layer, layer.call)))
-        yield
-
-
-def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
-    given, scope, found = Given.of(args, kwargs), _scope.get(), []
-    if not all(isinstance(leaf, tf.Tensor) for leaf in given.rows):
-        return call(*args, **kwargs)
-    variables = [variable for variable in layer.variables if scope.get_current_value(variable) is not None]
-    count, states = len(given.rows), [variable for variable in variables if not is_seed(variable)]
-
-    def run(number: Any, rows: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        args, kwargs = given.with_rows(values[:count])
-        own = collecting([*zip(variables, values[count:])], scope.collect_losses)
-        tensors, others, what = pure(partial(call, *args, **kwargs), own, states, values[:count])
-        found.append((what, own.draws))
-        return tensors, others
-
-    results = recomputed(run, [], [*given.rows, *map(scope.get_current_value, variables)])
-    what, draws = found[-1]
-    outputs, losses, updates = what.unpacked(results)
-    scope.added += [(owner, loss) for (owner, *_), loss in zip(what.losses, losses)]
-    scope.constant_losses |= {id(loss) for loss, (_, of_rows, _) in zip(losses, what.losses) if not of_rows}
-    scope.draws += draws
-    for i, value in zip(what.updated, updates):
-        scope.add_update((states[i], value))
-    return outputs
