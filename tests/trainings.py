@@ -95,6 +95,25 @@ class AddsLosses(layers.Layer):
         return self.scale * x
 
 
+class LooksUp(layers.Layer):
+    """Looks up rows of tables: the same for all rows, those of each row, and those of all rows, each once."""
+
+    def build(self, shape: Any) -> None:
+        self.tables = [self.add_weight(shape=[6, shape[-1]], name=f"table_{i}") for i in range(7)]
+        self.order = self.add_weight(shape=[2], initializer="ones", dtype="int32", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        largest = tf.argmax(x, 1)
+        ids, places = tf.unique(largest)
+        of_all = tf.range(3), [0, 1, 1, 5], tf.range(tf.shape(x)[1] // 2), self.order
+        of_rows = tf.tile(tf.range(2)[None], [tf.shape(x)[0], 1]), largest[:, None]
+        tables = [tf.convert_to_tensor(table) for table in self.tables]
+        found = [tf.gather(table, indices)[None] for table, indices in zip(tables, of_all)]
+        found += [tf.gather(table, indices) for table, indices in zip(tables[4:], of_rows)]
+        distinct = tf.gather(tf.gather(tables[6], ids), places)
+        return x * tf.add_n([tf.reduce_sum(each, 1) * tf.ones_like(x) for each in found]) + distinct
+
+
 class Spectrum(layers.Layer):
     """Returns complex numbers."""
 
@@ -285,6 +304,15 @@ CASES = {
         recurrent,
         lambda: {"optimizer": keras.optimizers.Adam(0.01), "metrics": ["mae"]},
         {"x": WORDS, "y": np.repeat(Y[:, :1], 5, 1)[..., None]},
+    ),
+    "lookups": Case(lambda: sequential(LooksUp()), lambda: {"optimizer": keras.optimizers.Adagrad(0.1)}, forward=False),
+    "lookups, batch normalization": Case(
+        lambda: normalized(LooksUp()), lambda: {"optimizer": keras.optimizers.Adagrad(0.1)}, forward=False
+    ),
+    "lookups, loop, clipnorm": Case(
+        lambda: sequential(LooksUp(), layers.Reshape([3, 2]), layers.SimpleRNN(3)),
+        lambda: {"optimizer": keras.optimizers.SGD(0.1, clipnorm=0.05)},
+        forward=False,
     ),
     "regularizers, global_clipnorm, sample weights, split": Case(
         lambda: mlp(kernel_regularizer="l2", bias_regularizer="l1", activity_regularizer="l2"),

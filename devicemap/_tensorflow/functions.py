@@ -141,10 +141,15 @@ def functions_within(graph: Any) -> list[Any]:
 
     `Graph.as_graph_def()` also has the functions, but without the dtypes and shapes of their tensors.
     """
+    return [*functions_by_name(graph).values()]
+
+
+def functions_by_name(graph: Any) -> dict[str, Any]:
+    """Return the graphs of `functions_within`, by the names of their functions."""
     if not shows_functions(graph):
-        return []
-    graphs = (getattr(function, "graph", None) for function in graph._functions.values())
-    return [each for each in graphs if each is not None]  # functions of TensorFlow 1 have none
+        return {}
+    graphs = {name: getattr(function, "graph", None) for name, function in graph._functions.items()}
+    return {name: each for name, each in graphs.items() if each is not None}  # functions of TensorFlow 1 have none
 
 
 _own: weakref.WeakSet[Any] = weakref.WeakSet()

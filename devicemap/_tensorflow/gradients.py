@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from functools import cache, partial
 from typing import Any
 
@@ -21,6 +22,15 @@ _registry = Private("tensorflow.python.framework.ops", "get_gradient_function")
 _gradients = Private("tensorflow.python.ops.gradients_util", "PossibleTapeGradientTypes")
 _handle_data = Private("tensorflow.python.ops.handle_data_util", "copy_handle_data")
 _resources = Private("tensorflow.python.ops.resource_variable_ops", "variable_accessed")
+
+
+class Lookups(Enum):
+    """The lookups of a function in a table, by which `tf.IndexedSlices` of several calls are added."""
+
+    OF_ROWS = "each row has indices of its own"
+    SHARED = "each call has the same indices"
+    DISTINCT = "each call has each index once"
+    MIXED = "several of these"
 
 
 _mending = threading.Lock()
@@ -44,8 +54,10 @@ def differentiate_in_place(ops: Iterable[Any]) -> None:
 
 
 @with_fallback(lambda value, count: [value] * count, _registry, _operations, _handle_data)
-def fanned_out(value: Any, count: int) -> list[Any]:
+def fanned_out(value: Any, count: int, lookups: Lookups = Lookups.OF_ROWS) -> list[Any]:
     """Return a value, or the handle of a variable, for `count` consumers, whose gradients are added on the current device.
+
+    `lookups`: those of the consumers.
 
     TensorFlow would add them on the device of the gradient function
     (test_gradients_of_several_users_are_added_on_the_current_device).
@@ -62,7 +74,7 @@ def fanned_out(value: Any, count: int) -> list[Any]:
     def add(op: Any, *upstream: Any) -> list[Any]:
         known = [gradient for gradient in upstream if gradient is not None]
         with tf.device(op.device):
-            return [added(known) if known else None, *[None] * (count - 1)]
+            return [added(known, lookups) if known else None, *[None] * (count - 1)]
 
     _set_gradient(op, [value] * count, add)
     return list(copies)
@@ -100,12 +112,18 @@ def linked(results: Sequence[Any], values: Sequence[Any], gradient: Callable[...
     return list(copies[: len(results)])
 
 
-def added(gradients: Sequence[Any]) -> Any:
-    """Return the sum of gradients. A sum of `tf.IndexedSlices` stays sparse, because optimizers update only these rows."""
-    if all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
-        values, indices = (tf.concat([getattr(g, part) for g in gradients], 0) for part in ("values", "indices"))
-        return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
-    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in gradients])
+def added(gradients: Sequence[Any], lookups: Lookups = Lookups.OF_ROWS) -> Any:
+    """Return the sum of gradients. A sum of `tf.IndexedSlices` has the slices of one call for all rows."""
+    if not all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
+        return tf.add_n([tf.convert_to_tensor(gradient) for gradient in gradients])
+    if lookups is Lookups.SHARED:
+        values, indices = tf.add_n([each.values for each in gradients]), gradients[0].indices
+    else:
+        values, indices = (tf.concat([getattr(each, part) for each in gradients], 0) for part in ("values", "indices"))
+    if lookups is Lookups.DISTINCT:
+        indices, places = tf.unique(indices)
+        values = tf.math.unsorted_segment_sum(values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
 
 
 @with_fallback(nothing, _control)

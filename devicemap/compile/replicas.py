@@ -22,9 +22,10 @@ from weakref import WeakValueDictionary
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import temporary_variable
-from devicemap._tensorflow.gradients import fanned_out, holds_gradients, redirect_gradient
+from devicemap._tensorflow.gradients import Lookups, fanned_out, holds_gradients, redirect_gradient
 from devicemap.compile.audit import Treatment, variable_of
 from devicemap.compile.call_spec import CallSpec, Engine
+from devicemap.compile.lookups import lookups_in
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import home_of
 from devicemap.devices import is_out_of_memory
@@ -82,6 +83,7 @@ class Replicas:
         self._loops = traced.audit.loops
         self._loop_home = stay[0] if stay and spec.differentiable and self._loops else None
         self._copied = read if copied and not self._loop_home else {}
+        self._lookups = lookups_in(traced) if spec.differentiable and len(slots) > 1 else {}
         self.are_local = not stay
         """Whether every resource that a slot uses is on its device."""
         self._kept: list[dict[Any, Any]] = [{} for _ in slots]
@@ -121,12 +123,19 @@ class Replicas:
             # With separate handles, gradients are added on the variable's device. A loop cannot pass such handles to its
             # gradient.
             apart = self._differentiable and not self._loops and away and near and variable.dtype.is_floating
+            kind = self._lookups.get(key, Lookups.OF_ROWS)
             with tf.device(variable.device):
-                handles = fanned_out(variable.handle, 1 + len(near)) if apart else [variable.handle] * (1 + len(near))
+                count = 1 + len(near)
+                handles = fanned_out(variable.handle, count, kind) if apart else [variable.handle] * count
                 value = tf.raw_ops.ReadVariableOp(resource=handles[0], dtype=variable.dtype)
-            found[key] = self._for_slots(value, variable.device, away) | dict(zip(near, handles[1:]))
+                if self._loops and away and kind in (Lookups.SHARED, Lookups.DISTINCT):
+                    value, *others = fanned_out(value, count, kind)
+                    handles[1:] = [redirect_gradient(variable.handle, other) for other in others]
+            found[key] = self._for_slots(key, value, variable.device, away) | dict(zip(near, handles[1:]))
         if self._differentiable:
-            found |= {key: self._for_slots(tensor, home_of(tensor), wanted) for key, tensor in self._tensors.items()}
+            found |= {
+                key: self._for_slots(key, tensor, home_of(tensor), wanted) for key, tensor in self._tensors.items()
+            }
         for key, variable in self._seeds.items():
             with tf.device(variable.device):
                 found[key] = self._seeds_of_slots(variable)
@@ -163,26 +172,29 @@ class Replicas:
     def _device_of(self, key: Any, slot: int) -> str:
         return self._loop_home if self._loop_home and key in self._seeds else self._slots[slot]
 
-    def _for_slots(self, value: Any, home: str, numbers: Sequence[int]) -> dict[int, Any]:
+    def _for_slots(self, key: Any, value: Any, home: str, numbers: Sequence[int]) -> dict[int, Any]:
         """Return a value of the device `home` on each of these slots.
 
         The tree begins at the slot of `home`, so that variables on different devices use different slots in between.
         """
         first, count = self._slots.index(home) if home in self._slots else 0, len(self._slots)
         numbers = sorted(numbers, key=lambda number: (number - first) % count)
+        kind = self._lookups.get(key, Lookups.OF_ROWS)
         return {
             number: arrived
-            for near, device, there in self._on_hosts(value, home, numbers)
-            for number, arrived in zip(there, send_along_tree(near, device, [self._slots[n] for n in there]))
+            for near, device, there in self._on_hosts(value, home, numbers, kind)
+            for number, arrived in zip(there, send_along_tree(near, device, [self._slots[n] for n in there], kind))
         }
 
-    def _on_hosts(self, value: Any, home: str, numbers: Sequence[int]) -> list[tuple[Any, str, list[int]]]:
+    def _on_hosts(
+        self, value: Any, home: str, numbers: Sequence[int], kind: Lookups = Lookups.OF_ROWS
+    ) -> list[tuple[Any, str, list[int]]]:
         """Copy a value of the device `home` to each host of these slots. Return copies, their devices, and the slots there."""
         hosts: dict[str, list[int]] = {}
         for number in numbers:
             hosts.setdefault(host_of(self._slots[number]), []).append(number)
         with tf.device(home):
-            values = fanned_out(value, len(hosts)) if hosts else []
+            values = fanned_out(value, len(hosts), kind) if hosts else []
         found = []
         for (host, there), near in zip(hosts.items(), values):
             device = home
@@ -264,7 +276,7 @@ def _without_value(variable: Any) -> Any:
     return tf.Variable(nothing, trainable=False, dtype=variable.dtype, shape=variable.shape)
 
 
-def send_along_tree(value: Any, home: str, devices: Sequence[str]) -> list[Any]:
+def send_along_tree(value: Any, home: str, devices: Sequence[str], kind: Lookups = Lookups.OF_ROWS) -> list[Any]:
     """Return a value on each of the devices, in the graph that is being traced.
 
     Each device that has received the value sends it to two others. So no device sends or receives more than twice its bytes,
@@ -273,6 +285,7 @@ def send_along_tree(value: Any, home: str, devices: Sequence[str]) -> list[Any]:
     Args:
         value: a dense tensor.
         home: the device of the value.
+        kind: the lookups in the value, by which gradients are added.
     """
     first = devices.index(home) if home in devices else 0
     places = [*range(first, len(devices)), *range(first)]  # variables of other homes have other devices in the middle
@@ -281,7 +294,7 @@ def send_along_tree(value: Any, home: str, devices: Sequence[str]) -> list[Any]:
     for node, place in enumerate(nodes):
         children = range(_CHILDREN * node + 1, min(_CHILDREN * node + _CHILDREN + 1, len(nodes)))
         with tf.device(home if place is None else devices[place]):
-            copies = iter(fanned_out(tf.identity(arriving[node]), len(children) + (place is not None)))
+            copies = iter(fanned_out(tf.identity(arriving[node]), len(children) + (place is not None), kind))
             if place is not None:
                 found[place] = next(copies)
         for child in children:

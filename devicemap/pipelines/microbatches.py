@@ -12,8 +12,9 @@ import tensorflow as tf
 
 from devicemap._tensorflow.calls import begin_backward_on
 from devicemap._tensorflow.functions import NO_AUTO_CONTROL_DEPS, unchained, with_captures
-from devicemap._tensorflow.gradients import added, wait_for
+from devicemap._tensorflow.gradients import Lookups, added, wait_for
 from devicemap.compile.graph_builder import copied, ops_of
+from devicemap.compile.lookups import lookups_in, mixed_lookups
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, spec_of
 from devicemap.inspect.pipelines import StageCall
@@ -75,11 +76,13 @@ class Calls:
             if key not in self._functions:
                 call = with_captures(traced.concrete, slot.captures) if slot.captures else traced.concrete
                 self._functions[key] = call if some is True else _on_some(traced, call)
-            call, arguments = unchained(self._functions[key], leaves if some is True else [some, *leaves])
+            function = self._functions[key]
+            call, arguments = unchained(function, leaves if some is True else [some, *leaves])
             begin_backward_on(slot.device, call)
             results = list(call(*arguments))
             op = ops_of(results)[0]
-            op.on_gradient = partial(self._differentiated, step._replace(backward=True), slot, op)
+            lookups = partial(_lookups_of_captures, traced, slot, function)
+            op.on_gradient = partial(self._differentiated, step._replace(backward=True), slot, op, lookups)
             return self._end(step, slot, results)
 
     def _begin(self, step: Step, slot: Slot, inputs: Sequence[Any]) -> list[Any]:
@@ -105,7 +108,13 @@ class Calls:
         return there
 
     def _differentiated(
-        self, step: Step, slot: Slot, op: Any, differentiate: Callable[..., Any], upstream: Sequence[Any]
+        self,
+        step: Step,
+        slot: Slot,
+        op: Any,
+        lookups: Callable[[], Sequence[Lookups]],
+        differentiate: Callable[..., Any],
+        upstream: Sequence[Any],
     ) -> list[Any]:
         """Return the gradients of the inputs of a call, given those of its results, on the current device.
 
@@ -119,14 +128,15 @@ class Calls:
         known = self._gradients[step.stage, slot.device]
         known[step.microbatch] = [gradients[i] for i in handles]
         last = len(known) == len(slot.share)
+        kinds = lookups() if last else []
         for number, i in enumerate(handles):
-            terms = [(step._replace(microbatch=m), known[m][number]) for m in slot.share] if last else []
-            gradients[i] = self._sum(terms)
+            terms = [(step._replace(microbatch=m), known[m][number]) for m in slot.share if last]
+            gradients[i] = self._sum(terms, kinds[i - len(op.inputs)]) if last else None
         if last:
             known.clear()
         return gradients
 
-    def _sum(self, gradients: Iterable[tuple[Step, Any]]) -> Any | None:
+    def _sum(self, gradients: Iterable[tuple[Step, Any]], lookups: Lookups) -> Any | None:
         """Return the sum of a variable's gradients of backward calls.
 
         Each call waits for the sum of the earlier gradients. TensorFlow would hold all gradients, and add them in one op.
@@ -136,8 +146,17 @@ class Calls:
             if total is not None:
                 wait_for(self._gates[step], ops_of([total])[0])
             terms = [each for each in (total, gradient) if each is not None]
-            total = added(terms) if terms else None
+            if lookups is Lookups.MIXED and len(terms) > 1:
+                raise mixed_lookups("a variable of a stage")
+            total = added(terms, lookups) if terms else None
         return total
+
+
+def _lookups_of_captures(traced: Traced, slot: Slot, function: Any) -> list[Lookups]:
+    """Return the lookups in the captures of a function that calls a trace with those of a slot, in their order."""
+    known = lookups_in(traced)
+    known |= {tensor.ref(): known[key] for key, tensor in slot.captures.items() if key in known}
+    return [known.get(tensor.ref(), Lookups.OF_ROWS) for tensor in function.captured_inputs]
 
 
 def _copied(leaves: Sequence[Any]) -> list[Any]:

@@ -155,7 +155,7 @@ class MappedCall:
         with tf.device(home):
             value = _read(variable)
             if not is_seed(variable):
-                return send_along_tree(value, home, self._forward.devices[:count])
+                return send_along_tree(value, home, self._forward.devices[:count], self._survey.lookups_in(variable))
             return list(tf.unstack(split_seeds(value, count))) if count > 1 else [value]
 
     def _on_rows(self, rows: Sequence[Any], values: Sequence[Any]) -> list[Any]:

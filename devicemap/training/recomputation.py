@@ -19,6 +19,7 @@ import tensorflow as tf
 from devicemap._tensorflow.gradients import added, linked
 from devicemap._tensorflow.keras import is_seed, replacing, sublayers_of
 from devicemap.compile.audit import audit
+from devicemap.compile.lookups import lookups
 from devicemap.data.rows import count_rows, spec_of, take_rows
 from devicemap.errors import failure
 from devicemap.training.stateless import Given, collecting, current_scope, pure
@@ -45,6 +46,9 @@ def recomputed(
     cut = _Cut(rows, microbatches)
     part = tf.function(function, autograph=False).get_concrete_function(cut.number, cut.specs, list(values))
     _check(part)
+    varying = 1 + len(tf.nest.flatten(cut.specs, expand_composites=True))
+    inputs = part.graph.inputs
+    kinds = [lookups(part.graph, each, inputs[:varying]) for each in inputs[varying : varying + len(values)]]
     results, of_rows = tf.nest.flatten(part.structured_outputs), len(part.structured_outputs[0])
     floats, sources = ([i for i, leaf in enumerate(leaves) if _has_gradient(leaf)] for leaves in (results, values))
 
@@ -77,7 +81,7 @@ def recomputed(
                 ]
                 return of_part(number, again.parts(number), held, parts)
 
-            found = again.over(gradients, added)
+            found = again.over(gradients, [partial(added, lookups=kinds[i]) for i in sources])
         of_values: list[Any] = [None] * len(values)
         for i, each in zip(sources, found):
             of_values[i] = (
@@ -88,7 +92,7 @@ def recomputed(
     given = (
         run(cut.number, rows, values)
         if microbatches == 1
-        else cut.over(lambda i: run(i, cut.parts(i), values), _joined)
+        else cut.over(lambda i: run(i, cut.parts(i), values), [_joined] * len(results))
     )
     return linked(given, values, gradient)
 
@@ -158,17 +162,19 @@ class _Cut:
         """Return a part of each leaf."""
         return [self.part_of(leaf, number) for leaf in self._rows]
 
-    def over(self, call: Callable[[Any], Any], combine: Callable[[Sequence[Any]], Any]) -> list[Any]:
+    def over(self, call: Callable[[Any], Any], combine: Sequence[Callable[[Sequence[Any]], Any]]) -> list[Any]:
         """Call `call(number)` for all parts with rows, one after another, and combine each of its results except `None`."""
         first = list(call(self.number))
         known = [each for each in first if each is not None]
+        ways = [way for way, each in zip(combine, first) if each is not None]
         with _after(known):  # otherwise the loop would begin at once
             second = tf.identity(self.number + 1)
         parts = tf.minimum(count_rows(self._rows[0], tf.int32), self._most)
 
         def step(number: Any, so_far: Sequence[Any]) -> Any:
             more = [each for each in call(number) if each is not None]
-            combined = [combine(pair) for pair in zip(tf.nest.pack_sequence_as(known, so_far, True), more)]
+            pairs = zip(tf.nest.pack_sequence_as(known, so_far, True), more)
+            combined = [way(pair) for way, pair in zip(ways, pairs)]
             return number + 1, tf.nest.flatten(combined, True)
 
         flat = tf.nest.flatten(known, True)

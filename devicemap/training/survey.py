@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import functions_within
-from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by
+from devicemap._tensorflow.gradients import Lookups
+from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, stored_in
 from devicemap.compile.audit import audit, op_types
+from devicemap.compile.lookups import lookups, mixed_lookups
 from devicemap.errors import failure
 from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import Given, collecting
@@ -42,8 +44,15 @@ class Survey:
     variables: list[Any]
     """The variables of the layer, and the seeds from which it draws, such as Keras's global seed."""
 
+    lookups: dict[int, Lookups]
+    """Lookups in variables, by identity of the latter."""
+
     not_for_xla: str | None
     """The reason why XLA does not compile the call."""
+
+    def lookups_in(self, variable: Any) -> Lookups:
+        """Return the lookups in a variable."""
+        return self.lookups.get(id(variable), Lookups.OF_ROWS)
 
     def check_outputs(self, shapes: Sequence[Any]) -> None:
         """Refuse outputs without one row for each row, by their static shapes for shards and for the rows of the trace."""
@@ -115,6 +124,7 @@ def survey(
         [spec.shape for spec in concrete.structured_outputs] if dense else [],
         bool(meets),
         [*known, *map(drawn.get, drawn.keys() - map(id, known))],
+        _lookups(concrete, layer, [*drawn.values()], rows) if len(forward.devices) > 1 or runs_again else {},
         _reason_against_xla(concrete, dense, meets=bool(meets), runs_again=runs_again),
     )
 
@@ -136,6 +146,27 @@ def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
             f"a layer of {name} uses a variable or a table in a tf.function, which would lose its gradient with "
             "accumulate or recompute; remove the tf.function, because Keras compiles the whole step"
         )
+
+
+def _lookups(concrete: Any, layer: Any, seeds: Sequence[Any], rows: int) -> dict[int, Lookups]:
+    """Return the lookups in the trained variables of a layer, by identity."""
+    graph, captured = concrete.graph, concrete.captured_inputs
+    leaves = len(graph.inputs) - len(captured)
+    inputs = {id(external): inner for external, inner in zip(captured, graph.inputs[leaves:])}
+    varying = [*graph.inputs[:leaves], *(inputs[handle] for handle in map(_handle, seeds) if handle in inputs)]
+    found = {
+        id(variable): lookups(graph, inputs[_handle(variable)], varying, rows)
+        for variable in layer.trainable_variables
+        if _handle(variable) in inputs
+    }
+    mixed = [variable.path for variable in layer.trainable_variables if found.get(id(variable)) is Lookups.MIXED]
+    if mixed:
+        raise mixed_lookups(mixed[0])
+    return found
+
+
+def _handle(variable: Any) -> int:
+    return id(stored_in(variable).handle)
 
 
 def _reason_against_xla(concrete: Any, dense: bool, *, meets: bool, runs_again: bool) -> str | None:

@@ -1,0 +1,139 @@
+"""How a function looks up rows of a table, which decides how gradients of several calls are added.
+
+The gradient of a lookup is a `tf.IndexedSlices`. Most optimizers of Keras square each slice, and clipping takes a norm of the
+slices. So a sum over calls needs the slices of one call for all rows. If a call looks up the position of each word, for
+instance, it has one slice for each position, whatever its number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap._tensorflow.functions import functions_by_name
+from devicemap._tensorflow.gradients import Lookups
+from devicemap.compile.audit import Treatment
+from devicemap.compile.graph_walker import BRANCHES
+from devicemap.compile.trace import Traced
+from devicemap.errors import failure
+
+_ALIASES = frozenset("Identity IdentityN ReadVariableOp Cast".split())
+_CALLS = frozenset("PartitionedCall StatefulPartitionedCall While StatelessWhile".split()) | BRANCHES
+_GATHERS = frozenset("Gather GatherV2 GatherNd ResourceGather ResourceGatherNd".split())
+_SAME_ELEMENTS = frozenset("Identity Cast Reshape ExpandDims Squeeze".split())
+
+
+@dataclass(frozen=True, eq=False)
+class _Body:
+    """A graph that is called by another one, or the outermost graph."""
+
+    inputs: Sequence[Any]
+    outer: _Body | None = None
+    given: Sequence[Any] = ()
+    """For each of the inputs, the tensor of the outer graph."""
+
+
+class _Function:
+    """A traced function, some of whose inputs differ from call to call."""
+
+    def __init__(self, graph: Any, varying: Sequence[Any], rows: int | None):
+        self._functions, self._varying, self._rows = functions_by_name(graph), varying, rows
+        self._root = _Body(graph.inputs)
+
+    def kinds(self, table: Any) -> list[Lookups]:
+        """Return the kind of each lookup in an input."""
+        found = {op: body for body, op in self._gathers(self._root, table)}
+        return [self._kind(body, op.inputs[1]) for op, body in found.items()]
+
+    def _gathers(self, body: _Body, table: Any) -> Iterator[tuple[_Body, Any]]:
+        """Yield each op that looks up rows of a table, perhaps several times."""
+        for op in table.consumers():
+            for i in (i for i, taken in enumerate(op.inputs) if taken is table):
+                if op.type in _ALIASES:
+                    yield from self._gathers(body, op.outputs[i])
+                elif op.type in _CALLS:
+                    for graph in self._called(op):
+                        first = int(op.type in BRANCHES)
+                        inner = _Body(graph.inputs, body, op.inputs[first:])
+                        yield from self._gathers(inner, graph.inputs[i - first])
+                elif op.type in _GATHERS and i == 0:
+                    yield body, op
+
+    def _called(self, op: Any) -> list[Any]:
+        names = [each.name for value in op.node_def.attr.values() for each in (value.func, *value.list.func)]
+        return [self._functions[name] for name in names if name in self._functions]
+
+    def _kind(self, body: _Body, indices: Any) -> Lookups:
+        while True:
+            if self._rows is not None and indices.shape.rank and indices.shape[0] == self._rows:
+                return Lookups.OF_ROWS
+            if indices.op.type not in _SAME_ELEMENTS:
+                break
+            indices = indices.op.inputs[0]
+        if not self._varies(body, indices, set()):
+            return Lookups.SHARED
+        return Lookups.DISTINCT if indices.op.type.startswith("Unique") else Lookups.OF_ROWS
+
+    def _varies(self, body: _Body, tensor: Any, seen: set[Any]) -> bool:
+        """Whether a tensor may depend on the varying inputs, apart from the shape of a row."""
+        if (body, tensor.ref()) in seen:
+            return False
+        seen.add((body, tensor.ref()))
+        op = tensor.op
+        if any(tensor is each for each in self._varying):
+            return True
+        if op.type == "Placeholder":
+            places = [i for i, each in enumerate(body.inputs) if each is tensor] if body.outer is not None else []
+            return any(self._varies(body.outer, body.given[i], seen) for i in places if body.outer is not None)
+        if op.type == "StridedSlice" and op.inputs[0].op.type == "Shape" and self._is_inner(op):
+            return False
+        if op.op_def.is_stateful and op.type != "ReadVariableOp":
+            return True
+        return any(self._varies(body, each, seen) for each in op.inputs)
+
+    @staticmethod
+    def _is_inner(op: Any) -> bool:
+        """Whether a slice of a shape leaves out the first axis."""
+        rank, first = op.inputs[0].op.inputs[0].shape.rank, tf.get_static_value(op.inputs[1])
+        if first is None or op.get_attr("begin_mask") or op.get_attr("ellipsis_mask"):
+            return False
+        return bool(first[0] > 0 or (rank is not None and -rank < first[0] < 0))
+
+
+def lookups(graph: Any, table: Any, varying: Sequence[Any], rows: int | None = None) -> Lookups:
+    """Return how a traced function looks up rows of one of its inputs.
+
+    Args:
+        graph: the function's graph.
+        table: one of its inputs, a tensor or the handle of a variable.
+        varying: the inputs that differ between the calls whose gradients are added: rows and seeds.
+        rows: the static number of rows, `None` if it is unknown.
+    """
+    kinds = _Function(graph, varying, rows).kinds(table)
+    if len({*kinds}) > 1 or kinds.count(Lookups.DISTINCT) > 1:
+        return Lookups.MIXED
+    return kinds[0] if kinds else Lookups.OF_ROWS
+
+
+def mixed_lookups(variable: str) -> Exception:
+    """Return the error for a variable with mixed lookups."""
+    return failure(
+        f"{variable} is looked up in several ways, for instance by the rows and by indices that are the same for all rows. Its "
+        "gradient would have other slices than that of one device; use a variable for each of them"
+    )
+
+
+def lookups_in(traced: Traced) -> dict[Any, Lookups]:
+    """Return the lookups in each capture that gets gradients, by key."""
+    graph = traced.concrete.graph
+    leaves = len(graph.inputs) - len(traced.captures)
+    inner = [*zip(traced.captures, traced.audit.treatments, graph.inputs[leaves:])]
+    varying = [*graph.inputs[:leaves], *(each for _, treatment, each in inner if treatment is Treatment.SEED)]
+    return {
+        capture.ref(): lookups(graph, each, varying)
+        for capture, treatment, each in inner
+        if treatment in (None, Treatment.READ)
+    }
