@@ -116,10 +116,12 @@ def added(gradients: Sequence[Any], lookups: Lookups = Lookups.OF_ROWS) -> Any:
     """Return the sum of gradients. A sum of `tf.IndexedSlices` has the slices of one call for all rows."""
     if not all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
         return tf.add_n([tf.convert_to_tensor(gradient) for gradient in gradients])
-    if lookups is Lookups.SHARED:
-        values, indices = tf.add_n([each.values for each in gradients]), gradients[0].indices
-    else:
-        values, indices = (tf.concat([getattr(each, part) for each in gradients], 0) for part in ("values", "indices"))
+    values, indices = (tf.concat([getattr(each, part) for each in gradients], 0) for part in ("values", "indices"))
+    if lookups is Lookups.SHARED:  # calls without rows may have no slices
+        count = tf.reduce_max([tf.size(each.indices) for each in gradients])
+        calls = tf.size(indices) // tf.maximum(count, 1)
+        values = tf.reduce_sum(tf.reshape(values, tf.concat([[calls, count], tf.shape(values)[1:]], 0)), 0)
+        indices = indices[:count]
     if lookups is Lookups.DISTINCT:
         indices, places = tf.unique(indices)
         values = tf.math.unsorted_segment_sum(values, places, tf.size(indices))

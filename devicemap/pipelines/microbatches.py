@@ -82,7 +82,7 @@ class Calls:
             results = list(call(*arguments))
             op = ops_of(results)[0]
             lookups = partial(_lookups_of_captures, traced, slot, function)
-            op.on_gradient = partial(self._differentiated, step._replace(backward=True), slot, op, lookups)
+            op.on_gradient = partial(self._differentiated, step._replace(backward=True), slot, op, some, lookups)
             return self._end(step, slot, results)
 
     def _begin(self, step: Step, slot: Slot, inputs: Sequence[Any]) -> list[Any]:
@@ -112,6 +112,7 @@ class Calls:
         step: Step,
         slot: Slot,
         op: Any,
+        some: Any,
         lookups: Callable[[], Sequence[Lookups]],
         differentiate: Callable[..., Any],
         upstream: Sequence[Any],
@@ -126,7 +127,7 @@ class Calls:
         self._end(step, slot, gradients)
         handles = [i for i, taken in enumerate(op.inputs) if taken.dtype == tf.resource]
         known = self._gradients[step.stage, slot.device]
-        known[step.microbatch] = [gradients[i] for i in handles]
+        known[step.microbatch] = [_slices_if(some, gradients[i]) for i in handles]
         last = len(known) == len(slot.share)
         kinds = lookups() if last else []
         for number, i in enumerate(handles):
@@ -157,6 +158,14 @@ def _lookups_of_captures(traced: Traced, slot: Slot, function: Any) -> list[Look
     known = lookups_in(traced)
     known |= {tensor.ref(): known[key] for key, tensor in slot.captures.items() if key in known}
     return [known.get(tensor.ref(), Lookups.OF_ROWS) for tensor in function.captured_inputs]
+
+
+def _slices_if(some: Any, gradient: Any) -> Any:
+    """Return a gradient without the slices of a microbatch without rows, which are zeros for the whole variable."""
+    if some is True or not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    count = tf.where(some, tf.size(gradient.indices), 0)
+    return tf.IndexedSlices(gradient.values[:count], gradient.indices[:count], gradient.dense_shape)
 
 
 def _copied(leaves: Sequence[Any]) -> list[Any]:
