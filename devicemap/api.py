@@ -306,8 +306,8 @@ class DeviceMap:
                 disk failed, the directory has not changed.
 
         Warns:
-            RuntimeWarning: the directory holds results, and `fn` calls Python code (`tf.py_function`) or uses tables, datasets
-                or iterators. Of these, only the names and the code of Python functions are compared.
+            RuntimeWarning: the directory holds results, and `fn` calls Python code (`tf.py_function`), reads files, or uses
+                tables, datasets or iterators. Of these, only the names and the code of Python functions are compared.
 
         Examples:
             >>> import tempfile

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import python_function
-from devicemap.compile.audit import WRITES, variable_of
+from devicemap.compile.audit import WRITES, op_types, variable_of
 from devicemap.compile.trace import Traced
 from devicemap.store.encoding import digest
 
@@ -23,6 +23,12 @@ _IGNORED = frozenset("config config_proto executor_type shared_name container to
 """Attributes that name devices, settings or objects of this process. Attributes that begin with `_` are ignored, too."""
 
 _COMPILED = "_XlaMustCompile"
+
+_READS_FILES = frozenset(
+    "ReadFile MatchingFiles TextLineDataset FixedLengthRecordDataset FixedLengthRecordDatasetV2 TFRecordDataset "
+    "TFRecordDatasetV2 CSVDataset CSVDatasetV2 LoadDataset SqlDataset RestoreV2".split()
+)
+"""Ops that read files."""
 
 
 def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
@@ -40,6 +46,8 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
     tensors: list[str] = []
     uncovered = {"Python code"} if traced.audit.python_ops else set()
     for function in functions:
+        if op_types(function) & _READS_FILES:
+            uncovered.add("files")
         graphs.append(_Graphs(function.graph.as_graph_def().library).digest(function.function_def))
         for tensor in function.captured_inputs:
             variable = variable_of(function, tensor)

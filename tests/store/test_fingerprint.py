@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 import warnings
@@ -125,7 +126,13 @@ def _writing() -> Callable[..., Any]:
     return fn
 
 
-PYTHON, TABLES = "Python code", "lookup tables, datasets or iterators"
+def _records(row: Any) -> Any:
+    length = lambda record: tf.cast(tf.strings.length(record), tf.float32)
+    records = tf.data.Dataset.from_tensors(os.devnull).interleave(tf.data.TFRecordDataset)
+    return records.reduce(row, lambda total, record: total + length(record))
+
+
+PYTHON, FILES, TABLES = "Python code", "files", "lookup tables, datasets or iterators"
 SAME: dict[str, tuple[Any, str | None]] = {  # functions, and what the warning says that is not compared
     "names of ops and arguments": ([lambda row: tf.multiply(row, 2.0, name="scaled"), lambda some: some * 2.0], None),
     "a tf.function": ([lambda row: row * 2.0, tf.function(lambda row: row * 2.0)], None),
@@ -134,6 +141,8 @@ SAME: dict[str, tuple[Any, str | None]] = {  # functions, and what the warning s
     "py_function": ([_python(lambda x: x)] * 2, PYTHON),
     "numpy_function": ([_python(lambda x: x, tf.numpy_function)] * 2, PYTHON),
     "what Python code refers to": ([_python(lambda x, log=[]: log.append(float(x)) or x)] * 2, PYTHON),
+    "read_file": ([lambda row: row + tf.cast(tf.strings.length(tf.io.read_file(__file__)), tf.float32)] * 2, FILES),
+    "datasets of files": ([_records] * 2, FILES),
     "table": ([_table()] * 2, TABLES),
     "dataset": ([_dataset()] * 2, TABLES),
     "iterator": ([_iterator()] * 2, TABLES),
