@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -101,14 +102,18 @@ def _run(options: argparse.Namespace) -> int:
             raise FileExistsError(f"{out} already exists; remove it to compute it again")
         check_format(out.suffix, mapper.as_dataset(source.data).element_spec)
     try:
-        results = mapper.write(source.data, directory, trust_function=options.trust_function)
+        with warnings.catch_warnings():
+            # The command prints all failed rows itself.
+            warnings.filterwarnings("ignore", ".* failed and are left out", RuntimeWarning)
+            results = mapper.write(source.data, directory, trust_function=options.trust_function)
     except FunctionError as error:
         if not error.shards:
             raise
         raise DeviceMapError(f"{_failing_rows(options, source, error)}: {error}") from error
     except tf.errors.OpError as error:
         raise _reading_error(source, error) from error
-    print(mapper.report.summary if mapper.report and mapper.report.rows else "no row was missing")
+    report = mapper.report
+    print(report.summary if report and (report.rows or report.failed_rows) else "no row was missing")
     failed = results.failed_rows
     for row in failed:
         print(f"{source.locate(row.row)} failed on {short_name(row.device)}: {row.error}")

@@ -267,6 +267,12 @@ def test_failed_rows_are_printed_and_kept(path: str, rows: list[str], capsys: py
         assert "3 rows in out, without 2 that failed; load them by" in said
     assert devicemap.open_results("out").load().tolist() == [1, 3, 1]
     assert write("short", path) == 1  # without the option, they are tried again
+    capsys.readouterr()
+    if path == "in":
+        assert write("short", "in/[13].txt", "--skip-errors", out="failing") == 3
+        said = capsys.readouterr()
+        assert said.out.startswith("0 of 2 rows in ")
+        assert "Warning" not in said.err
     if path == "in":
         pathlib.Path("in/1.txt").write_bytes(b"bb")
         pathlib.Path("in/3.txt").write_bytes(b"dddd")
