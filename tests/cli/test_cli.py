@@ -28,6 +28,7 @@ import tensorflow as tf
 keep = lambda row: row
 named = lambda rows: {"sum": rows["a"] + rows["b"]}
 length = lambda content: tf.strings.length(content)
+ones = lambda n: tf.ones([tf.cast(n, tf.int32)])
 noise = lambda row, seed: row + tf.random.stateless_normal([], seed)
 broken = lambda row: row @ row
 text = lambda content: {"length": length(content), "chars": tf.strings.bytes_split(content)}
@@ -219,6 +220,29 @@ def test_npy_and_npz_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert "y.npy already exists; remove it" in capsys.readouterr().err
 
 
+def test_names_of_files_and_directories() -> None:
+    for name, is_file in {"a.NPY": True, "a.tfrecords": True, "a.v2": False, "a-0.1": False}.items():
+        assert write("double", "x.npy", out=name) == 0
+        assert pathlib.Path(name).is_file() == is_file
+    pathlib.Path("a.v2").rename("a.csv")
+    assert write("double", "x.npy", out="a.csv") == 0  # results of an earlier version
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [("y.npy", 2, "rows of the shapes [0] and [1]"), ("y.npz", 1, "cannot be returned at once")],
+)
+def test_rows_of_different_shapes(name: str, code: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert write("ones", "functions:numbers", "--batch-size", "1", out=name) == code
+    said = capsys.readouterr().err
+    assert words in said
+    saving = f"devicemap.open_results('{name}.partial').to_parquet('y.parquet')"
+    assert f"All rows are in {name}.partial: {saving} saves them" in said
+    pytest.importorskip("pyarrow.parquet", exc_type=ImportError)
+    eval(saving, {"devicemap": devicemap})
+    assert pathlib.Path("y.parquet").exists()
+
+
 def test_parquet_files() -> None:
     parquet = pytest.importorskip("pyarrow.parquet", exc_type=ImportError)  # it may need a newer NumPy
     assert write("text", "text.npy", "--batched", out="y.parquet") == 0
@@ -336,6 +360,11 @@ MISTAKES = [
     (["functions:text", "text.npy", "--batched", "--out", "y.npz"], 2, "returns 'chars': RaggedTensorSpec"),
     (["functions:keep", "text.npy", "--out", "y.npy"], 2, "dtype=tf.string, name=None), which a .npy file cannot hold"),
     (["functions:double", "x.npy", "--out", "y.parquet"], 1, "needs pyarrow ("),
+    (
+        ["nothing:is_called", "x.npy", "--out", "y.CSV"],
+        2,
+        "--out y.CSV; expected the suffix .npy, .npz, .parquet, .tfrecord",
+    ),
     (["functions:stop", "x.npy"], 130, "interrupted. Finished chunks are kept: repeat the command"),
 ]
 
