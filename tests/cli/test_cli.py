@@ -181,6 +181,7 @@ def test_inputs_that_cannot_be_read() -> None:
     for path, words in {
         "mixed": "has mixed/readme.txt, mixed/x.npy; expected files of one kind",
         "empty": "no such file or folder with files",
+        os.devnull: "is a pipe or a device",
         "scalar.npy": r"an array of float32 \[\]; expected rows",
         "nothing.npy": r"an array of float64 \[5, 0\]; expected rows",
         "objects.npy": "objects.npy is not a file of plain arrays",
@@ -347,7 +348,7 @@ def test_errors_name_the_file_and_its_row(options: list[str], capsys: pytest.Cap
 MISTAKES = [
     (["functions:double", "nowhere.npy"], 1, "nowhere.npy: no such file or folder with files"),
     (["functions", "x.npy"], 2, "fn is of type module, not callable"),
-    (["functions.py:double", "x.npy"], 2, "No module named 'functions.py'"),
+    (["functions.py:double", "x.npy"], 2, "is not a package; use functions:double"),
     (["functions:treble", "x.npy"], 2, "has no attribute 'treble'"),
     (["raises:fn", "x.npy"], 2, "raises:fn: ZeroDivisionError"),
     (["exits:fn", "x.npy"], 2, "exits:fn: SystemExit: 0"),
