@@ -306,8 +306,8 @@ class DeviceMap:
                 disk failed, the directory has not changed.
 
         Warns:
-            RuntimeWarning: the directory holds results, and `fn` calls Python code (`tf.py_function`) or uses tables, datasets
-                or iterators. Of these, only the names and the code of Python functions are compared.
+            RuntimeWarning: the directory holds results, and `fn` calls Python code (`tf.py_function`), reads files, or uses
+                tables, datasets or iterators. Of these, only the names and the code of Python functions are compared.
 
         Examples:
             >>> import tempfile
@@ -325,7 +325,7 @@ class DeviceMap:
         """Run `fn` on some rows in three modes, and compare the results with those of one device.
 
         The modes are "again" (one device, all rows at once), "one by one" (one row per call) and "over devices". `fn` runs
-        several times for each row, and so do its side effects.
+        several times for each row, and so do its side effects. With `on_error="skip"`, rows that fail alone are not compared.
 
         Args:
             data: as for `parallel_map`; the first rows are used.
@@ -340,7 +340,8 @@ class DeviceMap:
 
         Raises:
             OptionError, DataError: before anything runs.
-            FunctionError: `fn` fails on all rows at once, or over the devices. A failure on a single row is a finding.
+            FunctionError: `fn` fails on all rows at once, or over the devices. The error names the first row that fails alone,
+                if there is one. A failure only on single rows is a finding.
 
         Warns:
             RuntimeWarning: the time limit left out rows.

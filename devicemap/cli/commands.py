@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +22,11 @@ from devicemap.cli.check import check, show_devices, show_environment
 from devicemap.cli.input import Input, load_object, read_input
 from devicemap.cluster import serve
 from devicemap.devices import simulate_devices
-from devicemap.errors import DataError, DeviceMapError, FunctionError, brief
+from devicemap.errors import DataError, DeviceMapError, FunctionError, JournalError, OptionError, brief
 from devicemap.events import short_name
 from devicemap.inspect.render import Result, check_drawable
 from devicemap.store.export import check_format, export
+from devicemap.store.results import Results
 
 ROWS_FAILED = 3
 """The exit code of `run --skip-errors` if rows failed."""
@@ -90,34 +92,55 @@ def _read(options: argparse.Namespace) -> Input:
 
 def _run(options: argparse.Namespace) -> int:
     """Return the number of rows that failed and were left out."""
+    suffix = _output_suffix(Path(options.out))
     if not options.quiet:
         rich.reconfigure(stderr=True)  # so that the progress bar is not part of the output
     mapper = _mapper(options, progress=not options.quiet, on_error="skip" if options.skip_errors else "raise")
     source, out = _read(options), Path(options.out)
-    loading, save = _FILES.get(out.suffix, "devicemap.open_results({!r}).load()"), out.suffix in _FILES
+    loading, save = _FILES.get(suffix, "devicemap.open_results({!r}).load()"), suffix in _FILES
     directory = Path(f"{out}.partial") if save else out
     if save:
         if out.exists() and not directory.exists():
             raise FileExistsError(f"{out} already exists; remove it to compute it again")
-        check_format(out.suffix, mapper.as_dataset(source.data).element_spec)
+        check_format(suffix, mapper.as_dataset(source.data).element_spec)
     try:
-        results = mapper.write(source.data, directory, trust_function=options.trust_function)
+        with warnings.catch_warnings():
+            # The command prints all failed rows itself.
+            warnings.filterwarnings("ignore", ".* failed and are left out", RuntimeWarning)
+            results = mapper.write(source.data, directory, trust_function=options.trust_function)
     except FunctionError as error:
         if not error.shards:
             raise
         raise DeviceMapError(f"{_failing_rows(options, source, error)}: {error}") from error
     except tf.errors.OpError as error:
         raise _reading_error(source, error) from error
-    print(mapper.report.summary if mapper.report and mapper.report.rows else "no row was missing")
+    report = mapper.report
+    print(report.summary if report and (report.rows or report.failed_rows) else "no row was missing")
     failed = results.failed_rows
     for row in failed:
         print(f"{source.locate(row.row)} failed on {short_name(row.device)}: {row.error}")
     if save:
-        export(results, out, out.suffix)
+        _export(results, out, suffix)
         shutil.rmtree(directory)
     left_out = f", without {len(failed)} that failed" if failed else ""
     print(f"{len(results)} rows in {out}{left_out}; load them by {loading.format(str(out))}")
     return len(failed)
+
+
+def _output_suffix(out: Path) -> str:
+    """Return the suffix of the format of a file. Names of directories may have any suffix that is not of another format."""
+    suffix = out.suffix.lower().replace(".tfrecords", ".tfrecord")
+    if suffix in _OTHER_FILES and not out.is_dir():
+        raise OptionError(f"--out {out}; expected the suffix {', '.join(_FILES)}, or a directory without a suffix")
+    return suffix
+
+
+def _export(results: Results, out: Path, suffix: str) -> None:
+    try:
+        export(results, out, suffix)
+    except (OptionError, JournalError) as error:  # rows of different shapes, which only the results show
+        saving = f"devicemap.open_results({str(results.directory)!r}).to_parquet({str(out.with_suffix('.parquet'))!r})"
+        raise type(error)(f"{error}. All rows are in {results.directory}: {saving} saves them") from error
 
 
 def _failing_rows(options: argparse.Namespace, source: Input, error: FunctionError) -> str:
@@ -156,3 +179,9 @@ _FILES = {
     ".tfrecord": "tf.data.TFRecordDataset({!r})",
 }
 """Code to load the files that `run` writes, by suffix. Other names are directories."""
+
+_OTHER_FILES = frozenset(
+    ".arrow .avro .csv .feather .h5 .hdf5 .ipc .json .jsonl .keras .mat .ndjson .orc .pickle .pkl .pq .pt .safetensors .sqlite "
+    ".tsv .txt .xlsx .zip".split()
+)
+"""Suffixes of files that `run` cannot write, for which a directory would be a surprise."""

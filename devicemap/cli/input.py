@@ -59,7 +59,8 @@ def load_object(name: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except (Exception, SystemExit) as error:  # SystemExit: a script that runs when it is imported
-        raise OptionError(f"{name}: {type(error).__name__}: {error}") from error
+        advice = f"; use {name.replace('.py:', ':').replace('/', '.')}" if ".py:" in name else ""
+        raise OptionError(f"{name}: {type(error).__name__}: {error}{advice}") from error
 
 
 def read_input(path: str, batched: bool, batch_size: int | None) -> Input:
@@ -79,6 +80,8 @@ def read_input(path: str, batched: bool, batch_size: int | None) -> Input:
         return Input(data, rows)
     pattern = os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path
     names = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+    if not names and os.path.exists(path) and not os.path.isdir(path):
+        raise DataError(f"{path} is a pipe or a device, which can be read only once; write its contents to a file")
     if not names:
         raise DataError(f"{path}: no such file or folder with files; '{path}/**/*.jpg' finds files in subfolders")
     kinds = {_kind(name): name for name in names}

@@ -45,6 +45,9 @@ _KEPT_SPANS = 10_000
 """The most spans in a report, which bounds its memory for an endless stream."""
 
 
+_CLOSED = "closing the stream before its last chunk"
+"""The `Report.error` of a stream that was closed, which raises no error."""
+
 _DRAWING_ERRORS = (Exception, SystemExit)
 """Errors of drawing, which do not reach the call. `rich` exits the program if its output is closed."""
 
@@ -86,7 +89,8 @@ class Recorder:
             self._devices = {device: DeviceReport(device) for device in event.devices}
         elif isinstance(event, CallFinished):
             self._usage.close()
-            self._error = None if event.error is None else error_text(event.error)
+            closed = isinstance(event.error, GeneratorExit)
+            self._error = _CLOSED if closed else None if event.error is None else error_text(event.error)
 
     def _device(self, name: str) -> DeviceReport:
         return self._devices.setdefault(name, DeviceReport(name))

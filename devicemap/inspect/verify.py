@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -88,7 +88,7 @@ class Verification(Result):
     """Number of rows that were compared."""
 
     expected_rows: int
-    """Number of rows to compare if time allows."""
+    """Number of rows to compare if time allows, without those that `on_error="skip"` leaves out."""
 
     devices: tuple[str, ...]
     """Full names of the devices of the map."""
@@ -126,51 +126,67 @@ def verify(
     some = rows_in_memory(data, program.options, most)
     compiled, count = program.compiled_for(some), some.count or 0
     run = _on_one_device(program, compiled, some)
+    alone, failed = _run_single_rows(run, count, math.inf if seconds is None else _SINGLE_ROWS_SHARE * seconds)
+    tried, kept = len(alone) + len(failed), [*range(len(alone) + len(failed))]
+    if tried < count:
+        warn_user(
+            f"{program.name}: verify compares {tried} of {count} rows, because fn is slow. Pass seconds=None for all rows",
+            RuntimeWarning,
+        )
+    left_out = len(failed) if program.options.on_error == "skip" and alone else 0
+    if left_out:
+        kept, failed = [*alone], {}
     results: dict[str, list[Any]] = {}
     findings = []
     try:
-        alone = _run_single_rows(run, count, math.inf if seconds is None else _SINGLE_ROWS_SHARE * seconds)
-        compared, results["one by one"] = len(alone), [join(leaf) for leaf in zip(*alone)]
+        if failed:
+            raise next(iter(failed.values()))
+        results["one by one"] = [join(leaf) for leaf in zip(*alone.values())]
     except (tf.errors.OpError, FunctionError) as error:  # from `fn`, or for results with different inner shapes
         difference = f"fn failed with {type(error).__name__}: {brief(error)}"
         findings.append(Finding("one by one", None, difference, _MEANINGS["one by one"]))
-        compared = count
-    if compared < count:
-        warn_user(
-            f"{program.name}: verify compares {compared} of {count} rows, because fn is slow. Pass seconds=None for all rows",
-            RuntimeWarning,
-        )
     try:
-        wanted, results["again"] = run(0, compared), run(0, compared)
+        wanted, results["again"] = run(kept), run(kept)
     except tf.errors.OpError as error:
-        raise program.located_error(error, [Shard(compiled.devices[0], 0, compared)]) from error
-    mapped = Mapper(program, NullObserver()).run(first_rows(some, compared).structure)
+        start, stop, first = next(((row, row + 1, found) for row, found in failed.items()), (0, tried, error))
+        raise program.located_error(first, [Shard(compiled.devices[0], start, stop)]) from first
+    mapped = Mapper(program, NullObserver()).run(first_rows(some, tried).structure)
     results["over devices"] = tf.nest.flatten(as_nodes(mapped))
     findings += _differences(compiled, wanted, results, tolerance)
-    return Verification(program.name, compared, count, compiled.devices, tuple(findings))
+    return Verification(program.name, len(kept), count - left_out, compiled.devices, tuple(findings))
 
 
-def _on_one_device(program: Program, compiled: CompiledMap, rows: Rows) -> Callable[[int, int], list[Any]]:
-    """Return a function that computes a range of rows at once on the first device; Ctrl-C stops it."""
+def _on_one_device(program: Program, compiled: CompiledMap, rows: Rows) -> Callable[[Sequence[int]], list[Any]]:
+    """Return a function that computes some rows at once on the first device; Ctrl-C stops it."""
     leaves, cancellation = program.with_row_seeds(rows.leaves, 0, rows.count), Cancellation()
     function = compiled.chunk_functions(cancellation)[compiled.devices[0]]()
 
-    def run(start: int, stop: int) -> list[Any]:
+    def run(rows: Sequence[int]) -> list[Any]:
+        groups = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+        ranges = [(int(group[0]), int(group[-1]) + 1) for group in groups]
         with tf.device(HOST):
-            taken = [take_rows(leaf, start, stop) for leaf in leaves]
+            taken = [join([take_rows(leaf, start, stop) for start, stop in ranges]) for leaf in leaves]
         results: list[Any] = interruptible(partial(function, *compiled.flat(taken)), cancellation)
         return results
 
     return run
 
 
-def _run_single_rows(run: Callable[[int, int], list[Any]], count: int, seconds: float) -> list[list[Any]]:
-    """Return the results of the first two rows, and of more rows as long as time allows. The first call compiles."""
-    results = [run(0, 1)]
-    began = time.perf_counter()
-    while len(results) < count and (len(results) < 2 or time.perf_counter() - began < seconds):
-        results.append(run(len(results), len(results) + 1))
-    return results
+def _run_single_rows(
+    run: Callable[[Sequence[int]], list[Any]], count: int, seconds: float
+) -> tuple[dict[int, list[Any]], dict[int, Exception]]:
+    """Return the results and the errors of the first two rows, and of more rows as long as time allows."""
+    alone, failed, began = dict[int, list[Any]](), dict[int, Exception](), 0.0
+    for row in range(count):
+        if row > 1 and time.perf_counter() - began >= seconds:
+            break
+        try:
+            alone[row] = run([row])
+        except tf.errors.OpError as error:
+            failed[row] = error
+        if row == 0:  # the first call compiles
+            began = time.perf_counter()
+    return alone, failed
 
 
 def _differences(

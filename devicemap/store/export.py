@@ -98,7 +98,7 @@ def _write_npy(file: Any, results: Any, chunks: Iterable[Array]) -> None:
             np.lib.format.write_array_header_2_0(file, header)
         if chunk.shape[1:] != shape:
             raise OptionError(
-                f"a .npy file cannot hold rows of the shapes {list(shape)} and {list(chunk.shape[1:])}; use to_parquet"
+                f"a .npy file cannot hold rows of the shapes {list(shape)} and {list(chunk.shape[1:])}; a .parquet file can"
             )
         file.write(bytes_of(chunk))
 

@@ -7,7 +7,9 @@ and code.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 from types import CodeType
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import python_function
-from devicemap.compile.audit import WRITES, variable_of
+from devicemap.compile.audit import WRITES, op_types, variable_of
 from devicemap.compile.trace import Traced
 from devicemap.store.encoding import digest
 
@@ -23,6 +25,15 @@ _IGNORED = frozenset("config config_proto executor_type shared_name container to
 """Attributes that name devices, settings or objects of this process. Attributes that begin with `_` are ignored, too."""
 
 _COMPILED = "_XlaMustCompile"
+
+_READS_FILES = frozenset(
+    "ReadFile MatchingFiles TextLineDataset FixedLengthRecordDataset FixedLengthRecordDatasetV2 TFRecordDataset "
+    "TFRecordDatasetV2 CSVDataset CSVDatasetV2 LoadDataset SqlDataset RestoreV2".split()
+)
+"""Ops that read files."""
+
+_NOT_CONVERTED = tf.autograph.experimental.do_not_convert(functools.partial(repr)).__code__
+"""The code of the wrapper that `tf.py_function` puts around objects, without the attribute `__wrapped__`."""
 
 
 def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
@@ -40,6 +51,8 @@ def fingerprint(traced: Traced) -> tuple[dict[str, Any], list[str]]:
     tensors: list[str] = []
     uncovered = {"Python code"} if traced.audit.python_ops else set()
     for function in functions:
+        if op_types(function) & _READS_FILES:
+            uncovered.add("files")
         graphs.append(_Graphs(function.graph.as_graph_def().library).digest(function.function_def))
         for tensor in function.captured_inputs:
             variable = variable_of(function, tensor)
@@ -76,9 +89,7 @@ class _Graphs:
             op = self._called(node.op) if node.op in self._functions else node.op  # a call of TensorFlow 1
             lines.append(f"{op} {inputs} {self._attributes(node)}")
             if "token" in node.attr:
-                called = python_function(node.attr["token"].s.decode())
-                code = _describe_code(getattr(called, "__code__", None))
-                lines.append(f"{getattr(called, '__name__', '')} {code}")
+                lines.append(_describe_python(python_function(node.attr["token"].s.decode())))
         lines += [_numbered(function.ret[result.name], numbers) for result in signature.output_arg]
         lines += sorted(numbers[name] for name in function.control_ret.values())
         return _digest("\n".join(lines).encode())
@@ -96,6 +107,22 @@ class _Graphs:
         if name in self._functions and name not in self._digests:
             self._digests[name] = self.digest(self._functions[name])
         return self._digests.get(name, "?")  # "?" for a gradient function, which is not in the library
+
+
+def _describe_python(function: Any) -> str:
+    """Return the name and the code of a Python function, or of one inside a partial or an object that can be called."""
+    while True:
+        if isinstance(function, functools.partial):
+            inner = function.func
+        elif isinstance(function, np.vectorize):
+            inner = function.pyfunc
+        elif getattr(function, "__code__", None) is _NOT_CONVERTED:
+            inner = function.__closure__[0].cell_contents
+        else:
+            break
+        function = inspect.unwrap(inner)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return f"{getattr(function, '__name__', type(function).__name__)} {_describe_code(code)}"
 
 
 def _describe_code(code: Any) -> str:

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -148,6 +148,12 @@ class Results:
         length = sys.maxsize if self._rows is None and from_start else len(self)
         start, stop, _ = rows.indices(length)
         return self._read(start, max(start, stop))
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
+        """Raise an error. NumPy would stack the chunks, and a map cannot know that items are chunks."""
+        raise TypeError(
+            "Results are on disk, in chunks: results.load() returns all rows, and results.as_dataset() the chunks as batches"
+        )
 
     def load(self) -> Any:
         """Return all rows, in the memory of the results. Strings, ragged, sparse and unknown shapes need twice the memory."""

@@ -28,6 +28,7 @@ import tensorflow as tf
 keep = lambda row: row
 named = lambda rows: {"sum": rows["a"] + rows["b"]}
 length = lambda content: tf.strings.length(content)
+ones = lambda n: tf.ones([tf.cast(n, tf.int32)])
 noise = lambda row, seed: row + tf.random.stateless_normal([], seed)
 broken = lambda row: row @ row
 text = lambda content: {"length": length(content), "chars": tf.strings.bytes_split(content)}
@@ -180,6 +181,7 @@ def test_inputs_that_cannot_be_read() -> None:
     for path, words in {
         "mixed": "has mixed/readme.txt, mixed/x.npy; expected files of one kind",
         "empty": "no such file or folder with files",
+        os.devnull: "is a pipe or a device",
         "scalar.npy": r"an array of float32 \[\]; expected rows",
         "nothing.npy": r"an array of float64 \[5, 0\]; expected rows",
         "objects.npy": "objects.npy is not a file of plain arrays",
@@ -217,6 +219,29 @@ def test_npy_and_npz_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert not {*pathlib.Path().glob("*.partial"), *pathlib.Path().glob("*.tmp")}
     assert write("double", "x.npy", out="y.npy") == 1  # which would compute all rows again
     assert "y.npy already exists; remove it" in capsys.readouterr().err
+
+
+def test_names_of_files_and_directories() -> None:
+    for name, is_file in {"a.NPY": True, "a.tfrecords": True, "a.v2": False, "a-0.1": False}.items():
+        assert write("double", "x.npy", out=name) == 0
+        assert pathlib.Path(name).is_file() == is_file
+    pathlib.Path("a.v2").rename("a.csv")
+    assert write("double", "x.npy", out="a.csv") == 0  # results of an earlier version
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [("y.npy", 2, "rows of the shapes [0] and [1]"), ("y.npz", 1, "cannot be returned at once")],
+)
+def test_rows_of_different_shapes(name: str, code: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert write("ones", "functions:numbers", "--batch-size", "1", out=name) == code
+    said = capsys.readouterr().err
+    assert words in said
+    saving = f"devicemap.open_results('{name}.partial').to_parquet('y.parquet')"
+    assert f"All rows are in {name}.partial: {saving} saves them" in said
+    pytest.importorskip("pyarrow.parquet", exc_type=ImportError)
+    eval(saving, {"devicemap": devicemap})
+    assert pathlib.Path("y.parquet").exists()
 
 
 def test_parquet_files() -> None:
@@ -267,6 +292,12 @@ def test_failed_rows_are_printed_and_kept(path: str, rows: list[str], capsys: py
         assert "3 rows in out, without 2 that failed; load them by" in said
     assert devicemap.open_results("out").load().tolist() == [1, 3, 1]
     assert write("short", path) == 1  # without the option, they are tried again
+    capsys.readouterr()
+    if path == "in":
+        assert write("short", "in/[13].txt", "--skip-errors", out="failing") == 3
+        said = capsys.readouterr()
+        assert said.out.startswith("0 of 2 rows in ")
+        assert "Warning" not in said.err
     if path == "in":
         pathlib.Path("in/1.txt").write_bytes(b"bb")
         pathlib.Path("in/3.txt").write_bytes(b"dddd")
@@ -317,7 +348,7 @@ def test_errors_name_the_file_and_its_row(options: list[str], capsys: pytest.Cap
 MISTAKES = [
     (["functions:double", "nowhere.npy"], 1, "nowhere.npy: no such file or folder with files"),
     (["functions", "x.npy"], 2, "fn is of type module, not callable"),
-    (["functions.py:double", "x.npy"], 2, "No module named 'functions.py'"),
+    (["functions.py:double", "x.npy"], 2, "is not a package; use functions:double"),
     (["functions:treble", "x.npy"], 2, "has no attribute 'treble'"),
     (["raises:fn", "x.npy"], 2, "raises:fn: ZeroDivisionError"),
     (["exits:fn", "x.npy"], 2, "exits:fn: SystemExit: 0"),
@@ -330,6 +361,11 @@ MISTAKES = [
     (["functions:text", "text.npy", "--batched", "--out", "y.npz"], 2, "returns 'chars': RaggedTensorSpec"),
     (["functions:keep", "text.npy", "--out", "y.npy"], 2, "dtype=tf.string, name=None), which a .npy file cannot hold"),
     (["functions:double", "x.npy", "--out", "y.parquet"], 1, "needs pyarrow ("),
+    (
+        ["nothing:is_called", "x.npy", "--out", "y.CSV"],
+        2,
+        "--out y.CSV; expected the suffix .npy, .npz, .parquet, .tfrecord",
+    ),
     (["functions:stop", "x.npy"], 130, "interrupted. Finished chunks are kept: repeat the command"),
 ]
 

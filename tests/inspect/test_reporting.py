@@ -125,6 +125,7 @@ def test_calls_that_are_interrupted() -> None:
     assert {span.finished_seconds for span in report.spans} == {report.wall_seconds} == {2.0}
     assert [each.busy_seconds + each.idle_seconds for each in report.devices] == [2.0] * 3
     assert (report.rows, report.error) == (0, "KeyboardInterrupt: KeyboardInterrupt")
+    assert "stopped by closing the stream before" in str(report_of([*events, CallFinished(2.0, GeneratorExit())]))
     assert report_of(events).rows == 0  # without an end: after a second Ctrl-C
 
     def interrupt(event: Event) -> None:

@@ -120,8 +120,27 @@ def test_fn_that_fails() -> None:
     assert (finding.mode, finding.output) == ("one by one", None)
     assert finding.difference.startswith("fn failed with InvalidArgumentError: ")
     assert "at least two rows" in finding.difference
-    with pytest.raises(FunctionError, match="broken"):
-        DeviceMap(lambda row: tf.debugging.check_numerics(row / 0.0, "broken"), devices=THREE).verify(X)
+    inverse = lambda n: tf.debugging.check_numerics(1 / (n - 5), "broken")
+    with pytest.raises(FunctionError, match=r"failed on row 5 on CPU:0: .*broken"):
+        DeviceMap(inverse, devices=THREE).verify(tf.range(20.0))
+
+
+@pytest.mark.parametrize("data", [tf.range(40.0), tf.ragged.range(tf.range(40.0))])
+@pytest.mark.parametrize("batched", [False, True])
+def test_rows_that_on_error_leaves_out(data: Any, batched: bool) -> None:
+    def fn(row: Any, seed: Any) -> Any:
+        total = tf.reduce_sum(row, -1) if isinstance(data, tf.RaggedTensor) else row
+        noise = tf.reduce_sum(tf.cast(seed, tf.float32), -1)
+        with tf.control_dependencies([tf.debugging.assert_none_equal(total, 3.0)]):
+            return total + noise - (tf.reduce_mean(total) if shared else 0.0)
+
+    for shared in (False, batched):
+        mapper = DeviceMap(fn, devices=THREE, batched=batched, seed=1, on_error="skip")
+        verification = mapper.verify(data)
+        assert (verification.rows, verification.expected_rows, verification.ok) == (15, 15, not shared)
+        assert "time limit" not in str(verification)
+    with pytest.raises(FunctionError, match=r"failed on row 0 on CPU:0: .*broken"):
+        DeviceMap(lambda row: tf.debugging.check_numerics(row / 0.0, "broken"), on_error="skip").verify(X)
 
 
 def test_prints_and_saves() -> None:

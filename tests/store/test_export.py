@@ -11,7 +11,7 @@ import tensorflow as tf
 from stored import damage
 
 from devicemap import DeviceMap
-from devicemap.errors import MissingRowsError, OptionError
+from devicemap.errors import DataError, MissingRowsError, OptionError
 from devicemap.types import Results
 
 N = np.arange(10)
@@ -107,6 +107,15 @@ def test_tfrecords_of_ragged_rows(tmp_path: Path) -> None:
     records = tf.data.TFRecordDataset(str(tmp_path / "x.tfrecord")).batch(100).get_single_element()
     feature = tf.io.RaggedFeature(tf.int64)
     assert tf.io.parse_example(records, {"result": feature})["result"].to_list() == results.load().to_list()
+
+
+@pytest.mark.parametrize("convert", [np.asarray, tf.constant, DeviceMap(tf.identity), DeviceMap(tf.identity).explain])
+def test_results_are_not_converted_to_arrays(tmp_path: Path, convert: Any) -> None:
+    with pytest.raises(
+        (TypeError, DataError),
+        match=r"results.load\(\) returns all rows, and results.as_dataset\(\) the chunks as batches",
+    ):
+        convert(_written(tf.identity, tmp_path))
 
 
 REFUSED = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 import warnings
@@ -49,6 +50,19 @@ def _python(function: Callable[[Any], Any], op: Any = tf.py_function) -> Callabl
     return lambda row: tf.ensure_shape(op(function, [row], tf.float32), [])
 
 
+class Scaled:
+    def __call__(self, x: Any) -> Any:
+        return x * 2
+
+
+class Shifted:
+    def __call__(self, x: Any) -> Any:
+        return x + 2
+
+
+Shifted.__name__ = Scaled.__name__
+
+
 def _abs(x: Any) -> Any:
     return abs(x)
 
@@ -75,6 +89,12 @@ OTHERS: dict[str, Any] = {
     "effects": (_printing("one"), _printing("two")),
     "partials": [functools.partial(lambda k, r: r + k, k) for k in (1, 2)],
     "code of Python functions": (_python(lambda x: x * 2), _python(lambda x: x * 3)),
+    "code of partials": [_python(functools.partial(f, 2)) for f in (lambda k, x: x * k, lambda k, x: x + k)],
+    "code of methods": [_python(made().__call__) for made in (Scaled, Shifted)],
+    "code of objects": [_python(functools.partial(made())) for made in (Scaled, Shifted)],
+    "code of vectorized functions": [
+        _python(np.vectorize(f), tf.numpy_function) for f in (lambda x: x * np.float32(2), lambda x: x + np.float32(2))
+    ],
     "names of Python functions": (_python(abs), _python(_abs)),
     "what XLA compiles": (tf.function(lambda r: r * 2), tf.function(lambda r: r * 2, jit_compile=True)),
     "models of one name": (_model(3), _model(4)),
@@ -94,7 +114,7 @@ def test_results_of_another_function_are_refused(name: str, tmp_path: Path) -> N
         assert ("trust_function" in str(raised.value)) == (name not in OF_VARIABLES)
         trusted = pytest.raises(JournalError, match="other variables") if name in OF_VARIABLES else nullcontext()
         with trusted, warnings.catch_warnings():
-            warnings.simplefilter("ignore" if "Python" in name else "error")
+            warnings.simplefilter("ignore" if "Python" in name or "code" in name else "error")
             _write(other, tmp_path, trust_function=True)
 
 
@@ -125,7 +145,13 @@ def _writing() -> Callable[..., Any]:
     return fn
 
 
-PYTHON, TABLES = "Python code", "lookup tables, datasets or iterators"
+def _records(row: Any) -> Any:
+    length = lambda record: tf.cast(tf.strings.length(record), tf.float32)
+    records = tf.data.Dataset.from_tensors(os.devnull).interleave(tf.data.TFRecordDataset)
+    return records.reduce(row, lambda total, record: total + length(record))
+
+
+PYTHON, FILES, TABLES = "Python code", "files", "lookup tables, datasets or iterators"
 SAME: dict[str, tuple[Any, str | None]] = {  # functions, and what the warning says that is not compared
     "names of ops and arguments": ([lambda row: tf.multiply(row, 2.0, name="scaled"), lambda some: some * 2.0], None),
     "a tf.function": ([lambda row: row * 2.0, tf.function(lambda row: row * 2.0)], None),
@@ -133,7 +159,10 @@ SAME: dict[str, tuple[Any, str | None]] = {  # functions, and what the warning s
     "variables that fn writes": ([_writing()] * 2, None),
     "py_function": ([_python(lambda x: x)] * 2, PYTHON),
     "numpy_function": ([_python(lambda x: x, tf.numpy_function)] * 2, PYTHON),
+    "values of partials": ([_python(functools.partial(pow, n)) for n in (1, 1.0)], PYTHON),
     "what Python code refers to": ([_python(lambda x, log=[]: log.append(float(x)) or x)] * 2, PYTHON),
+    "read_file": ([lambda row: row + tf.cast(tf.strings.length(tf.io.read_file(__file__)), tf.float32)] * 2, FILES),
+    "datasets of files": ([_records] * 2, FILES),
     "table": ([_table()] * 2, TABLES),
     "dataset": ([_dataset()] * 2, TABLES),
     "iterator": ([_iterator()] * 2, TABLES),
