@@ -110,10 +110,14 @@ def survey(
     ]
     try:
         concrete = outputs.get_concrete_function(*specs)
-    except Exception:
-        # This raises the same error, which then shows the shapes of the batch.
+    except Exception as error:
+        # If this raises the same error, the error shows the shapes of the batch.
         outputs.get_concrete_function(*tensors)
-        raise
+        raise failure(
+            f"{layer.name} works for the rows of this batch, but not for {rows} rows, and each device sees some of the rows; "
+            "use keras.ops.shape(x)[0] instead of a fixed number, or compute values of several rows in compute_loss, or in a "
+            "train_step of the model"
+        ) from error
     _check(concrete, layer.name, meets=bool(meets), runs_again=runs_again)
     drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
     own = {id(variable) for variable in layer.variables}

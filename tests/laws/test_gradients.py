@@ -479,6 +479,25 @@ def test_gradients_of_no_rows_are_zeros(place: Any, options: dict[str, Any], dev
         assert np.any(taken(mapped, X, WEIGHTS)[1])  # a call without rows leaves the next one alone
 
 
+@places
+@pytest.mark.parametrize(
+    "indices", [lambda batch: [0, 1, 1], lambda batch: tf.argmax(batch, 1)[:, None]], ids=["of all rows", "of each row"]
+)
+def test_lookups_have_the_slices_of_one_call(devices: list[str], place: Any, indices: Any) -> None:
+    """Optimizers of Keras square each slice."""
+
+    def fn(batch: Any) -> Any:
+        return batch * tf.reduce_sum(tf.gather(WEIGHTS, indices(batch)), -2)
+
+    def slices(mapped: Any, x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(mapped(x) ** 2)
+        return tf.norm(tape.gradient(total, WEIGHTS).values)
+
+    mapper = devicemap.DeviceMap(fn, devices=devices, batched=True)
+    np.testing.assert_allclose(place(slices, mapper, X), slices(fn, X), rtol=1e-5)
+
+
 def test_a_taped_call_while_another_thread_builds_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that is being built captures replicas of variables, which no tape follows."""
     variable = tf.Variable(3.0)

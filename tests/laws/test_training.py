@@ -580,6 +580,9 @@ def test_errors_of_layers_show_the_shapes_of_the_batch(devices: list[str]) -> No
     model = devicemap.parallelize(mlp(), devices)
     with pytest.raises(ValueError, match=r"received input with shape \(11, 2\)"):
         model.predict_on_batch(X[:11, :2])
+    fixed = devicemap.parallelize(sequential(layers.Lambda(lambda x: tf.reshape(x, [11, 6]))), devices)
+    with pytest.raises(FunctionError, match=r"works for the rows of this batch, but not for 94 rows"):
+        fixed.predict_on_batch(X[:11])
 
 
 def test_other_backends_of_keras_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -837,6 +840,17 @@ def reduced(value: Any) -> Any:
     return tf.distribute.get_replica_context().all_reduce("SUM", value)
 
 
+class LooksUpTwice(layers.Layer):
+    """Looks up rows of a table for each row, and the same one for all rows."""
+
+    def build(self, shape: Any) -> None:
+        self.table = self.add_weight(shape=[6, shape[-1]])
+
+    def call(self, x: Any) -> Any:
+        table = tf.convert_to_tensor(self.table)
+        return x * tf.gather(table, tf.argmax(x, 1)) + tf.gather(table, [0])
+
+
 @pytest.mark.parametrize("norm", [[], [layers.BatchNormalization]], ids=["", "batch normalization"])
 @pytest.mark.parametrize(
     ("layer", "word"),
@@ -846,8 +860,9 @@ def reduced(value: Any) -> Any:
         (lambda: Effect(lambda mean, x: mean.assign(mean + tf.reduce_mean(x)), tf.Variable(0.0)), "add_weight"),
         (lambda: Effect(lambda count, _: count.assign_add(1.0), tf.Variable(0.0)), "add_weight"),
         (lambda: layers.Lambda(lambda x: x - reduced(tf.reduce_sum(x, 0))), "all_reduce of tf.distribute"),
+        (LooksUpTwice, "looked up in several ways"),
     ],
-    ids=["a value of rows", "a metric", "a variable", "a tally", "a replica"],
+    ids=["a value of rows", "a metric", "a variable", "a tally", "a replica", "mixed lookups"],
 )
 def test_what_devices_cannot_do_apart_is_refused(layer: Any, word: str, norm: Any, devices: list[str]) -> None:
     model = devicemap.parallelize(Case(lambda: sequential(layer(), *(each() for each in norm))).made(), devices)
