@@ -27,7 +27,10 @@ from devicemap.errors import DataError, DeviceMapError, FunctionError, OptionErr
 GOLDEN = Path(__file__).parent / "messages.txt"
 IMAGES = np.zeros([2, 8, 8, 3], np.float32)
 CNN = tf.keras.Sequential([tf.keras.Input([8, 8, 3]), tf.keras.layers.Conv2D(1, 3)])
+ONE_NUMBER = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])
 MODEL = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+GREY_CNN = tf.keras.Sequential([tf.keras.Input([8, 8, 1]), tf.keras.layers.Conv2D(1, 3)])
+LSTM = tf.keras.Sequential([tf.keras.Input([None, 1]), tf.keras.layers.LSTM(2)])
 WEIGHTS = tf.ones([5, 2])
 NUMBERS, WORDS = np.arange(4), tf.constant(["a", "b"])
 SQUARES, NAMES = [0, 1, 4, 9], {0: 1.0, 1: 2.0}
@@ -250,6 +253,9 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "fn: a generator": (_yielding, NUMBERS, {}),
     "tracing: a model without batched": (lambda image: CNN(image), IMAGES, {}),
     "tracing: the model itself": (MODEL, X, {}),
+    "tracing: a model of grey images": (lambda image: GREY_CNN(image), IMAGES[..., :1], {}),
+    "tracing: a model to which Keras adds an axis": (LSTM, IMAGES[:, 0, :, :1], {}),
+    "nothing: a model of the numbers of a row": (ONE_NUMBER, X, {}),
     "tracing: samples as batches": (MODEL, _dataset(X), BATCHED),
     "tracing: pooling without batched": (lambda image: tf.nn.max_pool2d(image, 2, 2, "VALID"), IMAGES, {}),
     "tracing: predict": (MODEL.predict, X, {}),

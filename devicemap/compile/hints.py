@@ -22,6 +22,9 @@ _FOR_EAGER_CODE = {
 
 _FROM_KERAS = re.compile(r"incompatible with the layer: expected (min_)?ndim|Invalid input shape for input")
 
+_IN_A_LAYER = "Exception encountered when calling"
+"""The beginning of Keras's messages about errors in a layer."""
+
 _TAKES_BATCHES = re.compile(r"[Ss]hape must be (?:at least )?rank (?P<wanted>\d+) but is rank (?P<given>\d+)")
 """Errors of TensorFlow's shape functions. A function that takes batches misses one axis if it gets one row."""
 
@@ -79,6 +82,18 @@ def tracing_error(fn: Callable[..., Any], specs: Any, options: Options, error: E
     )
 
 
+def check_ranks(model: Any, specs: Any) -> None:
+    """Raise a `ValueError` for a Keras model that maps single rows, and whose inputs are batches of such rows.
+
+    Keras would add an axis to rows whose last dimension is 1, and take their first axis for that of the batch.
+    """
+    inputs, rows = getattr(model, "inputs", None) if hasattr(model, "built") else None, tf.nest.flatten(specs)
+    if not inputs or len(inputs) != len(rows):
+        return
+    if all(spec.shape.is_compatible_with(each.shape) for spec, each in zip(rows, inputs)):
+        raise ValueError(f"the model takes batches of shape {', '.join(str(each.shape) for each in inputs)}")
+
+
 def _hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, error: Exception) -> Iterator[str]:
     """Yield sentences for the error message.
 
@@ -95,8 +110,9 @@ def _hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, 
             yield f"Keras's {name} is for eager code: {_FOR_EAGER_CODE[name]}"
             return
     is_layer, from_keras = hasattr(fn, "built"), bool(_FROM_KERAS.search(str(error)))
+    advice = [text for pattern, text in _ADVICE.items() if re.search(pattern, str(error))]
     rank = _TAKES_BATCHES.search(str(error))
-    if not batched and (is_layer or from_keras):
+    if not batched and (is_layer or from_keras or (_IN_A_LAYER in str(error) and not advice)):
         yield "A Keras layer or model takes batches: set batched=True"
     elif not batched and rank and int(rank["wanted"]) == int(rank["given"]) + 1:
         yield "One row has no axis for the batch: if fn takes batches, set batched=True"
@@ -104,7 +120,7 @@ def _hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, 
         yield "With batched=True the first axis is rows, and each element of a dataset is a batch: dataset.batch(n)"
     if is_layer and type(specs) is tuple:
         yield "A tuple is passed as several arguments: drop labels with dataset.map(lambda x, y: x)"
-    yield from (advice for pattern, advice in _ADVICE.items() if re.search(pattern, str(error)))
+    yield from advice
     if isinstance(specs, Mapping) and re.search(r"unsupported operand type\(s\) for .*'dict'", str(error)):
         yield "A row of this data is a dict: fn gets it as one argument, with the tensors under its keys"
     yield from _hints_for_text(specs, error)
