@@ -90,6 +90,22 @@ class Own:
         raise RuntimeError("not fitted")
 
 
+class Guesses:
+    """An object that draws random numbers."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __call__(self, n: Any) -> Any:
+        return n + self.generator.integers(10)
+
+    def helped(self, n: Any) -> Any:
+        return self._drawn(n)
+
+    def _drawn(self, n: Any) -> Any:
+        return n + self.generator.integers(10)
+
+
 class Proxy:
     """Fails outside of some context, as proxies of web frameworks do."""
 
@@ -102,6 +118,7 @@ class Proxy:
 
 
 OWN: Any = Own()
+GUESSES = Guesses()
 LEFT_ALONE = Proxy(), GENERATOR, random.SystemRandom()
 
 
@@ -120,6 +137,12 @@ def _opening(path: Any) -> Any:
 
 def _shifted(n: Any) -> Any:
     return n + np.random.randint(10)
+
+
+def _importing(n: Any) -> Any:
+    import numpy
+
+    return n + numpy.random.randint(10)
 
 
 def _exhausted(n: Any) -> Any:
@@ -316,6 +339,9 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "warning: random numbers of a helper": (lambda n: _shifted(n), NUMBERS, {}),
     "warning: random numbers of Python": (lambda n: n + random.randrange(10), NUMBERS, {}),
     "warning: a random generator": (lambda n: n + GENERATOR.integers(10), NUMBERS, {}),
+    "warning: random numbers of a method": (GUESSES.helped, NUMBERS, {}),
+    "warning: random numbers of an object": (GUESSES, NUMBERS, {}),
+    "warning: random numbers of an import": (_importing, NUMBERS, {}),
     "nothing: objects that are left alone": (lambda n: n + (0 if LEFT_ALONE else 1), NUMBERS, {}),
     "a row without memory": (lambda n: tf.py_function(_exhausted, [n], tf.int64), NUMBERS[:1], {"batch_size": 2}),
 }
