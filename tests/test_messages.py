@@ -7,6 +7,7 @@ and NumPy differ between versions and are left out.
 from __future__ import annotations
 
 import datetime
+import math
 import random
 import re
 import warnings
@@ -296,6 +297,17 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "tracing: int64 and float32": (lambda n: n * tf.constant(2.0), NUMBERS, {}),
     "tracing: int64 and int32": (lambda n: n * tf.constant(2), NUMBERS, {}),
     "tracing: the root of an integer": (lambda n: tf.sqrt(n), NUMBERS, {}),
+    "tracing: int64 and a fraction": (lambda n: n * 0.5, NUMBERS, {}),
+    "tracing: uint8 and a fraction": (lambda image: image / 255.0, IMAGES.astype(np.uint8), {}),
+    "tracing: the sine of an int32": (tf.sin, tf.range(6), {}),
+    "tracing: stacking float64 and float32": (lambda r: tf.stack([r[0], 1.0 * WEIGHTS[0, 0]]), np.ones([4, 5]), {}),
+    "tracing: joining float32 and float64": (lambda r: tf.concat([WEIGHTS[0], r], 0), np.ones([4, 5]), {}),
+    "tracing: a sum over an axis of a batch": (lambda row: tf.reduce_sum(row, 1), X, {}),
+    "tracing: a column of a batch": (lambda row: row[:, 0], X, {}),
+    "tracing: an image without channels": (lambda image: tf.image.resize(image, [4, 4]), IMAGES[..., 0], {}),
+    "tracing: a pattern in text": (lambda word: re.sub("a", "b", word), WORDS, {}),
+    "tracing: a function of Python": (lambda row: math.sin(row[0]), X, {}),
+    "tracing: a generator as a result": (lambda n: _yielding(n), NUMBERS, {}),
     "tracing: opening a file": (_opening, WORDS, {}),
     "tracing: a method of str": (lambda word: word.upper(), WORDS, {}),
     "tracing: indexing a list": (lambda n: SQUARES[n], NUMBERS, {}),
@@ -304,6 +316,9 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "tracing: looking into a list": (lambda n: n if n in SQUARES else -n, NUMBERS, {}),
     "tracing: printing": (lambda n: tf.print(n), NUMBERS, {}),
     "tracing: a dict as a row": (lambda row: row * 2, _dataset({"a": [1, 2]}), {}),
+    "tracing: a dict in a function": (lambda row: tf.reduce_sum(row), {"a": X, "b": X}, {}),
+    "tracing: a negative dict": (lambda row: -row, {"a": X}, {}),
+    "tracing: an attribute of a dict": (lambda row: row.a, {"a": X}, {}),
     "tracing: predict of another object": (lambda n: OWN.predict(n), NUMBERS, {}),
     "tracing: an attribute of another object": (lambda n: n + OWN.item, NUMBERS, {}),
     "tracing: a method that another object lacks": (lambda n: OWN.upper(n), NUMBERS, {}),
