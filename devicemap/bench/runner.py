@@ -56,9 +56,9 @@ def benchmark(
 ) -> BenchmarkResult:
     """Measure `fn` in eager code, on one device and on all devices, and time and peak memory against batch size.
 
-    A batch is a call in which each device gets an equal part of the rows at once. All calls are traced and warmed up, and then
-    take turns in rounds. A call ends when its results are on the host. `fn` and its side effects run many times. Results are
-    not compared; use `DeviceMap.verify` for that.
+    A batch is a call with one chunk for each device. Starting chunks takes up to 15 ms, so batches have no speed-up in the
+    table. All calls are traced and warmed up, and then take turns in rounds. A call ends when its results are on the host. `fn`
+    and its side effects run many times. Results are not compared; use `DeviceMap.verify` for that.
 
     If devices report their memory, larger and larger batches of repeated rows run until one runs out of memory. TensorFlow
     then waits 10 seconds, and logs the state of its allocator. Its counters of peak memory are reset.

@@ -51,6 +51,7 @@ def test_each_mode_and_batch_size_is_measured_printed_saved_and_plotted(tmp_path
     assert re.search(r"\nall devices +23 ", text)
     assert result.no_memory in text
     assert "peak memory" not in text  # empty columns are left out
+    assert re.search(r"\nbatch +6 .* m?s *\n", text)  # no speed-up, because it starts chunks
     result.save(tmp_path / "result.json")
     assert json.loads((tmp_path / "result.json").read_text()) == result.to_dict()
     counted = [replace(m, peak_memory_bytes=(2**20,)) if m.mode == "batch" else m for m in result.measurements]
