@@ -18,15 +18,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.bench.measurements import BenchmarkResult, Measurement, next_batch
+from devicemap.bench.measurements import BenchmarkResult, Measurement, next_batch, rows_within
 from devicemap.compile.program import Program
 from devicemap.compile.random import row_seeds
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, as_rows, take_rows
-from devicemap.data.sources import rows_in_memory
+from devicemap.data.sources import first_rows, rows_in_memory
 from devicemap.data.structure import as_objects
 from devicemap.devices import choose_devices, is_out_of_memory, kind_of, list_devices
-from devicemap.errors import OptionError, error_text
+from devicemap.errors import OptionError, error_text, warn_user
 from devicemap.events import short_name
 from devicemap.options import check_count
 from devicemap.run.mapper import Mapper, NullObserver
@@ -39,6 +39,9 @@ _ROWS_IN_EAGER_CODE = 16
 
 _MOST_DATA_BYTES = 2**32
 """The search for the largest batch repeats the rows up to this size in the memory of the host."""
+
+_SHARE_OF_A_CALL = 0.25
+"""One device maps all rows four times: in three calls that warm up, and in the first round."""
 
 Call = Callable[[Rows], Any]
 
@@ -71,7 +74,8 @@ def benchmark(
         devices: as in `DeviceMap`. A model has its own devices. "one device" is the first device.
         batch_sizes: rows of the batches, over all devices. By default, some sizes up to the number of rows, then the search.
         rounds: the largest number of rounds.
-        seconds: a time budget for the batches, and again for the rounds. The first batch and one round always run.
+        seconds: a time budget for the batches, and again for the other modes and the rounds. The first batch and one round
+            always run. If the rows take one device more than a quarter of `seconds`, fewer rows are used, with a warning.
         max_rows: the number of rows to use. By default all rows in memory, and 1024 of a dataset.
         **options: further options of `DeviceMap`, such as `batched`.
 
@@ -134,9 +138,17 @@ def benchmark(
             most = _MOST_DATA_BYTES * count // max(1, sum(leaf.numpy().nbytes for leaf in leaves))
             while time.perf_counter() < deadline and (larger := next_batch(result)) and larger <= most:
                 measure("batch", _repeated(rows, larger))
-        measure("eager", rows if program.options.batched else _repeated(rows, min(count, _ROWS_IN_EAGER_CODE)))
-        measure("one device", rows)
-        measure("all devices", rows)
+        used = int(min(count, max(step, rows_within(result, _SHARE_OF_A_CALL * seconds))))
+        if used < count:
+            warn_user(
+                f"{result.name}: one device and all devices map {used} of {count} rows, because fn is slow. Raise seconds for "
+                "more rows",
+                RuntimeWarning,
+            )
+        some = first_rows(rows, used)
+        measure("eager", some if program.options.batched else first_rows(some, _ROWS_IN_EAGER_CODE))
+        measure("one device", some)
+        measure("all devices", some)
         medians = median_seconds([*timed.values()], rounds, seconds)
     measurements = [*result.measurements]
     for i, measured in zip(timed, medians):
