@@ -26,7 +26,7 @@ from devicemap.data.rows import HOST, Rows, as_rows, take_rows
 from devicemap.data.sources import first_rows, rows_in_memory
 from devicemap.data.structure import as_objects
 from devicemap.devices import choose_devices, is_out_of_memory, kind_of, list_devices
-from devicemap.errors import OptionError, error_text, warn_user
+from devicemap.errors import DataError, OptionError, error_text, warn_user
 from devicemap.events import short_name
 from devicemap.options import check_count
 from devicemap.run.mapper import Mapper, NullObserver
@@ -109,6 +109,8 @@ def benchmark(
     names = tuple(share.device for share in fn.report().devices) if model else choose_devices(devices)
     program = Program(fn, {"batched": True} if model else {**options, "devices": names})
     usual_rows = _ROWS_OF_A_DATASET if isinstance(data, tf.data.Dataset) else None
+    if model:
+        _check_batches(data)
     rows = rows_in_memory(data, program.options, max_rows or usual_rows)
     count, step = rows.count or 0, len(names)
     described = {device.name: device for device in list_devices()}
@@ -200,6 +202,16 @@ def _call_of_function(program: Program, mode: str, count: int) -> Call:
     return lambda rows: mapper.run(rows.structure)
 
 
+def _check_batches(data: Any) -> None:
+    """Raise a `DataError` for a dataset whose elements are no batches, because their leaves share no first axis."""
+    if isinstance(data, tf.data.Dataset):
+        counts = {spec.shape[0] for spec in tf.nest.flatten(data.element_spec) if spec.shape.rank} - {None}
+        if len(counts) > 1:
+            raise DataError(
+                f"the dataset has elements of {sorted(counts)} rows; batch the dataset, as in dataset.batch(32)"
+            )
+
+
 def _calls_of_model(model: Any, device: str, specs: Any) -> dict[str, Call]:
     """Return a training step for each mode, for batches of any size as in `fit`."""
     step = partial(type(model).train_step, model)  # Keras's own step, on one device
@@ -210,7 +222,19 @@ def _calls_of_model(model: Any, device: str, specs: Any) -> dict[str, Call]:
 
     def graph(step: Callable[[Any], Any], jit_compile: bool = False) -> Call:
         function = tf.function(step, [specs], autograph=False, jit_compile=jit_compile)
-        return lambda rows: function(rows.structure)
+
+        def call(rows: Rows) -> Any:
+            try:
+                return function(rows.structure)
+            except ValueError as error:
+                if type(specs) is tuple and len(specs) > 1:
+                    raise
+                raise DataError(
+                    "a training step failed, and data has no targets: pass (x, y) or (x, y, sample_weight): "
+                    f"{error_text(error)}"
+                ) from error
+
+        return call
 
     over_all = graph(model.train_step)
     alone = graph(step, bool(model.jit_compile))

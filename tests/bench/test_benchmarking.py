@@ -162,6 +162,15 @@ def test_training_steps_leave_a_model_as_it_was() -> None:
         assert set(model.fit(*data, verbose=0, batch_size=23).history) == {"loss", "mae"}
     with pytest.raises(OptionError, match="expected a compiled one, and neither devices="):
         benchmark(model, data, batched=True)
+    for bad, message in (
+        (ROWS, r"a training step failed, and data has no targets: pass \(x, y\) or .*: ValueError: "),
+        (
+            tf.data.Dataset.from_tensor_slices(data),
+            r"elements of \[1, 3\] rows; batch the dataset, as in dataset.batch",
+        ),
+    ):
+        with pytest.raises(DataError, match=message):
+            benchmark(model, bad)
 
 
 @pytest.mark.parametrize(
