@@ -7,6 +7,7 @@ and NumPy differ between versions and are left out.
 from __future__ import annotations
 
 import datetime
+import math
 import random
 import re
 import warnings
@@ -27,7 +28,10 @@ from devicemap.errors import DataError, DeviceMapError, FunctionError, OptionErr
 GOLDEN = Path(__file__).parent / "messages.txt"
 IMAGES = np.zeros([2, 8, 8, 3], np.float32)
 CNN = tf.keras.Sequential([tf.keras.Input([8, 8, 3]), tf.keras.layers.Conv2D(1, 3)])
+ONE_NUMBER = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])
 MODEL = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+GREY_CNN = tf.keras.Sequential([tf.keras.Input([8, 8, 1]), tf.keras.layers.Conv2D(1, 3)])
+LSTM = tf.keras.Sequential([tf.keras.Input([None, 1]), tf.keras.layers.LSTM(2)])
 WEIGHTS = tf.ones([5, 2])
 NUMBERS, WORDS = np.arange(4), tf.constant(["a", "b"])
 SQUARES, NAMES = [0, 1, 4, 9], {0: 1.0, 1: 2.0}
@@ -87,6 +91,22 @@ class Own:
         raise RuntimeError("not fitted")
 
 
+class Guesses:
+    """An object that draws random numbers."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __call__(self, n: Any) -> Any:
+        return n + self.generator.integers(10)
+
+    def helped(self, n: Any) -> Any:
+        return self._drawn(n)
+
+    def _drawn(self, n: Any) -> Any:
+        return n + self.generator.integers(10)
+
+
 class Proxy:
     """Fails outside of some context, as proxies of web frameworks do."""
 
@@ -99,6 +119,7 @@ class Proxy:
 
 
 OWN: Any = Own()
+GUESSES = Guesses()
 LEFT_ALONE = Proxy(), GENERATOR, random.SystemRandom()
 
 
@@ -117,6 +138,12 @@ def _opening(path: Any) -> Any:
 
 def _shifted(n: Any) -> Any:
     return n + np.random.randint(10)
+
+
+def _importing(n: Any) -> Any:
+    import numpy
+
+    return n + numpy.random.randint(10)
 
 
 def _exhausted(n: Any) -> Any:
@@ -250,6 +277,9 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "fn: a generator": (_yielding, NUMBERS, {}),
     "tracing: a model without batched": (lambda image: CNN(image), IMAGES, {}),
     "tracing: the model itself": (MODEL, X, {}),
+    "tracing: a model of grey images": (lambda image: GREY_CNN(image), IMAGES[..., :1], {}),
+    "tracing: a model to which Keras adds an axis": (LSTM, IMAGES[:, 0, :, :1], {}),
+    "nothing: a model of the numbers of a row": (ONE_NUMBER, X, {}),
     "tracing: samples as batches": (MODEL, _dataset(X), BATCHED),
     "tracing: pooling without batched": (lambda image: tf.nn.max_pool2d(image, 2, 2, "VALID"), IMAGES, {}),
     "tracing: predict": (MODEL.predict, X, {}),
@@ -267,6 +297,17 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "tracing: int64 and float32": (lambda n: n * tf.constant(2.0), NUMBERS, {}),
     "tracing: int64 and int32": (lambda n: n * tf.constant(2), NUMBERS, {}),
     "tracing: the root of an integer": (lambda n: tf.sqrt(n), NUMBERS, {}),
+    "tracing: int64 and a fraction": (lambda n: n * 0.5, NUMBERS, {}),
+    "tracing: uint8 and a fraction": (lambda image: image / 255.0, IMAGES.astype(np.uint8), {}),
+    "tracing: the sine of an int32": (tf.sin, tf.range(6), {}),
+    "tracing: stacking float64 and float32": (lambda r: tf.stack([r[0], 1.0 * WEIGHTS[0, 0]]), np.ones([4, 5]), {}),
+    "tracing: joining float32 and float64": (lambda r: tf.concat([WEIGHTS[0], r], 0), np.ones([4, 5]), {}),
+    "tracing: a sum over an axis of a batch": (lambda row: tf.reduce_sum(row, 1), X, {}),
+    "tracing: a column of a batch": (lambda row: row[:, 0], X, {}),
+    "tracing: an image without channels": (lambda image: tf.image.resize(image, [4, 4]), IMAGES[..., 0], {}),
+    "tracing: a pattern in text": (lambda word: re.sub("a", "b", word), WORDS, {}),
+    "tracing: a function of Python": (lambda row: math.sin(row[0]), X, {}),
+    "tracing: a generator as a result": (lambda n: _yielding(n), NUMBERS, {}),
     "tracing: opening a file": (_opening, WORDS, {}),
     "tracing: a method of str": (lambda word: word.upper(), WORDS, {}),
     "tracing: indexing a list": (lambda n: SQUARES[n], NUMBERS, {}),
@@ -275,6 +316,9 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "tracing: looking into a list": (lambda n: n if n in SQUARES else -n, NUMBERS, {}),
     "tracing: printing": (lambda n: tf.print(n), NUMBERS, {}),
     "tracing: a dict as a row": (lambda row: row * 2, _dataset({"a": [1, 2]}), {}),
+    "tracing: a dict in a function": (lambda row: tf.reduce_sum(row), {"a": X, "b": X}, {}),
+    "tracing: a negative dict": (lambda row: -row, {"a": X}, {}),
+    "tracing: an attribute of a dict": (lambda row: row.a, {"a": X}, {}),
     "tracing: predict of another object": (lambda n: OWN.predict(n), NUMBERS, {}),
     "tracing: an attribute of another object": (lambda n: n + OWN.item, NUMBERS, {}),
     "tracing: a method that another object lacks": (lambda n: OWN.upper(n), NUMBERS, {}),
@@ -310,6 +354,9 @@ CALLS: dict[str, tuple[Any, Any, Options]] = {
     "warning: random numbers of a helper": (lambda n: _shifted(n), NUMBERS, {}),
     "warning: random numbers of Python": (lambda n: n + random.randrange(10), NUMBERS, {}),
     "warning: a random generator": (lambda n: n + GENERATOR.integers(10), NUMBERS, {}),
+    "warning: random numbers of a method": (GUESSES.helped, NUMBERS, {}),
+    "warning: random numbers of an object": (GUESSES, NUMBERS, {}),
+    "warning: random numbers of an import": (_importing, NUMBERS, {}),
     "nothing: objects that are left alone": (lambda n: n + (0 if LEFT_ALONE else 1), NUMBERS, {}),
     "a row without memory": (lambda n: tf.py_function(_exhausted, [n], tf.int64), NUMBERS[:1], {"batch_size": 2}),
 }

@@ -18,15 +18,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap.bench.measurements import BenchmarkResult, Measurement, next_batch
+from devicemap.bench.measurements import BenchmarkResult, Measurement, next_batch, rows_within
 from devicemap.compile.program import Program
 from devicemap.compile.random import row_seeds
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, Rows, as_rows, take_rows
-from devicemap.data.sources import rows_in_memory
+from devicemap.data.sources import first_rows, rows_in_memory
 from devicemap.data.structure import as_objects
 from devicemap.devices import choose_devices, is_out_of_memory, kind_of, list_devices
-from devicemap.errors import OptionError, error_text
+from devicemap.errors import DataError, OptionError, error_text, warn_user
 from devicemap.events import short_name
 from devicemap.options import check_count
 from devicemap.run.mapper import Mapper, NullObserver
@@ -39,6 +39,9 @@ _ROWS_IN_EAGER_CODE = 16
 
 _MOST_DATA_BYTES = 2**32
 """The search for the largest batch repeats the rows up to this size in the memory of the host."""
+
+_SHARE_OF_A_CALL = 0.25
+"""One device maps all rows four times: in three calls that warm up, and in the first round."""
 
 Call = Callable[[Rows], Any]
 
@@ -56,9 +59,9 @@ def benchmark(
 ) -> BenchmarkResult:
     """Measure `fn` in eager code, on one device and on all devices, and time and peak memory against batch size.
 
-    A batch is a call in which each device gets an equal part of the rows at once. All calls are traced and warmed up, and then
-    take turns in rounds. A call ends when its results are on the host. `fn` and its side effects run many times. Results are
-    not compared; use `DeviceMap.verify` for that.
+    A batch is a call with one chunk for each device. Starting chunks takes up to 15 ms, so batches have no speed-up in the
+    table. All calls are traced and warmed up, and then take turns in rounds. A call ends when its results are on the host. `fn`
+    and its side effects run many times. Results are not compared; use `DeviceMap.verify` for that.
 
     If devices report their memory, larger and larger batches of repeated rows run until one runs out of memory. TensorFlow
     then waits 10 seconds, and logs the state of its allocator. Its counters of peak memory are reset.
@@ -71,7 +74,8 @@ def benchmark(
         devices: as in `DeviceMap`. A model has its own devices. "one device" is the first device.
         batch_sizes: rows of the batches, over all devices. By default, some sizes up to the number of rows, then the search.
         rounds: the largest number of rounds.
-        seconds: a time budget for the batches, and again for the rounds. The first batch and one round always run.
+        seconds: a time budget for the batches, and again for the other modes and the rounds. The first batch and one round
+            always run. If the rows take one device more than a quarter of `seconds`, fewer rows are used, with a warning.
         max_rows: the number of rows to use. By default all rows in memory, and 1024 of a dataset.
         **options: further options of `DeviceMap`, such as `batched`.
 
@@ -105,6 +109,8 @@ def benchmark(
     names = tuple(share.device for share in fn.report().devices) if model else choose_devices(devices)
     program = Program(fn, {"batched": True} if model else {**options, "devices": names})
     usual_rows = _ROWS_OF_A_DATASET if isinstance(data, tf.data.Dataset) else None
+    if model:
+        _check_batches(data)
     rows = rows_in_memory(data, program.options, max_rows or usual_rows)
     count, step = rows.count or 0, len(names)
     described = {device.name: device for device in list_devices()}
@@ -134,9 +140,17 @@ def benchmark(
             most = _MOST_DATA_BYTES * count // max(1, sum(leaf.numpy().nbytes for leaf in leaves))
             while time.perf_counter() < deadline and (larger := next_batch(result)) and larger <= most:
                 measure("batch", _repeated(rows, larger))
-        measure("eager", rows if program.options.batched else _repeated(rows, min(count, _ROWS_IN_EAGER_CODE)))
-        measure("one device", rows)
-        measure("all devices", rows)
+        used = int(min(count, max(step, rows_within(result, _SHARE_OF_A_CALL * seconds))))
+        if used < count:
+            warn_user(
+                f"{result.name}: one device and all devices map {used} of {count} rows, because fn is slow. Raise seconds for "
+                "more rows",
+                RuntimeWarning,
+            )
+        some = first_rows(rows, used)
+        measure("eager", some if program.options.batched else first_rows(some, _ROWS_IN_EAGER_CODE))
+        measure("one device", some)
+        measure("all devices", some)
         medians = median_seconds([*timed.values()], rounds, seconds)
     measurements = [*result.measurements]
     for i, measured in zip(timed, medians):
@@ -188,6 +202,16 @@ def _call_of_function(program: Program, mode: str, count: int) -> Call:
     return lambda rows: mapper.run(rows.structure)
 
 
+def _check_batches(data: Any) -> None:
+    """Raise a `DataError` for a dataset whose elements are no batches, because their leaves share no first axis."""
+    if isinstance(data, tf.data.Dataset):
+        counts = {spec.shape[0] for spec in tf.nest.flatten(data.element_spec) if spec.shape.rank} - {None}
+        if len(counts) > 1:
+            raise DataError(
+                f"the dataset has elements of {sorted(counts)} rows; batch the dataset, as in dataset.batch(32)"
+            )
+
+
 def _calls_of_model(model: Any, device: str, specs: Any) -> dict[str, Call]:
     """Return a training step for each mode, for batches of any size as in `fit`."""
     step = partial(type(model).train_step, model)  # Keras's own step, on one device
@@ -198,7 +222,19 @@ def _calls_of_model(model: Any, device: str, specs: Any) -> dict[str, Call]:
 
     def graph(step: Callable[[Any], Any], jit_compile: bool = False) -> Call:
         function = tf.function(step, [specs], autograph=False, jit_compile=jit_compile)
-        return lambda rows: function(rows.structure)
+
+        def call(rows: Rows) -> Any:
+            try:
+                return function(rows.structure)
+            except ValueError as error:
+                if type(specs) is tuple and len(specs) > 1:
+                    raise
+                raise DataError(
+                    "a training step failed, and data has no targets: pass (x, y) or (x, y, sample_weight): "
+                    f"{error_text(error)}"
+                ) from error
+
+        return call
 
     over_all = graph(model.train_step)
     alone = graph(step, bool(model.jit_compile))

@@ -22,11 +22,28 @@ _FOR_EAGER_CODE = {
 
 _FROM_KERAS = re.compile(r"incompatible with the layer: expected (min_)?ndim|Invalid input shape for input")
 
-_TAKES_BATCHES = re.compile(r"[Ss]hape must be (?:at least )?rank (?P<wanted>\d+) but is rank (?P<given>\d+)")
+_IN_A_LAYER = "Exception encountered when calling"
+"""The beginning of Keras's messages about errors in a layer."""
+
+_TAKES_BATCHES = re.compile(
+    r"[Ss]hape must be (?:at least )?rank (?P<wanted>\d+) but is rank (?P<given>\d+)|"
+    r"(?:reduction dimension|input dim) (?P<axis>\d+)\D+(?P=axis) dim"
+)
 """Errors of TensorFlow's shape functions. A function that takes batches misses one axis if it gets one row."""
 
-_OTHER_DTYPE = re.compile(r"(?:type|dtype|DataType|input to be a|is a) '?(?P<dtype>double|float64|int64)(?: tensor)?\b")
-"""NumPy's default dtypes in errors about dtypes."""
+_OTHER_DTYPE = re.compile(
+    r"(?:(?:type|dtype|DataType|input to be a|is a|got|!=|Expected(?=.* of type 'float')) '?(?:tf\.)?|types \[(?:\w+, )*?)"
+    r"(?P<dtype>double|float64|u?int\d+)\b"
+)
+"""Dtypes of data that often meet float32, in errors about dtypes."""
+
+_OF_NUMPY = ("float64", "int64")
+"""Default dtypes of NumPy."""
+
+_OF_A_DICT = re.compile(
+    r"operand type(\(s\))? for .*'dict'|'dict' object has no attribute|Expected any non-tensor type"
+)
+"""Errors of Python and TensorFlow about a dict of tensors in place of a tensor."""
 
 _TWO_DTYPES = re.compile(r"has type ((?:u?int|b?float)\d+) that does not match type ((?:u?int|b?float)\d+)")
 """Errors about two arguments that must have the same dtype."""
@@ -37,9 +54,10 @@ _OF_TENSOR = r"'\w*Tensor' object"
 _PYTHON = "or tf.py_function, which runs Python code"
 
 _ADVICE = {
-    rf"symbolic tf\.Tensor.* to a numpy array|{_OF_TENSOR} has no attribute '(numpy|tolist|item|astype)'": "fn is traced as by "
-    "tf.function, and its tensors have no numbers then: use TensorFlow's functions (tf.sin for np.sin, tf.gather for "
-    "array[i]), or tf.numpy_function for functions that only NumPy has",
+    r"symbolic tf\.Tensor.* to a numpy array|must be real number, not \w*Tensor|"
+    rf"{_OF_TENSOR} has no attribute '(numpy|tolist|item|astype)'": "fn is traced as by tf.function, and its tensors have no "
+    "numbers then: use TensorFlow's functions (tf.sin for np.sin, tf.gather for array[i]), or tf.numpy_function for functions "
+    "that only NumPy has",
     r"are valid indices, got '": "A tensor has no names: pass a dict of columns as data, such as dict(frame)",
     r"(list|tuple) indices must be integers or slices, not \w*Tensor": "A tensor is no index of a list: use "
     f"tf.gather(values, i), {_PYTHON}",
@@ -47,6 +65,12 @@ _ADVICE = {
     f"tf.lookup.StaticHashTable for others, {_PYTHON}",
     rf"{_OF_TENSOR} has no attribute 'read'|PathLike object, not \w*Tensor": "A path in the data is a tensor: use "
     f"tf.io.read_file and tf.io.decode_image, {_PYTHON}",
+    r"expected string or bytes-like object": "Python's functions of text take no tensors: use tf.strings, such as "
+    f"tf.strings.regex_replace, {_PYTHON}",
+    r"must have either 3 or 4 dimensions": "tf.image takes images of [height, width, channels]: image[..., None] adds the last "
+    "axis",
+    r"return value of type (coroutine|(async_)?generator)": "fn calls an async function or a generator, which "
+    "returns no tensor",
     r"return value of type Operation": "fn returns an op without a value, such as tf.print(x): call it on a line of its "
     "own, and return a tensor",
     r"singleton tf\.Variables": "fn creates a tf.Variable in each call: create variables, layers and optimizers outside",
@@ -79,6 +103,18 @@ def tracing_error(fn: Callable[..., Any], specs: Any, options: Options, error: E
     )
 
 
+def check_ranks(model: Any, specs: Any) -> None:
+    """Raise a `ValueError` for a Keras model that maps single rows, and whose inputs are batches of such rows.
+
+    Keras would add an axis to rows whose last dimension is 1, and take their first axis for that of the batch.
+    """
+    inputs, rows = getattr(model, "inputs", None) if hasattr(model, "built") else None, tf.nest.flatten(specs)
+    if not inputs or len(inputs) != len(rows):
+        return
+    if all(spec.shape.is_compatible_with(each.shape) for spec, each in zip(rows, inputs)):
+        raise ValueError(f"the model takes batches of shape {', '.join(str(each.shape) for each in inputs)}")
+
+
 def _hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, error: Exception) -> Iterator[str]:
     """Yield sentences for the error message.
 
@@ -95,17 +131,18 @@ def _hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, 
             yield f"Keras's {name} is for eager code: {_FOR_EAGER_CODE[name]}"
             return
     is_layer, from_keras = hasattr(fn, "built"), bool(_FROM_KERAS.search(str(error)))
+    advice = [text for pattern, text in _ADVICE.items() if re.search(pattern, str(error))]
     rank = _TAKES_BATCHES.search(str(error))
-    if not batched and (is_layer or from_keras):
+    if not batched and (is_layer or from_keras or (_IN_A_LAYER in str(error) and not advice)):
         yield "A Keras layer or model takes batches: set batched=True"
-    elif not batched and rank and int(rank["wanted"]) == int(rank["given"]) + 1:
+    elif not batched and rank and (rank["axis"] or int(rank["wanted"]) == int(rank["given"]) + 1):
         yield "One row has no axis for the batch: if fn takes batches, set batched=True"
     elif from_keras:
         yield "With batched=True the first axis is rows, and each element of a dataset is a batch: dataset.batch(n)"
     if is_layer and type(specs) is tuple:
         yield "A tuple is passed as several arguments: drop labels with dataset.map(lambda x, y: x)"
-    yield from (advice for pattern, advice in _ADVICE.items() if re.search(pattern, str(error)))
-    if isinstance(specs, Mapping) and re.search(r"unsupported operand type\(s\) for .*'dict'", str(error)):
+    yield from advice
+    if isinstance(specs, Mapping) and _OF_A_DICT.search(str(error)):
         yield "A row of this data is a dict: fn gets it as one argument, with the tensors under its keys"
     yield from _hints_for_text(specs, error)
     yield from _hints_for_dtypes(specs, error)
@@ -128,14 +165,15 @@ def _hints_for_text(specs: Any, error: Exception) -> Iterator[str]:
 
 
 def _hints_for_dtypes(specs: Any, error: Exception) -> Iterator[str]:
-    """Yield advice for data of NumPy's default dtypes that meets another dtype in `fn`."""
+    """Yield advice for data that meets another dtype in `fn`."""
     mentioned = {"float64" if name == "double" else name for name in _OTHER_DTYPE.findall(str(error))}
     given = {dtype.name for dtype in _dtypes(specs)}
     pair = _TWO_DTYPES.search(str(error))
     wanted = next((dtype for dtype in pair.groups() if dtype not in given), "float32") if pair else "float32"
     for dtype in sorted(mentioned & given):
+        default = ", NumPy's default" if dtype in _OF_NUMPY else ""
         yield (
-            f"The data is {dtype}, NumPy's default: cast it before the call, as in data.astype('{wanted}'), or in fn, as in "
+            f"The data is {dtype}{default}: cast it before the call, as in data.astype('{wanted}'), or in fn, as in "
             f"tf.cast(x, tf.{wanted})"
         )
 

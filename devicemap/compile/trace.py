@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.gradients import differentiate_freely
 from devicemap.compile.audit import Audit, audit, is_steady
-from devicemap.compile.hints import tracing_error
+from devicemap.compile.hints import check_ranks, tracing_error
 from devicemap.compile.random import Stream, drawing_from, random_states
 from devicemap.compile.reduction import BoundReduction, Reduction
 from devicemap.compile.returned import as_result, check_validity
@@ -137,6 +137,7 @@ def trace(
                 traced_fn = flat_fn.get_concrete_function(*leaf_specs)
                 loops = [RowLoop(traced_fn, False, "fn takes a batch")]
             else:
+                check_ranks(fn, specs)
                 traced_fn = flat_fn.get_concrete_function(*map(row_spec, leaf_specs))
                 loops = loops_over_rows(traced_fn, leaf_specs, options, shape_of_results[-1])
             compiled = [_compile_with_xla(loop, leaf_specs) for loop in loops if options.jit_compile]

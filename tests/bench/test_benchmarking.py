@@ -51,6 +51,7 @@ def test_each_mode_and_batch_size_is_measured_printed_saved_and_plotted(tmp_path
     assert re.search(r"\nall devices +23 ", text)
     assert result.no_memory in text
     assert "peak memory" not in text  # empty columns are left out
+    assert re.search(r"\nbatch +6 .* m?s *\n", text)  # no speed-up, because it starts chunks
     result.save(tmp_path / "result.json")
     assert json.loads((tmp_path / "result.json").read_text()) == result.to_dict()
     counted = [replace(m, peak_memory_bytes=(2**20,)) if m.mode == "batch" else m for m in result.measurements]
@@ -114,8 +115,16 @@ def test_no_larger_batch_follows_one_that_runs_out_of_memory(sim: Simulator) -> 
     assert [m.error is None for m in result.measurements[:2]] == [True, False]
 
 
-def test_the_first_batch_and_one_round_run_whatever_the_budget() -> None:
+def test_the_first_batch_and_one_round_run_whatever_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("devicemap.bench.measurements._START_SECONDS", 1e9)
     assert _measured(benchmark(_row, ROWS, seconds=1e-6, devices=THREE)) == list(zip(MODES, (3, 16, 23, 23)))
+    monkeypatch.setattr("devicemap.bench.measurements._START_SECONDS", 0.0)  # each batch counts as slow
+    for batched in (False, True):
+        message = "sin: one device and all devices map 3 of 23 rows, because fn is slow. Raise seconds for more rows"
+        with pytest.warns(RuntimeWarning, match=message) as caught:
+            result = benchmark(tf.sin, ROWS, seconds=1e-6, devices=THREE, batched=batched)
+        assert _measured(result) == list(zip(MODES, (3, 3, 3, 3)))
+        assert caught[0].filename == __file__
 
 
 def test_datasets_are_read_into_memory_and_bounded() -> None:
@@ -153,6 +162,15 @@ def test_training_steps_leave_a_model_as_it_was() -> None:
         assert set(model.fit(*data, verbose=0, batch_size=23).history) == {"loss", "mae"}
     with pytest.raises(OptionError, match="expected a compiled one, and neither devices="):
         benchmark(model, data, batched=True)
+    for bad, message in (
+        (ROWS, r"a training step failed, and data has no targets: pass \(x, y\) or .*: ValueError: "),
+        (
+            tf.data.Dataset.from_tensor_slices(data),
+            r"elements of \[1, 3\] rows; batch the dataset, as in dataset.batch",
+        ),
+    ):
+        with pytest.raises(DataError, match=message):
+            benchmark(model, bad)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
-from devicemap.bench.measurements import BenchmarkResult, Measurement, next_batch
+from devicemap.bench.measurements import BenchmarkResult, Measurement, next_batch, rows_within
 from devicemap.bench.runner import median_seconds
 from devicemap.errors import OptionError
 from devicemap.types import Device
@@ -94,6 +95,21 @@ def test_the_limit_is_a_point_of_the_line() -> None:
     assert result.largest_batch(margin=0) == 20  # no more than what ran
     assert result.largest_batch(4 * 1000, 0) == 82
     assert _result(1000, FULL).largest_batch() == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rows"),
+    [
+        ([1.015], 5.0),  # 20 rows per second on two devices, and 15 ms for the start
+        ([10.0, 0.015], math.inf),  # the largest batch took no time
+        ([0.015, 2.015], 5.0),
+        ([], math.inf),
+    ],
+)
+def test_the_rows_for_which_there_is_time(seconds: list[float], rows: float) -> None:
+    batches = [Measurement("batch", 20 * (i + 1), seconds=each) for i, each in enumerate(seconds)]
+    result = _result(None, *batches, FULL, Measurement("eager", 99, seconds=99.0))
+    assert rows_within(result, 0.5) == pytest.approx(rows)
 
 
 @pytest.mark.parametrize(
