@@ -21,7 +21,7 @@ from devicemap.compile.trace import Traced
 from devicemap.errors import failure
 
 _ALIASES = frozenset("Identity IdentityN ReadVariableOp Cast".split())
-_CALLS = frozenset("PartitionedCall StatefulPartitionedCall While StatelessWhile".split()) | BRANCHES
+_CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split()) | BRANCHES
 _GATHERS = frozenset("Gather GatherV2 GatherNd ResourceGather ResourceGatherNd".split())
 _SAME_ELEMENTS = frozenset("Identity Cast Reshape ExpandDims Squeeze".split())
 
@@ -49,7 +49,7 @@ class _Function:
         return [self._kind(body, op.inputs[1]) for op, body in found.items()]
 
     def _gathers(self, body: _Body, table: Any) -> Iterator[tuple[_Body, Any]]:
-        """Yield each op that looks up rows of a table, perhaps several times."""
+        """Yield each op that looks up rows of a table, perhaps several times. Gradients of lookups in loops are dense."""
         for op in table.consumers():
             for i in (i for i, taken in enumerate(op.inputs) if taken is table):
                 if op.type in _ALIASES:
@@ -73,34 +73,36 @@ class _Function:
             if indices.op.type not in _SAME_ELEMENTS:
                 break
             indices = indices.op.inputs[0]
-        if not self._varies(body, indices, set()):
+        if not self._varies(body, indices):
             return Lookups.SHARED
         return Lookups.DISTINCT if indices.op.type.startswith("Unique") else Lookups.OF_ROWS
 
-    def _varies(self, body: _Body, tensor: Any, seen: set[Any]) -> bool:
+    def _varies(self, body: _Body, tensor: Any) -> bool:
         """Whether a tensor may depend on the varying inputs, apart from the shape of a row."""
-        if (body, tensor.ref()) in seen:
-            return False
-        seen.add((body, tensor.ref()))
-        op = tensor.op
-        if any(tensor is each for each in self._varying):
-            return True
-        if op.type == "Placeholder":
-            places = [i for i, each in enumerate(body.inputs) if each is tensor] if body.outer is not None else []
-            return any(self._varies(body.outer, body.given[i], seen) for i in places if body.outer is not None)
-        if op.type == "StridedSlice" and op.inputs[0].op.type == "Shape" and self._is_inner(op):
-            return False
-        if op.op_def.is_stateful and op.type != "ReadVariableOp":
-            return True
-        return any(self._varies(body, each, seen) for each in op.inputs)
+        seen, left = set[Any](), [(body, tensor)]
+        while left:
+            body, tensor = left.pop()
+            if (body, tensor.ref()) in seen:
+                continue
+            seen.add((body, tensor.ref()))
+            op = tensor.op
+            if any(tensor is each for each in self._varying) or (op.op_def.is_stateful and op.type != "ReadVariableOp"):
+                return True
+            if body.outer is not None and op.type == "Placeholder":
+                left += [(body.outer, given) for inner, given in zip(body.inputs, body.given) if inner is tensor]
+            elif not _is_of_inner_axes(op):
+                left += [(body, each) for each in op.inputs]
+        return False
 
-    @staticmethod
-    def _is_inner(op: Any) -> bool:
-        """Whether a slice of a shape leaves out the first axis."""
-        rank, first = op.inputs[0].op.inputs[0].shape.rank, tf.get_static_value(op.inputs[1])
-        if first is None or op.get_attr("begin_mask") or op.get_attr("ellipsis_mask"):
-            return False
-        return bool(first[0] > 0 or (rank is not None and -rank < first[0] < 0))
+
+def _is_of_inner_axes(op: Any) -> bool:
+    """Whether an op is a slice of a shape that leaves out the first axis."""
+    if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape":
+        return False
+    rank, first = op.inputs[0].op.inputs[0].shape.rank, tf.get_static_value(op.inputs[1])
+    if first is None or op.get_attr("begin_mask") or op.get_attr("ellipsis_mask"):
+        return False
+    return bool(first[0] > 0 or (rank is not None and -rank < first[0] < 0))
 
 
 def lookups(graph: Any, table: Any, varying: Sequence[Any], rows: int | None = None) -> Lookups:

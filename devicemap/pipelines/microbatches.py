@@ -129,10 +129,10 @@ class Calls:
         known = self._gradients[step.stage, slot.device]
         known[step.microbatch] = [_slices_if(some, gradients[i]) for i in handles]
         last = len(known) == len(slot.share)
-        kinds = lookups() if last else []
+        kinds = dict(enumerate(reversed(lookups()), 1)) if last else {}  # captures are the last inputs
         for number, i in enumerate(handles):
             terms = [(step._replace(microbatch=m), known[m][number]) for m in slot.share if last]
-            gradients[i] = self._sum(terms, kinds[i - len(op.inputs)]) if last else None
+            gradients[i] = self._sum(terms, kinds.get(len(op.inputs) - i, Lookups.OF_ROWS)) if last else None
         if last:
             known.clear()
         return gradients
@@ -147,7 +147,7 @@ class Calls:
             if total is not None:
                 wait_for(self._gates[step], ops_of([total])[0])
             terms = [each for each in (total, gradient) if each is not None]
-            if lookups is Lookups.MIXED and len(terms) > 1:
+            if lookups is Lookups.MIXED and [*map(type, terms)] == [tf.IndexedSlices] * 2:
                 raise mixed_lookups("a variable of a stage")
             total = added(terms, lookups) if terms else None
         return total
