@@ -53,7 +53,7 @@ def differentiate_in_place(ops: Iterable[Any]) -> None:
             op._gradient_function = _on_device(gradient, op.device)
 
 
-@with_fallback(lambda value, count: [value] * count, _registry, _operations, _handle_data)
+@with_fallback(lambda value, count, *_: [value] * count, _registry, _operations, _handle_data)
 def fanned_out(value: Any, count: int, lookups: Lookups = Lookups.OF_ROWS) -> list[Any]:
     """Return a value, or the handle of a variable, for `count` consumers, whose gradients are added on the current device.
 

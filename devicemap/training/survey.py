@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import functions_within
-from devicemap._tensorflow.gradients import Lookups
+from devicemap._tensorflow.gradients import Lookups, holds_gradients
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, stored_in
 from devicemap.compile.audit import audit, op_types
 from devicemap.compile.lookups import lookups, mixed_lookups
@@ -166,6 +166,12 @@ def _lookups(concrete: Any, layer: Any, seeds: Sequence[Any], rows: int) -> dict
     mixed = [variable.path for variable in layer.trainable_variables if found.get(id(variable)) is Lookups.MIXED]
     if mixed:
         raise mixed_lookups(mixed[0])
+    joined = [v.path for v in layer.trainable_variables if found.get(id(v), Lookups.OF_ROWS) is not Lookups.OF_ROWS]
+    if joined and not holds_gradients():
+        raise failure(
+            f"{joined[0]} is looked up by indices that are the same for all rows, and with this version of TensorFlow its "
+            "gradient would have other slices than that of one device; look it up for each row"
+        )
     return found
 
 

@@ -36,7 +36,6 @@ def assert_close(got: Any, wanted: Any, rtol: float = 1e-5) -> None:
 IN_CI = (  # "momentum, clipnorm" is trained with spread variables
     "class weights, accumulated",
     "added sums",
-    "lookups",
     "subclassed, validation, several steps per execution",
     "batch normalization",
 )
@@ -54,15 +53,17 @@ FRUGALLY_TRAINED = (
 )
 RUN_AGAIN = "batch normalization, nested, adding losses", "batch normalization, masked"
 NIGHTLY = [
-    *((name, {}) for name in CASES if name not in IN_CI),
+    *((name, {}) for name in CASES if name not in (*IN_CI, "lookups")),
     *itertools.product(FRUGALLY_TRAINED, FRUGAL),
     (RUN_AGAIN[1], {"recompute": True}),
 ]
+ADDED = pytest.mark.private("adding gradients on the devices of variables")
 TRAININGS = [
     *((name, {}) for name in IN_CI),
+    pytest.param("lookups", {}, marks=ADDED),
     (RUN_AGAIN[0], {"recompute": True}),
     ("complex values", {"accumulate": 2, "recompute": True}),
-    *(pytest.param(*training, marks=pytest.mark.nightly) for training in NIGHTLY),
+    *(pytest.param(*each, marks=[pytest.mark.nightly, *[ADDED] * ("lookups" in each[0])]) for each in NIGHTLY),
 ]
 
 
