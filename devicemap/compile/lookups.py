@@ -15,9 +15,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import functions_by_name
 from devicemap._tensorflow.gradients import Lookups
-from devicemap.compile.audit import Treatment
 from devicemap.compile.graph_walker import BRANCHES
-from devicemap.compile.trace import Traced
 from devicemap.errors import failure
 
 _ALIASES = frozenset("Identity IdentityN ReadVariableOp Cast".split())
@@ -128,14 +126,16 @@ def mixed_lookups(variable: str) -> Exception:
     )
 
 
-def lookups_in(traced: Traced) -> dict[Any, Lookups]:
-    """Return the lookups in each capture that gets gradients, by key."""
-    graph = traced.concrete.graph
-    leaves = len(graph.inputs) - len(traced.captures)
-    inner = [*zip(traced.captures, traced.audit.treatments, graph.inputs[leaves:])]
-    varying = [*graph.inputs[:leaves], *(each for _, treatment, each in inner if treatment is Treatment.SEED)]
-    return {
-        capture.ref(): lookups(graph, each, varying)
-        for capture, treatment, each in inner
-        if treatment in (None, Treatment.READ)
-    }
+def lookups_in(concrete: Any, seeds: Sequence[Any], rows: int | None = None) -> dict[Any, Lookups]:
+    """Return the lookups in the captures of a `ConcreteFunction`, by `Tensor.ref()`.
+
+    Args:
+        concrete: the function, whose arguments are rows.
+        seeds: captures that differ between calls.
+        rows: as for `lookups`.
+    """
+    inputs, captured = concrete.graph.inputs, concrete.captured_inputs
+    leaves = len(inputs) - len(captured)
+    inner = dict(zip((tensor.ref() for tensor in captured), inputs[leaves:]))
+    varying = [*inputs[:leaves], *(inner[seed.ref()] for seed in seeds if seed.ref() in inner)]
+    return {key: lookups(concrete.graph, table, varying, rows) for key, table in inner.items()}

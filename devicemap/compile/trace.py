@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import differentiate_freely
-from devicemap.compile.audit import Audit, audit, is_steady
+from devicemap.compile.audit import Audit, Treatment, audit, is_steady
 from devicemap.compile.hints import check_ranks, tracing_error
 from devicemap.compile.random import Stream, drawing_from, random_states
 from devicemap.compile.reduction import BoundReduction, Reduction
@@ -83,6 +83,12 @@ class Traced:
     def for_gradients(self, wanted: bool) -> Traced:
         """Return the variant with the right gradients if they are wanted."""
         return (self.with_gradients or self) if wanted else self
+
+    @property
+    def seeds(self) -> list[Any]:
+        """The captures from which calls draw numbers. They differ between devices."""
+        treated = zip(self.captures, self.audit.treatments)
+        return [capture for capture, treatment in treated if treatment is Treatment.SEED]
 
     @property
     def input_specs(self) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, product
 from typing import Any
@@ -81,7 +81,7 @@ class Calls:
             begin_backward_on(slot.device, call)
             results = list(call(*arguments))
             op = ops_of(results)[0]
-            lookups = partial(_lookups_of_captures, traced, slot, function)
+            lookups = partial(_lookups_in_inputs, op, traced, slot, function)
             op.on_gradient = partial(self._differentiated, step._replace(backward=True), slot, op, some, lookups)
             return self._end(step, slot, results)
 
@@ -113,7 +113,7 @@ class Calls:
         slot: Slot,
         op: Any,
         some: Any,
-        lookups: Callable[[], Sequence[Lookups]],
+        lookups: Callable[[], Mapping[int, Lookups]],
         differentiate: Callable[..., Any],
         upstream: Sequence[Any],
     ) -> list[Any]:
@@ -129,10 +129,10 @@ class Calls:
         known = self._gradients[step.stage, slot.device]
         known[step.microbatch] = [_slices_if(some, gradients[i]) for i in handles]
         last = len(known) == len(slot.share)
-        kinds = dict(enumerate(reversed(lookups()), 1)) if last else {}  # captures are the last inputs
+        kinds = lookups() if last else {}
         for number, i in enumerate(handles):
             terms = [(step._replace(microbatch=m), known[m][number]) for m in slot.share if last]
-            gradients[i] = self._sum(terms, kinds.get(len(op.inputs) - i, Lookups.OF_ROWS)) if last else None
+            gradients[i] = self._sum(terms, kinds.get(i, Lookups.OF_ROWS)) if last else None
         if last:
             known.clear()
         return gradients
@@ -153,11 +153,12 @@ class Calls:
         return total
 
 
-def _lookups_of_captures(traced: Traced, slot: Slot, function: Any) -> list[Lookups]:
-    """Return the lookups in the captures of a function that calls a trace with those of a slot, in their order."""
-    known = lookups_in(traced)
+def _lookups_in_inputs(op: Any, traced: Traced, slot: Slot, function: Any) -> dict[int, Lookups]:
+    """Return the lookups in the inputs of an op that calls a function, which calls a trace with the captures of a slot."""
+    known = lookups_in(traced.concrete, traced.seeds)
     known |= {tensor.ref(): known[key] for key, tensor in slot.captures.items() if key in known}
-    return [known.get(tensor.ref(), Lookups.OF_ROWS) for tensor in function.captured_inputs]
+    first = len(op.inputs) - len(function.captured_inputs)
+    return {i: known[each.ref()] for i, each in enumerate(function.captured_inputs, first) if each.ref() in known}
 
 
 def _slices_if(some: Any, gradient: Any) -> Any:

@@ -12,7 +12,7 @@ from devicemap._tensorflow.functions import functions_within
 from devicemap._tensorflow.gradients import Lookups, holds_gradients
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, stored_in
 from devicemap.compile.audit import audit, op_types
-from devicemap.compile.lookups import lookups, mixed_lookups
+from devicemap.compile.lookups import lookups_in, mixed_lookups
 from devicemap.errors import failure
 from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import Given, collecting
@@ -154,29 +154,18 @@ def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
 
 def _lookups(concrete: Any, layer: Any, seeds: Sequence[Any], rows: int) -> dict[int, Lookups]:
     """Return the lookups in the trained variables of a layer, by identity."""
-    graph, captured = concrete.graph, concrete.captured_inputs
-    leaves = len(graph.inputs) - len(captured)
-    inputs = {id(external): inner for external, inner in zip(captured, graph.inputs[leaves:])}
-    varying = [*graph.inputs[:leaves], *(inputs[handle] for handle in map(_handle, seeds) if handle in inputs)]
-    found = {
-        id(variable): lookups(graph, inputs[_handle(variable)], varying, rows)
-        for variable in layer.trainable_variables
-        if _handle(variable) in inputs
-    }
-    mixed = [variable.path for variable in layer.trainable_variables if found.get(id(variable)) is Lookups.MIXED]
+    known = lookups_in(concrete, [stored_in(seed).handle for seed in seeds], rows)
+    found = {id(v): known.get(stored_in(v).handle.ref(), Lookups.OF_ROWS) for v in layer.trainable_variables}
+    mixed = [variable.path for variable in layer.trainable_variables if found[id(variable)] is Lookups.MIXED]
     if mixed:
         raise mixed_lookups(mixed[0])
-    joined = [v.path for v in layer.trainable_variables if found.get(id(v), Lookups.OF_ROWS) is not Lookups.OF_ROWS]
+    joined = [v.path for v in layer.trainable_variables if found[id(v)] is not Lookups.OF_ROWS]
     if joined and not holds_gradients():
         raise failure(
             f"{joined[0]} is looked up by indices that are the same for all rows, and with this version of TensorFlow its "
             "gradient would have other slices than that of one device; look it up for each row"
         )
     return found
-
-
-def _handle(variable: Any) -> int:
-    return id(stored_in(variable).handle)
 
 
 def _reason_against_xla(concrete: Any, dense: bool, *, meets: bool, runs_again: bool) -> str | None:
