@@ -7,6 +7,7 @@ import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,6 +65,7 @@ class Results:
         results.load()                   all rows
         results.as_dataset()             a tf.data.Dataset of the chunks, as tensors
         results.to_parquet("x.parquet")  a file for other programs; also to_npy and to_tfrecords
+        results.to_dict()                counts, missing and failed rows, as JSON values
         results.failed_rows              rows of the data without results; results.row_numbers() has the others
 
     A request for missing or damaged rows raises a `MissingRowsError` that names them.
@@ -178,6 +180,17 @@ class Results:
 
         dataset = tf.data.Dataset.from_generator(chunks, output_signature=self.structure)
         return dataset.apply(tf.data.experimental.assert_cardinality(len(self._chunks) - len(self._failed)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is known without reading rows, as JSON values: counts, ranges of missing rows, and failed rows."""
+        return {
+            "directory": str(self.directory),
+            "rows": None if self._rows is None else len(self),
+            "chunks": len(self._chunks) - len(self._failed),
+            "complete": self.complete,
+            "missing": [list(rows) for rows in self.missing],
+            "failed_rows": [asdict(row) for row in self.failed_rows],
+        }
 
     def to_npy(self, path: str | os.PathLike[str]) -> None:
         """Write all rows to a `.npy` file, for `numpy.load`: one dense array of numbers of shape `[len(results), ...]`.

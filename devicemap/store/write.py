@@ -126,11 +126,21 @@ def _check_same_call(directory: Path, there: dict[str, Any], here: dict[str, Any
         what = "function or other variables" if "variable" in relevant else "function"
         if what == "function" and here["reducer"] is None:
             advice += "; if the change does not affect results, set trust_function=True (--trust-function)"
-    changes = [f"{key} was {there.get(key)!r:.200} there, and is {here.get(key)!r:.200} now" for key in found]
+    changes = [_change(key, there.get(key), here.get(key)) for key in found]
     more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
     raise JournalError(
         f"{directory} holds results of another {what}, of {there.get('name')!r:.100}: {'; '.join(changes[:5])}{more}. {advice}"
     )
+
+
+def _change(key: str, there: Any, here: Any) -> str:
+    """Describe a change of an entry of a description."""
+    part, _, number = key.rpartition(".")
+    if part == "code.graph":
+        return f"graph {number} of the function differs"
+    if part in ("code.tensor", "variable"):  # a dtype, a shape and a digest
+        return f"captured {part.removeprefix('code.')} {number} of {str(here or there).rpartition(' ')[0]} differs"
+    return f"{key} was {there!r:.200} there, and is {here!r:.200} now"
 
 
 def _check_same_rows(stored: StoredChunk, pieces: Sequence[Chunk], directory: Path) -> None:

@@ -211,6 +211,8 @@ def test_missing_rows(tmp_path: Path, rows: Any, starts: Sequence[int], missing:
     results = _write_some(tmp_path, rows, starts)
     assert (results.missing, results.complete) == (missing, False)
     assert f"rows={rows or '?'}, chunks={len(starts)}, complete=False" in repr(results)
+    summary = results.to_dict()
+    assert (summary["rows"], summary["chunks"], summary["missing"]) == (rows, len(starts), [*map(list, missing)])
     first, second = starts[:2]
     assert results[second : second + 2].tolist() == [second, second + 1]
     message += " are missing in .*Run write again with the same function and data"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,9 @@ def test_failing_rows_are_stored(
     assert [n for chunk in results for n in chunk["twice"]] == [*good * 2]
     assert [int(row["twice"]) for row in results.as_dataset().unbatch()] == [*good * 2]
     assert len(results.as_dataset()) == len([*results])
+    summary = json.loads(json.dumps(results.to_dict()))
+    assert (summary["rows"], summary["complete"], summary["missing"]) == (len(good), True, [])
+    assert [failed["row"] for failed in summary["failed_rows"]] == bad
 
 
 @pytest.mark.parametrize("how", ["raise", "retry_failed"])
