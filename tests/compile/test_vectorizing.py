@@ -49,15 +49,6 @@ def _list_that_grows(row: Any) -> Any:
     return tf.reduce_sum(steps.stack())
 
 
-LEVELS = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([0, 1], [0.5, 0.8]), 1.5)
-
-
-def _looked_up(row: Any) -> Any:
-    while tf.reduce_sum(tf.abs(row)) > 0.1:
-        row *= LEVELS.lookup(tf.cast(row[0] > 0, tf.int32))
-    return row
-
-
 def _parsed(row: Any) -> Any:
     """Features of variable length."""
     values = [tf.train.Feature(int64_list=tf.train.Int64List(value=range(n))) for n in range(3)]
@@ -93,7 +84,6 @@ ROW_BY_ROW: list[tuple[Callable[..., Any], Any, str]] = [
     (lambda s: tf.unique(tf.strings.bytes_split(s))[0], TEXT, "StringSplit has no vectorised form"),
     (lambda r: tf.numpy_function(np.sin, [r], tf.float32), VECTORS, "PyFunc acts once per row"),
     (tf.function(tf.sin).get_concrete_function(tf.TensorSpec([3])), VECTORS, "traced before"),
-    (_looked_up, VECTORS, "a loop that rows leave at different times, with a lookup table"),
     (lambda r: tf.RaggedTensor.from_tensor(r[None]), VECTORS, "ragged or sparse"),
     (lambda r: tf.reduce_sum(r), RAGGED, "ragged or sparse"),
 ]

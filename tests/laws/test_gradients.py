@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -18,6 +19,8 @@ from devicemap.compile import graph_builder
 
 X = tf.reshape(tf.range(21, dtype=tf.float32), [7, 3]) / 10
 WEIGHTS = tf.Variable(tf.reshape(tf.range(9, dtype=tf.float32), [3, 3]) / 9)
+SCALE = tf.Variable(2.0)
+LEVELS = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([0, 1], [0.5, 0.8]), 1.5)
 NAME = tf.Variable("ab")
 TABLE = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["ab"], [2.0]), 0.0)
 
@@ -198,19 +201,32 @@ def test_gradients_in_a_loop_of_a_vectorised_row(devices: list[str], fn: Any) ->
         _assert_close(got, wanted, rtol=1e-7, atol=1e-8)
 
 
-@pytest.mark.in_ci(1)
+LOOPS: dict[str, Callable[[Any], Any]] = {
+    "value": lambda state: tf.tanh(state * SCALE),
+    "shape": lambda state: state**2 + tf.zeros_like(tf.convert_to_tensor(SCALE)),
+    "table": lambda state: state * LEVELS.lookup(tf.cast(state[0] > 0, tf.int32)),
+}
+"""What a step reads: a variable, its shape only, or a lookup table."""
+
+
+@pytest.mark.in_ci(3)
 @pytest.mark.parametrize("steps", [2, None], ids=["", "rows leave at different times"])
 @pytest.mark.parametrize("place", PLACES.values(), ids=list(PLACES))
-def test_loops_that_do_not_read_a_variable(steps: int | None, place: Any, devices: list[str]) -> None:
-    """The loop has the variable, of whose value TensorFlow takes the shape only."""
-
+@pytest.mark.parametrize("step", LOOPS.values(), ids=list(LOOPS))
+def test_loops_of_variables_on_any_device(step: Any, steps: int | None, place: Any, devices: list[str]) -> None:
     def fn(row: Any) -> Any:
-        run = lambda: row**2 + tf.zeros_like(tf.convert_to_tensor(SCALE))
         end = tf.cast(tf.abs(row[0]) * 3, tf.int32) if steps is None else steps
-        return tf.while_loop(lambda i, _: i < end, lambda i, _: (i + 1, run()), (0, run()))[1]
+        return tf.while_loop(lambda i, _: i < end, lambda i, state: (i + 1, step(state)), (0, row))[1]
 
-    wanted = gradients_of(partial(one_by_one, fn), X)
-    _assert_close(place(gradients_of, devicemap.DeviceMap(fn, devices=devices), X), wanted)
+    def taken(mapped: Any, rows: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(rows)
+            results = mapped(rows)
+        return tape.gradient(results, [rows, SCALE], unconnected_gradients="zero")
+
+    mapper = devicemap.DeviceMap(fn, devices=devices)
+    assert mapper.explain(X).vectorized
+    _assert_close(place(taken, mapper, X), taken(partial(one_by_one, fn), X))
 
 
 def _sum_of_squares(result: Any) -> Any:
@@ -219,7 +235,6 @@ def _sum_of_squares(result: Any) -> Any:
     return tf.reduce_sum((result.values if isinstance(result, tf.SparseTensor) else result) ** 2)
 
 
-SCALE = tf.Variable(2.0)
 RAGGED = {
     "ragged to dense": (lambda row: tf.reduce_sum(tf.sin(row) * SCALE), [2, 0, 1, 3, 0]),
     "ragged to ragged": (lambda row: tf.sin(row) * SCALE, [2, 0, 1, 3, 0]),
