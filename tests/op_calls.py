@@ -771,12 +771,18 @@ def _read(indices: Any, batch_dims: int) -> Any:
     return tf.raw_ops.ResourceGather(resource=handle, indices=indices, dtype=tf.float32, batch_dims=batch_dims)
 
 
+def _read_elements(indices: Any) -> Any:
+    return tf.raw_ops.ResourceGatherNd(resource=_variable().handle, indices=indices, dtype=tf.float32)
+
+
 def _asserted(x: Any) -> Any:
     with tf.control_dependencies([tf.raw_ops.Assert(condition=tf.reduce_all(x < 9), data=[x])]):
         return tf.identity(x)
 
 
 ops("LookupTableFindV2", "keys:+s", lambda keys: _table().lookup(keys), Tin=("string",))
+ops("LookupTableSizeV2", "keys:+s", lambda keys: _table().size())
+ops("ResourceGatherNd", ("indices:+i,1", "indices:n,2"), _read_elements)
 ops("ResourceGather", "indices:+i", _read, batch_dims=0)
 ops("ResourceGather", "indices:3,i", _read, batch_dims=1)
 ops("Assert", "x:*s", _asserted, T=("float32",))

@@ -24,6 +24,12 @@ def convert_lookup(given: Any) -> Any:
     return [pfor.wrap(found, wanted.is_stacked)]
 
 
+def convert_shared(given: Any) -> Any:
+    """Run an op once whose inputs all rows share."""
+    results = run_again(given.op, [given.unstacked_input(place) for place in range(given.num_inputs)])
+    return [pfor.wrap(result, False) for result in results]
+
+
 def convert_gather_nd(given: Any) -> Any:
     """Gather from a tensor of each row or from a shared one, for which TensorFlow has no converter."""
     params, indices = given.input(0), for_all_rows(given, 1)
@@ -69,19 +75,71 @@ def convert_slice(given: Any) -> Any:
 
 
 def convert_strided_slice(given: Any) -> Any:
-    """Slice, or gather the element at an index that differs between rows, as in `x[i]`."""
-    begin, begin_stacked, _ = given.input(1)
-    if not begin_stacked:
+    """Slice, or gather what is at indices that differ between rows, as in `x[i]` and `x[:, i, :2]`."""
+    if not given.input(1).is_stacked:
         return convert_as_tensorflow(given)
-    depth = given.op.inputs[1].shape[0]
-    others = [given.get_attr(name) for name in ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask")]
-    if depth is None or given.get_attr("shrink_axis_mask") != 2**depth - 1 or any(others):
-        raise NotVectorizableError("takes another range of each row")
     params = given.input(0)
-    lengths = tf.shape(params.t, begin.dtype)[int(params.is_stacked) :][:depth]
-    indices = tf.where(begin < 0, begin + lengths, begin)
-    indices = _checked(indices, (indices >= 0) & (indices < lengths))
-    return wrap_stacked([tf.gather_nd(params.t, indices, batch_dims=int(params.is_stacked))])
+    spec, indices = _parts_of_slice(given)
+    result, stacked = params.t, params.is_stacked
+    if not spec and [*indices] == [*range(len(indices))]:  # only indices of the first axes
+        checked = [_checked_index(params, axis, index) for axis, index in indices.items()]
+        return wrap_stacked([tf.gather_nd(result, tf.stack(checked, -1), batch_dims=int(stacked))])
+    for axis in sorted(indices, reverse=True):
+        index = _checked_index(params, axis, indices[axis])
+        result = tf.gather(result, index, axis=axis + stacked, batch_dims=int(stacked))
+        if not stacked:
+            result = tf.transpose(result, [axis, *(each for each in range(result.shape.rank) if each != axis)])
+        stacked = True
+    parts = slice(None), *spec
+    return wrap_stacked([result[parts]])
+
+
+def _parts_of_slice(given: Any) -> tuple[list[Any], dict[int, Any]]:
+    """Return the slice of the axes whose part all rows share, and the index into each other axis, `[rows]`."""
+    rank, depth = given.op.inputs[0].shape.rank, given.op.inputs[1].shape[0]
+    if rank is None or depth is None:
+        raise NotVectorizableError("takes another part of each row, of a tensor of unknown rank")
+    begins, ends, strides = (_elements(given, place, depth) for place in (1, 2, 3))
+    kinds = "new_axis", "ellipsis", "shrink_axis", "begin", "end"
+    masks = {kind: [bool(given.get_attr(f"{kind}_mask") >> i & 1) for i in range(depth)] for kind in kinds}
+    spec: list[Any] = []
+    indices: dict[int, Any] = {}
+    axis = 0
+    for i in range(depth):
+        if masks["ellipsis"][i]:
+            spec.append(...)
+            axis = rank - masks["new_axis"][i + 1 :].count(False)
+            continue
+        if masks["new_axis"][i]:
+            spec.append(tf.newaxis)
+            continue
+        if masks["shrink_axis"][i]:
+            if begins[i].is_stacked:
+                indices[axis] = begins[i].t
+            else:
+                spec.append(begins[i].t)
+        else:
+            ranges = [(begins[i], masks["begin"][i]), (ends[i], masks["end"][i]), (strides[i], False)]
+            if any(each.is_stacked and not masked for each, masked in ranges):
+                raise NotVectorizableError("takes another range of each row")
+            spec.append(slice(*(None if masked else each.t for each, masked in ranges)))
+        axis += 1
+    return spec, indices
+
+
+def _elements(given: Any, place: int, length: int) -> list[Any]:
+    """Return the elements of an input `[length]`, wrapped. Elements that all rows share are not stacked."""
+    vector, source = given.input(place), given.op.inputs[place].op
+    if vector.is_stacked and source.type == "Pack":
+        return [given.pfor._convert_helper(each) for each in source.inputs]
+    return [pfor.wrap(vector.t[..., i], vector.is_stacked) for i in range(length)]
+
+
+def _checked_index(params: Any, axis: int, index: Any) -> Any:
+    """Return indices into an axis that count from its start, or raise `InvalidArgumentError`."""
+    length = tf.shape(params.t, index.dtype)[axis + params.is_stacked]
+    index = tf.where(index < 0, index + length, index)
+    return _checked(index, (index >= 0) & (index < length))
 
 
 def _checked(indices: Any, valid: Any) -> Any:

@@ -148,8 +148,14 @@ class CompiledMap:
             try:
                 prepare_gradient(graph, self.flat(arguments), HOST)
             except Exception as error:
+                advice = ""
+                if "internal_capture_to_output" in str(error):
+                    advice = (
+                        ". If it calls a tf.recompute_grad or tf.custom_gradient that reads a tf.Variable, pass it the value, "
+                        "as in block(row, tf.identity(variable)), or map batches with batched=True"
+                    )
                 raise function_error(
-                    f"the gradient of fn could not be built: {type(error).__name__}: {error}", error
+                    f"the gradient of fn could not be built{advice}: {type(error).__name__}: {error}", error
                 ) from error
             outputs = graph(*arguments)
             self._taped.add((graph, gradients))

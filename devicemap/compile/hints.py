@@ -74,8 +74,8 @@ _ADVICE = {
     r"return value of type Operation": "fn returns an op without a value, such as tf.print(x): call it on a line of its "
     "own, and return a tensor",
     r"singleton tf\.Variables": "fn creates a tf.Variable in each call: create variables, layers and optimizers outside",
-    r"as a Python `bool` is not|Iterating over a symbolic": "Python's in, any, all, sum and range need numbers: use "
-    f"tf.reduce_any(x == values), tf.range and the like, {_PYTHON}",
+    r"as a Python `bool` is not|Iterating over a symbolic": "Python's in, any, all, sum, enumerate and range need numbers: "
+    f"use tf.reduce_any(x == values), tf.range and the like, {_PYTHON}",
 }
 """Advice for errors with these messages."""
 

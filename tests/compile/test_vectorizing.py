@@ -110,6 +110,38 @@ def test_a_known_shape_lets_rows_part() -> None:
     assert traced(devicemap.DeviceMap(lambda row: growing(row, True), devices=TWO), VECTORS).vectorized
 
 
+TENSOR = tf.Variable(tf.reshape(tf.range(60, dtype=tf.float32), [3, 4, 5]))
+PARTS: dict[str, Callable[[Any, Any], Any]] = {
+    "an index, then a range": lambda x, i: x[i, :2] + x[i, -2:],
+    "an index after a range": lambda x, i: x[::-1, i] * x[1:, i][0],
+    "two indices": lambda x, i: TENSOR[i, 1:3, i],
+    "an ellipsis": lambda x, i: TENSOR[..., i] * TENSOR[i, ..., i],
+    "a new axis": lambda x, i: TENSOR[i, None, :, 1] * x[None, i],
+    "an index that rows share": lambda x, i: TENSOR[1, i, tf.size(x) // 8 :],
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_indices_that_differ_beside_ranges_that_do_not(part: Any) -> None:
+    rows, places = tf.reshape(tf.range(60, dtype=tf.float32), [5, 3, 4]), tf.constant([0, 2, -1, 1, 2])
+
+    def taken(mapped: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(rows)
+            results = mapped((rows, places))
+            sources = [rows, TENSOR]
+        gradients = tape.gradient(results**2, sources, unconnected_gradients="zero")
+        return results, *map(tf.convert_to_tensor, gradients)
+
+    mapper = devicemap.DeviceMap(part, devices=TWO)
+    assert traced(mapper, (rows, places)).vectorized
+    wanted = taken(lambda data: tf.stack([part(*row) for row in zip(*map(tf.unstack, data))]))
+    for got, expected in zip(taken(mapper), wanted):
+        np.testing.assert_allclose(got, expected)
+    with pytest.raises(FunctionError, match="slice index out of bounds"):
+        mapper((rows, places + 4))
+
+
 def test_a_list_that_rows_share() -> None:
     """A loop that rows leave at different times takes and returns it."""
 
