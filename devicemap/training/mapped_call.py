@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import keep_alive, waiting_for
@@ -247,8 +248,6 @@ class MappedCall:
 
         Losses are added by `Layer.add_loss`, because functional models do not implement `add_loss`.
         """
-        import keras
-
         with tf.device(self._forward.home):
             outputs, losses, updates = self._passed.unpacked(results[:-1])
         if self._row_losses is not None:

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import LOGITS, MASK, is_seed, mask_of, notes_of, set_note
@@ -42,8 +43,6 @@ class Given:
 
     @classmethod
     def of(cls, args: Any, kwargs: Any, losses: bool = True, phase: bool | None = None) -> Given:
-        import keras
-
         nest = tf.nest.map_structure(
             lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable | keras.Variable) else leaf,
             (args, kwargs),
@@ -164,7 +163,6 @@ def collecting(held: Sequence[tuple[Any, Any]] = (), losses: bool = True, advanc
 
     `losses=False` drops losses. `advance=True`: draws advance seeds, because each device has to draw other numbers.
     """
-    import keras
 
     class Scope(keras.StatelessScope):
         def __init__(self) -> None:
@@ -232,8 +230,6 @@ def current_scope() -> Any:
 
 def add_loss(layer: Any, loss: Any) -> None:
     """Add losses of a layer to the innermost scope of `collecting`, instead of to the layer."""
-    import keras
-
     scope = current_scope()
     if scope is None:  # in a direct call in another thread
         keras.layers.Layer.add_loss(layer, loss)
