@@ -17,7 +17,7 @@ from devicemap.devices import choose_devices
 from devicemap.errors import DataError, failure
 from devicemap.training.mapped_call import MappedCall
 from devicemap.training.row_losses import RowLosses
-from devicemap.training.stateless import Given, add_loss, collecting, current_scope
+from devicemap.training.stateless import CallScope, Given, add_loss, current_scope
 
 _REPLICA_CALLS = "all_reduce", "all_gather", "merge_call"
 """Methods of `tf.distribute.ReplicaContext` that use other devices. Without a strategy they return their arguments."""
@@ -74,7 +74,7 @@ class ForwardPass:
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """Return a context in which layers run unmapped, in a scope of `collecting`."""
+        """Return a context in which layers run unmapped, in a `CallScope`."""
         with ExitStack() as replaced:
             for layer, call in self._layers:
                 replaced.enter_context(replacing(layer, call=call, add_loss=partial(add_loss, layer)))
@@ -90,7 +90,7 @@ class ForwardPass:
     def outputs_in_training(self, inputs: Any) -> tuple[Any, ...]:
         """Return the outputs of the model in a training step on one device, in the graph that is being traced."""
         phase = {"training": True} if "training" in inspect.signature(self.model.call).parameters else {}
-        with self.plain(), collecting([(variable, stored_in(variable).read_value()) for variable in self.variables]):
+        with self.plain(), CallScope([(variable, stored_in(variable).read_value()) for variable in self.variables]):
             return tuple(tf.nest.flatten(self.model(inputs, **phase)))
 
     def _mapped(

@@ -34,7 +34,7 @@ from devicemap.training.filled_rows import are_real, counted, filled
 from devicemap.training.lockstep import Lockstep, meeting
 from devicemap.training.recomputation import recomputed, recomputing
 from devicemap.training.row_losses import RowLosses
-from devicemap.training.stateless import Given, Passed, collecting, pure
+from devicemap.training.stateless import CallScope, Given, Passed, pure
 from devicemap.training.survey import survey
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class MappedCall:
         layer, given = self._layer, self._given
         args, kwargs = given.with_rows(rows)
         if held is None:
-            scope = collecting((), given.losses, advance=True)
+            scope = CallScope((), given.losses, advance=True)
             call = self._with_losses(partial(layer.call, *args, **kwargs), rows)
             tensors, others, what = pure(call, scope, self._states, rows)
         else:  # perhaps in another thread, in which Keras does not know the surrounding call
@@ -192,7 +192,7 @@ class MappedCall:
                 kwargs = kwargs | {"training": given.phase}
             with replacing(layer, activity_regularizer=None):  # Keras adds its loss for the mapped call
                 call = self._with_losses(partial(layer, *args, **kwargs), rows)
-                tensors, others, what = pure(call, collecting(held, given.losses), self._states, rows)
+                tensors, others, what = pure(call, CallScope(held, given.losses), self._states, rows)
         losses = len(what.losses)
         if any(of_rows for _, of_rows, _ in what.losses) and self._forward.added_losses is None:
             raise failure(

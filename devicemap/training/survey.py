@@ -15,7 +15,7 @@ from devicemap.compile.audit import audit, op_types
 from devicemap.compile.lookups import lookups_in, mixed_lookups
 from devicemap.errors import failure
 from devicemap.training.row_losses import RowLosses
-from devicemap.training.stateless import Given, collecting
+from devicemap.training.stateless import CallScope, Given
 
 if TYPE_CHECKING:
     from devicemap.training.forward import ForwardPass
@@ -87,7 +87,7 @@ def survey(
         FunctionError: each device would change a variable or a table, or variables would lose their gradients.
     """
     synchronized = forward.batch_norm == "synchronized" and len(forward.devices) > 1
-    meets, scope = list[bool](), collecting()
+    meets, scope = list[bool](), CallScope()
     dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
     rows = _MORE_ROWS + (given.count or 0)
 
