@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -139,13 +139,18 @@ def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
             f"a layer of {name} changes a tf.Variable or a table, and each device would change it for its rows only; "
             "create the variable by add_weight, or change it in a train_step of the model"
         )
-    if (meets or runs_again) and _hides_variables(concrete.graph):
+    if not (meets or runs_again):
+        return
+    ops = [op for graph in [concrete.graph, *functions_within(concrete.graph)] for op in graph.get_operations()]
+    custom = [op for op in ops if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr]
+    if any(each.dtype == tf.resource or each.op.type == "ReadVariableOp" for op in custom for each in op.inputs):
         raise failure(
             f"a layer of {name} reads a variable in a tf.custom_gradient, tf.recompute_grad or keras.remat, which "
             "would lose its gradient with synchronized batch normalization, accumulate or recompute; use recompute= "
             "instead, and batch_norm='local'"
         )
-    if runs_again and _calls_function_with_variables(concrete.graph):
+    calls = [op for op in ops if op.type in ("PartitionedCall", "StatefulPartitionedCall")]
+    if runs_again and any(each.dtype == tf.resource for op in calls for each in op.inputs):
         raise failure(
             f"a layer of {name} uses a variable or a table in a tf.function, which would lose its gradient with "
             "accumulate or recompute; remove the tf.function, because Keras compiles the whole step"
@@ -178,25 +183,3 @@ def _reason_against_xla(concrete: Any, dense: bool, *, meets: bool, runs_again: 
     if not dense or not all(isinstance(spec, tf.Tensor | tf.TensorSpec) for spec in concrete.structured_outputs):
         return "XLA has no ragged or sparse tensors"
     return "it runs eagerly" if tf.executing_eagerly() else None
-
-
-def _ops_within(graph: Any) -> Iterator[Any]:
-    """Yield the ops of a graph and of the functions that it calls."""
-    for each in [graph, *functions_within(graph)]:
-        yield from each.get_operations()
-
-
-def _hides_variables(graph: Any) -> bool:
-    """Whether a custom gradient in a graph, or in functions that it calls, has variables as inputs."""
-    return any(
-        tensor.dtype == tf.resource or tensor.op.type == "ReadVariableOp"
-        for op in _ops_within(graph)
-        if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr
-        for tensor in op.inputs
-    )
-
-
-def _calls_function_with_variables(graph: Any) -> bool:
-    """Whether a graph, or a function that it calls, calls a function with variables or tables as inputs."""
-    calls = [op for op in _ops_within(graph) if op.type in ("PartitionedCall", "StatefulPartitionedCall")]
-    return any(tensor.dtype == tf.resource for op in calls for tensor in op.inputs)
