@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import have_tangents
-from devicemap._tensorflow.keras import batch_norms_of, is_stateless, is_training, layers_of, replacing, stored_in
+from devicemap._tensorflow.keras import batch_norms_of, is_stateless, layers_of, replacing, stored_in
 from devicemap.devices import choose_devices
 from devicemap.errors import DataError, failure
 from devicemap.training.mapped_call import MappedCall
@@ -66,9 +66,7 @@ class ForwardPass:
 
         def mapped(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
             """Run a call of a layer with a shard of rows on each device. A call without rows runs unmapped."""
-            # Sublayers take the phase from the surrounding call, if `call` of the layer has no argument `training`.
-            phase = None if "training" in inspect.signature(type(layer).call).parameters else is_training()
-            given = Given.of(args, kwargs, losses, phase)
+            given = Given.of(args, kwargs, losses)
             if not given.has_rows(rows) or not layer.built or is_stateless():
                 return call(*args, **kwargs)
             self._check_no_tangents(layer, given)

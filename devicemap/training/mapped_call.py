@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import keep_alive, waiting_for
 from devicemap._tensorflow.gradients import differentiate_in_place
-from devicemap._tensorflow.keras import batch_norms_of, is_seed, replacing, stored_in
+from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, replacing, stored_in
 from devicemap.compile.gather import with_row_counts_checked
 from devicemap.compile.graph_builder import depends_on, sizes_in_graph
 from devicemap.compile.program import Program
@@ -46,6 +46,7 @@ class MappedCall:
 
     def __init__(self, forward: ForwardPass, layer: Any, given: Given, microbatches: int, row_losses: RowLosses | None):
         self._forward, self._layer, self._given, self._microbatches = forward, layer, given, microbatches
+        self._in_training = is_training()
         dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
         self._row_losses = row_losses if row_losses is not None and dense and row_losses.fit(given.count) else None
         self._rows = (*given.rows, *(() if self._row_losses is None else self._row_losses.rows))
@@ -188,8 +189,8 @@ class MappedCall:
             call = self._with_losses(partial(layer.call, *args, **kwargs), rows)
             tensors, others, what = pure(call, scope, self._states, rows)
         else:  # perhaps in another thread, in which Keras does not know the surrounding call
-            if given.phase is not None:
-                kwargs = kwargs | {"training": given.phase}
+            if self._in_training is not None:  # `call` may have no argument `training`, but sublayers may
+                kwargs = {"training": self._in_training} | kwargs
             with replacing(layer, activity_regularizer=None):  # Keras adds its loss for the mapped call
                 call = self._with_losses(partial(layer, *args, **kwargs), rows)
                 tensors, others, what = pure(call, CallScope(held, given.losses), self._states, rows)

@@ -38,11 +38,8 @@ class Given:
     losses: bool = True
     """Whether losses that layers add are collected."""
 
-    phase: bool | None = None
-    """The value of `training` for sublayers of a layer that has no such argument."""
-
     @classmethod
-    def of(cls, args: Any, kwargs: Any, losses: bool = True, phase: bool | None = None) -> Given:
+    def of(cls, args: Any, kwargs: Any, losses: bool = True) -> Given:
         nest = tf.nest.map_structure(
             lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable | keras.Variable) else leaf,
             (args, kwargs),
@@ -58,7 +55,6 @@ class Given:
             tuple(mask is not None for mask in masks),
             (*tensors, *(mask for mask in masks if mask is not None)),
             losses,
-            phase,
         )
 
     def has_rows(self, batch: int | None) -> bool:
