@@ -35,7 +35,7 @@ from devicemap.training.lockstep import Lockstep, meeting
 from devicemap.training.recomputation import recomputed, recomputing
 from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import CallScope, Given, Passed, pure
-from devicemap.training.survey import survey
+from devicemap.training.survey import Survey
 
 if TYPE_CHECKING:
     from devicemap.training.forward import ForwardPass
@@ -59,7 +59,7 @@ class MappedCall:
             with tf.device(self._place):
                 self._rows = tuple(_with_equal_rows(self._rows, layer.name))
         runs_again = microbatches > 1 or bool(forward.recomputed)
-        self._survey = survey(forward, layer, given, self._rows, self._row_losses, runs_again)
+        self._survey = Survey(forward, layer, given, self._rows, self._row_losses, runs_again)
         self._passed: Passed
 
     def run(self) -> list[Any]:
