@@ -135,8 +135,8 @@ def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
     results = recomputed(run, [], [*given.rows, *map(scope.get_current_value, variables)])
     what, draws = found[-1]
     outputs, losses, updates = what.unpacked(results)
-    scope.added += [(owner, loss) for (owner, *_), loss in zip(what.losses, losses)]
-    scope.constant_losses |= {id(loss) for loss, (_, of_rows, _) in zip(losses, what.losses) if not of_rows}
+    # A call depends on all of its arguments, so the graph around it does not show which losses are constant.
+    scope.added += [(owner, loss, of_rows) for (owner, of_rows, _), loss in zip(what.losses, losses)]
     scope.draws += draws
     for i, value in zip(what.updated, updates):
         scope.add_update((states[i], value))

@@ -169,10 +169,8 @@ class CallScope(keras.StatelessScope):
         self.changed = list[Any]()
         self.draws = Counter[int]()
         """The number of draws from each seed, by identity."""
-        self.added = list[tuple[Any, Any]]()
-        """Losses, each with the layer that adds it."""
-        self.constant_losses = set[int]()
-        """Identities of losses that do not depend on the rows, although a function of the rows returns them."""
+        self.added = list[tuple[Any, Any, bool]]()
+        """Losses, each with the layer that adds it, and whether it may depend on the rows."""
         self._advance = advance
 
     def __enter__(self) -> Any:
@@ -233,7 +231,7 @@ def add_loss(layer: Any, loss: Any) -> None:
     if scope is None:  # in a direct call in another thread
         keras.layers.Layer.add_loss(layer, loss)
     elif scope.collect_losses:
-        scope.added += [(layer, each) for each in tf.nest.flatten(loss)]
+        scope.added += [(layer, each, True) for each in tf.nest.flatten(loss)]
 
 
 def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any], Passed]:
@@ -268,11 +266,8 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
         tuple(leaf.shape for leaf in flat),
         tuple(map(tuple, notes)),
         tuple(activations),
-        tuple(
-            (layer, id(loss) not in scope.constant_losses and depends_on(loss, rows), loss.dtype)
-            for layer, loss in scope.added
-        ),
+        tuple((layer, may_depend and depends_on(loss, rows), loss.dtype) for layer, loss, may_depend in scope.added),
         tuple(updates),
     )
-    losses = [loss for _, loss in scope.added]
+    losses = [loss for _, loss, _ in scope.added]
     return [*flat, *(note for each in notes for note in each.values())], [*losses, *updates.values()], what
