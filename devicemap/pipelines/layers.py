@@ -119,19 +119,20 @@ def copied(call: LayerCall, device: str) -> LayerCall:
         OptionError: the layer cannot be copied.
     """
     layer = call.layer
+    if not isinstance(layer, keras.Layer):  # an op, which has no variables
+        return call
     try:
         with tf.device(device):
             copy = _from_config(layer)
-            if isinstance(layer, keras.Layer):
-                if layer.built:
-                    copy.build_from_config(layer.get_build_config())
-                for own, other in zip(layers_of(layer), layers_of(copy)):
-                    if hasattr(own, "save_assets"):  # for instance a vocabulary
-                        with TemporaryDirectory() as folder:
-                            own.save_assets(folder)
-                            other.load_assets(folder)
-                copy_values(layer, copy)
-                _copy_settings(layer, copy)
+            if layer.built:
+                copy.build_from_config(layer.get_build_config())
+            for own, other in zip(layers_of(layer), layers_of(copy)):
+                if hasattr(own, "save_assets"):  # for instance a vocabulary
+                    with TemporaryDirectory() as folder:
+                        own.save_assets(folder)
+                        other.load_assets(folder)
+            copy_values([(layer, copy)])
+            _copy_settings(layer, copy)
     except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
         raise OptionError(
             f"{layer.name} cannot be copied to its stage by get_config and build of {type(layer).__name__}: {error}"
@@ -147,22 +148,23 @@ def _from_config(layer: Any) -> Any:
     return type(layer).from_config(config)
 
 
-def check_same_variables(source: Any, target: Any) -> None:
-    """Raise `ValueError` if the variables of two layers differ in number, shape or dtype."""
-    for own, other in zip_longest(source.variables, target.variables):
-        found, expected = (None if v is None else (tuple(v.shape), v.dtype) for v in (other, own))
-        if found != expected:
-            raise ValueError(f"{source.name} has a variable {expected} where {target.name} has {found}")
+def copy_values(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Assign the values of a layer's variables to those of another layer, for each pair of layers.
 
-
-def copy_values(source: Any, target: Any) -> None:
-    """Assign the values of a layer's variables to those of another layer. Raises as `check_same_variables`."""
-    check_same_variables(source, target)
-    for own, other in zip(source.variables, target.variables):
-        other.assign(own)
-    for each in layers_of(target):
-        if isinstance(each, keras.layers.Normalization):  # computes its mean and variance from its weights
-            each.finalize_state()
+    Raises:
+        ValueError: the variables of two layers differ in number, shape or dtype. Then nothing is assigned.
+    """
+    for source, target in pairs:
+        for own, other in zip_longest(source.variables, target.variables):
+            found, expected = (None if v is None else (tuple(v.shape), v.dtype) for v in (other, own))
+            if found != expected:
+                raise ValueError(f"{source.name} has a variable {expected} where {target.name} has {found}")
+    for source, target in pairs:
+        for own, other in zip(source.variables, target.variables):
+            other.assign(own)
+        for each in layers_of(target):
+            if isinstance(each, keras.layers.Normalization):  # computes its mean and variance from its weights
+                each.finalize_state()
 
 
 def _copy_settings(source: Any, target: Any) -> None:

@@ -28,17 +28,13 @@ class Stages(list[Any]):
         Raises:
             OptionError: the model has other layers.
         """
-        from devicemap.pipelines.layers import check_same_variables, copy_values, layer_calls
+        from devicemap.pipelines.layers import copy_values, layer_calls
 
         layers = _layers_in(layer_calls(model)[0])
         if [type(layer) for layer in layers] != [type(copy) for copy in self._copies]:
             raise OptionError(f"{model.name} has other layers than the model that was split")
-        pairs = [(copy, layer) for layer, copy in zip(layers, self._copies) if hasattr(layer, "variables")]
         try:
-            for pair in pairs:
-                check_same_variables(*pair)
-            for pair in pairs:
-                copy_values(*pair)
+            copy_values([(copy, layer) for layer, copy in zip(layers, self._copies) if hasattr(layer, "variables")])
         except ValueError as error:
             raise OptionError(f"{model.name} has other layers than the model that was split: {error}") from error
 

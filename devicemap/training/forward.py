@@ -12,12 +12,12 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import have_tangents
-from devicemap._tensorflow.keras import batch_norms_of, is_stateless, is_training, layers_of, replacing, stored_in
+from devicemap._tensorflow.keras import batch_norms_of, is_stateless, layers_of, replacing, stored_in
 from devicemap.devices import choose_devices
 from devicemap.errors import DataError, failure
 from devicemap.training.mapped_call import MappedCall
 from devicemap.training.row_losses import RowLosses
-from devicemap.training.stateless import Given, add_loss, collecting, current_scope
+from devicemap.training.stateless import CallScope, Given, add_loss, current_scope
 
 _REPLICA_CALLS = "all_reduce", "all_gather", "merge_call"
 """Methods of `tf.distribute.ReplicaContext` that use other devices. Without a strategy they return their arguments."""
@@ -63,18 +63,31 @@ class ForwardPass:
             losses: whether losses that layers add are collected.
             row_losses: losses of the call of the model. The step must call the model once.
         """
+
+        def mapped(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+            """Run a call of a layer with a shard of rows on each device. A call without rows runs unmapped."""
+            given = Given.of(args, kwargs, losses)
+            if not given.has_rows(rows) or not layer.built or is_stateless():
+                return call(*args, **kwargs)
+            self._check_no_tangents(layer, given)
+            of_model = layer is self.model
+            parts = microbatches if of_model and not self.calls else 1  # microbatches have no gradients to their inputs
+            self.calls += 1
+            with self.plain():
+                mapped_call = MappedCall(self, layer, given, parts, row_losses if of_model else None)
+                results = mapped_call.run()
+            return mapped_call.collected(results)
+
         with ExitStack() as replaced:
             for layer, _ in self._layers:
-                of_layer = row_losses if layer is self.model else None
-                call = partial(self._mapped, rows, microbatches, losses, of_layer, layer, layer.call)
-                replaced.enter_context(replacing(layer, call=call))
+                replaced.enter_context(replacing(layer, call=partial(mapped, layer, layer.call)))
             if row_losses is not None:
                 replaced.enter_context(row_losses.used())
             yield
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """Return a context in which layers run unmapped, in a scope of `collecting`."""
+        """Return a context in which layers run unmapped, in a `CallScope`."""
         with ExitStack() as replaced:
             for layer, call in self._layers:
                 replaced.enter_context(replacing(layer, call=call, add_loss=partial(add_loss, layer)))
@@ -90,40 +103,16 @@ class ForwardPass:
     def outputs_in_training(self, inputs: Any) -> tuple[Any, ...]:
         """Return the outputs of the model in a training step on one device, in the graph that is being traced."""
         phase = {"training": True} if "training" in inspect.signature(self.model.call).parameters else {}
-        with self.plain(), collecting([(variable, stored_in(variable).read_value()) for variable in self.variables]):
+        with self.plain(), CallScope([(variable, stored_in(variable).read_value()) for variable in self.variables]):
             return tuple(tf.nest.flatten(self.model(inputs, **phase)))
 
-    def _mapped(
-        self,
-        batch: int | None,
-        microbatches: int,
-        losses: bool,
-        row_losses: RowLosses | None,
-        layer: Any,
-        call: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Run a call of a layer with a shard of rows on each device. A call without rows runs unmapped."""
-        # Sublayers take the phase from the surrounding call, if `call` of the layer has no argument `training`.
-        phase = None if "training" in inspect.signature(type(layer).call).parameters else is_training()
-        given = Given.of(args, kwargs, losses, phase)
-        if not given.has_rows(batch) or not layer.built or is_stateless():
-            return call(*args, **kwargs)
-        if have_tangents(
-            [*tf.nest.flatten(given.rows, True), *(stored_in(variable).handle for variable in self.variables)]
-        ):
+    def _check_no_tangents(self, layer: Any, given: Given) -> None:
+        handles = [stored_in(variable).handle for variable in self.variables]
+        if have_tangents([*tf.nest.flatten(given.rows, True), *handles]):
             raise DataError(
                 f"a tf.autodiff.ForwardAccumulator follows what {layer.name} takes, and gathering rows has no forward mode; "
                 "use a tf.GradientTape"
             )
-        if layer is not self.model or self.calls:  # microbatches have no gradients to their inputs
-            microbatches = 1
-        self.calls += 1
-        with self.plain():
-            mapped = MappedCall(self, layer, given, microbatches, row_losses)
-            results = mapped.run()
-        return mapped.collected(results)
 
 
 def _as_one_device(name: str, method: Any, *args: Any, **kwargs: Any) -> Any:

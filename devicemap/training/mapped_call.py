@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import keep_alive, waiting_for
 from devicemap._tensorflow.gradients import differentiate_in_place
-from devicemap._tensorflow.keras import batch_norms_of, is_seed, replacing, stored_in
+from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, replacing, stored_in
 from devicemap.compile.gather import with_row_counts_checked
 from devicemap.compile.graph_builder import depends_on, sizes_in_graph
 from devicemap.compile.program import Program
@@ -33,8 +34,8 @@ from devicemap.training.filled_rows import are_real, counted, filled
 from devicemap.training.lockstep import Lockstep, meeting
 from devicemap.training.recomputation import recomputed, recomputing
 from devicemap.training.row_losses import RowLosses
-from devicemap.training.stateless import Given, Passed, collecting, pure
-from devicemap.training.survey import survey
+from devicemap.training.stateless import CallScope, Given, Passed, pure
+from devicemap.training.survey import Survey
 
 if TYPE_CHECKING:
     from devicemap.training.forward import ForwardPass
@@ -45,6 +46,7 @@ class MappedCall:
 
     def __init__(self, forward: ForwardPass, layer: Any, given: Given, microbatches: int, row_losses: RowLosses | None):
         self._forward, self._layer, self._given, self._microbatches = forward, layer, given, microbatches
+        self._in_training = is_training()
         dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
         self._row_losses = row_losses if row_losses is not None and dense and row_losses.fit(given.count) else None
         self._rows = (*given.rows, *(() if self._row_losses is None else self._row_losses.rows))
@@ -57,7 +59,7 @@ class MappedCall:
             with tf.device(self._place):
                 self._rows = tuple(_with_equal_rows(self._rows, layer.name))
         runs_again = microbatches > 1 or bool(forward.recomputed)
-        self._survey = survey(forward, layer, given, self._rows, self._row_losses, runs_again)
+        self._survey = Survey(forward, layer, given, self._rows, self._row_losses, runs_again)
         self._passed: Passed
 
     def run(self) -> list[Any]:
@@ -183,15 +185,15 @@ class MappedCall:
         layer, given = self._layer, self._given
         args, kwargs = given.with_rows(rows)
         if held is None:
-            scope = collecting((), given.losses, advance=True)
+            scope = CallScope((), given.losses, advance=True)
             call = self._with_losses(partial(layer.call, *args, **kwargs), rows)
             tensors, others, what = pure(call, scope, self._states, rows)
         else:  # perhaps in another thread, in which Keras does not know the surrounding call
-            if given.phase is not None:
-                kwargs = kwargs | {"training": given.phase}
+            if self._in_training is not None:  # `call` may have no argument `training`, but sublayers may
+                kwargs = {"training": self._in_training} | kwargs
             with replacing(layer, activity_regularizer=None):  # Keras adds its loss for the mapped call
                 call = self._with_losses(partial(layer, *args, **kwargs), rows)
-                tensors, others, what = pure(call, collecting(held, given.losses), self._states, rows)
+                tensors, others, what = pure(call, CallScope(held, given.losses), self._states, rows)
         losses = len(what.losses)
         if any(of_rows for _, of_rows, _ in what.losses) and self._forward.added_losses is None:
             raise failure(
@@ -247,8 +249,6 @@ class MappedCall:
 
         Losses are added by `Layer.add_loss`, because functional models do not implement `add_loss`.
         """
-        import keras
-
         with tf.device(self._forward.home):
             outputs, losses, updates = self._passed.unpacked(results[:-1])
         if self._row_losses is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import batch_norms_of, layers_of, sublayers_of
@@ -98,8 +99,6 @@ def parallelize(
 
 
 def _check(model: Any, batch_norm: str, added_losses: str | None, accumulate: int) -> None:
-    import keras
-
     if not isinstance(model, keras.Model):
         raise OptionError(f"model is a {type(model).__name__}; expected a keras.Model of Keras 3")
     if keras.backend.backend() != "tensorflow":

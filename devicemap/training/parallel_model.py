@@ -9,6 +9,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import build_compiled, forget_functions, layers_of, losses_of
@@ -78,8 +79,6 @@ class ParallelModel:
         return step if name in self._own_steps else partial(step, self._model)
 
     def _trace_a_row(self, batch: Any) -> None:
-        import keras
-
         if batch is None:
             raise OptionError(
                 f"{self._model.name} is not built yet: its variables do not exist. Fit it, call it on a batch, or use "
@@ -159,8 +158,6 @@ class ParallelModel:
         Returns:
             The findings. In a Sequential or functional model, outputs are named by their layer, in the order of layers.
         """
-        import keras
-
         model, leaves = self._model, tuple(tf.nest.flatten(data))
         if getattr(model, "inputs", None):
             layers = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
@@ -245,8 +242,6 @@ class ParallelModel:
         return tuple(name for name in (step, *_MEASURES) if name in own or has_own(self._model, name))
 
     def _row_losses(self, step: str, data: Any) -> RowLosses | None:
-        import keras
-
         _, targets, _ = keras.utils.unpack_x_y_sample_weight(data)
         return None if targets is None or self._own_methods(step) else RowLosses(self._model, targets)
 
@@ -288,6 +283,4 @@ def _without_optionals(batch: Any) -> Any:
 
 def has_own(model: Any, name: str) -> bool:
     """Whether a model overrides a method of `keras.Model`."""
-    import keras
-
     return getattr(type(model), name) is not getattr(keras.Model, name)

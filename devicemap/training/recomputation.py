@@ -22,7 +22,7 @@ from devicemap.compile.audit import audit
 from devicemap.compile.lookups import lookups
 from devicemap.data.rows import count_rows, spec_of, take_rows
 from devicemap.errors import failure
-from devicemap.training.stateless import Given, collecting, current_scope, pure
+from devicemap.training.stateless import CallScope, Given, current_scope, pure
 
 
 def recomputed(
@@ -110,7 +110,7 @@ def without_state(layers: Sequence[Any]) -> list[Any]:
 def recomputing(layers: Sequence[Any]) -> Iterator[None]:
     """Return a context in which gradients compute the intermediate results of these layers again.
 
-    The layers are called in scopes of `collecting` that hold all variables.
+    The layers are called in `CallScope`s that hold all variables.
     """
     with ExitStack() as replaced:
         for layer in layers:
@@ -127,7 +127,7 @@ def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
 
     def run(number: Any, rows: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         args, kwargs = given.with_rows(values[:count])
-        own = collecting([*zip(variables, values[count:])], scope.collect_losses)
+        own = CallScope([*zip(variables, values[count:])], scope.collect_losses)
         tensors, others, what = pure(partial(call, *args, **kwargs), own, states, values[:count])
         found.append((what, own.draws))
         return tensors, others
@@ -135,8 +135,8 @@ def _recomputed_call(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
     results = recomputed(run, [], [*given.rows, *map(scope.get_current_value, variables)])
     what, draws = found[-1]
     outputs, losses, updates = what.unpacked(results)
-    scope.added += [(owner, loss) for (owner, *_), loss in zip(what.losses, losses)]
-    scope.constant_losses |= {id(loss) for loss, (_, of_rows, _) in zip(losses, what.losses) if not of_rows}
+    # A call depends on all of its arguments, so the graph around it does not show which losses are constant.
+    scope.added += [(owner, loss, of_rows) for (owner, of_rows, _), loss in zip(what.losses, losses)]
     scope.draws += draws
     for i, value in zip(what.updated, updates):
         scope.add_update((states[i], value))

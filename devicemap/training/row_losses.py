@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import tape_is_recording
@@ -159,8 +160,6 @@ def of_all_rows(model: Any) -> list[Any]:
 
 def _is_known(function: Any, options: dict[str, Any]) -> bool:
     """Whether the value of a function for a row depends on that row alone."""
-    import keras
-
     is_metric = any(function is getattr(keras.metrics, name) for name in _METRICS)
     return (is_metric or is_of_one_row(function)) and options.get("axis", -1) == -1
 

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import LOGITS, MASK, is_seed, mask_of, notes_of, set_note
@@ -37,13 +38,8 @@ class Given:
     losses: bool = True
     """Whether losses that layers add are collected."""
 
-    phase: bool | None = None
-    """The value of `training` for sublayers of a layer that has no such argument."""
-
     @classmethod
-    def of(cls, args: Any, kwargs: Any, losses: bool = True, phase: bool | None = None) -> Given:
-        import keras
-
+    def of(cls, args: Any, kwargs: Any, losses: bool = True) -> Given:
         nest = tf.nest.map_structure(
             lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable | keras.Variable) else leaf,
             (args, kwargs),
@@ -59,7 +55,6 @@ class Given:
             tuple(mask is not None for mask in masks),
             (*tensors, *(mask for mask in masks if mask is not None)),
             losses,
-            phase,
         )
 
     def has_rows(self, batch: int | None) -> bool:
@@ -159,59 +154,59 @@ class Passed:
         return nest, left[: len(self.losses)], left[len(self.losses) :]
 
 
-def collecting(held: Sequence[tuple[Any, Any]] = (), losses: bool = True, advance: bool = False) -> Any:
-    """Return a scope that collects losses and new values. Variables in `held` have the given values.
+class CallScope(keras.StatelessScope):
+    """A scope that collects losses and new values of the calls in it."""
 
-    `losses=False` drops losses. `advance=True`: draws advance seeds, because each device has to draw other numbers.
-    """
-    import keras
+    def __init__(self, held: Sequence[tuple[Any, Any]] = (), losses: bool = True, advance: bool = False):
+        """
+        Args:
+            held: variables and their values in the scope.
+            losses: whether losses are collected. Otherwise, they are dropped.
+            advance: whether draws advance seeds, because each device has to draw other numbers.
+        """
+        super().__init__(held, collect_losses=losses)
+        self.held = {id(variable) for variable, _ in held}
+        self.changed = list[Any]()
+        self.draws = Counter[int]()
+        """The number of draws from each seed, by identity."""
+        self.added = list[tuple[Any, Any, bool]]()
+        """Losses, each with the layer that adds it, and whether it may depend on the rows."""
+        self._advance = advance
 
-    class Scope(keras.StatelessScope):
-        def __init__(self) -> None:
-            self.held = {id(variable) for variable, _ in held}
-            self.changed = list[Any]()
-            self.draws = Counter[int]()
-            """The number of draws from each seed, by identity."""
-            self.added = list[tuple[Any, Any]]()
-            """Losses, each with the layer that adds it."""
-            self.constant_losses = set[int]()
-            """Identities of losses that do not depend on the rows, although a function of the rows returns them."""
-            super().__init__(held, collect_losses=losses)
+    def __enter__(self) -> Any:
+        self._token = _scope.set(self)
+        self._graph = tf.compat.v1.get_default_graph()
+        return super().__enter__()
 
-        def __enter__(self) -> Any:
-            self.token = _scope.set(self)
-            self.graph = tf.compat.v1.get_default_graph()
-            return super().__enter__()
+    def __exit__(self, *error: Any) -> None:
+        _scope.reset(self._token)
+        super().__exit__(*error)
 
-        def __exit__(self, *error: Any) -> None:
-            _scope.reset(self.token)
-            super().__exit__(*error)
+    def get_current_value(self, variable: Any) -> Any:
+        """Return the value of a variable in the scope."""
+        value, draws = super().get_current_value(variable), self.draws[id(variable)]
+        return value if value is None or not draws else value + tf.constant([0, draws], value.dtype)
 
-        def get_current_value(self, variable: Any) -> Any:
-            value, draws = super().get_current_value(variable), self.draws[id(variable)]
-            return value if value is None or not draws else value + tf.constant([0, draws], value.dtype)
-
-        def add_update(self, update: Any) -> None:
-            variable, value = update
-            if advance and is_seed(variable):
-                variable.value.assign(tf.cast(value, variable.value.dtype))
-                return
-            self.changed.append(variable)
-            if is_seed(variable):  # counted, because an inner graph could not pass the new value on
-                _check_no_loop(variable, self.graph)
-                self.draws[id(variable)] += 1
-                return
-            if tf.compat.v1.get_default_graph() is not self.graph:
-                raise failure(
-                    f"{variable.path} gets a new value in a loop, a branch or a tf.function inside a layer, which cannot pass "
-                    "it on to the variable; change the variable outside of them"
-                )
-            if variable.trainable:  # gradients of later reads go to the variable, not to the assigned value
-                now = tf.cast(variable.value, value.dtype)
-                value = tf.stop_gradient(value) + (now - tf.stop_gradient(now))
-            super().add_update((variable, value))
-
-    return Scope()
+    def add_update(self, update: Any) -> None:
+        """Set the value of a variable in the scope."""
+        variable, value = update
+        if self._advance and is_seed(variable):
+            variable.value.assign(tf.cast(value, variable.value.dtype))
+            return
+        self.changed.append(variable)
+        if is_seed(variable):  # counted, because an inner graph could not pass the new value on
+            _check_no_loop(variable, self._graph)
+            self.draws[id(variable)] += 1
+            return
+        if tf.compat.v1.get_default_graph() is not self._graph:
+            raise failure(
+                f"{variable.path} gets a new value in a loop, a branch or a tf.function inside a layer, which cannot pass "
+                "it on to the variable; change the variable outside of them"
+            )
+        if variable.trainable:  # gradients of later reads go to the variable, not to the assigned value
+            now = tf.cast(variable.value, value.dtype)
+            value = tf.stop_gradient(value) + (now - tf.stop_gradient(now))
+        super().add_update((variable, value))
 
 
 def _check_no_loop(seed: Any, outermost: Any) -> None:
@@ -226,23 +221,21 @@ def _check_no_loop(seed: Any, outermost: Any) -> None:
 
 
 def current_scope() -> Any:
-    """Return the innermost scope of `collecting` in this thread, or `None`."""
+    """Return the innermost `CallScope` in this thread, or `None`."""
     return _scope.get(None)
 
 
 def add_loss(layer: Any, loss: Any) -> None:
-    """Add losses of a layer to the innermost scope of `collecting`, instead of to the layer."""
-    import keras
-
+    """Add losses of a layer to the innermost `CallScope`, instead of to the layer."""
     scope = current_scope()
     if scope is None:  # in a direct call in another thread
         keras.layers.Layer.add_loss(layer, loss)
     elif scope.collect_losses:
-        scope.added += [(layer, each) for each in tf.nest.flatten(loss)]
+        scope.added += [(layer, each, True) for each in tf.nest.flatten(loss)]
 
 
 def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any], Passed]:
-    """Call a model or layer on some rows, in a scope of `collecting`.
+    """Call a model or layer on some rows, in a `CallScope`.
 
     Returns:
         Outputs and their attached tensors; losses that layers add and new values of `variables`; a description of these.
@@ -273,11 +266,8 @@ def pure(call: Any, scope: Any, variables: Sequence[Any], rows: Sequence[Any]) -
         tuple(leaf.shape for leaf in flat),
         tuple(map(tuple, notes)),
         tuple(activations),
-        tuple(
-            (layer, id(loss) not in scope.constant_losses and depends_on(loss, rows), loss.dtype)
-            for layer, loss in scope.added
-        ),
+        tuple((layer, may_depend and depends_on(loss, rows), loss.dtype) for layer, loss, may_depend in scope.added),
         tuple(updates),
     )
-    losses = [loss for _, loss in scope.added]
+    losses = [loss for _, loss, _ in scope.added]
     return [*flat, *(note for each in notes for note in each.values())], [*losses, *updates.values()], what

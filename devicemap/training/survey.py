@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -15,7 +14,7 @@ from devicemap.compile.audit import audit, op_types
 from devicemap.compile.lookups import lookups_in, mixed_lookups
 from devicemap.errors import failure
 from devicemap.training.row_losses import RowLosses
-from devicemap.training.stateless import Given, collecting
+from devicemap.training.stateless import CallScope, Given
 
 if TYPE_CHECKING:
     from devicemap.training.forward import ForwardPass
@@ -27,110 +26,91 @@ _MORE_ROWS = 83
 """Additional rows of the trace, which show how outputs depend on the number of rows."""
 
 
-@dataclass(frozen=True)
 class Survey:
     """What the trace of a call shows."""
 
-    layer: Any
-    rows: int
-    """The number of rows of the trace."""
+    def __init__(
+        self,
+        forward: ForwardPass,
+        layer: Any,
+        given: Given,
+        tensors: Sequence[Any],
+        row_losses: RowLosses | None,
+        runs_again: bool,
+    ):
+        """Trace the call.
 
-    shapes: list[Any]
-    """Static shapes of the outputs, if all rows are dense tensors."""
+        Args:
+            tensors: the rows of `given`, and then targets.
+            row_losses: finds its losses and metrics.
+            runs_again: whether layers run again for their gradients.
 
-    meets: bool
-    """Whether batch normalization takes mean and variance of the rows of all devices."""
+        Raises:
+            FunctionError: each device would change a variable or a table, or variables would lose their gradients.
+        """
+        self._layer, self._rows = layer, _MORE_ROWS + (given.count or 0)
+        synchronized = forward.batch_norm == "synchronized" and len(forward.devices) > 1
+        norms, scope = batch_norms_of(forward.model) if synchronized else [], CallScope()
+        dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
+        self.meets = False
+        """Whether batch normalization takes mean and variance of the rows of all devices."""
 
-    variables: list[Any]
-    """The variables of the layer, and the seeds from which it draws, such as Keras's global seed."""
+        def moments(mean: Any, variance: Any, *_: Any) -> tuple[Any, Any]:
+            self.meets = True
+            return mean, variance
 
-    lookups: dict[int, Lookups]
-    """Lookups in variables, by identity of the latter."""
+        @tf.function(autograph=False)
+        def outputs(*leaves: Any) -> list[Any]:
+            args, kwargs = given.with_rows(leaves)
+            with scope, moments_by(norms, moments):
+                results = layer.call(*args, **kwargs)
+            if row_losses is not None:
+                row_losses.find(results, leaves[len(given.rows) :], self._rows)
+            return [leaf for leaf in tf.nest.flatten(results) if tf.is_tensor(leaf)]
 
-    not_for_xla: str | None
-    """The reason why XLA does not compile the call."""
+        specs = [
+            tf.TensorSpec([self._rows, *leaf.shape[1:]], leaf.dtype) if dense else tf.type_spec_from_value(leaf)
+            for leaf in tensors
+        ]
+        try:
+            concrete = outputs.get_concrete_function(*specs)
+        except Exception as error:
+            # If this raises the same error, the error shows the shapes of the batch.
+            outputs.get_concrete_function(*tensors)
+            raise failure(
+                f"{layer.name} works for the rows of this batch, but not for {self._rows} rows, and each device sees some of "
+                "the rows; use keras.ops.shape(x)[0] instead of a fixed number, or compute values of several rows in "
+                "compute_loss, or in a train_step of the model"
+            ) from error
+        _check(concrete, layer.name, meets=self.meets, runs_again=runs_again)
+        drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
+        own = {id(variable) for variable in layer.variables}
+        known = [v for v in forward.variables if (id(v) in drawn if is_seed(v) else id(v) in own)]
+        self.variables = [*known, *map(drawn.get, drawn.keys() - map(id, known))]
+        """The variables of the layer, and the seeds from which it draws, such as Keras's global seed."""
+        self._lookups: dict[int, Lookups] = {}
+        if len(forward.devices) > 1 or runs_again:
+            self._lookups = _lookups(concrete, layer, [*drawn.values()], self._rows)
+        self._shapes = [spec.shape for spec in concrete.structured_outputs] if dense else []
+        self.not_for_xla = _reason_against_xla(concrete, dense, meets=self.meets, runs_again=runs_again)
+        """The reason why XLA does not compile the call, or `None`."""
 
     def lookups_in(self, variable: Any) -> Lookups:
         """Return the lookups in a variable."""
-        return self.lookups.get(id(variable), Lookups.OF_ROWS)
+        return self._lookups.get(id(variable), Lookups.OF_ROWS)
 
     def check_outputs(self, shapes: Sequence[Any]) -> None:
         """Refuse outputs without one row for each row, by their static shapes for shards and for the rows of the trace."""
-        for known, shape in zip(shapes, self.shapes):
+        for known, shape in zip(shapes, self._shapes):
             if None in (known.rank, shape.rank):
                 continue
             varying = [size for size, now in zip(shape[1:], known[1:]) if size != now]
-            if not shape.rank or shape[0] not in (None, self.rows) or self.rows in varying:
+            if not shape.rank or shape[0] not in (None, self._rows) or self._rows in varying:
                 raise failure(
-                    f"{self.layer.name} returns an output of shape {shape} for {self.rows} rows; expected one row for each "
+                    f"{self._layer.name} returns an output of shape {shape} for {self._rows} rows; expected one row for each "
                     "row, whose shape does not depend on other rows, because outputs of devices are joined. Compute values of "
                     "several rows in compute_loss, or in a train_step of the model"
                 )
-
-
-def survey(
-    forward: ForwardPass,
-    layer: Any,
-    given: Given,
-    tensors: Sequence[Any],
-    row_losses: RowLosses | None,
-    runs_again: bool,
-) -> Survey:
-    """Trace a call to find its outputs and the variables that it uses.
-
-    Args:
-        tensors: the rows of `given`, and then targets.
-        row_losses: finds its losses and metrics.
-        runs_again: whether layers run again for their gradients.
-
-    Raises:
-        FunctionError: each device would change a variable or a table, or variables would lose their gradients.
-    """
-    synchronized = forward.batch_norm == "synchronized" and len(forward.devices) > 1
-    meets, scope = list[bool](), collecting()
-    dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
-    rows = _MORE_ROWS + (given.count or 0)
-
-    def moments(mean: Any, variance: Any, *_: Any) -> tuple[Any, Any]:
-        meets.append(True)
-        return mean, variance
-
-    @tf.function(autograph=False)
-    def outputs(*leaves: Any) -> list[Any]:
-        args, kwargs = given.with_rows(leaves)
-        with scope, moments_by(batch_norms_of(forward.model) if synchronized else [], moments):
-            results = layer.call(*args, **kwargs)
-        if row_losses is not None:
-            row_losses.find(results, leaves[len(given.rows) :], rows)
-        return [leaf for leaf in tf.nest.flatten(results) if tf.is_tensor(leaf)]
-
-    specs = [
-        tf.TensorSpec([rows, *leaf.shape[1:]], leaf.dtype) if dense else tf.type_spec_from_value(leaf)
-        for leaf in tensors
-    ]
-    try:
-        concrete = outputs.get_concrete_function(*specs)
-    except Exception as error:
-        # If this raises the same error, the error shows the shapes of the batch.
-        outputs.get_concrete_function(*tensors)
-        raise failure(
-            f"{layer.name} works for the rows of this batch, but not for {rows} rows, and each device sees some of the rows; "
-            "use keras.ops.shape(x)[0] instead of a fixed number, or compute values of several rows in compute_loss, or in a "
-            "train_step of the model"
-        ) from error
-    _check(concrete, layer.name, meets=bool(meets), runs_again=runs_again)
-    drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
-    own = {id(variable) for variable in layer.variables}
-    known = [v for v in forward.variables if (id(v) in drawn if is_seed(v) else id(v) in own)]
-    return Survey(
-        layer,
-        rows,
-        [spec.shape for spec in concrete.structured_outputs] if dense else [],
-        bool(meets),
-        [*known, *map(drawn.get, drawn.keys() - map(id, known))],
-        _lookups(concrete, layer, [*drawn.values()], rows) if len(forward.devices) > 1 or runs_again else {},
-        _reason_against_xla(concrete, dense, meets=bool(meets), runs_again=runs_again),
-    )
 
 
 def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
@@ -139,13 +119,18 @@ def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
             f"a layer of {name} changes a tf.Variable or a table, and each device would change it for its rows only; "
             "create the variable by add_weight, or change it in a train_step of the model"
         )
-    if (meets or runs_again) and _hides_variables(concrete.graph):
+    if not (meets or runs_again):
+        return
+    ops = [op for graph in [concrete.graph, *functions_within(concrete.graph)] for op in graph.get_operations()]
+    custom = [op for op in ops if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr]
+    if any(each.dtype == tf.resource or each.op.type == "ReadVariableOp" for op in custom for each in op.inputs):
         raise failure(
             f"a layer of {name} reads a variable in a tf.custom_gradient, tf.recompute_grad or keras.remat, which "
             "would lose its gradient with synchronized batch normalization, accumulate or recompute; use recompute= "
             "instead, and batch_norm='local'"
         )
-    if runs_again and _calls_function_with_variables(concrete.graph):
+    calls = [op for op in ops if op.type in ("PartitionedCall", "StatefulPartitionedCall")]
+    if runs_again and any(each.dtype == tf.resource for op in calls for each in op.inputs):
         raise failure(
             f"a layer of {name} uses a variable or a table in a tf.function, which would lose its gradient with "
             "accumulate or recompute; remove the tf.function, because Keras compiles the whole step"
@@ -178,25 +163,3 @@ def _reason_against_xla(concrete: Any, dense: bool, *, meets: bool, runs_again: 
     if not dense or not all(isinstance(spec, tf.Tensor | tf.TensorSpec) for spec in concrete.structured_outputs):
         return "XLA has no ragged or sparse tensors"
     return "it runs eagerly" if tf.executing_eagerly() else None
-
-
-def _ops_within(graph: Any) -> Iterator[Any]:
-    """Yield the ops of a graph and of the functions that it calls."""
-    for each in [graph, *functions_within(graph)]:
-        yield from each.get_operations()
-
-
-def _hides_variables(graph: Any) -> bool:
-    """Whether a custom gradient in a graph, or in functions that it calls, has variables as inputs."""
-    return any(
-        tensor.dtype == tf.resource or tensor.op.type == "ReadVariableOp"
-        for op in _ops_within(graph)
-        if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr
-        for tensor in op.inputs
-    )
-
-
-def _calls_function_with_variables(graph: Any) -> bool:
-    """Whether a graph, or a function that it calls, calls a function with variables or tables as inputs."""
-    calls = [op for op in _ops_within(graph) if op.type in ("PartitionedCall", "StatefulPartitionedCall")]
-    return any(tensor.dtype == tf.resource for op in calls for tensor in op.inputs)
