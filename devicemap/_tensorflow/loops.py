@@ -1,0 +1,307 @@
+"""The converter of loops. It returns one loop for all rows, which rows leave at the same time or at different times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap._tensorflow.functions import functions_within
+from devicemap._tensorflow.indexing import swapped
+from devicemap._tensorflow.pfor import NotVectorizableError, pfor, with_own_inputs
+
+
+def convert_loop(given: Any) -> list[Any]:
+    """Convert a loop into one loop for all rows, which captures what it does not change.
+
+    TensorFlow's converter passes a TensorArray for each variable through each step, even if no row can leave before the others,
+    which takes up to half of the time of a loop with short steps. It also passes on the handle of each `tf.Variable`, for which
+    the gradient fails on GPUs (test_loops_of_variables_on_any_device).
+    """
+    loop = pfor.WhileV2(given)
+    differing = {i for i, each in enumerate(given.inputs) if each.is_stacked}
+    parting = False
+    while True:
+        differing = _spread(loop, differing)
+        condition = loop._cond_func.graph
+        parting |= condition.outputs[0].name in _depending(condition, differing)
+        try:
+            return (_parting_loop if parting else _shared_loop)(given, loop, differing)
+        except _DifferingError as found:  # the ops of the loop do not show it, as for random numbers
+            differing |= found.variables
+            parting |= not found.variables
+
+
+class _DifferingError(Exception):
+    """Loop variables, or the condition if there are none, differ between rows, unlike assumed."""
+
+    def __init__(self, variables: Iterable[int]):
+        super().__init__()
+        self.variables = set(variables)
+
+
+class _Variables:
+    """The variables of a loop, and the functions of its condition and body for all rows or some of them."""
+
+    def __init__(self, given: Any, loop: Any, differing: Iterable[int]):
+        """The variables `differing` are stacked."""
+        self._given, self._loop = given, loop
+        self._started = with_own_inputs(given)
+        self._started.stack_inputs(differing, tile_variants=True)
+        self.stacked = [each.is_stacked for each in self._started.inputs]
+        self.shapes = pfor.WhileV2(self._started)._output_shapes()
+        graph = loop._body_func.graph
+        self.changing = [i for i, (old, new) in enumerate(zip(graph.inputs, graph.outputs)) if new is not old]
+
+    def started(self, indices: Iterable[int]) -> list[Any]:
+        """Return the initial tensors of some variables."""
+        return [self._started.inputs[i].t for i in indices]
+
+    def wrapped(self, changed: Mapping[int, Any]) -> list[Any]:
+        """Return all variables, some of which have changed."""
+        tensors = [changed.get(i, each.t) for i, each in enumerate(self._started.inputs)]
+        return [pfor.wrap(tensor, stacked) for tensor, stacked in zip(tensors, self.stacked)]
+
+    def condition(self, changed: Mapping[int, Any], rows: Any = None) -> Any:
+        """Return the condition, of all rows or of those given by their indices, wrapped."""
+        return _over_rows(self._given, self._loop._cond_func, rows)(self.wrapped(changed))[0]
+
+    def step(self, changed: Mapping[int, Any], rows: Any = None) -> dict[int, Any]:
+        """Return the changing variables after a step."""
+        converted = _over_rows(self._given, self._loop._body_func, rows)(self.wrapped(changed))
+        differing = [i for i in self.changing if converted[i].is_stacked > self.stacked[i]]
+        if differing:
+            raise _DifferingError(differing)
+        count = self._given.pfor.loop_len_vector if rows is None else [tf.size(rows)]
+        results = {i: _alike(converted[i], self.stacked[i], count) for i in self.changing}
+        for i, result in results.items():
+            result.set_shape(self.shapes[i])
+        return results
+
+    def run(self, goes_on: Any, step: Any, state: Sequence[Any], shapes: Sequence[Any]) -> Any:
+        """Run a loop with the options of this one."""
+        parallel = self._given.get_attr("parallel_iterations")
+        return tf.while_loop(goes_on, step, state, shape_invariants=shapes, parallel_iterations=parallel)
+
+
+def _shared_loop(given: Any, loop: Any, differing: Iterable[int]) -> list[Any]:
+    """Return the results of a loop that all rows leave at the same time."""
+    variables = _Variables(given, loop, differing)
+    changing = variables.changing
+
+    def goes_on(*state: Any) -> Any:
+        condition = variables.condition(dict(zip(changing, state)))
+        if condition.is_stacked:
+            raise _DifferingError([])
+        return tf.reshape(condition.t, [])
+
+    def step(*state: Any) -> list[Any]:
+        return [*variables.step(dict(zip(changing, state))).values()]
+
+    shapes = [variables.shapes[i] for i in changing]
+    results = variables.run(goes_on, step, variables.started(changing), shapes)
+    return variables.wrapped(dict(zip(changing, results)))
+
+
+def _parting_loop(given: Any, loop: Any, differing: set[int]) -> list[Any]:
+    """Return the results of a loop that rows leave at different times.
+
+    Each step runs for the rows that remain. A TensorArray for each changing variable takes the values of rows that leave.
+    """
+    _check_parting(given, loop)
+    lists = {i: _List(each) for i, each in enumerate(given.op.inputs) if each.dtype == tf.variant}
+    graph = loop._body_func.graph
+    changed_lists = {i for i in lists if graph.outputs[i] is not graph.inputs[i]}
+    variables = _Variables(given, loop, differing | changed_lists)
+    changing, stacked = variables.changing, variables.stacked
+    carried = [i for i in range(len(stacked)) if stacked[i] or i in changing]
+    count = given.pfor.loop_len_vector[0]
+
+    def part(rows: Any, values: dict[int, Any], finished: dict[int, Any]) -> list[Any]:
+        """Return the rows that remain, their values, and `finished` with those of the rows that leave."""
+        goes_on = tf.reshape(_alike(variables.condition(values, rows), True, [tf.size(rows)]), [-1])
+
+        def split() -> list[Any]:
+            choice = tf.cast(goes_on, tf.int32)
+            gone, remaining = tf.dynamic_partition(rows, choice, 2)
+            staying, arrays = dict(values), dict(finished)
+            for i in carried:
+                if stacked[i]:
+                    each = lists[i].to_rows(values[i], tf.size(rows)) if i in lists else values[i]
+                    leaving, left = tf.dynamic_partition(each, choice, 2)
+                    staying[i] = lists[i].of_rows(left) if i in lists else left
+                else:
+                    leaving = pfor._stack(values[i], [tf.size(gone)]).t
+                if i in finished:
+                    arrays[i] = finished[i].scatter(gone, leaving)
+            return [remaining, *staying.values(), *arrays.values()]
+
+        if not any(i in lists for i in carried):
+            return split()
+        # Without this condition, each step would copy each list.
+        unchanged = [rows, *values.values(), *finished.values()]
+        return list(tf.cond(tf.reduce_all(goes_on) & (tf.size(rows) > 0), lambda: unchanged, split))
+
+    def unpacked(state: Sequence[Any]) -> tuple[Any, dict[int, Any], dict[int, Any]]:
+        rows, *others = state
+        return rows, dict(zip(carried, others)), dict(zip(changing, others[len(carried) :]))
+
+    def step(*state: Any) -> list[Any]:
+        rows, values, finished = unpacked(state)
+        return part(rows, values | variables.step(values, rows), finished)
+
+    arrays = [
+        tf.TensorArray(lists[i].dtype, count, element_shape=[None, *lists[i].shape])
+        if i in lists
+        else tf.TensorArray(graph.inputs[i].dtype, count, element_shape=variables.shapes[i][int(stacked[i]) :])
+        for i in changing
+    ]
+    begun = part(tf.range(count), dict(zip(carried, variables.started(carried))), dict(zip(changing, arrays)))
+    shapes = [tf.TensorShape([None]), *(variables.shapes[i] for i in carried), *[tf.TensorShape([])] * len(changing)]
+    _, _, finished = unpacked(variables.run(lambda rows, *_: tf.size(rows) > 0, step, begun, shapes))
+    results = variables.wrapped({})
+    for i, array in finished.items():
+        values = array.stack()
+        results[i] = pfor.wrap(lists[i].of_rows(values) if i in lists else values, True)
+    return results
+
+
+class _List:
+    """A list with elements of known shape, which pfor holds as a list of elements `[rows, *shape]`."""
+
+    def __init__(self, handle: Any):
+        found = pfor._parse_variant_shapes_and_types(handle)[0]
+        self.dtype, self.shape = tf.as_dtype(found.dtype), tf.TensorShape(found.shape).as_list()
+
+    def to_rows(self, handle: Any, rows: Any) -> Any:
+        """Return the elements as `[rows, length, *shape]`. Those that are not written are zeros, as when they are read."""
+        shape = tf.concat([[rows], tf.constant(self.shape, tf.int32)], 0)
+        elements = tf.raw_ops.TensorListStack(input_handle=handle, element_shape=shape, element_dtype=self.dtype)
+        return swapped(elements)
+
+    def of_rows(self, elements: Any) -> Any:
+        """Return a list of elements that are given as `[rows, length, *shape]`."""
+        shape = tf.constant([-1, *self.shape], tf.int32)
+        return tf.raw_ops.TensorListFromTensor(tensor=swapped(elements), element_shape=shape)
+
+
+def _check_parting(given: Any, loop: Any) -> None:
+    """Raise `NotVectorizableError` for a loop whose rows would have results of different shapes."""
+    if not _keeps_lengths(given, loop):
+        raise NotVectorizableError(
+            "fn has a loop that rows leave at different times, with a list that may grow",
+            "give the tf.TensorArray a fixed size and element_shape",
+        )
+    if any(start.shape.is_fully_defined() > end.shape.is_fully_defined() for start, end in _variables(given.op)):
+        raise NotVectorizableError(
+            "fn has a loop that rows leave at different times, with a tensor whose shape may change in it",
+            "keep its shape with tf.ensure_shape",
+        )
+
+
+def _alike(result: Any, stacked: bool, rows: Any) -> Any:
+    """Return the tensor of a result, repeated for each row if it is shared and `stacked` is true."""
+    return pfor._stack(result.t, rows).t if stacked and not result.is_stacked else result.t
+
+
+def _keeps_lengths(given: Any, loop: Any) -> bool:
+    """Whether all lists of a loop have elements of known shape, and keep their lengths, so that rows can leave with theirs."""
+    lists = [each for each in given.op.inputs if each.dtype == tf.variant]
+    if not lists:
+        return True
+    if not all(
+        tf.TensorShape(pfor._parse_variant_shapes_and_types(each)[0].shape).is_fully_defined() for each in lists
+    ):
+        return False
+    for each in _graphs_of(loop):
+        if any(output.op.type in _OF_NEW_LISTS for output in each.outputs):
+            return False
+        if any(op.type in _OF_LENGTHS or _resizes(op) for op in each.get_operations()):
+            return False
+    return True
+
+
+def _graphs_of(loop: Any) -> list[Any]:
+    """Return the graphs of a loop's body and of the functions that it calls."""
+    graph = loop._body_func.graph
+    return [graph, *functions_within(graph)]
+
+
+_OF_NEW_LISTS = {
+    "EmptyTensorList",
+    "TensorListFromTensor",
+    "TensorListReserve",
+    "TensorListScatterV2",
+    "TensorListSplit",
+}
+"""Types of ops that make a list, whose length a body that returns it does not keep."""
+
+_OF_LENGTHS = {
+    "TensorListConcatLists",
+    "TensorListPopBack",
+    "TensorListPushBack",
+    "TensorListPushBackBatch",
+    "TensorListResize",
+    "TensorListScatterIntoExistingList",
+}
+"""Types of ops that may change the length of a list."""
+
+
+def _resizes(op: Any) -> bool:
+    """Whether an op may write an element after the end of a list, as in `tf.TensorArray(..., dynamic_size=True)`."""
+    return op.type == "TensorListSetItem" and bool(op.get_attr("resize_if_index_out_of_bounds"))
+
+
+def _variables(op: Any) -> list[tuple[Any, Any]]:
+    """Return the initial and the final tensor of each loop variable that is a dense tensor."""
+    pairs = zip(op.inputs, op.outputs)
+    return [(start, end) for start, end in pairs if end.dtype not in (tf.variant, tf.resource)]
+
+
+def _spread(loop: Any, differing: set[int]) -> set[int]:
+    """Return the indices of the loop variables that depend on the row in some step, if these do at the start."""
+    body = loop._body_func.graph
+    while True:
+        reached = _depending(body, differing)
+        more = differing | {i for i, result in enumerate(body.outputs) if result.name in reached}
+        if more == differing:
+            return differing
+        differing = more
+
+
+def _depending(graph: Any, inputs: Iterable[int]) -> set[str]:
+    """Return the names of the tensors in a function's graph whose values depend on these inputs."""
+    reached = {graph.inputs[i].name for i in inputs}
+    for op in graph.get_operations():
+        if op.type not in _OF_SHAPES and any(tensor.name in reached for tensor in op.inputs):
+            reached |= {result.name for result in op.outputs}
+    return reached
+
+
+_OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "TensorListLength", "TensorListElementShape"}
+
+
+def _over_rows(given: Any, function: Any, rows: Any) -> Any:
+    """Convert a function of the graph for one row into a function for the rows of these indices, or for all if `None`.
+
+    It adds its ops to the current graph. TensorFlow would call a function that returns all loop variables. The handle of a
+    lookup table among them has no gradient.
+    """
+    outer, graph = given.pfor, function.graph
+
+    def run(inputs: Sequence[Any]) -> list[Any]:
+        converter = pfor.PFor(
+            loop_var=outer.loop_var,
+            loop_len=outer.loop_len_vector[0] if rows is None else tf.size(rows),
+            pfor_ops=graph.get_operations(),
+            fallback_to_while_loop=outer.fallback_to_while_loop,
+            all_indices=outer.all_indices if rows is None else tf.gather(outer.all_indices, rows),
+            all_indices_partitioned=outer.all_indices_partitioned or rows is not None,
+            pfor_config=outer.pfor_config,
+        )
+        for placeholder, taken in zip(graph.inputs, inputs):
+            converter._add_conversion(placeholder, taken)
+        return [converter._convert_helper(output) for output in graph.outputs]
+
+    return run
