@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.indexing import StackedList
 from devicemap._tensorflow.loops import convert_loop
 from devicemap._tensorflow.pfor import (
     Converter,
@@ -48,13 +49,18 @@ def _branch(given: Any, index: Any, names: Sequence[str]) -> list[Any]:
         places = tf.dynamic_partition(tf.range(rows.loop_len_vector[0]), index, len(names))
 
     def run(name: str, indices: Any, place: Any) -> list[Any]:
-        taken = pfor._partition_inputs_for_indices(inputs, place)
+        taken = [_taken(each, row, place, rows.loop_len_vector[0]) for each, row in zip(inputs, given.op.inputs[1:])]
         return list(pfor._outputs_for_branch(name, indices, given, taken))
 
     def skip() -> list[Any]:
         return [tf.zeros([0, *output.shape], output.dtype) for output in outputs]
 
-    if any(output.dtype == tf.variant or not output.shape.is_fully_defined() for output in outputs):
+    if any(output.dtype == tf.variant for output in outputs):
+        raise NotVectorizableError(
+            "fn has a branch that writes to a list, such as a tf.TensorArray",
+            "write to it after the branch, as in array.write(i, tf.where(condition, x, y))",
+        )
+    if not all(output.shape.is_fully_defined() for output in outputs):
         raise NotVectorizableError(
             "fn has a branch whose results may differ in shape between rows",
             "give the results of both branches the same shape, with tf.ensure_shape if TensorFlow does not know it",
@@ -63,6 +69,20 @@ def _branch(given: Any, index: Any, names: Sequence[str]) -> list[Any]:
     for name, indices, place in zip(names, of_branches, places):
         results.append(tf.cond(tf.size(indices) > 0, partial(run, name, indices, place), skip))
     return wrap_stacked(tf.dynamic_stitch(places, parts) for parts in zip(*results))
+
+
+def _taken(given: Any, of_row: Any, indices: Any, count: Any) -> Any:
+    """Return an input for the rows of these indices, out of `count`. `of_row` is the input for one row."""
+    if not given.is_stacked:
+        return given
+    if given.t.dtype != tf.variant:
+        return pfor.wrap(tf.gather(given.t, indices), True)
+    elements = StackedList(of_row)
+
+    def some() -> Any:
+        return elements.of_rows(tf.gather(elements.to_rows(given.t, count), indices))
+
+    return pfor.wrap(tf.cond(tf.size(indices) == count, lambda: given.t, some), True)
 
 
 CONTROL_FLOW: dict[str, Converter] = {

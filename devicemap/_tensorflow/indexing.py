@@ -189,6 +189,32 @@ def swapped(tensor: Any) -> Any:
     return tf.transpose(tensor, order)
 
 
+class StackedList:
+    """A TensorList with elements of known shape, as it is converted: a list of elements `[rows, *shape]`."""
+
+    def __init__(self, handle: Any):
+        """`handle` is the list of one row."""
+        found = pfor._parse_variant_shapes_and_types(handle)[0]
+        self.dtype, shape = tf.as_dtype(found.dtype), tf.TensorShape(found.shape)
+        if not shape.is_fully_defined():
+            raise NotVectorizableError(
+                "fn has a loop or a branch that not all rows run, with a list whose elements have an unknown shape",
+                "give the tf.TensorArray an element_shape",
+            )
+        self.shape = shape.as_list()
+
+    def to_rows(self, handle: Any, rows: Any) -> Any:
+        """Return the elements as `[rows, length, *shape]`. Those that are not written are zeros, as when they are read."""
+        shape = tf.concat([[rows], tf.constant(self.shape, tf.int32)], 0)
+        elements = tf.raw_ops.TensorListStack(input_handle=handle, element_shape=shape, element_dtype=self.dtype)
+        return swapped(elements)
+
+    def of_rows(self, elements: Any) -> Any:
+        """Return a list of elements that are given as `[rows, length, *shape]`."""
+        shape = tf.constant([-1, *self.shape], tf.int32)
+        return tf.raw_ops.TensorListFromTensor(tensor=swapped(elements), element_shape=shape)
+
+
 LISTS = (
     "TensorListReserve",
     "TensorListFromTensor",

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import functions_within
-from devicemap._tensorflow.indexing import swapped
+from devicemap._tensorflow.indexing import StackedList
 from devicemap._tensorflow.pfor import NotVectorizableError, pfor, with_own_inputs
 
 
@@ -110,7 +110,7 @@ def _parting_loop(given: Any, loop: Any, differing: set[int]) -> list[Any]:
     Each step runs for the rows that remain. A TensorArray for each changing variable takes the values of rows that leave.
     """
     _check_parting(given, loop)
-    lists = {i: _List(each) for i, each in enumerate(given.op.inputs) if each.dtype == tf.variant}
+    lists = {i: StackedList(each) for i, each in enumerate(given.op.inputs) if each.dtype == tf.variant}
     graph = loop._body_func.graph
     changed_lists = {i for i in lists if graph.outputs[i] is not graph.inputs[i]}
     variables = _Variables(given, loop, differing | changed_lists)
@@ -165,25 +165,6 @@ def _parting_loop(given: Any, loop: Any, differing: set[int]) -> list[Any]:
         values = array.stack()
         results[i] = pfor.wrap(lists[i].of_rows(values) if i in lists else values, True)
     return results
-
-
-class _List:
-    """A list with elements of known shape, which pfor holds as a list of elements `[rows, *shape]`."""
-
-    def __init__(self, handle: Any):
-        found = pfor._parse_variant_shapes_and_types(handle)[0]
-        self.dtype, self.shape = tf.as_dtype(found.dtype), tf.TensorShape(found.shape).as_list()
-
-    def to_rows(self, handle: Any, rows: Any) -> Any:
-        """Return the elements as `[rows, length, *shape]`. Those that are not written are zeros, as when they are read."""
-        shape = tf.concat([[rows], tf.constant(self.shape, tf.int32)], 0)
-        elements = tf.raw_ops.TensorListStack(input_handle=handle, element_shape=shape, element_dtype=self.dtype)
-        return swapped(elements)
-
-    def of_rows(self, elements: Any) -> Any:
-        """Return a list of elements that are given as `[rows, length, *shape]`."""
-        shape = tf.constant([-1, *self.shape], tf.int32)
-        return tf.raw_ops.TensorListFromTensor(tensor=swapped(elements), element_shape=shape)
 
 
 def _check_parting(given: Any, loop: Any) -> None:

@@ -26,7 +26,6 @@ pfor = Private(
         "_PforInput",
         "_outputs_for_branch",
         "_parse_variant_shapes_and_types",
-        "_partition_inputs_for_indices",
         "_pfor_converter_registry",
         "_stack",
         "wrap",

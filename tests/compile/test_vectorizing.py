@@ -36,6 +36,13 @@ def _growing(row: Any) -> Any:
     return tf.reduce_sum(found)
 
 
+def _list_of_branches(row: Any) -> Any:
+    signs = tf.TensorArray(tf.float32, 3, element_shape=[])
+    for i in tf.range(3):
+        signs = signs.write(i, 1.0) if row[i] > 0 else signs.write(i, -1.0)
+    return signs.stack()
+
+
 def _joined(row: Any) -> Any:
     array = tf.TensorArray(tf.float32, 2, infer_shape=False).write(0, row[:1]).write(1, row[1:])
     return tf.reduce_sum(array.concat())
@@ -80,6 +87,7 @@ ROW_BY_ROW: list[tuple[Callable[..., Any], Any, str]] = [
     ),
     (_growing, VECTORS, "a loop that rows leave at different times, with a tensor whose shape may change in it"),
     (_list_that_grows, VECTORS, "a loop that rows leave at different times, with a list that may grow"),
+    (_list_of_branches, VECTORS, "a branch that writes to a list"),
     (_joined, VECTORS, "TensorListConcatV2 has no tested vectorised form"),
     (lambda s: tf.unique(tf.strings.bytes_split(s))[0], TEXT, "StringSplit has no vectorised form"),
     (lambda r: tf.numpy_function(np.sin, [r], tf.float32), VECTORS, "PyFunc acts once per row"),

@@ -80,6 +80,26 @@ def until_small(row: Any) -> Any:
     return row
 
 
+def until_an_element(row: Any) -> Any:
+    total = tf.zeros([], tf.float64)
+    for element in row:
+        if element > 1.0:
+            break
+        if element < -1.0:
+            continue
+        total += element
+    return total
+
+
+def elements_that_some_read(row: Any) -> Any:
+    elements = tf.TensorArray(tf.float64, 3, element_shape=[], clear_after_read=False).unstack(row)
+    total = elements.read(0)
+    for i in tf.range(3):
+        if row[0] > 0:
+            total += elements.read(i) * total
+    return total
+
+
 def branch_in_loop(row: Any) -> Any:
     for i in tf.range(4):
         if row[0] > 0.2:
@@ -128,6 +148,8 @@ FUNCTIONS = {
     "nested loops": (nested, ROWS),
     "until small": (until_small, ROWS),
     "branch in a loop": (branch_in_loop, ROWS),
+    "until an element": (until_an_element, ROWS),
+    "elements that some rows read": (elements_that_some_read, ROWS),
     "product that no row takes": (
         lambda r: tf.cond(r[0] > NEVER, lambda: tf.matmul(r[None], WEIGHTS)[0], lambda: r * 2.0), ROWS),
     "convolution that no row takes": (lambda r: tf.cond(r[0] > NEVER, lambda: convolved(r), lambda: r - 1.0), ROWS),
