@@ -23,6 +23,16 @@ def on_host(fn: Callable[[Any], Any], *args: Any) -> Any:
         return fn(*args)
 
 
+with tf.device("GPU:0"):
+    decay = tf.Variable(0.9)
+
+
+def leaving(row: Any) -> Any:
+    """Rows leave the loop at different times."""
+    goes_on = lambda state: tf.norm(state) > 1.0 + tf.nn.relu(row[0, 0])
+    return tf.while_loop(goes_on, lambda state: (decay * tf.sin(state) * weights,), (row,))[0]
+
+
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batch_size": 3}], ids=str)
 @pytest.mark.parametrize("fn", [wave, scanning])
 def test_results_equal_those_of_map_fn(fn: Any, options: dict[str, Any]) -> None:
@@ -56,7 +66,7 @@ def test_random_streams_do_not_repeat_and_seeds_do_not_depend_on_devices() -> No
     np.testing.assert_array_equal(*seeded)
 
 
-@pytest.mark.parametrize("fn", [wave, scanning])
+@pytest.mark.parametrize("fn", [wave, scanning, leaving])
 def test_gradients_equal_those_of_map_fn_and_are_computed_where_the_forward_pass_was(fn: Any) -> None:
     mapper = on_gpus(fn)
     gradients_of(mapper, rows, weights)
