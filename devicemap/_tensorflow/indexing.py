@@ -198,7 +198,7 @@ class StackedList:
         self.dtype, shape = tf.as_dtype(found.dtype), tf.TensorShape(found.shape)
         if not shape.is_fully_defined():
             raise NotVectorizableError(
-                "fn has a loop or a branch that not all rows run, with a list whose elements have an unknown shape",
+                "fn has a loop or a branch that only some rows run, with a list whose elements have an unknown shape",
                 "give the tf.TensorArray an element_shape",
             )
         self.shape = shape.as_list()

@@ -65,11 +65,11 @@ class _Variables:
 
     def condition(self, changed: Mapping[int, Any], rows: Any = None) -> Any:
         """Return the condition, of all rows or of those given by their indices, wrapped."""
-        return _over_rows(self._given, self._loop._cond_func, rows)(self.wrapped(changed))[0]
+        return _over_rows(self._given, self._loop._cond_func, self.wrapped(changed), rows)[0]
 
     def step(self, changed: Mapping[int, Any], rows: Any = None) -> dict[int, Any]:
         """Return the changing variables after a step."""
-        converted = _over_rows(self._given, self._loop._body_func, rows)(self.wrapped(changed))
+        converted = _over_rows(self._given, self._loop._body_func, self.wrapped(changed), rows)
         differing = [i for i in self.changing if converted[i].is_stacked > self.stacked[i]]
         if differing:
             raise _DifferingError(differing)
@@ -110,12 +110,12 @@ def _parting_loop(given: Any, loop: Any, differing: set[int]) -> list[Any]:
     Each step runs for the rows that remain. A TensorArray for each changing variable takes the values of rows that leave.
     """
     _check_parting(given, loop)
-    lists = {i: StackedList(each) for i, each in enumerate(given.op.inputs) if each.dtype == tf.variant}
-    graph = loop._body_func.graph
-    changed_lists = {i for i in lists if graph.outputs[i] is not graph.inputs[i]}
+    graph, given_lists = loop._body_func.graph, _lists(given.op)
+    changed_lists = {i for i in given_lists if graph.outputs[i] is not graph.inputs[i]}
     variables = _Variables(given, loop, differing | changed_lists)
     changing, stacked = variables.changing, variables.stacked
     carried = [i for i in range(len(stacked)) if stacked[i] or i in changing]
+    lists = {i: StackedList(each) for i, each in given_lists.items() if i in carried}
     count = given.pfor.loop_len_vector[0]
 
     def part(rows: Any, values: dict[int, Any], finished: dict[int, Any]) -> list[Any]:
@@ -137,7 +137,7 @@ def _parting_loop(given: Any, loop: Any, differing: set[int]) -> list[Any]:
                     arrays[i] = finished[i].scatter(gone, leaving)
             return [remaining, *staying.values(), *arrays.values()]
 
-        if not any(i in lists for i in carried):
+        if not lists:
             return split()
         # Without this condition, each step would copy each list.
         unchanged = [rows, *values.values(), *finished.values()]
@@ -186,15 +186,15 @@ def _alike(result: Any, stacked: bool, rows: Any) -> Any:
     return pfor._stack(result.t, rows).t if stacked and not result.is_stacked else result.t
 
 
+def _lists(op: Any) -> dict[int, Any]:
+    """Return the inputs of a loop that are TensorLists, by index."""
+    return {i: each for i, each in enumerate(op.inputs) if each.dtype == tf.variant}
+
+
 def _keeps_lengths(given: Any, loop: Any) -> bool:
-    """Whether all lists of a loop have elements of known shape, and keep their lengths, so that rows can leave with theirs."""
-    lists = [each for each in given.op.inputs if each.dtype == tf.variant]
-    if not lists:
+    """Whether all lists of a loop keep their lengths, so that rows can leave with theirs."""
+    if not _lists(given.op):
         return True
-    if not all(
-        tf.TensorShape(pfor._parse_variant_shapes_and_types(each)[0].shape).is_fully_defined() for each in lists
-    ):
-        return False
     for each in _graphs_of(loop):
         if any(output.op.type in _OF_NEW_LISTS for output in each.outputs):
             return False
@@ -263,26 +263,22 @@ def _depending(graph: Any, inputs: Iterable[int]) -> set[str]:
 _OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "TensorListLength", "TensorListElementShape"}
 
 
-def _over_rows(given: Any, function: Any, rows: Any) -> Any:
-    """Convert a function of the graph for one row into a function for the rows of these indices, or for all if `None`.
+def _over_rows(given: Any, function: Any, inputs: Sequence[Any], rows: Any) -> list[Any]:
+    """Return the results of a function of the graph for one row, for the rows of these indices, or for all if `None`.
 
-    It adds its ops to the current graph. TensorFlow would call a function that returns all loop variables. The handle of a
+    Its ops are added to the current graph. TensorFlow would call a function that returns all loop variables. The handle of a
     lookup table among them has no gradient.
     """
     outer, graph = given.pfor, function.graph
-
-    def run(inputs: Sequence[Any]) -> list[Any]:
-        converter = pfor.PFor(
-            loop_var=outer.loop_var,
-            loop_len=outer.loop_len_vector[0] if rows is None else tf.size(rows),
-            pfor_ops=graph.get_operations(),
-            fallback_to_while_loop=outer.fallback_to_while_loop,
-            all_indices=outer.all_indices if rows is None else tf.gather(outer.all_indices, rows),
-            all_indices_partitioned=outer.all_indices_partitioned or rows is not None,
-            pfor_config=outer.pfor_config,
-        )
-        for placeholder, taken in zip(graph.inputs, inputs):
-            converter._add_conversion(placeholder, taken)
-        return [converter._convert_helper(output) for output in graph.outputs]
-
-    return run
+    converter = pfor.PFor(
+        loop_var=outer.loop_var,
+        loop_len=outer.loop_len_vector[0] if rows is None else tf.size(rows),
+        pfor_ops=graph.get_operations(),
+        fallback_to_while_loop=outer.fallback_to_while_loop,
+        all_indices=outer.all_indices if rows is None else tf.gather(outer.all_indices, rows),
+        all_indices_partitioned=outer.all_indices_partitioned or rows is not None,
+        pfor_config=outer.pfor_config,
+    )
+    for placeholder, taken in zip(graph.inputs, inputs):
+        converter._add_conversion(placeholder, taken)
+    return [converter._convert_helper(output) for output in graph.outputs]
