@@ -1,4 +1,4 @@
-"""Converters of control flow: loops and branches for all rows at once."""
+"""Converters of control flow: calls, branches and loops for all rows at once."""
 
 from __future__ import annotations
 
@@ -8,49 +8,68 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import functions_by_name
 from devicemap._tensorflow.indexing import StackedList
 from devicemap._tensorflow.loops import convert_loop
 from devicemap._tensorflow.pfor import (
     Converter,
     NotVectorizableError,
-    convert_as_tensorflow,
+    convert_graph,
+    for_each,
     pfor,
     wrap_stacked,
 )
 
 
-def convert_if(given: Any) -> list[Any]:
-    """Run each branch for the rows that take it, if there are any.
+def convert_call(given: Any) -> list[Any]:
+    """Convert the ops of a function that is called."""
+    return convert_graph(given, _function(given, given.get_attr("f")), given.inputs)
 
-    TensorFlow's converter also runs a branch for zero rows, for which ops that reshape to -1 fail.
-    """
-    if not given.input(0).is_stacked:
-        return list(convert_as_tensorflow(given))
-    names = [given.get_attr(branch).name for branch in ("else_branch", "then_branch")]
-    return _branch(given, tf.cast(given.stacked_input(0), tf.int32), names)
+
+def convert_if(given: Any) -> list[Any]:
+    """Convert `tf.cond`."""
+    branches = [_function(given, given.get_attr(branch)) for branch in ("else_branch", "then_branch")]
+    if given.input(0).is_stacked:
+        return _parting_branches(given, tf.cast(given.stacked_input(0), tf.int32), branches)
+    return _shared_branch(given, tf.cast(given.unstacked_input(0), tf.int32), branches)
 
 
 def convert_case(given: Any) -> list[Any]:
-    """Convert `tf.switch_case` like `convert_if`. An index out of range selects the last branch, as TensorFlow does."""
+    """Convert `tf.switch_case`. An index out of range selects the last branch, as TensorFlow does."""
+    branches = [_function(given, branch) for branch in given.get_attr("branches")]
     if not given.input(0).is_stacked:
-        return list(convert_as_tensorflow(given))
-    names = [branch.name for branch in given.get_attr("branches")]
+        return _shared_branch(given, given.unstacked_input(0), branches)
     index = given.stacked_input(0)
-    known = (index >= 0) & (index < len(names))
-    return _branch(given, tf.where(known, index, len(names) - 1), names)
+    known = (index >= 0) & (index < len(branches))
+    return _parting_branches(given, tf.where(known, index, len(branches) - 1), branches)
 
 
-def _branch(given: Any, index: Any, names: Sequence[str]) -> list[Any]:
-    """Run each row through the function that `index` (int32 `[rows]`) selects in `names`."""
-    rows, inputs, outputs = given.pfor, given.inputs[1:], given.op.outputs
-    of_branches = tf.dynamic_partition(rows.all_indices, index, len(names))
-    places = of_branches
-    if rows.all_indices_partitioned:
-        places = tf.dynamic_partition(tf.range(rows.loop_len_vector[0]), index, len(names))
+def _function(given: Any, named: Any) -> Any:
+    """Return the graph of a function that an op calls."""
+    return functions_by_name(given.op.graph)[named.name]
 
-    def run(name: str, indices: Any, place: Any) -> list[Any]:
-        taken = [_taken(each, row, place, rows.loop_len_vector[0]) for each, row in zip(inputs, given.op.inputs[1:])]
-        return list(pfor._outputs_for_branch(name, indices, given, taken))
+
+def _shared_branch(given: Any, index: Any, branches: Sequence[Any]) -> list[Any]:
+    """Run all rows through the branch that `index` (an int32 scalar) selects."""
+
+    def run(branch: Any) -> list[Any]:
+        return [
+            for_each(result, given.pfor.loop_len_vector) for result in convert_graph(given, branch, given.inputs[1:])
+        ]
+
+    return wrap_stacked(tf.switch_case(index, [partial(run, branch) for branch in branches]))
+
+
+def _parting_branches(given: Any, index: Any, branches: Sequence[Any]) -> list[Any]:
+    """Run each row through the branch that `index` (int32 `[rows]`) selects.
+
+    TensorFlow's converter also runs a branch for zero rows, for which ops that reshape to -1 fail.
+    """
+    inputs, outputs, count = given.inputs[1:], given.op.outputs, given.pfor.loop_len_vector[0]
+
+    def run(branch: Any, rows: Any) -> list[Any]:
+        taken = [_taken(each, of_row, rows, count) for each, of_row in zip(inputs, given.op.inputs[1:])]
+        return [for_each(result, [tf.size(rows)]) for result in convert_graph(given, branch, taken, rows)]
 
     def skip() -> list[Any]:
         return [tf.zeros([0, *output.shape], output.dtype) for output in outputs]
@@ -65,10 +84,11 @@ def _branch(given: Any, index: Any, names: Sequence[str]) -> list[Any]:
             "fn has a branch whose results may differ in shape between rows",
             "give the results of both branches the same shape, with tf.ensure_shape if TensorFlow does not know it",
         )
-    results = []
-    for name, indices, place in zip(names, of_branches, places):
-        results.append(tf.cond(tf.size(indices) > 0, partial(run, name, indices, place), skip))
-    return wrap_stacked(tf.dynamic_stitch(places, parts) for parts in zip(*results))
+    of_branches = tf.dynamic_partition(tf.range(count), index, len(branches))
+    results = [
+        tf.cond(tf.size(rows) > 0, partial(run, branch, rows), skip) for branch, rows in zip(branches, of_branches)
+    ]
+    return wrap_stacked(tf.dynamic_stitch(of_branches, parts) for parts in zip(*results))
 
 
 def _taken(given: Any, of_row: Any, indices: Any, count: Any) -> Any:
@@ -86,6 +106,8 @@ def _taken(given: Any, of_row: Any, indices: Any, count: Any) -> Any:
 
 
 CONTROL_FLOW: dict[str, Converter] = {
+    "PartitionedCall": convert_call,
+    "StatefulPartitionedCall": convert_call,
     "While": convert_loop,
     "StatelessWhile": convert_loop,
     "If": convert_if,

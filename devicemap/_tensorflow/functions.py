@@ -156,22 +156,18 @@ _own: weakref.WeakSet[Any] = weakref.WeakSet()
 """Graphs that `own_functions` found. Later traces in `tracing_again` with the same key share them."""
 
 
-def own_functions(graph: Any) -> tuple[list[Any], list[Any]]:
-    """Return the graphs of the functions that were traced for a graph, and those of other functions that it calls.
+def own_functions(graph: Any) -> list[Any]:
+    """Return the graphs of the functions that were traced for a graph, or for a graph given before.
 
-    The other functions were traced before. Users may call them, so they must not change.
+    Users may call the other functions, so that these must not change.
     """
-    own, others = [], []
     for inner in functions_within(graph):
         outer = inner
         while outer is not None and outer is not graph and outer not in _own:
             outer = getattr(outer, "outer_graph", None)
-        if outer is None:
-            others.append(inner)
-        else:
+        if outer is not None:
             _own.add(inner)
-            own.append(inner)
-    return own, others
+    return [inner for inner in functions_within(graph) if inner in _own]
 
 
 @with_fallback(nothing, _context)

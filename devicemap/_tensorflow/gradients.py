@@ -179,7 +179,7 @@ def _bring_inputs(op: Any) -> None:
 
 def _ops_of(graph: Any) -> list[Any]:
     """Return the ops of a function's graph and of the functions that were traced for it."""
-    return [op for each in (graph, *own_functions(graph)[0]) for op in each.get_operations()]
+    return [op for each in (graph, *own_functions(graph)) for op in each.get_operations()]
 
 
 @with_fallback(nothing, _registry, _operations)

@@ -194,8 +194,11 @@ class StackedList:
 
     def __init__(self, handle: Any):
         """`handle` is the list of one row."""
-        found = pfor._parse_variant_shapes_and_types(handle)[0]
-        self.dtype, shape = tf.as_dtype(found.dtype), tf.TensorShape(found.shape)
+        try:
+            found = pfor._parse_variant_shapes_and_types(handle)[0]
+            self.dtype, shape = tf.as_dtype(found.dtype), tf.TensorShape(found.shape)
+        except ValueError:  # TensorFlow does not save the shape for functions of a SavedModel
+            shape = tf.TensorShape(None)
         if not shape.is_fully_defined():
             raise NotVectorizableError(
                 "fn has a loop or a branch that only some rows run, with a list whose elements have an unknown shape",

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import functions_within
 from devicemap._tensorflow.indexing import StackedList
-from devicemap._tensorflow.pfor import NotVectorizableError, pfor, with_own_inputs
+from devicemap._tensorflow.pfor import NotVectorizableError, convert_graph, for_each, pfor, with_own_inputs
 
 
 def convert_loop(given: Any) -> list[Any]:
@@ -65,16 +65,16 @@ class _Variables:
 
     def condition(self, changed: Mapping[int, Any], rows: Any = None) -> Any:
         """Return the condition, of all rows or of those given by their indices, wrapped."""
-        return _over_rows(self._given, self._loop._cond_func, self.wrapped(changed), rows)[0]
+        return convert_graph(self._given, self._loop._cond_func.graph, self.wrapped(changed), rows)[0]
 
     def step(self, changed: Mapping[int, Any], rows: Any = None) -> dict[int, Any]:
         """Return the changing variables after a step."""
-        converted = _over_rows(self._given, self._loop._body_func, self.wrapped(changed), rows)
+        converted = convert_graph(self._given, self._loop._body_func.graph, self.wrapped(changed), rows)
         differing = [i for i in self.changing if converted[i].is_stacked > self.stacked[i]]
         if differing:
             raise _DifferingError(differing)
         count = self._given.pfor.loop_len_vector if rows is None else [tf.size(rows)]
-        results = {i: _alike(converted[i], self.stacked[i], count) for i in self.changing}
+        results = {i: for_each(converted[i], count) if self.stacked[i] else converted[i].t for i in self.changing}
         for i, result in results.items():
             result.set_shape(self.shapes[i])
         return results
@@ -120,7 +120,7 @@ def _parting_loop(given: Any, loop: Any, differing: set[int]) -> list[Any]:
 
     def part(rows: Any, values: dict[int, Any], finished: dict[int, Any]) -> list[Any]:
         """Return the rows that remain, their values, and `finished` with those of the rows that leave."""
-        goes_on = tf.reshape(_alike(variables.condition(values, rows), True, [tf.size(rows)]), [-1])
+        goes_on = tf.reshape(for_each(variables.condition(values, rows), [tf.size(rows)]), [-1])
 
         def split() -> list[Any]:
             choice = tf.cast(goes_on, tf.int32)
@@ -132,7 +132,7 @@ def _parting_loop(given: Any, loop: Any, differing: set[int]) -> list[Any]:
                     leaving, left = tf.dynamic_partition(each, choice, 2)
                     staying[i] = lists[i].of_rows(left) if i in lists else left
                 else:
-                    leaving = pfor._stack(values[i], [tf.size(gone)]).t
+                    leaving = for_each(pfor.wrap(values[i], False), [tf.size(gone)])
                 if i in finished:
                     arrays[i] = finished[i].scatter(gone, leaving)
             return [remaining, *staying.values(), *arrays.values()]
@@ -179,11 +179,6 @@ def _check_parting(given: Any, loop: Any) -> None:
             "fn has a loop that rows leave at different times, with a tensor whose shape may change in it",
             "keep its shape with tf.ensure_shape",
         )
-
-
-def _alike(result: Any, stacked: bool, rows: Any) -> Any:
-    """Return the tensor of a result, repeated for each row if it is shared and `stacked` is true."""
-    return pfor._stack(result.t, rows).t if stacked and not result.is_stacked else result.t
 
 
 def _lists(op: Any) -> dict[int, Any]:
@@ -261,24 +256,3 @@ def _depending(graph: Any, inputs: Iterable[int]) -> set[str]:
 
 
 _OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "TensorListLength", "TensorListElementShape"}
-
-
-def _over_rows(given: Any, function: Any, inputs: Sequence[Any], rows: Any) -> list[Any]:
-    """Return the results of a function of the graph for one row, for the rows of these indices, or for all if `None`.
-
-    Its ops are added to the current graph. TensorFlow would call a function that returns all loop variables. The handle of a
-    lookup table among them has no gradient.
-    """
-    outer, graph = given.pfor, function.graph
-    converter = pfor.PFor(
-        loop_var=outer.loop_var,
-        loop_len=outer.loop_len_vector[0] if rows is None else tf.size(rows),
-        pfor_ops=graph.get_operations(),
-        fallback_to_while_loop=outer.fallback_to_while_loop,
-        all_indices=outer.all_indices if rows is None else tf.gather(outer.all_indices, rows),
-        all_indices_partitioned=outer.all_indices_partitioned or rows is not None,
-        pfor_config=outer.pfor_config,
-    )
-    for placeholder, taken in zip(graph.inputs, inputs):
-        converter._add_conversion(placeholder, taken)
-    return [converter._convert_helper(output) for output in graph.outputs]

@@ -21,10 +21,10 @@ from devicemap._tensorflow import Private, usable
 pfor = Private(
     "tensorflow.python.ops.parallel_for.pfor",
     *(
+        "ConversionNotImplementedError",
         "PFor",
         "WhileV2",
         "_PforInput",
-        "_outputs_for_branch",
         "_parse_variant_shapes_and_types",
         "_pfor_converter_registry",
         "_stack",
@@ -38,7 +38,8 @@ Converter = Callable[[Any], Any]
 Policy = Callable[[Any, Converter | None], Any]
 """`(given, converter)` -> the results of an op. `converter` is the one of its type, or `None`."""
 
-_converting = threading.local()
+_converting = threading.RLock()
+"""Held while ops have converters of devicemap."""
 
 
 class NotVectorizableError(Exception):
@@ -85,7 +86,7 @@ def take_all_rows(taken: Any) -> None:
 
 @contextlib.contextmanager
 def convert_by(policy: Policy, graphs: Iterable[Any], converters: Mapping[str, Converter]) -> Iterator[None]:
-    """Convert each op of these graphs by a policy, in this thread.
+    """Convert each op of these graphs by a policy, in this thread and context. Otherwise, TensorFlow converts them as before.
 
     Args:
         policy: converts an op.
@@ -95,26 +96,24 @@ def convert_by(policy: Policy, graphs: Iterable[Any], converters: Mapping[str, C
     if not checks_ops():
         yield
         return
-    for graph in graphs:
-        for op in graph.get_operations():
-            op.pfor_converter = partial(_convert, converters.get(op.type))
-    _converting.policy = policy
-    try:
-        yield
-    finally:
-        del _converting.policy
+    ops = {op for graph in graphs for op in graph.get_operations()}  # several functions may share a graph
+    with _converting:  # several threads may convert a function that users traced
+        for op in ops:
+            op.pfor_converter = partial(_convert, policy, threading.get_ident(), converters.get(op.type))
+        try:
+            yield
+        finally:
+            for op in ops:
+                del op.pfor_converter
 
 
-def _convert(own: Converter | None, given: Any) -> Any:
+def _convert(policy: Policy, thread: int, own: Converter | None, given: Any) -> Any:
     converter = pfor._pfor_converter_registry.get(given.op.type)
-    policy: Policy | None = getattr(_converting, "policy", None)
-    if policy is not None:
+    if threading.get_ident() == thread:
         return policy(given, own or converter)
-    # `fn` itself vectorises a function that was traced for it.
-    converter = converter or own
-    if converter is None:
-        raise ValueError(f"No pfor vectorization defined for {given.op.type}")
-    return converter(with_own_inputs(given))
+    if converter is None:  # TensorFlow then runs the op in a loop over rows, if it may
+        raise pfor.ConversionNotImplementedError(f"No pfor vectorization defined for {given.op.type}")
+    return converter(given)
 
 
 def convert_as_tensorflow(given: Any) -> Any:
@@ -129,8 +128,33 @@ def with_own_inputs(given: Any) -> Any:
 
 def for_all_rows(given: Any, place: int) -> Any:
     """Return an input as a tensor `[rows, ...]`, repeated if all rows share it."""
-    taken = given.input(place)
-    return taken.t if taken.is_stacked else pfor._stack(taken.t, given.pfor.loop_len_vector).t
+    return for_each(given.input(place), given.pfor.loop_len_vector)
+
+
+def for_each(result: Any, count: Any) -> Any:
+    """Return a wrapped result as a tensor `[rows, ...]`, repeated if all rows share it. `count`: the number of rows, `[1]`."""
+    return result.t if result.is_stacked else pfor._stack(result.t, count).t
+
+
+def convert_graph(given: Any, graph: Any, inputs: Iterable[Any], rows: Any = None) -> list[Any]:
+    """Return the wrapped results of a function's graph for one row, for the rows of these indices, or for all if `None`.
+
+    Its ops are added to the current graph. TensorFlow would call a function that returns these results, but it does not find
+    the results of a function of a SavedModel, and the handle of a lookup table among them has no gradient.
+    """
+    outer = given.pfor
+    converter = pfor.PFor(
+        loop_var=outer.loop_var,
+        loop_len=outer.loop_len_vector[0] if rows is None else tf.size(rows),
+        pfor_ops=graph.get_operations(),
+        fallback_to_while_loop=outer.fallback_to_while_loop,
+        all_indices=outer.all_indices if rows is None else tf.gather(outer.all_indices, rows),
+        all_indices_partitioned=outer.all_indices_partitioned or rows is not None,
+        pfor_config=outer.pfor_config,
+    )
+    for placeholder, taken in zip(graph.inputs, inputs):
+        converter._add_conversion(placeholder, taken)
+    return [converter._convert_helper(output) for output in graph.outputs]
 
 
 def run_again(op: Any, inputs: Iterable[Any]) -> list[Any]:

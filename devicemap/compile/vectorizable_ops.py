@@ -48,18 +48,14 @@ OPS = _ELEMENTWISE.union(
     "AdjustContrastv2 AdjustHue AdjustSaturation FFT FFT2D FFT3D IFFT IFFT2D IFFT3D IRFFT IRFFT2D IRFFT3D RFFT RFFT2D RFFT3D "
     # Other numbers for each row.
     "Multinomial RandomGamma RandomPoissonV2 RandomStandardNormal RandomUniform RandomUniformInt TruncatedNormal "
-    # Lists and functions.
-    "Assert PartitionedCall StatefulPartitionedCall TensorListElementShape TensorListLength TensorListPopBack".split(),
+    # Assertions and lists.
+    "Assert TensorListElementShape TensorListLength TensorListPopBack".split(),
 )
 """Types of ops that are tested, with a converter of TensorFlow or one of our own."""
 
-_CONTROL_FLOW = frozenset(CONTROL_FLOW) | {"PartitionedCall", "StatefulPartitionedCall"}
-
-_WITH_LISTS = (
-    _CONTROL_FLOW
-    | frozenset(LISTS)
-    | frozenset("AddN Identity IdentityN TensorListElementShape TensorListLength TensorListPopBack".split())
-)
+_WITH_LISTS = frozenset(
+    "AddN Identity IdentityN TensorListElementShape TensorListLength TensorListPopBack".split()
+).union(CONTROL_FLOW, LISTS)
 
 
 @dataclass(frozen=True)
@@ -216,7 +212,7 @@ def why_not_vectorizable(op: Any, stacked: Sequence[bool]) -> str | None:
 
 def is_control_flow(op: Any) -> bool:
     """Whether an op is a call, a loop or a branch, the body of which is converted op by op."""
-    return op.type in _CONTROL_FLOW
+    return op.type in CONTROL_FLOW
 
 
 def runs_row_by_row(op: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.converters import CONVERTERS
-from devicemap._tensorflow.functions import NO_AUTO_CONTROL_DEPS, own_functions, shows_functions
+from devicemap._tensorflow.functions import NO_AUTO_CONTROL_DEPS, functions_within, shows_functions
 from devicemap._tensorflow.gradients import differentiate_values_alone
 from devicemap._tensorflow.pfor import (
     Converter,
@@ -115,7 +115,7 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
         Exception: an op cannot be vectorised. The first line of the message is the reason.
     """
     convert = _Vectorizer(force)
-    own, _ = own_functions(row_fn.graph)
+    graphs = [row_fn.graph, *functions_within(row_fn.graph)]
 
     def run(rows: Sequence[Any]) -> Any:
         for row in rows:
@@ -130,7 +130,7 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
         return list(tf.vectorized_map(run, leaves, fallback_to_while_loop=False))
 
     try:
-        with convert_by(convert, [row_fn.graph, *own], CONVERTERS), _without_conversion_log():
+        with convert_by(convert, graphs, CONVERTERS), _without_conversion_log():
             concrete = vectorized.get_concrete_function(*specs)
     except Exception as error:
         if convert.failure is None:
@@ -222,17 +222,9 @@ def _parts_rows(vectorized: Any) -> bool:
 
 def _check_function(row_fn: Any, found: Audit, specs: list[Any], options: Options, structure: Any) -> None:
     """Raise `_NotVectorizedError` if the function as a whole cannot be vectorised."""
-    own, traced_before = own_functions(row_fn.graph)
-    if options.vectorize is not True:
-        if not (checks_ops() and shows_functions(row_fn.graph)):
-            hidden = "this TensorFlow lacks non-public names that devicemap needs to check each op"
-            raise _NotVectorizedError(hidden, _FORCE)
-        if traced_before:
-            raise _NotVectorizedError(
-                "fn calls a function that was traced before, such as one of a SavedModel or a tf.function(jit_compile=True), "
-                "which is left as it is",
-                _FORCE,
-            )
+    if options.vectorize is not True and not (checks_ops() and shows_functions(row_fn.graph)):
+        hidden = "this TensorFlow lacks non-public names that devicemap needs to check each op"
+        raise _NotVectorizedError(hidden, _FORCE)
     if not all(isinstance(spec, tf.TensorSpec) for spec in specs):
         raise _NotVectorizedError("the data holds ragged or sparse tensors")
     if not all(isinstance(leaf, tf.Tensor) for leaf in row_fn.structured_outputs):
@@ -242,7 +234,8 @@ def _check_function(row_fn: Any, found: Audit, specs: list[Any], options: Option
         raise _NotVectorizedError("fn_output_signature holds ragged or sparse tensors")
     if found.effects:
         effect = found.effects[0]
-        lines = (_quoted(op) for graph in (row_fn.graph, *own) for op in graph.get_operations() if op.type == effect)
+        graphs = row_fn.graph, *functions_within(row_fn.graph)
+        lines = (_quoted(op) for graph in graphs for op in graph.get_operations() if op.type == effect)
         raise _NotVectorizedError(f"{effect} acts once per row{next(lines, '')}", _REPLACE)
     if found.writes:
         written = (each for each, treatment in zip(row_fn.captured_inputs, found.treatments) if treatment in WRITES)

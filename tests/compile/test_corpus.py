@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tensorflow as tf
-from compile.corpus import CASES, FIELDS, NOT_VECTORIZED_BY_TENSORFLOW, VARIABLES, WITHOUT_GRADIENT
+from compile.corpus import CASES, FIELDS, NOT_VECTORIZED_BY_TENSORFLOW, VARIABLES, WITHOUT_GRADIENT, control_flow
 from graphs import traced
 from oracle import assert_same, first_rows, tensors
 
@@ -92,6 +93,32 @@ def test_gradients_are_those_of_single_rows(devices: list[str], field: str, vect
             got_gradients[name][i] = got_gradients[name][i] / scale if finite else tf.zeros_like(leaf)
     failures = [*_differences(got, wanted), *("gradient of " + line for line in _differences(got_gradients, gradients))]
     assert not failures, "\n".join(failures)
+
+
+def test_functions_that_were_traced_before(tmp_path: Path) -> None:
+    """TensorFlow does not save the shapes of the elements of lists."""
+    names = ["nested loops", "branch in a loop", "until an element", "cases of pairs", "lookups in a loop", "LSTM"]
+    reader, rows = CASES["elements that some rows read"]
+    fn, data = _all_of(names)
+    data = first_rows(data, FEW_ROWS)
+    module = tf.Module()
+    module.fn = tf.function(fn, input_signature=[_row_of(data)])
+    module.reader = tf.function(reader, input_signature=[_row_of(rows)])
+    module.state = [control_flow.LEVELS, *module.fn.get_concrete_function().graph.variables]
+    tf.saved_model.save(module, str(tmp_path))
+    loaded = tf.saved_model.load(str(tmp_path))
+    for given in (module.fn.get_concrete_function(), loaded.fn):
+        mapper = devicemap.DeviceMap(given, devices=DEVICES)
+        failures = [*_differences(mapper(data), _row_by_row(fn, data))]
+        assert not failures, "\n".join(failures)
+        assert traced(mapper, data).vectorized
+    mapper = devicemap.DeviceMap(loaded.reader, devices=DEVICES)
+    assert_same(mapper(rows), _row_by_row(reader, rows), rtol=1e-5, atol=1e-6)
+    assert "a list whose elements have an unknown shape" in traced(mapper, rows).reason
+
+
+def _row_of(data: Any) -> Any:
+    return tf.nest.map_structure(lambda leaf: tf.TensorSpec.from_tensor(tf.convert_to_tensor(leaf[0])), data)
 
 
 def _gradients(mapped: Callable[[Any], Any], data: Any) -> tuple[Any, Any]:

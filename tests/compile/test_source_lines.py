@@ -21,7 +21,7 @@ LAYER.build([None, 4])
 
 def lines_of(concrete: Any, op_type: str) -> list[str | None]:
     """The lines of all ops of a type in a function and in the functions that it calls."""
-    ops = [op for each in (concrete.graph, *own_functions(concrete.graph)[0]) for op in each.get_operations()]
+    ops = [op for each in (concrete.graph, *own_functions(concrete.graph)) for op in each.get_operations()]
     return [source_line(op) for op in ops if op.type == op_type]
 
 

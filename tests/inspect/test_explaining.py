@@ -242,7 +242,6 @@ def test_it_fits_on_one_screen(training: bool) -> None:
 
 LOOPS: list[tuple[Callable[..., Any], Any, dict[str, Any]]] = [
     (lambda row: tf.reduce_sum(tf.sparse.segment_sum(row, [0, 1, 2], [0, 1, 1])), X, {}),
-    (tf.function(lambda row: row * 2).get_concrete_function(tf.TensorSpec([3])), X, {}),
     (lambda row: tf.sparse.to_dense(tf.sparse.from_dense(row)), X, {}),
     (lambda row: row * 2, tf.ragged.constant([[1.0], [2.0, 3.0]]), {}),
     (lambda row: row * 2, X, {"fn_output_signature": tf.RaggedTensorSpec([None], tf.float32, 0)}),
