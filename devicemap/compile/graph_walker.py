@@ -12,6 +12,8 @@ import tensorflow as tf
 
 _ALIASES = frozenset("Identity IdentityN".split())
 
+CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split())
+
 BRANCHES = frozenset("If StatelessIf Case StatelessCase".split())
 """Ops whose first input selects a function. The other inputs are arguments of the function."""
 

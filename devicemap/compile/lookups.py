@@ -15,11 +15,10 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import functions_by_name
 from devicemap._tensorflow.gradients import Lookups
-from devicemap.compile.graph_walker import BRANCHES
+from devicemap.compile.graph_walker import BRANCHES, CALLS
 from devicemap.errors import failure
 
 _ALIASES = frozenset("Identity IdentityN ReadVariableOp Cast".split())
-_CALLS = frozenset("PartitionedCall StatefulPartitionedCall".split()) | BRANCHES
 _GATHERS = frozenset("Gather GatherV2 GatherNd ResourceGather ResourceGatherNd".split())
 _SAME_ELEMENTS = frozenset("Identity Cast Reshape ExpandDims Squeeze".split())
 
@@ -52,7 +51,7 @@ class _Function:
             for i in (i for i, taken in enumerate(op.inputs) if taken is table):
                 if op.type in _ALIASES:
                     yield from self._gathers(body, op.outputs[i])
-                elif op.type in _CALLS:
+                elif op.type in CALLS | BRANCHES:
                     for graph in self._called(op):
                         first = int(op.type in BRANCHES)
                         inner = _Body(graph.inputs, body, op.inputs[first:])

@@ -216,10 +216,9 @@ def is_control_flow(op: Any) -> bool:
 
 
 def runs_row_by_row(op: Any) -> bool:
-    """Whether an op can run row by row inside a vectorised function: the shapes of its results are known."""
+    """Whether an op can run row by row inside a vectorised function."""
     # Python calls wait for each other, and an op with a seed draws its numbers in the order of its runs.
     if op.type == "PyFuncStateless" or "seed" in op.node_def.attr:
         return False
     tensors = all(each.dtype not in (tf.variant, tf.resource) for each in (*op.inputs, *op.outputs))
-    shapes = all(output.shape.is_fully_defined() for output in op.outputs)
-    return tensors and shapes and bool(op.outputs) and not (op.op_def.is_stateful or is_control_flow(op))
+    return tensors and bool(op.outputs) and not (op.op_def.is_stateful or is_control_flow(op))

@@ -23,13 +23,13 @@ from devicemap._tensorflow.pfor import (
     NotVectorizableError,
     checks_ops,
     convert_by,
-    run_again,
     take_all_rows,
     with_own_inputs,
-    wrap_stacked,
 )
 from devicemap.compile.audit import WRITES, Audit, audit, op_types, writing_line
-from devicemap.compile.row_loop import PARALLEL_ITERATIONS, map_rows, row_by_row, signature_of
+from devicemap.compile.graph_walker import CALLS
+from devicemap.compile.row_calls import RowCall, needs_placeholders, result_of, saves_time
+from devicemap.compile.row_loop import PARALLEL_ITERATIONS, map_rows, signature_of
 from devicemap.compile.source_lines import source_line
 from devicemap.compile.vectorizable_ops import OPS, is_control_flow, runs_row_by_row, why_not_vectorizable
 from devicemap.errors import failure
@@ -77,7 +77,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
         return [one_by_one("vectorize=False")]
     try:
         _check_function(row_fn, found, specs, options, structure)
-        vectorized, alone = vectorize(row_fn, specs, force=wanted is True)
+        vectorized, slow = vectorize(row_fn, specs, force=wanted is True)
         if options.jit_compile and _parts_rows(vectorized):
             raise _NotVectorizedError(
                 "fn has a branch or a loop whose condition differs between rows, and jit_compile=True",
@@ -88,9 +88,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
         if wanted is True:
             raise failure(f"vectorize=True: {reason}. {_BY_HAND}") from error
         return [one_by_one(reason, *getattr(error, "remedies", ()), _BATCH)]
-    reason = "every op of fn has a vectorised form"
-    if alone:
-        reason = f"these ops alone run row by row: {'; '.join(dict.fromkeys(alone))}"
+    reason = "; ".join(slow) or "every op of fn has a vectorised form"
     if not found.custom_gradients:
         return [RowLoop(vectorized, True, reason)]
     lost = "fn has a custom gradient (tf.custom_gradient, tf.nn.silu, ...), which vectorising would drop"
@@ -109,7 +107,7 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
         force: whether to use TensorFlow's converters of ops that are not in the table.
 
     Returns:
-        The function, and for each op that runs row by row inside it: the op, the reason and the user's line.
+        The function, and sentences about the ops that run row by row inside it: the reasons, and the user's lines.
 
     Raises:
         Exception: an op cannot be vectorised. The first line of the message is the reason.
@@ -136,13 +134,14 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
         if convert.failure is None:
             raise
         raise convert.failure from error
+    convert.check(concrete, row_fn)
     differentiate_values_alone(concrete.graph)
 
     @tf.function(autograph=False)
     def kept(*leaves: Any) -> Any:
         return concrete(*leaves)
 
-    return kept.get_concrete_function(*specs), convert.alone
+    return kept.get_concrete_function(*specs), convert.sentences()
 
 
 class _NotVectorizedError(Exception):
@@ -154,28 +153,37 @@ class _NotVectorizedError(Exception):
 
 
 class _Vectorizer:
-    """Convert the ops of a function of one row. An op that cannot be vectorised runs alone in a loop over rows, if possible."""
+    """Convert the ops of a function of one row. An op that cannot be vectorised runs row by row, if possible."""
 
     def __init__(self, force: bool):
         self._force = force
-        self.alone: list[str] = []
-        """The reasons of ops that run row by row."""
+        self.alone: list[RowCall] = []
+        """Ops that run row by row alone."""
+        self.loops: list[RowCall] = []
+        """Ops that run row by row after others, with results of known shape."""
         self.failure: _NotVectorizedError | None = None
         """Why an op can run neither way. Autograph replaces the error itself on its way through pfor."""
+        self.unstacked: _NotVectorizedError | None = None
+        """Why the first op with results of unknown shape runs row by row."""
 
     def __call__(self, given: Any, converter: Converter | None) -> Any:
         op = given.op
+        before = next((result[0] for each in given.inputs if (result := result_of(each.t))), None)
         try:
+            if before and op.type not in CALLS:
+                raise before.reason
             return self._converted(given, converter)
         except Exception as error:  # pfor raises errors of several classes for unsupported ops
-            reason = f"{_first_line(error) if is_control_flow(op) else f'{op.type} {_words(error)}'}{_quoted(op)}"
+            reason = self._reason(op, converter, error)
             if not runs_row_by_row(op):
-                untested = converter is not None and op.type not in OPS
-                remedy = getattr(error, "remedy", "") or _REPLACE
-                self.failure = self.failure or _NotVectorizedError(reason, *[_FORCE] * untested, remedy)
+                self.failure = self.failure or reason
                 raise
-        self.alone.append(reason)
-        return _row_by_row(given)
+        call = RowCall(given, reason)
+        if all(output.shape.is_fully_defined() for output in op.outputs):
+            (self.loops if before else self.alone).append(call)
+            return call.results()
+        self.unstacked = self.unstacked or reason
+        return call.placeholders()
 
     def _converted(self, given: Any, converter: Converter | None) -> Any:
         op = given.op
@@ -187,17 +195,32 @@ class _Vectorizer:
             raise NotVectorizableError(reason)
         return converter(with_own_inputs(given))
 
+    def _reason(self, op: Any, converter: Converter | None, error: Exception) -> _NotVectorizedError:
+        if isinstance(error, _NotVectorizedError):
+            return error
+        words = _first_line(error) if is_control_flow(op) else f"{op.type} {_words(error)}"
+        untested = converter is not None and op.type not in OPS
+        remedy = getattr(error, "remedy", "") or _REPLACE
+        return _NotVectorizedError(f"{words}{_quoted(op)}", *[_FORCE] * untested, remedy)
 
-def _row_by_row(given: Any) -> Any:
-    """Run an op in a loop over rows."""
-    op = given.op
+    def sentences(self) -> list[str]:
+        """Say which ops run row by row, and why."""
+        kinds = {
+            "these ops alone run row by row": self.alone,
+            "these ops run row by row, and those that take their results": self.loops,
+        }
+        return [
+            f"{words}: {'; '.join(dict.fromkeys(str(call.reason) for call in calls))}"
+            for words, calls in kinds.items()
+            if calls
+        ]
 
-    def of_row(inputs: Sequence[Any]) -> list[Any]:
-        differing = iter(inputs)
-        return run_again(op, [next(differing) if each.is_stacked else each.t for each in given.inputs])
-
-    differing = [each.t for each in given.inputs if each.is_stacked]
-    return wrap_stacked(row_by_row(of_row, differing, given.pfor.loop_len_vector[0], op.outputs))
+    def check(self, vectorized: Any, row_fn: Any) -> None:
+        """Raise `_NotVectorizedError` if results of unknown shape are needed for all rows, or loops over rows save no time."""
+        if self.unstacked is None:
+            return
+        if needs_placeholders(vectorized) or not saves_time(self.loops, row_fn):
+            raise self.unstacked
 
 
 def _words(error: Exception) -> str:

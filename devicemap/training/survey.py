@@ -11,6 +11,7 @@ from devicemap._tensorflow.functions import functions_within
 from devicemap._tensorflow.gradients import Lookups, holds_gradients
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, stored_in
 from devicemap.compile.audit import audit, op_types
+from devicemap.compile.graph_walker import CALLS
 from devicemap.compile.lookups import lookups_in, mixed_lookups
 from devicemap.errors import failure
 from devicemap.training.row_losses import RowLosses
@@ -129,7 +130,7 @@ def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
             "would lose its gradient with synchronized batch normalization, accumulate or recompute; use recompute= "
             "instead, and batch_norm='local'"
         )
-    calls = [op for op in ops if op.type in ("PartitionedCall", "StatefulPartitionedCall")]
+    calls = [op for op in ops if op.type in CALLS]
     if runs_again and any(each.dtype == tf.resource for op in calls for each in op.inputs):
         raise failure(
             f"a layer of {name} uses a variable or a table in a tf.function, which would lose its gradient with "
