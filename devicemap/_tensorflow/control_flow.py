@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import functions_by_name
 from devicemap._tensorflow.indexing import StackedList
 from devicemap._tensorflow.loops import convert_loop
 from devicemap._tensorflow.pfor import (
@@ -16,6 +15,7 @@ from devicemap._tensorflow.pfor import (
     NotVectorizableError,
     convert_graph,
     for_each,
+    graph_of,
     pfor,
     wrap_stacked,
 )
@@ -23,12 +23,15 @@ from devicemap._tensorflow.pfor import (
 
 def convert_call(given: Any) -> list[Any]:
     """Convert the ops of a function that is called."""
-    return convert_graph(given, _function(given, given.get_attr("f")), given.inputs)
+    return convert_graph(given, graph_of(given, given.get_attr("f")), given.inputs)
 
 
 def convert_if(given: Any) -> list[Any]:
     """Convert `tf.cond`."""
-    branches = [_function(given, given.get_attr(branch)) for branch in ("else_branch", "then_branch")]
+    branches = [graph_of(given, given.get_attr(branch)) for branch in ("else_branch", "then_branch")]
+    condition = given.op.inputs[0]
+    if condition.dtype != tf.bool or condition.shape.rank != 0:
+        raise NotVectorizableError("fn has a branch whose condition is not one bool")
     if given.input(0).is_stacked:
         return _parting_branches(given, tf.cast(given.stacked_input(0), tf.int32), branches)
     return _shared_branch(given, tf.cast(given.unstacked_input(0), tf.int32), branches)
@@ -36,17 +39,12 @@ def convert_if(given: Any) -> list[Any]:
 
 def convert_case(given: Any) -> list[Any]:
     """Convert `tf.switch_case`. An index out of range selects the last branch, as TensorFlow does."""
-    branches = [_function(given, branch) for branch in given.get_attr("branches")]
+    branches = [graph_of(given, branch) for branch in given.get_attr("branches")]
     if not given.input(0).is_stacked:
         return _shared_branch(given, given.unstacked_input(0), branches)
     index = given.stacked_input(0)
     known = (index >= 0) & (index < len(branches))
     return _parting_branches(given, tf.where(known, index, len(branches) - 1), branches)
-
-
-def _function(given: Any, named: Any) -> Any:
-    """Return the graph of a function that an op calls."""
-    return functions_by_name(given.op.graph)[named.name]
 
 
 def _shared_branch(given: Any, index: Any, branches: Sequence[Any]) -> list[Any]:

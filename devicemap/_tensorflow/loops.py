@@ -7,9 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.elementwise import ELEMENTWISE
 from devicemap._tensorflow.functions import functions_within
 from devicemap._tensorflow.indexing import StackedList
-from devicemap._tensorflow.pfor import NotVectorizableError, convert_graph, for_each, pfor, with_own_inputs
+from devicemap._tensorflow.pfor import NotVectorizableError, convert_graph, for_each, graph_of, pfor, with_own_inputs
 
 
 def convert_loop(given: Any) -> list[Any]:
@@ -19,6 +20,8 @@ def convert_loop(given: Any) -> list[Any]:
     which takes up to half of the time of a loop with short steps. It also passes on the handle of each `tf.Variable`, for which
     the gradient fails on GPUs (test_loops_of_variables_on_any_device).
     """
+    for function in ("cond", "body"):
+        graph_of(given, given.get_attr(function))
     loop = pfor.WhileV2(given)
     differing = {i for i, each in enumerate(given.inputs) if each.is_stacked}
     parting = False
@@ -174,7 +177,7 @@ def _check_parting(given: Any, loop: Any) -> None:
             "fn has a loop that rows leave at different times, with a list that may grow",
             "give the tf.TensorArray a fixed size and element_shape",
         )
-    if any(start.shape.is_fully_defined() > end.shape.is_fully_defined() for start, end in _variables(given.op)):
+    if not all(_keeps_shape(loop._body_func.graph, i) for i in _of_unknown_shape(given.op)):
         raise NotVectorizableError(
             "fn has a loop that rows leave at different times, with a tensor whose shape may change in it",
             "keep its shape with tf.ensure_shape",
@@ -229,10 +232,20 @@ def _resizes(op: Any) -> bool:
     return op.type == "TensorListSetItem" and bool(op.get_attr("resize_if_index_out_of_bounds"))
 
 
-def _variables(op: Any) -> list[tuple[Any, Any]]:
-    """Return the initial and the final tensor of each loop variable that is a dense tensor."""
-    pairs = zip(op.inputs, op.outputs)
-    return [(start, end) for start, end in pairs if end.dtype not in (tf.variant, tf.resource)]
+def _of_unknown_shape(op: Any) -> list[int]:
+    """Return the indices of the loop variables that are dense tensors of unknown shape."""
+    dense = (i for i, each in enumerate(op.outputs) if each.dtype not in (tf.variant, tf.resource))
+    return [i for i in dense if not op.outputs[i].shape.is_fully_defined()]
+
+
+def _keeps_shape(body: Any, index: int) -> bool:
+    """Whether only ops that keep the shape of a loop variable lead to its value after a step."""
+    kept = {body.inputs[index].name}
+    for op in body.get_operations():
+        inputs = [each for each in op.inputs if each.shape.rank != 0]
+        if op.type in ELEMENTWISE and inputs and all(each.name in kept for each in inputs):
+            kept |= {result.name for result in op.outputs}
+    return body.outputs[index].name in kept
 
 
 def _spread(loop: Any, differing: set[int]) -> set[int]:

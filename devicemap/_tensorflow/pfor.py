@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow import Private, usable
+from devicemap._tensorflow.functions import functions_by_name
 
 pfor = Private(
     "tensorflow.python.ops.parallel_for.pfor",
@@ -140,7 +141,8 @@ def convert_graph(given: Any, graph: Any, inputs: Iterable[Any], rows: Any = Non
     """Return the wrapped results of a function's graph for one row, for the rows of these indices, or for all if `None`.
 
     Its ops are added to the current graph. TensorFlow would call a function that returns these results, but it does not find
-    the results of a function of a SavedModel, and the handle of a lookup table among them has no gradient.
+    the results of a function of a SavedModel, and the handle of a lookup table among them has no gradient. A graph gets
+    further results when TensorFlow builds its gradient.
     """
     outer = given.pfor
     converter = pfor.PFor(
@@ -154,7 +156,15 @@ def convert_graph(given: Any, graph: Any, inputs: Iterable[Any], rows: Any = Non
     )
     for placeholder, taken in zip(graph.inputs, inputs):
         converter._add_conversion(placeholder, taken)
-    return [converter._convert_helper(output) for output in graph.outputs]
+    return [converter._convert_helper(output) for output in graph.outputs[: len(given.op.outputs)]]
+
+
+def graph_of(given: Any, function: Any) -> Any:
+    """Return the graph of a function that an op calls, by the attribute of the op."""
+    graph = functions_by_name(given.op.graph).get(function.name)
+    if graph is None:
+        raise NotVectorizableError("fn calls a function of TensorFlow 1")
+    return graph
 
 
 def run_again(op: Any, inputs: Iterable[Any]) -> list[Any]:

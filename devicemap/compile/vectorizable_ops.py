@@ -15,21 +15,10 @@ import tensorflow as tf
 
 from devicemap._tensorflow.control_flow import CONTROL_FLOW
 from devicemap._tensorflow.converters import CONVERTERS
+from devicemap._tensorflow.elementwise import ELEMENTWISE
 from devicemap._tensorflow.indexing import LISTS
 
-_ELEMENTWISE = frozenset(
-    "Abs Acos Acosh Add AddV2 Angle ApproximateEqual Asin Asinh Atan Atan2 Atanh BesselI0 BesselI0e BesselI1 BesselI1e "
-    "BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 BitwiseAnd BitwiseOr BitwiseXor Bucketize "
-    "Ceil CheckNumerics ClipByValue Complex ComplexAbs Conj Cos Cosh Dawsn Digamma Div DivNoNan Elu Equal Erf Erfc Erfinv "
-    "Exp Expint Expm1 Floor FloorDiv FloorMod FresnelCos FresnelSin Greater GreaterEqual Identity IdentityN Igamma "
-    "IgammaGradA Igammac Imag Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd "
-    "LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Ndtri Neg NotEqual OnesLike Polygamma Pow Real RealDiv Reciprocal "
-    "Relu Relu6 RightShift Rint Round Rsqrt SelectV2 Selu Sigmoid Sign Sin Sinh Softplus Softsign Spence Sqrt Square "
-    "SquaredDifference StopGradient Sub Tan Tanh TruncateDiv TruncateMod Xdivy Xlog1py Xlogy ZerosLike Zeta".split()
-)
-"""Types of ops that compute each element by itself, and broadcast their inputs."""
-
-OPS = _ELEMENTWISE.union(
+OPS = ELEMENTWISE.union(
     CONVERTERS,
     # Gradients of these, of inputs with the same shape.
     "AddN EluGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad "
@@ -121,7 +110,7 @@ def _exceeds_kernel(call: OpCall) -> bool:
         return bool(indices.rank) and indices[-1] is not None and indices[-1] >= _MOST_INDICES[kind]
     if kind == "BroadcastTo":
         return _broadcast_axes(shape, call.op.outputs[0].shape, (True, True)) > _MOST_BROADCAST_AXES
-    if kind in _ELEMENTWISE and len(call.stacked) == 2:
+    if kind in ELEMENTWISE and len(call.stacked) == 2:
         return _broadcast_axes(shape, call.shape(1), call.stacked) > _MOST_BROADCAST_AXES
     return False
 
