@@ -19,7 +19,6 @@ from processes import run
 from stored import DATA, Counted, damage, ranges, untouched, write_chunks
 
 import devicemap
-from benchmarks.simulator import Simulator
 from devicemap.errors import JournalError, MissingRowsError
 from devicemap.events import ChunkFinished, Event
 from devicemap.store.database import DATABASE, LOCK, Header, StoredChunk, open_for_writing
@@ -43,10 +42,6 @@ def counted(request: pytest.FixtureRequest) -> Callable[..., Counted]:
         return Counted(_triple, dataset.batch(4), batched=True, batch_size=None)
 
     return make
-
-
-def _others(done: set[int]) -> list[int]:
-    return [row for row in range(64) if row not in done]
 
 
 KILLED = """
@@ -319,15 +314,3 @@ def test_directories_of_something_else(tmp_path: Path) -> None:
     # A call that fails on its first chunk does not block a later call.
     write_chunks(tmp_path / "new", tf.TensorSpec([None], tf.string), [], 1)
     assert Counted(_triple).write(tmp_path / "new") == list(range(64))
-
-
-def test_devices_that_fail_while_writing(sim: Simulator, tmp_path: Path) -> None:
-    """One device runs out of memory, and one breaks: each row is still written once."""
-    sim.configure("CPU:1", memory_rows=1)
-    sim.configure("CPU:2", fails_from_call=0, error_code=tf.errors.INTERNAL)
-    data = DATA, tf.fill([64], 0.005)
-    counted = Counted(lambda rows, seconds: sim.work(rows, seconds) + rows, data, batched=True)
-    with pytest.warns(RuntimeWarning, match="CPU:2 kept failing"):
-        assert counted.write(tmp_path) == list(range(64))
-    assert {stop - start for start, stop in ranges(tmp_path)} == {1}
-    assert counted.write(tmp_path) == []
