@@ -150,8 +150,12 @@ def forward_mode(layer: Any, x: Any) -> Any:
             )[1],
             "the same numbers in each step",
         ),
+        (
+            lambda layer, x: tf.function(layer.norm)(x, training=True),
+            r"moving_mean gets a new value .* tf\.function inside a layer",
+        ),
     ],
-    ids=["a value in a branch", "numbers in a loop"],
+    ids=["a value in a branch", "numbers in a loop", "a value in a tf.function"],
 )
 @pytest.mark.parametrize("batch_norm", ["synchronized", "local"])
 def test_what_cannot_leave_an_inner_graph_is_refused(
