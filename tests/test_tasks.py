@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import threads
+from oracle import assert_close
 
 import devicemap
 from devicemap.errors import DataError, DeviceError, DeviceMapError, OptionError
@@ -207,8 +208,7 @@ def test_models_equal_those_that_are_trained_alone(devices: list[str]) -> None:
     seeds = range(len(devices) + 1)
     together = devicemap.parallel_tasks(_train, seeds, devices=devices)
     for seed, weights in zip(seeds, together):
-        for got, wanted in zip(weights, _train(seed, eagerly=True), strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+        assert_close(weights, _train(seed, eagerly=True))
 
 
 def test_settings_of_keras_hold_in_tasks() -> None:
