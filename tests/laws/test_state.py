@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from graphs import edges, ops_on, partitions
-from oracle import gradients_of
+from oracle import assert_close, gradients_of
 
 import devicemap
 from devicemap.compile.audit import Treatment, audit
@@ -131,8 +131,7 @@ def test_an_update_in_the_users_function_comes_after_what_the_call_reads(
     wanted = X * before, X * after, tf.fill(X.shape, before + 10.0 * after)
     for run in (updating, tf.function(updating)):
         for _ in range(3):
-            for got, each in zip(run(X), wanted):
-                np.testing.assert_allclose(got, each, rtol=1e-5)
+            assert_close(run(X), wanted, rtol=1e-5)
 
 
 def _calls(mapper: Any, how: str) -> Callable[[], Any]:
