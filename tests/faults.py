@@ -94,7 +94,7 @@ class Statements(Faulty):
 
 
 class Disk(Faulty):
-    """Operations of SQLite on files fail. On a full disk, writes fail for lack of space."""
+    """Operations of SQLite on files fail. On a full disk, only writes are counted, which fail for lack of space."""
 
     def __init__(self, full: bool = False) -> None:
         super().__init__()
@@ -103,8 +103,8 @@ class Disk(Faulty):
 
     def _replaced(self, name: str, original: Any, code: int) -> Any:
         def method(*arguments: Any) -> int:
-            if self._fails():
-                return _FULL if name == "write" and self._full else code
+            if (name == "write" or not self._full) and self._fails():
+                return _FULL if self._full else code
             return 0 if name == "sync" else original(*arguments)  # a test needs no data on the platter
 
         return method
@@ -132,7 +132,7 @@ class Disk(Faulty):
         open_file = _OPEN(original)
 
         def opening(vfs_: Any, name: Any, file: Any, flags: int, out: Any) -> int:
-            if self._fails():
+            if not self._full and self._fails():
                 file[0] = None  # no methods: SQLite does not close it
                 return _CANTOPEN
             code = open_file(vfs_, name, file, flags, out)

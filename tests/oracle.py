@@ -76,6 +76,13 @@ def assert_same(got: Any, wanted: Any, exact: bool = False, rtol: float = 1e-5, 
             np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=rtol, atol=atol)
 
 
+def assert_close(got: Any, wanted: Any, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    """The same numbers, in nests that may be of lists or tuples."""
+    tf.nest.assert_same_structure(got, wanted, check_types=False)
+    for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(wanted)):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+
 def first_rows(data: Any, rows: int) -> Any:
     """The first `rows` rows of every leaf."""
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from devicemap import DeviceMap, open_results
@@ -48,6 +47,11 @@ class Counted:
         results = self.mapper.write(self.data, directory, **options).load()
         np.testing.assert_array_equal(results, 3 * DATA[: len(results)] + 1)
         return sorted(self.computed)
+
+    def reduce(self, reducer: Any, directory: Path | None = None) -> Any:
+        """Reduce the rows."""
+        self.computed.clear()
+        return self.mapper.reduce(self.data, reducer, directory)
 
 
 def query(directory: Path, statement: str, *values: Any) -> list[Any]:
@@ -90,21 +94,6 @@ def damage(directory: Path, start: int) -> list[int]:
     ((data,),) = query(directory, "SELECT data FROM parts WHERE id = ?", part)
     query(directory, "UPDATE parts SET data = ? WHERE id = ?", bytes([data[0] ^ 1]) + data[1:], part)
     return list(range(start, stop))
-
-
-@contextmanager
-def full_disk(pages: int = 3) -> Iterator[None]:
-    """The disk has room for so many pages of 64 KiB. The tables need four, and one small commit no further one."""
-    connect = sqlite3.connect
-
-    def limited(*args: Any, **options: Any) -> sqlite3.Connection:
-        connection = connect(*args, **options)
-        connection.execute(f"PRAGMA max_page_count={pages}")
-        return connection
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sqlite3, "connect", limited)
-        yield
 
 
 @contextmanager

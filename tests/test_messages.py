@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from ways import ONE, SEVERAL, Counter, Options, X
+from ways import ONE, SEVERAL, Counter, Items, Options, X
 
 import devicemap
 from devicemap.compile.random import random_states
@@ -67,16 +67,6 @@ class Picture:
     """An image as in PIL."""
 
     __array_interface__ = np.zeros([2, 2], np.uint8).__array_interface__
-
-
-class Items:
-    """An object with items."""
-
-    def __getitem__(self, i: int) -> float:
-        return [1.0, 2.0][i]
-
-    def __len__(self) -> int:
-        return 2
 
 
 class SparseMatrix(Items):

@@ -8,7 +8,6 @@ import threading
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
@@ -18,6 +17,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import threads
+from oracle import assert_close
 
 import devicemap
 from devicemap.errors import DataError, DeviceError, DeviceMapError, OptionError
@@ -26,11 +27,7 @@ from devicemap.types import CallFinished, CallStarted, ChunkFailed, ChunkFinishe
 X = np.random.default_rng(0).normal(size=(96, 4)).astype(np.float32)
 Y = X.sum(1, keepdims=True)
 
-
-@pytest.fixture(autouse=True)
-def _no_threads_are_left() -> Iterator[None]:
-    yield
-    assert not [thread for thread in threading.enumerate() if thread.name == "devicemap task"]
+pytestmark = pytest.mark.usefixtures("no_thread_stays")
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 12])
@@ -187,9 +184,7 @@ def test_an_interrupt_returns_at_once() -> None:
         assert not release.is_set()
     finally:
         release.set()
-    for thread in threading.enumerate():  # the two tasks that were running end, and no other starts
-        if thread.name == "devicemap task":
-            thread.join(60)
+    threads.wait_until_ended()  # the two tasks that were running end, and no other starts
 
 
 def _train(seed: int, eagerly: bool = False) -> list[np.ndarray]:
@@ -213,8 +208,7 @@ def test_models_equal_those_that_are_trained_alone(devices: list[str]) -> None:
     seeds = range(len(devices) + 1)
     together = devicemap.parallel_tasks(_train, seeds, devices=devices)
     for seed, weights in zip(seeds, together):
-        for got, wanted in zip(weights, _train(seed, eagerly=True), strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+        assert_close(weights, _train(seed, eagerly=True))
 
 
 def test_settings_of_keras_hold_in_tasks() -> None:

@@ -28,3 +28,13 @@ class Counter:
     def __call__(self, *args: Any) -> Any:
         self.count += 1
         return self.fn(*args)
+
+
+class Items:
+    """An object with items."""
+
+    def __getitem__(self, i: int) -> float:
+        return [1.0, 2.0][i]
+
+    def __len__(self) -> int:
+        return 2

@@ -132,7 +132,7 @@ class MappedCall:
         forward, known = self._forward, self._given.count
         devices = forward.devices if known is None else forward.devices[:known]
         with tf.device(self._place):
-            # Not static, so that `depends_on` sees what uses the number (test_numbers_of_rows_depend_on_the_rows).
+            # Not static, so that `depends_on` sees what uses the number (test_what_devices_cannot_do_apart_is_refused).
             sizes = sizes_in_graph(count if known is not None else count_rows(leaves[0]), len(devices))
             parts = [*zip(*(cut_rows(leaf, sizes, len(devices)) for leaf in leaves))]
             real = are_real(len(devices), count, len(devices))

@@ -244,15 +244,6 @@ def test_rows_of_different_shapes(name: str, code: int, words: str, capsys: pyte
     assert pathlib.Path("y.parquet").exists()
 
 
-def test_parquet_files() -> None:
-    parquet = pytest.importorskip("pyarrow.parquet", exc_type=ImportError)  # it may need a newer NumPy
-    assert write("text", "text.npy", "--batched", out="y.parquet") == 0
-    chars = [[b"o", b"n", b"e"], [], [b"f", b"o", b"u", b"r"]]
-    assert parquet.read_table("y.parquet").to_pydict() == {"length": [3, 0, 4], "chars": chars}
-    assert write("double", "x.npy", out="z.parquet") == 0
-    assert parquet.read_table("z.parquet").to_pydict() == {"result": (2 * X).tolist()}
-
-
 def test_a_file_is_continued_after_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert write("not_30", "x.npy", "--batch-size", "5", out="y.npy") == 1
     missing = sum((stop or 20) - start for start, stop in devicemap.open_results("y.npy.partial").missing)
@@ -298,7 +289,6 @@ def test_failed_rows_are_printed_and_kept(path: str, rows: list[str], capsys: py
         said = capsys.readouterr()
         assert said.out.startswith("0 of 2 rows in ")
         assert "Warning" not in said.err
-    if path == "in":
         pathlib.Path("in/1.txt").write_bytes(b"bb")
         pathlib.Path("in/3.txt").write_bytes(b"dddd")
         assert run("short", path).tolist() == [1, 2, 3, 4, 1]

@@ -106,8 +106,7 @@ def test_gradients(job: str) -> None:
 def test_training(job: str, name: str) -> None:
     case = CASES[name]
     got = case.trained(devicemap.parallelize(case.made(), f"/job:{job}"))
-    for one, other in zip(tf.nest.flatten(got), tf.nest.flatten(case.wanted)):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    oracle.assert_close(got, case.wanted, rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:a Pipeline called under a tape")

@@ -8,19 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from ways import ONE, SEVERAL, Options, X, ways
+from ways import ONE, SEVERAL, Items, Options, X, ways
 
 import devicemap
-
-
-class Items:
-    """An object with items."""
-
-    def __getitem__(self, i: int) -> float:
-        return [1.0, 2.0][i]
-
-    def __len__(self) -> int:
-        return 2
 
 
 class WithInterface(Items):

@@ -17,6 +17,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from indices import IndexSource
 
 from devicemap.data.sources import Chunk
 from devicemap.run.scheduler import DELIVERED, STOP, End, Scheduler
@@ -26,39 +27,6 @@ from devicemap.types import DeviceLost
 Transient, Broken, Full, Bad = (
     getattr(tf.errors, f"{name}Error") for name in ("Aborted", "Unavailable", "ResourceExhausted", "InvalidArgument")
 )
-
-
-class Rows(Chunk):
-    """Rows whose one leaf is the index."""
-
-    def cut(self, start: int, stop: int) -> Chunk:
-        return Rows(start, stop - start, (self.leaves[0][start - self.start : stop - self.start],))
-
-
-@dataclass
-class Source:
-    """Rows in memory, or read from elsewhere; in chunks of a fixed or any size."""
-
-    rows: int
-    chunk_rows: int | None
-    reads: bool
-    fails_at: int | None
-    next: int = 0
-    specs = key = None
-
-    def take(self, rows: int) -> Chunk | None:
-        if self.next == self.fails_at:
-            raise OSError("the data")
-        start, self.next = self.next, min(self.next + (self.chunk_rows or rows), self.rows)
-        if self.fails_at is not None and start < self.fails_at:
-            self.next = min(self.next, self.fails_at)
-        return Rows(start, self.next - start, (list(range(start, self.next)),)) if start < self.next else None
-
-    def rows_left(self) -> int | None:
-        return None if self.reads else self.rows - self.next
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass
@@ -194,13 +162,18 @@ class Simulation(Call):
                 self.put(STOP)
 
 
+def _fail() -> None:
+    raise OSError("the data")
+
+
 def _simulate(seed: int) -> str:
     """Run a call that is drawn, check it, and return how it ended."""
     draw = random.Random(seed)
     rows, skips = draw.choice([0, 1, 5, 40, 200]), draw.random() < 0.4
     bad = {row for row in range(rows) if draw.random() < 0.05} if draw.random() < 0.4 else set()
     fails_at = draw.randrange(rows) if rows and draw.random() < 0.1 else None
-    source = Source(rows, draw.choice([None, 1, 4]), draw.random() < 0.5, fails_at)
+    chunk_rows, reads = draw.choice([None, 1, 4]), draw.random() < 0.5
+    source = IndexSource(rows, chunk_rows, reads, not reads, {} if fails_at is None else {fails_at: _fail})
     devices = {
         f"/device:CPU:{i}": Device(
             memory_rows=draw.choice([1, 6, 1000]),
@@ -224,16 +197,7 @@ def _simulate(seed: int) -> str:
     call.leaves_after = draw.randrange(1, 9) if draw.random() < 0.1 else None
     runners = [Runner(name, lambda: lambda chunk: None, device.in_flight) for name, device in devices.items()]
     scheduler = Scheduler(call, source, runners, {})
-    reads = Counter[str]()
-    call.number_of_reads = lambda: reads["chunks"]
-    take = source.take
-
-    def counted(rows: int) -> Chunk | None:
-        chunk = take(rows)
-        reads["chunks"] += chunk is not None
-        return chunk
-
-    source.take = counted  # type: ignore[method-assign]
+    call.number_of_reads = lambda: source.taken
     scheduler.run()
     while not call.stopped and (not call.to_consumer.empty() or call.next_result is not None):
         call.consume()
@@ -251,7 +215,7 @@ def _simulate(seed: int) -> str:
         return "left"
     assert isinstance(call.end, End)
     assert isinstance(call.end.error, OSError) == (fails_at is not None)
-    assert call.end.chunks == reads["chunks"]
+    assert call.end.chunks == source.taken
     read = range(rows if fails_at is None else fails_at)
     assert sorted([*found, *left_out]) == [*read]
     assert sorted(left_out) == [row for row in read if row in bad]

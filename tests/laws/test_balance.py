@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -180,24 +179,3 @@ def test_a_call_under_a_tape_that_runs_out_of_memory_says_what_to_do(sim: simula
         tape.watch(x)
         with pytest.raises(tf.errors.ResourceExhaustedError, match="fewer rows in each call"):
             devicemap.parallel_map(fn, x, devices=DEVICES, batched=True)
-
-
-def test_a_function_with_a_map_is_saved(tmp_path: Path) -> None:
-    class Model(tf.Module):
-        def __init__(self) -> None:
-            self.weights = tf.Variable([[1.0, 2.0], [0.5, -1.0], [2.0, 0.0]])
-            self.mapper = devicemap.DeviceMap(
-                self.scaled, devices=["CPU:1", "CPU:2"], batched=True, in_place=[self.weights]
-            )
-
-        def scaled(self, rows: Any) -> Any:
-            return tf.map_fn(tf.sin, rows @ self.weights) + self.weights[0]
-
-        @tf.function(input_signature=[tf.TensorSpec([None, 3])])
-        def call(self, x: Any) -> Any:
-            return self.mapper(x)
-
-    model, x = Model(), tf.ones([40, 3])
-    tf.saved_model.save(model, str(tmp_path))
-    for each in (model, tf.saved_model.load(str(tmp_path))):
-        np.testing.assert_allclose(each.call(x), model.scaled(x), rtol=1e-6)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from graphs import between_devices, edges, ops_on, partitions, placements
-from oracle import gradients_of, one_by_one
+from oracle import assert_close, gradients_of, one_by_one
 
 import devicemap
 from devicemap.compile import graph_builder
@@ -38,11 +38,6 @@ def _jacobian(mapped: Any, x: Any, *_: Any) -> Any:
         tape.watch(x)
         results = mapped(x)
     return tape.batch_jacobian(results, x)
-
-
-def _assert_close(got: Any, wanted: Any, rtol: float = 1e-4, atol: float = 1e-5) -> None:
-    for one, other in zip(tf.nest.flatten(got), tf.nest.flatten(wanted), strict=True):
-        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
 
 
 def _where_the_number_of_rows_is_unknown(take: Any, mapped: Any, rows: Any, *variables: Any) -> Any:
@@ -120,12 +115,12 @@ def test_gradients_are_those_of_the_serial_map(devices: list[str], name: str, pl
     if "batched" in options:
         serial = (lambda x: x**3) if name == "Python" else fn
     for _ in range(2):  # calls with and without a tape take turns
-        _assert_close(place(gradients_of, mapper, X, WEIGHTS), gradients_of(serial, X, WEIGHTS))
-        _assert_close(mapper(X), serial(X))
+        assert_close(place(gradients_of, mapper, X, WEIGHTS), gradients_of(serial, X, WEIGHTS))
+        assert_close(mapper(X), serial(X))
     if name in SECOND_ORDER and place is PLACES["eager"]:
         for take in (_first_and_second, _jacobian):
             got, wanted = (take(mapped, X, WEIGHTS) for mapped in (mapper, serial))
-            _assert_close(got, wanted, rtol=1e-3, atol=1e-4)
+            assert_close(got, wanted, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.nightly
@@ -148,9 +143,9 @@ def test_maps_in_threads_may_share_a_function_and_functions_a_map() -> None:
         mapper = devicemap.DeviceMap(lambda row: tf.sin(row) * scale, devices=["CPU:1", "CPU:2"])
         with ThreadPoolExecutor(4) as pool:
             for got in pool.map(of_a_map, [function] * 4):
-                _assert_close(got, [2 * matrices])
+                assert_close(got, [2 * matrices])
             for got in pool.map(of_a_function, [mapper] * 4):
-                _assert_close(got, wanted)
+                assert_close(got, wanted)
 
 
 _norm = tf.function(lambda row: tf.reduce_sum(tf.linalg.svd(row, compute_uv=False)))
@@ -173,7 +168,7 @@ def test_gradients_of_values_without_their_vectors(devices: list[str], fn: Any, 
     mapper = devicemap.DeviceMap(fn, devices=devices, vectorize=False)
     got = place(_first_and_second, mapper, matrices)  # first: TensorFlow keeps the gradients of a tf.function within fn
     wanted = _first_and_second(partial(one_by_one, fn), matrices)
-    _assert_close(got, wanted, rtol=1e-7, atol=1e-8)
+    assert_close(got, wanted, rtol=1e-7, atol=1e-8)
 
 
 @pytest.mark.in_ci(1)
@@ -198,7 +193,7 @@ def test_gradients_in_a_loop_of_a_vectorised_row(devices: list[str], fn: Any) ->
     assert mapper.explain(matrices).vectorized
     for mapped in (mapper, of_any_size):
         got, wanted = (gradients_of(each, matrices) for each in (mapped, partial(one_by_one, repeated)))
-        _assert_close(got, wanted, rtol=1e-7, atol=1e-8)
+        assert_close(got, wanted, rtol=1e-7, atol=1e-8)
 
 
 LOOPS: dict[str, Callable[[Any], Any]] = {
@@ -226,7 +221,7 @@ def test_loops_of_variables_on_any_device(step: Any, steps: int | None, place: A
 
     mapper = devicemap.DeviceMap(fn, devices=devices)
     assert mapper.explain(X).vectorized
-    _assert_close(place(taken, mapper, X), taken(partial(one_by_one, fn), X))
+    assert_close(place(taken, mapper, X), taken(partial(one_by_one, fn), X))
 
 
 def _sum_of_squares(result: Any) -> Any:
@@ -258,7 +253,7 @@ def test_gradients_of_ragged_and_sparse_rows(devices: list[str], name: str, plac
 
     mapper = devicemap.DeviceMap(fn, devices=devices)
     got = place(taken, lambda rows: _sum_of_squares(mapper(rows)), values)
-    _assert_close(got, taken(lambda rows: tf.add_n([_sum_of_squares(fn(row)) for row in rows]), values))
+    assert_close(got, taken(lambda rows: tf.add_n([_sum_of_squares(fn(row)) for row in rows]), values))
 
 
 def test_gradients_of_sparse_rows_in_any_order(devices: list[str]) -> None:
@@ -372,7 +367,7 @@ def test_loops_that_read_variables_beside_what_stays_where_it_is(beside: str, pl
     got = place(gradients_of, mapper, X, weights)
     assert float(count) == (7.0 if beside == "a counter" else 0.0)
     mean.assign([0.0, 0.0, 0.0])
-    _assert_close(got, gradients_of(partial(one_by_one, fn), X, weights))
+    assert_close(got, gradients_of(partial(one_by_one, fn), X, weights))
 
 
 _in_a_loop = partial(_looping, WEIGHTS)
@@ -420,7 +415,7 @@ def test_a_tape_around_a_loop_or_branch_that_calls_a_map(
     called = tf.function(lambda x: mapper(x)) if around == "function in a loop" else mapper
     called(X)
     in_a_graph = tf.function(lambda: gradients_of(partial(tf.autograph.to_graph(several), called), X, WEIGHTS))
-    _assert_close(in_a_graph(), wanted)
+    assert_close(in_a_graph(), wanted)
     WEIGHTS.assign(before)
 
 
@@ -440,7 +435,7 @@ def test_known_rows_and_a_loop_that_rows_leave_at_different_times(devices: list[
     """One row for a device, two rows for some, and several for the only device."""
     for used, rows in ((devices, len(devices)), (devices, 2 * len(devices) - 1), (devices[:1], 7)):
         mapper, x = devicemap.DeviceMap(fn, devices=used), X[:rows]
-        _assert_close(tf.function(lambda x, m=mapper: gradients_of(m, x))(x), gradients_of(partial(one_by_one, fn), x))
+        assert_close(tf.function(lambda x, m=mapper: gradients_of(m, x))(x), gradients_of(partial(one_by_one, fn), x))
 
 
 @pytest.mark.private("what a ForwardAccumulator follows, and whether a tape is recording")
@@ -450,7 +445,7 @@ def test_taped_calls_on_many_rows_before_and_after_calls_in_chunks(devices: list
     for calls in (0, 2):
         for _ in range(calls):
             mapper(x)
-        _assert_close(gradients_of(mapper, x), [tf.sin(2 * x)], atol=1e-4)
+        assert_close(gradients_of(mapper, x), [tf.sin(2 * x)], atol=1e-4)
 
 
 def test_gradients_that_do_not_go_through_are_refused() -> None:
@@ -472,7 +467,7 @@ def test_gradients_that_do_not_go_through_are_refused() -> None:
 def test_gradients_of_rows_one_by_one_in_a_compiled_function() -> None:
     mapper = devicemap.DeviceMap(lambda row: tf.sin(row) * row, vectorize=False, devices=["CPU:0"])
     gradient = tf.function(lambda x: gradients_of(mapper, x), jit_compile=True)
-    _assert_close(gradient(X), gradients_of(lambda x: tf.sin(x) * x, X))
+    assert_close(gradient(X), gradients_of(lambda x: tf.sin(x) * x, X))
 
 
 @pytest.mark.in_ci(1)

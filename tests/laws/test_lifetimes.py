@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -290,16 +289,6 @@ def test_calls_leave_nothing_behind(way: str) -> None:
         calls[way]()
     grown = {name: more for name, more in (_objects() - before).items() if more >= 4}
     assert grown == {}
-
-
-def test_no_thread_stays() -> None:
-    before = set(threading.enumerate())
-    mapper = devicemap.DeviceMap(lambda row: row * 2, devices=["CPU:0", "CPU:1"], batch_size=2)
-    mapper(X)
-    devicemap.parallel_map(tf.sin, X)
-    with pytest.raises(tf.errors.InvalidArgumentError):
-        devicemap.parallel_map(lambda row: tf.debugging.check_numerics(row / 0.0, "nan"), X, batch_size=1)
-    assert set(threading.enumerate()) <= before
 
 
 def test_a_mapper_that_stays_frees_the_graphs_that_it_was_called_in() -> None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import keras
 import numpy as np
+import oracle
 import pytest
 import tensorflow as tf
+from laws.test_split import Piped, Scaled, assert_close, fitted, residual
 from oracle import assert_same
 
 from benchmarks.schedules import duration_of
@@ -89,8 +91,7 @@ def test_gradients_of_the_whole_batch(schedule: str, stages: Any, where: str, de
     }
     for rows in (10, 5) if where == "unknown rows" else (10,):
         wanted = gradients(lambda rows: composed(stages, rows), x[:rows], reduce)
-        for got, want in zip(calls.get(where, inside)(x[:rows]), wanted):
-            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+        oracle.assert_close(calls.get(where, inside)(x[:rows]), wanted, atol=1e-6)
 
 
 def needed_by(op: Any) -> set[Any]:
@@ -103,13 +104,6 @@ def needed_by(op: Any) -> set[Any]:
         met |= before
         left += before
     return met
-
-
-def calls_in(graph: Any) -> tuple[list[Any], list[Any]]:
-    """The calls of stages in a graph, and of their gradients."""
-    calls = [op for op in graph.get_operations() if op.type.endswith("PartitionedCall")]
-    forward = [op for op in calls if op.name.startswith("stage_")]
-    return forward, [op for op in calls if op not in forward]
 
 
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
@@ -174,11 +168,10 @@ def test_whatever_is_in_a_stage(schedule: str, name: str, devices: list[str]) ->
     got, wanted = step(x), gradients(lambda rows: composed(plain, rows), x, tf.reduce_mean)
     if name == "Python":  # which does not tell TensorFlow what variables it takes
         del got[3], wanted[3]
-    for one, other in zip(got, wanted):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    oracle.assert_close(got, wanted, atol=1e-6)
     assert_same(pipe(x), composed(plain, x))
     graph = step.get_concrete_function(x).graph
-    forward, _ = calls_in(graph)
+    forward = [op for op in graph.get_operations() if op.type in CALLS and op.name.startswith("stage_")]
     assert len(forward) == 6 * len(devices)
     assert not waits_across_devices(graph)
     shares_state = name == "dropout" and between > 1
@@ -238,34 +231,14 @@ def test_the_duration_of_a_schedule() -> None:
     assert duration_of("interleaved", 8, 4, 8, 0.5, 0.5) == 19.0
 
 
-def residual() -> Any:
-    keras.utils.set_random_seed(0)
-    given = keras.Input([4])
-    h = keras.layers.Dense(8, "relu")(given)
-    h = keras.layers.Add()([h, keras.layers.Dense(8)(h)])
-    return keras.Model(given, keras.layers.Concatenate()([keras.layers.Dense(4)(h), given]))
-
-
-class Sampling(keras.layers.Layer):
-    """Draws in every call, with a seed of Keras's or of TensorFlow's."""
-
-    def __init__(self, seed: int | None = None, **options: Any):
-        super().__init__(**options)
-        self.seed = seed
-        self.generator = None if seed is None else keras.random.SeedGenerator(seed)
-
-    def call(self, rows: Any) -> Any:
-        drawn = tf.random.normal(tf.shape(rows)) if self.seed is None else keras.random.normal([4], seed=self.generator)
-        return rows + drawn
-
-    def get_config(self) -> dict[str, Any]:
-        return super().get_config() | {"seed": self.seed}
-
-
 @pytest.mark.parametrize("by", ["time", "bytes"])
-@pytest.mark.parametrize("seed", [None, 3])
-def test_layers_that_draw_are_copied_and_stay_as_they_are(by: Any, seed: int | None) -> None:
-    model = keras.Sequential([keras.Input([4]), Sampling(seed), keras.layers.Dense(4)])
+@pytest.mark.parametrize(
+    "layer",
+    [lambda: keras.layers.Lambda(lambda rows: rows + tf.random.normal(tf.shape(rows))), lambda: Scaled(seed=3)],
+    ids=["TensorFlow", "Keras"],
+)
+def test_layers_that_draw_are_copied_and_stay_as_they_are(by: Any, layer: Any) -> None:
+    model = keras.Sequential([keras.Input([4]), layer(), keras.layers.Dense(4)])
     before = [variable.numpy() for variable in model.variables]
     assert len(split(model, 2, by)) == 2
     np.testing.assert_equal([variable.numpy() for variable in model.variables], before)
@@ -275,6 +248,7 @@ def test_a_model_that_was_split_does_not_change(devices: list[str]) -> None:
     """Its traces, its optimizer and maps of it know its variables."""
 
     def trained(split_it: bool) -> list[Any]:
+        keras.utils.set_random_seed(0)
         model = residual()
         model.compile(keras.optimizers.Adam(0.1), lambda _, outputs: outputs**2, jit_compile=False)
         fit = lambda: model.fit(x, x, batch_size=5, shuffle=False, verbose=0).history["loss"]
@@ -290,62 +264,22 @@ def test_a_model_that_was_split_does_not_change(devices: list[str]) -> None:
             assert len(split(model, 3, "bytes", devices)) == 3
         return [*results, mapper(x), *model.get_weights()]
 
-    for got, wanted in zip(trained(True), trained(False)):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
-
-
-class Noisy(keras.Model):
-    """A model that is a pipeline inside."""
-
-    def __init__(self, stages: Any, devices: list[str], **options: Any) -> None:
-        super().__init__()
-        self.stages, self.pipe = stages, Pipeline(stages, devices, **options)
-        self.built = True
-
-    def call(self, rows: Any, training: bool = False) -> Any:
-        return self.pipe(rows)
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda: keras.layers.Dropout(0.5, seed=1),
-        lambda: keras.layers.GaussianNoise(1.0, seed=1),
-        lambda: keras.layers.AlphaDropout(0.5, seed=1),
-        lambda: keras.layers.RandomFlip(seed=1),
-    ],
-)
-def test_stages_of_a_split_model_know_whether_it_trains(layer: Any, devices: list[str]) -> None:
-    given = keras.Input([6, 6, 3])
-    model = keras.Model(given, keras.layers.Rescaling(1.0)(layer()(keras.layers.Rescaling(1.0)(given))))
-    rows = tf.random.stateless_uniform([8, 6, 6, 3], [1, 2], 0.5, 1.0)
-    noisy = Noisy(split(model, 2, "bytes", devices), devices, microbatches=2)
-    noisy.compile(jit_compile=False)  # emulated GPUs have no XLA
-    assert not np.allclose(noisy(rows, training=True), rows)
-    np.testing.assert_allclose(noisy(rows, training=False), rows)
-    np.testing.assert_allclose(noisy.predict(rows, verbose=0), rows)
+    oracle.assert_close(trained(True), trained(False), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("first", ["train", "predict"])
 def test_stages_in_a_model_know_whether_it_trains(first: str, devices: list[str]) -> None:
-    model = Noisy([keras.Sequential([keras.Input([4]), keras.layers.Dropout(0.5)]), tf.identity], devices)
+    model = Piped([keras.Sequential([keras.Input([4]), keras.layers.Dropout(0.5)]), tf.identity], devices)
     for training in (True, False) if first == "train" else (False, True):
         assert np.allclose(tf.function(model)(x, training=training), x) == (not training)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("parallel", [False, True])
-def test_in_steps_of_keras(parallel: bool, devices: list[str]) -> None:
-    def trained(model: Any) -> list[float]:
-        model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
-        if parallel and isinstance(model, Noisy):
-            parallelize(model, devices[:2])
-        rows = tf.data.Dataset.from_tensor_slices((x, tf.concat([x, x], 1))).batch(4)
-        return model.fit(rows, epochs=2, shuffle=False, verbose=0).history["loss"]
-
-    np.testing.assert_allclose(
-        trained(Noisy(split(residual(), 3, "bytes", devices), devices, microbatches=3)), trained(residual()), rtol=1e-4
-    )
+def test_in_steps_of_a_parallelized_model(devices: list[str]) -> None:
+    model = residual()
+    piped = Piped(split(model, 3, "bytes", devices), devices, microbatches=3)
+    losses = fitted(parallelize(piped, devices[:2]), x)
+    assert_close(losses, fitted(model, x))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
@@ -450,7 +384,6 @@ class WithArgument(keras.layers.Layer):
         lambda: Pipeline(DENSE, schedule="zero"),
         lambda: Pipeline(DENSE, batch_norm="none"),
         lambda: Pipeline(DENSE, added_losses="max"),
-        lambda: split(residual(), 2, "bytes").copy_weights_to(ending_with()),
         lambda: split(sharing(), 2, "bytes"),
         lambda: split(residual(), 0),
         lambda: split(residual(), 9),
@@ -499,9 +432,3 @@ def test_a_stage_that_fails_or_does_not_fit(stage: Any, error: Any, message: str
 def test_a_call_takes_no_dataset() -> None:
     with pytest.raises(DataError, match=r"use stream\(dataset\)"):
         Pipeline([layer(0)], ["CPU:0"])(tf.data.Dataset.from_tensors(x))
-
-
-def test_batch_normalization_of_microbatches_is_said(devices: list[str]) -> None:
-    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(4), keras.layers.BatchNormalization()])
-    with pytest.warns(RuntimeWarning, match="microbatch"):
-        Pipeline(split(model, 2, "bytes", devices), devices)

@@ -33,11 +33,6 @@ def _batches(rows: Any = X, sizes: list[int] = BATCHES) -> Any:
     return tf.data.Dataset.from_generator(read, output_signature=spec)
 
 
-def _take(chunks: Any, into: list[Any]) -> None:
-    for chunk in chunks:
-        into.append(chunk)
-
-
 @pytest.mark.parametrize(
     ("data", "options", "sizes"),
     [
@@ -103,7 +98,7 @@ def test_a_dataset_that_raises_half_way(options: dict[str, Any]) -> None:
     mapper = devicemap.DeviceMap(lambda n: n * n, **options)
     delivered: list[Any] = []
     with pytest.raises(tf.errors.OpError, match="the disk"):
-        _take(mapper.stream(numbers), delivered)
+        delivered.extend(mapper.stream(numbers))
     assert np.concatenate(delivered).tolist() == [n * n for n in range(40)]
     assert "the disk" in str(mapper.report.error)
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import threads
+from indices import IndexSource
 
 from devicemap.data.sources import Chunk
 from devicemap.run.chunk_engine import run_chunks
@@ -22,41 +23,6 @@ from devicemap.run.workers import Call, ChunkOptions, Runner
 from devicemap.types import ChunkFinished, Event
 
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
-
-
-@dataclass
-class Rows:
-    """Rows 0 to `rows - 1`, whose one leaf is the row's index."""
-
-    rows: int | None
-    chunk_rows: int = 1
-    known: bool = True
-    """If not, devices take as many chunks as may be in flight."""
-    before: Mapping[int, Callable[[], object]] = field(default_factory=dict)
-    """Calls to make before a row is read."""
-    next: int = 0
-    closed: bool = False
-    specs = key = None
-    reads = True
-
-    def take(self, rows: int) -> Chunk | None:
-        start = self.next
-        self.before.get(start, lambda: None)()
-        if start == self.rows:
-            return None
-        self.next = min(start + self.chunk_rows, self.rows or 2**62)
-        return IndexChunk(start, self.next - start, (list(range(start, self.next)),))
-
-    def rows_left(self) -> int | None:
-        return self.rows - self.next if self.rows and self.known else None
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class IndexChunk(Chunk):
-    def cut(self, start: int, stop: int) -> Chunk:
-        return IndexChunk(start, stop - start, (self.leaves[0][start - self.start : stop - self.start],))
 
 
 def _double(chunk: Chunk) -> Any:
@@ -103,14 +69,14 @@ def test_a_device_works_while_others_are_made_ready() -> None:
         return _double
 
     runners = [*_runners(lambda device, chunk: at_work.set(), 1, 1), Runner("/device:CPU:1", second, 1)]
-    assert _flat(run_chunks(Rows(20), runners, ChunkOptions())) == _doubles(20)
+    assert _flat(run_chunks(IndexSource(20), runners, ChunkOptions())) == _doubles(20)
 
 
 def test_as_they_finish() -> None:
     release = threading.Event()
     runners = _runners(lambda device, chunk: chunk.start or _wait(release))
     starts = []
-    for result in run_chunks(Rows(20), runners, ChunkOptions(deterministic=False)):
+    for result in run_chunks(IndexSource(20), runners, ChunkOptions(deterministic=False)):
         starts.append(result.start)
         if len(starts) == 19:
             release.set()
@@ -121,7 +87,7 @@ def test_as_they_finish() -> None:
 def test_a_slow_chunk_does_not_stop_the_others_until_the_window_is_full() -> None:
     release, started = threading.Event(), [threading.Event() for _ in range(10)]
     before = lambda device, chunk: started[chunk.start].set() or chunk.start or _wait(release)
-    source, consumed = Rows(10), []
+    source, consumed = IndexSource(10), []
     stream = run_chunks(source, _runners(before, in_flight=1), ChunkOptions(window=4))
     consumer = threading.Thread(target=lambda: consumed.extend(_flat(stream)))
     consumer.start()
@@ -142,13 +108,13 @@ def test_what_was_left_to_a_fast_device_goes_to_others_when_that_is_overdue() ->
             release.set()
 
     throughput = {"/device:CPU:0": Throughput(rows_per_second=1e5), "/device:CPU:1": Throughput(rows_per_second=10.0)}
-    assert _flat(run_chunks(Rows(6), _runners(before, in_flight=1), ChunkOptions(), throughput)) == _doubles(6)
+    assert _flat(run_chunks(IndexSource(6), _runners(before, in_flight=1), ChunkOptions(), throughput)) == _doubles(6)
 
 
 @pytest.mark.parametrize("failing", [None, 2])
 def test_neither_results_nor_errors_wait_for_rows_that_are_still_to_come(failing: int | None) -> None:
     read_on = threading.Event()
-    source = Rows(5, before={3: lambda: _wait(read_on)})
+    source = IndexSource(5, before={3: lambda: _wait(read_on)})
     runners = _runners(lambda device, chunk: chunk.start == failing and _fail(ValueError("bad row")))
     stream = run_chunks(source, runners, ChunkOptions(window=8, max_retries=5, cancel=read_on.set))
     if failing:
@@ -171,7 +137,7 @@ def test_leaving_early_stops_reading_and_cancels_what_runs() -> None:
             begun.set()
             _wait(cancelled)
 
-    source = Rows(None, 4)
+    source = IndexSource(None, 4)
     stream = run_chunks(source, _runners(before), ChunkOptions(window=4, cancel=cancelled.set))
     assert [next(stream).start for _ in range(3)] == [0, 4, 8]
     _wait(begun)
@@ -179,7 +145,7 @@ def test_leaving_early_stops_reading_and_cancels_what_runs() -> None:
     assert cancelled.is_set()
     assert source.next <= 4 * (3 + 4)
     assert source.closed
-    unread = Rows(10)
+    unread = IndexSource(10)
     run_chunks(unread, _runners(lambda device, chunk: None), ChunkOptions()).close()
     assert unread.next == 0
 
@@ -187,7 +153,7 @@ def test_leaving_early_stops_reading_and_cancels_what_runs() -> None:
 def test_what_was_being_read_when_the_stream_was_left_does_not_run() -> None:
     ran: list[int] = []
     reading, left = threading.Event(), threading.Event()
-    source = Rows(5, before={1: lambda: reading.set() or _wait(left)})
+    source = IndexSource(5, before={1: lambda: reading.set() or _wait(left)})
     runners = _runners(lambda device, chunk: ran.append(chunk.start), devices=1, in_flight=1)
     stream = run_chunks(source, runners, ChunkOptions(cancel=left.set))
     next(stream)
@@ -215,11 +181,11 @@ def test_a_worker_that_starts_while_the_call_ends_is_waited_for(monkeypatch: pyt
 
     monkeypatch.setattr(Call, "start_worker", start)
     with pytest.raises(ValueError, match="a row"):
-        list(run_chunks(Rows(10), _runners(fail), ChunkOptions(cancel=cancelled.set)))
+        list(run_chunks(IndexSource(10), _runners(fail), ChunkOptions(cancel=cancelled.set)))
 
 
 def test_an_observer_may_close_the_stream() -> None:
-    source, streams, closed, began = Rows(1000), [], threading.Event(), threading.Event()
+    source, streams, closed, began = IndexSource(1000), [], threading.Event(), threading.Event()
 
     def close(event: Event) -> None:
         if isinstance(event, ChunkFinished) and event.shard.start == 2:
@@ -241,10 +207,7 @@ def test_an_observer_may_close_the_stream() -> None:
 def test_an_error_while_a_call_begins_or_describes_an_error_ends_it() -> None:
     error = LookupError("no words")
     with pytest.raises(LookupError, match="no words"):
-        list(run_chunks(Rows(20), [Runner("/device:CPU:0", lambda: _fail(error), 2)], ChunkOptions()))
+        list(run_chunks(IndexSource(20), [Runner("/device:CPU:0", lambda: _fail(error), 2)], ChunkOptions()))
     options = ChunkOptions(describe=lambda found, shards: _fail(error))
     with pytest.raises(LookupError, match="no words"):
-        list(run_chunks(Rows(5), _runners(lambda device, chunk: 1 / 0), options))
-
-
-# Out of memory
+        list(run_chunks(IndexSource(5), _runners(lambda device, chunk: 1 / 0), options))

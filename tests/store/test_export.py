@@ -42,34 +42,25 @@ def test_npy(tmp_path: Path, dtype: Any, rows: int, shape: tuple[int, ...]) -> N
     assert [path.name for path in tmp_path.iterdir() if path.name != "out"] == ["x.npy"]
 
 
-def test_parquet(tmp_path: Path) -> None:
+PARQUET: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "columns": (_pair, N, {}),
+    "ragged rows": (_ragged, N[:7].astype(np.int32), {"batched": True}),
+    "no ragged rows": (_ragged, N[:0].astype(np.int32), {"batched": True}),
+    **{f"rows of shape {shape}": (tf.identity, np.zeros([4, *shape]), {}) for shape in ((0,), (3, 0), (0, 3))},
+}
+
+
+@pytest.mark.parametrize(("fn", "data", "options"), PARQUET.values(), ids=PARQUET)
+def test_parquet(tmp_path: Path, fn: Any, data: Any, options: dict[str, Any]) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    results = _written(_pair, tmp_path)
+    results = _written(fn, tmp_path, data, **options)
     results.to_parquet(tmp_path / "x.parquet")
-    columns = parquet.read_table(tmp_path / "x.parquet").to_pydict()
-    loaded: Any = results.load()
-    assert sorted(columns) == ["matrix", "n", "text", "x"]
-    for name, column in columns.items():
-        assert column == loaded[name].tolist()
-    assert parquet.ParquetFile(tmp_path / "x.parquet").num_row_groups == 1  # of four chunks
-
-
-@pytest.mark.parametrize("rows", [0, 7])
-def test_parquet_of_ragged_rows(tmp_path: Path, rows: int) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    results = _written(_ragged, tmp_path, N[:rows].astype(np.int32), batched=True)
-    results.to_parquet(tmp_path / "x.parquet")
-    table = parquet.read_table(tmp_path / "x.parquet")
-    assert str(table.schema.field("result").type).startswith("list<")
-    assert table.column("result").to_pylist() == (results.load().to_list() if rows else [])
-
-
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3)])
-def test_parquet_of_empty_rows(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    _written(tf.identity, tmp_path, np.zeros([4, *shape])).to_parquet(tmp_path / "x.parquet")
-    rows = parquet.read_table(tmp_path / "x.parquet").column("result").to_pylist()
-    assert rows == np.zeros([4, *shape]).tolist()
+    table, loaded = parquet.read_table(tmp_path / "x.parquet"), results.load()
+    columns = loaded if isinstance(loaded, dict) else {"result": loaded}
+    lists = {name: each.to_list() if fn is _ragged else each.tolist() for name, each in columns.items()}
+    assert table.to_pydict() == lists
+    assert fn is not _ragged or str(table.schema.field("result").type).startswith("list<")
+    assert parquet.ParquetFile(tmp_path / "x.parquet").num_row_groups <= 1  # of four chunks
 
 
 def test_parquet_of_rows_whose_shape_differs_between_chunks(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,34 +18,14 @@ from processes import run
 from stored import DATA, Counted, damage, ranges, untouched, write_chunks
 
 import devicemap
-from benchmarks.simulator import Simulator
 from devicemap.errors import JournalError, MissingRowsError
 from devicemap.events import ChunkFinished, Event
-from devicemap.store.database import DATABASE, LOCK, Header, StoredChunk, open_for_writing
+from devicemap.store.database import DATABASE, Header, StoredChunk, open_for_writing
 from devicemap.store.encoding import describe_nest, encode_leaves
 
 
 def _triple(row: Any) -> Any:
     return 3 * row + 1
-
-
-@pytest.fixture(params=["in memory", "samples", "batches"])
-def counted(request: pytest.FixtureRequest) -> Callable[..., Counted]:
-    """A factory of mappers of the same rows in chunks of 4, from data in memory and from datasets."""
-
-    def make(rows: Any = DATA) -> Counted:
-        if request.param == "in memory":
-            return Counted(_triple, rows)
-        dataset = tf.data.Dataset.from_tensor_slices(rows)
-        if request.param == "samples":
-            return Counted(_triple, dataset)
-        return Counted(_triple, dataset.batch(4), batched=True, batch_size=None)
-
-    return make
-
-
-def _others(done: set[int]) -> list[int]:
-    return [row for row in range(64) if row not in done]
 
 
 KILLED = """
@@ -131,27 +110,18 @@ def test_killed_in_the_middle_of_a_commit(reader_first: bool, tmp_path: Path) ->
     assert ranges(tmp_path) == before
 
 
-def test_a_later_run_computes_added_and_damaged_rows_only(counted: Callable[..., Counted], tmp_path: Path) -> None:
+def test_a_later_run_computes_added_and_damaged_rows_only(tmp_path: Path) -> None:
     done = 0
     for rows in (0, 40, 64):
-        assert counted(DATA[:rows]).write(tmp_path) == list(range(done, rows))
+        assert Counted(_triple, DATA[:rows]).write(tmp_path) == list(range(done, rows))
         done = rows
-        with untouched(tmp_path):
-            assert counted(DATA[:rows]).write(tmp_path) == []
-    with untouched(tmp_path):
-        for rows in (60, 0):
-            fewer = rf"other data: of .* rows or more, and the data has {rows} now|chunk_rows was 4"
-            with pytest.raises(JournalError, match=fewer):
-                counted(DATA[:rows]).write(tmp_path)
-        with pytest.raises(JournalError, match="other data: rows 0 to 3 were not the same"):
-            counted(DATA + 1).write(tmp_path)
     results = devicemap.open_results(tmp_path)
-    rows = damage(tmp_path, 8) + damage(tmp_path, 40)
-    assert counted().write(tmp_path) == rows == [8, 9, 10, 11, 40, 41, 42, 43]
-    assert counted().write(tmp_path) == []
+    damaged = damage(tmp_path, 8) + damage(tmp_path, 40)
+    assert Counted(_triple).write(tmp_path) == damaged == [8, 9, 10, 11, 40, 41, 42, 43]
+    with untouched(tmp_path):
+        assert Counted(_triple).write(tmp_path) == []
     with pytest.raises(MissingRowsError, match="rows 8 to 11"):  # the list of chunks was read before
         results.load()
-    assert sorted(os.listdir(tmp_path)) == [LOCK, DATABASE, f"{DATABASE}-journal"]
 
 
 def test_a_damaged_chunk_is_computed_again_in_smaller_chunks(tmp_path: Path) -> None:
@@ -319,15 +289,3 @@ def test_directories_of_something_else(tmp_path: Path) -> None:
     # A call that fails on its first chunk does not block a later call.
     write_chunks(tmp_path / "new", tf.TensorSpec([None], tf.string), [], 1)
     assert Counted(_triple).write(tmp_path / "new") == list(range(64))
-
-
-def test_devices_that_fail_while_writing(sim: Simulator, tmp_path: Path) -> None:
-    """One device runs out of memory, and one breaks: each row is still written once."""
-    sim.configure("CPU:1", memory_rows=1)
-    sim.configure("CPU:2", fails_from_call=0, error_code=tf.errors.INTERNAL)
-    data = DATA, tf.fill([64], 0.005)
-    counted = Counted(lambda rows, seconds: sim.work(rows, seconds) + rows, data, batched=True)
-    with pytest.warns(RuntimeWarning, match="CPU:2 kept failing"):
-        assert counted.write(tmp_path) == list(range(64))
-    assert {stop - start for start, stop in ranges(tmp_path)} == {1}
-    assert counted.write(tmp_path) == []

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from oracle import assert_close
 from simulators.softgpus.training import COUNT, gpus
 
 from devicemap import Pipeline, split
@@ -200,8 +201,7 @@ def test_replicas_share_values_and_add_gradients_once() -> None:
     stages = [stage(0), stage(1)]
     wanted, _ = loss_and_gradients(Pipeline(stages, "GPU", MICROBATCHES, loss=loss_of_rows))
     got, sent = loss_and_gradients(Pipeline(stages, "GPU", MICROBATCHES // 2, replicas=2, loss=loss_of_rows))
-    for one, other in zip(got, wanted):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    assert_close(got, wanted)
     of_weights, of_rows = DEPTH * WIDTH * WIDTH * 4, ROWS // 2 * WIDTH * 4
     for gpu in (0, 1):
         assert of_weights <= sent[f"GPU:{gpu}", f"GPU:{gpu + 2}"] < 1.2 * of_weights
@@ -216,8 +216,7 @@ def test_interleaved_stages_send_rows_from_device_to_device() -> None:
     wanted, _ = loss_and_gradients(Pipeline([stage(0), stage(1), stage(0), stage(1)], "GPU", 4, loss=loss_of_rows))
     pipe = Pipeline(stages, ["GPU:0", "GPU:1"], 4, "interleaved", loss=loss_of_rows)
     got, sent = loss_and_gradients(pipe)
-    for one, other in zip(got, wanted):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    assert_close(got, wanted)
     size = ROWS * WIDTH * 4
     assert 2 * size <= sent["GPU:0", "GPU:1"] < 3.3 * size  # activations forward twice, gradients once
     assert 2 * size <= sent["GPU:1", "GPU:0"] < 3.3 * size
