@@ -237,7 +237,7 @@ def updating_alone(optimizer: Any, collected: Callable[[Any], Any]) -> contextli
     """Let `collected` replace an optimizer's sum of gradients over the replicas of a strategy in this context.
 
     The op for that sum takes the gradients of all variables on one device, and TensorFlow's registry of custom gradients keeps
-    its graph forever (test_a_model_takes_its_graphs_with_it).
+    its graph forever (test_models_in_a_loop_retain_no_more_memory_than_without_devicemap).
     """
     return replacing(optimizer, _all_reduce_sum_gradients=collected)
 

@@ -36,6 +36,19 @@ def _growing(row: Any) -> Any:
     return tf.reduce_sum(found)
 
 
+@tf.function(input_signature=[tf.TensorSpec([None])])
+def _growing_from_unknown_length(row: Any) -> Any:
+    while tf.reduce_sum(row) < 9.0:
+        row = tf.concat([row, tf.abs(row[:1]) + 1.0], 0)
+    return tf.reduce_sum(row)
+
+
+def _branch_of_a_number(row: Any) -> Any:
+    sine, cosine = (tf.function(fn).get_concrete_function(row) for fn in (tf.sin, tf.cos))
+    branches = {"then_branch": sine, "else_branch": cosine}
+    return tf.raw_ops.StatelessIf(cond=tf.abs(row[0]) / 9.0, input=[row], Tout=[tf.float32], **branches)[0]
+
+
 def _list_of_branches(row: Any) -> Any:
     signs = tf.TensorArray(tf.float32, 3, element_shape=[])
     for i in tf.range(3):
@@ -86,6 +99,8 @@ ROW_BY_ROW: list[tuple[Callable[..., Any], Any, str]] = [
         "a branch whose results may differ",
     ),
     (_growing, VECTORS, "a loop that rows leave at different times, with a tensor whose shape may change in it"),
+    (_growing_from_unknown_length, VECTORS, "a tensor whose shape may change in it"),
+    (_branch_of_a_number, VECTORS, "a branch whose condition is not one bool"),
     (_list_that_grows, VECTORS, "a loop that rows leave at different times, with a list that may grow"),
     (_list_of_branches, VECTORS, "a branch that writes to a list"),
     (_joined, VECTORS, "TensorListConcatV2 has no tested vectorised form"),
@@ -99,6 +114,10 @@ ROW_BY_ROW: list[tuple[Callable[..., Any], Any, str]] = [
 def test_what_runs_row_by_row(capfd: pytest.CaptureFixture[str]) -> None:
     for fn, data, reason in ROW_BY_ROW:
         assert reason in traced(devicemap.DeviceMap(fn, devices=TWO), data).reason
+    np.testing.assert_allclose(
+        devicemap.DeviceMap(_growing_from_unknown_length, devices=TWO)(VECTORS),
+        one_by_one(_growing_from_unknown_length, VECTORS),
+    )
     assert "pfor" not in capfd.readouterr().err  # which logs the ops that it cannot convert
 
 
@@ -260,6 +279,29 @@ def test_a_function_that_was_mapped_stays_as_it_was() -> None:
     np.testing.assert_array_equal(devicemap.DeviceMap(fn, devices=TWO)(IMAGES), before)
     np.testing.assert_array_equal(tf.vectorized_map(fn, IMAGES), before)
     assert not any(hasattr(op, "pfor_converter") for op in fn.graph.get_operations())
+
+
+energy = tf.function(lambda x: tf.reduce_sum(tf.sin(x) * x))
+
+
+def _descent(row: Any) -> Any:
+    with tf.GradientTape() as tape:
+        tape.watch(row)
+        level = energy(row)
+    return level + energy(row - 0.1 * tape.gradient(level, row))
+
+
+def test_a_function_is_vectorised_also_after_its_gradient_was_taken() -> None:
+    """TensorFlow then adds results to its graph."""
+    concrete = energy.get_concrete_function(tf.TensorSpec([3]))
+    with tf.GradientTape() as tape:
+        tape.watch(VECTOR)
+        level = concrete(VECTOR)
+    assert tape.gradient(level, VECTOR) is not None
+    for fn in (_descent, concrete):
+        mapper = devicemap.DeviceMap(fn, devices=TWO)
+        assert traced(mapper, VECTORS).vectorized, traced(mapper, VECTORS).reason
+        np.testing.assert_allclose(mapper(VECTORS), one_by_one(fn, VECTORS), rtol=1e-5)
 
 
 @pytest.mark.nightly

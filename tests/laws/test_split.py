@@ -194,6 +194,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "loss, mean": (lambda: chain(dense(), Scaled(loss="mean"), dense()), x, {"added_losses": "mean"}),
     "seed": (lambda: chain(dense(), Scaled(seed=3), dense()), x, {"microbatches": 1}),
     "dropout": (lambda: chain(dense(), layers.Dropout(0.5), dense()), x, {"microbatches": 1}),
+    "alpha dropout": (lambda: chain(dense(), layers.AlphaDropout(0.5), dense()), x, {"microbatches": 1}),
     "noise": (lambda: chain(dense(), layers.GaussianNoise(0.5), dense()), x, {"microbatches": 1}),
     "augmentation": (lambda: chain(layers.RandomFlip(), layers.Flatten(), dense(), shape=(6, 6, 3)), images,
                      {"microbatches": 1}),

@@ -398,6 +398,41 @@ def test_a_model_takes_its_graphs_with_it(name: str, devices: list[str]) -> None
     assert graphs() == before
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("norm", ["", "BatchNormalization"])
+def test_models_in_a_loop_retain_no_more_memory_than_without_devicemap(norm: str) -> None:
+    program = """
+        import gc
+        import sys
+        import keras
+        import numpy as np
+        import devicemap
+
+        devicemap.simulate_devices(4)
+        norms = [getattr(keras.layers, name) for name in sys.argv[2:] if name]
+
+        def retained():
+            model = keras.Sequential([keras.Input([32])])
+            for _ in range(4):
+                model.add(keras.layers.Dense(64, "relu"))
+                for norm in norms:
+                    model.add(norm())
+            model.compile("adam", "mse", jit_compile=False)
+            if sys.argv[1] == "parallel":
+                devicemap.parallelize(model)
+            model.fit(np.ones([64, 32]), np.ones([64, 64]), batch_size=30, verbose=0)
+            del model
+            gc.collect()
+            with open("/proc/self/statm") as statm:
+                return int(statm.read().split()[1]) * 4096
+
+        bytes = [retained() for _ in range(9)]
+        print((bytes[-1] - bytes[3]) // 5)
+        """
+    (parallel,), (plain,) = (processes.run(program, kind, norm) for kind in ("parallel", "plain"))
+    assert int(parallel) <= 1.3 * int(plain)
+
+
 @pytest.mark.private("inlining the calls, whose ops are otherwise in no partitioned graph of the step")
 @pytest.mark.in_ci(2)
 @pytest.mark.parametrize(("model", "products"), [(mlp, 5), (normalized, 6)], ids=["", "batch normalization"])
@@ -770,6 +805,40 @@ def test_what_devices_cannot_do_apart_is_refused(name: str, norm: Any, devices: 
         model.fit(X, Y, verbose=0)
     np.testing.assert_equal(model.get_weights(), before)
     assert np.all(np.isfinite(model.detach().evaluate(X, Y, verbose=0)))
+
+
+class Bags(keras.Model):
+    """Takes bags of words, ragged or sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = layers.Dense(2)
+        self.out.build([None, 9])
+
+    def call(self, words: Any) -> Any:
+        if isinstance(words, tf.SparseTensor):
+            return self.out(tf.sparse.to_dense(words))
+        return self.out(tf.reduce_sum(tf.one_hot(words, 9), 1))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("norm", ["synchronized", "local"])
+@pytest.mark.parametrize("kind", ["ragged", "sparse", "generator"])
+def test_data_that_is_no_array(kind: str, norm: Any, devices: list[str]) -> None:
+    bags = tf.RaggedTensor.from_row_lengths(tf.range(34 * 2) % 9, [1, 3] * 17)
+    sparse = tf.sparse.from_dense(tf.one_hot(tf.range(34) % 9, 9))
+    rows = {"ragged": bags, "sparse": sparse, "generator": X}[kind]
+
+    def trained(parallel: bool) -> dict[str, Any]:
+        model = CASES["momentum, clipnorm"].made() if kind == "generator" else Case(Bags).made()
+        if parallel:
+            devicemap.parallelize(model, devices, batch_norm=norm)
+        batches = tf.data.Dataset.from_tensor_slices((rows, Y)).batch(11)
+        data = (batch for _ in range(3) for batch in batches) if kind == "generator" else batches
+        history = model.fit(data, epochs=3, steps_per_epoch=4, verbose=0, shuffle=False).history
+        return {"history": history, "weights": model.get_weights()}
+
+    assert_close(trained(True), trained(False))
 
 
 class Weighted(layers.Layer):
