@@ -15,7 +15,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import own_functions
 from devicemap._tensorflow.gradients import differentiate_freely
 from devicemap.compile.audit import Audit, Treatment, audit, is_steady
 from devicemap.compile.hints import check_ranks, tracing_error
@@ -146,7 +145,6 @@ def trace(
             else:
                 check_ranks(fn, specs)
                 traced_fn = flat_fn.get_concrete_function(*map(row_spec, leaf_specs))
-                own_functions(traced_fn.graph)  # which another trace may share
                 loops = loops_over_rows(traced_fn, leaf_specs, options, shape_of_results[-1])
             compiled = [_compile_with_xla(loop, leaf_specs) for loop in loops if options.jit_compile]
     except FunctionError:

@@ -9,14 +9,14 @@ import contextlib
 import logging
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from devicemap._tensorflow.converters import CONVERTERS
-from devicemap._tensorflow.functions import NO_AUTO_CONTROL_DEPS, functions_within, shows_functions
+from devicemap._tensorflow.functions import NO_AUTO_CONTROL_DEPS, functions_within, own_functions, shows_functions
 from devicemap._tensorflow.gradients import differentiate_values_alone
 from devicemap._tensorflow.pfor import (
     Converter,
@@ -112,8 +112,8 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
     Raises:
         Exception: an op cannot be vectorised. The first line of the message is the reason.
     """
-    convert = _Vectorizer(force)
     graphs = [row_fn.graph, *functions_within(row_fn.graph)]
+    convert = _Vectorizer(force, {row_fn.graph, *own_functions(row_fn.graph)})
 
     def run(rows: Sequence[Any]) -> Any:
         for row in rows:
@@ -155,8 +155,9 @@ class _NotVectorizedError(Exception):
 class _Vectorizer:
     """Convert the ops of a function of one row. An op that cannot be vectorised runs row by row, if possible."""
 
-    def __init__(self, force: bool):
-        self._force = force
+    def __init__(self, force: bool, own: Collection[Any]):
+        """`own`: the graphs that were traced for the function of one row."""
+        self._force, self._own = force, own
         self.alone: list[RowCall] = []
         """Ops that run row by row alone."""
         self.loops: list[RowCall] = []
@@ -198,6 +199,11 @@ class _Vectorizer:
     def _reason(self, op: Any, converter: Converter | None, error: Exception) -> _NotVectorizedError:
         if isinstance(error, _NotVectorizedError):
             return error
+        if is_control_flow(op) and op.graph not in self._own and _was_differentiated(op):
+            return _NotVectorizedError(
+                f"fn calls a function whose gradient was taken before, which changes its loops and branches{_quoted(op)}",
+                "map the function before its gradient is taken",
+            )
         words = _first_line(error) if is_control_flow(op) else f"{op.type} {_words(error)}"
         untested = converter is not None and op.type not in OPS
         remedy = getattr(error, "remedy", "") or _REPLACE
@@ -221,6 +227,12 @@ class _Vectorizer:
             return
         if needs_placeholders(vectorized) or not saves_time(self.loops, row_fn):
             raise self.unstacked
+
+
+def _was_differentiated(op: Any) -> bool:
+    """Whether TensorFlow has changed a loop or a branch for its gradient. It then renames the functions of the op."""
+    functions = (each for value in op.node_def.attr.values() for each in (value.func, *value.list.func))
+    return any("_rewritten" in function.name for function in functions)
 
 
 def _words(error: Exception) -> str:

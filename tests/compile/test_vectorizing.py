@@ -304,6 +304,19 @@ def test_a_function_is_vectorised_also_after_its_gradient_was_taken() -> None:
         np.testing.assert_allclose(mapper(VECTORS), one_by_one(fn, VECTORS), rtol=1e-5)
 
 
+def test_a_branch_of_a_function_whose_gradient_was_taken() -> None:
+    """TensorFlow then lets the branch return what its gradient needs, also where no tape records."""
+    branch = tf.function(lambda x: tf.cond(x[0] > 0.0, lambda: tf.sin(x) * x, lambda: x))
+    concrete = branch.get_concrete_function(tf.TensorSpec([3]))
+    with tf.GradientTape() as tape:
+        tape.watch(VECTOR)
+        result = concrete(VECTOR)
+    assert tape.gradient(result, VECTOR) is not None
+    mapper = devicemap.DeviceMap(concrete, devices=TWO)
+    assert "gradient was taken before" in traced(mapper, VECTORS).reason
+    np.testing.assert_allclose(mapper(VECTORS), one_by_one(concrete, VECTORS), rtol=1e-5)
+
+
 @pytest.mark.nightly
 def test_jacobians_of_a_function_in_several_maps() -> None:
     curve = tf.function(lambda x: tf.sin(x) * x)
