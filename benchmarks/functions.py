@@ -153,6 +153,21 @@ def attention_block(weights: dict[str, tf.Tensor]) -> Callable[[tf.Tensor], tf.T
     return block
 
 
+def detector(model: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
+    """The best boxes in an image `[32, 32, 3]`, filled up with zeros: `[20, 4]`.
+
+    `model`: images -> a score and a box for each place, `[images, 14, 14, 5]`.
+    """
+
+    def boxes_in(image: tf.Tensor) -> tf.Tensor:
+        found = tf.reshape(model(image[None]), [14 * 14, 5])
+        boxes = tf.concat([found[:, 1:3], found[:, 1:3] + tf.nn.softplus(found[:, 3:])], 1)
+        kept = tf.image.non_max_suppression(boxes, found[:, 0], 20, 0.5)
+        return tf.ensure_shape(tf.pad(tf.gather(boxes, kept), [[0, 20 - tf.size(kept)], [0, 0]]), [20, 4])
+
+    return boxes_in
+
+
 def cases() -> dict[str, Case]:
     """The functions by name; the same data each time, on the host."""
     random = np.random.default_rng(0)
@@ -187,6 +202,14 @@ def cases() -> dict[str, Case]:
             tf.keras.layers.Dense(10),
         ]
     )
+    fully_convolutional = tf.keras.Sequential(
+        [
+            tf.keras.Input([32, 32, 3]),
+            tf.keras.layers.Conv2D(16, 3, activation="relu"),
+            tf.keras.layers.Conv2D(32, 3, strides=2, padding="valid", activation="relu"),
+            tf.keras.layers.Conv2D(5, 1),
+        ]
+    )
     heads = {name: [64, 4, 16] for name in ("query", "key", "value")}
     shapes = heads | {"output": [4, 16, 64], "wide": [64, 256], "narrow": [256, 64]}
     block = attention_block({name: constant(0.1 * normal(*shape)) for name, shape in shapes.items()})
@@ -205,6 +228,9 @@ def cases() -> dict[str, Case]:
             lambda image: pooled_cnn(image[None], training=False)[0],
             constant(normal(256, 32, 32, 3)),
             by_hand=lambda images: pooled_cnn(images, training=False),
+        ),
+        "object detection": Case(
+            detector(lambda images: fully_convolutional(images, training=False)), constant(normal(256, 32, 32, 3))
         ),
         "attention block": Case(block, constant(normal(256, 32, 64)), by_hand=block),
     }

@@ -20,7 +20,7 @@ from benchmarks.measuring import Way, compare
 
 NAMES = (
     "ODE solver", "coupled oscillators", "stencil", "mel spectrogram", "Sinkhorn", "JPEG decoding", "small SVD", "serial scan",
-    "Keras CNN", "CNN of one image", "attention block",
+    "Keras CNN", "CNN of one image", "object detection", "attention block",
 )  # fmt: skip
 MOST = 1.05  # what the noise of a machine with few cores needs
 QUICK, QUICK_ROWS = ("ODE solver", "Keras CNN"), 8

@@ -21,7 +21,7 @@ def convert_loop(given: Any) -> list[Any]:
     the gradient fails on GPUs (test_loops_of_variables_on_any_device).
     """
     for function in ("cond", "body"):
-        graph_of(given, given.get_attr(function))
+        graph_of(given, given.get_attr(function))  # raises an error for a function of TensorFlow 1
     loop = pfor.WhileV2(given)
     differing = {i for i, each in enumerate(given.inputs) if each.is_stacked}
     parting = False

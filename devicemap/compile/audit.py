@@ -14,7 +14,7 @@ from devicemap._tensorflow.functions import functions_within
 from devicemap.compile.graph_walker import BRANCHES, FunctionBody, GraphWalker
 from devicemap.compile.source_lines import source_line
 
-_READS = frozenset(
+READS = frozenset(
     "ReadVariableOp ResourceGather ResourceGatherNd VariableShape VarIsInitializedOp "
     "LookupTableFindV2 LookupTableSizeV2 LookupTableExportV2".split()
 )
@@ -177,12 +177,12 @@ def writing_line(graph: Any, handle: Any) -> str | None:
     """Return the line of the user's code that writes a captured resource, in a graph or the functions that it calls."""
     graphs = graph, *functions_within(graph)
     inside = (tensor for each in graphs for outside, tensor in each.captures if outside is handle)
-    writes = (op for tensor in inside for op in tensor.consumers() if op.type not in _READS)
+    writes = (op for tensor in inside for op in tensor.consumers() if op.type not in READS)
     return next(filter(None, map(source_line, writes)), None)
 
 
 def _treatment(concrete: Any, handle: Any, ops: set[str], staying: set[int]) -> Treatment:
-    if ops <= _READS:
+    if ops <= READS:
         return Treatment.STAYS if id(handle) in staying else Treatment.READ
     if ops <= _ATOMIC:
         return Treatment.ATOMIC

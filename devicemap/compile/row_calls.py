@@ -25,6 +25,7 @@ _OPS_PER_LOOP = 5
 """The time that a row takes in a loop over rows, beside its ops, as a number of small ops."""
 
 _FREE = frozenset("Const Identity NoOp Placeholder".split())
+"""Types of ops that take no time."""
 
 
 class RowCall:
@@ -75,8 +76,7 @@ def result_of(tensor: Any) -> tuple[RowCall, int] | None:
 
 
 def needs_placeholders(vectorized: Any) -> bool:
-    """Whether a vectorised `ConcreteFunction` needs the value of a placeholder: a result of unknown shape does not end in
-    further calls."""
+    """Whether a vectorised `ConcreteFunction` needs the value of a placeholder, because something else than a call takes it."""
     bodies = GraphWalker(vectorized).bodies()
     return any(
         node.op == "Placeholder" and node.name not in body.arguments for body in bodies for node in body.live.values()

@@ -17,6 +17,7 @@ from devicemap._tensorflow.control_flow import CONTROL_FLOW
 from devicemap._tensorflow.converters import CONVERTERS
 from devicemap._tensorflow.elementwise import ELEMENTWISE
 from devicemap._tensorflow.indexing import LISTS
+from devicemap.compile.audit import READS
 
 OPS = ELEMENTWISE.union(
     CONVERTERS,
@@ -209,5 +210,7 @@ def runs_row_by_row(op: Any) -> bool:
     # Python calls wait for each other, and an op with a seed draws its numbers in the order of its runs.
     if op.type == "PyFuncStateless" or "seed" in op.node_def.attr:
         return False
-    tensors = all(each.dtype not in (tf.variant, tf.resource) for each in (*op.inputs, *op.outputs))
-    return tensors and bool(op.outputs) and not (op.op_def.is_stateful or is_control_flow(op))
+    state = {each.dtype for each in (*op.inputs, *op.outputs)} & {tf.variant, tf.resource}
+    if op.type in READS:
+        return state == {tf.resource}
+    return bool(op.outputs) and not (state or op.op_def.is_stateful or is_control_flow(op))
