@@ -37,7 +37,7 @@ class FunctionBody:
         found: dict[str, Any] = {}
         pending = [*self.results]
         while pending:
-            name = _node_name(pending.pop())
+            name = node_name(pending.pop())
             if name in self.nodes and name not in found:
                 found[name] = self.nodes[name]
                 pending += found[name].input
@@ -128,7 +128,7 @@ def size_of(shape: Any, dtype: Any) -> int | None:
     return None if elements is None else int(elements) * int(dtype.size)
 
 
-def _node_name(name: str) -> str:
+def node_name(name: str) -> str:
     """Return the name of the node in `node`, `node:1`, `node:output:1` or `^node`."""
     return name.removeprefix("^").partition(":")[0]
 

@@ -15,11 +15,14 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.pfor import run_again, wrap_stacked
-from devicemap.compile.graph_walker import GraphWalker
+from devicemap.compile.graph_walker import GraphWalker, node_name
 from devicemap.compile.row_loop import row_by_row
 
 _RESULT = "_devicemap_result"
 """Attribute of a tensor that stands for a result of a `RowCall`: the call, and the index of the result."""
+
+_PLACEHOLDER = "devicemap_placeholder"
+"""A part of the names of these tensors."""
 
 _OPS_PER_LOOP = 5
 """The time that a row takes in a loop over rows, beside its ops, as a number of small ops."""
@@ -63,10 +66,11 @@ class RowCall:
         return wrap_stacked(row_by_row(of_row, [*differing.values()], rows, self._given.op.outputs))
 
     def placeholders(self) -> list[Any]:
-        """Return tensors that stand for the results, for further calls. They have no values."""
-        tensors = [tf.compat.v1.placeholder(output.dtype) for output in self._given.op.outputs]
-        for i, tensor in enumerate(tensors):
-            setattr(tensor, _RESULT, (self, i))
+        """Return tensors that stand for the results, for further calls. Ops may wait for them, but not take their values."""
+        tensors = []
+        for i, output in enumerate(self._given.op.outputs):
+            tensors.append(tf.compat.v1.placeholder_with_default(tf.zeros([0], output.dtype), None, _PLACEHOLDER))
+            setattr(tensors[i], _RESULT, (self, i))
         return wrap_stacked(tensors)
 
 
@@ -77,10 +81,12 @@ def result_of(tensor: Any) -> tuple[RowCall, int] | None:
 
 def needs_placeholders(vectorized: Any) -> bool:
     """Whether a vectorised `ConcreteFunction` needs the value of a placeholder, because something else than a call takes it."""
-    bodies = GraphWalker(vectorized).bodies()
-    return any(
-        node.op == "Placeholder" and node.name not in body.arguments for body in bodies for node in body.live.values()
-    )
+    for body in GraphWalker(vectorized).bodies():
+        taken = [name for node in body.live.values() for name in node.input if not name.startswith("^")]
+        returned = [name for name in body.results if ":" in name]  # others run for their effects
+        if any(_PLACEHOLDER in node_name(name) for name in taken + returned):
+            return True
+    return False
 
 
 def saves_time(loops: Sequence[RowCall], row_fn: Any) -> bool:

@@ -33,6 +33,12 @@ def leaving(row: Any) -> Any:
     return tf.while_loop(goes_on, lambda state: (decay * tf.sin(state) * weights,), (row,))[0]
 
 
+def masking(row: Any) -> Any:
+    """Rows have different numbers of positive elements."""
+    waves = tf.sin(wave(row))
+    return row * tf.reduce_sum(tf.boolean_mask(waves, waves > 0.0))
+
+
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batch_size": 3}], ids=str)
 @pytest.mark.parametrize("fn", [wave, scanning])
 def test_results_equal_those_of_map_fn(fn: Any, options: dict[str, Any]) -> None:
@@ -66,7 +72,7 @@ def test_random_streams_do_not_repeat_and_seeds_do_not_depend_on_devices() -> No
     np.testing.assert_array_equal(*seeded)
 
 
-@pytest.mark.parametrize("fn", [wave, scanning, leaving])
+@pytest.mark.parametrize("fn", [wave, scanning, leaving, masking])
 def test_gradients_equal_those_of_map_fn_and_are_computed_where_the_forward_pass_was(fn: Any) -> None:
     mapper = on_gpus(fn)
     gradients_of(mapper, rows, weights)
