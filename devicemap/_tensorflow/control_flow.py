@@ -13,8 +13,8 @@ from devicemap._tensorflow.loops import convert_loop
 from devicemap._tensorflow.pfor import (
     Converter,
     NotVectorizableError,
+    as_stacked,
     convert_graph,
-    for_each,
     graph_of,
     pfor,
     wrap_stacked,
@@ -52,7 +52,7 @@ def _shared_branch(given: Any, index: Any, branches: Sequence[Any]) -> list[Any]
 
     def run(branch: Any) -> list[Any]:
         return [
-            for_each(result, given.pfor.loop_len_vector) for result in convert_graph(given, branch, given.inputs[1:])
+            as_stacked(result, given.pfor.loop_len_vector) for result in convert_graph(given, branch, given.inputs[1:])
         ]
 
     return wrap_stacked(tf.switch_case(index, [partial(run, branch) for branch in branches]))
@@ -67,7 +67,7 @@ def _parting_branches(given: Any, index: Any, branches: Sequence[Any]) -> list[A
 
     def run(branch: Any, rows: Any) -> list[Any]:
         taken = [_taken(each, of_row, rows, count) for each, of_row in zip(inputs, given.op.inputs[1:])]
-        return [for_each(result, [tf.size(rows)]) for result in convert_graph(given, branch, taken, rows)]
+        return [as_stacked(result, [tf.size(rows)]) for result in convert_graph(given, branch, taken, rows)]
 
     def skip() -> list[Any]:
         return [tf.zeros([0, *output.shape], output.dtype) for output in outputs]

@@ -157,9 +157,9 @@ _own: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def own_functions(graph: Any) -> list[Any]:
-    """Return the graphs of the functions that were traced for a graph, or for a graph given before.
+    """Return the graphs of the functions that were traced for a graph, or for the graph of an earlier call.
 
-    Users may call the other functions, so that these must not change.
+    Users may call the other functions that the graph calls, so those must not change.
     """
     for inner in functions_within(graph):
         outer = inner

@@ -10,7 +10,7 @@ import tensorflow as tf
 from devicemap._tensorflow.elementwise import ELEMENTWISE
 from devicemap._tensorflow.functions import functions_within
 from devicemap._tensorflow.indexing import StackedList
-from devicemap._tensorflow.pfor import NotVectorizableError, convert_graph, for_each, graph_of, pfor, with_own_inputs
+from devicemap._tensorflow.pfor import NotVectorizableError, as_stacked, convert_graph, graph_of, pfor, with_own_inputs
 
 
 def convert_loop(given: Any) -> list[Any]:
@@ -20,20 +20,27 @@ def convert_loop(given: Any) -> list[Any]:
     which takes up to half of the time of a loop with short steps. It also passes on the handle of each `tf.Variable`, for which
     the gradient fails on GPUs (test_loops_of_variables_on_any_device).
     """
-    for function in ("cond", "body"):
-        graph_of(given, given.get_attr(function))  # raises an error for a function of TensorFlow 1
-    loop = pfor.WhileV2(given)
+    condition = _condition_of(given)
     differing = {i for i, each in enumerate(given.inputs) if each.is_stacked}
     parting = False
     while True:
-        differing = _spread(loop, differing)
-        condition = loop._cond_func.graph
+        differing = _spread(_body_of(given), differing)
         parting |= condition.outputs[0].name in _depending(condition, differing)
         try:
-            return (_parting_loop if parting else _shared_loop)(given, loop, differing)
+            return (_parting_loop if parting else _shared_loop)(given, differing)
         except _DifferingError as found:  # the ops of the loop do not show it, as for random numbers
             differing |= found.variables
             parting |= not found.variables
+
+
+def _condition_of(given: Any) -> Any:
+    """Return the graph of a loop's condition."""
+    return graph_of(given, given.get_attr("cond"))
+
+
+def _body_of(given: Any) -> Any:
+    """Return the graph of a loop's body."""
+    return graph_of(given, given.get_attr("body"))
 
 
 class _DifferingError(Exception):
@@ -47,15 +54,15 @@ class _DifferingError(Exception):
 class _Variables:
     """The variables of a loop, and the functions of its condition and body for all rows or some of them."""
 
-    def __init__(self, given: Any, loop: Any, differing: Iterable[int]):
+    def __init__(self, given: Any, differing: Iterable[int]):
         """The variables `differing` are stacked."""
-        self._given, self._loop = given, loop
+        self._given = given
         self._started = with_own_inputs(given)
         self._started.stack_inputs(differing, tile_variants=True)
         self.stacked = [each.is_stacked for each in self._started.inputs]
         self.shapes = pfor.WhileV2(self._started)._output_shapes()
-        graph = loop._body_func.graph
-        self.changing = [i for i, (old, new) in enumerate(zip(graph.inputs, graph.outputs)) if new is not old]
+        body = _body_of(given)
+        self.changing = [i for i, (old, new) in enumerate(zip(body.inputs, body.outputs)) if new is not old]
 
     def started(self, indices: Iterable[int]) -> list[Any]:
         """Return the initial tensors of some variables."""
@@ -68,16 +75,16 @@ class _Variables:
 
     def condition(self, changed: Mapping[int, Any], rows: Any = None) -> Any:
         """Return the condition, of all rows or of those given by their indices, wrapped."""
-        return convert_graph(self._given, self._loop._cond_func.graph, self.wrapped(changed), rows)[0]
+        return convert_graph(self._given, _condition_of(self._given), self.wrapped(changed), rows)[0]
 
     def step(self, changed: Mapping[int, Any], rows: Any = None) -> dict[int, Any]:
         """Return the changing variables after a step."""
-        converted = convert_graph(self._given, self._loop._body_func.graph, self.wrapped(changed), rows)
+        converted = convert_graph(self._given, _body_of(self._given), self.wrapped(changed), rows)
         differing = [i for i in self.changing if converted[i].is_stacked > self.stacked[i]]
         if differing:
             raise _DifferingError(differing)
         count = self._given.pfor.loop_len_vector if rows is None else [tf.size(rows)]
-        results = {i: for_each(converted[i], count) if self.stacked[i] else converted[i].t for i in self.changing}
+        results = {i: as_stacked(converted[i], count) if self.stacked[i] else converted[i].t for i in self.changing}
         for i, result in results.items():
             result.set_shape(self.shapes[i])
         return results
@@ -88,9 +95,9 @@ class _Variables:
         return tf.while_loop(goes_on, step, state, shape_invariants=shapes, parallel_iterations=parallel)
 
 
-def _shared_loop(given: Any, loop: Any, differing: Iterable[int]) -> list[Any]:
+def _shared_loop(given: Any, differing: Iterable[int]) -> list[Any]:
     """Return the results of a loop that all rows leave at the same time."""
-    variables = _Variables(given, loop, differing)
+    variables = _Variables(given, differing)
     changing = variables.changing
 
     def goes_on(*state: Any) -> Any:
@@ -107,15 +114,15 @@ def _shared_loop(given: Any, loop: Any, differing: Iterable[int]) -> list[Any]:
     return variables.wrapped(dict(zip(changing, results)))
 
 
-def _parting_loop(given: Any, loop: Any, differing: set[int]) -> list[Any]:
+def _parting_loop(given: Any, differing: set[int]) -> list[Any]:
     """Return the results of a loop that rows leave at different times.
 
     Each step runs for the rows that remain. A TensorArray for each changing variable takes the values of rows that leave.
     """
-    _check_parting(given, loop)
-    graph, given_lists = loop._body_func.graph, _lists(given.op)
+    _check_parting(given)
+    graph, given_lists = _body_of(given), _lists(given.op)
     changed_lists = {i for i in given_lists if graph.outputs[i] is not graph.inputs[i]}
-    variables = _Variables(given, loop, differing | changed_lists)
+    variables = _Variables(given, differing | changed_lists)
     changing, stacked = variables.changing, variables.stacked
     carried = [i for i in range(len(stacked)) if stacked[i] or i in changing]
     lists = {i: StackedList(each) for i, each in given_lists.items() if i in carried}
@@ -123,7 +130,7 @@ def _parting_loop(given: Any, loop: Any, differing: set[int]) -> list[Any]:
 
     def part(rows: Any, values: dict[int, Any], finished: dict[int, Any]) -> list[Any]:
         """Return the rows that remain, their values, and `finished` with those of the rows that leave."""
-        goes_on = tf.reshape(for_each(variables.condition(values, rows), [tf.size(rows)]), [-1])
+        goes_on = tf.reshape(as_stacked(variables.condition(values, rows), [tf.size(rows)]), [-1])
 
         def split() -> list[Any]:
             choice = tf.cast(goes_on, tf.int32)
@@ -135,7 +142,7 @@ def _parting_loop(given: Any, loop: Any, differing: set[int]) -> list[Any]:
                     leaving, left = tf.dynamic_partition(each, choice, 2)
                     staying[i] = lists[i].of_rows(left) if i in lists else left
                 else:
-                    leaving = for_each(pfor.wrap(values[i], False), [tf.size(gone)])
+                    leaving = as_stacked(pfor.wrap(values[i], False), [tf.size(gone)])
                 if i in finished:
                     arrays[i] = finished[i].scatter(gone, leaving)
             return [remaining, *staying.values(), *arrays.values()]
@@ -170,14 +177,14 @@ def _parting_loop(given: Any, loop: Any, differing: set[int]) -> list[Any]:
     return results
 
 
-def _check_parting(given: Any, loop: Any) -> None:
+def _check_parting(given: Any) -> None:
     """Raise `NotVectorizableError` for a loop whose rows would have results of different shapes."""
-    if not _keeps_lengths(given, loop):
+    if not _keeps_lengths(given):
         raise NotVectorizableError(
             "fn has a loop that rows leave at different times, with a list that may grow",
             "give the tf.TensorArray a fixed size and element_shape",
         )
-    if not all(_keeps_shape(loop._body_func.graph, i) for i in _of_unknown_shape(given.op)):
+    if not all(_keeps_shape(_body_of(given), i) for i in _of_unknown_shape(given.op)):
         raise NotVectorizableError(
             "fn has a loop that rows leave at different times, with a tensor whose shape may change in it",
             "keep its shape with tf.ensure_shape",
@@ -189,22 +196,17 @@ def _lists(op: Any) -> dict[int, Any]:
     return {i: each for i, each in enumerate(op.inputs) if each.dtype == tf.variant}
 
 
-def _keeps_lengths(given: Any, loop: Any) -> bool:
+def _keeps_lengths(given: Any) -> bool:
     """Whether all lists of a loop keep their lengths, so that rows can leave with theirs."""
     if not _lists(given.op):
         return True
-    for each in _graphs_of(loop):
+    body = _body_of(given)
+    for each in (body, *functions_within(body)):
         if any(output.op.type in _OF_NEW_LISTS for output in each.outputs):
             return False
         if any(op.type in _OF_LENGTHS or _resizes(op) for op in each.get_operations()):
             return False
     return True
-
-
-def _graphs_of(loop: Any) -> list[Any]:
-    """Return the graphs of a loop's body and of the functions that it calls."""
-    graph = loop._body_func.graph
-    return [graph, *functions_within(graph)]
 
 
 _OF_NEW_LISTS = {
@@ -248,9 +250,8 @@ def _keeps_shape(body: Any, index: int) -> bool:
     return body.outputs[index].name in kept
 
 
-def _spread(loop: Any, differing: set[int]) -> set[int]:
+def _spread(body: Any, differing: set[int]) -> set[int]:
     """Return the indices of the loop variables that depend on the row in some step, if these do at the start."""
-    body = loop._body_func.graph
     while True:
         reached = _depending(body, differing)
         more = differing | {i for i, result in enumerate(body.outputs) if result.name in reached}

@@ -129,10 +129,10 @@ def with_own_inputs(given: Any) -> Any:
 
 def for_all_rows(given: Any, place: int) -> Any:
     """Return an input as a tensor `[rows, ...]`, repeated if all rows share it."""
-    return for_each(given.input(place), given.pfor.loop_len_vector)
+    return as_stacked(given.input(place), given.pfor.loop_len_vector)
 
 
-def for_each(result: Any, count: Any) -> Any:
+def as_stacked(result: Any, count: Any) -> Any:
     """Return a wrapped result as a tensor `[rows, ...]`, repeated if all rows share it. `count`: the number of rows, `[1]`."""
     return result.t if result.is_stacked else pfor._stack(result.t, count).t
 
