@@ -13,9 +13,6 @@ from devicemap.errors import OptionError
 from devicemap.events import short_name
 from devicemap.inspect.render import BLUE, ORANGE, Result, drawing, page, seconds_text, size_text, table
 
-_START_SECONDS = 0.015
-"""The most that the start of chunks takes: 4 to 15 ms on 3 to 8 devices, whatever the rows."""
-
 
 @dataclass(frozen=True)
 class Measurement:
@@ -54,7 +51,6 @@ class BenchmarkResult(Result):
     """The result of `devicemap.benchmark`. `print(result)` shows all measurements."""
 
     _derived = ("lines",)
-    _least_width = 100
 
     name: str
     """Name of the function."""
@@ -183,13 +179,10 @@ class BenchmarkResult(Result):
 
 
 def rows_within(result: BenchmarkResult, seconds: float) -> float:
-    """Return how many rows one device maps in `seconds`, estimated from the largest batch; infinity if it took no time."""
+    """Return how many rows one device maps in `seconds`, estimated from the largest batch; infinity without one."""
     batches = [m for m in result.measurements if m.mode == "batch" and not m.error]
-    if not batches:
-        return math.inf
-    largest = max(batches, key=lambda m: m.rows)
-    of_rows = largest.seconds - _START_SECONDS
-    return seconds * largest.rows / len(result.devices) / of_rows if of_rows > 0 else math.inf
+    largest = max(batches, key=lambda m: m.rows, default=None)
+    return seconds * largest.rows_per_second / len(result.devices) if largest else math.inf
 
 
 def next_batch(result: BenchmarkResult) -> int | None:

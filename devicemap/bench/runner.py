@@ -109,8 +109,6 @@ def benchmark(
     names = tuple(share.device for share in fn.report().devices) if model else choose_devices(devices)
     program = Program(fn, {"batched": True} if model else {**options, "devices": names})
     usual_rows = _ROWS_OF_A_DATASET if isinstance(data, tf.data.Dataset) else None
-    if model:
-        _check_batches(data)
     rows = rows_in_memory(data, program.options, max_rows or usual_rows)
     count, step = rows.count or 0, len(names)
     described = {device.name: device for device in list_devices()}
@@ -200,16 +198,6 @@ def _call_of_function(program: Program, mode: str, count: int) -> Call:
         program.options = replace(program.options, batch_size=size, prefetch=1, max_retries=0)
     mapper = Mapper(program, NullObserver())
     return lambda rows: mapper.run(rows.structure)
-
-
-def _check_batches(data: Any) -> None:
-    """Raise a `DataError` for a dataset whose elements are no batches, because their leaves share no first axis."""
-    if isinstance(data, tf.data.Dataset):
-        counts = {spec.shape[0] for spec in tf.nest.flatten(data.element_spec) if spec.shape.rank} - {None}
-        if len(counts) > 1:
-            raise DataError(
-                f"the dataset has elements of {sorted(counts)} rows; batch the dataset, as in dataset.batch(32)"
-            )
 
 
 def _calls_of_model(model: Any, device: str, specs: Any) -> dict[str, Call]:

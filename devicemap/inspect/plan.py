@@ -152,15 +152,10 @@ class Plan(Result):
         return advise_before(self)
 
     def __rich__(self) -> Any:
-        return _text_of(self)
-
-
-def _text_of(plan: Plan) -> Any:
-    """Return a `rich` renderable: a summary, a table of devices, facts and advice."""
-    rows = "an unknown number of rows" if plan.rows is None else counted(plan.rows, "row")
-    title = f"{plan.name}: {rows} on {counted(len(plan.devices), 'device')}, in {plan.engine}"
-    facts = Group(*map(Text, _facts(plan)))
-    return page(title, table([*_devices(plan)]), facts, notes=[f"* {line}" for line in plan.advice])
+        rows = "an unknown number of rows" if self.rows is None else counted(self.rows, "row")
+        title = f"{self.name}: {rows} on {counted(len(self.devices), 'device')}, in {self.engine}"
+        facts = Group(*map(Text, _facts(self)))
+        return page(title, table([*_devices(self)]), facts, notes=[f"* {line}" for line in self.advice])
 
 
 def _devices(plan: Plan) -> Iterator[dict[str, str]]:

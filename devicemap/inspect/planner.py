@@ -11,7 +11,6 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap.compile.audit import Treatment, variable_of, writing_line
-from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.graph_walker import size_of
 from devicemap.compile.program import Program
 from devicemap.compile.trace import Traced
@@ -20,7 +19,6 @@ from devicemap.data.sources import from_dataset
 from devicemap.data.structure import map_nest
 from devicemap.devices import gpu_indices
 from devicemap.errors import DataError
-from devicemap.events import Shard
 from devicemap.inspect.plan import Captured, DevicePlan, Handling, Plan
 from devicemap.options import Options
 from devicemap.run.mapper import in_flight
@@ -69,11 +67,6 @@ def data_spec(data_or_spec: Any, options: Options) -> DataSpec:
         source = from_dataset(data_or_spec, options)
         source.close()
         return DataSpec(source.specs, source.rows, chunks=True)
-    if _is_shape(data_or_spec):
-        raise DataError(
-            f"data_or_spec is {data_or_spec}, a shape; expected data, or a spec, such as "
-            f"tf.TensorSpec({data_or_spec}, tf.float32)"
-        )
     chunks = options.batch_size is not None or options.on_error == "skip"
     leaves: list[tuple[str, Any]] = []
     map_nest(lambda leaf, path: leaves.append((path, leaf)), data_or_spec, "data_or_spec")
@@ -88,7 +81,8 @@ def explain_call(program: Program, data: DataSpec) -> Plan:
     """Return the plan of a call on data of these specs. It traces the function if no call did so before."""
     compiled, options = program.compiled_for(data), program.options
     traced = compiled.traced
-    shards = () if data.chunks else _shards(data.rows, compiled)
+    # A call on an unknown number of rows has a shard for each slot.
+    shards = () if data.chunks else compiled.shards(len(compiled.slots) if data.rows is None else data.rows)[0]
     used = compiled.devices if data.chunks else tuple(dict.fromkeys(shard.device for shard in shards))
     flights, gpus = in_flight(compiled, options.prefetch), gpu_indices(program.devices)
 
@@ -118,24 +112,10 @@ def explain_call(program: Program, data: DataSpec) -> Plan:
     )
 
 
-def _shards(rows: int | None, compiled: CompiledMap) -> tuple[Shard, ...]:
-    """Return the shards of the call, one for each slot if the number of rows is unknown."""
-    if rows is None:
-        return tuple(Shard(slot, i, i + 1) for i, slot in enumerate(compiled.slots))
-    return compiled.shards(rows)[0]
-
-
 def _bytes_per_row(specs: Iterable[Any]) -> int | None:
     """Return the bytes of one row of all leaves; `None` if their shapes do not determine them."""
     sizes = [size_of(spec.shape, spec.dtype) if isinstance(spec, tf.TensorSpec) else None for spec in specs]
     return None if None in sizes else sum(size or 0 for size in sizes)
-
-
-def _is_shape(given: Any) -> bool:
-    """Return whether a value is a shape. A list of numbers may be rows, but a tuple of numbers cannot."""
-    if not isinstance(given, list | tuple) or not given:
-        return isinstance(given, tf.TensorShape)
-    return all(n is None or isinstance(n, int) for n in given) and (isinstance(given, tuple) or None in given)
 
 
 def _row_count(leaves: Sequence[tuple[str, Any]]) -> int | None:

@@ -30,9 +30,6 @@ BLUE, ORANGE = "#0072b2", "#d55e00"
 class Result:
     """Base class of result dataclasses. The REPL and notebooks show the same text as `print`; `rich` prints it in colour."""
 
-    _least_width: ClassVar[int] = 20
-    """Width of the text in narrower terminals."""
-
     _derived: ClassVar[tuple[str, ...]] = ()
     """Properties that `to_dict` contains besides the fields."""
 
@@ -50,7 +47,7 @@ class Result:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
-        return text_of(self, max(self._least_width, shutil.get_terminal_size((100, 24)).columns))
+        return text_of(self, shutil.get_terminal_size((100, 24)).columns)
 
     def __repr__(self) -> str:
         return str(self)

@@ -162,10 +162,8 @@ def _on_one_device(program: Program, compiled: CompiledMap, rows: Rows) -> Calla
     function = compiled.chunk_functions(cancellation)[compiled.devices[0]]()
 
     def run(rows: Sequence[int]) -> list[Any]:
-        groups = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
-        ranges = [(int(group[0]), int(group[-1]) + 1) for group in groups]
         with tf.device(HOST):
-            taken = [join([take_rows(leaf, start, stop) for start, stop in ranges]) for leaf in leaves]
+            taken = [join([take_rows(leaf, row, row + 1) for row in rows]) for leaf in leaves]
         results: list[Any] = interruptible(partial(function, *compiled.flat(taken)), cancellation)
         return results
 
