@@ -7,7 +7,6 @@ import json
 import shutil
 import socket
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -104,10 +103,7 @@ def _run(options: argparse.Namespace) -> int:
             raise FileExistsError(f"{out} already exists; remove it to compute it again")
         check_format(suffix, mapper.as_dataset(source.data).element_spec)
     try:
-        with warnings.catch_warnings():
-            # The command prints all failed rows itself.
-            warnings.filterwarnings("ignore", ".* failed and are left out", RuntimeWarning)
-            results = mapper.write(source.data, directory, trust_function=options.trust_function)
+        results = mapper.write(source.data, directory, trust_function=options.trust_function)
     except FunctionError as error:
         if not error.shards:
             raise

@@ -64,16 +64,16 @@ class Recorder:
         self._error: str | None = None
         self._devices: dict[str, DeviceReport] = {}
         self._running: dict[Shard, float] = {}
-        self._busy_since: dict[str, float] = {}
         self._failed_rows: list[FailedRow] = []
         self._spans: deque[Span] = deque(maxlen=_KEPT_SPANS)
 
     def __call__(self, event: Event) -> None:
+        for name in {shard.device for shard in self._running}:
+            self._device(name).busy_seconds += event.seconds - self._seconds
         self._seconds = event.seconds
         if isinstance(event, ChunkStarted):
             self._device(event.shard.device).waiting_seconds += event.waited_seconds
             self._running[event.shard] = event.seconds
-            self._busy_since.setdefault(event.shard.device, event.seconds)
         elif isinstance(event, ChunkFinished | ChunkFailed):
             self._end(event.shard, "failed" if isinstance(event, ChunkFailed) else "finished")
             self._usage.sample(event.seconds)
@@ -100,8 +100,6 @@ class Recorder:
         device.calls += 1
         device.rows += len(shard) if outcome == "finished" else 0
         self._spans.append(Span(shard, self._running.pop(shard), self._seconds, outcome))
-        if not any(other.device == shard.device for other in self._running):
-            device.busy_seconds += self._seconds - self._busy_since.pop(shard.device)
 
     def report(self) -> Report:
         """Return the report of the events so far."""
@@ -120,8 +118,7 @@ class Recorder:
     def _finished(self, device: DeviceReport) -> DeviceReport:
         """Return a copy with the numbers that depend on the whole call."""
         rows = sum(each.rows for each in self._devices.values())
-        running = self._seconds - self._busy_since.get(device.device, self._seconds)
-        busy = min(self._seconds, device.busy_seconds + running)
+        busy = min(self._seconds, device.busy_seconds)  # rounding may exceed the duration
         return replace(
             device,
             share=device.rows / rows if rows else 0.0,

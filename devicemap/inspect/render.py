@@ -138,8 +138,12 @@ def size_text(size_bytes: int) -> str:
 
 def check_drawable(path: str | os.PathLike[str]) -> None:
     """Raise `ImportError` without matplotlib, or `OptionError` if it cannot write files with this suffix."""
-    known, suffix = _figure_class()().canvas.get_supported_filetypes(), Path(path).suffix[1:].lower()
-    if suffix not in known:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a plot needs matplotlib, which is not installed: pip install matplotlib") from error
+    known = Figure().canvas.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in known:
         raise OptionError(f"{path} cannot be drawn: its suffix has to be one of {', '.join(sorted(known))}")
 
 
@@ -152,19 +156,10 @@ def drawing(path: str | os.PathLike[str], width: float, height: float) -> Iterat
         OptionError: matplotlib cannot write files with this suffix.
     """
     check_drawable(path)
-    figure_class = _figure_class()
     from matplotlib import rc_context
+    from matplotlib.figure import Figure  # does not change the state of pyplot or the backend
 
     with rc_context({"font.size": 14, "axes.titlesize": 14, "legend.fontsize": 13}):
-        figure = figure_class(figsize=(width, height), dpi=100, layout="constrained")
+        figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
         yield figure
         figure.savefig(path)
-
-
-def _figure_class() -> Any:
-    """Return matplotlib's `Figure`, which does not change pyplot's state or the backend."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("a plot needs matplotlib, which is not installed: pip install matplotlib") from error
-    return Figure
