@@ -34,8 +34,7 @@ from devicemap.events import (
     Shard,
 )
 from devicemap.inspect.gpu_usage import GpuUsage
-from devicemap.inspect.report import DeviceReport, Report
-from devicemap.inspect.timeline import Span
+from devicemap.inspect.report import DeviceReport, Report, Span
 from devicemap.options import Options
 from devicemap.run.graph_engine import GraphRun
 

@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from devicemap.events import FailedRow, short_name
+from devicemap.events import FailedRow, Shard, short_name
 from devicemap.inspect.advice import advise_after
-from devicemap.inspect.render import Result, counted, page, seconds_text, table
-from devicemap.inspect.timeline import Span, save_plot, save_trace
+from devicemap.inspect.render import BLUE, ORANGE, Result, counted, drawing, page, seconds_text, table
+
+_COLOURS = {"finished": BLUE, "failed": ORANGE, "unfinished": "tab:grey"}
+_INCHES_PER_LANE = 0.4
+
+
+@dataclass(frozen=True)
+class Span:
+    """One attempt to compute the rows of a chunk on a device."""
+
+    shard: Shard
+    """Its rows and its device."""
+
+    started_seconds: float
+    """When it started, in seconds since the call began."""
+
+    finished_seconds: float
+    """When it finished or failed, or the call ended, in seconds since the call began."""
+
+    outcome: Literal["finished", "failed", "unfinished"]
+    """`"unfinished"`: the call ended first."""
+
+    @property
+    def seconds(self) -> float:
+        """Duration."""
+        return self.finished_seconds - self.started_seconds
 
 
 @dataclass
@@ -140,11 +169,43 @@ class Report(Result):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        save_plot(self.spans, [device.device for device in self.devices], self.summary, path)
+        lanes, names = _lanes_of(self.spans), [device.device for device in self.devices]
+        depths = [
+            1 + max((lane for s, lane in zip(self.spans, lanes) if s.shard.device == d), default=0) for d in names
+        ]
+        tops = dict(zip(names, itertools.accumulate(depths, initial=0)))
+        bars: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+        for span, lane in zip(self.spans, lanes):
+            bars[tops[span.shard.device] + lane, _COLOURS[span.outcome]].append((span.started_seconds, span.seconds))
+        with drawing(path, 9.0, 1.4 + _INCHES_PER_LANE * max(sum(depths), 3)) as figure:
+            axes = figure.add_subplot()
+            for (row, colour), times in bars.items():  # a call of `barh` takes seconds for thousands of spans
+                axes.broken_barh(times, (row + 0.1, 0.8), facecolors=colour, edgecolors="white", linewidth=0.2)
+            axes.hlines([*tops.values()], 0, 1, transform=axes.get_yaxis_transform(), color="lightgrey", linewidth=0.5)
+            axes.set_yticks([tops[d] + depth / 2 for d, depth in zip(names, depths)], [*map(short_name, names)])
+            xlabel = "seconds since the call began (orange: failed, grey: unfinished)"
+            axes.set(xlim=(0, None), ylim=(max(sum(depths), 1), 0), xlabel=xlabel, title=self.summary)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the timeline as a JSON file for chrome://tracing or https://ui.perfetto.dev."""
-        save_trace(self.spans, [device.device for device in self.devices], path)
+        """Write the timeline as a JSON file for chrome://tracing or https://ui.perfetto.dev. Devices are processes."""
+        devices = [device.device for device in self.devices]
+        names = [
+            {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": short_name(device)}}
+            for pid, device in enumerate(devices)
+        ]
+        chunks = [
+            {
+                "name": f"rows {span.shard.start} to {span.shard.stop - 1}",
+                "cat": span.outcome,
+                "ph": "X",
+                "pid": devices.index(span.shard.device),
+                "tid": lane,
+                "ts": 1e6 * span.started_seconds,
+                "dur": 1e6 * span.seconds,
+            }
+            for span, lane in zip(self.spans, _lanes_of(self.spans))
+        ]
+        Path(path).write_text(json.dumps({"traceEvents": [*names, *chunks]}), encoding="utf-8")
 
     def __rich__(self) -> Any:
         notes = [f"stopped by {self.error}"] if self.error else []
@@ -154,6 +215,19 @@ class Report(Result):
             notes.append(f"{failed}; the first: row {first.row} on {short_name(first.device)}: {first.error}")
         notes += [f"* {line}" for line in self.advice]
         return page(self.summary, table([*map(_cells_of, self.devices)], nothing="-"), notes=notes)
+
+
+def _lanes_of(spans: Sequence[Span]) -> list[int]:
+    """Return a lane for each span, from 0 on each device, so that no two spans overlap in one lane."""
+    ends: dict[str, list[float]] = defaultdict(list)
+    lanes = [0] * len(spans)
+    for index in sorted(range(len(spans)), key=lambda i: spans[i].started_seconds):
+        span = spans[index]
+        own = ends[span.shard.device]
+        lane = next((lane for lane, end in enumerate(own) if end <= span.started_seconds), len(own))
+        own[lane : lane + 1] = [span.finished_seconds]
+        lanes[index] = lane
+    return lanes
 
 
 def _cells_of(device: DeviceReport) -> dict[str, str]:
