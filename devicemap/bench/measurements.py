@@ -18,8 +18,6 @@ from devicemap.inspect.render import BLUE, ORANGE, Result, drawing, page, second
 class Measurement:
     """Time and memory of a call in one mode."""
 
-    _derived = ("rows_per_second",)
-
     mode: str
     """`"eager"`: `fn` in eager code on the first device. `"one device"`, `"all devices"`: a `DeviceMap` on all rows, or on
     fewer if `fn` is slow. `"batch"`: a `DeviceMap` with one chunk for each device, of which the start takes up to 15 ms; for a
@@ -49,8 +47,6 @@ class Measurement:
 @dataclass(frozen=True, repr=False)
 class BenchmarkResult(Result):
     """The result of `devicemap.benchmark`. `print(result)` shows all measurements."""
-
-    _derived = ("lines",)
 
     name: str
     """Name of the function."""

@@ -43,8 +43,6 @@ class StageCall:
 class PipelineReport(Result):
     """The schedule that a pipeline executed."""
 
-    _derived = ("seconds", "idle")
-
     devices: tuple[str, ...]
     """Full names of the devices, in the order of the pipeline."""
 
@@ -126,8 +124,6 @@ class StagePlan:
 @dataclass(frozen=True, repr=False)
 class PipelinePlan(Result):
     """The plan of a call of a pipeline."""
-
-    _derived = ("bubble", "speedup")
 
     rows: int | None
     """Number of rows, `None` if unknown."""

@@ -83,8 +83,6 @@ class Plan(Result):
         ('one graph', 10, True, 12)
     """
 
-    _derived = "ordered", "advice"
-
     name: str
     """Name of the map."""
 

@@ -14,7 +14,7 @@ import shutil
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rich.console import Console, Group
 from rich.padding import Padding
@@ -29,9 +29,6 @@ BLUE, ORANGE = "#0072b2", "#d55e00"
 
 class Result:
     """Base class of result dataclasses. The REPL and notebooks show the same text as `print`; `rich` prints it in colour."""
-
-    _derived: ClassVar[tuple[str, ...]] = ()
-    """Properties that `to_dict` contains besides the fields."""
 
     @abstractmethod
     def __rich__(self) -> Any:
@@ -59,10 +56,11 @@ class Result:
 def _plain(value: Any) -> Any:
     """Convert a value to JSON values, with `None` for NaN and infinity.
 
-    A dataclass becomes a dict of its fields and the properties in `_derived`.
+    A dataclass becomes a dict of its fields and its public properties.
     """
     if dataclasses.is_dataclass(value):
-        names = (*(field.name for field in dataclasses.fields(value)), *getattr(value, "_derived", ()))
+        names = [field.name for field in dataclasses.fields(value)]
+        names += [name for name, member in vars(type(value)).items() if isinstance(member, property) and name[0] != "_"]
         return {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, enum.Enum):
         return value.value

@@ -95,8 +95,6 @@ class Report(Result):
         ('chunks', 10, 2, 0)
     """
 
-    _derived = "rows_per_second", "retries", "advice"
-
     engine: Literal["one graph", "chunks"]
     """`"one graph"`: all devices in one graph. `"chunks"`: chunks to idle devices."""
 

@@ -79,8 +79,6 @@ class Finding:
 class Verification(Result):
     """The result of `DeviceMap.verify`. `print(verification)` shows all of it."""
 
-    _derived = ("ok",)
-
     name: str
     """Name of the function."""
 
