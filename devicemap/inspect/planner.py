@@ -17,7 +17,6 @@ from devicemap.compile.trace import Traced
 from devicemap.data.rows import any_rows, as_rows, home_of
 from devicemap.data.sources import from_dataset
 from devicemap.data.structure import map_nest
-from devicemap.devices import gpu_indices
 from devicemap.errors import DataError
 from devicemap.inspect.plan import Captured, DevicePlan, Handling, Plan
 from devicemap.options import Options
@@ -84,7 +83,7 @@ def explain_call(program: Program, data: DataSpec) -> Plan:
     # A call on an unknown number of rows has a shard for each slot.
     shards = () if data.chunks else compiled.shards(len(compiled.slots) if data.rows is None else data.rows)[0]
     used = compiled.devices if data.chunks else tuple(dict.fromkeys(shard.device for shard in shards))
-    flights, gpus = in_flight(compiled, options.prefetch), gpu_indices(program.devices)
+    flights, gpus = in_flight(compiled, options.prefetch), program.gpus
 
     def plan_of(device: str) -> DevicePlan:
         own = [len(shard) for shard in shards if shard.device == device]
