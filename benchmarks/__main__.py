@@ -1,4 +1,4 @@
-"""Run the suite, and write the tables and plots.
+"""Run the suite, and write the tables.
 
     python -m benchmarks                 # everything, into benchmarks/results/
     python -m benchmarks balance memory  # these topics only

@@ -1,4 +1,4 @@
-"""Raw results -> tables in Markdown and plots.
+"""Raw results -> tables in Markdown.
 
     python -m benchmarks.report [FOLDER]      # the folder that holds raw/; benchmarks/results without one
 
@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.plots import draw
 from benchmarks.records import OURS, Record, Verdict, judge, read
 
 RESULTS = Path(__file__).parent / "results"
@@ -100,22 +99,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write(folder: Path) -> list[Verdict]:
-    """Write the tables and plots of what is in `raw/`; returns the targets with what was reached."""
+    """Write the tables of what is in `raw/`; returns the targets with what was reached."""
     records = read(folder / "raw")
     if not records:
         sys.exit(f"no results in {folder / 'raw'}; run `make bench` first")
     pages = {topic: [record for record in records if record.topic == topic] for topic in TOPICS}
     pages = {topic: page for topic, page in pages.items() if page}
-    plots = draw(pages, folder)
     for topic, page in pages.items():
-        (folder / f"{topic}.md").write_text(write_page(topic, page, plots.get(topic, [])))
+        (folder / f"{topic}.md").write_text(write_page(topic, page))
     verdicts = list(judge(records))
     (folder / "README.md").write_text(write_index(list(pages), verdicts, records))
     return verdicts
 
 
-def write_page(topic: str, records: Sequence[Record], plots: Sequence[str]) -> str:
-    """One topic: tables, what the first calls took, and plots."""
+def write_page(topic: str, records: Sequence[Record]) -> str:
+    """One topic: tables, and what the first calls took."""
     title, text = TOPICS[topic]
     turns = max(len(seconds) for record in records for seconds in record.seconds.values())
     parts = [
@@ -131,7 +129,6 @@ def write_page(topic: str, records: Sequence[Record], plots: Sequence[str]) -> s
         parts += ["## Sent between devices", sent(records)]
     if any("rise_megabytes" in record.facts for record in records):
         parts += ["## How far the peak of the memory is above the start", rises(records)]
-    parts += [f"![{title}]({name})" for name in plots]
     return "\n\n".join(parts) + "\n"
 
 
