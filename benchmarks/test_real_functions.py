@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import devicemap
-from benchmarks import functions, peers
+from benchmarks import peers
 from benchmarks.conftest import Scale
 from benchmarks.functions import Case, cases
 from benchmarks.measuring import Way, compare
@@ -33,7 +33,7 @@ def test_real_function(benchmark: Any, real_devices: list[str], scale: Scale, na
     case = cases()[name]
     if scale.quick:
         case = replace(case, data=case.data[:QUICK_ROWS])
-    ways = ways_of(case, real_devices) | others_of(case)
+    ways = ways_of(case, real_devices) | {"Dataset.map": by_dataset(case)}
     compare(
         benchmark, ways, topic="real_functions", case=name, rounds=2 if scale.quick else 60, devices=len(real_devices),
         tolerance=1e-2, rows=len(case.data), targets={"most ratio": {"devicemap": MOST}},
@@ -62,17 +62,12 @@ def ways_of(case: Case, devices: list[str]) -> dict[str, Way]:
     return ways | {"devicemap": lambda: mapper(x)}
 
 
-def others_of(case: Case) -> dict[str, Way]:
-    """What knows of no devices, or of its own."""
+def by_dataset(case: Case) -> Way:
+    """`Dataset.map`, which knows of no devices."""
     x, fn = case.data, tf.function(case.fn)
     rows = tf.data.Dataset.from_tensor_slices(x)
-    ways: dict[str, Way] = {}
     if case.batched:
         chunks = rows.batch(64).map(fn, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
-        ways["Dataset.map"] = lambda: tf.concat(list(chunks), 0)
-    else:
-        whole = rows.map(fn, num_parallel_calls=tf.data.AUTOTUNE).batch(len(x)).prefetch(tf.data.AUTOTUNE)
-        ways["Dataset.map"] = lambda: next(iter(whole))
-    if case.fn is functions.ode and (in_jax := peers.jax_pmap(functions.ode_in_jax)) is not None:
-        ways["JAX pmap"] = lambda: in_jax(x)
-    return ways
+        return lambda: tf.concat(list(chunks), 0)
+    whole = rows.map(fn, num_parallel_calls=tf.data.AUTOTUNE).batch(len(x)).prefetch(tf.data.AUTOTUNE)
+    return lambda: next(iter(whole))
