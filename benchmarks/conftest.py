@@ -34,7 +34,6 @@ class Scale:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("devices")
     group.addoption("--devices", type=int, default=8, help="how many devices the benchmarks run on (8)")
-    group.addoption("--gpu-memory", type=int, help="megabytes of each logical GPU that a GPU is cut into")
     group.addoption("--softgpus", action="store_true", help="on emulated GPUs")
     group.addoption(
         "--quick", action="store_true", help="small cases, once: that the suite works, not how fast things are"
@@ -45,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--softgpus"):
         with contextlib.suppress(Unavailable):  # what needs them is skipped, and says why
             softgpu.start(config.getoption("--devices"))
-    hardware.cut_devices(config.getoption("--devices"), config.getoption("--gpu-memory"))
+    hardware.cut_devices(config.getoption("--devices"))
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:

@@ -1,15 +1,8 @@
-"""Raw results -> tables in Markdown.
-
-    python -m benchmarks.report [FOLDER]      # the folder that holds raw/; benchmarks/results without one
-
-It prints the targets that were missed.
-"""
+"""Write the results as tables in Markdown: `python -m benchmarks.report`."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -89,20 +82,16 @@ TOPICS = {
 """Title and text of each page, in the order of the index."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS)
-    folder = parser.parse_args(arguments).folder
-    missed = [verdict for verdict in write(folder) if not verdict.met]
-    for verdict in missed:
-        print(f"missed: {verdict.record.case}, {verdict.record.devices} devices, {_demand(verdict)}")
+def main() -> None:
+    """Write the tables, and print the targets that were missed."""
+    for verdict in write(RESULTS):
+        if not verdict.met:
+            print(f"missed: {verdict.record.case}, {verdict.record.devices} devices, {_demand(verdict)}")
 
 
 def write(folder: Path) -> list[Verdict]:
     """Write the tables of what is in `raw/`; returns the targets with what was reached."""
     records = read(folder / "raw")
-    if not records:
-        sys.exit(f"no results in {folder / 'raw'}; run `make bench` first")
     pages = {topic: [record for record in records if record.topic == topic] for topic in TOPICS}
     pages = {topic: page for topic, page in pages.items() if page}
     for topic, page in pages.items():
