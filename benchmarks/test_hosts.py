@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import tensorflow as tf
 import devicemap
 from benchmarks.conftest import Scale
 from benchmarks.measuring import compare
+from benchmarks.programs import Program
 from benchmarks.simulator import Simulator
 
 CHUNKS = 20
@@ -24,25 +25,22 @@ MOST = 1.10
 HERE, THERE = "this process", "devicemap.connect"
 
 
-def _serve(devices: int, telling: Any) -> None:
+def _serve(connection: Connection, devices: int) -> None:
     from benchmarks.simulator import load
     from devicemap.cluster import serve
 
     load()
-    telling.send(serve(0, cpus=devices).target.rpartition(":")[2])
+    connection.send(serve(0, cpus=devices).target.rpartition(":")[2])
     threading.Event().wait()
 
 
 @pytest.fixture(scope="module")
 def connected(pytestconfig: pytest.Config) -> Iterator[None]:
     """To a process that has as many devices."""
-    listening, telling = multiprocessing.Pipe(duplex=False)
-    arguments = pytestconfig.getoption("--devices"), telling
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments, daemon=True)
-    process.start()
-    devicemap.connect({"worker": [f"127.0.0.1:{listening.recv()}"]})
+    program = Program(_serve, pytestconfig.getoption("--devices"))
+    devicemap.connect({"worker": [f"127.0.0.1:{program.connection.recv()}"]})
     yield
-    process.kill()
+    program.end()
 
 
 def _compare(

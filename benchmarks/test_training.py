@@ -1,20 +1,27 @@
 """Epochs of Keras models with `tf.distribute.MirroredStrategy` and with `parallelize`: the same batches, in Keras's own steps.
 
-The last case takes a step on simulated accelerators, and compares it with the ideal time.
+Each model trains in a process of its own: a second `MirroredStrategy` in a process fails with the collective ops that it uses
+by default. The last case takes a step on simulated accelerators, and compares it with the ideal time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from multiprocessing.connection import Connection
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
 import devicemap
+from benchmarks import hardware
 from benchmarks.conftest import Scale
-from benchmarks.epochs import MODELS, WAYS, Contender
 from benchmarks.measuring import Way, compare
+from benchmarks.programs import Program
 from benchmarks.simulator import Simulator
 from benchmarks.test_pipeline import BACKWARD, stage_of
 
@@ -31,10 +38,82 @@ MOST = 0.50
 LEAST = 0.95
 
 
+def mlp() -> keras.Model:
+    return keras.Sequential([keras.Input([32]), *(layers.Dense(64, "relu") for _ in range(6)), layers.Dense(1)])
+
+
+def cnn() -> keras.Model:
+    hidden = []
+    for filters in (8, 16):
+        hidden += [layers.Conv2D(filters, 3), layers.BatchNormalization(), layers.ReLU()]
+    return keras.Sequential([keras.Input([12, 12, 3]), *hidden, layers.GlobalAveragePooling2D(), layers.Dense(1)])
+
+
+def lstm() -> keras.Model:
+    return keras.Sequential([keras.Input([16, 8]), layers.LSTM(32), layers.Dense(1)])
+
+
+def transformer() -> keras.Model:
+    x = inputs = keras.Input([16, 32])
+    for _ in range(2):
+        x = layers.LayerNormalization()(x + layers.MultiHeadAttention(4, 8)(x, x))
+        x = layers.LayerNormalization()(x + layers.Dense(32)(layers.Dense(64, "gelu")(x)))
+    return keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling1D()(x)))
+
+
+MODELS = {"mlp": mlp, "cnn": cnn, "lstm": lstm, "transformer": transformer}
+
+
+def by_strategy(devices: list[str]) -> tuple[contextlib.AbstractContextManager[Any], Any, Any]:
+    """Train by `tf.distribute.MirroredStrategy` with its default all-reduce."""
+    strategy = tf.distribute.MirroredStrategy(devices)
+    return strategy.scope(), lambda model: model, strategy.experimental_distribute_dataset
+
+
+def by_devicemap(devices: list[str]) -> tuple[contextlib.AbstractContextManager[Any], Any, Any]:
+    """Train by `parallelize`, with the batch normalization of the strategy, whose synchronized one has no gradient here."""
+    return (
+        contextlib.nullcontext(),
+        lambda model: devicemap.parallelize(model, devices, batch_norm="local"),
+        lambda data: data,
+    )
+
+
+WAYS = {"MirroredStrategy": by_strategy, "devicemap.parallelize": by_devicemap}
+
+
+def _train(connection: Connection, way: str, name: str, devices: int, steps: int, rows: int) -> None:
+    """Train a model, an epoch per message, and send its loss.
+
+    The learning rate is 0, so that each epoch has the loss of the first, which all contenders have to give.
+    """
+    hardware.cut_devices(devices)
+    scope, prepared, distributed = WAYS[way](hardware.all_devices()[:devices])
+    keras.utils.set_random_seed(0)
+    with scope:
+        model = MODELS[name]()
+        model.compile(keras.optimizers.SGD(0.0), "mse", jit_compile=False)
+    model = prepared(model)
+    x = np.random.default_rng(0).normal(size=(steps * rows, *model.input_shape[1:])).astype("f")
+    data = tf.data.Dataset.from_tensor_slices((x, x.reshape(len(x), -1)[:, :1])).batch(rows)
+    batches = iter(distributed(data.repeat()))
+    fitted = False
+    while connection.recv():
+        if not fitted:
+            loss, fitted = model.fit(data, verbose=0).history["loss"], True
+        else:  # by its function alone: a new iterator would retrace it for the strategy
+            model.reset_metrics()
+            for _ in range(steps):
+                logs = model.train_function(batches)
+            loss = [float(logs["loss"])]
+        connection.send(loss)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_epoch(benchmark: Any, real_devices: list[str], scale: Scale, name: str) -> None:
     steps, rows = 2 if scale.quick else STEPS, ROWS * len(real_devices)
-    ways = {way: Contender(way, name, len(real_devices), steps, rows) for way in WAYS}
+    programs = {way: Program(_train, way, name, len(real_devices), steps, rows) for way in WAYS}
+    ways = {way: functools.partial(program.ask, "epoch") for way, program in programs.items()}
     targets = {"most ratio": {OURS: MOST}} if name == "mlp" and len(real_devices) == 8 else {}
     try:
         compare(
@@ -42,8 +121,8 @@ def test_epoch(benchmark: Any, real_devices: list[str], scale: Scale, name: str)
             devices=len(real_devices), targets=targets, patience_seconds=10.0,
         )  # fmt: skip
     finally:
-        for contender in ways.values():
-            contender.close()
+        for program in programs.values():
+            program.end()
 
 
 def test_step(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
@@ -55,7 +134,7 @@ def test_step(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Sc
 
     def step_of(devices: list[str]) -> Way:
         keras.utils.set_random_seed(0)
-        hidden = keras.layers.Dense(16), keras.layers.Lambda(work), keras.layers.Dense(16)
+        hidden = layers.Dense(16), layers.Lambda(work), layers.Dense(16)
         model = keras.Sequential([keras.Input([16]), *hidden])
         model.compile(keras.optimizers.SGD(0.0), "mse", jit_compile=False)
         if len(devices) > 1:
