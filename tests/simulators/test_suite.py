@@ -20,7 +20,6 @@ SECONDS = {"devicemap": [1.1, 1.0, 1.2], "slow peer": [4.0, 4.0], "joblib thread
     [
         ("least share", {}, 0.9, 0.899, 0.901),
         ("most ratio", {}, 0.5, 0.50, 0.49),
-        ("most steady ratio", {"steady_seconds": {"devicemap": [3.0], "joblib threads": [2.0, 4.0]}}, 1.0, 1.0, 0.99),
         ("most ratio to base", {"base": "slow peer"}, 0.275, 0.276, 0.274),
         ("most megabytes", {"rise_megabytes": {"devicemap": 96}}, 96, 300, 90),
     ],
