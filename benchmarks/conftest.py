@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from benchmarks import hardware, softgpu, traffic
+from benchmarks import hardware, measuring, softgpu, traffic
 from benchmarks.simulator import Simulator, Unavailable
 from benchmarks.simulator.fixtures import sim as sim
+
+ROUNDS = 5
+"""How often each way takes its turn, unless a topic says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +27,6 @@ class Scale:
 
     devices: int
     """How many devices there are."""
-
-    rounds: int
-    """How often each way takes its turn."""
 
     job_seconds: float
     """The ideal time of a simulated job."""
@@ -67,8 +68,20 @@ def pytest_benchmark_update_commit_info(config: pytest.Config, commit_info: dict
 def scale(pytestconfig: pytest.Config) -> Scale:
     devices = pytestconfig.getoption("--devices")
     if pytestconfig.getoption("--quick"):
-        return Scale(quick=True, devices=devices, rounds=1, job_seconds=0.05)
-    return Scale(quick=False, devices=devices, rounds=5, job_seconds=1.0)
+        return Scale(quick=True, devices=devices, job_seconds=0.05)
+    return Scale(quick=False, devices=devices, job_seconds=1.0)
+
+
+@pytest.fixture
+def compare(request: pytest.FixtureRequest, benchmark: Any, scale: Scale) -> measuring.Compare:
+    """Times ways for the topic that the file is named after. In a short run, each way takes one turn."""
+    topic = request.path.stem.removeprefix("test_")
+
+    def compared(ways: Mapping[str, measuring.Way], case: str, rounds: int = ROUNDS, **options: Any) -> Any:
+        options = {"topic": topic, "devices": scale.devices} | options
+        return measuring.compare(benchmark, ways, case=case, rounds=1 if scale.quick else rounds, **options)
+
+    return compared
 
 
 @pytest.fixture

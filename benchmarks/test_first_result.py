@@ -19,7 +19,7 @@ import devicemap
 from benchmarks import hardware, peers
 from benchmarks.conftest import Scale
 from benchmarks.functions import Case, cases
-from benchmarks.measuring import Way, compare
+from benchmarks.measuring import Compare, Way
 from benchmarks.programs import Program
 
 ROWS = 32
@@ -94,7 +94,7 @@ def _give_first_result(connection: Connection, make: Any, name: str, used: int, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_first_result_of_a_program(benchmark: Any, real_devices: list[str], scale: Scale, name: str) -> None:
+def test_first_result_of_a_program(compare: Compare, real_devices: list[str], scale: Scale, name: str) -> None:
     count = len(real_devices)
     ways = {
         f"devicemap, {count} devices": Started(by_devicemap, name, count, count),
@@ -104,27 +104,25 @@ def test_first_result_of_a_program(benchmark: Any, real_devices: list[str], scal
     demand, most = ("most ratio to base", MOST) if count <= FEW else ("most ratio", 1.0)
     targets = {demand: {f"devicemap, {count} devices": most}}
     try:
-        _compare(benchmark, ways, count, scale, name, targets=targets)
+        _compare(compare, ways, count, scale, name, targets=targets)
     finally:
         for way in ways.values():
             way.end()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_first_result_of_a_further_map(benchmark: Any, real_devices: list[str], scale: Scale, name: str) -> None:
+def test_first_result_of_a_further_map(compare: Compare, real_devices: list[str], scale: Scale, name: str) -> None:
     case, count = cases()[name], len(real_devices)
     ways = {
         f"devicemap, {count} devices": by_devicemap(case, real_devices),
         "devicemap, 1 device": by_devicemap(case, real_devices[:1]),
         f"graph blocks, {count} devices": by_hand(case, real_devices),
     }
-    _compare(benchmark, ways, count, scale, f"{name}, a further map")
+    _compare(compare, ways, count, scale, f"{name}, a further map")
 
 
-def _compare(benchmark: Any, ways: Mapping[str, Way], count: int, scale: Scale, case: str, **facts: Any) -> None:
+def _compare(compare: Compare, ways: Mapping[str, Way], count: int, scale: Scale, case: str, **facts: Any) -> None:
     if scale.quick and not case.startswith(QUICK):
         pytest.skip("takes long to compile by hand")
-    compare(
-        benchmark, ways, topic="first_result", case=case, rounds=1 if scale.quick else 3, devices=count, tolerance=1e-2,
-        subject=f"devicemap, {count} devices", base="devicemap, 1 device", patience_seconds=2.0, **facts,
-    )  # fmt: skip
+    names = {"subject": f"devicemap, {count} devices", "base": "devicemap, 1 device"}
+    compare(ways, case, rounds=3, tolerance=1e-2, patience_seconds=2.0, **names, **facts)

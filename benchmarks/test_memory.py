@@ -13,15 +13,15 @@ import tensorflow as tf
 import devicemap
 from benchmarks import peers
 from benchmarks.conftest import Scale
-from benchmarks.measuring import compare
+from benchmarks.measuring import Compare
 
 MEGABYTES, BATCH_MEGABYTES, QUICK_MEGABYTES = 4000, 4, 80
-MOST_MEGABYTES = 300
+TARGETS = {"most megabytes": {"devicemap": 300}}
 WIDTH = 16384
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of the resident memory from Linux's /proc")
-def test_streamed_gigabytes(benchmark: Any, real_devices: list[str], scale: Scale) -> None:
+def test_streamed_gigabytes(compare: Compare, real_devices: list[str], scale: Scale) -> None:
     """Batches that are made as they are read, and a sum for each of their rows."""
     rows = BATCH_MEGABYTES * 10**6 // (4 * WIDTH)
     batches = (QUICK_MEGABYTES if scale.quick else MEGABYTES) // BATCH_MEGABYTES
@@ -47,15 +47,13 @@ def test_streamed_gigabytes(benchmark: Any, real_devices: list[str], scale: Scal
         "devicemap": way("devicemap", lambda: mapper.stream(dataset)),
         "Dataset.map": way("Dataset.map", lambda: mapped),
     }
-    compare(
-        benchmark, ways, topic="memory", case=f"{batches * BATCH_MEGABYTES} MB in batches of {BATCH_MEGABYTES} MB",
-        rounds=1, devices=len(real_devices), answer=np.arange(batches, dtype=np.float32) * rows, rise_megabytes=rises,
-        targets={"most megabytes": {"devicemap": MOST_MEGABYTES}},
-    )  # fmt: skip
+    case = f"{batches * BATCH_MEGABYTES} MB in batches of {BATCH_MEGABYTES} MB"
+    answer = np.arange(batches, dtype=np.float32) * rows
+    compare(ways, case, rounds=1, answer=answer, rise_megabytes=rises, targets=TARGETS)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of the resident memory from Linux's /proc")
-def test_reduced_gigabytes(benchmark: Any, real_devices: list[str], scale: Scale) -> None:
+def test_reduced_gigabytes(compare: Compare, real_devices: list[str], scale: Scale) -> None:
     """256 000 rows of 16 kB, of which nothing but their mean is left."""
     rows = 2_560 if scale.quick else 256_000
     mapper = devicemap.DeviceMap(lambda n: tf.fill([4096], tf.cast(n, tf.float32)), devices=real_devices)
@@ -67,11 +65,8 @@ def test_reduced_gigabytes(benchmark: Any, real_devices: list[str], scale: Scale
         rises["devicemap"] = max(rises.get("devicemap", 0.0), peak_megabytes() - start)
         return mean
 
-    compare(
-        benchmark, {"devicemap": reduced}, topic="memory", case=f"the mean of {rows} rows of 16 kB", rounds=1,
-        devices=len(real_devices), answer=np.full(4096, (rows - 1) / 2, np.float32), rise_megabytes=rises,
-        targets={"most megabytes": {"devicemap": MOST_MEGABYTES}},
-    )  # fmt: skip
+    case, answer = f"the mean of {rows} rows of 16 kB", np.full(4096, (rows - 1) / 2, np.float32)
+    compare({"devicemap": reduced}, case, rounds=1, answer=answer, rise_megabytes=rises, targets=TARGETS)
 
 
 def reset_peak_megabytes() -> float:

@@ -7,7 +7,6 @@ tf.function; on several devices in a `tf.device` block for each. Where vectorize
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import tensorflow as tf
@@ -16,7 +15,7 @@ import devicemap
 from benchmarks import peers
 from benchmarks.conftest import Scale
 from benchmarks.functions import Case, cases
-from benchmarks.measuring import Way, compare
+from benchmarks.measuring import Compare, Way
 
 NAMES = (
     "ODE solver", "coupled oscillators", "stencil", "mel spectrogram", "Sinkhorn", "JPEG decoding", "small SVD", "serial scan",
@@ -27,17 +26,15 @@ QUICK, QUICK_ROWS = ("ODE solver", "Keras CNN"), 8
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_real_function(benchmark: Any, real_devices: list[str], scale: Scale, name: str) -> None:
+def test_real_function(compare: Compare, real_devices: list[str], scale: Scale, name: str) -> None:
     if scale.quick and name not in QUICK:
         pytest.skip("a short run takes two of them")
     case = cases()[name]
     if scale.quick:
         case = replace(case, data=case.data[:QUICK_ROWS])
     ways = ways_of(case, real_devices) | {"Dataset.map": by_dataset(case)}
-    compare(
-        benchmark, ways, topic="real_functions", case=name, rounds=2 if scale.quick else 60, devices=len(real_devices),
-        tolerance=1e-2, rows=len(case.data), targets={"most ratio": {"devicemap": MOST}},
-    )  # fmt: skip
+    targets = {"most ratio": {"devicemap": MOST}}
+    compare(ways, name, rounds=60, tolerance=1e-2, rows=len(case.data), targets=targets)
 
 
 def ways_of(case: Case, devices: list[str]) -> dict[str, Way]:

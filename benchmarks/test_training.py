@@ -20,7 +20,7 @@ from keras import layers
 import devicemap
 from benchmarks import hardware
 from benchmarks.conftest import Scale
-from benchmarks.measuring import Way, compare
+from benchmarks.measuring import Compare, Way
 from benchmarks.programs import Program
 from benchmarks.simulator import Simulator
 from benchmarks.test_pipeline import BACKWARD, stage_of
@@ -110,22 +110,19 @@ def _train(connection: Connection, way: str, name: str, devices: int, steps: int
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_epoch(benchmark: Any, real_devices: list[str], scale: Scale, name: str) -> None:
+def test_epoch(compare: Compare, real_devices: list[str], scale: Scale, name: str) -> None:
     steps, rows = 2 if scale.quick else STEPS, ROWS * len(real_devices)
     programs = {way: Program(_train, way, name, len(real_devices), steps, rows) for way in WAYS}
     ways = {way: functools.partial(program.ask, "epoch") for way, program in programs.items()}
     targets = {"most ratio": {OURS: MOST}} if name == "mlp" and len(real_devices) == 8 else {}
     try:
-        compare(
-            benchmark, ways, topic="training", case=f"{name}, {steps} steps of {rows} rows", rounds=scale.rounds,
-            devices=len(real_devices), targets=targets, patience_seconds=10.0,
-        )  # fmt: skip
+        compare(ways, f"{name}, {steps} steps of {rows} rows", targets=targets, patience_seconds=10.0)
     finally:
         for program in programs.values():
             program.end()
 
 
-def test_step(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
+def test_step(compare: Compare, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
     """A step of a layer that keeps its accelerator busy forwards and backwards."""
     sim.reset()
     rows = 4 * len(accelerators)
@@ -141,8 +138,6 @@ def test_step(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Sc
             devicemap.parallelize(model, devices)
         return lambda: model.train_on_batch(x, x)
 
-    compare(
-        benchmark, {OURS: step_of(accelerators), "one device": step_of(accelerators[:1])}, topic="training",
-        case="a step on simulated accelerators", rounds=scale.rounds, devices=len(accelerators),
-        ideal_seconds=scale.job_seconds, targets={"least share": {OURS: LEAST}},
-    )  # fmt: skip
+    ways = {OURS: step_of(accelerators), "one device": step_of(accelerators[:1])}
+    targets = {"least share": {OURS: LEAST}}
+    compare(ways, "a step on simulated accelerators", ideal_seconds=scale.job_seconds, targets=targets)
