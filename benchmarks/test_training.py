@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from multiprocessing.connection import Connection
-from typing import Any
 
 import keras
 import numpy as np
@@ -31,7 +30,7 @@ STEPS = 16
 ROWS = 8
 """Of each device, in each step: few, so that what is timed is what the ways add."""
 
-OURS = "devicemap.parallelize"
+PEER, OURS = "MirroredStrategy", "devicemap.parallelize"
 
 MOST = 0.50
 
@@ -64,55 +63,40 @@ def transformer() -> keras.Model:
 MODELS = {"mlp": mlp, "cnn": cnn, "lstm": lstm, "transformer": transformer}
 
 
-def by_strategy(devices: list[str]) -> tuple[contextlib.AbstractContextManager[Any], Any, Any]:
-    """Train by `tf.distribute.MirroredStrategy` with its default all-reduce."""
-    strategy = tf.distribute.MirroredStrategy(devices)
-    return strategy.scope(), lambda model: model, strategy.experimental_distribute_dataset
-
-
-def by_devicemap(devices: list[str]) -> tuple[contextlib.AbstractContextManager[Any], Any, Any]:
-    """Train by `parallelize`, with the batch normalization of the strategy, whose synchronized one has no gradient here."""
-    return (
-        contextlib.nullcontext(),
-        lambda model: devicemap.parallelize(model, devices, batch_norm="local"),
-        lambda data: data,
-    )
-
-
-WAYS = {"MirroredStrategy": by_strategy, "devicemap.parallelize": by_devicemap}
-
-
 def _train(connection: Connection, way: str, name: str, devices: int, steps: int, rows: int) -> None:
     """Train a model, an epoch per message, and send its loss.
 
-    The learning rate is 0, so that each epoch has the loss of the first, which all contenders have to give.
+    The strategy has its default all-reduce, and devicemap the strategy's batch normalization: its synchronized one has no
+    gradient here. The learning rate is 0, so that each epoch has the loss of the first, which both ways have to give.
     """
     hardware.cut_devices(devices)
-    scope, prepared, distributed = WAYS[way](hardware.all_devices()[:devices])
+    names = hardware.all_devices()[:devices]
+    strategy = tf.distribute.MirroredStrategy(names) if way == PEER else None
     keras.utils.set_random_seed(0)
-    with scope:
+    with strategy.scope() if strategy else contextlib.nullcontext():
         model = MODELS[name]()
         model.compile(keras.optimizers.SGD(0.0), "mse", jit_compile=False)
-    model = prepared(model)
     x = np.random.default_rng(0).normal(size=(steps * rows, *model.input_shape[1:])).astype("f")
     data = tf.data.Dataset.from_tensor_slices((x, x.reshape(len(x), -1)[:, :1])).batch(rows)
-    batches = iter(distributed(data.repeat()))
-    fitted = False
-    while connection.recv():
-        if not fitted:
-            loss, fitted = model.fit(data, verbose=0).history["loss"], True
-        else:  # by its function alone: a new iterator would retrace it for the strategy
-            model.reset_metrics()
-            for _ in range(steps):
-                logs = model.train_function(batches)
-            loss = [float(logs["loss"])]
-        connection.send(loss)
+    batches = data.repeat()
+    if strategy:
+        batches = strategy.experimental_distribute_dataset(batches)
+    else:
+        devicemap.parallelize(model, names, batch_norm="local")
+    connection.recv()
+    connection.send(model.fit(data, verbose=0).history["loss"])
+    batches = iter(batches)
+    while connection.recv():  # by its function alone: a new iterator would retrace it for the strategy
+        model.reset_metrics()
+        for _ in range(steps):
+            logs = model.train_function(batches)
+        connection.send([float(logs["loss"])])
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_epoch(compare: Compare, real_devices: list[str], scale: Scale, name: str) -> None:
     steps, rows = 2 if scale.quick else STEPS, ROWS * len(real_devices)
-    programs = {way: Program(_train, way, name, len(real_devices), steps, rows) for way in WAYS}
+    programs = {way: Program(_train, way, name, len(real_devices), steps, rows) for way in (PEER, OURS)}
     ways = {way: functools.partial(program.ask, "epoch") for way, program in programs.items()}
     targets = {"most ratio": {OURS: MOST}} if name == "mlp" and len(real_devices) == 8 else {}
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -103,11 +102,6 @@ class SoftGPUs:
         records = (_Runs * self._control.softgpu_runs(None, 0))()
         count = self._control.softgpu_runs(records, len(records))
         return [runs for record in records[:count] if device in (None, (runs := record.runs()).device)]
-
-
-def total_bytes(copies: Iterable[Copy]) -> int:
-    """Of copies together."""
-    return sum(copy.bytes for copy in copies)
 
 
 @functools.cache
