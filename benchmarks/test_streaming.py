@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import devicemap
@@ -20,32 +21,31 @@ BATCH_SIZE = 8
 """Rows of a batch of the user's, of 5 ms each: 25 batches per device."""
 
 
-def test_samples(compare: Compare, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
+LEAST = {"samples": 0.93, "ready batches": 0.90, "as_dataset": 0.90, "data in memory": 0.95}
+"""Shares of the ideal time."""
+
+
+@pytest.mark.parametrize("case", LEAST)
+def test_stream(compare: Compare, sim: Simulator, accelerators: list[str], scale: Scale, case: str) -> None:
+    """Against `Dataset.map` over the same rows."""
     job = even_job(scale)
-    samples = tf.data.Dataset.from_tensor_slices((job.rows, job.seconds))
-    mapper = devicemap.DeviceMap(sim.work, devices=accelerators)
-    measure(compare, "samples", sim, accelerators, job, lambda: mapper.stream(samples), least=0.93)
-
-
-def test_batches(compare: Compare, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
-    job = even_job(scale)
-    batches = tf.data.Dataset.from_tensor_slices((job.rows, job.seconds)).batch(BATCH_SIZE)
-    mapper = devicemap.DeviceMap(sim.work, devices=accelerators, batched=True)
-    measure(compare, "ready batches", sim, accelerators, job, lambda: mapper.stream(batches), least=0.90)
-
-
-def test_as_dataset(compare: Compare, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
-    job = even_job(scale)
-    mapper = devicemap.DeviceMap(sim.work, devices=accelerators, batched=True, batch_size=BATCH_SIZE)
-    dataset = mapper.as_dataset((job.rows, job.seconds))
-    measure(compare, "as_dataset", sim, accelerators, job, lambda: dataset, least=0.90)
-
-
-def test_in_memory(compare: Compare, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
-    job = even_job(scale)
-    mapper = devicemap.DeviceMap(sim.work, devices=accelerators, batched=True, batch_size=BATCH_SIZE)
     data = job.rows, job.seconds
-    measure(compare, "data in memory", sim, accelerators, job, lambda: mapper.stream(data), least=0.95)
+    samples = tf.data.Dataset.from_tensor_slices(data)
+    batches = samples.batch(BATCH_SIZE)
+    batched = devicemap.DeviceMap(sim.work, devices=accelerators, batched=True)
+    chunked = devicemap.DeviceMap(sim.work, devices=accelerators, batched=True, batch_size=BATCH_SIZE)
+    per_sample = devicemap.DeviceMap(sim.work, devices=accelerators)
+    dataset = chunked.as_dataset(data)
+    streams = {
+        "samples": lambda: per_sample.stream(samples),
+        "ready batches": lambda: batched.stream(batches),
+        "as_dataset": lambda: dataset,
+        "data in memory": lambda: chunked.stream(data),
+    }
+    stream, dataset_map = streams[case], peers.dataset_map(sim.work, accelerators)(batches)
+    ways = {"devicemap": lambda: joined(stream()), "Dataset.map": lambda: joined(dataset_map)}
+    targets = {"least share": {"devicemap": LEAST[case]}}
+    compare(ways, case, answer=job.answer, ideal_seconds=job.ideal_seconds, targets=targets)
 
 
 def test_slow_input(compare: Compare, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
@@ -137,20 +137,3 @@ def even_job(scale: Scale) -> jobs.Job:
 
 def joined(chunks: Any) -> Any:
     return tf.concat(list(chunks), 0)
-
-
-def measure(
-    compare: Compare,
-    case: str,
-    sim: Simulator,
-    devices: list[str],
-    job: jobs.Job,
-    stream: Callable[[], Any],
-    least: float,
-) -> None:
-    """Against `Dataset.map` over the same rows."""
-    batches = tf.data.Dataset.from_tensor_slices((job.rows, job.seconds)).batch(BATCH_SIZE)
-    dataset_map = peers.dataset_map(sim.work, devices)(batches)
-    ways = {"devicemap": lambda: joined(stream()), "Dataset.map": lambda: joined(dataset_map)}
-    targets = {"least share": {"devicemap": least}}
-    compare(ways, case, answer=job.answer, ideal_seconds=job.ideal_seconds, targets=targets)
