@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import devicemap
 from benchmarks import hardware, measuring, softgpu, traffic
 from benchmarks.simulator import Simulator, Unavailable
 from benchmarks.simulator.fixtures import sim as sim
@@ -106,8 +107,8 @@ def meter() -> traffic.Meter:
 
 @pytest.fixture
 def accelerators(sim: Simulator, scale: Scale) -> list[str]:
-    """Names of the simulated accelerators."""
-    return hardware.simulated_devices(scale.devices)
+    """Names of the logical CPU devices, which the simulator turns into accelerators."""
+    return [device.name for device in devicemap.list_devices("CPU")][: scale.devices]
 
 
 @pytest.fixture

@@ -31,11 +31,6 @@ def all_devices() -> list[str]:
     return [device.name for device in devicemap.list_devices("GPU") or devicemap.list_devices("CPU")]
 
 
-def simulated_devices(count: int) -> list[str]:
-    """Full names of the logical CPU devices, which the simulator turns into accelerators."""
-    return [device.name for device in devicemap.list_devices("CPU")][:count]
-
-
 def describe() -> str:
     """Machine and versions, as they stand above every table. No names of the machine or its user."""
     gpus = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.list_physical_devices("GPU")]

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import devicemap
-from benchmarks import hardware, jobs, peers
+from benchmarks import jobs, peers
 from benchmarks.conftest import Scale
 from benchmarks.measuring import Compare
 from benchmarks.simulator import Simulator
@@ -72,13 +72,12 @@ def test_slow_input(compare: Compare, sim: Simulator, accelerators: list[str], s
     )  # fmt: skip
 
 
-def test_small_chunks(compare: Compare, scale: Scale) -> None:
+def test_small_chunks(compare: Compare, real_devices: list[str]) -> None:
     """What handing out chunks costs: 32 batches that are ready, against one call of a graph for each."""
-    devices = hardware.all_devices()[: scale.devices]
     rows = tf.random.stateless_uniform([32 * 512, 16], [1, 2])
     batches = tf.data.Dataset.from_tensor_slices(rows).batch(512).cache()
     graph = tf.function(row_sums, reduce_retracing=True)
-    mapper = devicemap.DeviceMap(row_sums, devices=devices, batched=True)
+    mapper = devicemap.DeviceMap(row_sums, devices=real_devices, batched=True)
     ways = {
         "devicemap": lambda: joined(mapper.stream(batches)),
         "a graph per batch": lambda: joined(map(graph, batches)),
@@ -86,13 +85,13 @@ def test_small_chunks(compare: Compare, scale: Scale) -> None:
     compare_chunks(compare, "32 ready batches of 512 rows", ways, most=1.3)
 
 
-def test_large_batches(compare: Compare, scale: Scale) -> None:
+def test_large_batches(compare: Compare, real_devices: list[str], scale: Scale) -> None:
     """4 MB each, in and out, which are not kept."""
-    devices, count = hardware.all_devices()[: scale.devices], 16 if scale.quick else 1000
+    count = 16 if scale.quick else 1000
     rows = tf.random.stateless_uniform([1024, 1024], [1, 2])
     batches = tf.data.Dataset.from_tensors(rows).repeat(count)
-    mapper = devicemap.DeviceMap(doubled, devices=devices, batched=True)
-    dataset_map = peers.dataset_map(doubled, devices)(batches)
+    mapper = devicemap.DeviceMap(doubled, devices=real_devices, batched=True)
+    dataset_map = peers.dataset_map(doubled, real_devices)(batches)
     graph = tf.function(doubled)
     ways = {
         "devicemap": lambda: last_row(mapper.stream(batches)),
