@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,14 +76,14 @@ def run(topics: Sequence[str], counts: Sequence[int] | None, folder: Path, extra
     raw = folder / "raw"
     raw.mkdir(parents=True, exist_ok=True)
     jobs = [(topic, count, raw / f"{topic}-{count:02}.json") for topic in topics for count in counts or COUNTS[topic]]
-    failed = [path.stem for topic, count, path in jobs if measure(topic, count, path, extra)]
+    failed = [path.stem for topic, count, path in jobs if not measure(topic, count, path, extra)]
     if failed:
         print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0
 
 
-def measure(topic: str, devices: int, path: Path, extra: Sequence[str]) -> int:
-    """Run pytest in a process. If all cases passed, the results replace what was at `path`."""
+def measure(topic: str, devices: int, path: Path, extra: Sequence[str]) -> bool:
+    """Run pytest in a process. If all cases passed, the results replace what was at `path`; returns whether they did."""
     part = path.with_suffix(".part")
     command = [
         sys.executable, "-m", "pytest", str(HERE / f"test_{topic}.py"), f"--devices={devices}", f"--benchmark-json={part}",
@@ -94,19 +93,12 @@ def measure(topic: str, devices: int, path: Path, extra: Sequence[str]) -> int:
     print(f"{topic} on {devices} devices", flush=True)
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "PYTHONPATH": str(HERE.parent)}  # for processes of peers
     try:
-        status = subprocess.run(
-            command,
-            cwd=HERE.parent,
-            timeout=TIMEOUT_SECONDS,
-            env=environment,
-            check=False,
-        ).returncode
-    except subprocess.TimeoutExpired:
-        status = 124
-    if not status:
-        shutil.move(part, path)
-    part.unlink(missing_ok=True)
-    return status
+        subprocess.run(command, cwd=HERE.parent, timeout=TIMEOUT_SECONDS, env=environment, check=True)
+        part.replace(path)
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
+        part.unlink(missing_ok=True)
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -45,11 +45,11 @@ def test_a_run_replaces_the_results_of_what_passed(tmp_path: Path, monkeypatch: 
     ran: list[int] = []
     broken: set[int] = set()
 
-    def measure(topic: str, devices: int, path: Path, extra: Any) -> int:
+    def measure(topic: str, devices: int, path: Path, extra: Any) -> bool:
         ran.append(devices)
         if devices not in broken:
             write_raw(path)
-        return int(devices in broken)
+        return devices not in broken
 
     monkeypatch.setattr(suite, "measure", measure)
     monkeypatch.setattr(suite, "COUNTS", {"call_cost": (1, 2, 8, 16)})
