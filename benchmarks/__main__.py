@@ -1,18 +1,17 @@
-"""Run the suite, and write the tables and plots.
+"""Run the suite, and write the tables.
 
     python -m benchmarks                 # everything, into benchmarks/results/
     python -m benchmarks balance memory  # these topics only
     python -m benchmarks --quick         # small cases, into a folder that is thrown away: that the suite works
 
 TensorFlow makes its devices once per process, so each file of cases runs in a process of its own for each number of
-devices. What it measured is in `raw/` when it ends. A run of everything that was stopped goes on behind what is there.
+devices. When it has passed, its results replace those of the previous run in `raw/`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,9 +44,6 @@ COUNTS = {
 }
 """On how many devices each topic runs, in this order: what the targets ask for."""
 
-_APART = ("hosts", "balance_gpus", "pipeline_gpus")
-"""Topics that have to be connected to other devices, or to make them, before there is anything else in their process."""
-
 QUICK_DEVICES = 4
 
 TIMEOUT_SECONDS = 1800
@@ -61,78 +57,48 @@ def main() -> int:
     parser.add_argument(
         "--devices", type=int, action="append", help="in place of the topics' own numbers; may be repeated"
     )
-    parser.add_argument("--gpu-memory", type=int, help="megabytes of each logical GPU that a GPU is cut into")
     options = parser.parse_args()
     if unknown := set(options.topics) - set(COUNTS):
         parser.error(f"no topic {', '.join(sorted(unknown))}; expected some of {', '.join(COUNTS)}")
     topics = options.topics or list(COUNTS)
-    extra = ["--gpu-memory", str(options.gpu_memory)] if options.gpu_memory else []
     if options.quick:
-        return run_quick(topics, extra)
-    return run(topics, options.devices, report.RESULTS, extra)
-
-
-def run_quick(topics: Sequence[str], extra: Sequence[str]) -> int:
-    """Run topics in as few processes as possible, and report them. The times do not measure speed."""
-    with tempfile.TemporaryDirectory() as folder:
-        raw = Path(folder) / "raw"
-        raw.mkdir()
-        parts = [[topic for topic in topics if topic not in _APART], *([topic] for topic in _APART if topic in topics)]
-        status = max(measure(p, QUICK_DEVICES, raw / f"{p[0]}.json", ["--quick", *extra]) for p in parts if p)
-        if not status:
+        with tempfile.TemporaryDirectory() as folder:
+            status = run(topics, [QUICK_DEVICES], Path(folder), ["--quick"])
             report.write(Path(folder))  # targets are not for so short a run
-        return status
+    else:
+        status = run(topics, options.devices, report.RESULTS)
+        report.main()
+    return status
 
 
-def run(topics: Sequence[str], counts: Sequence[int] | None, folder: Path, extra: Sequence[str]) -> int:
-    """Run each topic on each number of devices, and return 1 if a run failed. Results of other numbers of devices stay.
-
-    A run of all topics leaves out what an unfinished one has measured already.
-    """
-    raw, unfinished = folder / "raw", folder / "raw" / "unfinished"
+def run(topics: Sequence[str], counts: Sequence[int] | None, folder: Path, extra: Sequence[str] = ()) -> int:
+    """Run each topic on each number of devices, and return 1 if a run failed. Other results of the folder stay."""
+    raw = folder / "raw"
     raw.mkdir(parents=True, exist_ok=True)
     jobs = [(topic, count, raw / f"{topic}-{count:02}.json") for topic in topics for count in counts or COUNTS[topic]]
-    all_topics = list(topics) == list(COUNTS)
-    if not (all_topics and unfinished.exists()):
-        for _, _, path in jobs:
-            path.unlink(missing_ok=True)
-    if all_topics:
-        unfinished.touch()
-    failed = [path.stem for topic, count, path in jobs if not path.exists() and measure([topic], count, path, extra)]
+    failed = [path.stem for topic, count, path in jobs if not measure(topic, count, path, extra)]
     if failed:
         print(f"failed: {', '.join(failed)}")
-    elif all_topics:
-        unfinished.unlink()
-    if any(raw.glob("*.json")):
-        report.main([str(folder)])
     return 1 if failed else 0
 
 
-def measure(topics: Sequence[str], devices: int, path: Path, extra: Sequence[str]) -> int:
-    """Run pytest in a process; the results are at `path` if, and only if, all cases passed."""
-    files = [str(HERE / f"test_{topic}.py") for topic in topics]
+def measure(topic: str, devices: int, path: Path, extra: Sequence[str]) -> bool:
+    """Run pytest in a process. If all cases passed, the results replace what was at `path`; returns whether they did."""
     part = path.with_suffix(".part")
     command = [
-        sys.executable, "-m", "pytest", *files, f"--devices={devices}", f"--benchmark-json={part}", "-q", "-p", "no:warnings",
-        "-p", "no:cacheprovider", "--benchmark-columns=median,iqr,rounds", "--benchmark-sort=name", *extra,
-        *(["--softgpus"] if any(topic.endswith("_gpus") for topic in topics) else []),
+        sys.executable, "-m", "pytest", str(HERE / f"test_{topic}.py"), f"--devices={devices}", f"--benchmark-json={part}",
+        "-q", "-p", "no:warnings", "-p", "no:cacheprovider", "--benchmark-columns=median,iqr,rounds", "--benchmark-sort=name",
+        *extra, *(["--softgpus"] if topic.endswith("_gpus") else []),
     ]  # fmt: skip
-    print(f"{', '.join(topics)} on {devices} devices", flush=True)
+    print(f"{topic} on {devices} devices", flush=True)
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "PYTHONPATH": str(HERE.parent)}  # for processes of peers
     try:
-        status = subprocess.run(
-            command,
-            cwd=HERE.parent,
-            timeout=TIMEOUT_SECONDS,
-            env=environment,
-            check=False,
-        ).returncode
-    except subprocess.TimeoutExpired:
-        status = 124
-    if not status:
-        shutil.move(part, path)
-    part.unlink(missing_ok=True)
-    return status
+        subprocess.run(command, cwd=HERE.parent, timeout=TIMEOUT_SECONDS, env=environment, check=True)
+        part.replace(path)
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
+        part.unlink(missing_ok=True)
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from benchmarks import hardware, softgpu, traffic
+import devicemap
+from benchmarks import hardware, measuring, softgpu, traffic
 from benchmarks.simulator import Simulator, Unavailable
 from benchmarks.simulator.fixtures import sim as sim
+
+ROUNDS = 5
+"""How often each way takes its turn, unless a topic says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +29,6 @@ class Scale:
     devices: int
     """How many devices there are."""
 
-    rounds: int
-    """How often each way takes its turn."""
-
     job_seconds: float
     """The ideal time of a simulated job."""
 
@@ -34,7 +36,6 @@ class Scale:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("devices")
     group.addoption("--devices", type=int, default=8, help="how many devices the benchmarks run on (8)")
-    group.addoption("--gpu-memory", type=int, help="megabytes of each logical GPU that a GPU is cut into")
     group.addoption("--softgpus", action="store_true", help="on emulated GPUs")
     group.addoption(
         "--quick", action="store_true", help="small cases, once: that the suite works, not how fast things are"
@@ -45,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--softgpus"):
         with contextlib.suppress(Unavailable):  # what needs them is skipped, and says why
             softgpu.start(config.getoption("--devices"))
-    hardware.cut_devices(config.getoption("--devices"), config.getoption("--gpu-memory"))
+    hardware.cut_devices(config.getoption("--devices"))
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
@@ -68,8 +69,20 @@ def pytest_benchmark_update_commit_info(config: pytest.Config, commit_info: dict
 def scale(pytestconfig: pytest.Config) -> Scale:
     devices = pytestconfig.getoption("--devices")
     if pytestconfig.getoption("--quick"):
-        return Scale(quick=True, devices=devices, rounds=1, job_seconds=0.05)
-    return Scale(quick=False, devices=devices, rounds=5, job_seconds=1.0)
+        return Scale(quick=True, devices=devices, job_seconds=0.05)
+    return Scale(quick=False, devices=devices, job_seconds=1.0)
+
+
+@pytest.fixture
+def compare(request: pytest.FixtureRequest, benchmark: Any, scale: Scale) -> measuring.Compare:
+    """Times ways for the topic that the file is named after. In a short run, each way takes one turn."""
+    topic = request.path.stem.removeprefix("test_")
+
+    def compared(ways: Mapping[str, measuring.Way], case: str, rounds: int = ROUNDS, **options: Any) -> Any:
+        options = {"topic": topic, "devices": scale.devices} | options
+        return measuring.compare(benchmark, ways, case=case, rounds=1 if scale.quick else rounds, **options)
+
+    return compared
 
 
 @pytest.fixture
@@ -94,8 +107,8 @@ def meter() -> traffic.Meter:
 
 @pytest.fixture
 def accelerators(sim: Simulator, scale: Scale) -> list[str]:
-    """Names of the simulated accelerators."""
-    return hardware.simulated_devices(scale.devices)
+    """Names of the logical CPU devices, which the simulator turns into accelerators."""
+    return [device.name for device in devicemap.list_devices("CPU")][: scale.devices]
 
 
 @pytest.fixture

@@ -48,26 +48,6 @@ def ode(parameters: tf.Tensor) -> tf.Tensor:
     return runge_kutta(slope, tf.ones([3]), 0.01)
 
 
-def ode_in_jax(parameters: Any) -> Any:
-    """The same in JAX."""
-    import jax
-    import jax.numpy as jnp
-
-    def slope(state: Any) -> Any:
-        x, y, z = state
-        return jnp.stack([parameters[0] * (y - x), x * (parameters[1] - z) - y, x * y - parameters[2] * z])
-
-    def advance(_: Any, state: Any) -> Any:
-        step = 0.01
-        k1 = slope(state)
-        k2 = slope(state + step / 2 * k1)
-        k3 = slope(state + step / 2 * k2)
-        k4 = slope(state + step * k3)
-        return state + step / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
-
-    return jax.lax.fori_loop(0, 200, advance, jnp.ones(3))
-
-
 def oscillators(state: tf.Tensor) -> tf.Tensor:
     """Ring of six coupled oscillators (Fermi-Pasta-Ulam-Tsingou), 200 steps of Runge-Kutta 4, `[12]` -> `[12]`."""
 

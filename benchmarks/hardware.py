@@ -11,19 +11,15 @@ import tensorflow as tf
 import devicemap
 
 
-def cut_devices(count: int, memory_megabytes: int | None = None) -> None:
+def cut_devices(count: int) -> None:
     """Before TensorFlow initialises: make `count` logical CPU devices, and at least `count` GPUs of those that there are.
 
     Where there are fewer GPUs than that, each is cut into parts of equal memory.
-
-    Args:
-        count: how many devices.
-        memory_megabytes: of each logical GPU; `None`: 0.8 of a GPU's memory, by its parts.
     """
     gpus = tf.config.list_physical_devices("GPU")
     parts = -(-count // len(gpus)) if gpus else 0
     if parts > 1:
-        limit = memory_megabytes or _memory_megabytes() // parts
+        limit = _memory_megabytes() // parts
         for gpu in gpus:
             cuts = [tf.config.LogicalDeviceConfiguration(memory_limit=limit) for _ in range(parts)]
             tf.config.set_logical_device_configuration(gpu, cuts)
@@ -33,11 +29,6 @@ def cut_devices(count: int, memory_megabytes: int | None = None) -> None:
 def all_devices() -> list[str]:
     """Full names of the devices that compute: all GPUs, else all logical CPU devices."""
     return [device.name for device in devicemap.list_devices("GPU") or devicemap.list_devices("CPU")]
-
-
-def simulated_devices(count: int) -> list[str]:
-    """Full names of the logical CPU devices, which the simulator turns into accelerators."""
-    return [device.name for device in devicemap.list_devices("CPU")][:count]
 
 
 def describe() -> str:

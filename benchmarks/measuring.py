@@ -21,6 +21,9 @@ from benchmarks.traffic import Meter
 
 Way = Callable[[], Any]
 
+Compare = Callable[..., "dict[str, list[float]]"]
+"""`compare` as a fixture gives it: with the benchmark, the topic, the number of devices, and a usual number of rounds."""
+
 
 @runtime_checkable
 class Prepared(Protocol):
@@ -112,14 +115,8 @@ def compare(
         run(names[:place])
         _prepare(ways[subject])
 
-    def turn() -> None:
-        result = None
-        for _ in range(calls):
-            result = ways[subject]()
-        as_arrays(result)
-
     benchmark.group = topic
-    benchmark.pedantic(turn, setup=others, rounds=rounds)
+    benchmark.pedantic(lambda: _run(ways[subject], calls), setup=others, rounds=rounds)
     run(left)
     seconds[subject] = [total / calls for total in benchmark.stats.stats.data]
     if (ideal := facts.get("ideal_seconds")) is not None:
@@ -145,11 +142,15 @@ def _prepare(way: Way) -> None:
 def _seconds_of(way: Way, calls: int) -> float:
     _prepare(way)
     start = time.perf_counter()
+    _run(way, calls)
+    return (time.perf_counter() - start) / calls
+
+
+def _run(way: Way, calls: int) -> None:
     result = None
     for _ in range(calls):
         result = way()
     as_arrays(result)
-    return (time.perf_counter() - start) / calls
 
 
 def _check(got: Sequence[np.ndarray], answer: Sequence[np.ndarray], tolerance: float, name: str) -> None:

@@ -7,7 +7,6 @@ times. What is set up or traced once is so in the first call, which is timed apa
 from __future__ import annotations
 
 import functools
-import importlib.util
 import queue
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -145,30 +144,6 @@ def in_memory(dataset_way: Callable[[tf.data.Dataset], Any], batch_size: int) ->
         return tf.concat(list(dataset_way(tf.data.Dataset.from_tensor_slices(data).batch(batch_size))), 0)
 
     return mapped
-
-
-def jax_pmap(fn: Fn) -> Mapped | None:
-    """`jax.pmap` of `jax.vmap` over all local devices, as in JAX's "Introduction to parallel programming".
-
-    `None` where JAX is not installed. `fn` is written in JAX and takes one sample; rows are filled up to a multiple of the
-    number of devices.
-    """
-    if importlib.util.find_spec("jax") is None:
-        return None
-    import jax
-    import numpy as np
-
-    count = jax.local_device_count()
-    mapped = jax.pmap(jax.vmap(fn))
-
-    def call(data: Any) -> Any:
-        rows = np.asarray(data)
-        shards = -(-len(rows) // count)
-        filled = np.concatenate([rows, rows[: shards * count - len(rows)]])
-        result = mapped(filled.reshape(count, shards, *rows.shape[1:]))
-        return np.asarray(result).reshape(count * shards, *result.shape[2:])[: len(rows)]
-
-    return call
 
 
 @functools.cache

@@ -1,19 +1,11 @@
-"""Raw results -> tables in Markdown and plots.
-
-    python -m benchmarks.report [FOLDER]      # the folder that holds raw/; benchmarks/results without one
-
-It prints the targets that were missed.
-"""
+"""Write the results as tables in Markdown: `python -m benchmarks.report`."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.plots import draw
 from benchmarks.records import OURS, Record, Verdict, judge, read
 
 RESULTS = Path(__file__).parent / "results"
@@ -27,7 +19,6 @@ SHARE_TEXT = (
 
 TIME_TEXT = f"{SPREAD}; the number of times the best peer takes, in brackets: below 1, devicemap is faster."
 
-FIRST_TEXT = "Each turn is a program of its own, with TensorFlow and the data loaded, or makes a further map in one."
 SENT_TEXT = (
     "What is sent between devices is counted while a call runs, in loops for each step. Between CPU devices it is handed over "
     "without a copy: there, bytes cost no time, and only waiting for them does."
@@ -47,7 +38,7 @@ HOSTS_TEXT = (
 
 RAY_TEXT = (
     "One actor, on a Ray cluster of this machine alone. Each run starts a new actor, which takes seconds, most of them for "
-    "importing TensorFlow; the steady state is from the first block that arrives to the last."
+    "importing TensorFlow."
 )
 
 TOPICS = {
@@ -90,48 +81,40 @@ TOPICS = {
 """Title and text of each page, in the order of the index."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS)
-    folder = parser.parse_args(arguments).folder
-    missed = [verdict for verdict in write(folder) if not verdict.met]
-    for verdict in missed:
-        print(f"missed: {verdict.record.case}, {verdict.record.devices} devices, {_demand(verdict)}")
+def main() -> None:
+    """Write the tables, and print the targets that were missed."""
+    for verdict in write(RESULTS):
+        if not verdict.met:
+            print(f"missed: {verdict.record.case}, {verdict.record.devices} devices, {_demand(verdict)}")
 
 
 def write(folder: Path) -> list[Verdict]:
-    """Write the tables and plots of what is in `raw/`; returns the targets with what was reached."""
+    """Write the tables of what is in `raw/`; returns the targets with what was reached."""
     records = read(folder / "raw")
-    if not records:
-        sys.exit(f"no results in {folder / 'raw'}; run `make bench` first")
     pages = {topic: [record for record in records if record.topic == topic] for topic in TOPICS}
     pages = {topic: page for topic, page in pages.items() if page}
-    plots = draw(pages, folder)
     for topic, page in pages.items():
-        (folder / f"{topic}.md").write_text(write_page(topic, page, plots.get(topic, [])))
+        (folder / f"{topic}.md").write_text(write_page(topic, page))
     verdicts = list(judge(records))
     (folder / "README.md").write_text(write_index(list(pages), verdicts, records))
     return verdicts
 
 
-def write_page(topic: str, records: Sequence[Record], plots: Sequence[str]) -> str:
-    """One topic: tables, what the first calls took, and plots."""
+def write_page(topic: str, records: Sequence[Record]) -> str:
+    """One topic: tables, and what the first calls took."""
     title, text = TOPICS[topic]
     turns = max(len(seconds) for record in records for seconds in record.seconds.values())
     parts = [
         f"# {title}",
         f"{_machines(records)}. {_measured(records)} Turns of each way: {turns}, fewer where one takes long. {text}",
-        table(records),
+        table(records, _share_cell if all(record.ideal_seconds is not None for record in records) else _time_cell),
     ]
-    if topic in ("scaling", "balance", "streaming", "call_cost", "real_functions", "gpu"):
-        parts += ["## Seconds of the first call, with set-up and tracing", first_calls(records)]
-    if any(any(record.facts.get("steady_seconds", {}).values()) for record in records):
-        parts += ["## Steady state of ways with a set-up in every run", steady(records)]
+    if topic in ("scaling", "balance", "streaming", "call_cost", "real_functions", "training", "gpu"):
+        parts += ["## Seconds of the first call, with set-up and tracing", table(records, _first_cell)]
     if any("traffic" in record.facts for record in records):
-        parts += ["## Sent between devices", sent(records)]
+        parts += ["## Sent between devices in a call", table(records, _traffic_cell)]
     if any("rise_megabytes" in record.facts for record in records):
-        parts += ["## How far the peak of the memory is above the start", rises(records)]
-    parts += [f"![{title}]({name})" for name in plots]
+        parts += ["## How far the peak of the memory is above the start", table(records, _rise_cell)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -151,56 +134,12 @@ def write_index(topics: Sequence[str], verdicts: Sequence[Verdict], records: Seq
     )
 
 
-def table(records: Sequence[Record]) -> str:
+def table(records: Sequence[Record], cell: Callable[[Record, str], str]) -> str:
     """A row for each case and number of devices, a column for each way."""
-    ways = _ways(records)
-    shares = all(record.ideal_seconds is not None for record in records)
-    cell = _share_cell if shares else _time_cell
-    rows = [[r.case, r.devices, *(cell(r, way) if way in r.seconds else "" for way in ways)] for r in records]
-    return _markdown(["case", "devices", *ways], rows)
-
-
-def first_calls(records: Sequence[Record]) -> str:
-    ways = _ways(records)
-    rows = [
-        [r.case, r.devices, *(f"{r.first_seconds[way]:.2f}" if way in r.first_seconds else "" for way in ways)]
-        for r in records
-    ]
-    return _markdown(["case", "devices", *ways], rows)
-
-
-def steady(records: Sequence[Record]) -> str:
-    rows = [
-        [
-            record.case,
-            record.devices,
-            way,
-            _duration(took := statistics.median(seconds)),
-            *_steady_cells(record, way, took),
-        ]
-        for record in records
-        for way, seconds in record.facts.get("steady_seconds", {}).items()
-        if seconds
-    ]
-    return _markdown(["case", "devices", "way", "time", "share of the ideal time", "by the best peer's time"], rows)
-
-
-def sent(records: Sequence[Record]) -> str:
-    rows = [
-        [r.case, r.devices, way, f"{t['bytes'] / 1000:.0f}", t["tensors"], t["lists"]]
-        for r in records
-        for way, t in r.facts["traffic"].items()
-    ]
-    return _markdown(["case", "devices", "way", "kB per call", "tensors", "of them whole lists"], rows)
-
-
-def rises(records: Sequence[Record]) -> str:
-    rows = [
-        [r.case, r.devices, way, f"{megabytes:.0f} MB"]
-        for r in records
-        for way, megabytes in r.facts["rise_megabytes"].items()
-    ]
-    return _markdown(["case", "devices", "way", "rise"], rows)
+    ways = dict.fromkeys(way for record in records for way in record.seconds)
+    ordered = sorted(ways, key=lambda way: not way.startswith(OURS))  # ours first
+    rows = [[r.case, r.devices, *(cell(r, way) if way in r.seconds else "" for way in ordered)] for r in records]
+    return _markdown(["case", "devices", *ordered], rows)
 
 
 def _share_cell(record: Record, way: str) -> str:
@@ -211,9 +150,18 @@ def _time_cell(record: Record, way: str) -> str:
     return f"{_duration(record.seconds_of(way))} ± {_spread(record.seconds[way])}{_ratio(record, way)}"
 
 
-def _steady_cells(record: Record, way: str, seconds: float) -> tuple[str, str]:
-    share = "" if record.ideal_seconds is None else f"{record.ideal_seconds / seconds:.3f}"
-    return share, f"{record.steady_ratio(way):.2f}" if way.startswith(OURS) else ""
+def _first_cell(record: Record, way: str) -> str:
+    return f"{record.first_seconds[way]:.2f}" if way in record.first_seconds else ""
+
+
+def _traffic_cell(record: Record, way: str) -> str:
+    sent = record.facts["traffic"][way]
+    lists = f", {sent['lists']} whole lists" if sent["lists"] else ""
+    return f"{sent['bytes'] / 1000:.0f} kB, {sent['tensors']} tensors{lists}"
+
+
+def _rise_cell(record: Record, way: str) -> str:
+    return f"{record.facts['rise_megabytes'][way]:.0f} MB"
 
 
 def _ratio(record: Record, way: str) -> str:
@@ -237,12 +185,6 @@ def _duration(seconds: float) -> str:
 def _demand(verdict: Verdict) -> str:
     digits = 0 if verdict.demand == "most megabytes" else 3
     return f"{verdict.way}: {verdict.reached:.{digits}f}, {verdict.demand} {verdict.target:g}"
-
-
-def _ways(records: Sequence[Record]) -> list[str]:
-    """All ways, ours first."""
-    ways = dict.fromkeys(way for record in records for way in record.seconds)
-    return sorted(ways, key=lambda way: not way.startswith(OURS))
 
 
 def _machines(records: Sequence[Record]) -> str:

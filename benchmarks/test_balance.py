@@ -12,7 +12,7 @@ import tensorflow as tf
 import devicemap
 from benchmarks import jobs, peers
 from benchmarks.conftest import Scale
-from benchmarks.measuring import Way, compare
+from benchmarks.measuring import Compare, Way
 from benchmarks.simulator import Simulator
 
 BATCH_SIZE = 16
@@ -38,20 +38,20 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("name", list(jobs.JOBS))
-def test_balance(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale, name: str) -> None:
+def test_balance(compare: Compare, sim: Simulator, accelerators: list[str], scale: Scale, name: str) -> None:
     job = jobs.make_job(scale.devices, scale.job_seconds, *jobs.JOBS[name])
     job.configure(sim)
     ways = ours(sim.work, accelerators, job, batched=True) | theirs(sim.work, accelerators, job)
-    measure(benchmark, ways, job, scale, name)
+    measure(compare, ways, job, name)
 
 
-def test_stateful(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
+def test_stateful(compare: Compare, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
     job = jobs.make_job(scale.devices, scale.job_seconds, jobs.even, jobs.equal)
     ways = ours(sim.stateful_work, accelerators, job, batched=True) | theirs(sim.stateful_work, accelerators, job)
-    measure(benchmark, ways, job, scale, "even, stateful")
+    measure(compare, ways, job, "even, stateful")
 
 
-def test_random(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
+def test_random(compare: Compare, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
     """A `fn` of one sample that draws a random number, in a `tf.map_fn` with all."""
     job = jobs.make_job(scale.devices, scale.job_seconds, jobs.even, jobs.equal)
 
@@ -62,7 +62,7 @@ def test_random(benchmark: Any, sim: Simulator, accelerators: list[str], scale: 
         return tf.map_fn(lambda pair: row(*pair), (rows, seconds), fn_output_signature=tf.float32)
 
     ways = ours(row, accelerators, job, batched=False) | theirs(batch, accelerators, job)
-    measure(benchmark, ways, job, scale, "even, random in a map_fn")
+    measure(compare, ways, job, "even, random in a map_fn")
 
 
 def ours(fn: Callable[..., Any], devices: list[str], job: jobs.Job, batched: bool) -> dict[str, Way]:
@@ -96,8 +96,6 @@ def theirs(fn: Callable[..., Any], devices: list[str], job: jobs.Job) -> dict[st
     }
 
 
-def measure(benchmark: Any, ways: dict[str, Way], job: jobs.Job, scale: Scale, case: str) -> None:
-    compare(
-        benchmark, ways, topic="balance", case=case, rounds=scale.rounds, devices=scale.devices, answer=job.answer,
-        ideal_seconds=job.ideal_seconds, targets={"least share": TARGETS[case]}, subject=CHUNKS,
-    )  # fmt: skip
+def measure(compare: Compare, ways: dict[str, Way], job: jobs.Job, case: str) -> None:
+    targets = {"least share": TARGETS[case]}
+    compare(ways, case, answer=job.answer, ideal_seconds=job.ideal_seconds, targets=targets, subject=CHUNKS)

@@ -9,7 +9,7 @@ import pytest
 import devicemap
 from benchmarks import jobs, peers
 from benchmarks.conftest import Scale
-from benchmarks.measuring import compare
+from benchmarks.measuring import Compare
 from benchmarks.simulator import Simulator
 
 CALL_SECONDS = 0.002
@@ -19,7 +19,7 @@ JOB_SECONDS = 0.4
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 16, 64, "auto"])
-def test_batch_size(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale, batch_size: Any) -> None:
+def test_batch_size(compare: Compare, sim: Simulator, accelerators: list[str], scale: Scale, batch_size: Any) -> None:
     if scale.quick and batch_size not in (4, "auto"):
         pytest.skip("a short run takes two of them")
     job = jobs.make_job(scale.devices, min(scale.job_seconds, JOB_SECONDS), jobs.even, jobs.equal)
@@ -32,7 +32,4 @@ def test_batch_size(benchmark: Any, sim: Simulator, accelerators: list[str], sca
         threads = peers.joblib_threads(sim.work, accelerators, batch_size)
         dataset = peers.in_memory(peers.dataset_map(sim.work, accelerators), batch_size)
         ways |= {"joblib threads": lambda: threads(*data), "Dataset.map": lambda: dataset(*data)}
-    compare(
-        benchmark, ways, topic="batch_size", case=str(batch_size), rounds=scale.rounds, devices=scale.devices,
-        answer=job.answer, ideal_seconds=job.ideal_seconds, patience_seconds=1.5,
-    )  # fmt: skip
+    compare(ways, str(batch_size), answer=job.answer, ideal_seconds=job.ideal_seconds, patience_seconds=1.5)

@@ -12,8 +12,7 @@ import tensorflow as tf
 
 import devicemap
 from benchmarks import peers
-from benchmarks.conftest import Scale
-from benchmarks.measuring import compare
+from benchmarks.measuring import Compare
 
 ROWS = 16
 MOST = 1.0
@@ -23,7 +22,7 @@ def fn(batch: Any) -> Any:
     return tf.sin(batch) * 2.0
 
 
-def test_call_on_few_rows(benchmark: Any, real_devices: list[str], scale: Scale) -> None:
+def test_call_on_few_rows(compare: Compare, real_devices: list[str]) -> None:
     with tf.device("CPU:0"):
         x = tf.random.stateless_normal([ROWS, 3], [0, 0])
     concat, array = (peers.graph_blocks(fn, real_devices, gathering) for gathering in ("tf.concat", "TensorArray"))
@@ -33,7 +32,4 @@ def test_call_on_few_rows(benchmark: Any, real_devices: list[str], scale: Scale)
         "graph blocks, TensorArray": lambda: array(x),
         "devicemap": lambda: mapper(x),
     }
-    compare(
-        benchmark, ways, topic="call_cost", case=f"{ROWS} rows", rounds=5 if scale.quick else 40, calls=20,
-        devices=len(real_devices), targets={"most ratio": {"devicemap": MOST}},
-    )  # fmt: skip
+    compare(ways, f"{ROWS} rows", rounds=40, calls=20, targets={"most ratio": {"devicemap": MOST}})

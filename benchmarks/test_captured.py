@@ -14,7 +14,7 @@ import tensorflow as tf
 import devicemap
 from benchmarks import peers
 from benchmarks.conftest import Scale
-from benchmarks.measuring import compare
+from benchmarks.measuring import Compare
 from benchmarks.traffic import Meter
 
 WORDS, WIDTH, STEPS = 1000, 64, 64
@@ -28,7 +28,7 @@ Fn = Callable[[Any], Any]
 
 
 @pytest.mark.parametrize("lookups", [128, 8192, 65536])
-def test_lookups(benchmark: Any, meter: Meter, real_devices: list[str], scale: Scale, lookups: int) -> None:
+def test_lookups(compare: Compare, meter: Meter, real_devices: list[str], lookups: int) -> None:
     """A call looks up some rows of a table, or many more than it has: the mean of 16 of them for each row of data."""
     table = make_table(real_devices)
 
@@ -36,23 +36,18 @@ def test_lookups(benchmark: Any, meter: Meter, real_devices: list[str], scale: S
         return tf.reduce_mean(tf.gather(table, bags), axis=1)
 
     ways = blocks_and_ours({BLOCKS: fn}, real_devices, make_words(lookups // 16, 16))
-    compare(
-        benchmark, ways, topic="captured", case=f"{lookups} lookups in 256 kB", rounds=3 if scale.quick else 15, calls=5,
-        devices=len(real_devices), meter=meter,
-    )  # fmt: skip
+    compare(ways, f"{lookups} lookups in 256 kB", rounds=15, calls=5, meter=meter)
 
 
 @pytest.mark.parametrize("rows", [64, 1024])
-def test_decoding(benchmark: Any, meter: Meter, real_devices: list[str], scale: Scale, rows: int) -> None:
+def test_decoding(compare: Compare, meter: Meter, real_devices: list[str], rows: int) -> None:
     """A lookup in each of 64 steps, of a word that depends on the state so far."""
     ways = blocks_and_ours(make_decoders(real_devices), real_devices, make_words(rows, STEPS))
-    compare(
-        benchmark, ways, topic="captured", case=f"{rows} sequences, a lookup in 256 kB in each of {STEPS} steps",
-        rounds=1 if scale.quick else 15, devices=len(real_devices), meter=meter,
-    )  # fmt: skip
+    case = f"{rows} sequences, a lookup in 256 kB in each of {STEPS} steps"
+    compare(ways, case, rounds=15, meter=meter)
 
 
-def test_recurrent_cell(benchmark: Any, meter: Meter, real_devices: list[str], scale: Scale) -> None:
+def test_recurrent_cell(compare: Compare, meter: Meter, real_devices: list[str]) -> None:
     """A Keras cell, whose weights are read in each of 64 steps."""
     with tf.device(real_devices[0]):
         cell = tf.keras.layers.GRUCell(WIDTH)
@@ -68,14 +63,12 @@ def test_recurrent_cell(benchmark: Any, meter: Meter, real_devices: list[str], s
     with tf.device("CPU:0"):
         sequences = tf.random.stateless_normal([64, STEPS, WIDTH], [2, 2])
     ways = blocks_and_ours({BLOCKS: fn, ROWS_FIRST: lambda rows: fn(tf.identity(rows))}, real_devices, sequences)
-    compare(
-        benchmark, ways, topic="captured", case=f"64 sequences, a GRU cell of {kilobytes} kB in each of {STEPS} steps",
-        rounds=1 if scale.quick else 15, devices=len(real_devices), meter=meter,
-    )  # fmt: skip
+    case = f"64 sequences, a GRU cell of {kilobytes} kB in each of {STEPS} steps"
+    compare(ways, case, rounds=15, meter=meter)
 
 
 @pytest.mark.parametrize("kind", ["decoded", "scored"])
-def test_chunks(benchmark: Any, meter: Meter, real_devices: list[str], scale: Scale, kind: str) -> None:
+def test_chunks(compare: Compare, meter: Meter, real_devices: list[str], scale: Scale, kind: str) -> None:
     """A job of many batches; the blocks are called for each. Looked up in a loop, or multiplied by the whole table."""
     batches, batch_size = 2 if scale.quick else 32, 64
     rows = batches * batch_size * len(real_devices)
@@ -87,10 +80,8 @@ def test_chunks(benchmark: Any, meter: Meter, real_devices: list[str], scale: Sc
             data = tf.random.stateless_normal([rows, WIDTH], [3, 3])
         blocks = {BLOCKS: lambda vectors: tf.reduce_max(tf.matmul(vectors, table, transpose_b=True), axis=1)}
     ways = blocks_and_ours(blocks, real_devices, data, batch_size)
-    compare(
-        benchmark, ways, topic="captured", case=f"{batches} batches of {rows // batches} rows, {kind} with 256 kB",
-        rounds=1 if scale.quick else 7, devices=len(real_devices), meter=meter,
-    )  # fmt: skip
+    case = f"{batches} batches of {rows // batches} rows, {kind} with 256 kB"
+    compare(ways, case, rounds=7, meter=meter)
 
 
 def blocks_and_ours(

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from benchmarks.conftest import Scale
-from benchmarks.measuring import Way, compare
+from benchmarks.measuring import Compare, Way
 from benchmarks.simulator import Simulator
 from devicemap import Pipeline
 
@@ -26,7 +26,7 @@ LEAST = 0.95
 @pytest.mark.parametrize("work", ["forward", "with gradients", "with loss="])
 @pytest.mark.parametrize("microbatches", [8, 32])
 def test_pipeline(
-    benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale, microbatches: int, work: str
+    compare: Compare, sim: Simulator, accelerators: list[str], scale: Scale, microbatches: int, work: str
 ) -> None:
     sim.reset()
     steps = microbatches + STAGES - 1
@@ -67,12 +67,10 @@ def test_pipeline(
 
     schedules = ("gpipe",) if work == "with gradients" else ("1f1b", "gpipe")
     ways = {f"devicemap, {schedule}": pipe(schedule) for schedule in schedules}
-    compare(
-        benchmark, ways | {"a stage after the other": with_tape(in_turn)}, topic="pipeline",
-        case=f"{microbatches} microbatches, {work}", rounds=scale.rounds,
-        devices=STAGES, ideal_seconds=scale.job_seconds,
-        targets={"least share": dict.fromkeys(ways, LEAST)},
-    )  # fmt: skip
+    targets = {"least share": dict.fromkeys(ways, LEAST)}
+    ways["a stage after the other"] = with_tape(in_turn)
+    case = f"{microbatches} microbatches, {work}"
+    compare(ways, case, devices=STAGES, ideal_seconds=scale.job_seconds, targets=targets)
 
 
 def stage_of(sim: Simulator, row_seconds: float) -> Callable[[Any], Any]:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from benchmarks import simulator, softgpu
 from benchmarks.conftest import Scale
-from benchmarks.measuring import compare
+from benchmarks.measuring import Compare
 from benchmarks.schedules import duration_of
 from benchmarks.test_pipeline import BACKWARD, STAGES, stage_of
 from devicemap import Pipeline
@@ -23,7 +23,7 @@ LEAST = 0.9
 @pytest.mark.parametrize(("work", "schedule"), [("forward", "gpipe"), ("with loss=", "gpipe"), ("with loss=", "1f1b")])
 @pytest.mark.parametrize("microbatches", [8, 32])
 def test_transfers_overlap(
-    benchmark: Any, emulated_gpus: softgpu.SoftGPUs, scale: Scale, microbatches: int, work: str, schedule: Any
+    compare: Compare, emulated_gpus: softgpu.SoftGPUs, scale: Scale, microbatches: int, work: str, schedule: Any
 ) -> None:
     backward = None if work == "forward" else float(BACKWARD)
     steps = duration_of(schedule, STAGES, STAGES, microbatches, 1.0, backward, 1.0)
@@ -49,7 +49,5 @@ def test_transfers_overlap(
             return tf.reduce_sum(pipe(x))
 
     way = f"devicemap, {schedule}"
-    compare(
-        benchmark, {way: run}, topic="pipeline_gpus", case=f"{microbatches} microbatches, {work}, {schedule}",
-        rounds=scale.rounds, devices=STAGES, ideal_seconds=scale.job_seconds, targets={"least share": {way: LEAST}},
-    )  # fmt: skip
+    case, targets = f"{microbatches} microbatches, {work}, {schedule}", {"least share": {way: LEAST}}
+    compare({way: run}, case, devices=STAGES, ideal_seconds=scale.job_seconds, targets=targets)

@@ -13,7 +13,7 @@ import tensorflow as tf
 import devicemap.ray
 from benchmarks import functions, peers
 from benchmarks.conftest import Scale
-from benchmarks.measuring import Way, compare
+from benchmarks.measuring import Compare, Way
 from benchmarks.simulator import Simulator
 
 BLOCKS, QUICK_BLOCKS = 60, 3
@@ -44,8 +44,7 @@ class ByHand:
 
 
 def _compare(
-    benchmark: Any, scale: Scale, case: str, blocks: list[Any], by_hand: Callable[[Any], Any], ours: Callable[[Any], Any],
-    **facts: Any,
+    compare: Compare, case: str, blocks: list[Any], by_hand: Callable[[Any], Any], ours: Callable[[Any], Any], **facts: Any,
 ) -> None:  # fmt: skip
     """`ours` gets a dict of columns, of one row or a batch as its options say."""
     pytest.importorskip("ray.data", reason="Ray Data is not installed")
@@ -74,26 +73,20 @@ def _compare(
         ),
         OURS: way(OURS, lambda: ours(dataset)),
     }
-    compare(
-        benchmark, ways, topic="ray", case=case, rounds=1 if scale.quick else 3, devices=1, patience_seconds=60,
-        steady_seconds=steady, targets={"most steady ratio": {OURS: MOST}}, **facts,
-    )  # fmt: skip
+    targets = {"most ratio": {OURS: MOST}}
+    compare(ways, case, rounds=3, devices=1, patience_seconds=60, steady_seconds=steady, targets=targets, **facts)
 
 
-def test_simulated(benchmark: Any, sim: Simulator, scale: Scale) -> None:
-    count = QUICK_BLOCKS if scale.quick else BLOCKS
-    blocks = [np.zeros([ROWS, 512], "f") for _ in range(count)]
+def test_simulated(compare: Compare, sim: Simulator, scale: Scale) -> None:
+    blocks = [np.zeros([ROWS, 512], "f")] * (QUICK_BLOCKS if scale.quick else BLOCKS)
 
     def ours(dataset: Any) -> Any:
         return devicemap.ray.map_batches(dataset, lambda batch: simulated(batch["data"]), concurrency=1, batched=True)
 
-    _compare(
-        benchmark, scale, f"{BLOCKS} blocks of 50 ms and {ROWS} rows of 2 kB", blocks, simulated, ours,
-        ideal_seconds=count * BLOCK_SECONDS,
-    )  # fmt: skip
+    _compare(compare, f"{BLOCKS} blocks of 50 ms and {ROWS} rows of 2 kB", blocks, simulated, ours)
 
 
-def test_spectrograms(benchmark: Any, scale: Scale) -> None:
+def test_spectrograms(compare: Compare, scale: Scale) -> None:
     """A function of one sample, which its author has written for batches by hand."""
     if scale.quick:
         pytest.skip("a short run takes the other one")
@@ -103,6 +96,6 @@ def test_spectrograms(benchmark: Any, scale: Scale) -> None:
         return devicemap.ray.map_batches(dataset, lambda row: functions.mel(row["data"]), concurrency=1)
 
     _compare(
-        benchmark, scale, f"mel spectrograms of {BLOCKS} blocks of {SOUNDS} seconds", [*sounds], functions.mel, ours,
+        compare, f"mel spectrograms of {BLOCKS} blocks of {SOUNDS} seconds", [*sounds], functions.mel, ours,
         tolerance=1e-2,
     )  # fmt: skip

@@ -7,16 +7,15 @@ tf.function; on several devices in a `tf.device` block for each. Where vectorize
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import tensorflow as tf
 
 import devicemap
-from benchmarks import functions, peers
+from benchmarks import peers
 from benchmarks.conftest import Scale
 from benchmarks.functions import Case, cases
-from benchmarks.measuring import Way, compare
+from benchmarks.measuring import Compare, Way
 
 NAMES = (
     "ODE solver", "coupled oscillators", "stencil", "mel spectrogram", "Sinkhorn", "JPEG decoding", "small SVD", "serial scan",
@@ -27,17 +26,15 @@ QUICK, QUICK_ROWS = ("ODE solver", "Keras CNN"), 8
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_real_function(benchmark: Any, real_devices: list[str], scale: Scale, name: str) -> None:
+def test_real_function(compare: Compare, real_devices: list[str], scale: Scale, name: str) -> None:
     if scale.quick and name not in QUICK:
         pytest.skip("a short run takes two of them")
     case = cases()[name]
     if scale.quick:
         case = replace(case, data=case.data[:QUICK_ROWS])
-    ways = ways_of(case, real_devices) | others_of(case)
-    compare(
-        benchmark, ways, topic="real_functions", case=name, rounds=2 if scale.quick else 60, devices=len(real_devices),
-        tolerance=1e-2, rows=len(case.data), targets={"most ratio": {"devicemap": MOST}},
-    )  # fmt: skip
+    ways = ways_of(case, real_devices) | {"Dataset.map": by_dataset(case)}
+    targets = {"most ratio": {"devicemap": MOST}}
+    compare(ways, name, rounds=60, tolerance=1e-2, rows=len(case.data), targets=targets)
 
 
 def ways_of(case: Case, devices: list[str]) -> dict[str, Way]:
@@ -62,17 +59,12 @@ def ways_of(case: Case, devices: list[str]) -> dict[str, Way]:
     return ways | {"devicemap": lambda: mapper(x)}
 
 
-def others_of(case: Case) -> dict[str, Way]:
-    """What knows of no devices, or of its own."""
+def by_dataset(case: Case) -> Way:
+    """`Dataset.map`, which knows of no devices."""
     x, fn = case.data, tf.function(case.fn)
     rows = tf.data.Dataset.from_tensor_slices(x)
-    ways: dict[str, Way] = {}
     if case.batched:
         chunks = rows.batch(64).map(fn, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
-        ways["Dataset.map"] = lambda: tf.concat(list(chunks), 0)
-    else:
-        whole = rows.map(fn, num_parallel_calls=tf.data.AUTOTUNE).batch(len(x)).prefetch(tf.data.AUTOTUNE)
-        ways["Dataset.map"] = lambda: next(iter(whole))
-    if case.fn is functions.ode and (in_jax := peers.jax_pmap(functions.ode_in_jax)) is not None:
-        ways["JAX pmap"] = lambda: in_jax(x)
-    return ways
+        return lambda: tf.concat(list(chunks), 0)
+    whole = rows.map(fn, num_parallel_calls=tf.data.AUTOTUNE).batch(len(x)).prefetch(tf.data.AUTOTUNE)
+    return lambda: next(iter(whole))

@@ -15,7 +15,7 @@ import tensorflow as tf
 import devicemap
 from benchmarks import jobs, peers
 from benchmarks.conftest import Scale
-from benchmarks.measuring import compare
+from benchmarks.measuring import Compare
 from benchmarks.simulator import Simulator
 
 JOB_SECONDS = 0.3
@@ -36,7 +36,9 @@ def functions(sim: Simulator) -> dict[str, Callable[[Any, Any], Any]]:
 
 
 @pytest.mark.parametrize("name", ["stateless", "stateful", "random in a map_fn"])
-def test_eager_against_graph(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale, name: str) -> None:
+def test_eager_against_graph(
+    compare: Compare, sim: Simulator, accelerators: list[str], scale: Scale, name: str
+) -> None:
     job = jobs.make_job(scale.devices, min(scale.job_seconds, JOB_SECONDS), jobs.even, jobs.equal)
     job.configure(sim)
     fn, data = functions(sim)[name], (job.rows, job.seconds)
@@ -51,13 +53,10 @@ def test_eager_against_graph(benchmark: Any, sim: Simulator, accelerators: list[
         strategy = peers.mirrored_strategy(fn, accelerators, len(job.rows) // scale.devices)
         threads = peers.joblib_threads(fn, accelerators, 8)
         ways |= {"MirroredStrategy": lambda: strategy(*data), "joblib threads": lambda: threads(*data)}
-    compare(
-        benchmark, ways, topic="scaling", case=name, rounds=min(scale.rounds, ROUNDS), devices=scale.devices, answer=job.answer,
-        ideal_seconds=job.ideal_seconds,
-    )  # fmt: skip
+    compare(ways, name, rounds=ROUNDS, answer=job.answer, ideal_seconds=job.ideal_seconds)
 
 
-def test_real_devices(benchmark: Any, real_devices: list[str], scale: Scale) -> None:
+def test_real_devices(compare: Compare, real_devices: list[str], scale: Scale) -> None:
     """Products of matrices on GPUs; on logical CPU devices, which share the cores, nothing could be seen."""
     if "GPU" not in real_devices[0]:
         pytest.skip("there is no GPU")
@@ -82,7 +81,4 @@ def test_real_devices(benchmark: Any, real_devices: list[str], scale: Scale) -> 
         "devicemap": lambda: mapper(data),
         'devicemap, batch_size="auto"': lambda: chunks(data),
     }
-    compare(
-        benchmark, ways, topic="gpu", case=f"tanh(x @ m) of size {size}, 8 times", rounds=scale.rounds,
-        devices=len(real_devices), tolerance=1e-2,
-    )  # fmt: skip
+    compare(ways, f"tanh(x @ m) of size {size}, 8 times", topic="gpu", tolerance=1e-2)

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import devicemap
 from benchmarks.conftest import Scale
-from benchmarks.measuring import compare
+from benchmarks.measuring import Compare
 from devicemap.store.database import Header, StoredChunk, open_for_writing
 from devicemap.store.encoding import describe_nest
 
@@ -57,7 +57,7 @@ def mapper(real_devices: list[str]) -> devicemap.DeviceMap:
     return devicemap.DeviceMap(lambda n: n * base, batch_size=CHUNK_ROWS, devices=real_devices)
 
 
-def test_write(benchmark: Any, mapper: devicemap.DeviceMap, scale: Scale, tmp_path: Path) -> None:
+def test_write(compare: Compare, mapper: devicemap.DeviceMap, scale: Scale, tmp_path: Path) -> None:
     """Rows that cost little but to be written."""
     rows = tf.range(float(QUICK_ROWS if scale.quick else ROWS))
     ways = {
@@ -66,13 +66,10 @@ def test_write(benchmark: Any, mapper: devicemap.DeviceMap, scale: Scale, tmp_pa
     }
     targets = {"most ratio": {"devicemap": MOST_RATIO}}
     case = f"write {len(rows)} rows of {WIDTH * 4 // 1000} kB"
-    compare(
-        benchmark, ways, topic="store", case=case, devices=scale.devices, rounds=scale.rounds, targets=targets,
-        patience_seconds=30.0,
-    )  # fmt: skip
+    compare(ways, case, targets=targets, patience_seconds=30.0)
 
 
-def test_load(benchmark: Any, mapper: devicemap.DeviceMap, scale: Scale, tmp_path: Path) -> None:
+def test_load(compare: Compare, mapper: devicemap.DeviceMap, scale: Scale, tmp_path: Path) -> None:
     """From the page cache, so that the disk does not hide what is computed."""
     rows = tf.range(float(QUICK_ROWS if scale.quick else ROWS))
     results = mapper.write(rows, tmp_path / "out")
@@ -85,13 +82,10 @@ def test_load(benchmark: Any, mapper: devicemap.DeviceMap, scale: Scale, tmp_pat
     ways = {"devicemap": lambda: devicemap.open_results(results.directory).load(), "read the bytes": read}
     targets = {"most ratio": {"devicemap": MOST_RATIO}}
     case = f"load {len(rows)} rows of {WIDTH * 4 // 1000} kB"
-    compare(
-        benchmark, ways, topic="store", case=case, devices=scale.devices, rounds=2 * scale.rounds, targets=targets,
-        patience_seconds=30.0,
-    )  # fmt: skip
+    compare(ways, case, rounds=10, targets=targets, patience_seconds=30.0)
 
 
-def test_open(benchmark: Any, scale: Scale, tmp_path: Path) -> None:
+def test_open(compare: Compare, scale: Scale, tmp_path: Path) -> None:
     chunks = QUICK_CHUNKS if scale.quick else CHUNKS
     call = {"results": describe_nest(tf.TensorSpec([None], tf.float32)), "reducer": None}
     stored = [(StoredChunk(row, row + 1, ""), [np.array([row], np.float32)]) for row in range(chunks)]
@@ -99,8 +93,4 @@ def test_open(benchmark: Any, scale: Scale, tmp_path: Path) -> None:
         writer.put(Header(call, chunks), *stored)
     ways = {"devicemap": lambda: devicemap.open_results(tmp_path)[-1:]}
     targets = {"most seconds": {"devicemap": MOST_SECONDS}}
-    case = f"open {chunks} chunks"
-    compare(
-        benchmark, ways, topic="store", case=case, devices=scale.devices, rounds=scale.rounds, targets=targets,
-        answer=[chunks - 1.0],
-    )  # fmt: skip
+    compare(ways, f"open {chunks} chunks", answer=[chunks - 1.0], targets=targets)

@@ -8,47 +8,47 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import devicemap
-from benchmarks import hardware, jobs, peers
+from benchmarks import jobs, peers
 from benchmarks.conftest import Scale
-from benchmarks.measuring import compare
+from benchmarks.measuring import Compare
 from benchmarks.simulator import Simulator
 
 BATCH_SIZE = 8
 """Rows of a batch of the user's, of 5 ms each: 25 batches per device."""
 
 
-def test_samples(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
+LEAST = {"samples": 0.93, "ready batches": 0.90, "as_dataset": 0.90, "data in memory": 0.95}
+"""Shares of the ideal time."""
+
+
+@pytest.mark.parametrize("case", LEAST)
+def test_stream(compare: Compare, sim: Simulator, accelerators: list[str], scale: Scale, case: str) -> None:
+    """Against `Dataset.map` over the same rows."""
     job = even_job(scale)
-    samples = tf.data.Dataset.from_tensor_slices((job.rows, job.seconds))
-    mapper = devicemap.DeviceMap(sim.work, devices=accelerators)
-    measure(benchmark, "samples", sim, accelerators, job, scale, lambda: mapper.stream(samples), least=0.93)
-
-
-def test_batches(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
-    job = even_job(scale)
-    batches = tf.data.Dataset.from_tensor_slices((job.rows, job.seconds)).batch(BATCH_SIZE)
-    mapper = devicemap.DeviceMap(sim.work, devices=accelerators, batched=True)
-    measure(benchmark, "ready batches", sim, accelerators, job, scale, lambda: mapper.stream(batches), least=0.90)
-
-
-def test_as_dataset(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
-    job = even_job(scale)
-    mapper = devicemap.DeviceMap(sim.work, devices=accelerators, batched=True, batch_size=BATCH_SIZE)
-    dataset = mapper.as_dataset((job.rows, job.seconds))
-    measure(benchmark, "as_dataset", sim, accelerators, job, scale, lambda: dataset, least=0.90)
-
-
-def test_in_memory(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
-    job = even_job(scale)
-    mapper = devicemap.DeviceMap(sim.work, devices=accelerators, batched=True, batch_size=BATCH_SIZE)
     data = job.rows, job.seconds
-    measure(benchmark, "data in memory", sim, accelerators, job, scale, lambda: mapper.stream(data), least=0.95)
+    samples = tf.data.Dataset.from_tensor_slices(data)
+    batches = samples.batch(BATCH_SIZE)
+    batched = devicemap.DeviceMap(sim.work, devices=accelerators, batched=True)
+    chunked = devicemap.DeviceMap(sim.work, devices=accelerators, batched=True, batch_size=BATCH_SIZE)
+    per_sample = devicemap.DeviceMap(sim.work, devices=accelerators)
+    dataset = chunked.as_dataset(data)
+    streams = {
+        "samples": lambda: per_sample.stream(samples),
+        "ready batches": lambda: batched.stream(batches),
+        "as_dataset": lambda: dataset,
+        "data in memory": lambda: chunked.stream(data),
+    }
+    stream, dataset_map = streams[case], peers.dataset_map(sim.work, accelerators)(batches)
+    ways = {"devicemap": lambda: joined(stream()), "Dataset.map": lambda: joined(dataset_map)}
+    targets = {"least share": {"devicemap": LEAST[case]}}
+    compare(ways, case, answer=job.answer, ideal_seconds=job.ideal_seconds, targets=targets)
 
 
-def test_slow_input(benchmark: Any, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
+def test_slow_input(compare: Compare, sim: Simulator, accelerators: list[str], scale: Scale) -> None:
     """The input takes twice as long as the devices; so the ideal is what reading alone takes, which is measured."""
     job = even_job(scale)
     batch_seconds = 2 * job.ideal_seconds * BATCH_SIZE / len(job.rows)
@@ -62,52 +62,48 @@ def test_slow_input(benchmark: Any, sim: Simulator, accelerators: list[str], sca
         return rows, batch[1]
 
     batches = tf.data.Dataset.from_tensor_slices((job.rows, job.seconds)).batch(BATCH_SIZE).map(read)
-    reading = [seconds_to_last(batches.prefetch(tf.data.AUTOTUNE)) for _ in range(scale.rounds)]
+    reading = [seconds_to_last(batches.prefetch(tf.data.AUTOTUNE)) for _ in range(1 if scale.quick else 5)]
     mapper = devicemap.DeviceMap(sim.work, devices=accelerators, batched=True)
     dataset_map = peers.dataset_map(sim.work, accelerators)(batches)
     compare(
-        benchmark,
         {"devicemap": lambda: joined(mapper.stream(batches)), "Dataset.map": lambda: joined(dataset_map)},
-        topic="streaming", case="input twice as slow as the devices", rounds=scale.rounds, devices=scale.devices,
-        answer=job.answer, ideal_seconds=statistics.median(reading), targets={"least share": {"devicemap": 0.95}},
+        "input twice as slow as the devices", answer=job.answer, ideal_seconds=statistics.median(reading),
+        targets={"least share": {"devicemap": 0.95}},
     )  # fmt: skip
 
 
-def test_small_chunks(benchmark: Any, scale: Scale) -> None:
+def test_small_chunks(compare: Compare, real_devices: list[str]) -> None:
     """What handing out chunks costs: 32 batches that are ready, against one call of a graph for each."""
-    devices = hardware.all_devices()[: scale.devices]
     rows = tf.random.stateless_uniform([32 * 512, 16], [1, 2])
     batches = tf.data.Dataset.from_tensor_slices(rows).batch(512).cache()
     graph = tf.function(row_sums, reduce_retracing=True)
-    mapper = devicemap.DeviceMap(row_sums, devices=devices, batched=True)
+    mapper = devicemap.DeviceMap(row_sums, devices=real_devices, batched=True)
     ways = {
         "devicemap": lambda: joined(mapper.stream(batches)),
         "a graph per batch": lambda: joined(map(graph, batches)),
     }
-    compare_chunks(benchmark, "32 ready batches of 512 rows", ways, scale, most=1.3)
+    compare_chunks(compare, "32 ready batches of 512 rows", ways, most=1.3)
 
 
-def test_large_batches(benchmark: Any, scale: Scale) -> None:
+def test_large_batches(compare: Compare, real_devices: list[str], scale: Scale) -> None:
     """4 MB each, in and out, which are not kept."""
-    devices, count = hardware.all_devices()[: scale.devices], 16 if scale.quick else 1000
+    count = 16 if scale.quick else 1000
     rows = tf.random.stateless_uniform([1024, 1024], [1, 2])
     batches = tf.data.Dataset.from_tensors(rows).repeat(count)
-    mapper = devicemap.DeviceMap(doubled, devices=devices, batched=True)
-    dataset_map = peers.dataset_map(doubled, devices)(batches)
+    mapper = devicemap.DeviceMap(doubled, devices=real_devices, batched=True)
+    dataset_map = peers.dataset_map(doubled, real_devices)(batches)
     graph = tf.function(doubled)
     ways = {
         "devicemap": lambda: last_row(mapper.stream(batches)),
         "a graph per batch": lambda: last_row(map(graph, batches)),
         "Dataset.map": lambda: last_row(dataset_map),
     }
-    compare_chunks(benchmark, f"{count} batches of 4 MB", ways, scale, most=1.1)
+    compare_chunks(compare, f"{count} batches of 4 MB", ways, most=1.1)
 
 
-def compare_chunks(benchmark: Any, case: str, ways: dict[str, Callable[[], Any]], scale: Scale, most: float) -> None:
-    compare(
-        benchmark, ways, topic="chunk_cost", case=case, rounds=scale.rounds, devices=scale.devices,
-        base="a graph per batch", targets={"most ratio to base": {"devicemap": most}}, patience_seconds=15.0,
-    )  # fmt: skip
+def compare_chunks(compare: Compare, case: str, ways: dict[str, Callable[[], Any]], most: float) -> None:
+    targets = {"most ratio to base": {"devicemap": most}}
+    compare(ways, case, topic="chunk_cost", base="a graph per batch", targets=targets, patience_seconds=15.0)
 
 
 def last_row(chunks: Any) -> Any:
@@ -140,23 +136,3 @@ def even_job(scale: Scale) -> jobs.Job:
 
 def joined(chunks: Any) -> Any:
     return tf.concat(list(chunks), 0)
-
-
-def measure(
-    benchmark: Any,
-    case: str,
-    sim: Simulator,
-    devices: list[str],
-    job: jobs.Job,
-    scale: Scale,
-    stream: Callable[[], Any],
-    least: float,
-) -> None:
-    """Against `Dataset.map` over the same rows."""
-    batches = tf.data.Dataset.from_tensor_slices((job.rows, job.seconds)).batch(BATCH_SIZE)
-    dataset_map = peers.dataset_map(sim.work, devices)(batches)
-    compare(
-        benchmark, {"devicemap": lambda: joined(stream()), "Dataset.map": lambda: joined(dataset_map)}, topic="streaming",
-        case=case, rounds=scale.rounds, devices=scale.devices, answer=job.answer, ideal_seconds=job.ideal_seconds,
-        targets={"least share": {"devicemap": least}},
-    )  # fmt: skip

@@ -1,7 +1,5 @@
 """What travels between devices in a call, counted while it runs, and so in a loop for each of its turns.
 
-On GPUs in software, their log of copies is read.
-
 In graphs, the ops that send are counted (`sends.cc`). TensorFlow's run metadata has the graphs of a call, and nothing of how
 often what is in them ran, or how large it was. Eager ops fetch inputs from other devices by themselves; they are listened to.
 """
@@ -14,26 +12,18 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context  # no public way to listen to eager ops
 from tensorflow.python.framework import op_callbacks
 
-from benchmarks import softgpu
 from benchmarks.simulator.building import Unavailable, build
 
 SOURCE = Path(__file__).with_name("sends.cc")
 
 LIBRARIES = ("libtensorflow_cc.so.2",)
 """Where TensorFlow 2.16 keeps the kernels that send; 2.21 has them where libraries of ops look by themselves."""
-
-
-class Meter(Protocol):
-    """Measures what a call sends: a dataclass for the report."""
-
-    def measure(self, call: Callable[[], Any]) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +40,7 @@ class Traffic:
     """Of all of them; of a list, those of the tensors in it. The characters of strings are not counted."""
 
 
-class Sends:
+class Meter:
     """Counts what is sent in this process. `load` gives it."""
 
     def __init__(self, control: ctypes.CDLL):
@@ -74,30 +64,6 @@ class Sends:
         return Traffic(*counts)
 
 
-@dataclass(frozen=True)
-class Copied:
-    """What one call copied from memory to memory: bytes, and in how many copies."""
-
-    to_device: tuple[int, int]
-    to_host: tuple[int, int]
-    between: tuple[int, int]
-
-
-class CopyLog:
-    """Reads the log of GPUs in software."""
-
-    def __init__(self, gpus: softgpu.SoftGPUs):
-        self._gpus = gpus
-
-    def measure(self, call: Callable[[], Any]) -> Copied:
-        """What a call copies until its results are on the host. Call it once before: a first call traces."""
-        self._gpus.clear()
-        for leaf in tf.nest.flatten(call()):
-            np.asarray(leaf)
-        kinds = (self._gpus.copies("to device"), self._gpus.copies("to host"), self._gpus.copies("between"))
-        return Copied(*((softgpu.total_bytes(copies), len(copies)) for copies in kinds))
-
-
 def compile_library() -> Path:
     """Compile the meter for the installed TensorFlow, unless that was done before; it takes about ten seconds.
 
@@ -108,7 +74,7 @@ def compile_library() -> Path:
 
 
 @functools.cache
-def load() -> Sends:
+def load() -> Meter:
     """The meter of this process, compiled if it was not yet; that takes about ten seconds.
 
     Raises:
@@ -122,7 +88,7 @@ def load() -> Sends:
         raise Unavailable(f"{library} does not load into TensorFlow {tf.__version__}: {error}") from error
     control.sends_take.argtypes = [ctypes.POINTER(ctypes.c_int64)]
     control.sends_take.restype = None
-    return Sends(control)
+    return Meter(control)
 
 
 @contextlib.contextmanager

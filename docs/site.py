@@ -17,7 +17,6 @@ SHOWN = (
     "docs/pictures/*",
     "docs/notebooks/*.ipynb",
     "benchmarks/**/*.md",
-    "benchmarks/results/*.png",
     "tools/**/*.md",
 )
 CODE = ("examples/*.py", "benchmarks/*.py", "benchmarks/*.cc")

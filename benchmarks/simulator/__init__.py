@@ -4,11 +4,10 @@ simulator = load()
 simulator.configure("CPU:1", speed=0.25, memory_rows=64)
 with tf.device("CPU:1"):
     results = simulator.work(rows, seconds)  # 2 * rows + 1, after four times the sum of seconds
-simulator.usage("CPU:1").busy_seconds
+simulator.usage("CPU:1").rows
 """
 
-from .accounting import Call, Usage, account, ideal_seconds
 from .building import Unavailable
-from .simulation import Simulator, load
+from .simulation import Call, Simulator, Usage, load
 
-__all__ = ["Call", "Simulator", "Unavailable", "Usage", "account", "ideal_seconds", "load"]
+__all__ = ["Call", "Simulator", "Unavailable", "Usage", "load"]

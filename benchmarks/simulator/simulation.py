@@ -4,14 +4,56 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
-import re
-from typing import Any
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
 
 import tensorflow as tf
 
-from .accounting import OUTCOMES, Call, Usage, account
 from .building import Unavailable, build
+
+Outcome: TypeAlias = Literal["finished", "refused", "cancelled"]
+"""In the order of `Outcome` in accelerator.cc."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a device that is over. Seconds are those of a steady clock, on Linux `time.monotonic()`'s."""
+
+    device: str
+    """`"CPU:3"`."""
+
+    rows: int
+    """How many rows it had."""
+
+    arrived_seconds: float
+    """When it came."""
+
+    start_seconds: float
+    """When the device began with it; the time before that it stood in the queue."""
+
+    end_seconds: float
+    """When it was over, by the device's schedule; a waiting thread is notified some microseconds later."""
+
+    outcome: Outcome
+    """`"refused"`: it failed as it came, for want of memory, a poisoned row or a breakdown, and took no time."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a device did."""
+
+    calls: int
+    """How many calls finished."""
+
+    rows: int
+    """How many rows those had."""
+
+    refused: int
+    """How many calls the device did not take."""
+
+    cancelled: int
+    """How many calls were cancelled, in the queue or running."""
 
 
 class Simulator:
@@ -68,21 +110,9 @@ class Simulator:
             fails_from_call: the first call that fails, counted from 0 and from now; `None`: none does.
             fails_for_calls: how many fail from there on; `None`: all.
             error_code: with what, one of TensorFlow's codes, as `tf.errors.INTERNAL`.
-
-        Raises:
-            ValueError: no such device, or a value out of its range.
         """
-        counts = {"memory_rows": memory_rows, "fails_from_call": fails_from_call, "fails_for_calls": fails_for_calls}
-        for name, count in counts.items():
-            if count is not None and count < 0:
-                raise ValueError(f"{name} is {count!r}; expected an int of at least 0, or None")
-        if not 0 < speed < math.inf:
-            raise ValueError(f"speed is {speed!r}; expected a number above 0")
-        if not 0 <= overhead_seconds < math.inf:
-            raise ValueError(f"overhead_seconds is {overhead_seconds!r}; expected a number of at least 0")
-        if not 1 <= error_code <= 16:
-            raise ValueError(f"error_code is {error_code!r}; expected one of tf.errors, such as tf.errors.UNAVAILABLE")
-        limits = [_NONE if count is None else count for count in counts.values()]
+        counts = memory_rows, fails_from_call, fails_for_calls
+        limits = [_NONE if count is None else count for count in counts]
         settings = _Settings(speed, overhead_seconds, *limits, error_code)
         self._control.simulator_configure(_index_of(device), ctypes.byref(settings))
 
@@ -102,7 +132,10 @@ class Simulator:
 
     def usage(self, device: int | str) -> Usage:
         """What a device did since the last `reset`, in calls that are over."""
-        return account(self.calls(device))
+        calls = self.calls(device)
+        outcomes = Counter(call.outcome for call in calls)
+        rows = sum(call.rows for call in calls if call.outcome == "finished")
+        return Usage(outcomes["finished"], rows, outcomes["refused"], outcomes["cancelled"])
 
 
 @functools.cache
@@ -127,7 +160,6 @@ def load() -> Simulator:
 
 
 _NONE = 2**63 - 1
-_DEVICE = re.compile(r"(?:/?job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?CPU:(\d+)", re.IGNORECASE)
 
 
 class _Settings(ctypes.Structure):
@@ -157,13 +189,9 @@ class _Record(ctypes.Structure):
 
     def call(self) -> Call:
         times = (self.arrived_seconds, self.start_seconds, self.end_seconds)
-        return Call(f"CPU:{self.device}", self.rows, *times, OUTCOMES[self.outcome])
+        return Call(f"CPU:{self.device}", self.rows, *times, get_args(Outcome)[self.outcome])
 
 
 def _index_of(device: int | str) -> int:
     """Which logical CPU device is meant."""
-    there = len(tf.config.list_logical_devices("CPU"))
-    match = _DEVICE.fullmatch(device if isinstance(device, str) else f"CPU:{device}")
-    if match is None or int(match[1]) >= there:
-        raise ValueError(f"device is {device!r}; expected one of the logical CPU devices, CPU:0 to CPU:{there - 1}")
-    return int(match[1])
+    return int(str(device).rpartition(":")[2])

@@ -2,6 +2,6 @@
 
 from benchmarks.simulator.building import Unavailable
 
-from .loading import Copy, Runs, SoftGPUs, compile_library, start, total_bytes
+from .loading import Copy, Runs, SoftGPUs, compile_library, start
 
-__all__ = ["Copy", "Runs", "SoftGPUs", "Unavailable", "compile_library", "start", "total_bytes"]
+__all__ = ["Copy", "Runs", "SoftGPUs", "Unavailable", "compile_library", "start"]

@@ -54,8 +54,7 @@ void SleepUntil(double seconds) { std::this_thread::sleep_for(Seconds(std::max(0
 struct Settings {
   double kernel_seconds = 0;      // what each kernel takes
   double element_seconds = 0;     // and each element of its largest input or output
-  double copy_seconds = 0;        // what each copy takes
-  double bytes_per_second = 0;    // and its bytes; 0: as fast as the host copies
+  double bytes_per_second = 0;    // of copies; 0: as fast as the host copies
   double speed = 1;               // by which kernels are divided
 };
 
@@ -66,7 +65,7 @@ struct Copy {
   int32_t sender;    // -1: the host
   int32_t receiver;  // -1: the host
   uint64_t bytes;
-  double enqueued_seconds, start_seconds, end_seconds;
+  double start_seconds, end_seconds;
   char tensor[kNameLength];  // the node that made it; if that is not known, the first one that read it; else empty
 };
 
@@ -153,10 +152,10 @@ class World {
     return byte < region->first + region->second.first ? region->second.second : -1;
   }
 
-  void Copied(Kind kind, int sender, int receiver, const void* from, const void* to, uint64_t bytes, double enqueued,
-              double start, double end) {
+  void Copied(Kind kind, int sender, int receiver, const void* from, const void* to, uint64_t bytes, double start,
+              double end) {
     std::lock_guard<std::mutex> lock(mutex_);
-    Copy copy{kind, sender, receiver, bytes, enqueued, start, end, ""};
+    Copy copy{kind, sender, receiver, bytes, start, end, ""};
     const auto made = makers_.find(from);
     if (sender >= 0 && made != makers_.end()) SetName(copy.tensor, made->second);
     if (kind == kToDevice) unread_[to] = copies_.size();
@@ -330,16 +329,15 @@ void Deallocate(const SP_Device*, SP_DeviceMemoryBase* memory) {
 // Copies. `stream` is null for one that the caller waits for.
 
 void Transfer(SP_Stream stream, Kind kind, int sender, int receiver, void* to, const void* from, uint64_t bytes) {
-  const double enqueued = Now();
   const int device = std::max(sender, receiver);
   const Settings settings = TheWorld().settings(device);
-  double seconds = settings.copy_seconds + (settings.bytes_per_second > 0 ? bytes / settings.bytes_per_second : 0);
+  double seconds = settings.bytes_per_second > 0 ? bytes / settings.bytes_per_second : 0;
   if (TheWorld().GpuOf(sender) == TheWorld().GpuOf(receiver)) seconds = 0;  // it does not leave the GPU's memory
   const auto transfer = [=] {
     const double start = TheWorld().engine(device, kind).Take(Now(), seconds);
     std::memcpy(to, from, bytes);
     SleepUntil(start + seconds);
-    TheWorld().Copied(kind, sender, receiver, from, to, bytes, enqueued, start, Now());
+    TheWorld().Copied(kind, sender, receiver, from, to, bytes, start, Now());
   };
   stream == nullptr ? transfer() : stream->Push(transfer);
 }
@@ -364,7 +362,7 @@ void BetweenDevices(const SP_Device* device, SP_Stream stream, SP_DeviceMemoryBa
   } else {  // as a kernel (see above); a kernel's own buffers may lie on the host
     const double start = Now();
     std::memmove(to->opaque, from->opaque, bytes);
-    TheWorld().Copied(kWithin, device->ordinal, device->ordinal, from->opaque, to->opaque, bytes, start, start, Now());
+    TheWorld().Copied(kWithin, device->ordinal, device->ordinal, from->opaque, to->opaque, bytes, start, Now());
   }
   Ok(status);
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -37,9 +36,6 @@ class Copy:
     tensor: str
     """The node of the graph that made it on a device; from the host the first one that read it; empty if neither is known."""
 
-    enqueued_seconds: float
-    """When TensorFlow asked for it; then it waits for its stream."""
-
     start_seconds: float
     end_seconds: float
 
@@ -68,7 +64,6 @@ class SoftGPUs:
         *,
         kernel_seconds: float = 0.0,
         element_seconds: float = 0.0,
-        copy_seconds: float = 0.0,
         bytes_per_second: float = 0.0,
         speed: float = 1.0,
     ) -> None:
@@ -78,19 +73,12 @@ class SoftGPUs:
             device: which GPU, for all logical devices that it is cut into.
             kernel_seconds: of its stream, for each kernel.
             element_seconds: and for each element of the kernel's largest input or output.
-            copy_seconds: for each copy to, from, or between GPUs; the higher number of both counts.
-            bytes_per_second: of such copies besides; 0: as fast as the host copies.
+            bytes_per_second: of copies to, from, or between GPUs; between two, the GPU with the higher number counts. 0: as
+                fast as the host copies.
             speed: by which the time of kernels, and of the simulator's work, is divided.
-
-        Raises:
-            ValueError: no such device, or a value out of its range.
         """
-        if not 0 <= device < self._count:
-            raise ValueError(f"device is {device!r}; expected 0 to {self._count - 1}")
-        numbers = (kernel_seconds, element_seconds, copy_seconds, bytes_per_second)
-        if min(numbers) < 0 or not speed > 0:
-            raise ValueError("expected no negative number, and a speed above 0")
-        self._control.softgpu_configure(device, ctypes.byref(_Settings(*numbers, speed)))
+        settings = _Settings(kernel_seconds, element_seconds, bytes_per_second, speed)
+        self._control.softgpu_configure(device, ctypes.byref(settings))
 
     def clear(self) -> None:
         """Forget what was copied and run so far."""
@@ -114,11 +102,6 @@ class SoftGPUs:
         records = (_Runs * self._control.softgpu_runs(None, 0))()
         count = self._control.softgpu_runs(records, len(records))
         return [runs for record in records[:count] if device in (None, (runs := record.runs()).device)]
-
-
-def total_bytes(copies: Iterable[Copy]) -> int:
-    """Of copies together."""
-    return sum(copy.bytes for copy in copies)
 
 
 @functools.cache
@@ -175,8 +158,7 @@ class _Settings(ctypes.Structure):
     """The layout of `Settings` in device.cc."""
 
     _fields_ = tuple(
-        (name, ctypes.c_double)
-        for name in ("kernel_seconds", "element_seconds", "copy_seconds", "bytes_per_second", "speed")
+        (name, ctypes.c_double) for name in ("kernel_seconds", "element_seconds", "bytes_per_second", "speed")
     )
 
 
@@ -188,14 +170,13 @@ class _Copy(ctypes.Structure):
         ("sender", ctypes.c_int32),
         ("receiver", ctypes.c_int32),
         ("bytes", ctypes.c_uint64),
-        ("enqueued", ctypes.c_double),
         ("start", ctypes.c_double),
         ("end", ctypes.c_double),
         ("tensor", ctypes.c_char * _NAME_LENGTH),
     )
 
     def copy(self) -> Copy:
-        times = (self.enqueued, self.start, self.end)
+        times = (self.start, self.end)
         ends = (_device_name(self.sender), _device_name(self.receiver))
         return Copy(get_args(Kind)[self.kind], *ends, self.bytes, self.tensor.decode(), *times)
 

@@ -111,7 +111,7 @@ def test_more_rows_than_memory(sim: simulator.Simulator) -> None:
         with pytest.raises(tf.errors.ResourceExhaustedError, match=r"CPU:1 .* room for 3 rows per call, .* has 4"):
             sim.work(ROWS, tf.fill([4], 60.0))
         sim.work(ROWS[:3], tf.zeros([3]))
-    assert sim.usage("CPU:1") == simulator.Usage(0, calls=1, rows=3, refused=1, cancelled=0)
+    assert sim.usage("CPU:1") == simulator.Usage(calls=1, rows=3, refused=1, cancelled=0)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_reset_makes_fresh_devices(sim: simulator.Simulator) -> None:
     assert sim.calls() == []
     with tf.device("CPU:0"):
         sim.work(ROWS, tf.zeros([4]))
-    assert sim.usage(0) == simulator.Usage(0, calls=1, rows=4, refused=0, cancelled=0)
+    assert sim.usage(0) == simulator.Usage(calls=1, rows=4, refused=0, cancelled=0)
 
 
 def test_concurrent_builds_compile_once(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import tensorflow as tf
 from simulators.softgpus.pair import GPUS, gpus, on_gpus, x
 
-from benchmarks.traffic import Copied, CopyLog
 from devicemap.errors import FunctionError
 from devicemap.types import ChunkFinished
 
@@ -34,8 +33,6 @@ def test_they_compute_what_the_host_does_and_tell_what_travelled() -> None:
     assert {t[:3] for t in told[2:]} == {("to host", "GPU:1", "host")}
     assert [c.tensor for c in gpus.copies()][:2] == ["Sin", "matmul"]
     assert {(run.device, run.op, run.count) for run in gpus.runs()} >= {("GPU:0", "Sin", 1), ("GPU:1", "Relu", 1)}
-    called = CopyLog(gpus).measure(lambda: steps(x)[0])
-    assert called == Copied(to_device=(size, 1), to_host=(size, 1), between=(size, 1))
 
 
 def test_captured_variables_that_do_not_fit_are_named_before_a_row_is_computed() -> None:

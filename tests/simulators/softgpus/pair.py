@@ -47,5 +47,5 @@ def sent(call: Callable[[Any], Any]) -> tuple[list[int], list[int]]:
     copies_of(lambda: call(rows))
     copies = copies_of(lambda: call(rows))
     assert not [copy for copy in copies if copy.kind == "between"], copies
-    to = [softgpu.total_bytes(copy for copy in copies if copy.receiver == gpu) for gpu in GPUS]
-    return to, [softgpu.total_bytes(copy for copy in copies if copy.sender == gpu) for gpu in GPUS]
+    to = [sum(copy.bytes for copy in copies if copy.receiver == gpu) for gpu in GPUS]
+    return to, [sum(copy.bytes for copy in copies if copy.sender == gpu) for gpu in GPUS]
