@@ -127,6 +127,11 @@ def with_own_inputs(given: Any) -> Any:
     return pfor._PforInput(given.pfor, given.op, list(given.inputs))
 
 
+def convert(pfor: Any, tensor: Any) -> Any:
+    """Return a tensor of a graph for all rows, by the conversion of that graph."""
+    return pfor._convert_helper(tensor)
+
+
 def for_all_rows(given: Any, place: int) -> Any:
     """Return an input as a tensor `[rows, ...]`, repeated if all rows share it."""
     return as_stacked(given.input(place), given.pfor.loop_len_vector)

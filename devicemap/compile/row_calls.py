@@ -5,21 +5,25 @@ row by row, too, until shapes are known:
 
     mask ──> Where ──> Squeeze ──> GatherV2 ──> Sum ──> one number per row
              └──────── in one loop over rows ────┘
+
+A loop runs all ops that it can, so that no op runs twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.pfor import run_again, wrap_stacked
-from devicemap.compile.graph_walker import GraphWalker, node_name
+from devicemap._tensorflow.pfor import convert, run_again, wrap_stacked
+from devicemap.compile.graph_walker import CALLS, GraphWalker, node_name
 from devicemap.compile.row_loop import row_by_row
+from devicemap.compile.vectorizable_ops import runs_row_by_row
 
 _RESULT = "_devicemap_result"
-"""Attribute of a tensor that stands for a result of a `RowCall`: the call, and the index of the result."""
+"""Attribute of a placeholder: the `Result` that it stands for."""
 
 _PLACEHOLDER = "devicemap_placeholder"
 """A part of the names of these tensors."""
@@ -27,56 +31,214 @@ _PLACEHOLDER = "devicemap_placeholder"
 _OPS_PER_LOOP = 5
 """The time that a row takes in a loop over rows, beside its ops, as a number of small ops."""
 
+_MOST_ELEMENTS = 64
+"""The largest tensors for which an op takes no longer than one of a loop."""
+
 _FREE = frozenset("Const Identity NoOp Placeholder".split())
 """Types of ops that take no time."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A result of a call, as an input of another."""
+
+    call: RowCall
+    index: int
 
 
 class RowCall:
     """A call of an op that runs row by row."""
 
-    def __init__(self, given: Any, reason: Exception):
-        """`given` describes the op and its inputs, of which some are results of other calls."""
-        self._given = given
+    def __init__(self, pfor: Any, op: Any, inputs: Sequence[Any], reason: Exception):
+        """`inputs`: converted tensors, and results of other calls."""
+        self.pfor, self.op, self.inputs = pfor, op, inputs
         self.reason = reason
         """Why it runs row by row."""
-        results = (result_of(each.t) for each in given.inputs)
-        before = (each for result in results if result for each in result[0].calls)
+        before = (each for taken in inputs if isinstance(taken, Result) for each in taken.call.calls)
         self.calls: Sequence[RowCall] = [*dict.fromkeys(before), self]
         """The calls that a loop over rows has to run for the results of this one, in this order."""
-
-    def results(self) -> list[Any]:
-        """Run the calls in a loop over rows, and return the results of this one."""
-        inputs = (each for call in self.calls for each in call._given.inputs)
-        differing = {id(each.t): each.t for each in inputs if each.is_stacked and not result_of(each.t)}
-
-        def of_row(row: Sequence[Any]) -> list[Any]:
-            taken, done = dict(zip(differing, row)), dict[RowCall, list[Any]]()
-
-            def input_of(each: Any) -> Any:
-                if result := result_of(each.t):
-                    call, index = result
-                    return done[call][index]
-                return taken[id(each.t)] if each.is_stacked else each.t
-
-            for call in self.calls:
-                done[call] = run_again(call._given.op, map(input_of, call._given.inputs))
-            return done[self]
-
-        rows = self._given.pfor.loop_len_vector[0]
-        return wrap_stacked(row_by_row(of_row, [*differing.values()], rows, self._given.op.outputs))
 
     def placeholders(self) -> list[Any]:
         """Return tensors that stand for the results, for further calls. Ops may wait for them, but not take their values."""
         tensors = []
-        for i, output in enumerate(self._given.op.outputs):
+        for i, output in enumerate(self.op.outputs):
             tensors.append(tf.compat.v1.placeholder_with_default(tf.zeros([0], output.dtype), None, _PLACEHOLDER))
-            setattr(tensors[i], _RESULT, (self, i))
+            setattr(tensors[i], _RESULT, Result(self, i))
         return wrap_stacked(tensors)
 
 
-def result_of(tensor: Any) -> tuple[RowCall, int] | None:
-    """Return the call that a tensor stands for a result of, and the index of the result; `None` for other tensors."""
+class RowCalls:
+    """The calls that run row by row inside a function that is vectorised otherwise."""
+
+    def __init__(self) -> None:
+        self.alone: list[RowCall] = []
+        """Calls that need no results of others."""
+        self.loops: list[list[RowCall]] = []
+        """For each loop over rows, the calls whose results are stacked."""
+        self.unstacked: Exception | None = None
+        """Why the first op with results of unknown shape runs row by row."""
+        self._calls: dict[tuple[Any, Any], RowCall] = {}
+        """The calls by the conversion of a graph, and op."""
+        self._results: dict[RowCall, list[Any]] = {}
+        self._collecting = False
+        """Whether inputs of the calls of a loop are being converted. Loops that they need do not wait for others."""
+
+    def results(self, given: Any) -> list[Any] | None:
+        """Return the results of an op, if it was called."""
+        call = self._calls.get((given.pfor, given.op))
+        return self._results.get(call) if call else None
+
+    def add(self, given: Any, reason: Exception) -> list[Any]:
+        """Call an op row by row, and return the results, or placeholders if they cannot be stacked."""
+        inputs = [_taken(each) for each in given.inputs]
+        call = RowCall(given.pfor, given.op, inputs, reason)
+        call = self._calls.setdefault((given.pfor, given.op), call)
+        if not _is_stackable(call.op):
+            self.unstacked = self.unstacked or reason
+            self._results[call] = call.placeholders()
+        elif len(call.calls) == 1:
+            self.alone.append(call)
+            self._results |= _in_one_loop([call])
+        else:
+            self._run_with_others(call)
+        return self._results[call]
+
+    def _run_with_others(self, call: RowCall) -> None:
+        """Run a call in a loop over rows, together with the others that the loop can run."""
+        graph, needed = call.op.graph, _needed_ops(call.op.graph)
+        inside = {call.op} if self._collecting else self._ops_of_loop(call, needed)
+        collecting, self._collecting = self._collecting, True
+        calls = [self._call_in_loop(call, op, inside) for op in graph.get_operations() if op in inside]
+        self._collecting = collecting
+        outputs, last = {tensor.op for tensor in graph.outputs}, []
+        for each in calls:
+            if each in self._results:
+                continue
+            if _is_stackable(each.op) and (each.op in outputs or needed & {*_users([each.op])} - inside):
+                last.append(each)
+            else:
+                self._results[each] = each.placeholders()
+        if last:
+            self.loops.append(last)
+            self._results |= _in_one_loop(last)
+
+    def _call_in_loop(self, call: RowCall, op: Any, inside: set[Any]) -> RowCall:
+        """Return the call of an op in the loop for `call`. Calls for the ops `inside` before it exist."""
+        if (call.pfor, op) not in self._calls:
+            inputs = [
+                Result(self._calls[call.pfor, tensor.op], tensor.value_index)
+                if tensor.op in inside
+                else _taken(convert(call.pfor, tensor))
+                for tensor in op.inputs
+            ]
+            self._calls[call.pfor, op] = RowCall(call.pfor, op, inputs, call.reason)
+        return self._calls[call.pfor, op]
+
+    def _ops_of_loop(self, call: RowCall, needed: set[Any]) -> set[Any]:
+        """Return the ops that a loop for `call` can run: those that take results of unknown shape that it has.
+
+        If some of them need such results as numbers, the ops between are among them, unless these are many or slow.
+        """
+        done = {each.op for each in self._results if each.pfor is call.pfor and _is_stackable(each.op)}
+        taken = [tensor for tensor, each in zip(call.op.inputs, call.inputs) if isinstance(each, Result)]
+        taken += [output for each in call.calls[:-1] if each.pfor is call.pfor for output in each.op.outputs]
+
+        def with_users(ops: Iterable[Any]) -> set[Any]:
+            found, pending = set[Any](), [*ops]
+            while pending:
+                op = pending.pop()
+                if op in needed - done - found and op.type not in CALLS and runs_row_by_row(op):
+                    found.add(op)
+                    pending += [] if _is_stackable(op) else _users([op])
+            return found
+
+        inside = with_users(user for tensor in taken for user in tensor.consumers())
+        while True:
+            between = _after(_users(filter(_is_stackable, inside))) & _before(inside) - inside
+            if not between:
+                return inside
+            if len(between) > _OPS_PER_LOOP or not all(map(_is_small, between)):
+                return {op for op in inside if not _before([op]) & between}
+            inside |= with_users(between)
+
+
+def result_of(tensor: Any) -> Result | None:
+    """Return the result that a placeholder stands for; `None` for other tensors."""
     return getattr(tensor, _RESULT, None)
+
+
+def _taken(converted: Any) -> Any:
+    return result_of(converted.t) or converted
+
+
+def _in_one_loop(last: Sequence[RowCall]) -> dict[RowCall, list[Any]]:
+    """Run calls, and those that they need, in one loop over rows. Return the results of each."""
+    calls = _calls_for(last)
+    taken = (each for call in calls for each in call.inputs if not isinstance(each, Result))
+    stacked = {id(each.t): each.t for each in taken if each.is_stacked}
+
+    def of_row(row: Sequence[Any]) -> list[Any]:
+        rows, done = dict(zip(stacked, row)), dict[RowCall, list[Any]]()
+
+        def input_of(each: Any) -> Any:
+            if isinstance(each, Result):
+                return done[each.call][each.index]
+            return rows.get(id(each.t), each.t)
+
+        for call in calls:
+            done[call] = run_again(call.op, map(input_of, call.inputs))
+        return [result for call in last for result in done[call]]
+
+    like = [output for call in last for output in call.op.outputs]
+    count = last[0].pfor.loop_len_vector[0]
+    results = iter(wrap_stacked(row_by_row(of_row, [*stacked.values()], count, like)))
+    return {call: [next(results) for _ in call.op.outputs] for call in last}
+
+
+def _calls_for(last: Sequence[RowCall]) -> list[RowCall]:
+    """Return the calls that a loop over rows has to run for the results of these, in this order."""
+    return [*dict.fromkeys(each for call in last for each in call.calls)]
+
+
+def _is_stackable(op: Any) -> bool:
+    """Whether the results have the same shape for each row."""
+    return all(output.shape.is_fully_defined() for output in op.outputs)
+
+
+def _is_small(op: Any) -> bool:
+    """Whether an op takes little time for a row, or runs row by row in any case."""
+    sizes = [tensor.shape.num_elements() for tensor in (*op.inputs, *op.outputs)]
+    return runs_row_by_row(op) and (not _is_stackable(op) or all(size and size <= _MOST_ELEMENTS for size in sizes))
+
+
+def _needed_ops(graph: Any) -> set[Any]:
+    return _before([*(tensor.op for tensor in graph.outputs), *graph.control_outputs])
+
+
+def _users(ops: Iterable[Any]) -> list[Any]:
+    return [user for op in ops for output in op.outputs for user in output.consumers()]
+
+
+def _before(ops: Iterable[Any]) -> set[Any]:
+    """Return these ops, and all that run before them."""
+    found, pending = set[Any](), [*ops]
+    while pending:
+        op = pending.pop()
+        if op not in found:
+            found.add(op)
+            pending += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
+    return found
+
+
+def _after(ops: Iterable[Any]) -> set[Any]:
+    """Return these ops, and all that need their results."""
+    found, pending = set[Any](), [*ops]
+    while pending:
+        op = pending.pop()
+        if op not in found:
+            found.add(op)
+            pending += _users([op])
+    return found
 
 
 def needs_placeholders(vectorized: Any) -> bool:
@@ -89,8 +251,8 @@ def needs_placeholders(vectorized: Any) -> bool:
     return False
 
 
-def saves_time(loops: Sequence[RowCall], row_fn: Any) -> bool:
-    """Whether loops over rows run fewer ops for a row than the function of one row."""
-    repeated = sum(len(call.calls) + _OPS_PER_LOOP for call in loops)
+def saves_time(loops: Sequence[Sequence[RowCall]], row_fn: Any) -> bool:
+    """Whether loops over rows run fewer ops for a row than the function of one row. `loops`: the last calls of each."""
+    repeated = sum(len(_calls_for(last)) + _OPS_PER_LOOP for last in loops)
     nodes = (node for body in GraphWalker(row_fn).bodies() for node in body.live.values())
     return repeated < sum(node.op not in _FREE for node in nodes)

@@ -28,7 +28,7 @@ from devicemap._tensorflow.pfor import (
 )
 from devicemap.compile.audit import WRITES, Audit, audit, op_types, writing_line
 from devicemap.compile.graph_walker import CALLS
-from devicemap.compile.row_calls import RowCall, needs_placeholders, result_of, saves_time
+from devicemap.compile.row_calls import RowCalls, needs_placeholders, result_of, saves_time
 from devicemap.compile.row_loop import PARALLEL_ITERATIONS, map_rows, signature_of
 from devicemap.compile.source_lines import source_line
 from devicemap.compile.vectorizable_ops import OPS, is_control_flow, runs_row_by_row, why_not_vectorizable
@@ -158,18 +158,15 @@ class _Vectorizer:
     def __init__(self, force: bool, own: Collection[Any]):
         """`own`: the graphs that were traced for the function of one row."""
         self._force, self._own = force, own
-        self.alone: list[RowCall] = []
-        """Ops that run row by row alone."""
-        self.loops: list[RowCall] = []
-        """Ops that run row by row after others, with results of known shape."""
+        self.calls = RowCalls()
         self.failure: _NotVectorizedError | None = None
         """Why an op can run neither way. Autograph replaces the error itself on its way through pfor."""
-        self.unstacked: _NotVectorizedError | None = None
-        """Why the first op with results of unknown shape runs row by row."""
 
     def __call__(self, given: Any, converter: Converter | None) -> Any:
         op = given.op
-        before = next((result[0] for each in given.inputs if (result := result_of(each.t))), None)
+        if results := self.calls.results(given):
+            return results
+        before = next((result.call for each in given.inputs if (result := result_of(each.t))), None)
         try:
             if before and op.type not in CALLS:
                 raise before.reason
@@ -179,12 +176,7 @@ class _Vectorizer:
             if not runs_row_by_row(op):
                 self.failure = self.failure or reason
                 raise
-        call = RowCall(given, reason)
-        if all(output.shape.is_fully_defined() for output in op.outputs):
-            (self.loops if before else self.alone).append(call)
-            return call.results()
-        self.unstacked = self.unstacked or reason
-        return call.placeholders()
+        return self.calls.add(given, reason)
 
     def _converted(self, given: Any, converter: Converter | None) -> Any:
         op = given.op
@@ -212,8 +204,10 @@ class _Vectorizer:
     def sentences(self) -> list[str]:
         """Say which ops run row by row, and why."""
         kinds = {
-            "these ops alone run row by row": self.alone,
-            "these ops run row by row, and those that take their results": self.loops,
+            "these ops alone run row by row": self.calls.alone,
+            "these ops run row by row, and those that take their results": [
+                call for last in self.calls.loops for call in last
+            ],
         }
         return [
             f"{words}: {'; '.join(dict.fromkeys(str(call.reason) for call in calls))}"
@@ -223,10 +217,10 @@ class _Vectorizer:
 
     def check(self, vectorized: Any, row_fn: Any) -> None:
         """Raise `_NotVectorizedError` if results of unknown shape are needed for all rows, or loops over rows save no time."""
-        if self.unstacked is None:
+        if self.calls.unstacked is None:
             return
-        if needs_placeholders(vectorized) or not saves_time(self.loops, row_fn):
-            raise self.unstacked
+        if needs_placeholders(vectorized) or not saves_time(self.calls.loops, row_fn):
+            raise self.calls.unstacked
 
 
 def _was_differentiated(op: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from graphs import traced
+from graphs import partitions, placements, traced
 from oracle import assert_same, gradients_of
 
 import devicemap
@@ -91,6 +91,35 @@ def _words(text: Any) -> Any:
     return tf.strings.reduce_join(letters), code, length
 
 
+def _cut_twice(row: Any) -> Any:
+    row = _features(row)
+    kept = _positive(row)
+    above = tf.boolean_mask(row, row > tf.reduce_mean(kept))
+    some = kept[: tf.size(kept) // 2]
+    return tf.reduce_sum(above) * tf.reduce_max(kept), tf.reduce_sum(tf.concat([some, kept - squares(above)], 0))
+
+
+def _features_between(row: Any) -> Any:
+    kept = _positive(row)
+    row = _features(tf.ensure_shape(tf.pad(kept, [[0, 6 - tf.size(kept)]]), [6]))
+    return tf.reduce_sum(row[: tf.size(kept)] * kept), tf.reduce_sum(row)
+
+
+def _loop_between(row: Any) -> Any:
+    row = _features(row)
+    kept = _positive(row)
+    mean = tf.reduce_mean(kept)
+    for _ in tf.range(2):
+        mean = tf.sin(mean)
+    return tf.reduce_sum((kept - mean) ** 2)
+
+
+def _checked(row: Any) -> Any:
+    kept = _positive(_features(row))
+    with tf.control_dependencies([tf.debugging.assert_less(tf.size(kept), 7)]):
+        return tf.reduce_sum(kept) / tf.cast(tf.size(kept), tf.float32)
+
+
 TABLE = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["one", "two", "four"], [3, 1, 5]), 0)
 
 
@@ -111,6 +140,10 @@ CASES: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "in a branch": (_in_a_branch, ROWS),
     "in loops": (_in_loops, ROWS),
     "embedded words": (_embedded, tf.constant(["one two", "four", "two five one", "six"])),
+    "cut twice": (_cut_twice, ROWS),
+    "features between": (_features_between, ROWS),
+    "a loop between": (_loop_between, ROWS),
+    "checked": (_checked, ROWS),
     "text": (_words, tf.constant(["One, two", " THREE ", "", "four five"])),
 }
 
@@ -131,6 +164,12 @@ def test_only_the_ops_that_need_it_run_row_by_row(devices: list[str], fn: Callab
         gradients = (gradients_of(lambda _, mapped=mapped: mapped(rows), *sources) for mapped in (mapper, alone))
         for got, wanted in zip(*gradients):
             np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("fn", [_mean_and_deviation, _padded])
+def test_no_op_runs_twice(fn: Callable[[Any], Any]) -> None:
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:0"])
+    assert placements(partitions(mapper, ROWS), "Where").total() == 1
 
 
 def _chosen(row: Any) -> Any:
