@@ -115,7 +115,10 @@ def test_no_larger_batch_follows_one_that_runs_out_of_memory(sim: Simulator) -> 
     assert [m.error is None for m in result.measurements[:2]] == [True, False]
 
 
-def test_the_first_batch_and_one_round_run_whatever_the_budget() -> None:
+def test_the_first_batch_and_one_round_run_whatever_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("devicemap.bench.measurements._START_SECONDS", 1e9)
+    assert _measured(benchmark(_row, ROWS, seconds=1e-6, devices=THREE)) == list(zip(MODES, (3, 16, 23, 23)))
+    monkeypatch.setattr("devicemap.bench.measurements._START_SECONDS", 0.0)  # each batch counts as slow
     for batched in (False, True):
         message = "sin: one device and all devices map 3 of 23 rows, because fn is slow. Raise seconds for more rows"
         with pytest.warns(RuntimeWarning, match=message) as caught:
