@@ -230,9 +230,7 @@ class Scheduler:
             ended - started,
             peak if peak > state.peak_before else None,
         )
-        if message.exhausted_by_row:
-            state.throughput = replace(state.throughput, limit=message.limit)
-        elif message.limit is not None:
+        if message.task.out_of_memory:
             state.throughput = state.throughput.limited(message.limit)
         state.last_finish = state.busy_since = ended
         state.running -= 1
@@ -248,7 +246,7 @@ class Scheduler:
         state.alone = False
         state.throughput = state.throughput.giving_up(message.task.chunk.count)
         if message.action is RetryAction.HALVE:
-            task = replace(task, out_of_memory=True, limit_before=state.throughput.limit)
+            task = replace(task, out_of_memory=True)
             state.throughput = state.throughput.limited(max(1, len(message.shard) // 2))
             if name in self._alive:
                 state.too_large.append(task)
