@@ -9,69 +9,44 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import waiting_for
-from devicemap.compile.row_loop import LIST_DTYPES
 from devicemap.data.join import is_uniform, of_uniform_rows
 from devicemap.data.rows import count_rows
 from devicemap.errors import failure
 from devicemap.events import Shard
 
 
-def gather(parts: Sequence[Any], differentiable: bool = False) -> tuple[Any, Any]:
-    """Join the results of neighboring shards, inside a graph.
-
-    Args:
-        parts: one leaf per shard, dense, ragged or sparse, each of shape `[rows of the shard, ...]`.
-        differentiable: use `tf.concat` instead of a `TensorArray`, whose gradient `tf.GradientTape.jacobian` cannot
-            vectorize (test_gradients_are_those_of_the_serial_map).
-
-    Returns:
-        The leaf of all rows, and the number of rows of each part: int64 `[shards]`.
-    """
+def gather(parts: Sequence[Any]) -> Any:
+    """Join the results of neighboring shards inside a graph: dense, ragged or sparse leaves `[rows of the shard, ...]`."""
     first = parts[0]
     if isinstance(first, tf.RaggedTensor):
-        values, _ = gather([part.values for part in parts], differentiable)
+        values = gather([part.values for part in parts])
         if is_uniform(parts):
-            rows = tf.stack([part.nrows(tf.int64) for part in parts])
-            return of_uniform_rows(values, first, tf.reduce_sum(rows)), rows
-        lengths, rows = gather([part.row_lengths() for part in parts])
-        return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False), rows
+            return of_uniform_rows(values, first, tf.add_n([part.nrows(tf.int64) for part in parts]))
+        lengths = tf.concat([part.row_lengths() for part in parts], 0)
+        return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False)
     if isinstance(first, tf.SparseTensor):
-        return _gather_sparse(parts, differentiable)
-    shape = _common_shape(parts)
-    if shape.rank is not None:
-        shape = tf.TensorShape([None]).concatenate(shape[1:])
-    if (differentiable or first.dtype in LIST_DTYPES) and shape.rank is not None:
-        joined = tf.concat(list(parts), 0)
-        joined.set_shape(shape)
-        return joined, tf.stack([tf.shape(part, tf.int64)[0] for part in parts])
-    array = tf.TensorArray(first.dtype, size=len(parts), infer_shape=False, element_shape=shape)
-    for i, part in enumerate(parts):
-        array = array.write(i, part)
-    # TensorArray.concat() calls this op, and does not return the row counts.
-    joined = tf.raw_ops.TensorListConcatV2(
-        input_handle=array.flow,
-        element_dtype=first.dtype,
-        element_shape=-1 if shape.rank is None else [-1 if d is None else d for d in shape.as_list()],
-        leading_dims=tf.zeros([0], tf.int64),
-    )
-    joined.tensor.set_shape(shape)
-    return joined.tensor, joined.lengths
+        return _gather_sparse(parts)
+    return tf.concat(list(parts), 0)
 
 
-def _gather_sparse(parts: Sequence[Any], differentiable: bool) -> tuple[Any, Any]:
+def row_counts(parts: Sequence[Any]) -> Any:
+    """Return the number of rows of each of these leaves: int64 `[len(parts)]`."""
+    return tf.stack([count_rows(part) for part in parts])
+
+
+def _gather_sparse(parts: Sequence[Any]) -> Any:
     """Join sparse tensors like `tf.sparse.concat`, which has no gradient."""
     if parts[0].shape.rank is None:  # a shard without rows has the rank 1
         parts = [parts[0], *(_with_rank_of(parts[0], part) for part in parts[1:])]
     shapes = tf.stack([part.dense_shape for part in parts])
-    rows = shapes[:, 0]
-    starts = tf.unstack(tf.cumsum(rows, exclusive=True), len(parts))
+    starts = tf.unstack(tf.cumsum(shapes[:, 0], exclusive=True), len(parts))
     columns = tf.one_hot(0, tf.shape(shapes)[1], dtype=tf.int64)
-    indices, _ = gather([part.indices + start * columns for part, start in zip(parts, starts)])
-    values, _ = gather([part.values for part in parts], differentiable)
-    shape = tf.concat([[tf.reduce_sum(rows)], tf.reduce_max(shapes, 0)[1:]], 0)
+    indices = tf.concat([part.indices + start * columns for part, start in zip(parts, starts)], 0)
+    values = tf.concat([part.values for part in parts], 0)
+    shape = tf.concat([[tf.reduce_sum(shapes[:, 0])], tf.reduce_max(shapes, 0)[1:]], 0)
     joined = tf.SparseTensor(indices, values, shape)
-    joined.set_shape(_common_shape(parts))
-    return with_static_rows(joined, None), rows
+    joined.set_shape(functools.reduce(tf.TensorShape.most_specific_compatible_shape, (part.shape for part in parts)))
+    return with_static_rows(joined, None)
 
 
 def _with_rank_of(first: Any, part: Any) -> Any:
@@ -83,7 +58,7 @@ def _with_rank_of(first: Any, part: Any) -> Any:
 def check_row_counts(results: Sequence[Any], returned: Sequence[Any], shards: Sequence[Shard]) -> None:
     """Raise unless a `fn` of batches returned as many rows as each shard has, in every leaf of its results.
 
-    `returned` has the row counts that `gather` returns for each leaf. It is empty if there is only one shard.
+    `returned` has the row counts of each leaf. It is empty if there is only one shard.
     """
     counted = [counts.numpy() for counts in returned] or [[_eager_count(leaf)] for leaf in results]
     for leaf, counts in enumerate(counted):
@@ -117,7 +92,7 @@ def with_row_counts_checked(results: Sequence[Any], returned: Sequence[Any], siz
     # tf.debugging would use the condition twice, and `waiting_for` would send the results through the first GPU.
     checks = [
         tf.raw_ops.Assert(condition=tf.reduce_all(counts == given), data=[message, counts, given])
-        for counts in returned or [tf.stack([count_rows(leaf)]) for leaf in results]
+        for counts in returned or [row_counts([leaf]) for leaf in results]
     ]
     return waiting_for(checks, results)
 
@@ -129,7 +104,3 @@ def with_static_rows(leaf: Any, rows: int | None) -> Any:
     elif leaf.shape.rank is not None and leaf.shape[0] is None:
         leaf.set_shape(tf.TensorShape([rows]).concatenate(leaf.shape[1:]))
     return leaf
-
-
-def _common_shape(parts: Sequence[Any]) -> Any:
-    return functools.reduce(tf.TensorShape.most_specific_compatible_shape, (part.shape for part in parts))

@@ -20,7 +20,7 @@ from devicemap._tensorflow.functions import (
 )
 from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap.compile.call_spec import CallSpec, Engine
-from devicemap.compile.gather import gather, with_row_counts_checked
+from devicemap.compile.gather import gather, row_counts, with_row_counts_checked
 from devicemap.compile.replicas import Replicas
 from devicemap.compile.trace import Traced
 from devicemap.data.rows import HOST, cut_rows
@@ -166,13 +166,13 @@ class CallGraphBuilder:
         Returns:
             Result leaves, and the rows that `fn` returned, per leaf; the last leaf of states counts their rows.
         """
+        reduction, lengths = self.traced.reduction, list[Any]()
         if len(results) == 1:
-            gathered = [(leaf, None) for leaf in copied(results[0])]
+            joined = copied(results[0])
         else:
-            gathered = [gather(parts, self.spec.differentiable) for parts in zip(*results)]
-        joined = [rows for rows, _ in gathered]
-        lengths = [lengths for _, lengths in gathered if lengths is not None]
-        reduction = self.traced.reduction
+            joined = [gather(parts) for parts in zip(*results)]
+            if self.traced.counts_rows and reduction is None:
+                lengths = [row_counts(parts) for parts in zip(*results)]
         if reduction is not None:
             joined, lengths = reduction.finished(joined), joined[-1:]
         if self.checks_rows:  # a shard without rows has no state

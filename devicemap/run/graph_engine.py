@@ -97,8 +97,8 @@ def run_graph(
     """
     if gradients and have_tangents([*compiled.flat(rows.leaves), *compiled.traced.captures]):
         raise DataError(
-            "a tf.autodiff.ForwardAccumulator follows the data or a variable of fn, and TensorArray, which gathers the "
-            "rows, has no forward mode; use a tf.GradientTape"
+            "a tf.autodiff.ForwardAccumulator follows the data or a variable of fn, and a map over devices has no forward "
+            "mode; use a tf.GradientTape"
         )
     count = rows.count or 0
     if not count and not gradients:
