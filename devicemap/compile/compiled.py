@@ -76,7 +76,6 @@ class CompiledMap:
         self._taping = threading.Lock()
         self._shards_of = lru_cache(_KEPT_SHARDS)(partial(_shards_of, self.slots))
         self._invoker = Invoker(self.traced.steady)
-        self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self.traced.input_specs)
 
     def graph(self, spec: CallSpec) -> Any:
         """Return the `ConcreteFunction` of a call. `CallGraphBuilder.build` describes its arguments and results.
@@ -167,9 +166,9 @@ class CompiledMap:
             unreported, self._reported_traces = self.traces - self._reported_traces, self.traces
             return unreported
 
-    def flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
+    def flat(self, leaves: Sequence[Any]) -> list[Any]:
         """Return the tensors that leaves consist of."""
-        return leaves if self._plain else tf.nest.flatten(list(leaves), expand_composites=True)
+        return list(tf.nest.flatten(list(leaves), expand_composites=True))
 
     def pack(self, leaves: Sequence[Any]) -> Any:
         """Pack leaves into the nest that the user's function returns, or into the result of the reduction."""

@@ -31,12 +31,9 @@ in_fn: ContextVar[bool] = ContextVar("in_fn", default=False)
 """Whether the `fn` of a map is being traced."""
 
 
-@dataclass(frozen=True)
-class Traced:
+@dataclass(frozen=True, kw_only=True)
+class Traced(RowLoop):
     """A traced function of a shard's rows, which can be called on any device."""
-
-    concrete: Any
-    """`tf.types.experimental.ConcreteFunction`: leaves of a shard, each `[rows, ...]` -> list of result leaves."""
 
     captures: tuple[Any, ...]
     """Its captured inputs, in the order of `audit.treatments`."""
@@ -46,15 +43,6 @@ class Traced:
 
     specs: tuple[Any, ...]
     """`tf.TypeSpec` of each result leaf, of shape `[None, ...]`."""
-
-    vectorized: bool
-    """Whether the rows of a shard run as one vectorised call."""
-
-    reason: str
-    """The reason for `vectorized`."""
-
-    remedy: str
-    """What to try so that rows do not run one by one; empty if nothing."""
 
     function: Any
     """`tf.types.experimental.ConcreteFunction` of the user's function, for one row or for a batch."""
@@ -205,23 +193,19 @@ def _traced(
     **facts: Any,
 ) -> Traced:
     """Return the loop, prepared for calls on many devices. `facts` are further fields of `Traced`."""
-    concrete = loop.concrete
-    differentiate_freely(concrete.graph)
-    outputs = [spec_of(leaf) for leaf in concrete.structured_outputs]
+    differentiate_freely(loop.concrete.graph)
+    outputs = [spec_of(leaf) for leaf in loop.concrete.structured_outputs]
     if reduction is None and not own_rows:
         check_validity(structure, outputs)
-    found = audit(concrete, in_place)
+    found = audit(loop.concrete, in_place)
     if found.colocated:
-        concrete = _kept_whole(concrete, specs)
-        found = audit(concrete, in_place)
+        loop = replace(loop, concrete=_kept_whole(loop.concrete, specs))
+        found = audit(loop.concrete, in_place)
     return Traced(
-        concrete,
-        captures=tuple(concrete.captured_inputs),
+        **vars(loop),
+        captures=tuple(loop.concrete.captured_inputs),
         structure=structure if reduction is None else (None,) * len(outputs),
         specs=tuple(outputs),
-        vectorized=loop.vectorized,
-        reason=loop.reason,
-        remedy=loop.remedy,
         audit=found,
         reduction=reduction,
         own_rows=own_rows,
