@@ -13,6 +13,7 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import Cancellation, attributes_of_calls, prepare_gradient
 from devicemap._tensorflow.functions import compiled_as_a_part
 from devicemap._tensorflow.gradients import order_of_gradients
+from devicemap.compile.audit import is_steady
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.graph_builder import CallGraphBuilder, ops_are_deterministic
 from devicemap.compile.invoke import Invoker
@@ -75,7 +76,7 @@ class CompiledMap:
         self._taped: set[tuple[Any, int]] = set()
         self._taping = threading.Lock()
         self._shards_of = lru_cache(_KEPT_SHARDS)(partial(_shards_of, self.slots))
-        self._invoker = Invoker(self.traced.steady)
+        self._invoker = Invoker(is_steady(self.traced.function))
 
     def graph(self, spec: CallSpec) -> Any:
         """Return the `ConcreteFunction` of a call. `CallGraphBuilder.build` describes its arguments and results.
@@ -168,7 +169,7 @@ class CompiledMap:
 
     def flat(self, leaves: Sequence[Any]) -> list[Any]:
         """Return the tensors that leaves consist of."""
-        return list(tf.nest.flatten(list(leaves), expand_composites=True))
+        return list(tf.nest.flatten([*leaves], expand_composites=True))
 
     def pack(self, leaves: Sequence[Any]) -> Any:
         """Pack leaves into the nest that the user's function returns, or into the result of the reduction."""

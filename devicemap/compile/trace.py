@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import differentiate_freely
-from devicemap.compile.audit import Audit, Treatment, audit, is_steady
+from devicemap.compile.audit import Audit, Treatment, audit
 from devicemap.compile.hints import check_ranks, tracing_error
 from devicemap.compile.random import Stream, drawing_from, random_states
 from devicemap.compile.reduction import BoundReduction, Reduction
@@ -49,9 +49,6 @@ class Traced(RowLoop):
 
     audit: Audit
     """The state that the function uses."""
-
-    steady: bool
-    """Whether the duration of a call depends only on the number of rows."""
 
     with_gradients: Traced | None = None
     """The same function with the right gradients, if this one lacks them."""
@@ -148,7 +145,6 @@ def trace(
     for variable in options.in_place:
         if not any(handle is variable.handle for handle in traced_fn.captured_inputs):
             raise OptionError(f"in_place has {variable.name!r} of shape {variable.shape}, which fn does not use")
-    steady = is_steady(traced_fn)
     structure, of_results = shape_of_results[-1], None
     if reduction is not None:
         try:
@@ -161,7 +157,7 @@ def trace(
                 f"the results of fn cannot be reduced: {type(error).__name__}: {error}", error
             ) from error
     prepare = partial(
-        _traced, specs=leaf_specs, structure=structure, in_place=options.in_place, function=traced_fn, steady=steady,
+        _traced, specs=leaf_specs, structure=structure, in_place=options.in_place, function=traced_fn,
         reduction=of_results, counts_rows=counts_rows, own_rows=own_rows,
     )  # fmt: skip
     variants = [prepare(loop) for loop in loops]
