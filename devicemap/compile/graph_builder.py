@@ -20,9 +20,10 @@ from devicemap._tensorflow.functions import (
 )
 from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap.compile.call_spec import CallSpec, Engine
-from devicemap.compile.gather import gather, row_counts, with_row_counts_checked
 from devicemap.compile.replicas import Replicas
+from devicemap.compile.row_counts import row_counts, with_row_counts_checked
 from devicemap.compile.trace import Traced
+from devicemap.data.join import join
 from devicemap.data.rows import HOST, cut_rows
 from devicemap.devices import kind_of
 
@@ -170,7 +171,7 @@ class CallGraphBuilder:
         if len(results) == 1:
             joined = copied(results[0])
         else:
-            joined = [gather(parts) for parts in zip(*results)]
+            joined = [join(parts) for parts in zip(*results)]
             if self.traced.counts_rows and reduction is None:
                 lengths = [row_counts(parts) for parts in zip(*results)]
         if reduction is not None:

@@ -16,10 +16,10 @@ from devicemap._tensorflow.calls import Cancellation
 from devicemap._tensorflow.gradients import have_tangents
 from devicemap.compile.call_spec import CallSpec
 from devicemap.compile.compiled import CompiledMap
-from devicemap.compile.gather import check_row_counts, with_static_rows
 from devicemap.compile.graph_builder import sizes_in_graph
 from devicemap.compile.invoke import attempt
 from devicemap.compile.program import Program
+from devicemap.compile.row_counts import check_row_counts, with_static_rows
 from devicemap.data.join import check_inner_shapes
 from devicemap.data.rows import HOST, Rows, count_rows, take_rows
 from devicemap.devices import is_out_of_memory

@@ -21,8 +21,8 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import Cancellation
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap.compile.compiled import CompiledMap
-from devicemap.compile.gather import check_row_counts
 from devicemap.compile.program import Program
+from devicemap.compile.row_counts import check_row_counts
 from devicemap.data.join import join
 from devicemap.data.rows import Rows, as_rows
 from devicemap.data.sources import Chunk, MemorySource, Source, from_dataset

@@ -1,58 +1,21 @@
-"""Join the results of shards, in the order of rows, inside a graph, and check their numbers of rows."""
+"""Check the numbers of rows that functions of batches return."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import waiting_for
-from devicemap.data.join import is_uniform, of_uniform_rows
 from devicemap.data.rows import count_rows
 from devicemap.errors import failure
 from devicemap.events import Shard
 
 
-def gather(parts: Sequence[Any]) -> Any:
-    """Join the results of neighboring shards inside a graph: dense, ragged or sparse leaves `[rows of the shard, ...]`."""
-    first = parts[0]
-    if isinstance(first, tf.RaggedTensor):
-        values = gather([part.values for part in parts])
-        if is_uniform(parts):
-            return of_uniform_rows(values, first, tf.add_n([part.nrows(tf.int64) for part in parts]))
-        lengths = tf.concat([part.row_lengths() for part in parts], 0)
-        return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False)
-    if isinstance(first, tf.SparseTensor):
-        return _gather_sparse(parts)
-    return tf.concat(list(parts), 0)
-
-
 def row_counts(parts: Sequence[Any]) -> Any:
     """Return the number of rows of each of these leaves: int64 `[len(parts)]`."""
     return tf.stack([count_rows(part) for part in parts])
-
-
-def _gather_sparse(parts: Sequence[Any]) -> Any:
-    """Join sparse tensors like `tf.sparse.concat`, which has no gradient."""
-    if parts[0].shape.rank is None:  # a shard without rows has the rank 1
-        parts = [parts[0], *(_with_rank_of(parts[0], part) for part in parts[1:])]
-    shapes = tf.stack([part.dense_shape for part in parts])
-    starts = tf.unstack(tf.cumsum(shapes[:, 0], exclusive=True), len(parts))
-    columns = tf.one_hot(0, tf.shape(shapes)[1], dtype=tf.int64)
-    indices = tf.concat([part.indices + start * columns for part, start in zip(parts, starts)], 0)
-    values = tf.concat([part.values for part in parts], 0)
-    shape = tf.concat([[tf.reduce_sum(shapes[:, 0])], tf.reduce_max(shapes, 0)[1:]], 0)
-    joined = tf.SparseTensor(indices, values, shape)
-    joined.set_shape(functools.reduce(tf.TensorShape.most_specific_compatible_shape, (part.shape for part in parts)))
-    return with_static_rows(joined, None)
-
-
-def _with_rank_of(first: Any, part: Any) -> Any:
-    rank = tf.size(first.dense_shape)
-    shape = tf.concat([part.dense_shape, tf.zeros_like(first.dense_shape)], 0)[:rank]
-    return tf.SparseTensor(tf.reshape(part.indices, tf.stack([tf.size(part.values), rank])), part.values, shape)
 
 
 def check_row_counts(results: Sequence[Any], returned: Sequence[Any], shards: Sequence[Shard]) -> None:
