@@ -75,7 +75,8 @@ class CompiledMap:
         self._replicas: dict[tuple[bool, Engine], Replicas] = {}
         self._taped: set[tuple[Any, int]] = set()
         self._taping = threading.Lock()
-        self._shards_of = lru_cache(_KEPT_SHARDS)(partial(_shards_of, self.slots))
+        self.shards = lru_cache(_KEPT_SHARDS)(partial(_shards_of, self.slots))
+        """Returns the shards of a call on a number of rows, and the `sizes` that the graph for it takes."""
         self._invoker = Invoker(is_steady(self.traced.function))
 
     def graph(self, spec: CallSpec) -> Any:
@@ -126,10 +127,6 @@ class CompiledMap:
         """Whether the function closes over tensors of a graph that is being built, and can run only there."""
         captured = [*self.traced.captures, *(self.traced.reduction.captured if self.traced.reduction else ())]
         return not all(hasattr(tensor, "numpy") for tensor in captured)
-
-    def shards(self, rows: int) -> tuple[tuple[Shard, ...], Any]:
-        """Return the shards of a call on `rows` rows, and the `sizes` that the graph for it takes."""
-        return self._shards_of(rows)
 
     def run(self, graph: Any, arguments: Sequence[Any], rows: int) -> Any:
         """Call a graph on `rows` rows. Ctrl-C takes effect at once."""
@@ -248,12 +245,8 @@ class CompiledMap:
             return self._replicas[key]
 
     def _traces_for(self, spec: CallSpec) -> list[Traced]:
-        """Return the trace of each slot. Slots have separate traces if ops keep state for each slot and graph.
-
-        Such ops are random ops with seeds, and Python functions that a tape follows.
-        """
-        followed = spec.differentiable and "EagerPyFunc" in self.traced.audit.effects
-        if self.traced.audit.has_fixed_seeds or followed:
+        """Return the trace of each slot."""
+        if self.traced.audit.keeps_state(spec.differentiable):
             return [self._variant(self._new_trace(self._streams.next()), spec) for _ in spec.slots]
         return [self._variant(self.traced, spec)] * len(spec.slots)
 

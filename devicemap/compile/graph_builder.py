@@ -149,8 +149,7 @@ class CallGraphBuilder:
             if self.spec.empty_shards:
                 results = [_like_first(part, results[0]) for part in results]
             # The gradient of the join reads the shape of each part on this device.
-            if self.spec.differentiable or self.has_arrivals:
-                results = [copied(part) for part in results]
+            results = [copied(part) for part in results]
             ends = ends or [ops_of(part) for part in results]
             joined, lengths = self._joined(results, sizes)
             if self.acts or self.reads:  # the results depend on all reads
@@ -168,14 +167,11 @@ class CallGraphBuilder:
             Result leaves, and the rows that `fn` returned, per leaf; the last leaf of states counts their rows.
         """
         reduction, lengths = self.traced.reduction, list[Any]()
-        if len(results) == 1:
-            joined = copied(results[0])
-        else:
-            joined = [join(parts) for parts in zip(*results)]
-            if self.traced.counts_rows and reduction is None:
-                lengths = [row_counts(parts) for parts in zip(*results)]
+        joined = [join(parts) for parts in zip(*results)]
         if reduction is not None:
             joined, lengths = reduction.finished(joined), joined[-1:]
+        elif self.traced.counts_rows and len(results) > 1:
+            lengths = [row_counts(parts) for parts in zip(*results)]
         if self.checks_rows:  # a shard without rows has no state
             given = sizes if reduction is None else tf.boolean_mask(sizes, sizes > 0)
             joined = with_row_counts_checked(joined, lengths, given)
