@@ -29,7 +29,8 @@ from devicemap.devices import choose_devices, is_out_of_memory, kind_of, list_de
 from devicemap.errors import DataError, OptionError, error_text, warn_user
 from devicemap.events import short_name
 from devicemap.options import check_count
-from devicemap.run.mapper import Mapper, NullObserver
+from devicemap.run.graph_engine import CallObservers
+from devicemap.run.mapper import Mapper
 from devicemap.training.variables import beside_variables
 
 _ROWS_OF_A_DATASET = 1024
@@ -196,7 +197,7 @@ def _call_of_function(program: Program, mode: str, count: int) -> Call:
         program = copy(program)  # copies of a program share traces, and replicas of variables
         size = math.ceil(count / len(program.devices))
         program.options = replace(program.options, batch_size=size, prefetch=1, max_retries=0)
-    mapper = Mapper(program, NullObserver())
+    mapper = Mapper(program, CallObservers())
     return lambda rows: mapper.run(rows.structure)
 
 

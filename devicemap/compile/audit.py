@@ -108,6 +108,13 @@ class Audit:
         """Whether it draws from fixed seeds."""
         return bool(self.seeds)
 
+    def keeps_state(self, differentiable: bool) -> bool:
+        """Whether ops keep state for each trace, so that each call in a graph needs a trace of its own.
+
+        Such ops are random ops with seeds, and Python functions that a tape follows.
+        """
+        return self.has_fixed_seeds or (differentiable and "EagerPyFunc" in self.python_ops)
+
     @property
     def advances_seed(self) -> bool:
         """Whether it draws from a seed that each call advances."""

@@ -13,6 +13,7 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import Cancellation, attributes_of_calls, prepare_gradient
 from devicemap._tensorflow.functions import compiled_as_a_part
 from devicemap._tensorflow.gradients import order_of_gradients
+from devicemap.compile.audit import is_steady
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.graph_builder import CallGraphBuilder, ops_are_deterministic
 from devicemap.compile.invoke import Invoker
@@ -74,9 +75,9 @@ class CompiledMap:
         self._replicas: dict[tuple[bool, Engine], Replicas] = {}
         self._taped: set[tuple[Any, int]] = set()
         self._taping = threading.Lock()
-        self._shards_of = lru_cache(_KEPT_SHARDS)(partial(_shards_of, self.slots))
-        self._invoker = Invoker(self.traced.steady)
-        self._plain = all(isinstance(spec, tf.TensorSpec) for spec in self.traced.input_specs)
+        self.shards = lru_cache(_KEPT_SHARDS)(partial(_shards_of, self.slots))
+        """Returns the shards of a call on a number of rows, and the `sizes` that the graph for it takes."""
+        self._invoker = Invoker(is_steady(self.traced.function))
 
     def graph(self, spec: CallSpec) -> Any:
         """Return the `ConcreteFunction` of a call. `CallGraphBuilder.build` describes its arguments and results.
@@ -127,10 +128,6 @@ class CompiledMap:
         captured = [*self.traced.captures, *(self.traced.reduction.captured if self.traced.reduction else ())]
         return not all(hasattr(tensor, "numpy") for tensor in captured)
 
-    def shards(self, rows: int) -> tuple[tuple[Shard, ...], Any]:
-        """Return the shards of a call on `rows` rows, and the `sizes` that the graph for it takes."""
-        return self._shards_of(rows)
-
     def run(self, graph: Any, arguments: Sequence[Any], rows: int) -> Any:
         """Call a graph on `rows` rows. Ctrl-C takes effect at once."""
         settle(self._remote_devices)
@@ -167,9 +164,9 @@ class CompiledMap:
             unreported, self._reported_traces = self.traces - self._reported_traces, self.traces
             return unreported
 
-    def flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
+    def flat(self, leaves: Sequence[Any]) -> list[Any]:
         """Return the tensors that leaves consist of."""
-        return leaves if self._plain else tf.nest.flatten(list(leaves), expand_composites=True)
+        return list(tf.nest.flatten([*leaves], expand_composites=True))
 
     def pack(self, leaves: Sequence[Any]) -> Any:
         """Pack leaves into the nest that the user's function returns, or into the result of the reduction."""
@@ -248,12 +245,8 @@ class CompiledMap:
             return self._replicas[key]
 
     def _traces_for(self, spec: CallSpec) -> list[Traced]:
-        """Return the trace of each slot. Slots have separate traces if ops keep state for each slot and graph.
-
-        Such ops are random ops with seeds, and Python functions that a tape follows.
-        """
-        followed = spec.differentiable and "EagerPyFunc" in self.traced.audit.effects
-        if self.traced.audit.has_fixed_seeds or followed:
+        """Return the trace of each slot."""
+        if self.traced.audit.keeps_state(spec.differentiable):
             return [self._variant(self._new_trace(self._streams.next()), spec) for _ in spec.slots]
         return [self._variant(self.traced, spec)] * len(spec.slots)
 

@@ -20,9 +20,10 @@ from devicemap._tensorflow.functions import (
 )
 from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap.compile.call_spec import CallSpec, Engine
-from devicemap.compile.gather import gather, with_row_counts_checked
 from devicemap.compile.replicas import Replicas
+from devicemap.compile.row_counts import row_counts, with_row_counts_checked
 from devicemap.compile.trace import Traced
+from devicemap.data.join import join
 from devicemap.data.rows import HOST, cut_rows
 from devicemap.devices import kind_of
 
@@ -69,10 +70,10 @@ class CallGraphBuilder:
 
         Inlining side effects would add control edges between all devices. In training, layers write only seeds, and these
         edges cost less than gathering unused results (test_outputs_stay_where_their_losses_are). In an inlined graph,
-        Grappler's constant folding makes gradients of vectorised loops fail
+        Grappler's constant folding makes gradients of vectorised loops fail if it knows the number of rows
         (test_known_rows_and_a_loop_that_rows_leave_at_different_times).
         """
-        folded = self.spec.static_rows and self.traced.vectorized and self.traced.audit.loops
+        folded = self.traced.vectorized and self.traced.audit.loops
         trains = self.traced.own_rows and not self.traced.audit.effects
         return folded or (self.acts and not trains) or (self.reads and not tells_callers())
 
@@ -148,8 +149,7 @@ class CallGraphBuilder:
             if self.spec.empty_shards:
                 results = [_like_first(part, results[0]) for part in results]
             # The gradient of the join reads the shape of each part on this device.
-            if self.spec.differentiable or self.has_arrivals:
-                results = [copied(part) for part in results]
+            results = [copied(part) for part in results]
             ends = ends or [ops_of(part) for part in results]
             joined, lengths = self._joined(results, sizes)
             if self.acts or self.reads:  # the results depend on all reads
@@ -166,15 +166,12 @@ class CallGraphBuilder:
         Returns:
             Result leaves, and the rows that `fn` returned, per leaf; the last leaf of states counts their rows.
         """
-        if len(results) == 1:
-            gathered = [(leaf, None) for leaf in copied(results[0])]
-        else:
-            gathered = [gather(parts, self.spec.differentiable) for parts in zip(*results)]
-        joined = [rows for rows, _ in gathered]
-        lengths = [lengths for _, lengths in gathered if lengths is not None]
-        reduction = self.traced.reduction
+        reduction, lengths = self.traced.reduction, list[Any]()
+        joined = [join(parts) for parts in zip(*results)]
         if reduction is not None:
             joined, lengths = reduction.finished(joined), joined[-1:]
+        elif self.traced.counts_rows and len(results) > 1:
+            lengths = [row_counts(parts) for parts in zip(*results)]
         if self.checks_rows:  # a shard without rows has no state
             given = sizes if reduction is None else tf.boolean_mask(sizes, sizes > 0)
             joined = with_row_counts_checked(joined, lengths, given)

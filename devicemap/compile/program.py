@@ -20,7 +20,7 @@ from devicemap.compile.random import row_seeds
 from devicemap.compile.reduction import Reduction
 from devicemap.compile.trace import trace
 from devicemap.data.join import UNEVEN_ROWS
-from devicemap.data.rows import HOST, Rows
+from devicemap.data.rows import HOST, Rows, key_of
 from devicemap.data.structure import freeze
 from devicemap.devices import choose_devices, choose_output_device, gpu_indices, is_out_of_memory, slots_on, task_device
 from devicemap.errors import DeviceError, DeviceMapError, OptionError, brief, function_error
@@ -79,7 +79,6 @@ class Program:
         self._own_rows = own_rows
         self._compiled: dict[Any, CompiledMap] = {}
         self._identity = _Identity()
-        self._reducing: OrderedDict[Any, tuple[Any, dict[Any, CompiledMap], _Identity]] = OrderedDict()
 
     def of(self, fn: Callable[..., Any], progress: Any) -> Program:
         """Return the program with another object for its function. Both programs share their compiled maps."""
@@ -95,28 +94,23 @@ class Program:
         return not (self.options.batched or audit.effects or audit.writes)
 
     def reducing(self, reduction: Reduction) -> Program:
-        """Return the program with its results reduced."""
+        """Return the program with its results reduced. Both programs share their compiled maps."""
         program = copy.copy(self)
-        with self._lock:
-            known = self._reducing.pop(reduction.key, None) or (reduction, {}, _Identity())
-            self._reducing[reduction.key] = known
-            while len(self._reducing) > _KEPT_REDUCTIONS:
-                self._reducing.popitem(last=False)
-        program.reduction, program._compiled, program._identity = known
+        program.reduction = reduction
         return program
 
     def compiled_for(self, data: Structured) -> CompiledMap:
         """Return the compiled map for data of this structure, dtypes and inner shapes, which is traced once."""
         if self._process_id != os.getpid():
             raise DeviceError(_FORKED)
-        key = data.key if isinstance(data, Rows) else freeze(data.specs)
+        of_data = data.key if isinstance(data, Rows) else key_of(data.specs)
+        key = None if self.reduction is None else self.reduction.key, of_data
         compiled = self._compiled.get(key)
         if compiled is None and not tf.executing_eagerly():
             compiled = self._compiled_in_graph().get(key)
         return compiled or self._trace(data.specs, key)
 
-    def _trace(self, specs: Any, key_of_data: Any) -> CompiledMap:
-        key = freeze(specs)
+    def _trace(self, specs: Any, key: Any) -> CompiledMap:
         with self._lock:
             compiled = self._compiled.get(key)
             if compiled is None:
@@ -131,7 +125,10 @@ class Program:
             known = self._compiled
             if compiled.belongs_to_a_graph:  # fn closes over tensors of the user's tf.function
                 known = self._compiled_in_graph()
-            known[key] = known[key_of_data] = compiled
+            known[key] = compiled
+            reductions = [*dict.fromkeys(reduction for reduction, _ in known if reduction is not None)]
+            for dropped in [key for key in known if key[0] in reductions[:-_KEPT_REDUCTIONS]]:
+                del known[dropped]
             return compiled
 
     def _compiled_in_graph(self) -> dict[Any, CompiledMap]:

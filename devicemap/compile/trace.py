@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import differentiate_freely
-from devicemap.compile.audit import Audit, Treatment, audit, is_steady
+from devicemap.compile.audit import Audit, Treatment, audit
 from devicemap.compile.hints import check_ranks, tracing_error
 from devicemap.compile.random import Stream, drawing_from, random_states
 from devicemap.compile.reduction import BoundReduction, Reduction
@@ -31,12 +31,9 @@ in_fn: ContextVar[bool] = ContextVar("in_fn", default=False)
 """Whether the `fn` of a map is being traced."""
 
 
-@dataclass(frozen=True)
-class Traced:
+@dataclass(frozen=True, kw_only=True)
+class Traced(RowLoop):
     """A traced function of a shard's rows, which can be called on any device."""
-
-    concrete: Any
-    """`tf.types.experimental.ConcreteFunction`: leaves of a shard, each `[rows, ...]` -> list of result leaves."""
 
     captures: tuple[Any, ...]
     """Its captured inputs, in the order of `audit.treatments`."""
@@ -47,23 +44,11 @@ class Traced:
     specs: tuple[Any, ...]
     """`tf.TypeSpec` of each result leaf, of shape `[None, ...]`."""
 
-    vectorized: bool
-    """Whether the rows of a shard run as one vectorised call."""
-
-    reason: str
-    """The reason for `vectorized`."""
-
-    remedy: str
-    """What to try so that rows do not run one by one; empty if nothing."""
-
     function: Any
     """`tf.types.experimental.ConcreteFunction` of the user's function, for one row or for a batch."""
 
     audit: Audit
     """The state that the function uses."""
-
-    steady: bool
-    """Whether the duration of a call depends only on the number of rows."""
 
     with_gradients: Traced | None = None
     """The same function with the right gradients, if this one lacks them."""
@@ -160,7 +145,6 @@ def trace(
     for variable in options.in_place:
         if not any(handle is variable.handle for handle in traced_fn.captured_inputs):
             raise OptionError(f"in_place has {variable.name!r} of shape {variable.shape}, which fn does not use")
-    steady = is_steady(traced_fn)
     structure, of_results = shape_of_results[-1], None
     if reduction is not None:
         try:
@@ -173,7 +157,7 @@ def trace(
                 f"the results of fn cannot be reduced: {type(error).__name__}: {error}", error
             ) from error
     prepare = partial(
-        _traced, specs=leaf_specs, structure=structure, in_place=options.in_place, function=traced_fn, steady=steady,
+        _traced, specs=leaf_specs, structure=structure, in_place=options.in_place, function=traced_fn,
         reduction=of_results, counts_rows=counts_rows, own_rows=own_rows,
     )  # fmt: skip
     variants = [prepare(loop) for loop in loops]
@@ -205,23 +189,19 @@ def _traced(
     **facts: Any,
 ) -> Traced:
     """Return the loop, prepared for calls on many devices. `facts` are further fields of `Traced`."""
-    concrete = loop.concrete
-    differentiate_freely(concrete.graph)
-    outputs = [spec_of(leaf) for leaf in concrete.structured_outputs]
+    differentiate_freely(loop.concrete.graph)
+    outputs = [spec_of(leaf) for leaf in loop.concrete.structured_outputs]
     if reduction is None and not own_rows:
         check_validity(structure, outputs)
-    found = audit(concrete, in_place)
+    found = audit(loop.concrete, in_place)
     if found.colocated:
-        concrete = _kept_whole(concrete, specs)
-        found = audit(concrete, in_place)
+        loop = replace(loop, concrete=_kept_whole(loop.concrete, specs))
+        found = audit(loop.concrete, in_place)
     return Traced(
-        concrete,
-        captures=tuple(concrete.captured_inputs),
+        **vars(loop),
+        captures=tuple(loop.concrete.captured_inputs),
         structure=structure if reduction is None else (None,) * len(outputs),
         specs=tuple(outputs),
-        vectorized=loop.vectorized,
-        reason=loop.reason,
-        remedy=loop.remedy,
         audit=found,
         reduction=reduction,
         own_rows=own_rows,

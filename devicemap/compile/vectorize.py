@@ -44,7 +44,7 @@ _BATCH = "pass batched=True and a fn of a whole batch"
 
 @dataclass(frozen=True)
 class RowLoop:
-    """A function of a shard's rows that calls the function of one row for each."""
+    """A function of a shard's rows, for instance a loop that calls the function of one row for each."""
 
     concrete: Any
     """`tf.types.experimental.ConcreteFunction`: leaves of a shard, each `[rows, ...]` -> list of result leaves."""

@@ -1,7 +1,8 @@
-"""Join the results of chunks, in the order of rows, in eager code; or yield them as a `tf.data.Dataset`."""
+"""Join the results of shards and chunks, in the order of rows, or yield them as a `tf.data.Dataset`."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,32 +19,50 @@ UNEVEN_ROWS = (
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """Join dense, ragged or sparse leaves of neighboring rows into one leaf.
+    """Join dense, ragged or sparse leaves of neighboring rows into one leaf, in eager code or in a graph.
 
     Raises:
-        FunctionError: dense parts differ in their inner shapes.
+        FunctionError: dense parts differ in their inner shapes. In a graph, TensorFlow raises an error when the graph runs.
     """
     first = parts[0]
     if len(parts) == 1:
         return first
     if isinstance(first, tf.SparseTensor):
-        return tf.sparse.concat(0, list(parts), expand_nonconcat_dims=True)
-    check_inner_shapes(parts)
-    if isinstance(first, tf.RaggedTensor) and is_uniform(parts):
-        return of_uniform_rows(join([part.values for part in parts]), first, sum(int(part.nrows()) for part in parts))
-    return tf.concat(list(parts), axis=0)
+        return _join_sparse(parts)
+    if isinstance(first, tf.RaggedTensor):
+        values = join([part.values for part in parts])
+        if first.shape[1] is not None and all(part.shape[1] == first.shape[1] for part in parts):
+            rows, dtype = tf.add_n([part.nrows() for part in parts]), first.row_splits.dtype
+            length = tf.constant(first.shape[1], dtype)
+            return tf.RaggedTensor.from_uniform_row_length(values, length, nrows=rows, validate=False)
+        lengths = tf.concat([part.row_lengths() for part in parts], 0)
+        return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False)
+    if tf.executing_eagerly():
+        check_inner_shapes(parts)
+    return tf.concat(list(parts), 0)
 
 
-def is_uniform(parts: Sequence[Any]) -> bool:
-    """Return whether the rows of ragged tensors have the same static length."""
-    return parts[0].shape[1] is not None and all(part.shape[1] == parts[0].shape[1] for part in parts)
+def _join_sparse(parts: Sequence[Any]) -> Any:
+    """Join sparse tensors like `tf.sparse.concat`, which has no gradient."""
+    if parts[0].shape.rank is None:  # a shard without rows has the rank 1
+        parts = [parts[0], *(_with_rank_of(parts[0], part) for part in parts[1:])]
+    shapes = tf.stack([part.dense_shape for part in parts])
+    starts = tf.unstack(tf.cumsum(shapes[:, 0], exclusive=True), len(parts))
+    columns = tf.one_hot(0, tf.shape(shapes)[1], dtype=tf.int64)
+    indices = tf.concat([part.indices + start * columns for part, start in zip(parts, starts)], 0)
+    values = tf.concat([part.values for part in parts], 0)
+    shape = tf.concat([[tf.reduce_sum(shapes[:, 0])], tf.reduce_max(shapes, 0)[1:]], 0)
+    joined = tf.SparseTensor(indices, values, shape)
+    if not tf.executing_eagerly():
+        common = functools.reduce(tf.TensorShape.most_specific_compatible_shape, (part.shape for part in parts))
+        joined.set_shape(common if common.rank is None else tf.TensorShape([None]).concatenate(common[1:]))
+    return joined
 
 
-def of_uniform_rows(values: Any, first: Any, rows: Any) -> Any:
-    """Return a ragged tensor of `values`, whose `rows` have the same length as those of the ragged tensor `first`."""
-    dtype = first.row_splits.dtype
-    length = tf.constant(first.shape[1], dtype)
-    return tf.RaggedTensor.from_uniform_row_length(values, length, nrows=tf.cast(rows, dtype), validate=False)
+def _with_rank_of(first: Any, part: Any) -> Any:
+    rank = tf.size(first.dense_shape)
+    shape = tf.concat([part.dense_shape, tf.zeros_like(first.dense_shape)], 0)[:rank]
+    return tf.SparseTensor(tf.reshape(part.indices, tf.stack([tf.size(part.values), rank])), part.values, shape)
 
 
 def check_inner_shapes(parts: Sequence[Any]) -> None:

@@ -53,7 +53,7 @@ def as_rows(data: Any) -> Rows:
             numbers of rows, which the message lists.
     """
     if isinstance(data, tf.Tensor) and data.shape.rank:  # fast for small calls
-        return Rows(data, (data,), data.shape[0], (data.dtype, data.shape[1:]))
+        return Rows(data, (data,), data.shape[0], _key(data))
     with tf.device(HOST):
         structure = map_nest(_convert, data, "data")
     for node in nodes_of(structure):
@@ -78,8 +78,18 @@ def as_rows(data: Any) -> Rows:
         raise DataError(
             f"the leaves of data have different numbers of rows: {lengths}. They must share their first axis"
         )
-    specs = tf.nest.map_structure(spec_of, structure)
-    return Rows(structure, leaves, known.pop() if known else None, freeze(specs))
+    key = key_of(tf.nest.map_structure(spec_of, structure))
+    return Rows(structure, leaves, known.pop() if known else None, key)
+
+
+def key_of(specs: Any) -> Any:
+    """Return the hashable value of a nest of `tf.TypeSpec`s that `Rows.key` describes."""
+    return freeze(specs, _key)
+
+
+def _key(leaf: Any) -> Any:
+    """Return the key of a spec or a dense tensor. Specs of dense tensors would take longer to compare."""
+    return (leaf.dtype, leaf.shape[1:]) if isinstance(leaf, tf.Tensor | tf.TensorSpec) else leaf
 
 
 def spec_of(leaf: Any) -> Any:

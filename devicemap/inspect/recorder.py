@@ -36,7 +36,7 @@ from devicemap.events import (
 from devicemap.inspect.gpu_usage import GpuUsage
 from devicemap.inspect.report import DeviceReport, Report, Span
 from devicemap.options import Options
-from devicemap.run.graph_engine import GraphRun
+from devicemap.run.graph_engine import CallObservers, GraphRun
 
 _Observer = Callable[[Event], object]
 
@@ -128,8 +128,8 @@ class Recorder:
         )
 
 
-class Observers:
-    """The observers that the options of a map request: a `run.graph_engine.CallObservers`."""
+class Observers(CallObservers):
+    """The observers that the options of a map request."""
 
     def __init__(self, name: str, options: Options, gpus: Mapping[str, int]):
         """`gpus` is as for `GpuUsage`."""

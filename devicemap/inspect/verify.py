@@ -32,7 +32,8 @@ from devicemap.errors import DeviceMapError, FunctionError, brief, warn_user
 from devicemap.events import Shard, short_name
 from devicemap.inspect.render import Result, page
 from devicemap.options import check_count, check_number
-from devicemap.run.mapper import Mapper, NullObserver
+from devicemap.run.graph_engine import CallObservers
+from devicemap.run.mapper import Mapper
 
 _LEAST_ROWS, _ROWS_PER_DEVICE = 16, 2
 
@@ -148,7 +149,7 @@ def verify(
     except tf.errors.OpError as error:
         start, stop, first = next(((row, row + 1, found) for row, found in failed.items()), (0, tried, error))
         raise program.located_error(first, [Shard(compiled.devices[0], start, stop)]) from first
-    mapped = Mapper(program, NullObserver()).run(first_rows(some, tried).structure)
+    mapped = Mapper(program, CallObservers()).run(first_rows(some, tried).structure)
     results["over devices"] = tf.nest.flatten(as_nodes(mapped))
     findings += _differences(compiled, wanted, results, tolerance)
     return Verification(program.name, len(kept), count - left_out, compiled.devices, tuple(findings))

@@ -11,8 +11,9 @@ import tensorflow as tf
 
 from devicemap._tensorflow.functions import compiled_as_a_part, waiting_for
 from devicemap._tensorflow.runtime import run_beside_inputs
-from devicemap.compile.gather import gather, with_row_counts_checked, with_static_rows
 from devicemap.compile.graph_builder import copied, sizes_in_graph
+from devicemap.compile.row_counts import row_counts, with_row_counts_checked, with_static_rows
+from devicemap.data.join import join
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
 from devicemap.errors import DataError, OptionError, brief, function_error
 from devicemap.hosts import settle
@@ -131,8 +132,9 @@ class Composition:
         """Return the leaves of the results for the whole batch, on a device."""
         with tf.device(device):
             there = [copied(value) for value in self.values]
-            joined, counts = zip(*(gather(part, differentiable=True) for part in zip(*there)))
-            checked = with_row_counts_checked(joined, counts, self.sizes)
+            leaves = [*zip(*there)]
+            counts = [*map(row_counts, leaves)]
+            checked = with_row_counts_checked([*map(join, leaves)], counts, self.sizes)
             return [with_static_rows(leaf, self._batch.tensors[0].shape[0]) for leaf in checked]
 
 

@@ -162,11 +162,9 @@ class Stage:
     def slots(self, given: Any, shares: Sequence[range]) -> list[Slot]:
         """Return the stage in each replica, in the graph that is being built.
 
-        With random ops with seeds, or Python functions that a tape follows, each microbatch has a separate trace. The first
-        replica has the variables. The other replicas get their values once in each call.
+        The first replica has the variables. The other replicas get their values once in each call.
         """
         first = self.traced(given).traced
-        separate = first.audit.has_fixed_seeds or first.audit.python_ops
         captures: list[tuple[dict[Any, Any], list[Any]]] = [({}, [])] * len(shares)
         if len(shares) > 1:
             order_of_gradients(first.concrete, [])  # makes tapes watch the variables
@@ -179,7 +177,7 @@ class Stage:
                     captures[r] = replicas.create(r, values)
         slots = []
         for r, (device, share) in enumerate(zip(self.devices, shares)):
-            if separate:
+            if first.audit.keeps_state(differentiable=True):
                 traces = [self._trace(given, self._streams.next()).traced for _ in share]
             else:
                 traces = [self.traced(given, r).traced] * len(share)

@@ -135,8 +135,10 @@ class Throughput:
             return self
         return replace(self, rows_per_second=self.rows_in_flight / seconds) if self.rows_in_flight else self
 
-    def limited(self, rows: int) -> Throughput:
-        """Return the state if more than this number of rows does not fit into the memory of the device."""
+    def limited(self, rows: int | None) -> Throughput:
+        """Return the state if no more rows than this fit into the memory of the device; `None` removes the limit."""
+        if rows is None:
+            return replace(self, limit=None)
         limit = rows if self.limit is None else min(self.limit, rows)
         return replace(self, limit=limit, size=min(self.size, limit))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -16,10 +16,10 @@ from devicemap._tensorflow.calls import Cancellation
 from devicemap._tensorflow.gradients import have_tangents
 from devicemap.compile.call_spec import CallSpec
 from devicemap.compile.compiled import CompiledMap
-from devicemap.compile.gather import check_row_counts, with_static_rows
 from devicemap.compile.graph_builder import sizes_in_graph
 from devicemap.compile.invoke import attempt
 from devicemap.compile.program import Program
+from devicemap.compile.row_counts import check_row_counts, with_static_rows
 from devicemap.data.join import check_inner_shapes
 from devicemap.data.rows import HOST, Rows, count_rows, take_rows
 from devicemap.devices import is_out_of_memory
@@ -62,16 +62,20 @@ class GraphRun:
         return sorted(events, key=lambda event: event.seconds)  # stable: a start stays before its end
 
 
-class CallObservers(Protocol):
-    """Observers of calls: a report, a progress bar, a callback of the user."""
+class CallObservers:
+    """Observers of calls, for instance a report or a progress bar. Those of this class observe nothing."""
 
     def of_graph(
         self, rows: int, devices: Sequence[str], compiled: CompiledMap
     ) -> AbstractContextManager[Callable[[GraphRun], object]]:
         """Return the context of a call of `compiled` in one graph; its value takes the times of the graph."""
+        compiled.take_traces()  # so that the next call does not report them
+        return nullcontext(lambda run: None)
 
     def of_chunks(self, compiled: CompiledMap) -> AbstractContextManager[Callable[[Event], object]]:
         """Return the context of a call of `compiled` in chunks; its value takes each event, one at a time."""
+        compiled.take_traces()
+        return nullcontext(lambda event: None)
 
 
 def run_graph(
@@ -97,8 +101,8 @@ def run_graph(
     """
     if gradients and have_tangents([*compiled.flat(rows.leaves), *compiled.traced.captures]):
         raise DataError(
-            "a tf.autodiff.ForwardAccumulator follows the data or a variable of fn, and TensorArray, which gathers the "
-            "rows, has no forward mode; use a tf.GradientTape"
+            "a tf.autodiff.ForwardAccumulator follows the data or a variable of fn, and a map over devices has no forward "
+            "mode; use a tf.GradientTape"
         )
     count = rows.count or 0
     if not count and not gradients:
@@ -193,8 +197,7 @@ def call_inside(program: Program, rows: Rows, filled: bool = False) -> Any:
         engine = compiled.engine_inside()
         if rows.count:
             shards, sizes = compiled.shards(rows.count)
-            static_rows = len(shards) == 1 or rows.count < 2 * len(shards)
-            spec = CallSpec.of_shards(len(shards), engine, 2, static_rows=static_rows)
+            spec = CallSpec.of_shards(len(shards), engine, 2)
         else:  # an unknown number, or 0 rows, whose gradients are zeros
             spec = CallSpec.of_shards(len(compiled.slots), engine, 2, empty_shards=rows.count == 0 or not filled)
             sizes = sizes_in_graph(count, len(compiled.slots))

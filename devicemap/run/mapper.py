@@ -11,8 +11,7 @@ and long calls on data in memory (`choose_engine`). Both engines share the trace
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -22,8 +21,8 @@ import tensorflow as tf
 from devicemap._tensorflow.calls import Cancellation
 from devicemap._tensorflow.gradients import tape_is_recording
 from devicemap.compile.compiled import CompiledMap
-from devicemap.compile.gather import check_row_counts
 from devicemap.compile.program import Program
+from devicemap.compile.row_counts import check_row_counts
 from devicemap.data.join import join
 from devicemap.data.rows import Rows, as_rows
 from devicemap.data.sources import Chunk, MemorySource, Source, from_dataset
@@ -33,7 +32,7 @@ from devicemap.events import ChunkFinished, DeviceLost, Event, RowFailed, short_
 from devicemap.run.chunk_engine import run_chunks
 from devicemap.run.chunk_sizes import chunks_in_flight, rows_are_free
 from devicemap.run.engine import ROWS_PER_SLOT, CallStats, choose_engine
-from devicemap.run.graph_engine import CallObservers, GraphRun, call_inside, run_graph
+from devicemap.run.graph_engine import CallObservers, call_inside, run_graph
 from devicemap.run.workers import ChunkOptions, Result, Runner
 
 _WINDOW = 4
@@ -41,20 +40,6 @@ _WINDOW = 4
 
 
 _stats: WeakKeyDictionary[CompiledMap, CallStats] = WeakKeyDictionary()
-
-
-class NullObserver:
-    """Observes no call."""
-
-    def of_graph(
-        self, rows: int, devices: Sequence[str], compiled: CompiledMap
-    ) -> AbstractContextManager[Callable[[GraphRun], object]]:
-        compiled.take_traces()  # so that the next call does not report them
-        return nullcontext(lambda run: None)
-
-    def of_chunks(self, compiled: CompiledMap) -> AbstractContextManager[Callable[[Event], object]]:
-        compiled.take_traces()
-        return nullcontext(lambda event: None)
 
 
 class Mapper:

@@ -73,11 +73,8 @@ class DeviceState:
     last_error: BaseException | None = None
     """The error of the last failure."""
 
-    last_finish: float = 0.0
-    """When it last finished a chunk, in seconds since the call began."""
-
     busy_since: float = 0.0
-    """The time of `last_finish`, or of a later start of a chunk with nothing else running."""
+    """When it last finished a chunk or was sent one while idle, in seconds since the call began."""
 
     peak_before: float = 0.0
     """Peak memory use of the process before the call, divided by the memory of the device."""
@@ -226,15 +223,13 @@ class Scheduler:
         peak = peak_share(message.device) or 0.0
         state.throughput = state.throughput.finishing(
             message.task.chunk.count,
-            ended - max(started, state.last_finish),
+            ended - max(started, state.busy_since),
             ended - started,
             peak if peak > state.peak_before else None,
         )
-        if message.exhausted_by_row:
-            state.throughput = replace(state.throughput, limit=message.limit)
-        elif message.limit is not None:
+        if message.task.out_of_memory:
             state.throughput = state.throughput.limited(message.limit)
-        state.last_finish = state.busy_since = ended
+        state.busy_since = ended
         state.running -= 1
         state.alone, state.failures = False, 0
         if self._call.options.skips and not message.rows_failed:
@@ -248,7 +243,7 @@ class Scheduler:
         state.alone = False
         state.throughput = state.throughput.giving_up(message.task.chunk.count)
         if message.action is RetryAction.HALVE:
-            task = replace(task, out_of_memory=True, limit_before=state.throughput.limit)
+            task = replace(task, out_of_memory=True)
             state.throughput = state.throughput.limited(max(1, len(message.shard) // 2))
             if name in self._alive:
                 state.too_large.append(task)

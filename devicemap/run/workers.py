@@ -96,27 +96,23 @@ class Task:
     limit: int | None = None
     """The most rows that the device computes at once."""
 
-    limit_before: int | None = None
-    """`limit` before the device ran out of memory with this chunk."""
-
     waited_seconds: float = 0.0
     """How long the device was idle because the chunk was being read."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A message to the scheduler: a device computed a chunk between two times, in pieces of at most `limit` rows."""
+    """A message to the scheduler: a device computed a chunk between two times."""
 
     task: Task
     device: str
     started: float
     ended: float
+
     limit: int | None
+    """The most rows that fit into its memory, as far as this chunk shows."""
 
-    exhausted_by_row: bool = False
-    """Whether a single row needed too much memory, so that `limit` is again the one before this chunk."""
-
-    rows_failed: bool = False
+    rows_failed: bool
     """Whether rows of the chunk were left out."""
 
 
@@ -205,7 +201,7 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
     chunk, limit, began, parts = task.chunk, task.limit, call.now(), [*task.parts]
     again, attempt, waited = bool(task.tried) or task.out_of_memory, len(task.tried) + 1, task.waited_seconds
     pending = [(chunk.start, chunk.start + chunk.count)]  # pieces of the chunk, the first one last
-    rows_failed, growing = False, False  # growing: after a row that needs too much memory, pieces grow again
+    rows_failed = False
     tries = 0  # attempts of a single row, after it failed among others
     while pending:
         start, stop = pending.pop()
@@ -238,7 +234,8 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
                 call.options.leave_out(piece, shard, error)
                 call.notify(RowFailed, shard=shard, error=error)
                 rows_failed = True
-                growing = growing or (task.out_of_memory and is_out_of_memory(error))
+                if task.out_of_memory and is_out_of_memory(error):  # this row is too large; others may not be
+                    limit = None
             elif action is RetryAction.RAISE:
                 soon = call.now() - started < AGAIN_SECONDS
                 if call.options.locates and soon and is_of_the_row(error) and not is_out_of_memory(error):
@@ -251,12 +248,10 @@ def _compute(call: Call, run: Callable[[Chunk], Any], device: str, task: Task) -
                 return
             else:
                 pending.append((start, stop))
-                limit, growing = piece.count // 2, False
+                limit = piece.count // 2
                 continue
         else:
             call.notify(ChunkFinished, shard=shard, started_seconds=started)
-            limit = 2 * limit if growing and limit else limit
         waited, tries = 0.0, 0
     call.to_consumer.put(Result(task.number, task.start, parts))
-    limit = task.limit_before if growing else limit
-    call.to_scheduler.put(Finished(task, device, began, call.now(), limit, growing, rows_failed))
+    call.to_scheduler.put(Finished(task, device, began, call.now(), limit, rows_failed))

@@ -20,16 +20,15 @@ import tensorflow as tf
 from devicemap._tensorflow.functions import keep_alive, waiting_for
 from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, replacing, stored_in
-from devicemap.compile.gather import with_row_counts_checked
 from devicemap.compile.graph_builder import depends_on, sizes_in_graph
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import as_states
 from devicemap.compile.replicas import send_along_tree, split_seeds
+from devicemap.compile.row_counts import with_row_counts_checked
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows
 from devicemap.devices import kind_of
 from devicemap.errors import failure, warn_user
-from devicemap.run.graph_engine import call_inside, run_graph
-from devicemap.run.mapper import NullObserver
+from devicemap.run.graph_engine import CallObservers, call_inside, run_graph
 from devicemap.training.filled_rows import are_real, counted, filled
 from devicemap.training.lockstep import Lockstep, meeting
 from devicemap.training.recomputation import recomputed, recomputing
@@ -116,7 +115,7 @@ class MappedCall:
             data = as_rows(tuple(rows))
             compiled = program.compiled_for(data)
             gradients = compiled.order_of_gradients(data.leaves)
-            return list(run_graph(program, compiled, data, gradients, NullObserver()))
+            return list(run_graph(program, compiled, data, gradients, CallObservers()))
         return list(call_inside(program, as_rows(tuple(rows)), filled=True))
 
     def _in_lockstep(self, rows: Sequence[Any]) -> list[Any]:
