@@ -148,8 +148,9 @@ class CallGraphBuilder:
         with tf.device(self.output_device):
             if self.spec.empty_shards:
                 results = [_like_first(part, results[0]) for part in results]
-            # The gradient of the join reads the shape of each part on this device.
-            results = [copied(part) for part in results]
+            # The gradient of the join reads the shape of each part on this device. A single part is not joined.
+            if self.spec.differentiable or self.has_arrivals or len(results) == 1:
+                results = [copied(part) for part in results]
             ends = ends or [ops_of(part) for part in results]
             joined, lengths = self._joined(results, sizes)
             if self.acts or self.reads:  # the results depend on all reads
