@@ -30,12 +30,13 @@ class CallSpec:
     empty_shards: bool = False
     """Whether a shard may have no rows. Its device is then not called."""
 
+    static_rows: bool = False
+    """Whether a shard is known to have one row, or is the only one, whose number of rows Grappler knows."""
+
     @classmethod
-    def of_shards(
-        cls, shards: int, engine: Engine = Engine.GRAPH, gradients: int = 0, empty_shards: bool = False
-    ) -> CallSpec:
+    def of_shards(cls, shards: int, engine: Engine = Engine.GRAPH, gradients: int = 0, **rest: bool) -> CallSpec:
         """Return the spec of a graph with a shard for each of the first slots."""
-        return cls(tuple(range(shards)), engine, gradients, empty_shards)
+        return cls(tuple(range(shards)), engine, gradients, **rest)
 
     @property
     def differentiable(self) -> bool:

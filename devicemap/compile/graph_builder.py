@@ -70,10 +70,10 @@ class CallGraphBuilder:
 
         Inlining side effects would add control edges between all devices. In training, layers write only seeds, and these
         edges cost less than gathering unused results (test_outputs_stay_where_their_losses_are). In an inlined graph,
-        Grappler's constant folding makes gradients of vectorised loops fail if it knows the number of rows
+        Grappler's constant folding makes gradients of vectorised loops fail
         (test_known_rows_and_a_loop_that_rows_leave_at_different_times).
         """
-        folded = self.traced.vectorized and self.traced.audit.loops
+        folded = self.spec.static_rows and self.traced.vectorized and self.traced.audit.loops
         trains = self.traced.own_rows and not self.traced.audit.effects
         return folded or (self.acts and not trains) or (self.reads and not tells_callers())
 

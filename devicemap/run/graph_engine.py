@@ -197,7 +197,8 @@ def call_inside(program: Program, rows: Rows, filled: bool = False) -> Any:
         engine = compiled.engine_inside()
         if rows.count:
             shards, sizes = compiled.shards(rows.count)
-            spec = CallSpec.of_shards(len(shards), engine, 2)
+            static_rows = len(shards) == 1 or rows.count < 2 * len(shards)
+            spec = CallSpec.of_shards(len(shards), engine, 2, static_rows=static_rows)
         else:  # an unknown number, or 0 rows, whose gradients are zeros
             spec = CallSpec.of_shards(len(compiled.slots), engine, 2, empty_shards=rows.count == 0 or not filled)
             sizes = sizes_in_graph(count, len(compiled.slots))
