@@ -45,7 +45,10 @@ TOPICS = {
     "scaling": ("Eager against graph", SHARE_TEXT + " Each number of devices has as much more work."),
     "balance": ("Share of the ideal time", SHARE_TEXT),
     "batch_size": ("Time against batch size", SHARE_TEXT + " A row takes 5 ms of a device, and a call 2 ms besides."),
-    "streaming": ("Streams", SHARE_TEXT),
+    "streaming": (
+        "Streams",
+        SHARE_TEXT + " Datasets have no autotuning, as the end of an iteration would wait for its thread.",
+    ),
     "chunk_cost": ("Cost of small chunks", TIME_TEXT),
     "memory": ("Memory of a stream", TIME_TEXT),
     "reduce": ("Reductions", TIME_TEXT),
