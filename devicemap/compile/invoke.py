@@ -131,7 +131,8 @@ def receive(queue: SimpleQueue[Any], deadline: float = math.inf) -> Any:
 
 def wait_for(threads: Sequence[threading.Thread]) -> None:
     """Wait a limited time for threads whose calls were cancelled. Some may not have started, and one may be this thread."""
-    deadline = time.monotonic() + _FAREWELL_SECONDS
+    deadline, pause = time.monotonic() + _FAREWELL_SECONDS, 50e-6
     others = [thread for thread in threads if thread is not threading.current_thread()]
     while any(thread.is_alive() for thread in others) and time.monotonic() < deadline:
-        time.sleep(0.002)  # an interrupted Thread.join regards the thread as ended
+        time.sleep(pause)  # an interrupted Thread.join regards the thread as ended
+        pause = min(2 * pause, 0.002)
