@@ -36,6 +36,8 @@ HOSTS_TEXT = (
     "bytes. A chunk takes as long on the devices of both processes; what is more is what TensorFlow's servers cost."
 )
 
+UNTUNED_TEXT = "Datasets have no autotuning, as the end of an iteration would wait for its thread."
+
 RAY_TEXT = (
     "One actor, on a Ray cluster of this machine alone. Each run starts a new actor, which takes seconds, most of them for "
     "importing TensorFlow."
@@ -45,11 +47,8 @@ TOPICS = {
     "scaling": ("Eager against graph", SHARE_TEXT + " Each number of devices has as much more work."),
     "balance": ("Share of the ideal time", SHARE_TEXT),
     "batch_size": ("Time against batch size", SHARE_TEXT + " A row takes 5 ms of a device, and a call 2 ms besides."),
-    "streaming": (
-        "Streams",
-        SHARE_TEXT + " Datasets have no autotuning, as the end of an iteration would wait for its thread.",
-    ),
-    "chunk_cost": ("Cost of small chunks", TIME_TEXT),
+    "streaming": ("Streams", SHARE_TEXT + " " + UNTUNED_TEXT),
+    "chunk_cost": ("Cost of small chunks", TIME_TEXT + " " + UNTUNED_TEXT),
     "memory": ("Memory of a stream", TIME_TEXT),
     "reduce": ("Reductions", TIME_TEXT),
     "store": ("Results on disk", TIME_TEXT),

@@ -30,7 +30,7 @@ def test_stream(compare: Compare, sim: Simulator, accelerators: list[str], scale
     """Against `Dataset.map` over the same rows."""
     job = even_job(scale)
     data = job.rows, job.seconds
-    samples = tf.data.Dataset.from_tensor_slices(data)
+    samples = untuned(tf.data.Dataset.from_tensor_slices(data))
     batches = samples.batch(BATCH_SIZE)
     batched = devicemap.DeviceMap(sim.work, devices=accelerators, batched=True)
     chunked = devicemap.DeviceMap(sim.work, devices=accelerators, batched=True, batch_size=BATCH_SIZE)
@@ -42,7 +42,7 @@ def test_stream(compare: Compare, sim: Simulator, accelerators: list[str], scale
         "as_dataset": lambda: dataset,
         "data in memory": lambda: chunked.stream(data),
     }
-    stream, dataset_map = streams[case], untuned(peers.dataset_map(sim.work, accelerators)(batches))
+    stream, dataset_map = streams[case], peers.dataset_map(sim.work, accelerators)(batches)
     ways = {"devicemap": lambda: joined(stream()), "Dataset.map": lambda: joined(dataset_map)}
     targets = {"least share": {"devicemap": LEAST[case]}}
     compare(ways, case, answer=job.answer, ideal_seconds=job.ideal_seconds, targets=targets)
@@ -75,7 +75,7 @@ def test_slow_input(compare: Compare, sim: Simulator, accelerators: list[str], s
 def test_small_chunks(compare: Compare, real_devices: list[str]) -> None:
     """What handing out chunks costs: 32 batches that are ready, against one call of a graph for each."""
     rows = tf.random.stateless_uniform([32 * 512, 16], [1, 2])
-    batches = tf.data.Dataset.from_tensor_slices(rows).batch(512).cache()
+    batches = untuned(tf.data.Dataset.from_tensor_slices(rows).batch(512).cache())
     graph = tf.function(row_sums, reduce_retracing=True)
     mapper = devicemap.DeviceMap(row_sums, devices=real_devices, batched=True)
     ways = {
@@ -89,7 +89,7 @@ def test_large_batches(compare: Compare, real_devices: list[str], scale: Scale) 
     """4 MB each, in and out, which are not kept."""
     count = 16 if scale.quick else 1000
     rows = tf.random.stateless_uniform([1024, 1024], [1, 2])
-    batches = tf.data.Dataset.from_tensors(rows).repeat(count)
+    batches = untuned(tf.data.Dataset.from_tensors(rows).repeat(count))
     mapper = devicemap.DeviceMap(doubled, devices=real_devices, batched=True)
     dataset_map = peers.dataset_map(doubled, real_devices)(batches)
     graph = tf.function(doubled)
@@ -122,8 +122,8 @@ def row_sums(rows: Any) -> Any:
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The dataset without autotuning, whose thread delays the end of every second iteration to its next tick: 10, 30, 70, 150,
-    310, 630, ... ms after the start."""
+    """The dataset without autotuning, and those that derive from it. Its thread delays the end of some iterations to its next
+    tick: 10, 30, 70, 150, 310, 630, ... ms after the start."""
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
