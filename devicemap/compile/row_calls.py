@@ -6,12 +6,12 @@ row by row, too, until shapes are known:
     mask ──> Where ──> Squeeze ──> GatherV2 ──> Sum ──> one number per row
              └──────── in one loop over rows ────┘
 
-A loop runs all ops that it can, so that no op runs twice.
+Ops that take the same results share a loop. Otherwise, each loop would run the ops before it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,18 +143,18 @@ class RowCalls:
         taken = [tensor for tensor, each in zip(call.op.inputs, call.inputs) if isinstance(each, Result)]
         taken += [output for each in call.calls[:-1] if each.pfor is call.pfor for output in each.op.outputs]
 
+        def possible(ops: Iterable[Any]) -> list[Any]:
+            return [
+                op for op in ops if op in needed and op not in done and op.type not in CALLS and runs_row_by_row(op)
+            ]
+
         def with_users(ops: Iterable[Any]) -> set[Any]:
-            found, pending = set[Any](), [*ops]
-            while pending:
-                op = pending.pop()
-                if op in needed - done - found and op.type not in CALLS and runs_row_by_row(op):
-                    found.add(op)
-                    pending += [] if _is_stackable(op) else _users([op])
-            return found
+            return _reached(possible(ops), lambda op: [] if _is_stackable(op) else possible(_users([op])))
 
         inside = with_users(user for tensor in taken for user in tensor.consumers())
         while True:
-            between = _after(_users(filter(_is_stackable, inside))) & _before(inside) - inside
+            after = _reached(_users(filter(_is_stackable, inside)), lambda op: _users([op]))
+            between = after & _before(inside) - inside
             if not between:
                 return inside
             if len(between) > _OPS_PER_LOOP or not all(map(_is_small, between)):
@@ -221,23 +221,17 @@ def _users(ops: Iterable[Any]) -> list[Any]:
 
 def _before(ops: Iterable[Any]) -> set[Any]:
     """Return these ops, and all that run before them."""
+    return _reached(ops, lambda op: [*(tensor.op for tensor in op.inputs), *op.control_inputs])
+
+
+def _reached(ops: Iterable[Any], following: Callable[[Any], Iterable[Any]]) -> set[Any]:
+    """Return these ops, those that follow them, and so on."""
     found, pending = set[Any](), [*ops]
     while pending:
         op = pending.pop()
         if op not in found:
             found.add(op)
-            pending += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
-    return found
-
-
-def _after(ops: Iterable[Any]) -> set[Any]:
-    """Return these ops, and all that need their results."""
-    found, pending = set[Any](), [*ops]
-    while pending:
-        op = pending.pop()
-        if op not in found:
-            found.add(op)
-            pending += _users([op])
+            pending += following(op)
     return found
 
 
