@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +20,9 @@ from devicemap.options import Options
 
 _SAMPLES_PER_READ = 64
 """Samples per read if chunks have no fixed size. Reading single samples takes longer than small functions."""
+
+_RELEASE_SECONDS = 0.02
+"""How long the end of a dataset is waited for."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ class DatasetSource:
         """
         self.specs, self.rows, self.batch_size = specs, rows, batch_size
         self._whole, self._joined = whole, joined
-        self._batches: Iterator[Rows] = _read(dataset)
+        self._batches = _read(dataset)
         count = int(dataset.cardinality())
         self._batches_left = count if count >= 0 else None
         self._batches_read = self._rows_read = 0
@@ -160,7 +165,7 @@ class DatasetSource:
         return self._rows_read - self._next + math.ceil(self._batches_left * self._usual_rows)
 
     def close(self) -> None:
-        self._batches = iter(())
+        self._batches.close()
         self._batch = None
 
     def rows_of_first_batch(self) -> int | None:
@@ -189,12 +194,34 @@ class DatasetSource:
         return self._batch
 
 
-def _read(dataset: Any) -> Iterator[Rows]:
-    for element in dataset:  # the iterator over the dataset is created when the first chunk is read
-        yield as_rows(element)
+def _read(dataset: Any) -> Generator[Rows]:
+    iterators = [iter(dataset)]  # created when the first chunk is read
+    try:
+        for element in iterators[0]:
+            yield as_rows(element)
+    finally:
+        _release(iterators)
 
 
-def _failing(error: Exception) -> Iterator[Rows]:
+def _release(iterators: list[Any]) -> None:
+    """Clear a list of iterators over datasets, in a thread if that takes long.
+
+    `tf.data`'s autotuning ends at its next step, up to a minute later (`test_leaving_a_dataset_does_not_wait_for_its_end`).
+    """
+    if sys.is_finalizing():  # no thread would start
+        iterators.clear()
+        return
+    released = threading.Event()
+
+    def clear() -> None:
+        iterators.clear()
+        released.set()
+
+    threading.Thread(target=clear, name="devicemap dataset").start()  # the interpreter waits for it: it runs TensorFlow
+    released.wait(_RELEASE_SECONDS)
+
+
+def _failing(error: Exception) -> Generator[Rows]:
     raise error
     yield
 

@@ -1,8 +1,9 @@
-"""`DeviceMap.stream` and `as_dataset` on data, devices and consumers; what they are made of is tested in test_streaming."""
+"""`DeviceMap.stream` and `as_dataset` on data, devices and consumers."""
 
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,6 +83,23 @@ def test_a_stream_that_is_dropped_by_a_consumer_that_raises() -> None:
         consume()
     gc.collect()
     assert threads.running() == []
+
+
+def test_leaving_a_dataset_does_not_wait_for_its_end() -> None:
+    left, ended = threading.Event(), threading.Event()
+
+    def read() -> Iterator[int]:
+        try:
+            yield from range(1000)
+        finally:
+            if left.wait(60):
+                ended.set()
+
+    numbers = tf.data.Dataset.from_generator(read, output_signature=tf.TensorSpec([], tf.int64))
+    for _ in devicemap.DeviceMap(lambda n: n * n, batch_size=1).stream(numbers):
+        break
+    left.set()
+    assert ended.wait(60)
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 1}, {"batched": True}, {"batched": True, "batch_size": "auto"}])
