@@ -167,11 +167,13 @@ def _as_list(gradients: Any) -> Sequence[Any]:
 
 
 def _bring_inputs(op: Any) -> None:
-    """Copy the arguments of the graph, except variables, to the current device before an op reads them.
+    """Copy arguments of the graph, except variables, to the current device before a loop or a call of a function takes them.
 
     TensorFlow passes a TensorList to a function on the first device. A loop then fetches the list from there in each step
     (test_backward_work_runs_where_the_forward_work_ran).
     """
+    if not any(attribute.type == "func" for attribute in op.op_def.attr):
+        return
     for i, tensor in enumerate(op.inputs):
         if tensor.dtype != tf.resource and tensor.op.type == "Placeholder":
             op._update_input(i, tf.identity(tensor))

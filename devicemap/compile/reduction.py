@@ -269,7 +269,7 @@ class _CustomReduction(BoundReduction):
 def as_states(state: Sequence[Any], rows: Any) -> list[Any]:
     """Add the axis of states to a state. Its length is 1, or 0 if there are no rows."""
     states = tf.minimum(count_rows(rows, tf.int32), 1)
-    return [leaf[None][:states] for leaf in state]
+    return [tf.expand_dims(leaf, 0)[:states] for leaf in state]
 
 
 def _as_tensor(leaf: Any, path: str) -> Any:

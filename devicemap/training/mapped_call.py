@@ -216,6 +216,8 @@ class MappedCall:
         for i in range(losses):
             loss = tf.reduce_sum(others[i])
             others[i] = loss if loss.dtype == tf.float64 else tf.cast(loss, tf.float32)
+        for i in range(losses, len(others)):
+            others[i] = tf.stop_gradient(others[i])  # it is assigned, and TensorFlow would trace a gradient
         return tensors, as_states([*others, count_rows(rows[0])], rows[0])
 
     def _with_losses(self, call: Any, rows: Sequence[Any]) -> Any:
@@ -262,8 +264,14 @@ class MappedCall:
         for i, states in zip(self._passed.updated, updates):
             variable = self._states[i]
             averaged = id(variable) in self._forward.averaged
-            variable.assign(tf.tensordot(tf.cast(shares, states.dtype), states, 1) if averaged else states[0])
+            variable.assign(_mean(states, shares) if averaged else states[0])
         return outputs
+
+
+def _mean(states: Any, shares: Any) -> Any:
+    """Return the mean of states `[devices, ...]`, weighted by shares `[devices]`."""
+    shares = tf.reshape(tf.cast(shares, states.dtype), [-1, *[1] * (states.shape.rank - 1)])
+    return tf.reduce_sum(states * shares, 0)
 
 
 def _read(variable: Any) -> Any:

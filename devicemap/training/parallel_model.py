@@ -220,8 +220,8 @@ class ParallelModel:
             return run
         if not functions:
             self._build_compiled(step, batch)
-        # A step without rows has no mapped calls. The first step builds the losses if `_build_compiled` could not.
-        key = freeze(specs), count_of(batch) == 0, bool(losses_of(self._model))
+        # A step without rows has no mapped calls. The first step of Keras builds the losses if `_build_compiled` could not.
+        key = freeze(specs), count_of(batch) == 0, bool(self._own_methods(step) or losses_of(self._model))
         if key not in functions:
             signature = None if specs is None else [specs]
             functions[key] = tf.function(run, signature, autograph=False, reduce_retracing=True)

@@ -102,6 +102,20 @@ def test_a_step_that_is_set_on_the_model(devices: list[str]) -> None:
     assert model.detach().train_step is own
 
 
+def test_a_step_that_builds_the_losses_is_traced_once(devices: list[str]) -> None:
+    traced: list[Any] = []
+
+    class Counted(TwoPasses):
+        def train_step(self, data: Any) -> Any:
+            traced.append(data)
+            return super().train_step(data)
+
+    model = devicemap.parallelize(Counted(), devices)
+    model.compile("sgd", "mse", jit_compile=False)
+    model.fit(**STEPS | MODELS["two forward passes"][1])
+    assert len(traced) == 1
+
+
 def test_microbatches_need_the_step_of_keras(devices: list[str]) -> None:
     with pytest.raises(OptionError, match=r"accumulate=2 .* train_step of its own.*recompute"):
         devicemap.parallelize(TwoPasses(), devices, accumulate=2)
