@@ -172,21 +172,6 @@ def convert_l2_loss(given: Any) -> Any:
     return wrap_stacked([tf.reduce_sum(halves, tf.range(1, tf.rank(rows)))])
 
 
-def convert_bias(given: Any) -> Any:
-    """Add a bias, which may differ between rows, to the channels."""
-    (value, _, _), (bias, bias_stacked, _) = given.input(0), given.input(1)
-    channels_first = given.get_attr("data_format") == b"NCHW"
-    if not (channels_first or bias_stacked):
-        return convert_as_tensorflow(given)
-    rank = given.op.inputs[0].shape.rank
-    if rank is None:
-        raise NotVectorizableError("has an input of unknown rank")
-    before = 1 if channels_first else rank - 1
-    shape = tf.shape(bias)
-    ones = tf.ones([before], shape.dtype), tf.ones([rank - 1 - before], shape.dtype)
-    return wrap_stacked([value + tf.reshape(bias, tf.concat([shape[:-1], ones[0], shape[-1:], ones[1]], 0))])
-
-
 def convert_bias_gradient(given: Any) -> Any:
     """Sum over all axes except those of the rows and the channels."""
     rows, rank = given.stacked_input(0), given.op.inputs[0].shape.rank
@@ -264,7 +249,6 @@ CONVERTERS: dict[str, Converter] = {
         by(for_all_rows, indices_with_row, for_all_rows),
     ),
     **_all("SegmentMax SegmentMean SegmentMin SegmentProd SegmentSum", convert_shared_segments),
-    "BiasAdd": convert_bias,
     "BiasAddGrad": convert_bias_gradient,
     "DepthwiseConv2dNative": convert_depthwise,
     "CumulativeLogsumexp": by(for_all_rows, axes),
