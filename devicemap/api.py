@@ -166,7 +166,7 @@ def parallel_reduce(
         >>> int(parallel_reduce(lambda row: tf.reduce_sum(row), tf.reshape(tf.range(6), [3, 2]), "max"))
         9
     """
-    return _map_of_last_calls(fn, {"progress": False, **options}).reduce(data, reducer, directory)
+    return _map_of_last_calls(fn, options).reduce(data, reducer, directory)
 
 
 class DeviceMap:

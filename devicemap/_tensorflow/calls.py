@@ -161,12 +161,8 @@ class Cancellation:
         self._running: set[Any] = set()
         self._cancelled = False
 
-    def cancellable(self, concrete: Any, attributes: tuple[Any, ...] | None) -> Callable[..., Any]:
-        """Return `unrecorded` whose calls raise `tf.errors.CancelledError` after `cancel`."""
-        return partial(self.run, unrecorded(concrete, attributes))
-
     def run(self, function: Callable[..., Any], *tensors: Any) -> Any:
-        """Call a result of `unrecorded`, such that `cancel` cancels the call."""
+        """Call a result of `unrecorded`. It raises `tf.errors.CancelledError` after `cancel`."""
         if not usable(_cancellation, *_CALLING):
             if self._cancelled:
                 raise tf.errors.CancelledError(None, None, "the call was cancelled before it began")

@@ -235,7 +235,7 @@ class ProgramCache:
                     del self._kept[dropped]
                 self._kept[key] = _Kept(program.of(_provided_by_calls, False), (*parts, *in_place))
             else:
-                program = program.of(fn, options["progress"])
+                program = program.of(fn, options.get("progress", False))
             self._kept.move_to_end(key)
             while len(self._kept) > self._most:
                 self._kept.popitem(last=False)[1].drop()

@@ -358,10 +358,9 @@ def test_random_numbers_differ_between_rows() -> None:
 
 
 def test_what_the_vectorised_graph_does_not_hold() -> None:
-    """Neither gathered nor transposed rows, nor lists and branches for loops that rows leave at once."""
-    for fn, avoided in ((tf.sin, "Gather"), (lambda r: tf.linalg.matvec(MATRIX, r), "Transpose")):
-        graphs = partitions(devicemap.DeviceMap(fn, devices=TWO), VECTORS)
-        assert not [node.op for graph in graphs for node in graph.node if avoided in node.op]
+    """Neither gathered rows, nor lists and branches for loops that rows leave at once."""
+    graphs = partitions(devicemap.DeviceMap(tf.sin, devices=TWO), VECTORS)
+    assert not [node.op for graph in graphs for node in graph.node if "Gather" in node.op]
     for fn in (control_flow.power, control_flow.shared_start):
         mapper = devicemap.DeviceMap(fn, devices=["CPU:1"])
         whole = tf.function(lambda x: mapper(x)).get_concrete_function(control_flow.ROWS).graph.as_graph_def()
