@@ -204,11 +204,7 @@ def python_function(token: str) -> Any:
 _contexts: dict[Hashable, Any] = {}
 
 
-def _as_they_are(_: Hashable) -> contextlib.nullcontext[None]:
-    return contextlib.nullcontext()
-
-
-@with_fallback(_as_they_are, _control_flow)
+@with_fallback(contextlib.nullcontext, _control_flow)
 @contextlib.contextmanager
 def tracing_again(key: Hashable) -> Iterator[None]:
     """Return a context in which the `tf.function`s that the graph being traced calls are traced again, once per `key`.

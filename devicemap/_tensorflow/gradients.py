@@ -156,13 +156,10 @@ def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
         with tf.device(device):
             gradients = _changing(gradient, _bring_inputs)(op, *upstream)
         # Gradients of loops have zeros for variables of these dtypes, which TensorFlow cannot add for several devices.
-        return [None if getattr(each, "dtype", None) in (tf.bool, tf.string) else each for each in _as_list(gradients)]
+        known = tf.nest.flatten(gradients)
+        return [None if getattr(each, "dtype", None) in (tf.bool, tf.string) else each for each in known]
 
     return placed
-
-
-def _as_list(gradients: Any) -> Sequence[Any]:
-    return gradients if isinstance(gradients, list | tuple) else [gradients]
 
 
 def _bring_inputs(op: Any) -> None:
