@@ -20,7 +20,7 @@ import tensorflow as tf
 from devicemap.compile.program import Program, ProgramCache
 from devicemap.compile.reduction import Reduction
 from devicemap.data.join import as_dataset
-from devicemap.data.structure import as_nodes, as_objects, nodes_of, tuples_for_lists
+from devicemap.data.structure import as_nodes, as_objects, tuples_for_lists
 from devicemap.errors import DataError
 from devicemap.events import Event, short_name
 from devicemap.inspect.plan import Plan
@@ -166,7 +166,7 @@ def parallel_reduce(
         >>> int(parallel_reduce(lambda row: tf.reduce_sum(row), tf.reshape(tf.range(6), [3, 2]), "max"))
         9
     """
-    return _map_of_last_calls(fn, {"progress": False, **options}).reduce(data, reducer, directory)
+    return _map_of_last_calls(fn, options).reduce(data, reducer, directory)
 
 
 class DeviceMap:
@@ -250,13 +250,11 @@ class DeviceMap:
             [0, 1, 4, 9, 16]
         """
         spec, count = self._mapper.shape_of_stream(data)
-        if not nodes_of(spec):
-            return as_dataset(lambda: self.stream(data), spec, count)
+        spec = tuples_for_lists(spec)
 
         def leaves() -> Iterator[Any]:  # Dataset.from_generator accepts only tuples and dicts as structure
             return (tuple(tf.nest.flatten(as_nodes(chunk))) for chunk in self.stream(data))
 
-        spec = tuples_for_lists(spec)
         dataset = as_dataset(leaves, tuple(tf.nest.flatten(spec)), count)
         return dataset.map(_no_autograph(lambda *leaves: as_objects(tf.nest.pack_sequence_as(spec, leaves))))
 

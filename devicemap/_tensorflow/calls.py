@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow import Private, nothing, usable, with_fallback
+from devicemap._tensorflow.gradients import order_of_gradients
 
 _cancellation = Private("tensorflow.python.eager.cancellation", "CancellationManager.start_cancel")
 _context = Private("tensorflow.python.eager.context", "context", "Context.function_call_options")
@@ -19,26 +20,16 @@ _execute = Private("tensorflow.python.eager.execute", "execute", "execute_with_c
 _atomic = Private("tensorflow.python.eager.polymorphic_function.atomic_function", "InterpolateRuntimeError")
 _concrete = Private(
     "tensorflow.python.eager.polymorphic_function.concrete_function",
-    *("ConcreteFunction.inference_fn", "ConcreteFunction.function_type"),
-)
-_selecting = Private(
-    "tensorflow.python.eager.polymorphic_function.concrete_function",
+    "ConcreteFunction.inference_fn",
+    "ConcreteFunction.function_type",
     "ConcreteFunction._select_forward_and_backward_functions",
-)
-_taped = Private(
-    "tensorflow.python.eager.polymorphic_function.concrete_function",
-    *("_ForwardBackwardCall._functions", "_TapeGradientFunctions._wrap_backward_function"),
-)
-_delayed = Private(
-    "tensorflow.python.eager.polymorphic_function.concrete_function",
     "_DelayedRewriteGradientFunctions._rewrite_forward_and_call_backward",
+    "_ForwardBackwardCall._functions",
+    "_TapeGradientFunctions._wrap_backward_function",
 )
 _backprop = Private("tensorflow.python.eager.backprop_util", "IsTrainable")
-_gradients = Private("tensorflow.python.ops.gradients_util", "PossibleTapeGradientTypes")
-_resources = Private("tensorflow.python.ops.resource_variable_ops", "variable_accessed")
 
 _CALLING = (_context, _execute, _atomic, _concrete)
-_TAPING = (_selecting, _gradients, _resources)
 
 
 def _public_call(concrete: Any, attributes: Any = None) -> Callable[..., Any]:
@@ -86,21 +77,18 @@ _differentiating = threading.RLock()
 """Held while TensorFlow adds intermediate outputs to a graph, which calls in several threads share."""
 
 
-@with_fallback(nothing, *_TAPING)
+@with_fallback(nothing, _concrete, _backprop)
 def prepare_gradient(concrete: Any, tensors: Sequence[Any], host: str) -> None:
     """Build the functions of a call that tapes of this thread record, with the backward pass on `host`.
 
     TensorFlow keeps them with the `ConcreteFunction`, and its public call uses them.
     """
     inputs = [*tensors, *concrete.captured_inputs]
-    for variable in concrete.graph.variables:  # tapes start to watch variables, as in the call
-        _resources.variable_accessed(variable)
-    kind = _gradients.PossibleTapeGradientTypes(inputs)
     with _differentiating:
-        call = concrete._select_forward_and_backward_functions(inputs, kind, True)
+        order = order_of_gradients(concrete, inputs)
+        call = concrete._select_forward_and_backward_functions(inputs, order, True)
         call.forward()
-    if usable(_taped, _backprop):
-        _place_taped_backward(host, call._functions)
+    _place_taped_backward(host, call._functions)
 
 
 def _place_taped_backward(host: str, functions: Any) -> None:
@@ -110,10 +98,8 @@ def _place_taped_backward(host: str, functions: Any) -> None:
     keeps for its gradient to that device, to create zeros for it (tests/simulators/softgpus/traffic.py,
     test_what_a_loop_keeps_for_its_gradient_stays_where_it_is).
     """
-    if hasattr(functions, "wrap_anywhere") or not hasattr(
-        functions, "_wrap_backward_function"
-    ):  # already done, or no tape records
-        return
+    if hasattr(functions, "wrap_anywhere") or not hasattr(functions, "_wrap_backward_function"):
+        return  # already done, or no tape records
     functions.wrap_anywhere = functions._wrap_backward_function
 
     def wrap(forward_graph: Any, backward: Any, outputs: list[Any]) -> Any:
@@ -132,23 +118,23 @@ def _place_taped_backward(host: str, functions: Any) -> None:
     functions._wrap_backward_function = wrap
 
 
+@with_fallback(nothing, _concrete)
 def begin_backward_on(host: str, concrete: Any) -> None:
     """Place the backward pass of calls of a `ConcreteFunction` in a graph that is being built on `host`.
 
     The attribute `on_gradient` of a call's op replaces its gradient in the same graph. It is called with the default gradient
     function and the gradients of the outputs.
     """
-    if usable(_delayed):
-        functions = getattr(concrete, "_delayed_rewrite_functions", None)
-        if functions is None or "_rewrite_forward_and_call_backward" in vars(functions):
-            return
-        on_host = _on(host, functions._rewrite_forward_and_call_backward)
+    functions = getattr(concrete, "_delayed_rewrite_functions", None)
+    if functions is None or "_rewrite_forward_and_call_backward" in vars(functions):
+        return
+    on_host = _on(host, functions._rewrite_forward_and_call_backward)
 
-        def one_at_a_time(*arguments: Any) -> Any:
-            with _differentiating:
-                return on_host(*arguments)
+    def one_at_a_time(*arguments: Any) -> Any:
+        with _differentiating:
+            return on_host(*arguments)
 
-        functions._rewrite_forward_and_call_backward = one_at_a_time
+    functions._rewrite_forward_and_call_backward = one_at_a_time
 
 
 def _on(device: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,12 +161,8 @@ class Cancellation:
         self._running: set[Any] = set()
         self._cancelled = False
 
-    def cancellable(self, concrete: Any, attributes: tuple[Any, ...] | None) -> Callable[..., Any]:
-        """Return `unrecorded` whose calls raise `tf.errors.CancelledError` after `cancel`."""
-        return partial(self.run, unrecorded(concrete, attributes))
-
     def run(self, function: Callable[..., Any], *tensors: Any) -> Any:
-        """Call a result of `unrecorded`, such that `cancel` cancels the call."""
+        """Call a result of `unrecorded`. It raises `tf.errors.CancelledError` after `cancel`."""
         if not usable(_cancellation, *_CALLING):
             if self._cancelled:
                 raise tf.errors.CancelledError(None, None, "the call was cancelled before it began")

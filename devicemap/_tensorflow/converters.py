@@ -105,47 +105,21 @@ def indices_with_row(given: Any, place: int) -> Any:
     return tf.concat([tf.cast(row, indices.dtype), indices], -1)
 
 
-_MERGED = "_devicemap_merged"
-"""Attribute of a tensor `[rows, batch, ...]`: the tensor `[rows * batch, ...]` that it was split from."""
-
-
 def _flattened(tensor: Any) -> Any:
     """`[rows, batch, ...]` -> `[rows * batch, ...]`."""
-    if hasattr(tensor, _MERGED):
-        return getattr(tensor, _MERGED)
     shape = tf.shape(tensor)
     return tf.reshape(tensor, tf.concat([shape[:1] * shape[1:2], shape[2:]], 0))
 
 
 def _unflattened(tensor: Any, rows: Any, length: Any) -> Any:
     """`[rows * length, ...]` -> `[rows, length, ...]`."""
-    result = tf.reshape(tensor, tf.concat([rows, length, tf.shape(tensor)[1:]], 0))
-    setattr(result, _MERGED, tensor)
-    return result
-
-
-def convert_fusible(given: Any) -> Any:
-    """Add a shared bias, or rectify, before a merged batch is split by rows.
-
-    Grappler fuses both with a convolution only if no Reshape is between them (test_no_reshape_keeps_grappler_from_fusing).
-    """
-    if hasattr(given.input(0).t, _MERGED):
-        return by_merging(batch, shared)(given)
-    return convert_as_tensorflow(given)
+    return tf.reshape(tensor, tf.concat([rows, length, tf.shape(tensor)[1:]], 0))
 
 
 def convert_reduction(given: Any) -> Any:
     """Reduce over int32 axes, because TensorFlow's `_SumGrad` fails for int64 axes if lengths are unknown."""
-    given.inputs[1] = pfor.wrap(tf.cast(given.unstacked_input(1), tf.int32), False)
-    return convert_as_tensorflow(given)
-
-
-def convert_norm(given: Any) -> Any:
-    """Compute a norm over int32 axes, as in `convert_reduction`."""
-    axis = tf.cast(axes(given, 1), tf.int32)
-    return wrap_stacked(
-        [tf.raw_ops.EuclideanNorm(input=for_all_rows(given, 0), axis=axis, keep_dims=given.get_attr("keep_dims"))]
-    )
+    reduce, axis = getattr(tf.raw_ops, given.op_type), tf.cast(axes(given, 1), tf.int32)
+    return wrap_stacked([reduce(input=for_all_rows(given, 0), axis=axis, keep_dims=given.get_attr("keep_dims"))])
 
 
 def convert_transpose(given: Any) -> Any:
@@ -196,21 +170,6 @@ def convert_l2_loss(given: Any) -> Any:
     rows = given.stacked_input(0)
     halves = rows * (rows / 2)  # halved first, because the sum of squares may overflow in float16
     return wrap_stacked([tf.reduce_sum(halves, tf.range(1, tf.rank(rows)))])
-
-
-def convert_bias(given: Any) -> Any:
-    """Add a bias, which may differ between rows, to the channels."""
-    (value, _, _), (bias, bias_stacked, _) = given.input(0), given.input(1)
-    channels_first = given.get_attr("data_format") == b"NCHW"
-    if not (channels_first or bias_stacked):
-        return convert_fusible(given)
-    rank = given.op.inputs[0].shape.rank
-    if rank is None:
-        raise NotVectorizableError("has an input of unknown rank")
-    before = 1 if channels_first else rank - 1
-    shape = tf.shape(bias)
-    ones = tf.ones([before], shape.dtype), tf.ones([rank - 1 - before], shape.dtype)
-    return wrap_stacked([value + tf.reshape(bias, tf.concat([shape[:-1], ones[0], shape[-1:], ones[1]], 0))])
 
 
 def convert_bias_gradient(given: Any) -> Any:
@@ -277,7 +236,7 @@ CONVERTERS: dict[str, Converter] = {
         "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput",
         by_merging(batch_sizes, shared, batch),
     ),
-    **_all("All Any Max Mean Min Prod Sum", convert_reduction),
+    **_all("All Any EuclideanNorm Max Mean Min Prod Sum", convert_reduction),
     **_all("Pad PadV2 MirrorPad", by(for_all_rows, paddings, shared)),
     **_all("Transpose ConjugateTranspose", convert_transpose),
     **_all("MatMul BatchMatMul BatchMatMulV2", convert_product),
@@ -290,18 +249,15 @@ CONVERTERS: dict[str, Converter] = {
         by(for_all_rows, indices_with_row, for_all_rows),
     ),
     **_all("SegmentMax SegmentMean SegmentMin SegmentProd SegmentSum", convert_shared_segments),
-    "BiasAdd": convert_bias,
     "BiasAddGrad": convert_bias_gradient,
     "DepthwiseConv2dNative": convert_depthwise,
     "CumulativeLogsumexp": by(for_all_rows, axes),
     "Eig": partial(convert_decomposition, vectors="compute_v"),
-    "EuclideanNorm": convert_norm,
     "FusedBatchNormV3": convert_batch_normalization,
     "GatherNd": convert_gather_nd,
     "L2Loss": convert_l2_loss,
     **_all("LookupTableFindV2 ResourceGather ResourceGatherNd", convert_lookup),
     "LookupTableSizeV2": convert_shared,
-    "Relu": convert_fusible,
     "Roll": convert_roll,
     "ScatterNd": by(indices_with_row, for_all_rows, shape_with_rows),
     "Select": convert_select,

@@ -15,16 +15,12 @@ import tensorflow as tf
 
 from devicemap._tensorflow import Private, nothing, usable, with_fallback
 
-_context = Private("tensorflow.python.eager.context", "context")
-_anonymous = Private("tensorflow.python.eager.context", "anonymous_name")
+_context = Private("tensorflow.python.eager.context", "anonymous_name", "context")
 _control_flow = Private(
     "tensorflow.python.ops.control_flow_ops", "XLAControlFlowContext.Enter", "XLAControlFlowContext.Exit"
 )
 _control_flow_util = Private("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext")
-_atomic = Private(
-    "tensorflow.python.eager.polymorphic_function.atomic_function",
-    *("AtomicFunction.graph", "AtomicFunction.cached_definition"),
-)
+_atomic = Private("tensorflow.python.eager.polymorphic_function.atomic_function", "AtomicFunction.graph")
 _script_ops = Private("tensorflow.python.ops.script_ops", "_py_funcs.get")
 
 NO_AUTO_CONTROL_DEPS = {"_disable_acd": True}
@@ -111,10 +107,10 @@ def temporary_variable(original: Any) -> Any:
     )
 
 
-@with_fallback(lambda: "replica", _anonymous)
+@with_fallback(lambda: "replica", _context)
 def _temporary_name() -> str:
     """Return the name of variables that each execution creates. In the fallback, all calls share the variable of an op."""
-    return str(_anonymous.anonymous_name())
+    return str(_context.anonymous_name())
 
 
 def tells_callers() -> bool:
@@ -208,11 +204,7 @@ def python_function(token: str) -> Any:
 _contexts: dict[Hashable, Any] = {}
 
 
-def _as_they_are(_: Hashable) -> contextlib.nullcontext[None]:
-    return contextlib.nullcontext()
-
-
-@with_fallback(_as_they_are, _control_flow)
+@with_fallback(contextlib.nullcontext, _control_flow)
 @contextlib.contextmanager
 def tracing_again(key: Hashable) -> Iterator[None]:
     """Return a context in which the `tf.function`s that the graph being traced calls are traced again, once per `key`.

@@ -16,8 +16,7 @@ from devicemap._tensorflow.functions import own_functions
 
 _record = Private("tensorflow.python.eager.record", "could_possibly_record", "record_operation", "stop_recording")
 _forwardprop = Private("tensorflow.python.eager.forwardprop_util", "pack_tangents")
-_operations = Private("tensorflow", "Operation._update_input", "Operation._clear_attr")
-_control = Private("tensorflow", "Operation._add_control_input")
+_operations = Private("tensorflow", "Operation._add_control_input", "Operation._clear_attr", "Operation._update_input")
 _registry = Private("tensorflow.python.framework.ops", "get_gradient_function")
 _gradients = Private("tensorflow.python.ops.gradients_util", "PossibleTapeGradientTypes")
 _handle_data = Private("tensorflow.python.ops.handle_data_util", "copy_handle_data")
@@ -128,7 +127,7 @@ def added(gradients: Sequence[Any], lookups: Lookups = Lookups.OF_ROWS) -> Any:
     return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
 
 
-@with_fallback(nothing, _control)
+@with_fallback(nothing, _operations)
 def wait_for(op: Any, before: Any) -> None:
     """Add a control dependency of an op of the graph being traced on `before`, which must not depend on the op.
 
@@ -157,13 +156,10 @@ def _on_device(gradient: Callable[..., Any], device: str) -> Callable[..., Any]:
         with tf.device(device):
             gradients = _changing(gradient, _bring_inputs)(op, *upstream)
         # Gradients of loops have zeros for variables of these dtypes, which TensorFlow cannot add for several devices.
-        return [None if getattr(each, "dtype", None) in (tf.bool, tf.string) else each for each in _as_list(gradients)]
+        known = tf.nest.flatten(gradients)
+        return [None if getattr(each, "dtype", None) in (tf.bool, tf.string) else each for each in known]
 
     return placed
-
-
-def _as_list(gradients: Any) -> Sequence[Any]:
-    return gradients if isinstance(gradients, list | tuple) else [gradients]
 
 
 def _bring_inputs(op: Any) -> None:

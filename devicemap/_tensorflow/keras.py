@@ -149,11 +149,6 @@ def notes_of(output: Any) -> dict[str, Any]:
     return {name: note for name, note in found.items() if note is not None}
 
 
-def set_note(output: Any, name: str, note: Any) -> None:
-    """Attach a tensor to an output, as Keras does."""
-    setattr(output, name, note)
-
-
 def build_compiled(model: Any, batch: Any) -> None:
     """Build the losses and metrics of a model's `compile` for a batch, without a step.
 
@@ -240,11 +235,6 @@ def updating_alone(optimizer: Any, collected: Callable[[Any], Any]) -> contextli
     its graph forever (test_models_in_a_loop_retain_no_more_memory_than_without_devicemap).
     """
     return replacing(optimizer, _all_reduce_sum_gradients=collected)
-
-
-def track_loss(model: Any, value: Any, rows: Any) -> None:
-    """Add the loss of a batch to the mean that a model's `fit` shows."""
-    model._loss_tracker.update_state(value, sample_weight=tf.shape(tf.nest.flatten(rows)[0])[0])
 
 
 def forget_functions(model: Any) -> None:

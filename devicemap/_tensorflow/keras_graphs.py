@@ -13,7 +13,7 @@ from devicemap._tensorflow.keras import _global, is_stateless, is_training, laye
 _variables = Private("keras.src.backend.common.variables", "AutocastScope")
 
 
-def graph_of(model: Any) -> Any | None:
+def graph_of(model: Any) -> Any:
     """Return the functional model in a built Sequential, or a functional model itself; `None` for other models."""
     graph = getattr(model, "_functional", model)
     known = hasattr(graph, "_nodes_by_depth") and type(model).call.__module__.startswith("keras.src.models.")
@@ -27,11 +27,6 @@ def nodes_of(graph: Any) -> list[Any]:
     """
     by_depth = graph._nodes_by_depth
     return [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth] if not node.is_input]
-
-
-def structures_of(graph: Any) -> tuple[Any, Any]:
-    """Return the nests of a functional model's symbolic inputs and outputs."""
-    return graph._inputs_struct, graph._outputs_struct
 
 
 def begin_call(layers: Sequence[Any]) -> list[str]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.elementwise import ELEMENTWISE
 from devicemap._tensorflow.functions import functions_within
 from devicemap._tensorflow.indexing import StackedList
 from devicemap._tensorflow.pfor import NotVectorizableError, as_stacked, convert_graph, graph_of, pfor, with_own_inputs
@@ -184,7 +183,8 @@ def _check_parting(given: Any) -> None:
             "fn has a loop that rows leave at different times, with a list that may grow",
             "give the tf.TensorArray a fixed size and element_shape",
         )
-    if not all(_keeps_shape(_body_of(given), i) for i in _of_unknown_shape(given.op)):
+    dense = (each for each in given.op.outputs if each.dtype not in (tf.variant, tf.resource))
+    if not all(each.shape.is_fully_defined() for each in dense):
         raise NotVectorizableError(
             "fn has a loop that rows leave at different times, with a tensor whose shape may change in it",
             "keep its shape with tf.ensure_shape",
@@ -232,22 +232,6 @@ _OF_LENGTHS = {
 def _resizes(op: Any) -> bool:
     """Whether an op may write an element after the end of a list, as in `tf.TensorArray(..., dynamic_size=True)`."""
     return op.type == "TensorListSetItem" and bool(op.get_attr("resize_if_index_out_of_bounds"))
-
-
-def _of_unknown_shape(op: Any) -> list[int]:
-    """Return the indices of the loop variables that are dense tensors of unknown shape."""
-    dense = (i for i, each in enumerate(op.outputs) if each.dtype not in (tf.variant, tf.resource))
-    return [i for i in dense if not op.outputs[i].shape.is_fully_defined()]
-
-
-def _keeps_shape(body: Any, index: int) -> bool:
-    """Whether only ops that keep the shape of a loop variable lead to its value after a step."""
-    kept = {body.inputs[index].name}
-    for op in body.get_operations():
-        inputs = [each for each in op.inputs if each.shape.rank != 0]
-        if op.type in ELEMENTWISE and inputs and all(each.name in kept for each in inputs):
-            kept |= {result.name for result in op.outputs}
-    return body.outputs[index].name in kept
 
 
 def _spread(body: Any, differing: set[int]) -> set[int]:

@@ -10,7 +10,10 @@ from devicemap._tensorflow.pfor import NotVectorizableError, pfor, wrap_stacked
 
 
 def convert_product(given: Any) -> Any:
-    """Multiply matrices. A matrix that all rows share is multiplied once by the concatenated matrices of all rows."""
+    """Multiply matrices. A matrix that all rows share is multiplied once by the concatenated matrices of all rows.
+
+    TensorFlow's kernel of Transpose does not copy matrices with one row or column.
+    """
     (left, left_stacked, _), (right, right_stacked, _) = given.input(0), given.input(1)
     batched = given.op_type != "MatMul"
     left_adjoint, right_adjoint = (given.get_attr(name) for name in _FLAGS[batched])
@@ -22,11 +25,11 @@ def convert_product(given: Any) -> Any:
         right = tf.linalg.matrix_transpose(right) if right_adjoint else right
         left_adjoint = right_adjoint = False
     if left_stacked and not right_stacked and right_rank == 2:
-        return wrap_stacked([_times_shared(_adjoint(left) if left_adjoint else left, right, right_adjoint)])
+        left = tf.linalg.adjoint(left) if left_adjoint else left
+        return wrap_stacked([_times_shared(left, right, right_adjoint)])
     if right_stacked and not left_stacked and left_rank == 2:  # A B = (B* A*)*
-        return wrap_stacked(
-            [_adjoint(_times_shared(right if right_adjoint else _adjoint(right), left, not left_adjoint))]
-        )
+        right = right if right_adjoint else tf.linalg.adjoint(right)
+        return wrap_stacked([tf.linalg.adjoint(_times_shared(right, left, not left_adjoint))])
     rows = given.pfor.loop_len_vector
     left = left if left_stacked else pfor._stack(left, rows).t
     right = right if right_stacked else pfor._stack(right, rows).t
@@ -36,17 +39,6 @@ def convert_product(given: Any) -> Any:
 
 
 _FLAGS = {False: ("transpose_a", "transpose_b"), True: ("adj_x", "adj_y")}
-
-
-def _adjoint(matrices: Any) -> Any:
-    """Return the adjoint of `[..., n, m]`, by a reshape if n or m is 1."""
-    shape = matrices.shape
-    if 1 not in shape[-2:]:
-        return tf.linalg.adjoint(matrices)
-    lengths = tf.shape(matrices)
-    turned = tf.reshape(matrices, tf.concat([lengths[:-2], lengths[-1:], lengths[-2:-1]], 0))
-    turned.set_shape([*shape[:-2], shape[-1], shape[-2]])
-    return tf.math.conj(turned)
 
 
 def _times_shared(rows: Any, matrix: Any, adjoint: bool) -> Any:

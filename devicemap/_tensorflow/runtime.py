@@ -1,12 +1,10 @@
-"""The memory of devices, the devices of ops, and processes that were forked."""
+"""The memory of devices, and the devices of ops."""
 
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Container, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,23 +12,16 @@ import tensorflow as tf
 
 from devicemap._tensorflow import Private, nothing, with_fallback
 
-_context = Private("tensorflow.python.eager.context", "context", "context_safe")
+_context = Private("tensorflow.python.eager.context", "context")
 _listing = Private(
     "tensorflow.python.pywrap_tfe",
     *("TFE_ContextListDevices", "TF_DeviceListCount", "TF_DeviceListName", "TF_DeviceListType", "TF_DeleteDeviceList"),
 )
 _sizes = Private("tensorflow.python.client.pywrap_tf_session", "TF_DeviceListMemoryBytes")
-
-
-_THREADS = Path("/proc/self/task")
-
-_graphs = Private("tensorflow.python.framework.ops", "Graph._device_function_stack", "Operation._update_input")
-
-_registry = Private("tensorflow.python.framework.ops", "get_gradient_function")
-
-_distribution = Private("tensorflow.python.distribute.distribute_lib", "ReplicaContext")
-
-_stacks = Private("tensorflow.python.framework.traceable_stack", "TraceableStack")
+_ops = Private(
+    "tensorflow.python.framework.ops",
+    *("Graph._device_function_stack", "Operation._update_input", "get_gradient_function"),
+)
 
 _devices: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """The devices of each graph that `run_beside_inputs` has changed."""
@@ -55,23 +46,7 @@ def allocator_bytes() -> dict[str, int]:
         _listing.TF_DeleteDeviceList(devices)
 
 
-@with_fallback(lambda: False, _context)
-def lost_threads() -> bool:
-    """Return whether TensorFlow is initialised in this process without its threads (on Linux).
-
-    A forked process has the memory of its parent, but not its threads. Functions then wait forever (test_forks).
-    """
-    if getattr(_context.context_safe(), "_context_handle", None) is None or not _THREADS.is_dir():
-        return False
-    try:
-        names = [(thread / "comm").read_text() for thread in _THREADS.iterdir()]
-    except OSError:  # a thread ended while it was read, so there are threads
-        return False
-    # Other versions of TensorFlow may name threads differently, but still have more threads than Python.
-    return len(names) <= threading.active_count() and not any(name.startswith("tf_") for name in names)
-
-
-@with_fallback(nothing, _graphs, _stacks, _registry, _distribution)
+@with_fallback(nothing, _ops)
 def run_beside_inputs(devices: Iterable[str]) -> None:
     """Place later ops of the graph being built on the device of their first input that is on one of `devices`.
 
@@ -109,13 +84,13 @@ def _is_group(op: Any) -> bool:
     """Whether an op only passes tensors on. Of `tf.custom_gradient`s, only that of an optimizer's `all_reduce` is allowed."""
     if op.type != "IdentityN" or "_gradient_op_type" not in op.node_def.attr:
         return bool(op.type == "IdentityN")
-    held, left = set(), [_registry.get_gradient_function(op)]
+    held, left = set(), [_ops.get_gradient_function(op)]
     while left:  # search the functions that `tf.custom_gradient` wraps
         function = inspect.unwrap(left.pop())
         if inspect.isfunction(function) and function not in held:
             held.add(function)
             left += inspect.getclosurevars(function).nonlocals.values()
-    return any(function.__module__ == _distribution.ReplicaContext.__module__ for function in held)
+    return any(function.__module__ == tf.distribute.ReplicaContext.__module__ for function in held)
 
 
 def _home_of(tensor: Any) -> str:

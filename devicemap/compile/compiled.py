@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.calls import Cancellation, attributes_of_calls, prepare_gradient
+from devicemap._tensorflow.calls import Cancellation, attributes_of_calls, prepare_gradient, unrecorded
 from devicemap._tensorflow.functions import compiled_as_a_part
 from devicemap._tensorflow.gradients import order_of_gradients
 from devicemap.compile.audit import is_steady
@@ -214,12 +214,12 @@ class CompiledMap:
             values = replicas.values(map(self.slots.index, reached))
             replaced = {device: replicas.create(self.slots.index(device), values)[0] for device in reached}
             settle(self._remote_devices)
-        of_call = partial(cancellation.cancellable, attributes=attributes_of_calls())
+        attributes = attributes_of_calls()
 
         def function_on(device: str) -> Callable[..., list[Any]]:
             captures = replaced.get(device, {})  # calls on the others fail
             handles = [captures.get(key, v.handle) for key, v in replicas.sent(self.slots.index(device)).items()]
-            return partial(of_call(self.graph(specs[device])), *handles)
+            return partial(cancellation.run, unrecorded(self.graph(specs[device]), attributes), *handles)
 
         return {device: partial(function_on, device) for device in self.devices}
 

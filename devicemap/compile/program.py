@@ -10,11 +10,11 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import tensorflow as tf
 
-from devicemap._tensorflow.runtime import lost_threads
 from devicemap.compile.compiled import CompiledMap
 from devicemap.compile.random import row_seeds
 from devicemap.compile.reduction import Reduction
@@ -67,10 +67,10 @@ class Program:
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any], own_rows: bool = False):
         self.fn = fn
         self.options: Options = check_options(fn, options)
-        if lost_threads():
-            raise DeviceError(_FORKED)
         self._process_id = os.getpid()
-        self.devices = choose_devices(self.options.devices)
+        self.devices = choose_devices(self.options.devices)  # initialises TensorFlow
+        if _has_lost_threads():
+            raise DeviceError(_FORKED)
         self.output_device = choose_output_device(self.options.output_device)
         self.gpus = gpu_indices(self.devices)
         self.name = self.options.name or str(getattr(fn, "__name__", type(fn).__name__))
@@ -176,6 +176,19 @@ class Program:
         return located
 
 
+def _has_lost_threads() -> bool:
+    """Return whether an initialised TensorFlow has no threads in this process (on Linux).
+
+    A forked process has the memory of its parent, but not its threads. Functions then wait forever (test_forks).
+    """
+    try:
+        names = [(thread / "comm").read_text() for thread in Path("/proc/self/task").iterdir()]
+    except OSError:  # another system, or a thread ended while it was read, so there are threads
+        return False
+    # Other versions of TensorFlow may name threads differently, but still have more threads than Python.
+    return len(names) <= threading.active_count() and not any(name.startswith("tf_") for name in names)
+
+
 def _weakly(fn: Callable[..., Any]) -> Callable[[], Any]:
     """Return a weak reference to `fn`. Calls keep `fn` alive."""
     try:
@@ -222,7 +235,7 @@ class ProgramCache:
                     del self._kept[dropped]
                 self._kept[key] = _Kept(program.of(_provided_by_calls, False), (*parts, *in_place))
             else:
-                program = program.of(fn, options["progress"])
+                program = program.of(fn, options.get("progress", False))
             self._kept.move_to_end(key)
             while len(self._kept) > self._most:
                 self._kept.popitem(last=False)[1].drop()

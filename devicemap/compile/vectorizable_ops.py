@@ -15,9 +15,20 @@ import tensorflow as tf
 
 from devicemap._tensorflow.control_flow import CONTROL_FLOW
 from devicemap._tensorflow.converters import CONVERTERS
-from devicemap._tensorflow.elementwise import ELEMENTWISE
 from devicemap._tensorflow.indexing import LISTS
 from devicemap.compile.audit import READS
+
+ELEMENTWISE = frozenset(
+    "Abs Acos Acosh Add AddV2 Angle ApproximateEqual Asin Asinh Atan Atan2 Atanh BesselI0 BesselI0e BesselI1 BesselI1e "
+    "BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 BitwiseAnd BitwiseOr BitwiseXor Bucketize "
+    "Ceil CheckNumerics ClipByValue Complex ComplexAbs Conj Cos Cosh Dawsn Digamma Div DivNoNan Elu Equal Erf Erfc Erfinv "
+    "Exp Expint Expm1 Floor FloorDiv FloorMod FresnelCos FresnelSin Greater GreaterEqual Identity IdentityN Igamma "
+    "IgammaGradA Igammac Imag Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd "
+    "LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Ndtri Neg NotEqual OnesLike Polygamma Pow Real RealDiv Reciprocal "
+    "Relu Relu6 RightShift Rint Round Rsqrt SelectV2 Selu Sigmoid Sign Sin Sinh Softplus Softsign Spence Sqrt Square "
+    "SquaredDifference StopGradient Sub Tan Tanh TruncateDiv TruncateMod Xdivy Xlog1py Xlogy ZerosLike Zeta".split()
+)
+"""Types of ops that compute each element by itself, and broadcast their inputs."""
 
 OPS = ELEMENTWISE.union(
     CONVERTERS,
@@ -29,8 +40,8 @@ OPS = ELEMENTWISE.union(
     # Shapes.
     "BatchToSpaceND BroadcastTo ConcatV2 EnsureShape ExpandDims Fill OneHot Pack Rank Reshape ReverseV2 Shape ShapeN "
     "SpaceToBatchND Split SplitV StridedSliceGrad Tile Unpack "
-    # Lookups.
-    "GatherV2 "
+    # Lookups, biases.
+    "BiasAdd GatherV2 "
     # Matrices on the last axes.
     "Cholesky Cross Diag DiagPart Einsum LogMatrixDeterminant MatrixBandPart MatrixDiag MatrixDiagPart MatrixDiagPartV3 "
     "MatrixDiagV3 MatrixInverse MatrixSetDiag MatrixSetDiagV3 MatrixSolve MatrixTriangularSolve "
@@ -140,6 +151,11 @@ Refuses = Callable[[OpCall], bool]
 EXCEPTIONS: Mapping[str, tuple[Refuses, str]] = {
     # The op takes scalar bounds, or bounds with the shape of x, which the row axis changes.
     "ClipByValue": (lambda call: not call.shape(1).rank == call.shape(2).rank == 0, "has bounds that are not scalars"),
+    # TensorFlow places the channels of four axes.
+    "BiasAdd": (
+        lambda call: call.attribute("data_format") == b"NCHW" and call.stacked[1],
+        "has another bias for each row, and channels before other axes",
+    ),
     # TensorFlow counts negative batch_dims from the end of the indices with the row axis.
     "GatherV2": (
         lambda call: call.attribute("batch_dims") < 0 and not call.stacked[0],

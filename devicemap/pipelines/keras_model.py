@@ -7,7 +7,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import track_loss
 from devicemap._tensorflow.keras_graphs import build_optimizer
 from devicemap.errors import OptionError, warn_user
 from devicemap.pipelines.losses import as_loss
@@ -94,7 +93,8 @@ class PipelineModel(keras.Model):
                 "a stage that is a function, or the loss, uses a trainable tf.Variable, which a Keras model does not know; put "
                 "it into a keras.layers.Layer, or use value_and_gradients in a loop of your own"
             )
-        track_loss(self, value, x)
+        (mean_loss,) = (metric for metric in self.metrics if metric.name == "loss")
+        mean_loss.update_state(value, sample_weight=tf.shape(tf.nest.flatten(x)[0])[0])
         if variables:
             self.optimizer.apply_gradients(zip(gradients, variables))
         else:

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import layers_of, mask_of
-from devicemap._tensorflow.keras_graphs import graph_of, nodes_of, structures_of
+from devicemap._tensorflow.keras_graphs import graph_of, nodes_of
 from devicemap.errors import OptionError
 
 
@@ -96,14 +96,14 @@ def _calls_in(model: Any, inputs: Sequence[Any], training: Any) -> tuple[list[La
             outputs = [keras.KerasTensor(tensor.shape, tensor.dtype) for tensor in node.outputs]
             calls.append(LayerCall(node.operation, args, kwargs, outputs))
         tensors.update(zip(map(id, node.outputs), outputs))
-    return calls, keras.tree.map_structure(lambda tensor: tensors[id(tensor)], structures_of(graph)[1])
+    return calls, keras.tree.map_structure(lambda tensor: tensors[id(tensor)], graph.output)
 
 
 def _is_transparent(layer: Any, given: Sequence[Any], kwargs: Any) -> bool:
     """Whether a call of a nested model equals calls of its layers. Keras converts tensors of other dtypes and ranks."""
     graph = graph_of(layer)
     others = {name for name, value in kwargs.items() if value is not None} - {"training"}
-    if graph is None or others or isinstance(structures_of(graph)[0], dict):
+    if graph is None or others or isinstance(graph.input, dict):
         return False
     return len(given) == len(graph.inputs) and all(
         isinstance(tensor, keras.KerasTensor)
@@ -206,7 +206,7 @@ class StageModel(keras.Model):
 
 def _converter(model: Any) -> Callable[[Any], Any]:
     """Return a function that converts arguments like `model`, by name, dtype and rank."""
-    structure, _ = structures_of(graph_of(model))
+    structure = graph_of(model).input
     symbolic = keras.tree.map_structure(
         lambda tensor: keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype, name=tensor.name), structure
     )

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.gradients import added
-from devicemap._tensorflow.keras import MASK, has_own_call, loss_of_function, mask_of, set_note, stored_in
+from devicemap._tensorflow.keras import MASK, has_own_call, loss_of_function, mask_of, stored_in
 from devicemap.compile.graph_builder import copied
 from devicemap.errors import OptionError, failure
 from devicemap.pipelines.composition import Composition
@@ -112,7 +112,7 @@ def loss_by_row(loss: Any, outputs: Any, y: Any, *weight: Any) -> list[Any]:
     counted = [*masks, *weight, losses[0]][0] if by_weight else losses[0]
     ones = tf.ones_like(counted, weighted.dtype)
     if mask_of(losses[0]) is not None:
-        set_note(ones, MASK, mask_of(losses[0]))
+        setattr(ones, MASK, mask_of(losses[0]))
     weights = _elements(loss, lambda *_: ones, y, outputs, *(weight if by_weight else ()))
     return [total, _sum_of_rows(weights)]
 

@@ -21,7 +21,6 @@ from devicemap._tensorflow.keras import (
     layers_of,
     notes_of,
     observing,
-    set_note,
     stored_in,
 )
 from devicemap._tensorflow.keras_graphs import graph_of
@@ -45,7 +44,7 @@ class Noted:
     def __tf_unflatten__(names: tuple[str, ...], parts: Sequence[Any]) -> Any:
         tensor, *notes = parts
         for name, note in zip(names, notes):
-            set_note(tensor, name, note)
+            setattr(tensor, name, note)
         return tensor
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,13 +34,14 @@ STATE = "state"
 
 
 class Actor:
-    """Maps blocks, from a table to columns, with the callable that `make()` returns."""
+    """Maps blocks, from a table to columns, with the callable that a factory returns."""
 
-    def __init__(self, make: Callable[[], Callable[[Any], Any]], seed: int | None, gpus: bool):
+    def __init__(self, factory: Any, seed: int | None, gpus: bool):
+        """`factory` is pickled, because variables in it start TensorFlow."""
         # Ray does not hide GPUs. With a `runtime_env` that hides them, Ray would read blocks in tasks that need further CPUs.
         if not gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        self._run = make()
+        self._run: Callable[[Any], Any] = pickle.loads(factory)()
         self._seed = seed
 
     def __call__(self, block: Any) -> dict[str, Any]:
@@ -51,29 +51,13 @@ class Actor:
         return columns_of(self._run(data))
 
 
-class Later:
-    """A factory that is unpickled when it is called, because variables in it start TensorFlow."""
-
-    def __init__(self, make: Callable[[], Any]):
-        self._make = make
-
-    def __reduce__(self) -> Any:
-        return partial, (
-            _made,
-            np.frombuffer(_pickled(self._make), np.uint8),
-        )  # Ray stores an array only once in the memory of a host
-
-
-def _pickled(value: Any) -> bytes:
+def pickled(value: Any) -> bytes:
+    """Pickle an object, also functions and classes of the program, by value."""
     from ray import cloudpickle
 
     dumps: Any = cloudpickle.dumps
-    pickled: bytes = dumps(value)
-    return pickled
-
-
-def _made(pickled: Any) -> Any:
-    return pickle.loads(pickled)()
+    result: bytes = dumps(value)
+    return result
 
 
 def mapper(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[[Any], Any]:
@@ -95,7 +79,7 @@ class _Unfinished(Reduction):
 
         def packed(leaves: Sequence[Any]) -> Any:
             state = structure, specs, [leaf.numpy() for leaf in leaves]  # may refer to classes of the program
-            return {STATE: tf.constant([_pickled(state)])}
+            return {STATE: tf.constant([pickled(state)])}
 
         bound.finished = lambda states: bound.merged([states])  # type: ignore[method-assign]
         bound.packed = packed  # type: ignore[method-assign]

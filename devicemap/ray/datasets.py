@@ -20,7 +20,7 @@ from devicemap.compile.reduction import Reduction
 from devicemap.data.structure import freeze
 from devicemap.errors import DataError, DeviceMapError, OptionError, failure
 from devicemap.options import check_count, check_options
-from devicemap.ray.actors import NUMBER, STATE, Actor, Later, mapper
+from devicemap.ray.actors import NUMBER, STATE, Actor, mapper, pickled
 from devicemap.ray.actors import reducer as state_reducer
 
 _CHUNKS = 16
@@ -180,10 +180,11 @@ def _by_actors(
     if seed is not None:
         options["name"] = checked.name or getattr(fn, "__name__", type(fn).__name__)
         dataset, fn = _numbered(dataset), partial(_with_seed, fn)
+    # Pickled together, so that variables in both stay the same. Ray stores an array only once in the memory of a host.
+    factory = np.frombuffer(pickled(partial(make, fn, options)), np.uint8)
     return dataset.map_batches(
         Actor,
-        # Pickled together, so that variables in both stay the same.
-        fn_constructor_args=(Later(partial(make, fn, options)), seed, bool(num_gpus)),
+        fn_constructor_args=(factory, seed, bool(num_gpus)),
         compute=ray.data.ActorPoolStrategy(min_size=sizes[0], max_size=sizes[1]),
         batch_size=rows,
         batch_format="pyarrow",

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from devicemap._tensorflow.keras import LOGITS, MASK, is_seed, mask_of, notes_of, set_note
+from devicemap._tensorflow.keras import LOGITS, MASK, is_seed, mask_of, notes_of
 from devicemap.compile.graph_builder import depends_on
 from devicemap.data.rows import count_rows
 from devicemap.errors import failure
@@ -77,7 +77,7 @@ class Given:
         """Return the arguments, with other rows."""
         count = len(self.masked)
         for leaf, mask in zip((leaf for leaf, masked in zip(rows, self.masked) if masked), rows[count:]):
-            set_note(leaf, MASK, mask)
+            setattr(leaf, MASK, mask)
         left = iter(rows[:count])
         return tf.nest.map_structure(
             lambda leaf: next(left) if leaf is ROWS else next(left)[0] if leaf is SHARED else leaf, self.nest
@@ -101,7 +101,7 @@ class Activation:
     def __call__(self, logits: Any) -> Any:
         output = tf.nn.softmax(logits) if self.name == "Softmax" else tf.sigmoid(logits)
         if self.has_logits:
-            set_note(output, LOGITS, logits)
+            setattr(output, LOGITS, logits)
         return output
 
     @classmethod
@@ -148,7 +148,7 @@ class Passed:
         outputs = [leaf if op is None else op(leaf) for op, leaf in zip(self.activations, outputs)]
         for output, names in zip(outputs, self.notes):
             for name in names:
-                set_note(output, name, left.pop(0))
+                setattr(output, name, left.pop(0))
         tensors = iter(outputs)
         nest = tf.nest.map_structure(lambda leaf: next(tensors) if leaf is ROWS else leaf, self.nest)
         return nest, left[: len(self.losses)], left[len(self.losses) :]
