@@ -11,6 +11,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -21,6 +22,7 @@ from devicemap._tensorflow.functions import functions_by_name
 pfor = Private(
     "tensorflow.python.ops.parallel_for.pfor",
     *(
+        "ConversionNotImplementedError",
         "PFor",
         "WhileV2",
         "_PforInput",
@@ -85,7 +87,7 @@ def take_all_rows(taken: Any) -> None:
 
 @contextlib.contextmanager
 def convert_by(policy: Policy, graphs: Iterable[Any], converters: Mapping[str, Converter]) -> Iterator[None]:
-    """Convert each op of these graphs by a policy in this context.
+    """Convert each op of these graphs by a policy, in this thread and context. Otherwise, TensorFlow converts them as before.
 
     Args:
         policy: converts an op.
@@ -95,17 +97,24 @@ def convert_by(policy: Policy, graphs: Iterable[Any], converters: Mapping[str, C
     if not checks_ops():
         yield
         return
-    registry = pfor._pfor_converter_registry
     ops = {op for graph in graphs for op in graph.get_operations()}  # several functions may share a graph
     with _converting:  # several threads may convert a function that users traced
         for op in ops:
-            converter = converters.get(op.type) or registry.get(op.type)
-            op.pfor_converter = lambda given, converter=converter: policy(given, converter)
+            op.pfor_converter = partial(_convert, policy, threading.get_ident(), converters.get(op.type))
         try:
             yield
         finally:
             for op in ops:
                 del op.pfor_converter
+
+
+def _convert(policy: Policy, thread: int, own: Converter | None, given: Any) -> Any:
+    converter = pfor._pfor_converter_registry.get(given.op.type)
+    if threading.get_ident() == thread:
+        return policy(given, own or converter)
+    if converter is None:  # TensorFlow then runs the op in a loop over rows, if it may
+        raise pfor.ConversionNotImplementedError(f"No pfor vectorization defined for {given.op.type}")
+    return converter(given)
 
 
 def convert_as_tensorflow(given: Any) -> Any:
