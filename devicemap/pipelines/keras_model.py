@@ -93,7 +93,7 @@ class PipelineModel(keras.Model):
                 "a stage that is a function, or the loss, uses a trainable tf.Variable, which a Keras model does not know; put "
                 "it into a keras.layers.Layer, or use value_and_gradients in a loop of your own"
             )
-        (mean_loss,) = (metric for metric in self.metrics if metric.name == "loss")
+        mean_loss = next(metric for metric in self.metrics if metric.name == "loss")  # what `fit` shows
         mean_loss.update_state(value, sample_weight=tf.shape(tf.nest.flatten(x)[0])[0])
         if variables:
             self.optimizer.apply_gradients(zip(gradients, variables))
