@@ -219,13 +219,11 @@ def has_own_call(loss: Any) -> bool:
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """Return the optimizers of a model, from `compile` and other attributes, without wrappers such as `LossScaleOptimizer`."""
+    """Return the optimizers of a model, from `compile` and other attributes, each once."""
     import keras
 
     found = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
-    return [
-        getattr(optimizer, "inner_optimizer", optimizer) for optimizer in {id(each): each for each in found}.values()
-    ]
+    return list({id(each): each for each in found}.values())
 
 
 def updating_alone(optimizer: Any, collected: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:

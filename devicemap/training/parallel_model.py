@@ -13,7 +13,6 @@ import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.keras import build_compiled, forget_functions, layers_of, losses_of
-from devicemap._tensorflow.keras_graphs import build_optimizer
 from devicemap.api import DeviceMap
 from devicemap.data.rows import take_rows
 from devicemap.data.sharding import shard_sizes
@@ -231,10 +230,7 @@ class ParallelModel:
         """Build what a step of Keras would build, so that it is traced once, and knows its losses."""
         if step == "predict_step" or self._own_methods(step):
             return
-        with beside_variables(self._model):
-            build_compiled(self._model, batch)
-            if step == "train_step":
-                build_optimizer(self._model)
+        build_compiled(self._model, batch)
 
     def _own_methods(self, step: str) -> tuple[str, ...]:
         """Return the methods of a step that a model overrides. They may use outputs in any way."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -49,14 +50,27 @@ def spread_variables(devices: Any = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def beside_variables(model: Any) -> Iterator[None]:
-    """Return a context in which optimizers keep and update slots on the devices of variables, if there are several."""
+    """Return a context for a step, in which optimizers keep and update slots on the devices of variables.
+
+    Slots are created outside of the graph that is being traced: TensorFlow traces a function that creates variables twice.
+    """
     spread = len({stored_in(variable).device for variable in model.trainable_variables}) > 1
     with contextlib.ExitStack() as replaced:
         for optimizer in optimizers_of(model):
-            replaced.enter_context(updating_alone(optimizer, _at_home))
+            replaced.enter_context(replacing(optimizer, build=partial(_in_thread, optimizer.build)))
+            inner = getattr(optimizer, "inner_optimizer", optimizer)  # in a `LossScaleOptimizer`
+            add = partial(_add_at_home, inner.add_variable_from_reference)
+            replaced.enter_context(replacing(inner, add_variable_from_reference=add))
+            replaced.enter_context(updating_alone(inner, _at_home))
             if spread:
-                replaced.enter_context(_beside_variables(optimizer, model))
+                replaced.enter_context(replacing(inner, apply=partial(_apply_at_home, inner.apply, model)))
         yield
+
+
+def _in_thread(build: Callable[[Any], None], variables: Any) -> None:
+    """Build an optimizer in another thread, which has no graph. In `tf.init_scope`, the graph would create the variables."""
+    with ThreadPoolExecutor(1, "devicemap optimizer") as thread:
+        thread.submit(build, variables).result()
 
 
 def _at_home(gradients_and_variables: Any) -> list[tuple[Any, Any]]:
@@ -68,18 +82,14 @@ def _at_home(gradients_and_variables: Any) -> list[tuple[Any, Any]]:
     return copied
 
 
-def _beside_variables(optimizer: Any, model: Any) -> contextlib.AbstractContextManager[None]:
-    apply, add = optimizer.apply, optimizer.add_variable_from_reference
+def _add_at_home(add: Callable[..., Any], reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+    with tf.device(stored_in(reference_variable).device):
+        return add(reference_variable, *args, **kwargs)
 
-    def apply_there(gradients: Any, variables: Any = None) -> Any:
-        placed = _at_home(zip(gradients, variables or model.trainable_variables))
-        beside_inputs = partial(home_of_inputs, devices={stored_in(variable).device for _, variable in placed})
-        graph = tf.compat.v1.get_default_graph()
-        with contextlib.nullcontext() if tf.executing_eagerly() else graph.device(beside_inputs):
-            return apply([gradient for gradient, _ in placed], variables)
 
-    def add_there(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        with tf.device(stored_in(reference_variable).device):
-            return add(reference_variable, *args, **kwargs)
-
-    return replacing(optimizer, apply=apply_there, add_variable_from_reference=add_there)
+def _apply_at_home(apply: Callable[..., Any], model: Any, gradients: Any, variables: Any = None) -> Any:
+    placed = _at_home(zip(gradients, variables or model.trainable_variables))
+    beside_inputs = partial(home_of_inputs, devices={stored_in(variable).device for _, variable in placed})
+    graph = tf.compat.v1.get_default_graph()
+    with contextlib.nullcontext() if tf.executing_eagerly() else graph.device(beside_inputs):
+        return apply([gradient for gradient, _ in placed], variables)

@@ -102,17 +102,13 @@ def test_a_step_that_is_set_on_the_model(devices: list[str]) -> None:
     assert model.detach().train_step is own
 
 
-def test_a_step_that_builds_the_losses_is_traced_once(devices: list[str]) -> None:
+@pytest.mark.parametrize("name", ["two forward passes", "adversarial"])
+def test_a_step_that_builds_losses_and_optimizers_is_traced_once(name: str, devices: list[str]) -> None:
     traced: list[Any] = []
-
-    class Counted(TwoPasses):
-        def train_step(self, data: Any) -> Any:
-            traced.append(data)
-            return super().train_step(data)
-
-    model = devicemap.parallelize(Counted(), devices)
-    model.compile("sgd", "mse", jit_compile=False)
-    model.fit(**STEPS | MODELS["two forward passes"][1])
+    model, data = made(name)
+    own = model.train_step
+    model.train_step = lambda batch: traced.append(batch) or own(batch)
+    devicemap.parallelize(model, devices).fit(**STEPS | data)
     assert len(traced) == 1
 
 

@@ -369,17 +369,17 @@ def graphs() -> int:
 @pytest.mark.parametrize("loss", ["mse", keras.losses.Huber()], ids=["mse", "huber"])
 def test_a_step_is_traced_once(loss: Any, accuracy: list[str], devices: list[str]) -> None:
     """Keras traces it twice, because its first trace creates the variables of the optimizer and of metrics."""
-    traced = []
+    traced: list[Any] = []
 
     class Optimizer(keras.optimizers.Adam):
         def apply(self, *arguments: Any) -> None:
-            traced.append(len(self.variables))
+            traced.append(arguments)
             super().apply(*arguments)
 
     model = keras.Sequential([keras.Input([6]), layers.Dense(2)])
     model.compile(Optimizer(), loss, metrics=accuracy, jit_compile=False)
     devicemap.parallelize(model, devices).fit(X, Y, batch_size=11, epochs=2, verbose=0)
-    assert traced == [len(model.optimizer.variables)]
+    assert len(traced) == 1
 
 
 @pytest.mark.in_ci(1)
