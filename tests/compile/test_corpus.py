@@ -18,10 +18,12 @@ DEVICES = ["CPU:1", "CPU:2"]
 FEW_ROWS = 3
 """One device has a shard of two rows, the other a shard of one row."""
 
-PARTS = [
-    (field, vectorized) for vectorized in (True, False) for field in FIELDS if vectorized or field != "control_flow"
-]
-GRADIENTS = [pytest.param(*part, marks=pytest.mark.nightly) for part in PARTS]
+VECTORIZED = [(field, True) for field in FIELDS]
+OTHERS = [(field, False) for field in FIELDS if field != "control_flow"]
+
+
+def _nightly(parts: list[tuple[str, bool]]) -> list[Any]:
+    return [pytest.param(*part, marks=pytest.mark.nightly) for part in parts]
 
 
 def _call(fn: Callable[..., Any], row: Any) -> Any:
@@ -65,7 +67,7 @@ def _not_vectorized(names: list[str]) -> Iterator[str]:
             yield f"{name}: {plan.reason}"
 
 
-@pytest.mark.parametrize(("field", "vectorized"), PARTS)
+@pytest.mark.parametrize(("field", "vectorized"), [*VECTORIZED, *_nightly(OTHERS)])
 def test_results_are_those_of_single_rows(field: str, vectorized: bool) -> None:
     """Functions that TensorFlow vectorises are vectorised. If a field is not, each function gives its reason."""
     names = _of_field(field, vectorized)
@@ -78,7 +80,7 @@ def test_results_are_those_of_single_rows(field: str, vectorized: bool) -> None:
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize(("field", "vectorized"), GRADIENTS)
+@pytest.mark.parametrize(("field", "vectorized"), _nightly([*VECTORIZED, *OTHERS]))
 def test_gradients_are_those_of_single_rows(devices: list[str], field: str, vectorized: bool) -> None:
     """Each argument of each function has its own gradient. Gradients that are not finite for the row are not compared."""
     names = [name for name in _of_field(field, vectorized) if name not in WITHOUT_GRADIENT]
