@@ -18,12 +18,10 @@ DEVICES = ["CPU:1", "CPU:2"]
 FEW_ROWS = 3
 """One device has a shard of two rows, the other a shard of one row."""
 
-VECTORIZED = [(field, True) for field in FIELDS]
-OTHERS = [(field, False) for field in FIELDS if field != "control_flow"]
-
-
-def _nightly(parts: list[tuple[str, bool]]) -> list[Any]:
-    return [pytest.param(*part, marks=pytest.mark.nightly) for part in parts]
+PARTS = [
+    (field, vectorized) for vectorized in (True, False) for field in FIELDS if vectorized or field != "control_flow"
+]
+GRADIENTS = [pytest.param(*part, marks=pytest.mark.nightly) for part in PARTS]
 
 
 def _call(fn: Callable[..., Any], row: Any) -> Any:
@@ -31,10 +29,9 @@ def _call(fn: Callable[..., Any], row: Any) -> Any:
 
 
 def _row_by_row(fn: Callable[..., Any], data: Any) -> Any:
-    """`fn` of each row on its own, in a graph that is traced once."""
-    row_fn = tf.function(lambda row: tensors(fn(row)))
+    """`fn` of each row on its own, in eager code, which traces nothing."""
     rows = tf.nest.flatten(data)[0].shape[0]
-    results = [row_fn(tf.nest.map_structure(lambda leaf: leaf[i], data)) for i in range(rows)]
+    results = [tensors(fn(tf.nest.map_structure(lambda leaf: leaf[i], data))) for i in range(rows)]
     return tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *results)
 
 
@@ -67,7 +64,7 @@ def _not_vectorized(names: list[str]) -> Iterator[str]:
             yield f"{name}: {plan.reason}"
 
 
-@pytest.mark.parametrize(("field", "vectorized"), [*VECTORIZED, *_nightly(OTHERS)])
+@pytest.mark.parametrize(("field", "vectorized"), PARTS)
 def test_results_are_those_of_single_rows(field: str, vectorized: bool) -> None:
     """Functions that TensorFlow vectorises are vectorised. If a field is not, each function gives its reason."""
     names = _of_field(field, vectorized)
@@ -80,7 +77,7 @@ def test_results_are_those_of_single_rows(field: str, vectorized: bool) -> None:
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize(("field", "vectorized"), _nightly([*VECTORIZED, *OTHERS]))
+@pytest.mark.parametrize(("field", "vectorized"), GRADIENTS)
 def test_gradients_are_those_of_single_rows(devices: list[str], field: str, vectorized: bool) -> None:
     """Each argument of each function has its own gradient. Gradients that are not finite for the row are not compared."""
     names = [name for name in _of_field(field, vectorized) if name not in WITHOUT_GRADIENT]
@@ -109,9 +106,10 @@ def test_functions_that_were_traced_before(tmp_path: Path) -> None:
     module.state = [control_flow.LEVELS, *module.fn.get_concrete_function().graph.variables]
     tf.saved_model.save(module, str(tmp_path))
     loaded = tf.saved_model.load(str(tmp_path))
+    wanted = _row_by_row(fn, data)
     for given in (module.fn.get_concrete_function(), loaded.fn):
         mapper = devicemap.DeviceMap(given, devices=DEVICES)
-        failures = [*_differences(mapper(data), _row_by_row(fn, data))]
+        failures = [*_differences(mapper(data), wanted)]
         assert not failures, "\n".join(failures)
         assert traced(mapper, data).vectorized
     mapper = devicemap.DeviceMap(loaded.reader, devices=DEVICES)
