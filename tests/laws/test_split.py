@@ -272,7 +272,7 @@ def test_save_load_and_continue_with_two_pipelines(devices: list[str], tmp_path:
     """Pipelines over one model are independent; the model keeps its traces and its optimizer."""
     model, whole = (chain(dense(), layers.Dropout(0.0), dense(8), dense()) for _ in range(2))
     whole.set_weights(model.get_weights())
-    fitted(whole, x)
+    fitted(whole, x, eager=True)
     one, other = (Piped(split(model, 3, "bytes", devices), devices, microbatches=3) for _ in range(2))
     fitted(one, x)
     fitted(model, x)
