@@ -68,6 +68,7 @@ test-tf-nightly:
 	.venv-nightly/bin/python -m pip install --quiet --upgrade "$(NIGHTLY_TENSORFLOW)" --group test
 	.venv-nightly/bin/python -m pip install --quiet --no-deps --editable .
 	.venv-nightly/bin/python $(PYTEST) --junitxml=build/test-tf-nightly.xml
+	.venv-nightly/bin/python $(PYTEST) -m nightly tests/compile/test_vectorizable_ops.py -k calls_of_each_op
 
 # Small changes of the package, one at a time, that should make a test fail. `make mutants N=20` draws 20 of them.
 N ?= 200

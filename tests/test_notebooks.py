@@ -18,7 +18,10 @@ def _printed(notebook: Any) -> list[str]:
     return ["".join(each.text for each in cell.outputs if each.get("name") == "stdout") for cell in cells]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] * (path.stem != "quickstart")) for path in NOTEBOOKS],
+)
 def test_notebooks_run(path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     notebook = nbformat.read(path, as_version=4)

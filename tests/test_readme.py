@@ -27,15 +27,17 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 
 
 def _snippets() -> Iterator[Any]:
-    """Programs with their output, which is empty if no `text` block follows."""
+    """Programs with their output, which is empty if no `text` block follows. `make test` runs the first of a page."""
     for page in (README, *PAGES):
         text = page.read_text(encoding="utf-8")
         blocks = [*BLOCK.finditer(text)]
+        nightly = page in NIGHTLY
         for block, following in zip(blocks, [*blocks[1:], None]):
             if block[1] == "python":
                 output = following[2] if following is not None and following[1] == "text" else ""
                 name = f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, block.start()) + 1}"
-                yield pytest.param(page, block[2], output, id=name, marks=[pytest.mark.nightly] * (page in NIGHTLY))
+                yield pytest.param(page, block[2], output, id=name, marks=[pytest.mark.nightly] * nightly)
+                nightly = nightly or page.stem != "quickstart"
 
 
 @pytest.mark.parametrize(("page", "program", "output"), _snippets())

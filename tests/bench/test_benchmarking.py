@@ -142,7 +142,7 @@ def test_datasets_are_read_into_memory_and_bounded() -> None:
 
 def test_training_steps_leave_a_model_as_it_was() -> None:
     keras.utils.set_random_seed(1)
-    layers = keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(1)
+    layers = keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(1)
     model = keras.Sequential([keras.Input([3]), *layers])
     model.compile("adam", "mse", metrics=["mae"], jit_compile=False)
     devicemap.parallelize(model, THREE)

@@ -66,7 +66,7 @@ def _sparse(x: Any) -> Any:
     return tf.SparseTensor(*[tf.raw_ops.PlaceholderWithDefault(input=part, shape=None) for part in parts])
 
 
-@pytest.mark.in_ci(6)
+@pytest.mark.in_ci(4)
 @ways
 @pytest.mark.parametrize(("fn", "batched"), [(_dense, False), (_dense, True), (_sparse, False)])
 @pytest.mark.parametrize("rows", [6, 5, 1, 0])

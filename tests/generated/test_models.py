@@ -15,14 +15,12 @@ from models import RandomModel, models
 import devicemap
 from devicemap.errors import FunctionError, OptionError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*batch normalization in training needs the whole batch:RuntimeWarning")
-SOME = settings(max_examples=2, derandomize=True, deadline=None, phases=[Phase.generate])
+pytestmark = [
+    pytest.mark.nightly,  # tests/laws/test_training.py and test_split.py have examples that were chosen
+    pytest.mark.timeout(3600),
+    pytest.mark.filterwarnings("ignore:.*batch normalization in training needs the whole batch:RuntimeWarning"),
+]
 MANY = settings(max_examples=150, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate], print_blob=True)
-HOW_MANY = pytest.mark.parametrize(
-    "how_many",
-    [SOME, pytest.param(MANY, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])],
-    ids=["some", "many"],
-)
 DEVICES = [f"CPU:{i}" for i in range(1, 8)]
 HALVED = {"accumulate": 2}, {"recompute": True}
 
@@ -74,11 +72,9 @@ PIPELINES = st.fixed_dictionaries(
 MODELS = {"model": models(), "count": st.integers(2, 3)}
 
 
-@HOW_MANY
-def test_on_several_devices(how_many: settings) -> None:
-    how_many(given(**MODELS, options=st.sampled_from([{}, *HALVED]))(_train_on_devices))()
+def test_on_several_devices() -> None:
+    MANY(given(**MODELS, options=st.sampled_from([{}, *HALVED]))(_train_on_devices))()
 
 
-@HOW_MANY
-def test_as_pipelines(how_many: settings) -> None:
-    how_many(given(**MODELS, options=PIPELINES)(_train_as_pipeline))()
+def test_as_pipelines() -> None:
+    MANY(given(**MODELS, options=PIPELINES)(_train_as_pipeline))()

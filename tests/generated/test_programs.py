@@ -14,6 +14,11 @@ from programs import MATRIX, PURE, STATE, STEPS, TABLE, TOTAL, K, X, programs, r
 
 import devicemap
 
+pytestmark = [
+    pytest.mark.nightly,  # tests/compile/test_corpus.py has functions that were chosen
+    pytest.mark.timeout(3600),
+]
+
 
 def _function(program: Any) -> Callable[..., Any]:
     def fn(v: Any, k: Any, seed: Any) -> Any:
@@ -80,20 +85,12 @@ def _ways(program: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 # No shrinking, which would trace many functions.
-SOME = settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 MANY = settings(max_examples=300, deadline=None, phases=[Phase.generate])
-HOW_MANY = pytest.mark.parametrize(
-    "how_many",
-    [SOME, pytest.param(MANY, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])],
-    ids=["some", "many"],
-)
 
 
-@HOW_MANY
-def test_values(how_many: settings) -> None:
-    how_many(given(programs(STEPS), OPTIONS, st.integers(1, 4))(check))()
+def test_values() -> None:
+    MANY(given(programs(STEPS), OPTIONS, st.integers(1, 4))(check))()
 
 
-@HOW_MANY
-def test_gradients(how_many: settings) -> None:
-    how_many(given(programs(PURE), OPTIONS)(check_gradients))()
+def test_gradients() -> None:
+    MANY(given(programs(PURE), OPTIONS)(check_gradients))()

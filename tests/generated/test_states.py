@@ -197,7 +197,7 @@ class KilledDirectories(Directories):
 
 
 # No shrinking, which would take longer than the timeout of a test.
-CI = settings(max_examples=14, stateful_step_count=20, deadline=None, derandomize=True, phases=[Phase.generate])
+CI = settings(max_examples=7, stateful_step_count=20, deadline=None, derandomize=True, phases=[Phase.generate])
 AT_RANDOM = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 

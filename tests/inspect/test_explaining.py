@@ -263,7 +263,10 @@ def test_a_loop_is_advised_to_vectorize_if_that_is_possible(fn: Any, data: Any, 
         assert ": pass vectorize=True, and compare the results with DeviceMap.verify; or else " in advice
     mapper(data)
     assert mapper.report.row_by_row in advice
+
+
+def test_reports_name_no_loop_that_there_is_not_or_that_was_asked_for() -> None:
     for options in ({}, {"vectorize": False}, {"batched": True}, {"batch_size": 2, "vectorize": False}):
         mapper = devicemap.DeviceMap(lambda row: row * 2, devices=["CPU:0"], **options)
         mapper(X)
-        assert mapper.report.row_by_row is None  # no loop, or one that was asked for
+        assert mapper.report.row_by_row is None

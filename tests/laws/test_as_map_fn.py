@@ -83,7 +83,7 @@ DEVICE_COUNTS = (1, 3)  # fewer sets than the laws have: each function takes lon
 LONG = "expm", "second gradient of a loop", "gradient of an LSTM"  # take seconds to trace
 
 
-@pytest.mark.in_ci(10)
+@pytest.mark.in_ci(7)
 @pytest.mark.parametrize("vectorize", ["auto", False])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.nightly) if name in LONG else name for name in FUNCTIONS]
@@ -140,7 +140,7 @@ def _writing(count: Any, generator: Any, row: Any) -> Any:
     return row * 2.0, generator.normal([3])
 
 
-@pytest.mark.in_ci(3)
+@pytest.mark.in_ci(2)
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}], ids=str)
 @pytest.mark.parametrize(
     "fn",

@@ -104,9 +104,12 @@ OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "rows, mapped, that read a name": (_named, {"vectorize": False}),
 }
 SECOND_ORDER = "batch", "embedding"
+LIKE_OTHERS = "gather from a batch", "row", "lookup"
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, *OTHERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in LIKE_OTHERS)) for name in FUNCTIONS | OTHERS]
+)
 @places
 def test_gradients_are_those_of_the_serial_map(devices: list[str], name: str, place: Any) -> None:
     fn, options = (FUNCTIONS | OTHERS)[name]
@@ -489,6 +492,7 @@ def test_gradients_of_no_rows_are_zeros(place: Any, options: dict[str, Any], dev
         assert np.any(taken(mapped, X, WEIGHTS)[1])  # a call without rows leaves the next one alone
 
 
+@pytest.mark.in_ci(2)
 @places
 @pytest.mark.parametrize(
     "indices",

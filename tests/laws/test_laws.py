@@ -78,7 +78,7 @@ def test_same_answer(case: Case, devices: list[str]) -> None:
             assert_same(way(mapper, case, first_rows(case.data, rows)), _wanted(case, rows))
 
 
-@pytest.mark.in_ci(11)
+@pytest.mark.in_ci(8)
 @pytest.mark.parametrize("batch_size", [1, 5, 100, None])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_same_answer_in_chunks(case: Case, batch_size: int | None, devices: list[str]) -> None:
@@ -156,7 +156,7 @@ def test_lists_are_tuples_in_datasets_and_files(devices: list[str], tmp_path: Pa
 DTYPES = [np.float16, np.float32, np.float64, np.int8, np.int32, np.int64, np.uint8, np.complex64]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     shape=st.lists(st.integers(0, 4), max_size=3).flatmap(
         lambda inner: st.integers(0, 40).map(lambda rows: (rows, *inner))

@@ -16,21 +16,13 @@ from devicemap.errors import OptionError
 
 DEVICES = ["CPU:1", "CPU:0"]
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "mirroredstrategy.md"
-LIKE_OTHERS = {
-    "jit_compile",
-    "ema_overwrite",
-    "sparse",
-    "clipnorm",
-    "batch_norm",
-    "synchronized_batch_norm",
-    "masks",
-    "in_batch_negatives",
-    *FIXED,
-}
-NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in sorted(LIKE_OTHERS)]
+DIFFERENT = "accumulating_step", "strings", "ragged", "memory_bank", "largest_output", "train_on_batch"
+"""Programs in `make test`. The others are trained there as cases of `trainings.py`, or are like one of these."""
+
+OTHERS = sorted({*PROGRAMS, *FIXED} - {*DIFFERENT})
 
 
-@pytest.mark.parametrize("name", [*sorted({*PROGRAMS} - LIKE_OTHERS), *NIGHTLY])
+@pytest.mark.parametrize("name", [*DIFFERENT, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def test_computes_what_one_device_does(name: str) -> None:
     case = (PROGRAMS | FIXED)[name]
     got = case.trained(devicemap.parallelize(case.made(), DEVICES))

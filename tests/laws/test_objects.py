@@ -105,6 +105,7 @@ def _assert_same(got: Any, wanted: Any) -> None:
     assert_same(a, b)
 
 
+@pytest.mark.in_ci(6)
 @ways
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("rows", [6, 1, 0])

@@ -79,7 +79,7 @@ def test_random_ops_of_batches_never_repeat_a_stream(seeded: bool) -> None:
     _assert_all_distinct(mapper, tf.data.Dataset.from_tensor_slices(X).batch(3))
 
 
-@pytest.mark.in_ci(8)
+@pytest.mark.in_ci(6)
 @pytest.mark.parametrize("seeded", [True, False])
 @pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"batch_size": 3}], ids=str)
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ NUMBERS |= {f"limits of {dtype}": tf.constant(values, dtype) for dtype, values i
 NUMBERS["no complex64"] = tf.zeros([0], tf.complex64)
 
 
-@pytest.mark.in_ci(12)
+@pytest.mark.in_ci(8)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_of_every_dtype(op: str, name: str, devices: list[str]) -> None:

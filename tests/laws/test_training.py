@@ -244,7 +244,7 @@ def test_report_counts_all_rows(devices: list[str]) -> None:
 
 class Stops(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if epoch == 2:
+        if epoch == 1:
             raise KeyboardInterrupt
 
 
@@ -260,8 +260,8 @@ def test_stopped_and_resumed(name: str, tmp_path: Path, devices: list[str]) -> N
         devicemap.parallelize(case.made(), devices).fit(**STEPS | case.data, callbacks=[*callbacks, Stops()])
     model = devicemap.parallelize(case.made(), devices)
     history = model.fit(**STEPS | case.data, callbacks=callbacks).history
-    np.testing.assert_allclose(history["loss"], case.wanted["history"]["loss"][2:], rtol=1e-5)
-    for got in (model, keras.models.load_model(tmp_path / "3.keras")):
+    np.testing.assert_allclose(history["loss"], case.wanted["history"]["loss"][1:], rtol=1e-5)
+    for got in (model, keras.models.load_model(tmp_path / "2.keras")):
         assert_close({"weights": got.get_weights()}, {"weights": case.wanted["weights"]})
     stopping = keras.callbacks.EarlyStopping("loss", min_delta=9.0, patience=2)
     assert len(model.fit(**STEPS | case.data | {"epochs": 9}, callbacks=stopping).history["loss"]) == 3
@@ -741,6 +741,7 @@ def test_models_without_an_optimizer_predict(devices: list[str]) -> None:
         oracle.assert_close(got, alone, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("layer", [AddsLosses, lambda: layers.ReLU(activity_regularizer="l2")])
 @pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
 def test_added_losses_are_not_needed_to_predict(options: dict[str, Any], layer: Any, devices: list[str]) -> None:
@@ -804,7 +805,8 @@ def test_what_devices_cannot_do_apart_is_refused(name: str, norm: Any, devices: 
     with pytest.raises(FunctionError, match=word):
         model.fit(X, Y, verbose=0)
     np.testing.assert_equal(model.get_weights(), before)
-    assert np.all(np.isfinite(model.detach().evaluate(X, Y, verbose=0)))
+    model.detach().run_eagerly = True  # which traces nothing
+    assert np.all(np.isfinite(model.evaluate(X, Y, verbose=0)))
 
 
 class Bags(keras.Model):
