@@ -54,8 +54,15 @@ def as_rows(data: Any) -> Rows:
     """
     if isinstance(data, tf.Tensor) and data.shape.rank:  # fast for small calls
         return Rows(data, (data,), data.shape[0], _key(data))
+    counts: dict[str, int | None] = {}
+
+    def converted(value: Any, path: str) -> Any:
+        leaf = _convert(value, path)
+        counts[path] = _count(leaf, path)
+        return leaf
+
     with tf.device(HOST):
-        structure = map_nest(_convert, data, "data")
+        structure = map_nest(converted, data, "data")
     for node in nodes_of(structure):
         try:
             hash(node.key)
@@ -70,26 +77,25 @@ def as_rows(data: Any) -> Rows:
         raise DataError(f"data holds a dict whose keys cannot be sorted ({error}); use keys of one type") from error
     if not leaves:
         raise DataError(f"data is {data!r}, a nest without leaves; expected at least one tensor to map over")
-    paths = tf.nest.flatten(map_nest(lambda _, path: path, structure, "data"))
-    counts = {path: _count(leaf, path) for path, leaf in zip(paths, leaves)}
     known = {count for count in counts.values() if count is not None}
     if len(known) > 1:
         lengths = ", ".join(f"{path} has {count}" for path, count in counts.items())
         raise DataError(
             f"the leaves of data have different numbers of rows: {lengths}. They must share their first axis"
         )
-    key = key_of(tf.nest.map_structure(spec_of, structure))
-    return Rows(structure, leaves, known.pop() if known else None, key)
+    return Rows(structure, leaves, known.pop() if known else None, key_of(structure))
 
 
-def key_of(specs: Any) -> Any:
-    """Return the hashable value of a nest of `tf.TypeSpec`s that `Rows.key` describes."""
-    return freeze(specs, _key)
+def key_of(nest: Any) -> Any:
+    """Return the hashable value of a nest of tensors or their `tf.TypeSpec`s that `Rows.key` describes."""
+    return freeze(nest, _key)
 
 
 def _key(leaf: Any) -> Any:
-    """Return the key of a spec or a dense tensor. Specs of dense tensors would take longer to compare."""
-    return (leaf.dtype, leaf.shape[1:]) if isinstance(leaf, tf.Tensor | tf.TensorSpec) else leaf
+    """Return the key of a leaf or its spec. Specs of dense tensors would take longer to make and to compare."""
+    if isinstance(leaf, tf.Tensor | tf.TensorSpec):
+        return leaf.dtype, leaf.shape[1:]
+    return leaf if isinstance(leaf, tf.TypeSpec) else spec_of(leaf)
 
 
 def spec_of(leaf: Any) -> Any:
