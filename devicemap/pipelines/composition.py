@@ -15,7 +15,7 @@ from devicemap.compile.graph_builder import copied, sizes_in_graph
 from devicemap.compile.row_counts import row_counts, with_row_counts_checked, with_static_rows
 from devicemap.data.join import join
 from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, spec_of
-from devicemap.errors import DataError, OptionError, brief, function_error
+from devicemap.errors import OptionError, brief, function_error
 from devicemap.hosts import settle
 from devicemap.inspect.pipelines import PipelinePlan, StagePlan
 from devicemap.inspect.planner import DataSpec
@@ -31,14 +31,14 @@ class Batch:
     nest: Any
     """The specs of the rows."""
 
+    targets: tuple[Any, ...]
+    """The specs of targets, which the last stage takes as a second argument."""
+
     tensors: Sequence[Any]
-    """The leaves of the rows."""
+    """The leaves of the rows, and then of the targets."""
 
     least: int | None
     """The least number of rows, if it is known."""
-
-    targets: tuple[Any, ...]
-    """Nests of leaves, which the last stage takes as a second argument."""
 
     scale: Any
     """A scalar that gradients are multiplied by. It is an input of the graph, because an optimizer may change it."""
@@ -53,12 +53,9 @@ class Batch:
         Raises:
             DataError: for data that is not valid, and for different numbers of rows.
         """
-        rows, others = as_rows(noted(data)), [as_rows(each) for each in targets]
-        counts = [each.count for each in (rows, *others) if each.count is not None]
-        if len({*counts}) > 1:
-            raise DataError(f"x, y and sample_weight have {', '.join(map(str, counts))} rows; expected the same number")
-        key = rows.key, *(each.key for each in others)
-        return cls(rows.specs, list(rows.leaves), rows.count, tuple(each.structure for each in others), scale, key)
+        rows = as_rows((noted(data), *targets) if targets else noted(data))
+        nest, *others = rows.specs if targets else (rows.specs,)
+        return cls(nest, tuple(others), rows.leaves, rows.count, scale, rows.key)
 
 
 class Composition:
@@ -75,24 +72,26 @@ class Composition:
 
     def __init__(self, stages: Sequence[Stage], batch: Batch, setting: Setting):
         self._batch = batch
-        given, traced = trace_in_turn(stages, batch.nest, tf.nest.map_structure(spec_of, batch.targets))
+        given, traced = trace_in_turn(stages, batch.nest, batch.targets)
         self.nest = traced[-1].nest
         parts = self._count(traced, setting)
         with tf.device(HOST):
             self.sizes = sizes_in_graph(count_rows(batch.tensors[0]), parts)
-            rows, targets = (self._cut(tensors) for tensors in (batch.tensors, tf.nest.flatten(batch.targets)))
+            microbatches = self._cut(batch.tensors)
         known = batch.least is not None and batch.least >= parts
         some = [known or self.sizes[m] > 0 for m in range(parts)]
         # The gradient of an idle replica is dense zeros, which make the sum of `tf.IndexedSlices` dense.
         replicas = min(len(setting.devices), parts)
         shares = [range(*pair) for pair in pairwise(-(-r * parts // replicas) for r in range(replicas + 1))]
         calls = Calls(setting.orders(self._forward_first(traced), shares), setting.clock)
+        first_target = len(tf.nest.flatten(batch.nest))
         self.values: list[list[Any]] = [[] for _ in range(parts)]
         vectors: list[list[Any]] = [[] for _ in range(parts)]
         for k, stage in enumerate(stages):
             for slot in stage.slots(given[k], shares):
                 for m in slot.share:
-                    taken = [*([] if k else rows[m]), *(targets[m] if stage is stages[-1] else [])]
+                    rows, targets = microbatches[m][:first_target], microbatches[m][first_target:]
+                    taken = [*([] if k else rows), *(targets if stage is stages[-1] else [])]
                     with tf.name_scope(f"stage_{k}_microbatch_{m}"):
                         results = calls.call(Step(k, m, False), slot, self.values[m], taken, some[m])
                     self.values[m] = results[: len(results) - len(traced[k].losses)]
@@ -165,7 +164,7 @@ class EagerGraphs:
             batch = replace(batch, least=min(batch.least or 0, parts))
             known = self._graphs.get(self._key(batch, key))
             function, facts = known or self._new_graph(build, batch)
-            tensors, times = function(batch.tensors, batch.targets, batch.scale)
+            tensors, times = function(batch.tensors, batch.scale)
             if known is None:
                 self._graphs[self._key(batch, key)] = function, facts  # with layers that the traces have found
         except tf.errors.OpError as error:
@@ -179,15 +178,14 @@ class EagerGraphs:
 
     def _new_graph(self, build: Callable[[Batch], tuple[Any, Any]], batch: Batch) -> tuple[Any, list[Any]]:
         """Return a graph for batches with a row for as many microbatches, and a list of the facts of its traces."""
-        facts, clock, nest, key, least = list[Any](), self._setting.clock, batch.nest, batch.key, batch.least
+        facts, clock, like = list[Any](), self._setting.clock, replace(batch, tensors=(), scale=None)
 
-        def run(tensors: Any, targets: Any, scale: Any) -> Any:
-            found, made = build(Batch(nest, tensors, least, targets, scale, key))
+        def run(tensors: Any, scale: Any) -> Any:
+            found, made = build(replace(like, tensors=tensors, scale=scale))
             facts.append(found)
             return made, clock.times if clock else None
 
-        signature = tf.nest.map_structure(spec_of, ([*batch.tensors], batch.targets))
-        signature += (tf.TensorSpec([], tf.float32),)
+        signature = (tuple(map(spec_of, batch.tensors)), tf.TensorSpec([], tf.float32))
         return tf.function(run, autograph=False, input_signature=signature), facts
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -20,19 +20,25 @@ from devicemap.errors import failure
 
 
 class Lockstep:
-    """Functions without arguments that run in turns, in the graph that is being built."""
+    """Functions without arguments that run in turns, in the graph that is being built.
+
+    A turn ends at the next exchange of values, or when the function returns. Then it is the turn of the next function.
+    """
 
     def __init__(self, functions: Sequence[Callable[[], Any]]):
-        graph = tf.compat.v1.get_default_graph()
-        graph.switch_to_thread_local()  # threads enter and leave device scopes in any order
-        scope = graph.get_name_scope()
-
-        def in_graph(function: Callable[[], Any]) -> Any:
-            with graph.as_default(), tf.name_scope(f"{scope}/" if scope else ""):
-                return function()
-
-        self._turns = [_Turn(partial(in_graph, function)) for function in functions]
-        self._current: _Turn | None = None
+        self._graph = tf.compat.v1.get_default_graph()
+        self._graph.switch_to_thread_local()  # threads enter and leave device scopes in any order
+        self._scope = self._graph.get_name_scope()
+        self._functions = functions
+        self._turns = [threading.Semaphore(place == 0) for place in range(len(functions))]
+        self._current = 0
+        self._sent: list[Any] = []
+        """The values of the functions that have arrived at the next exchange."""
+        self._received: Sequence[Any] = ()
+        """The value for each function from the last exchange."""
+        self._results: list[Any] = []
+        """The results of the functions that have returned."""
+        self._error: BaseException | None = None
 
     def run(self) -> list[Any]:
         """Return the results of the functions.
@@ -41,83 +47,54 @@ class Lockstep:
             FunctionError: some functions have returned while others wait for them.
             Exception: one of the functions raised it.
         """
+        with ThreadPoolExecutor(len(self._functions), "devicemap lockstep") as pool:
+            try:
+                list(pool.map(self._run, range(len(self._functions))))
+            except BaseException as error:  # Ctrl-C ends the functions at their next exchange
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._results
+
+    def _run(self, place: int) -> None:
+        self._turns[place].acquire()
         try:
-            while True:
-                for turn in self._turns:
-                    self._current = turn
-                    turn.proceed()
-                waiting = [turn for turn in self._turns if turn.running]
-                if not waiting:
-                    return [turn.result for turn in self._turns]
-                if len(waiting) < len(self._turns):
-                    raise failure("the function meets those of other devices more often on one device than on another")
-                for turn, received in zip(waiting, waiting[0].combine([turn.sent for turn in waiting])):
-                    turn.received = received
-        finally:
-            for turn in self._turns:
-                turn.stop()
-
-    def meet(self, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Exchange values with the functions of all devices: `combine` maps the sent values to the received ones."""
-        assert self._current is not None
-        return self._current.exchange(value, combine)
-
-
-class _Stopped(BaseException):
-    """Ends a function whose result is no longer needed."""
-
-
-class _Turn:
-    """One of the functions. Its thread runs from `proceed` to the next exchange, while the caller waits."""
-
-    result: Any = None
-    sent: Any = None
-    received: Any = None
-    combine: Any = None
-
-    def __init__(self, function: Callable[[], Any]):
-        self.running = True
-        self._function = function
-        self._error: BaseException | None = None
-        self._stopped = False
-        self._may_run, self._has_paused = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, name="devicemap lockstep", daemon=True)
-
-    def _run(self) -> None:
-        try:
-            self.result = self._function()
+            if self._error is None:
+                with self._graph.as_default(), tf.name_scope(f"{self._scope}/" if self._scope else ""):
+                    self._results.append(self._functions[place]())
+                self._check_alike()
         except _Stopped:
             pass
         except BaseException as error:  # raised again by the caller
             self._error = error
-        self.running = False
-        self._has_paused.release()
+        self._end_turn()
 
-    def proceed(self) -> None:
-        """Run until the next exchange, or to the end."""
-        if self._thread.ident is None:
-            self._thread.start()
-        else:
-            self._may_run.release()
-        self._has_paused.acquire()
+    def meet(self, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Exchange values with the functions of all devices: `combine` maps the sent values to the received ones."""
+        place = self._current
+        self._sent.append(value)
+        self._check_alike()
+        if len(self._sent) == len(self._functions):
+            with tf.device(None):
+                self._received = combine(self._sent)
+            self._sent = []
+        self._end_turn()
+        self._turns[place].acquire()
         if self._error is not None:
-            raise self._error
-
-    def exchange(self, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Send a value, pause this thread, and return the received value."""
-        self.sent, self.combine = value, combine
-        self._has_paused.release()
-        self._may_run.acquire()
-        if self._stopped:
             raise _Stopped
-        return self.received
+        return self._received[place]
 
-    def stop(self) -> None:
-        """End the thread."""
-        if self._thread.ident is not None and self.running:
-            self._stopped = True
-            self._may_run.release()
-            self._thread.join()
+    def _end_turn(self) -> None:
+        self._current = (self._current + 1) % len(self._functions)
+        self._turns[self._current].release()
+
+    def _check_alike(self) -> None:
+        if self._sent and self._results:
+            raise failure("the function meets those of other devices more often on one device than on another")
+
+
+class _Stopped(BaseException):
+    """Ends a function whose result is no longer needed."""
 
 
 def meeting(layers: Sequence[Any], lockstep: Lockstep, real: Any) -> AbstractContextManager[None]:

@@ -20,16 +20,17 @@ import tensorflow as tf
 from devicemap._tensorflow.functions import keep_alive, waiting_for
 from devicemap._tensorflow.gradients import differentiate_in_place
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, replacing, stored_in
-from devicemap.compile.graph_builder import depends_on, sizes_in_graph
+from devicemap.compile.graph_builder import copied, depends_on, sizes_in_graph
 from devicemap.compile.program import Program
 from devicemap.compile.reduction import as_states
 from devicemap.compile.replicas import send_along_tree, split_seeds
 from devicemap.compile.row_counts import with_row_counts_checked
-from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows
+from devicemap.data.join import join
+from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, take_rows
 from devicemap.devices import kind_of
 from devicemap.errors import failure, warn_user
 from devicemap.run.graph_engine import CallObservers, call_inside, run_graph
-from devicemap.training.filled_rows import are_real, counted, filled
+from devicemap.training.filled_rows import are_real, filled
 from devicemap.training.lockstep import Lockstep, meeting
 from devicemap.training.recomputation import recomputed, recomputing
 from devicemap.training.row_losses import RowLosses
@@ -57,8 +58,9 @@ class MappedCall:
         if given.count is None and len(self._rows) > 1 and not tf.executing_eagerly():
             with tf.device(self._place):
                 self._rows = tuple(_with_equal_rows(self._rows, layer.name))
-        runs_again = microbatches > 1 or bool(forward.recomputed)
-        self._survey = Survey(forward, layer, given, self._rows, self._row_losses, runs_again)
+        self._runs_again = microbatches > 1 or bool(forward.recomputed)
+        """Whether layers run again for their gradients, which then go to values that are read before."""
+        self._survey = Survey(forward, layer, given, self._rows, self._row_losses, self._runs_again)
         self._passed: Passed
 
     def run(self) -> list[Any]:
@@ -81,14 +83,12 @@ class MappedCall:
         if self._given.count is not None:
             return on_devices(self._rows)
         devices = len(self._forward.devices)
-        fill = tf.function(partial(filled, devices, self._place), autograph=False)
         with tf.device(self._place):
-            rows = fill.get_concrete_function(*self._rows)(*self._rows)
+            rows = filled(self._rows, devices)
         results = on_devices(rows)
         with tf.device(self._forward.home):
             count, of_rows = count_rows(self._rows[0]), self._passed.of_rows
-            drop = tf.function(partial(counted, devices), autograph=False)
-            outputs = drop.get_concrete_function(count, *results[:of_rows])(count, *results[:of_rows])
+            outputs = [take_rows(leaf, 0, count) for leaf in results[:of_rows]]
             real = tf.cast(are_real(tf.size(results[-1], tf.int64), count, devices), results[-1].dtype)
             return [*outputs, *results[of_rows:-1], results[-1] * real]
 
@@ -99,12 +99,9 @@ class MappedCall:
         @tf.autograph.experimental.do_not_convert
         def of_rows(*rows: Any) -> tuple[Any, ...]:
             with forward.plain(), recomputing(forward.recomputed):
-                if self._microbatches > 1 or forward.recomputed:
-                    results = self._on_rows(rows, [*map(_read, self._survey.variables)])
-                else:
-                    results = [*itertools.chain(*self._called(rows, None))]
-            self._survey.check_outputs(self._passed.shapes)
-            returned = [tf.stack([count_rows(leaf)]) for leaf in results[: len(self._passed.notes)]]
+                values = [*map(_read, self._survey.variables)] if self._runs_again else None
+                results = self._on_rows(rows, values)
+            returned = [tf.stack([count]) for count in self._counts(results)]
             return tuple(with_row_counts_checked(results, returned, [count_rows(rows[0])], self._layer.name))
 
         options = {"devices": forward.devices, "batched": True, "output_device": forward.home, "name": self._layer.name}
@@ -137,16 +134,19 @@ class MappedCall:
             real = are_real(len(devices), count, len(devices))
         values = [self._sent(variable, len(devices)) for variable in self._survey.variables]
 
-        def on_device(place: int) -> list[Any]:
+        def on_device(place: int) -> tuple[list[Any], list[Any]]:
             with tf.device(devices[place]):
                 shard = [tf.identity(leaf) for leaf in parts[place]]
-                results = self._on_rows(shard, [tf.identity(value[place]) for value in values])
-                return [tf.identity(leaf) for leaf in results]
+                results = copied(self._on_rows(shard, [tf.identity(value[place]) for value in values]))
+                return results, self._counts(results)
 
         lockstep = Lockstep([partial(on_device, n) for n in range(len(devices))])
         with recomputing(forward.recomputed), meeting(batch_norms_of(forward.model), lockstep, real):
-            results = lockstep.run()
-        joined = self._joined(sizes, results)
+            results, counts = zip(*lockstep.run())
+        with tf.device(forward.home):  # automatic control dependencies would order assertions on several devices
+            joined = [join(parts) for parts in zip(*map(copied, results))]
+            returned = [tf.stack(each) for each in zip(*counts)]
+            joined = with_row_counts_checked(joined, returned, sizes, self._layer.name)
         differentiate_in_place(tf.compat.v1.get_default_graph().get_operations())
         return joined
 
@@ -159,15 +159,22 @@ class MappedCall:
                 return send_along_tree(value, home, self._forward.devices[:count], self._survey.lookups_in(variable))
             return list(tf.unstack(split_seeds(value, count))) if count > 1 else [value]
 
-    def _on_rows(self, rows: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """Run the call on some rows, with these values of the variables.
+    def _on_rows(self, rows: Sequence[Any], values: Sequence[Any] | None) -> list[Any]:
+        """Run the call on some rows, with these values of the variables. With `None`, variables are read.
 
         Returns:
             Outputs and their attached tensors; then losses, new values of variables and the number of rows, as states.
         """
-        held = [*zip(self._survey.variables, values)]
-        if self._microbatches == 1:
+        held = None if values is None else [*zip(self._survey.variables, values)]
+        if held is None or self._microbatches == 1:
             return [*itertools.chain(*self._called(rows, held))]
+        return self._in_microbatches(rows, held)
+
+    def _counts(self, results: Sequence[Any]) -> list[Any]:
+        """Return the numbers of rows of the outputs among these results."""
+        return [count_rows(leaf) for leaf in results[: len(self._passed.notes)]]
+
+    def _in_microbatches(self, rows: Sequence[Any], held: Sequence[tuple[Any, Any]]) -> list[Any]:
         seeds = {id(variable): split_seeds(value, self._microbatches) for variable, value in held if is_seed(variable)}
         trained = [(variable, value) for variable, value in held if variable.trainable]
 
@@ -207,6 +214,7 @@ class MappedCall:
                     "change the variable in a train_step of the model"
                 )
         self._passed = what
+        self._survey.check_outputs(what.shapes)
         if self._row_losses is not None and self._row_losses.complete:
             values = len(what.notes) - len(self._row_losses.keys), len(what.notes)
             for i in (i for i in range(len(tensors)) if i not in range(*values)):
@@ -231,19 +239,6 @@ class MappedCall:
             return outputs, losses.of_rows(outputs, targets)
 
         return with_losses
-
-    def _joined(self, sizes: Any, results: Sequence[Sequence[Any]]) -> list[Any]:
-        """Join the results of shards on the home device, and assert that outputs have a row for each row of a shard."""
-        forward, outputs, counts = self._forward, len(self._passed.notes), []
-        self._survey.check_outputs(self._passed.shapes)
-        for device, part in zip(forward.devices, results):
-            with tf.device(device):
-                counts.append([count_rows(leaf) for leaf in part[:outputs]])
-        with tf.device(forward.home):
-            leaves = [[tf.identity(leaf) for leaf in parts] for parts in zip(*results)]
-            joined = [parts[0] if len(parts) == 1 else tf.concat(parts, 0) for parts in leaves]
-            returned = [tf.stack(each) for each in zip(*counts)]
-            return with_row_counts_checked(joined, returned, sizes, self._layer.name)
 
     def collected(self, results: Sequence[Any]) -> Any:
         """Return the outputs on all rows, add losses to the layers that add them, and assign new values to variables.

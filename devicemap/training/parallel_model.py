@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from devicemap._tensorflow.keras import build_compiled, forget_functions, layers_of, losses_of
 from devicemap.api import DeviceMap
-from devicemap.data.rows import take_rows
 from devicemap.data.sharding import shard_sizes
 from devicemap.data.structure import freeze
 from devicemap.devices import is_out_of_memory
@@ -52,23 +51,26 @@ class ParallelModel:
         """The number of training steps by their number of rows, since the last call of `fit`."""
 
     def build(self, batch: Any = None, step: str = "predict_step") -> None:
-        """Build unbuilt layers, by a trace of a custom step with a batch, or otherwise of the model with a row."""
+        """Build unbuilt layers, by a trace of a custom step with a batch, or otherwise of the model with its inputs."""
         if step in self._own_steps or has_own(self._model, step):
-            if batch is not None and step not in self._traced:
-                self._traced.add(step)
-                self._trace(batch, step)
-        elif not self._model.built:
-            self._trace_a_row(batch)
-
-    def _trace(self, batch: Any, step: str) -> None:
-        """Build the layers that a step calls. Eager steps build them in their first batch, on one device."""
-        if all(layer.built for layer in layers_of(self._model)[1:]):
+            if batch is None or step in self._traced or all(layer.built for layer in layers_of(self._model)[1:]):
+                return
+            self._traced.add(step)
+            if self._model.run_eagerly:  # its first batch builds the layers, on one device
+                self._builds.add(step)
+                return
+            run = self._plain(step)
+        elif self._model.built:
             return
-        if self._model.run_eagerly:
-            self._builds.add(step)
-            return
-        with beside_variables(self._model):
-            tf.function(self._plain(step), autograph=False).get_concrete_function(batch)
+        elif batch is None:
+            raise OptionError(
+                f"{self._model.name} is not built yet: its variables do not exist. Fit it, call it on a batch, or use "
+                "model.build(...) first"
+            )
+        else:
+            run = partial(_infer, self._model)
+        with beside_variables(self._model):  # a run would change counters of layers
+            tf.function(run, autograph=False).get_concrete_function(batch)
 
     def _plain(self, name: str) -> Callable[[Any], Any]:
         """Return the step of the model itself, without mapped calls."""
@@ -76,24 +78,6 @@ class ParallelModel:
         if hasattr(step, "python_function"):  # a tf.function, which keeps traces without mapped calls
             step = tf.function(step.python_function)
         return step if name in self._own_steps else partial(step, self._model)
-
-    def _trace_a_row(self, batch: Any) -> None:
-        if batch is None:
-            raise OptionError(
-                f"{self._model.name} is not built yet: its variables do not exist. Fit it, call it on a batch, or use "
-                "model.build(...) first"
-            )
-        inputs = keras.utils.unpack_x_y_sample_weight(batch)[0]
-        row = tf.nest.map_structure(lambda leaf: take_rows(leaf, 0, 1), inputs)
-        # The call is only traced, because a run would change counters of layers.
-        try:
-            tf.function(lambda: self._model(row, training=False), autograph=False).get_concrete_function()
-        except Exception as error:
-            raise function_error(
-                f"{self._model.name} cannot be called on one row: a model whose layers need all rows of a batch cannot be "
-                f"parallelized: {type(error).__name__}: {error}",
-                error,
-            ) from error
 
     def attach(self) -> None:
         """Replace the steps of the model, and add the methods."""
@@ -264,6 +248,10 @@ class ParallelModel:
                 RuntimeWarning,
             )
         return results
+
+
+def _infer(model: Any, batch: Any) -> Any:
+    return model(keras.utils.unpack_x_y_sample_weight(batch)[0], training=False)
 
 
 def count_of(batch: Any) -> int | None:
