@@ -54,7 +54,7 @@ def beside_variables(model: Any) -> Iterator[None]:
 
     Slots are created outside of the graph that is being traced: TensorFlow traces a function that creates variables twice.
     """
-    spread = len({stored_in(variable).device for variable in model.trainable_variables}) > 1
+    homes = {stored_in(variable).device for variable in model.trainable_variables}
     with contextlib.ExitStack() as replaced:
         for optimizer in optimizers_of(model):
             replaced.enter_context(replacing(optimizer, build=partial(_in_thread, optimizer.build)))
@@ -62,8 +62,8 @@ def beside_variables(model: Any) -> Iterator[None]:
             add = partial(_add_at_home, inner.add_variable_from_reference)
             replaced.enter_context(replacing(inner, add_variable_from_reference=add))
             replaced.enter_context(updating_alone(inner, _at_home))
-            if spread:
-                replaced.enter_context(replacing(inner, apply=partial(_apply_at_home, inner.apply, model)))
+            if len(homes) > 1:
+                replaced.enter_context(replacing(inner, apply=partial(_apply_at_home, inner.apply, homes)))
         yield
 
 
@@ -87,9 +87,9 @@ def _add_at_home(add: Callable[..., Any], reference_variable: Any, *args: Any, *
         return add(reference_variable, *args, **kwargs)
 
 
-def _apply_at_home(apply: Callable[..., Any], model: Any, gradients: Any, variables: Any = None) -> Any:
-    placed = _at_home(zip(gradients, variables or model.trainable_variables))
-    beside_inputs = partial(home_of_inputs, devices={stored_in(variable).device for _, variable in placed})
+def _apply_at_home(apply: Callable[..., Any], homes: set[str], gradients: Any, variables: Any = None) -> Any:
+    if variables is not None:  # otherwise, Keras takes those for which the optimizer was built
+        gradients = [gradient for gradient, _ in _at_home(zip(gradients, variables))]
     graph = tf.compat.v1.get_default_graph()
-    with contextlib.nullcontext() if tf.executing_eagerly() else graph.device(beside_inputs):
-        return apply([gradient for gradient, _ in placed], variables)
+    with contextlib.nullcontext() if tf.executing_eagerly() else graph.device(partial(home_of_inputs, devices=homes)):
+        return apply(gradients, variables)
