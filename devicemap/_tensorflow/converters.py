@@ -105,15 +105,34 @@ def indices_with_row(given: Any, place: int) -> Any:
     return tf.concat([tf.cast(row, indices.dtype), indices], -1)
 
 
+_MERGED = "_devicemap_merged"
+"""Attribute of a tensor `[rows, batch, ...]`: the tensor `[rows * batch, ...]` that it was split from."""
+
+
 def _flattened(tensor: Any) -> Any:
     """`[rows, batch, ...]` -> `[rows * batch, ...]`."""
+    if hasattr(tensor, _MERGED):
+        return getattr(tensor, _MERGED)
     shape = tf.shape(tensor)
     return tf.reshape(tensor, tf.concat([shape[:1] * shape[1:2], shape[2:]], 0))
 
 
 def _unflattened(tensor: Any, rows: Any, length: Any) -> Any:
     """`[rows * length, ...]` -> `[rows, length, ...]`."""
-    return tf.reshape(tensor, tf.concat([rows, length, tf.shape(tensor)[1:]], 0))
+    result = tf.reshape(tensor, tf.concat([rows, length, tf.shape(tensor)[1:]], 0))
+    setattr(result, _MERGED, tensor)
+    return result
+
+
+def convert_fusible(given: Any) -> Any:
+    """Add a shared bias, or rectify, before a merged batch is split by rows.
+
+    Grappler fuses both with a convolution only if no Reshape is between them (test_no_reshape_keeps_grappler_from_fusing).
+    """
+    others_stacked = any(stacked for _, stacked, _ in given.inputs[1:])
+    if hasattr(given.input(0).t, _MERGED) and not others_stacked:
+        return by_merging(batch, shared)(given)
+    return convert_as_tensorflow(given)
 
 
 def convert_reduction(given: Any) -> Any:
@@ -249,6 +268,7 @@ CONVERTERS: dict[str, Converter] = {
         by(for_all_rows, indices_with_row, for_all_rows),
     ),
     **_all("SegmentMax SegmentMean SegmentMin SegmentProd SegmentSum", convert_shared_segments),
+    **_all("BiasAdd Relu", convert_fusible),
     "BiasAddGrad": convert_bias_gradient,
     "DepthwiseConv2dNative": convert_depthwise,
     "CumulativeLogsumexp": by(for_all_rows, axes),

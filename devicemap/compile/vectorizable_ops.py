@@ -40,8 +40,8 @@ OPS = ELEMENTWISE.union(
     # Shapes.
     "BatchToSpaceND BroadcastTo ConcatV2 EnsureShape ExpandDims Fill OneHot Pack Rank Reshape ReverseV2 Shape ShapeN "
     "SpaceToBatchND Split SplitV StridedSliceGrad Tile Unpack "
-    # Lookups, biases.
-    "BiasAdd GatherV2 "
+    # Lookups.
+    "GatherV2 "
     # Matrices on the last axes.
     "Cholesky Cross Diag DiagPart Einsum LogMatrixDeterminant MatrixBandPart MatrixDiag MatrixDiagPart MatrixDiagPartV3 "
     "MatrixDiagV3 MatrixInverse MatrixSetDiag MatrixSetDiagV3 MatrixSolve MatrixTriangularSolve "

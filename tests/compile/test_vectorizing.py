@@ -195,6 +195,29 @@ def test_ops_that_draw_or_call_python_do_not_run_row_by_row_alone() -> None:
         assert not traced(devicemap.DeviceMap(fn, devices=TWO), VECTORS).vectorized
 
 
+def test_no_reshape_keeps_grappler_from_fusing() -> None:
+    """A bias and Relu follow the convolution of one sample, as those of a batch."""
+    filters = tf.ones([3, 3, 2, 4])
+
+    def fn(image: Any) -> Any:
+        convolved = tf.nn.conv2d(image[None], filters, 1, "VALID")
+        return tf.nn.relu(tf.nn.bias_add(convolved, [1.0, 2.0, 3.0, 4.0]))[0]
+
+    def alone(rows: Any) -> Any:
+        return one_by_one(fn, rows)
+
+    mapper = devicemap.DeviceMap(fn, devices=["CPU:1"])
+    of_any_size = tf.function(mapper, input_signature=[tf.TensorSpec([None, None, None, 2])])
+    for mapped in (mapper, of_any_size):
+        np.testing.assert_allclose(mapped(IMAGES), alone(IMAGES), rtol=1e-5, atol=1e-5)
+        (got,), (wanted,) = gradients_of(mapped, IMAGES), gradients_of(alone, IMAGES)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    nodes = {node.name: node for graph in partitions(mapper, IMAGES) for node in graph.node}
+    following = [node for node in nodes.values() if node.op in ("BiasAdd", "Relu")]
+    assert not [node.name for node in following if nodes[node.input[0]].op == "Reshape"]
+    assert any("Conv2D" in node.op for node in nodes.values())  # also fused, or of oneDNN
+
+
 def test_the_choice_can_be_made_by_hand() -> None:
     concrete = tf.function(tf.sin).get_concrete_function(tf.TensorSpec([3]))
     for fn, options, vectorized in (
