@@ -22,8 +22,8 @@ from devicemap.bench.measurements import BenchmarkResult, Measurement, next_batc
 from devicemap.compile.program import Program
 from devicemap.compile.random import row_seeds
 from devicemap.data.join import join
-from devicemap.data.rows import HOST, Rows, as_rows, take_rows
-from devicemap.data.sources import first_rows, rows_in_memory
+from devicemap.data.rows import HOST, Rows, as_rows, first_rows, take_rows
+from devicemap.data.sources import rows_in_memory
 from devicemap.data.structure import as_objects
 from devicemap.devices import choose_devices, is_out_of_memory, kind_of, list_devices
 from devicemap.errors import DataError, OptionError, error_text, warn_user

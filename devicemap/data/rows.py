@@ -164,6 +164,14 @@ def take_rows(leaf: Any, start: Any, stop: Any) -> Any:
     return leaf[start:stop]
 
 
+def first_rows(rows: Rows, most: int) -> Rows:
+    """Return at most `most` rows from the start."""
+    if rows.count is not None and rows.count <= most:
+        return rows
+    with tf.device(HOST):
+        return as_rows(tf.nest.map_structure(lambda leaf: take_rows(leaf, 0, most), rows.structure))
+
+
 def count_rows(leaf: Any, dtype: Any = tf.int64) -> Any:
     """Return the number of rows of a leaf as a scalar. On GPUs, kernels compute int32 on the host, where loops need it."""
     if isinstance(leaf, tf.RaggedTensor):

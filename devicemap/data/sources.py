@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from devicemap.data.join import join
-from devicemap.data.rows import HOST, Rows, any_rows, as_rows, take_rows
+from devicemap.data.rows import HOST, Rows, any_rows, as_rows, first_rows, take_rows
 from devicemap.data.structure import as_nodes, nodes_of
 from devicemap.errors import DataError, FunctionError
 from devicemap.events import Shard
@@ -296,14 +296,6 @@ def rows_in_memory(data: Any, options: Options, most: int | None) -> Rows:
     if not rows.count:
         raise DataError("data has no rows; expected at least one, better many more than there are devices")
     return rows if most is None else first_rows(rows, most)
-
-
-def first_rows(rows: Rows, most: int) -> Rows:
-    """Return at most `most` rows from the start."""
-    if rows.count is not None and rows.count <= most:
-        return rows
-    with tf.device(HOST):
-        return as_rows(tf.nest.map_structure(lambda leaf: take_rows(leaf, 0, most), rows.structure))
 
 
 def _read_rows(dataset: Any, options: Options, most: int) -> Rows:
