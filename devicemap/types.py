@@ -17,7 +17,8 @@ from devicemap.events import (
 )
 from devicemap.inspect.pipelines import PipelinePlan, PipelineReport
 from devicemap.inspect.plan import Plan
-from devicemap.inspect.report import Report, TrainingReport
+from devicemap.inspect.report import Report
+from devicemap.inspect.training import TrainingReport
 from devicemap.inspect.verify import Verification
 from devicemap.pipelines.split import Stages
 from devicemap.store.results import Results

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -12,11 +13,13 @@ from rich.console import Group
 from rich.text import Text
 
 from devicemap.events import short_name
-from devicemap.inspect.advice import advise_before, quoted
 from devicemap.inspect.render import Result, counted, listed, page, size_text, table
 
 _SHOWN = 3
 """The most reasons that are shown."""
+
+_LARGE_BYTES = 2**20
+"""Copies of fewer bytes take less time than a call. A judgement; no benchmark chose it."""
 
 
 class Handling(Enum):
@@ -146,14 +149,72 @@ class Plan(Result):
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """Obstacles to parallelism, with remedies."""
-        return advise_before(self)
+        """Obstacles to parallelism, with remedies, the most expensive first."""
+        return *_about_order(self), *_about_devices(self), *_about_rows(self)
 
     def __rich__(self) -> Any:
         rows = "an unknown number of rows" if self.rows is None else counted(self.rows, "row")
         title = f"{self.name}: {rows} on {counted(len(self.devices), 'device')}, in {self.engine}"
         facts = Group(*map(Text, _facts(self)))
         return page(title, table([*_devices(self)]), facts, notes=[f"* {line}" for line in self.advice])
+
+
+def _quoted(names: Sequence[str]) -> str:
+    """Return the first two of some names, and the number of the others."""
+    others = [f"{len(names) - 2} more"] if len(names) > 2 else []
+    return listed([*(f"`{name}`" for name in names[:2]), *others])
+
+
+def _about_order(plan: Plan) -> Iterator[str]:
+    if len(plan.devices) < 2:
+        return
+    if plan.ordered:
+        keras = any(name.rpartition("/")[2].startswith("moving_") for name in plan.ordered)
+        remedy = "call batch normalization with training=False" if keras else "use assign_add, or return the new value"
+        yield f"the devices work one after another, because fn writes {_quoted(plan.ordered)} in row order: {remedy}"
+    if plan.fixed_seeds:
+        yield (
+            f"one device computes all rows, because the seeds of {listed(plan.fixed_seeds)} are the same in every trace: use "
+            "the option seed= with tf.random.stateless_* ops"
+        )
+    if plan.python_ops:
+        # Each running call of Python holds one of TensorFlow's threads, so that there may be fewer slots than devices.
+        used, count = _count_used(plan), len(plan.devices)
+        few = used < (count if plan.rows is None else min(count, plan.rows))
+        threads = (
+            f" ({counted(used, 'device')}: see tf.config.threading.set_inter_op_parallelism_threads)" if few else ""
+        )
+        yield f"{listed(plan.python_ops)} calls Python, one call at a time for all devices{threads}: use TensorFlow ops instead"
+
+
+def _about_devices(plan: Plan) -> Iterator[str]:
+    count, rows, size = _count_used(plan), plan.rows, plan.batch_size
+    if isinstance(size, int) and rows and min(rows, size) > 1 and rows <= size * (count - 1):
+        chunks = -(-rows // size)
+        yield f"{counted(rows, 'row')} make {counted(chunks, 'chunk')} for {count} devices: use a smaller batch_size"
+    parts = defaultdict(list)
+    for device in plan.devices:
+        parts[device.gpu].append(short_name(device.device))
+    for gpu, names in parts.items():
+        if gpu is not None and len(names) > 1:
+            yield f"{listed(names)} are parts of one GPU, where large kernels take turns: they may be no faster than one"
+
+
+def _count_used(plan: Plan) -> int:
+    """Return the number of devices that the call may use: some functions cannot use all of them."""
+    return sum(0 not in (device.rows, device.shards, device.chunks_in_flight) for device in plan.devices)
+
+
+def _about_rows(plan: Plan) -> Iterator[str]:
+    if plan.remedy and not plan.ordered:
+        yield f"rows run one by one because {plan.reason}: {plan.remedy}"
+    copied = sum(each.size_bytes or 0 for each in plan.captured if each.handling.name == "COPIED")
+    sizes = (plan.rows or 0) * ((plan.bytes_per_row or 0) + (plan.result_bytes_per_row or 0))
+    if plan.engine == "one graph" and plan.rows and copied > max(_LARGE_BYTES, sizes):
+        yield (
+            f"each call copies {size_text(copied)} of variables to each other device, more than the {size_text(sizes)} of its "
+            "rows and results: pass more rows per call"
+        )
 
 
 def _devices(plan: Plan) -> Iterator[dict[str, str]]:
@@ -177,7 +238,7 @@ def _facts(plan: Plan) -> Iterator[str]:
     yield "rows: fn takes batches" if plan.batched else f"rows: {how}, because {'; '.join(reasons[:_SHOWN])}{more}"
     if plan.ordered:
         line = next((f", as in {each.line}" for each in plan.captured if each.line), "")
-        yield f"order: kept, because fn writes {quoted(plan.ordered)} in row order{line}"
+        yield f"order: kept, because fn writes {_quoted(plan.ordered)} in row order{line}"
     else:
         yield "order: not kept, no device waits for another"
     sizes = ["?" if size is None else size_text(size) for size in (plan.bytes_per_row, plan.result_bytes_per_row)]

@@ -1,4 +1,4 @@
-"""The results of `DeviceMap.report` and of `report()` of a parallelized model: the work of each device."""
+"""The result of `DeviceMap.report`: the work of each device in a call."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import itertools
 import json
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from devicemap.events import FailedRow, Shard, short_name
-from devicemap.inspect.advice import advise_after
-from devicemap.inspect.render import BLUE, ORANGE, Result, counted, drawing, page, seconds_text, table
+from devicemap.inspect.render import BLUE, ORANGE, Result, counted, drawing, listed, page, seconds_text, table
 
 _COLOURS = {"finished": BLUE, "failed": ORANGE, "unfinished": "tab:grey"}
 _INCHES_PER_LANE = 0.4
+
+_LONG_SECONDS = 1.0
+"""Shorter calls get no advice about time. A judgement; no benchmark chose it."""
+
+_LOST_SHARE = 0.1
+"""The least share of the time of the call for advice about lost time. A judgement, too."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +145,13 @@ class Report(Result):
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """Reasons for lost time in the call, with remedies."""
-        return advise_after(self)
+        """Reasons for lost time in the call, with remedies, the most expensive first."""
+        if self.in_turn:
+            return ("the devices worked one after another, because fn depends on the order of rows: see explain",)
+        lost_time = _about_time(self) if self.wall_seconds > _LONG_SECONDS else ()
+        full = [short_name(device.device) for device in self.devices if device.back_offs]
+        memory = f"{listed(full)} ran out of memory and continued with fewer rows at a time: use a smaller batch_size"
+        return *lost_time, *([memory] if full else [])
 
     @property
     def summary(self) -> str:
@@ -215,6 +225,25 @@ class Report(Result):
         return page(self.summary, table([*map(_cells_of, self.devices)], nothing="-"), notes=notes)
 
 
+def _about_time(report: Report) -> Iterator[str]:
+    seconds, devices = report.wall_seconds, report.devices
+    if report.row_by_row is not None:
+        yield f"rows run one by one because {report.row_by_row}"
+    waiting = sum(device.waiting_seconds for device in devices) / (max(1, len(devices)) * seconds)
+    if waiting > _LOST_SHARE:
+        yield f"the devices waited {waiting:.0%} of the time for input: use prefetch, cache or more parallel calls of tf.data"
+    ends = {device.device: 0.0 for device in devices if not device.lost}
+    ends |= {span.shard.device: span.finished_seconds for span in report.spans if span.shard.device in ends}
+    tail = max(ends.values(), default=0.0) - min(ends.values(), default=0.0)
+    if tail > _LOST_SHARE * seconds and report.rows >= len(ends):
+        remedy = "use a smaller batch_size"
+        if report.engine == "one graph":
+            remedy = "pass batch_size, so that idle devices get chunks"
+        if all(len(span.shard) == 1 for span in report.spans):
+            remedy = "put the rows that take longest first"
+        yield f"the first device ran out of work {tail:.2g} s before the end: {remedy}"
+
+
 def _lanes_of(spans: Sequence[Span]) -> list[int]:
     """Return a lane for each span, from 0 on each device, so that no two spans overlap in one lane."""
     ends: dict[str, list[float]] = defaultdict(list)
@@ -241,40 +270,3 @@ def _cells_of(device: DeviceReport) -> dict[str, str]:
         "back-offs": str(device.back_offs or ""),
         "GPU in use": "" if device.utilisation_percent is None else f"{device.utilisation_percent:.0f}%",
     }
-
-
-@dataclass(frozen=True)
-class DeviceShare:
-    """The part of one device in training."""
-
-    device: str
-    """Full name."""
-
-    rows: int
-    """Number of rows that it computed."""
-
-
-@dataclass(frozen=True, repr=False)
-class TrainingReport(Result):
-    """The work of the devices since the last call of `fit`."""
-
-    name: str
-    """Name of the model."""
-
-    steps: int
-    """Number of training steps."""
-
-    devices: tuple[DeviceShare, ...]
-    """The part of each device."""
-
-    microbatches: int
-    """Number of microbatches of each device in a step."""
-
-    def __rich__(self) -> Any:
-        total = sum(device.rows for device in self.devices)
-        rows = [
-            {"device": short_name(each.device), "rows": str(each.rows), "share": f"{each.rows / max(total, 1):.0%}"}
-            for each in self.devices
-        ]
-        parts = f", in {self.microbatches} microbatches on each device" if self.microbatches > 1 else ""
-        return page(f"{self.name}: {total} rows in {self.steps} training steps{parts}", table(rows))

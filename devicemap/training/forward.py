@@ -1,4 +1,4 @@
-"""Map the calls of a Keras model and its layers in a step, with the outputs, losses and new values of one device."""
+"""What the mapped calls of one step share: the model, its devices, and its layers as they run on one device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.gradients import have_tangents
-from devicemap._tensorflow.keras import batch_norms_of, is_stateless, layers_of, replacing, stored_in
+from devicemap._tensorflow.keras import batch_norms_of, layers_of, replacing, stored_in
 from devicemap.devices import choose_devices
-from devicemap.errors import DataError, failure
-from devicemap.training.mapped_call import MappedCall
-from devicemap.training.row_losses import RowLosses
-from devicemap.training.stateless import CallScope, Given, add_loss, current_scope
+from devicemap.errors import failure
+from devicemap.training.stateless import CallScope, add_loss, current_scope
 
 _REPLICA_CALLS = "all_reduce", "all_gather", "merge_call"
 """Methods of `tf.distribute.ReplicaContext` that use other devices. Without a strategy they return their arguments."""
@@ -48,48 +45,14 @@ class ForwardPass:
             held[variable.device] += variable.shape.num_elements() * variable.dtype.size
         self.home = held.most_common(1)[0][0] if held else "/CPU:0"
         """The device with most bytes of variables, on which outputs are gathered."""
-        self._layers = [(layer, layer.call) for layer in layers_of(model)]
+        self.layers = [(layer, layer.call) for layer in layers_of(model)]
         """Each layer, and its `call` outside of the contexts that replace it."""
-
-    @contextmanager
-    def mapping(
-        self, rows: int | None, microbatches: int, losses: bool, row_losses: RowLosses | None = None
-    ) -> Iterator[None]:
-        """Map the outermost calls of the model and of its layers in this context.
-
-        Args:
-            rows: the number of rows of the batch, `None` if it is unknown.
-            microbatches: number of parts in which each device runs its rows, in the first call of the model.
-            losses: whether losses that layers add are collected.
-            row_losses: losses of the call of the model. The step must call the model once.
-        """
-
-        def mapped(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
-            """Run a call of a layer with a shard of rows on each device. A call without rows runs unmapped."""
-            given = Given.of(args, kwargs, losses)
-            if not given.has_rows(rows) or not layer.built or is_stateless():
-                return call(*args, **kwargs)
-            self._check_no_tangents(layer, given)
-            of_model = layer is self.model
-            parts = microbatches if of_model and not self.calls else 1  # microbatches have no gradients to their inputs
-            self.calls += 1
-            with self.plain():
-                mapped_call = MappedCall(self, layer, given, parts, row_losses if of_model else None)
-                results = mapped_call.run()
-            return mapped_call.collected(results)
-
-        with ExitStack() as replaced:
-            for layer, _ in self._layers:
-                replaced.enter_context(replacing(layer, call=partial(mapped, layer, layer.call)))
-            if row_losses is not None:
-                replaced.enter_context(row_losses.used())
-            yield
 
     @contextmanager
     def plain(self) -> Iterator[None]:
         """Return a context in which layers run unmapped, in a `CallScope`."""
         with ExitStack() as replaced:
-            for layer, call in self._layers:
+            for layer, call in self.layers:
                 replaced.enter_context(replacing(layer, call=call, add_loss=partial(add_loss, layer)))
             for norm in batch_norms_of(self.model):  # `batch_norm` replaces Keras's own synchronization
                 replaced.enter_context(replacing(norm, synchronized=False))
@@ -105,14 +68,6 @@ class ForwardPass:
         phase = {"training": True} if "training" in inspect.signature(self.model.call).parameters else {}
         with self.plain(), CallScope([(variable, stored_in(variable).read_value()) for variable in self.variables]):
             return tuple(tf.nest.flatten(self.model(inputs, **phase)))
-
-    def _check_no_tangents(self, layer: Any, given: Given) -> None:
-        handles = [stored_in(variable).handle for variable in self.variables]
-        if have_tangents([*tf.nest.flatten(given.rows, True), *handles]):
-            raise DataError(
-                f"a tf.autodiff.ForwardAccumulator follows what {layer.name} takes, and gathering rows has no forward mode; "
-                "use a tf.GradientTape"
-            )
 
 
 def _as_one_device(name: str, method: Any, *args: Any, **kwargs: Any) -> Any:

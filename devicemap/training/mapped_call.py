@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -30,15 +30,12 @@ from devicemap.data.rows import HOST, as_rows, count_rows, cut_rows, take_rows
 from devicemap.devices import kind_of
 from devicemap.errors import failure, warn_user
 from devicemap.run.graph_engine import CallObservers, call_inside, run_graph
-from devicemap.training.filled_rows import are_real, filled
+from devicemap.training.forward import ForwardPass
 from devicemap.training.lockstep import Lockstep, meeting
 from devicemap.training.recomputation import recomputed, recomputing
 from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import CallScope, Given, Passed, pure
 from devicemap.training.survey import Survey
-
-if TYPE_CHECKING:
-    from devicemap.training.forward import ForwardPass
 
 
 class MappedCall:
@@ -84,16 +81,16 @@ class MappedCall:
             return on_devices(self._rows)
         devices = len(self._forward.devices)
         with tf.device(self._place):
-            rows = filled(self._rows, devices)
+            rows = _filled(self._rows, devices)
         results = on_devices(rows)
         with tf.device(self._forward.home):
             count, of_rows = count_rows(self._rows[0]), self._passed.of_rows
             outputs = [take_rows(leaf, 0, count) for leaf in results[:of_rows]]
-            real = tf.cast(are_real(tf.size(results[-1], tf.int64), count, devices), results[-1].dtype)
+            real = tf.cast(_are_real(tf.size(results[-1], tf.int64), count, devices), results[-1].dtype)
             return [*outputs, *results[of_rows:-1], results[-1] * real]
 
     def _apart(self, rows: Sequence[Any]) -> list[Any]:
-        """Run the call in independent shards. Rows of unknown number are those of `filled`."""
+        """Run the call in independent shards. Rows of unknown number are those of `_filled`."""
         forward = self._forward
 
         @tf.autograph.experimental.do_not_convert
@@ -116,7 +113,7 @@ class MappedCall:
         return list(call_inside(program, as_rows(tuple(rows)), filled=True))
 
     def _in_lockstep(self, rows: Sequence[Any]) -> list[Any]:
-        """Run the call in shards that exchange statistics. Rows of unknown number are those of `filled`."""
+        """Run the call in shards that exchange statistics. Rows of unknown number are those of `_filled`."""
         function = tf.function(self._shards_in_lockstep, autograph=False)
         count = count_rows(self._rows[0])
         concrete = function.get_concrete_function(count, *rows)
@@ -131,7 +128,7 @@ class MappedCall:
             # Not static, so that `depends_on` sees what uses the number (test_what_devices_cannot_do_apart_is_refused).
             sizes = sizes_in_graph(count if known is not None else count_rows(leaves[0]), len(devices))
             parts = [*zip(*(cut_rows(leaf, sizes, len(devices)) for leaf in leaves))]
-            real = are_real(len(devices), count, len(devices))
+            real = _are_real(len(devices), count, len(devices))
         values = [self._sent(variable, len(devices)) for variable in self._survey.variables]
 
         def on_device(place: int) -> tuple[list[Any], list[Any]]:
@@ -267,6 +264,23 @@ def _mean(states: Any, shares: Any) -> Any:
     """Return the mean of states `[devices, ...]`, weighted by shares `[devices]`."""
     shares = tf.reshape(tf.cast(shares, states.dtype), [-1, *[1] * (states.shape.rank - 1)])
     return tf.reduce_sum(states * shares, 0)
+
+
+def _filled(rows: Sequence[Any], devices: int) -> list[Any]:
+    """Return the rows of a batch, with copies of the first for devices without rows. A batch without rows stays empty."""
+
+    def with_copies() -> list[Any]:
+        return [take_rows(join([leaf, *[take_rows(leaf, 0, 1)] * (devices - 1)]), 0, devices) for leaf in rows]
+
+    return list(tf.cond(count_rows(rows[0], tf.int32) < devices, with_copies, lambda: list(rows)))
+
+
+def _are_real(shards: Any, count: Any, devices: int) -> Any:
+    """Return whether shards have rows of a batch of `count` rows, and not only copies: bool `[shards]`.
+
+    With fewer rows than devices, each shard has one row.
+    """
+    return (tf.range(shards, dtype=tf.int64) < count) | (count >= devices)
 
 
 def _read(variable: Any) -> Any:

@@ -19,9 +19,10 @@ from devicemap.data.structure import freeze
 from devicemap.devices import is_out_of_memory
 from devicemap.errors import OptionError, brief, function_error, warn_user
 from devicemap.inspect.plan import Plan
-from devicemap.inspect.report import DeviceShare, TrainingReport
+from devicemap.inspect.training import DeviceShare, TrainingReport
 from devicemap.inspect.verify import Verification
 from devicemap.training.forward import ForwardPass
+from devicemap.training.mapping import mapping
 from devicemap.training.row_losses import RowLosses, of_all_rows
 from devicemap.training.variables import beside_variables
 
@@ -238,8 +239,8 @@ class ParallelModel:
         forward = self._make_forward()
         microbatches = self._accumulate if name == "train_step" else 1
         row_losses = None if name == "predict_step" else self._row_losses(name, data)
-        mapping = forward.mapping(count_of(data), microbatches, name != "predict_step", row_losses)
-        with mapping, beside_variables(self._model):
+        mapped = mapping(forward, count_of(data), microbatches, name != "predict_step", row_losses)
+        with mapped, beside_variables(self._model):
             results = step(data)
         if not forward.calls and not known and len(self._devices) > 1 and count_of(data) != 0:
             warn_user(

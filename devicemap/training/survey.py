@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -14,11 +14,9 @@ from devicemap.compile.audit import audit, op_types
 from devicemap.compile.graph_walker import CALLS
 from devicemap.compile.lookups import lookups_in, mixed_lookups
 from devicemap.errors import failure
+from devicemap.training.forward import ForwardPass
 from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import CallScope, Given
-
-if TYPE_CHECKING:
-    from devicemap.training.forward import ForwardPass
 
 _ADDS = frozenset(["AssignAddVariableOp", "AssignSubVariableOp"])
 """Ops that the audit allows in any order. In a mapped call, each device would apply them once."""

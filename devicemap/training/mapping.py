@@ -1,0 +1,62 @@
+"""Map the calls of a Keras model and its layers in a step, with the outputs, losses and new values of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from devicemap._tensorflow.gradients import have_tangents
+from devicemap._tensorflow.keras import is_stateless, replacing, stored_in
+from devicemap.errors import DataError
+from devicemap.training.forward import ForwardPass
+from devicemap.training.mapped_call import MappedCall
+from devicemap.training.row_losses import RowLosses
+from devicemap.training.stateless import Given
+
+
+@contextmanager
+def mapping(
+    forward: ForwardPass, rows: int | None, microbatches: int, losses: bool, row_losses: RowLosses | None = None
+) -> Iterator[None]:
+    """Map the outermost calls of the model and of its layers in this context.
+
+    Args:
+        rows: the number of rows of the batch, `None` if it is unknown.
+        microbatches: number of parts in which each device runs its rows, in the first call of the model.
+        losses: whether losses that layers add are collected.
+        row_losses: losses of the call of the model. The step must call the model once.
+    """
+
+    def mapped(layer: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a call of a layer with a shard of rows on each device. A call without rows runs unmapped."""
+        given = Given.of(args, kwargs, losses)
+        if not given.has_rows(rows) or not layer.built or is_stateless():
+            return call(*args, **kwargs)
+        _check_no_tangents(forward, layer, given)
+        of_model = layer is forward.model
+        parts = microbatches if of_model and not forward.calls else 1  # microbatches have no gradients to their inputs
+        forward.calls += 1
+        with forward.plain():
+            mapped_call = MappedCall(forward, layer, given, parts, row_losses if of_model else None)
+            results = mapped_call.run()
+        return mapped_call.collected(results)
+
+    with ExitStack() as replaced:
+        for layer, _ in forward.layers:
+            replaced.enter_context(replacing(layer, call=partial(mapped, layer, layer.call)))
+        if row_losses is not None:
+            replaced.enter_context(row_losses.used())
+        yield
+
+
+def _check_no_tangents(forward: ForwardPass, layer: Any, given: Given) -> None:
+    handles = [stored_in(variable).handle for variable in forward.variables]
+    if have_tangents([*tf.nest.flatten(given.rows, True), *handles]):
+        raise DataError(
+            f"a tf.autodiff.ForwardAccumulator follows what {layer.name} takes, and gathering rows has no forward mode; "
+            "use a tf.GradientTape"
+        )
