@@ -175,14 +175,14 @@ def test_what_cannot_leave_an_inner_graph_is_refused(
     model = keras.Sequential([keras.Input([6]), Applies(function), layers.Dense(2)])
     model.compile("sgd", "mse", jit_compile=False)
     with pytest.raises(FunctionError, match=word):
-        devicemap.parallelize(model, devices, batch_norm=batch_norm).fit(X, Y, verbose=0)
+        devicemap.parallelize(model, devices, batch_norm=batch_norm).train_on_batch(X, Y)
 
 
 def test_forward_mode_and_states_of_rows_are_refused(devices: list[str]) -> None:
     model, data = made("distillation")
     model.train_step = lambda batch: {"cost": tf.reduce_mean(forward_mode(model, batch[0]))}
     with pytest.raises(DataError, match="ForwardAccumulator"):
-        devicemap.parallelize(model, devices).fit(**data, verbose=0)
+        devicemap.parallelize(model, devices).train_on_batch(**data)
     stateful = keras.Sequential([keras.Input(batch_shape=[2, 3, 1]), layers.LSTM(2, stateful=True)])
     with pytest.raises(OptionError, match="stateful"):
         devicemap.parallelize(stateful, devices)

@@ -322,7 +322,7 @@ def test_a_model_that_finds_layers_too_late_to_scale_losses() -> None:
     piped = Pipeline([from_registry(layer)], ["CPU:0"], loss="mse").as_model()
     piped.compile("sgd")
     with pytest.raises(OptionError, match="mixed_float16"):
-        piped.fit(x, x, verbose=0)
+        piped.train_on_batch(x, x)
 
 
 def test_threads_that_trace_stages_with_shared_layers(devices: list[str]) -> None:
@@ -397,7 +397,7 @@ def test_fit_and_evaluate_with_a_loss_of_all_outputs(devices: list[str]) -> None
     assert_close(fitted.evaluate(x, targets, verbose=0), wanted)
     fitted.compile("sgd", "mse")
     with pytest.raises(FunctionError, match="takes one tensor, and the outputs are a list of 2"):
-        fitted.fit(x, targets, verbose=0)
+        fitted.train_on_batch(x, targets)
 
 
 def test_scales_of_losses_are_those_of_the_optimizer(devices: list[str]) -> None:

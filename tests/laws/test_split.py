@@ -347,7 +347,7 @@ def test_xla_is_refused(devices: list[str]) -> None:
     piped = Piped(split(chain(dense(), dense()), 2, "bytes", devices), devices)
     piped.compile("sgd", "mse", jit_compile=True)
     with pytest.raises(OptionError, match="jit_compile=False"):
-        piped.fit(x, x, verbose=0)
+        piped.train_on_batch(x, x)
 
 
 def test_losses_get_the_logits_of_the_last_activation(devices: list[str]) -> None:

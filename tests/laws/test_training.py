@@ -803,7 +803,7 @@ def test_what_devices_cannot_do_apart_is_refused(name: str, norm: Any, devices: 
     devicemap.parallelize(model, devices, **options)
     before = model.get_weights()
     with pytest.raises(FunctionError, match=word):
-        model.fit(X, Y, verbose=0)
+        model.train_on_batch(X, Y)
     np.testing.assert_equal(model.get_weights(), before)
     model.detach().run_eagerly = True  # which traces nothing
     assert np.all(np.isfinite(model.evaluate(X, Y, verbose=0)))
@@ -890,7 +890,7 @@ def test_weights_in_functions_of_layers_have_gradients(way: str, devices: list[s
 def test_weights_whose_gradient_would_be_lost_are_refused(way: str, options: Any, devices: list[str]) -> None:
     model = Case(lambda: sequential(Weighted(way), layers.BatchNormalization())).made()
     with pytest.raises(FunctionError, match=rf"{way}.* would lose its gradient"):
-        devicemap.parallelize(model, devices, **options).fit(X, Y, verbose=0)
+        devicemap.parallelize(model, devices, **options).train_on_batch(X, Y)
 
 
 def test_seeded_random_layers_draw_other_numbers_on_each_device(devices: list[str]) -> None:
