@@ -306,7 +306,7 @@ def _connected(
 ) -> Iterator[sqlite3.Connection]:
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     with closing(
-        sqlite3.connect(uri, busy_seconds, isolation_level=None, check_same_thread=False, uri=True)
+        sqlite3.connect(uri, timeout=busy_seconds, isolation_level=None, check_same_thread=False, uri=True)
     ) as connection:
         for pragma in pragmas:
             connection.execute(f"PRAGMA {pragma}")
