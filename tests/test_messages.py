@@ -387,6 +387,7 @@ CHANGING = {
 def _message(call: Callable[[], Any]) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.simplefilter("ignore", DeprecationWarning)  # of TensorFlow's dependencies
         try:
             call()
         except DeviceMapError as error:
