@@ -221,7 +221,7 @@ class Unmasked(layers.Layer):
 
 
 class Words(keras.Model):
-    """Layers that hand on masks."""
+    """Layers that hand on masks, with dynamic loss scaling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,11 +229,15 @@ class Words(keras.Model):
         self.embed.build()
         self.out.build([None, 4])
 
+    def compile(self, optimizer: Any, **options: Any) -> None:
+        super().compile(keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=2), **options)
+
     def train_step(self, data: Any) -> Any:
         x, y = data
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((self.out(self.pool(self.embed(x), training=True)) - y) ** 2)
-        descend(self, tape, loss)
+            scaled = self.optimizer.scale_loss(loss)
+        descend(self, tape, scaled)
         return {"cost": loss}
 
 

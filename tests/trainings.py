@@ -257,7 +257,7 @@ def optimized(name: str, *args: Any, **options: Any) -> Case:
 
 
 def scaled() -> dict[str, Any]:
-    return {"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), dynamic_growth_steps=3)}
+    return {"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, 0.9), dynamic_growth_steps=2)}
 
 
 def metrics_of_every_kind() -> dict[str, Any]:

@@ -52,13 +52,15 @@ def spread_variables(devices: Any = None) -> Iterator[None]:
 def beside_variables(model: Any) -> Iterator[None]:
     """Return a context for a step, in which optimizers keep and update slots on the devices of variables.
 
-    Slots are created outside of the graph that is being traced: TensorFlow traces a function that creates variables twice.
+    Slots are created outside of the graph that is being traced: TensorFlow traces a function that creates variables twice. A
+    `LossScaleOptimizer` needs the second trace, because it scales losses by a constant until it is built.
     """
     homes = {stored_in(variable).device for variable in model.trainable_variables}
     with contextlib.ExitStack() as replaced:
         for optimizer in optimizers_of(model):
-            replaced.enter_context(replacing(optimizer, build=partial(_in_thread, optimizer.build)))
             inner = getattr(optimizer, "inner_optimizer", optimizer)  # in a `LossScaleOptimizer`
+            if inner is optimizer:
+                replaced.enter_context(replacing(optimizer, build=partial(_in_thread, optimizer.build)))
             add = partial(_add_at_home, inner.add_variable_from_reference)
             replaced.enter_context(replacing(inner, add_variable_from_reference=add))
             replaced.enter_context(updating_alone(inner, _at_home))
