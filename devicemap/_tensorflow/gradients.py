@@ -288,6 +288,12 @@ def order_of_gradients(concrete: Any, tensors: Iterable[Any]) -> int:
     return int(_gradients.PossibleTapeGradientTypes(list(tensors)))
 
 
+@with_fallback(lambda tensors: True, _gradients)
+def are_followed(tensors: Iterable[Any]) -> bool:
+    """Whether a `tf.GradientTape` of this thread follows one of these tensors. The public API needs the tape itself."""
+    return _gradients.PossibleTapeGradientTypes(list(tensors)) != 0
+
+
 @with_fallback(lambda tensors: False, _forwardprop)
 def have_tangents(tensors: Iterable[Any]) -> bool:
     """Whether a `tf.autodiff.ForwardAccumulator` of this thread follows one of these tensors.

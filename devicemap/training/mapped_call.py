@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from devicemap._tensorflow.functions import keep_alive, waiting_for
-from devicemap._tensorflow.gradients import differentiate_in_place
+from devicemap._tensorflow.gradients import are_followed, differentiate_in_place
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, replacing, stored_in
 from devicemap.compile.graph_builder import copied, depends_on, sizes_in_graph
 from devicemap.compile.program import Program
@@ -268,11 +268,17 @@ def _mean(states: Any, shares: Any) -> Any:
 
 def _filled(rows: Sequence[Any], devices: int) -> list[Any]:
     """Return the rows of a batch, with copies of the first for devices without rows. A batch without rows stays empty."""
+    count = count_rows(rows[0], tf.int32)
 
     def with_copies() -> list[Any]:
-        return [take_rows(join([leaf, *[take_rows(leaf, 0, 1)] * (devices - 1)]), 0, devices) for leaf in rows]
+        stop = tf.maximum(count, devices)
+        return [take_rows(join([leaf, *[take_rows(leaf, 0, 1)] * (devices - 1)]), 0, stop) for leaf in rows]
 
-    return list(tf.cond(count_rows(rows[0], tf.int32) < devices, with_copies, lambda: list(rows)))
+    if are_followed(
+        tf.nest.flatten(list(rows), True)
+    ):  # `batch_jacobian` does not vectorise second gradients of a branch
+        return with_copies()
+    return list(tf.cond(count < devices, with_copies, lambda: list(rows)))
 
 
 def _are_real(shards: Any, count: Any, devices: int) -> Any:

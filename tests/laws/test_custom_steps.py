@@ -78,6 +78,30 @@ def test_each_outermost_call_runs_on_all_devices() -> None:
     assert model.report().devices[0].rows == 4
 
 
+class Curved(keras.Model):
+    """Computes a second derivative for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cubes = layers.Lambda(lambda x: x**3)
+
+    def test_step(self, x: Any) -> Any:
+        with tf.GradientTape() as outer, tf.GradientTape() as inner:
+            outer.watch(x)
+            inner.watch(x)
+            slopes = inner.gradient(self.cubes(x), x)
+        return {"curvature": tf.reduce_mean(outer.batch_jacobian(slopes, x))}
+
+
+def test_second_derivatives_with_an_unknown_number_of_rows(devices: list[str]) -> None:
+    model = Curved()
+    model.compile(jit_compile=False)
+    devicemap.parallelize(model, devices)
+    for count in 1, 5:
+        batches = tf.data.Dataset.from_tensor_slices(X[:count, :1]).batch(5)
+        assert model.evaluate(batches, verbose=0) == pytest.approx(6 * X[:count, 0].mean(), rel=1e-5)
+
+
 class Outside(keras.Model):
     """Calls layers that it does not have."""
 
