@@ -62,7 +62,10 @@ class Adversarial(keras.Model):
 
     def compile(self, **options: Any) -> None:
         super().compile(**options)
-        self.critic_optimizer, self.generator_optimizer = keras.optimizers.Adam(0.01, epsilon=1e-2), keras.optimizers.SGD(0.1)
+        self.critic_optimizer, self.generator_optimizer = (
+            keras.optimizers.Adam(0.01, epsilon=1e-2),
+            keras.optimizers.SGD(0.1),
+        )
 
     def train_step(self, data: Any) -> Any:
         real, noise = data

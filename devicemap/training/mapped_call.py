@@ -35,7 +35,7 @@ from devicemap.training.lockstep import Lockstep, meeting
 from devicemap.training.recomputation import recomputed, recomputing
 from devicemap.training.row_losses import RowLosses
 from devicemap.training.stateless import CallScope, Given, Passed, pure
-from devicemap.training.survey import Survey
+from devicemap.training.survey import OTHER_LENGTHS, Survey
 
 
 class MappedCall:
@@ -301,7 +301,7 @@ def _read(variable: Any) -> Any:
 def _with_equal_rows(rows: Sequence[Any], name: str) -> list[Any]:
     """Add an assertion to the graph that leaves have the same number of rows."""
     counts = tf.stack([count_rows(leaf) for leaf in rows])
-    message = f"{name} got inputs or targets with different numbers of rows; expected the same number in each. Rows:"
+    message = f"{name} got inputs or targets with different numbers of rows; expected the same. {OTHER_LENGTHS}. Rows:"
     return waiting_for([tf.raw_ops.Assert(condition=tf.reduce_all(counts == counts[0]), data=[message, counts])], rows)
 
 

@@ -25,6 +25,13 @@ _MORE_ROWS = 83
 """Additional rows of the trace, which show how outputs depend on the number of rows."""
 
 
+OTHER_LENGTHS = (
+    "If one of several arguments has no rows, add a first axis of length 1, or set the length of its first axis with "
+    "tf.ensure_shape"
+)
+"""Advice for a call whose arguments have first axes of unknown length, which count as rows."""
+
+
 class Survey:
     """What the trace of a call shows."""
 
@@ -48,6 +55,7 @@ class Survey:
             FunctionError: each device would change a variable or a table, or variables would lose their gradients.
         """
         self._layer, self._rows = layer, _MORE_ROWS + (given.count or 0)
+        self._advice = f". {OTHER_LENGTHS}" if given.count is None and len(given.masked) > 1 else ""
         synchronized = forward.batch_norm == "synchronized" and len(forward.devices) > 1
         norms, scope = batch_norms_of(forward.model) if synchronized else [], CallScope()
         dense = all(isinstance(leaf, tf.Tensor) for leaf in given.rows)
@@ -79,7 +87,7 @@ class Survey:
             raise failure(
                 f"{layer.name} works for the rows of this batch, but not for {self._rows} rows, and each device sees some of "
                 "the rows; use keras.ops.shape(x)[0] instead of a fixed number, or compute values of several rows in "
-                "compute_loss, or in a train_step of the model"
+                f"compute_loss, or in a train_step of the model{self._advice}"
             ) from error
         _check(concrete, layer.name, meets=self.meets, runs_again=runs_again)
         drawn = {id(variable): variable for variable in scope.changed if is_seed(variable)}
@@ -108,7 +116,7 @@ class Survey:
                 raise failure(
                     f"{self._layer.name} returns an output of shape {shape} for {self._rows} rows; expected one row for each "
                     "row, whose shape does not depend on other rows, because outputs of devices are joined. Compute values of "
-                    "several rows in compute_loss, or in a train_step of the model"
+                    f"several rows in compute_loss, or in a train_step of the model{self._advice}"
                 )
 
 

@@ -212,6 +212,20 @@ def test_forward_mode_and_states_of_rows_are_refused(devices: list[str]) -> None
         devicemap.parallelize(stateful, devices)
 
 
+@pytest.mark.parametrize(
+    "function", [lambda x, table: x @ tf.transpose(table), lambda x, table: x + tf.reduce_sum(table, 0)]
+)
+def test_tables_of_unknown_length_need_another_axis(function: Any, devices: list[str]) -> None:
+    model, data = made("distillation")
+    model.layer = layers.Lambda(lambda both: function(*both))
+    model.train_step = lambda batch: {
+        "cost": tf.reduce_mean(model.layer([batch[0], batch[0][: tf.shape(batch[0])[0] - 1]]))
+    }
+    devicemap.parallelize(model, devices)
+    with pytest.raises((FunctionError, tf.errors.InvalidArgumentError), match="add a first axis of length 1"):
+        model.fit(**STEPS | data)
+
+
 def test_models_without_call_name_what_to_explain(devices: list[str]) -> None:
     model, data = made("adversarial")
     with pytest.raises(OptionError, match="has no call"):
