@@ -49,6 +49,16 @@ def keep_alive(used: Any, step: Any = None) -> None:
     setattr(owner, _ALIVE, [*getattr(owner, _ALIVE, []), used])
 
 
+def calling(concrete: Any, specs: Sequence[Any], **options: Any) -> Any:
+    """Return a `ConcreteFunction` from leaves to a list of leaves that calls another one. `options`: of its `tf.function`."""
+
+    @tf.function(autograph=False, **options)
+    def call(*leaves: Any) -> list[Any]:
+        return list(concrete(*leaves))
+
+    return call.get_concrete_function(*specs)
+
+
 def add_control_outputs(ops: Iterable[Any], results: Sequence[Any]) -> list[Any]:
     """Return the results of the function being traced, which then runs these ops even if its results are unused.
 

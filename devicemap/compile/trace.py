@@ -10,11 +10,12 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import tensorflow as tf
 
+from devicemap._tensorflow.functions import calling
 from devicemap._tensorflow.gradients import differentiate_freely
 from devicemap.compile.audit import Audit, Treatment, audit
 from devicemap.compile.hints import check_ranks, tracing_error
@@ -22,7 +23,7 @@ from devicemap.compile.random import Stream, drawing_from, random_states
 from devicemap.compile.reduction import BoundReduction, Reduction
 from devicemap.compile.returned import as_result, check_validity
 from devicemap.compile.vectorize import RowLoop, loops_over_rows
-from devicemap.data.rows import empty_rows, row_spec, spec_of
+from devicemap.data.rows import empty_rows, row_spec
 from devicemap.data.structure import as_objects, map_nest, paths_of_lists
 from devicemap.errors import FunctionError, OptionError, failure, function_error, warn_user
 from devicemap.options import Options
@@ -35,14 +36,8 @@ in_fn: ContextVar[bool] = ContextVar("in_fn", default=False)
 class Traced(RowLoop):
     """A traced function of a shard's rows, which can be called on any device."""
 
-    captures: tuple[Any, ...]
-    """Its captured inputs, in the order of `audit.treatments`."""
-
     structure: Any
     """The nest into which the result leaves are packed; a tuple for states."""
-
-    specs: tuple[Any, ...]
-    """`tf.TypeSpec` of each result leaf, of shape `[None, ...]`."""
 
     function: Any
     """`tf.types.experimental.ConcreteFunction` of the user's function, for one row or for a batch."""
@@ -69,6 +64,11 @@ class Traced(RowLoop):
         """Return the variant with the right gradients if they are wanted."""
         return (self.with_gradients or self) if wanted else self
 
+    @cached_property
+    def captures(self) -> tuple[Any, ...]:
+        """Its captured inputs, in the order of `audit.treatments`."""
+        return tuple(self.concrete.captured_inputs)
+
     @property
     def seeds(self) -> list[Any]:
         """The captures from which calls draw numbers. They differ between devices."""
@@ -84,7 +84,7 @@ class Traced(RowLoop):
     @property
     def nest_of_specs(self) -> Any:
         """The nest of `tf.TypeSpec`s of its results."""
-        return tf.nest.pack_sequence_as(self.structure, list(self.specs))
+        return tf.nest.pack_sequence_as(self.structure, self.specs)
 
     def no_rows(self) -> list[Any]:
         """Return result leaves without rows."""
@@ -146,9 +146,11 @@ def trace(
         if not any(handle is variable.handle for handle in traced_fn.captured_inputs):
             raise OptionError(f"in_place has {variable.name!r} of shape {variable.shape}, which fn does not use")
     structure, of_results = shape_of_results[-1], None
-    if reduction is not None:
+    if reduction is None:
+        check_validity(structure, loops[0].specs)
+    else:
         try:
-            of_results = reduction.of(structure, [spec_of(leaf) for leaf in loops[0].concrete.structured_outputs])
+            of_results = reduction.of(structure, loops[0].specs)
             loops, compiled = (_reduced(of_results, ways, leaf_specs) for ways in (loops, compiled))
         except FunctionError:
             raise
@@ -156,13 +158,14 @@ def trace(
             raise function_error(
                 f"the results of fn cannot be reduced: {type(error).__name__}: {error}", error
             ) from error
-    prepare = partial(
-        _traced, specs=leaf_specs, structure=structure, in_place=options.in_place, function=traced_fn,
+        structure = (None,) * len(loops[0].specs)
+    prepared = partial(
+        _traced, specs=leaf_specs, in_place=options.in_place, structure=structure, function=traced_fn,
         reduction=of_results, counts_rows=counts_rows, own_rows=own_rows,
     )  # fmt: skip
-    variants = [prepare(loop) for loop in loops]
+    variants = [prepared(loop) for loop in loops]
     if compiled:
-        variants = [replace(each, with_xla=prepare(loop)) for each, loop in zip(variants, compiled)]
+        variants = [replace(each, with_xla=prepared(loop)) for each, loop in zip(variants, compiled)]
     first, *others = variants
     return replace(first, with_gradients=others[0]) if others else first
 
@@ -178,35 +181,14 @@ def _reduced(reduction: BoundReduction, loops: list[RowLoop], specs: list[Any]) 
     return [replace(loops[0], concrete=in_blocks), replace(last, concrete=reduction.over(last.concrete, specs))]
 
 
-def _traced(
-    loop: RowLoop,
-    *,
-    specs: list[Any],
-    structure: Any,
-    in_place: Sequence[Any],
-    reduction: BoundReduction | None,
-    own_rows: bool,
-    **facts: Any,
-) -> Traced:
+def _traced(loop: RowLoop, specs: list[Any], in_place: Sequence[Any], **facts: Any) -> Traced:
     """Return the loop, prepared for calls on many devices. `facts` are further fields of `Traced`."""
     differentiate_freely(loop.concrete.graph)
-    outputs = [spec_of(leaf) for leaf in loop.concrete.structured_outputs]
-    if reduction is None and not own_rows:
-        check_validity(structure, outputs)
     found = audit(loop.concrete, in_place)
-    if found.colocated:
-        loop = replace(loop, concrete=_kept_whole(loop.concrete, specs))
+    if found.colocated:  # the names of colocation groups must stay unique
+        loop = replace(loop, concrete=calling(loop.concrete, specs, experimental_attributes={"_noinline": True}))
         found = audit(loop.concrete, in_place)
-    return Traced(
-        **vars(loop),
-        captures=tuple(loop.concrete.captured_inputs),
-        structure=structure if reduction is None else (None,) * len(outputs),
-        specs=tuple(outputs),
-        audit=found,
-        reduction=reduction,
-        own_rows=own_rows,
-        **facts,
-    )
+    return Traced(**vars(loop), audit=found, **facts)
 
 
 def _flatten(
@@ -261,22 +243,6 @@ def _takes_others(fn: Callable[..., Any], count: int) -> bool:
 
 def _compile_with_xla(loop: RowLoop, specs: list[Any]) -> RowLoop:
     """Return the loop compiled by XLA, once for each number of rows of a shard."""
-    over_rows = loop.concrete
-    if not all(isinstance(leaf, tf.Tensor) for leaf in over_rows.structured_outputs):
+    if not all(isinstance(leaf, tf.Tensor) for leaf in loop.concrete.structured_outputs):
         raise failure("jit_compile=True with ragged or sparse results: XLA has only dense ones; set it to False")
-
-    @tf.function(autograph=False, jit_compile=True)
-    def compiled(*leaves: Any) -> list[Any]:
-        return list(over_rows(*leaves))
-
-    return replace(loop, concrete=compiled.get_concrete_function(*specs))
-
-
-def _kept_whole(over_rows: Any, specs: list[Any]) -> Any:
-    """Return the function with the attribute `_noinline`, so that the names of its colocation groups stay unique."""
-
-    @tf.function(autograph=False, experimental_attributes={"_noinline": True})
-    def whole(*leaves: Any) -> Any:
-        return over_rows(*leaves)
-
-    return whole.get_concrete_function(*specs)
+    return replace(loop, concrete=calling(loop.concrete, specs, jit_compile=True))

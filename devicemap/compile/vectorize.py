@@ -16,7 +16,13 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow.converters import CONVERTERS
-from devicemap._tensorflow.functions import NO_AUTO_CONTROL_DEPS, functions_within, own_functions, shows_functions
+from devicemap._tensorflow.functions import (
+    NO_AUTO_CONTROL_DEPS,
+    calling,
+    functions_within,
+    own_functions,
+    shows_functions,
+)
 from devicemap._tensorflow.gradients import differentiate_values_alone
 from devicemap._tensorflow.pfor import (
     Converter,
@@ -32,6 +38,7 @@ from devicemap.compile.row_calls import RowCalls, needs_placeholders, result_of,
 from devicemap.compile.row_loop import PARALLEL_ITERATIONS, map_rows, signature_of
 from devicemap.compile.source_lines import source_line
 from devicemap.compile.vectorizable_ops import OPS, is_control_flow, runs_row_by_row, why_not_vectorizable
+from devicemap.data.rows import spec_of
 from devicemap.errors import failure
 from devicemap.options import Options
 
@@ -57,6 +64,11 @@ class RowLoop:
 
     remedy: str = ""
     """What to try, in this order, so that rows do not run one by one; empty if they do not, or if that was asked for."""
+
+    @property
+    def specs(self) -> list[Any]:
+        """`tf.TypeSpec` of each result leaf, of shape `[None, ...]`."""
+        return [spec_of(leaf) for leaf in self.concrete.structured_outputs]
 
 
 def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: Any) -> list[RowLoop]:
@@ -121,8 +133,8 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
         return row_fn(*rows)
 
     # pfor leaves the call for one row in the graph, and automatic control dependencies would run it
-    # (test_nothing_runs_for_one_row_beside_all_rows). `kept` has them, because the placer would otherwise move the results of
-    # a loop to the device of its variables.
+    # (test_nothing_runs_for_one_row_beside_all_rows). The function around it has them, because the placer would otherwise move
+    # the results of a loop to the device of its variables.
     @tf.function(autograph=False, experimental_attributes=NO_AUTO_CONTROL_DEPS)
     def vectorized(*leaves: Any) -> list[Any]:
         return list(tf.vectorized_map(run, leaves, fallback_to_while_loop=False))
@@ -136,12 +148,7 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
         raise convert.failure from error
     convert.check(concrete, row_fn)
     differentiate_values_alone(concrete.graph)
-
-    @tf.function(autograph=False)
-    def kept(*leaves: Any) -> Any:
-        return concrete(*leaves)
-
-    return kept.get_concrete_function(*specs), convert.sentences()
+    return calling(concrete, specs), convert.sentences()
 
 
 class _NotVectorizedError(Exception):
