@@ -17,7 +17,7 @@ from devicemap.compile.audit import is_steady
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.graph_builder import CallGraphBuilder, ops_are_deterministic
 from devicemap.compile.invoke import Invoker
-from devicemap.compile.random import Stream, Streams
+from devicemap.compile.random import Stream, streams_of_function
 from devicemap.compile.replicas import Replicas, captures_fit
 from devicemap.compile.trace import Traced, in_fn
 from devicemap.data.rows import HOST, home_of
@@ -58,12 +58,12 @@ class CompiledMap:
         self.slots = tuple(dict.fromkeys(slots)) if alone else tuple(slots)
         if audit.python_ops:
             self.slots = self.slots[: python_calls_at_once()]
-        self._streams = Streams()
+        self._streams = streams_of_function()
         # Seeds of raw ops, and of functions that were traced before, are the same on each stream.
         self.keeps_seeds = (
             audit.has_fixed_seeds
             and len(self.slots) > 1
-            and not audit.seeds.isdisjoint(self._new_trace(self._streams.next()).audit.seeds)
+            and not audit.seeds.isdisjoint(self._new_trace(next(self._streams)).audit.seeds)
         )
         """Whether the function draws the same numbers in every trace. Then one device computes all rows."""
         if self.keeps_seeds:
@@ -247,7 +247,7 @@ class CompiledMap:
     def _traces_for(self, spec: CallSpec) -> list[Traced]:
         """Return the trace of each slot."""
         if self.traced.audit.keeps_state(spec.differentiable):
-            return [self._variant(self._new_trace(self._streams.next()), spec) for _ in spec.slots]
+            return [self._variant(self._new_trace(next(self._streams)), spec) for _ in spec.slots]
         return [self._variant(self.traced, spec)] * len(spec.slots)
 
     def _variant(self, traced: Traced, spec: CallSpec) -> Traced:

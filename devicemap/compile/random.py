@@ -15,7 +15,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -33,18 +33,14 @@ Stream = tuple[int, int]
 """The number of a function and the number of a trace, which identify a stream of random numbers."""
 
 
-class Streams:
-    """The number streams of one function. Not thread-safe."""
+def streams_of_function() -> Iterator[Stream]:
+    """Yield the number streams of one function, from which no other trace draws. The first trace numbers the function."""
+    number = cache(_next_number)
 
-    def __init__(self) -> None:
-        self._function: int | None = None
-        self._counter = itertools.count()
+    def stream(trace: int) -> Stream:
+        return number(), trace
 
-    def next(self) -> Stream:
-        """Return a stream that no other trace draws from."""
-        if self._function is None:
-            self._function = _next_number()
-        return self._function, next(self._counter)
+    return map(stream, itertools.count())  # a generator would raise an error in two threads
 
 
 @contextlib.contextmanager

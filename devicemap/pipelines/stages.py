@@ -27,7 +27,7 @@ from devicemap._tensorflow.keras_graphs import graph_of
 from devicemap.compile.audit import WRITES
 from devicemap.compile.call_spec import CallSpec, Engine
 from devicemap.compile.graph_builder import depends_on
-from devicemap.compile.random import Stream, Streams
+from devicemap.compile.random import Stream, streams_of_function
 from devicemap.compile.replicas import Replicas
 from devicemap.compile.trace import Traced, in_fn, trace
 from devicemap.data.rows import count_rows
@@ -124,7 +124,7 @@ class Stage:
         self.variables: list[Any] = []
         """The variables that its traces use, each once; `keras.Variable`s if they belong to one."""
         self._known: dict[Any, TracedStage] = {}
-        self._streams = Streams()
+        self._streams = streams_of_function()
         self._add_models([function] if self.is_layer else [])
 
     def _add_models(self, layers: Sequence[Any]) -> None:
@@ -177,7 +177,7 @@ class Stage:
         slots = []
         for r, (device, share) in enumerate(zip(self.devices, shares)):
             if first.audit.keeps_state(differentiable=True):
-                traces = [self._trace(given, self._streams.next()).traced for _ in share]
+                traces = [self._trace(given, next(self._streams)).traced for _ in share]
             else:
                 traces = [self.traced(given, r).traced] * len(share)
             slots.append(Slot(device, share, traces, *captures[r]))
