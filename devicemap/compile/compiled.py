@@ -226,13 +226,13 @@ class CompiledMap:
     def _build(self, spec: CallSpec) -> Any:
         builder = CallGraphBuilder(
             spec=spec,
-            traced=self._variant(self.traced, spec),
+            traces=self._traces_for(spec),
             slots=self.slots,
             replicas=self._replicas_for(spec),
             output_device=self._output_device,
             scope=re.sub(r"\W+", "_", self._name, flags=re.ASCII).strip("_") or "fn",  # valid in a name scope
         )
-        return builder.build(self._traces_for(spec))
+        return builder.build()
 
     def _replicas_for(self, spec: CallSpec) -> Replicas:
         """Return the captures of slots in graphs with these gradients and this engine."""

@@ -43,8 +43,8 @@ class CallGraphBuilder:
     """Builds the graph that a `CallSpec` identifies. Every property of the graph follows from its fields."""
 
     spec: CallSpec
-    traced: Traced
-    """The trace that runs on each slot, unless slots need separate traces."""
+    traces: Sequence[Traced]
+    """The trace of each slot of `spec`. They differ only in the state that ops keep for each trace."""
 
     slots: tuple[str, ...]
     """The device of each slot. A device may have several slots."""
@@ -53,6 +53,11 @@ class CallGraphBuilder:
     output_device: str
     scope: str
     """Prefix of the name scopes of the slots."""
+
+    @property
+    def traced(self) -> Traced:
+        """Any of the traces."""
+        return self.traces[0]
 
     @property
     def acts(self) -> bool:
@@ -88,16 +93,8 @@ class CallGraphBuilder:
         useful = not self.spec.is_inside and (len(self.spec.slots) > 1 or self.hides_ends)
         return useful and not ops_are_deterministic()
 
-    @property
-    def checks_rows(self) -> bool:
-        """Whether the graph checks the row counts; eager code checks them after the call."""
-        return self.traced.counts_rows and self.spec.is_inside
-
-    def build(self, traces: Sequence[Traced]) -> Any:
+    def build(self) -> Any:
         """Build the graph.
-
-        Args:
-            traces: the trace of each slot of the spec.
 
         Returns:
             A `ConcreteFunction`: `(handles of replicas, *leaves) -> result leaves` for `Engine.CHUNKS`, and otherwise
@@ -107,13 +104,11 @@ class CallGraphBuilder:
         """
         with tf.device(None):
             if self.spec.engine is Engine.CHUNKS:
-                call = tf.function(
-                    partial(self._run_chunk, traces[0]), autograph=False, experimental_attributes=self._attributes
-                )
+                call = tf.function(self._run_chunk, autograph=False, experimental_attributes=self._attributes)
                 handles = [tf.TensorSpec([], tf.resource) for _ in self.replicas.sent(self.spec.slots[0])]
                 return call.get_concrete_function(handles, *self.traced.input_specs)
-            call = tf.function(partial(self._run, traces), autograph=False, experimental_attributes=self._attributes)
-            sizes = tf.TensorSpec([len(traces)], tf.int32)
+            call = tf.function(self._run, autograph=False, experimental_attributes=self._attributes)
+            sizes = tf.TensorSpec([len(self.traces)], tf.int32)
             graph = call.get_concrete_function(sizes, *self.traced.input_specs)
         begin_backward_on(HOST, graph)
         return graph
@@ -122,9 +117,9 @@ class CallGraphBuilder:
     def _attributes(self) -> dict[str, bool]:
         return NO_AUTO_CONTROL_DEPS_NOINLINE if self.stays_whole else NO_AUTO_CONTROL_DEPS
 
-    def _run(self, traces: Sequence[Traced], sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    def _run(self, sizes: Any, *leaves: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """Run each shard on its slot, and gather the results."""
-        shards = len(traces)
+        shards = len(self.traces)
         values = self.replicas.values(self.spec.slots)
         with tf.device(HOST):
             cut = list(zip(*(cut_rows(leaf, sizes, shards) for leaf in leaves)))
@@ -135,7 +130,7 @@ class CallGraphBuilder:
             with tf.device(self.slots[slot]), tf.name_scope(f"{self.scope}_{slot}"):
                 # Outside of the branch of tf.cond, because the gradient of a loop could not read captures inside.
                 captures, assigned = self.replicas.create(slot, values)
-            run = partial(self._run_shard, slot, traces[i], cut[i], captures)
+            run = partial(self._run_shard, slot, self.traces[i], cut[i], captures)
             if self.spec.empty_shards:
                 with tf.device(self.slots[slot]), tf.control_dependencies(after):
                     results.append(tf.cond(size_of[i] > 0, partial(run, assigned), self.traced.no_rows))
@@ -149,8 +144,7 @@ class CallGraphBuilder:
             if self.spec.empty_shards:
                 results = [_like_first(part, results[0]) for part in results]
             # The gradient of the join reads the shape of each part on this device. A single part is not joined.
-            if self.spec.differentiable or self.has_arrivals or len(results) == 1:
-                results = [copied(part) for part in results]
+            results = [copied(part) for part in results]
             ends = ends or [ops_of(part) for part in results]
             joined, lengths = self._joined(results, sizes)
             if self.acts or self.reads:  # the results depend on all reads
@@ -173,16 +167,16 @@ class CallGraphBuilder:
             joined, lengths = reduction.finished(joined), joined[-1:]
         elif self.traced.counts_rows and len(results) > 1:
             lengths = [row_counts(parts) for parts in zip(*results)]
-        if self.checks_rows:  # a shard without rows has no state
-            given = sizes if reduction is None else tf.boolean_mask(sizes, sizes > 0)
+        if self.traced.counts_rows and self.spec.is_inside:  # eager code checks them after the call
+            given = sizes if reduction is None else tf.boolean_mask(sizes, sizes > 0)  # without rows, there is no state
             joined = with_row_counts_checked(joined, lengths, given)
         return joined, lengths
 
-    def _run_chunk(self, traced: Traced, handles: list[Any], *leaves: Any) -> list[Any]:
+    def _run_chunk(self, handles: list[Any], *leaves: Any) -> list[Any]:
         """Run a chunk on the slot, and copy the results to the output device."""
         (slot,) = self.spec.slots
         with tf.device(self.slots[slot]), tf.name_scope(f"{self.scope}_{slot}"):
-            results = self._call(traced, leaves, self.replicas.with_handles(slot, handles))
+            results = self._call(self.traced, leaves, self.replicas.with_handles(slot, handles))
             ended = ended_on(self.slots[slot], results) if self.hides_ends else []
         with tf.device(self.output_device):
             copies = copied(results)
