@@ -70,8 +70,8 @@ class Audit:
     random_ops: tuple[str, ...]
     """Types of its stateful random ops."""
 
-    seeds: frozenset[tuple[int, int]]
-    """The fixed seeds of these ops. With them, the function would draw the same numbers on each device and in each graph."""
+    fixed_seeds: frozenset[tuple[int, int]]
+    """The seeds of these ops. With them, the function would draw the same numbers on each device and in each graph."""
 
     effects: tuple[str, ...]
     """Types of its ops that act outside of the graph."""
@@ -82,8 +82,8 @@ class Audit:
     loops: bool = False
     """Whether it holds a loop."""
 
-    branches: bool = False
-    """Whether it holds a branch that depends on a tensor."""
+    gradient_needs_variants: bool = False
+    """Whether its gradient needs TensorLists of loops or optionals of branches, which XLA does not pass on."""
 
     reads_again: bool = False
     """Whether it reads a variable more than once, or gathers from one."""
@@ -98,22 +98,12 @@ class Audit:
     """Whether an op is colocated with an argument of its function. Copies of the function would share the name of that
     argument."""
 
-    @property
-    def gradient_needs_variants(self) -> bool:
-        """Whether its gradient needs TensorLists of loops or optionals of branches, which XLA does not pass on."""
-        return self.loops or self.branches
-
-    @property
-    def has_fixed_seeds(self) -> bool:
-        """Whether it draws from fixed seeds."""
-        return bool(self.seeds)
-
     def keeps_state(self, differentiable: bool) -> bool:
         """Whether ops keep state for each trace, so that each call in a graph needs a trace of its own.
 
         Such ops are random ops with seeds, and Python functions that a tape follows.
         """
-        return self.has_fixed_seeds or (differentiable and "EagerPyFunc" in self.python_ops)
+        return bool(self.fixed_seeds) or (differentiable and "EagerPyFunc" in self.python_ops)
 
     @property
     def advances_seed(self) -> bool:
@@ -124,6 +114,11 @@ class Audit:
     def ordered(self) -> bool:
         """Whether shards must run one after another, in row order."""
         return Treatment.ORDERED in self.treatments
+
+    @property
+    def acts(self) -> bool:
+        """Whether it has side effects."""
+        return bool(self.effects) or self.writes
 
     @property
     def writes(self) -> bool:
@@ -149,11 +144,11 @@ def audit(concrete: Any, in_place: Iterable[Any] = ()) -> Audit:
         ),
         random_ops=tuple(sorted({node.op for node in random})),
         # TensorFlow's random kernels replace the seeds (0, 0) by random ones.
-        seeds=frozenset((node.attr["seed"].i, node.attr["seed2"].i) for node in random) - {(0, 0)},
+        fixed_seeds=frozenset((node.attr["seed"].i, node.attr["seed2"].i) for node in random) - {(0, 0)},
         effects=tuple(sorted(filter(_has_effects, types))),
         custom_gradients=any("_gradient_op_type" in node.attr for node in nodes),
         loops=bool(types & _LOOPS),
-        branches=bool(types & BRANCHES),
+        gradient_needs_variants=bool(types & (_LOOPS | BRANCHES)),
         reads_again=any(_is_read_again([*graph.uses(argument, live=True)]) for argument in resources),
         python_ops=tuple(sorted(types & _PYTHON)),
         pinned=any(map(_is_pinned, nodes)),

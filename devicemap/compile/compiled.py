@@ -61,9 +61,9 @@ class CompiledMap:
         self._streams = streams_of_function()
         # Seeds of raw ops, and of functions that were traced before, are the same on each stream.
         self.keeps_seeds = (
-            audit.has_fixed_seeds
+            len(audit.fixed_seeds) > 0
             and len(self.slots) > 1
-            and not audit.seeds.isdisjoint(self._new_trace(next(self._streams)).audit.seeds)
+            and not audit.fixed_seeds.isdisjoint(self._new_trace(next(self._streams)).audit.fixed_seeds)
         )
         """Whether the function draws the same numbers in every trace. Then one device computes all rows."""
         if self.keeps_seeds:
@@ -85,7 +85,7 @@ class CompiledMap:
         TensorFlow copies the ops for each order of gradients, and each copy of a seeded op begins the same number stream. So a
         function with seeded ops has a graph per order of gradients, and one per call inside a function.
         """
-        seeded = self.traced.audit.has_fixed_seeds
+        seeded = bool(self.traced.audit.fixed_seeds)
         if seeded and spec.is_inside:
             with self._lock:
                 return self._build(spec)
@@ -114,7 +114,7 @@ class CompiledMap:
         audit = self.traced.audit
         return (
             kind_of(self._output_device) == "CPU"
-            and not (audit.ordered or audit.has_fixed_seeds or audit.advances_seed or self.traced.with_xla)
+            and not (audit.ordered or audit.fixed_seeds or audit.advances_seed or self.traced.with_xla)
             and not ops_are_deterministic()
         )
 
@@ -205,7 +205,7 @@ class CompiledMap:
         """
         specs = {device: CallSpec((self.slots.index(device),), Engine.CHUNKS) for device in self.devices}
         replicas = self._replicas_for(specs[self.devices[0]])
-        if self.traced.audit.has_fixed_seeds:  # each graph retraces fn, which must not happen in a worker
+        if self.traced.audit.fixed_seeds:  # each graph retraces fn, which must not happen in a worker
             for spec in specs.values():
                 self.graph(spec)
         lost = settle(self._remote_devices)

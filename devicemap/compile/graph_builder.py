@@ -60,11 +60,6 @@ class CallGraphBuilder:
         return self.traces[0]
 
     @property
-    def acts(self) -> bool:
-        """Whether `fn` has side effects."""
-        return bool(self.traced.audit.effects) or self.traced.audit.writes
-
-    @property
     def reads(self) -> bool:
         """Whether `fn` reads variables, which the user's function may assign after the call."""
         return any(capture.dtype == tf.resource for capture in self.traced.captures)
@@ -80,7 +75,7 @@ class CallGraphBuilder:
         """
         folded = self.spec.static_rows and self.traced.vectorized and self.traced.audit.loops
         trains = self.traced.own_rows and not self.traced.audit.effects
-        return folded or (self.acts and not trains) or (self.reads and not tells_callers())
+        return folded or (self.traced.audit.acts and not trains) or (self.reads and not tells_callers())
 
     @property
     def hides_ends(self) -> bool:
@@ -136,7 +131,7 @@ class CallGraphBuilder:
                     results.append(tf.cond(size_of[i] > 0, partial(run, assigned), self.traced.no_rows))
             else:
                 results.append(run([*after, *assigned]))
-        acting = [op for part in results for op in ops_of(part)] if self.acts else []
+        acting = [op for part in results for op in ops_of(part)] if self.traced.audit.acts else []
         ends = []
         if self.has_arrivals and self.hides_ends:
             ends = [ended_on(self.slots[slot], part) for slot, part in zip(self.spec.slots, results)]
@@ -147,7 +142,7 @@ class CallGraphBuilder:
             results = [copied(part) for part in results]
             ends = ends or [ops_of(part) for part in results]
             joined, lengths = self._joined(results, sizes)
-            if self.acts or self.reads:  # the results depend on all reads
+            if self.traced.audit.acts or self.reads:  # the results depend on all reads
                 joined = add_control_outputs(acting, joined)
         with tf.device(HOST if self.hides_ends else self.output_device):
             arrivals = [arrivals_of(ends)] if self.has_arrivals else []
@@ -180,7 +175,7 @@ class CallGraphBuilder:
             ended = ended_on(self.slots[slot], results) if self.hides_ends else []
         with tf.device(self.output_device):
             copies = copied(results)
-            must = [*ended, *(ops_of(results) if self.acts else ())]
+            must = [*ended, *(ops_of(results) if self.traced.audit.acts else ())]
             return add_control_outputs(must, copies) if must else copies
 
     def _run_shard(

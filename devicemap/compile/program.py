@@ -90,8 +90,7 @@ class Program:
 
     def may_repeat(self, compiled: CompiledMap) -> bool:
         """Whether any row may run again by itself. `fn` must take one row and have no side effects."""
-        audit = compiled.traced.audit
-        return not (self.options.batched or audit.effects or audit.writes)
+        return not (self.options.batched or compiled.traced.audit.acts)
 
     def reducing(self, reduction: Reduction) -> Program:
         """Return the program with its results reduced. Both programs share their compiled maps."""

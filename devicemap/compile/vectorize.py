@@ -80,7 +80,7 @@ def loops_over_rows(row_fn: Any, specs: list[Any], options: Options, structure: 
     wanted = options.vectorize
     found = audit(row_fn)
     # Each call of Python holds a thread for which other calls may wait. Seeded ops draw numbers in the order of rows.
-    at_once = 1 if found.python_ops or found.has_fixed_seeds else PARALLEL_ITERATIONS
+    at_once = 1 if found.python_ops or found.fixed_seeds else PARALLEL_ITERATIONS
 
     def one_by_one(reason: str, *remedies: str) -> RowLoop:
         return RowLoop(map_rows(row_fn, specs, options, structure, at_once), False, reason, "; or else ".join(remedies))
