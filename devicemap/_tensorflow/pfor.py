@@ -44,11 +44,11 @@ _converting = threading.RLock()
 
 
 class NotVectorizableError(Exception):
-    """An op cannot run for all rows at once. The message is the reason; `remedy`: what to try, if it is not another op."""
+    """An op cannot run for all rows at once. The message is the reason; `remedies`: what to try, if it is not another op."""
 
-    def __init__(self, reason: str, remedy: str = ""):
+    def __init__(self, reason: str, *remedies: str):
         super().__init__(reason)
-        self.remedy = remedy
+        self.remedies = remedies
 
 
 @functools.cache

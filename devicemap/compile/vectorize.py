@@ -151,12 +151,8 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
     return calling(concrete, specs), convert.sentences()
 
 
-class _NotVectorizedError(Exception):
-    """The function of one row cannot be vectorised; the message is the reason."""
-
-    def __init__(self, reason: str, *remedies: str):
-        super().__init__(reason)
-        self.remedies = remedies
+class _NotVectorizedError(NotVectorizableError):
+    """The function of one row cannot be vectorised."""
 
 
 class _Vectorizer:
@@ -205,8 +201,8 @@ class _Vectorizer:
             )
         words = _first_line(error) if is_control_flow(op) else f"{op.type} {_words(error)}"
         untested = converter is not None and op.type not in OPS
-        remedy = getattr(error, "remedy", "") or _REPLACE
-        return _NotVectorizedError(f"{words}{_quoted(op)}", *[_FORCE] * untested, remedy)
+        remedies = getattr(error, "remedies", ()) or (_REPLACE,)
+        return _NotVectorizedError(f"{words}{_quoted(op)}", *[_FORCE] * untested, *remedies)
 
     def sentences(self) -> list[str]:
         """Say which ops run row by row, and why."""
