@@ -95,7 +95,7 @@ def tracing_error(fn: Callable[..., Any], specs: Any, options: Options, error: E
         given.append(tf.TensorSpec([None, 2], tf.int32))
     if not options.batched:
         given = tf.nest.map_structure(row_spec, given)
-    hints = "".join(f". {hint}" for hint in _hints_for(fn, specs, options.batched, options.seed is not None, error))
+    hints = "".join(f". {hint}" for hint in _hints_for(fn, specs, options, error))
     return function_error(
         f"fn could not be traced for {what} of {', '.join(map(str, given))}{hints}: {type(error).__name__}: "
         f"{_COLOURS.sub('', str(error))}",
@@ -115,16 +115,8 @@ def check_ranks(model: Any, specs: Any) -> None:
         raise ValueError(f"the model takes batches of shape {', '.join(str(each.shape) for each in inputs)}")
 
 
-def _hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, error: Exception) -> Iterator[str]:
-    """Yield sentences for the error message.
-
-    Args:
-        fn: the user's function.
-        specs: nest of `tf.TypeSpec`s of the data: a tuple is passed as several arguments.
-        batched: whether `fn` takes a batch.
-        seeded: whether it also gets the keyword `seed`.
-        error: the error of tracing.
-    """
+def _hints_for(fn: Callable[..., Any], specs: Any, options: Options, error: Exception) -> Iterator[str]:
+    """Yield sentences for the error message. The arguments are those of `tracing_error`."""
     method = (fn.__name__,) if hasattr(getattr(fn, "__self__", None), "built") else ()
     for name in (*method, *getattr(getattr(fn, "__code__", None), "co_names", ())):
         if name in _FOR_EAGER_CODE and _is_in_keras(error):
@@ -133,9 +125,9 @@ def _hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, 
     is_layer, from_keras = hasattr(fn, "built"), bool(_FROM_KERAS.search(str(error)))
     advice = [text for pattern, text in _ADVICE.items() if re.search(pattern, str(error))]
     rank = _TAKES_BATCHES.search(str(error))
-    if not batched and (is_layer or from_keras or (_IN_A_LAYER in str(error) and not advice)):
+    if not options.batched and (is_layer or from_keras or (_IN_A_LAYER in str(error) and not advice)):
         yield "A Keras layer or model takes batches: set batched=True"
-    elif not batched and rank and (rank["axis"] or int(rank["wanted"]) == int(rank["given"]) + 1):
+    elif not options.batched and rank and (rank["axis"] or int(rank["wanted"]) == int(rank["given"]) + 1):
         yield "One row has no axis for the batch: if fn takes batches, set batched=True"
     elif from_keras:
         yield "With batched=True the first axis is rows, and each element of a dataset is a batch: dataset.batch(n)"
@@ -146,7 +138,7 @@ def _hints_for(fn: Callable[..., Any], specs: Any, batched: bool, seeded: bool, 
         yield "A row of this data is a dict: fn gets it as one argument, with the tensors under its keys"
     yield from _hints_for_text(specs, error)
     yield from _hints_for_dtypes(specs, error)
-    given, seed = specs if type(specs) is tuple else (specs,), {"seed": None} if seeded else {}
+    given, seed = specs if type(specs) is tuple else (specs,), {} if options.seed is None else {"seed": None}
     if _takes(fn, *given, **seed):
         return
     if seed and _takes(fn, *given):
