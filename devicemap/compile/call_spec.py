@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -47,7 +47,3 @@ class CallSpec:
     def is_inside(self) -> bool:
         """Whether the graph is a part of another function."""
         return self.engine in (Engine.INLINE, Engine.REWRITTEN)
-
-    def without_order(self) -> CallSpec:
-        """Return the spec of the graph that serves gradients of first and of any order."""
-        return replace(self, gradients=min(self.gradients, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -89,7 +90,7 @@ class CompiledMap:
         if seeded and spec.is_inside:
             with self._lock:
                 return self._build(spec)
-        key = spec if seeded else spec.without_order()
+        key = spec if seeded else replace(spec, gradients=min(spec.gradients, 1))
         graph = self._graphs.get(key)
         if graph is None:
             with self._lock:
