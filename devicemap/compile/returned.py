@@ -29,8 +29,6 @@ def as_result(value: Any, path: str, batched: bool) -> Any:
         hint = "; a list is one tensor, as in tf.data: return a tuple for several results" if several else ""
         if several and batched:
             raise failure(f"{path} of fn is a list of {len(value)}{hint}")
-        if isinstance(value, tf.IndexedSlices):
-            value = tf.convert_to_tensor(value)
         try:
             value = tf.convert_to_tensor(value)
         except (TypeError, ValueError) as error:
