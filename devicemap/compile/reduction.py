@@ -240,15 +240,15 @@ class _CustomReduction(BoundReduction):
         return [tf.TensorSpec([None, *leaf.shape], leaf.dtype) for leaf in tf.nest.flatten(self._initial)]
 
     def _reduced(self, results: Sequence[Any]) -> list[Any]:
-        return self._fold(self._user_functions[0], self._structure, results, count_rows(results[0]))
+        count = count_rows(results[0])
+        return [*self._fold(self._user_functions[0], self._structure, results, count), count]
 
     def _merged(self, states: Sequence[Any]) -> list[Any]:
         *leaves, counts = states
-        count = self._fold(self._user_functions[1], self._initial, leaves, count_rows(counts))
-        return [*count[:-1], tf.reduce_sum(counts)]
+        return [*self._fold(self._user_functions[1], self._initial, leaves, count_rows(counts)), tf.reduce_sum(counts)]
 
     def _fold(self, function: Any, structure: Any, leaves: Sequence[Any], count: Any) -> list[Any]:
-        """Return the state after `function(state, element)` for each of `count` elements in turn, and the count."""
+        """Return the state after `function(state, element)` for each of `count` elements in turn."""
 
         def step(i: Any, state: Any) -> tuple[Any, Any]:
             element = tf.nest.pack_sequence_as(structure, [leaf[i] for leaf in leaves])
@@ -260,7 +260,7 @@ class _CustomReduction(BoundReduction):
 
         stop = tf.cast(count, tf.int32)
         _, state = tf.while_loop(lambda i, _: i < stop, step, (0, self._initial), parallel_iterations=1)
-        return [*tf.nest.flatten(state), count]
+        return list(tf.nest.flatten(state))
 
     def _finished(self, state: Sequence[Any]) -> Any:
         return as_nodes(self._user_functions[2](as_objects(tf.nest.pack_sequence_as(self._initial, list(state)[:-1]))))
