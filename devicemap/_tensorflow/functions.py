@@ -138,20 +138,20 @@ def compiled_as_a_part() -> bool:
 
 
 def shows_functions(graph: Any) -> bool:
-    """Whether `functions_within` finds the functions that a graph calls."""
+    """Whether `functions_by_name` finds the functions that a graph calls."""
     return usable(_atomic) and hasattr(graph, "_functions")
 
 
-def functions_within(graph: Any) -> list[Any]:
-    """Return the graphs of the functions that a graph calls, at any depth.
-
-    `Graph.as_graph_def()` also has the functions, but without the dtypes and shapes of their tensors.
-    """
-    return [*functions_by_name(graph).values()]
+def graphs_within(graph: Any) -> list[Any]:
+    """Return a graph, and those of the functions that it calls, at any depth."""
+    return [graph, *functions_by_name(graph).values()]
 
 
 def functions_by_name(graph: Any) -> dict[str, Any]:
-    """Return the graphs of `functions_within`, by the names of their functions."""
+    """Return the graphs of the functions that a graph calls, at any depth, by the names of the functions.
+
+    `Graph.as_graph_def()` also has the functions, but without the dtypes and shapes of their tensors.
+    """
     if not shows_functions(graph):
         return {}
     graphs = {name: getattr(function, "graph", None) for name, function in graph._functions.items()}
@@ -159,21 +159,22 @@ def functions_by_name(graph: Any) -> dict[str, Any]:
 
 
 _own: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Graphs that `own_functions` found. Later traces in `tracing_again` with the same key share them."""
+"""Graphs that `own_graphs` found. Later traces in `tracing_again` with the same key share them."""
 
 
-def own_functions(graph: Any) -> list[Any]:
-    """Return the graphs of the functions that were traced for a graph, or for the graph of an earlier call.
+def own_graphs(graph: Any) -> list[Any]:
+    """Return a graph, and those of the functions that were traced for it, or for the graph of an earlier call.
 
     Users may call the other functions that the graph calls, so those must not change.
     """
-    for inner in functions_within(graph):
+    called = functions_by_name(graph).values()
+    for inner in called:
         outer = inner
         while outer is not None and outer is not graph and outer not in _own:
             outer = getattr(outer, "outer_graph", None)
         if outer is not None:
             _own.add(inner)
-    return [inner for inner in functions_within(graph) if inner in _own]
+    return [graph, *(inner for inner in called if inner in _own)]
 
 
 @with_fallback(nothing, _context)

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from devicemap._tensorflow import Private, nothing, usable, with_fallback
-from devicemap._tensorflow.functions import own_functions
+from devicemap._tensorflow.functions import own_graphs
 
 _record = Private("tensorflow.python.eager.record", "could_possibly_record", "record_operation", "stop_recording")
 _forwardprop = Private("tensorflow.python.eager.forwardprop_util", "pack_tangents")
@@ -177,7 +177,7 @@ def _bring_inputs(op: Any) -> None:
 
 def _ops_of(graph: Any) -> list[Any]:
     """Return the ops of a function's graph and of the functions that were traced for it."""
-    return [op for each in (graph, *own_functions(graph)) for op in each.get_operations()]
+    return [op for each in own_graphs(graph) for op in each.get_operations()]
 
 
 @with_fallback(nothing, _registry, _operations)

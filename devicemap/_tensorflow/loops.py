@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import functions_within
+from devicemap._tensorflow.functions import graphs_within
 from devicemap._tensorflow.indexing import StackedList
 from devicemap._tensorflow.pfor import NotVectorizableError, as_stacked, convert_graph, graph_of, pfor, with_own_inputs
 
@@ -201,7 +201,7 @@ def _keeps_lengths(given: Any) -> bool:
     if not _lists(given.op):
         return True
     body = _body_of(given)
-    for each in (body, *functions_within(body)):
+    for each in graphs_within(body):
         if any(output.op.type in _OF_NEW_LISTS for output in each.outputs):
             return False
         if any(op.type in _OF_LENGTHS or _resizes(op) for op in each.get_operations()):

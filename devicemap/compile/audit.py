@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import functions_within
+from devicemap._tensorflow.functions import graphs_within
 from devicemap.compile.graph_walker import BRANCHES, FunctionBody, GraphWalker
 from devicemap.compile.source_lines import source_line
 
@@ -177,8 +177,7 @@ def variable_of(concrete: Any, handle: Any) -> Any:
 
 def writing_line(graph: Any, handle: Any) -> str | None:
     """Return the line of the user's code that writes a captured resource, in a graph or the functions that it calls."""
-    graphs = graph, *functions_within(graph)
-    inside = (tensor for each in graphs for outside, tensor in each.captures if outside is handle)
+    inside = (tensor for each in graphs_within(graph) for outside, tensor in each.captures if outside is handle)
     writes = (op for tensor in inside for op in tensor.consumers() if op.type not in READS)
     return next(filter(None, map(source_line, writes)), None)
 

@@ -19,8 +19,8 @@ from devicemap._tensorflow.converters import CONVERTERS
 from devicemap._tensorflow.functions import (
     NO_AUTO_CONTROL_DEPS,
     calling,
-    functions_within,
-    own_functions,
+    graphs_within,
+    own_graphs,
     shows_functions,
 )
 from devicemap._tensorflow.gradients import differentiate_values_alone
@@ -124,8 +124,7 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
     Raises:
         Exception: an op cannot be vectorised. The first line of the message is the reason.
     """
-    graphs = [row_fn.graph, *functions_within(row_fn.graph)]
-    convert = _Vectorizer(force, {row_fn.graph, *own_functions(row_fn.graph)})
+    convert = _Vectorizer(force, own_graphs(row_fn.graph))
 
     def run(rows: Sequence[Any]) -> Any:
         for row in rows:
@@ -140,7 +139,7 @@ def vectorize(row_fn: Any, specs: Sequence[Any], force: bool) -> tuple[Any, list
         return list(tf.vectorized_map(run, leaves, fallback_to_while_loop=False))
 
     try:
-        with convert_by(convert, graphs, CONVERTERS), _without_conversion_log():
+        with convert_by(convert, graphs_within(row_fn.graph), CONVERTERS), _without_conversion_log():
             concrete = vectorized.get_concrete_function(*specs)
     except Exception as error:
         if convert.failure is None:
@@ -266,8 +265,9 @@ def _check_function(row_fn: Any, found: Audit, specs: list[Any], options: Option
         raise _NotVectorizedError("fn_output_signature holds ragged or sparse tensors")
     if found.effects:
         effect = found.effects[0]
-        graphs = row_fn.graph, *functions_within(row_fn.graph)
-        lines = (_quoted(op) for graph in graphs for op in graph.get_operations() if op.type == effect)
+        lines = (
+            _quoted(op) for graph in graphs_within(row_fn.graph) for op in graph.get_operations() if op.type == effect
+        )
         raise _NotVectorizedError(f"{effect} acts once per row{next(lines, '')}", _REPLACE)
     if found.writes:
         written = (each for each, treatment in zip(row_fn.captured_inputs, found.treatments) if treatment in WRITES)

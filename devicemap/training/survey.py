@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from devicemap._tensorflow.functions import functions_within
+from devicemap._tensorflow.functions import graphs_within
 from devicemap._tensorflow.gradients import Lookups, holds_gradients
 from devicemap._tensorflow.keras import batch_norms_of, is_seed, is_training, moments_by, stored_in
 from devicemap.compile.audit import audit, op_types
@@ -128,7 +128,7 @@ def _check(concrete: Any, name: str, *, meets: bool, runs_again: bool) -> None:
         )
     if not (meets or runs_again):
         return
-    ops = [op for graph in [concrete.graph, *functions_within(concrete.graph)] for op in graph.get_operations()]
+    ops = [op for graph in graphs_within(concrete.graph) for op in graph.get_operations()]
     custom = [op for op in ops if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr]
     if any(each.dtype == tf.resource or each.op.type == "ReadVariableOp" for op in custom for each in op.inputs):
         raise failure(

@@ -15,7 +15,7 @@ from devicemap._tensorflow.functions import (
     NO_AUTO_CONTROL_DEPS_NOINLINE,
     add_control_outputs,
     compiled_as_a_part,
-    functions_within,
+    graphs_within,
     last_set_seed,
     python_function,
     with_captures,
@@ -114,8 +114,8 @@ def test_functions_that_a_function_calls() -> None:
     inner = tf.function(lambda x: tf.sin(x))
     middle = tf.function(lambda x: inner(x) + tf.cos(x))
     graph = tf.function(lambda x: middle(x)).get_concrete_function(tf.TensorSpec([None])).graph
-    found = functions_within(graph)
-    assert len(found) == len(graph.as_graph_def().library.function)
+    found = graphs_within(graph)
+    assert len(found) == 1 + len(graph.as_graph_def().library.function)
     types = {op.type for inside in found for op in inside.get_operations()}
     assert {"Sin", "Cos"} <= types
 
